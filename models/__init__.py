@@ -1,0 +1,1 @@
+"""Model families as pure functions of (params, config, tokens, positions, attend, adapters)."""

@@ -1,0 +1,37 @@
+"""Plain causal attention over one whole sequence, without a cache: training and the oracle."""
+
+import jax
+import jax.numpy as jnp
+
+from models.config import ModelConfig
+
+
+def causal_attend(config: ModelConfig, block: int = 128):
+    """An `attend` (see models/llama.py) in which row t of a sequence sees rows 0..t.
+
+    The mask goes by row, not by position. Queries go in blocks of `block` rows so that most of the
+    upper triangle is never computed. Honours `config.sliding_window`.
+    """
+    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+
+    def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache):
+        T = q_TxHxD.shape[0]
+        q = q_TxHxD.reshape(T, K, H // K, D).transpose(1, 2, 0, 3) * D**-0.5
+        k, v = k_TxKxD.transpose(1, 0, 2), v_TxKxD.transpose(1, 0, 2)
+        outs = []
+        for start in range(0, T, block):
+            stop = min(start + block, T)
+            scores = jnp.einsum(
+                "kgtd,ksd->kgts", q[:, :, start:stop], k[:, :stop],
+                preferred_element_type=jnp.float32,
+            )  # fmt: skip
+            distance = jnp.arange(start, stop)[:, None] - jnp.arange(stop)
+            seen = distance >= 0
+            if config.sliding_window is not None:
+                seen &= distance < config.sliding_window
+            probs = jax.nn.softmax(jnp.where(seen, scores, -1e30)).astype(v.dtype)
+            outs.append(jnp.einsum("kgts,ksd->kgtd", probs, v[:, :stop]))
+        out = jnp.concatenate(outs, axis=2)
+        return out.transpose(2, 0, 1, 3).reshape(T, H, D), cache
+
+    return attend

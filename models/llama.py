@@ -1,0 +1,135 @@
+"""The Llama family: Llama 1/2/3, Mistral, Qwen2/2.5 and Qwen3 differ by `ModelConfig` only.
+
+Two arguments are the seams to whoever serves the model:
+
+* `attend(layer, q, k, v, cache) -> (out, cache)` with q [T, H, D], k and v [T, K, D] after QK norm
+  and rotary embedding, out [T, H, D]. `layer` is a traced int32 scalar. The model does not know
+  what is behind it: a paged cache, sparse pages, quantised pages, or plain causal attention.
+* `adapters(name, layer, x) -> delta` adds to the projection `name` ('wq', 'wk', 'wv', 'wo',
+  'w_gate', 'w_up', 'w_down') of x [T, in] a delta [T, out]; None leaves the base model.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from models.config import ModelConfig
+from models.params import Param
+from models.rope import apply_rope, rope_tables
+
+Attend = Callable[..., tuple[jax.Array, object]]
+Adapters = Callable[[str, jax.Array, jax.Array], jax.Array]
+
+PROJECTIONS = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+
+
+def declare(config: ModelConfig) -> dict:
+    """Every parameter of the model, as a nested dict of `Param`."""
+    L, E, F, V = config.num_layers, config.hidden_size, config.intermediate_size, config.vocab_size
+    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+
+    def matrix(fan_in, fan_out, axes, name):
+        shape = (L, fan_in, fan_out)
+        return Param(shape, ("layer", *axes), "normal", f"model.layers.{{layer}}.{name}.weight", True)
+
+    def vector(size, axis, init, name):
+        return Param((L, size), ("layer", axis), init, f"model.layers.{{layer}}.{name}")
+
+    layers = {
+        "attention_norm": vector(E, "embed", "ones", "input_layernorm.weight"),
+        "wq": matrix(E, H * D, ("embed", "heads"), "self_attn.q_proj"),
+        "wk": matrix(E, K * D, ("embed", "kv_heads"), "self_attn.k_proj"),
+        "wv": matrix(E, K * D, ("embed", "kv_heads"), "self_attn.v_proj"),
+        "wo": matrix(H * D, E, ("heads", "embed"), "self_attn.o_proj"),
+        "mlp_norm": vector(E, "embed", "ones", "post_attention_layernorm.weight"),
+        "w_gate": matrix(E, F, ("embed", "mlp"), "mlp.gate_proj"),
+        "w_up": matrix(E, F, ("embed", "mlp"), "mlp.up_proj"),
+        "w_down": matrix(F, E, ("mlp", "embed"), "mlp.down_proj"),
+    }
+    if config.qkv_bias:
+        layers["bq"] = vector(H * D, "heads", "zeros", "self_attn.q_proj.bias")
+        layers["bk"] = vector(K * D, "kv_heads", "zeros", "self_attn.k_proj.bias")
+        layers["bv"] = vector(K * D, "kv_heads", "zeros", "self_attn.v_proj.bias")
+    if config.qk_norm:
+        layers["q_norm"] = vector(D, "head_dim", "ones", "self_attn.q_norm.weight")
+        layers["k_norm"] = vector(D, "head_dim", "ones", "self_attn.k_norm.weight")
+    declaration = {
+        "embed": Param((V, E), ("vocab", "embed"), "embed", "model.embed_tokens.weight"),
+        "layers": layers,
+        "final_norm": Param((E,), ("embed",), "ones", "model.norm.weight"),
+    }
+    if not config.tie_word_embeddings:
+        declaration["lm_head"] = Param(
+            (E, V), ("embed", "vocab"), "normal", "lm_head.weight", transpose=True
+        )
+    return declaration
+
+
+def rms_norm(x, gain, eps: float):
+    """RMS norm over the last axis in float32, result in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * gain.astype(jnp.float32)).astype(x.dtype)
+
+
+def forward(
+    params,
+    config: ModelConfig,
+    tokens_T,
+    positions_T,
+    attend: Attend,
+    cache=None,
+    adapters: Adapters | None = None,
+    unroll: bool = False,
+):
+    """Hidden states [T, E] after the final norm, and the cache that `attend` carried through.
+
+    tokens and positions are int32 [T]: one flat, ragged batch; which tokens see which is `attend`'s
+    business. Layers run under `lax.scan` over stacked parameters with the cache in the carry;
+    `unroll` compiles longer and trains faster on CPUs.
+    """
+    T = tokens_T.shape[0]
+    H, K, D, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+    cos, sin = rope_tables(positions_T, config)
+
+    def block(carry, scanned):
+        x_TxE, cache = carry
+        p, layer = scanned
+
+        def project(x, name, bias=None):
+            y = x @ p[name]
+            if bias in p:
+                y = y + p[bias]
+            return y if adapters is None else y + adapters(name, layer, x)
+
+        h_TxE = rms_norm(x_TxE, p["attention_norm"], eps)
+        q_TxHxD = project(h_TxE, "wq", "bq").reshape(T, H, D)
+        k_TxKxD = project(h_TxE, "wk", "bk").reshape(T, K, D)
+        v_TxKxD = project(h_TxE, "wv", "bv").reshape(T, K, D)
+        if config.qk_norm:
+            q_TxHxD = rms_norm(q_TxHxD, p["q_norm"], eps)
+            k_TxKxD = rms_norm(k_TxKxD, p["k_norm"], eps)
+        q_TxHxD, k_TxKxD = apply_rope(q_TxHxD, cos, sin), apply_rope(k_TxKxD, cos, sin)
+        out_TxHxD, cache = attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache)
+        x_TxE = x_TxE + project(out_TxHxD.reshape(T, H * D), "wo")
+
+        h_TxE = rms_norm(x_TxE, p["mlp_norm"], eps)
+        gated_TxF = jax.nn.silu(project(h_TxE, "w_gate")) * project(h_TxE, "w_up")
+        return (x_TxE + project(gated_TxF, "w_down"), cache), None
+
+    x_TxE = params["embed"][tokens_T]
+    layers = jnp.arange(config.num_layers, dtype=jnp.int32)
+    (x_TxE, cache), _ = jax.lax.scan(block, (x_TxE, cache), (params["layers"], layers), unroll=unroll)
+    return rms_norm(x_TxE, params["final_norm"], eps), cache
+
+
+def logits(params, config: ModelConfig, hidden):
+    """Next-token logits [..., V] in float32 from hidden states [..., E]."""
+    if config.tie_word_embeddings:
+        return jnp.einsum(
+            "...e,ve->...v", hidden, params["embed"], preferred_element_type=jnp.float32
+        )
+    return jnp.einsum(
+        "...e,ev->...v", hidden, params["lm_head"], preferred_element_type=jnp.float32
+    )

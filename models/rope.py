@@ -1,0 +1,37 @@
+"""Rotary position embeddings (half-rotation layout, as in Hugging Face checkpoints)."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from models.config import ModelConfig
+
+
+def inverse_frequencies(config: ModelConfig) -> np.ndarray:
+    """Rotary frequencies [D/2] in radians per position, float32, after scaling."""
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
+    freqs = (1.0 / config.rope_theta**exponents).astype(np.float32)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return freqs
+    if scaling.kind == "linear":
+        return freqs / np.float32(scaling.factor)
+    assert scaling.kind == "llama3", scaling
+    # Short wavelengths stay, long ones are stretched by `factor`, those between are blended.
+    original = scaling.original_max_position_embeddings
+    rotations = original * freqs / (2 * np.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+    return (freqs * (keep + (1.0 - keep) / scaling.factor)).astype(np.float32)
+
+
+def rope_tables(positions, config: ModelConfig):
+    """cos and sin [T, D/2], float32, for `positions` [T] int32."""
+    angles = positions[:, None].astype(jnp.float32) * inverse_frequencies(config)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x_TxNxD, cos, sin):
+    """Rotate heads x [T, N, D] by `rope_tables`; computed in float32, result in x's dtype."""
+    a, b = jnp.split(x_TxNxD.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_TxNxD.dtype)

@@ -1,0 +1,264 @@
+"""Models on disk: Hugging Face folders and hub ids straight into JAX, without torch.
+
+A model is named by 'bundled' (the one in this repository), a folder (config.json, one or many
+safetensors files, a tokenizer), or a hub id 'owner/name', which is downloaded.
+"""
+
+import hashlib
+import json
+import os
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+from models.config import ModelConfig
+from models.hf_config import eos_token_ids, from_hf, to_hf
+from models.llama import declare
+from models.params import Param, flatten
+
+BUNDLED = Path(__file__).parent / "bundled"
+DTYPES = ("float32", "bfloat16", "float16")
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+_DOWNLOADED = ("model*.safetensors", "*.json", "*.jinja", *_TOKENIZER_FILES)
+_STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+def find(model: str | Path) -> Path:
+    """The folder of `model`; ValueError if there is none."""
+    if model == "bundled":
+        return BUNDLED
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"{model} is a file; a model is a folder with config.json and weights")
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(model)):
+        raise ValueError(f"there is no folder {model}, and it is no hub id 'owner/name'")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=list(_DOWNLOADED)))
+    except Exception as error:  # The network, the hub and the disk have no common base class.
+        raise ValueError(
+            f"there is no folder {model}, and it could not be had from the Hugging Face hub: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def load_config(model: str | Path) -> ModelConfig:
+    """The model's configuration; ends of sequence as in generation_config.json if that has any."""
+    folder = find(model)
+    config = _read_json(folder / "config.json", from_hf)
+    generation = folder / "generation_config.json"
+    stops = _read_json(generation, eos_token_ids) if generation.is_file() else ()
+    return config.replace(eos_token_ids=stops) if stops else config
+
+
+def load_tokenizer(model: str | Path):
+    """The model's tokenizer, a transformers fast tokenizer."""
+    folder = find(model)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(f"{folder} has no tokenizer.json")
+    from transformers import AutoTokenizer  # Here, as it takes seconds.
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises plain Exception.
+        raise ValueError(f"{folder}: the tokenizer cannot be read: {error}") from error
+
+
+def load(model: str | Path, dtype="float32") -> tuple[ModelConfig, dict]:
+    """The model's configuration and parameters (in the structure of `llama.declare`) in `dtype`.
+
+    Every tensor is checked before any is read; beyond the result, one stacked parameter is held.
+    Raises ValueError, naming file and field or tensor, for whatever is missing, misshapen,
+    truncated, not finite or not part of the model.
+    """
+    dtype = _dtype(dtype)
+    folder = find(model)
+    config = load_config(folder)
+    declaration = declare(config)
+    with ExitStack() as stack:
+        shards = {path: _open(path, stack) for path in weight_files(folder)}
+        tensors = {name: (path, shard) for path, shard in shards.items() for name in shard.keys()}
+        _check(tensors, declaration, folder)
+        names = sum(len(param.hf_names) for param in flatten(declaration).values())
+        bar = stack.enter_context(
+            tqdm(total=names, desc="loading weights", unit=" tensors", disable=len(shards) == 1)
+        )
+        params = jax.tree.map(
+            lambda param: _read(param, tensors, dtype, bar),
+            declaration,
+            is_leaf=lambda node: isinstance(node, Param),
+        )
+    return config, params
+
+
+def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
+    """Write config.json and model.safetensors, in `dtype` or the parameters' own.
+
+    transformers loads the result. Raises ValueError if no Hugging Face architecture is this model,
+    or if `dtype` cannot hold a value.
+    """
+    hf = to_hf(config)
+    dtype = _dtype(params["embed"].dtype if dtype is None else dtype)
+    tensors: dict[str, np.ndarray] = {}
+
+    def add(param: Param, array):
+        if array.shape != param.shape:
+            raise ValueError(f"{param.hf_name} should have shape {param.shape}, not {array.shape}")
+        array = np.asarray(array)
+        for name, tensor in zip(param.hf_names, array if param.stacked else [array], strict=True):
+            tensors[name] = np.empty(param.hf_shape, dtype)
+            _assign(tensors[name], tensor.T if param.transpose else tensor, name)
+
+    jax.tree.map(add, declare(config), params, is_leaf=lambda node: isinstance(node, Param))
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(hf | {"torch_dtype": dtype.name}, indent=2) + "\n"
+    (folder / "config.json").write_text(text)
+    # Not in place: whoever has the old file mapped keeps it, and an interruption leaves it whole.
+    unfinished = folder / f"{_SINGLE}.part"
+    save_file(tensors, unfinished, metadata={"format": "pt"})
+    os.replace(unfinished, folder / _SINGLE)
+
+
+def weights_hash(model: str | Path) -> str:
+    """SHA-256, in hex, of the bytes of the safetensors files in the order of their names."""
+    digest = hashlib.sha256()
+    for path in weight_files(find(model)):
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model's folder, sorted by name."""
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    index = folder / _INDEX
+    if index.is_file():
+        files = [folder / name for name in _read_json(index, _shard_names)]
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"{index} names {file.name}, which is missing")
+        return files
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+    if pickled:
+        raise ValueError(
+            f"{folder} has its weights only as pickles ({', '.join(pickled)}), which may run any "
+            "code when they are read. If you trust them, convert them where torch is installed: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    raise ValueError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
+
+
+def _dtype(dtype) -> np.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not among {', '.join(DTYPES)}")
+    return found
+
+
+def _read_json(path: Path, parse):
+    """What `parse` makes of the object in the file; its ValueErrors are given the file's name."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    try:
+        value = json.loads(path.read_text())
+        if not isinstance(value, dict):
+            raise ValueError(f"it should hold a JSON object, not {value!r:.40}")
+        return parse(value)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _shard_names(index: dict[str, Any]) -> list[str]:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"weight_map should map tensors to files, but is {weight_map!r:.40}")
+    return sorted({str(name) for name in weight_map.values()})
+
+
+def _open(path: Path, stack: ExitStack):
+    try:
+        return stack.enter_context(safe_open(path, framework="numpy"))
+    except SafetensorError as error:
+        with path.open("rb") as file:
+            pointer = file.read(24).startswith(b"version https://git-lfs")
+        why = "a Git LFS pointer: run `git lfs pull`" if pointer else f"damaged: {error}"
+        raise ValueError(f"{path} is {why}") from None
+
+
+def _check(tensors, declaration, folder: Path) -> None:
+    """ValueError unless the checkpoint's tensors are the declared ones."""
+    declared = {
+        name: param.hf_shape for param in flatten(declaration).values() for name in param.hf_names
+    }
+    for name, shape in declared.items():
+        if name not in tensors:
+            raise ValueError(f"{folder}: tensor {name} of shape {shape} is missing")
+        path, shard = tensors[name]
+        stored = shard.get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            raise ValueError(
+                f"{path}: tensor {name} has shape {tuple(stored.get_shape())}, "
+                f"but config.json asks for {shape}"
+            )
+        if stored.get_dtype() not in _STORED_DTYPES:
+            raise ValueError(
+                f"{path}: tensor {name} has dtype {stored.get_dtype()}, "
+                f"which is not among {', '.join(_STORED_DTYPES)}"
+            )
+    embedding = declaration["embed"].hf_name
+    for name in sorted(tensors.keys() - declared.keys()):
+        path, shard = tensors[name]
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        if name != "lm_head.weight":
+            raise ValueError(f"{path}: tensor {name} is no part of the model of config.json")
+        tied = tensors[embedding][1].get_tensor(embedding)
+        if not np.array_equal(shard.get_tensor(name), tied):
+            raise ValueError(
+                f"{path}: tensor {name} differs from {embedding}, "
+                "but config.json says tie_word_embeddings"
+            )
+
+
+def _read(param: Param, tensors, dtype, bar) -> jax.Array:
+    array = np.empty(param.shape, dtype)
+    for layer, name in enumerate(param.hf_names):
+        path, shard = tensors[name]
+        tensor = shard.get_tensor(name)
+        _assign(
+            array[layer] if param.stacked else array,
+            tensor.T if param.transpose else tensor,
+            f"{path}: tensor {name}",
+        )
+        bar.update()
+    return jnp.asarray(array)
+
+
+def _assign(out: np.ndarray, tensor: np.ndarray, name: str) -> None:
+    """out[...] = tensor, cast; ValueError unless all of it is finite before and after."""
+    with np.errstate(over="ignore"):
+        out[...] = tensor
+    if np.isfinite(out).all():
+        return
+    if not np.isfinite(tensor).all():
+        raise ValueError(f"{name} has values that are NaN or infinite")
+    raise ValueError(f"{name} has values of up to {np.abs(tensor).max():.3g}, beyond {out.dtype}")

@@ -1,0 +1,85 @@
+"""Block tables: each sequence's logical blocks → physical blocks (vLLM §4.3, Fig. 6).
+
+Sequences are known by their slot. All that decoding methods need are the verbs `fork`, `append` and
+`free` (§5.2). Rows are numpy arrays, so that a step over hundreds of sequences costs a few vector
+operations plus a short loop over those that enter a new block.
+"""
+
+import numpy as np
+
+from paged.block_pool import NULL_BLOCK, BlockPool
+
+
+class BlockTables:
+    """Tables of `num_slots` sequences of at most `max_tokens` tokens over one block pool.
+
+    blocks:     [num_slots, M] int32 physical blocks; `NULL_BLOCK` beyond num_blocks.
+    num_blocks: [num_slots] logical blocks in use.
+    num_tokens: [num_slots] tokens for which there is room: all blocks but the last are full.
+    """
+
+    def __init__(self, pool: BlockPool, num_slots: int, max_tokens: int, page_size: int):
+        self.pool, self.page_size = pool, page_size
+        self.blocks = np.full((num_slots, -(-max_tokens // page_size)), NULL_BLOCK, np.int32)
+        self.num_blocks = np.zeros(num_slots, np.int64)
+        self.num_tokens = np.zeros(num_slots, np.int64)
+
+    def blocks_for(self, num_tokens):
+        """Blocks that hold `num_tokens` tokens (an int or an array)."""
+        return -(-num_tokens // self.page_size)
+
+    def _copies_tail(self, slots, num_tokens):
+        """Which `slots` would write into a last block that they share."""
+        tails = self.blocks[slots, np.maximum(self.num_blocks[slots] - 1, 0)]
+        partial = self.num_tokens[slots] % self.page_size > 0
+        grows = num_tokens > self.num_tokens[slots]
+        return partial & grows & (self.pool.refcounts[tails] > 1)
+
+    def blocks_to_append(self, slots, num_tokens) -> int:
+        """An upper bound on the blocks that `append` would take: exact where no two of `slots`
+        share a last block with each other."""
+        growth = np.maximum(self.blocks_for(num_tokens) - self.num_blocks[slots], 0)
+        return int(growth.sum() + self._copies_tail(slots, num_tokens).sum())
+
+    def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> list[tuple[int, int]]:
+        """Make room for sequences `slots` [S] to hold `num_tokens` [S] tokens.
+
+        A last block that is shared and not full is replaced by a new one (copy-on-write, §4.4): the
+        (source, destination) pairs returned must be copied on the device before it is written.
+        """
+        copies = []
+        for slot in slots[self._copies_tail(slots, num_tokens)]:
+            last = self.num_blocks[slot] - 1
+            source = self.blocks[slot, last : last + 1].copy()
+            # The other owner may have copied, and so unshared it, a moment ago in this loop.
+            if self.pool.refcounts[source[0]] > 1:
+                self.blocks[slot, last] = self.pool.allocate(1)[0]
+                self.pool.release(source)
+                copies.append((int(source[0]), int(self.blocks[slot, last])))
+        targets = self.blocks_for(num_tokens)
+        for i in np.flatnonzero(targets > self.num_blocks[slots]):
+            slot, have, want = slots[i], self.num_blocks[slots[i]], targets[i]
+            self.blocks[slot, have:want] = self.pool.allocate(int(want - have))
+            self.num_blocks[slot] = want
+        self.num_tokens[slots] = np.maximum(self.num_tokens[slots], num_tokens)
+        return copies
+
+    def fork(self, parent: int, child: int) -> None:
+        """The empty slot `child` becomes a second owner of all blocks of `parent`."""
+        assert self.num_blocks[child] == 0, f"slot {child} is not empty"
+        count = self.num_blocks[parent]
+        self.pool.share(self.blocks[parent, :count])
+        self.blocks[child, :count] = self.blocks[parent, :count]
+        self.num_blocks[child] = count
+        self.num_tokens[child] = self.num_tokens[parent]
+
+    def free(self, slot: int) -> None:
+        """Give up all blocks of `slot`."""
+        self.pool.release(self.blocks[slot, : self.num_blocks[slot]])
+        self.blocks[slot] = NULL_BLOCK
+        self.num_blocks[slot] = self.num_tokens[slot] = 0
+
+    def filled(self, slot: int) -> np.ndarray:
+        """Tokens for which each logical block of `slot` has room taken: the '# filled' of Fig. 6."""
+        first = np.arange(self.num_blocks[slot]) * self.page_size
+        return np.minimum(self.num_tokens[slot] - first, self.page_size)

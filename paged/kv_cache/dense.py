@@ -1,0 +1,181 @@
+"""The dense policy (PagedAttention): a head reads all pages of its sequence.
+
+A block of the host's pool stands for one page in each layer and KV head. Pages belong to one KV
+head, as every policy's do; the dense policy is the special case whose page table is one row of
+block ids plus an offset: page = (layer * K + head) * num_blocks + block.
+"""
+
+from dataclasses import dataclass
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.config import ModelConfig
+from pallas_kernels.kv_write import copy_pages, write_kv
+from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
+from paged.block_pool import BlockPool
+from paged.block_table import BlockTables
+from paged.kv_cache.policy import Capabilities, Usage
+
+
+@flax.struct.dataclass
+class DenseCache:
+    """k_pages, v_pages: [N, P, D] flat pools of all layers and heads, N = L * K * num_blocks."""
+
+    k_pages: jax.Array
+    v_pages: jax.Array
+
+
+@flax.struct.dataclass
+class DensePlan:
+    """Index arrays of layer 0, built once a step; other layers add an offset.
+
+    tables: [S, K, M] page ids.  slot_mapping: [T, K] where each token's keys and values go.
+    written: [T] whether the token is real.  lengths: [S] tokens in the cache after this step.
+    """
+
+    tables: jax.Array
+    slot_mapping: jax.Array
+    written: jax.Array
+    lengths: jax.Array
+
+
+@dataclass(frozen=True)
+class DensePolicy:
+    """Device half. `implementation` goes to the attention ops."""
+
+    num_layers: int
+    num_kv_heads: int
+    num_blocks: int
+    page_size: int
+    sliding_window: int | None = None
+    implementation: str | None = None
+
+    @classmethod
+    def create(cls, model: ModelConfig, num_blocks: int, page_size: int, implementation=None):
+        pages = model.num_layers * model.num_kv_heads * num_blocks
+        # Room above the pool is for the distinct nowhere-slots of padding tokens.
+        if pages * page_size >= 2**31 - 2**24:
+            raise ValueError(
+                f"{num_blocks} blocks of {page_size} tokens over {model.num_layers} layers and "
+                f"{model.num_kv_heads} KV heads exceed the slots that an int32 can name"
+            )
+        return cls(model.num_layers, model.num_kv_heads, num_blocks, page_size,
+                   model.sliding_window, implementation)  # fmt: skip
+
+    def init(self, model_config: ModelConfig, dtype=jnp.float32) -> DenseCache:
+        pages = self.num_layers * self.num_kv_heads * self.num_blocks
+        shape = (pages, self.page_size, model_config.head_dim)
+        return DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def begin_step(self, cache: DenseCache, inputs):
+        head_offset = jnp.arange(self.num_kv_heads, dtype=jnp.int32) * self.num_blocks
+        tables = inputs.tables[:, None, :] + head_offset[:, None]
+        S, P = inputs.tables.shape[0], self.page_size
+        row = jnp.minimum(inputs.token_rows, S - 1)
+        page = tables[row, :, inputs.positions // P]
+        plan = DensePlan(
+            tables=tables,
+            slot_mapping=page * P + (inputs.positions % P)[:, None],
+            written=inputs.token_rows < S,
+            lengths=inputs.lengths,
+        )
+        return cache, plan
+
+    def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: DenseCache, plan: DensePlan, inputs):
+        N, P, _ = cache.k_pages.shape
+        T, K, _ = k_TxKxD.shape
+        page_offset = layer * (self.num_kv_heads * self.num_blocks)
+        # Padding goes beyond the pool, each entry to a place of its own: the scatter's indices are
+        # promised to be distinct.
+        nowhere = N * P + jnp.arange(T * K, dtype=jnp.int32).reshape(T, K)
+        slots = jnp.where(plan.written[:, None], plan.slot_mapping + page_offset * P, nowhere)
+        k_pages, v_pages = write_kv(cache.k_pages, cache.v_pages, k_TxKxD, v_TxKxD, slots)
+
+        tables = plan.tables + page_offset
+        Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
+        options = {"sliding_window": self.sliding_window, "implementation": self.implementation}
+        outs = []
+        if Tp:
+            outs.append(
+                paged_prefill_attention(
+                    q_TxHxD[:Tp], k_pages, v_pages, tables[:Sp],
+                    inputs.query_starts, plan.lengths[:Sp], **options,
+                )  # fmt: skip
+            )
+        if T > Tp:
+            lengths = jnp.broadcast_to(plan.lengths[Sp:, None], (T - Tp, K))
+            outs.append(
+                paged_attention(q_TxHxD[Tp:], k_pages, v_pages, tables[Sp:], lengths, **options)
+            )
+        return jnp.concatenate(outs), DenseCache(k_pages, v_pages)
+
+    def end_step(self, cache: DenseCache, plan: DensePlan, inputs) -> DenseCache:
+        return cache
+
+    def copy_pages(self, cache: DenseCache, sources, destinations) -> DenseCache:
+        """Copy blocks sources [C] → destinations [C] in every layer and head."""
+        groups = jnp.arange(self.num_layers * self.num_kv_heads)[:, None] * self.num_blocks
+        source_pages = (groups + sources).reshape(-1)
+        destination_pages = (groups + destinations).reshape(-1)
+        return DenseCache(
+            copy_pages(cache.k_pages, source_pages, destination_pages),
+            copy_pages(cache.v_pages, source_pages, destination_pages),
+        )
+
+
+class DenseHost:
+    """Host half: a refcounted block pool and block tables shared by all layers and heads.
+
+    A prompt is admitted when its blocks, and above them a watermark of free blocks that lets
+    running sequences grow, are there.
+    """
+
+    capabilities = Capabilities(fork=True, chunked_prefill=True, recompute_exact=True)
+
+    def __init__(
+        self, num_blocks: int, page_size: int, num_slots: int, max_tokens: int, watermark: float
+    ):
+        self.pool = BlockPool(num_blocks)
+        self.block_tables = BlockTables(self.pool, num_slots, max_tokens, page_size)
+        self.watermark_blocks = int(watermark * self.pool.capacity)
+
+    def fits(self, num_tokens: int) -> bool:
+        return self.block_tables.blocks_for(num_tokens) <= self.pool.capacity
+
+    def can_admit(self, num_tokens: int, keep_watermark: bool) -> bool:
+        spare = self.watermark_blocks if keep_watermark else 0
+        return self.pool.can_allocate(self.block_tables.blocks_for(num_tokens) + spare)
+
+    def admit(self, slot: int, num_tokens: int) -> None:
+        self.block_tables.append(np.array([slot]), np.array([num_tokens]))
+
+    def can_append(self, slots, num_tokens) -> bool:
+        return self.pool.can_allocate(self.block_tables.blocks_to_append(slots, num_tokens))
+
+    def append(self, slots, num_tokens):
+        return self.block_tables.append(slots, num_tokens)
+
+    def fork(self, parent: int, child: int) -> None:
+        self.block_tables.fork(parent, child)
+
+    def free(self, slot: int) -> None:
+        self.block_tables.free(slot)
+
+    def usage(self, slots, computed) -> Usage:
+        """Counts each sequence's tokens as its own; exact while no blocks are shared."""
+        page_size = self.block_tables.page_size
+        states = int(computed.sum())
+        room = int(self.block_tables.num_tokens[slots].sum())
+        return Usage(
+            token_states=states,
+            reserved=room - states,
+            internal=self.pool.num_used * page_size - room,
+            external=0,
+            free=self.pool.num_free * page_size,
+        )
+
+    def tables(self, slots) -> np.ndarray:
+        return self.block_tables.blocks[slots]

@@ -1,0 +1,88 @@
+"""The seam of a KV-cache policy: a host half over integers and a device half over arrays."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a policy can do; asking for the rest raises when the engine starts."""
+
+    fork: bool = False
+    prefix_cache: bool = False
+    swap: bool = False
+    chunked_prefill: bool = False
+    recompute_exact: bool = False
+
+
+@dataclass(frozen=True)
+class Usage:
+    """KV memory in token slots, in the categories of vLLM §3.1 (Fig. 2).
+
+    token_states: written or being written in this step.  reserved: room for known tokens that wait
+    for their prefill.  internal: room at the end of last blocks.  external: unusable between
+    allocations (none with fixed-size blocks).  free: the rest.
+    """
+
+    token_states: int
+    reserved: int
+    internal: int
+    external: int
+    free: int
+
+
+class HostPolicy(Protocol):
+    """Who owns the pages, asked by the scheduler. Sequences are named by slots; no tensors."""
+
+    capabilities: Capabilities
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether one sequence of `num_tokens` could ever run, alone."""
+        ...
+
+    def can_admit(self, num_tokens: int, keep_watermark: bool) -> bool: ...
+
+    def admit(self, slot: int, num_tokens: int) -> None: ...
+
+    def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool: ...
+
+    def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> list[tuple[int, int]]: ...
+
+    def fork(self, parent: int, child: int) -> None: ...
+
+    def free(self, slot: int) -> None: ...
+
+    def usage(self, slots: np.ndarray, computed: np.ndarray) -> Usage: ...
+
+    def tables(self, slots: np.ndarray) -> np.ndarray:
+        """Index tables [S, M] int32 that the device half's `begin_step` understands."""
+        ...
+
+
+class KVPolicy(Protocol):
+    """How pages are written and read: pure functions over a pytree `cache`, run under jit."""
+
+    def init(self, model_config: ModelConfig) -> Any: ...
+
+    def begin_step(self, cache, inputs) -> tuple[Any, Any]:
+        """Once a step, before the layers: `(cache, plan)`."""
+        ...
+
+    def attend(
+        self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache, plan, inputs
+    ) -> tuple[jax.Array, Any]:
+        """In each layer: write the new tokens, attend: `(out [T, H, D], cache)`."""
+        ...
+
+    def end_step(self, cache, plan, inputs) -> Any:
+        """Once a step, after the layers: `cache`."""
+        ...
+
+    def copy_pages(self, cache, sources, destinations) -> Any:
+        """Copy blocks with all that belongs to them: `cache`."""
+        ...

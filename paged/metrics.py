@@ -1,0 +1,51 @@
+"""What the engine records: one row a step, one row a request, one event log."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step. Times in seconds; time_s is the step's end on the engine's clock.
+
+    host_s: wall time of schedule, batch building, dispatch and update, without waiting.
+    device_s: from the later of dispatch and the previous step's end to this step's end, as the host
+    sees it. kv_*: token slots, as in `paged.kv_cache.policy.Usage`.
+    """
+
+    step: int
+    time_s: float
+    host_s: float
+    device_s: float
+    prefill_tokens: int
+    decode_tokens: int
+    num_running: int
+    num_waiting: int
+    preemptions: int
+    kv_token_states: int
+    kv_reserved: int
+    kv_internal: int
+    kv_external: int
+    kv_free: int
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One finished request. Times in seconds on the engine's clock; first_token_s is None if it
+    ended before its first token."""
+
+    request_id: str
+    arrival_s: float
+    first_token_s: float | None
+    finish_s: float
+    prompt_tokens: int
+    output_tokens: int
+    preemptions: int
+    finish_reason: str
+
+
+@dataclass
+class Metrics:
+    steps: list[StepRecord] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
+    compilations_warmup: int = 0
+    compilations_after_warmup: int = 0

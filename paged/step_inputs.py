@@ -1,0 +1,162 @@
+"""What one step hands to the device: padded arrays of declared sizes."""
+
+from dataclasses import dataclass
+
+import flax.struct
+import jax
+import numpy as np
+
+from models.sampling import SamplingArrays
+from paged.kv_cache.policy import HostPolicy
+from paged.scheduler import ScheduledStep, SchedulerConfig
+from paged.slots import Slots
+
+FROM_DEVICE = -1  # a token that the host has not read yet: the device has it under the slot
+
+
+@flax.struct.dataclass
+class StepInputs:
+    """One step of Tp prefill tokens of Sp sequences, then Sd sequences with one token each.
+
+    T = Tp + Sd tokens and S = Sp + Sd rows, all padded; int32 unless said otherwise.
+
+    tokens: [T] ids, or FROM_DEVICE.  positions: [T].  token_rows: [T] row of each token, S for
+    padding.  query_starts: [Sp + 1] first token of each prefill row.  lengths: [S] tokens in the
+    cache after the step, 0 for padding.  last_tokens: [S] index in T of each row's last token.
+    slots: [S], num_slots for padding.  samples: [S] bool.  tables: [S, M].  sampling: [S] each.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    token_rows: jax.Array
+    query_starts: jax.Array
+    lengths: jax.Array
+    last_tokens: jax.Array
+    slots: jax.Array
+    samples: jax.Array
+    tables: jax.Array
+    sampling: SamplingArrays
+
+    @property
+    def num_prefill_rows(self) -> int:
+        return self.query_starts.shape[0] - 1
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return self.tokens.shape[0] - (self.lengths.shape[0] - self.num_prefill_rows)
+
+
+def _steps(largest: int, smallest: int, linear_above: int) -> tuple[int, ...]:
+    """Powers of two from `smallest`, multiples of `linear_above` beyond it, up to `largest`."""
+    sizes, size = [], min(smallest, largest)
+    while size < largest:
+        sizes.append(size)
+        size = size * 2 if size < linear_above else size + linear_above
+    return (*sizes, largest)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The declared sizes of steps, each of which is compiled once.
+
+    prefill: sizes of Tp.  decode: sizes of Sd in steps without prefill.  mixed: sizes of Sd in
+    steps with prefill; few, because they multiply with those of Tp.
+    """
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+    mixed: tuple[int, ...]
+
+    @classmethod
+    def declare(cls, config: SchedulerConfig) -> "Buckets":
+        prefill = _steps(config.max_num_batched_tokens, smallest=64, linear_above=2048)
+        decode = _steps(config.max_num_seqs, smallest=1, linear_above=128)
+        return cls(prefill, decode, mixed=decode[::-3][::-1])
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """All (Tp, Sd), the largest first."""
+        mixed = [(tp, sd) for tp in self.prefill for sd in self.mixed]
+        return sorted(mixed + [(0, sd) for sd in self.decode], reverse=True)
+
+    def pick(self, num_prefill_tokens: int, num_decodes: int) -> tuple[int, int]:
+        """The smallest declared (Tp, Sd) that holds a step."""
+        if num_prefill_tokens == 0:
+            return 0, _at_least(self.decode, num_decodes)
+        return _at_least(self.prefill, num_prefill_tokens), _at_least(self.mixed, num_decodes)
+
+
+def _at_least(sizes: tuple[int, ...], n: int) -> int:
+    return next(size for size in sizes if size >= n)
+
+
+def build_step_inputs(
+    step: ScheduledStep, slots: Slots, policy: HostPolicy, buckets: Buckets, prefill_rows: int
+) -> StepInputs:
+    """Pad a scheduled step to its bucket. Arrays are fresh: the device may read them in place."""
+    Tp, Sd = buckets.pick(step.num_prefill_tokens, step.num_decodes)
+    inputs = empty_step_inputs(Tp, Sd, prefill_rows, slots.num_slots, 0)
+    n, num_prefills = len(step.slots), step.num_prefills
+    Sp = inputs.num_prefill_rows
+
+    # Rows: prefills fill 0 .. num_prefills, decodes start at Sp.
+    rows = np.arange(n)
+    rows[num_prefills:] += Sp - num_prefills
+    ends = step.starts + step.counts
+    inputs.lengths[rows] = ends
+    inputs.slots[rows] = step.slots
+    inputs.samples[rows] = step.samples
+    tables = policy.tables(step.slots)
+    padded_tables = np.zeros((Sp + Sd, tables.shape[1]), np.int32)
+    padded_tables[rows] = tables
+    sampling = inputs.sampling
+    sampling.temperature[rows] = slots.temperature[step.slots]
+    sampling.top_k[rows] = slots.top_k[step.slots]
+    sampling.top_p[rows] = slots.top_p[step.slots]
+    sampling.seed[rows] = slots.seed[step.slots]
+    sampling.position[rows] = ends
+
+    at = 0
+    for row in range(num_prefills):
+        slot, start, count = step.slots[row], step.starts[row], step.counts[row]
+        inputs.tokens[at : at + count] = slots.tokens[slot, start : start + count]
+        inputs.positions[at : at + count] = np.arange(start, start + count)
+        inputs.token_rows[at : at + count] = row
+        at += count
+        inputs.query_starts[row + 1 :] = at
+        inputs.last_tokens[row] = at - 1
+
+    decodes = slice(Tp, Tp + step.num_decodes)
+    slot, position = step.slots[num_prefills:], step.starts[num_prefills:]
+    known = position < slots.known[slot]
+    inputs.tokens[decodes] = np.where(known, slots.tokens[slot, position], FROM_DEVICE)
+    inputs.positions[decodes] = position
+    inputs.token_rows[decodes] = rows[num_prefills:]
+    inputs.last_tokens[rows[num_prefills:]] = np.arange(Tp, Tp + step.num_decodes)
+    return inputs.replace(tables=padded_tables)
+
+
+def empty_step_inputs(
+    Tp: int, Sd: int, prefill_rows: int, num_slots: int, table_width: int
+) -> StepInputs:
+    """A step in which all is padding: what warm-up runs."""
+    Sp = prefill_rows if Tp else 0
+    T, S = Tp + Sd, Sp + Sd
+    zeros = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
+    return StepInputs(
+        tokens=zeros(T),
+        positions=zeros(T),
+        token_rows=np.full(T, S, np.int32),
+        query_starts=zeros(Sp + 1),
+        lengths=zeros(S),
+        last_tokens=zeros(S),
+        slots=np.full(S, num_slots, np.int32),
+        samples=np.zeros(S, bool),
+        tables=zeros(S, table_width),
+        sampling=SamplingArrays(
+            temperature=np.zeros(S, np.float32),
+            top_k=zeros(S),
+            top_p=np.ones(S, np.float32),
+            seed=np.zeros(S, np.uint32),
+            position=zeros(S),
+        ),
+    )

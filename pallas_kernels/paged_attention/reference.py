@@ -1,0 +1,40 @@
+"""Obviously right and slow, in float32: gathers every page of every sequence, masks, softmax."""
+
+import jax
+import jax.numpy as jnp
+
+
+def _gather(pages_NxPxD, tables_SxKxM):
+    S, K, M = tables_SxKxM.shape
+    return pages_NxPxD[tables_SxKxM].reshape(S, K, -1, pages_NxPxD.shape[-1]).astype(jnp.float32)
+
+
+def decode(q, k_pages, v_pages, tables, lengths, *, scale, sliding_window):
+    S, H, D = q.shape
+    K = tables.shape[1]
+    k, v = _gather(k_pages, tables), _gather(v_pages, tables)
+    q_SxKxGxD = q.astype(jnp.float32).reshape(S, K, H // K, D)
+    scores = jnp.einsum("skgd,sktd->skgt", q_SxKxGxD, k, precision="highest") * scale
+    index = jnp.arange(k.shape[2])
+    seen = index < lengths[..., None]
+    if sliding_window is not None:
+        seen &= index >= lengths[..., None] - sliding_window
+    probs = jax.nn.softmax(scores, where=seen[:, :, None], axis=-1)
+    # A row that sees nothing has no distribution; by contract it gives zeros.
+    probs = jnp.where(seen[:, :, None], probs, 0.0)
+    out = jnp.einsum("skgt,sktd->skgd", probs, v, precision="highest")
+    return out.reshape(S, H, D).astype(q.dtype)
+
+
+def prefill(q, k_pages, v_pages, tables, query_starts, lengths, *, scale, sliding_window):
+    """Each query row is a decode query whose length ends at its own position."""
+    T = q.shape[0]
+    S, K, _ = tables.shape
+    row = jnp.arange(T)
+    seq = jnp.clip(jnp.searchsorted(query_starts, row, side="right") - 1, 0, S - 1)
+    visible = lengths[seq] - (query_starts[seq + 1] - 1 - row)
+    visible = jnp.where(row < query_starts[-1], visible, 0)
+    visible_TxK = jnp.broadcast_to(visible[:, None], (T, K))
+    return decode(
+        q, k_pages, v_pages, tables[seq], visible_TxK, scale=scale, sliding_window=sliding_window
+    )
