@@ -31,7 +31,9 @@ def declare(config: ModelConfig) -> dict:
 
     def matrix(fan_in, fan_out, axes, name):
         shape = (L, fan_in, fan_out)
-        return Param(shape, ("layer", *axes), "normal", f"model.layers.{{layer}}.{name}.weight", True)
+        return Param(
+            shape, ("layer", *axes), "normal", f"model.layers.{{layer}}.{name}.weight", True
+        )
 
     def vector(size, axis, init, name):
         return Param((L, size), ("layer", axis), init, f"model.layers.{{layer}}.{name}")
@@ -120,7 +122,9 @@ def forward(
 
     x_TxE = params["embed"][tokens_T]
     layers = jnp.arange(config.num_layers, dtype=jnp.int32)
-    (x_TxE, cache), _ = jax.lax.scan(block, (x_TxE, cache), (params["layers"], layers), unroll=unroll)
+    (x_TxE, cache), _ = jax.lax.scan(
+        block, (x_TxE, cache), (params["layers"], layers), unroll=unroll
+    )
     return rms_norm(x_TxE, params["final_norm"], eps), cache
 
 

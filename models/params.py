@@ -68,9 +68,8 @@ def init(declaration, key, dtype=jnp.float32):
     """Random parameters, a pytree of arrays in the declaration's structure."""
     leaves, treedef = jax.tree.flatten(declaration, is_leaf=_is_param)
     keys = jax.random.split(key, len(leaves))
-    return treedef.unflatten(
-        [_init_one(p, k, dtype) for p, k in zip(leaves, keys, strict=True)]
-    )
+    values = [_init_one(p, k, dtype) for p, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(treedef, values)
 
 
 def abstract(declaration, dtype=jnp.float32):

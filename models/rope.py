@@ -7,9 +7,12 @@ from models.config import ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """Rotary frequencies [D/2] in radians per position, float32, after scaling."""
+    """Rotary frequencies [D/2] in radians per position, float32, after scaling.
+
+    Rounded in the steps of Hugging Face's models: at position 3000, one bit is 2e-4 radians.
+    """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
-    freqs = (1.0 / config.rope_theta**exponents).astype(np.float32)
+    freqs = 1 / (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
     scaling = config.rope_scaling
     if scaling is None:
         return freqs
@@ -18,10 +21,10 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     assert scaling.kind == "llama3", scaling
     # Short wavelengths stay, long ones are stretched by `factor`, those between are blended.
     original = scaling.original_max_position_embeddings
-    rotations = original * freqs / (2 * np.pi)
+    rotations = original / (2 * np.pi / freqs)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = np.clip((rotations - low) / (high - low), 0.0, 1.0)
-    return (freqs * (keep + (1.0 - keep) / scaling.factor)).astype(np.float32)
+    return (1 - keep) * freqs / scaling.factor + keep * freqs
 
 
 def rope_tables(positions, config: ModelConfig):

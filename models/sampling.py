@@ -3,7 +3,9 @@
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+Array = jax.Array | np.ndarray  # the host fills numpy arrays, the device reads its own
 INVALID_TOKEN = -1  # what a row whose logits are not finite gives instead of a token
 
 
@@ -16,11 +18,11 @@ class SamplingArrays:
     key, so a request's tokens do not depend on its company in the batch.
     """
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    seed: jax.Array
-    position: jax.Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    seed: Array
+    position: Array
 
 
 def _keep_top_k_top_p(scaled_SxV, top_k_S, top_p_S):

@@ -90,7 +90,9 @@ def load(model: str | Path, dtype="float32") -> tuple[ModelConfig, dict]:
     declaration = declare(config)
     with ExitStack() as stack:
         shards = {path: _open(path, stack) for path in weight_files(folder)}
-        tensors = {name: (path, shard) for path, shard in shards.items() for name in shard.keys()}
+        tensors = {
+            name: (path, shard) for path, shard in shards.items() for name in sorted(shard.keys())
+        }
         _check(tensors, declaration, folder)
         names = sum(len(param.hf_names) for param in flatten(declaration).values())
         bar = stack.enter_context(
@@ -130,6 +132,7 @@ def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
     # Not in place: whoever has the old file mapped keeps it, and an interruption leaves it whole.
     unfinished = folder / f"{_SINGLE}.part"
     save_file(tensors, unfinished, metadata={"format": "pt"})
+    unfinished.chmod(0o644)  # safetensors leaves it to its owner alone.
     os.replace(unfinished, folder / _SINGLE)
 
 

@@ -80,6 +80,6 @@ class BlockTables:
         self.num_blocks[slot] = self.num_tokens[slot] = 0
 
     def filled(self, slot: int) -> np.ndarray:
-        """Tokens for which each logical block of `slot` has room taken: the '# filled' of Fig. 6."""
+        """Tokens in each logical block of `slot`: the '# filled' of Fig. 6."""
         first = np.arange(self.num_blocks[slot]) * self.page_size
         return np.minimum(self.num_tokens[slot] - first, self.page_size)

@@ -6,7 +6,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _count = 0
 
 
-def _on_event(event: str, duration_s: float, **_) -> None:
+def _on_event(event: str, duration_secs: float, **_) -> None:
     global _count
     if event == _COMPILE_EVENT:
         _count += 1

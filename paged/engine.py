@@ -7,7 +7,7 @@ computed in vain is dropped.
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,7 +82,9 @@ class Engine:
     the same as records.
     """
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, executor: Executor, tokenizer=None):
+    def __init__(
+        self, model: ModelConfig, config: EngineConfig, executor: Executor, tokenizer=None
+    ):
         if config.max_model_len > model.max_position_embeddings:
             raise ValueError(
                 f"max_model_len ({config.max_model_len}) exceeds the model's "
@@ -221,7 +223,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: list[str] | list[list[int]],
+        prompts: Collection[str | list[int]],
         sampling: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Outputs of `prompts` in order. Nothing is queued if one of them is refused."""
@@ -320,9 +322,7 @@ class Engine:
         now = self.executor.clock.now()
         device_s = now - max(flight.dispatched_s, self._previous_end_s)
         self._previous_end_s = now
-        self.metrics.steps.append(
-            StepRecord(self._num_steps, now, 0.0, device_s, **flight.record)
-        )
+        self.metrics.steps.append(StepRecord(self._num_steps, now, 0.0, device_s, **flight.record))
         self.events.append(
             {"event": "step", "step": self._num_steps, "time_s": now, **flight.record}
         )
@@ -334,9 +334,7 @@ class Engine:
         scheduler, s = self.scheduler, self.scheduler.slots
         slots = scheduler.update(flight.step, sampled[flight.rows])
         newest = s.tokens[slots, s.known[slots] - 1]
-        reasons = self._stops.reasons(
-            newest, s.ignore_eos[slots], s.known[slots], s.limit[slots]
-        )
+        reasons = self._stops.reasons(newest, s.ignore_eos[slots], s.known[slots], s.limit[slots])
         for slot in slots[s.known[slots] == s.prompt_length[slots] + 1]:
             s.owner[slot].group.first_token_s = now
         for i in np.flatnonzero(s.watched[slots]):
@@ -365,15 +363,18 @@ class Engine:
         sequence, now = group.sequences[0], self.executor.clock.now()
         output = self._output(sequence)
         assert output.finish_reason is not None
-        self._event(
-            "finish", group, reason=output.finish_reason, output_tokens=len(output.tokens)
-        )
+        self._event("finish", group, reason=output.finish_reason, output_tokens=len(output.tokens))
         self.metrics.requests.append(
             RequestRecord(
-                group.request_id, group.arrival_s, group.first_token_s, now,
-                group.num_prompt_tokens, len(output.tokens), group.num_preemptions,
+                group.request_id,
+                group.arrival_s,
+                group.first_token_s,
+                now,
+                group.num_prompt_tokens,
+                len(output.tokens),
+                group.num_preemptions,
                 output.finish_reason,
-            )  # fmt: skip
+            )
         )
         self._streams.pop(sequence, None)
         del self._groups[group.request_id]

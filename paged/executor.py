@@ -32,8 +32,13 @@ class PendingTokens(Protocol):
 class Executor(Protocol):
     """What the engine asks of a device, real or simulated."""
 
-    clock: WallClock | VirtualClock
-    compilations: int
+    @property
+    def clock(self) -> WallClock | VirtualClock: ...
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far."""
+        ...
 
     def warm_up(self, progress: bool = True) -> None: ...
 
@@ -80,7 +85,7 @@ class DeviceExecutor:
     """Owns the parameters, the cache and each slot's newest token; all stay on the device.
 
     params: as declared by the model, in the dtype to compute and cache in. shapes: the (Tp, Sd)
-    of `Buckets.shapes`; a step of another shape is an error, never a silent compilation.
+    of `Buckets.shapes`, compiled by `warm_up`, or without it when first met.
     """
 
     def __init__(
@@ -111,23 +116,25 @@ class DeviceExecutor:
     def warm_up(self, progress: bool = True) -> None:
         """Compile every declared shape, two at a time, and run each once on padding."""
 
-        def compile_shape(shape):
-            inputs = self._empty(*shape)
-            arguments = (self._params, self._cache, self._last_tokens, inputs)
-            return shape, self._step.lower(*arguments).compile()
-
         with ThreadPoolExecutor(2) as threads:
-            compiled = threads.map(compile_shape, self._shapes)
-            bar = tqdm(compiled, "compiling steps", len(self._shapes), disable=not progress)
-            self._programs = dict(bar)
+            compiled = threads.map(self._compile, self._shapes)
+            shapes = tqdm(self._shapes, "compiling steps", disable=not progress)
+            self._programs = dict(zip(shapes, compiled, strict=True))
         for shape in self._shapes:
             self.execute(self._empty(*shape)).wait()
         self.copy_blocks([(0, 0)])
         jax.block_until_ready(self._cache)
 
+    def _compile(self, shape: tuple[int, int]) -> jax.stages.Compiled:
+        assert shape in self._shapes, f"step shape {shape} is not declared"
+        inputs = self._empty(*shape)
+        return self._step.lower(self._params, self._cache, self._last_tokens, inputs).compile()
+
     def execute(self, inputs: StepInputs) -> _DeviceTokens:
-        Tp = inputs.num_prefill_tokens
-        program = self._programs[Tp, inputs.tokens.shape[0] - Tp]
+        shape = inputs.num_prefill_tokens, inputs.tokens.shape[0] - inputs.num_prefill_tokens
+        if shape not in self._programs:
+            self._programs[shape] = self._compile(shape)
+        program = self._programs[shape]
         self._cache, self._last_tokens, sampled = program(
             self._params, self._cache, self._last_tokens, inputs
         )

@@ -1,4 +1,4 @@
-"""Iteration-level scheduling: who runs in the next step, and with how many tokens (vLLM §4.3, §4.5).
+"""Iteration-level scheduling: who runs next, and with how many tokens (vLLM §4.3, §4.5).
 
 First come, first served. Each step takes all running sequences that generate, then chunks of
 prompts under a token budget, then new requests while blocks and slots allow. When blocks run out
@@ -167,9 +167,7 @@ class Scheduler:
         running = self.running_slots()
         remaining = s.length[running] - s.computed[running]
         unfinished = s.length[running] < s.limit[running]
-        decodes, preempted = self._preempt_until_appendable(
-            running[(remaining == 1) & unfinished]
-        )
+        decodes, preempted = self._preempt_until_appendable(running[(remaining == 1) & unfinished])
         copies = self.policy.append(decodes, s.length[decodes])
 
         budget = config.max_num_batched_tokens - len(decodes)

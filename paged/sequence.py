@@ -1,4 +1,4 @@
-"""Requests as the engine sees them: sampling parameters, sequences and sequence groups (vLLM §4.5)."""
+"""Requests inside the engine: sampling parameters, sequences, sequence groups (vLLM §4.5)."""
 
 import dataclasses
 import enum

@@ -59,6 +59,7 @@ class Slots:
         self.temperature[slot] = group.sampling.temperature
         self.top_k[slot] = group.sampling.top_k
         self.top_p[slot] = group.sampling.top_p
+        assert group.sampling.seed is not None, "the engine gives every request a seed"
         self.seed[slot] = group.sampling.seed
         self.owner[slot] = sequence
         sequence.slot, sequence.status = slot, Status.RUNNING

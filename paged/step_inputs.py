@@ -1,12 +1,12 @@
 """What one step hands to the device: padded arrays of declared sizes."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import flax.struct
-import jax
 import numpy as np
 
-from models.sampling import SamplingArrays
+from models.sampling import Array, SamplingArrays
 from paged.kv_cache.policy import HostPolicy
 from paged.scheduler import ScheduledStep, SchedulerConfig
 from paged.slots import Slots
@@ -26,15 +26,15 @@ class StepInputs:
     slots: [S], num_slots for padding.  samples: [S] bool.  tables: [S, M].  sampling: [S] each.
     """
 
-    tokens: jax.Array
-    positions: jax.Array
-    token_rows: jax.Array
-    query_starts: jax.Array
-    lengths: jax.Array
-    last_tokens: jax.Array
-    slots: jax.Array
-    samples: jax.Array
-    tables: jax.Array
+    tokens: Array
+    positions: Array
+    token_rows: Array
+    query_starts: Array
+    lengths: Array
+    last_tokens: Array
+    slots: Array
+    samples: Array
+    tables: Array
     sampling: SamplingArrays
 
     @property
@@ -132,7 +132,7 @@ def build_step_inputs(
     inputs.positions[decodes] = position
     inputs.token_rows[decodes] = rows[num_prefills:]
     inputs.last_tokens[rows[num_prefills:]] = np.arange(Tp, Tp + step.num_decodes)
-    return inputs.replace(tables=padded_tables)
+    return dataclasses.replace(inputs, tables=padded_tables)
 
 
 def empty_step_inputs(

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 
 
-def choose(op: str, implementations: Mapping[str, Callable], implementation: str | None) -> Callable:
+def choose(
+    op: str, implementations: Mapping[str, Callable], implementation: str | None
+) -> Callable:
     """The implementation of `op` to run: `implementation` if given, otherwise 'xla'.
 
     Raises ValueError for a name that the op does not have.

@@ -5,4 +5,12 @@ from paged.kv_cache.policy import Capabilities, HostPolicy, KVPolicy, Usage
 
 POLICIES = {"vllm": (DensePolicy, DenseHost)}
 
-__all__ = ["POLICIES", "Capabilities", "DenseHost", "DensePolicy", "HostPolicy", "KVPolicy", "Usage"]
+__all__ = [
+    "POLICIES",
+    "Capabilities",
+    "DenseHost",
+    "DensePolicy",
+    "HostPolicy",
+    "KVPolicy",
+    "Usage",
+]

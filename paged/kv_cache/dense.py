@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
-from pallas_kernels.kv_write import copy_pages, write_kv
-from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
 from paged.block_pool import BlockPool
 from paged.block_table import BlockTables
 from paged.kv_cache.policy import Capabilities, Usage
+from pallas_kernels.kv_write import copy_pages, write_kv
+from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
 
 
 @flax.struct.dataclass
@@ -96,20 +96,31 @@ class DensePolicy:
 
         tables = plan.tables + page_offset
         Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
-        options = {"sliding_window": self.sliding_window, "implementation": self.implementation}
+        window, implementation = self.sliding_window, self.implementation
         outs = []
         if Tp:
-            outs.append(
-                paged_prefill_attention(
-                    q_TxHxD[:Tp], k_pages, v_pages, tables[:Sp],
-                    inputs.query_starts, plan.lengths[:Sp], **options,
-                )  # fmt: skip
+            out = paged_prefill_attention(
+                q_TxHxD[:Tp],
+                k_pages,
+                v_pages,
+                tables[:Sp],
+                inputs.query_starts,
+                plan.lengths[:Sp],
+                sliding_window=window,
+                implementation=implementation,
             )
-        if T > Tp:
-            lengths = jnp.broadcast_to(plan.lengths[Sp:, None], (T - Tp, K))
-            outs.append(
-                paged_attention(q_TxHxD[Tp:], k_pages, v_pages, tables[Sp:], lengths, **options)
+            outs.append(out)
+        if Tp < T:
+            out = paged_attention(
+                q_TxHxD[Tp:],
+                k_pages,
+                v_pages,
+                tables[Sp:],
+                jnp.broadcast_to(plan.lengths[Sp:, None], (T - Tp, K)),
+                sliding_window=window,
+                implementation=implementation,
             )
+            outs.append(out)
         return jnp.concatenate(outs), DenseCache(k_pages, v_pages)
 
     def end_step(self, cache: DenseCache, plan: DensePlan, inputs) -> DenseCache:

@@ -67,7 +67,7 @@ class HostPolicy(Protocol):
 class KVPolicy(Protocol):
     """How pages are written and read: pure functions over a pytree `cache`, run under jit."""
 
-    def init(self, model_config: ModelConfig) -> Any: ...
+    def init(self, model_config: ModelConfig, dtype) -> Any: ...
 
     def begin_step(self, cache, inputs) -> tuple[Any, Any]:
         """Once a step, before the layers: `(cache, plan)`."""

@@ -53,9 +53,10 @@ class SimulatedExecutor:
     def execute(self, inputs: StepInputs) -> _SimulatedTokens:
         start = max(self.clock.now(), self._device_free_s)
         self._device_free_s = start + self._cost(inputs)
-        mixed = inputs.sampling.position.astype(np.uint64) * 2654435761 + inputs.sampling.seed
-        span = self._vocab_size - self._first_token
-        tokens = (self._first_token + (mixed >> np.uint64(7)) % span).astype(np.int32)
+        position, seed = np.uint64(inputs.sampling.position), np.uint64(inputs.sampling.seed)
+        mixed = position * np.uint64(2654435761) + seed
+        span = np.uint64(self._vocab_size - self._first_token)
+        tokens = np.asarray(self._first_token + (mixed >> np.uint64(7)) % span, np.int32)
         return _SimulatedTokens(self.clock, self._device_free_s, tokens)
 
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:

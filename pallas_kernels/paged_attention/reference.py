@@ -22,6 +22,7 @@ def decode(q, k_pages, v_pages, tables, lengths, *, scale, sliding_window):
     probs = jax.nn.softmax(scores, where=seen[:, :, None], axis=-1)
     # A row that sees nothing has no distribution; by contract it gives zeros.
     probs = jnp.where(seen[:, :, None], probs, 0.0)
+    v = jnp.where(seen[..., None], v, 0.0)
     out = jnp.einsum("skgt,sktd->skgd", probs, v, precision="highest")
     return out.reshape(S, H, D).astype(q.dtype)
 

@@ -27,7 +27,8 @@ def _online_softmax(read_chunk, first_chunk, num_chunks, q, v_dtype, out_dim: in
     """softmax(q·kᵀ)·v over chunks [first_chunk, num_chunks).
 
     q is [..., R, D] in float32, scaled; `read_chunk(j)` gives k, v [..., C, D] and the mask of
-    seen scores, broadcastable to [..., R, C]. Rows that see nothing give zeros.
+    seen scores, broadcastable to [..., R, C]. Rows that see nothing give zeros. Values that no row
+    may see must be finite: the rest of a page may hold what a former owner left there.
     """
 
     def body(j, state):
@@ -79,7 +80,7 @@ def decode(q, k_pages, v_pages, tables, lengths, *, scale, sliding_window):
             v = v_pages[ids].reshape(group, K, chunk, D)
             index = j * chunk + jnp.arange(chunk)
             seen = (index < length_g[..., None]) & (index >= first[..., None])
-            return k, v, seen[:, :, None]
+            return k, jnp.where(seen[..., None], v, 0), seen[:, :, None]
 
         nothing = jnp.iinfo(jnp.int32).max
         first_chunk = jnp.where(length_g > 0, first, nothing).min() // chunk
@@ -128,7 +129,7 @@ def prefill(q, k_pages, v_pages, tables, query_starts, lengths, *, scale, slidin
             v = v_pages[ids].reshape(K, chunk, D)
             index = j * chunk + jnp.arange(chunk)
             seen = (index <= position[:, None]) & (index >= first[:, None])
-            return k, v, jnp.tile(seen, (G, 1))
+            return k, jnp.where(index[:, None] < lengths[s], v, 0), jnp.tile(seen, (G, 1))
 
         num_chunks = position[-1] // chunk + 1
         tile_out = _online_softmax(

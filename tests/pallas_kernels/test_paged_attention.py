@@ -99,6 +99,30 @@ def test_prefill_matches_dense_softmax(implementation, chunks, P, window, seed):
             np.testing.assert_allclose(out[starts[s] + i], expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_a_former_owner_left_in_a_page_reaches_nobody(implementation):
+    """Positions beyond a length may hold anything, not-a-number included."""
+    rng = np.random.default_rng(1)
+    k_pages, v_pages = _pools(rng, 4, 16)
+    tables = np.zeros((1, K, 2), np.int32) + np.array([1, 2], np.int32)
+    lengths = np.full((1, K), 20, np.int32)
+    q = rng.standard_normal((20, K * G, D)).astype(np.float32)
+    starts, total = np.array([0, 20], np.int32), np.array([20], np.int32)
+
+    def run():
+        decoded = decode_jit(
+            q[:1], k_pages, v_pages, tables, lengths, implementation=implementation
+        )
+        prefilled = prefill_jit(
+            q, k_pages, v_pages, tables, starts, total, implementation=implementation
+        )
+        return np.concatenate([decoded, prefilled])
+
+    clean = run()
+    k_pages[2, 4:] = v_pages[2, 4:] = np.nan
+    np.testing.assert_array_equal(run(), clean)
+
+
 @pytest.mark.parametrize(("dtype", "atol"), [(jnp.bfloat16, 2e-2), (jnp.float16, 5e-3)])
 def test_xla_in_half_precision_is_near_reference_in_float32(dtype, atol):
     rng = np.random.default_rng(0)

@@ -1,0 +1,65 @@
+# `make demo` and `make test` need nothing but make, a Python >= 3.12 and the package index.
+# A Python of your choice: make test PYTHON=/path/to/python3
+
+VENV := .venv
+JAX := 0.11.2
+# Lines of constraints.txt that start so do not bind; as it stands, its comments.
+UNPINNED := \#
+PY := $(VENV)/bin/python
+
+.PHONY: help demo test test-newest-jax lint format typecheck constraints clean
+.DELETE_ON_ERROR:
+.SECONDARY:
+
+help:
+	@echo 'make demo             serve the bundled model; report and plots in results/demo/'
+	@echo 'make test             run the tests'
+	@echo 'make test-newest-jax  run the tests on the newest JAX 0.12, in .venv-newest'
+	@echo 'make lint             ruff'
+	@echo 'make format           let ruff rewrite the code'
+	@echo 'make typecheck        mypy'
+	@echo 'make constraints      choose the newest pins for constraints.txt, with JAX $(JAX)'
+	@echo 'make clean            remove the environments and caches; results/ stays'
+
+demo: $(VENV)/.installed-base
+	$(PY) -m experiments.serve --flagfile=configs/demo.flags --output_dir=results/demo
+
+test: $(VENV)/.installed-test
+	$(PY) -m pytest
+
+lint: $(VENV)/.installed-test
+	$(PY) -m ruff check .
+
+format: $(VENV)/.installed-test
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+typecheck: $(VENV)/.installed-test
+	$(PY) -m mypy
+
+test-newest-jax:
+	$(MAKE) test VENV=.venv-newest UNPINNED=jax
+	.venv-newest/bin/python -c 'import jax; print("passed on JAX", jax.__version__)'
+
+# An environment whose Python has been uninstalled is none: forget its stamps.
+$(shell [ -x $(PY) ] || rm -f $(VENV)/.created $(VENV)/.installed-*)
+
+%/.created:
+	python="$$(sh .ci/find_python)" && "$$python" -m venv --clear $*
+	touch $@
+
+# .installed-base, or .installed-NAME for the extra NAME of pyproject.toml.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
+	grep -v '^$(UNPINNED)' constraints.txt > $(VENV)/constraints.txt
+	$(PY) -m pip install -c $(VENV)/constraints.txt -e '.$(patsubst %,[%],$(filter-out base,$*))'
+	touch $@
+
+constraints: $(VENV)/.created
+	$(PY) -m pip install --dry-run --ignore-installed --quiet --report $(VENV)/resolved.json \
+	    -e '.[test,aot]' jax==$(JAX) jaxlib==$(JAX) jax-cuda13-plugin==$(JAX)
+	$(PY) .ci/write_constraints.py $(VENV)/resolved.json > $(VENV)/pins.txt
+	mv $(VENV)/pins.txt constraints.txt
+
+clean:
+	rm -rf .venv .venv-newest build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,97 @@
+"""Flags of every program that serves a model, and the engine that they describe.
+
+Programs define flags in functions, called under `if __name__ == "__main__"`, so that any two of
+them can be imported together.
+"""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+
+from models import weights
+from models.config import ModelConfig
+from paged.engine import Engine, EngineConfig
+
+FLAGS = flags.FLAGS
+# Or transformers advises at every start to install torch, which nothing here needs.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# Or absl's log shows JAX looking for TPUs.
+logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+ENGINE_HELP = {
+    "policy": "KV-cache policy",
+    "page_size": "tokens of a KV page",
+    "kv_cache_tokens": "tokens that all KV pages hold",
+    "max_num_seqs": "sequences that run at once",
+    "max_num_batched_tokens": "tokens of one step",
+    "max_prefills_per_step": "prompts that are prefilled in one step",
+    "watermark": "share of KV blocks that admission leaves free",
+    "chunked_prefill": "whether a prompt may be spread over steps",
+    "run_ahead": "whether a step is dispatched before the last one's tokens are read",
+}
+_DEFINE: dict[type, Callable[..., Any]] = {
+    bool: flags.DEFINE_bool,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    str: flags.DEFINE_string,
+}
+
+
+def define_fields(dataclass, helps: dict[str, str]) -> list[str]:
+    """Define a flag for each named field, with its default and type; returns the names."""
+    defaults = {field.name: field.default for field in dataclasses.fields(dataclass)}
+    for name, text in helps.items():
+        _DEFINE[type(defaults[name])](name, defaults[name], text)
+    return list(helps)
+
+
+def define_engine_flags() -> list[str]:
+    """Define what `engine_config` and `load_engine` read, and --seed; returns the names."""
+    flags.DEFINE_string("model", "bundled", "'bundled', a Hugging Face folder or a hub id")
+    flags.DEFINE_enum("dtype", "float32", weights.DTYPES, "of weights, computation and KV cache")
+    flags.DEFINE_integer(
+        "max_model_len",
+        None,
+        f"longest sequence in tokens; the model's by default, up to {EngineConfig.max_model_len}",
+    )
+    flags.DEFINE_integer("seed", 0, "of the workload and of sampling", lower_bound=0)
+    flags.DEFINE_string(
+        "compilation_cache",
+        "~/.cache/paged_jax/compilations",
+        "folder that keeps compiled programs for the next run; empty for none",
+    )
+    names = define_fields(EngineConfig, ENGINE_HELP)
+    return ["model", "dtype", "max_model_len", "seed", "compilation_cache", *names]
+
+
+def engine_config(model: ModelConfig) -> EngineConfig:
+    """The flags as a checked EngineConfig; ValueError names what cannot work."""
+    longest = FLAGS.max_model_len
+    if longest is None:
+        longest = min(EngineConfig.max_model_len, model.max_position_embeddings)
+    if longest > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len ({longest}) exceeds the model's context of "
+            f"{model.max_position_embeddings} tokens"
+        )
+    return EngineConfig(max_model_len=longest, seed=FLAGS.seed, **values_of(ENGINE_HELP))
+
+
+def values_of(names: Iterable[str]) -> dict[str, Any]:
+    """The values of some flags by name."""
+    return {name: FLAGS[name].value for name in names}
+
+
+def load_engine(config: EngineConfig, tokenizer) -> Engine:
+    """An engine over the weights of --model, not yet warmed up."""
+    if FLAGS.compilation_cache:
+        folder = Path(FLAGS.compilation_cache).expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    model, params = weights.load(FLAGS.model, FLAGS.dtype)
+    return Engine.from_model(params, model, config, tokenizer)

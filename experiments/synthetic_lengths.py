@@ -1,0 +1,71 @@
+"""Prompt and output lengths with the means that the vLLM paper publishes (§6.1, Fig. 11).
+
+Only the means are published, so the shape is ours: log-normal, with a declared sigma.
+"""
+
+import math
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+PUBLISHED_MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}  # prompt, output tokens
+QUANTILES = 4096
+
+
+def draw(
+    count: int, dataset: str, sigma: float, limit: int, seed: int
+) -> tuple[list[tuple[int, int]], dict[str, Any]]:
+    """`count` pairs of (prompt, output) tokens, at most `limit` together, and notes for the report.
+
+    A prompt takes at most half of the limit and an output what the prompt left. Clipping would
+    lower the means, so the scale is raised until they are as published. A mean above half of its
+    cap is out of reach without piling lengths up there, and is lowered to that half; the notes
+    tell.
+
+    Raises: ValueError if limit < 2.
+    """
+    if limit < 2:
+        raise ValueError(f"a context of {limit} tokens has no room for a prompt and an output")
+    published_prompt, published_output = PUBLISHED_MEANS[dataset]
+    normals = np.random.default_rng([seed, 1]).standard_normal((count, 2))
+    # The distribution has the published means; a sample of it differs by chance.
+    quantiles = np.array([NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES)])
+    partners = np.random.default_rng(0).permutation(quantiles)
+
+    prompt_cap = np.array(limit // 2)
+    prompt_mean = min(published_prompt, limit // 2 / 2)
+    scale = _calibrate(prompt_mean, sigma, quantiles, prompt_cap)
+    prompts = _lengths(normals[:, 0], sigma, scale, prompt_cap)
+
+    output_caps = limit - _lengths(quantiles, sigma, scale, prompt_cap)
+    output_mean = min(published_output, float(output_caps.mean()) / 2)
+    scale = _calibrate(output_mean, sigma, partners, output_caps)
+    outputs = _lengths(normals[:, 1], sigma, scale, limit - prompts)
+
+    notes = {
+        "lengths": f"log-normal with sigma {sigma:g} (ours: only the means are published)",
+        "published_mean_prompt_tokens": published_prompt,
+        "published_mean_output_tokens": published_output,
+        "target_mean_prompt_tokens": prompt_mean,
+        "target_mean_output_tokens": output_mean,
+        "longest_sequence_tokens": limit,
+    }
+    return list(zip(prompts.tolist(), outputs.tolist())), notes
+
+
+def _lengths(normals: np.ndarray, sigma: float, scale: float, caps: np.ndarray) -> np.ndarray:
+    """Whole lengths from standard normals, int64, between 1 and `caps`."""
+    return np.clip(np.rint(scale * np.exp(sigma * normals)), 1, caps).astype(np.int64)
+
+
+def _calibrate(mean: float, sigma: float, quantiles: np.ndarray, caps: np.ndarray) -> float:
+    """The scale (tokens, the median before clipping) at which clipped lengths have this mean."""
+    low, high = 1e-3, 1e6
+    for _ in range(50):
+        middle = math.sqrt(low * high)
+        if _lengths(quantiles, sigma, middle, caps).mean() < mean:
+            low = middle
+        else:
+            high = middle
+    return high

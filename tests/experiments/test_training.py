@@ -1,0 +1,76 @@
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import train_bundled, training
+from experiments.training import Options, Trainer
+from models import weights
+from models.config import ModelConfig
+
+CONFIG = ModelConfig(
+    model_type="qwen3", vocab_size=512, hidden_size=32, intermediate_size=48, num_layers=2,
+    num_heads=2, num_kv_heads=1, head_dim=16, qk_norm=True, bos_token_id=1, eos_token_ids=(2,),
+)  # fmt: skip
+OPTIONS = Options(
+    tokens=64 * 64 * 40, stages="0:64=1", mix="copy=1", batch_tokens=2048, corpus_characters=20_000
+)
+
+
+def test_training_reduces_the_loss(tmp_path):
+    trainer = Trainer(CONFIG, OPTIONS, tmp_path)
+    losses = [trainer.advance()[1] for _ in range(40)]
+    assert losses[0] == pytest.approx(np.log(512), rel=0.1)
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
+    stages = "0:64=1;0.05:64=.5,100=.5"
+    options = replace(OPTIONS, stages=stages, mix="needles=1,count=1", jump_from=0.02)
+    whole, first = (Trainer(CONFIG, options, tmp_path / name) for name in ("whole", "parts"))
+    for _ in range(8):
+        whole.advance()
+    for _ in range(4):
+        first.advance()
+    first.save()
+    second = Trainer(CONFIG, options, tmp_path / "parts")
+    assert second.step == 4
+    for _ in range(4):
+        second.advance()
+    assert (second.step, second.tokens) == (whole.step, whole.tokens)
+    one, two = (jax.tree.leaves((t.params, t.state)) for t in (whole, second))
+    for a, b in zip(one, two):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_run_stops_at_the_budget_and_the_export_loads(tmp_path):
+    trainer = Trainer(CONFIG, replace(OPTIONS, tokens=5000), tmp_path / "run")
+    trainer.run(evaluate_every=4000, evaluation_prompts=1)
+    assert trainer.tokens >= 5000 and (tmp_path / "run" / "checkpoint.npz").exists()
+    assert any("exact_match" in row for row in trainer.log)
+    assert json.loads(json.dumps(trainer.log)) == trainer.log
+    train_bundled.export(tmp_path / "model", CONFIG, trainer.params)
+    config, loaded = weights.load(tmp_path / "model")
+    assert config == CONFIG
+    for a, b in zip(jax.tree.leaves(trainer.params), jax.tree.leaves(loaded)):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+    assert weights.load_tokenizer(tmp_path / "model")("a;")["input_ids"][0] == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    Trainer(CONFIG, OPTIONS, tmp_path).save()
+    with pytest.raises(ValueError, match="another model"):
+        Trainer(CONFIG.replace(num_layers=1), OPTIONS, tmp_path)
+
+
+def test_schedule():
+    stages = "0:128=1;0.5:256=.8,512=.2"
+    assert training.stage_at(stages, 0.49) == {128: 1.0}
+    assert training.stage_at(stages, 0.5) == {256: 0.8, 512: 0.2}
+    assert training.rate_at(0, 0.0, 0.5) == pytest.approx(1 / 50)
+    assert training.rate_at(1000, 0.5, 0.5) == 1.0
+    assert training.rate_at(1000, 0.75, 0.5) == pytest.approx(0.5)
+    shares = training.parse_shares(train_bundled.OPTIONS.mix)
+    assert sum(shares.values()) == pytest.approx(1.0)

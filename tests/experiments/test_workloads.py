@@ -1,0 +1,295 @@
+"""Loaders on tiny files, synthetic lengths against the published means, and every bad input."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from experiments import synthetic_lengths, workloads
+from experiments.workloads import Vocabulary, WorkloadConfig
+from tests.experiments.conftest import TINY
+
+
+@pytest.fixture
+def vocabulary(tokenizer):
+    return Vocabulary(tokenizer, TINY.vocab_size, 1024)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(name: str, content) -> str:
+        path = tmp_path / name
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return write
+
+
+def load(spec: str, vocabulary, **options):
+    return workloads.load(WorkloadConfig(spec, **options), vocabulary).requests
+
+
+# Prompts
+
+
+def test_json_lines_carry_answers_limits_and_stops(file, vocabulary):
+    lines = [
+        {"prompt": "?A", "answer": "12345;", "max_tokens": 6, "stop": ";", "task": "needle"},
+        {"prompt": "Once upon a time"},
+    ]
+    path = file("p.jsonl", "\n".join(map(json.dumps, lines)) + "\n\n")
+    first, second = load(f"prompts:{path}", vocabulary, max_tokens=7)
+    assert (first.prompt, first.answer, first.max_tokens) == ("?A", "12345;", 6)
+    assert (first.stop, first.task) == ((";",), "needle")
+    assert (second.max_tokens, second.answer, second.stop) == (7, None, ())
+    assert not first.ignore_eos
+
+
+def test_plain_text_is_a_prompt_a_line(file, vocabulary):
+    path = file("p.txt", "one\n\n two three\nfour\n")
+    assert [r.prompt for r in load(f"prompts:{path}", vocabulary)] == ["one", " two three", "four"]
+    assert len(load(f"prompts:{path}", vocabulary, num_requests=2)) == 2
+
+
+def test_default_max_tokens_yields_to_the_context(file, tokenizer):
+    path = file("p.txt", "a" * 10)
+    short = Vocabulary(tokenizer, TINY.vocab_size, 16)
+    assert load(f"prompts:{path}", short)[0].max_tokens == 16 - 11  # 10 characters and BOS
+
+
+@pytest.mark.parametrize(
+    "line, complaint",
+    [
+        ("{", "line 1: not JSON"),
+        ("[1]", '"prompt"'),
+        ('{"prompt": 3}', '"prompt"'),
+        ('{"prompt": "a", "promt": "b"}', "unknown \\['promt'\\]; allowed: \\['answer'"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens must be a positive integer, not 0"),
+        ('{"prompt": "a", "max_tokens": true}', "max_tokens must be a positive integer"),
+        ('{"prompt": "a", "stop": [1]}', "stop must be"),
+        ('{"prompt": "a", "stop": ""}', "stop must be"),
+        ('{"prompt": "a", "answer": 5}', "answer must be a text, not 5"),
+        (
+            '{"prompt": "a", "max_tokens": 1023}',
+            "2 prompt tokens and 1023 new ones exceed the 1024",
+        ),
+        (json.dumps({"prompt": "a" * 2000}), "2001 prompt tokens and 1 new"),
+        ("", "holds no prompt"),
+    ],
+)
+def test_bad_prompt_lines_are_named(file, vocabulary, line, complaint):
+    path = file("p.jsonl", line)
+    with pytest.raises(ValueError, match=complaint):
+        load(f"prompts:{path}", vocabulary)
+
+
+def test_binary_file_is_refused(tmp_path, vocabulary):
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        load(f"prompts:{path}", vocabulary)
+
+
+# Data sets
+
+
+def chat(*turns: tuple[str, str]) -> dict:
+    return {"id": "x", "conversations": [{"from": who, "value": text} for who, text in turns]}
+
+
+def test_sharegpt_takes_the_first_answered_human_turn_and_its_lengths(file, vocabulary):
+    data = [
+        chat(("gpt", "hello there"), ("human", "aaaaa"), ("gpt", "bbbbbbb"), ("human", "no")),
+        chat(("human", "alone")),
+        chat(("human", "aaaaa"), ("gpt", "b")),  # 2 tokens with BOS: too short
+        chat(("human", "aaaaa"), ("gpt", "b" * 1020)),  # exceeds the context
+        chat(),
+    ]
+    config = WorkloadConfig(f"sharegpt:{file('s.json', data)}")
+    workload = workloads.load(config, vocabulary)
+    (request,) = workload.requests
+    assert (request.prompt, request.max_tokens, request.ignore_eos) == ("aaaaa", 8, True)
+    assert workload.notes["pairs_filtered"] == 2
+
+
+def test_alpaca_joins_instruction_and_input(file, vocabulary):
+    data = [{"instruction": "Add.", "input": "1+1", "output": "two, I say"}]
+    (request,) = load(f"alpaca:{file('a.json', data)}", vocabulary)
+    assert request.prompt == "Add.\n1+1"
+
+
+@pytest.mark.parametrize(
+    "kind, data, complaint",
+    [
+        ("sharegpt", "nonsense", "not JSON"),
+        ("sharegpt", {}, "expected a JSON list, found dict"),
+        ("sharegpt", [{"text": "a"}], "conversations"),
+        ("sharegpt", [], "none of 0 pairs"),
+        ("sharegpt", [chat(("human", "a"), ("gpt", "b"))], "none of 1 pairs has at least 4 tokens"),
+        ("alpaca", [{"instruction": "a"}], "instruction"),
+    ],
+)
+def test_bad_data_sets_are_refused(file, vocabulary, kind, data, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        load(f"{kind}:{file('d.json', data)}", vocabulary)
+
+
+# Traces
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,374,44
+2023-11-16 18:17:05.4799600,12,3
+2023-11-16 18:17:04.9799600,800,300
+"""
+PROCESSED = "arrived_at,num_prefill_tokens,num_decode_tokens\n5.0,374,44\n6.5,12,3\n6.0,800,300\n"
+
+
+@pytest.mark.parametrize("text", [AZURE, PROCESSED])
+def test_trace_keeps_lengths_and_arrivals(file, tokenizer, text):
+    long = Vocabulary(tokenizer, TINY.vocab_size, 2000)
+    requests = load(f"trace:{file('t.csv', text)}", long, time_scale=0.5)
+    assert [len(r.prompt) for r in requests] == [374, 800, 12]
+    assert [r.max_tokens for r in requests] == [44, 300, 3]
+    assert [r.arrival_s for r in requests] == pytest.approx([0, 0.5, 0.75])
+    assert all(r.ignore_eos for r in requests)
+    assert len(load(f"trace:{file('t.csv', text)}", long, num_requests=1)) == 1
+
+
+def test_overlong_rows_are_refused_clipped_or_dropped(file, vocabulary):
+    path = file("t.csv", PROCESSED)
+    with pytest.raises(ValueError, match=r"1 of 3 requests exceed the 1024 .* longest has 1100"):
+        load(f"trace:{path}", vocabulary)
+    clipped = load(f"trace:{path}", vocabulary, overlong="clip")
+    assert [(len(r.prompt), r.max_tokens) for r in clipped] == [(374, 44), (724, 300), (12, 3)]
+    dropped = load(f"trace:{path}", vocabulary, overlong="drop")
+    assert [len(r.prompt) for r in dropped] == [374, 12]
+
+
+@pytest.mark.parametrize("prompt, output", [(5000, 7), (7, 5000), (600, 600), (5000, 5000)])
+def test_clipped_requests_fill_the_context(prompt, output):
+    new_prompt, new_output = workloads._clip(prompt, output, 1000)
+    assert new_prompt + new_output == 1000
+    assert 1 <= new_prompt <= prompt and 1 <= new_output <= output
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("", "has columns \\(none\\); expected TIMESTAMP,ContextTokens"),
+        ("time,in,out\n1,2,3\n", "has columns time,in,out; expected"),
+        ("arrived_at,num_prefill_tokens,num_decode_tokens\n", "holds no request"),
+        ("arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,x\n", "line 2: cannot read"),
+        ("arrived_at,num_prefill_tokens,num_decode_tokens\n0,5\n", "line 2: cannot read"),
+        (
+            "arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,0\n",
+            "line 2: .*at least one token",
+        ),
+        ("arrived_at,num_prefill_tokens,num_decode_tokens\nnan,5,1\n", "line 2: .*finite"),
+    ],
+)
+def test_bad_traces_are_refused(file, vocabulary, text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        load(f"trace:{file('t.csv', text)}", vocabulary)
+
+
+# Synthetic lengths
+
+
+@pytest.mark.parametrize("dataset", ["sharegpt", "alpaca"])
+@pytest.mark.parametrize("sigma", [0.5, 1.0])
+def test_synthetic_means_are_the_published_ones(dataset, sigma):
+    pairs, _ = synthetic_lengths.draw(50_000, dataset, sigma, 2048, seed=3)
+    lengths = np.array(pairs)
+    np.testing.assert_allclose(
+        lengths.mean(0), synthetic_lengths.PUBLISHED_MEANS[dataset], rtol=0.03
+    )
+    assert lengths.min() >= 1 and lengths.sum(1).max() <= 2048
+
+
+def test_unreachable_means_are_lowered_and_said(vocabulary):
+    pairs, notes = synthetic_lengths.draw(20_000, "sharegpt", 1.0, 256, seed=0)
+    lengths = np.array(pairs)
+    assert lengths.sum(1).max() <= 256
+    assert notes["published_mean_prompt_tokens"] == 161.31
+    assert notes["target_mean_prompt_tokens"] == 64
+    target = notes["target_mean_prompt_tokens"], notes["target_mean_output_tokens"]
+    np.testing.assert_allclose(lengths.mean(0), target, rtol=0.03)
+
+
+def test_synthetic_prompts_are_ordinary_tokens(vocabulary, tokenizer):
+    requests = load("alpaca", vocabulary, num_requests=200)
+    tokens = {token for r in requests for token in r.prompt}
+    assert tokens.isdisjoint(tokenizer.all_special_ids)
+    assert max(tokens) < TINY.vocab_size and len(tokens) > 400
+    assert all(isinstance(token, int) for token in tokens)
+
+
+# Tasks
+
+
+def test_tasks_share_the_requests_and_bring_answers(vocabulary):
+    spec = "tasks:needle,story"
+    requests = load(spec, vocabulary, num_requests=5, context_length=300)
+    assert sorted(r.task for r in requests) == ["needle"] * 3 + ["story"] * 2
+    for request in requests:
+        assert (request.answer is None) == (request.task == "story")
+        assert vocabulary.count(request.prompt) + request.max_tokens <= 300
+
+
+@pytest.mark.parametrize("names", ["nonsense", "needle,", ""])
+def test_unknown_tasks_are_refused(vocabulary, names):
+    with pytest.raises(ValueError):
+        load(f"tasks:{names}", vocabulary)
+
+
+# Arrivals, seeds and flags
+
+
+def test_arrivals_are_poisson_or_all_at_once():
+    arrivals = workloads.poisson_arrivals(20_000, 4.0, seed=0)
+    gaps = np.diff(arrivals)
+    assert arrivals[0] == 0 and (gaps >= 0).all()
+    assert gaps.mean() == pytest.approx(1 / 4, rel=0.03)
+    assert gaps.std() == pytest.approx(1 / 4, rel=0.03)
+    assert not workloads.poisson_arrivals(10, math.inf, seed=0).any()
+
+
+@pytest.mark.parametrize("spec", ["sharegpt", "tasks:needle"])
+def test_a_workload_is_a_function_of_its_seed(vocabulary, spec):
+    def make(seed, **options):
+        options = {"request_rate": 2.0, "num_requests": 8, "context_length": 300} | options
+        return load(spec, vocabulary, seed=seed, **options)
+
+    assert make(1) == make(1)
+    assert make(1) != make(2)
+    # The rate changes when requests come, not what they ask.
+    assert [r.prompt for r in make(1)] == [r.prompt for r in make(1, request_rate=9.0)]
+
+
+@pytest.mark.parametrize(
+    "spec, options, complaint",
+    [
+        ("chat", {}, "--workload must be prompts:FILE, .* not 'chat'"),
+        ("prompts", {}, "lacks its source"),
+        ("trace:", {}, "lacks its source"),
+        ("prompts:/nowhere/p.txt", {}, "there is no file '/nowhere/p.txt'"),
+        ("sharegpt:/nowhere/s.json", {}, "there is no file"),
+        ("sharegpt", {"num_requests": 0}, "--num_requests must be at least 1, not 0"),
+        ("sharegpt", {"max_tokens": -1}, "--max_tokens must be at least 1, not -1"),
+        ("sharegpt", {"request_rate": 0.0}, "--request_rate must be positive or inf, not 0.0"),
+        ("sharegpt", {"request_rate": math.nan}, "--request_rate"),
+        ("sharegpt", {"time_scale": -1.0}, "--time_scale"),
+        ("sharegpt", {"length_sigma": 9.0}, "--length_sigma must be between 0 and 3, not 9.0"),
+        ("sharegpt", {"overlong": "cut"}, "--overlong must be error, clip or drop, not 'cut'"),
+        ("sharegpt", {"seed": -1}, "--seed"),
+    ],
+)
+def test_bad_flags_are_refused_when_the_config_is_made(spec, options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        WorkloadConfig(spec, **options)
+
+
+def test_a_trace_refuses_a_request_rate(file):
+    with pytest.raises(ValueError, match="--time_scale, not --request_rate"):
+        WorkloadConfig(f"trace:{file('t.csv', AZURE)}", request_rate=3.0)

@@ -1,0 +1,183 @@
+"""Write what Hugging Face's own models compute, as the tests' oracle.
+
+    python tests/models/make_goldens.py            the random checkpoints in golden/
+    python tests/models/make_goldens.py bundled    golden/bundled.npz, after its weights changed
+
+Needs torch, transformers and safetensors, and nothing of this repository: any interpreter will do.
+Each golden is a Hugging Face folder with the tokens and the float32 logits beside it.
+"""
+
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+GOLDEN = Path(__file__).parent / "golden"
+BUNDLED = Path(__file__).parents[2] / "models" / "bundled"
+LENGTH = 40
+FAR = 4000
+PROMPT = "The quick brown fox: k7 = 4831, and 12 + 30 = 42.\n"
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+MHA = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+# name -> (config.json without its architecture, dtype of the file, bytes per shard)
+CASES: dict[str, tuple[dict[str, Any], torch.dtype, int | None]] = {
+    # As Llama 1 and 2 were published: no KV heads, no head dim, no RoPE fields.
+    "llama_mha": (MHA | {"model_type": "llama"}, torch.float32, None),
+    "llama_gqa_tied": (
+        SMALL | {"model_type": "llama", "tie_word_embeddings": True, "eos_token_id": [2, 5]},
+        torch.float32,
+        None,
+    ),
+    # theta 100: wavelengths on both sides of the band that llama3 blends, and inside it.
+    "llama_rope_llama3": (
+        SMALL
+        | {"model_type": "llama", "head_dim": 16, "rope_theta": 100.0}
+        | {"rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        torch.float16,
+        None,
+    ),
+    "llama_rope_parameters": (
+        SMALL
+        | {"model_type": "llama"}
+        | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 50.0, **LLAMA3}},
+        torch.float16,
+        None,
+    ),
+    "llama_rope_linear": (
+        SMALL | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}},
+        torch.float16,
+        None,
+    ),
+    "llama_head_dim": (
+        SMALL | {"model_type": "llama", "head_dim": 12, "rope_theta": 500_000.0},
+        torch.float16,
+        None,
+    ),
+    "llama_bf16": (SMALL | {"model_type": "llama"}, torch.bfloat16, None),
+    "mistral_window": (
+        SMALL | {"model_type": "mistral", "sliding_window": 7},
+        torch.float16,
+        None,
+    ),
+    "mistral_full": (
+        SMALL | {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
+        torch.float16,
+        None,
+    ),
+    "qwen2": (
+        {k: v for k, v in SMALL.items() if k != "head_dim"}
+        | {"model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6}
+        | {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 0},
+        torch.float32,
+        None,
+    ),
+    "qwen2_window": (
+        SMALL
+        | {"model_type": "qwen2", "head_dim": 6}
+        | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+        torch.float16,
+        None,
+    ),
+    "qwen3_sharded": (
+        SMALL | {"model_type": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-6},
+        torch.bfloat16,
+        12_000,
+    ),
+}
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Weights large enough that every part of the model moves the logits; norms and biases too."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            noise = torch.randn(value.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                value.copy_(1 + 0.3 * noise)
+            elif name.endswith("bias"):
+                value.copy_(0.5 * noise)
+            elif "embed" in name and not model.config.tie_word_embeddings:
+                value.copy_(noise)
+            else:
+                value.copy_(1.5 * noise * value.shape[-1] ** -0.5)
+
+
+def expected(folder: Path, tokens: list[int], start: int = 0) -> np.ndarray:
+    """Logits [T, V] as transformers reads the checkpoint, in float32; positions from `start`."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        positions = torch.arange(start, start + len(tokens))[None]
+        return model.eval()(torch.tensor([tokens]), position_ids=positions).logits[0].numpy()
+
+
+def write_case(name: str, seed: int) -> None:
+    config, dtype, shard_size = CASES[name]
+    folder = GOLDEN / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**json.loads(json.dumps(config))), dtype=torch.float32
+    )
+    randomise(model, seed)
+    architecture = type(model).__name__
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size or "1GB")
+    # What people publish, not what this version of transformers made of it.
+    config = {"architectures": [architecture], **config, "torch_dtype": str(dtype).split(".")[1]}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    tokens = np.random.default_rng(seed).integers(0, config["vocab_size"], LENGTH)
+    logits = expected(folder, tokens.tolist())
+    np.savez(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=logits)
+    print(f"{name:24} logits within [{logits.min():.2f}, {logits.max():.2f}]")
+
+
+def write_bundled() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    tokens = tokenizer(PROMPT)["input_ids"]
+    weights = hashlib.sha256((BUNDLED / "model.safetensors").read_bytes()).hexdigest()
+    np.savez(
+        GOLDEN / "bundled.npz",
+        prompt=PROMPT,
+        tokens=np.array(tokens, np.int32),
+        logits=expected(BUNDLED, tokens),
+        far=FAR,
+        far_logits=expected(BUNDLED, tokens, FAR),
+        weights_hash=weights,
+    )
+    print(f"bundled: {len(tokens)} tokens, weights {weights[:12]}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1:] == ["bundled"]:
+        write_bundled()
+    else:
+        for seed, name in enumerate(CASES):
+            write_case(name, seed)

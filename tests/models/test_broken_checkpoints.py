@@ -1,0 +1,180 @@
+"""Every way in which a checkpoint can be broken is told by the name of what is."""
+
+import json
+import re
+from pathlib import Path
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models import weights
+
+GOLDEN = Path(__file__).parent / "golden"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def edit_config(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_tensors(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name, value):
+    return lambda tensors: tensors.update({name: value})
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (drop(Q_PROJ), f"model: tensor {Q_PROJ} of shape (24, 24) is missing"),
+        (drop("lm_head.weight"), "tensor lm_head.weight of shape (61, 24) is missing"),
+        (
+            put(Q_PROJ, np.ones((24, 12), np.float32)),
+            f"model.safetensors: tensor {Q_PROJ} has shape (24, 12), "
+            "but config.json asks for (24, 24)",
+        ),
+        (put(Q_PROJ, np.ones(576, np.float32)), f"tensor {Q_PROJ} has shape (576,)"),
+        (put(Q_PROJ, np.ones((24, 24), np.int8)), f"tensor {Q_PROJ} has dtype I8"),
+        (
+            put("model.layers.0.self_attn.q_proj.bias", np.ones(24, np.float32)),
+            "model.layers.0.self_attn.q_proj.bias is no part of the model of config.json",
+        ),
+        (
+            put("model.layers.2.input_layernorm.weight", np.ones(24, np.float32)),
+            "model.layers.2.input_layernorm.weight is no part of the model",
+        ),
+        (
+            lambda tensors: tensors[Q_PROJ].__setitem__((3, 4), np.nan),
+            f"model.safetensors: tensor {Q_PROJ} has values that are NaN or infinite",
+        ),
+        (
+            lambda tensors: tensors["model.norm.weight"].__setitem__(0, -np.inf),
+            "tensor model.norm.weight has values that are NaN or infinite",
+        ),
+        (
+            lambda tensors: tensors["lm_head.weight"].__setitem__((0, 0), -1e5),
+            "tensor lm_head.weight has values of up to 1e+05, beyond float16",
+        ),
+    ],
+)
+def test_broken_tensors(folder, edit, message):
+    edit_tensors(folder, edit)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        weights.load(folder, "float16")
+
+
+def test_config_that_is_not_that_of_the_weights(folder):
+    edit_config(folder, num_key_value_heads=2)
+    with pytest.raises(ValueError, match=r"k_proj.weight has shape \(24, 24\).* \(12, 24\)"):
+        weights.load(folder)
+    edit_config(folder, num_key_value_heads=4, num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"layers.2.* is missing"):
+        weights.load(folder)
+
+
+@pytest.mark.parametrize(
+    "file, content, message",
+    [
+        ("config.json", None, "config.json is missing"),
+        ("config.json", b"{'model_type': 1}", "config.json: Expecting property name"),
+        ("config.json", b"[1, 2]", "config.json: it should hold a JSON object, not [1, 2]"),
+        ("config.json", b"\xff\xfe", "config.json: 'utf-8' codec can't decode"),
+        ("config.json", b'{"model_type": "gpt2"}', "config.json: model_type 'gpt2' is not among"),
+        ("generation_config.json", b"{", "generation_config.json: Expecting"),
+        ("model.safetensors", None, "has neither model.safetensors nor"),
+        ("model.safetensors", b"", "model.safetensors is damaged"),
+        (
+            "model.safetensors",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
+            "model.safetensors is a Git LFS pointer: run `git lfs pull`",
+        ),
+    ],
+)
+def test_broken_files(folder, file, content, message):
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        weights.load(folder)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "cut in the header", "flipped header", "length"])
+def test_damaged_safetensors(folder, damage):
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    if damage == "truncated":
+        data = data[:-100]
+    elif damage == "cut in the header":
+        data = data[:50]
+    elif damage == "flipped header":
+        data[20] ^= 0x80
+    else:
+        data[3] ^= 0x40
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged: .*"):
+        weights.load(folder)
+
+
+def test_broken_shards(sharded):
+    shard = sharded / "model-00002-of-00004.safetensors"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1])
+    with pytest.raises(ValueError, match=r"model-00002-of-00004.safetensors is damaged"):
+        weights.load(sharded)
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"index.json names model-00002-of-00004.* is missing"):
+        weights.load(sharded)
+    index = sharded / "model.safetensors.index.json"
+    for text, message in (
+        ('{"metadata": {}}', "index.json: weight_map should map tensors to files, but is None"),
+        ("{", "index.json: Expecting property name"),
+    ):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            weights.load(sharded)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickles_are_refused_with_advice(folder, name):
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(ValueError, match=rf"pickles \({name}\).*save_pretrained"):
+        weights.load(folder)
+
+
+def test_names_that_are_no_model(folder, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for name, message in (
+        (folder / "nothing" / "here", "there is no folder"),
+        ("/tmp/no/such/folder", "there is no folder /tmp/no/such/folder, and it is no hub id"),
+        ("gpt2", "there is no folder gpt2, and it is no hub id 'owner/name'"),
+        ("nobody/nothing", "nobody/nothing, and it could not be had from the Hugging Face hub"),
+        (folder / "config.json", "is a file; a model is a folder"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            weights.load(name)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8", "fp16", "float8_e4m3fn"])
+def test_dtypes_that_are_not_supported(dtype):
+    with pytest.raises(ValueError, match=f"dtype '{dtype}' is not among float32, bfloat16"):
+        weights.load(GOLDEN / "llama_mha", dtype)
+
+
+def test_tokenizers_that_cannot_be_read(folder):
+    with pytest.raises(ValueError, match=r"model has no tokenizer.json"):
+        weights.load_tokenizer(folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(ValueError, match=r"model: the tokenizer cannot be read"):
+        weights.load_tokenizer(folder)

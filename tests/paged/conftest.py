@@ -1,0 +1,49 @@
+"""A tiny random model, and greedy generation by full recomputation with `models/` alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import llama
+from models import params as parameters
+from models.full_attention import causal_attend
+from tests.paged.tiny import TINY
+
+
+@pytest.fixture(scope="session")
+def tiny_params():
+    params = parameters.init(llama.declare(TINY), jax.random.key(1))
+    # Larger embeddings give varied continuations instead of one token forever.
+    return params | {"embed": params["embed"] * 50}
+
+
+@functools.cache
+def _full_logits(length: int):
+    def run(params, tokens):
+        hidden, _ = llama.forward(
+            params, TINY, tokens, jnp.arange(length), causal_attend(TINY), cache=None
+        )
+        return llama.logits(params, TINY, hidden)
+
+    return jax.jit(run)
+
+
+@pytest.fixture(scope="session")
+def check_greedy(tiny_params):
+    """Asserts that each output token is the argmax of full recomputation, or within 1e-4 of it:
+    padding changes the order of float32 sums, so nearer ties decide nothing."""
+
+    def check(output):
+        tokens = output.prompt_tokens + output.tokens
+        padded = np.zeros(128, np.int32)
+        padded[: len(tokens)] = tokens
+        logits = np.asarray(_full_logits(128)(tiny_params, padded))
+        first = len(output.prompt_tokens)
+        for i, token in enumerate(output.tokens):
+            row = logits[first + i - 1]
+            assert row[token] >= row.max() - 1e-4, (output.request_id, i, token, row.argmax())
+
+    return check

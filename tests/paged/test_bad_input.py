@@ -1,0 +1,105 @@
+"""Each kind of bad input: a clear error, and the engine goes on as if it had not been there."""
+
+import dataclasses
+
+import pytest
+
+from paged.engine import Engine, EngineConfig
+from paged.sequence import SamplingParams
+from paged.simulator.executor import SimulatedExecutor
+from tests.paged.tiny import TINY
+
+CONFIG = EngineConfig(
+    max_num_seqs=2, max_num_batched_tokens=32, max_model_len=100, page_size=4, kv_cache_tokens=80
+)
+
+
+def _engine() -> Engine:
+    return Engine(TINY, CONFIG, SimulatedExecutor(vocab_size=TINY.vocab_size, first_token=3))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ("", {}, "a text prompt needs a tokenizer"),
+        ("hello", {}, "a text prompt needs a tokenizer"),
+        ([1, 61], {}, r"token 61 is outside the vocabulary \[0, 60\]"),
+        ([1, -3], {}, "token -3 is outside the vocabulary"),
+        ([1.5, 2.0], {}, "flat list of integers"),
+        ([[1, 2]], {}, "flat list of integers"),
+        ([3] * 100, {}, r"has 100 tokens; max_model_len \(100\) allows 99"),
+        ([3] * 60, {"max_tokens": 30}, "exceed the cache of 80 tokens"),
+        ([3], {"stop": (";",)}, "stop strings need a tokenizer"),
+    ],
+)  # fmt: skip
+def test_bad_requests_are_refused_and_the_others_go_on(prompt, sampling, message):
+    engine = _engine()
+    good = engine.add_request([3, 4, 5])
+    engine.step()
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(prompt, SamplingParams(**sampling))
+    with pytest.raises(ValueError, match=message):
+        engine.generate([[3, 4], prompt], SamplingParams(**sampling))
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    assert [(o.request_id, len(o.tokens)) for o in outputs] == [(good, 64)]
+
+
+def test_a_request_id_in_use_is_refused():
+    engine = _engine()
+    engine.add_request([3], request_id="a")
+    with pytest.raises(ValueError, match="'a' is in use"):
+        engine.add_request([4], request_id="a")
+
+
+def test_generate_refuses_one_string_and_unequal_lists():
+    with pytest.raises(ValueError, match="not one string"):
+        _engine().generate("abc")
+    with pytest.raises(ValueError, match="2 prompts with 1 sampling"):
+        _engine().generate([[3], [4]], [SamplingParams()])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("max_tokens", 0, "at least 1"),
+        ("temperature", -0.1, "0 or more"),
+        ("temperature", float("nan"), "0 or more"),
+        ("top_k", -1, "0 \\(off\\) or more"),
+        ("top_p", 0.0, "above 0"),
+        ("top_p", 1.1, "at most 1"),
+        ("seed", -1, "2\\^32"),
+        ("stop", "x", "tuple of non-empty strings"),
+        ("stop", ("",), "tuple of non-empty strings"),
+    ],
+)
+def test_bad_sampling_parameters_are_refused(field, value, allowed):
+    with pytest.raises(ValueError, match=f"{field} must be .*{allowed}"):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"page_size": 0}, "page_size must be at least 1"),
+        ({"kv_cache_tokens": 3}, "must hold at least one page"),
+        ({"watermark": 1.0}, r"watermark must be in \[0, 1\)"),
+        ({"policy": "vlm"}, "unknown policy 'vlm'; allowed: vllm"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
+        ({"max_num_seqs": 64}, r"max_num_batched_tokens \(32\) must be at least max_num_seqs"),
+        ({"max_prefills_per_step": 0}, "max_prefills_per_step must be at least 1"),
+        ({"max_model_len": 1}, "max_model_len must be at least 2"),
+        ({"chunked_prefill": False}, "without chunked prefill"),
+    ],
+)
+def test_bad_engine_configurations_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **changes)
+
+
+def test_a_context_beyond_the_models_is_refused():
+    config = dataclasses.replace(CONFIG, max_model_len=257)
+    with pytest.raises(ValueError, match=r"max_model_len \(257\) exceeds .* \(256\)"):
+        Engine(TINY, config, SimulatedExecutor(vocab_size=TINY.vocab_size))

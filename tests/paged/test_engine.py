@@ -1,0 +1,188 @@
+"""The engine against full recomputation with `models/` alone, in modes that must not matter."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from models.sampling import INVALID_TOKEN
+from paged.engine import Engine, EngineConfig
+from paged.sequence import RequestOutput, SamplingParams
+from tests.paged.tiny import TINY
+
+SMALL = EngineConfig(
+    max_num_seqs=4, max_num_batched_tokens=64, max_prefills_per_step=2, max_model_len=128,
+    page_size=4, kv_cache_tokens=512,
+)  # fmt: skip
+
+
+def _engine(params, **changes):
+    return Engine.from_model(params, TINY, dataclasses.replace(SMALL, **changes))
+
+
+def _prompts(n, longest=90, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, longest, n)
+    lengths[0] = 1
+    return [rng.integers(3, TINY.vocab_size, length).tolist() for length in lengths]
+
+
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page_size": 1},
+        {"page_size": 16, "max_num_seqs": 1, "kv_cache_tokens": 128},
+        {"page_size": 64, "max_num_batched_tokens": 16},
+        {"chunked_prefill": False, "max_num_batched_tokens": 128, "run_ahead": False},
+        {"max_num_seqs": 64, "max_prefills_per_step": 8, "kv_cache_tokens": 4096},
+    ],
+    ids=["page1", "page16-batch1", "page64-chunks", "whole-prompts", "batch64"],
+)
+def test_greedy_tokens_equal_full_recomputation(tiny_params, check_greedy, changes):
+    engine = _engine(tiny_params, **changes)
+    outputs = engine.generate(_prompts(70 if "max_num_seqs" in changes else 9), GREEDY)
+    assert all(len(o.tokens) == 20 and o.finish_reason == "length" for o in outputs)
+    for output in outputs[:12]:
+        check_greedy(output)
+
+
+def test_preemption_changes_no_token_and_loses_nothing(tiny_params, check_greedy):
+    prompts = _prompts(10, longest=30)
+    engine = _engine(tiny_params, kv_cache_tokens=88, watermark=0.0)
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=50, ignore_eos=True))
+    assert sum(r.preemptions for r in engine.metrics.requests) > 0
+    assert [o.prompt_tokens for o in outputs] == prompts
+    for output in outputs:
+        assert len(output.tokens) == 50
+        check_greedy(output)
+    assert engine.policy.pool.num_used == 0
+
+
+def test_sampled_tokens_do_not_depend_on_company(tiny_params):
+    engine = _engine(tiny_params)
+    prompts = _prompts(8, longest=20)
+    how = [
+        SamplingParams(max_tokens=15, temperature=1.2, top_k=t, top_p=p, seed=i, ignore_eos=True)
+        for i, (t, p) in enumerate([(0, 1.0), (5, 1.0), (0, 0.8), (7, 0.9)] * 2)
+    ]
+    together = engine.generate(prompts, how)
+    alone = [engine.generate([p], h)[0] for p, h in zip(prompts, how, strict=True)]
+    assert [o.tokens for o in together] == [o.tokens for o in alone]
+    assert together[0].tokens != together[4].tokens
+
+
+def test_eos_ends_a_request_and_ignore_eos_does_not(tiny_params):
+    engine = _engine(tiny_params)
+    how = SamplingParams(max_tokens=60, temperature=3.0, ignore_eos=True)
+    prompt = [5, 6, 7]
+    for seed in range(30):
+        how = dataclasses.replace(how, seed=seed)
+        free = engine.generate([prompt], how)[0]
+        if 2 in free.tokens:
+            break
+    assert free.finish_reason == "length"
+    assert len(free.tokens) == 60
+    output = engine.generate([prompt], dataclasses.replace(how, ignore_eos=False))[0]
+    assert output.finish_reason == "eos"
+    assert output.tokens == free.tokens[: free.tokens.index(2) + 1]
+
+
+def test_generation_ends_at_max_model_len(tiny_params):
+    engine = _engine(tiny_params)
+    output = engine.generate([[3] * 120], SamplingParams(max_tokens=50, ignore_eos=True))[0]
+    assert len(output.tokens) == 8
+    assert output.finish_reason == "length"
+
+
+def test_stream_grows_token_by_token_beside_other_requests(tiny_params):
+    engine = _engine(tiny_params)
+    other = engine.add_request([4, 5, 6], GREEDY)
+    partial = list(engine.stream([7, 8, 9], GREEDY))
+    whole = engine.generate([[7, 8, 9]], GREEDY)[0]
+    assert [len(o.tokens) for o in partial] == list(range(1, 21))
+    assert partial[-1].finished
+    assert not partial[0].finished
+    assert partial[-1].tokens == whole.tokens
+    # The other request's output was kept for whoever steps next.
+    assert [o.request_id for o in engine.step()] == [other]
+    iterator = engine.stream([7, 8, 9], GREEDY)
+    next(iterator)
+    iterator.close()
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.metrics.requests[-1].finish_reason == "abort"
+
+
+def test_abort_in_every_state_leaves_the_others_alone(tiny_params):
+    prompts = _prompts(10, longest=30, seed=3)
+    expected = [o.tokens for o in _engine(tiny_params).generate(prompts, GREEDY)]
+    engine = _engine(tiny_params, kv_cache_tokens=96, watermark=0.0)
+    ids = [engine.add_request(p, GREEDY) for p in prompts]
+    aborted = {ids[9]: engine.abort(ids[9])}  # before any step
+    done: dict[str, RequestOutput] = {}
+    states = set()
+    for i in range(400):
+        done |= {o.request_id: o for o in engine.step()}
+        waiting = [g.request_id for g in engine.scheduler.waiting]
+        if i == 2:  # while prefilling, decoding or waiting
+            for victim in (engine.scheduler.running[0].request_id, waiting[-1]):
+                aborted[victim] = engine.abort(victim)
+        for group in list(engine.scheduler.waiting):  # one that was preempted
+            if group.num_preemptions and "preempted" not in states:
+                states.add("preempted")
+                aborted[group.request_id] = engine.abort(group.request_id)
+        if not engine.has_unfinished():
+            break
+    assert "preempted" in states
+    assert done.keys() | aborted.keys() == set(ids)
+    assert not done.keys() & aborted.keys()
+    for request_id, output in done.items():
+        assert output.tokens == expected[ids.index(request_id)]
+    for request_id, output in aborted.items():
+        assert output.finish_reason == "abort"
+        assert output.tokens == expected[ids.index(request_id)][: len(output.tokens)]
+    assert engine.policy.pool.num_used == 0
+    with pytest.raises(ValueError, match=f"'{ids[0]}' is unknown or has finished"):
+        engine.abort(ids[0])
+
+
+def test_non_finite_logits_end_their_request_and_no_other(tiny_params):
+    poisoned = tiny_params | {"embed": tiny_params["embed"].at[60].set(np.nan)}
+    engine = _engine(poisoned)
+    good, bad = engine.generate([[5, 6, 7], [5, 60, 7]], GREEDY)
+    assert bad.finish_reason == "error"
+    assert INVALID_TOKEN not in bad.tokens
+    assert good.tokens == _engine(tiny_params).generate([[5, 6, 7]], GREEDY)[0].tokens
+
+
+def test_nothing_compiles_after_warm_up(tiny_params):
+    engine = _engine(tiny_params, max_num_seqs=3)
+    engine.warm_up(progress=False)
+    assert engine.metrics.compilations_warmup >= len(engine._buckets.shapes())
+    engine.generate(_prompts(7), GREEDY)
+    engine.generate([[5, 6]], SamplingParams(temperature=1.0, top_k=3, top_p=0.5))
+    assert engine.metrics.compilations_after_warmup == 0
+
+
+def test_forked_blocks_are_copied_on_the_device(tiny_params):
+    """After a fork and an append the child's pages hold what the parent's do, in every head."""
+    engine = _engine(tiny_params)
+    engine.add_request([5] * 30, GREEDY)
+    for _ in range(2):
+        engine.step()
+    parent, child = int(engine.scheduler.running_slots()[0]), 3
+    tables = engine.policy.block_tables
+    assert tables.num_tokens[parent] % engine.config.page_size > 0
+    engine.policy.fork(parent, child)
+    copies = engine.policy.append(np.array([child]), tables.num_tokens[[child]] + 1)
+    assert len(copies) == 1
+    engine.executor.copy_blocks(copies)
+    held = int(tables.num_blocks[parent])
+    heads = np.arange(TINY.num_layers * TINY.num_kv_heads)[:, None] * engine.config.num_blocks
+    pages = np.asarray(engine.executor._cache.k_pages)
+    ours, theirs = (pages[heads + tables.blocks[slot, :held]] for slot in (parent, child))
+    np.testing.assert_array_equal(ours, theirs)
+    assert np.abs(ours[:, -1, 0]).min() > 0

@@ -1,0 +1,59 @@
+"""The step as a program: what it allocates, and its declared shapes."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paged.executor import step
+from paged.kv_cache import DensePolicy
+from paged.scheduler import SchedulerConfig
+from paged.step_inputs import Buckets, empty_step_inputs
+from tests.paged.tiny import TINY
+
+
+@pytest.mark.parametrize(("Tp", "Sd"), [(0, 4), (64, 4)])
+def test_a_step_updates_the_donated_cache_in_place(tiny_params, Tp, Sd):
+    """Both pools are aliased from input to output, and no temporary comes near a pool's size."""
+    policy = DensePolicy.create(TINY, num_blocks=4096, page_size=16)
+    cache = jax.eval_shape(lambda: policy.init(TINY, np.float32))
+    last_tokens = jax.ShapeDtypeStruct((4,), np.int32)
+    inputs = empty_step_inputs(Tp, Sd, prefill_rows=2, num_slots=4, table_width=16)
+    compiled = (
+        jax.jit(lambda *a: step(*a, TINY, policy), donate_argnums=(1, 2))
+        .lower(tiny_params, cache, last_tokens, inputs)
+        .compile()
+    )
+    memory = compiled.memory_analysis()
+    pools = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes >= pools
+    assert memory.temp_size_in_bytes < pools / 20
+
+
+@given(
+    max_num_seqs=st.integers(1, 600),
+    budget=st.integers(1, 9000),
+    prefill_tokens=st.integers(0, 9000),
+    decodes=st.integers(0, 600),
+)
+def test_every_step_fits_a_declared_shape_without_much_padding(
+    max_num_seqs, budget, prefill_tokens, decodes
+):
+    budget = max(budget, max_num_seqs)
+    decodes = min(decodes, max_num_seqs)
+    prefill_tokens = min(prefill_tokens, budget - decodes)
+    if decodes + prefill_tokens == 0:
+        return
+    buckets = Buckets.declare(
+        SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    )
+    Tp, Sd = buckets.pick(prefill_tokens, decodes)
+    assert (Tp, Sd) in buckets.shapes()
+    assert Tp >= prefill_tokens
+    assert Sd >= decodes
+    assert len(buckets.shapes()) <= 64
+    if prefill_tokens == 0:
+        assert Sd < 2 * decodes or Sd - decodes < 128
+    else:
+        assert Tp < 2 * prefill_tokens or Tp <= 64 or Tp - prefill_tokens < 2048
