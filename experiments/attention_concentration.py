@@ -97,7 +97,7 @@ def table(task: str, measured: np.ndarray) -> list[dict]:
 
 def summarise(rows: list[dict]) -> dict[str, float]:
     """Over layers and heads of each task: how far they spread, and how many need many keys."""
-    summary = {}
+    summary: dict[str, float] = {}
     for task in dict.fromkeys(row["task"] for row in rows):
         keys = np.array([row["keys_median"] for row in rows if row["task"] == task])
         summary |= {
@@ -164,14 +164,15 @@ def main(_) -> None:
     results.write_json(output_dir, "report.json", report)
     results.write_summary(output_dir, summary)
     print(
-        f"{'keys with 90 % of the attention mass':38}{'min':>7}{'median':>8}{'max':>7}  heads > 4 keys"
+        f"{'keys with 90 % of the attention mass':36}{'min':>7}{'median':>8}{'max':>7}"
+        "  heads > 4 keys"
     )
     for task in FLAGS.tasks:
         low, middle, high = (
             summary[f"{task}_keys_for_90_percent_{name}"] for name in ("min", "median", "max")
         )
         many = summary[f"{task}_heads_with_more_than_4_keys"]
-        print(f"{task:38}{low:7.0f}{middle:8.1f}{high:7.0f}{many:16.0%}")
+        print(f"{task:36}{low:7.0f}{middle:8.1f}{high:7.0f}{many:16.0%}")
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Share of exact answers with its 95 % bootstrap interval; `difference` is against another run
-    on the same prompts, if one was given."""
+    """Share of exact answers, low and high of its 95 % bootstrap interval; `difference` has the same
+    three of the paired difference to another run on the same prompts, if one was given."""
 
     task: str
     context: int
@@ -52,9 +52,7 @@ class Accuracy:
     exact: float
     low: float
     high: float
-    difference: float | None = None
-    difference_low: float | None = None
-    difference_high: float | None = None
+    difference: tuple[float, float, float] | None = None
 
 
 def settings(
@@ -109,8 +107,8 @@ def accuracies(
         groups.setdefault((answer.task, answer.context), []).append(answer)
     rows = []
     for (task, context), group in groups.items():
-        row = (task, context, len(group), *mean_interval([a.exact for a in group]))
-        difference: tuple[float, ...] = ()
+        exact, low, high = mean_interval([a.exact for a in group])
+        difference = None
         if others is not None:
             missing = [a.index for a in group if (task, context, a.index) not in others]
             if missing:
@@ -119,7 +117,7 @@ def accuracies(
                 )
             theirs = [others[task, context, a.index] for a in group]
             difference = mean_interval([a.exact - other for a, other in zip(group, theirs)])
-        rows.append(Accuracy(*row, *difference))
+        rows.append(Accuracy(task, context, len(group), exact, low, high, difference))
     return rows
 
 
@@ -150,9 +148,9 @@ def table(rows: Sequence[Accuracy]) -> str:
         )
     for row in rows:
         if row.difference is not None:
+            mean, low, high = (100 * x for x in row.difference)
             lines.append(
-                f"{row.task} at {row.context}: {100 * row.difference:+.1f} points "
-                f"({100 * row.difference_low:+.1f} to {100 * row.difference_high:+.1f}) "
+                f"{row.task} at {row.context}: {mean:+.1f} points ({low:+.1f} to {high:+.1f}) "
                 "against the other run"
             )
     return "\n".join(lines)

@@ -143,7 +143,19 @@ def words() -> list[str]:
     """The distinct words that stories are made of, sorted: the tokenizer's pieces."""
     sentences = " ".join(sentence for part, _, _ in PARTS for sentence in part)
     literal = {w.strip(".,") for w in sentences.split() if "{" not in w}
-    lists = (BOYS, GIRLS, ADULTS, ANIMALS, PLACES, THINGS, LOOKS, SIZES, MOODS, FOODS, WEATHER)
+    lists: tuple[list[str], ...] = (
+        BOYS,
+        GIRLS,
+        ADULTS,
+        ANIMALS,
+        PLACES,
+        THINGS,
+        LOOKS,
+        SIZES,
+        MOODS,
+        FOODS,
+        WEATHER,
+    )
     lists += (
         TIMES,
         SEASONS,

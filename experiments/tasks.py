@@ -10,7 +10,7 @@ chain     #cb;#ba;   ?c                ba58213;                    three records
 values    $k12;      &k                12k45k78;                   every value of k, in order
 count     ~k3;       *k                4;                          how many records k has
 vote      ~k3;       ^k                3;                          the most frequent value of k
-cot       -          @b=0+4;c=b+3;!c@  b=0+4:00+4=b4;c=b+3:b4+3=c7;!c7.   each line before: 144 tokens
+cot       -          @b=0+4;c=b+3;!c@  b=0+4:00+4=b4;c=b+3:b4+3=c7;!c7.  what it wrote
 cot_long  as cot, with 24 statements: 340 tokens to generate
 story     -          the beginning of a text     its continuation (for perplexity)
 """

@@ -6,8 +6,9 @@ Two CPU cores suffice. The same command resumes a run that was stopped.
     python -m experiments.train_bundled --output_dir=results/bundled
 """
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import app, flags
@@ -48,10 +49,14 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-    define = {str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float}
-    for field in fields(Options):
-        value = getattr(OPTIONS, field.name)
-        define[type(value)](field.name, value, OPTION_HELP[field.name])
+    for name, text in OPTION_HELP.items():
+        value = getattr(OPTIONS, name)
+        if isinstance(value, str):
+            flags.DEFINE_string(name, value, text)
+        elif isinstance(value, int):
+            flags.DEFINE_integer(name, value, text)
+        else:
+            flags.DEFINE_float(name, value, text)
     flags.DEFINE_string("output_dir", "results/bundled", "checkpoint and Hugging Face folder")
     flags.DEFINE_float("minutes", 0.0, "stop (resumably) after this long; 0: no limit")
     flags.DEFINE_float("checkpoint_seconds", 120.0, "time between checkpoints")
@@ -73,7 +78,8 @@ def export(folder: Path, config: ModelConfig, p) -> None:
 
 
 def main(_) -> None:
-    options = Options(**{field.name: FLAGS[field.name].value for field in fields(Options)})
+    given: dict[str, Any] = {name: FLAGS[name].value for name in OPTION_HELP}
+    options = replace(OPTIONS, **given)
     folder = Path(FLAGS.output_dir)
     trainer = Trainer(CONFIG, options, folder)
     count = sum(x.size for x in jax.tree.leaves(trainer.params))

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,9 +179,10 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         leaves = jax.tree.leaves((self.params, self.state))
         meta = dict(step=self.step, tokens=self.tokens, log=self.log, seconds=self.seconds)
-        arrays = {f"leaf{i}": np.asarray(x) for i, x in enumerate(leaves)}
+        arrays: dict[str, Any] = {f"leaf{i}": np.asarray(x) for i, x in enumerate(leaves)}
+        arrays["meta"] = np.array(json.dumps(meta))
         unfinished = self.folder / "checkpoint.tmp.npz"
-        np.savez(unfinished, meta=np.array(json.dumps(meta)), **arrays)
+        np.savez(unfinished, **arrays)
         os.replace(unfinished, self.folder / "checkpoint.npz")
 
     def _restore(self) -> None:
@@ -191,7 +193,7 @@ class Trainer:
             if shapes != [x.shape for x in leaves]:
                 raise ValueError(f"the checkpoint in {self.folder} is of another model")
             loaded = [jnp.asarray(z[f"leaf{i}"]) for i in range(len(leaves))]
-        self.params, self.state = treedef.unflatten(loaded)
+        self.params, self.state = jax.tree.unflatten(treedef, loaded)
         self.step, self.tokens = meta["step"], meta["tokens"]
         self.log, self.seconds = meta["log"], meta["seconds"]
 
@@ -234,7 +236,8 @@ class Trainer:
         self.record(dict(step=self.step, tokens=self.tokens, options=asdict(self.options)))
         began = last_row = last_save = time.monotonic()
         before, next_evaluation = self.seconds, self.tokens + evaluate_every
-        tally, losses = defaultdict(lambda: [0, 0]), []
+        tally: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        losses: list[tuple[float, float]] = []
         bar = tqdm(
             total=int(self.options.tokens), initial=self.tokens, unit="token", mininterval=10
         )
@@ -251,8 +254,8 @@ class Trainer:
                 mean_loss, mean_filler = np.mean(losses, axis=0).round(4).tolist()
                 accuracy = {k: round(r / n, 4) for k, (r, n) in sorted(tally.items()) if n}
                 row = dict(seconds=round(self.seconds), step=self.step, tokens=self.tokens)
-                row |= dict(loss=mean_loss, filler_loss=mean_filler, answer_tokens_right=accuracy)
-                self.record(row)
+                losses_row = dict(loss=mean_loss, filler_loss=mean_filler)
+                self.record(row | losses_row | dict(answer_tokens_right=accuracy))
                 tally.clear()
                 losses.clear()
                 last_row = now

@@ -103,8 +103,7 @@ class DeviceExecutor:
         self._cache = jax.jit(lambda: policy.init(model, dtype))()
         self._last_tokens = jnp.zeros(num_slots, jnp.int32)
         self._step = jax.jit(
-            lambda params, cache, last, inputs: step(params, cache, last, inputs, model, policy),
-            donate_argnums=(1, 2),
+            functools.partial(step, model=model, policy=policy), donate_argnums=(1, 2)
         )
         self._copy = jax.jit(policy.copy_pages, donate_argnums=0)
         self._programs: dict[tuple[int, int], jax.stages.Compiled] = {}

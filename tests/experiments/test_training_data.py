@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -29,7 +31,7 @@ def test_batches_have_the_asked_shape_and_learn_answers_only(task, length):
 
 
 def test_a_batch_is_a_function_of_seed_and_step():
-    arguments = dict(length=128, size=4, mix=dict.fromkeys(TASKS, 1.0))
+    arguments: dict[str, Any] = dict(length=128, size=4, mix=dict.fromkeys(TASKS, 1.0))
     again = TrainingData(seed=3, corpus_characters=50_000)
     one, two = DATA.batch(7, **arguments), again.batch(7, **arguments)
     assert (one.tokens == two.tokens).all() and (one.positions == two.positions).all()

@@ -20,12 +20,13 @@ def test_a_step_updates_the_donated_cache_in_place(tiny_params, Tp, Sd):
     cache = jax.eval_shape(lambda: policy.init(TINY, np.float32))
     last_tokens = jax.ShapeDtypeStruct((4,), np.int32)
     inputs = empty_step_inputs(Tp, Sd, prefill_rows=2, num_slots=4, table_width=16)
-    compiled = (
-        jax.jit(lambda *a: step(*a, TINY, policy), donate_argnums=(1, 2))
-        .lower(tiny_params, cache, last_tokens, inputs)
+    program = jax.jit(step, static_argnums=(4, 5), donate_argnums=(1, 2))
+    memory = (
+        program.lower(tiny_params, cache, last_tokens, inputs, TINY, policy)
         .compile()
+        .memory_analysis()
     )
-    memory = compiled.memory_analysis()
+    assert memory is not None
     pools = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert memory.alias_size_in_bytes >= pools
     assert memory.temp_size_in_bytes < pools / 20

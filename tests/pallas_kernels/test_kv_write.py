@@ -28,6 +28,7 @@ def test_write_kv_into_donated_pools_needs_no_second_pool():
     slots = jax.ShapeDtypeStruct((8, K), np.int32)
     compiled = jax.jit(write_kv, donate_argnums=(0, 1)).lower(pool, pool, new, new, slots).compile()
     memory = compiled.memory_analysis()
+    assert memory is not None
     pool_bytes = 1024 * 16 * 64 * 4
     assert memory.alias_size_in_bytes == 2 * pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes // 100

@@ -130,8 +130,8 @@ def test_xla_in_half_precision_is_near_reference_in_float32(dtype, atol):
     q = jnp.asarray(rng.standard_normal((5, K * G, D)), dtype)
     tables = rng.integers(0, 40, (5, K, 9)).astype(np.int32)
     lengths = np.tile(np.array([[1], [16], [0], [100], [144]], np.int32), (1, K))
-    wide = [jnp.asarray(x, jnp.float32) for x in (q, k_pages, v_pages)]
-    expected = paged_attention(*wide, tables, lengths, implementation="reference")
+    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k_pages, v_pages))
+    expected = paged_attention(wide_q, wide_k, wide_v, tables, lengths, implementation="reference")
     out = decode_jit(q, k_pages, v_pages, tables, lengths, implementation="xla")
     assert out.dtype == dtype
     np.testing.assert_allclose(out.astype(np.float32), expected, atol=atol)
