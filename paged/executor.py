@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from models import llama
 from models.config import ModelConfig
+from models.families import family
 from models.sampling import sample
 from paged import compilations
 from paged.clock import VirtualClock, WallClock
@@ -63,10 +63,10 @@ def step(params, cache, last_tokens, inputs: StepInputs, model: ModelConfig, pol
     def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache):
         return policy.attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache, plan, inputs)
 
-    hidden, cache = llama.forward(params, model, tokens, inputs.positions, attend, cache)
+    hidden, cache = family(model).forward(params, model, tokens, inputs.positions, attend, cache)
     cache = policy.end_step(cache, plan, inputs)
 
-    logits = llama.logits(params, model, hidden[inputs.last_tokens])
+    logits = family(model).logits(params, model, hidden[inputs.last_tokens])
     sampled = sample(logits, inputs.sampling)
     slots = jnp.where(inputs.samples, inputs.slots, last_tokens.shape[0])
     return cache, last_tokens.at[slots].set(sampled, mode="drop"), sampled

@@ -1,15 +1,18 @@
-"""What the engine records: one row a step, one row a request, one event log."""
+"""What the engine records: one row a step, one row a request, one event log. All grow for as long
+as the engine lives."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """One step. Times in seconds; time_s is the step's end on the engine's clock.
 
-    host_s: wall time of schedule, batch building, dispatch and update, without waiting.
+    host_s: wall time that the host worked in the round that dispatched this step (schedule, batch
+    building, dispatch, and taking in the step before), without waiting.
     device_s: from the later of dispatch and the previous step's end to this step's end, as the host
-    sees it. kv_*: token slots, as in `paged.kv_cache.policy.Usage`.
+    sees it. decode_tokens: rows of one token. num_*: groups, and preemptions since the last step.
+    kv_*: token slots, as in `paged.kv_cache.policy.Usage`.
     """
 
     step: int
@@ -45,7 +48,21 @@ class RequestRecord:
 
 @dataclass
 class Metrics:
+    """compilations_*: programs compiled in this process before and after the end of warm-up."""
+
     steps: list[StepRecord] = field(default_factory=list)
     requests: list[RequestRecord] = field(default_factory=list)
+    events: list[dict] = field(default_factory=list)
     compilations_warmup: int = 0
     compilations_after_warmup: int = 0
+
+    def event(self, event: str, time_s: float, **facts) -> None:
+        self.events.append({"event": event, "time_s": time_s, **facts})
+
+    def add_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+        self.events.append({"event": "step", **asdict(record)})
+
+    def add_request(self, record: RequestRecord) -> None:
+        self.requests.append(record)
+        self.events.append({"event": "finish", "time_s": record.finish_s, **asdict(record)})

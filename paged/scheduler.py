@@ -5,52 +5,20 @@ prompts under a token budget, then new requests while blocks and slots allow. Wh
 the latest arrivals are preempted; they keep their place in the order and are recomputed.
 """
 
-import bisect
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from paged.config import EngineConfig
 from paged.kv_cache.policy import HostPolicy
-from paged.sequence import SequenceGroup, Status
+from paged.sequence import Sequence, SequenceGroup, Status
 from paged.slots import Slots
 
 
 @dataclass(frozen=True)
-class SchedulerConfig:
-    """max_num_seqs: running sequences. max_num_batched_tokens: tokens of one step.
-    max_prefills_per_step: sequences that prefill in one step. chunked_prefill: whether a prompt may
-    be spread over steps. Raises ValueError for limits that cannot work together.
-    """
-
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
-    max_prefills_per_step: int = 8
-    max_model_len: int = 2048
-    chunked_prefill: bool = True
-
-    def __post_init__(self):
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_prefills_per_step"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}): each running sequence needs a token a step"
-            )
-        if self.max_model_len < 2:
-            raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len}")
-        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ValueError(
-                f"without chunked prefill a whole sequence must fit a step: max_num_batched_tokens "
-                f"({self.max_num_batched_tokens}) must be at least max_model_len "
-                f"({self.max_model_len})"
-            )
-
-
-@dataclass(frozen=True)
 class ScheduledStep:
-    """One step in numbers: rows of prefill chunks first, then rows that generate.
+    """One step in numbers: rows of prefill chunks first, then rows of one token.
 
     slots, starts, counts: [n] int64: row i computes tokens starts[i] .. starts[i] + counts[i] of
     the sequence in slots[i]. samples: [n] bool: whether it ends at the sequence's last token, and
@@ -64,9 +32,9 @@ class ScheduledStep:
     samples: np.ndarray
     generations: np.ndarray
     num_prefills: int
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    preempted: list[SequenceGroup] = field(default_factory=list)
-    admitted: list[SequenceGroup] = field(default_factory=list)
+    copies: list[tuple[int, int]]
+    preempted: list[SequenceGroup]
+    admitted: list[SequenceGroup]
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -77,15 +45,36 @@ class ScheduledStep:
         return len(self.slots) - self.num_prefills
 
 
+class _PrefillRoom:
+    """The prefill rows of one step, under the limits of tokens and of rows."""
+
+    def __init__(self, config: EngineConfig, budget: int):
+        self._config, self.budget = config, budget
+        self.rows: list[tuple[int, int]] = []
+
+    @property
+    def full(self) -> bool:
+        return self.budget == 0 or len(self.rows) == self._config.max_prefills_per_step
+
+    def takes(self, left: int) -> bool:
+        return not self.full and (self._config.chunked_prefill or left <= self.budget)
+
+    def add(self, slot: int, left: int) -> None:
+        """As many of the `left` tokens as fit; none if the sequence must go whole and cannot."""
+        if self.takes(left):
+            count = min(left, self.budget)
+            self.rows.append((slot, count))
+            self.budget -= count
+
+
 class Scheduler:
     """`schedule` decides a step and counts it as done; `update` brings its tokens, a step later."""
 
-    def __init__(self, config: SchedulerConfig, policy: HostPolicy):
+    def __init__(self, config: EngineConfig, policy: HostPolicy):
         self.config, self.policy = config, policy
         self.slots = Slots(config.max_num_seqs, config.max_model_len)
         self.waiting: deque[SequenceGroup] = deque()  # by arrival order
-        self.running: list[SequenceGroup] = []  # by arrival order
-        self.num_preemptions = 0
+        self.running: list[SequenceGroup] = []  # by arrival order, all before those that wait
         self._running_slots: np.ndarray | None = None
 
     def has_unfinished(self) -> bool:
@@ -108,7 +97,7 @@ class Scheduler:
         for sequence in group.sequences:
             self.finish(sequence, "abort")
 
-    def finish(self, sequence, reason: str) -> None:
+    def finish(self, sequence: Sequence, reason: str) -> None:
         """End one sequence; its blocks are free at once. A step in flight may still write them,
         but steps run in order, so it does so before their next owner."""
         if sequence.status is Status.RUNNING:
@@ -118,118 +107,120 @@ class Scheduler:
         if group.finished and group in self.running:
             self.running.remove(group)
 
-    def _release(self, sequence, status: Status) -> None:
+    def _release(self, sequence: Sequence, status: Status) -> None:
         self.policy.free(sequence.slot)
         self.slots.release(sequence, status)
         self._running_slots = None
 
-    def _preempt(self, group: SequenceGroup) -> None:
-        """Take all sequences of the group off the device; they will be recomputed."""
+    def _ready(self) -> np.ndarray:
+        """Slots that compute one token in the next step: their newest, and then sample."""
+        s, running = self.slots, self.running_slots()
+        length = s.length[running]
+        return running[(length - s.computed[running] == 1) & (length < s.limit[running])]
+
+    def must_preempt(self) -> bool:
+        """Whether the next step cannot give every running sequence its next token."""
+        ready = self._ready()
+        return not self.policy.can_append(ready, self.slots.length[ready])
+
+    def _preempt_latest(self) -> SequenceGroup:
+        """Take all sequences of the latest arrival off the device; they will be recomputed.
+
+        This is where a group would be swapped out instead (vLLM §4.5).
+        """
+        assert len(self.running) > 1, "one group alone must fit: checked when it was added"
+        group = self.running.pop()
         for sequence in group.sequences:
             if sequence.status is Status.RUNNING:
                 self._release(sequence, Status.WAITING)
-        self.running.remove(group)
-        bisect.insort(self.waiting, group, key=lambda g: g.order)
+        self.waiting.appendleft(group)
         group.num_preemptions += 1
-        self.num_preemptions += 1
+        return group
 
-    def _preempt_until_appendable(self, decodes: np.ndarray):
-        """Preempt latest arrivals until each of `decodes` can take its next token."""
-        s, preempted = self.slots, []
-        while not self.policy.can_append(decodes, s.length[decodes]):
-            assert len(self.running) > 1, "one sequence alone must fit: checked when it was added"
-            preempted.append(self.running[-1])
-            self._preempt(self.running[-1])
-            decodes = decodes[s.active[decodes]]
-        return decodes, preempted
-
-    def _admit(self, group: SequenceGroup, budget: int) -> bool:
-        """Move the head of the queue to the device if its blocks and a slot are there."""
+    def _admit(self, room: _PrefillRoom) -> SequenceGroup | None:
+        """Move the head of the queue to the device if its blocks and slots are there."""
+        group = self.waiting[0]
         sequences = [s for s in group.sequences if s.status is Status.WAITING]
-        tokens = sum(len(s.tokens) for s in sequences)
-        if self.slots.num_free < len(sequences):
-            return False
-        if not self.config.chunked_prefill and tokens > budget:
-            return False
+        if self.slots.num_free < len(sequences) or not room.takes(len(sequences[0].tokens)):
+            return None
         # With nothing else running there is no growth to keep blocks for.
-        if not self.policy.can_admit(tokens, keep_watermark=bool(self.running)):
-            return False
+        prompts = [s.tokens for s in sequences]
+        if not self.policy.can_admit(prompts, keep_watermark=bool(self.running)):
+            return None
         for sequence in sequences:
-            self.policy.admit(self.slots.acquire(sequence), len(sequence.tokens))
-        self.waiting.popleft()
-        bisect.insort(self.running, group, key=lambda g: g.order)
+            slot = self.slots.acquire(sequence)
+            self.slots.computed[slot] = self.policy.admit(slot, sequence.tokens)
+        self.running.append(self.waiting.popleft())
         self._running_slots = None
-        return True
+        return group
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None if there is nothing to compute now."""
-        s, config = self.slots, self.config
-        running = self.running_slots()
-        remaining = s.length[running] - s.computed[running]
-        unfinished = s.length[running] < s.limit[running]
-        decodes, preempted = self._preempt_until_appendable(running[(remaining == 1) & unfinished])
+        s = self.slots
+        preempted = []
+        while self.must_preempt():
+            preempted.append(self._preempt_latest())
+        decodes = self._ready()
         copies = self.policy.append(decodes, s.length[decodes])
 
-        budget = config.max_num_batched_tokens - len(decodes)
-        prefills: list[tuple[int, int]] = []
-
-        def prefill(slot: int, left: int) -> None:
-            nonlocal budget
-            count = min(left, budget)
-            prefills.append((slot, count))
-            budget -= count
-
-        for slot in running[remaining > 1]:
-            if budget == 0 or len(prefills) == config.max_prefills_per_step:
-                break
-            if s.active[slot]:
-                prefill(slot, s.length[slot] - s.computed[slot])
+        room = _PrefillRoom(self.config, self.config.max_num_batched_tokens - len(decodes))
+        running = self.running_slots()
+        left = s.length[running] - s.computed[running]
+        for i in np.flatnonzero(left > 1):
+            room.add(int(running[i]), int(left[i]))
 
         admitted: list[SequenceGroup] = []
         # Requests wait in a step that preempts, or they would take what was just set free.
-        while (
-            self.waiting and not preempted and budget > 0
-            and len(prefills) < config.max_prefills_per_step
-        ):  # fmt: skip
-            group = self.waiting[0]
-            if not self._admit(group, budget):
-                break
+        while self.waiting and not preempted and (group := self._admit(room)):
             admitted.append(group)
             for sequence in group.sequences:
-                left = len(sequence.tokens)
-                if left > 1:
-                    prefill(sequence.slot, left)
-                else:
-                    decodes = np.append(decodes, sequence.slot)
-                    budget -= 1
+                slot = sequence.slot
+                if slot < 0:
+                    continue
+                tokens_left = int(s.length[slot] - s.computed[slot])
+                if tokens_left > 1:
+                    room.add(slot, tokens_left)
+                elif room.budget > 0:
+                    decodes = np.append(decodes, slot)
+                    room.budget -= 1
 
-        if not prefills and not len(decodes):
+        if not room.rows and not len(decodes):
+            assert not preempted, "preempted everything"
             return None
-        return self._commit(prefills, decodes, copies, preempted, admitted)
+        return self._commit(room.rows, decodes, copies, preempted, admitted)
 
     def _commit(self, prefills, decodes, copies, preempted, admitted) -> ScheduledStep:
         s = self.slots
-        slots = np.concatenate([np.array([p[0] for p in prefills], np.int64), decodes])
+        slots = np.concatenate([np.array([slot for slot, _ in prefills], np.int64), decodes])
         counts = np.ones(len(slots), np.int64)
-        counts[: len(prefills)] = [p[1] for p in prefills]
+        counts[: len(prefills)] = [count for _, count in prefills]
         starts = s.computed[slots]
         s.computed[slots] += counts
         samples = s.computed[slots] == s.length[slots]
         s.length[slots] += samples
         return ScheduledStep(
-            slots, starts, counts, samples, s.generation[slots],
-            len(prefills), copies, preempted, admitted,
-        )  # fmt: skip
+            slots=slots,
+            starts=starts,
+            counts=counts,
+            samples=samples,
+            generations=s.generation[slots],
+            num_prefills=len(prefills),
+            copies=copies,
+            preempted=preempted,
+            admitted=admitted,
+        )
 
-    def update(self, step: ScheduledStep, sampled: np.ndarray) -> np.ndarray:
+    def update(self, step: ScheduledStep, sampled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Record the tokens that a step sampled, `sampled` [n] by row.
 
         Tokens of sequences that ended or were preempted since are dropped. Returns the slots that
-        took a token.
+        took part and their tokens; a negative one (`INVALID_TOKEN`) was not recorded.
         """
         s = self.slots
         took = step.samples & (s.generation[step.slots] == step.generations)
-        slots = step.slots[took]
-        s.tokens[slots, s.known[slots]] = sampled[took]
-        s.known[slots] += 1
-        return slots
+        slots, tokens = step.slots[took], sampled[took]
+        valid = tokens >= 0
+        good = slots[valid]
+        s.tokens[good, s.known[good]] = tokens[valid]
+        s.known[good] += 1
+        return slots, tokens

@@ -13,27 +13,32 @@ class SamplingParams:
     """How a request is decoded.
 
     max_tokens: tokens to generate at most; temperature: 0 is greedy; top_k: 0 is off; top_p: 1 is
-    off; seed: makes the request's tokens repeatable whatever else runs (None: drawn by the engine);
-    stop: strings that end the output and are cut from it; ignore_eos: generate to max_tokens.
+    off; seed: makes the request's tokens repeatable whatever else runs (None: the engine draws one,
+    another for each request); stop: strings that end the output and are cut from it; ignore_eos:
+    generate to max_tokens.
 
-    Raises ValueError for values outside their range.
+    Raises ValueError for values of the wrong type or outside their range.
     """
 
     max_tokens: int = 64
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int | None = 0
+    seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self):
+        for name in ("max_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer | None) or isinstance(value, bool):
+                raise ValueError(f"{name} must be a whole number, not {value!r}")
         checks = {
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "max_tokens": (1 <= self.max_tokens < 2**31, "at least 1 and below 2^31"),
             "temperature": (
                 self.temperature >= 0 and math.isfinite(self.temperature), "0 or more, and finite",
             ),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_k": (0 <= self.top_k < 2**31, "0 (off) or more, and below 2^31"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "seed": (self.seed is None or 0 <= self.seed < 2**32, "None or in [0, 2^32)"),
         }  # fmt: skip
@@ -56,15 +61,14 @@ class Sequence:
     While the sequence runs its tokens are in `Slots` under `slot`; otherwise they are here.
     """
 
-    __slots__ = ("finish_reason", "group", "slot", "status", "text", "tokens")
+    __slots__ = ("finish_reason", "group", "seed", "slot", "status", "tokens")
 
-    def __init__(self, group: "SequenceGroup", tokens: np.ndarray):
-        self.group = group
+    def __init__(self, group: "SequenceGroup", tokens: np.ndarray, seed: int):
+        self.group, self.seed = group, seed
         self.tokens = tokens  # prompt and output, as far as the host has seen them
         self.status = Status.WAITING
         self.slot = -1
         self.finish_reason: str | None = None
-        self.text: str | None = None  # set when it differs from the decoded tokens (stop strings)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -83,11 +87,17 @@ class SequenceGroup:
     """
 
     def __init__(
-        self, request_id: str, order: int, prompt: np.ndarray, sampling: SamplingParams, limit: int
+        self,
+        request_id: str,
+        order: int,
+        prompt: np.ndarray,
+        sampling: SamplingParams,
+        seed: int,
+        limit: int,
     ):
         self.request_id, self.order, self.sampling, self.limit = request_id, order, sampling, limit
         self.num_prompt_tokens = len(prompt)
-        self.sequences = [Sequence(self, prompt)]
+        self.sequences = [Sequence(self, prompt, seed)]
         self.arrival_s = 0.0
         self.first_token_s: float | None = None
         self.num_preemptions = 0

@@ -46,7 +46,7 @@ class Slots:
 
     def acquire(self, sequence: Sequence) -> int:
         """Give `sequence` a slot, with nothing computed yet."""
-        slot, group = self._free.pop(), sequence.group
+        slot, group = self._free[-1], sequence.group
         n = len(sequence.tokens)
         self.tokens[slot, :n] = sequence.tokens
         self.length[slot] = self.known[slot] = n
@@ -59,9 +59,9 @@ class Slots:
         self.temperature[slot] = group.sampling.temperature
         self.top_k[slot] = group.sampling.top_k
         self.top_p[slot] = group.sampling.top_p
-        assert group.sampling.seed is not None, "the engine gives every request a seed"
-        self.seed[slot] = group.sampling.seed
+        self.seed[slot] = sequence.seed
         self.owner[slot] = sequence
+        self._free.pop()
         sequence.slot, sequence.status = slot, Status.RUNNING
         return slot
 

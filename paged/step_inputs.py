@@ -1,14 +1,14 @@
 """What one step hands to the device: padded arrays of declared sizes."""
 
-import dataclasses
 from dataclasses import dataclass
 
 import flax.struct
 import numpy as np
 
 from models.sampling import Array, SamplingArrays
+from paged.config import EngineConfig
 from paged.kv_cache.policy import HostPolicy
-from paged.scheduler import ScheduledStep, SchedulerConfig
+from paged.scheduler import ScheduledStep
 from paged.slots import Slots
 
 FROM_DEVICE = -1  # a token that the host has not read yet: the device has it under the slot
@@ -68,7 +68,7 @@ class Buckets:
     mixed: tuple[int, ...]
 
     @classmethod
-    def declare(cls, config: SchedulerConfig) -> "Buckets":
+    def declare(cls, config: EngineConfig) -> "Buckets":
         prefill = _steps(config.max_num_batched_tokens, smallest=64, linear_above=2048)
         decode = _steps(config.max_num_seqs, smallest=1, linear_above=128)
         return cls(prefill, decode, mixed=decode[::-3][::-1])
@@ -91,23 +91,23 @@ def _at_least(sizes: tuple[int, ...], n: int) -> int:
 
 def build_step_inputs(
     step: ScheduledStep, slots: Slots, policy: HostPolicy, buckets: Buckets, prefill_rows: int
-) -> StepInputs:
-    """Pad a scheduled step to its bucket. Arrays are fresh: the device may read them in place."""
-    Tp, Sd = buckets.pick(step.num_prefill_tokens, step.num_decodes)
-    inputs = empty_step_inputs(Tp, Sd, prefill_rows, slots.num_slots, 0)
-    n, num_prefills = len(step.slots), step.num_prefills
-    Sp = inputs.num_prefill_rows
+) -> tuple[StepInputs, np.ndarray]:
+    """A scheduled step padded to its bucket, and the row of each of its sequences [n].
 
-    # Rows: prefills fill 0 .. num_prefills, decodes start at Sp.
+    Arrays are fresh: the device may read them in place, and after the next step is scheduled.
+    """
+    Tp, Sd = buckets.pick(step.num_prefill_tokens, step.num_decodes)
+    inputs = empty_step_inputs(Tp, Sd, prefill_rows, slots.num_slots, policy.table_width)
+    n, num_prefills = len(step.slots), step.num_prefills
+
+    # Prefills fill rows from 0, rows of one token from Sp.
     rows = np.arange(n)
-    rows[num_prefills:] += Sp - num_prefills
+    rows[num_prefills:] += inputs.num_prefill_rows - num_prefills
     ends = step.starts + step.counts
     inputs.lengths[rows] = ends
     inputs.slots[rows] = step.slots
     inputs.samples[rows] = step.samples
-    tables = policy.tables(step.slots)
-    padded_tables = np.zeros((Sp + Sd, tables.shape[1]), np.int32)
-    padded_tables[rows] = tables
+    inputs.tables[rows] = policy.tables(step.slots)
     sampling = inputs.sampling
     sampling.temperature[rows] = slots.temperature[step.slots]
     sampling.top_k[rows] = slots.top_k[step.slots]
@@ -132,7 +132,7 @@ def build_step_inputs(
     inputs.positions[decodes] = position
     inputs.token_rows[decodes] = rows[num_prefills:]
     inputs.last_tokens[rows[num_prefills:]] = np.arange(Tp, Tp + step.num_decodes)
-    return dataclasses.replace(inputs, tables=padded_tables)
+    return inputs, rows
 
 
 def empty_step_inputs(

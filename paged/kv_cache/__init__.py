@@ -1,16 +1,9 @@
-"""KV-cache policies: what a page holds, which pages a head reads, who owns the pages."""
+"""KV-cache policies: what a page holds, which pages a head reads, who owns the pages.
 
-from paged.kv_cache.dense import DenseHost, DensePolicy
-from paged.kv_cache.policy import Capabilities, HostPolicy, KVPolicy, Usage
+A policy is a module with `CAPABILITIES`, `host(config)` (its `HostPolicy`) and
+`device(config, model, implementation)` (its `KVPolicy`).
+"""
 
-POLICIES = {"vllm": (DensePolicy, DenseHost)}
+from paged.kv_cache import dense
 
-__all__ = [
-    "POLICIES",
-    "Capabilities",
-    "DenseHost",
-    "DensePolicy",
-    "HostPolicy",
-    "KVPolicy",
-    "Usage",
-]
+POLICIES = {"vllm": dense}

@@ -6,6 +6,7 @@ block ids plus an offset: page = (layer * K + head) * num_blocks + block.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import flax.struct
 import jax
@@ -16,6 +17,9 @@ from models.config import ModelConfig
 from paged.block_pool import BlockPool
 from paged.block_table import BlockTables
 from paged.kv_cache.policy import Capabilities, Usage
+
+if TYPE_CHECKING:
+    from paged.config import EngineConfig
 from pallas_kernels.kv_write import copy_pages, write_kv
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
 
@@ -53,18 +57,6 @@ class DensePolicy:
     sliding_window: int | None = None
     implementation: str | None = None
 
-    @classmethod
-    def create(cls, model: ModelConfig, num_blocks: int, page_size: int, implementation=None):
-        pages = model.num_layers * model.num_kv_heads * num_blocks
-        # Room above the pool is for the distinct nowhere-slots of padding tokens.
-        if pages * page_size >= 2**31 - 2**24:
-            raise ValueError(
-                f"{num_blocks} blocks of {page_size} tokens over {model.num_layers} layers and "
-                f"{model.num_kv_heads} KV heads exceed the slots that an int32 can name"
-            )
-        return cls(model.num_layers, model.num_kv_heads, num_blocks, page_size,
-                   model.sliding_window, implementation)  # fmt: skip
-
     def init(self, model_config: ModelConfig, dtype=jnp.float32) -> DenseCache:
         pages = self.num_layers * self.num_kv_heads * self.num_blocks
         shape = (pages, self.page_size, model_config.head_dim)
@@ -94,7 +86,6 @@ class DensePolicy:
         slots = jnp.where(plan.written[:, None], plan.slot_mapping + page_offset * P, nowhere)
         k_pages, v_pages = write_kv(cache.k_pages, cache.v_pages, k_TxKxD, v_TxKxD, slots)
 
-        tables = plan.tables + page_offset
         Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
         window, implementation = self.sliding_window, self.implementation
         outs = []
@@ -103,9 +94,10 @@ class DensePolicy:
                 q_TxHxD[:Tp],
                 k_pages,
                 v_pages,
-                tables[:Sp],
+                plan.tables[:Sp],
                 inputs.query_starts,
                 plan.lengths[:Sp],
+                page_offset=page_offset,
                 sliding_window=window,
                 implementation=implementation,
             )
@@ -115,8 +107,9 @@ class DensePolicy:
                 q_TxHxD[Tp:],
                 k_pages,
                 v_pages,
-                tables[Sp:],
+                plan.tables[Sp:],
                 jnp.broadcast_to(plan.lengths[Sp:, None], (T - Tp, K)),
+                page_offset=page_offset,
                 sliding_window=window,
                 implementation=implementation,
             )
@@ -127,7 +120,7 @@ class DensePolicy:
         return cache
 
     def copy_pages(self, cache: DenseCache, sources, destinations) -> DenseCache:
-        """Copy blocks sources [C] → destinations [C] in every layer and head."""
+        """Copy blocks sources [C] → destinations [C] in every layer and head; all must exist."""
         groups = jnp.arange(self.num_layers * self.num_kv_heads)[:, None] * self.num_blocks
         source_pages = (groups + sources).reshape(-1)
         destination_pages = (groups + destinations).reshape(-1)
@@ -144,8 +137,6 @@ class DenseHost:
     running sequences grow, are there.
     """
 
-    capabilities = Capabilities(fork=True, chunked_prefill=True, recompute_exact=True)
-
     def __init__(
         self, num_blocks: int, page_size: int, num_slots: int, max_tokens: int, watermark: float
     ):
@@ -153,15 +144,21 @@ class DenseHost:
         self.block_tables = BlockTables(self.pool, num_slots, max_tokens, page_size)
         self.watermark_blocks = int(watermark * self.pool.capacity)
 
-    def fits(self, num_tokens: int) -> bool:
-        return self.block_tables.blocks_for(num_tokens) <= self.pool.capacity
+    @property
+    def table_width(self) -> int:
+        return self.block_tables.blocks.shape[1]
 
-    def can_admit(self, num_tokens: int, keep_watermark: bool) -> bool:
+    def fits(self, num_tokens: int, num_sequences: int) -> bool:
+        return num_sequences * self.block_tables.blocks_for(num_tokens) <= self.pool.capacity
+
+    def can_admit(self, prompts, keep_watermark: bool) -> bool:
         spare = self.watermark_blocks if keep_watermark else 0
-        return self.pool.can_allocate(self.block_tables.blocks_for(num_tokens) + spare)
+        needed = sum(self.block_tables.blocks_for(len(tokens)) for tokens in prompts)
+        return self.pool.can_allocate(needed + spare)
 
-    def admit(self, slot: int, num_tokens: int) -> None:
-        self.block_tables.append(np.array([slot]), np.array([num_tokens]))
+    def admit(self, slot: int, tokens) -> int:
+        self.block_tables.append(np.array([slot]), np.array([len(tokens)]))
+        return 0
 
     def can_append(self, slots, num_tokens) -> bool:
         return self.pool.can_allocate(self.block_tables.blocks_to_append(slots, num_tokens))
@@ -190,3 +187,37 @@ class DenseHost:
 
     def tables(self, slots) -> np.ndarray:
         return self.block_tables.blocks[slots]
+
+
+CAPABILITIES = Capabilities(fork=True, chunked_prefill=True, recompute_exact=True)
+
+
+def host(config: "EngineConfig") -> DenseHost:
+    return DenseHost(
+        config.num_blocks,
+        config.page_size,
+        config.max_num_seqs,
+        config.max_model_len,
+        config.watermark,
+    )
+
+
+def device(
+    config: "EngineConfig", model: ModelConfig, implementation: str | None = None
+) -> DensePolicy:
+    """Raises ValueError for a cache with more slots than an int32 can name."""
+    slots = model.num_layers * model.num_kv_heads * config.num_blocks * config.page_size
+    # Room above the pool is for the distinct nowhere-slots of padding tokens.
+    if slots >= 2**31 - 2**24:
+        raise ValueError(
+            f"kv_cache_tokens ({config.kv_cache_tokens}) over {model.num_layers} layers and "
+            f"{model.num_kv_heads} KV heads exceed the slots that an int32 can name"
+        )
+    return DensePolicy(
+        model.num_layers,
+        model.num_kv_heads,
+        config.num_blocks,
+        config.page_size,
+        model.sliding_window,
+        implementation,
+    )

@@ -11,7 +11,10 @@ from models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a policy can do; asking for the rest raises when the engine starts."""
+    """What a policy can do; `EngineConfig` refuses what it cannot.
+
+    recompute_exact: a sequence that is prefilled again after a preemption goes on as it would have.
+    """
 
     fork: bool = False
     prefix_cache: bool = False
@@ -39,19 +42,28 @@ class Usage:
 class HostPolicy(Protocol):
     """Who owns the pages, asked by the scheduler. Sequences are named by slots; no tensors."""
 
-    capabilities: Capabilities
-
-    def fits(self, num_tokens: int) -> bool:
-        """Whether one sequence of `num_tokens` could ever run, alone."""
+    @property
+    def table_width(self) -> int:
+        """M of `tables`."""
         ...
 
-    def can_admit(self, num_tokens: int, keep_watermark: bool) -> bool: ...
+    def fits(self, num_tokens: int, num_sequences: int) -> bool:
+        """Whether a group of sequences of `num_tokens` each could ever run, alone."""
+        ...
 
-    def admit(self, slot: int, num_tokens: int) -> None: ...
+    def can_admit(self, prompts: list[np.ndarray], keep_watermark: bool) -> bool:
+        """Whether there is room for sequences with these tokens, all at once."""
+        ...
+
+    def admit(self, slot: int, tokens: np.ndarray) -> int:
+        """Make room for a sequence; how many of its first tokens are in the cache already."""
+        ...
 
     def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool: ...
 
-    def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> list[tuple[int, int]]: ...
+    def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> list[tuple[int, int]]:
+        """Make room for `slots` to hold `num_tokens` each; block copies to be done first."""
+        ...
 
     def fork(self, parent: int, child: int) -> None: ...
 

@@ -1,5 +1,7 @@
 """Public ops: check shapes, fill defaults, pick an implementation."""
 
+import jax
+
 from pallas_kernels import backend
 from pallas_kernels.paged_attention import reference, xla
 
@@ -14,6 +16,7 @@ def paged_attention(
     tables_SxKxM,
     lengths_SxK,
     *,
+    page_offset: int | jax.Array = 0,
     scale: float | None = None,
     sliding_window: int | None = None,
     implementation: str | None = None,
@@ -25,6 +28,7 @@ def paged_attention(
     tables:   [S, K, M] int32 page ids in token order; entries beyond the length are never used but
               must name a valid page.
     lengths:  [S, K] int32 tokens to read; 0 gives zeros (a padding sequence).
+    page_offset: int32 scalar added to every page id, so that one table serves all layers.
     scale:    multiplies q·k; None means D ** -0.5.
     sliding_window: read only the last that many tokens of a length.
 
@@ -41,7 +45,7 @@ def paged_attention(
     scale = D**-0.5 if scale is None else scale
     return run(
         q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, lengths_SxK,
-        scale=scale, sliding_window=sliding_window,
+        page_offset=page_offset, scale=scale, sliding_window=sliding_window,
     )  # fmt: skip
 
 
@@ -53,6 +57,7 @@ def paged_prefill_attention(
     query_starts,
     lengths_S,
     *,
+    page_offset: int | jax.Array = 0,
     scale: float | None = None,
     sliding_window: int | None = None,
     implementation: str | None = None,
@@ -60,7 +65,7 @@ def paged_prefill_attention(
     """Causal attention of ragged chunks over pages that already hold the chunks' own tokens.
 
     q:        [T, H, D] queries; sequence s owns rows query_starts[s] .. query_starts[s + 1].
-    k_pages, v_pages, tables [S, K, M], scale, sliding_window: as in `paged_attention`.
+    k_pages, v_pages, tables [S, K, M], page_offset, scale, sliding_window: as in `paged_attention`.
     query_starts: [S + 1] int32, non-decreasing from 0; rows beyond the last are padding.
     lengths:  [S] int32 tokens of each sequence in the cache, the chunk's included: the chunk's last
               query sees all of them, each earlier one sees one fewer.
@@ -79,7 +84,7 @@ def paged_prefill_attention(
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
     return run(
         q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, query_starts, lengths_S,
-        scale=scale, sliding_window=sliding_window,
+        page_offset=page_offset, scale=scale, sliding_window=sliding_window,
     )  # fmt: skip
 
 

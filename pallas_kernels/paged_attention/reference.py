@@ -9,9 +9,10 @@ def _gather(pages_NxPxD, tables_SxKxM):
     return pages_NxPxD[tables_SxKxM].reshape(S, K, -1, pages_NxPxD.shape[-1]).astype(jnp.float32)
 
 
-def decode(q, k_pages, v_pages, tables, lengths, *, scale, sliding_window):
+def decode(q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window):
     S, H, D = q.shape
     K = tables.shape[1]
+    tables = tables + page_offset
     k, v = _gather(k_pages, tables), _gather(v_pages, tables)
     q_SxKxGxD = q.astype(jnp.float32).reshape(S, K, H // K, D)
     scores = jnp.einsum("skgd,sktd->skgt", q_SxKxGxD, k, precision="highest") * scale
@@ -27,7 +28,9 @@ def decode(q, k_pages, v_pages, tables, lengths, *, scale, sliding_window):
     return out.reshape(S, H, D).astype(q.dtype)
 
 
-def prefill(q, k_pages, v_pages, tables, query_starts, lengths, *, scale, sliding_window):
+def prefill(
+    q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window
+):
     """Each query row is a decode query whose length ends at its own position."""
     T = q.shape[0]
     S, K, _ = tables.shape
@@ -37,5 +40,12 @@ def prefill(q, k_pages, v_pages, tables, query_starts, lengths, *, scale, slidin
     visible = jnp.where(row < query_starts[-1], visible, 0)
     visible_TxK = jnp.broadcast_to(visible[:, None], (T, K))
     return decode(
-        q, k_pages, v_pages, tables[seq], visible_TxK, scale=scale, sliding_window=sliding_window
+        q,
+        k_pages,
+        v_pages,
+        tables[seq],
+        visible_TxK,
+        page_offset=page_offset,
+        scale=scale,
+        sliding_window=sliding_window,
     )

@@ -26,9 +26,9 @@ def _pad_to_multiple(x, axis: int, multiple: int):
 def _online_softmax(read_chunk, first_chunk, num_chunks, q, v_dtype, out_dim: int):
     """softmax(q·kᵀ)·v over chunks [first_chunk, num_chunks).
 
-    q is [..., R, D] in float32, scaled; `read_chunk(j)` gives k, v [..., C, D] and the mask of
-    seen scores, broadcastable to [..., R, C]. Rows that see nothing give zeros. Values that no row
-    may see must be finite: the rest of a page may hold what a former owner left there.
+    q is [..., R, D], scaled; `read_chunk(j)` gives k, v [..., C, D] and the mask of seen scores,
+    broadcastable to [..., R, C]. Rows that see nothing give zeros. Values that no row may see must
+    be finite: the rest of a page may hold what a former owner left there.
     """
 
     def body(j, state):
@@ -54,7 +54,7 @@ def _online_softmax(read_chunk, first_chunk, num_chunks, q, v_dtype, out_dim: in
     return acc / jnp.maximum(total, 1e-30)[..., None]
 
 
-def decode(q, k_pages, v_pages, tables, lengths, *, scale, sliding_window):
+def decode(q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window):
     S, H, D = q.shape
     _, P, _ = k_pages.shape
     K = tables.shape[1]
@@ -75,7 +75,7 @@ def decode(q, k_pages, v_pages, tables, lengths, *, scale, sliding_window):
             first = jnp.maximum(length_g - sliding_window, 0)
 
         def read_chunk(j):
-            ids = jax.lax.dynamic_slice_in_dim(table_g, j * pages, pages, axis=2)
+            ids = jax.lax.dynamic_slice_in_dim(table_g, j * pages, pages, axis=2) + page_offset
             k = k_pages[ids].reshape(group, K, chunk, D)
             v = v_pages[ids].reshape(group, K, chunk, D)
             index = j * chunk + jnp.arange(chunk)
@@ -93,7 +93,9 @@ def decode(q, k_pages, v_pages, tables, lengths, *, scale, sliding_window):
     return out.reshape(-1, H, D)[:S]
 
 
-def prefill(q, k_pages, v_pages, tables, query_starts, lengths, *, scale, sliding_window):
+def prefill(
+    q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window
+):
     T, H, D = q.shape
     _, P, _ = k_pages.shape
     S, K, _ = tables.shape
@@ -124,7 +126,7 @@ def prefill(q, k_pages, v_pages, tables, query_starts, lengths, *, scale, slidin
             first = jnp.maximum(position + 1 - sliding_window, 0)
 
         def read_chunk(j):
-            ids = jax.lax.dynamic_slice(tables, (s, 0, j * pages), (1, K, pages))[0]
+            ids = jax.lax.dynamic_slice(tables, (s, 0, j * pages), (1, K, pages))[0] + page_offset
             k = k_pages[ids].reshape(K, chunk, D)
             v = v_pages[ids].reshape(K, chunk, D)
             index = j * chunk + jnp.arange(chunk)

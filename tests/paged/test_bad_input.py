@@ -29,7 +29,7 @@ def _engine() -> Engine:
         ([1.5, 2.0], {}, "flat list of integers"),
         ([[1, 2]], {}, "flat list of integers"),
         ([3] * 100, {}, r"has 100 tokens; max_model_len \(100\) allows 99"),
-        ([3] * 60, {"max_tokens": 30}, "exceed the cache of 80 tokens"),
+        ([3] * 60, {"max_tokens": 30}, r"exceed the cache: kv_cache_tokens \(80\)"),
         ([3], {"stop": (";",)}, "stop strings need a tokenizer"),
     ],
 )  # fmt: skip
@@ -54,6 +54,17 @@ def test_a_request_id_in_use_is_refused():
         engine.add_request([4], request_id="a")
 
 
+def test_automatic_ids_pass_over_ids_in_use():
+    engine = _engine()
+    engine.add_request([3], request_id="request-1")
+    assert engine.add_request([4]) not in ("request-1", engine.add_request([5]))
+
+
+def test_an_arrival_in_the_future_is_refused():
+    with pytest.raises(ValueError, match=r"arrival_time 3\.0 is in the future"):
+        _engine().add_request([3], arrival_time=3.0)
+
+
 def test_generate_refuses_one_string_and_unequal_lists():
     with pytest.raises(ValueError, match="not one string"):
         _engine().generate("abc")
@@ -65,6 +76,11 @@ def test_generate_refuses_one_string_and_unequal_lists():
     ("field", "value", "allowed"),
     [
         ("max_tokens", 0, "at least 1"),
+        ("max_tokens", 2.5, "whole number"),
+        ("top_k", 2**31, "below 2\\^31"),
+        ("top_k", 1.5, "whole number"),
+        ("seed", True, "whole number"),
+        ("seed", 2**32, "2\\^32"),
         ("temperature", -0.1, "0 or more"),
         ("temperature", float("nan"), "0 or more"),
         ("top_k", -1, "0 \\(off\\) or more"),
@@ -97,6 +113,12 @@ def test_bad_sampling_parameters_are_refused(field, value, allowed):
 def test_bad_engine_configurations_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
+
+
+def test_an_end_of_sequence_outside_the_vocabulary_is_refused():
+    model = TINY.replace(eos_token_ids=(61,))
+    with pytest.raises(ValueError, match="eos token 61 is outside the vocabulary of 61"):
+        Engine(model, CONFIG, SimulatedExecutor(vocab_size=61))
 
 
 def test_a_context_beyond_the_models_is_refused():

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paged.config import EngineConfig
 from paged.executor import step
-from paged.kv_cache import DensePolicy
-from paged.scheduler import SchedulerConfig
+from paged.kv_cache import dense
 from paged.step_inputs import Buckets, empty_step_inputs
 from tests.paged.tiny import TINY
 
@@ -16,7 +16,7 @@ from tests.paged.tiny import TINY
 @pytest.mark.parametrize(("Tp", "Sd"), [(0, 4), (64, 4)])
 def test_a_step_updates_the_donated_cache_in_place(tiny_params, Tp, Sd):
     """Both pools are aliased from input to output, and no temporary comes near a pool's size."""
-    policy = DensePolicy.create(TINY, num_blocks=4096, page_size=16)
+    policy = dense.device(EngineConfig(kv_cache_tokens=65536, page_size=16), TINY)
     cache = jax.eval_shape(lambda: policy.init(TINY, np.float32))
     last_tokens = jax.ShapeDtypeStruct((4,), np.int32)
     inputs = empty_step_inputs(Tp, Sd, prefill_rows=2, num_slots=4, table_width=16)
@@ -47,7 +47,7 @@ def test_every_step_fits_a_declared_shape_without_much_padding(
     if decodes + prefill_tokens == 0:
         return
     buckets = Buckets.declare(
-        SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+        EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
     )
     Tp, Sd = buckets.pick(prefill_tokens, decodes)
     assert (Tp, Sd) in buckets.shapes()

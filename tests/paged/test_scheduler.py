@@ -62,8 +62,8 @@ def test_every_request_ends_once_with_its_tokens(
         for output in engine.step():
             assert output.request_id not in ended
             ended[output.request_id] = len(output.tokens)
-        pool = engine.policy.pool
-        room = engine.policy.block_tables.num_blocks
+        pool = engine.host_policy.pool
+        room = engine.host_policy.block_tables.num_blocks
         assert room.sum() == pool.num_used
         assert not room[~engine.scheduler.slots.active].any()
         if not pending and not engine.has_unfinished():

@@ -100,6 +100,26 @@ def test_prefill_matches_dense_softmax(implementation, chunks, P, window, seed):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_page_offset_is_added_to_every_page_id(implementation):
+    rng = np.random.default_rng(2)
+    k_pages, v_pages = _pools(rng, 30, 16)
+    tables = rng.integers(0, 20, (3, K, 4)).astype(np.int32)
+    q = rng.standard_normal((30, K * G, D)).astype(np.float32)
+    lengths = np.array([50, 64, 7], np.int32)
+    starts = np.array([0, 20, 25, 30], np.int32)
+    per_head = np.tile(lengths[:, None], (1, K))
+    for op, first, where in [
+        (decode_jit, q[:3], (per_head,)),
+        (prefill_jit, q, (starts, lengths)),
+    ]:
+        shifted = op(
+            first, k_pages, v_pages, tables, *where, page_offset=10, implementation=implementation
+        )
+        expected = op(first, k_pages, v_pages, tables + 10, *where, implementation=implementation)
+        np.testing.assert_array_equal(shifted, expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_a_former_owner_left_in_a_page_reaches_nobody(implementation):
     """Positions beyond a length may hold anything, not-a-number included."""
     rng = np.random.default_rng(1)

@@ -1,0 +1,66 @@
+"""What a request must be before it may queue."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from models.config import ModelConfig
+from paged.config import EngineConfig
+from paged.kv_cache.policy import HostPolicy
+from paged.sequence import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+def token_limit(tokens: np.ndarray, sampling: SamplingParams, config: EngineConfig) -> int:
+    """Length (prompt and output) at which generation ends."""
+    return min(len(tokens) + sampling.max_tokens, config.max_model_len)
+
+
+def validated_prompt(
+    prompt: Prompt,
+    sampling: SamplingParams,
+    tokenizer,
+    model: ModelConfig,
+    config: EngineConfig,
+    policy: HostPolicy,
+) -> np.ndarray:
+    """The prompt as token ids [n] int32.
+
+    Raises ValueError, saying what is wrong and what is allowed, for a request that could never run.
+    """
+    _check_stop_strings(tokenizer, sampling.stop)
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer; pass token ids")
+        prompt = tokenizer.encode(prompt)
+    tokens = np.asarray(prompt)
+    if tokens.size == 0:
+        raise ValueError("the prompt is empty")
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError("a prompt of token ids must be a flat list of integers")
+    bad = tokens[(tokens < 0) | (tokens >= model.vocab_size)]
+    if len(bad):
+        raise ValueError(f"token {bad[0]} is outside the vocabulary [0, {model.vocab_size - 1}]")
+    if len(tokens) >= config.max_model_len:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens; max_model_len ({config.max_model_len}) "
+            f"allows {config.max_model_len - 1}, and one to generate"
+        )
+    if not policy.fits(token_limit(tokens, sampling, config), 1):
+        raise ValueError(
+            f"a prompt of {len(tokens)} tokens and {sampling.max_tokens} to generate exceed the "
+            f"cache: kv_cache_tokens ({config.kv_cache_tokens}) in whole pages of "
+            f"{config.page_size}"
+        )
+    return tokens.astype(np.int32)
+
+
+def _check_stop_strings(tokenizer, stop: tuple[str, ...]) -> None:
+    if stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer")
+    for string in stop:
+        if string in tokenizer.all_special_tokens:
+            raise ValueError(
+                f"stop string {string!r} is a special token, and those are not part of the text"
+            )

@@ -1,0 +1,91 @@
+"""A twin of the device: memory is an array of token ids, the model a hash of all that it reads.
+
+Whatever is wrong between scheduler, block tables and step inputs (a page of another sequence, a
+token fed from the wrong slot, a position written twice) changes some token. Steps are evaluated
+only when waited for, in order, as on a device that runs behind: host arrays that change after
+dispatch show as well.
+"""
+
+import zlib
+
+import numpy as np
+
+from paged.clock import VirtualClock
+
+EOS, FIRST, VOCAB = 2, 3, 61
+
+
+def next_token(tokens, seed: int, eos_rate: float) -> int:
+    """What the twin generates after `tokens`."""
+    digest = zlib.crc32(np.array([*tokens, seed], np.int64).tobytes())
+    return EOS if digest % 997 < eos_rate * 997 else FIRST + digest % (VOCAB - FIRST)
+
+
+def generate(prompt, seed: int, limit: int, eos_rate: float, ignore_eos: bool) -> list[int]:
+    """The output that a request must get: no pages, no batches, no schedule."""
+    tokens = list(prompt)
+    while len(tokens) < limit and (ignore_eos or len(tokens) == len(prompt) or tokens[-1] != EOS):
+        tokens.append(next_token(tokens, seed, eos_rate))
+    return tokens[len(prompt) :]
+
+
+class HashingExecutor:
+    compilations = 0
+
+    def __init__(self, config, eos_rate: float = 0.0):
+        self.clock = VirtualClock()
+        self._memory = np.full((config.num_blocks, config.page_size), -1, np.int64)
+        self._last_tokens = np.full(config.max_num_seqs, -1, np.int64)
+        self._eos_rate = eos_rate
+        self._queue: list[_Pending] = []
+
+    def warm_up(self, progress: bool = True) -> None:
+        pass
+
+    def copy_blocks(self, copies) -> None:
+        raise AssertionError("no decoding method of these tests shares blocks")
+
+    def execute(self, inputs) -> "_Pending":
+        self._queue.append(_Pending(self, inputs))
+        return self._queue[-1]
+
+    def run_next(self) -> None:
+        pending = self._queue.pop(0)
+        pending.result = self._run(pending.inputs)
+
+    def _run(self, inputs) -> np.ndarray:
+        S, page_size = len(inputs.lengths), self._memory.shape[1]
+        written = set()
+        for t, row in enumerate(inputs.token_rows):
+            if row == S:
+                continue
+            token = inputs.tokens[t]
+            token = self._last_tokens[inputs.slots[row]] if token < 0 else token
+            assert token >= 0, "read a token that no step has sampled"
+            page, offset = divmod(int(inputs.positions[t]), page_size)
+            place = int(inputs.tables[row, page]), offset
+            assert place[0] != 0, "wrote to the null block"
+            assert place not in written, "two tokens of a step share a place"
+            written.add(place)
+            self._memory[place] = token
+        sampled = np.full(S, -7, np.int32)
+        for row in np.flatnonzero(inputs.lengths):
+            n = int(inputs.lengths[row])
+            seen = self._memory[inputs.tables[row, : -(-n // page_size)]].reshape(-1)[:n]
+            assert inputs.sampling.position[row] == n
+            assert inputs.positions[inputs.last_tokens[row]] == n - 1
+            sampled[row] = next_token(seen, int(inputs.sampling.seed[row]), self._eos_rate)
+            if inputs.samples[row]:
+                self._last_tokens[inputs.slots[row]] = sampled[row]
+        return sampled
+
+
+class _Pending:
+    def __init__(self, executor: HashingExecutor, inputs):
+        self._executor, self.inputs = executor, inputs
+        self.result: np.ndarray | None = None
+
+    def wait(self) -> np.ndarray:
+        while self.result is None:
+            self._executor.run_next()
+        return self.result

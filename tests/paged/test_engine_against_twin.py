@@ -1,0 +1,177 @@
+"""Random requests through scheduler, tables and step inputs, token for token against a twin."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged.engine import Engine, EngineConfig
+from paged.sequence import SamplingParams
+from paged.step_inputs import empty_step_inputs
+from tests.paged.hashing_executor import FIRST, VOCAB, HashingExecutor, generate
+from tests.paged.tiny import TINY
+
+LONGEST = 96
+
+
+def _config(rng: random.Random) -> EngineConfig:
+    chunked = rng.random() < 0.7
+    slots = rng.randint(1, 6)
+    return EngineConfig(
+        max_num_seqs=slots,
+        max_num_batched_tokens=max(rng.choice([6, 7, 17, 96]), slots) if chunked else LONGEST,
+        max_prefills_per_step=rng.choice([1, 2, 8]),
+        max_model_len=rng.choice([90, LONGEST]),
+        chunked_prefill=chunked,
+        page_size=rng.choice([1, 2, 3, 4, 16]),
+        kv_cache_tokens=rng.choice([112, 130, 160, 1000]),
+        watermark=rng.choice([0, 0, 0.01, 0.2, 0.9]),
+        run_ahead=rng.random() < 0.75,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_every_request_gets_exactly_its_tokens(seed):
+    rng = random.Random(seed)
+    config, eos_rate = _config(rng), rng.choice([0, 0.02, 0.1])
+    engine = Engine(TINY, config, HashingExecutor(config, eos_rate))
+    todo = sorted((rng.randint(0, 30), i) for i in range(rng.randint(1, 20)))
+    requests, ended, aborted = {}, {}, {}
+    for step in range(5000):
+        while todo and todo[0][0] <= step:
+            name = str(todo.pop(0)[1])
+            prompt = [rng.randint(FIRST, VOCAB - 1) for _ in range(rng.choice([1, 1, 2, 10, 50]))]
+            how = SamplingParams(
+                max_tokens=rng.choice([1, 2, rng.randint(1, 40)]),
+                seed=rng.randrange(100),
+                ignore_eos=rng.random() < 0.3,
+            )
+            requests[name] = prompt, how
+            engine.add_request(prompt, how, name, stream=rng.random() < 0.3)
+        alive = [name for name in requests if name not in ended and name not in aborted]
+        if alive and rng.random() < 0.02:
+            victim = rng.choice(alive)
+            aborted[victim] = engine.abort(victim)
+        for output in engine.step():
+            if output.finished:
+                assert output.request_id not in ended
+                ended[output.request_id] = output
+        orders = [g.order for g in engine.scheduler.running + list(engine.scheduler.waiting)]
+        assert orders == sorted(orders)
+        tables = engine.host_policy.block_tables
+        assert tables.num_blocks.sum() == engine.host_policy.pool.num_used
+        if not todo and not engine.has_unfinished():
+            break
+    assert not engine.has_unfinished()
+    assert ended.keys() | aborted.keys() == requests.keys()
+    assert engine.host_policy.pool.num_used == 0
+    assert engine.scheduler.slots.num_free == config.max_num_seqs
+    for name, (prompt, how) in requests.items():
+        limit = min(len(prompt) + how.max_tokens, config.max_model_len)
+        assert how.seed is not None
+        expected = generate(prompt, how.seed, limit, eos_rate, how.ignore_eos)
+        if name in ended:
+            assert ended[name].tokens == expected
+        else:
+            assert aborted[name].tokens == expected[: len(aborted[name].tokens)]
+    preemptions = sum(r.preemptions for r in engine.metrics.requests)
+    assert preemptions == sum(s.preemptions for s in engine.metrics.steps)
+    assert preemptions == sum(e["event"] == "preempt" for e in engine.events)
+
+
+def _engine(**changes) -> Engine:
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=90, **changes)
+    return Engine(TINY, config, HashingExecutor(config))
+
+
+def _expected(prompt, max_tokens=10):
+    return generate(prompt, 0, len(prompt) + max_tokens, 0.0, True)
+
+
+HOW = SamplingParams(max_tokens=10, seed=0, ignore_eos=True)
+
+
+def test_interleaved_streams_each_get_all_of_their_outputs():
+    engine = _engine()
+    other = engine.add_request([9], HOW)
+    fast, slow = engine.stream([5, 6], HOW), engine.stream([7], HOW)
+    seen = {"fast": [next(fast), next(fast), next(fast)], "slow": [next(slow)]}
+    inner = engine.generate([[8, 8]], HOW)[0]
+    seen["fast"] += list(fast)
+    seen["slow"] += list(slow)
+    assert inner.tokens == _expected([8, 8])
+    for name, prompt in (("fast", [5, 6]), ("slow", [7])):
+        assert [len(o.tokens) for o in seen[name]] == list(range(1, 11))
+        assert seen[name][-1].finished
+        assert seen[name][-1].tokens == _expected(prompt)
+    rest = []
+    while engine.has_unfinished():
+        rest += engine.step()
+    assert [(o.request_id, o.tokens) for o in rest] == [(other, _expected([9]))]
+
+
+def test_a_stream_closed_early_takes_no_other_output_with_it():
+    engine = _engine()
+    other = engine.add_request([9], HOW)
+    for output in engine.stream([5], HOW):
+        if len(output.tokens) == 10:
+            break
+    rest = []
+    while engine.has_unfinished():
+        rest += engine.step()
+    assert [o.request_id for o in rest] == [other]
+
+
+def test_a_bad_prompt_to_stream_is_refused_at_once():
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        _engine().stream([])
+
+
+@pytest.mark.parametrize("where", ["wait", "execute"])
+def test_an_interrupted_generate_leaves_nothing_behind(monkeypatch, where):
+    """As when a notebook's cell is stopped: its requests are gone, and the engine goes on."""
+    engine = _engine()
+    pending = type(engine.executor.execute(_empty_inputs(engine)))
+    owner = pending if where == "wait" else HashingExecutor
+    original, calls = getattr(owner, where), []
+
+    def interrupted(self, *arguments):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    monkeypatch.setattr(owner, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[5, 6], [7]], HOW)
+    while engine.has_unfinished():
+        assert all(o.finish_reason == "error" for o in engine.step())
+    assert [o.tokens for o in engine.generate([[5, 6]], HOW)] == [_expected([5, 6])]
+
+
+def _empty_inputs(engine: Engine):
+    return empty_step_inputs(0, 1, 1, 4, engine.host_policy.table_width)
+
+
+def test_what_is_in_flight_may_end_before_anyone_is_preempted():
+    """Two requests for a cache that both of them, all but, fill: no thrashing at its edge."""
+    config = EngineConfig(
+        max_num_seqs=2, max_model_len=128, page_size=16, kv_cache_tokens=272, watermark=0.0
+    )
+    engine = Engine(TINY, config, HashingExecutor(config))
+    how = SamplingParams(max_tokens=30, seed=0, ignore_eos=True)
+    outputs = engine.generate([[5] * 112, [6] * 112], how)
+    assert [len(o.tokens) for o in outputs] == [16, 16]
+    assert sum(r.preemptions for r in engine.metrics.requests) <= 1
+
+
+def test_requests_without_a_seed_draw_their_own_repeatably():
+    runs = []
+    for seed in (0, 0, 1):
+        engine = _engine(seed=seed)
+        outputs = engine.generate([[5]] * 3, SamplingParams(max_tokens=10, ignore_eos=True))
+        runs.append([o.tokens for o in outputs])
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0][0] != runs[0][1] != runs[0][2]

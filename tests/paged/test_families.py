@@ -1,0 +1,70 @@
+"""Every family through the paged engine, against full recomputation with `models/` alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import params as parameters
+from models.config import ModelConfig
+from models.families import family
+from models.full_attention import causal_attend
+from paged.engine import Engine, EngineConfig
+from paged.sequence import SamplingParams
+
+MODELS = {
+    "opt": ModelConfig(
+        "opt", 61, 24, 40, 2, 4, 4, 6, 48, 1e-5, tie_word_embeddings=True, activation="relu"
+    ),
+    "gpt2": ModelConfig(
+        "gpt2", 61, 24, 96, 2, 3, 3, 8, 48, 1e-5, tie_word_embeddings=True, activation="gelu_new"
+    ),
+}  # fmt: skip
+SMALL = EngineConfig(
+    max_num_seqs=2, max_num_batched_tokens=16, max_prefills_per_step=2, max_model_len=48,
+    page_size=4, kv_cache_tokens=128,
+)  # fmt: skip
+
+
+def make(config):
+    made = parameters.init(family(config).declare(config), jax.random.key(1))
+    # Larger embeddings give varied continuations instead of one token forever.
+    return made | {name: made[name] * 20 for name in ("embed", "positions")}
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_greedy_tokens_equal_full_recomputation(config):
+    params, model = make(config), family(config)
+
+    @jax.jit
+    def logits(tokens):
+        positions = jnp.arange(len(tokens))
+        hidden, _ = model.forward(params, config, tokens, positions, causal_attend(config))
+        return model.logits(params, config, hidden)
+
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 61, length).tolist() for length in (1, 5, 30, 21)]
+    engine = Engine.from_model(params, config, SMALL)
+    how = SamplingParams(max_tokens=18, ignore_eos=True)
+    outputs = engine.generate(prompts, how)
+    assert len({token for output in outputs for token in output.tokens}) > 10
+    for output in outputs:
+        tokens = output.prompt_tokens + output.tokens
+        assert len(tokens) == len(output.prompt_tokens) + 18
+        rows = np.asarray(logits(np.array(tokens + [0] * (48 - len(tokens)))))
+        first = len(output.prompt_tokens)
+        for i, token in enumerate(output.tokens):
+            row = rows[first + i - 1]
+            # Padding changes the order of float32 sums: nearer ties decide nothing.
+            assert row[token] >= row.max() - 1e-4, (output.request_id, i, token, row.argmax())
+
+
+def test_a_request_ends_with_the_table_of_positions():
+    config = MODELS["gpt2"]
+    engine = Engine.from_model(make(config), config, SMALL)
+    output = engine.generate([[5] * 40], SamplingParams(max_tokens=50, ignore_eos=True))[0]
+    assert output.finish_reason == "length"
+    assert len(output.tokens) == 8
+    too_long = EngineConfig(max_model_len=49)
+    with pytest.raises(ValueError, match=r"max_model_len \(49\) exceeds .*embeddings \(48\)"):
+        Engine.from_model(make(config), config, too_long)
