@@ -20,8 +20,9 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments import results, tasks
-from models import llama, weights
+from models import weights
 from models.config import ModelConfig
+from models.families import family
 
 FIRST, LAST, SHARE = 4, 64, 0.9
 MEASURES = ("keys_for_90_percent", "mass_on_first_4", "mass_on_last_64")
@@ -70,7 +71,7 @@ def _measure(params, config: ModelConfig, tokens_T, num_rows: int):
     noted = jnp.zeros((config.num_layers, config.num_heads, len(MEASURES), num_rows))
     positions = jnp.arange(tokens_T.shape[0])
     attend = measuring_attend(config, num_rows)
-    return llama.forward(params, config, tokens_T, positions, attend, noted)[1]
+    return family(config).forward(params, config, tokens_T, positions, attend, noted)[1]
 
 
 def measure(params, config: ModelConfig, tokenizer, prompts) -> np.ndarray:

@@ -6,7 +6,7 @@ Two CPU cores suffice. The same command resumes a run that was stopped.
     python -m experiments.train_bundled --output_dir=results/bundled
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,17 @@ CONFIG = ModelConfig(
     eos_token_ids=(build_tokenizer.EOS,),
 )
 OPTIONS = Options(
-    stages="0:128=1;0.14:256=.8,128=.2;0.38:512=.5,256=.5;0.66:1024=.45,512=.3,256=.25"
-    ";0.88:2048=.3,1024=.4,256=.3",
-    mix="needles=.20,chain=.12,values=.19,count=.12,vote=.13,cot=.20,copy=.01,story=.03",
+    tokens=14.5e6,
+    lengths="0:128=1;0.09:256=.75,128=.25;0.385:512=.4,256=.6;0.67:1024=.45,512=.3,256=.25"
+    ";0.86:2048=.3,1024=.4,256=.3;0.94:4096=.15,2048=.25,1024=.35,256=.25",
+    mix="0:needles=.22,chain=.10,values=.18,count=.10,vote=.12,cot=.22,copy=.04,story=.02"
+    ";0.2:needles=.09,chain=.06,values=.28,count=.31,vote=.07,cot=.15,copy=.005,story=.035"
+    ";0.385:needles=.10,chain=.06,values=.20,count=.34,vote=.06,cot=.20,copy=.005,story=.035",
 )
 OPTION_HELP = {
     "tokens": "budget; the schedule is a function of the share that is spent",
-    "stages": "share of the budget:length=probability,...;...",
-    "mix": "training task=probability,...",
+    "lengths": "share of the budget that is spent:length=probability,...;...",
+    "mix": "share of the budget that is spent:training task=probability,...;...",
     "batch_tokens": "tokens of a step (half as many below length 256)",
     "muon_lr": "learning rate of matrices",
     "adam_lr": "learning rate of all other parameters",
@@ -90,13 +93,13 @@ def main(_) -> None:
     exact = trainer.evaluate([256, 512, 1024, 2048, 4096], 2 * FLAGS.evaluation_prompts)
     export(folder / "model", CONFIG, trainer.params)
     report = dict(
-        options=asdict(options),
+        phases=[row for row in trainer.log if "options" in row],
         tokens=trainer.tokens,
         steps=trainer.step,
         seconds=round(trainer.seconds),
         exact_match_teacher_forced=exact,
         environment=results.describe_environment(),
-        log=trainer.log,
+        log=[row for row in trainer.log if "options" not in row],
     )
     results.write_json(folder / "model", "training.json", report)
 

@@ -33,8 +33,8 @@ class Options:
     """What a run is a function of, besides the model's configuration."""
 
     tokens: float = 9.5e6
-    stages: str = "0:128=1"
-    mix: str = "needles=1"
+    lengths: str = "0:128=1"
+    mix: str = "0:needles=1"
     batch_tokens: int = 4096
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
@@ -45,16 +45,11 @@ class Options:
     corpus_characters: int = 6_000_000
 
 
-def parse_shares(text: str) -> dict[str, float]:
-    """'a=.5,b=1' as a dict."""
-    return {name: float(share) for name, share in (part.split("=") for part in text.split(","))}
-
-
-def stage_at(stages: str, fraction: float) -> dict[int, float]:
-    """length -> probability at this fraction of the budget, from 'fraction:length=p,...;...'."""
-    table = [stage.split(":") for stage in stages.split(";")]
-    current = [lengths for start, lengths in table if fraction >= float(start)][-1]
-    return {int(length): share for length, share in parse_shares(current).items()}
+def shares_at(schedule: str, fraction: float) -> dict[str, float]:
+    """name -> share at this fraction of the budget, from 'fraction:name=share,...;...'."""
+    stages = [stage.split(":") for stage in schedule.split(";")]
+    current = [shares for start, shares in stages if fraction >= float(start)][-1]
+    return {name: float(share) for name, share in (part.split("=") for part in current.split(","))}
 
 
 def rate_at(step: int, fraction: float, decay: float) -> float:
@@ -165,7 +160,6 @@ class Trainer:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.log: list[dict] = []
         self.data = TrainingData(options.seed, corpus_characters=options.corpus_characters)
-        self.mix = parse_shares(options.mix)
         self.pool = ThreadPoolExecutor(1)
         self.ahead: Future[Batch] | None = None
         if (folder / "checkpoint.npz").exists():
@@ -199,14 +193,15 @@ class Trainer:
 
     def _draw(self, step: int, tokens: int) -> Batch:
         fraction = tokens / self.options.tokens
-        stage = stage_at(self.options.stages, fraction)
-        shares = np.array(list(stage.values()))
+        lengths = shares_at(self.options.lengths, fraction)
+        shares = np.array(list(lengths.values()))
         rng = np.random.default_rng([self.options.seed, 2, step])
-        length = int(rng.choice(list(stage), p=shares / shares.sum()))
+        length = int(list(lengths)[rng.choice(len(lengths), p=shares / shares.sum())])
         # Half batches at first: induction needs many steps rather than many tokens.
         budget = self.options.batch_tokens // (2 if length < 256 else 1)
         reach = self.options.max_position if fraction >= self.options.jump_from else 0
-        return self.data.batch(step, length, max(1, budget // length), self.mix, reach)
+        mix = shares_at(self.options.mix, fraction)
+        return self.data.batch(step, length, max(1, budget // length), mix, reach)
 
     def advance(self) -> tuple[Batch, float, tuple]:
         """One step: its batch, loss and `loss_fn`'s counts. The next batch is drawn meanwhile."""
@@ -261,7 +256,7 @@ class Trainer:
                 last_row = now
             if self.tokens >= next_evaluation:
                 next_evaluation += evaluate_every
-                longest = max(stage_at(self.options.stages, self.fraction))
+                longest = max(map(int, shares_at(self.options.lengths, self.fraction)))
                 self.evaluate(sorted({256, max(256, longest)}), evaluation_prompts)
             if now - last_save > checkpoint_seconds:
                 self.save()

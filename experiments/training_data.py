@@ -36,9 +36,9 @@ def training_problem(task: str, rng, room: int) -> Problem:
         case "values":
             return multiple_values(rng, number(26, 30), int(rng.integers(1, 3)), 3)
         case "count":
-            return ballots(rng, number(20, 24), 1, 6, 0, "*")
+            return ballots(rng, number(26, 24 if rng.random() < 0.5 else 5), 1, 6, 0, "*")
         case "vote":
-            return ballots(rng, number(42, 12), 4, 10, 2)
+            return ballots(rng, number(42, 12), 4, 10, 2, "^")
         case "cot":
             most = min(50, (room - 9) // 20)
             return chain_of_thought(rng, int(rng.integers(max(1, most // 2), most + 1)))

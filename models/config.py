@@ -1,4 +1,4 @@
-"""Static description of a model of the Llama family."""
+"""Static description of a model."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -30,7 +30,13 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One member of the family: Llama 1/2/3, Mistral, Qwen2/2.5 and Qwen3 differ only here."""
+    """Llama 1/2/3, Mistral, Qwen2/2.5 and Qwen3 differ only here, and so do OPT and GPT-2.
+
+    Positions are rotary in the former (`rope_theta`, `rope_scaling`) and learned in the latter,
+    which alone change the last four fields: activation of the MLP; norm_first: norms before
+    attention and MLP, not after their residual sums; final_norm: a norm after all layers;
+    embedding_size: width of the token embeddings where it is not `hidden_size`.
+    """
 
     model_type: str = "llama"
     vocab_size: int = 512
@@ -41,7 +47,7 @@ class ModelConfig:
     num_kv_heads: int = 4
     head_dim: int = 64
     max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-6
+    norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
@@ -50,11 +56,16 @@ class ModelConfig:
     sliding_window: int | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    activation: str = "silu"
+    norm_first: bool = True
+    final_norm: bool = True
+    embedding_size: int | None = None
 
     def __post_init__(self):
         for field in (
             "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
             "num_kv_heads", "head_dim", "max_position_embeddings", "sliding_window",
+            "embedding_size",
         ):  # fmt: skip
             size = getattr(self, field)
             if size is not None and size < 1:
@@ -64,8 +75,12 @@ class ModelConfig:
                 f"num_attention_heads ({self.num_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_kv_heads})"
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 and not self.learned_positions:
             raise ValueError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
+
+    @property
+    def learned_positions(self) -> bool:
+        return self.model_type in ("opt", "gpt2")
 
     def replace(self, **changes) -> "ModelConfig":
         return dataclasses.replace(self, **changes)

@@ -1,14 +1,23 @@
 """`ModelConfig` from and to Hugging Face's config.json."""
 
 import dataclasses
-import math
-from collections.abc import Mapping
 from typing import Any
 
+from models import hf_opt
 from models.config import ModelConfig, RopeScaling
+from models.hf_fields import HfConfig, bos_token_id, eos_token_ids, flag, integer, number
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
 
 # What transformers assumes where config.json is silent and the families differ.
-FAMILIES: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 2048},
     "mistral": {
         "bos_token_id": 1,
@@ -19,24 +28,78 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"max_position_embeddings": 32_768},
     "qwen3": {"max_position_embeddings": 32_768, "head_dim": 128},
+    "opt": {
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "max_position_embeddings": 2048,
+        "activation_function": "relu",
+    },
+    "gpt2": {
+        "bos_token_id": 50_256,
+        "eos_token_id": 50_256,
+        "n_positions": 1024,
+        "activation_function": "gelu_new",
+    },
 }
 ROPE_KINDS = ("default", "linear", "llama3")
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def from_hf(hf: HfConfig) -> ModelConfig:
     """The model that a config.json of transformers 4 or 5 describes.
 
     Raises ValueError, naming the field, where the file is incomplete or asks for something that
-    models/llama.py does not compute: nothing is ignored that would change the result.
+    the family's module does not compute: nothing is ignored that would change the result.
     """
     model_type = hf.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not among {', '.join(FAMILIES)}")
-    hf = FAMILIES[model_type] | dict(hf)
+    if model_type not in list(ARCHITECTURES):  # it may be unhashable
+        raise ValueError(f"model_type {model_type!r} is not among {', '.join(ARCHITECTURES)}")
+    hf = DEFAULTS[model_type] | dict(hf)
+    architecture = ARCHITECTURES[model_type]
+    named = hf.get("architectures") or [architecture]
+    if not isinstance(named, list) or architecture.lower() not in [str(n).lower() for n in named]:
+        raise ValueError(f"architectures {named} is not supported: only {architecture} is")
+    for field in ("quantization_config", "compression_config"):
+        if hf.get(field):
+            raise ValueError(f"{field} {hf[field]!r} (quantised weights) is not supported")
+    return hf_opt.from_hf(hf) if model_type in hf_opt.NAMES else _from_llama(hf)
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """config.json, with the rotary fields of transformers 4, which 5 reads too.
+
+    Raises ValueError if no Hugging Face architecture is this model (a Llama with QK norm, say).
+    """
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"model_type {config.model_type!r} is not among {', '.join(ARCHITECTURES)}"
+        )
+    eos = config.eos_token_ids
+    hf: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[config.model_type]],
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+    }
+    hf |= hf_opt.to_hf(config) if config.model_type in hf_opt.NAMES else _to_llama(config)
+    read = from_hf(hf)
+    lost = [
+        f"{field.name}={getattr(config, field.name)!r}"
+        for field in dataclasses.fields(config)
+        if getattr(read, field.name) != getattr(config, field.name)
+    ]
+    if lost:
+        raise ValueError(f"a Hugging Face {config.model_type} cannot have {', '.join(lost)}")
+    return hf
+
+
+def _from_llama(hf: HfConfig) -> ModelConfig:
+    model_type = hf["model_type"]
     _refuse_unsupported(hf)
     width, num_layers, num_heads = (
-        _integer(hf, field) for field in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        integer(hf, field) for field in ("hidden_size", "num_hidden_layers", "num_attention_heads")
     )
     head_dim = hf.get("head_dim")
     if head_dim is None and (num_heads < 1 or width % num_heads):
@@ -47,36 +110,28 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     rope_theta, rope_scaling = _rope(hf)
     return ModelConfig(
         model_type=model_type,
-        vocab_size=_integer(hf, "vocab_size"),
+        vocab_size=integer(hf, "vocab_size"),
         hidden_size=width,
-        intermediate_size=_integer(hf, "intermediate_size"),
+        intermediate_size=integer(hf, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_integer(hf, "num_key_value_heads", num_heads),
-        head_dim=width // num_heads if head_dim is None else _integer(hf, "head_dim"),
-        max_position_embeddings=_integer(hf, "max_position_embeddings"),
-        rms_norm_eps=_number(hf, "rms_norm_eps", 1e-6),
+        num_kv_heads=integer(hf, "num_key_value_heads", num_heads),
+        head_dim=width // num_heads if head_dim is None else integer(hf, "head_dim"),
+        max_position_embeddings=integer(hf, "max_position_embeddings"),
+        norm_eps=number(hf, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
-        tie_word_embeddings=_flag(hf, "tie_word_embeddings"),
+        tie_word_embeddings=flag(hf, "tie_word_embeddings"),
         sliding_window=_sliding_window(hf, num_layers),
-        bos_token_id=None if hf.get("bos_token_id") is None else _integer(hf, "bos_token_id"),
+        bos_token_id=bos_token_id(hf),
         eos_token_ids=eos_token_ids(hf),
     )
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """config.json, with the rotary fields of transformers 4, which 5 reads too.
-
-    Raises ValueError if no Hugging Face architecture is this model (a Llama with QK norm, say).
-    """
-    eos = config.eos_token_ids
+def _to_llama(config: ModelConfig) -> dict[str, Any]:
     hf: dict[str, Any] = {
-        "architectures": [_architecture(config.model_type)],
-        "model_type": config.model_type,
-        "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
@@ -85,11 +140,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
+        "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
     }
     if config.rope_scaling is not None:
         scaling = dataclasses.asdict(config.rope_scaling)
@@ -105,68 +157,10 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
             "use_sliding_window": windowed,
             "max_window_layers": 0 if windowed else config.num_layers,
         }
-    read = from_hf(hf)
-    lost = [
-        f"{field.name}={getattr(config, field.name)!r}"
-        for field in dataclasses.fields(config)
-        if getattr(read, field.name) != getattr(config, field.name)
-    ]
-    if lost:
-        raise ValueError(f"a Hugging Face {config.model_type} cannot have {', '.join(lost)}")
     return hf
 
 
-def eos_token_ids(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """`eos_token_id` of a config.json or generation_config.json: none, one or several."""
-    ids = hf.get("eos_token_id")
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not all(_is_integer(i) for i in ids):
-        raise ValueError(f"eos_token_id must be an integer or a list of them, not {ids!r}")
-    return tuple(ids)
-
-
-def _architecture(model_type: str) -> str:
-    return f"{model_type.capitalize()}ForCausalLM"
-
-
-def _is_integer(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _given(hf: Mapping[str, Any], field: str, default):
-    """hf[field], or `default` where it is absent or null; ValueError if that is None too."""
-    value = hf.get(field)
-    if value is None and default is None:
-        raise ValueError(f"{field} is missing")
-    return default if value is None else value
-
-
-def _integer(hf: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    value = _given(hf, field, default)
-    if not _is_integer(value):
-        raise ValueError(f"{field} must be an integer, not {value!r}")
-    return value
-
-
-def _number(hf: Mapping[str, Any], field: str, default: float | None = None) -> float:
-    value = _given(hf, field, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{field} must be a positive number, not {value!r}")
-    return float(value)
-
-
-def _flag(hf: Mapping[str, Any], field: str) -> bool:
-    value = _given(hf, field, False)
-    if not isinstance(value, bool):
-        raise ValueError(f"{field} must be true or false, not {value!r}")
-    return value
-
-
-def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    supported = _architecture(hf["model_type"])
-    named = hf.get("architectures") or [supported]
-    if not isinstance(named, list) or supported.lower() not in [str(n).lower() for n in named]:
-        raise ValueError(f"architectures {named} is not supported: only {supported} is")
+def _refuse_unsupported(hf: HfConfig) -> None:
     if hf.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"hidden_act {hf['hidden_act']!r} is not supported: only 'silu' is")
     if hf.get("partial_rotary_factor") not in (None, 1):
@@ -177,14 +171,12 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
     for field, what in (
         ("attention_bias", "a bias of the attention's output projection"),
         ("mlp_bias", "biases of the MLP"),
-        ("quantization_config", "quantised weights"),
-        ("compression_config", "quantised weights"),
     ):
         if hf.get(field):
             raise ValueError(f"{field} {hf[field]!r} ({what}) is not supported")
 
 
-def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope(hf: HfConfig) -> tuple[float, RopeScaling | None]:
     """Base and scaling from `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
     where = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     rope = hf.get(where) or {}
@@ -195,34 +187,34 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind not in ROPE_KINDS:
         raise ValueError(f"{where}: rope_type {kind!r} is not among {', '.join(ROPE_KINDS)}")
     try:
-        theta = _number(rope, "rope_theta", 10_000.0)
+        theta = number(rope, "rope_theta", 10_000.0)
         if rope.get("partial_rotary_factor") not in (None, 1):
             raise ValueError("partial_rotary_factor is not supported: all of a head is rotated")
         if kind == "default":
             return theta, None
         if kind == "linear":
-            return theta, RopeScaling(kind, _number(rope, "factor"))
+            return theta, RopeScaling(kind, number(rope, "factor"))
         # As in transformers: a length beside the object counts before one inside it.
         length = rope if hf.get(_ORIGINAL) is None else hf
         return theta, RopeScaling(
             kind,
-            _number(rope, "factor"),
-            _number(rope, "low_freq_factor"),
-            _number(rope, "high_freq_factor"),
-            _integer(length, _ORIGINAL, _integer(hf, "max_position_embeddings")),
+            number(rope, "factor"),
+            number(rope, "low_freq_factor"),
+            number(rope, "high_freq_factor"),
+            integer(length, _ORIGINAL, integer(hf, "max_position_embeddings")),
         )
     except ValueError as error:
         raise ValueError(f"{where} of rope_type {kind!r}: {error}") from None
 
 
-def _sliding_window(hf: Mapping[str, Any], num_layers: int) -> int | None:
+def _sliding_window(hf: HfConfig, num_layers: int) -> int | None:
     """The one window of all layers, or None; ValueError if layers differ."""
     qwen = hf["model_type"] in ("qwen2", "qwen3")
-    windowed = _flag(hf, "use_sliding_window") if qwen else hf["model_type"] == "mistral"
+    windowed = flag(hf, "use_sliding_window") if qwen else hf["model_type"] == "mistral"
     window, first = None, num_layers
     if windowed and hf.get("sliding_window") is not None:
-        window = _integer(hf, "sliding_window")
-        first = _integer(hf, "max_window_layers", 28) if qwen else 0
+        window = integer(hf, "sliding_window")
+        first = integer(hf, "max_window_layers", 28) if qwen else 0
     implied = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
     layers = hf.get("layer_types") or implied
     if not isinstance(layers, list) or len(layers) != num_layers:

@@ -92,7 +92,7 @@ def forward(
     `unroll` compiles longer and trains faster on CPUs.
     """
     T = tokens_T.shape[0]
-    H, K, D, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+    H, K, D, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps
     cos, sin = rope_tables(positions_T, config)
 
     def block(carry, scanned):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 
@@ -17,6 +18,8 @@ class Param:
     init:    'normal' (standard deviation `fan_in ** -0.5`), 'embed' (0.02), 'ones' or 'zeros'.
     hf_name: the tensor's name in a Hugging Face checkpoint; `{layer}` stands for the layer.
     transpose: whether the checkpoint holds [out, in] where we hold [in, out].
+    part: (i, n) if the tensor holds n such parameters side by side in its last axis, this as the
+        i-th: GPT-2's fused queries, keys and values.
     """
 
     shape: tuple[int, ...]
@@ -24,9 +27,11 @@ class Param:
     init: str
     hf_name: str
     transpose: bool = False
+    part: tuple[int, int] | None = None
 
     def __post_init__(self):
         assert len(self.shape) == len(self.axes), self
+        assert not (self.transpose and self.part), self
 
     @property
     def stacked(self) -> bool:
@@ -43,7 +48,15 @@ class Param:
     def hf_shape(self) -> tuple[int, ...]:
         """The shape of each of these tensors."""
         shape = self.shape[1:] if self.stacked else self.shape
+        if self.part is not None:
+            return *shape[:-1], shape[-1] * self.part[1]
         return shape[::-1] if self.transpose else shape
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        """What of one of these tensors is this parameter, as shaped here; shares its memory."""
+        if self.part is not None:
+            return np.split(tensor, self.part[1], axis=-1)[self.part[0]]
+        return tensor.T if self.transpose else tensor
 
 
 def _is_param(x) -> bool:

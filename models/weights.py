@@ -4,6 +4,7 @@ A model is named by 'bundled' (the one in this repository), a folder (config.jso
 safetensors files, a tokenizer), or a hub id 'owner/name', which is downloaded.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -20,8 +21,9 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from models.config import ModelConfig
-from models.hf_config import eos_token_ids, from_hf, to_hf
-from models.llama import declare
+from models.families import family
+from models.hf_config import from_hf, to_hf
+from models.hf_fields import eos_token_ids
 from models.params import Param, flatten
 
 BUNDLED = Path(__file__).parent / "bundled"
@@ -31,6 +33,8 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _DOWNLOADED = ("model*.safetensors", "*.json", "*.jinja", *_TOKENIZER_FILES)
 _STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+# Constants, which old checkpoints hold as well.
+_CONSTANTS = re.compile(r".*rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 
 
 def find(model: str | Path) -> Path:
@@ -78,7 +82,7 @@ def load_tokenizer(model: str | Path):
 
 
 def load(model: str | Path, dtype="float32") -> tuple[ModelConfig, dict]:
-    """The model's configuration and parameters (in the structure of `llama.declare`) in `dtype`.
+    """The model's configuration and parameters (as its family declares them) in `dtype`.
 
     Every tensor is checked before any is read; beyond the result, one stacked parameter is held.
     Raises ValueError, naming file and field or tensor, for whatever is missing, misshapen,
@@ -87,12 +91,13 @@ def load(model: str | Path, dtype="float32") -> tuple[ModelConfig, dict]:
     dtype = _dtype(dtype)
     folder = find(model)
     config = load_config(folder)
-    declaration = declare(config)
+    declaration = family(config).declare(config)
     with ExitStack() as stack:
         shards = {path: _open(path, stack) for path in weight_files(folder)}
         tensors = {
             name: (path, shard) for path, shard in shards.items() for name in sorted(shard.keys())
         }
+        declaration = _as_named(declaration, tensors)
         _check(tensors, declaration, folder)
         names = sum(len(param.hf_names) for param in flatten(declaration).values())
         bar = stack.enter_context(
@@ -121,10 +126,12 @@ def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
             raise ValueError(f"{param.hf_name} should have shape {param.shape}, not {array.shape}")
         array = np.asarray(array)
         for name, tensor in zip(param.hf_names, array if param.stacked else [array], strict=True):
-            tensors[name] = np.empty(param.hf_shape, dtype)
-            _assign(tensors[name], tensor.T if param.transpose else tensor, name)
+            if name not in tensors:
+                tensors[name] = np.empty(param.hf_shape, dtype)
+            _assign(param.view(tensors[name]), tensor, name)
 
-    jax.tree.map(add, declare(config), params, is_leaf=lambda node: isinstance(node, Param))
+    declaration = family(config).declare(config)
+    jax.tree.map(add, declaration, params, is_leaf=lambda node: isinstance(node, Param))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(hf | {"torch_dtype": dtype.name}, indent=2) + "\n"
@@ -207,6 +214,19 @@ def _open(path: Path, stack: ExitStack):
         raise ValueError(f"{path} is {why}") from None
 
 
+def _as_named(declaration, tensors):
+    """The declaration with the names of this checkpoint: one of the model without its head, such
+    as the published GPT-2, lacks the prefix 'transformer.' (or, of other families, 'model.')."""
+    prefix, _, rest = declaration["embed"].hf_name.partition(".")
+    if rest not in tensors:
+        return declaration
+    return jax.tree.map(
+        lambda param: dataclasses.replace(param, hf_name=param.hf_name.removeprefix(f"{prefix}.")),
+        declaration,
+        is_leaf=lambda node: isinstance(node, Param),
+    )
+
+
 def _check(tensors, declaration, folder: Path) -> None:
     """ValueError unless the checkpoint's tensors are the declared ones."""
     declared = {
@@ -230,7 +250,7 @@ def _check(tensors, declaration, folder: Path) -> None:
     embedding = declaration["embed"].hf_name
     for name in sorted(tensors.keys() - declared.keys()):
         path, shard = tensors[name]
-        if name.endswith("rotary_emb.inv_freq"):
+        if _CONSTANTS.fullmatch(name):
             continue
         if name != "lm_head.weight":
             raise ValueError(f"{path}: tensor {name} is no part of the model of config.json")
@@ -246,12 +266,8 @@ def _read(param: Param, tensors, dtype, bar) -> jax.Array:
     array = np.empty(param.shape, dtype)
     for layer, name in enumerate(param.hf_names):
         path, shard = tensors[name]
-        tensor = shard.get_tensor(name)
-        _assign(
-            array[layer] if param.stacked else array,
-            tensor.T if param.transpose else tensor,
-            f"{path}: tensor {name}",
-        )
+        tensor = param.view(shard.get_tensor(name))
+        _assign(array[layer] if param.stacked else array, tensor, f"{path}: tensor {name}")
         bar.update()
     return jnp.asarray(array)
 

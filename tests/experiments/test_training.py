@@ -15,7 +15,11 @@ CONFIG = ModelConfig(
     num_heads=2, num_kv_heads=1, head_dim=16, qk_norm=True, bos_token_id=1, eos_token_ids=(2,),
 )  # fmt: skip
 OPTIONS = Options(
-    tokens=64 * 64 * 40, stages="0:64=1", mix="copy=1", batch_tokens=2048, corpus_characters=20_000
+    tokens=64 * 64 * 40,
+    lengths="0:64=1",
+    mix="0:copy=1",
+    batch_tokens=2048,
+    corpus_characters=20_000,
 )
 
 
@@ -27,8 +31,8 @@ def test_training_reduces_the_loss(tmp_path):
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
-    stages = "0:64=1;0.05:64=.5,100=.5"
-    options = replace(OPTIONS, stages=stages, mix="needles=1,count=1", jump_from=0.02)
+    lengths, mix = "0:64=1;0.05:64=.5,100=.5", "0:needles=1;0.02:needles=.2,count=.8"
+    options = replace(OPTIONS, lengths=lengths, mix=mix, jump_from=0.02)
     whole, first = (Trainer(CONFIG, options, tmp_path / name) for name in ("whole", "parts"))
     for _ in range(8):
         whole.advance()
@@ -66,11 +70,13 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
 
 def test_schedule():
-    stages = "0:128=1;0.5:256=.8,512=.2"
-    assert training.stage_at(stages, 0.49) == {128: 1.0}
-    assert training.stage_at(stages, 0.5) == {256: 0.8, 512: 0.2}
+    lengths = "0:128=1;0.5:256=.8,512=.2"
+    assert training.shares_at(lengths, 0.49) == {"128": 1.0}
+    assert training.shares_at(lengths, 0.5) == {"256": 0.8, "512": 0.2}
     assert training.rate_at(0, 0.0, 0.5) == pytest.approx(1 / 50)
     assert training.rate_at(1000, 0.5, 0.5) == 1.0
     assert training.rate_at(1000, 0.75, 0.5) == pytest.approx(0.5)
-    shares = training.parse_shares(train_bundled.OPTIONS.mix)
-    assert sum(shares.values()) == pytest.approx(1.0)
+    for schedule in (train_bundled.OPTIONS.mix, train_bundled.OPTIONS.lengths):
+        for fraction in (0.0, 0.3, 0.5, 0.7, 0.9, 1.0):
+            shares = training.shares_at(schedule, fraction)
+            assert sum(shares.values()) == pytest.approx(1.0)

@@ -45,3 +45,11 @@ def test_positions_are_plain_without_jumps_and_the_rest_is_end_of_sequence():
     assert (batch.positions == np.arange(401)).all()
     batch = DATA.batch(0, length=401, size=8, mix={"copy": 1.0})
     assert (batch.tokens[:, -1] == EOS).sum() + (batch.weights[:, -1] >= 1).sum() == 8
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_problems_fit_whatever_is_drawn(task):
+    for step in range(60):
+        for length in (64, 128, 255):
+            batch = DATA.batch(step, length, size=4, mix={task: 1.0})
+            assert task == "story" or (batch.weights >= 1).any(1).all()

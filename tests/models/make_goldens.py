@@ -1,7 +1,8 @@
 """Write what Hugging Face's own models compute, as the tests' oracle.
 
-    python tests/models/make_goldens.py            the random checkpoints in golden/
-    python tests/models/make_goldens.py bundled    golden/bundled.npz, after its weights changed
+    python tests/models/make_goldens.py             the random checkpoints in golden/
+    python tests/models/make_goldens.py opt gpt2    some of them
+    python tests/models/make_goldens.py bundled     golden/bundled.npz, after its weights changed
 
 Needs torch, transformers and safetensors, and nothing of this repository: any interpreter will do.
 Each golden is a Hugging Face folder with the tokens and the float32 logits beside it.
@@ -44,6 +45,32 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "ffn_dim": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "word_embed_proj_dim": 24,
+    "pad_token_id": 1,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "do_layer_norm_before": True,
+    "activation_function": "relu",
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 61,
+    "n_embd": 24,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 60,
+    "eos_token_id": 60,
+    "activation_function": "gelu_new",
 }
 # name -> (config.json without its architecture, dtype of the file, bytes per shard)
 CASES: dict[str, tuple[dict[str, Any], torch.dtype, int | None]] = {
@@ -109,6 +136,30 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, int | None]] = {
         torch.bfloat16,
         12_000,
     ),
+    "opt": (OPT, torch.float32, None),
+    # As opt-350m: norms after the sums, none at the end, and narrow embeddings.
+    "opt_350m": (
+        OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
+        torch.float16,
+        None,
+    ),
+    "opt_no_final_norm": (
+        OPT
+        | {"_remove_final_layer_norm": True, "activation_function": "gelu"}
+        | {"tie_word_embeddings": False, "max_position_embeddings": LENGTH},
+        torch.float16,
+        None,
+    ),
+    "opt_silu": (OPT | {"activation_function": "silu"}, torch.bfloat16, 12_000),
+    "gpt2": (GPT2 | {"layer_norm_epsilon": 1e-5}, torch.float32, None),
+    "gpt2_untied": (
+        GPT2
+        | {"n_inner": 40, "layer_norm_epsilon": 1e-2, "tie_word_embeddings": False}
+        | {"activation_function": "gelu_pytorch_tanh", "reorder_and_upcast_attn": True},
+        torch.float16,
+        None,
+    ),
+    "gpt2_relu": (GPT2 | {"activation_function": "relu", "n_head": 3}, torch.float16, None),
 }
 
 
@@ -118,7 +169,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
                 value.copy_(1 + 0.3 * noise)
             elif name.endswith("bias"):
                 value.copy_(0.5 * noise)
@@ -180,4 +231,5 @@ if __name__ == "__main__":
         write_bundled()
     else:
         for seed, name in enumerate(CASES):
-            write_case(name, seed)
+            if name in (sys.argv[1:] or CASES):
+                write_case(name, seed)

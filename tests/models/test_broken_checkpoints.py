@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -84,13 +85,47 @@ def test_config_that_is_not_that_of_the_weights(folder):
 
 
 @pytest.mark.parametrize(
+    "case, fields, message",
+    [
+        ("opt", {"max_position_embeddings": 60}, r"embed_positions.weight.*\(66, 24\).*\(62, 24\)"),
+        ("opt", {"word_embed_proj_dim": 16}, r"embed_tokens.weight.*\(61, 24\).*\(61, 16\)"),
+        ("opt", {"do_layer_norm_before": False}, r"decoder.final_layer_norm.bias is no part"),
+        ("opt", {"tie_word_embeddings": False}, r"lm_head.weight of shape \(61, 24\)"),
+        ("opt_350m", {"do_layer_norm_before": True}, r"decoder.final_layer_norm.*is missing"),
+        ("opt_350m", {"word_embed_proj_dim": 24}, r"embed_tokens.weight.*\(61, 16\).*\(61, 24\)"),
+        ("gpt2", {"n_embd": 48}, r"wte.weight.*\(61, 24\).*\(61, 48\)"),
+        ("gpt2", {"n_inner": 40}, r"c_fc.bias.*\(96,\).*\(40,\)"),
+        ("gpt2", {"n_positions": 65}, r"wpe.weight.*\(64, 24\).*\(65, 24\)"),
+    ],
+)
+def test_config_of_learned_positions_that_is_not_that_of_the_weights(
+    case, fields, message, tmp_path
+):
+    folder = Path(shutil.copytree(GOLDEN / case, tmp_path / case))
+    edit_config(folder, **fields)
+    with pytest.raises(ValueError, match=message):
+        weights.load(folder)
+
+
+def test_broken_part_of_a_fused_tensor(tmp_path):
+    folder = Path(shutil.copytree(GOLDEN / "gpt2", tmp_path / "gpt2"))
+    name = "transformer.h.1.attn.c_attn.bias"
+    edit_tensors(folder, lambda tensors: tensors[name].__setitem__(50, np.nan))
+    with pytest.raises(ValueError, match=f"tensor {name} has values that are NaN"):
+        weights.load(folder)
+    edit_tensors(folder, put(name, np.ones(24, np.float32)))
+    with pytest.raises(ValueError, match=r"c_attn.bias has shape \(24,\), but .* asks for \(72,\)"):
+        weights.load(folder)
+
+
+@pytest.mark.parametrize(
     "file, content, message",
     [
         ("config.json", None, "config.json is missing"),
         ("config.json", b"{'model_type': 1}", "config.json: Expecting property name"),
         ("config.json", b"[1, 2]", "config.json: it should hold a JSON object, not [1, 2]"),
         ("config.json", b"\xff\xfe", "config.json: 'utf-8' codec can't decode"),
-        ("config.json", b'{"model_type": "gpt2"}', "config.json: model_type 'gpt2' is not among"),
+        ("config.json", b'{"model_type": "bert"}', "config.json: model_type 'bert' is not among"),
         ("generation_config.json", b"{", "generation_config.json: Expecting"),
         ("model.safetensors", None, "has neither model.safetensors nor"),
         ("model.safetensors", b"", "model.safetensors is damaged"),

@@ -102,11 +102,66 @@ PUBLISHED = {
             qk_norm=True, tie_word_embeddings=True, bos_token_id=151643, eos_token_ids=(151645,),
         ),
     ),
+    "facebook/opt-125m": (
+        {
+            "_remove_final_layer_norm": False, "activation_dropout": 0.0,
+            "activation_function": "relu", "architectures": ["OPTForCausalLM"],
+            "attention_dropout": 0.0, "bos_token_id": 2, "do_layer_norm_before": True,
+            "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 3072, "hidden_size": 768,
+            "init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 2048,
+            "model_type": "opt", "num_attention_heads": 12, "num_hidden_layers": 12,
+            "pad_token_id": 1, "prefix": "</s>", "torch_dtype": "float16", "vocab_size": 50272,
+            "word_embed_proj_dim": 768,
+        },
+        ModelConfig(
+            "opt", 50272, 768, 3072, 12, 12, 12, 64, 2048, 1e-5, tie_word_embeddings=True,
+            bos_token_id=2, eos_token_ids=(2,), activation="relu",
+        ),
+    ),
+    "facebook/opt-350m": (
+        {
+            "_remove_final_layer_norm": False, "activation_function": "relu",
+            "architectures": ["OPTForCausalLM"], "bos_token_id": 2,
+            "do_layer_norm_before": False, "eos_token_id": 2, "ffn_dim": 4096,
+            "hidden_size": 1024, "max_position_embeddings": 2048, "model_type": "opt",
+            "num_attention_heads": 16, "num_hidden_layers": 24, "vocab_size": 50272,
+            "word_embed_proj_dim": 512,
+        },
+        ModelConfig(
+            "opt", 50272, 1024, 4096, 24, 16, 16, 64, 2048, 1e-5, tie_word_embeddings=True,
+            bos_token_id=2, eos_token_ids=(2,), activation="relu", norm_first=False,
+            final_norm=False, embedding_size=512,
+        ),
+    ),
+    "openai-community/gpt2": (
+        {
+            "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"],
+            "attn_pdrop": 0.1, "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256,
+            "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
+            "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+            "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+            "summary_proj_to_labels": True, "summary_type": "cls_index",
+            "summary_use_proj": True, "vocab_size": 50257,
+        },
+        ModelConfig(
+            "gpt2", 50257, 768, 3072, 12, 12, 12, 64, 1024, 1e-5, tie_word_embeddings=True,
+            bos_token_id=50256, eos_token_ids=(50256,), activation="gelu_new",
+        ),
+    ),
 }  # fmt: skip
+OPT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 
 def hf(model_type="llama", **fields):
-    return {"model_type": model_type, **BASE, **fields}
+    base = OPT if model_type == "opt" else GPT2 if model_type == "gpt2" else BASE
+    return {"model_type": model_type, **base, **fields}
 
 
 @pytest.mark.parametrize("published, config", PUBLISHED.values(), ids=PUBLISHED)
@@ -151,6 +206,47 @@ def test_optional_fields(fields, expected):
 
 
 @pytest.mark.parametrize(
+    "model_type, fields, expected",
+    [
+        (
+            "opt",
+            {},
+            {
+                "max_position_embeddings": 2048, "norm_eps": 1e-5, "activation": "relu",
+                "bos_token_id": 2, "eos_token_ids": (2,), "tie_word_embeddings": True,
+            },
+        ),
+        ("opt", {"_remove_final_layer_norm": True}, {"norm_first": True, "final_norm": False}),
+        ("opt", {"do_layer_norm_before": False}, {"norm_first": False, "final_norm": False}),
+        ("opt", {"word_embed_proj_dim": None}, {"embedding_size": None}),
+        ("opt", {"word_embed_proj_dim": 32}, {"embedding_size": None}),
+        ("opt", {"tie_word_embeddings": False}, {"tie_word_embeddings": False}),
+        ("opt", {"activation_function": "gelu"}, {"activation": "gelu"}),
+        ("opt", {"num_attention_heads": 32}, {"head_dim": 1, "num_kv_heads": 32}),
+        ("opt", {"enable_bias": True, "layer_norm_elementwise_affine": None}, {}),
+        (
+            "gpt2",
+            {},
+            {
+                "max_position_embeddings": 1024, "norm_eps": 1e-5, "activation": "gelu_new",
+                "bos_token_id": 50256, "eos_token_ids": (50256,), "intermediate_size": 128,
+            },
+        ),
+        ("gpt2", {"n_inner": 40}, {"intermediate_size": 40}),
+        ("gpt2", {"n_inner": None}, {"intermediate_size": 128}),
+        ("gpt2", {"layer_norm_epsilon": 1e-3}, {"norm_eps": 1e-3}),
+        ("gpt2", {"tie_word_embeddings": False}, {"tie_word_embeddings": False}),
+        ("gpt2", {"reorder_and_upcast_attn": True}, {"activation": "gelu_new"}),
+        ("gpt2", {"do_layer_norm_before": False, "ffn_dim": 3}, {"norm_first": True}),
+    ],
+)  # fmt: skip
+def test_learned_positions(model_type, fields, expected):
+    config = from_hf(hf(model_type, **fields))
+    assert {field: getattr(config, field) for field in expected} == expected
+    assert from_hf(to_hf(config)) == config
+
+
+@pytest.mark.parametrize(
     "model_type, fields, window",
     [
         ("mistral", {}, 4096),  # what transformers assumes
@@ -190,6 +286,7 @@ def test_families():
     "config, message",
     [
         (hf("mixtral"), "model_type 'mixtral' is not among llama, mistral, qwen2, qwen3"),
+        (hf(["llama"]), "model_type ['llama'] is not among llama"),
         (BASE, "model_type None is not among llama"),
         (hf(architectures=["LlamaForSequenceClassification"]), "only LlamaForCausalLM is"),
         (hf(architectures="LlamaForCausalLM"), "architectures LlamaForCausalLM is not supported"),
@@ -253,6 +350,32 @@ def test_families():
             "(sliding_window None, max_window_layers 2) is not supported",
         ),
         (hf("qwen2", use_sliding_window="no"), "use_sliding_window must be true or false"),
+        (hf("opt", enable_bias=False), "enable_bias False (projections without biases) is not"),
+        (hf("opt", layer_norm_elementwise_affine=False), "layer_norm_elementwise_affine False"),
+        (hf("opt", activation_function="quick_gelu"), "activation_function 'quick_gelu' is not"),
+        (hf("opt", activation_function=["relu"]), "activation_function ['relu'] is not among"),
+        (hf("opt", do_layer_norm_before="yes"), "do_layer_norm_before must be true or false"),
+        (hf("opt", _remove_final_layer_norm=1), "_remove_final_layer_norm must be true or false"),
+        (hf("opt", word_embed_proj_dim=0), "embedding_size must be at least 1, not 0"),
+        (hf("opt", word_embed_proj_dim="16"), "word_embed_proj_dim must be an integer, not '16'"),
+        (hf("opt", ffn_dim=None), "ffn_dim is missing"),
+        (
+            hf("opt", num_attention_heads=5),
+            "hidden_size (32) is no multiple of num_attention_heads (5)",
+        ),
+        (hf("opt", architectures=["OPTModel"]), "only OPTForCausalLM is"),
+        (hf("opt", quantization_config={"bits": 4}), "quantization_config {'bits': 4}"),
+        (hf("gpt2", n_embd=None), "n_embd is missing"),
+        (hf("gpt2", n_head=0), "n_embd (32) is no multiple of n_head (0)"),
+        (hf("gpt2", n_layer=1.5), "n_layer must be an integer, not 1.5"),
+        (hf("gpt2", n_positions=0), "max_position_embeddings must be at least 1, not 0"),
+        (hf("gpt2", n_inner="wide"), "n_inner must be an integer, not 'wide'"),
+        (hf("gpt2", layer_norm_epsilon=0), "layer_norm_epsilon must be a positive number, not 0"),
+        (hf("gpt2", scale_attn_weights=False), "scale_attn_weights False (scores that are not"),
+        (hf("gpt2", scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx True"),
+        (hf("gpt2", add_cross_attention=True), "add_cross_attention True (attention to an"),
+        (hf("gpt2", activation_function=None), "activation_function None is not among relu"),
+        (hf("gpt2", architectures=["GPT2DoubleHeadsModel"]), "only GPT2LMHeadModel is"),
     ],
 )
 def test_refused_with_the_name_of_the_field(config, message):
@@ -266,7 +389,11 @@ def test_refused_with_the_name_of_the_field(config, message):
         (ModelConfig("llama", qk_norm=True), "a Hugging Face llama cannot have qk_norm=True"),
         (ModelConfig("llama", sliding_window=8), "llama cannot have sliding_window=8"),
         (ModelConfig("qwen2"), "qwen2 cannot have qkv_bias=False"),
-        (ModelConfig("gpt2"), "model_type 'gpt2' is not among"),
+        (ModelConfig("bert"), "model_type 'bert' is not among"),
+        (ModelConfig("llama", activation="relu"), "llama cannot have activation='relu'"),
+        (ModelConfig("opt", activation="relu"), "opt cannot have num_kv_heads=4, head_dim=64"),
+        (ModelConfig("gpt2", norm_first=False), "norm_first=False"),
+        (ModelConfig("opt", activation="tanh"), "activation_function 'tanh' is not among"),
     ],
 )
 def test_a_model_that_no_architecture_is_cannot_be_written(config, message):

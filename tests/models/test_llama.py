@@ -1,47 +1,19 @@
-"""The Llama family against Hugging Face's own models (golden/, written by make_goldens.py)."""
-
-import functools
-from pathlib import Path
+"""The Llama family and plain causal attention; test_families.py has the parity."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import llama, params, weights
+from models import llama, params
 from models.config import ModelConfig, RopeScaling
 from models.full_attention import causal_attend
+from tests.models.goldens import run
 
-GOLDEN = Path(__file__).parent / "golden"
-CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 TINY = ModelConfig(
     vocab_size=61, hidden_size=24, intermediate_size=40, num_layers=2,
     num_heads=4, num_kv_heads=2, head_dim=8, max_position_embeddings=64,
 )  # fmt: skip
-
-
-@functools.cache
-def compiled(config, attend, adapters):
-    attend = attend or causal_attend(config)
-
-    @jax.jit
-    def logits_and_cache(weights_, tokens, positions, cache):
-        hidden, cache = llama.forward(weights_, config, tokens, positions, attend, cache, adapters)
-        return llama.logits(weights_, config, hidden), cache
-
-    return logits_and_cache
-
-
-def run(config, weights_, tokens, offset=0, attend=None, adapters=None, cache=None):
-    """Logits [T, V] of one whole sequence, and the cache."""
-    positions = offset + jnp.arange(len(tokens), dtype=jnp.int32)
-    return compiled(config, attend, adapters)(weights_, jnp.asarray(tokens), positions, cache)
-
-
-def golden(case):
-    config, loaded = weights.load(GOLDEN / case, "float32")
-    with np.load(GOLDEN / case / "expected.npz") as expected:
-        return config, loaded, expected["tokens"], expected["logits"]
 
 
 @pytest.fixture(scope="module")
@@ -49,37 +21,6 @@ def tiny():
     tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, 40)
     init = jax.jit(lambda key: params.init(llama.declare(TINY), key))
     return init(jax.random.key(0)), tokens
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_hugging_face(case):
-    config, loaded, tokens, expected = golden(case)
-    got, _ = run(config, loaded, tokens)
-    assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "case, change",
-    [
-        ("llama_mha", {"rope_theta": 20_000.0}),
-        ("llama_mha", {"rms_norm_eps": 1e-2}),
-        ("llama_rope_llama3", {"rope_scaling": RopeScaling("linear", 8.0)}),
-        ("llama_rope_linear", {"rope_scaling": None}),
-        ("mistral_window", {"sliding_window": 8}),
-        ("qwen2_window", {"sliding_window": 6}),
-        ("qwen2", {"qkv_bias": False}),
-        ("qwen3_sharded", {"qk_norm": False}),
-    ],
-)
-def test_goldens_can_tell(case, change):
-    """A golden that a wrong setting also meets would prove nothing."""
-    config, loaded, tokens, expected = golden(case)
-    config = config.replace(**change)
-    kept = params.flatten(llama.declare(config))
-    loaded["layers"] = {k: v for k, v in loaded["layers"].items() if f"layers.{k}" in kept}
-    got, _ = run(config, loaded, tokens)
-    assert np.abs(got - expected).max() > 1e-2
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -122,20 +63,6 @@ def test_only_distances_between_positions_matter(tiny, scaling):
     np.testing.assert_allclose(far, near, rtol=0, atol=1e-3)
 
 
-def test_adapters_equal_their_merged_weights(tiny):
-    weights_, tokens = tiny
-    rng = np.random.default_rng(1)
-    deltas = {
-        name: jnp.asarray(0.1 * rng.normal(size=weights_["layers"][name].shape), jnp.float32)
-        for name in llama.PROJECTIONS
-    }
-    merged = {name: weights_["layers"][name] + delta for name, delta in deltas.items()}
-    got, _ = run(TINY, weights_, tokens, adapters=lambda name, layer, x: x @ deltas[name][layer])
-    expected, _ = run(TINY, weights_ | {"layers": weights_["layers"] | merged}, tokens)
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
-    assert np.abs(got - run(TINY, weights_, tokens)[0]).max() > 1e-2
-
-
 def test_the_cache_goes_through_the_layers_in_order(tiny):
     weights_, tokens = tiny
     plain = causal_attend(TINY)
@@ -158,16 +85,6 @@ def test_unrolled_layers_compute_the_same(tiny):
     )(weights_)
     expected, _ = run(TINY, weights_, tokens)
     np.testing.assert_allclose(llama.logits(weights_, TINY, hidden), expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_near_float32(dtype):
-    config, loaded, tokens, expected = golden("qwen3_sharded")
-    half = jax.tree.map(lambda x: x.astype(dtype), loaded)
-    got, _ = run(config, half, tokens)
-    assert got.dtype == jnp.float32
-    error = np.abs(got - expected).mean() / np.abs(expected).mean()
-    assert error < (0.05 if dtype == "bfloat16" else 0.01)
 
 
 def test_training_can_map_over_a_batch_and_differentiate(tiny):

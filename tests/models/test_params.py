@@ -6,6 +6,7 @@ from jax.sharding import PartitionSpec
 
 from models import llama, params
 from models.config import ModelConfig
+from models.families import family
 from models.params import Param
 
 TINY = ModelConfig(
@@ -17,13 +18,15 @@ FAMILY = {
     "tied": TINY.replace(tie_word_embeddings=True),
     "qwen2": TINY.replace(model_type="qwen2", qkv_bias=True),
     "qwen3": TINY.replace(model_type="qwen3", qk_norm=True),
+    "opt": TINY.replace(model_type="opt", embedding_size=12),
+    "gpt2": TINY.replace(model_type="gpt2"),
 }
 
 
 @pytest.mark.parametrize("config", FAMILY.values(), ids=FAMILY)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_init_abstract_and_specs_agree(config, dtype):
-    declaration = llama.declare(config)
+    declaration = family(config).declare(config)
     made = jax.eval_shape(lambda key: params.init(declaration, key, dtype), jax.random.key(0))
     assert made == params.abstract(declaration, dtype)
     specs = params.partition_specs(declaration, {"heads": "tensor", "mlp": "tensor"})
@@ -51,10 +54,13 @@ def test_parameters_count_as_in_the_paper_of_llama():
 
 
 def test_families_differ_by_the_declared_parameters():
-    names = {name: set(params.flatten(llama.declare(config))) for name, config in FAMILY.items()}
+    names = {
+        name: set(params.flatten(family(config).declare(config))) for name, config in FAMILY.items()
+    }
     assert names["llama"] - names["tied"] == {"lm_head"}
     assert names["qwen2"] - names["llama"] == {"layers.bq", "layers.bk", "layers.bv"}
     assert names["qwen3"] - names["llama"] == {"layers.q_norm", "layers.k_norm"}
+    assert names["opt"] - names["gpt2"] == {"project_in", "project_out"}
 
 
 def test_initial_values_follow_the_declaration():

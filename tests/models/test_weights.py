@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models import llama, params, weights
+from models import params, weights
 from models.config import RopeScaling
+from models.families import family
+from tests.models.goldens import CASES, GOLDEN
 
-GOLDEN = Path(__file__).parent / "golden"
-CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -36,7 +36,7 @@ def assert_same(a, b):
 def test_every_family_loads_as_declared_in_every_dtype(case, dtype):
     config, loaded = weights.load(GOLDEN / case, dtype)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded)
-    assert shapes == params.abstract(llama.declare(config), dtype)
+    assert shapes == params.abstract(family(config).declare(config), dtype)
 
 
 def test_values_are_the_stored_ones_transposed_and_stacked():

@@ -1,0 +1,54 @@
+"""Fields of a config.json, checked: each error is a ValueError that names the field."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+HfConfig = Mapping[str, Any]
+
+
+def integer(hf: HfConfig, field: str, default: int | None = None) -> int:
+    value = _given(hf, field, default)
+    if not _is_integer(value):
+        raise ValueError(f"{field} must be an integer, not {value!r}")
+    return value
+
+
+def number(hf: HfConfig, field: str, default: float | None = None) -> float:
+    """A positive, finite float."""
+    value = _given(hf, field, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{field} must be a positive number, not {value!r}")
+    return float(value)
+
+
+def flag(hf: HfConfig, field: str, default: bool = False) -> bool:
+    value = _given(hf, field, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{field} must be true or false, not {value!r}")
+    return value
+
+
+def bos_token_id(hf: HfConfig) -> int | None:
+    return None if hf.get("bos_token_id") is None else integer(hf, "bos_token_id")
+
+
+def eos_token_ids(hf: HfConfig) -> tuple[int, ...]:
+    """`eos_token_id` of a config.json or generation_config.json: none, one or several."""
+    ids = hf.get("eos_token_id")
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(_is_integer(i) for i in ids):
+        raise ValueError(f"eos_token_id must be an integer or a list of them, not {ids!r}")
+    return tuple(ids)
+
+
+def _given(hf: HfConfig, field: str, default):
+    """hf[field], or `default` where it is absent or null; ValueError if that is None too."""
+    value = hf.get(field)
+    if value is None and default is None:
+        raise ValueError(f"{field} is missing")
+    return default if value is None else value
+
+
+def _is_integer(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,41 @@
+"""The random checkpoints in golden/ (written by make_goldens.py), and a model over a sequence."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import weights
+from models.families import family
+from models.full_attention import causal_attend
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+
+
+def golden(case):
+    """Configuration, float32 parameters, tokens [T] and Hugging Face's logits [T, V]."""
+    config, loaded = weights.load(GOLDEN / case, "float32")
+    with np.load(GOLDEN / case / "expected.npz") as expected:
+        return config, loaded, expected["tokens"], expected["logits"]
+
+
+@functools.cache
+def _compiled(config, attend, adapters):
+    model = family(config)
+    attend = attend or causal_attend(config)
+
+    @jax.jit
+    def logits_and_cache(weights_, tokens, positions, cache):
+        hidden, cache = model.forward(weights_, config, tokens, positions, attend, cache, adapters)
+        return model.logits(weights_, config, hidden), cache
+
+    return logits_and_cache
+
+
+def run(config, weights_, tokens, offset=0, attend=None, adapters=None, cache=None):
+    """Logits [T, V] of one whole sequence, and the cache."""
+    positions = offset + jnp.arange(len(tokens), dtype=jnp.int32)
+    return _compiled(config, attend, adapters)(weights_, jnp.asarray(tokens), positions, cache)

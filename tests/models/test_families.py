@@ -1,0 +1,93 @@
+"""Every family and config switch against Hugging Face's own models."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import llama, params
+from models.config import ModelConfig, RopeScaling
+from models.families import FAMILIES, family
+from models.hf_config import ARCHITECTURES
+from tests.models.goldens import CASES, golden, run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_hugging_face(case):
+    config, loaded, tokens, expected = golden(case)
+    got, _ = run(config, loaded, tokens)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "case, change",
+    [
+        ("llama_mha", {"rope_theta": 20_000.0}),
+        ("llama_mha", {"norm_eps": 1e-2}),
+        ("llama_rope_llama3", {"rope_scaling": RopeScaling("linear", 8.0)}),
+        ("llama_rope_linear", {"rope_scaling": None}),
+        ("mistral_window", {"sliding_window": 8}),
+        ("qwen2_window", {"sliding_window": 6}),
+        ("qwen2", {"qkv_bias": False}),
+        ("qwen3_sharded", {"qk_norm": False}),
+        ("opt", {"model_type": "gpt2"}),  # positions from row 0 of the table
+        ("opt", {"norm_eps": 1e-3}),
+        ("opt", {"norm_first": False}),
+        ("opt", {"final_norm": False}),
+        ("opt", {"activation": "gelu"}),
+        ("opt_350m", {"norm_first": True}),
+        ("opt_no_final_norm", {"activation": "gelu_new"}),
+        ("opt_silu", {"activation": "relu"}),
+        ("gpt2", {"activation": "gelu"}),
+        ("gpt2_untied", {"activation": "gelu"}),
+        ("gpt2_untied", {"norm_eps": 1e-5}),
+    ],
+)
+def test_goldens_can_tell(case, change):
+    """A golden that a wrong setting also meets would prove nothing."""
+    config, loaded, tokens, expected = golden(case)
+    config = config.replace(**change)
+    kept = params.flatten(family(config).declare(config))
+    loaded["layers"] = {k: v for k, v in loaded["layers"].items() if f"layers.{k}" in kept}
+    got, _ = run(config, loaded, tokens)
+    # GELU and its approximation by tanh differ by little more.
+    assert np.abs(got - expected).max() > 5e-4
+
+
+@pytest.mark.parametrize("case", ["llama_gqa_tied", "opt_350m", "gpt2"])
+def test_adapters_equal_their_merged_weights(case):
+    config, weights_, tokens, base = golden(case)
+    rng = np.random.default_rng(1)
+    deltas = {
+        name: jnp.asarray(0.1 * rng.normal(size=weights_["layers"][name].shape), jnp.float32)
+        for name in family(config).PROJECTIONS
+    }
+    merged = {name: weights_["layers"][name] + delta for name, delta in deltas.items()}
+    got, _ = run(config, weights_, tokens, adapters=lambda name, layer, x: x @ deltas[name][layer])
+    expected, _ = run(config, weights_ | {"layers": weights_["layers"] | merged}, tokens)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+    assert np.abs(got - base).max() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", ["qwen3_sharded", "opt_350m", "gpt2"])
+def test_half_precision_stays_near_float32(case, dtype):
+    config, loaded, tokens, expected = golden(case)
+    half = jax.tree.map(lambda x: x.astype(dtype), loaded)
+    got, _ = run(config, half, tokens)
+    assert got.dtype == jnp.float32
+    error = np.abs(got - expected).mean() / np.abs(expected).mean()
+    assert error < (0.05 if dtype == "bfloat16" else 0.01)
+
+
+def test_families_name_the_same_projections():
+    """So that one adapter format serves all."""
+    for module in FAMILIES.values():
+        assert set(module.PROJECTIONS) <= set(llama.PROJECTIONS)
+
+
+def test_every_family_that_can_be_read_can_be_run():
+    assert FAMILIES.keys() == ARCHITECTURES.keys()
+    with pytest.raises(ValueError, match="model_type 'bert' is not among llama, mistral"):
+        family(ModelConfig("bert"))
