@@ -32,6 +32,7 @@ ENGINE_HELP = {
     "max_prefills_per_step": "prompts that are prefilled in one step",
     "watermark": "share of KV blocks that admission leaves free",
     "chunked_prefill": "whether a prompt may be spread over steps",
+    "prefix_caching": "whether full KV blocks are kept for later prompts that begin alike",
     "run_ahead": "whether a step is dispatched before the last one's tokens are read",
 }
 _DEFINE: dict[type, Callable[..., Any]] = {

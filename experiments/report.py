@@ -158,6 +158,10 @@ def measure(metrics: Metrics) -> dict[str, Any]:
             ),
         },
         "steps": len(steps),
+        "prefix_cache": {
+            "hit_tokens": sum(r.cached_tokens for r in metrics.requests),
+            "prefill_tokens": sum(s.prefill_tokens for s in steps),
+        },
         "preemptions": sum(s.preemptions for s in steps),
         "compilations_warmup": metrics.compilations_warmup,
         "compilations_after_warmup": metrics.compilations_after_warmup,
@@ -187,6 +191,12 @@ def kv_memory(steps: Sequence[StepRecord]) -> dict[str, float]:
     }
 
 
+def hit_fraction(prefix_cache: dict[str, int]) -> float:
+    """Share of the prompt tokens that came from the prefix cache instead of a prefill."""
+    total = prefix_cache["hit_tokens"] + prefix_cache["prefill_tokens"]
+    return prefix_cache["hit_tokens"] / total if total else 0.0
+
+
 def allocated_slots(step: StepRecord) -> int:
     """Token slots of all pages in use."""
     return sum(getattr(step, f"kv_{name}") for name in MEMORY)
@@ -213,6 +223,7 @@ def summary(measured: dict[str, Any], answers: dict[str, tuple[int, int]]) -> di
         "kv_allocated_fraction": memory["allocated_fraction"],
         "mean_running": batch["mean_running"],
         "preemptions": measured["preemptions"],
+        "prefix_cache_hit_fraction": hit_fraction(measured["prefix_cache"]),
         "compilations_warmup": measured["compilations_warmup"],
         "compilations_after_warmup": measured["compilations_after_warmup"],
     }
@@ -266,6 +277,11 @@ def table(measured: dict[str, Any], answers: dict[str, tuple[int, int]], hardwar
         f"batch         {batch['mean_running']:.1f} requests running on average, "
         f"{batch['max_running']} at most; {measured['preemptions']} preemptions",
     ]
+    if measured["prefix_cache"]["hit_tokens"]:
+        lines.append(
+            f"prefix cache  {hit_fraction(measured['prefix_cache']):.1%} of prompt tokens, "
+            f"{measured['prefix_cache']['hit_tokens']:,} that were not prefilled"
+        )
     if measured["steps"]:
         host, device = measured["host_ms_per_step"], measured["device_ms_per_step"]
         lines.append(

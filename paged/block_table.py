@@ -64,6 +64,14 @@ class BlockTables:
         self.num_tokens[slots] = np.maximum(self.num_tokens[slots], num_tokens)
         return copies
 
+    def adopt(self, slot: int, blocks: np.ndarray) -> None:
+        """The empty `slot` becomes one more owner of full `blocks`, its first ones."""
+        assert self.num_blocks[slot] == 0, f"slot {slot} is not empty"
+        self.pool.share(blocks)
+        self.blocks[slot, : len(blocks)] = blocks
+        self.num_blocks[slot] = len(blocks)
+        self.num_tokens[slot] = len(blocks) * self.page_size
+
     def fork(self, parent: int, child: int) -> None:
         """The empty slot `child` becomes a second owner of all blocks of `parent`."""
         assert self.num_blocks[child] == 0, f"slot {child} is not empty"

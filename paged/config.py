@@ -12,7 +12,8 @@ class EngineConfig:
     sequence, prompt and output. chunked_prefill: whether a prompt may be spread over steps.
     page_size: tokens of a page. kv_cache_tokens: tokens that all pages hold. watermark: share of
     blocks that admission leaves free. policy: a key of `POLICIES`. run_ahead: dispatch a step
-    before reading the last one's tokens. seed: for requests that bring none.
+    before reading the last one's tokens. prefix_caching: keep full blocks for later prompts that
+    begin alike. seed: for requests that bring none.
 
     Raises ValueError for values that cannot work, alone or together.
     """
@@ -27,6 +28,7 @@ class EngineConfig:
     watermark: float = 0.01
     policy: str = "vllm"
     run_ahead: bool = True
+    prefix_caching: bool = False
     seed: int = 0
 
     def __post_init__(self):
@@ -58,6 +60,8 @@ class EngineConfig:
         can = POLICIES[self.policy].CAPABILITIES
         if self.chunked_prefill and not can.chunked_prefill:
             raise ValueError(f"policy {self.policy!r} cannot prefill in chunks: chunked_prefill")
+        if self.prefix_caching and not can.prefix_cache:
+            raise ValueError(f"policy {self.policy!r} cannot share prefixes: prefix_caching")
         if not (can.recompute_exact or can.swap):
             raise ValueError(f"policy {self.policy!r} can neither recompute nor swap a sequence")
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:

@@ -112,12 +112,14 @@ class Engine:
         request_id: str | None = None,
         arrival_time: float | None = None,
         stream: bool = False,
+        cache_salt: str = "",
     ) -> str:
         """Queue a request; returns its id.
 
         prompt: text, or token ids. arrival_time: seconds on the engine's clock, now by default.
-        stream: have `step` return its output whenever it grows, not only at its end. Generation
-        ends at max_tokens or max_model_len, whichever comes first.
+        stream: have `step` return its output whenever it grows, not only at its end. cache_salt:
+        cached prefixes are shared only among requests of the same salt. Generation ends at
+        max_tokens or max_model_len, whichever comes first.
 
         Raises ValueError, and queues nothing, if the prompt is empty, holds a token outside the
         vocabulary, is longer than the model or the cache allows, if the id is in use, or if the
@@ -130,11 +132,11 @@ class Engine:
         now = self.executor.clock.now()
         if arrival_time is not None and arrival_time > now:
             raise ValueError(f"arrival_time {arrival_time} is in the future: it is {now}")
-        return self._enqueue(tokens, sampling, request_id, arrival_time, stream)
+        return self._enqueue(tokens, sampling, request_id, arrival_time, stream, cache_salt)
 
     def _enqueue(
         self, tokens: np.ndarray, sampling: SamplingParams, request_id: str | None = None,
-        arrival_time: float | None = None, stream: bool = False,
+        arrival_time: float | None = None, stream: bool = False, cache_salt: str = "",
     ) -> str:  # fmt: skip
         order = self._num_requests
         self._num_requests += 1
@@ -145,7 +147,7 @@ class Engine:
         limit = token_limit(tokens, sampling, self.config)
         group = SequenceGroup(request_id, order, tokens, sampling, seed, limit)
         group.arrival_s = self.executor.clock.now() if arrival_time is None else arrival_time
-        group.stream = stream
+        group.stream, group.cache_salt = stream, cache_salt
         if self.tokenizer is not None and (sampling.stop or stream):
             self._streams[group.sequences[0]] = TextStream(self.tokenizer, sampling.stop)
         self._groups[request_id] = group
@@ -229,6 +231,30 @@ class Engine:
                 yield mailbox.popleft()
         finally:
             self._abandon([request_id])
+
+    def pin_prefix(self, prompt: Prompt, cache_salt: str = "") -> int:
+        """Compute the full blocks of a prompt that many requests will begin with, and keep them for
+        good (vLLM §4.4, shared prefix). Returns the tokens that they hold.
+
+        Raises ValueError without prefix caching, for a bad prompt, and while requests are
+        unfinished: these were accepted for the memory that is there now.
+        """
+        if not self.config.prefix_caching:
+            raise ValueError("pinning a prefix needs prefix_caching")
+        if self._groups:
+            raise ValueError(f"{len(self._groups)} requests are unfinished: pin prefixes before")
+        # The token that it generates is confirmed only with the whole prompt written.
+        how = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
+        tokens = self._validated(prompt, how)
+        mailbox: deque[RequestOutput] = deque()
+        self._mailboxes["pin"] = mailbox
+        try:
+            self._enqueue(tokens, how, "pin", cache_salt=cache_salt)
+            while not mailbox:
+                self._advance()
+        finally:
+            self._abandon(["pin"])
+        return self.host_policy.pin(tokens, cache_salt)
 
     def _abandon(self, request_ids: list[str]) -> None:
         """Abort those of the requests that still run; nobody waits for their outputs."""
@@ -367,6 +393,7 @@ class Engine:
                 output_tokens=len(output.tokens),
                 preemptions=group.num_preemptions,
                 finish_reason=output.finish_reason,
+                cached_tokens=group.num_cached_tokens,
             )
         )
         self._streams.pop(sequence, None)

@@ -34,7 +34,8 @@ class StepRecord:
 @dataclass(frozen=True)
 class RequestRecord:
     """One finished request. Times in seconds on the engine's clock; first_token_s is None if it
-    ended before its first token."""
+    ended before its first token. cached_tokens: taken from the prefix cache, also when recomputed
+    after a preemption."""
 
     request_id: str
     arrival_s: float
@@ -44,6 +45,7 @@ class RequestRecord:
     output_tokens: int
     preemptions: int
     finish_reason: str
+    cached_tokens: int = 0
 
 
 @dataclass

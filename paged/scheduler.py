@@ -144,12 +144,13 @@ class Scheduler:
         if self.slots.num_free < len(sequences) or not room.takes(len(sequences[0].tokens)):
             return None
         # With nothing else running there is no growth to keep blocks for.
-        prompts = [s.tokens for s in sequences]
-        if not self.policy.can_admit(prompts, keep_watermark=bool(self.running)):
+        if not self.policy.can_admit(sequences, keep_watermark=bool(self.running)):
             return None
         for sequence in sequences:
             slot = self.slots.acquire(sequence)
-            self.slots.computed[slot] = self.policy.admit(slot, sequence.tokens)
+            cached = self.policy.admit(slot, sequence)
+            self.slots.computed[slot] = cached
+            group.num_cached_tokens += cached
         self.running.append(self.waiting.popleft())
         self._running_slots = None
         return group
@@ -223,4 +224,5 @@ class Scheduler:
         good = slots[valid]
         s.tokens[good, s.known[good]] = tokens[valid]
         s.known[good] += 1
+        self.policy.confirm(good, np.minimum(s.known[good], s.computed[good]), s.tokens)
         return slots, tokens

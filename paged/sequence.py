@@ -101,6 +101,8 @@ class SequenceGroup:
         self.arrival_s = 0.0
         self.first_token_s: float | None = None
         self.num_preemptions = 0
+        self.num_cached_tokens = 0  # taken from the prefix cache instead of computed
+        self.cache_salt = ""  # shares cached prefixes only with its like
         self.stream = False
 
     @property

@@ -17,6 +17,7 @@ from models.config import ModelConfig
 from paged.block_pool import BlockPool
 from paged.block_table import BlockTables
 from paged.kv_cache.policy import Capabilities, Usage
+from paged.prefix_cache import PrefixCache, chain
 
 if TYPE_CHECKING:
     from paged.config import EngineConfig
@@ -134,31 +135,87 @@ class DenseHost:
     """Host half: a refcounted block pool and block tables shared by all layers and heads.
 
     A prompt is admitted when its blocks, and above them a watermark of free blocks that lets
-    running sequences grow, are there.
+    running sequences grow, are there. With a prefix cache it starts from the blocks that are known.
     """
 
     def __init__(
-        self, num_blocks: int, page_size: int, num_slots: int, max_tokens: int, watermark: float
+        self,
+        num_blocks: int,
+        page_size: int,
+        num_slots: int,
+        max_tokens: int,
+        watermark: float,
+        prefix_caching: bool = False,
     ):
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, PrefixCache() if prefix_caching else None)
         self.block_tables = BlockTables(self.pool, num_slots, max_tokens, page_size)
         self.watermark_blocks = int(watermark * self.pool.capacity)
+        self._published = np.zeros(num_slots, np.int64)  # blocks of each slot in the prefix cache
+        self._keys = [b""] * num_slots  # of each slot's published prefix
+        self._pinned = 0
 
     @property
     def table_width(self) -> int:
         return self.block_tables.blocks.shape[1]
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        return num_sequences * self.block_tables.blocks_for(num_tokens) <= self.pool.capacity
+        needed = num_sequences * self.block_tables.blocks_for(num_tokens)
+        return needed <= self.pool.capacity - self._pinned
 
-    def can_admit(self, prompts, keep_watermark: bool) -> bool:
-        spare = self.watermark_blocks if keep_watermark else 0
-        needed = sum(self.block_tables.blocks_for(len(tokens)) for tokens in prompts)
-        return self.pool.can_allocate(needed + spare)
+    def _cached(self, sequence) -> tuple[np.ndarray, bytes]:
+        """Blocks that hold a prefix of the sequence, short of its last token: that must be
+        computed, for what comes after it."""
+        if self.pool.cache is None:
+            return np.zeros(0, np.int32), b""
+        page_size, salt = self.block_tables.page_size, sequence.group.cache_salt
+        blocks, key = self.pool.cache.find(sequence.tokens[:-1], page_size, salt)
+        return np.array(blocks, np.int32), key
 
-    def admit(self, slot: int, tokens) -> int:
-        self.block_tables.append(np.array([slot]), np.array([len(tokens)]))
-        return 0
+    def can_admit(self, sequences, keep_watermark: bool) -> bool:
+        needed = self.watermark_blocks if keep_watermark else 0
+        for sequence in sequences:
+            cached, _ = self._cached(sequence)
+            # Those that have owners already cost nothing; idle ones count as free until taken.
+            shared = int((self.pool.refcounts[cached] > 0).sum())
+            needed += self.block_tables.blocks_for(len(sequence.tokens)) - shared
+        return self.pool.can_allocate(needed)
+
+    def admit(self, slot: int, sequence) -> int:
+        cached, key = self._cached(sequence)
+        self.block_tables.adopt(slot, cached)
+        self._published[slot], self._keys[slot] = len(cached), key
+        self.block_tables.append(np.array([slot]), np.array([len(sequence.tokens)]))
+        return len(cached) * self.block_tables.page_size
+
+    def confirm(self, slots, num_tokens, tokens) -> None:
+        cache, page_size = self.pool.cache, self.block_tables.page_size
+        if cache is None:
+            return
+        full = num_tokens // page_size
+        for i in np.flatnonzero(full > self._published[slots]):
+            slot, first, last = slots[i], self._published[slots[i]], full[i]
+            new = tokens[slot, first * page_size : last * page_size]
+            blocks = self.block_tables.blocks[slot, first:last].tolist()
+            for block, (key, content) in zip(blocks, chain(new, page_size, self._keys[slot])):
+                cache.publish(block, key, content)
+                self._keys[slot] = key
+            self._published[slot] = last
+
+    def pin(self, tokens, salt: str) -> int:
+        """Keep the full blocks of `tokens` for good; how many of the tokens they hold (vLLM §4.4).
+
+        Raises ValueError if not all of them are cached.
+        """
+        page_size = self.block_tables.page_size
+        blocks: list[int] = []
+        if self.pool.cache is not None:
+            blocks, _ = self.pool.cache.find(tokens, page_size, salt)
+        if len(blocks) < len(tokens) // page_size:
+            raise ValueError(f"only {len(blocks) * page_size} of {len(tokens)} tokens are cached")
+        held = np.array(blocks, np.int32)
+        self._pinned += int((self.pool.refcounts[held] == 0).sum())
+        self.pool.share(held)
+        return len(blocks) * page_size
 
     def can_append(self, slots, num_tokens) -> bool:
         return self.pool.can_allocate(self.block_tables.blocks_to_append(slots, num_tokens))
@@ -173,14 +230,15 @@ class DenseHost:
         self.block_tables.free(slot)
 
     def usage(self, slots, computed) -> Usage:
-        """Counts each sequence's tokens as its own; exact while no blocks are shared."""
+        """A shared block counts once; exact while only full blocks are shared."""
         page_size = self.block_tables.page_size
-        states = int(computed.sum())
         room = int(self.block_tables.num_tokens[slots].sum())
+        reserved = room - int(computed.sum())
+        internal = int(self.block_tables.num_blocks[slots].sum()) * page_size - room
         return Usage(
-            token_states=states,
-            reserved=room - states,
-            internal=self.pool.num_used * page_size - room,
+            token_states=self.pool.num_used * page_size - reserved - internal,
+            reserved=reserved,
+            internal=internal,
             external=0,
             free=self.pool.num_free * page_size,
         )
@@ -189,7 +247,9 @@ class DenseHost:
         return self.block_tables.blocks[slots]
 
 
-CAPABILITIES = Capabilities(fork=True, chunked_prefill=True, recompute_exact=True)
+CAPABILITIES = Capabilities(
+    fork=True, prefix_cache=True, chunked_prefill=True, recompute_exact=True
+)
 
 
 def host(config: "EngineConfig") -> DenseHost:
@@ -199,6 +259,7 @@ def host(config: "EngineConfig") -> DenseHost:
         config.max_num_seqs,
         config.max_model_len,
         config.watermark,
+        config.prefix_caching,
     )
 
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from models.config import ModelConfig
+from paged.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,21 @@ class HostPolicy(Protocol):
         """Whether a group of sequences of `num_tokens` each could ever run, alone."""
         ...
 
-    def can_admit(self, prompts: list[np.ndarray], keep_watermark: bool) -> bool:
-        """Whether there is room for sequences with these tokens, all at once."""
+    def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
+        """Whether there is room for these sequences, all at once."""
         ...
 
-    def admit(self, slot: int, tokens: np.ndarray) -> int:
+    def admit(self, slot: int, sequence: Sequence) -> int:
         """Make room for a sequence; how many of its first tokens are in the cache already."""
+        ...
+
+    def confirm(self, slots: np.ndarray, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
+        """The first `num_tokens` [S] of tokens [num_slots, max_tokens] at `slots` [S] are known and
+        written, or will be before any later step: others may share them."""
+        ...
+
+    def pin(self, tokens: np.ndarray, salt: str) -> int:
+        """Keep the full blocks of `tokens` in the cache for good; how many tokens they hold."""
         ...
 
     def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool: ...

@@ -2,10 +2,12 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paged.block_pool import NULL_BLOCK
 from paged.engine import Engine, EngineConfig
 from paged.sequence import SamplingParams
 from paged.step_inputs import empty_step_inputs
@@ -28,7 +30,12 @@ def _config(rng: random.Random) -> EngineConfig:
         kv_cache_tokens=rng.choice([112, 130, 160, 1000]),
         watermark=rng.choice([0, 0, 0.01, 0.2, 0.9]),
         run_ahead=rng.random() < 0.75,
+        prefix_caching=rng.random() < 0.5,
     )
+
+
+def _tokens(rng: random.Random, n: int) -> list[int]:
+    return [rng.randint(FIRST, VOCAB - 1) for _ in range(n)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -37,12 +44,18 @@ def test_every_request_gets_exactly_its_tokens(seed):
     rng = random.Random(seed)
     config, eos_rate = _config(rng), rng.choice([0, 0.02, 0.1])
     engine = Engine(TINY, config, HashingExecutor(config, eos_rate))
+    shared = [_tokens(rng, 40) for _ in range(2)]
+    if config.prefix_caching and config.kv_cache_tokens == 1000:
+        engine.pin_prefix(shared[0])
+    pinned = engine.host_policy.pool.refcounts.copy()
     todo = sorted((rng.randint(0, 30), i) for i in range(rng.randint(1, 20)))
     requests, ended, aborted = {}, {}, {}
     for step in range(5000):
         while todo and todo[0][0] <= step:
             name = str(todo.pop(0)[1])
-            prompt = [rng.randint(FIRST, VOCAB - 1) for _ in range(rng.choice([1, 1, 2, 10, 50]))]
+            prompt = rng.choice(shared)[: rng.choice([0, 0, 7, 40])] + _tokens(
+                rng, rng.choice([1, 1, 2, 10, 40])
+            )
             how = SamplingParams(
                 max_tokens=rng.choice([1, 2, rng.randint(1, 40)]),
                 seed=rng.randrange(100),
@@ -61,12 +74,16 @@ def test_every_request_gets_exactly_its_tokens(seed):
         orders = [g.order for g in engine.scheduler.running + list(engine.scheduler.waiting)]
         assert orders == sorted(orders)
         tables = engine.host_policy.block_tables
-        assert tables.num_blocks.sum() == engine.host_policy.pool.num_used
+        refcounts = engine.host_policy.pool.refcounts
+        held = tables.blocks[tables.blocks != NULL_BLOCK]
+        owners = np.bincount(held, minlength=config.num_blocks) + pinned
+        assert (refcounts == owners).all()
+        assert engine.host_policy.pool.num_used == (refcounts > 0).sum()
         if not todo and not engine.has_unfinished():
             break
     assert not engine.has_unfinished()
     assert ended.keys() | aborted.keys() == requests.keys()
-    assert engine.host_policy.pool.num_used == 0
+    assert engine.host_policy.pool.num_used == pinned.sum()
     assert engine.scheduler.slots.num_free == config.max_num_seqs
     for name, (prompt, how) in requests.items():
         limit = min(len(prompt) + how.max_tokens, config.max_model_len)

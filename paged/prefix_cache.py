@@ -1,0 +1,65 @@
+"""Automatic prefix caching: full blocks found again by the tokens that they hold.
+
+A block is known by a hash chained over the tokens of all blocks before it and its own, and its own
+tokens are compared as well. Blocks are published once their tokens are confirmed; without owners
+they stay until their memory is needed, the least recently used first.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import numpy as np
+
+
+def chain(tokens: np.ndarray, page_size: int, key: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """(key, content) of each full block of `tokens`, which follow a prefix of key `key`."""
+    for end in range(page_size, len(tokens) + 1, page_size):
+        content = tokens[end - page_size : end].tobytes()
+        key = hashlib.blake2b(key + content, digest_size=16).digest()
+        yield key, content
+
+
+def root_key(salt: str) -> bytes:
+    """The key of the empty prefix. Sequences share blocks only under equal salts."""
+    return hashlib.blake2b(salt.encode(), digest_size=16).digest()
+
+
+class PrefixCache:
+    """Which blocks hold which prefix; the block pool owns their memory.
+
+    idle: published blocks without owners, the least recently used first.
+    """
+
+    def __init__(self):
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        self._blocks: dict[bytes, int] = {}
+        self._entries: dict[int, tuple[bytes, bytes]] = {}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._entries
+
+    def find(self, tokens: np.ndarray, page_size: int, salt: str) -> tuple[list[int], bytes]:
+        """The longest run of published blocks that holds a prefix of `tokens`, and its key."""
+        blocks, last = [], root_key(salt)
+        for key, content in chain(tokens, page_size, last):
+            block = self._blocks.get(key)
+            if block is None or self._entries[block][1] != content:
+                break
+            blocks.append(block)
+            last = key
+        return blocks, last
+
+    def publish(self, block: int, key: bytes, content: bytes) -> None:
+        """Let others find `block`, unless another block with the same content is known."""
+        if key not in self._blocks:
+            assert block not in self._entries, f"block {block} is published twice"
+            self._blocks[key] = block
+            self._entries[block] = key, content
+
+    def evict(self) -> int:
+        """Forget the least recently used idle block; returns it."""
+        block, _ = self.idle.popitem(last=False)
+        key, _ = self._entries.pop(block)
+        del self._blocks[key]
+        return block
