@@ -56,11 +56,13 @@ class BlockTables:
                 self.blocks[slot, last] = self.pool.allocate(1)[0]
                 self.pool.release(source)
                 copies.append((int(source[0]), int(self.blocks[slot, last])))
-        targets = self.blocks_for(num_tokens)
-        for i in np.flatnonzero(targets > self.num_blocks[slots]):
-            slot, have, want = slots[i], self.num_blocks[slots[i]], targets[i]
-            self.blocks[slot, have:want] = self.pool.allocate(int(want - have))
-            self.num_blocks[slot] = want
+        have = self.num_blocks[slots]
+        growth = np.maximum(self.blocks_for(num_tokens) - have, 0)
+        if growth.any():
+            rows, before = np.repeat(slots, growth), np.cumsum(growth) - growth
+            columns = np.arange(len(rows)) + np.repeat(have - before, growth)
+            self.blocks[rows, columns] = self.pool.allocate(len(rows))
+            self.num_blocks[slots] = have + growth
         self.num_tokens[slots] = np.maximum(self.num_tokens[slots], num_tokens)
         return copies
 

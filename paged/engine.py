@@ -5,7 +5,6 @@ which feed the new step on the device. Ends are therefore seen one step late; th
 computed in vain is dropped.
 """
 
-import dataclasses
 import itertools
 import time
 from collections import deque
@@ -331,7 +330,7 @@ class Engine:
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
             "preemptions": len(step.preempted),
-            **{f"kv_{name}": value for name, value in dataclasses.asdict(usage).items()},
+            **{f"kv_{name}": value for name, value in vars(usage).items()},
         }
         return _InFlight(step, rows, self.executor.execute(inputs), now, facts)
 
@@ -350,17 +349,16 @@ class Engine:
         s = self.scheduler.slots
         slots, tokens = self.scheduler.update(flight.step, sampled[flight.rows])
         known = s.known[slots]
-        reasons = self._stops.reasons(tokens, s.ignore_eos[slots], known, s.limit[slots])
+        ended = self._stops.ended(tokens, s.ignore_eos[slots], known, s.limit[slots])
         for slot in slots[(known == s.prompt_length[slots] + 1) & (tokens >= 0)]:
             self._owner(slot).group.first_token_s = now
         watched = np.flatnonzero(s.watched[slots] & (tokens >= 0))
-        for i in watched:
-            stream = self._streams.get(self._owner(slots[i]))
-            if stream and stream.push(int(tokens[i])):
-                reasons[i] = "stop"
-        for slot, reason in zip(slots.tolist(), reasons, strict=True):
-            if reason is not None:
-                self._finish(self._owner(slot), reason)
+        for row in watched.tolist():
+            stream = self._streams.get(self._owner(slots[row]))
+            if stream and stream.push(int(tokens[row])):
+                ended[row] = "stop"
+        for row in sorted(ended):
+            self._finish(self._owner(slots[row]), ended[row])
         for slot in slots[watched]:
             if s.active[slot] and self._owner(slot).group.stream:
                 self._deliver(self._output(self._owner(slot)))

@@ -1,7 +1,7 @@
 """What the engine records: one row a step, one row a request, one event log. All grow for as long
 as the engine lives."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Metrics:
 
     def add_step(self, record: StepRecord) -> None:
         self.steps.append(record)
-        self.events.append({"event": "step", **asdict(record)})
+        self.events.append({"event": "step", **vars(record)})
 
     def add_request(self, record: RequestRecord) -> None:
         self.requests.append(record)
-        self.events.append({"event": "finish", "time_s": record.finish_s, **asdict(record)})
+        self.events.append({"event": "finish", "time_s": record.finish_s, **vars(record)})

@@ -13,13 +13,13 @@ class StopChecker:
         self._is_eos = np.zeros(vocab_size, bool)
         self._is_eos[list(eos_token_ids)] = True
 
-    def reasons(self, tokens, ignore_eos, known, limit) -> list[str | None]:
-        """Why each sequence ends with its newest token, or None: all arguments [S]."""
+    def ended(self, tokens, ignore_eos, known, limit) -> dict[int, str]:
+        """row -> why its sequence ends with its newest token; all arguments are [S]."""
         invalid = tokens < 0
         eos = self._is_eos[np.maximum(tokens, 0)] & ~ignore_eos
         kinds = np.where(invalid, 3, np.where(eos, 2, known >= limit))
-        names = (None, "length", "eos", "error")
-        return [names[kind] for kind in kinds.tolist()]
+        names = ("", "length", "eos", "error")
+        return {int(row): names[kinds[row]] for row in np.flatnonzero(kinds)}
 
 
 def decode(tokenizer, tokens) -> str:
