@@ -19,7 +19,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments import results, tasks
+from experiments import run_record, tasks
 from models import weights
 from models.config import ModelConfig
 from models.families import family
@@ -159,11 +159,11 @@ def main(_) -> None:
     report = dict(
         flags={name: FLAGS[name].value for name in names},
         weights_hash=weights.weights_hash(FLAGS.model),
-        environment=results.describe_environment(),
+        environment=run_record.describe_environment(),
         rows=rows,
     )
-    results.write_json(output_dir, "report.json", report)
-    results.write_summary(output_dir, summary)
+    run_record.write_json(output_dir, "report.json", report)
+    run_record.write_summary(output_dir, summary)
     print(
         f"{'keys with 90 % of the attention mass':36}{'min':>7}{'median':>8}{'max':>7}"
         "  heads > 4 keys"

@@ -18,7 +18,7 @@ import matplotlib
 from absl import app, flags
 from tqdm import tqdm
 
-from experiments import report, results, tasks
+from experiments import report, run_record, tasks
 from experiments.bootstrap import mean_interval
 from experiments.flags import define_engine_flags, engine_config, load_engine
 from models import weights
@@ -43,8 +43,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Share of exact answers, low and high of its 95 % bootstrap interval; `difference` has the same
-    three of the paired difference to another run on the same prompts, if one was given."""
+    """Share of exact answers, low and high of its 95 % bootstrap interval; `difference` has the
+    same of the paired difference to another run on the same prompts, if one was given."""
 
     task: str
     context: int
@@ -177,13 +177,13 @@ def plot(rows: Sequence[Accuracy], path: Path, footer: str) -> None:
 
 def write(output_dir: Path, rows: Sequence[Accuracy], answers: Sequence[Answer], facts: dict):
     """All files of an evaluation."""
-    environment = results.describe_environment()
-    results.write_csv(output_dir, "accuracy.csv", rows)
-    results.write_csv(output_dir, "prompts.csv", answers)
-    results.write_json(output_dir, "report.json", facts | {"accuracy": rows} | environment)
+    environment = run_record.describe_environment()
+    run_record.write_csv(output_dir, "accuracy.csv", rows)
+    run_record.write_csv(output_dir, "prompts.csv", answers)
+    run_record.write_json(output_dir, "report.json", facts | {"accuracy": rows} | environment)
     summary = {f"exact_{row.task}_{row.context}": row.exact for row in rows}
-    results.write_summary(output_dir, summary)
-    plot(rows, output_dir / "accuracy.png", results.hardware_line(environment))
+    run_record.write_summary(output_dir, summary)
+    plot(rows, output_dir / "accuracy.png", run_record.hardware_line(environment))
 
 
 def main(argv: list[str], names: Sequence[str] = ()) -> None:

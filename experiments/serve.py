@@ -16,7 +16,7 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
-from experiments import plots, report, results, workloads
+from experiments import plots, report, run_record, workloads
 from experiments.flags import (
     define_engine_flags,
     define_fields,
@@ -121,8 +121,8 @@ def write(
     facts: dict[str, Any],
 ) -> str:
     """Write every file of a run, with `facts` (flags, model) in report.json; returns the table."""
-    environment = results.describe_environment()
-    hardware = results.hardware_line(environment)
+    environment = run_record.describe_environment()
+    hardware = run_record.hardware_line(environment)
     if not isinstance(engine.executor.clock, WallClock):
         hardware = "simulated time"
     answered = report.score(workload.requests, outputs)
@@ -134,10 +134,10 @@ def write(
         "exact_answers": {task: f"{right}/{total}" for task, (right, total) in answers.items()},
         **environment,
     }
-    results.write_json(output_dir, "report.json", content)
-    results.write_summary(output_dir, report.summary(measured, answers))
-    results.write_json_lines(output_dir, "events.jsonl", engine.events)
-    results.write_json_lines(output_dir, "outputs.jsonl", map(report.output_line, answered))
+    run_record.write_json(output_dir, "report.json", content)
+    run_record.write_summary(output_dir, report.summary(measured, answers))
+    run_record.write_json_lines(output_dir, "events.jsonl", engine.events)
+    run_record.write_json_lines(output_dir, "outputs.jsonl", map(report.output_line, answered))
     report.write_requests_csv(output_dir, engine.metrics.requests)
     title = f"{len(outputs)} requests, policy {engine.config.policy}"
     plots.save(engine.metrics, output_dir, title, hardware)

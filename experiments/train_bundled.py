@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import build_tokenizer, results
+from experiments import build_tokenizer, run_record
 from experiments.training import Options, Trainer
 from models import weights
 from models.config import ModelConfig
@@ -27,13 +27,18 @@ CONFIG = ModelConfig(
     bos_token_id=build_tokenizer.BOS,
     eos_token_ids=(build_tokenizer.EOS,),
 )
+# What the committed weights were trained on, in one schedule: theirs was changed nine times on the
+# way, by resuming with other flags.
 OPTIONS = Options(
-    tokens=14.5e6,
-    lengths="0:128=1;0.09:256=.75,128=.25;0.385:512=.4,256=.6;0.67:1024=.45,512=.3,256=.25"
-    ";0.86:2048=.3,1024=.4,256=.3;0.94:4096=.15,2048=.25,1024=.35,256=.25",
+    tokens=15.7e6,
+    lengths="0:128=1;0.085:256=.75,128=.25;0.36:512=.4,256=.6;0.64:1024=.45,512=.3,256=.25"
+    ";0.74:2048=.25,1024=.4,512=.2,256=.15;0.92:4096=.12,2048=.3,1024=.35,512=.13,256=.1",
     mix="0:needles=.22,chain=.10,values=.18,count=.10,vote=.12,cot=.22,copy=.04,story=.02"
-    ";0.2:needles=.09,chain=.06,values=.28,count=.31,vote=.07,cot=.15,copy=.005,story=.035"
-    ";0.385:needles=.10,chain=.06,values=.20,count=.34,vote=.06,cot=.20,copy=.005,story=.035",
+    ";0.185:needles=.09,chain=.06,values=.28,count=.31,vote=.07,cot=.15,copy=.005,story=.035"
+    ";0.36:needles=.10,chain=.06,values=.20,count=.34,vote=.06,cot=.20,copy=.005,story=.035"
+    ";0.74:needles=.09,chain=.06,values=.19,count=.28,vote=.06,cot=.28,copy=.005,story=.035",
+    decay=0.4,
+    jump_from=0.36,
 )
 OPTION_HELP = {
     "tokens": "budget; the schedule is a function of the share that is spent",
@@ -76,7 +81,7 @@ def export(folder: Path, config: ModelConfig, p) -> None:
         pad_token_id=build_tokenizer.PAD,
         do_sample=False,
     )
-    results.write_json(folder, "generation_config.json", generation)
+    run_record.write_json(folder, "generation_config.json", generation)
     build_tokenizer.build(folder)
 
 
@@ -90,18 +95,18 @@ def main(_) -> None:
     trainer.run(
         FLAGS.minutes, FLAGS.checkpoint_seconds, FLAGS.evaluate_every, FLAGS.evaluation_prompts
     )
-    exact = trainer.evaluate([256, 512, 1024, 2048, 4096], 2 * FLAGS.evaluation_prompts)
     export(folder / "model", CONFIG, trainer.params)
+    exact = trainer.evaluate([256, 512, 1024, 2048, 4096], 2 * FLAGS.evaluation_prompts)
     report = dict(
         phases=[row for row in trainer.log if "options" in row],
         tokens=trainer.tokens,
         steps=trainer.step,
         seconds=round(trainer.seconds),
         exact_match_teacher_forced=exact,
-        environment=results.describe_environment(),
+        environment=run_record.describe_environment(),
         log=[row for row in trainer.log if "options" not in row],
     )
-    results.write_json(folder / "model", "training.json", report)
+    run_record.write_json(folder / "model", "training.json", report)
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ class Trainer:
                 entry[0], entry[1] = entry[0] + int(r), entry[1] + int(n)
             now = time.monotonic()
             self.seconds = before + now - began
-            if now - last_row > 30:
+            if now - last_row > 60:
                 mean_loss, mean_filler = np.mean(losses, axis=0).round(4).tolist()
                 accuracy = {k: round(r / n, 4) for k, (r, n) in sorted(tally.items()) if n}
                 row = dict(seconds=round(self.seconds), step=self.step, tokens=self.tokens)

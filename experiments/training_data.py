@@ -40,8 +40,8 @@ def training_problem(task: str, rng, room: int) -> Problem:
         case "vote":
             return ballots(rng, number(42, 12), 4, 10, 2, "^")
         case "cot":
-            most = min(50, (room - 9) // 20)
-            return chain_of_thought(rng, int(rng.integers(max(1, most // 2), most + 1)))
+            most = min(50 if rng.random() < 0.3 else 26, (room - 9) // 20)
+            return chain_of_thought(rng, int(rng.integers(max(1, most // 3), most + 1)))
     raise ValueError(f"unknown training task {task!r}")
 
 
