@@ -29,6 +29,7 @@ test: $(VENV)/.installed-test
 
 lint: $(VENV)/.installed-test
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
 format: $(VENV)/.installed-test
 	$(PY) -m ruff check --fix .

@@ -18,7 +18,7 @@ from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.executor import DeviceExecutor, Executor, PendingTokens
 from paged.kv_cache import POLICIES
-from paged.metrics import Metrics, RequestRecord, StepRecord
+from paged.metrics import Metrics, StepRecord, step_facts
 from paged.scheduler import ScheduledStep, Scheduler
 from paged.sequence import RequestOutput, SamplingParams, Sequence, SequenceGroup, Status
 from paged.step_inputs import Buckets, build_step_inputs
@@ -322,16 +322,7 @@ class Engine:
             self._buckets,
             self.config.max_prefills_per_step,
         )
-        slots = scheduler.running_slots()
-        usage = self.host_policy.usage(slots, scheduler.slots.computed[slots])
-        facts = {
-            "prefill_tokens": step.num_prefill_tokens,
-            "decode_tokens": step.num_decodes,
-            "num_running": len(scheduler.running),
-            "num_waiting": len(scheduler.waiting),
-            "preemptions": len(step.preempted),
-            **{f"kv_{name}": value for name, value in vars(usage).items()},
-        }
+        facts = step_facts(step, scheduler)
         return _InFlight(step, rows, self.executor.execute(inputs), now, facts)
 
     def _take_in(self, flight: _InFlight) -> None:
@@ -380,20 +371,7 @@ class Engine:
         """Record a finished group and forget it."""
         sequence = group.sequences[0]
         output = self._output(sequence)
-        assert output.finish_reason is not None
-        self.metrics.add_request(
-            RequestRecord(
-                request_id=group.request_id,
-                arrival_s=group.arrival_s,
-                first_token_s=group.first_token_s,
-                finish_s=self.executor.clock.now(),
-                prompt_tokens=group.num_prompt_tokens,
-                output_tokens=len(output.tokens),
-                preemptions=group.num_preemptions,
-                finish_reason=output.finish_reason,
-                cached_tokens=group.num_cached_tokens,
-            )
-        )
+        self.metrics.add_request(group, output, self.executor.clock.now())
         self._streams.pop(sequence, None)
         del self._groups[group.request_id]
         return output

@@ -3,6 +3,9 @@ as the engine lives."""
 
 from dataclasses import dataclass, field
 
+from paged.scheduler import ScheduledStep, Scheduler
+from paged.sequence import RequestOutput, SequenceGroup
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -48,6 +51,20 @@ class RequestRecord:
     cached_tokens: int = 0
 
 
+def step_facts(step: ScheduledStep, scheduler: Scheduler) -> dict[str, int]:
+    """What a StepRecord says of a step that has just been scheduled, its times apart."""
+    slots = scheduler.running_slots()
+    usage = scheduler.policy.usage(slots, scheduler.slots.computed[slots])
+    return {
+        "prefill_tokens": step.num_prefill_tokens,
+        "decode_tokens": step.num_decodes,
+        "num_running": len(scheduler.running),
+        "num_waiting": len(scheduler.waiting),
+        "preemptions": len(step.preempted),
+        **{f"kv_{name}": value for name, value in vars(usage).items()},
+    }
+
+
 @dataclass
 class Metrics:
     """compilations_*: programs compiled in this process before and after the end of warm-up."""
@@ -65,6 +82,18 @@ class Metrics:
         self.steps.append(record)
         self.events.append({"event": "step", **vars(record)})
 
-    def add_request(self, record: RequestRecord) -> None:
+    def add_request(self, group: SequenceGroup, output: RequestOutput, finish_s: float) -> None:
+        assert output.finish_reason is not None
+        record = RequestRecord(
+            request_id=group.request_id,
+            arrival_s=group.arrival_s,
+            first_token_s=group.first_token_s,
+            finish_s=finish_s,
+            prompt_tokens=group.num_prompt_tokens,
+            output_tokens=len(output.tokens),
+            preemptions=group.num_preemptions,
+            finish_reason=output.finish_reason,
+            cached_tokens=group.num_cached_tokens,
+        )
         self.requests.append(record)
         self.events.append({"event": "finish", "time_s": record.finish_s, **vars(record)})

@@ -1,5 +1,6 @@
 """What one step hands to the device: padded arrays of declared sizes."""
 
+import functools
 from dataclasses import dataclass
 
 import flax.struct
@@ -141,7 +142,7 @@ def empty_step_inputs(
     """A step in which all is padding: what warm-up runs."""
     Sp = prefill_rows if Tp else 0
     T, S = Tp + Sd, Sp + Sd
-    zeros = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
+    zeros = functools.partial(np.zeros, dtype=np.int32)
     return StepInputs(
         tokens=zeros(T),
         positions=zeros(T),
@@ -151,7 +152,7 @@ def empty_step_inputs(
         last_tokens=zeros(S),
         slots=np.full(S, num_slots, np.int32),
         samples=np.zeros(S, bool),
-        tables=zeros(S, table_width),
+        tables=zeros((S, table_width)),
         sampling=SamplingArrays(
             temperature=np.zeros(S, np.float32),
             top_k=zeros(S),

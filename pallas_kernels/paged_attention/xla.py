@@ -68,8 +68,9 @@ def decode(q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_
     queries = _pad_to_multiple(scaled.reshape(S, K, H // K, D), 0, group)
 
     def attend_group(start):
-        take = lambda x: jax.lax.dynamic_slice_in_dim(x, start, group)  # noqa: E731
-        q_g, table_g, length_g = take(queries), take(tables), take(lengths)
+        q_g, table_g, length_g = (
+            jax.lax.dynamic_slice_in_dim(x, start, group) for x in (queries, tables, lengths)
+        )
         first = jnp.zeros_like(length_g)
         if sliding_window is not None:
             first = jnp.maximum(length_g - sliding_window, 0)

@@ -30,7 +30,10 @@ def test_init_abstract_and_specs_agree(config, dtype):
     made = jax.eval_shape(lambda key: params.init(declaration, key, dtype), jax.random.key(0))
     assert made == params.abstract(declaration, dtype)
     specs = params.partition_specs(declaration, {"heads": "tensor", "mlp": "tensor"})
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+
+    def is_spec(x):
+        return isinstance(x, PartitionSpec)
+
     ranks = jax.tree.map(len, specs, is_leaf=is_spec)
     assert ranks == jax.tree.map(lambda x: x.ndim, made)
 

@@ -11,7 +11,9 @@ jitted = jax.jit(sample)
 
 
 def _how(S, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=None):
-    full = lambda x, dtype: np.broadcast_to(np.asarray(x, dtype), (S,)).copy()  # noqa: E731
+    def full(x, dtype):
+        return np.broadcast_to(np.asarray(x, dtype), (S,)).copy()
+
     position = np.arange(S) if position is None else position
     return SamplingArrays(
         temperature=full(temperature, np.float32),

@@ -33,8 +33,8 @@ def _dense(q_HxD, k_KxtxD, v_KxtxD, window):
 
 
 def _pools(rng, N, P, dtype=np.float32):
-    make = lambda: rng.standard_normal((N, P, D)).astype(dtype)  # noqa: E731
-    return make(), make()
+    k_pages, v_pages = rng.standard_normal((2, N, P, D)).astype(dtype)
+    return k_pages, v_pages
 
 
 def _tokens(pages, table_M, length):
