@@ -107,6 +107,10 @@ def main(_) -> None:
         log=[row for row in trainer.log if "options" not in row],
     )
     run_record.write_json(folder / "model", "training.json", report)
+    numbers: dict[str, float] = dict(tokens=trainer.tokens, steps=trainer.step)
+    for setting, share in exact.items():
+        numbers["exact_teacher_forced_" + setting.replace("@", "_")] = share
+    run_record.write_summary(folder, numbers)
 
 
 if __name__ == "__main__":
