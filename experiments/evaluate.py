@@ -168,6 +168,8 @@ def plot(rows: Sequence[Accuracy], path: Path, footer: str) -> None:
         errors = [[100 * (r.exact - r.low) for r in mine], [100 * (r.high - r.exact) for r in mine]]
         axes.errorbar([r.context for r in mine], exact, errors, marker="o", capsize=3, label=task)
     axes.set_xscale("log", base=2)
+    contexts = sorted({row.context for row in rows})
+    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
     axes.set(xlabel="context (tokens)", ylabel="exact answers (%)", ylim=(0, 103))
     axes.legend(ncols=2)
     figure.supxlabel(footer, fontsize=7)
