@@ -47,13 +47,15 @@ def training_problem(task: str, rng, room: int) -> Problem:
 
 @dataclass(frozen=True)
 class Batch:
-    """One training step: inputs are tokens[:, :-1], labels tokens[:, 1:] with weights[:, 1:]."""
+    """One training step: inputs are tokens[:, :-1], labels tokens[:, 1:] with weights[:, 1:].
 
-    tokens: np.ndarray  # int32 [B, T + 1]
-    weights: (
-        np.ndarray
-    )  # float32 [B, T + 1]; answers >= 1, filler below, 0 where nothing is to learn
-    positions: np.ndarray  # int32 [B, T + 1], with jumps
+    tokens: [B, T + 1] int32. weights: [B, T + 1] float32, 1 or more for answers, less for filler, 0
+    where nothing is to learn. positions: [B, T + 1] int32, with jumps.
+    """
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    positions: np.ndarray
     tasks: tuple[str, ...]
 
 

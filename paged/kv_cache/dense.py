@@ -18,11 +18,11 @@ from paged.block_pool import BlockPool
 from paged.block_table import BlockTables
 from paged.kv_cache.policy import Capabilities, Usage
 from paged.prefix_cache import PrefixCache, chain
+from pallas_kernels.kv_write import copy_pages, write_kv
+from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
 
 if TYPE_CHECKING:
     from paged.config import EngineConfig
-from pallas_kernels.kv_write import copy_pages, write_kv
-from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
 
 
 @flax.struct.dataclass
