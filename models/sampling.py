@@ -1,4 +1,8 @@
-"""Sampling next tokens on the device."""
+"""Sampling next tokens on the device.
+
+The order is vLLM's: log-probabilities are of the model's own logits; then logit bias, penalties,
+temperature, min-p, top-k, top-p, and the draw.
+"""
 
 import flax.struct
 import jax
@@ -7,22 +11,139 @@ import numpy as np
 
 Array = jax.Array | np.ndarray  # the host fills numpy arrays, the device reads its own
 INVALID_TOKEN = -1  # what a row whose logits are not finite gives instead of a token
+MAX_LOGIT_BIAS = 300  # biased tokens of a request
+MAX_LOGPROBS = 20  # alternatives of a token whose log-probabilities are computed
 
 
 @flax.struct.dataclass
 class SamplingArrays:
-    """How each of S rows is sampled.
+    """How each of S rows is sampled; all are [S].
 
-    temperature [S] float32 (0 is greedy); top_k [S] int32 (0 is off); top_p [S] float32 (1 is off);
-    seed [S] uint32 and position [S] int32 (of the token to be sampled) make up the row's random
-    key, so a request's tokens do not depend on its company in the batch.
+    temperature: float32, 0 is greedy.  top_k: int32, 0 is off.  top_p, min_p: float32, 1 and 0 are
+    off.  repetition_penalty, presence_penalty, frequency_penalty: float32; 1, 0 and 0 are off.
+    seed: uint32; with the position of the token to be sampled it makes up the row's random key, so
+    a request's tokens do not depend on its company in the batch.  prompt_length: int32 tokens that
+    count as prompt.  num_bias: int32 entries of the slot's logit bias.  logprobs: int32, not 0
+    where log-probabilities are asked for.
     """
 
     temperature: Array
     top_k: Array
     top_p: Array
+    min_p: Array
+    repetition_penalty: Array
+    presence_penalty: Array
+    frequency_penalty: Array
     seed: Array
-    position: Array
+    prompt_length: Array
+    num_bias: Array
+    logprobs: Array
+
+    @classmethod
+    def columns(cls, rows: np.ndarray) -> "SamplingArrays":
+        """Views of the columns of rows [S] of `SAMPLING_ROW`."""
+        return cls(**{name: rows[name] for name in SAMPLING_ROW.names or ()})
+
+
+# One row of SamplingArrays as the host keeps it.
+SAMPLING_ROW = np.dtype(
+    [
+        ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32),
+        ("min_p", np.float32), ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32), ("frequency_penalty", np.float32),
+        ("seed", np.uint32), ("prompt_length", np.int32), ("num_bias", np.int32),
+        ("logprobs", np.int32),
+    ]
+)  # fmt: skip
+GREEDY_ROW = np.array((0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0), SAMPLING_ROW)
+
+
+@flax.struct.dataclass
+class SamplingState:
+    """What sampling keeps of each slot on the device.
+
+    history: [num_slots, C] int32 tokens by position, as far as sampling needs them: those that were
+    sampled, and all before them where `load_slot` brought them.  bias_tokens: [num_slots,
+    MAX_LOGIT_BIAS] int32 and bias_values: float32; `num_bias` of a row says how many count.
+    """
+
+    history: jax.Array
+    bias_tokens: jax.Array
+    bias_values: jax.Array
+
+    @classmethod
+    def empty(cls, num_slots: int, max_tokens: int) -> "SamplingState":
+        bias = (num_slots, MAX_LOGIT_BIAS)
+        return cls(
+            jnp.zeros((num_slots, max_tokens), jnp.int32),
+            jnp.zeros(bias, jnp.int32),
+            jnp.zeros(bias, jnp.float32),
+        )
+
+    def load_slot(self, slot, history_C, bias_tokens, bias_values) -> "SamplingState":
+        return SamplingState(
+            self.history.at[slot].set(history_C),
+            self.bias_tokens.at[slot].set(bias_tokens),
+            self.bias_values.at[slot].set(bias_values),
+        )
+
+
+@flax.struct.dataclass
+class Logprobs:
+    """Natural log-probabilities of some tokens: chosen [...] float32, and the best alternatives,
+    top_tokens [..., A] int32 and top [..., A] float32, A = min(MAX_LOGPROBS, V)."""
+
+    chosen: Array
+    top_tokens: Array
+    top: Array
+
+
+def logprobs_of(logits, tokens) -> Logprobs:
+    """Log-probabilities of tokens [...] under logits [..., V]."""
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    at = jnp.maximum(tokens, 0)[..., None]
+    top, top_tokens = jax.lax.top_k(logp, min(MAX_LOGPROBS, logits.shape[-1]))
+    return Logprobs(jnp.take_along_axis(logp, at, -1)[..., 0], top_tokens.astype(jnp.int32), top)
+
+
+def no_logprobs(shape: tuple[int, ...], vocab_size: int) -> Logprobs:
+    """Zeros in the place of `logprobs_of`, for steps in which nobody asks."""
+    alternatives = (*shape, min(MAX_LOGPROBS, vocab_size))
+    return Logprobs(
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros(alternatives, jnp.int32),
+        jnp.zeros(alternatives, jnp.float32),
+    )
+
+
+def _biased(logits_SxV, num_bias_S, bias_tokens, bias_values):
+    counts = jnp.arange(MAX_LOGIT_BIAS) < num_bias_S[:, None]
+    rows = jnp.arange(logits_SxV.shape[0])[:, None]
+    return logits_SxV.at[rows, bias_tokens].add(jnp.where(counts, bias_values, 0.0))
+
+
+def _penalised(logits_SxV, how: SamplingArrays, history_SxC, position_S):
+    """Repetition (of prompt and output, multiplicative), frequency and presence (of output)."""
+    S, C = history_SxC.shape
+    rows, index = jnp.arange(S)[:, None], jnp.arange(C)
+    exists = index < position_S[:, None]
+    generated = exists & (index >= how.prompt_length[:, None])
+    nothing = jnp.zeros(logits_SxV.shape, jnp.int32)
+    seen = nothing.at[rows, history_SxC].add(exists) > 0
+    counts = nothing.at[rows, history_SxC].add(generated)
+    factor = how.repetition_penalty[:, None]
+    repeated = jnp.where(logits_SxV > 0, logits_SxV / factor, logits_SxV * factor)
+    return (
+        jnp.where(seen, repeated, logits_SxV)
+        - how.frequency_penalty[:, None] * counts
+        - how.presence_penalty[:, None] * (counts > 0)
+    )
+
+
+def _keep_min_p(scaled_SxV, min_p_S):
+    """Logits of tokens less probable than min_p times the most probable one become -inf."""
+    least = scaled_SxV.max(-1) + jnp.log(min_p_S)
+    return jnp.where(scaled_SxV >= least[:, None], scaled_SxV, -jnp.inf)
 
 
 def _keep_top_k_top_p(scaled_SxV, top_k_S, top_p_S):
@@ -46,27 +167,43 @@ def _gumbel(seed, position, V):
     return jax.random.gumbel(key, (V,), jnp.float32)
 
 
-def sample(logits_SxV, how: SamplingArrays):
+def _where_any(asks_S, change, x):
+    """change(x) in steps where some row asks for it: others do not pay for it."""
+    return jax.lax.cond(jnp.any(asks_S), change, lambda x: x, x)
+
+
+def sample(logits_SxV, how: SamplingArrays, position_S, state: SamplingState, slots_S):
     """Tokens [S] int32 from float32 logits [S, V]; `INVALID_TOKEN` where logits are not finite.
 
+    position: [S] int32 of the token to be sampled.  slots: [S] int32 rows of `state`; those of
+    padding rows may lie beyond it.
+
     Greedy rows take the argmax. Others take the argmax of logits / temperature plus Gumbel noise,
-    which draws from the softmax; filters leave the noise of the remaining tokens as it was. The
-    costs of noise and of sorting are paid only in steps where some row asks for them.
+    which draws from the softmax; filters leave the noise of the remaining tokens as it was.
     """
-    greedy = jnp.argmax(logits_SxV, axis=-1).astype(jnp.int32)
+    rows = jnp.minimum(slots_S, state.history.shape[0] - 1)
+    adjusted = _where_any(
+        how.num_bias > 0,
+        lambda x: _biased(x, how.num_bias, state.bias_tokens[rows], state.bias_values[rows]),
+        logits_SxV,
+    )
+    adjusted = _where_any(
+        (how.repetition_penalty != 1) | (how.presence_penalty != 0) | (how.frequency_penalty != 0),
+        lambda x: _penalised(x, how, state.history[rows], position_S),
+        adjusted,
+    )
+    greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
 
     def draw():
-        scaled = logits_SxV / jnp.maximum(how.temperature, 1e-6)[:, None]
-        filtered = jax.lax.cond(
-            jnp.any((how.top_k > 0) | (how.top_p < 1.0)),
+        x = adjusted / jnp.maximum(how.temperature, 1e-6)[:, None]
+        x = _where_any(how.min_p > 0, lambda x: _keep_min_p(x, how.min_p), x)
+        x = _where_any(
+            (how.top_k > 0) | (how.top_p < 1.0),
             lambda x: _keep_top_k_top_p(x, how.top_k, how.top_p),
-            lambda x: x,
-            scaled,
+            x,
         )
-        noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(
-            how.seed, how.position, logits_SxV.shape[-1]
-        )
-        drawn = jnp.argmax(filtered + noise, axis=-1).astype(jnp.int32)
+        noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(how.seed, position_S, x.shape[-1])
+        drawn = jnp.argmax(x + noise, axis=-1).astype(jnp.int32)
         return jnp.where(how.temperature > 0, drawn, greedy)
 
     tokens = jax.lax.cond(jnp.any(how.temperature > 0), draw, lambda: greedy)

@@ -24,6 +24,7 @@ class BlockPool:
         self.cache = cache
         self._free = np.arange(num_blocks - 1, NULL_BLOCK, -1, dtype=np.int32)
         self._num_stacked = num_blocks - 1
+        self._operations: list[tuple[str, np.ndarray]] = []
 
     @property
     def capacity(self) -> int:
@@ -46,11 +47,15 @@ class BlockPool:
         """`n` distinct blocks [n] int32, each with one reference."""
         assert 0 <= n <= self.num_free, (n, self.num_free)
         while self.cache and self._num_stacked < n:
-            self._push(np.array([self.cache.evict()], np.int32))
+            evicted = np.array([self.cache.evict()], np.int32)
+            self._operations.append(("evict", evicted))
+            self._push(evicted)
         self._num_stacked -= n
         blocks = self._free[self._num_stacked : self._num_stacked + n].copy()
         assert not self.refcounts[blocks].any(), "a free block has owners"
         self.refcounts[blocks] = 1
+        if n:
+            self._operations.append(("allocate", blocks))
         return blocks
 
     def _push(self, blocks: np.ndarray) -> None:
@@ -63,11 +68,15 @@ class BlockPool:
             assert self.cache and block in self.cache.idle, f"shared the free block {block}"
             del self.cache.idle[block]
         self.refcounts[blocks] += 1
+        if len(blocks):
+            self._operations.append(("share", blocks.copy()))
 
     def release(self, blocks: np.ndarray) -> None:
         """One owner fewer for each of the distinct `blocks`, given in the order of their tokens."""
         assert (self.refcounts[blocks] > 0).all(), "released a free block"
         self.refcounts[blocks] -= 1
+        if len(blocks):
+            self._operations.append(("release", blocks.copy()))
         freed = blocks[self.refcounts[blocks] == 0]
         if self.cache:
             kept = np.array([block in self.cache for block in freed.tolist()], bool)
@@ -75,3 +84,8 @@ class BlockPool:
             self.cache.idle.update(dict.fromkeys(freed[kept][::-1].tolist()))
             freed = freed[~kept]
         self._push(freed)
+
+    def drain_operations(self) -> list[tuple[str, np.ndarray]]:
+        """(verb, blocks) of all that was done since the last call."""
+        operations, self._operations = self._operations, []
+        return operations

@@ -12,8 +12,10 @@ class EngineConfig:
     sequence, prompt and output. chunked_prefill: whether a prompt may be spread over steps.
     page_size: tokens of a page. kv_cache_tokens: tokens that all pages hold. watermark: share of
     blocks that admission leaves free. policy: a key of `POLICIES`. run_ahead: dispatch a step
-    before reading the last one's tokens. prefix_caching: keep full blocks for later prompts that
-    begin alike. seed: for requests that bring none.
+    before reading the last one's tokens. multi_step: tokens that steps without prompts compute for
+    each sequence in one dispatch; ends are seen, and requests admitted, that much later.
+    prefix_caching: keep full blocks for later prompts that begin alike. seed: for requests that
+    bring none.
 
     Raises ValueError for values that cannot work, alone or together.
     """
@@ -28,11 +30,14 @@ class EngineConfig:
     watermark: float = 0.01
     policy: str = "vllm"
     run_ahead: bool = True
+    multi_step: int = 1
     prefix_caching: bool = False
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_prefills_per_step"):
+        for name in (
+            "max_num_seqs", "max_num_batched_tokens", "max_prefills_per_step", "multi_step",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -10,19 +10,27 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from models.config import ModelConfig
 from paged.config import EngineConfig
-from paged.executor import DeviceExecutor, Executor, PendingTokens
+from paged.executor import DeviceExecutor, Executor, PendingOutputs, StepOutputs
 from paged.kv_cache import POLICIES
 from paged.metrics import Metrics, StepRecord, step_facts
+from paged.outputs import record_logprobs, record_prompt_logprobs, request_output
 from paged.scheduler import ScheduledStep, Scheduler
-from paged.sequence import RequestOutput, SamplingParams, Sequence, SequenceGroup, Status
+from paged.sequence import (
+    RequestOutput,
+    SamplingParams,
+    Sequence,
+    SequenceGroup,
+    Status,
+    changed_fields,
+)
 from paged.step_inputs import Buckets, build_step_inputs
-from paged.stopping import StopChecker, TextStream, decode
+from paged.stopping import StopChecker, TextStream
 from paged.validation import Prompt, token_limit, validated_prompt
 
 
@@ -30,9 +38,10 @@ from paged.validation import Prompt, token_limit, validated_prompt
 class _InFlight:
     """A dispatched step whose tokens have not been read."""
 
+    number: int
     step: ScheduledStep
     rows: np.ndarray  # row of the step's inputs for each scheduled row
-    tokens: PendingTokens
+    outputs: PendingOutputs
     dispatched_s: float
     facts: dict  # of its StepRecord
     host_s: float = 0.0
@@ -56,12 +65,13 @@ class Engine:
         self._rng = np.random.default_rng(config.seed)
         self._groups: dict[str, SequenceGroup] = {}
         self._streams: dict[Sequence, TextStream] = {}
-        self._num_requests = 0
+        self._num_requests = self._num_steps = self._round = 0
         self._previous_end_s = 0.0
         self._waited_s = 0.0
         self._outputs: list[RequestOutput] = []  # for the next `step`
         self._mailboxes: dict[str, deque[RequestOutput]] = {}  # for `generate` and `stream`
         self._compilations_at_start = executor.compilations
+        self.metrics.event("engine", 0.0, config=asdict(config), model=asdict(model))
         self._reset()
 
     def _reset(self) -> None:
@@ -83,12 +93,19 @@ class Engine:
             num_slots=config.max_num_seqs,
             table_width=policy.host(config).table_width,
             prefill_rows=config.max_prefills_per_step,
+            max_tokens=config.max_model_len,
+            multi_step=config.multi_step,
         )
         return cls(model, config, executor, tokenizer)
 
     @property
     def events(self) -> list[dict]:
-        """Arrivals, admissions, steps, preemptions and ends, in order."""
+        """All that came in and all that was done, in order: enough to do it again.
+
+        engine, arrival, abort and pin say what came, before which round (call of `step`);
+        admit, preempt and schedule what was decided, page operations included; step and finish what
+        came of it.
+        """
         return self.metrics.events
 
     def warm_up(self, progress: bool = True) -> None:
@@ -152,7 +169,15 @@ class Engine:
         self._groups[request_id] = group
         self.scheduler.add(group)
         self.metrics.event(
-            "arrival", group.arrival_s, request_id=request_id, prompt_tokens=len(tokens)
+            "arrival",
+            group.arrival_s,
+            round=self._round,
+            request_id=request_id,
+            prompt_tokens=len(tokens),
+            prompt=tokens,
+            sampling=changed_fields(sampling) | {"seed": seed},
+            stream=stream,
+            cache_salt=cache_salt,
         )
         return request_id
 
@@ -164,6 +189,8 @@ class Engine:
         if request_id not in self._groups:
             raise ValueError(f"request {request_id!r} is unknown or has finished")
         group = self._groups[request_id]
+        now = self.executor.clock.now()
+        self.metrics.event("abort", now, round=self._round, request_id=request_id)
         self.scheduler.abort(group)
         output = self._retire(group)
         if request_id in self._mailboxes:
@@ -253,7 +280,10 @@ class Engine:
                 self._advance()
         finally:
             self._abandon(["pin"])
-        return self.host_policy.pin(tokens, cache_salt)
+        held = self.host_policy.pin(tokens, cache_salt)
+        now = self.executor.clock.now()
+        self.metrics.event("pin", now, round=self._round, prompt=tokens, cache_salt=cache_salt)
+        return held
 
     def _abandon(self, request_ids: list[str]) -> None:
         """Abort those of the requests that still run; nobody waits for their outputs."""
@@ -294,6 +324,7 @@ class Engine:
 
     def _run_step(self) -> None:
         began, self._waited_s = time.perf_counter(), 0.0
+        self._round += 1
         previous = self._in_flight
         # What is in flight may end sequences that would otherwise be preempted for lack of blocks.
         if previous and (not self.config.run_ahead or self.scheduler.must_preempt()):
@@ -310,11 +341,28 @@ class Engine:
 
     def _dispatch(self, step: ScheduledStep) -> _InFlight:
         scheduler, now = self.scheduler, self.executor.clock.now()
+        number = self._num_steps
+        self._num_steps += 1
         for event, groups in (("preempt", step.preempted), ("admit", step.admitted)):
             for group in groups:
                 self.metrics.event(event, now, request_id=group.request_id)
+        self.metrics.event(
+            "schedule",
+            now,
+            step=number,
+            slots=step.slots,
+            starts=step.starts,
+            counts=step.counts,
+            copies=step.copies,
+            pages=self.host_policy.drain_operations(),
+        )
         if step.copies:
             self.executor.copy_blocks(step.copies)
+        for group in step.admitted:
+            how = group.sampling
+            for sequence in group.sequences:
+                if sequence.slot >= 0 and (how.uses_history or how.logit_bias):
+                    self.executor.load_slot(sequence.slot, sequence.tokens, how.logit_bias)
         inputs, rows = build_step_inputs(
             step,
             scheduler.slots,
@@ -323,36 +371,56 @@ class Engine:
             self.config.max_prefills_per_step,
         )
         facts = step_facts(step, scheduler)
-        return _InFlight(step, rows, self.executor.execute(inputs), now, facts)
+        return _InFlight(number, step, rows, self.executor.execute(inputs), now, facts)
 
     def _take_in(self, flight: _InFlight) -> None:
-        """Wait for a step's tokens and apply them."""
+        """Wait for a step's outputs and apply them."""
         wait_began = time.perf_counter()
-        sampled = flight.tokens.wait()
+        outputs = flight.outputs.wait()
         self._waited_s += time.perf_counter() - wait_began
-        now, metrics = self.executor.clock.now(), self.metrics
+        now, metrics, step = self.executor.clock.now(), self.metrics, flight.step
         device_s = now - max(flight.dispatched_s, self._previous_end_s)
         self._previous_end_s = now
-        number = len(metrics.steps)
-        metrics.add_step(StepRecord(number, now, flight.host_s, device_s, **flight.facts))
+        sampled = np.asarray(outputs.tokens)[: step.iterations, flight.rows]
+        record = StepRecord(flight.number, now, flight.host_s, device_s, **flight.facts)
+        metrics.add_step(record, step, sampled)
         metrics.compilations_after_warmup = self.executor.compilations - self._compilations_at_start
 
+        if outputs.prompt_logprobs is not None:
+            record_prompt_logprobs(step, self.scheduler.slots, outputs.prompt_logprobs)
+        for iteration in range(step.iterations):
+            self._take_in_tokens(flight, iteration, sampled[iteration], outputs, now)
+
+    def _take_in_tokens(
+        self, flight: _InFlight, iteration: int, sampled: np.ndarray, outputs: StepOutputs, now
+    ) -> None:
         s = self.scheduler.slots
-        slots, tokens = self.scheduler.update(flight.step, sampled[flight.rows])
+        rows, tokens = self.scheduler.update(flight.step, iteration, sampled)
+        slots = flight.step.slots[rows]
+        if outputs.logprobs is not None:
+            good = tokens >= 0
+            at = [(iteration, int(row)) for row in flight.rows[rows[good]]]
+            owners = [self._owner(slot) for slot in slots[good]]
+            record_logprobs(owners, tokens[good], outputs.logprobs, at)
         known = s.known[slots]
         ended = self._stops.ended(tokens, s.ignore_eos[slots], known, s.limit[slots])
         for slot in slots[(known == s.prompt_length[slots] + 1) & (tokens >= 0)]:
             self._owner(slot).group.first_token_s = now
         watched = np.flatnonzero(s.watched[slots] & (tokens >= 0))
-        for row in watched.tolist():
-            stream = self._streams.get(self._owner(slots[row]))
-            if stream and stream.push(int(tokens[row])):
-                ended[row] = "stop"
-        for row in sorted(ended):
-            self._finish(self._owner(slots[row]), ended[row])
+        for i in watched.tolist():
+            if self._stops_at(self._owner(slots[i]), int(tokens[i])):
+                ended[i] = "stop"
+        for i in sorted(ended):
+            self._finish(self._owner(slots[i]), ended[i])
         for slot in slots[watched]:
             if s.active[slot] and self._owner(slot).group.stream:
                 self._deliver(self._output(self._owner(slot)))
+
+    def _stops_at(self, sequence: Sequence, token: int) -> bool:
+        stream = self._streams.get(sequence)
+        if token in sequence.group.sampling.stop_token_ids:
+            return True
+        return stream is not None and stream.push(token)
 
     def _owner(self, slot) -> Sequence:
         sequence = self.scheduler.slots.owner[slot]
@@ -377,21 +445,7 @@ class Engine:
         return output
 
     def _output(self, sequence: Sequence) -> RequestOutput:
-        finished = sequence.status is Status.FINISHED
         tokens = sequence.tokens
         if sequence.status is Status.RUNNING:
             tokens = self.scheduler.slots.known_tokens(sequence.slot)
-        prompt, output = np.split(tokens, [sequence.num_prompt_tokens])
-        stream, text = self._streams.get(sequence), ""
-        if stream and (sequence.finish_reason == "stop" or not finished):
-            text = stream.text
-        elif self.tokenizer is not None:
-            text = decode(self.tokenizer, output)
-        return RequestOutput(
-            request_id=sequence.group.request_id,
-            prompt_tokens=prompt.tolist(),
-            tokens=output.tolist(),
-            text=text,
-            finished=finished,
-            finish_reason=sequence.finish_reason,
-        )
+        return request_output(sequence, tokens, self._streams.get(sequence), self.tokenizer)

@@ -1,10 +1,12 @@
 """Runs steps on the device: one compiled program for each declared shape."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,20 +14,42 @@ from tqdm import tqdm
 
 from models.config import ModelConfig
 from models.families import family
-from models.sampling import sample
+from models.sampling import (
+    MAX_LOGIT_BIAS,
+    Array,
+    Logprobs,
+    SamplingState,
+    logprobs_of,
+    no_logprobs,
+    sample,
+)
 from paged import compilations
 from paged.clock import VirtualClock, WallClock
 from paged.kv_cache.policy import KVPolicy
-from paged.step_inputs import StepInputs, empty_step_inputs
+from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, pack, unpack
 
 COPIES_PER_CALL = 64  # block copies are padded to this, so that they are one program
 
 
-class PendingTokens(Protocol):
-    """The sampled tokens of a dispatched step."""
+@flax.struct.dataclass
+class StepOutputs:
+    """What a step gives back.
 
-    def wait(self) -> np.ndarray:
-        """Tokens [S] int32 by row, once the step has run."""
+    tokens: [I, S] int32, by iteration and row.  logprobs: of these tokens, [I, S].
+    prompt_logprobs: of `StepInputs.prompt_targets`, [Tp].  On the host either is None if no row
+    asked for it.
+    """
+
+    tokens: Array
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+
+class PendingOutputs(Protocol):
+    """The outputs of a dispatched step."""
+
+    def wait(self) -> StepOutputs:
+        """Numpy arrays, once the step has run."""
         ...
 
 
@@ -42,21 +66,23 @@ class Executor(Protocol):
 
     def warm_up(self, progress: bool = True) -> None: ...
 
-    def execute(self, inputs: StepInputs) -> PendingTokens: ...
+    def execute(self, inputs: StepInputs) -> PendingOutputs: ...
 
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None: ...
 
+    def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
+        """Bring what sampling must know of a sequence: its tokens so far, and its logit bias."""
+        ...
 
-def step(params, cache, last_tokens, inputs: StepInputs, model: ModelConfig, policy: KVPolicy):
-    """One step of the model over a paged cache.
 
-    last_tokens: [num_slots] int32, the newest sampled token of each slot; it feeds tokens that the
-    host has not read yet. Returns (cache, last_tokens, sampled [S] int32).
-    """
+def _iterate(params, cache, state, inputs, model, policy):
+    """One pass of the model: (cache, state, tokens [S], logprobs [S], hidden [T, E])."""
     S = inputs.lengths.shape[0]
     slot_of_token = inputs.slots[jnp.minimum(inputs.token_rows, S - 1)]
-    from_device = last_tokens.at[slot_of_token].get(mode="fill", fill_value=0)
-    tokens = jnp.where(inputs.tokens < 0, from_device, inputs.tokens)
+    sampled_before = state.history.at[slot_of_token, inputs.positions].get(
+        mode="fill", fill_value=0
+    )
+    tokens = jnp.where(inputs.tokens < 0, sampled_before, inputs.tokens)
 
     cache, plan = policy.begin_step(cache, inputs)
 
@@ -67,22 +93,106 @@ def step(params, cache, last_tokens, inputs: StepInputs, model: ModelConfig, pol
     cache = policy.end_step(cache, plan, inputs)
 
     logits = family(model).logits(params, model, hidden[inputs.last_tokens])
-    sampled = sample(logits, inputs.sampling)
-    slots = jnp.where(inputs.samples, inputs.slots, last_tokens.shape[0])
-    return cache, last_tokens.at[slots].set(sampled, mode="drop"), sampled
+    sampled = sample(logits, inputs.sampling, inputs.lengths, state, inputs.slots)
+    logprobs = jax.lax.cond(
+        jnp.any(inputs.sampling.logprobs != 0),
+        lambda: logprobs_of(logits, sampled),
+        lambda: no_logprobs((S,), model.vocab_size),
+    )
+    slots = jnp.where(inputs.samples != 0, inputs.slots, state.history.shape[0])
+    history = state.history.at[slots, inputs.lengths].set(sampled, mode="drop")
+    return cache, replace(state, history=history), sampled, logprobs, hidden
 
 
-class _DeviceTokens:
-    def __init__(self, tokens: jax.Array):
-        tokens.copy_to_host_async()
-        self._tokens = tokens
+def _next_iteration(inputs: StepInputs, done) -> StepInputs:
+    """A step of decodes once `done` iterations have run; finished rows become padding."""
+    goes_on = inputs.iterations > done
+    S = inputs.lengths.shape[0]
+    num_slots = jnp.iinfo(jnp.int32).max
+    return replace(
+        inputs,
+        tokens=jnp.full_like(inputs.tokens, FROM_DEVICE),
+        positions=jnp.where(goes_on, inputs.positions + 1, 0),
+        token_rows=jnp.where(goes_on, inputs.token_rows, S),
+        lengths=jnp.where(goes_on, inputs.lengths + 1, 0),
+        slots=jnp.where(goes_on, inputs.slots, num_slots),
+        samples=inputs.samples * goes_on,
+    )
 
-    def wait(self) -> np.ndarray:
-        return np.asarray(self._tokens)
+
+def _prompt_logprobs(params, hidden_TxE, targets_T, model: ModelConfig) -> Logprobs:
+    """Of prompt tokens targets [Tp], where they are not -1, by chunks: few logits at a time."""
+    Tp = targets_T.shape[0]
+    chunk = min(Tp, 64)
+    padding = -Tp % chunk
+    hidden = jnp.pad(hidden_TxE[:Tp], ((0, padding), (0, 0))).reshape(-1, chunk, model.hidden_size)
+    targets = jnp.pad(targets_T, (0, padding)).reshape(-1, chunk)
+
+    def of_chunk(chunk):
+        hidden, targets = chunk
+        return logprobs_of(family(model).logits(params, model, hidden), targets)
+
+    def compute():
+        parts = jax.lax.map(of_chunk, (hidden, targets))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:Tp], parts)
+
+    return jax.lax.cond(
+        jnp.any(targets_T >= 0), compute, lambda: no_logprobs((Tp,), model.vocab_size)
+    )
+
+
+def step(
+    params, cache, state: SamplingState, inputs: StepInputs, model: ModelConfig, policy: KVPolicy,
+    multi_step: int = 1,
+):  # fmt: skip
+    """One step of the model over a paged cache: (cache, state, StepOutputs).
+
+    `state` feeds tokens that the host has not read yet. A step of decodes alone runs up to
+    `multi_step` iterations, as many as its longest row asks for; each feeds the next.
+    """
+    Tp, S = inputs.num_prefill_tokens, inputs.lengths.shape[0]
+    if Tp or multi_step == 1:
+        cache, state, tokens, logprobs, hidden = _iterate(
+            params, cache, state, inputs, model, policy
+        )
+        prompt = _prompt_logprobs(params, hidden, inputs.prompt_targets, model) if Tp else None
+        first = jax.tree.map(lambda x: x[None], StepOutputs(tokens, logprobs))
+        return cache, state, replace(first, prompt_logprobs=prompt)
+
+    def body(i, carry):
+        cache, state, now, outputs = carry
+        cache, state, tokens, logprobs, _ = _iterate(params, cache, state, now, model, policy)
+        outputs = jax.tree.map(
+            lambda all_, new: all_.at[i].set(new), outputs, StepOutputs(tokens, logprobs)
+        )
+        return cache, state, _next_iteration(now, i + 1), outputs
+
+    outputs = StepOutputs(
+        jnp.zeros((multi_step, S), jnp.int32), no_logprobs((multi_step, S), model.vocab_size)
+    )
+    cache, state, _, outputs = jax.lax.fori_loop(
+        0, jnp.max(inputs.iterations), body, (cache, state, inputs, outputs)
+    )
+    return cache, state, outputs
+
+
+class _DeviceOutputs:
+    def __init__(self, outputs: StepOutputs, inputs: StepInputs):
+        # Log-probabilities are of many times a token's bytes: they stay where they are if unasked.
+        if not np.any(inputs.sampling.logprobs):
+            outputs = replace(outputs, logprobs=None)
+        if not np.any(inputs.prompt_targets >= 0):
+            outputs = replace(outputs, prompt_logprobs=None)
+        for leaf in jax.tree.leaves(outputs):
+            leaf.copy_to_host_async()
+        self._outputs = outputs
+
+    def wait(self) -> StepOutputs:
+        return jax.tree.map(np.asarray, self._outputs)
 
 
 class DeviceExecutor:
-    """Owns the parameters, the cache and each slot's newest token; all stay on the device.
+    """Owns the parameters, the cache and the slots' sampling state; all stay on the device.
 
     params: as declared by the model, in the dtype to compute and cache in. shapes: the (Tp, Sd)
     of `Buckets.shapes`, compiled by `warm_up`, or without it when first met.
@@ -90,7 +200,7 @@ class DeviceExecutor:
 
     def __init__(
         self, params, model: ModelConfig, policy: KVPolicy, *, shapes: list[tuple[int, int]],
-        num_slots: int, table_width: int, prefill_rows: int,
+        num_slots: int, table_width: int, prefill_rows: int, max_tokens: int, multi_step: int = 1,
     ):  # fmt: skip
         self.clock = WallClock()
         self._params, self._policy = params, policy
@@ -101,10 +211,10 @@ class DeviceExecutor:
         )  # fmt: skip
         dtype = params["embed"].dtype
         self._cache = jax.jit(lambda: policy.init(model, dtype))()
-        self._last_tokens = jnp.zeros(num_slots, jnp.int32)
-        self._step = jax.jit(
-            functools.partial(step, model=model, policy=policy), donate_argnums=(1, 2)
-        )
+        self._max_tokens = max_tokens
+        self._state = SamplingState.empty(num_slots, max_tokens)
+        self._step = functools.partial(step, model=model, policy=policy, multi_step=multi_step)
+        self._load = jax.jit(SamplingState.load_slot, donate_argnums=0)
         self._copy = jax.jit(policy.copy_pages, donate_argnums=0)
         self._programs: dict[tuple[int, int], jax.stages.Compiled] = {}
 
@@ -122,22 +232,37 @@ class DeviceExecutor:
         for shape in self._shapes:
             self.execute(self._empty(*shape)).wait()
         self.copy_blocks([(0, 0)])
+        self.load_slot(0, np.zeros(0, np.int32), {})
         jax.block_until_ready(self._cache)
 
     def _compile(self, shape: tuple[int, int]) -> jax.stages.Compiled:
         assert shape in self._shapes, f"step shape {shape} is not declared"
-        inputs = self._empty(*shape)
-        return self._step.lower(self._params, self._cache, self._last_tokens, inputs).compile()
+        like = self._empty(*shape)
 
-    def execute(self, inputs: StepInputs) -> _DeviceTokens:
+        def run(params, cache, state, packed):
+            return self._step(params, cache, state, unpack(packed, like))
+
+        program = jax.jit(run, donate_argnums=(1, 2))
+        return program.lower(self._params, self._cache, self._state, pack(like)).compile()
+
+    def execute(self, inputs: StepInputs) -> _DeviceOutputs:
         shape = inputs.num_prefill_tokens, inputs.tokens.shape[0] - inputs.num_prefill_tokens
         if shape not in self._programs:
             self._programs[shape] = self._compile(shape)
         program = self._programs[shape]
-        self._cache, self._last_tokens, sampled = program(
-            self._params, self._cache, self._last_tokens, inputs
+        self._cache, self._state, outputs = program(
+            self._params, self._cache, self._state, pack(inputs)
         )
-        return _DeviceTokens(sampled)
+        return _DeviceOutputs(outputs, inputs)
+
+    def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
+        history = np.zeros(self._max_tokens, np.int32)
+        history[: len(tokens)] = tokens
+        bias_tokens = np.zeros(MAX_LOGIT_BIAS, np.int32)
+        bias_values = np.zeros(MAX_LOGIT_BIAS, np.float32)
+        bias_tokens[: len(logit_bias)] = list(logit_bias.keys())
+        bias_values[: len(logit_bias)] = list(logit_bias.values())
+        self._state = self._load(self._state, np.int32(slot), history, bias_tokens, bias_values)
 
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy blocks (source, destination) on the device, before the next step (vLLM §4.4)."""

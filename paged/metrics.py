@@ -1,10 +1,14 @@
 """What the engine records: one row a step, one row a request, one event log. All grow for as long
-as the engine lives."""
+as the engine lives, or until `clear`."""
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from paged.scheduler import ScheduledStep, Scheduler
 from paged.sequence import RequestOutput, SequenceGroup
+
+NO_TOKEN = -2  # in the log, what a row gives in an iteration in which it samples nothing
 
 
 @dataclass(frozen=True)
@@ -14,7 +18,8 @@ class StepRecord:
     host_s: wall time that the host worked in the round that dispatched this step (schedule, batch
     building, dispatch, and taking in the step before), without waiting.
     device_s: from the later of dispatch and the previous step's end to this step's end, as the host
-    sees it. decode_tokens: rows of one token. num_*: groups, and preemptions since the last step.
+    sees it. decode_tokens: of rows that generate. num_*: groups, and preemptions since the last
+    step.
     kv_*: token slots, as in `paged.kv_cache.policy.Usage`.
     """
 
@@ -57,7 +62,7 @@ def step_facts(step: ScheduledStep, scheduler: Scheduler) -> dict[str, int]:
     usage = scheduler.policy.usage(slots, scheduler.slots.computed[slots])
     return {
         "prefill_tokens": step.num_prefill_tokens,
-        "decode_tokens": step.num_decodes,
+        "decode_tokens": step.num_decode_tokens,
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),
         "preemptions": len(step.preempted),
@@ -78,9 +83,17 @@ class Metrics:
     def event(self, event: str, time_s: float, **facts) -> None:
         self.events.append({"event": event, "time_s": time_s, **facts})
 
-    def add_step(self, record: StepRecord) -> None:
+    def add_step(self, record: StepRecord, step: ScheduledStep, sampled: np.ndarray) -> None:
+        """sampled: [I, n] tokens by iteration and scheduled row, some of them not asked for."""
         self.steps.append(record)
-        self.events.append({"event": "step", **vars(record)})
+        asked = np.arange(len(sampled))[:, None] < step.yields
+        tokens = np.where(asked, sampled, NO_TOKEN)
+        self.events.append({"event": "step", **vars(record), "tokens": tokens})
+
+    def clear(self) -> None:
+        """Forget all records, of an engine that lives for long."""
+        for records in (self.steps, self.requests, self.events):
+            records.clear()
 
     def add_request(self, group: SequenceGroup, output: RequestOutput, finish_s: float) -> None:
         assert output.finish_reason is not None

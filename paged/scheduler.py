@@ -18,18 +18,20 @@ from paged.slots import Slots
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """One step in numbers: rows of prefill chunks first, then rows of one token.
+    """One step in numbers: rows of prefill chunks first, then decode rows.
 
     slots, starts, counts: [n] int64: row i computes tokens starts[i] .. starts[i] + counts[i] of
-    the sequence in slots[i]. samples: [n] bool: whether it ends at the sequence's last token, and
-    so yields the next one. generations: [n] owners of the slots. copies: (source, destination)
-    blocks to be copied first.
+    the sequence in slots[i]; a decode row computes them in as many iterations. samples: [n] bool:
+    whether it ends at the sequence's last token, and so yields the next one; yields: [n] how many
+    tokens it yields. generations: [n] owners of the slots. copies: (source, destination) blocks to
+    be copied first. iterations: of the whole step.
     """
 
     slots: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
     samples: np.ndarray
+    yields: np.ndarray
     generations: np.ndarray
     num_prefills: int
     copies: list[tuple[int, int]]
@@ -43,6 +45,14 @@ class ScheduledStep:
     @property
     def num_decodes(self) -> int:
         return len(self.slots) - self.num_prefills
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return int(self.counts[self.num_prefills :].sum())
+
+    @property
+    def iterations(self) -> int:
+        return int(self.yields.max())
 
 
 class _PrefillRoom:
@@ -120,8 +130,19 @@ class Scheduler:
 
     def must_preempt(self) -> bool:
         """Whether the next step cannot give every running sequence its next token."""
-        ready = self._ready()
-        return not self.policy.can_append(ready, self.slots.length[ready])
+        return not self._can_append(self._ready())
+
+    def _can_append(self, ready: np.ndarray) -> bool:
+        return self.policy.can_append(ready, self.slots.length[ready])
+
+    def _iterations(self, decodes: np.ndarray) -> np.ndarray:
+        """Tokens that each of `decodes` [n] computes in a step of decodes alone: `multi_step`, or
+        what its limit leaves; one if there are no blocks for more."""
+        s = self.slots
+        counts = np.minimum(self.config.multi_step, s.limit[decodes] - s.length[decodes])
+        if self.policy.can_append(decodes, s.length[decodes] + counts - 1):
+            return counts
+        return np.ones_like(counts)
 
     def _preempt_latest(self) -> SequenceGroup:
         """Take all sequences of the latest arrival off the device; they will be recomputed.
@@ -159,9 +180,8 @@ class Scheduler:
         """The next step, or None if there is nothing to compute now."""
         s = self.slots
         preempted = []
-        while self.must_preempt():
+        while not self._can_append(decodes := self._ready()):
             preempted.append(self._preempt_latest())
-        decodes = self._ready()
         copies = self.policy.append(decodes, s.length[decodes])
 
         room = _PrefillRoom(self.config, self.config.max_num_batched_tokens - len(decodes))
@@ -188,22 +208,28 @@ class Scheduler:
         if not room.rows and not len(decodes):
             assert not preempted, "preempted everything"
             return None
-        return self._commit(room.rows, decodes, copies, preempted, admitted)
+        iterations = np.ones(len(decodes), np.int64)
+        if self.config.multi_step > 1 and not room.rows:
+            iterations = self._iterations(decodes)
+            copies = copies + self.policy.append(decodes, s.length[decodes] + iterations - 1)
+        return self._commit(room.rows, decodes, iterations, copies, preempted, admitted)
 
-    def _commit(self, prefills, decodes, copies, preempted, admitted) -> ScheduledStep:
+    def _commit(self, prefills, decodes, iterations, copies, preempted, admitted) -> ScheduledStep:
         s = self.slots
         slots = np.concatenate([np.array([slot for slot, _ in prefills], np.int64), decodes])
-        counts = np.ones(len(slots), np.int64)
-        counts[: len(prefills)] = [count for _, count in prefills]
+        chunks = np.array([count for _, count in prefills], np.int64)
+        counts = np.concatenate([chunks, iterations])
         starts = s.computed[slots]
         s.computed[slots] += counts
-        samples = s.computed[slots] == s.length[slots]
-        s.length[slots] += samples
+        samples = s.computed[slots] >= s.length[slots]
+        yields = samples * np.concatenate([np.ones_like(chunks), iterations])
+        s.length[slots] += yields
         return ScheduledStep(
             slots=slots,
             starts=starts,
             counts=counts,
             samples=samples,
+            yields=yields,
             generations=s.generation[slots],
             num_prefills=len(prefills),
             copies=copies,
@@ -211,18 +237,21 @@ class Scheduler:
             admitted=admitted,
         )
 
-    def update(self, step: ScheduledStep, sampled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Record the tokens that a step sampled, `sampled` [n] by row.
+    def update(
+        self, step: ScheduledStep, iteration: int, sampled: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Record the tokens that an iteration of a step sampled, `sampled` [n] by row.
 
-        Tokens of sequences that ended or were preempted since are dropped. Returns the slots that
+        Tokens of sequences that ended or were preempted since are dropped. Returns the rows that
         took part and their tokens; a negative one (`INVALID_TOKEN`) was not recorded.
         """
         s = self.slots
-        took = step.samples & (s.generation[step.slots] == step.generations)
-        slots, tokens = step.slots[took], sampled[took]
+        took = (iteration < step.yields) & (s.generation[step.slots] == step.generations)
+        rows = np.flatnonzero(took)
+        slots, tokens = step.slots[rows], sampled[rows]
         valid = tokens >= 0
         good = slots[valid]
         s.tokens[good, s.known[good]] = tokens[valid]
         s.known[good] += 1
         self.policy.confirm(good, np.minimum(s.known[good], s.computed[good]), s.tokens)
-        return slots, tokens
+        return rows, tokens

@@ -3,9 +3,13 @@
 import dataclasses
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from models.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 
 @dataclass(frozen=True)
@@ -13,9 +17,17 @@ class SamplingParams:
     """How a request is decoded.
 
     max_tokens: tokens to generate at most; temperature: 0 is greedy; top_k: 0 is off; top_p: 1 is
-    off; seed: makes the request's tokens repeatable whatever else runs (None: the engine draws one,
-    another for each request); stop: strings that end the output and are cut from it; ignore_eos:
-    generate to max_tokens.
+    off; min_p: tokens less probable than this times the most probable one are left out (0: off).
+    repetition_penalty: divides positive logits, multiplies negative ones, of tokens that the prompt
+    or the output holds (1: off); presence_penalty, frequency_penalty: subtracted from the logits of
+    tokens that the output holds, once or for each time (0: off). logit_bias: token → what is
+    added to its logit. seed: makes the request's tokens repeatable whatever else runs (None: the
+    engine draws one, another for each request).
+
+    stop: strings that end the output and are cut from it; stop_token_ids: tokens that end it and
+    stay in it, though not in its text; ignore_eos: generate to max_tokens. logprobs,
+    prompt_logprobs: report the log-probability of each generated, or prompt, token and of this
+    many best alternatives, 0 to MAX_LOGPROBS (None: report nothing).
 
     Raises ValueError for values of the wrong type or outside their range.
     """
@@ -24,29 +36,90 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self):
-        for name in ("max_tokens", "top_k", "seed"):
+        for name in ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
+            if not _is_whole(getattr(self, name), none=True):
+                raise ValueError(f"{name} must be a whole number, not {getattr(self, name)!r}")
+        for name in FLOATS:
             value = getattr(self, name)
-            if not isinstance(value, int | np.integer | None) or isinstance(value, bool):
-                raise ValueError(f"{name} must be a whole number, not {value!r}")
+            if not isinstance(value, int | float | np.number) or not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, not {value!r}")
+        most = (None, *range(MAX_LOGPROBS + 1))
         checks = {
             "max_tokens": (1 <= self.max_tokens < 2**31, "at least 1 and below 2^31"),
-            "temperature": (
-                self.temperature >= 0 and math.isfinite(self.temperature), "0 or more, and finite",
-            ),
+            "temperature": (self.temperature >= 0, "0 or more"),
             "top_k": (0 <= self.top_k < 2**31, "0 (off) or more, and below 2^31"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0; 1 is off"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "from -2 to 2; 0 is off"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "from -2 to 2; 0 is off"),
             "seed": (self.seed is None or 0 <= self.seed < 2**32, "None or in [0, 2^32)"),
-        }  # fmt: skip
+            "logprobs": (self.logprobs in most, f"None or from 0 to {MAX_LOGPROBS}"),
+            "prompt_logprobs": (self.prompt_logprobs in most, f"None or from 0 to {MAX_LOGPROBS}"),
+        }
         for name, (good, allowed) in checks.items():
             if not good:
                 raise ValueError(f"{name} must be {allowed}, not {getattr(self, name)}")
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop must be a tuple of non-empty strings, not {self.stop!r}")
+        if not all(map(_is_whole, self.stop_token_ids)):
+            raise ValueError(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise ValueError(
+                f"logit_bias may name {MAX_LOGIT_BIAS} tokens, not {len(self.logit_bias)}"
+            )
+        for token, bias in self.logit_bias.items():
+            if not _is_whole(token) or not -100 <= bias <= 100:
+                raise ValueError(
+                    f"logit_bias must map token ids to numbers from -100 to 100, not "
+                    f"{token!r} to {bias!r}"
+                )
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether the tokens so far change the next one's logits otherwise than by the model."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1, 0, 0)
+
+
+FLOATS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+
+
+def _is_whole(value, none: bool = False) -> bool:
+    if value is None:
+        return none
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def changed_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """The fields that differ from their defaults."""
+    named = ((f.name, getattr(sampling, f.name)) for f in dataclasses.fields(sampling))
+    default = SamplingParams()
+    return {name: value for name, value in named if value != getattr(default, name)}
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token's natural log-probability, and the best alternatives' by token, best first."""
+
+    token: int
+    logprob: float
+    top: dict[int, float]
 
 
 class Status(enum.Enum):
@@ -61,7 +134,7 @@ class Sequence:
     While the sequence runs its tokens are in `Slots` under `slot`; otherwise they are here.
     """
 
-    __slots__ = ("finish_reason", "group", "seed", "slot", "status", "tokens")
+    __slots__ = ("finish_reason", "group", "logprobs", "seed", "slot", "status", "tokens")
 
     def __init__(self, group: "SequenceGroup", tokens: np.ndarray, seed: int):
         self.group, self.seed = group, seed
@@ -69,6 +142,7 @@ class Sequence:
         self.status = Status.WAITING
         self.slot = -1
         self.finish_reason: str | None = None
+        self.logprobs: list[TokenLogprob] = []  # of the output, where they are asked for
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -104,6 +178,9 @@ class SequenceGroup:
         self.num_cached_tokens = 0  # taken from the prefix cache instead of computed
         self.cache_salt = ""  # shares cached prefixes only with its like
         self.stream = False
+        # Where they are asked for.
+        asked = 0 if sampling.prompt_logprobs is None else len(prompt)
+        self.prompt_logprobs: list[TokenLogprob | None] = [None] * asked
 
     @property
     def finished(self) -> bool:
@@ -114,8 +191,9 @@ class SequenceGroup:
 class RequestOutput:
     """What the engine returns of a request: all its tokens so far.
 
-    finish_reason: None while it runs; 'eos', 'length', 'stop' (a stop string), 'abort', or 'error'
-    (the model's logits were not finite).
+    finish_reason: None while it runs; 'eos', 'length', 'stop' (a stop string or token), 'abort', or
+    'error' (the model's logits were not finite). logprobs: of each token; prompt_logprobs: of each
+    prompt token, None for the first and those not computed yet; both None if not asked for.
     """
 
     request_id: str
@@ -124,3 +202,5 @@ class RequestOutput:
     text: str
     finished: bool
     finish_reason: str | None
+    logprobs: list[TokenLogprob] | None = dataclasses.field(default=None, repr=False)
+    prompt_logprobs: list[TokenLogprob | None] | None = dataclasses.field(default=None, repr=False)

@@ -7,7 +7,22 @@ of running sequences to a few vector operations.
 
 import numpy as np
 
+from models.sampling import GREEDY_ROW
 from paged.sequence import Sequence, Status
+
+
+def sampling_row(sequence: Sequence) -> np.ndarray:
+    """A sequence's sampling parameters as the device takes them: one `SAMPLING_ROW`."""
+    how = sequence.group.sampling
+    row = np.array(GREEDY_ROW)
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+                 "presence_penalty", "frequency_penalty"):  # fmt: skip
+        row[name] = getattr(how, name)
+    row["seed"] = sequence.seed
+    row["prompt_length"] = sequence.num_prompt_tokens
+    row["num_bias"] = len(how.logit_bias)
+    row["logprobs"] = how.logprobs is not None
+    return row
 
 
 class Slots:
@@ -18,7 +33,8 @@ class Slots:
     computed: tokens whose keys and values are written once all dispatched steps have run.
     limit:    length at which generation ends.
     generation: counts the slot's owners, so that results of an earlier owner can be told apart.
-    watched:  whether each new token must be looked at for stop strings or streaming.
+    watched:  whether each new token must be looked at: stop strings, stop tokens, streaming.
+    sampling: how the next token is sampled, a row of `SAMPLING_ROW`.
     """
 
     def __init__(self, num_slots: int, max_tokens: int):
@@ -32,11 +48,9 @@ class Slots:
         self.generation = np.zeros(num_slots, np.int64)
         self.active = np.zeros(num_slots, bool)
         self.watched = np.zeros(num_slots, bool)
+        self.prompt_logprobs = np.zeros(num_slots, bool)
         self.ignore_eos = np.zeros(num_slots, bool)
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int32)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.seed = np.zeros(num_slots, np.uint32)
+        self.sampling = np.full(num_slots, GREEDY_ROW)
         self.owner: list[Sequence | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -54,12 +68,11 @@ class Slots:
         self.prompt_length[slot] = group.num_prompt_tokens
         self.limit[slot] = group.limit
         self.active[slot] = True
-        self.watched[slot] = bool(group.sampling.stop) or group.stream
-        self.ignore_eos[slot] = group.sampling.ignore_eos
-        self.temperature[slot] = group.sampling.temperature
-        self.top_k[slot] = group.sampling.top_k
-        self.top_p[slot] = group.sampling.top_p
-        self.seed[slot] = sequence.seed
+        how = group.sampling
+        self.watched[slot] = bool(how.stop or how.stop_token_ids) or group.stream
+        self.prompt_logprobs[slot] = how.prompt_logprobs is not None
+        self.ignore_eos[slot] = how.ignore_eos
+        self.sampling[slot] = sampling_row(sequence)
         self.owner[slot] = sequence
         self._free.pop()
         sequence.slot, sequence.status = slot, Status.RUNNING

@@ -1,12 +1,13 @@
 """What one step hands to the device: padded arrays of declared sizes."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import flax.struct
+import jax
 import numpy as np
 
-from models.sampling import Array, SamplingArrays
+from models.sampling import GREEDY_ROW, Array, SamplingArrays
 from paged.config import EngineConfig
 from paged.kv_cache.policy import HostPolicy
 from paged.scheduler import ScheduledStep
@@ -24,7 +25,10 @@ class StepInputs:
     tokens: [T] ids, or FROM_DEVICE.  positions: [T].  token_rows: [T] row of each token, S for
     padding.  query_starts: [Sp + 1] first token of each prefill row.  lengths: [S] tokens in the
     cache after the step, 0 for padding.  last_tokens: [S] index in T of each row's last token.
-    slots: [S], num_slots for padding.  samples: [S] bool.  tables: [S, M].  sampling: [S] each.
+    slots: [S], num_slots for padding.  samples: [S] not 0 where a token is sampled.  iterations:
+    [S] tokens that a decode row computes, one after the other (all 1 without `multi_step`).
+    prompt_targets: [Tp] the prompt token whose log-probability is asked for after this one, or -1.
+    tables: [S, M].  sampling: [S] each.
     """
 
     tokens: Array
@@ -35,6 +39,8 @@ class StepInputs:
     last_tokens: Array
     slots: Array
     samples: Array
+    iterations: Array
+    prompt_targets: Array
     tables: Array
     sampling: SamplingArrays
 
@@ -104,17 +110,16 @@ def build_step_inputs(
     # Prefills fill rows from 0, rows of one token from Sp.
     rows = np.arange(n)
     rows[num_prefills:] += inputs.num_prefill_rows - num_prefills
-    ends = step.starts + step.counts
-    inputs.lengths[rows] = ends
+    # Where a decode row stands after its first iteration.
+    inputs.lengths[rows] = step.starts + step.counts
+    inputs.lengths[rows[num_prefills:]] = step.starts[num_prefills:] + 1
     inputs.slots[rows] = step.slots
     inputs.samples[rows] = step.samples
+    inputs.iterations[rows] = 1
+    inputs.iterations[rows[num_prefills:]] = step.counts[num_prefills:]
     inputs.tables[rows] = policy.tables(step.slots)
-    sampling = inputs.sampling
-    sampling.temperature[rows] = slots.temperature[step.slots]
-    sampling.top_k[rows] = slots.top_k[step.slots]
-    sampling.top_p[rows] = slots.top_p[step.slots]
-    sampling.seed[rows] = slots.seed[step.slots]
-    sampling.position[rows] = ends
+    sampling = np.full(len(inputs.lengths), GREEDY_ROW)
+    sampling[rows] = slots.sampling[step.slots]
 
     at = 0
     for row in range(num_prefills):
@@ -122,6 +127,10 @@ def build_step_inputs(
         inputs.tokens[at : at + count] = slots.tokens[slot, start : start + count]
         inputs.positions[at : at + count] = np.arange(start, start + count)
         inputs.token_rows[at : at + count] = row
+        if slots.prompt_logprobs[slot]:
+            targets = slots.tokens[slot, start + 1 : start + count + 1].copy()
+            targets[max(0, slots.prompt_length[slot] - start - 1) :] = -1
+            inputs.prompt_targets[at : at + count] = targets
         at += count
         inputs.query_starts[row + 1 :] = at
         inputs.last_tokens[row] = at - 1
@@ -133,7 +142,7 @@ def build_step_inputs(
     inputs.positions[decodes] = position
     inputs.token_rows[decodes] = rows[num_prefills:]
     inputs.last_tokens[rows[num_prefills:]] = np.arange(Tp, Tp + step.num_decodes)
-    return inputs, rows
+    return replace(inputs, sampling=SamplingArrays.columns(sampling)), rows
 
 
 def empty_step_inputs(
@@ -151,13 +160,25 @@ def empty_step_inputs(
         lengths=zeros(S),
         last_tokens=zeros(S),
         slots=np.full(S, num_slots, np.int32),
-        samples=np.zeros(S, bool),
+        samples=zeros(S),
+        iterations=zeros(S),
+        prompt_targets=np.full(Tp, -1, np.int32),
         tables=zeros((S, table_width)),
-        sampling=SamplingArrays(
-            temperature=np.zeros(S, np.float32),
-            top_k=zeros(S),
-            top_p=np.ones(S, np.float32),
-            seed=np.zeros(S, np.uint32),
-            position=zeros(S),
-        ),
+        sampling=SamplingArrays.columns(np.full(S, GREEDY_ROW)),
     )
+
+
+def pack(inputs: StepInputs) -> np.ndarray:
+    """All arrays of a step as one [n] int32: one transfer instead of one for each array."""
+    return np.concatenate([np.ravel(leaf).view(np.int32) for leaf in jax.tree.leaves(inputs)])
+
+
+def unpack(packed: jax.Array, like: StepInputs) -> StepInputs:
+    """The inverse of `pack` on the device, given arrays of the same shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(like)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    parts = [
+        jax.lax.bitcast_convert_type(packed[end - leaf.size : end], leaf.dtype).reshape(leaf.shape)
+        for end, leaf in zip(ends, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, parts)

@@ -30,6 +30,12 @@ def validated_prompt(
     Raises ValueError, saying what is wrong and what is allowed, for a request that could never run.
     """
     _check_stop_strings(tokenizer, sampling.stop)
+    for name in ("stop_token_ids", "logit_bias"):
+        for token in getattr(sampling, name):
+            if not 0 <= token < model.vocab_size:
+                raise ValueError(
+                    f"{name}: token {token} is outside the vocabulary [0, {model.vocab_size - 1}]"
+                )
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer; pass token ids")

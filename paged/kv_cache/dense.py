@@ -165,7 +165,8 @@ class DenseHost:
     def _cached(self, sequence) -> tuple[np.ndarray, bytes]:
         """Blocks that hold a prefix of the sequence, short of its last token: that must be
         computed, for what comes after it."""
-        if self.pool.cache is None:
+        # A prompt whose log-probabilities are asked for must be computed in full.
+        if self.pool.cache is None or sequence.group.sampling.prompt_logprobs is not None:
             return np.zeros(0, np.int32), b""
         page_size, salt = self.block_tables.page_size, sequence.group.cache_salt
         blocks, key = self.pool.cache.find(sequence.tokens[:-1], page_size, salt)
@@ -228,6 +229,9 @@ class DenseHost:
 
     def free(self, slot: int) -> None:
         self.block_tables.free(slot)
+
+    def drain_operations(self) -> list[tuple[str, np.ndarray]]:
+        return self.pool.drain_operations()
 
     def usage(self, slots, computed) -> Usage:
         """A shared block counts once; exact while only full blocks are shared."""

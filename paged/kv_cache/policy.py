@@ -79,6 +79,10 @@ class HostPolicy(Protocol):
 
     def free(self, slot: int) -> None: ...
 
+    def drain_operations(self) -> list[tuple[str, np.ndarray]]:
+        """What happened to pages since the last call: (verb, page ids), in order."""
+        ...
+
     def usage(self, slots: np.ndarray, computed: np.ndarray) -> Usage: ...
 
     def tables(self, slots: np.ndarray) -> np.ndarray:

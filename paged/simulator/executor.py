@@ -1,11 +1,12 @@
 """A stand-in for the device that takes simulated time and samples made-up tokens."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from paged.clock import VirtualClock
+from paged.executor import StepOutputs
 from paged.step_inputs import StepInputs
 
 
@@ -18,17 +19,18 @@ class LinearCost:
     cached_token_s: float = 1e-7
 
     def __call__(self, inputs: StepInputs) -> float:
-        tokens = int((inputs.token_rows < inputs.lengths.shape[0]).sum())
+        rows = inputs.token_rows[inputs.token_rows < inputs.lengths.shape[0]]
+        tokens = int((inputs.lengths[rows] > 0).sum())
         return self.step_s + self.token_s * tokens + self.cached_token_s * int(inputs.lengths.sum())
 
 
-class _SimulatedTokens:
+class _SimulatedOutputs:
     def __init__(self, clock: VirtualClock, ready_s: float, tokens: np.ndarray):
         self._clock, self._ready_s, self._tokens = clock, ready_s, tokens
 
-    def wait(self) -> np.ndarray:
+    def wait(self) -> StepOutputs:
         self._clock.wait_until(self._ready_s)
-        return self._tokens
+        return StepOutputs(self._tokens)
 
 
 class SimulatedExecutor:
@@ -50,14 +52,24 @@ class SimulatedExecutor:
     def warm_up(self, progress: bool = True) -> None:
         pass
 
-    def execute(self, inputs: StepInputs) -> _SimulatedTokens:
+    def execute(self, inputs: StepInputs) -> _SimulatedOutputs:
         start = max(self.clock.now(), self._device_free_s)
-        self._device_free_s = start + self._cost(inputs)
-        position, seed = np.uint64(inputs.sampling.position), np.uint64(inputs.sampling.seed)
-        mixed = position * np.uint64(2654435761) + seed
+        tokens = []
+        for done in range(max(1, int(inputs.iterations.max()))):
+            running = inputs.iterations > done
+            lengths = np.where(running, inputs.lengths + done, 0)
+            start += self._cost(replace(inputs, lengths=lengths))
+            tokens.append(self._made_up(np.asarray(inputs.sampling.seed), lengths))
+        self._device_free_s = start
+        return _SimulatedOutputs(self.clock, self._device_free_s, np.stack(tokens))
+
+    def _made_up(self, seed: np.ndarray, position: np.ndarray) -> np.ndarray:
+        mixed = np.uint64(position) * np.uint64(2654435761) + np.uint64(seed)
         span = np.uint64(self._vocab_size - self._first_token)
-        tokens = np.asarray(self._first_token + (mixed >> np.uint64(7)) % span, np.int32)
-        return _SimulatedTokens(self.clock, self._device_free_s, tokens)
+        return np.asarray(self._first_token + (mixed >> np.uint64(7)) % span, np.int32)
 
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
+        pass
+
+    def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
         pass

@@ -32,15 +32,24 @@ def _full_logits(length: int):
 
 
 @pytest.fixture(scope="session")
-def check_greedy(tiny_params):
+def full_logits(tiny_params):
+    """Logits [n, V] of n tokens, 128 at most, computed in one piece."""
+
+    def compute(tokens):
+        padded = np.zeros(128, np.int32)
+        padded[: len(tokens)] = tokens
+        return np.asarray(_full_logits(128)(tiny_params, padded))[: len(tokens)]
+
+    return compute
+
+
+@pytest.fixture(scope="session")
+def check_greedy(full_logits):
     """Asserts that each output token is the argmax of full recomputation, or within 1e-4 of it:
     padding changes the order of float32 sums, so nearer ties decide nothing."""
 
     def check(output):
-        tokens = output.prompt_tokens + output.tokens
-        padded = np.zeros(128, np.int32)
-        padded[: len(tokens)] = tokens
-        logits = np.asarray(_full_logits(128)(tiny_params, padded))
+        logits = full_logits(output.prompt_tokens + output.tokens)
         first = len(output.prompt_tokens)
         for i, token in enumerate(output.tokens):
             row = logits[first + i - 1]

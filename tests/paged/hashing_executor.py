@@ -11,6 +11,7 @@ import zlib
 import numpy as np
 
 from paged.clock import VirtualClock
+from paged.executor import StepOutputs
 
 EOS, FIRST, VOCAB = 2, 3, 61
 
@@ -35,7 +36,7 @@ class HashingExecutor:
     def __init__(self, config, eos_rate: float = 0.0):
         self.clock = VirtualClock()
         self._memory = np.full((config.num_blocks, config.page_size), -1, np.int64)
-        self._last_tokens = np.full(config.max_num_seqs, -1, np.int64)
+        self._history = np.full((config.max_num_seqs, config.max_model_len + 1), -1, np.int64)
         self._eos_rate = eos_rate
         self._queue: list[_Pending] = []
 
@@ -45,6 +46,9 @@ class HashingExecutor:
     def copy_blocks(self, copies) -> None:
         raise AssertionError("no decoding method of these tests shares blocks")
 
+    def load_slot(self, slot, tokens, logit_bias) -> None:
+        raise AssertionError("no request of these tests has penalties or a bias")
+
     def execute(self, inputs) -> "_Pending":
         self._queue.append(_Pending(self, inputs))
         return self._queue[-1]
@@ -53,39 +57,46 @@ class HashingExecutor:
         pending = self._queue.pop(0)
         pending.result = self._run(pending.inputs)
 
-    def _run(self, inputs) -> np.ndarray:
+    def _run(self, inputs) -> StepOutputs:
+        S = len(inputs.lengths)
+        if inputs.num_prefill_tokens:
+            assert inputs.iterations.max() == 1
+        sampled = np.full((max(1, inputs.iterations.max()), S), -7, np.int32)
+        for done in range(len(sampled)):
+            self._iterate(inputs, done, sampled[done])
+        return StepOutputs(sampled)
+
+    def _iterate(self, inputs, done: int, sampled: np.ndarray) -> None:
         S, page_size = len(inputs.lengths), self._memory.shape[1]
         written = set()
         for t, row in enumerate(inputs.token_rows):
-            if row == S:
+            if row == S or inputs.iterations[row] <= done:
                 continue
-            token = inputs.tokens[t]
-            token = self._last_tokens[inputs.slots[row]] if token < 0 else token
+            token, position = inputs.tokens[t], int(inputs.positions[t]) + done
+            if token < 0 or done:
+                token = self._history[inputs.slots[row], position]
             assert token >= 0, "read a token that no step has sampled"
-            page, offset = divmod(int(inputs.positions[t]), page_size)
+            page, offset = divmod(position, page_size)
             place = int(inputs.tables[row, page]), offset
             assert place[0] != 0, "wrote to the null block"
             assert place not in written, "two tokens of a step share a place"
             written.add(place)
             self._memory[place] = token
-        sampled = np.full(S, -7, np.int32)
-        for row in np.flatnonzero(inputs.lengths):
-            n = int(inputs.lengths[row])
+        for row in np.flatnonzero((inputs.lengths > 0) & (inputs.iterations > done)):
+            n = int(inputs.lengths[row]) + done
             seen = self._memory[inputs.tables[row, : -(-n // page_size)]].reshape(-1)[:n]
-            assert inputs.sampling.position[row] == n
-            assert inputs.positions[inputs.last_tokens[row]] == n - 1
+            assert inputs.positions[inputs.last_tokens[row]] + done == n - 1
             sampled[row] = next_token(seen, int(inputs.sampling.seed[row]), self._eos_rate)
             if inputs.samples[row]:
-                self._last_tokens[inputs.slots[row]] = sampled[row]
-        return sampled
+                self._history[inputs.slots[row], n] = sampled[row]
 
 
 class _Pending:
     def __init__(self, executor: HashingExecutor, inputs):
         self._executor, self.inputs = executor, inputs
-        self.result: np.ndarray | None = None
+        self.result: StepOutputs | None = None
 
-    def wait(self) -> np.ndarray:
+    def wait(self) -> StepOutputs:
         while self.result is None:
             self._executor.run_next()
         return self.result

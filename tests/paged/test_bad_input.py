@@ -82,7 +82,7 @@ def test_generate_refuses_one_string_and_unequal_lists():
         ("seed", True, "whole number"),
         ("seed", 2**32, "2\\^32"),
         ("temperature", -0.1, "0 or more"),
-        ("temperature", float("nan"), "0 or more"),
+        ("temperature", float("nan"), "finite"),
         ("top_k", -1, "0 \\(off\\) or more"),
         ("top_p", 0.0, "above 0"),
         ("top_p", 1.1, "at most 1"),

@@ -37,8 +37,9 @@ GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
         {"page_size": 16, "max_num_seqs": 1, "kv_cache_tokens": 128},
         {"page_size": 64, "max_num_batched_tokens": 16},
         {"chunked_prefill": False, "max_num_batched_tokens": 128, "run_ahead": False},
+        {"page_size": 4, "multi_step": 6},
     ],
-    ids=["page1", "page16-batch1", "page64-chunks", "whole-prompts"],
+    ids=["page1", "page16-batch1", "page64-chunks", "whole-prompts", "multi-step"],
 )
 def test_greedy_tokens_equal_full_recomputation(tiny_params, check_greedy, changes):
     engine = _engine(tiny_params, **changes)
@@ -169,11 +170,12 @@ def test_non_finite_logits_end_their_request_and_no_other(tiny_params):
 
 
 def test_nothing_compiles_after_warm_up(tiny_params):
-    engine = _engine(tiny_params, max_num_seqs=3)
+    engine = _engine(tiny_params, max_num_seqs=3, multi_step=2)
     engine.warm_up(progress=False)
     assert engine.metrics.compilations_warmup >= len(engine._buckets.shapes())
     engine.generate(_prompts(7), GREEDY)
     engine.generate([[5, 6]], SamplingParams(temperature=1.0, top_k=3, top_p=0.5))
+    engine.generate([[5, 6]], SamplingParams(repetition_penalty=1.5, logprobs=2, prompt_logprobs=2))
     assert engine.metrics.compilations_after_warmup == 0
 
 

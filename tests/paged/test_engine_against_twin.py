@@ -30,6 +30,7 @@ def _config(rng: random.Random) -> EngineConfig:
         kv_cache_tokens=rng.choice([112, 130, 160, 1000]),
         watermark=rng.choice([0, 0, 0.01, 0.2, 0.9]),
         run_ahead=rng.random() < 0.75,
+        multi_step=rng.choice([1, 1, 2, 3, 8]),
         prefix_caching=rng.random() < 0.5,
     )
 

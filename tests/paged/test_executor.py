@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.sampling import SamplingState
 from paged.config import EngineConfig
 from paged.executor import step
 from paged.kv_cache import dense
@@ -13,16 +14,16 @@ from paged.step_inputs import Buckets, empty_step_inputs
 from tests.paged.tiny import TINY
 
 
-@pytest.mark.parametrize(("Tp", "Sd"), [(0, 4), (64, 4)])
-def test_a_step_updates_the_donated_cache_in_place(tiny_params, Tp, Sd):
+@pytest.mark.parametrize(("Tp", "Sd", "multi_step"), [(0, 4, 1), (64, 4, 1), (0, 4, 8)])
+def test_a_step_updates_the_donated_cache_in_place(tiny_params, Tp, Sd, multi_step):
     """Both pools are aliased from input to output, and no temporary comes near a pool's size."""
     policy = dense.device(EngineConfig(kv_cache_tokens=65536, page_size=16), TINY)
     cache = jax.eval_shape(lambda: policy.init(TINY, np.float32))
-    last_tokens = jax.ShapeDtypeStruct((4,), np.int32)
+    state = jax.eval_shape(lambda: SamplingState.empty(4, 256))
     inputs = empty_step_inputs(Tp, Sd, prefill_rows=2, num_slots=4, table_width=16)
-    program = jax.jit(step, static_argnums=(4, 5), donate_argnums=(1, 2))
+    program = jax.jit(step, static_argnums=(4, 5, 6), donate_argnums=(1, 2))
     memory = (
-        program.lower(tiny_params, cache, last_tokens, inputs, TINY, policy)
+        program.lower(tiny_params, cache, state, inputs, TINY, policy, multi_step)
         .compile()
         .memory_analysis()
     )

@@ -1,0 +1,66 @@
+"""What a request gets back: its tokens, text and log-probabilities."""
+
+import numpy as np
+
+from models.sampling import Logprobs
+from paged.scheduler import ScheduledStep
+from paged.sequence import RequestOutput, Sequence, Status, TokenLogprob
+from paged.slots import Slots
+from paged.stopping import TextStream, decode
+
+
+def request_output(
+    sequence: Sequence, tokens: np.ndarray, stream: TextStream | None, tokenizer
+) -> RequestOutput:
+    """A request as it stands. tokens: prompt and output [n]; stream: its text so far, if kept."""
+    group, reason = sequence.group, sequence.finish_reason
+    how, finished = group.sampling, sequence.status is Status.FINISHED
+    prompt, output = np.split(tokens, [sequence.num_prompt_tokens])
+    text = ""
+    if reason == "stop" and output[-1] in how.stop_token_ids:
+        text = decode(tokenizer, output[:-1]) if tokenizer is not None else ""
+    elif stream and (reason == "stop" or not finished):
+        text = stream.text
+    elif tokenizer is not None:
+        text = decode(tokenizer, output)
+    return RequestOutput(
+        request_id=group.request_id,
+        prompt_tokens=prompt.tolist(),
+        tokens=output.tolist(),
+        text=text,
+        finished=finished,
+        finish_reason=reason,
+        logprobs=None if how.logprobs is None else list(sequence.logprobs),
+        prompt_logprobs=None if how.prompt_logprobs is None else list(group.prompt_logprobs),
+    )
+
+
+def _token_logprob(token: int, all_: Logprobs, at, alternatives: int) -> TokenLogprob:
+    best = all_.top_tokens[at][:alternatives].tolist(), all_.top[at][:alternatives].tolist()
+    return TokenLogprob(token, float(all_.chosen[at]), dict(zip(*best)))
+
+
+def record_logprobs(
+    sequences: list[Sequence], tokens: np.ndarray, logprobs: Logprobs, at: list[tuple[int, int]]
+) -> None:
+    """Keep the log-probabilities, at index `at` of [I, S], of the tokens that sequences got."""
+    for sequence, token, where in zip(sequences, tokens.tolist(), at, strict=True):
+        count = sequence.group.sampling.logprobs
+        if count is not None:
+            sequence.logprobs.append(_token_logprob(token, logprobs, where, count))
+
+
+def record_prompt_logprobs(step: ScheduledStep, slots: Slots, logprobs: Logprobs) -> None:
+    """Keep what a step's prefill chunks tell of the prompt tokens that follow their own."""
+    at = 0
+    for row in range(step.num_prefills):
+        slot, start, count = int(step.slots[row]), int(step.starts[row]), int(step.counts[row])
+        owner = slots.owner[slot] if slots.generation[slot] == step.generations[row] else None
+        if owner and slots.prompt_logprobs[slot]:
+            group, alternatives = owner.group, owner.group.sampling.prompt_logprobs
+            for i in range(start, min(start + count, group.num_prompt_tokens - 1)):
+                token = int(slots.tokens[slot, i + 1])
+                group.prompt_logprobs[i + 1] = _token_logprob(
+                    token, logprobs, at + i - start, alternatives or 0
+                )
+        at += count
