@@ -33,6 +33,7 @@ ENGINE_HELP = {
     "watermark": "share of KV blocks that admission leaves free",
     "chunked_prefill": "whether a prompt may be spread over steps",
     "prefix_caching": "whether full KV blocks are kept for later prompts that begin alike",
+    "multi_step": "tokens that a step without prompts computes for each sequence",
     "run_ahead": "whether a step is dispatched before the last one's tokens are read",
 }
 _DEFINE: dict[type, Callable[..., Any]] = {

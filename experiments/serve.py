@@ -44,6 +44,10 @@ SAMPLING_HELP = {
     "temperature": "0 is greedy",
     "top_k": "sample among the k most probable tokens; 0 is off",
     "top_p": "sample among the most probable tokens of this total probability",
+    "min_p": "leave out tokens less probable than this times the most probable one",
+    "repetition_penalty": "divides positive logits of tokens seen before; 1 is off",
+    "presence_penalty": "subtracted from logits of tokens generated before; 0 is off",
+    "frequency_penalty": "the same for each time that they were generated; 0 is off",
 }
 
 
@@ -82,7 +86,7 @@ def run(
 ) -> list[RequestOutput]:
     """Serve `requests` as they arrive on the engine's clock; their outputs, in the same order.
 
-    Time 0 of the workload is now. sampling: temperature, top_k and top_p of all; request i draws
+    Time 0 of the workload is now. sampling: of all, but what a request says itself; request i draws
     with seed + i. Raises: ValueError for a request that the engine refuses.
     """
     sampling, clock = sampling or SamplingParams(), engine.executor.clock

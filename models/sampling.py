@@ -40,9 +40,12 @@ class SamplingArrays:
     logprobs: Array
 
     @classmethod
-    def columns(cls, rows: np.ndarray) -> "SamplingArrays":
-        """Views of the columns of rows [S] of `SAMPLING_ROW`."""
-        return cls(**{name: rows[name] for name in SAMPLING_ROW.names or ()})
+    def of_rows(cls, rows) -> "SamplingArrays":
+        """From int32 [S, n], bit for bit a `SAMPLING_ROW` each."""
+        columns = {}
+        for i, name in enumerate(SAMPLING_ROW.names or ()):
+            columns[name] = jax.lax.bitcast_convert_type(rows[:, i], SAMPLING_ROW[name])
+        return cls(**columns)
 
 
 # One row of SamplingArrays as the host keeps it.

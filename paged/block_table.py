@@ -29,17 +29,20 @@ class BlockTables:
         return -(-num_tokens // self.page_size)
 
     def _copies_tail(self, slots, num_tokens):
-        """Which `slots` would write into a last block that they share."""
-        tails = self.blocks[slots, np.maximum(self.num_blocks[slots] - 1, 0)]
-        partial = self.num_tokens[slots] % self.page_size > 0
-        grows = num_tokens > self.num_tokens[slots]
-        return partial & grows & (self.pool.refcounts[tails] > 1)
+        """Rows of `slots` that would write into a last block that they share."""
+        tails = self.blocks[slots, self.num_blocks[slots] - 1]
+        shared = np.flatnonzero(self.pool.refcounts[tails] > 1)
+        have = self.num_tokens[slots[shared]]
+        return shared[(have % self.page_size > 0) & (num_tokens[shared] > have)]
 
-    def blocks_to_append(self, slots, num_tokens) -> int:
-        """An upper bound on the blocks that `append` would take: exact where no two of `slots`
+    def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
+        """Whether `append` finds the blocks that it may take; it takes fewer where two of `slots`
         share a last block with each other."""
-        growth = np.maximum(self.blocks_for(num_tokens) - self.num_blocks[slots], 0)
-        return int(growth.sum() + self._copies_tail(slots, num_tokens).sum())
+        growth = int(np.maximum(self.blocks_for(num_tokens) - self.num_blocks[slots], 0).sum())
+        # Most often there is enough even if all of them had to copy.
+        return self.pool.can_allocate(growth + len(slots)) or self.pool.can_allocate(
+            growth + len(self._copies_tail(slots, num_tokens))
+        )
 
     def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> list[tuple[int, int]]:
         """Make room for sequences `slots` [S] to hold `num_tokens` [S] tokens.

@@ -16,8 +16,10 @@ from models.config import ModelConfig
 from models.families import family
 from models.sampling import (
     MAX_LOGIT_BIAS,
+    SAMPLING_ROW,
     Array,
     Logprobs,
+    SamplingArrays,
     SamplingState,
     logprobs_of,
     no_logprobs,
@@ -26,7 +28,7 @@ from models.sampling import (
 from paged import compilations
 from paged.clock import VirtualClock, WallClock
 from paged.kv_cache.policy import KVPolicy
-from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, pack, unpack
+from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
 
 COPIES_PER_CALL = 64  # block copies are padded to this, so that they are one program
 
@@ -93,9 +95,10 @@ def _iterate(params, cache, state, inputs, model, policy):
     cache = policy.end_step(cache, plan, inputs)
 
     logits = family(model).logits(params, model, hidden[inputs.last_tokens])
-    sampled = sample(logits, inputs.sampling, inputs.lengths, state, inputs.slots)
+    how = SamplingArrays.of_rows(inputs.sampling)
+    sampled = sample(logits, how, inputs.lengths, state, inputs.slots)
     logprobs = jax.lax.cond(
-        jnp.any(inputs.sampling.logprobs != 0),
+        jnp.any(how.logprobs != 0),
         lambda: logprobs_of(logits, sampled),
         lambda: no_logprobs((S,), model.vocab_size),
     )
@@ -179,7 +182,7 @@ def step(
 class _DeviceOutputs:
     def __init__(self, outputs: StepOutputs, inputs: StepInputs):
         # Log-probabilities are of many times a token's bytes: they stay where they are if unasked.
-        if not np.any(inputs.sampling.logprobs):
+        if not np.any(inputs.sampling.view(SAMPLING_ROW)["logprobs"]):
             outputs = replace(outputs, logprobs=None)
         if not np.any(inputs.prompt_targets >= 0):
             outputs = replace(outputs, prompt_logprobs=None)
@@ -209,6 +212,9 @@ class DeviceExecutor:
             empty_step_inputs,
             prefill_rows=prefill_rows, num_slots=num_slots, table_width=table_width,
         )  # fmt: skip
+        self._shapes_of = functools.partial(
+            step_shapes, prefill_rows=prefill_rows, table_width=table_width
+        )
         dtype = params["embed"].dtype
         self._cache = jax.jit(lambda: policy.init(model, dtype))()
         self._max_tokens = max_tokens
@@ -237,13 +243,12 @@ class DeviceExecutor:
 
     def _compile(self, shape: tuple[int, int]) -> jax.stages.Compiled:
         assert shape in self._shapes, f"step shape {shape} is not declared"
-        like = self._empty(*shape)
 
         def run(params, cache, state, packed):
-            return self._step(params, cache, state, unpack(packed, like))
+            return self._step(params, cache, state, unpack(packed, self._shapes_of(*shape)))
 
-        program = jax.jit(run, donate_argnums=(1, 2))
-        return program.lower(self._params, self._cache, self._state, pack(like)).compile()
+        program, packed = jax.jit(run, donate_argnums=(1, 2)), self._empty(*shape).packed
+        return program.lower(self._params, self._cache, self._state, packed).compile()
 
     def execute(self, inputs: StepInputs) -> _DeviceOutputs:
         shape = inputs.num_prefill_tokens, inputs.tokens.shape[0] - inputs.num_prefill_tokens
@@ -251,7 +256,7 @@ class DeviceExecutor:
             self._programs[shape] = self._compile(shape)
         program = self._programs[shape]
         self._cache, self._state, outputs = program(
-            self._params, self._cache, self._state, pack(inputs)
+            self._params, self._cache, self._state, inputs.packed
         )
         return _DeviceOutputs(outputs, inputs)
 

@@ -7,7 +7,7 @@ they stay until their memory is needed, the least recently used first.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -39,10 +39,11 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self._entries
 
-    def find(self, tokens: np.ndarray, page_size: int, salt: str) -> tuple[list[int], bytes]:
-        """The longest run of published blocks that holds a prefix of `tokens`, and its key."""
-        blocks, last = [], root_key(salt)
-        for key, content in chain(tokens, page_size, last):
+    def find(self, links: Iterable[tuple[bytes, bytes]]) -> tuple[list[int], bytes | None]:
+        """The longest run of published blocks along the `chain` of a prompt, and its key (None
+        of no block)."""
+        blocks, last = [], None
+        for key, content in links:
             block = self._blocks.get(key)
             if block is None or self._entries[block][1] != content:
                 break

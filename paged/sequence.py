@@ -134,7 +134,9 @@ class Sequence:
     While the sequence runs its tokens are in `Slots` under `slot`; otherwise they are here.
     """
 
-    __slots__ = ("finish_reason", "group", "logprobs", "seed", "slot", "status", "tokens")
+    __slots__ = (
+        "block_keys", "finish_reason", "group", "logprobs", "seed", "slot", "status", "tokens",
+    )  # fmt: skip
 
     def __init__(self, group: "SequenceGroup", tokens: np.ndarray, seed: int):
         self.group, self.seed = group, seed
@@ -142,6 +144,8 @@ class Sequence:
         self.status = Status.WAITING
         self.slot = -1
         self.finish_reason: str | None = None
+        # The prefix cache's chain over `tokens`, if it was needed since these changed.
+        self.block_keys: list[tuple[bytes, bytes]] | None = None
         self.logprobs: list[TokenLogprob] = []  # of the output, where they are asked for
 
     @property

@@ -34,7 +34,8 @@ class Slots:
     limit:    length at which generation ends.
     generation: counts the slot's owners, so that results of an earlier owner can be told apart.
     watched:  whether each new token must be looked at: stop strings, stop tokens, streaming.
-    sampling: how the next token is sampled, a row of `SAMPLING_ROW`.
+    sampling: how the next token is sampled, a `SAMPLING_ROW` each; sampling_bits: [num_slots, n]
+    int32, the same memory.
     """
 
     def __init__(self, num_slots: int, max_tokens: int):
@@ -51,6 +52,7 @@ class Slots:
         self.prompt_logprobs = np.zeros(num_slots, bool)
         self.ignore_eos = np.zeros(num_slots, bool)
         self.sampling = np.full(num_slots, GREEDY_ROW)
+        self.sampling_bits = self.sampling.view(np.int32).reshape(num_slots, -1)
         self.owner: list[Sequence | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -82,7 +84,7 @@ class Slots:
         """Take the slot back; the sequence keeps its known tokens, those in flight are dropped."""
         slot = sequence.slot
         assert self.owner[slot] is sequence, f"slot {slot} belongs to another sequence"
-        sequence.tokens = self.known_tokens(slot)
+        sequence.tokens, sequence.block_keys = self.known_tokens(slot), None
         sequence.slot, sequence.status = -1, status
         self.owner[slot] = None
         self.active[slot] = False

@@ -1,13 +1,13 @@
 """What one step hands to the device: padded arrays of declared sizes."""
 
 import functools
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 
 import flax.struct
-import jax
 import numpy as np
 
-from models.sampling import GREEDY_ROW, Array, SamplingArrays
+from models.sampling import GREEDY_ROW, SAMPLING_ROW, Array
 from paged.config import EngineConfig
 from paged.kv_cache.policy import HostPolicy
 from paged.scheduler import ScheduledStep
@@ -20,7 +20,8 @@ FROM_DEVICE = -1  # a token that the host has not read yet: the device has it un
 class StepInputs:
     """One step of Tp prefill tokens of Sp sequences, then Sd sequences with one token each.
 
-    T = Tp + Sd tokens and S = Sp + Sd rows, all padded; int32 unless said otherwise.
+    T = Tp + Sd tokens and S = Sp + Sd rows, all padded; all int32. On the host the arrays are views
+    of `packed` [n], which travels to the device as one piece: many small transfers cost more.
 
     tokens: [T] ids, or FROM_DEVICE.  positions: [T].  token_rows: [T] row of each token, S for
     padding.  query_starts: [Sp + 1] first token of each prefill row.  lengths: [S] tokens in the
@@ -28,7 +29,7 @@ class StepInputs:
     slots: [S], num_slots for padding.  samples: [S] not 0 where a token is sampled.  iterations:
     [S] tokens that a decode row computes, one after the other (all 1 without `multi_step`).
     prompt_targets: [Tp] the prompt token whose log-probability is asked for after this one, or -1.
-    tables: [S, M].  sampling: [S] each.
+    tables: [S, M].  sampling: [S, n], bit for bit a `SAMPLING_ROW` each.
     """
 
     tokens: Array
@@ -42,7 +43,8 @@ class StepInputs:
     iterations: Array
     prompt_targets: Array
     tables: Array
-    sampling: SamplingArrays
+    sampling: Array
+    packed: np.ndarray | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def num_prefill_rows(self) -> int:
@@ -101,7 +103,7 @@ def build_step_inputs(
 ) -> tuple[StepInputs, np.ndarray]:
     """A scheduled step padded to its bucket, and the row of each of its sequences [n].
 
-    Arrays are fresh: the device may read them in place, and after the next step is scheduled.
+    Arrays are fresh: the device may read them after the next step is scheduled.
     """
     Tp, Sd = buckets.pick(step.num_prefill_tokens, step.num_decodes)
     inputs = empty_step_inputs(Tp, Sd, prefill_rows, slots.num_slots, policy.table_width)
@@ -118,8 +120,7 @@ def build_step_inputs(
     inputs.iterations[rows] = 1
     inputs.iterations[rows[num_prefills:]] = step.counts[num_prefills:]
     inputs.tables[rows] = policy.tables(step.slots)
-    sampling = np.full(len(inputs.lengths), GREEDY_ROW)
-    sampling[rows] = slots.sampling[step.slots]
+    inputs.sampling[rows] = slots.sampling_bits[step.slots]
 
     at = 0
     for row in range(num_prefills):
@@ -142,43 +143,55 @@ def build_step_inputs(
     inputs.positions[decodes] = position
     inputs.token_rows[decodes] = rows[num_prefills:]
     inputs.last_tokens[rows[num_prefills:]] = np.arange(Tp, Tp + step.num_decodes)
-    return replace(inputs, sampling=SamplingArrays.columns(sampling)), rows
+    return inputs, rows
+
+
+@functools.lru_cache(maxsize=256)
+def step_shapes(Tp: int, Sd: int, prefill_rows: int, table_width: int) -> dict[str, tuple]:
+    """The shape of each array of a step, in the order in which they are packed."""
+    Sp = prefill_rows if Tp else 0
+    T, S = Tp + Sd, Sp + Sd
+    return {
+        "tokens": (T,),
+        "positions": (T,),
+        "token_rows": (T,),
+        "query_starts": (Sp + 1,),
+        "lengths": (S,),
+        "last_tokens": (S,),
+        "slots": (S,),
+        "samples": (S,),
+        "iterations": (S,),
+        "prompt_targets": (Tp,),
+        "tables": (S, table_width),
+        "sampling": (S, SAMPLING_ROW.itemsize // 4),
+    }
+
+
+def unpack(packed, shapes: dict[str, tuple]) -> StepInputs:
+    """The arrays that lie in packed [n] one after the other: views on the host."""
+    arrays, at = {}, 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        arrays[name] = packed[at : at + size].reshape(shape)
+        at += size
+    return StepInputs(**arrays, packed=packed if isinstance(packed, np.ndarray) else None)
+
+
+@functools.lru_cache(maxsize=256)
+def _padding(Tp: int, Sd: int, prefill_rows: int, num_slots: int, table_width: int) -> np.ndarray:
+    shapes = step_shapes(Tp, Sd, prefill_rows, table_width)
+    packed = np.zeros(sum(map(math.prod, shapes.values())), np.int32)
+    inputs = unpack(packed, shapes)
+    inputs.token_rows[:] = len(inputs.lengths)
+    inputs.slots[:] = num_slots
+    inputs.prompt_targets[:] = -1
+    inputs.sampling[:] = GREEDY_ROW.reshape(1).view(np.int32)
+    return packed
 
 
 def empty_step_inputs(
     Tp: int, Sd: int, prefill_rows: int, num_slots: int, table_width: int
 ) -> StepInputs:
     """A step in which all is padding: what warm-up runs."""
-    Sp = prefill_rows if Tp else 0
-    T, S = Tp + Sd, Sp + Sd
-    zeros = functools.partial(np.zeros, dtype=np.int32)
-    return StepInputs(
-        tokens=zeros(T),
-        positions=zeros(T),
-        token_rows=np.full(T, S, np.int32),
-        query_starts=zeros(Sp + 1),
-        lengths=zeros(S),
-        last_tokens=zeros(S),
-        slots=np.full(S, num_slots, np.int32),
-        samples=zeros(S),
-        iterations=zeros(S),
-        prompt_targets=np.full(Tp, -1, np.int32),
-        tables=zeros((S, table_width)),
-        sampling=SamplingArrays.columns(np.full(S, GREEDY_ROW)),
-    )
-
-
-def pack(inputs: StepInputs) -> np.ndarray:
-    """All arrays of a step as one [n] int32: one transfer instead of one for each array."""
-    return np.concatenate([np.ravel(leaf).view(np.int32) for leaf in jax.tree.leaves(inputs)])
-
-
-def unpack(packed: jax.Array, like: StepInputs) -> StepInputs:
-    """The inverse of `pack` on the device, given arrays of the same shapes and dtypes."""
-    leaves, structure = jax.tree.flatten(like)
-    ends = np.cumsum([leaf.size for leaf in leaves])
-    parts = [
-        jax.lax.bitcast_convert_type(packed[end - leaf.size : end], leaf.dtype).reshape(leaf.shape)
-        for end, leaf in zip(ends, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, parts)
+    padding = _padding(Tp, Sd, prefill_rows, num_slots, table_width)
+    return unpack(padding.copy(), step_shapes(Tp, Sd, prefill_rows, table_width))

@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from paged.block_pool import BlockPool
 from paged.block_table import BlockTables
 from paged.kv_cache.policy import Capabilities, Usage
-from paged.prefix_cache import PrefixCache, chain
+from paged.prefix_cache import PrefixCache, chain, root_key
 from pallas_kernels.kv_write import copy_pages, write_kv
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
 
@@ -168,9 +168,12 @@ class DenseHost:
         # A prompt whose log-probabilities are asked for must be computed in full.
         if self.pool.cache is None or sequence.group.sampling.prompt_logprobs is not None:
             return np.zeros(0, np.int32), b""
-        page_size, salt = self.block_tables.page_size, sequence.group.cache_salt
-        blocks, key = self.pool.cache.find(sequence.tokens[:-1], page_size, salt)
-        return np.array(blocks, np.int32), key
+        root = root_key(sequence.group.cache_salt)
+        if sequence.block_keys is None:
+            page_size = self.block_tables.page_size
+            sequence.block_keys = list(chain(sequence.tokens[:-1], page_size, root))
+        blocks, key = self.pool.cache.find(sequence.block_keys)
+        return np.array(blocks, np.int32), key or root
 
     def can_admit(self, sequences, keep_watermark: bool) -> bool:
         needed = self.watermark_blocks if keep_watermark else 0
@@ -210,7 +213,7 @@ class DenseHost:
         page_size = self.block_tables.page_size
         blocks: list[int] = []
         if self.pool.cache is not None:
-            blocks, _ = self.pool.cache.find(tokens, page_size, salt)
+            blocks, _ = self.pool.cache.find(chain(tokens, page_size, root_key(salt)))
         if len(blocks) < len(tokens) // page_size:
             raise ValueError(f"only {len(blocks) * page_size} of {len(tokens)} tokens are cached")
         held = np.array(blocks, np.int32)
@@ -219,7 +222,7 @@ class DenseHost:
         return len(blocks) * page_size
 
     def can_append(self, slots, num_tokens) -> bool:
-        return self.pool.can_allocate(self.block_tables.blocks_to_append(slots, num_tokens))
+        return self.block_tables.can_append(slots, num_tokens)
 
     def append(self, slots, num_tokens):
         return self.block_tables.append(slots, num_tokens)

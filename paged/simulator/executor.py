@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from models.sampling import SAMPLING_ROW
 from paged.clock import VirtualClock
 from paged.executor import StepOutputs
 from paged.step_inputs import StepInputs
@@ -59,7 +60,8 @@ class SimulatedExecutor:
             running = inputs.iterations > done
             lengths = np.where(running, inputs.lengths + done, 0)
             start += self._cost(replace(inputs, lengths=lengths))
-            tokens.append(self._made_up(np.asarray(inputs.sampling.seed), lengths))
+            rows = np.asarray(inputs.sampling).view(SAMPLING_ROW)
+            tokens.append(self._made_up(rows["seed"][:, 0], lengths))
         self._device_free_s = start
         return _SimulatedOutputs(self.clock, self._device_free_s, np.stack(tokens))
 

@@ -22,7 +22,7 @@ def _how(S, **columns) -> SamplingArrays:
     rows = np.full(S, GREEDY_ROW)
     for name, values in columns.items():
         rows[name] = values
-    return SamplingArrays.columns(rows)
+    return SamplingArrays.of_rows(rows.view(np.int32).reshape(S, -1))
 
 
 def _sample(logits, position=None, history=None, bias=None, **columns):

@@ -10,6 +10,7 @@ import zlib
 
 import numpy as np
 
+from models.sampling import SAMPLING_ROW
 from paged.clock import VirtualClock
 from paged.executor import StepOutputs
 
@@ -86,7 +87,9 @@ class HashingExecutor:
             n = int(inputs.lengths[row]) + done
             seen = self._memory[inputs.tables[row, : -(-n // page_size)]].reshape(-1)[:n]
             assert inputs.positions[inputs.last_tokens[row]] + done == n - 1
-            sampled[row] = next_token(seen, int(inputs.sampling.seed[row]), self._eos_rate)
+            sampled[row] = next_token(
+                seen, int(inputs.sampling.view(SAMPLING_ROW)["seed"][row, 0]), self._eos_rate
+            )
             if inputs.samples[row]:
                 self._history[inputs.slots[row], n] = sampled[row]
 

@@ -54,7 +54,7 @@ class TablesBesideTwin(RuleBasedStateMachine):
         slots = np.array(data.draw(st.lists(st.sampled_from(sorted(self.twin)), unique=True)), int)
         slots = slots[self.tables.num_tokens[slots] < MAX_TOKENS]
         target = self.tables.num_tokens[slots] + 1
-        if self.pool.can_allocate(self.tables.blocks_to_append(slots, target)):
+        if self.tables.can_append(slots, target):
             self.write(slots.tolist(), self.tables.append(slots, target))
 
     @precondition(lambda self: 0 < len(self.twin) < SLOTS)

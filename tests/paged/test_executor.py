@@ -1,5 +1,7 @@
 """The step as a program: what it allocates, and its declared shapes."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ def test_a_step_updates_the_donated_cache_in_place(tiny_params, Tp, Sd, multi_st
     policy = dense.device(EngineConfig(kv_cache_tokens=65536, page_size=16), TINY)
     cache = jax.eval_shape(lambda: policy.init(TINY, np.float32))
     state = jax.eval_shape(lambda: SamplingState.empty(4, 256))
-    inputs = empty_step_inputs(Tp, Sd, prefill_rows=2, num_slots=4, table_width=16)
+    inputs = replace(empty_step_inputs(Tp, Sd, 2, num_slots=4, table_width=16), packed=None)
     program = jax.jit(step, static_argnums=(4, 5, 6), donate_argnums=(1, 2))
     memory = (
         program.lower(tiny_params, cache, state, inputs, TINY, policy, multi_step)

@@ -41,7 +41,7 @@ class CacheBesideTwin(RuleBasedStateMachine):
 
     @rule(tokens=TOKENS, salt=st.sampled_from("ab"))
     def admit(self, tokens, salt):
-        cached, _ = self.cache.find(tokens, PAGE, salt)
+        cached, _ = self.cache.find(chain(tokens, PAGE, root_key(salt)))
         assert cached == self.find(tokens, salt)
         need = -(-len(tokens) // PAGE)
         if need - sum(self.pool.refcounts[b] > 0 for b in cached) > self.pool.num_free:
