@@ -7,7 +7,7 @@ JAX := 0.11.2
 UNPINNED := \#
 PY := $(VENV)/bin/python
 
-.PHONY: help demo test test-newest-jax lint format typecheck constraints clean
+.PHONY: help demo test test-newest-jax test-parity lint format typecheck constraints clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -15,6 +15,7 @@ help:
 	@echo 'make demo             serve the bundled model; report and plots in results/demo/'
 	@echo 'make test             run the tests'
 	@echo 'make test-newest-jax  run the tests on the newest JAX 0.12, in .venv-newest'
+	@echo 'make test-parity      install torch (gigabytes) and run the tests against its own models'
 	@echo 'make lint             ruff'
 	@echo 'make format           let ruff rewrite the code'
 	@echo 'make typecheck        mypy'
@@ -42,6 +43,9 @@ test-newest-jax:
 	$(MAKE) test VENV=.venv-newest UNPINNED=jax
 	.venv-newest/bin/python -c 'import jax; print("passed on JAX", jax.__version__)'
 
+test-parity: $(VENV)/.installed-test $(VENV)/.installed-parity
+	$(PY) -m pytest tests/models/test_live_parity.py tests/experiments/test_bench_vs_transformers.py
+
 # An environment whose Python has been uninstalled is none: forget its stamps.
 $(shell [ -x $(PY) ] || rm -f $(VENV)/.created $(VENV)/.installed-*)
 
@@ -57,7 +61,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 
 constraints: $(VENV)/.created
 	$(PY) -m pip install --dry-run --ignore-installed --quiet --report $(VENV)/resolved.json \
-	    -e '.[test,aot]' jax==$(JAX) jaxlib==$(JAX) jax-cuda13-plugin==$(JAX)
+	    -e '.[test,aot,parity]' jax==$(JAX) jaxlib==$(JAX) jax-cuda13-plugin==$(JAX)
 	$(PY) .ci/write_constraints.py $(VENV)/resolved.json > $(VENV)/pins.txt
 	mv $(VENV)/pins.txt constraints.txt
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 GOLDEN = Path(__file__).parent / "golden"
 BUNDLED = Path(__file__).parents[2] / "models" / "bundled"
@@ -163,7 +163,7 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, int | None]] = {
 }
 
 
-def randomise(model: torch.nn.Module, seed: int) -> None:
+def randomise(model: PreTrainedModel, seed: int) -> None:
     """Weights large enough that every part of the model moves the logits; norms and biases too."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -189,10 +189,17 @@ def expected(folder: Path, tokens: list[int], start: int = 0) -> np.ndarray:
         return model.eval()(torch.tensor([tokens]), position_ids=positions).logits[0].numpy()
 
 
-def write_case(name: str, seed: int) -> None:
-    config, dtype, shard_size = CASES[name]
-    folder = GOLDEN / name
-    shutil.rmtree(folder, ignore_errors=True)
+def write_checkpoint(
+    folder: Path,
+    config: dict[str, Any],
+    seed: int,
+    dtype=torch.float32,
+    shard_size: int | None = None,
+) -> None:
+    """A random model of `config`, a config.json without its architecture, as people publish it.
+
+    shard_size: bytes per file of weights; all in one if None.
+    """
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**json.loads(json.dumps(config))), dtype=torch.float32
     )
@@ -203,6 +210,13 @@ def write_case(name: str, seed: int) -> None:
     config = {"architectures": [architecture], **config, "torch_dtype": str(dtype).split(".")[1]}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def write_case(name: str, seed: int) -> None:
+    config, dtype, shard_size = CASES[name]
+    folder = GOLDEN / name
+    shutil.rmtree(folder, ignore_errors=True)
+    write_checkpoint(folder, config, seed, dtype, shard_size)
     tokens = np.random.default_rng(seed).integers(0, config["vocab_size"], LENGTH)
     logits = expected(folder, tokens.tolist())
     np.savez(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=logits)

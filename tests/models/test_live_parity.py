@@ -1,0 +1,137 @@
+"""Fresh random checkpoints against transformers' own torch models, which compute beside ours."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models import weights
+from tests.models.goldens import run
+
+pytest.importorskip("torch", reason="needs torch: make test-parity")
+from tests.models import make_goldens
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def llamas(draw):
+    """config.json of a small random member of the Llama family, every switch of it drawn."""
+    model_type = draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]))
+    num_kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    head_dim = 2 * draw(st.integers(1, 10))
+    config = make_goldens.SMALL | {
+        "model_type": model_type,
+        "vocab_size": draw(st.integers(8, 90)),
+        "hidden_size": draw(st.integers(4, 10)) * num_kv_heads * group,
+        "intermediate_size": draw(st.integers(1, 60)),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "num_attention_heads": num_kv_heads * group,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    theta = draw(st.sampled_from([100.0, 10_000.0, 500_000.0]))
+    scaling = draw(
+        st.sampled_from(
+            [
+                None,
+                {"rope_type": "linear", "factor": 4.0},
+                {"rope_type": "llama3", **make_goldens.LLAMA3},
+            ]
+        )
+    )
+    if scaling and draw(st.booleans()):  # as transformers 5 writes it, and as 4 did
+        config["rope_parameters"] = {"rope_theta": theta, **scaling}
+    else:
+        config |= {"rope_theta": theta, "rope_scaling": scaling}
+    window = draw(st.sampled_from([None, 1, 7, 30, 1000]))
+    if model_type == "mistral":
+        config["sliding_window"] = window
+    elif model_type != "llama":
+        config |= {
+            "use_sliding_window": window is not None,
+            "sliding_window": window or 7,
+            "max_window_layers": 0,
+        }
+    return config
+
+
+@st.composite
+def opts(draw):
+    """config.json of a small random OPT."""
+    num_heads, head_dim = draw(st.integers(1, 4)), draw(st.integers(4, 12))
+    width = num_heads * head_dim
+    return make_goldens.OPT | {
+        "vocab_size": draw(st.integers(8, 90)),
+        "hidden_size": width,
+        "ffn_dim": draw(st.integers(1, 60)),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "num_attention_heads": num_heads,
+        "word_embed_proj_dim": draw(st.sampled_from([width, 16])),
+        "do_layer_norm_before": draw(st.booleans()),
+        "_remove_final_layer_norm": draw(st.booleans()),
+        "activation_function": draw(st.sampled_from(["relu", "gelu", "gelu_new", "silu"])),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+
+
+@st.composite
+def gpt2s(draw):
+    """config.json of a small random GPT-2."""
+    num_heads, head_dim = draw(st.integers(1, 4)), draw(st.integers(4, 12))
+    return make_goldens.GPT2 | {
+        "vocab_size": draw(st.integers(8, 90)),
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+        "n_embd": num_heads * head_dim,
+        "n_inner": draw(st.one_of(st.none(), st.integers(1, 60))),
+        "n_layer": draw(st.integers(1, 3)),
+        "n_head": num_heads,
+        "layer_norm_epsilon": draw(st.sampled_from([1e-5, 1e-2])),
+        "activation_function": draw(
+            st.sampled_from(["relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu"])
+        ),
+        "reorder_and_upcast_attn": draw(st.booleans()),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+
+
+def compare(folder, seed, vocab_size, length, start=0):
+    """Our float32 logits of random tokens at positions from `start` within 1e-4 of torch's."""
+    tokens = np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
+    config, params = weights.load(folder, "float32")
+    got, _ = run(config, params, tokens, offset=start)
+    expected = make_goldens.expected(folder, tokens.tolist(), start)
+    assert np.ptp(expected) > 0.1  # constant logits would agree whatever is computed
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", make_goldens.CASES)
+@settings(max_examples=3, deadline=None)
+@given(seed=SEEDS)
+def test_golden_configurations_with_fresh_weights(case, seed):
+    config, dtype, shard_size = make_goldens.CASES[case]
+    with tempfile.TemporaryDirectory() as folder:
+        make_goldens.write_checkpoint(Path(folder), config, seed, dtype, shard_size)
+        compare(folder, seed, config["vocab_size"], make_goldens.LENGTH)
+
+
+@pytest.mark.parametrize("family", [llamas, opts, gpt2s])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), seed=SEEDS, length=st.sampled_from([1, 33, 64]))
+def test_random_configurations(family, data, seed, length):
+    config = data.draw(family())
+    with tempfile.TemporaryDirectory() as folder:
+        make_goldens.write_checkpoint(Path(folder), config, seed)
+        compare(folder, seed, config["vocab_size"], length)
+
+
+@pytest.mark.parametrize("start", [0, 4000])
+def test_the_bundled_model(start):
+    config = weights.load_config("bundled")
+    compare(weights.BUNDLED, start, config.vocab_size, 64, start)
