@@ -54,7 +54,11 @@ RANDOM_100M = ModelConfig(
 )  # fmt: skip
 # transformers' continuous batching. Blocks are not shared, lest a repetition find its prompts
 # cached.
-CONTINUOUS: dict[str, Any] = {"page_size": 32, "max_batch_tokens": 512, "allow_block_sharing": False}
+CONTINUOUS: dict[str, Any] = {
+    "page_size": 32,
+    "max_batch_tokens": 512,
+    "allow_block_sharing": False,
+}
 
 Tokens = list[list[int]]
 System = Callable[[Tokens, int], Tokens]  # (prompts, output tokens of each) -> outputs

@@ -52,23 +52,28 @@ def define_fields(dataclass, helps: dict[str, str]) -> list[str]:
     return list(helps)
 
 
-def define_engine_flags() -> list[str]:
-    """Define what `engine_config` and `load_engine` read, and --seed; returns the names."""
+def define_model_flags() -> list[str]:
+    """Define what `load_engine` reads; returns the names."""
     flags.DEFINE_string("model", "bundled", "'bundled', a Hugging Face folder or a hub id")
     flags.DEFINE_enum("dtype", "float32", weights.DTYPES, "of weights, computation and KV cache")
+    flags.DEFINE_string(
+        "compilation_cache",
+        "~/.cache/paged_jax/compilations",
+        "folder that keeps compiled programs for the next run; empty for none",
+    )
+    return ["model", "dtype", "compilation_cache"]
+
+
+def define_engine_flags() -> list[str]:
+    """Define what `engine_config` and `load_engine` read, and --seed; returns the names."""
+    names = define_model_flags()
     flags.DEFINE_integer(
         "max_model_len",
         None,
         f"longest sequence in tokens; the model's by default, up to {EngineConfig.max_model_len}",
     )
     flags.DEFINE_integer("seed", 0, "of the workload and of sampling", lower_bound=0)
-    flags.DEFINE_string(
-        "compilation_cache",
-        "~/.cache/paged_jax/compilations",
-        "folder that keeps compiled programs for the next run; empty for none",
-    )
-    names = define_fields(EngineConfig, ENGINE_HELP)
-    return ["model", "dtype", "max_model_len", "seed", "compilation_cache", *names]
+    return [*names, "max_model_len", "seed", *define_fields(EngineConfig, ENGINE_HELP)]
 
 
 def engine_config(model: ModelConfig) -> EngineConfig:

@@ -64,13 +64,13 @@ def write_summary(output_dir: str | Path, numbers: Mapping[str, float | int]) ->
 
 
 def write_json(output_dir: str | Path, name: str, value: Any) -> Path:
-    """Write a JSON file (numpy scalars as numbers, nan and inf as text); its path."""
-    return _write(output_dir, name, json.dumps(_plain(value), indent=2, ensure_ascii=False) + "\n")
+    """Write `plain(value)` to a JSON file; its path."""
+    return _write(output_dir, name, json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n")
 
 
 def write_json_lines(output_dir: str | Path, name: str, values: Iterable[Any]) -> Path:
     """Write one JSON value a line; the path of the file."""
-    lines = (json.dumps(_plain(value), ensure_ascii=False) + "\n" for value in values)
+    lines = (json.dumps(plain(value), ensure_ascii=False) + "\n" for value in values)
     return _write(output_dir, name, "".join(lines))
 
 
@@ -93,15 +93,17 @@ def _write(output_dir: str | Path, name: str, text: str) -> Path:
     return path
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """`value` as JSON has it: dataclasses as objects, arrays and tuples as lists, numpy scalars as
+    numbers, nan and inf as text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | np.ndarray):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return _plain(value.item())
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, list | tuple | set):
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, str | int | float | None) else str(value)

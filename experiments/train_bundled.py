@@ -27,29 +27,29 @@ CONFIG = ModelConfig(
     bos_token_id=build_tokenizer.BOS,
     eos_token_ids=(build_tokenizer.EOS,),
 )
-# What the committed weights were trained on, in one schedule: theirs was changed nine times on the
-# way, by resuming with other flags.
 OPTIONS = Options(
-    tokens=15.7e6,
-    lengths="0:128=1;0.085:256=.75,128=.25;0.36:512=.4,256=.6;0.64:1024=.45,512=.3,256=.25"
-    ";0.74:2048=.25,1024=.4,512=.2,256=.15;0.92:4096=.12,2048=.3,1024=.35,512=.13,256=.1",
+    tokens=17.6e6,
+    lengths="0:128=1;1334500:256=.75,128=.25;5652000:512=.4,256=.6"
+    ";10048000:1024=.45,512=.3,256=.25;11618000:2048=.25,1024=.4,512=.2,256=.15"
+    ";14444000:4096=.12,2048=.3,1024=.35,512=.13,256=.1",
     mix="0:needles=.22,chain=.10,values=.18,count=.10,vote=.12,cot=.22,copy=.04,story=.02"
-    ";0.185:needles=.09,chain=.06,values=.28,count=.31,vote=.07,cot=.15,copy=.005,story=.035"
-    ";0.36:needles=.10,chain=.06,values=.20,count=.34,vote=.06,cot=.20,copy=.005,story=.035"
-    ";0.74:needles=.09,chain=.06,values=.19,count=.28,vote=.06,cot=.28,copy=.005,story=.035",
-    decay=0.4,
-    jump_from=0.36,
+    ";2904500:needles=.09,chain=.06,values=.28,count=.31,vote=.07,cot=.15,copy=.005,story=.035"
+    ";5652000:needles=.10,chain=.06,values=.20,count=.34,vote=.06,cot=.20,copy=.005,story=.035"
+    ";11618000:needles=.09,chain=.06,values=.19,count=.28,vote=.06,cot=.28,copy=.005,story=.035"
+    ";14600000:needles=.06,chain=.05,values=.22,count=.30,vote=.05,cot=.29,copy=.005,story=.025",
+    rates="0:1;9420000:1;14600000:.17515924;15600000:.17515924;17600000:.01",
+    jump_from=5652000,
 )
 OPTION_HELP = {
-    "tokens": "budget; the schedule is a function of the share that is spent",
-    "lengths": "share of the budget that is spent:length=probability,...;...",
-    "mix": "share of the budget that is spent:training task=probability,...;...",
+    "tokens": "budget",
+    "lengths": "tokens seen:length=probability,...;...",
+    "mix": "tokens seen:training task=probability,...;...",
     "batch_tokens": "tokens of a step (half as many below length 256)",
     "muon_lr": "learning rate of matrices",
     "adam_lr": "learning rate of all other parameters",
-    "decay": "last share of the budget, in which the rates fall linearly",
+    "rates": "tokens seen:factor on both learning rates;..., with lines between these points",
     "max_position": "positions jump up to here, so that retrieval carries this far",
-    "jump_from": "share of the budget at which jumps begin",
+    "jump_from": "tokens seen when jumps begin",
     "seed": "of weights and data",
     "corpus_characters": "of filler text",
 }

@@ -38,23 +38,25 @@ class Options:
     batch_tokens: int = 4096
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
-    decay: float = 0.5
+    rates: str = "0:1;5e6:1;9.5e6:.02"
     max_position: int = 4352
-    jump_from: float = 0.35
+    jump_from: float = 3.4e6
     seed: int = 1
     corpus_characters: int = 6_000_000
 
 
-def shares_at(schedule: str, fraction: float) -> dict[str, float]:
-    """name -> share at this fraction of the budget, from 'fraction:name=share,...;...'."""
+def shares_at(schedule: str, tokens: int) -> dict[str, float]:
+    """name -> share after this many tokens, from 'tokens:name=share,...;...'."""
     stages = [stage.split(":") for stage in schedule.split(";")]
-    current = [shares for start, shares in stages if fraction >= float(start)][-1]
+    current = [shares for start, shares in stages if tokens >= float(start)][-1]
     return {name: float(share) for name, share in (part.split("=") for part in current.split(","))}
 
 
-def rate_at(step: int, fraction: float, decay: float) -> float:
-    """Factor on both learning rates: 50 steps of warm-up, linear decay over the last `decay`."""
-    return min(1.0, (step + 1) / 50) * min(1.0, max(0.02, (1 - fraction) / decay))
+def rate_at(step: int, tokens: int, rates: str) -> float:
+    """Factor on both learning rates: 50 steps of warm-up, times lines between the points of
+    'tokens:factor;...'."""
+    points = [tuple(map(float, point.split(":"))) for point in rates.split(";")]
+    return min(1.0, (step + 1) / 50) * float(np.interp(tokens, *zip(*points)))
 
 
 def initialise(config: ModelConfig, key):
@@ -95,7 +97,8 @@ def predict(p, config: ModelConfig, tokens_BxT, positions_BxT):
     B, T = tokens_BxT.shape
     attend = batched_attend(config, T)
     flat = tokens_BxT.reshape(-1), positions_BxT.reshape(-1)
-    hidden, _ = llama.forward(p, config, *flat, attend, unroll=True)
+    # A scan would copy each layer's weights, and compute slower on CPUs.
+    hidden, _ = llama.forward(params.unstack(p), config, *flat, attend)
     return llama.logits(p, config, hidden).reshape(B, T, -1)
 
 
@@ -165,10 +168,6 @@ class Trainer:
         if (folder / "checkpoint.npz").exists():
             self._restore()
 
-    @property
-    def fraction(self) -> float:
-        return self.tokens / self.options.tokens
-
     def save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         leaves = jax.tree.leaves((self.params, self.state))
@@ -192,15 +191,14 @@ class Trainer:
         self.log, self.seconds = meta["log"], meta["seconds"]
 
     def _draw(self, step: int, tokens: int) -> Batch:
-        fraction = tokens / self.options.tokens
-        lengths = shares_at(self.options.lengths, fraction)
+        lengths = shares_at(self.options.lengths, tokens)
         shares = np.array(list(lengths.values()))
         rng = np.random.default_rng([self.options.seed, 2, step])
         length = int(list(lengths)[rng.choice(len(lengths), p=shares / shares.sum())])
         # Half batches at first: induction needs many steps rather than many tokens.
         budget = self.options.batch_tokens // (2 if length < 256 else 1)
-        reach = self.options.max_position if fraction >= self.options.jump_from else 0
-        mix = shares_at(self.options.mix, fraction)
+        reach = self.options.max_position if tokens >= self.options.jump_from else 0
+        mix = shares_at(self.options.mix, tokens)
         return self.data.batch(step, length, max(1, budget // length), mix, reach)
 
     def advance(self) -> tuple[Batch, float, tuple]:
@@ -208,7 +206,7 @@ class Trainer:
         batch = self.ahead.result() if self.ahead else self._draw(self.step, self.tokens)
         count = batch.tokens[:, 1:].size
         self.ahead = self.pool.submit(self._draw, self.step + 1, self.tokens + count)
-        factor = rate_at(self.step, self.fraction, self.options.decay)
+        factor = rate_at(self.step, self.tokens, self.options.rates)
         rates = {
             "muon_rate": jnp.float32(factor * self.options.muon_lr),
             "adam_rate": jnp.float32(factor * self.options.adam_lr),
@@ -236,7 +234,9 @@ class Trainer:
         bar = tqdm(
             total=int(self.options.tokens), initial=self.tokens, unit="token", mininterval=10
         )
-        while self.fraction < 1 and (not minutes or time.monotonic() - began < 60 * minutes):
+        while self.tokens < self.options.tokens and (
+            not minutes or time.monotonic() - began < 60 * minutes
+        ):
             batch, loss, (right, total, filler_loss) = self.advance()
             bar.update(batch.tokens[:, 1:].size)
             losses.append((loss, float(filler_loss)))
@@ -256,7 +256,7 @@ class Trainer:
                 last_row = now
             if self.tokens >= next_evaluation:
                 next_evaluation += evaluate_every
-                longest = max(map(int, shares_at(self.options.lengths, self.fraction)))
+                longest = max(map(int, shares_at(self.options.lengths, self.tokens)))
                 self.evaluate(sorted({256, max(256, longest)}), evaluation_prompts)
             if now - last_save > checkpoint_seconds:
                 self.save()

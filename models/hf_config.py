@@ -215,12 +215,14 @@ def _sliding_window(hf: HfConfig, num_layers: int) -> int | None:
     if windowed and hf.get("sliding_window") is not None:
         window = integer(hf, "sliding_window")
         first = integer(hf, "max_window_layers", 28) if qwen else 0
-    implied = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    layers = hf.get("layer_types") or implied
-    if not isinstance(layers, list) or len(layers) != num_layers:
+    layers = hf.get("layer_types")
+    if layers and (not isinstance(layers, list) or len(layers) != num_layers):
         raise ValueError(f"layer_types {layers!r} must name the kind of {num_layers} layers")
-    if layers != implied and not qwen:
+    # Of each kind one layer stands for all: a broken file may ask for any number of them.
+    implied = ["full_attention"] * (first > 0) + ["sliding_attention"] * (first < num_layers)
+    if layers and not qwen and any(layer not in implied for layer in layers):
         raise ValueError(f"layer_types {layers} is not supported with sliding_window {window}")
+    layers = layers or implied
     if all(layer == "full_attention" for layer in layers):
         return None
     if window is None or any(layer != "sliding_attention" for layer in layers):

@@ -3,8 +3,9 @@
 Two arguments are the seams to whoever serves the model:
 
 * `attend(layer, q, k, v, cache) -> (out, cache)` with q [T, H, D], k and v [T, K, D] after QK norm
-  and rotary embedding, out [T, H, D]. `layer` is a traced int32 scalar. The model does not know
-  what is behind it: a paged cache, sparse pages, quantised pages, or plain causal attention.
+  and rotary embedding, out [T, H, D]. `layer` is an int, or a traced int32 scalar. The model does
+  not know what is behind it: a paged cache, sparse pages, quantised pages, or plain causal
+  attention.
 * `adapters(name, layer, x) -> delta` adds to the projection `name` ('wq', 'wk', 'wv', 'wo',
   'w_gate', 'w_up', 'w_down') of x [T, in] a delta [T, out]; None leaves the base model.
 """
@@ -75,6 +76,21 @@ def rms_norm(x, gain, eps: float):
     return (x32 * gain.astype(jnp.float32)).astype(x.dtype)
 
 
+def over_layers(block, carry, layers):
+    """`carry = block(carry, p, layer)` for each layer's parameters p; returns the last carry.
+
+    Over stacked parameters as a `lax.scan`, which compiles the block once; over a list in Python,
+    which compiles longer and lets XLA read each layer's weights where they are.
+    """
+    if isinstance(layers, list):
+        for layer, p in enumerate(layers):
+            carry = block(carry, p, layer)
+        return carry
+    num_layers = jax.tree.leaves(layers)[0].shape[0]
+    numbers = jnp.arange(num_layers, dtype=jnp.int32)
+    return jax.lax.scan(lambda c, x: (block(c, *x), None), carry, (layers, numbers))[0]
+
+
 def forward(
     params,
     config: ModelConfig,
@@ -83,21 +99,18 @@ def forward(
     attend: Attend,
     cache=None,
     adapters: Adapters | None = None,
-    unroll: bool = False,
 ):
     """Hidden states [T, E] after the final norm, and the cache that `attend` carried through.
 
     tokens and positions are int32 [T]: one flat, ragged batch; which tokens see which is `attend`'s
-    business. Layers run under `lax.scan` over stacked parameters with the cache in the carry;
-    `unroll` compiles longer and trains faster on CPUs.
+    business. params: as declared, or `params.unstack`ed (see `over_layers`).
     """
     T = tokens_T.shape[0]
     H, K, D, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps
     cos, sin = rope_tables(positions_T, config)
 
-    def block(carry, scanned):
+    def block(carry, p, layer):
         x_TxE, cache = carry
-        p, layer = scanned
 
         def project(x, name, bias=None):
             y = x @ p[name]
@@ -118,13 +131,9 @@ def forward(
 
         h_TxE = rms_norm(x_TxE, p["mlp_norm"], eps)
         gated_TxF = jax.nn.silu(project(h_TxE, "w_gate")) * project(h_TxE, "w_up")
-        return (x_TxE + project(gated_TxF, "w_down"), cache), None
+        return x_TxE + project(gated_TxF, "w_down"), cache
 
-    x_TxE = params["embed"][tokens_T]
-    layers = jnp.arange(config.num_layers, dtype=jnp.int32)
-    (x_TxE, cache), _ = jax.lax.scan(
-        block, (x_TxE, cache), (params["layers"], layers), unroll=unroll
-    )
+    x_TxE, cache = over_layers(block, (params["embed"][tokens_T], cache), params["layers"])
     return rms_norm(x_TxE, params["final_norm"], eps), cache
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig
-from models.llama import Adapters, Attend, logits
+from models.llama import Adapters, Attend, logits, over_layers
 from models.params import Param
 
 __all__ = ["ACTIVATIONS", "PROJECTIONS", "declare", "forward", "logits"]
@@ -100,7 +100,6 @@ def forward(
     attend: Attend,
     cache=None,
     adapters: Adapters | None = None,
-    unroll: bool = False,
 ):
     """As `llama.forward`, with hidden states [T, W] of the width of the token embeddings.
 
@@ -111,9 +110,8 @@ def forward(
     H, K, D, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps
     activation = ACTIVATIONS[config.activation]
 
-    def block(carry, scanned):
+    def block(carry, p, layer):
         x_TxE, cache = carry
-        p, layer = scanned
 
         def project(x, name):
             y = x @ p[name] + p["b" + name[1:]]
@@ -133,17 +131,14 @@ def forward(
 
         h_TxE = norm(x_TxE, "mlp_norm", before)
         x_TxE = x_TxE + project(activation(project(h_TxE, "w_up")), "w_down")
-        return (norm(x_TxE, "mlp_norm", after), cache), None
+        return norm(x_TxE, "mlp_norm", after), cache
 
     x_TxE = params["embed"][tokens_T]
     if config.embedding_size is not None:
         x_TxE = x_TxE @ params["project_in"]
     rows_T = positions_T + FIRST_POSITION[config.model_type]
     x_TxE = x_TxE + params["positions"].at[rows_T].get(mode="fill", fill_value=jnp.nan)
-    layers = jnp.arange(config.num_layers, dtype=jnp.int32)
-    (x_TxE, cache), _ = jax.lax.scan(
-        block, (x_TxE, cache), (params["layers"], layers), unroll=unroll
-    )
+    x_TxE, cache = over_layers(block, (x_TxE, cache), params["layers"])
     if config.final_norm:
         x_TxE = layer_norm(x_TxE, params["final_norm"], params["final_norm_bias"], eps)
     if config.embedding_size is not None:

@@ -92,6 +92,13 @@ def abstract(declaration, dtype=jnp.float32):
     )
 
 
+def unstack(params):
+    """Parameters with a list of one dict a layer for their `layers`, which are stacked."""
+    names = params["layers"].keys()
+    by_layer = zip(*(jnp.unstack(params["layers"][name]) for name in names), strict=True)
+    return params | {"layers": [dict(zip(names, layer)) for layer in by_layer]}
+
+
 def partition_specs(declaration, rules: Mapping[str, str | None]):
     """`PartitionSpec`s from logical axes; an axis that `rules` does not name is replicated."""
     return jax.tree.map(

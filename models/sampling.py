@@ -1,7 +1,7 @@
 """Sampling next tokens on the device.
 
 The order is vLLM's: log-probabilities are of the model's own logits; then logit bias, penalties,
-temperature, min-p, top-k, top-p, and the draw.
+temperature, min-p, top-k, top-p, and the draw. (transformers applies min-p after top-p.)
 """
 
 import flax.struct
@@ -84,10 +84,11 @@ class SamplingState:
         )
 
     def load_slot(self, slot, history_C, bias_tokens, bias_values) -> "SamplingState":
+        """With all of a slot replaced; a slot that does not exist changes nothing."""
         return SamplingState(
-            self.history.at[slot].set(history_C),
-            self.bias_tokens.at[slot].set(bias_tokens),
-            self.bias_values.at[slot].set(bias_values),
+            self.history.at[slot].set(history_C, mode="drop"),
+            self.bias_tokens.at[slot].set(bias_tokens, mode="drop"),
+            self.bias_values.at[slot].set(bias_values, mode="drop"),
         )
 
 
@@ -160,7 +161,9 @@ def _keep_top_k_top_p(scaled_SxV, top_k_S, top_p_S):
     in_top_k = jnp.arange(V) < k[:, None]
     probs = jax.nn.softmax(ordered, where=in_top_k, axis=-1)
     mass_before = jnp.cumsum(probs, axis=-1) - probs
-    kept = in_top_k & ((mass_before < top_p_S[:, None]) | (jnp.arange(V) == 0))
+    top_p = top_p_S[:, None]
+    # Rounding may bring the mass to 1 early: top_p = 1 keeps all nevertheless.
+    kept = in_top_k & ((mass_before < top_p) | (top_p >= 1) | (jnp.arange(V) == 0))
     threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(scaled_SxV >= threshold, scaled_SxV, -jnp.inf)
 

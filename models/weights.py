@@ -94,9 +94,10 @@ def load(model: str | Path, dtype="float32") -> tuple[ModelConfig, dict]:
     declaration = family(config).declare(config)
     with ExitStack() as stack:
         shards = {path: _open(path, stack) for path in weight_files(folder)}
-        tensors = {
-            name: (path, shard) for path, shard in shards.items() for name in sorted(shard.keys())
-        }
+        tensors = _tensors(shards)
+        if config.num_layers > len(tensors):  # Told before as many names are made.
+            count = f"{config.num_layers} layers, but there are {len(tensors)} tensors in all"
+            raise ValueError(f"{folder}: config.json asks for {count}")
         declaration = _as_named(declaration, tensors)
         _check(tensors, declaration, folder)
         names = sum(len(param.hf_names) for param in flatten(declaration).values())
@@ -193,7 +194,7 @@ def _read_json(path: Path, parse):
         if not isinstance(value, dict):
             raise ValueError(f"it should hold a JSON object, not {value!r:.40}")
         return parse(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter of brackets without end
         raise ValueError(f"{path}: {error}") from None
 
 
@@ -201,7 +202,11 @@ def _shard_names(index: dict[str, Any]) -> list[str]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"weight_map should map tensors to files, but is {weight_map!r:.40}")
-    return sorted({str(name) for name in weight_map.values()})
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"weight_map names {name!r}, which is no file of this folder")
+    return names
 
 
 def _open(path: Path, stack: ExitStack):
@@ -212,6 +217,17 @@ def _open(path: Path, stack: ExitStack):
             pointer = file.read(24).startswith(b"version https://git-lfs")
         why = "a Git LFS pointer: run `git lfs pull`" if pointer else f"damaged: {error}"
         raise ValueError(f"{path} is {why}") from None
+
+
+def _tensors(shards: dict[Path, Any]) -> dict[str, tuple[Path, Any]]:
+    """The file and its opened shard of each tensor; ValueError if two files hold the same one."""
+    tensors: dict[str, tuple[Path, Any]] = {}
+    for path, shard in shards.items():
+        for name in sorted(shard.keys()):
+            if name in tensors:
+                raise ValueError(f"{path}: tensor {name} is also in {tensors[name][0].name}")
+            tensors[name] = path, shard
+    return tensors
 
 
 def _as_named(declaration, tensors):

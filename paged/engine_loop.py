@@ -82,8 +82,9 @@ class EngineLoop:
         """All that came in and all that was done, in order: enough to do it again.
 
         engine, arrival, abort and pin say what came, before which round (call of `step`);
-        admit, preempt and schedule what was decided, page operations included; step and finish what
-        came of it.
+        admit, preempt and schedule what was decided, page operations included (pages: those after
+        the last step); step, finish and failure what came of it. After `metrics.clear()` the rest
+        cannot be done again.
         """
         return self.metrics.events
 
@@ -139,8 +140,6 @@ class EngineLoop:
         group.stream, group.cache_salt = stream, cache_salt
         if self.tokenizer is not None and (sampling.stop or stream):
             self._streams[group.sequences[0]] = TextStream(self.tokenizer, sampling.stop)
-        self._groups[request_id] = group
-        self.scheduler.add(group)
         self.metrics.event(
             "arrival",
             group.arrival_s,
@@ -152,6 +151,8 @@ class EngineLoop:
             stream=stream,
             cache_salt=cache_salt,
         )
+        self._groups[request_id] = group
+        self.scheduler.add(group)
         return request_id
 
     def abort(self, request_id: str) -> RequestOutput:
@@ -181,7 +182,7 @@ class EngineLoop:
         stream, but for those that a running `generate` or `stream` waits for.
 
         If it raises, or is interrupted, all requests end with reason 'error', and the engine starts
-        afresh.
+        afresh: without cached and pinned prefixes.
         """
         self._advance()
         outputs, self._outputs = self._outputs, []
@@ -196,6 +197,7 @@ class EngineLoop:
 
     def _give_up(self) -> None:
         """After a failure in the middle of a step host and device may disagree: end everything."""
+        self.metrics.event("failure", self.executor.clock.now(), round=self._round)
         for group in list(self._groups.values()):
             for sequence in group.sequences:
                 if sequence.slot >= 0:
@@ -218,6 +220,8 @@ class EngineLoop:
             self._take_in(previous)
         elif step is None:
             assert not self.scheduler.has_unfinished(), "requests are left and nothing can run"
+        if self._in_flight is None and (pages := self.host_policy.drain_operations()):
+            self.metrics.event("pages", self.executor.clock.now(), pages=pages)
         if self._in_flight:
             self._in_flight.host_s = time.perf_counter() - began - self._waited_s
 

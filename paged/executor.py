@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from models.config import ModelConfig
 from models.families import family
+from models.params import unstack
 from models.sampling import (
     MAX_LOGIT_BIAS,
     SAMPLING_ROW,
@@ -31,6 +32,7 @@ from paged.kv_cache.policy import KVPolicy
 from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
 
 COPIES_PER_CALL = 64  # block copies are padded to this, so that they are one program
+CACHED_LAYER_BYTES = 2**22  # weights of a layer that a CPU's caches hold
 
 
 @flax.struct.dataclass
@@ -206,6 +208,11 @@ class DeviceExecutor:
         num_slots: int, table_width: int, prefill_rows: int, max_tokens: int, multi_step: int = 1,
     ):  # fmt: skip
         self.clock = WallClock()
+        # On CPUs a scan over stacked layers copies each one's weights before it multiplies by them,
+        # and doubles the memory traffic of layers that are not in cache.
+        layer_bytes = sum(x.nbytes for x in jax.tree.leaves(params["layers"])) // model.num_layers
+        if jax.default_backend() == "cpu" and layer_bytes > CACHED_LAYER_BYTES:
+            params = unstack(params)
         self._params, self._policy = params, policy
         self._shapes = shapes
         self._empty = functools.partial(
@@ -238,7 +245,8 @@ class DeviceExecutor:
         for shape in self._shapes:
             self.execute(self._empty(*shape)).wait()
         self.copy_blocks([(0, 0)])
-        self.load_slot(0, np.zeros(0, np.int32), {})
+        # A slot beyond the last: any other may be in use.
+        self.load_slot(self._state.history.shape[0], np.zeros(0, np.int32), {})
         jax.block_until_ready(self._cache)
 
     def _compile(self, shape: tuple[int, int]) -> jax.stages.Compiled:

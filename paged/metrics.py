@@ -18,9 +18,8 @@ class StepRecord:
     host_s: wall time that the host worked in the round that dispatched this step (schedule, batch
     building, dispatch, and taking in the step before), without waiting.
     device_s: from the later of dispatch and the previous step's end to this step's end, as the host
-    sees it. decode_tokens: of rows that generate. num_*: groups, and preemptions since the last
-    step.
-    kv_*: token slots, as in `paged.kv_cache.policy.Usage`.
+    sees it. decode_tokens: of rows that generate, those computed in vain too. num_*: groups, and
+    preemptions since the last step. kv_*: token slots, as in `paged.kv_cache.policy.Usage`.
     """
 
     step: int
@@ -91,7 +90,7 @@ class Metrics:
         self.events.append({"event": "step", **vars(record), "tokens": tokens})
 
     def clear(self) -> None:
-        """Forget all records, of an engine that lives for long."""
+        """Forget all records, of an engine that lives for long. What follows cannot be replayed."""
         for records in (self.steps, self.requests, self.events):
             records.clear()
 

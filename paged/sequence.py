@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,8 @@ class SamplingParams:
     stop: strings that end the output and are cut from it; stop_token_ids: tokens that end it and
     stay in it, though not in its text; ignore_eos: generate to max_tokens. logprobs,
     prompt_logprobs: report the log-probability of each generated, or prompt, token and of this
-    many best alternatives, 0 to MAX_LOGPROBS (None: report nothing).
+    many best alternatives, 0 to MAX_LOGPROBS (None: report nothing). They are the model's own,
+    before all of the above; a simulated device has none to report.
 
     Raises ValueError for values of the wrong type or outside their range.
     """
@@ -49,13 +49,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self):
-        for name in ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
-            if not _is_whole(getattr(self, name), none=True):
-                raise ValueError(f"{name} must be a whole number, not {getattr(self, name)!r}")
-        for name in FLOATS:
-            value = getattr(self, name)
-            if not isinstance(value, int | float | np.number) or not math.isfinite(value):
-                raise ValueError(f"{name} must be a finite number, not {value!r}")
+        self._normalise()
         most = (None, *range(MAX_LOGPROBS + 1))
         checks = {
             "max_tokens": (1 <= self.max_tokens < 2**31, "at least 1 and below 2^31"),
@@ -63,7 +57,10 @@ class SamplingParams:
             "top_k": (0 <= self.top_k < 2**31, "0 (off) or more, and below 2^31"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0; 1 is off"),
+            "repetition_penalty": (
+                0.01 <= self.repetition_penalty <= 100,
+                "from 0.01 to 100; 1 is off",
+            ),
             "presence_penalty": (-2 <= self.presence_penalty <= 2, "from -2 to 2; 0 is off"),
             "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "from -2 to 2; 0 is off"),
             "seed": (self.seed is None or 0 <= self.seed < 2**32, "None or in [0, 2^32)"),
@@ -73,20 +70,38 @@ class SamplingParams:
         for name, (good, allowed) in checks.items():
             if not good:
                 raise ValueError(f"{name} must be {allowed}, not {getattr(self, name)}")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(f"stop must be a tuple of non-empty strings, not {self.stop!r}")
-        if not all(map(_is_whole, self.stop_token_ids)):
-            raise ValueError(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}")
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise ValueError(
-                f"logit_bias may name {MAX_LOGIT_BIAS} tokens, not {len(self.logit_bias)}"
-            )
-        for token, bias in self.logit_bias.items():
-            if not _is_whole(token) or not -100 <= bias <= 100:
+
+    def _normalise(self) -> None:
+        """Check types and keep plain copies: nobody may change them behind the engine's back."""
+        may_be_none = ("seed", "logprobs", "prompt_logprobs")
+        for name in ("max_tokens", "top_k", *may_be_none):
+            value = getattr(self, name)
+            if not _is_whole(value) and not (value is None and name in may_be_none):
+                raise ValueError(f"{name} must be a whole number, not {value!r}")
+            object.__setattr__(self, name, None if value is None else int(value))
+        for name in FLOATS:
+            value = getattr(self, name)
+            if not _is_real(value):
+                raise ValueError(f"{name} must be a finite number, not {value!r}")
+            object.__setattr__(self, name, float(value))
+        stop, ids, bias = self.stop, self.stop_token_ids, self.logit_bias
+        if not isinstance(stop, tuple | list) or not all(isinstance(s, str) and s for s in stop):
+            raise ValueError(f"stop must be a tuple of non-empty strings, not {stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
+        if not isinstance(ids, tuple | list) or not all(map(_is_whole, ids)):
+            raise ValueError(f"stop_token_ids must be a tuple of token ids, not {ids!r}")
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
+        if not isinstance(bias, Mapping):
+            raise ValueError(f"logit_bias must map token ids to numbers, not {bias!r}")
+        if len(bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias may name {MAX_LOGIT_BIAS} tokens, not {len(bias)}")
+        for token, value in bias.items():
+            if not _is_whole(token) or not _is_real(value) or abs(value) > 100:
                 raise ValueError(
                     f"logit_bias must map token ids to numbers from -100 to 100, not "
-                    f"{token!r} to {bias!r}"
+                    f"{token!r} to {value!r}"
                 )
+        object.__setattr__(self, "logit_bias", {int(t): float(v) for t, v in bias.items()})
 
     @property
     def uses_history(self) -> bool:
@@ -95,15 +110,20 @@ class SamplingParams:
         return penalties != (1, 0, 0)
 
 
+LARGEST = float(np.finfo(np.float32).max)
 FLOATS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 
 
-def _is_whole(value, none: bool = False) -> bool:
-    if value is None:
-        return none
+def _is_whole(value) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_real(value) -> bool:
+    """Whether it is a number that float32 holds."""
+    real = isinstance(value, int | float | np.integer | np.floating)
+    return real and not isinstance(value, bool) and abs(float(value)) <= LARGEST
 
 
 def changed_fields(sampling: SamplingParams) -> dict[str, Any]:
@@ -152,10 +172,6 @@ class Sequence:
     def num_prompt_tokens(self) -> int:
         return self.group.num_prompt_tokens
 
-    @property
-    def output_tokens(self) -> np.ndarray:
-        return self.tokens[self.num_prompt_tokens :]
-
 
 class SequenceGroup:
     """The sequences of one request: scheduled, preempted and resumed together.
@@ -185,6 +201,11 @@ class SequenceGroup:
         # Where they are asked for.
         asked = 0 if sampling.prompt_logprobs is None else len(prompt)
         self.prompt_logprobs: list[TokenLogprob | None] = [None] * asked
+
+    @property
+    def misses_prompt_logprobs(self) -> bool:
+        """Whether some are asked for and not computed yet; the first token has none."""
+        return None in self.prompt_logprobs[1:]
 
     @property
     def finished(self) -> bool:

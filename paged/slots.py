@@ -72,7 +72,7 @@ class Slots:
         self.active[slot] = True
         how = group.sampling
         self.watched[slot] = bool(how.stop or how.stop_token_ids) or group.stream
-        self.prompt_logprobs[slot] = how.prompt_logprobs is not None
+        self.prompt_logprobs[slot] = group.misses_prompt_logprobs
         self.ignore_eos[slot] = how.ignore_eos
         self.sampling[slot] = sampling_row(sequence)
         self.owner[slot] = sequence

@@ -177,7 +177,7 @@ def unpack(packed, shapes: dict[str, tuple]) -> StepInputs:
     return StepInputs(**arrays, packed=packed if isinstance(packed, np.ndarray) else None)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=16)
 def _padding(Tp: int, Sd: int, prefill_rows: int, num_slots: int, table_width: int) -> np.ndarray:
     shapes = step_shapes(Tp, Sd, prefill_rows, table_width)
     packed = np.zeros(sum(map(math.prod, shapes.values())), np.int32)

@@ -165,10 +165,13 @@ class DenseHost:
     def _cached(self, sequence) -> tuple[np.ndarray, bytes]:
         """Blocks that hold a prefix of the sequence, short of its last token: that must be
         computed, for what comes after it."""
-        # A prompt whose log-probabilities are asked for must be computed in full.
-        if self.pool.cache is None or sequence.group.sampling.prompt_logprobs is not None:
-            return np.zeros(0, np.int32), b""
+        nothing = np.zeros(0, np.int32)
+        if self.pool.cache is None:
+            return nothing, b""
         root = root_key(sequence.group.cache_salt)
+        # A prompt whose log-probabilities are asked for must be computed in full.
+        if sequence.group.misses_prompt_logprobs:
+            return nothing, root
         if sequence.block_keys is None:
             page_size = self.block_tables.page_size
             sequence.block_keys = list(chain(sequence.tokens[:-1], page_size, root))
@@ -189,6 +192,7 @@ class DenseHost:
         self.block_tables.adopt(slot, cached)
         self._published[slot], self._keys[slot] = len(cached), key
         self.block_tables.append(np.array([slot]), np.array([len(sequence.tokens)]))
+        sequence.block_keys = None
         return len(cached) * self.block_tables.page_size
 
     def confirm(self, slots, num_tokens, tokens) -> None:

@@ -1,6 +1,7 @@
-"""A stand-in for the device that takes simulated time and samples made-up tokens."""
+"""A stand-in for the device that takes simulated time and samples made-up or recorded tokens."""
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy as np
 from models.sampling import SAMPLING_ROW
 from paged.clock import VirtualClock
 from paged.executor import StepOutputs
+from paged.simulator.recorded import RecordedTokens
 from paged.step_inputs import StepInputs
 
 
@@ -26,28 +28,38 @@ class LinearCost:
 
 
 class _SimulatedOutputs:
-    def __init__(self, clock: VirtualClock, ready_s: float, tokens: np.ndarray):
+    def __init__(self, clock: VirtualClock, ready_s: float, tokens: Callable[[], np.ndarray]):
         self._clock, self._ready_s, self._tokens = clock, ready_s, tokens
 
     def wait(self) -> StepOutputs:
         self._clock.wait_until(self._ready_s)
-        return StepOutputs(self._tokens)
+        return StepOutputs(self._tokens())
 
 
 class SimulatedExecutor:
     """The interface of `DeviceExecutor` over a cost model and a virtual clock.
 
     Steps queue as they do on a device: one starts when the one before it has ended, so an engine
-    that runs ahead sees the same lag. Tokens are a function of the row's seed and position alone,
-    and never below `first_token`, so that with special tokens below it lengths follow the request's
-    `max_tokens`.
+    that runs ahead sees the same lag. Tokens are those of `recorded`, if given; waiting for a step
+    raises ValueError if it lacks one. Otherwise they are a function of the row's seed and position
+    alone, and never below `first_token`, so that with special tokens below it lengths follow the
+    request's `max_tokens`.
     """
 
-    def __init__(self, cost=None, *, vocab_size: int, first_token: int = 0):
+    def __init__(
+        self,
+        cost=None,
+        *,
+        vocab_size: int,
+        first_token: int = 0,
+        recorded: RecordedTokens | None = None,
+    ):
         self.clock = VirtualClock()
         self.compilations = 0
         self._cost = cost or LinearCost()
         self._first_token, self._vocab_size = first_token, vocab_size
+        self._recorded = recorded
+        self._num_steps = 0
         self._device_free_s = 0.0
 
     def warm_up(self, progress: bool = True) -> None:
@@ -55,15 +67,16 @@ class SimulatedExecutor:
 
     def execute(self, inputs: StepInputs) -> _SimulatedOutputs:
         start = max(self.clock.now(), self._device_free_s)
-        tokens = []
-        for done in range(max(1, int(inputs.iterations.max()))):
-            running = inputs.iterations > done
-            lengths = np.where(running, inputs.lengths + done, 0)
-            start += self._cost(replace(inputs, lengths=lengths))
-            rows = np.asarray(inputs.sampling).view(SAMPLING_ROW)
-            tokens.append(self._made_up(rows["seed"][:, 0], lengths))
-        self._device_free_s = start
-        return _SimulatedOutputs(self.clock, self._device_free_s, np.stack(tokens))
+        lengths = _lengths_by_iteration(inputs)
+        self._device_free_s = start + sum(self._cost(replace(inputs, lengths=n)) for n in lengths)
+        number = self._num_steps
+        self._num_steps += 1
+        if self._recorded:
+            tokens = functools.partial(self._recorded.sample, number, inputs)
+        else:
+            seeds = np.asarray(inputs.sampling).view(SAMPLING_ROW)["seed"][:, 0]
+            tokens = functools.partial(self._made_up, seeds, lengths)
+        return _SimulatedOutputs(self.clock, self._device_free_s, tokens)
 
     def _made_up(self, seed: np.ndarray, position: np.ndarray) -> np.ndarray:
         mixed = np.uint64(position) * np.uint64(2654435761) + np.uint64(seed)
@@ -75,3 +88,9 @@ class SimulatedExecutor:
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
         pass
+
+
+def _lengths_by_iteration(inputs: StepInputs) -> np.ndarray:
+    """[I, S] tokens in the cache after each iteration, 0 for rows that it leaves out."""
+    done = np.arange(max(1, int(inputs.iterations.max())))[:, None]
+    return np.where(inputs.iterations > done, inputs.lengths + done, 0)

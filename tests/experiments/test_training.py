@@ -31,8 +31,8 @@ def test_training_reduces_the_loss(tmp_path):
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
-    lengths, mix = "0:64=1;0.05:64=.5,100=.5", "0:needles=1;0.02:needles=.2,count=.8"
-    options = replace(OPTIONS, lengths=lengths, mix=mix, jump_from=0.02)
+    lengths, mix = "0:64=1;8000:64=.5,100=.5", "0:needles=1;3000:needles=.2,count=.8"
+    options = replace(OPTIONS, lengths=lengths, mix=mix, jump_from=3000)
     whole, first = (Trainer(CONFIG, options, tmp_path / name) for name in ("whole", "parts"))
     for _ in range(8):
         whole.advance()
@@ -70,13 +70,14 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
 
 def test_schedule():
-    lengths = "0:128=1;0.5:256=.8,512=.2"
-    assert training.shares_at(lengths, 0.49) == {"128": 1.0}
-    assert training.shares_at(lengths, 0.5) == {"256": 0.8, "512": 0.2}
-    assert training.rate_at(0, 0.0, 0.5) == pytest.approx(1 / 50)
-    assert training.rate_at(1000, 0.5, 0.5) == 1.0
-    assert training.rate_at(1000, 0.75, 0.5) == pytest.approx(0.5)
+    lengths = "0:128=1;5e3:256=.8,512=.2"
+    assert training.shares_at(lengths, 4999) == {"128": 1.0}
+    assert training.shares_at(lengths, 5000) == {"256": 0.8, "512": 0.2}
+    rates = "0:1;5e3:1;1e4:.1"
+    assert training.rate_at(0, 0, rates) == pytest.approx(1 / 50)
+    assert training.rate_at(1000, 5000, rates) == 1.0
+    assert training.rate_at(1000, 7500, rates) == pytest.approx(0.55)
+    assert training.rate_at(1000, 11_000, rates) == pytest.approx(0.1)
     for schedule in (train_bundled.OPTIONS.mix, train_bundled.OPTIONS.lengths):
-        for fraction in (0.0, 0.3, 0.5, 0.7, 0.9, 1.0):
-            shares = training.shares_at(schedule, fraction)
-            assert sum(shares.values()) == pytest.approx(1.0)
+        for tokens in range(0, 18_000_000, 500_000):
+            assert sum(training.shares_at(schedule, tokens).values()) == pytest.approx(1.0)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import huggingface_hub.constants
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -125,6 +126,8 @@ def test_broken_part_of_a_fused_tensor(tmp_path):
         ("config.json", b"{'model_type': 1}", "config.json: Expecting property name"),
         ("config.json", b"[1, 2]", "config.json: it should hold a JSON object, not [1, 2]"),
         ("config.json", b"\xff\xfe", "config.json: 'utf-8' codec can't decode"),
+        ("config.json", b"", "config.json: Expecting value"),
+        ("config.json", b"[" * 200_000, "config.json: maximum recursion depth exceeded"),
         ("config.json", b'{"model_type": "bert"}', "config.json: model_type 'bert' is not among"),
         ("generation_config.json", b"{", "generation_config.json: Expecting"),
         ("model.safetensors", None, "has neither model.safetensors nor"),
@@ -160,6 +163,66 @@ def test_damaged_safetensors(folder, damage):
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"model.safetensors is damaged: .*"):
         weights.load(folder)
+
+
+def test_no_flipped_bit_of_the_header_goes_unnoticed(folder):
+    """Each is refused, or changes nothing: it was in what only other programs read."""
+    path = folder / "model.safetensors"
+    data, (_, whole) = path.read_bytes(), weights.load(folder)
+    header = 8 + int.from_bytes(data[:8], "little")
+    rng, refused = np.random.default_rng(0), 0
+    for bit in rng.choice(8 * header, 150, replace=False).tolist():
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            _, loaded = weights.load(folder)
+        except ValueError as error:
+            assert str(folder) in str(error)
+            refused += 1
+        else:
+            assert jax.tree.all(jax.tree.map(np.array_equal, loaded, whole)), bit
+    assert refused > 140
+
+
+@pytest.mark.parametrize("dtype", weights.DTYPES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused_in_every_dtype(folder, dtype, value):
+    edit_tensors(folder, lambda tensors: tensors[Q_PROJ].__setitem__((23, 23), value))
+    with pytest.raises(ValueError, match=f"tensor {Q_PROJ} has values that are NaN or infinite"):
+        weights.load(folder, dtype)
+
+
+def test_a_config_of_far_too_many_layers(folder):
+    edit_config(folder, num_hidden_layers=10**12)
+    with pytest.raises(
+        ValueError, match=r"asks for 10{12} layers, but there are 21 tensors in all"
+    ):
+        weights.load(folder)
+
+
+def test_shards_that_do_not_fit_together(sharded):
+    first, second = sorted(sharded.glob("*.safetensors"))[:2]
+    tensors, others = load_file(first), load_file(second)
+    name = next(iter(others))
+    save_file(tensors | {name: others[name]}, first)
+    message = f"{second}: tensor {name} is also in {first.name}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        weights.load(sharded)
+    # The index says that it is in the second one.
+    save_file(tensors, first)
+    save_file({key: value for key, value in others.items() if key != name}, second)
+    with pytest.raises(ValueError, match=f"tensor {re.escape(name)} of shape .* is missing"):
+        weights.load(sharded)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/x.safetensors", "."])
+def test_an_index_that_leads_out_of_its_folder(sharded, name):
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    message = f"index.json: weight_map names {name!r}, which is no file of this folder"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        weights.load(sharded)
 
 
 def test_broken_shards(sharded):
@@ -210,6 +273,13 @@ def test_dtypes_that_are_not_supported(dtype):
 def test_tokenizers_that_cannot_be_read(folder):
     with pytest.raises(ValueError, match=r"model has no tokenizer.json"):
         weights.load_tokenizer(folder)
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    whole = (weights.BUNDLED / "tokenizer.json").read_bytes()
+    for broken in (b'{"version": "1.0"}', b"", whole[:-100], whole.replace(b'"model"', b'"m"')):
+        (folder / "tokenizer.json").write_bytes(broken)
+        with pytest.raises(ValueError, match=r"model: the tokenizer cannot be read"):
+            weights.load_tokenizer(folder)
+    (folder / "tokenizer.json").write_bytes(whole)
+    assert weights.load_tokenizer(folder).encode("a b")
+    (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"model: the tokenizer cannot be read"):
         weights.load_tokenizer(folder)

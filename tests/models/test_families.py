@@ -20,6 +20,27 @@ def test_logits_are_those_of_hugging_face(case):
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("case", ["qwen2", "qwen3_sharded", "opt_350m", "gpt2_untied"])
+def test_layers_in_a_list_compute_what_stacked_layers_do(case):
+    config, loaded, tokens, _ = golden(case)
+    layers = []
+
+    def attend(layer, q, k, v, cache):
+        layers.append(layer)
+        return v.repeat(q.shape[1] // v.shape[1], axis=1) * (layer + 1), cache + layer
+
+    def adapters(name, layer, x):
+        return 0.1 * (layer + 1) * x.sum(-1, keepdims=True)
+
+    zero = jnp.zeros((), jnp.int32)
+    how = {"attend": attend, "adapters": adapters, "cache": zero}
+    stacked, cache = run(config, loaded, tokens, **how)
+    listed, cache_of_list = run(config, params.unstack(loaded), tokens, **how)
+    np.testing.assert_allclose(listed, stacked, rtol=0, atol=1e-4)
+    assert cache == cache_of_list == sum(range(config.num_layers))
+    assert layers[1:] == list(range(config.num_layers))
+
+
 @pytest.mark.parametrize(
     "case, change",
     [

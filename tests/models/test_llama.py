@@ -77,16 +77,6 @@ def test_the_cache_goes_through_the_layers_in_order(tiny):
     assert cache.tolist() == [1, 2]
 
 
-def test_unrolled_layers_compute_the_same(tiny):
-    weights_, tokens = tiny
-    positions = jnp.arange(len(tokens))
-    hidden, _ = jax.jit(
-        lambda w: llama.forward(w, TINY, tokens, positions, causal_attend(TINY), unroll=True)
-    )(weights_)
-    expected, _ = run(TINY, weights_, tokens)
-    np.testing.assert_allclose(llama.logits(weights_, TINY, hidden), expected, rtol=0, atol=1e-5)
-
-
 def test_training_can_map_over_a_batch_and_differentiate(tiny):
     weights_, tokens = tiny
 

@@ -8,7 +8,6 @@ from safetensors.numpy import load_file, save_file
 
 from models import gpt2, opt, weights
 from models.config import ModelConfig
-from models.full_attention import causal_attend
 from models.params import Param, flatten
 from tests.models.goldens import GOLDEN, golden, run
 
@@ -48,15 +47,6 @@ def test_positions_are_learned_and_not_rotated():
     _, far = run(config, same, tokens, offset=9, attend=attend, cache=cache)
     assert noted[0] == ((40, 4, 6),) * 3
     assert np.array_equal(near, far) and np.abs(near).min() > 0
-
-
-def test_unrolled_layers_compute_the_same():
-    config, loaded, tokens, expected = golden("opt")
-    positions = jnp.arange(len(tokens))
-    hidden, _ = jax.jit(
-        lambda w: opt.forward(w, config, tokens, positions, causal_attend(config), unroll=True)
-    )(loaded)
-    np.testing.assert_allclose(opt.logits(loaded, config, hidden), expected, rtol=0, atol=1e-4)
 
 
 def test_parameters_count_as_published():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from models import llama, params
+from models import llama, opt, params
 from models.config import ModelConfig
 from models.families import family
 from models.params import Param
@@ -76,6 +76,15 @@ def test_initial_values_follow_the_declaration():
     assert (layers["attention_norm"] == 1).all() and (layers["bq"] == 0).all()
     assert not jnp.array_equal(layers["w_up"][0], layers["w_up"][1])
     assert not jnp.array_equal(layers["w_up"], layers["w_gate"])
+
+
+def test_unstacked_layers_hold_each_their_own():
+    made = params.init(opt.declare(FAMILY["opt"]), jax.random.key(0))
+    listed = params.unstack(made)
+    assert len(listed["layers"]) == 3 and listed["embed"] is made["embed"]
+    for layer, p in enumerate(listed["layers"]):
+        assert p.keys() == made["layers"].keys()
+        assert all(jnp.array_equal(p[name], made["layers"][name][layer]) for name in p)
 
 
 def test_a_parameter_names_its_tensors():

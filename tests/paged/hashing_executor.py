@@ -37,9 +37,9 @@ class HashingExecutor:
     def __init__(self, config, eos_rate: float = 0.0):
         self.clock = VirtualClock()
         self._memory = np.full((config.num_blocks, config.page_size), -1, np.int64)
-        self._history = np.full((config.max_num_seqs, config.max_model_len + 1), -1, np.int64)
+        self._history = np.full((config.max_num_seqs, config.max_model_len), -1, np.int64)
         self._eos_rate = eos_rate
-        self._queue: list[_Pending] = []
+        self._queue: list[_Pending | _Load] = []
 
     def warm_up(self, progress: bool = True) -> None:
         pass
@@ -48,7 +48,7 @@ class HashingExecutor:
         raise AssertionError("no decoding method of these tests shares blocks")
 
     def load_slot(self, slot, tokens, logit_bias) -> None:
-        raise AssertionError("no request of these tests has penalties or a bias")
+        self._queue.append(_Load(slot, tokens))
 
     def execute(self, inputs) -> "_Pending":
         self._queue.append(_Pending(self, inputs))
@@ -56,7 +56,11 @@ class HashingExecutor:
 
     def run_next(self) -> None:
         pending = self._queue.pop(0)
-        pending.result = self._run(pending.inputs)
+        if isinstance(pending, _Load):
+            self._history[pending.slot] = -1
+            self._history[pending.slot, : len(pending.tokens)] = pending.tokens
+        else:
+            pending.result = self._run(pending.inputs)
 
     def _run(self, inputs) -> StepOutputs:
         S = len(inputs.lengths)
@@ -65,6 +69,7 @@ class HashingExecutor:
         sampled = np.full((max(1, inputs.iterations.max()), S), -7, np.int32)
         for done in range(len(sampled)):
             self._iterate(inputs, done, sampled[done])
+        self._check_prompt_targets(inputs)
         return StepOutputs(sampled)
 
     def _iterate(self, inputs, done: int, sampled: np.ndarray) -> None:
@@ -87,11 +92,25 @@ class HashingExecutor:
             n = int(inputs.lengths[row]) + done
             seen = self._memory[inputs.tables[row, : -(-n // page_size)]].reshape(-1)[:n]
             assert inputs.positions[inputs.last_tokens[row]] + done == n - 1
-            sampled[row] = next_token(
-                seen, int(inputs.sampling.view(SAMPLING_ROW)["seed"][row, 0]), self._eos_rate
-            )
-            if inputs.samples[row]:
+            how = inputs.sampling.view(SAMPLING_ROW)[row, 0]
+            if inputs.samples[row] and how["repetition_penalty"] != 1:
+                assert (self._history[inputs.slots[row], :n] == seen).all(), "a wrong history"
+            sampled[row] = next_token(seen, int(how["seed"]), self._eos_rate)
+            if inputs.samples[row] and n < self._history.shape[1]:
                 self._history[inputs.slots[row], n] = sampled[row]
+
+    def _check_prompt_targets(self, inputs) -> None:
+        asked = np.flatnonzero(inputs.prompt_targets >= 0)
+        rows = inputs.token_rows[asked]
+        after = np.array(inputs.positions)[asked] + 1
+        assert (after < inputs.sampling.view(SAMPLING_ROW)["prompt_length"][rows, 0]).all()
+        within = after < np.array(inputs.lengths)[rows]
+        assert (inputs.tokens[asked[within] + 1] == inputs.prompt_targets[asked[within]]).all()
+
+
+class _Load:
+    def __init__(self, slot: int, tokens):
+        self.slot, self.tokens = slot, tokens  # not copied: changes before it is used show
 
 
 class _Pending:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from paged.engine import Engine, EngineConfig
@@ -31,6 +32,8 @@ def _engine() -> Engine:
         ([3] * 100, {}, r"has 100 tokens; max_model_len \(100\) allows 99"),
         ([3] * 60, {"max_tokens": 30}, r"exceed the cache: kv_cache_tokens \(80\)"),
         ([3], {"stop": (";",)}, "stop strings need a tokenizer"),
+        ([3], {"stop_token_ids": (4, 61)}, "stop_token_ids: token 61 is outside"),
+        ([3], {"logit_bias": {-1: 1.0}}, "logit_bias: token -1 is outside"),
     ],
 )  # fmt: skip
 def test_bad_requests_are_refused_and_the_others_go_on(prompt, sampling, message):
@@ -87,12 +90,29 @@ def test_generate_refuses_one_string_and_unequal_lists():
         ("top_p", 0.0, "above 0"),
         ("top_p", 1.1, "at most 1"),
         ("seed", -1, "2\\^32"),
+        ("max_tokens", None, "whole number"),
+        ("temperature", True, "finite number"),
+        ("temperature", 1e39, "finite number"),
+        ("min_p", 1.5, "from 0"),
+        ("min_p", "0.1", "finite number"),
+        ("repetition_penalty", 0.0, "from 0.01 to 100"),
+        ("presence_penalty", 2.5, "from -2 to 2"),
+        ("frequency_penalty", -3, "from -2 to 2"),
+        ("logprobs", 21, "None or from 0 to 20"),
+        ("prompt_logprobs", -1, "None or from 0 to 20"),
+        ("stop_token_ids", np.array([7]), "tuple of token ids"),
+        ("stop_token_ids", ("a",), "tuple of token ids"),
+        ("logit_bias", [5], "token ids to numbers"),
+        ("logit_bias", {5: 101}, "token ids to numbers from -100"),
+        ("logit_bias", {5: None}, "token ids to numbers from -100"),
+        ("logit_bias", {i: 1.0 for i in range(301)}, "300 tokens"),
+        ("stop", None, "tuple of non-empty strings"),
         ("stop", "x", "tuple of non-empty strings"),
         ("stop", ("",), "tuple of non-empty strings"),
     ],
 )
 def test_bad_sampling_parameters_are_refused(field, value, allowed):
-    with pytest.raises(ValueError, match=f"{field} must be .*{allowed}"):
+    with pytest.raises(ValueError, match=f"{field} (must be|must map|may name) .*{allowed}"):
         SamplingParams(**{field: value})
 
 

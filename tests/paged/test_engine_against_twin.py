@@ -1,6 +1,7 @@
 """Random requests through scheduler, tables and step inputs, token for token against a twin."""
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -61,6 +62,9 @@ def test_every_request_gets_exactly_its_tokens(seed):
                 max_tokens=rng.choice([1, 2, rng.randint(1, 40)]),
                 seed=rng.randrange(100),
                 ignore_eos=rng.random() < 0.3,
+                repetition_penalty=rng.choice([1, 2]),
+                stop_token_ids=rng.choice([(), (), (5, 6, 30)]),
+                prompt_logprobs=rng.choice([None, None, 0]),
             )
             requests[name] = prompt, how
             engine.add_request(prompt, how, name, stream=rng.random() < 0.3)
@@ -90,6 +94,8 @@ def test_every_request_gets_exactly_its_tokens(seed):
         limit = min(len(prompt) + how.max_tokens, config.max_model_len)
         assert how.seed is not None
         expected = generate(prompt, how.seed, limit, eos_rate, how.ignore_eos)
+        stops = [i for i, token in enumerate(expected) if token in how.stop_token_ids]
+        expected = expected[: stops[0] + 1] if stops else expected
         if name in ended:
             assert ended[name].tokens == expected
         else:
@@ -164,6 +170,7 @@ def test_an_interrupted_generate_leaves_nothing_behind(monkeypatch, where):
     monkeypatch.setattr(owner, where, interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[5, 6], [7]], HOW)
+    assert "failure" in [event["event"] for event in engine.events]
     while engine.has_unfinished():
         assert all(o.finish_reason == "error" for o in engine.step())
     assert [o.tokens for o in engine.generate([[5, 6]], HOW)] == [_expected([5, 6])]
@@ -171,6 +178,17 @@ def test_an_interrupted_generate_leaves_nothing_behind(monkeypatch, where):
 
 def _empty_inputs(engine: Engine):
     return empty_step_inputs(0, 1, 1, 4, engine.host_policy.table_width)
+
+
+def test_the_log_of_page_operations_closes():
+    engine = _engine(kv_cache_tokens=160, watermark=0.0, page_size=4)
+    engine.generate([[5 + i] * 30 for i in range(6)], HOW)
+    held: Counter[int] = Counter()
+    for event in engine.events:
+        for verb, blocks in event.get("pages", ()):
+            held.update({int(b): {"allocate": 1, "release": -1}[verb] for b in blocks})
+    assert len(held) > 10
+    assert not any(held.values())
 
 
 def test_what_is_in_flight_may_end_before_anyone_is_preempted():

@@ -10,6 +10,7 @@ from models.config import ModelConfig
 from models.families import family
 from models.full_attention import causal_attend
 from paged.engine import Engine, EngineConfig
+from paged.executor import CACHED_LAYER_BYTES
 from paged.sequence import SamplingParams
 
 MODELS = {
@@ -19,6 +20,7 @@ MODELS = {
     "gpt2": ModelConfig(
         "gpt2", 61, 24, 96, 2, 3, 3, 8, 48, 1e-5, tie_word_embeddings=True, activation="gelu_new"
     ),
+    "wide": ModelConfig("llama", 61, 256, 1152, 2, 4, 2, 64, 48),
 }  # fmt: skip
 SMALL = EngineConfig(
     max_num_seqs=2, max_num_batched_tokens=16, max_prefills_per_step=2, max_model_len=48,
@@ -29,7 +31,7 @@ SMALL = EngineConfig(
 def make(config):
     made = parameters.init(family(config).declare(config), jax.random.key(1))
     # Larger embeddings give varied continuations instead of one token forever.
-    return made | {name: made[name] * 20 for name in ("embed", "positions")}
+    return made | {name: made[name] * 20 for name in ("embed", "positions") if name in made}
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -57,6 +59,12 @@ def test_greedy_tokens_equal_full_recomputation(config):
             row = rows[first + i - 1]
             # Padding changes the order of float32 sums: nearer ties decide nothing.
             assert row[token] >= row.max() - 1e-4, (output.request_id, i, token, row.argmax())
+
+
+def test_wide_layers_run_from_a_list_on_cpus():
+    """Their size decides: the test above covers both forms only while it is large enough."""
+    size = sum(x.nbytes for x in jax.tree.leaves(make(MODELS["wide"])["layers"]))
+    assert size / MODELS["wide"].num_layers > CACHED_LAYER_BYTES
 
 
 def test_a_request_ends_with_the_table_of_positions():

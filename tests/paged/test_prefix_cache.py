@@ -1,5 +1,7 @@
 """Prefix caching beside a naive twin, and what it saves."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -124,6 +126,18 @@ def test_generated_tokens_are_cached_once_confirmed():
     engine.generate([[5] * 10 + first.tokens + [8]], HOW)
     # 29 of the 30 tokens were written: the last one was never an input.
     assert _saved(engine) == [0, 28]
+
+
+def test_a_prompt_with_log_probabilities_is_computed_in_full_and_cached_for_others():
+    engine = _engine()
+    asked = dataclasses.replace(HOW, prompt_logprobs=0)
+    for how in (HOW, asked, HOW):
+        engine.generate([PREFIX], how)
+    assert _saved(engine) == [0, 0, 40]
+    fresh = _engine()
+    for how in (asked, HOW):
+        fresh.generate([PREFIX], how)
+    assert _saved(fresh) == [0, 40]
 
 
 def test_prefixes_are_shared_among_equal_salts_only():

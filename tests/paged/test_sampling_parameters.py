@@ -134,6 +134,41 @@ def test_a_stop_token_ends_a_request_and_stays_in_its_tokens(tiny_params, multi_
     assert free.finish_reason == "length"
 
 
+def test_warming_up_beside_a_request_changes_none_of_its_tokens(tiny_params):
+    how = SamplingParams(max_tokens=12, ignore_eos=True, repetition_penalty=1.3)
+    expected = _engine(tiny_params).generate([[5, 6, 7]], how)[0]
+    engine = _engine(tiny_params, max_num_seqs=1)
+    stream = engine.stream([5, 6, 7], how)
+    next(stream)
+    engine.warm_up(progress=False)
+    assert list(stream)[-1].tokens == expected.tokens
+
+
+@pytest.mark.parametrize("way", ["plain", "multi-step", "preempting"])
+def test_every_output_has_as_many_log_probabilities_as_tokens(tiny_params, way):
+    """Aborted, ended in error, preempted or streaming: at each point of time."""
+    poisoned = tiny_params | {"embed": tiny_params["embed"].at[60].set(np.nan)}
+    engine = _engine(poisoned, **WAYS[way])
+    how = SamplingParams(max_tokens=40, temperature=1.5, seed=1, logprobs=1, ignore_eos=True)
+    for i, prompt in enumerate(_prompts(6)):
+        prompt = [token if token != 60 else 59 for token in prompt]
+        engine.add_request(prompt, dataclasses.replace(how, seed=i), str(i), stream=i % 2 == 0)
+    outputs = []
+    for step in range(400):
+        outputs += engine.step()
+        if step == 6:
+            outputs.append(engine.abort("1"))
+        if not engine.has_unfinished():
+            break
+    ended = {o.request_id: o for o in outputs if o.finished}
+    assert ended.keys() == set("012345")
+    # Token 60 is drawn sooner or later, and its successor cannot be computed.
+    assert {o.finish_reason for o in ended.values()} > {"abort", "error"}
+    for output in outputs:
+        assert output.logprobs is not None
+        assert [entry.token for entry in output.logprobs] == output.tokens
+
+
 def test_many_steps_in_one_dispatch(tiny_params):
     """Fewer dispatches for the same tokens, none beyond a request's limit."""
     counts = {}

@@ -91,6 +91,22 @@ def test_a_stop_string_ends_its_request_and_no_other():
     assert both[1] == free.__class__(**{**free.__dict__, "request_id": both[1].request_id})
 
 
+def test_a_stop_token_is_in_the_tokens_but_not_in_the_text():
+    tokenizer = weights.load_tokenizer(weights.BUNDLED)
+    model = TINY.replace(vocab_size=len(tokenizer), eos_token_ids=())
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128)
+    executor = SimulatedExecutor(vocab_size=len(tokenizer), first_token=4)
+    engine = Engine(model, config, executor, tokenizer)
+    free = engine.generate(["abc"], SamplingParams(max_tokens=60, seed=1))[0]
+    token = free.tokens[10]
+    how = SamplingParams(max_tokens=60, seed=1, stop_token_ids=(token,), stop=("never there",))
+    at = free.tokens.index(token)
+    for output in (engine.generate(["abc"], how)[0], list(engine.stream("abc", how))[-1]):
+        assert output.finish_reason == "stop"
+        assert output.tokens == free.tokens[: at + 1]
+        assert output.text == decode(tokenizer, free.tokens[:at])
+
+
 def test_a_special_token_as_stop_string_is_refused():
     tokenizer = weights.load_tokenizer(weights.BUNDLED)
     executor = SimulatedExecutor(vocab_size=len(tokenizer))

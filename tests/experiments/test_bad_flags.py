@@ -1,0 +1,126 @@
+"""Every bad flag of the programs that serve a model: one line that says what is wrong and what is
+allowed, before the weights are read."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Runs a program once for each list of arguments, as its command line would, but for the interpreter
+# and the imports.
+RUNNER = """
+import contextlib, importlib, io, json, sys
+from absl import app, flags
+from absl.testing import flagsaver
+
+module = importlib.import_module(sys.argv[1])
+names = module.define_flags()
+flags.FLAGS(["program"])
+defaults = flagsaver.save_flag_values()
+for arguments in json.loads(sys.argv[2]):
+    flagsaver.restore_flag_values(defaults)
+    flags.FLAGS.unparse_flags()
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            app.run(lambda argv: module.main(argv, names), argv=["program", *arguments])
+    except SystemExit as end:
+        # A text is printed, and the exit status is 1.
+        status, text = (1, end.code) if isinstance(end.code, str) else (end.code, said.getvalue())
+        print(json.dumps([status, text]))
+"""
+NOT_POSITIVE = "is not a positive integer"
+ENGINE = [
+    ("--max_num_seqs=0", "max_num_seqs must be at least 1, not 0"),
+    ("--max_num_seqs=many", "flag --max_num_seqs=many: invalid literal for int()"),
+    ("--max_num_seqs=600", "max_num_batched_tokens (512) must be at least max_num_seqs (600)"),
+    ("--max_num_batched_tokens=31", "must be at least max_num_seqs (32)"),
+    ("--max_prefills_per_step=0", "max_prefills_per_step must be at least 1, not 0"),
+    ("--max_model_len=1", "max_model_len must be at least 2, not 1"),
+    ("--max_model_len=9999", "max_model_len (9999) exceeds the model's context of 1024 tokens"),
+    ("--page_size=0", "page_size must be at least 1, not 0"),
+    ("--kv_cache_tokens=15", "kv_cache_tokens (15) must hold at least one page of 16 tokens"),
+    ("--watermark=1", "watermark must be in [0, 1), not 1.0"),
+    ("--watermark=nan", "watermark must be in [0, 1), not nan"),
+    ("--nochunked_prefill", "without chunked prefill a whole sequence must fit a step"),
+    ("--chunked_prefill=perhaps", "Non-boolean argument to boolean flag"),
+    ("--policy=magic", "unknown policy 'magic'; allowed: vllm"),
+    ("--seed=-1", "-1 is not a non-negative integer"),
+    ("--dtype=int8", "value should be one of <float32|bfloat16|float16>"),
+    ("--model=/no/such/model", "there is no folder /no/such/model, and it is no hub id"),
+    ("--model=pyproject.toml", "pyproject.toml is a file; a model is a folder"),
+    ("--model=tests", "tests/config.json is missing"),
+    ("--modle=x", "Unknown command line flag 'modle'"),
+    ("--flagfile=/no/such/file", "Unable to open flagfile"),
+    ("model=x", "unexpected argument 'model=x': flags are --name=value"),
+]
+SERVE = [
+    ("--workload=chat", "--workload must be prompts:FILE, sharegpt:FILE"),
+    ("--workload=prompts", "--workload=prompts lacks its source"),
+    ("--workload=prompts:/none", "there is no file '/none'"),
+    ("--workload=tasks:juggle", "unknown task 'juggle'; known: needle"),
+    ("--workload=sharegpt:pyproject.toml", "pyproject.toml: not JSON"),
+    ("--workload=trace:pyproject.toml", "expected TIMESTAMP,ContextTokens,GeneratedTokens or"),
+    ("--workload=trace:pyproject.toml --request_rate=1", "use --time_scale, not --request_rate"),
+    ("--workload=tasks:needle --context_length=8", "task 'needle' needs 256 tokens, not 8"),
+    ("--num_requests=0", "--num_requests must be at least 1, not 0"),
+    ("--request_rate=0", "--request_rate must be positive or inf, not 0.0"),
+    ("--request_rate=nan", "--request_rate must be positive or inf, not nan"),
+    ("--max_tokens=0", "--max_tokens must be at least 1, not 0"),
+    ("--context_length=0", "--context_length must be at least 1, not 0"),
+    ("--time_scale=-1", "--time_scale must be finite and at least 0, not -1.0"),
+    ("--overlong=ignore", "--overlong must be error, clip or drop, not 'ignore'"),
+    ("--length_sigma=4", "--length_sigma must be between 0 and 3, not 4.0"),
+    ("--temperature=-1", "temperature must be 0 or more, not -1.0"),
+    ("--temperature=inf", "temperature must be a finite number, not inf"),
+    ("--top_k=-1", "top_k must be 0 (off) or more"),
+    ("--top_p=0", "top_p must be above 0 and at most 1, not 0.0"),
+]
+EVALUATE = [
+    ("--tasks=needle,juggle", "unknown task 'juggle'; allowed: needle"),
+    ("--tasks=", "--tasks and --contexts must name at least one each"),
+    ("--contexts=12", "contexts are token counts from 256 to max_model_len (1024), not '12'"),
+    ("--contexts=256,many", "not 'many'"),
+    ("--contexts=512 --max_model_len=400", "from 256 to max_model_len (400), not '512'"),
+    ("--num_prompts=0", f"flag --num_prompts=0: 0 {NOT_POSITIVE}"),
+    ("--compare_with=/none", "/none is no prompts.csv of an evaluation"),
+    ("--compare_with=pyproject.toml", "pyproject.toml is no prompts.csv of an evaluation"),
+]
+CASES = {"serve": SERVE + ENGINE, "evaluate": EVALUATE + ENGINE}
+
+
+@pytest.fixture(scope="module")
+def said(tiny_folder, tmp_path_factory):
+    """What each program says to each case, in the order of CASES: (exit status, text)."""
+    folder = tmp_path_factory.mktemp("no_weights")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny_folder / name).read_bytes())
+    said = {}
+    for program, cases in CASES.items():
+        good = [f"--model={folder}"] + ["--contexts=256"] * (program == "evaluate")
+        arguments = [[*good, *flag.split()] for flag, _ in cases]
+        done = subprocess.run(
+            [sys.executable, "-c", RUNNER, f"experiments.{program}", json.dumps(arguments)],
+            cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+        # Whatever is not a SystemExit ends the runner with a traceback.
+        assert done.returncode == 0, done.stderr
+        said[program] = [json.loads(line) for line in done.stdout.splitlines()]
+        assert len(said[program]) == len(cases)
+    return said
+
+
+@pytest.mark.parametrize(
+    "program, case, flag, complaint",
+    [(program, i, *case) for program, cases in CASES.items() for i, case in enumerate(cases)],
+)
+def test_a_bad_flag_is_told_in_a_line(said, program, case, flag, complaint):
+    status, text = said[program][case]
+    assert status == 1
+    told = [line for line in text.splitlines() if complaint in line]
+    assert len(told) == 1, text
+    assert "Traceback" not in text and "safetensors" not in text
