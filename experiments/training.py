@@ -55,8 +55,8 @@ def shares_at(schedule: str, tokens: int) -> dict[str, float]:
 def rate_at(step: int, tokens: int, rates: str) -> float:
     """Factor on both learning rates: 50 steps of warm-up, times lines between the points of
     'tokens:factor;...'."""
-    points = [tuple(map(float, point.split(":"))) for point in rates.split(";")]
-    return min(1.0, (step + 1) / 50) * float(np.interp(tokens, *zip(*points)))
+    points = np.array([point.split(":") for point in rates.split(";")], float)
+    return min(1.0, (step + 1) / 50) * float(np.interp(tokens, points[:, 0], points[:, 1]))
 
 
 def initialise(config: ModelConfig, key):

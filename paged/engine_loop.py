@@ -167,6 +167,8 @@ class EngineLoop:
         self.metrics.event("abort", now, round=self._round, request_id=request_id)
         self.scheduler.abort(group)
         output = self._retire(group)
+        # What it streamed and nobody has fetched is in this output.
+        self._outputs = [kept for kept in self._outputs if kept.request_id != request_id]
         if request_id in self._mailboxes:
             self._mailboxes[request_id].append(output)
         return output

@@ -23,30 +23,54 @@ def _pad_to_multiple(x, axis: int, multiple: int):
     return jnp.pad(x, padding)
 
 
-def _online_softmax(read_chunk, first_chunk, num_chunks, q, v_dtype, out_dim: int):
-    """softmax(q·kᵀ)·v over chunks [first_chunk, num_chunks).
+def _read(pages_NxPxD, ids):
+    """The tokens [..., C, D] of pages ids [..., m]."""
+    N, P, D = pages_NxPxD.shape
+    # A page as one row is copied in one run; the ids are valid by contract.
+    rows = pages_NxPxD.reshape(N, P * D).at[ids.reshape(-1)].get(mode="promise_in_bounds")
+    return rows.reshape(*ids.shape[:-1], -1, D)
 
-    q is [..., R, D], scaled; `read_chunk(j)` gives k, v [..., C, D] and the mask of seen scores,
-    broadcastable to [..., R, C]. Rows that see nothing give zeros. Values that no row may see must
-    be finite: the rest of a page may hold what a former owner left there.
+
+def _scores(q, k):
+    """q [..., R, D] times k [..., C, D] over D: [..., R, C] in float32."""
+    if q.shape[-2] > 1:
+        return jnp.einsum("...rd,...cd->...rc", q, k, preferred_element_type=jnp.float32)
+    # XLA vectorises and spreads sums over a CPU's cores, not many products of one row.
+    return jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), -1)[..., None, :]
+
+
+def _weighted_sum(probs, v, held):
+    """probs [..., R, C] times v [..., C, D] over the C where held [..., C]: [..., R, D] float32."""
+    if probs.shape[-2] > 1:
+        v = jnp.where(held[..., None], v, 0)
+        probs = probs.astype(v.dtype)
+        return jnp.einsum("...rc,...cd->...rd", probs, v, preferred_element_type=jnp.float32)
+    products = probs[..., 0, :, None] * v.astype(jnp.float32)
+    return jnp.sum(jnp.where(held[..., None], products, 0.0), -2)[..., None, :]
+
+
+def _online_softmax(read_chunk, first_chunk, num_chunks, q):
+    """softmax(q·kᵀ)·v over chunks [first_chunk, num_chunks): [..., R, D] in float32.
+
+    q is [..., R, D], scaled; `read_chunk(j)` gives k and v [..., C, D], which of their tokens are
+    `held` [..., C], and the mask of seen scores, broadcastable to [..., R, C]. Rows that see
+    nothing give zeros. Where nothing is held k and v may be anything, not-a-number included: the
+    rest of a page holds what a former owner left there.
     """
 
     def body(j, state):
         acc, top, total = state
-        k, v, seen = read_chunk(j)
-        scores = jnp.einsum("...rd,...cd->...rc", q, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen, scores, NEG_INF)
+        k, v, held, seen = read_chunk(j)
+        scores = jnp.where(seen, _scores(q, k), NEG_INF)
         new_top = jnp.maximum(top, scores.max(-1))
         probs = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
         decay = jnp.exp(top - new_top)
-        weighted = jnp.einsum(
-            "...rc,...cd->...rd", probs.astype(v_dtype), v, preferred_element_type=jnp.float32
-        )
-        return acc * decay[..., None] + weighted, new_top, total * decay + probs.sum(-1)
+        acc = acc * decay[..., None] + _weighted_sum(probs, v, held)
+        return acc, new_top, total * decay + probs.sum(-1)
 
     rows = q.shape[:-1]
     state = (
-        jnp.zeros((*rows, out_dim), jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
         jnp.full(rows, NEG_INF, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
@@ -77,17 +101,14 @@ def decode(q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_
 
         def read_chunk(j):
             ids = jax.lax.dynamic_slice_in_dim(table_g, j * pages, pages, axis=2) + page_offset
-            k = k_pages[ids].reshape(group, K, chunk, D)
-            v = v_pages[ids].reshape(group, K, chunk, D)
             index = j * chunk + jnp.arange(chunk)
             seen = (index < length_g[..., None]) & (index >= first[..., None])
-            return k, jnp.where(seen[..., None], v, 0), seen[:, :, None]
+            return _read(k_pages, ids), _read(v_pages, ids), seen, seen[:, :, None]
 
         nothing = jnp.iinfo(jnp.int32).max
         first_chunk = jnp.where(length_g > 0, first, nothing).min() // chunk
         num_chunks = (length_g.max() + chunk - 1) // chunk
-        out = _online_softmax(read_chunk, first_chunk, num_chunks, q_g, v_pages.dtype, D)
-        return out.astype(q.dtype)
+        return _online_softmax(read_chunk, first_chunk, num_chunks, q_g).astype(q.dtype)
 
     starts = jnp.arange(0, queries.shape[0], group)
     out = jax.lax.map(attend_group, starts)
@@ -128,16 +149,13 @@ def prefill(
 
         def read_chunk(j):
             ids = jax.lax.dynamic_slice(tables, (s, 0, j * pages), (1, K, pages))[0] + page_offset
-            k = k_pages[ids].reshape(K, chunk, D)
-            v = v_pages[ids].reshape(K, chunk, D)
             index = j * chunk + jnp.arange(chunk)
             seen = (index <= position[:, None]) & (index >= first[:, None])
-            return k, jnp.where(index[:, None] < lengths[s], v, 0), jnp.tile(seen, (G, 1))
+            held = index < lengths[s]
+            return _read(k_pages, ids), _read(v_pages, ids), held, jnp.tile(seen, (G, 1))
 
         num_chunks = position[-1] // chunk + 1
-        tile_out = _online_softmax(
-            read_chunk, first[0] // chunk, num_chunks, q_KxRxD, v_pages.dtype, D
-        )
+        tile_out = _online_softmax(read_chunk, first[0] // chunk, num_chunks, q_KxRxD)
         tile_out = tile_out.reshape(K, G, tile, D).transpose(2, 0, 1, 3).reshape(tile, H, D)
         return jax.lax.dynamic_update_slice_in_dim(out, tile_out.astype(q.dtype), start, 0)
 

@@ -51,8 +51,9 @@ class HashingExecutor:
         self._queue.append(_Load(slot, tokens))
 
     def execute(self, inputs) -> "_Pending":
-        self._queue.append(_Pending(self, inputs))
-        return self._queue[-1]
+        pending = _Pending(self, inputs)
+        self._queue.append(pending)
+        return pending
 
     def run_next(self) -> None:
         pending = self._queue.pop(0)

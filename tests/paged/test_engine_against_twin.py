@@ -148,6 +148,20 @@ def test_a_stream_closed_early_takes_no_other_output_with_it():
     assert [o.request_id for o in rest] == [other]
 
 
+def test_an_aborted_request_has_no_output_after_its_last():
+    """Another call's steps have streamed some of it that nobody has fetched."""
+    engine = _engine()
+    victim = engine.add_request([9], HOW, stream=True)
+    other = engine.stream([5], HOW)
+    next(other)
+    next(other)
+    assert len(engine.abort(victim).tokens) > 0
+    rest = []
+    while engine.has_unfinished():
+        rest += engine.step()
+    assert victim not in [output.request_id for output in rest]
+
+
 def test_a_bad_prompt_to_stream_is_refused_at_once():
     with pytest.raises(ValueError, match="the prompt is empty"):
         _engine().stream([])

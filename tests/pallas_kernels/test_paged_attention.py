@@ -18,9 +18,9 @@ prefill_jit = jax.jit(paged_prefill_attention, static_argnames=("sliding_window"
 
 def _dense(q_HxD, k_KxtxD, v_KxtxD, window):
     """One query over whole keys, float64."""
-    out = []
-    for h in range(K * G):
-        k, v = k_KxtxD[h // G].astype(np.float64), v_KxtxD[h // G].astype(np.float64)
+    out, heads = [], len(q_HxD)
+    for h in range(heads):
+        k, v = (x[h * K // heads].astype(np.float64) for x in (k_KxtxD, v_KxtxD))
         if window is not None:
             k, v = k[-window:], v[-window:]
         if len(k) == 0:
@@ -47,8 +47,8 @@ LENGTHS = st.lists(st.sampled_from([0, 1, 15, 16, 17, 127, 128, 129, 200]), min_
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @settings(max_examples=15, deadline=None)
 @given(lengths=LENGTHS, P=st.sampled_from([1, 16, 64]), window=st.sampled_from([None, 1, 40]),
-       seed=st.integers(0, 99))  # fmt: skip
-def test_decode_matches_dense_softmax(implementation, lengths, P, window, seed):
+       G=st.sampled_from([1, 3]), seed=st.integers(0, 99))  # fmt: skip
+def test_decode_matches_dense_softmax(implementation, lengths, P, window, G, seed):
     rng = np.random.default_rng(seed)
     S, N, M = len(lengths), 50, -(-200 // P)
     k_pages, v_pages = _pools(rng, N, P)
@@ -119,8 +119,9 @@ def test_a_page_offset_is_added_to_every_page_id(implementation):
         np.testing.assert_array_equal(shifted, expected)
 
 
+@pytest.mark.parametrize("G", [1, 3])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_what_a_former_owner_left_in_a_page_reaches_nobody(implementation):
+def test_what_a_former_owner_left_in_a_page_reaches_nobody(implementation, G):
     """Positions beyond a length may hold anything, not-a-number included."""
     rng = np.random.default_rng(1)
     k_pages, v_pages = _pools(rng, 4, 16)

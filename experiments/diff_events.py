@@ -1,0 +1,199 @@
+"""Name the first difference between the event logs of two runs, times apart.
+
+    python -m experiments.diff_events results/a/events.jsonl results/b/events.jsonl
+
+Says which event differs, of which step or request, in which field, and both values; for the arrays
+of a step also whose row it is. Fields that end in _s are times. Exit status: 0 for the same
+schedule, page operations and tokens, 1 for a difference, 2 for a file that is no event log.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from experiments.run_record import plain
+
+FLAGS = flags.FLAGS
+ABSENT = "nothing"  # stands for the value of a field that one event lacks
+# What events must hold to be replayed; others may hold anything.
+FIELDS: dict[str, dict[str, type]] = {
+    "arrival": {
+        "round": int, "request_id": str, "prompt": list, "sampling": dict, "stream": bool,
+        "cache_salt": str,
+    },
+    "abort": {"round": int, "request_id": str},
+    "pin": {"round": int, "prompt": list, "cache_salt": str},
+    "failure": {"round": int},
+    "admit": {"request_id": str},
+    "schedule": {"step": int, "slots": list},
+    "step": {"step": int, "tokens": list},
+}  # fmt: skip
+ROW_INDEX = {"slots": 0, "starts": 0, "counts": 0, "tokens": 1}  # which index of a field is the row
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two logs part.
+
+    number: of the event, from 0. events: what both have there, None where a log has ended. field:
+    the field that differs and the place in it, as in "counts[2]" or "config.page_size"; empty where
+    a log has ended. values: what both have there. slot, request_id: of the row that differs, where
+    the log tells.
+    """
+
+    number: int
+    events: tuple[dict | None, dict | None]
+    field: str = ""
+    values: tuple[Any, Any] = (None, None)
+    slot: int | None = None
+    request_id: str | None = None
+
+    def describe(self, first: str = "A", second: str = "B") -> str:
+        """One line; first, second: what to call the logs."""
+        where = f"event {self.number} (line {self.number + 1})"
+        a, b = self.events
+        if a is None or b is None:
+            ended, other, extra = (first, second, b) if a is None else (second, first, a)
+            assert extra is not None
+            return f"{where}: {ended} has ended, {other} goes on with {_label(extra)}"
+        if self.field == "event":
+            return f"{where}: {_label(a)} in {first}, {_label(b)} in {second}"
+        owner = [f"slot {self.slot}"] * (self.slot is not None)
+        owner += [str(self.request_id)] * (self.request_id is not None)
+        row = f" ({', '.join(owner)})" if owner else ""
+        values = [_short(_text(value), 60) for value in self.values]
+        return (
+            f"{where}, {_label(a)}: {self.field}{row} is {values[0]} in {first}, "
+            f"{values[1]} in {second}"
+        )
+
+
+def read_log(path: str | Path) -> list[dict]:
+    """The events of an events.jsonl; ValueError, naming file and line, if it is none."""
+    events = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    events.append(_checked(json.loads(line)))
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return events
+
+
+def _checked(event: Any) -> dict:
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        raise ValueError("no event, which is an object with a field 'event'")
+    for name, wanted in FIELDS.get(event["event"], {}).items():
+        if not isinstance(event.get(name), wanted):
+            raise ValueError(f"the event {event['event']!r} has no {wanted.__name__} {name!r}")
+    return event
+
+
+def untimed(event: Event) -> dict[str, Any]:
+    """An event without its times, and as JSON has it, whether it comes from an engine or a file."""
+    return {name: plain(value) for name, value in event.items() if not name.endswith("_s")}
+
+
+def first_difference(a: Sequence[Event], b: Sequence[Event]) -> Difference | None:
+    """Where the logs differ first in anything but times; None if nowhere."""
+    for number, events in enumerate(zip(a, b)):
+        first, second = map(untimed, events)
+        if first != second:
+            field, indices, values = _inside(first, second)
+            row = ROW_INDEX.get(field.partition("[")[0], len(indices))
+            owner = _row_owner(a, number, indices[row]) if row < len(indices) else (None, None)
+            return Difference(number, (first, second), field, values, *owner)
+    number = min(len(a), len(b))
+    ends = [untimed(log[number]) if number < len(log) else None for log in (a, b)]
+    return Difference(number, (ends[0], ends[1])) if len(a) != len(b) else None
+
+
+def _inside(a: Any, b: Any) -> tuple[str, tuple[int, ...], tuple[Any, Any]]:
+    """Where unequal JSON values differ first: (path, its list indices, both values)."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in [*a, *(key for key in b if key not in a)]:
+            values = a.get(key, ABSENT), b.get(key, ABSENT)
+            if values[0] != values[1]:
+                path, indices, values = _inside(*values)
+                return f"{key}{'' if path[:1] in ('', '[') else '.'}{path}", indices, values
+    if isinstance(a, list) and isinstance(b, list):
+        for i, values in enumerate(zip(a, b)):
+            if values[0] != values[1]:
+                path, indices, values = _inside(*values)
+                return f"[{i}]{'' if path[:1] in ('', '[') else '.'}{path}", (i, *indices), values
+        return "[length]", (), (len(a), len(b))
+    return "", (), (a, b)
+
+
+def _row_owner(log: Sequence[Event], number: int, row: int) -> tuple[int | None, str | None]:
+    """Slot and request of a row of the step that event `number` of the log is about."""
+    owners: dict[int, str] = {}
+    for event in log[: number + 1]:
+        if event["event"] == "admit":
+            owners |= {int(slot): event["request_id"] for slot in event.get("slots", [])}
+        elif event["event"] == "schedule" and event["step"] == log[number].get("step"):
+            slot = int(event["slots"][row]) if row < len(event["slots"]) else None
+            return slot, None if slot is None else owners.get(slot)
+    return None, None
+
+
+def _label(event: Event) -> str:
+    """What an event is called in a sentence."""
+    kind = str(event["event"])
+    if "step" in event:
+        return f"{kind} {event['step']}" if kind == "step" else f"{kind} of step {event['step']}"
+    if "request_id" not in event:
+        return kind
+    reason = f" ({event['finish_reason']})" if "finish_reason" in event else ""
+    return f"{kind} of {event['request_id']}{reason}"
+
+
+def _text(value: Any) -> str:
+    return ABSENT if value is ABSENT else json.dumps(value, ensure_ascii=False)
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def report(
+    a: Sequence[Event], difference: Difference, first: str, second: str, context: int = 3
+) -> str:
+    """The difference in a line, up to `context` events of log `a` before it, and both events."""
+    number = difference.number
+    before = range(max(0, number - context), number)
+    rows = [(" ", i, untimed(a[i])) for i in before]
+    rows += [(sign, number, e) for sign, e in zip("<>", difference.events) if e is not None]
+    lines = [f"  {sign} {i} {_short(_text(event), 160)}" for sign, i, event in rows]
+    return "\n".join([f"first difference: {difference.describe(first, second)}", *lines])
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) != 3:
+        raise app.UsageError(f"two event logs are compared, not {len(argv) - 1}", exitcode=2)
+    try:
+        a, b = map(read_log, argv[1:])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    difference = first_difference(a, b)
+    if difference is None:
+        print(f"same schedule, page operations and tokens: {len(a)} events")
+        return
+    print(report(a, difference, argv[1], argv[2], FLAGS.context))
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_integer("context", 3, "events to show before the difference", lower_bound=0)
+    app.run(main)

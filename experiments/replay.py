@@ -1,0 +1,238 @@
+"""Do a run again from its event log, and say where it first goes another way.
+
+    python -m experiments.replay --log=results/demo/events.jsonl --executor=simulated
+
+The engine is configured as the log says, and whatever came in then (requests, aborts, pinned
+prefixes) comes in before the same round; the clock decides nothing. On --executor=device the model
+computes all tokens anew: --model and --dtype are those of the run. On `simulated` the tokens are
+the log's, the times those of a cost model, and no weights are read.
+
+The replay ends with the first round that goes another way, or before one that failed. Writes to
+--output_dir: events.jsonl, report.json, summary.json. Exit status: 0 for the same schedule, page
+operations and tokens, 1 for a difference, 2 for a log that cannot be replayed.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+from tqdm import tqdm
+
+from experiments import run_record
+from experiments.diff_events import Event, first_difference, read_log, report, untimed
+from experiments.flags import define_model_flags, load_engine, values_of
+from models import weights
+from models.config import ModelConfig
+from paged.config import EngineConfig
+from paged.engine import Engine
+from paged.metrics import NO_TOKEN
+from paged.sequence import SamplingParams
+from paged.simulator.executor import SimulatedExecutor
+from paged.simulator.recorded import RecordedTokens
+
+FLAGS = flags.FLAGS
+INPUTS = ("arrival", "abort", "pin")  # events of what comes from outside
+
+
+def logged_config(log: Sequence[Event]) -> EngineConfig:
+    """The configuration of the run; ValueError, naming the field, if it is of another version."""
+    values = _engine_field(log, "config")
+    _check_fields(values, {field.name for field in fields(EngineConfig)}, "engine's configuration")
+    try:
+        return EngineConfig(**values)
+    except TypeError as error:
+        raise ValueError(f"the log's engine configuration: {error}") from error
+
+
+def check_model(log: Sequence[Event], model: ModelConfig) -> None:
+    """Raise ValueError, naming a field, if the run was another model's."""
+    logged, ours = _engine_field(log, "model"), run_record.plain(asdict(model))
+    _check_fields(logged, set(ours), "model")
+    for name, value in ours.items():
+        if logged[name] != value:
+            raise ValueError(f"the log's model has {name} {logged[name]}, this one has {value}")
+
+
+def _engine_field(log: Sequence[Event], name: str) -> dict[str, Any]:
+    if not log or log[0]["event"] != "engine":
+        raise ValueError("the log does not begin with the event 'engine': its beginning is lost")
+    values = run_record.plain(log[0].get(name))
+    if not isinstance(values, dict):
+        raise ValueError(f"the log's event 'engine' has no object {name!r}")
+    return values
+
+
+def _check_fields(logged: Mapping[str, Any], ours: set[str], owner: str) -> None:
+    for name in sorted(logged.keys() ^ ours):
+        fault = "lacks" if name in ours else "has an unknown field"
+        raise ValueError(f"the log's {owner} {fault} {name!r}: it is another version's")
+
+
+def simulated_engine(log: Sequence[Event], model: ModelConfig, tokenizer=None, cost=None) -> Engine:
+    """An engine that samples the log's tokens in the time that `cost` says.
+
+    tokenizer: for stop strings. Raises ValueError for a log of another model or version.
+    """
+    check_model(log, model)
+    executor = SimulatedExecutor(cost, vocab_size=model.vocab_size, recorded=RecordedTokens(log))
+    return Engine(model, logged_config(log), executor, tokenizer)
+
+
+def failed_round(log: Sequence[Event]) -> int | None:
+    """The round in which the run failed first, so that all requests ended; None if it did not."""
+    return next((event["round"] for event in log if event["event"] == "failure"), None)
+
+
+def replay(engine: Engine, log: Sequence[Event], progress: bool = False) -> list[dict]:
+    """Bring in what came in then, each before the same round; the engine's events.
+
+    engine: a fresh one. Stops with the first round that goes another way. A round that failed is
+    not run: the engine then stands before it.
+
+    Raises ValueError for a log that no run can have written.
+    """
+    if len(engine.events) != 1:
+        raise ValueError("a replay needs an engine that has done nothing yet")
+    inputs, failed = _inputs(log), failed_round(log)
+    last = math.inf if failed is None else failed - 1
+    rounds = same = 0
+    with tqdm(total=len(log), desc="replaying", unit="events", disable=not progress) as bar:
+
+        def goes_on() -> bool:
+            """Whether all that has happened is what happened then."""
+            nonlocal same
+            done = min(len(engine.events), len(log))
+            while same < done and untimed(log[same]) == untimed(engine.events[same]):
+                same += 1
+                bar.update()
+            return same == len(engine.events)
+
+        for number, start, event in inputs:
+            while rounds < min(start, last) and goes_on():
+                engine.step()
+                rounds += 1
+            if rounds < start or not goes_on() or same != number:
+                break
+            _bring_in(engine, event)
+            rounds = event["round"]
+        idle = False
+        while rounds < last and goes_on() and same < len(log) and not idle:
+            idle = not engine.has_unfinished()  # what was freed last may still be written down
+            engine.step()
+            rounds += 1
+        goes_on()
+    return engine.events
+
+
+def _inputs(log: Sequence[Event]) -> list[tuple[int, int, dict]]:
+    """(number of the event, rounds run before, event) of all that came in before a failure.
+
+    A pin stands for its request too, which arrived right before and ran alone.
+    """
+    inputs: list[tuple[int, int, dict]] = []
+    for number, event in enumerate(map(untimed, log)):
+        if event["event"] == "failure":
+            break
+        if event["event"] == "pin":
+            if not inputs or inputs[-1][2].get("prompt") != event["prompt"]:
+                raise ValueError(f"event {number}, pin: its request did not arrive before it")
+            inputs[-1] = (*inputs[-1][:2], event)
+        elif event["event"] in INPUTS:
+            inputs.append((number, event["round"], event))
+    return inputs
+
+
+def _bring_in(engine: Engine, event: Event) -> None:
+    try:
+        if event["event"] == "abort":
+            engine.abort(event["request_id"])
+        elif event["event"] == "pin":
+            engine.pin_prefix(event["prompt"], event["cache_salt"])
+        else:
+            engine.add_request(
+                event["prompt"],
+                _sampling(event["sampling"]),
+                event["request_id"],
+                stream=event["stream"],
+                cache_salt=event["cache_salt"],
+            )
+    except ValueError as error:
+        raise ValueError(f"event {len(engine.events)}, {event['event']}: {error}") from error
+
+
+def _sampling(logged: Mapping[str, Any]) -> SamplingParams:
+    values = dict(logged)
+    try:
+        if "logit_bias" in values:
+            values["logit_bias"] = {int(t): bias for t, bias in values["logit_bias"].items()}
+        return SamplingParams(**values)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"sampling: {error}") from error
+
+
+def num_tokens(log: Sequence[Event]) -> int:
+    """Tokens sampled."""
+    steps = (np.asarray(event["tokens"]) for event in log if event["event"] == "step")
+    return sum(int((tokens != NO_TOKEN).sum()) for tokens in steps)
+
+
+def _load(log: Sequence[Event]) -> Engine:
+    """The engine that the flags and the log ask for."""
+    model, tokenizer = weights.load_config(FLAGS.model), weights.load_tokenizer(FLAGS.model)
+    if FLAGS.executor == "simulated":
+        return simulated_engine(log, model, tokenizer)
+    check_model(log, model)
+    return load_engine(logged_config(log), tokenizer)
+
+
+def main(argv: list[str], names: Sequence[str] = ()) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value", exitcode=2)
+    try:
+        log = read_log(FLAGS.log)
+        engine = _load(log)
+        engine.warm_up()
+        events = replay(engine, log, progress=True)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    failed = failed_round(log)
+    difference = first_difference(log if failed is None else log[: len(events)], events)
+    numbers = {
+        "events": len(events),
+        "differences": int(difference is not None),
+        "tokens": num_tokens(events),
+    }
+    content = {
+        "experiment": "replay",
+        "flags": values_of(names),
+        "measured": numbers,
+        "difference": difference and difference.describe("the log", "the replay"),
+        **run_record.describe_environment(),
+    }
+    run_record.write_json(FLAGS.output_dir, "report.json", content)
+    run_record.write_summary(FLAGS.output_dir, numbers)
+    run_record.write_json_lines(FLAGS.output_dir, "events.jsonl", events)
+    if failed is not None:
+        print(f"the run failed in round {failed}: replayed up to there")
+    if difference:
+        print(report(log, difference, "the log", "the replay"))
+        sys.exit(1)
+    print(f"same schedule and tokens: {len(events):,} events, {numbers['tokens']:,} tokens")
+
+
+def define_flags() -> list[str]:
+    """Define this program's flags; returns their names."""
+    flags.DEFINE_string("log", None, "an events.jsonl", required=True)
+    flags.DEFINE_enum("executor", "device", ["device", "simulated"], "what runs the steps")
+    flags.DEFINE_string("output_dir", "results/replay", "where the report goes")
+    return ["log", "executor", "output_dir", *define_model_flags()]
+
+
+if __name__ == "__main__":
+    defined = define_flags()
+    app.run(lambda argv: main(argv, defined))

@@ -1,0 +1,283 @@
+"""Serve random requests for a long time, and check at every step that nothing is lost.
+
+python -m experiments.soak --minutes=30
+
+Requests of all kinds come at random, are aborted in any state, stream, share and pin prefixes and
+stop at strings, in a KV cache so small that they preempt each other; bad ones are refused. Every
+--drain_every steps all of them end, and the engine must be as it was at first.
+
+Checked: each request gets one final output, whose tokens, text and reason fit the request; a sample
+equals the run of the request alone; whoever came first always advances; every block has the
+references that tables and pins explain; refused requests leave no trace; memory does not grow.
+
+All decisions are a function of --seed, the step's number and the engine's state: --steps repeats a
+run. Writes to --output_dir: report.json, summary.json, samples.csv and soak.png. Ends with an error
+that names the first violation, its step and the seed.
+"""
+
+import faulthandler
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import app, flags
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from experiments import run_record
+from experiments.flags import define_engine_flags, engine_config, load_engine, values_of
+from experiments.soak_checks import KINDS, Violation
+from experiments.soak_operations import OPERATIONS
+from experiments.soak_users import Users
+from models import weights
+from paged.config import EngineConfig
+
+FLAGS = flags.FLAGS
+SAMPLE_EVERY = 50  # steps
+HUNG_S = 600.0  # between two samples
+SETTLED = 0.25  # share of the run after which memory must not grow
+# A cache that all but never holds what is asked for.
+ENGINE_DEFAULTS = {
+    "max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 64,
+    "max_prefills_per_step": 4, "kv_cache_tokens": 448, "prefix_caching": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The state after a step. rss_mib is None where the system does not tell; live_arrays: of JAX;
+    blocks_idle: free, and kept for their content; at_rest: whether nothing was unfinished."""
+
+    step: int
+    minutes: float
+    rss_mib: float | None
+    live_arrays: int
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks_idle: int
+    requests: int
+    output_tokens: int
+    at_rest: bool = False
+
+
+def sample(users: Users, step: int, minutes: float, at_rest: bool = False) -> Sample:
+    pool, scheduler = users.engine.host_policy.pool, users.engine.scheduler
+    return Sample(
+        step, minutes, rss_mib(), len(jax.live_arrays()), len(scheduler.running),
+        len(scheduler.waiting), pool.num_used, len(pool.cache.idle) if pool.cache else 0,
+        users.counts["requests"], users.counts["output_tokens"], at_rest,
+    )  # fmt: skip
+
+
+def rss_mib() -> float | None:
+    """Resident memory of this process, or None where there is no /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def reference_config(config: EngineConfig) -> EngineConfig:
+    """One request at a time, in ample memory, with nothing shared and nothing ahead."""
+    longest = config.max_model_len
+    return replace(
+        config, max_num_seqs=1, max_prefills_per_step=1, prefix_caching=False, run_ahead=False,
+        kv_cache_tokens=longest + config.page_size, watermark=0.0,
+    )  # fmt: skip
+
+
+def run(
+    users: Users,
+    *,
+    steps: int = 0,
+    minutes: float = 0.0,
+    drain_every: int = 500,
+    operations=OPERATIONS,
+    progress: bool = True,
+) -> tuple[list[Sample], int, Exception | None]:
+    """Let `users` act for so many steps, or minutes where steps is 0, or until something is wrong.
+
+    Returns samples, the number of steps, and the violation, or whatever the engine raised.
+    """
+    began, samples, step = time.monotonic(), [], 0
+    total = steps or 60 * minutes
+
+    def minutes_now() -> float:
+        return (time.monotonic() - began) / 60
+
+    bar = tqdm(
+        total=total, desc="soaking", unit="step" if steps else "s", disable=not progress,
+        bar_format="{desc} {percentage:3.0f}% |{bar}| {n:.0f}/{total:.0f} {unit}{postfix}",
+    )  # fmt: skip
+    try:
+        while (step < steps) if steps else (minutes_now() < minutes):
+            users.act(step, operations)
+            step += 1
+            drains = step % drain_every == 0
+            if drains:
+                users.drain()
+                users.pin()
+            if drains or step % SAMPLE_EVERY == 0:
+                samples.append(sample(users, step, minutes_now(), at_rest=drains))
+                faulthandler.dump_traceback_later(HUNG_S, exit=True)
+                bar.n = step if steps else 60 * samples[-1].minutes
+                bar.set_postfix_str(f"step {step}, {users.counts['requests']} requests")
+        users.drain()
+        samples.append(sample(users, step, minutes_now(), at_rest=True))
+    except Exception as error:
+        return samples, step, error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        bar.close()
+    return samples, step, None
+
+
+def growth(samples: Sequence[Sample]) -> dict[str, float]:
+    """Of memory, once settled: resident MiB at the beginning and the end, their least-squares
+    slope in MiB an hour; and JAX arrays alive with nothing unfinished, gained since."""
+    samples = samples[int(SETTLED * len(samples)) :]
+    rest = [s.live_arrays for s in samples if s.at_rest]
+    numbers: dict[str, float] = {"live_arrays_growth": rest[-1] - rest[0]} if rest else {}
+    measured = [(s.minutes / 60, s.rss_mib) for s in samples if s.rss_mib is not None]
+    if len(measured) > 1:
+        hours, rss = np.array(measured).T
+        numbers |= {
+            "rss_first_mib": rss[0],
+            "rss_last_mib": rss[-1],
+            "rss_slope_mib_per_hour": np.polyfit(hours - hours[0], rss, 1)[0],
+        }
+    return numbers
+
+
+def check_growth(numbers: dict[str, float], max_rss_growth_mib: float) -> Violation | None:
+    """JAX arrays must not become more, nor resident memory by more than that."""
+    if numbers.get("live_arrays_growth", 0) > 0:
+        return Violation("memory_growth", f"{numbers['live_arrays_growth']:.0f} more JAX arrays")
+    grown = numbers.get("rss_last_mib", 0) - numbers.get("rss_first_mib", 0)
+    if grown > max_rss_growth_mib:
+        return Violation("memory_growth", f"resident memory grew by {grown:.1f} MiB")
+    return None
+
+
+def summary(users: Users, samples: Sequence[Sample], steps: int, error: Exception | None) -> dict:
+    """Flat numbers: what was done, what was wrong (no more than one thing, the first)."""
+    kind = "raised" if error and not isinstance(error, Violation) else getattr(error, "kind", "")
+    return {
+        "steps": steps,
+        "minutes": samples[-1].minutes if samples else 0.0,
+        **{kind_: int(kind_ == kind) for kind_ in KINDS},
+        "aborted": users.counts["ended_abort"] + users.counts["closed"],
+        **users.counts,
+        **growth(samples),
+        "compilations_after_warmup": users.engine.metrics.compilations_after_warmup,
+        "digest": users.digest,
+    }
+
+
+def plot(samples: Sequence[Sample], path: Path, title: str, footer: str) -> None:
+    """Resident memory, blocks and requests over time."""
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    memory, blocks, requests = figure.subplots(3, 1, sharex=True)
+    minutes = [s.minutes for s in samples]
+    memory.plot(minutes, [s.rss_mib or np.nan for s in samples], color="#2f6b9a")
+    memory.set(ylabel="resident memory (MiB)", ylim=(0, None))
+    for axes, names in (
+        (blocks, ("blocks_used", "blocks_idle")),
+        (requests, ("running", "waiting")),
+    ):
+        for name, colour in zip(names, ("#2f6b9a", "#e0a030")):
+            values = [getattr(s, name) for s in samples]
+            label = name.replace("_", " ")
+            axes.plot(minutes, values, ".", markersize=2, color=colour, label=label)
+        axes.set(ylim=(0, None))
+        axes.legend(loc="upper right", markerscale=5)
+    blocks.set(ylabel="KV blocks")
+    requests.set(ylabel="requests", xlabel="time (minutes)")
+    figure.suptitle(title)
+    figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
+    figure.savefig(path, dpi=130)
+
+
+def write(output_dir: str | Path, samples: Sequence[Sample], numbers: dict, facts: dict) -> None:
+    """All files of a run."""
+    environment = run_record.describe_environment()
+    run_record.write_csv(output_dir, "samples.csv", samples)
+    run_record.write_json(output_dir, "report.json", facts | {"measured": numbers} | environment)
+    run_record.write_summary(output_dir, numbers)
+    title = f"{numbers['requests']:,} requests in {numbers['steps']:,} steps"
+    footer = run_record.hardware_line(environment)
+    plot(samples, Path(output_dir) / "soak.png", title, footer)
+
+
+def make_users() -> Users:
+    """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
+    config = engine_config(weights.load_config(FLAGS.model))
+    tokenizer = weights.load_tokenizer(FLAGS.model)
+    engines = [load_engine(c, tokenizer) for c in (config, reference_config(config))]
+    users = Users(engines[0], engines[1], FLAGS.seed, FLAGS.check_share)
+    # The reference first: compilations are counted for the whole process.
+    for engine in reversed(engines):
+        engine.warm_up()
+    return users
+
+
+def main(argv: list[str], names: Sequence[str] = ()) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
+    try:
+        users = make_users()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    samples, steps, wrong = run(
+        users, steps=FLAGS.steps, minutes=FLAGS.minutes, drain_every=FLAGS.drain_every
+    )
+    wrong = wrong or check_growth(growth(samples), FLAGS.max_rss_growth_mib)
+    numbers = summary(users, samples, steps, wrong)
+    facts = {
+        "experiment": "soak",
+        "flags": values_of(names),
+        "seed": FLAGS.seed,
+        "weights_sha256": weights.weights_hash(FLAGS.model),
+        "violation": wrong and f"{wrong}",
+    }
+    write(FLAGS.output_dir, samples, numbers, facts)
+    for name, value in numbers.items():
+        print(f"{name:28} {value:,.6g}" if isinstance(value, float) else f"{name:28} {value:,}")
+    if wrong:
+        traceback.print_exception(wrong)
+        sys.exit(
+            f"violated in step {steps} with --seed={FLAGS.seed}: {wrong}\n"
+            f"repeat with the same flags and --steps={steps + 1}"
+        )
+    print(f"nothing lost; samples.csv, soak.png and more are in {FLAGS.output_dir}/")
+
+
+def define_flags() -> list[str]:
+    """Define this program's flags; returns their names."""
+    flags.DEFINE_float("minutes", 30.0, "how long", lower_bound=0.01)
+    flags.DEFINE_integer("steps", 0, "how many steps instead, if not 0", lower_bound=0)
+    flags.DEFINE_integer("drain_every", 500, "steps after which all requests end", lower_bound=1)
+    flags.DEFINE_float(
+        "check_share", 0.05, "of the requests, to be compared with a run of each alone",
+        lower_bound=0.0, upper_bound=1.0,
+    )  # fmt: skip
+    flags.DEFINE_float("max_rss_growth_mib", 32.0, "in resident memory, after a quarter of the run")
+    flags.DEFINE_string("output_dir", "results/soak", "where the report goes")
+    own = ["minutes", "steps", "drain_every", "check_share", "max_rss_growth_mib", "output_dir"]
+    names = own + define_engine_flags()
+    for name, value in ENGINE_DEFAULTS.items():
+        FLAGS.set_default(name, value)
+    return names
+
+
+if __name__ == "__main__":
+    defined = define_flags()
+    app.run(lambda argv: main(argv, defined))

@@ -1,0 +1,71 @@
+"""A random run of an engine: all that can come in, at random rounds."""
+
+import json
+import random
+from typing import Any
+
+from experiments.run_record import plain
+from paged.engine import Engine
+from paged.sequence import SamplingParams
+from tests.paged.tiny import TINY
+
+# A cache of 80 tokens holds such a request and 16 pinned tokens, whatever its pages.
+LONGEST_PROMPT, MOST_TOKENS = 24, 20
+
+
+def random_run(engine: Engine, rng: random.Random, rounds: int, rich: bool = False) -> list[dict]:
+    """The log of a run, as JSON has it. rich: with all sampling parameters that change tokens."""
+    shared = [[rng.randint(3, TINY.vocab_size - 1) for _ in range(16)] for _ in range(2)]
+    salts = ["", "b"]
+
+    def request() -> tuple[list[int], SamplingParams]:
+        prompt = [rng.randint(3, TINY.vocab_size - 1) for _ in range(rng.randint(1, 8))]
+        if rng.random() < 0.6:
+            prompt = rng.choice(shared) + prompt
+        assert len(prompt) <= LONGEST_PROMPT
+        how: dict[str, Any] = {
+            "max_tokens": rng.randint(1, MOST_TOKENS),
+            "seed": rng.choice([None, 3, 2**32 - 1]),
+            "ignore_eos": rng.random() < 0.3,
+            "stop_token_ids": tuple(rng.sample(range(3, 61), rng.choice([0, 2]))),
+            "prompt_logprobs": rng.choice([None, None, 2]),
+            "repetition_penalty": rng.choice([1.0, 1.3]),
+        }
+        if rich:
+            how |= {"temperature": rng.choice([0.0, 0.7, 1.3]), "top_k": rng.choice([0, 9])}
+            how |= {"top_p": rng.choice([1.0, 0.9]), "frequency_penalty": rng.choice([0, 0.5])}
+            how |= {"logit_bias": rng.choice([{}, {7: 2.5, 9: -100.0}])}
+            how |= {"logprobs": rng.choice([None, 2])}
+        return prompt, SamplingParams(**how)
+
+    if engine.config.prefix_caching and rng.random() < 0.6:
+        engine.pin_prefix(shared[0], rng.choice(salts))
+    names: set[str] = set()
+    for _ in range(rounds):
+        while rng.random() < 0.35:
+            names.add(f"user-{len(names)}")
+            engine.add_request(
+                *request(), f"user-{len(names) - 1}", stream=rng.random() < 0.3,
+                cache_salt=rng.choice(salts),
+            )  # fmt: skip
+        unfinished = names - {record.request_id for record in engine.metrics.requests}
+        if unfinished and rng.random() < 0.1:
+            engine.abort(rng.choice(sorted(unfinished)))
+        if rng.random() < 0.03:
+            engine.generate(*zip(request(), request()))  # type: ignore[arg-type]
+        if rng.random() < 0.03:
+            next(engine.stream(*request()))  # and closed after its first output
+        engine.step()
+    if rng.random() < 0.5:
+        while engine.has_unfinished():
+            engine.step()
+    return as_json(engine.events)
+
+
+def as_json(events: list[dict]) -> list[dict]:
+    return json.loads(json.dumps(plain(events)))
+
+
+def without_times(log: list[dict]) -> list[dict]:
+    times = {"time_s", "host_s", "device_s", "arrival_s", "first_token_s", "finish_s"}
+    return [{name: value for name, value in e.items() if name not in times} for e in log]

@@ -1,0 +1,301 @@
+"""Runs done again from their logs: on the twin of a device, on the device, in simulated time."""
+
+import copy
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments import run_record
+from experiments.diff_events import first_difference, read_log
+from experiments.replay import check_model, logged_config, num_tokens, replay, simulated_engine
+from models import llama, weights
+from models import params as parameters
+from paged.engine import Engine, EngineConfig
+from paged.sequence import SamplingParams
+from paged.simulator.executor import SimulatedExecutor
+from tests.experiments import conftest
+from tests.experiments.random_run import as_json, random_run, without_times
+from tests.paged.hashing_executor import HashingExecutor
+from tests.paged.test_sampling_parameters import SMALL, WAYS
+from tests.paged.tiny import TINY
+
+ROOT = Path(__file__).parents[2]
+
+
+def _config(rng: random.Random) -> EngineConfig:
+    slots = rng.randint(1, 5)
+    return EngineConfig(
+        max_num_seqs=slots,
+        max_num_batched_tokens=max(rng.choice([6, 17, 64]), slots),
+        max_prefills_per_step=rng.choice([1, 2, 8]),
+        max_model_len=90,
+        page_size=rng.choice([1, 3, 4, 16]),
+        kv_cache_tokens=rng.choice([80, 80, 100, 400]),
+        watermark=rng.choice([0.0, 0.1]),
+        run_ahead=rng.random() < 0.7,
+        multi_step=rng.choice([1, 1, 4]),
+        prefix_caching=rng.random() < 0.6,
+        seed=rng.randrange(9),
+    )
+
+
+def _hashing(config: EngineConfig) -> Engine:
+    return Engine(TINY, config, HashingExecutor(config, eos_rate=0.03))
+
+
+def _log(seed: int, **changes) -> list[dict]:
+    rng = random.Random(seed)
+    return random_run(_hashing(dataclasses.replace(_config(rng), **changes)), rng, rounds=40)
+
+
+def _check_same(log: list[dict], engine: Engine) -> None:
+    replayed = as_json(replay(engine, log))
+    assert without_times(replayed) == without_times(log)
+    assert first_difference(log, replayed) is None
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_random_run_replays_on_a_twin_and_simulated(seed):
+    log = _log(seed)
+    _check_same(log, _hashing(logged_config(log)))
+    _check_same(log, simulated_engine(log, TINY))
+
+
+def test_the_random_runs_hold_all_that_a_log_can():
+    logs = [_log(seed) for seed in range(30)]
+    events = [event for log in logs for event in log]
+    assert {event["event"] for event in events} == {
+        "engine", "arrival", "abort", "pin", "admit", "preempt", "schedule", "step", "finish",
+        "pages",
+    }  # fmt: skip
+    assert {e["finish_reason"] for e in events if e["event"] == "finish"} >= {
+        "eos", "length", "stop", "abort",
+    }  # fmt: skip
+    verbs = {verb for e in events if e["event"] == "schedule" for verb, _ in e["pages"]}
+    assert verbs == {"allocate", "share", "release", "evict"}
+    assert {len(e["tokens"]) for e in events if e["event"] == "step"} >= {0, 1, 4}
+    unfinished = [
+        sum(e["event"] == "arrival" for e in log) - sum(e["event"] == "finish" for e in log)
+        for log in logs
+    ]
+    assert 0 in unfinished and max(unfinished) > 0
+
+
+# The programs of those tests' configurations are compiled once in a test run.
+@pytest.mark.parametrize("way, run_ahead", [("preempting", True), ("prefix-cached", False)])
+def test_a_run_of_the_device_replays_on_it_and_simulated(way, run_ahead):
+    params = parameters.init(llama.declare(TINY), jax.random.key(1))
+    params |= {"embed": params["embed"] * 50}
+    config = dataclasses.replace(SMALL, run_ahead=run_ahead, **WAYS[way])
+    engine = Engine.from_model(params, TINY, config)
+    log = random_run(engine, random.Random(5), rounds=60, rich=True)
+    assert num_tokens(log) > 100
+    assert (way == "preempting") == any(event["event"] == "preempt" for event in log)
+    assert (way == "prefix-cached") == (max(r.cached_tokens for r in engine.metrics.requests) > 0)
+    _check_same(log, Engine.from_model(params, TINY, config))
+    _check_same(log, simulated_engine(log, TINY))
+
+
+def test_a_run_with_stop_strings_replays_simulated(tokenizer):
+    model = conftest.TINY
+    executor = SimulatedExecutor(vocab_size=model.vocab_size, first_token=4)
+    engine = Engine(model, EngineConfig(max_model_len=128), executor, tokenizer)
+    free = engine.generate([[5, 6]], SamplingParams(seed=1, ignore_eos=True))[0]
+    how = SamplingParams(seed=1, ignore_eos=True, stop=(free.text[9:12],))
+    assert engine.generate([[5, 6]], how)[0].finish_reason == "stop"
+    log = as_json(engine.events)
+    _check_same(log, simulated_engine(log, model, tokenizer))
+
+
+def test_idle_rounds_are_rounds():
+    config = EngineConfig(max_model_len=90)
+    engine = _hashing(config)
+    for _ in range(3):
+        engine.step()
+    engine.generate([[5, 6]], SamplingParams(max_tokens=3))
+    assert engine.events[1]["round"] == 3
+    _check_same(as_json(engine.events), _hashing(config))
+
+
+def test_another_token_is_found_where_it_was_sampled():
+    log = _log(1)
+    number = [i for i, e in enumerate(log) if e["event"] == "step" and e["tokens"]][3]
+    row = max(range(len(log[number]["tokens"][0])), key=log[number]["tokens"][0].__getitem__)
+    token = log[number]["tokens"][0][row]
+    assert token > 3
+    other = copy.deepcopy(log)
+    other[number]["tokens"][0][row] = 3
+    replayed = replay(_hashing(logged_config(other)), other)
+    difference = first_difference(other, replayed)
+    assert difference is not None
+    assert (difference.number, difference.values) == (number, (3, token))
+    assert difference.field == f"tokens[0][{row}]"
+    step = log[number]["step"]
+    schedule = next(e for e in log if e["event"] == "schedule" and e["step"] == step)
+    assert difference.slot == schedule["slots"][row]
+    # It stops with that round.
+    assert len(replayed) - number < 10 < len(log) - number
+
+
+def test_an_engine_of_another_configuration_goes_another_way():
+    log = _log(2)
+    config = logged_config(log)
+    changed = dataclasses.replace(config, page_size=2 * config.page_size)
+    difference = first_difference(log, replay(_hashing(changed), log))
+    assert difference is not None
+    assert (difference.number, difference.field) == (0, "config.page_size")
+    # Had the log said so: the pages of the first request are others.
+    log[0]["config"]["page_size"] *= 2
+    difference = first_difference(log, replay(_hashing(changed), log))
+    assert difference is not None and difference.events[0] is not None
+    assert difference.events[0]["event"] == "schedule"
+    assert difference.events[0]["step"] == 0
+    assert difference.field.startswith("pages[0]")
+
+
+class _Failing(HashingExecutor):
+    """A device whose fifth step fails."""
+
+    num_steps = 0
+
+    def execute(self, inputs):
+        self.num_steps += 1
+        if self.num_steps == 5:
+            raise RuntimeError("no memory")
+        return super().execute(inputs)
+
+
+def test_a_run_that_failed_replays_up_to_there():
+    config = EngineConfig(max_model_len=90)
+    engine = Engine(TINY, config, _Failing(config, eos_rate=0.03))
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.generate([[5, 6], [7]], SamplingParams(max_tokens=9))
+    engine.generate([[5, 6]], SamplingParams(max_tokens=3))
+    log = as_json(engine.events)
+    failure = next(event for event in log if event["event"] == "failure")
+    assert failure["round"] == 5
+    for again in (_hashing(config), simulated_engine(log, TINY)):
+        events = as_json(replay(again, log))
+        # Of the fifth round nothing.
+        assert [e["step"] for e in events if e["event"] == "schedule"] == [0, 1, 2, 3]
+        assert without_times(events) == without_times(log[: len(events)])
+        assert again.has_unfinished()
+
+
+def _without(log: list[dict], number: int, name: str) -> list[dict]:
+    return [{k: v for k, v in e.items() if i != number or k != name} for i, e in enumerate(log)]
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (lambda log: log[1:], "does not begin with the event 'engine'"),
+        (lambda log: [], "does not begin with the event 'engine'"),
+        (lambda log: _without(log, 0, "config"), "has no object 'config'"),
+        (lambda log: _set(log, 0, "config", "pages", 3), "has an unknown field 'pages'"),
+        (lambda log: _set(log, 0, "config", "page_size", "x"), "engine configuration: '<' not"),
+        (lambda log: _set(log, 0, "config", "page_size", 0), "page_size must be at least 1"),
+        (lambda log: _set(log, 0, "model", "head_dim", 16), "has head_dim 16, this one has 8"),
+        (lambda log: _set(log, 1, "sampling", "magic", 1), "event 1, arrival: sampling: .*'magic'"),
+        (lambda log: _set(log, 1, "sampling", "top_k", -1), "event 1, arrival: top_k must be"),
+        (lambda log: [log[0], {**log[1], "prompt": [99]}], "event 1, arrival: token 99 is"),
+        (lambda log: [log[0], {"event": "abort", "round": 0, "request_id": "x"}], "'x' is unknown"),
+        (
+            lambda log: [log[0], {"event": "pin", "round": 0, "prompt": [3], "cache_salt": ""}],
+            "event 1, pin: its request did not arrive before it",
+        ),
+    ],
+)  # fmt: skip
+def test_a_log_that_cannot_be_replayed_is_refused(change, complaint):
+    engine = _hashing(EngineConfig(max_model_len=90))
+    engine.generate([[5, 6]], SamplingParams(max_tokens=3))
+    with pytest.raises(ValueError, match=complaint):
+        log = change(as_json(engine.events))
+        replay(simulated_engine(log, TINY), log)
+
+
+def _set(log: list[dict], number: int, name: str, key: str, value) -> list[dict]:
+    log[number][name][key] = value
+    return log
+
+
+def test_a_log_of_another_version_names_what_it_lacks():
+    log = _log(0)
+    del log[0]["config"]["multi_step"]
+    with pytest.raises(ValueError, match="lacks 'multi_step': it is another version's"):
+        logged_config(log)
+    with pytest.raises(ValueError, match="model has model_type qwen3, this one has llama"):
+        check_model(log, TINY.replace(model_type="llama"))
+
+
+def test_a_replay_needs_a_fresh_engine():
+    log = _log(0)
+    engine = simulated_engine(log, TINY)
+    replay(engine, log)
+    with pytest.raises(ValueError, match="has done nothing yet"):
+        replay(engine, log)
+
+
+def program(*arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.replay", *map(str, arguments)],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served(tiny_folder, tokenizer, tmp_path_factory):
+    """The log of a run of the tiny model, in a file."""
+    model, params = weights.load(tiny_folder)
+    config = EngineConfig(
+        max_num_seqs=1, max_num_batched_tokens=64, max_prefills_per_step=1, max_model_len=64
+    )
+    engine = Engine.from_model(params, model, config, tokenizer)
+    engine.warm_up(progress=False)
+    how = SamplingParams(max_tokens=12, temperature=1.0, stop=("e",))
+    engine.generate(["Once upon a time", "The old", "She said that"], how)
+    folder = tmp_path_factory.mktemp("served")
+    return run_record.write_json_lines(folder, "events.jsonl", engine.events)
+
+
+def test_the_program_replays_in_another_process(served, tiny_folder, tmp_path):
+    flags = f"--log={served}", f"--model={tiny_folder}", f"--output_dir={tmp_path}"
+    done = program(*flags, f"--compilation_cache={jax.config.jax_compilation_cache_dir}")
+    assert done.returncode == 0, done.stderr
+    log = read_log(served)
+    assert f"same schedule and tokens: {len(log)} events, {num_tokens(log)} tokens" in done.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == {"events": len(log), "differences": 0, "tokens": num_tokens(log)}
+    assert without_times(read_log(tmp_path / "events.jsonl")) == without_times(log)
+    assert json.loads((tmp_path / "report.json").read_text())["flags"]["executor"] == "device"
+
+
+def test_the_program_names_the_first_difference(served, tiny_folder, tmp_path):
+    log = read_log(served)
+    number = next(i for i, event in enumerate(log) if event["event"] == "schedule")
+    log[number]["counts"][0] += 1
+    run_record.write_json_lines(tmp_path, "changed.jsonl", log)
+    flags = f"--log={tmp_path}/changed.jsonl", f"--model={tiny_folder}", "--executor=simulated"
+    done = program(*flags, f"--output_dir={tmp_path}")
+    assert done.returncode == 1, done.stderr
+    count = log[number]["counts"][0]
+    assert f"schedule of step 0: counts[0] (slot {log[number]['slots'][0]}" in done.stdout
+    assert f"is {count} in the log, {count - 1} in the replay" in done.stdout
+    assert json.loads((tmp_path / "summary.json").read_text())["differences"] == 1
+
+
+def test_the_program_refuses_a_bad_log_in_a_line(tmp_path):
+    done = program(f"--log={tmp_path}/none.jsonl", "--executor=simulated")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "none.jsonl cannot be read" in done.stderr
