@@ -8,6 +8,7 @@ strongest key is as good as all of them could not tell a good page selector from
 """
 
 import csv
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -138,17 +139,26 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main(_) -> None:
-    output_dir = Path(FLAGS.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    config, params = weights.load(FLAGS.model)
-    tokenizer = weights.load_tokenizer(FLAGS.model)
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
+    try:
+        output_dir = run_record.check_output_dir(FLAGS.output_dir)
+        tokenizer = weights.load_tokenizer(FLAGS.model)
+        prompts = {
+            task: tasks.make_prompts(
+                task, FLAGS.context_length, FLAGS.num_prompts, FLAGS.seed, tokenizer
+            )
+            for task in FLAGS.tasks
+        }
+        if not prompts:
+            raise ValueError("--tasks must name at least one")
+        config, params = weights.load(FLAGS.model)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     rows = []
-    for task in FLAGS.tasks:
-        prompts = tasks.make_prompts(
-            task, FLAGS.context_length, FLAGS.num_prompts, FLAGS.seed, tokenizer
-        )
-        rows += table(task, measure(params, config, tokenizer, prompts))
+    for task in prompts:
+        rows += table(task, measure(params, config, tokenizer, prompts[task]))
     with (output_dir / "attention.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()

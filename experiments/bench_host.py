@@ -187,6 +187,7 @@ def main(argv: list[str], names: Sequence[str] = ()) -> None:
     load = Load(FLAGS.num_seqs, FLAGS.steps, FLAGS.page_size, FLAGS.max_model_len)
     try:
         pools = checked(load, FLAGS.pools)
+        run_record.check_output_dir(FLAGS.output_dir)
     except ValueError as error:
         sys.exit(f"error: {error}")
     rows, floor_us, size = run(load, pools, FLAGS.rounds, FLAGS.seed)

@@ -192,6 +192,7 @@ def main(argv: list[str], names: Sequence[str] = ()) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
     try:
+        run_record.check_output_dir(FLAGS.output_dir)
         config = engine_config(weights.load_config(FLAGS.model))
         pairs = settings(FLAGS.tasks, FLAGS.contexts, config)
         others = read_answers(FLAGS.compare_with) if FLAGS.compare_with else None

@@ -176,7 +176,7 @@ class Stopwatch:
         self._open = ["rest"]
         self._since = 0.0
         watched = {
-            "schedule": ((engine.scheduler, "must_preempt"), (engine.scheduler, "schedule")),
+            "schedule": ((engine.scheduler, "decodes"), (engine.scheduler, "schedule")),
             "build": ((engine, "_dispatch"),),
             "update": ((engine, "_take_in"),),
             "records": (

@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import subprocess
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,18 @@ def hardware_line(environment: Mapping[str, Any]) -> str:
         return cpu
     devices = hardware["jax_devices"]
     return f"{len(devices)} × {devices[0]}; {cpu}"
+
+
+def check_output_dir(output_dir: str | Path) -> Path:
+    """The folder, made if it was not there; ValueError, before any work, if it takes no files."""
+    path = Path(output_dir)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(f"--output_dir={output_dir} cannot be written to: {error}") from None
+    return path
 
 
 def write_summary(output_dir: str | Path, numbers: Mapping[str, float | int]) -> Path:

@@ -65,6 +65,7 @@ def prepare() -> tuple[Engine, Workload, SamplingParams]:
 
     Raises: ValueError for whatever is wrong with a flag, the model's folder or the workload.
     """
+    run_record.check_output_dir(FLAGS.output_dir)
     wanted = WorkloadConfig(**values_of(field.name for field in fields(WorkloadConfig)))
     sampling = SamplingParams(**values_of(SAMPLING_HELP))
     model = weights.load_config(FLAGS.model)

@@ -219,6 +219,7 @@ def write(output_dir: str | Path, samples: Sequence[Sample], numbers: dict, fact
 
 def make_users() -> Users:
     """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
+    run_record.check_output_dir(FLAGS.output_dir)
     config = engine_config(weights.load_config(FLAGS.model))
     tokenizer = weights.load_tokenizer(FLAGS.model)
     engines = [load_engine(c, tokenizer) for c in (config, reference_config(config))]

@@ -46,8 +46,9 @@ class BlockPool:
     def allocate(self, n: int) -> np.ndarray:
         """`n` distinct blocks [n] int32, each with one reference."""
         assert 0 <= n <= self.num_free, (n, self.num_free)
-        while self.cache and self._num_stacked < n:
-            evicted = np.array([self.cache.evict()], np.int32)
+        missing = n - self._num_stacked
+        if self.cache and missing > 0:
+            evicted = np.array([self.cache.evict() for _ in range(missing)], np.int32)
             self._operations.append(("evict", evicted))
             self._push(evicted)
         self._num_stacked -= n

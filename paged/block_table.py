@@ -23,6 +23,7 @@ class BlockTables:
         self.blocks = np.full((num_slots, -(-max_tokens // page_size)), NULL_BLOCK, np.int32)
         self.num_blocks = np.zeros(num_slots, np.int64)
         self.num_tokens = np.zeros(num_slots, np.int64)
+        self._forked = False  # until then no last block is shared that is not full
 
     def blocks_for(self, num_tokens):
         """Blocks that hold `num_tokens` tokens (an int or an array)."""
@@ -30,6 +31,8 @@ class BlockTables:
 
     def _copies_tail(self, slots, num_tokens):
         """Rows of `slots` that would write into a last block that they share."""
+        if not self._forked:
+            return np.zeros(0, np.int64)
         tails = self.blocks[slots, self.num_blocks[slots] - 1]
         shared = np.flatnonzero(self.pool.refcounts[tails] > 1)
         have = self.num_tokens[slots[shared]]
@@ -38,11 +41,14 @@ class BlockTables:
     def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
         """Whether `append` finds the blocks that it may take; it takes fewer where two of `slots`
         share a last block with each other."""
+        if not len(slots):
+            return True
+        # Most often there is enough for the worst case, which is cheaper to tell than the case.
+        tokens = max(0, int((num_tokens - self.num_tokens[slots]).max()))
+        if self.pool.can_allocate(len(slots) * (1 + self.blocks_for(tokens))):
+            return True
         growth = int(np.maximum(self.blocks_for(num_tokens) - self.num_blocks[slots], 0).sum())
-        # Most often there is enough even if all of them had to copy.
-        return self.pool.can_allocate(growth + len(slots)) or self.pool.can_allocate(
-            growth + len(self._copies_tail(slots, num_tokens))
-        )
+        return self.pool.can_allocate(growth + len(self._copies_tail(slots, num_tokens)))
 
     def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> list[tuple[int, int]]:
         """Make room for sequences `slots` [S] to hold `num_tokens` [S] tokens.
@@ -59,13 +65,15 @@ class BlockTables:
                 self.blocks[slot, last] = self.pool.allocate(1)[0]
                 self.pool.release(source)
                 copies.append((int(source[0]), int(self.blocks[slot, last])))
-        have = self.num_blocks[slots]
-        growth = np.maximum(self.blocks_for(num_tokens) - have, 0)
-        if growth.any():
-            rows, before = np.repeat(slots, growth), np.cumsum(growth) - growth
+        growth = self.blocks_for(num_tokens) - self.num_blocks[slots]
+        grows = np.flatnonzero(growth > 0)  # few of those that generate
+        if len(grows):
+            growing, growth = slots[grows], growth[grows]
+            have = self.num_blocks[growing]
+            rows, before = np.repeat(growing, growth), np.cumsum(growth) - growth
             columns = np.arange(len(rows)) + np.repeat(have - before, growth)
             self.blocks[rows, columns] = self.pool.allocate(len(rows))
-            self.num_blocks[slots] = have + growth
+            self.num_blocks[growing] = have + growth
         self.num_tokens[slots] = np.maximum(self.num_tokens[slots], num_tokens)
         return copies
 
@@ -80,6 +88,7 @@ class BlockTables:
     def fork(self, parent: int, child: int) -> None:
         """The empty slot `child` becomes a second owner of all blocks of `parent`."""
         assert self.num_blocks[child] == 0, f"slot {child} is not empty"
+        self._forked = True
         count = self.num_blocks[parent]
         self.pool.share(self.blocks[parent, :count])
         self.blocks[child, :count] = self.blocks[parent, :count]

@@ -26,6 +26,7 @@ from paged.sequence import (
     SequenceGroup,
     Status,
     changed_fields,
+    is_real,
 )
 from paged.step_inputs import Buckets, build_step_inputs
 from paged.stopping import StopChecker, TextStream
@@ -117,9 +118,16 @@ class EngineLoop:
         """
         sampling = sampling or SamplingParams()
         tokens = self._validated(prompt, sampling)
+        if not isinstance(request_id, str | None):
+            raise ValueError(f"request_id must be a text, not {request_id!r}")
         if request_id is not None and request_id in self._groups:
             raise ValueError(f"request id {request_id!r} is in use")
+        if not isinstance(cache_salt, str):
+            raise ValueError(f"cache_salt must be a text, not {cache_salt!r}")
+        cache_salt.encode()  # or admission would fail, and with it all that runs
         now = self.executor.clock.now()
+        if arrival_time is not None and not is_real(arrival_time):
+            raise ValueError(f"arrival_time must be a finite number, not {arrival_time!r}")
         if arrival_time is not None and arrival_time > now:
             raise ValueError(f"arrival_time {arrival_time} is in the future: it is {now}")
         return self._enqueue(tokens, sampling, request_id, arrival_time, stream, cache_salt)
@@ -211,12 +219,14 @@ class EngineLoop:
     def _run_step(self) -> None:
         began, self._waited_s = time.perf_counter(), 0.0
         self._round += 1
-        previous = self._in_flight
+        previous, decodes = self._in_flight, None
+        if previous and self.config.run_ahead:
+            decodes = self.scheduler.decodes()
         # What is in flight may end sequences that would otherwise be preempted for lack of blocks.
-        if previous and (not self.config.run_ahead or self.scheduler.must_preempt()):
+        if previous and decodes is None:
             self._take_in(previous)
             previous = None
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(decodes)
         self._in_flight = None if step is None else self._dispatch(step)
         if previous:
             self._take_in(previous)
@@ -231,9 +241,11 @@ class EngineLoop:
         scheduler, now = self.scheduler, self.executor.clock.now()
         number = self._num_steps
         self._num_steps += 1
-        for event, groups in (("preempt", step.preempted), ("admit", step.admitted)):
-            for group in groups:
-                self.metrics.event(event, now, request_id=group.request_id)
+        for group in step.preempted:
+            self.metrics.event("preempt", now, request_id=group.request_id)
+        for group in step.admitted:
+            slots = [sequence.slot for sequence in group.sequences if sequence.slot >= 0]
+            self.metrics.event("admit", now, request_id=group.request_id, slots=slots)
         self.metrics.event(
             "schedule",
             now,
@@ -274,8 +286,7 @@ class EngineLoop:
         metrics.add_step(record, step, sampled)
         metrics.compilations_after_warmup = self.executor.compilations - self._compilations_at_start
 
-        if outputs.prompt_logprobs is not None:
-            record_prompt_logprobs(step, self.scheduler.slots, outputs.prompt_logprobs)
+        record_prompt_logprobs(step, self.scheduler.slots, outputs.prompt_logprobs)
         for iteration in range(step.iterations):
             self._take_in_tokens(flight, iteration, sampled[iteration], outputs, now)
 
@@ -292,11 +303,14 @@ class EngineLoop:
             record_logprobs(owners, tokens[good], outputs.logprobs, at)
         known = s.known[slots]
         ended = self._stops.ended(tokens, s.ignore_eos[slots], known, s.limit[slots])
-        for slot in slots[(known == s.prompt_length[slots] + 1) & (tokens >= 0)]:
-            self._owner(slot).group.first_token_s = now
-        watched = np.flatnonzero(s.watched[slots] & (tokens >= 0))
-        for i in watched.tolist():
-            if self._stops_at(self._owner(slots[i]), int(tokens[i])):
+        watched = np.flatnonzero(s.watched[slots] & (tokens >= 0)).tolist()
+        for i in watched:
+            sequence = self._owner(slots[i])
+            group, how = sequence.group, sequence.group.sampling
+            if group.first_token_s is None:
+                group.first_token_s = now
+            s.watched[slots[i]] = bool(how.stop or how.stop_token_ids) or group.stream
+            if self._stops_at(sequence, int(tokens[i])):
                 ended[i] = "stop"
         for i in sorted(ended):
             self._finish(self._owner(slots[i]), ended[i])

@@ -1,5 +1,7 @@
 """What a request gets back: its tokens, text and log-probabilities."""
 
+import math
+
 import numpy as np
 
 from models.sampling import Logprobs
@@ -50,8 +52,12 @@ def record_logprobs(
             sequence.logprobs.append(_token_logprob(token, logprobs, where, count))
 
 
-def record_prompt_logprobs(step: ScheduledStep, slots: Slots, logprobs: Logprobs) -> None:
-    """Keep what a step's prefill chunks tell of the prompt tokens that follow their own."""
+def record_prompt_logprobs(step: ScheduledStep, slots: Slots, logprobs: Logprobs | None) -> None:
+    """Keep what a step's prefill chunks tell of the prompt tokens that follow their own.
+
+    nan where a device has none: which are missing decides what a prompt takes from the prefix
+    cache, and that must not depend on the device.
+    """
     at = 0
     for row in range(step.num_prefills):
         slot, start, count = int(step.slots[row]), int(step.starts[row]), int(step.counts[row])
@@ -60,7 +66,9 @@ def record_prompt_logprobs(step: ScheduledStep, slots: Slots, logprobs: Logprobs
             group, alternatives = owner.group, owner.group.sampling.prompt_logprobs
             for i in range(start, min(start + count, group.num_prompt_tokens - 1)):
                 token = int(slots.tokens[slot, i + 1])
-                group.prompt_logprobs[i + 1] = _token_logprob(
-                    token, logprobs, at + i - start, alternatives or 0
+                group.prompt_logprobs[i + 1] = (
+                    TokenLogprob(token, math.nan, {})
+                    if logprobs is None
+                    else _token_logprob(token, logprobs, at + i - start, alternatives or 0)
                 )
         at += count

@@ -14,8 +14,9 @@ import numpy as np
 
 def chain(tokens: np.ndarray, page_size: int, key: bytes) -> Iterator[tuple[bytes, bytes]]:
     """(key, content) of each full block of `tokens`, which follow a prefix of key `key`."""
-    for end in range(page_size, len(tokens) + 1, page_size):
-        content = tokens[end - page_size : end].tobytes()
+    data, size = tokens.tobytes(), page_size * tokens.itemsize
+    for end in range(size, len(data) + 1, size):
+        content = data[end - size : end]
         key = hashlib.blake2b(key + content, digest_size=16).digest()
         yield key, content
 

@@ -5,6 +5,7 @@ prompts under a token budget, then new requests while blocks and slots allow. Wh
 the latest arrivals are preempted; they keep their place in the order and are recomputed.
 """
 
+import functools
 from collections import deque
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ class ScheduledStep:
     preempted: list[SequenceGroup]
     admitted: list[SequenceGroup]
 
-    @property
+    @functools.cached_property
     def num_prefill_tokens(self) -> int:
         return int(self.counts[: self.num_prefills].sum())
 
@@ -46,11 +47,11 @@ class ScheduledStep:
     def num_decodes(self) -> int:
         return len(self.slots) - self.num_prefills
 
-    @property
+    @functools.cached_property
     def num_decode_tokens(self) -> int:
         return int(self.counts[self.num_prefills :].sum())
 
-    @property
+    @functools.cached_property
     def iterations(self) -> int:
         return int(self.yields.max())
 
@@ -128,12 +129,10 @@ class Scheduler:
         length = s.length[running]
         return running[(length - s.computed[running] == 1) & (length < s.limit[running])]
 
-    def must_preempt(self) -> bool:
-        """Whether the next step cannot give every running sequence its next token."""
-        return not self._can_append(self._ready())
-
-    def _can_append(self, ready: np.ndarray) -> bool:
-        return self.policy.can_append(ready, self.slots.length[ready])
+    def decodes(self) -> np.ndarray | None:
+        """Slots that generate in the next step, or None if there are no blocks for all of them."""
+        ready = self._ready()
+        return ready if self.policy.can_append(ready, self.slots.length[ready]) else None
 
     def _iterations(self, decodes: np.ndarray) -> np.ndarray:
         """Tokens that each of `decodes` [n] computes in a step of decodes alone: `multi_step`, or
@@ -176,11 +175,12 @@ class Scheduler:
         self._running_slots = None
         return group
 
-    def schedule(self) -> ScheduledStep | None:
-        """The next step, or None if there is nothing to compute now."""
+    def schedule(self, decodes: np.ndarray | None = None) -> ScheduledStep | None:
+        """The next step, or None if there is nothing to compute now. decodes: what `decodes` has
+        just said, if it was asked."""
         s = self.slots
         preempted = []
-        while not self._can_append(decodes := self._ready()):
+        while decodes is None and (decodes := self.decodes()) is None:
             preempted.append(self._preempt_latest())
         copies = self.policy.append(decodes, s.length[decodes])
 
@@ -215,15 +215,18 @@ class Scheduler:
         return self._commit(room.rows, decodes, iterations, copies, preempted, admitted)
 
     def _commit(self, prefills, decodes, iterations, copies, preempted, admitted) -> ScheduledStep:
-        s = self.slots
-        slots = np.concatenate([np.array([slot for slot, _ in prefills], np.int64), decodes])
-        chunks = np.array([count for _, count in prefills], np.int64)
-        counts = np.concatenate([chunks, iterations])
-        starts = s.computed[slots]
-        s.computed[slots] += counts
-        samples = s.computed[slots] >= s.length[slots]
-        yields = samples * np.concatenate([np.ones_like(chunks), iterations])
-        s.length[slots] += yields
+        s, slots, counts, most = self.slots, decodes, iterations, iterations
+        if prefills:
+            chunks = np.array(prefills, np.int64)
+            slots = np.concatenate([chunks[:, 0], decodes])
+            counts = np.concatenate([chunks[:, 1], iterations])
+            most = np.concatenate([np.ones(len(chunks), np.int64), iterations])
+        starts, length = s.computed[slots], s.length[slots]
+        ends = starts + counts
+        samples = ends >= length
+        yields = samples * most
+        s.computed[slots] = ends
+        s.length[slots] = length + yields
         return ScheduledStep(
             slots=slots,
             starts=starts,
@@ -249,9 +252,12 @@ class Scheduler:
         took = (iteration < step.yields) & (s.generation[step.slots] == step.generations)
         rows = np.flatnonzero(took)
         slots, tokens = step.slots[rows], sampled[rows]
-        valid = tokens >= 0
-        good = slots[valid]
-        s.tokens[good, s.known[good]] = tokens[valid]
-        s.known[good] += 1
-        self.policy.confirm(good, np.minimum(s.known[good], s.computed[good]), s.tokens)
+        good, new = slots, tokens
+        if (tokens < 0).any():
+            good, new = slots[tokens >= 0], tokens[tokens >= 0]
+        known = s.known[good]
+        s.tokens[good, known] = new
+        s.known[good] = known + 1
+        if self.config.prefix_caching:
+            self.policy.confirm(good, np.minimum(known + 1, s.computed[good]), s.tokens)
         return rows, tokens

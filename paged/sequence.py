@@ -81,7 +81,7 @@ class SamplingParams:
             object.__setattr__(self, name, None if value is None else int(value))
         for name in FLOATS:
             value = getattr(self, name)
-            if not _is_real(value):
+            if not is_real(value):
                 raise ValueError(f"{name} must be a finite number, not {value!r}")
             object.__setattr__(self, name, float(value))
         stop, ids, bias = self.stop, self.stop_token_ids, self.logit_bias
@@ -96,7 +96,7 @@ class SamplingParams:
         if len(bias) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias may name {MAX_LOGIT_BIAS} tokens, not {len(bias)}")
         for token, value in bias.items():
-            if not _is_whole(token) or not _is_real(value) or abs(value) > 100:
+            if not _is_whole(token) or not is_real(value) or abs(value) > 100:
                 raise ValueError(
                     f"logit_bias must map token ids to numbers from -100 to 100, not "
                     f"{token!r} to {value!r}"
@@ -120,7 +120,7 @@ def _is_whole(value) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _is_real(value) -> bool:
+def is_real(value) -> bool:
     """Whether it is a number that float32 holds."""
     real = isinstance(value, int | float | np.integer | np.floating)
     return real and not isinstance(value, bool) and abs(float(value)) <= LARGEST

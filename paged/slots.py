@@ -33,7 +33,8 @@ class Slots:
     computed: tokens whose keys and values are written once all dispatched steps have run.
     limit:    length at which generation ends.
     generation: counts the slot's owners, so that results of an earlier owner can be told apart.
-    watched:  whether each new token must be looked at: stop strings, stop tokens, streaming.
+    watched:  whether each new token must be looked at: the first one, stop strings, stop tokens,
+    streaming.
     sampling: how the next token is sampled, a `SAMPLING_ROW` each; sampling_bits: [num_slots, n]
     int32, the same memory.
     """
@@ -71,7 +72,7 @@ class Slots:
         self.limit[slot] = group.limit
         self.active[slot] = True
         how = group.sampling
-        self.watched[slot] = bool(how.stop or how.stop_token_ids) or group.stream
+        self.watched[slot] = True  # at least until its first token
         self.prompt_logprobs[slot] = group.misses_prompt_logprobs
         self.ignore_eos[slot] = how.ignore_eos
         self.sampling[slot] = sampling_row(sequence)

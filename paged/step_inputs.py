@@ -107,23 +107,33 @@ def build_step_inputs(
     """
     Tp, Sd = buckets.pick(step.num_prefill_tokens, step.num_decodes)
     inputs = empty_step_inputs(Tp, Sd, prefill_rows, slots.num_slots, policy.table_width)
-    n, num_prefills = len(step.slots), step.num_prefills
+    n, num_prefills, Sp = len(step.slots), step.num_prefills, inputs.num_prefill_rows
+    num_decodes = n - num_prefills
 
-    # Prefills fill rows from 0, rows of one token from Sp. A slice is filled faster than a list.
+    # Prefills fill rows from 0, decodes rows from Sp; slices are filled faster than lists.
+    prefills, decodes = slice(num_prefills), slice(num_prefills, n)
+    decode_rows = slice(Sp, Sp + num_decodes)
+    parts = [(decodes, decode_rows)] + [(prefills, prefills)] * bool(num_prefills)
     rows = np.arange(n)
-    rows[num_prefills:] += inputs.num_prefill_rows - num_prefills
-    filled = rows if num_prefills else slice(0, n)
+    rows[decodes] += Sp - num_prefills
+    sampling, tables = slots.sampling_bits[step.slots], np.asarray(inputs.tables)
+    for of, to in parts:
+        inputs.slots[to] = step.slots[of]
+        inputs.samples[to] = step.samples[of]
+        inputs.sampling[to] = sampling[of]
+        policy.tables(step.slots[of], out=tables[to])
+    inputs.lengths[prefills] = step.starts[prefills] + step.counts[prefills]
+    inputs.iterations[prefills] = 1
     # Where a decode row stands after its first iteration.
-    ends = step.starts + step.counts
-    ends[num_prefills:] = step.starts[num_prefills:] + 1
-    iterations = step.counts.copy()
-    iterations[:num_prefills] = 1
-    inputs.lengths[filled] = ends
-    inputs.slots[filled] = step.slots
-    inputs.samples[filled] = step.samples
-    inputs.iterations[filled] = iterations
-    inputs.tables[filled] = policy.tables(step.slots)
-    inputs.sampling[filled] = slots.sampling_bits[step.slots]
+    inputs.lengths[decode_rows] = step.starts[decodes] + 1
+    inputs.iterations[decode_rows] = step.counts[decodes]
+    inputs.last_tokens[decode_rows] = np.arange(Tp, Tp + num_decodes)
+
+    slot, position = step.slots[decodes], step.starts[decodes]
+    known, decode_tokens = position < slots.known[slot], slice(Tp, Tp + num_decodes)
+    inputs.tokens[decode_tokens] = np.where(known, slots.tokens[slot, position], FROM_DEVICE)
+    inputs.positions[decode_tokens] = position
+    inputs.token_rows[decode_tokens] = rows[decodes]
 
     at = 0
     for row in range(num_prefills):
@@ -138,14 +148,6 @@ def build_step_inputs(
         at += count
         inputs.query_starts[row + 1 :] = at
         inputs.last_tokens[row] = at - 1
-
-    decodes = slice(Tp, Tp + step.num_decodes)
-    slot, position = step.slots[num_prefills:], step.starts[num_prefills:]
-    known = position < slots.known[slot]
-    inputs.tokens[decodes] = np.where(known, slots.tokens[slot, position], FROM_DEVICE)
-    inputs.positions[decodes] = position
-    inputs.token_rows[decodes] = rows[num_prefills:]
-    inputs.last_tokens[rows[num_prefills:]] = np.arange(Tp, Tp + step.num_decodes)
     return inputs, rows
 
 

@@ -10,16 +10,21 @@ class StopChecker:
         for token in eos_token_ids:
             if not 0 <= token < vocab_size:
                 raise ValueError(f"eos token {token} is outside the vocabulary of {vocab_size}")
-        self._is_eos = np.zeros(vocab_size, bool)
-        self._is_eos[list(eos_token_ids)] = True
+        # One more at the end, where INVALID_TOKEN, -1, finds it.
+        self._ends = np.zeros(vocab_size + 1, bool)
+        self._ends[[*eos_token_ids, -1]] = True
 
     def ended(self, tokens, ignore_eos, known, limit) -> dict[int, str]:
         """row -> why its sequence ends with its newest token; all arguments are [S]."""
-        invalid = tokens < 0
-        eos = self._is_eos[np.maximum(tokens, 0)] & ~ignore_eos
-        kinds = np.where(invalid, 3, np.where(eos, 2, known >= limit))
-        names = ("", "length", "eos", "error")
-        return {int(row): names[kinds[row]] for row in np.flatnonzero(kinds)}
+        reasons = {}
+        for row in np.flatnonzero(self._ends[tokens] | (known >= limit)).tolist():
+            if tokens[row] < 0:
+                reasons[row] = "error"
+            elif self._ends[tokens[row]] and not ignore_eos[row]:
+                reasons[row] = "eos"
+            elif known[row] >= limit[row]:
+                reasons[row] = "length"
+        return reasons
 
 
 def decode(tokenizer, tokens) -> str:

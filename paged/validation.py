@@ -29,6 +29,8 @@ def validated_prompt(
 
     Raises ValueError, saying what is wrong and what is allowed, for a request that could never run.
     """
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(f"sampling must be SamplingParams, not {sampling!r}")
     _check_stop_strings(tokenizer, sampling.stop)
     for name in ("stop_token_ids", "logit_bias"):
         for token in getattr(sampling, name):
@@ -39,6 +41,7 @@ def validated_prompt(
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer; pass token ids")
+        prompt.encode()  # raises ValueError for half a surrogate pair, which tokenizers do not
         prompt = tokenizer.encode(prompt)
     tokens = np.asarray(prompt)
     if tokens.size == 0:

@@ -199,15 +199,16 @@ class DenseHost:
         cache, page_size = self.pool.cache, self.block_tables.page_size
         if cache is None:
             return
-        full = num_tokens // page_size
-        for i in np.flatnonzero(full > self._published[slots]):
-            slot, first, last = slots[i], self._published[slots[i]], full[i]
+        full, published = num_tokens // page_size, self._published[slots]
+        rows = np.flatnonzero(full > published)
+        work = zip(slots[rows].tolist(), published[rows].tolist(), full[rows].tolist())
+        for slot, first, last in work:
             new = tokens[slot, first * page_size : last * page_size]
             blocks = self.block_tables.blocks[slot, first:last].tolist()
             for block, (key, content) in zip(blocks, chain(new, page_size, self._keys[slot])):
                 cache.publish(block, key, content)
                 self._keys[slot] = key
-            self._published[slot] = last
+        self._published[slots[rows]] = full[rows]
 
     def pin(self, tokens, salt: str) -> int:
         """Keep the full blocks of `tokens` for good; how many of the tokens they hold (vLLM §4.4).
@@ -254,8 +255,9 @@ class DenseHost:
             free=self.pool.num_free * page_size,
         )
 
-    def tables(self, slots) -> np.ndarray:
-        return self.block_tables.blocks[slots]
+    def tables(self, slots, out: np.ndarray) -> None:
+        # Other modes would go through a buffer.
+        np.take(self.block_tables.blocks, slots, axis=0, out=out, mode="clip")
 
 
 CAPABILITIES = Capabilities(

@@ -85,8 +85,9 @@ class HostPolicy(Protocol):
 
     def usage(self, slots: np.ndarray, computed: np.ndarray) -> Usage: ...
 
-    def tables(self, slots: np.ndarray) -> np.ndarray:
-        """Index tables [S, M] int32 that the device half's `begin_step` understands."""
+    def tables(self, slots: np.ndarray, out: np.ndarray) -> None:
+        """Write into out [S, M] int32 the index tables that the device half's `begin_step`
+        understands."""
         ...
 
 

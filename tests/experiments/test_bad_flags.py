@@ -19,6 +19,7 @@ from absl.testing import flagsaver
 
 module = importlib.import_module(sys.argv[1])
 names = module.define_flags()
+known = [] if names is None else [names]
 flags.FLAGS(["program"])
 defaults = flagsaver.save_flag_values()
 for arguments in json.loads(sys.argv[2]):
@@ -27,7 +28,7 @@ for arguments in json.loads(sys.argv[2]):
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            app.run(lambda argv: module.main(argv, names), argv=["program", *arguments])
+            app.run(lambda argv: module.main(argv, *known), argv=["program", *arguments])
     except SystemExit as end:
         # A text is printed, and the exit status is 1.
         status, text = (1, end.code) if isinstance(end.code, str) else (end.code, said.getvalue())
@@ -54,6 +55,8 @@ ENGINE = [
     ("--model=/no/such/model", "there is no folder /no/such/model, and it is no hub id"),
     ("--model=pyproject.toml", "pyproject.toml is a file; a model is a folder"),
     ("--model=tests", "tests/config.json is missing"),
+    ("--output_dir=pyproject.toml", "--output_dir=pyproject.toml cannot be written to:"),
+    ("--output_dir=/dev/null/x", "--output_dir=/dev/null/x cannot be written to:"),
     ("--modle=x", "Unknown command line flag 'modle'"),
     ("--flagfile=/no/such/file", "Unable to open flagfile"),
     ("model=x", "unexpected argument 'model=x': flags are --name=value"),
@@ -90,7 +93,20 @@ EVALUATE = [
     ("--compare_with=/none", "/none is no prompts.csv of an evaluation"),
     ("--compare_with=pyproject.toml", "pyproject.toml is no prompts.csv of an evaluation"),
 ]
-CASES = {"serve": SERVE + ENGINE, "evaluate": EVALUATE + ENGINE}
+CONCENTRATION = [
+    ("--tasks=juggle", "unknown task 'juggle'"),
+    ("--tasks=", "--tasks must name at least one"),
+    ("--context_length=8 --tasks=needle", "task 'needle' needs 256 tokens, not 8"),
+    ("--num_prompts=0", NOT_POSITIVE),
+    ("--output_dir=pyproject.toml", "--output_dir=pyproject.toml cannot be written to:"),
+    ("--model=tests", "tests has no tokenizer.json"),
+    ("needle", "unexpected argument 'needle': flags are --name=value"),
+]
+CASES = {
+    "attention_concentration": CONCENTRATION,
+    "serve": SERVE + ENGINE,
+    "evaluate": EVALUATE + ENGINE,
+}
 
 
 @pytest.fixture(scope="module")

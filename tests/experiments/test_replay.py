@@ -92,16 +92,19 @@ def test_the_random_runs_hold_all_that_a_log_can():
 
 
 # The programs of those tests' configurations are compiled once in a test run.
-@pytest.mark.parametrize("way, run_ahead", [("preempting", True), ("prefix-cached", False)])
-def test_a_run_of_the_device_replays_on_it_and_simulated(way, run_ahead):
+@pytest.mark.parametrize(
+    "way, changes",
+    [("preempting", {"prefix_caching": True}), ("prefix-cached", {"run_ahead": False})],
+)
+def test_a_run_of_the_device_replays_on_it_and_simulated(way, changes):
     params = parameters.init(llama.declare(TINY), jax.random.key(1))
     params |= {"embed": params["embed"] * 50}
-    config = dataclasses.replace(SMALL, run_ahead=run_ahead, **WAYS[way])
+    config = dataclasses.replace(SMALL, **WAYS[way], **changes)
     engine = Engine.from_model(params, TINY, config)
     log = random_run(engine, random.Random(5), rounds=60, rich=True)
     assert num_tokens(log) > 100
     assert (way == "preempting") == any(event["event"] == "preempt" for event in log)
-    assert (way == "prefix-cached") == (max(r.cached_tokens for r in engine.metrics.requests) > 0)
+    assert max(r.cached_tokens for r in engine.metrics.requests) > 0
     _check_same(log, Engine.from_model(params, TINY, config))
     _check_same(log, simulated_engine(log, TINY))
 
@@ -143,6 +146,9 @@ def test_another_token_is_found_where_it_was_sampled():
     step = log[number]["step"]
     schedule = next(e for e in log if e["event"] == "schedule" and e["step"] == step)
     assert difference.slot == schedule["slots"][row]
+    before = log[: log.index(schedule)]
+    admitted = [e for e in before if e["event"] == "admit" and difference.slot in e["slots"]]
+    assert difference.request_id == admitted[-1]["request_id"]
     # It stops with that round.
     assert len(replayed) - number < 10 < len(log) - number
 

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from models import weights
 from paged.engine import Engine, EngineConfig
 from paged.sequence import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
@@ -55,6 +56,38 @@ def test_a_request_id_in_use_is_refused():
     engine.add_request([3], request_id="a")
     with pytest.raises(ValueError, match="'a' is in use"):
         engine.add_request([4], request_id="a")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"request_id": 5}, "request_id must be a text, not 5"),
+        ({"cache_salt": None}, "cache_salt must be a text, not None"),
+        ({"cache_salt": "\ud800"}, "surrogates not allowed"),
+        ({"arrival_time": float("nan")}, "arrival_time must be a finite number, not nan"),
+        ({"arrival_time": "now"}, "arrival_time must be a finite number, not 'now'"),
+        ({"sampling": {"max_tokens": 3}}, "sampling must be SamplingParams, not {'max_tokens': 3}"),
+    ],
+)
+def test_bad_options_of_a_request_leave_the_others_alone(options, message):
+    config = dataclasses.replace(CONFIG, prefix_caching=True)
+    engine = Engine(TINY, config, SimulatedExecutor(vocab_size=TINY.vocab_size, first_token=3))
+    engine.add_request([3, 4, 5])
+    engine.step()
+    with pytest.raises(ValueError, match=message):
+        engine.add_request([3] * 10, **options)
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    assert [(o.finish_reason, len(o.tokens)) for o in outputs] == [("length", 64)]
+
+
+def test_a_text_that_is_none_is_refused():
+    tokenizer = weights.load_tokenizer("bundled")
+    model = TINY.replace(vocab_size=512)
+    engine = Engine(model, CONFIG, SimulatedExecutor(vocab_size=512, first_token=3), tokenizer)
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        engine.add_request("half a pair: \ud800")
 
 
 def test_automatic_ids_pass_over_ids_in_use():
