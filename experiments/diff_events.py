@@ -100,8 +100,13 @@ def _checked(event: Any) -> dict:
 
 
 def untimed(event: Event) -> dict[str, Any]:
-    """An event without its times, and as JSON has it, whether it comes from an engine or a file."""
-    return {name: plain(value) for name, value in event.items() if not name.endswith("_s")}
+    """An event as JSON has it, whether it comes from an engine or a file, without its times, and
+    without log-probabilities, which machines round each in its way."""
+    return {
+        name: plain(value)
+        for name, value in event.items()
+        if not name.endswith(("_s", "_logprobs"))
+    }
 
 
 def first_difference(a: Sequence[Event], b: Sequence[Event]) -> Difference | None:

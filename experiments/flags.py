@@ -34,6 +34,8 @@ ENGINE_HELP = {
     "chunked_prefill": "whether a prompt may be spread over steps",
     "prefix_caching": "whether full KV blocks are kept for later prompts that begin alike",
     "multi_step": "tokens that a step without prompts computes for each sequence",
+    "preemption_mode": "'recompute', 'swap', or 'auto': swap groups of several sequences",
+    "admit_after_swap": "whether new requests wait until swapped ones 'completed' or 'resumed'",
     "run_ahead": "whether a step is dispatched before the last one's tokens are read",
 }
 _DEFINE: dict[type, Callable[..., Any]] = {

@@ -53,6 +53,12 @@ class FreeExecutor:
     def copy_blocks(self, copies) -> None:
         pass
 
+    def swap_out(self, pairs) -> None:
+        pass
+
+    def swap_in(self, pairs) -> None:
+        pass
+
     def load_slot(self, slot, tokens, logit_bias) -> None:
         pass
 

@@ -13,6 +13,7 @@ Array = jax.Array | np.ndarray  # the host fills numpy arrays, the device reads 
 INVALID_TOKEN = -1  # what a row whose logits are not finite gives instead of a token
 MAX_LOGIT_BIAS = 300  # biased tokens of a request
 MAX_LOGPROBS = 20  # alternatives of a token whose log-probabilities are computed
+BEAM = 2
 
 
 @flax.struct.dataclass
@@ -24,7 +25,7 @@ class SamplingArrays:
     seed: uint32; with the position of the token to be sampled it makes up the row's random key, so
     a request's tokens do not depend on its company in the batch.  prompt_length: int32 tokens that
     count as prompt.  num_bias: int32 entries of the slot's logit bias.  logprobs: int32, not 0
-    where log-probabilities are asked for.
+    where log-probabilities are asked for, BEAM for a beam, of which they are all that counts.
     """
 
     temperature: Array

@@ -5,9 +5,26 @@ Sequences are known by their slot. All that decoding methods need are the verbs 
 operations plus a short loop over those that enter a new block.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from paged.block_pool import NULL_BLOCK, BlockPool
+
+
+@dataclass(frozen=True)
+class SwappedTables:
+    """Tables of sequences whose blocks are in the host's memory (§4.5, swapping).
+
+    blocks: the host blocks of each sequence, shared as they were.  num_tokens: of each sequence.
+    """
+
+    blocks: list[np.ndarray]
+    num_tokens: list[int]
+
+    @property
+    def distinct(self) -> np.ndarray:
+        return np.unique(np.concatenate(self.blocks))
 
 
 class BlockTables:
@@ -30,7 +47,7 @@ class BlockTables:
         return -(-num_tokens // self.page_size)
 
     def _copies_tail(self, slots, num_tokens):
-        """Rows of `slots` that would write into a last block that they share."""
+        """Rows of `slots` that would write into a last block that has other owners."""
         if not self._forked:
             return np.zeros(0, np.int64)
         tails = self.blocks[slots, self.num_blocks[slots] - 1]
@@ -39,8 +56,7 @@ class BlockTables:
         return shared[(have % self.page_size > 0) & (num_tokens[shared] > have)]
 
     def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
-        """Whether `append` finds the blocks that it may take; it takes fewer where two of `slots`
-        share a last block with each other."""
+        """Whether `append` finds the blocks that it takes."""
         if not len(slots):
             return True
         # Most often there is enough for the worst case, which is cheaper to tell than the case.
@@ -48,7 +64,15 @@ class BlockTables:
         if self.pool.can_allocate(len(slots) * (1 + self.blocks_for(tokens))):
             return True
         growth = int(np.maximum(self.blocks_for(num_tokens) - self.num_blocks[slots], 0).sum())
-        return self.pool.can_allocate(growth + len(self._copies_tail(slots, num_tokens)))
+        return self.pool.can_allocate(growth + self._num_copies(slots, num_tokens))
+
+    def _num_copies(self, slots, num_tokens) -> int:
+        """Blocks that copies-on-write take: the last owner of a block writes into it as it is."""
+        writers = slots[self._copies_tail(slots, num_tokens)]
+        tails, counts = np.unique(
+            self.blocks[writers, self.num_blocks[writers] - 1], return_counts=True
+        )
+        return int(np.minimum(counts, self.pool.refcounts[tails] - 1).sum())
 
     def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> list[tuple[int, int]]:
         """Make room for sequences `slots` [S] to hold `num_tokens` [S] tokens.
@@ -77,29 +101,74 @@ class BlockTables:
         self.num_tokens[slots] = np.maximum(self.num_tokens[slots], num_tokens)
         return copies
 
-    def adopt(self, slot: int, blocks: np.ndarray) -> None:
-        """The empty `slot` becomes one more owner of full `blocks`, its first ones."""
-        assert self.num_blocks[slot] == 0, f"slot {slot} is not empty"
+    def adopt(self, slot: int, blocks: np.ndarray, num_tokens: int) -> None:
+        """The empty `slot` becomes one more owner of `blocks`, which hold its first tokens."""
         self.pool.share(blocks)
+        self._take(slot, blocks, num_tokens)
+
+    def fork(self, parent: int, child: int, num_tokens: int | None = None) -> None:
+        """The empty slot `child` becomes one more owner of the blocks that hold the first
+        `num_tokens` tokens of `parent`, by default all."""
+        num_tokens = int(self.num_tokens[parent]) if num_tokens is None else num_tokens
+        assert num_tokens <= self.num_tokens[parent], "a fork of tokens that are not there"
+        blocks = self.blocks[parent, : self.blocks_for(num_tokens)].copy()
+        self.adopt(child, blocks, num_tokens)
+
+    def _take(self, slot: int, blocks: np.ndarray, num_tokens: int) -> None:
+        assert self.num_blocks[slot] == 0, f"slot {slot} is not empty"
+        # A last block that is full is never written again.
+        self._forked |= num_tokens % self.page_size > 0
         self.blocks[slot, : len(blocks)] = blocks
         self.num_blocks[slot] = len(blocks)
-        self.num_tokens[slot] = len(blocks) * self.page_size
-
-    def fork(self, parent: int, child: int) -> None:
-        """The empty slot `child` becomes a second owner of all blocks of `parent`."""
-        assert self.num_blocks[child] == 0, f"slot {child} is not empty"
-        self._forked = True
-        count = self.num_blocks[parent]
-        self.pool.share(self.blocks[parent, :count])
-        self.blocks[child, :count] = self.blocks[parent, :count]
-        self.num_blocks[child] = count
-        self.num_tokens[child] = self.num_tokens[parent]
+        self.num_tokens[slot] = num_tokens
 
     def free(self, slot: int) -> None:
         """Give up all blocks of `slot`."""
         self.pool.release(self.blocks[slot, : self.num_blocks[slot]])
         self.blocks[slot] = NULL_BLOCK
         self.num_blocks[slot] = self.num_tokens[slot] = 0
+
+    def shared_room(self, slots: np.ndarray) -> int:
+        """Token slots of last blocks that are free, each counted once less than it has owners."""
+        if not self._forked or not len(slots):
+            return 0
+        room = self.num_blocks[slots] * self.page_size - self.num_tokens[slots]
+        tails = self.blocks[slots, self.num_blocks[slots] - 1]
+        return int(room.sum() - room[np.unique(tails, return_index=True)[1]].sum())
+
+    def num_distinct(self, slots: list[int]) -> int:
+        """Blocks that `slots` hold, one that they share counted once."""
+        blocks = self.blocks[slots]
+        return len(np.unique(blocks[blocks != NULL_BLOCK]))
+
+    def swap_out(
+        self, slots: list[int], host: BlockPool
+    ) -> tuple[SwappedTables, list[tuple[int, int]]]:
+        """Give up all blocks of `slots` for blocks of the pool `host`; a block that they share
+        goes once. Also returns (block, host block) pairs to be copied before anything is written.
+        """
+        tables = [self.blocks[slot, : self.num_blocks[slot]].copy() for slot in slots]
+        blocks = np.unique(np.concatenate(tables))
+        taken = host.allocate(len(blocks))
+        on_host = [taken[np.searchsorted(blocks, table)] for table in tables]
+        swapped = SwappedTables(on_host, self.num_tokens[slots].tolist())
+        for slot in slots:
+            self.free(slot)
+        return swapped, list(zip(blocks.tolist(), taken.tolist()))
+
+    def swap_in(
+        self, slots: list[int], swapped: SwappedTables, host: BlockPool
+    ) -> list[tuple[int, int]]:
+        """Undo `swap_out` for the empty `slots`; (host block, block) pairs to be copied."""
+        on_host = swapped.distinct
+        taken, owned = self.pool.allocate(len(on_host)), np.zeros(len(on_host), bool)
+        for slot, table, num_tokens in zip(slots, swapped.blocks, swapped.num_tokens, strict=True):
+            at = np.searchsorted(on_host, table)
+            self.pool.share(taken[at[owned[at]]])
+            owned[at] = True
+            self._take(slot, taken[at], num_tokens)
+        host.release(on_host)
+        return list(zip(on_host.tolist(), taken.tolist()))
 
     def filled(self, slot: int) -> np.ndarray:
         """Tokens in each logical block of `slot`: the '# filled' of Fig. 6."""

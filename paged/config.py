@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from paged.kv_cache import POLICIES
+from paged.kv_cache.policy import Capabilities
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,10 @@ class EngineConfig:
     blocks that admission leaves free. policy: a key of `POLICIES`. run_ahead: dispatch a step
     before reading the last one's tokens. multi_step: tokens that steps without prompts compute for
     each sequence in one dispatch; ends are seen, and requests admitted, that much later.
-    prefix_caching: keep full blocks for later prompts that begin alike. seed: for requests that
-    bring none.
+    prefix_caching: keep full blocks for later prompts that begin alike. preemption_mode:
+    'recompute', 'swap', or 'auto': swap groups of several sequences. admit_after_swap: whether new
+    requests wait until swapped ones have 'completed' (vLLM §4.5) or only 'resumed'. seed: for
+    requests that bring none.
 
     Raises ValueError for values that cannot work, alone or together.
     """
@@ -32,6 +35,8 @@ class EngineConfig:
     run_ahead: bool = True
     multi_step: int = 1
     prefix_caching: bool = False
+    preemption_mode: str = "auto"
+    admit_after_swap: str = "completed"
     seed: int = 0
 
     def __post_init__(self):
@@ -67,6 +72,18 @@ class EngineConfig:
             raise ValueError(f"policy {self.policy!r} cannot prefill in chunks: chunked_prefill")
         if self.prefix_caching and not can.prefix_cache:
             raise ValueError(f"policy {self.policy!r} cannot share prefixes: prefix_caching")
+        for name, allowed in (
+            ("preemption_mode", ("auto", "recompute", "swap")),
+            ("admit_after_swap", ("completed", "resumed")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}"
+                )
+        if self.preemption_mode == "swap" and not can.swap:
+            raise ValueError(f"policy {self.policy!r} cannot swap a sequence: preemption_mode")
+        if self.preemption_mode == "recompute" and not can.recompute_exact:
+            raise ValueError(f"policy {self.policy!r} cannot recompute a sequence: preemption_mode")
         if not (can.recompute_exact or can.swap):
             raise ValueError(f"policy {self.policy!r} can neither recompute nor swap a sequence")
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
@@ -75,6 +92,10 @@ class EngineConfig:
                 f"({self.max_num_batched_tokens}) must be at least max_model_len "
                 f"({self.max_model_len})"
             )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return POLICIES[self.policy].CAPABILITIES
 
     @property
     def num_blocks(self) -> int:

@@ -34,6 +34,7 @@ class Engine(EngineLoop):
             table_width=policy.host(config).table_width,
             prefill_rows=config.max_prefills_per_step,
             max_tokens=config.max_model_len,
+            num_blocks=config.num_blocks,
             multi_step=config.multi_step,
         )
         return cls(model, config, executor, tokenizer)
@@ -102,8 +103,8 @@ class Engine(EngineLoop):
             self._abandon([request_id])
 
     def pin_prefix(self, prompt: Prompt, cache_salt: str = "") -> int:
-        """Compute the full blocks of a prompt that many requests will begin with, and keep them for
-        good (vLLM §4.4, shared prefix). Returns the tokens that they hold.
+        """Compute a prompt that many requests will begin with, and keep its blocks for good (vLLM
+        §4.4, shared prefix); whoever goes on from its last one copies it. Returns its length.
 
         Raises ValueError without prefix caching, for a bad prompt, and while requests are
         unfinished: these were accepted for the memory that is there now.
@@ -119,14 +120,14 @@ class Engine(EngineLoop):
         self._mailboxes["pin"] = mailbox
         try:
             self._enqueue(tokens, how, "pin", cache_salt=cache_salt)
+            self._groups["pin"].pin = True
             while not mailbox:
                 self._advance()
         finally:
             self._abandon(["pin"])
-        held = self.host_policy.pin(tokens, cache_salt)
         now = self.executor.clock.now()
         self.metrics.event("pin", now, round=self._round, prompt=tokens, cache_salt=cache_salt)
-        return held
+        return len(tokens)
 
     def _abandon(self, request_ids: list[str]) -> None:
         """Abort those of the requests that still run; nobody waits for their outputs."""

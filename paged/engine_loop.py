@@ -84,8 +84,9 @@ class EngineLoop:
 
         engine, arrival, abort and pin say what came, before which round (call of `step`);
         admit, preempt and schedule what was decided, page operations included (pages: those after
-        the last step); step, finish and failure what came of it. After `metrics.clear()` the rest
-        cannot be done again.
+        the last step); step, finish and failure what came of it. beams: the candidates for a beam
+        search's beams, in slots `before`, and the beams that go on: the slot of each one's parent,
+        and its own. After `metrics.clear()` the rest cannot be done again.
         """
         return self.metrics.events
 
@@ -143,11 +144,13 @@ class EngineLoop:
             request_id = next(name for name in names if name not in self._groups)
         seed = int(self._rng.integers(2**32)) if sampling.seed is None else sampling.seed
         limit = token_limit(tokens, sampling, self.config)
-        group = SequenceGroup(request_id, order, tokens, sampling, seed, limit)
+        eos = self.model.eos_token_ids
+        group = SequenceGroup(request_id, order, tokens, sampling, seed, limit, eos)
         group.arrival_s = self.executor.clock.now() if arrival_time is None else arrival_time
         group.stream, group.cache_salt = stream, cache_salt
         if self.tokenizer is not None and (sampling.stop or stream):
-            self._streams[group.sequences[0]] = TextStream(self.tokenizer, sampling.stop)
+            for sequence in group.sequences:
+                self._streams[sequence] = TextStream(self.tokenizer, sampling.stop)
         self.metrics.event(
             "arrival",
             group.arrival_s,
@@ -209,7 +212,7 @@ class EngineLoop:
         """After a failure in the middle of a step host and device may disagree: end everything."""
         self.metrics.event("failure", self.executor.clock.now(), round=self._round)
         for group in list(self._groups.values()):
-            for sequence in group.sequences:
+            for sequence in group.unfinished:
                 if sequence.slot >= 0:
                     sequence.tokens = self.scheduler.slots.known_tokens(sequence.slot)
                 sequence.status, sequence.finish_reason = Status.FINISHED, "error"
@@ -253,9 +256,16 @@ class EngineLoop:
             slots=step.slots,
             starts=step.starts,
             counts=step.counts,
+            sources=step.sources,
+            swaps_out=step.swaps_out,
+            swaps_in=step.swaps_in,
             copies=step.copies,
             pages=self.host_policy.drain_operations(),
         )
+        if step.swaps_out:
+            self.executor.swap_out(step.swaps_out)
+        if step.swaps_in:
+            self.executor.swap_in(step.swaps_in)
         if step.copies:
             self.executor.copy_blocks(step.copies)
         for group in step.admitted:
@@ -289,6 +299,8 @@ class EngineLoop:
         record_prompt_logprobs(step, self.scheduler.slots, outputs.prompt_logprobs)
         for iteration in range(step.iterations):
             self._take_in_tokens(flight, iteration, sampled[iteration], outputs, now)
+        if step.has_beams:
+            self._take_in_beams(flight, outputs, now)
 
     def _take_in_tokens(
         self, flight: _InFlight, iteration: int, sampled: np.ndarray, outputs: StepOutputs, now
@@ -316,7 +328,46 @@ class EngineLoop:
             self._finish(self._owner(slots[i]), ended[i])
         for slot in slots[watched]:
             if s.active[slot] and self._owner(slot).group.stream:
-                self._deliver(self._output(self._owner(slot)))
+                self._deliver(self._output(self._owner(slot).group))
+
+    def _take_in_beams(self, flight: _InFlight, outputs: StepOutputs, now: float) -> None:
+        """Let the searches go on whose beams have their candidates."""
+        s, step = self.scheduler.slots, flight.step
+        at_end = step.samples & s.beam[step.slots] & (s.generation[step.slots] == step.generations)
+        row_of = {int(step.slots[i]): int(flight.rows[i]) for i in np.flatnonzero(at_end)}
+        for group in {self._owner(slot).group: None for slot in row_of}:
+            rows = [row_of[beam.slot] for beam in group.sequences]
+            if group.first_token_s is None:
+                group.first_token_s = now
+            if (np.asarray(outputs.tokens)[0, rows] < 0).any():
+                for beam in group.unfinished:
+                    self._finish(beam, "error")
+                continue
+            assert group.search is not None and outputs.logprobs is not None
+            known = [
+                s.known_tokens(beam.slot)[group.num_prompt_tokens :] for beam in group.sequences
+            ]
+            asked = slice(0, group.search.num_candidates)
+            candidates = np.asarray(outputs.logprobs.top_tokens)[0, rows, asked]
+            logprobs = np.asarray(outputs.logprobs.top)[0, rows, asked]
+            before = [beam.slot for beam in group.sequences]
+            moves = group.search.advance(known, candidates, logprobs)
+            if moves:
+                self.scheduler.advance_beams(group, moves)
+            self.metrics.event(
+                "beams",
+                now,
+                step=flight.number,
+                request_id=group.request_id,
+                before=before,
+                candidates=candidates,
+                candidate_logprobs=logprobs,
+                parents=[before[parent] for parent, _ in moves],
+                slots=[beam.slot for beam in group.sequences] if moves else [],
+            )
+            if not moves:
+                for beam in group.unfinished:
+                    self._finish(beam, "length")
 
     def _stops_at(self, sequence: Sequence, token: int) -> bool:
         stream = self._streams.get(sequence)
@@ -330,6 +381,9 @@ class EngineLoop:
         return sequence
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
+        if sequence.group.pin:
+            prompt = sequence.tokens[: sequence.num_prompt_tokens]
+            self.host_policy.pin(sequence.slot, prompt, sequence.group.cache_salt)
         self.scheduler.finish(sequence, reason)
         if sequence.group.finished:
             self._deliver(self._retire(sequence.group))
@@ -339,15 +393,15 @@ class EngineLoop:
 
     def _retire(self, group: SequenceGroup) -> RequestOutput:
         """Record a finished group and forget it."""
-        sequence = group.sequences[0]
-        output = self._output(sequence)
+        output = self._output(group)
         self.metrics.add_request(group, output, self.executor.clock.now())
-        self._streams.pop(sequence, None)
+        for sequence in group.sequences:
+            self._streams.pop(sequence, None)
         del self._groups[group.request_id]
         return output
 
-    def _output(self, sequence: Sequence) -> RequestOutput:
-        tokens = sequence.tokens
-        if sequence.status is Status.RUNNING:
-            tokens = self.scheduler.slots.known_tokens(sequence.slot)
-        return request_output(sequence, tokens, self._streams.get(sequence), self.tokenizer)
+    def _output(self, group: SequenceGroup) -> RequestOutput:
+        for sequence in group.sequences:
+            if sequence.status is Status.RUNNING:
+                sequence.tokens = self.scheduler.slots.known_tokens(sequence.slot)
+        return request_output(group, self._streams, self.tokenizer)

@@ -1,10 +1,12 @@
 """Runs steps on the device: one compiled program for each declared shape."""
 
 import functools
-from collections.abc import Iterable, Mapping
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import flax.struct
 import jax
@@ -27,6 +29,7 @@ from models.sampling import (
     sample,
 )
 from paged import compilations
+from paged.block_pool import NULL_BLOCK
 from paged.clock import VirtualClock, WallClock
 from paged.kv_cache.policy import KVPolicy
 from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
@@ -73,6 +76,14 @@ class Executor(Protocol):
     def execute(self, inputs: StepInputs) -> PendingOutputs: ...
 
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None: ...
+
+    def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy blocks (block, host block) to the host's memory."""
+        ...
+
+    def swap_in(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy blocks (host block, block) back."""
+        ...
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
         """Bring what sampling must know of a sequence: its tokens so far, and its logit bias."""
@@ -205,7 +216,8 @@ class DeviceExecutor:
 
     def __init__(
         self, params, model: ModelConfig, policy: KVPolicy, *, shapes: list[tuple[int, int]],
-        num_slots: int, table_width: int, prefill_rows: int, max_tokens: int, multi_step: int = 1,
+        num_slots: int, table_width: int, prefill_rows: int, max_tokens: int, num_blocks: int,
+        multi_step: int = 1,
     ):  # fmt: skip
         self.clock = WallClock()
         # On CPUs a scan over stacked layers copies each one's weights before it multiplies by them,
@@ -229,6 +241,11 @@ class DeviceExecutor:
         self._step = functools.partial(step, model=model, policy=policy, multi_step=multi_step)
         self._load = jax.jit(SamplingState.load_slot, donate_argnums=0)
         self._copy = jax.jit(policy.copy_pages, donate_argnums=0)
+        self._export = jax.jit(policy.export_pages)
+        self._import = jax.jit(policy.import_pages, donate_argnums=0)
+        self._num_blocks = num_blocks
+        self._landing: list[tuple[np.ndarray, Any]] = []  # (host blocks, content) on their way
+        self._host_pool: Any = None
         self._programs: dict[tuple[int, int], jax.stages.Compiled] = {}
 
     @property
@@ -245,6 +262,8 @@ class DeviceExecutor:
         for shape in self._shapes:
             self.execute(self._empty(*shape)).wait()
         self.copy_blocks([(0, 0)])
+        self.swap_out([(0, 0)])
+        self.swap_in([(0, 0)])
         # A slot beyond the last: any other may be in use.
         self.load_slot(self._state.history.shape[0], np.zeros(0, np.int32), {})
         jax.block_until_ready(self._cache)
@@ -279,10 +298,45 @@ class DeviceExecutor:
 
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy blocks (source, destination) on the device, before the next step (vLLM §4.4)."""
-        pairs = np.array(list(copies), np.int32).reshape(-1, 2)
-        for at in range(0, len(pairs), COPIES_PER_CALL):
-            # Padding copies the null block onto itself.
-            padded = np.zeros((COPIES_PER_CALL, 2), np.int32)
-            part = pairs[at : at + COPIES_PER_CALL]
-            padded[: len(part)] = part
-            self._cache = self._copy(self._cache, padded[:, 0].copy(), padded[:, 1].copy())
+        for pairs in _parts(copies, padding=NULL_BLOCK):
+            self._cache = self._copy(self._cache, pairs[:, 0].copy(), pairs[:, 1].copy())
+
+    def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy blocks (block, host block) to the host's memory (vLLM §4.5): a gather and a transfer
+        for many of them, for which the steps that follow do not wait."""
+        self._land()
+        for part in _parts(pairs, padding=NULL_BLOCK):
+            content = self._export(self._cache, part[:, 0].copy())
+            for leaf in jax.tree.leaves(content):
+                leaf.copy_to_host_async()
+            self._landing.append((part[:, 1], content))
+
+    def swap_in(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy blocks (host block, block) back: a transfer and a scatter for many of them."""
+        self._land()
+        nowhere = self._num_blocks
+        for part in _parts(pairs, padding=nowhere):
+            on_host = np.where(part[:, 0] == nowhere, NULL_BLOCK, part[:, 0])
+            content = jax.tree.map(operator.itemgetter(on_host), self._host_pool)
+            self._cache = self._import(self._cache, part[:, 1].copy(), content)
+
+    def _land(self) -> None:
+        """Bring what is on its way into the host's pool; padding lands in the null block."""
+        for blocks, content in self._landing:
+            if self._host_pool is None:
+                # Untouched pages of it are not resident.
+                self._host_pool = jax.tree.map(
+                    lambda x: np.empty((self._num_blocks, *x.shape[1:]), x.dtype), content
+                )
+            pools, contents = jax.tree.leaves(self._host_pool), jax.tree.leaves(content)
+            for pool, pages in zip(pools, contents, strict=True):
+                pool[blocks] = pages
+        self._landing.clear()
+
+
+def _parts(pairs: Iterable[tuple[int, int]], padding: int) -> Iterator[np.ndarray]:
+    """The pairs as arrays [COPIES_PER_CALL, 2] int32, the last one padded."""
+    for part in itertools.batched(pairs, COPIES_PER_CALL):
+        padded = np.full((COPIES_PER_CALL, 2), padding, np.int32)
+        padded[: len(part)] = part
+        yield padded

@@ -19,7 +19,8 @@ class StepRecord:
     building, dispatch, and taking in the step before), without waiting.
     device_s: from the later of dispatch and the previous step's end to this step's end, as the host
     sees it. decode_tokens: of rows that generate, those computed in vain too. num_*: groups, and
-    preemptions since the last step. kv_*: token slots, as in `paged.kv_cache.policy.Usage`.
+    preemptions since the last step. swapped_*: blocks that were swapped before it; copied_blocks:
+    copied-on-write. kv_*: token slots, as in `paged.kv_cache.policy.Usage`.
     """
 
     step: int
@@ -36,13 +37,17 @@ class StepRecord:
     kv_internal: int
     kv_external: int
     kv_free: int
+    kv_shared: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    copied_blocks: int = 0
 
 
 @dataclass(frozen=True)
 class RequestRecord:
     """One finished request. Times in seconds on the engine's clock; first_token_s is None if it
-    ended before its first token. cached_tokens: taken from the prefix cache, also when recomputed
-    after a preemption."""
+    ended before its first token. output_tokens: of all its sequences. cached_tokens: taken from the
+    prefix cache, also when recomputed after a preemption."""
 
     request_id: str
     arrival_s: float
@@ -65,6 +70,9 @@ def step_facts(step: ScheduledStep, scheduler: Scheduler) -> dict[str, int]:
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),
         "preemptions": len(step.preempted),
+        "swapped_out": len(step.swaps_out),
+        "swapped_in": len(step.swaps_in),
+        "copied_blocks": len(step.copies),
         **{f"kv_{name}": value for name, value in vars(usage).items()},
     }
 
@@ -95,16 +103,21 @@ class Metrics:
             records.clear()
 
     def add_request(self, group: SequenceGroup, output: RequestOutput, finish_s: float) -> None:
-        assert output.finish_reason is not None
+        reason = group.sequences[0].finish_reason if group.search is None else output.finish_reason
+        assert reason is not None
+        # Of the sequences that were sampled, whichever are returned.
+        outputs = [s.tokens[group.num_prompt_tokens :] for s in group.sequences]
+        if group.search is not None:
+            outputs = [np.array(sequence.tokens) for sequence in output.sequences]
         record = RequestRecord(
             request_id=group.request_id,
             arrival_s=group.arrival_s,
             first_token_s=group.first_token_s,
             finish_s=finish_s,
             prompt_tokens=group.num_prompt_tokens,
-            output_tokens=len(output.tokens),
+            output_tokens=sum(map(len, outputs)),
             preemptions=group.num_preemptions,
-            finish_reason=output.finish_reason,
+            finish_reason=reason,
             cached_tokens=group.num_cached_tokens,
         )
         self.requests.append(record)

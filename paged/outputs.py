@@ -1,40 +1,75 @@
 """What a request gets back: its tokens, text and log-probabilities."""
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
 from models.sampling import Logprobs
 from paged.scheduler import ScheduledStep
-from paged.sequence import RequestOutput, Sequence, Status, TokenLogprob
+from paged.sequence import (
+    RequestOutput,
+    Sequence,
+    SequenceGroup,
+    SequenceOutput,
+    Status,
+    TokenLogprob,
+)
 from paged.slots import Slots
 from paged.stopping import TextStream, decode
 
 
 def request_output(
-    sequence: Sequence, tokens: np.ndarray, stream: TextStream | None, tokenizer
+    group: SequenceGroup, streams: Mapping[Sequence, TextStream], tokenizer
 ) -> RequestOutput:
-    """A request as it stands. tokens: prompt and output [n]; stream: its text so far, if kept."""
-    group, reason = sequence.group, sequence.finish_reason
-    how, finished = group.sampling, sequence.status is Status.FINISHED
-    prompt, output = np.split(tokens, [sequence.num_prompt_tokens])
-    text = ""
-    if reason == "stop" and output[-1] in how.stop_token_ids:
-        text = decode(tokenizer, output[:-1]) if tokenizer is not None else ""
-    elif stream and (reason == "stop" or not finished):
-        text = stream.text
-    elif tokenizer is not None:
-        text = decode(tokenizer, output)
+    """A request as it stands. streams: of the sequences whose text is kept as it comes."""
+    how = group.sampling
+    prompt = group.sequences[0].tokens[: group.num_prompt_tokens]
+    if group.search is not None:
+        outputs = _hypotheses(group, tokenizer)
+    else:
+        outputs = [_sequence_output(s, streams.get(s), tokenizer) for s in group.sequences]
+        if how.ranks and group.finished:
+            outputs.sort(key=lambda output: -(output.score or 0.0))
     return RequestOutput(
         request_id=group.request_id,
         prompt_tokens=prompt.tolist(),
-        tokens=output.tolist(),
-        text=text,
-        finished=finished,
-        finish_reason=reason,
-        logprobs=None if how.logprobs is None else list(sequence.logprobs),
+        sequences=outputs[: how.n] if group.finished else outputs,
+        finished=group.finished,
         prompt_logprobs=None if how.prompt_logprobs is None else list(group.prompt_logprobs),
     )
+
+
+def _sequence_output(sequence: Sequence, stream: TextStream | None, tokenizer) -> SequenceOutput:
+    how, reason = sequence.group.sampling, sequence.finish_reason
+    output, text = sequence.tokens[sequence.num_prompt_tokens :], ""
+    if reason == "stop" and output[-1] in how.stop_token_ids:
+        text = decode(tokenizer, output[:-1]) if tokenizer is not None else ""
+    elif stream and (reason == "stop" or sequence.status is not Status.FINISHED):
+        text = stream.text
+    elif tokenizer is not None:
+        text = decode(tokenizer, output)
+    return SequenceOutput(
+        tokens=output.tolist(),
+        text=text,
+        finish_reason=reason,
+        logprobs=None if how.logprobs is None else list(sequence.logprobs),
+        score=sequence.cumulative_logprob if how.ranks else None,
+    )
+
+
+def _hypotheses(group: SequenceGroup, tokenizer) -> list[SequenceOutput]:
+    """The best of a beam search; of one that was ended from outside, as far as it came."""
+    assert group.search is not None
+    cut_short = group.sequences[0].finish_reason in ("abort", "error")
+    live = [s.tokens[group.num_prompt_tokens :] for s in group.sequences]
+    outputs = []
+    for hypothesis in group.search.best(group.sampling.n, live):
+        text = decode(tokenizer, hypothesis.tokens) if tokenizer is not None else ""
+        reason = group.sequences[0].finish_reason if cut_short else hypothesis.finish_reason
+        tokens = hypothesis.tokens.tolist()
+        outputs.append(SequenceOutput(tokens, text, reason, score=hypothesis.score))
+    return outputs
 
 
 def _token_logprob(token: int, all_: Logprobs, at, alternatives: int) -> TokenLogprob:
@@ -48,6 +83,8 @@ def record_logprobs(
     """Keep the log-probabilities, at index `at` of [I, S], of the tokens that sequences got."""
     for sequence, token, where in zip(sequences, tokens.tolist(), at, strict=True):
         count = sequence.group.sampling.logprobs
+        if sequence.group.sampling.ranks:
+            sequence.cumulative_logprob += float(logprobs.chosen[where])
         if count is not None:
             sequence.logprobs.append(_token_logprob(token, logprobs, where, count))
 

@@ -29,6 +29,9 @@ def root_key(salt: str) -> bytes:
 class PrefixCache:
     """Which blocks hold which prefix; the block pool owns their memory.
 
+    Pinned prefixes may end in the middle of a block: such a tail is found by the key of the full
+    blocks before it, and copied by whoever goes on from it (vLLM §4.4).
+
     idle: published blocks without owners, the least recently used first.
     """
 
@@ -36,6 +39,7 @@ class PrefixCache:
         self.idle: OrderedDict[int, None] = OrderedDict()
         self._blocks: dict[bytes, int] = {}
         self._entries: dict[int, tuple[bytes, bytes]] = {}
+        self._tails: dict[bytes, list[tuple[bytes, int]]] = {}
 
     def __contains__(self, block: int) -> bool:
         return block in self._entries
@@ -51,6 +55,14 @@ class PrefixCache:
             blocks.append(block)
             last = key
         return blocks, last
+
+    def find_tail(self, key: bytes, content: bytes) -> tuple[int, int] | None:
+        """(block, its bytes) of the longest pinned tail after `key` that `content` begins with."""
+        fits = [t for t in self._tails.get(key, ()) if content.startswith(t[0])]
+        return max(((block, len(tail)) for tail, block in fits), key=lambda t: t[1], default=None)
+
+    def pin_tail(self, key: bytes, content: bytes, block: int) -> None:
+        self._tails.setdefault(key, []).append((content, block))
 
     def publish(self, block: int, key: bytes, content: bytes) -> None:
         """Let others find `block`, unless another block with the same content is known."""

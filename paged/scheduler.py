@@ -2,12 +2,13 @@
 
 First come, first served. Each step takes all running sequences that generate, then chunks of
 prompts under a token budget, then new requests while blocks and slots allow. When blocks run out
-the latest arrivals are preempted; they keep their place in the order and are recomputed.
+the latest arrivals are preempted, with all sequences of their group; they keep their place in the
+order, and are recomputed or swapped in again.
 """
 
 import functools
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,8 +25,14 @@ class ScheduledStep:
     slots, starts, counts: [n] int64: row i computes tokens starts[i] .. starts[i] + counts[i] of
     the sequence in slots[i]; a decode row computes them in as many iterations. samples: [n] bool:
     whether it ends at the sequence's last token, and so yields the next one; yields: [n] how many
-    tokens it yields. generations: [n] owners of the slots. copies: (source, destination) blocks to
-    be copied first. iterations: of the whole step.
+    tokens it yields (a beam none: its candidates are looked at). generations: [n] owners of the
+    slots. iterations: of the whole step.
+
+    sources: [num_forks] rows. The last decode rows, as many, are forks: they compute nothing, and
+    sample from what their source has computed, whose tokens are theirs too.
+
+    To be done first, in this order: swaps_out (block, host block), swaps_in (host block, block) and
+    copies (source, destination) of blocks.
     """
 
     slots: np.ndarray
@@ -35,7 +42,11 @@ class ScheduledStep:
     yields: np.ndarray
     generations: np.ndarray
     num_prefills: int
+    sources: np.ndarray
+    swaps_out: list[tuple[int, int]]
+    swaps_in: list[tuple[int, int]]
     copies: list[tuple[int, int]]
+    has_beams: bool
     preempted: list[SequenceGroup]
     admitted: list[SequenceGroup]
 
@@ -56,12 +67,25 @@ class ScheduledStep:
         return int(self.yields.max())
 
 
+@dataclass
+class _Moves:
+    """Blocks to be moved before a step; see `ScheduledStep`."""
+
+    swaps_out: list[tuple[int, int]] = field(default_factory=list)
+    swaps_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
 class _PrefillRoom:
-    """The prefill rows of one step, under the limits of tokens and of rows."""
+    """The prefill rows of one step, under the limits of tokens and of rows.
+
+    refused: whether a sequence that runs found no room: then nobody new may enter.
+    """
 
     def __init__(self, config: EngineConfig, budget: int):
         self._config, self.budget = config, budget
         self.rows: list[tuple[int, int]] = []
+        self.refused = False
 
     @property
     def full(self) -> bool:
@@ -70,23 +94,54 @@ class _PrefillRoom:
     def takes(self, left: int) -> bool:
         return not self.full and (self._config.chunked_prefill or left <= self.budget)
 
-    def add(self, slot: int, left: int) -> None:
-        """As many of the `left` tokens as fit; none if the sequence must go whole and cannot."""
-        if self.takes(left):
-            count = min(left, self.budget)
-            self.rows.append((slot, count))
-            self.budget -= count
+    def add(self, slot: int, left: int, forks: int = 0) -> None:
+        """As many of the `left` tokens as fit; none if the sequence must go whole and cannot. With
+        the last of them come `forks` rows of one token."""
+        if not self.takes(left + forks):
+            self.refused = True
+            return
+        count = min(left, self.budget)
+        if count == left and count + forks > self.budget:
+            count = left - 1
+        self.rows.append((slot, count))
+        self.budget -= count + (forks if count == left else 0)
+
+
+def share_prefixes(sequences: list[Sequence], page_size: int) -> None:
+    """Let each of a group's sequences share what it can with one before it.
+
+    Sequences with equal tokens share all of them, others full blocks, short of their last token.
+    """
+    for i, sequence in enumerate(sequences):
+        sequence.donor, sequence.shared = None, 0
+        for donor in sequences[:i]:
+            shared = _shared_tokens(sequence.tokens, donor.tokens, page_size)
+            if shared > sequence.shared:
+                sequence.donor, sequence.shared = donor, shared
+
+
+def _shared_tokens(tokens: np.ndarray, donors: np.ndarray, page_size: int) -> int:
+    n = min(len(tokens), len(donors))
+    differ = np.flatnonzero(tokens[:n] != donors[:n])
+    if len(tokens) == len(donors) and not len(differ):
+        return n
+    common = int(differ[0]) if len(differ) else n
+    return min(common, len(tokens) - 1) // page_size * page_size
 
 
 class Scheduler:
     """`schedule` decides a step and counts it as done; `update` brings its tokens, a step later."""
 
     def __init__(self, config: EngineConfig, policy: HostPolicy):
-        self.config, self.policy = config, policy
+        self.config, self.policy, self._can = config, policy, config.capabilities
         self.slots = Slots(config.max_num_seqs, config.max_model_len)
         self.waiting: deque[SequenceGroup] = deque()  # by arrival order
         self.running: list[SequenceGroup] = []  # by arrival order, all before those that wait
         self._running_slots: np.ndarray | None = None
+        self._beams: list[SequenceGroup] = []  # searches that run
+        self._followers: list[Sequence] = []  # running, held until their donors are computed
+        # Swapped groups that have not completed, or not even come back: see `admit_after_swap`.
+        self._returning: set[SequenceGroup] = set()
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
@@ -105,7 +160,7 @@ class Scheduler:
         """End a group that waits or runs."""
         if group in self.waiting:
             self.waiting.remove(group)
-        for sequence in group.sequences:
+        for sequence in group.unfinished:
             self.finish(sequence, "abort")
 
     def finish(self, sequence: Sequence, reason: str) -> None:
@@ -114,24 +169,44 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self._release(sequence, Status.FINISHED)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
-        group = sequence.group
-        if group.finished and group in self.running:
-            self.running.remove(group)
+        if sequence.group.finished:
+            self._retire(sequence.group)
+
+    def _retire(self, group: SequenceGroup) -> None:
+        self._leave_device(group)
+        self._returning.discard(group)
+        if group.swapped is not None:
+            self.policy.drop_swapped(group.swapped)
+            group.swapped = None
+
+    def _leave_device(self, group: SequenceGroup) -> None:
+        for groups in (self.running, self._beams):
+            if group in groups:
+                groups.remove(group)
+        if self._followers:
+            self._followers = [s for s in self._followers if s.group is not group]
 
     def _release(self, sequence: Sequence, status: Status) -> None:
         self.policy.free(sequence.slot)
         self.slots.release(sequence, status)
         self._running_slots = None
 
-    def _ready(self) -> np.ndarray:
-        """Slots that compute one token in the next step: their newest, and then sample."""
-        s, running = self.slots, self.running_slots()
-        length = s.length[running]
-        return running[(length - s.computed[running] == 1) & (length < s.limit[running])]
+    def _ready(self, slots: np.ndarray) -> np.ndarray:
+        """Those of running `slots` that compute one token in the next step: their newest, and then
+        sample."""
+        s, length = self.slots, self.slots.length[slots]
+        ready = slots[
+            (length - s.computed[slots] == 1) & (length < s.limit[slots]) & ~s.held[slots]
+        ]
+        for group in self._beams:
+            beams = [beam.slot for beam in group.sequences]
+            if not np.isin(beams, ready).all():
+                ready = ready[~np.isin(ready, beams)]
+        return ready
 
     def decodes(self) -> np.ndarray | None:
         """Slots that generate in the next step, or None if there are no blocks for all of them."""
-        ready = self._ready()
+        ready = self._ready(self.running_slots())
         return ready if self.policy.can_append(ready, self.slots.length[ready]) else None
 
     def _iterations(self, decodes: np.ndarray) -> np.ndarray:
@@ -139,92 +214,197 @@ class Scheduler:
         what its limit leaves; one if there are no blocks for more."""
         s = self.slots
         counts = np.minimum(self.config.multi_step, s.limit[decodes] - s.length[decodes])
+        counts[s.beam[decodes]] = 1
         if self.policy.can_append(decodes, s.length[decodes] + counts - 1):
             return counts
         return np.ones_like(counts)
 
-    def _preempt_latest(self) -> SequenceGroup:
-        """Take all sequences of the latest arrival off the device; they will be recomputed.
-
-        This is where a group would be swapped out instead (vLLM §4.5).
-        """
+    def _preempt_latest(self, moves: _Moves) -> SequenceGroup:
+        """Take all sequences of the latest arrival off the device (vLLM §4.5)."""
         assert len(self.running) > 1, "one group alone must fit: checked when it was added"
-        group = self.running.pop()
-        for sequence in group.sequences:
-            if sequence.status is Status.RUNNING:
-                self._release(sequence, Status.WAITING)
+        group = self.running[-1]
+        sequences = [s for s in group.sequences if s.status is Status.RUNNING]
+        slots = [sequence.slot for sequence in sequences]
+        status = Status.WAITING
+        # A host pool as large as the device's can be full: groups grow before they are swapped out.
+        if self._swaps(len(slots)) and self.policy.can_swap_out(slots):
+            group.swapped, swaps_out = self.policy.swap_out(slots)
+            moves.swaps_out += swaps_out
+            status = Status.SWAPPED
+            self._returning.add(group)
+        for sequence in sequences:
+            sequence.computed = int(self.slots.computed[sequence.slot])
+            self._release(sequence, status)
+        self._leave_device(group)
         self.waiting.appendleft(group)
         group.num_preemptions += 1
         return group
 
-    def _admit(self, room: _PrefillRoom) -> SequenceGroup | None:
+    def _swaps(self, num_sequences: int) -> bool:
+        """Whether a group of so many sequences is swapped out, not recomputed: recomputation shares
+        less, and is no worse for one sequence (§7.3)."""
+        mode = self.config.preemption_mode
+        return mode == "swap" or (mode == "auto" and num_sequences > 1 and self._can.swap)
+
+    def _may_enter(self, group: SequenceGroup, room: _PrefillRoom) -> bool:
+        if self._returning and group.num_preemptions == 0:
+            return False
+        reserved = sum(g.sampling.beam_width - len(g.sequences) for g in self._beams)
+        beams = group.sampling.beam_width if group.search else 0
+        wanted = max(len(group.unfinished), beams)
+        return wanted <= self.slots.num_free - reserved and not room.refused
+
+    def _admit(self, room: _PrefillRoom, moves: _Moves) -> SequenceGroup | None:
         """Move the head of the queue to the device if its blocks and slots are there."""
         group = self.waiting[0]
-        sequences = [s for s in group.sequences if s.status is Status.WAITING]
-        if self.slots.num_free < len(sequences) or not room.takes(len(sequences[0].tokens)):
+        if not self._may_enter(group, room):
             return None
-        # With nothing else running there is no growth to keep blocks for.
-        if not self.policy.can_admit(sequences, keep_watermark=bool(self.running)):
+        enter = self._recompute if group.swapped is None else self._swap_in
+        if not enter(group, room, moves):
             return None
-        for sequence in sequences:
-            slot = self.slots.acquire(sequence)
-            cached = self.policy.admit(slot, sequence)
-            self.slots.computed[slot] = cached
-            group.num_cached_tokens += cached
+        self._followers += [s for s in group.unfinished if s.donor is not None]
+        if group.search:
+            self._beams.append(group)
         self.running.append(self.waiting.popleft())
         self._running_slots = None
         return group
 
+    def _recompute(self, group: SequenceGroup, room: _PrefillRoom, moves: _Moves) -> bool:
+        sequences = group.unfinished
+        if self._can.fork:
+            share_prefixes(sequences, self.config.page_size)
+        if not room.takes(len(sequences[0].tokens) + self._forks_of(sequences[0], sequences)):
+            return False
+        # With nothing else running there is no growth to keep blocks for.
+        if not self.policy.can_admit(sequences, keep_watermark=bool(self.running)):
+            return False
+        for sequence in sequences:
+            slot = self.slots.acquire(sequence)
+            computed, copies = self.policy.admit(slot, sequence)
+            self.slots.computed[slot] = computed
+            moves.copies += copies
+            if sequence.donor is None:
+                group.num_cached_tokens += computed
+        return True
+
+    def _swap_in(self, group: SequenceGroup, room: _PrefillRoom, moves: _Moves) -> bool:
+        if not self.policy.can_swap_in(group.swapped, keep_watermark=bool(self.running)):
+            return False
+        sequences = group.unfinished
+        slots = [self.slots.acquire(sequence) for sequence in sequences]
+        self.slots.computed[slots] = [sequence.computed for sequence in sequences]
+        moves.swaps_in += self.policy.swap_in(group.swapped, sequences)
+        group.swapped = None
+        if self.config.admit_after_swap == "resumed":
+            self._returning.discard(group)
+        return True
+
+    def _forks_of(self, donor: Sequence, followers: list[Sequence]) -> int:
+        """How many of `followers` sample where `donor` samples first."""
+        same = (f.donor is donor and f.shared == len(f.tokens) for f in followers)
+        return sum(same)
+
+    def _add_prefill(self, slot: int, room: _PrefillRoom) -> None:
+        """The next chunk of a sequence of which more than its newest token is to be computed."""
+        s, sequence = self.slots, self.slots.owner[slot]
+        assert sequence is not None
+        if s.held[slot]:
+            return
+        left = int(s.length[slot] - s.computed[slot])
+        # Beams sample in the same step.
+        if s.beam[slot] and len(sequence.group.sequences) > 1:
+            left -= 1
+        room.add(slot, left, self._forks_of(sequence, self._followers))
+
     def schedule(self, decodes: np.ndarray | None = None) -> ScheduledStep | None:
         """The next step, or None if there is nothing to compute now. decodes: what `decodes` has
         just said, if it was asked."""
-        s = self.slots
+        s, moves = self.slots, _Moves()
         preempted = []
         while decodes is None and (decodes := self.decodes()) is None:
-            preempted.append(self._preempt_latest())
-        copies = self.policy.append(decodes, s.length[decodes])
+            preempted.append(self._preempt_latest(moves))
+        moves.copies += self.policy.append(decodes, s.length[decodes])
 
-        room = _PrefillRoom(self.config, self.config.max_num_batched_tokens - len(decodes))
+        budget = self.config.max_num_batched_tokens - len(decodes)
+        if self._followers:
+            budget -= sum(self._forks_of(s.owner[slot], self._followers) for slot in decodes)
+        room = _PrefillRoom(self.config, budget)
         running = self.running_slots()
-        left = s.length[running] - s.computed[running]
-        for i in np.flatnonzero(left > 1):
-            room.add(int(running[i]), int(left[i]))
+        for slot in running[s.length[running] - s.computed[running] > 1].tolist():
+            self._add_prefill(slot, room)
 
         admitted: list[SequenceGroup] = []
         # Requests wait in a step that preempts, or they would take what was just set free.
-        while self.waiting and not preempted and (group := self._admit(room)):
+        while self.waiting and not preempted and (group := self._admit(room, moves)):
             admitted.append(group)
-            for sequence in group.sequences:
-                slot = sequence.slot
-                if slot < 0:
-                    continue
-                tokens_left = int(s.length[slot] - s.computed[slot])
-                if tokens_left > 1:
-                    room.add(slot, tokens_left)
-                elif room.budget > 0:
-                    decodes = np.append(decodes, slot)
-                    room.budget -= 1
+            decodes = np.append(decodes, self._start(group, room, moves))
 
         if not room.rows and not len(decodes):
             assert not preempted, "preempted everything"
             return None
+        forks, sources = self._forks(room.rows, decodes)
         iterations = np.ones(len(decodes), np.int64)
-        if self.config.multi_step > 1 and not room.rows:
+        if self.config.multi_step > 1 and not room.rows and not forks:
             iterations = self._iterations(decodes)
-            copies = copies + self.policy.append(decodes, s.length[decodes] + iterations - 1)
-        return self._commit(room.rows, decodes, iterations, copies, preempted, admitted)
+            moves.copies += self.policy.append(decodes, s.length[decodes] + iterations - 1)
+        return self._commit(
+            room.rows, decodes, forks, iterations, sources=np.array(sources, np.int64),
+            preempted=preempted, admitted=admitted, **vars(moves),
+        )  # fmt: skip
 
-    def _commit(self, prefills, decodes, iterations, copies, preempted, admitted) -> ScheduledStep:
+    def _start(self, group: SequenceGroup, room: _PrefillRoom, moves: _Moves) -> np.ndarray:
+        """Prefill rows of a group that has just been admitted; its slots that decode at once."""
+        s = self.slots
+        slots = np.array([sequence.slot for sequence in group.unfinished], np.int64)
+        for slot in slots[s.length[slots] - s.computed[slots] > 1].tolist():
+            self._add_prefill(slot, room)
+        ready = self._ready(slots)
+        rows = len(ready) + sum(self._forks_of(s.owner[slot], self._followers) for slot in ready)
+        if rows > room.budget:
+            return ready[:0]
+        room.budget -= rows
+        moves.copies += self.policy.append(ready, s.length[ready])
+        return ready
+
+    def _forks(self, prefills, decodes) -> tuple[list[int], list[int]]:
+        """Let followers go on whose donors are computed after this step: (slots, source rows) of
+        those that sample in it."""
+        forks: list[int] = []
+        sources: list[int] = []
+        if self._followers:
+            chunks = [*prefills, *((int(slot), 1) for slot in decodes)]
+            row_of = {slot: row for row, (slot, _) in enumerate(chunks)}
+            waiting = []
+            for follower in self._followers:
+                assert follower.donor is not None
+                donor = follower.donor.slot
+                row = row_of.get(donor, -1)
+                count = chunks[row][1] if row >= 0 else 0
+                if self.slots.computed[donor] + count < follower.shared:
+                    waiting.append(follower)
+                    continue
+                if follower.shared == self.slots.length[follower.slot]:
+                    assert row >= 0, "the donor has sampled without its follower"
+                    forks.append(follower.slot)
+                    sources.append(row)
+                follower.donor, self.slots.held[follower.slot] = None, False
+            self._followers = waiting
+        return forks, sources
+
+    def _commit(self, prefills, decodes, forks, iterations, **rest) -> ScheduledStep:
         s, slots, counts, most = self.slots, decodes, iterations, iterations
-        if prefills:
-            chunks = np.array(prefills, np.int64)
-            slots = np.concatenate([chunks[:, 0], decodes])
-            counts = np.concatenate([chunks[:, 1], iterations])
-            most = np.concatenate([np.ones(len(chunks), np.int64), iterations])
+        if prefills or forks:
+            chunks = np.array(prefills, np.int64).reshape(-1, 2)
+            slots = np.concatenate([chunks[:, 0], decodes, np.array(forks, np.int64)])
+            counts = np.concatenate([chunks[:, 1], iterations, np.zeros(len(forks), np.int64)])
+            most = np.maximum(counts, 1)
+            most[: len(chunks)] = 1
         starts, length = s.computed[slots], s.length[slots]
         ends = starts + counts
         samples = ends >= length
         yields = samples * most
+        if self._beams:
+            yields[s.beam[slots]] = 0
         s.computed[slots] = ends
         s.length[slots] = length + yields
         return ScheduledStep(
@@ -235,9 +415,8 @@ class Scheduler:
             yields=yields,
             generations=s.generation[slots],
             num_prefills=len(prefills),
-            copies=copies,
-            preempted=preempted,
-            admitted=admitted,
+            has_beams=bool(self._beams),
+            **rest,
         )
 
     def update(
@@ -261,3 +440,29 @@ class Scheduler:
         if self.config.prefix_caching:
             self.policy.confirm(good, np.minimum(known + 1, s.computed[good]), s.tokens)
         return rows, tokens
+
+    def advance_beams(self, group: SequenceGroup, moves: list[tuple[int, int]]) -> None:
+        """Go on with beams (parent, token), parents by their place among the group's sequences, all
+        of whose tokens are known. Dropped beams' blocks are free at once (vLLM §4.4)."""
+        s, live = self.slots, group.sequences
+        kept = {parent for parent, _ in moves}
+        for i, sequence in enumerate(live):
+            if i not in kept:
+                self._release(sequence, Status.FINISHED)
+        beams: list[Sequence] = []
+        for parent, _ in moves:
+            beam = live[parent]
+            if beam in beams:
+                beam = Sequence(group, s.known_tokens(beam.slot), beam.seed)
+                slot = s.acquire(beam)
+                self.policy.fork(live[parent].slot, slot)
+                s.computed[slot] = s.computed[live[parent].slot]
+            beams.append(beam)
+        slots = np.array([beam.slot for beam in beams])
+        s.tokens[slots, s.known[slots]] = [token for _, token in moves]
+        s.known[slots] += 1
+        s.length[slots] += 1
+        group.sequences = beams
+        self._running_slots = None
+        if self.config.prefix_caching:
+            self.policy.confirm(slots, np.minimum(s.known[slots], s.computed[slots]), s.tokens)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from models.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from paged.beam_search import BeamSearch
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class SamplingParams:
     many best alternatives, 0 to MAX_LOGPROBS (None: report nothing). They are the model's own,
     before all of the above; a simulated device has none to report.
 
+    n: sequences to return; best_of: sequences to sample, of which the n with the highest cumulative
+    log-probability are returned (None: n). beam_width: above 1, beam search instead of sampling,
+    equal to transformers' with num_beams, length_penalty and early_stopping (False, True or
+    'never'); the n best hypotheses are returned.
+
     Raises ValueError for values of the wrong type or outside their range.
     """
 
@@ -47,6 +53,11 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self):
         self._normalise()
@@ -66,15 +77,36 @@ class SamplingParams:
             "seed": (self.seed is None or 0 <= self.seed < 2**32, "None or in [0, 2^32)"),
             "logprobs": (self.logprobs in most, f"None or from 0 to {MAX_LOGPROBS}"),
             "prompt_logprobs": (self.prompt_logprobs in most, f"None or from 0 to {MAX_LOGPROBS}"),
-        }
+            "n": (self.n >= 1, "at least 1"),
+            "best_of": (self.best_of is None or self.best_of >= self.n, f"at least n ({self.n})"),
+            "beam_width": (1 <= self.beam_width < MAX_LOGPROBS, f"from 1 to {MAX_LOGPROBS - 1}"),
+            "length_penalty": (-10 <= self.length_penalty <= 10, "from -10 to 10"),
+            "early_stopping": (
+                self.early_stopping in (True, False, "never"), "True, False or 'never'",
+            ),
+        }  # fmt: skip
         for name, (good, allowed) in checks.items():
             if not good:
                 raise ValueError(f"{name} must be {allowed}, not {getattr(self, name)}")
+        if self.is_beam_search:
+            self._check_beam_search()
+        elif self.num_sequences > 1 and self.temperature == 0:
+            raise ValueError("n and best_of above 1 need a temperature above 0, or beam_width")
+
+    def _check_beam_search(self) -> None:
+        if self.n > self.beam_width:
+            raise ValueError(f"n ({self.n}) must be at most beam_width ({self.beam_width})")
+        plain = SamplingParams()
+        for name in ("best_of", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+                     "presence_penalty", "frequency_penalty", "logit_bias", "stop",
+                     "stop_token_ids", "logprobs"):  # fmt: skip
+            if getattr(self, name) != getattr(plain, name):
+                raise ValueError(f"beam search does not take {name} ({getattr(self, name)!r})")
 
     def _normalise(self) -> None:
         """Check types and keep plain copies: nobody may change them behind the engine's back."""
-        may_be_none = ("seed", "logprobs", "prompt_logprobs")
-        for name in ("max_tokens", "top_k", *may_be_none):
+        may_be_none = ("seed", "logprobs", "prompt_logprobs", "best_of")
+        for name in ("max_tokens", "top_k", "n", "beam_width", *may_be_none):
             value = getattr(self, name)
             if not _is_whole(value) and not (value is None and name in may_be_none):
                 raise ValueError(f"{name} must be a whole number, not {value!r}")
@@ -109,10 +141,25 @@ class SamplingParams:
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         return penalties != (1, 0, 0)
 
+    @property
+    def is_beam_search(self) -> bool:
+        return self.beam_width > 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run side by side at most."""
+        return self.beam_width if self.is_beam_search else self.best_of or self.n
+
+    @property
+    def ranks(self) -> bool:
+        """Whether sequences are sampled that are not returned."""
+        return self.num_sequences > self.n and not self.is_beam_search
+
 
 LARGEST = float(np.finfo(np.float32).max)
 FLOATS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "length_penalty",
 )  # fmt: skip
 
 
@@ -145,17 +192,20 @@ class TokenLogprob:
 class Status(enum.Enum):
     WAITING = "waiting"  # in the queue: new, or preempted and to be recomputed
     RUNNING = "running"  # holds a slot and blocks
+    SWAPPED = "swapped"  # in the queue, its blocks in the host's memory
     FINISHED = "finished"
 
 
 class Sequence:
     """One line of tokens: a prompt and what is generated from it.
 
-    While the sequence runs its tokens are in `Slots` under `slot`; otherwise they are here.
+    While the sequence runs its tokens are in `Slots` under `slot`; otherwise they are here. donor:
+    the sequence of its group whose first `shared` tokens it shares, until these are computed.
     """
 
     __slots__ = (
-        "block_keys", "finish_reason", "group", "logprobs", "seed", "slot", "status", "tokens",
+        "block_keys", "computed", "cumulative_logprob", "donor", "finish_reason", "group",
+        "logprobs", "seed", "shared", "slot", "status", "tokens",
     )  # fmt: skip
 
     def __init__(self, group: "SequenceGroup", tokens: np.ndarray, seed: int):
@@ -164,20 +214,30 @@ class Sequence:
         self.status = Status.WAITING
         self.slot = -1
         self.finish_reason: str | None = None
+        self.donor: Sequence | None = None
+        self.shared = 0
+        self.computed = 0  # tokens whose keys and values were swapped out
         # The prefix cache's chain over `tokens`, if it was needed since these changed.
         self.block_keys: list[tuple[bytes, bytes]] | None = None
         self.logprobs: list[TokenLogprob] = []  # of the output, where they are asked for
+        self.cumulative_logprob = 0.0  # of the output, where sequences are ranked by it
 
     @property
     def num_prompt_tokens(self) -> int:
         return self.group.num_prompt_tokens
 
 
+def _seed_of(seed: int, index: int) -> int:
+    """The first sequence of a group samples as it would alone, the others each otherwise."""
+    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) if index else seed
+
+
 class SequenceGroup:
-    """The sequences of one request: scheduled, preempted and resumed together.
+    """The sequences of one request: scheduled, preempted and resumed together (vLLM §4.5).
 
     order: arrival order, which preemption does not change. limit: tokens (prompt and output) at
-    which generation ends. Times are seconds on the engine's clock.
+    which generation ends. search: of a beam search, whose live beams `sequences` are, best first.
+    Times are seconds on the engine's clock.
     """
 
     def __init__(
@@ -188,16 +248,30 @@ class SequenceGroup:
         sampling: SamplingParams,
         seed: int,
         limit: int,
+        eos_token_ids: tuple[int, ...] = (),
     ):
         self.request_id, self.order, self.sampling, self.limit = request_id, order, sampling, limit
         self.num_prompt_tokens = len(prompt)
-        self.sequences = [Sequence(self, prompt, seed)]
+        self.search: BeamSearch | None = None
+        count = sampling.num_sequences
+        if sampling.is_beam_search:
+            count = 1
+            self.search = BeamSearch(
+                sampling.beam_width,
+                limit - len(prompt),
+                sampling.length_penalty,
+                sampling.early_stopping,
+                () if sampling.ignore_eos else eos_token_ids,
+            )
+        self.sequences = [Sequence(self, prompt, _seed_of(seed, i)) for i in range(count)]
         self.arrival_s = 0.0
         self.first_token_s: float | None = None
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # taken from the prefix cache instead of computed
+        self.swapped: Any = None  # what the policy keeps of it in the host's memory
         self.cache_salt = ""  # shares cached prefixes only with its like
         self.stream = False
+        self.pin = False  # its prompt's blocks are to be kept
         # Where they are asked for.
         asked = 0 if sampling.prompt_logprobs is None else len(prompt)
         self.prompt_logprobs: list[TokenLogprob | None] = [None] * asked
@@ -208,24 +282,58 @@ class SequenceGroup:
         return None in self.prompt_logprobs[1:]
 
     @property
+    def unfinished(self) -> list[Sequence]:
+        return [s for s in self.sequences if s.status is not Status.FINISHED]
+
+    @property
     def finished(self) -> bool:
-        return all(s.status is Status.FINISHED for s in self.sequences)
+        return not self.unfinished
+
+
+@dataclass(frozen=True)
+class SequenceOutput:
+    """One sequence of a request: all its tokens so far.
+
+    finish_reason: None while it runs; 'eos', 'length', 'stop' (a stop string or token), 'abort', or
+    'error' (the model's logits were not finite). logprobs: of each token, None if not asked for.
+    score: of a beam search, the sum of log-probabilities over length ** length_penalty; with
+    best_of above n, their sum; otherwise None.
+    """
+
+    tokens: list[int]
+    text: str
+    finish_reason: str | None
+    logprobs: list[TokenLogprob] | None = dataclasses.field(default=None, repr=False)
+    score: float | None = None
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What the engine returns of a request: all its tokens so far.
+    """What the engine returns of a request.
 
-    finish_reason: None while it runs; 'eos', 'length', 'stop' (a stop string or token), 'abort', or
-    'error' (the model's logits were not finite). logprobs: of each token; prompt_logprobs: of each
-    prompt token, None for the first and those not computed yet; both None if not asked for.
+    sequences: n of them at the end, best first where they are ranked; all while it runs. tokens,
+    text, finish_reason and logprobs are the first one's. prompt_logprobs: of each prompt token,
+    None for the first and those not computed yet; None if not asked for.
     """
 
     request_id: str
     prompt_tokens: list[int] = dataclasses.field(repr=False)
-    tokens: list[int]
-    text: str
+    sequences: list[SequenceOutput]
     finished: bool
-    finish_reason: str | None
-    logprobs: list[TokenLogprob] | None = dataclasses.field(default=None, repr=False)
     prompt_logprobs: list[TokenLogprob | None] | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sequences[0].tokens
+
+    @property
+    def text(self) -> str:
+        return self.sequences[0].text
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.sequences[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        return self.sequences[0].logprobs

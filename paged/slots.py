@@ -7,7 +7,7 @@ of running sequences to a few vector operations.
 
 import numpy as np
 
-from models.sampling import GREEDY_ROW
+from models.sampling import BEAM, GREEDY_ROW
 from paged.sequence import Sequence, Status
 
 
@@ -21,7 +21,7 @@ def sampling_row(sequence: Sequence) -> np.ndarray:
     row["seed"] = sequence.seed
     row["prompt_length"] = sequence.num_prompt_tokens
     row["num_bias"] = len(how.logit_bias)
-    row["logprobs"] = how.logprobs is not None
+    row["logprobs"] = BEAM if how.is_beam_search else how.logprobs is not None or how.ranks
     return row
 
 
@@ -35,6 +35,8 @@ class Slots:
     generation: counts the slot's owners, so that results of an earlier owner can be told apart.
     watched:  whether each new token must be looked at: the first one, stop strings, stop tokens,
     streaming.
+    beam: whether it is a beam, whose next token its group's search decides.
+    held: whether it waits for its donor, or for the other beams, to be computed.
     sampling: how the next token is sampled, a `SAMPLING_ROW` each; sampling_bits: [num_slots, n]
     int32, the same memory.
     """
@@ -50,6 +52,8 @@ class Slots:
         self.generation = np.zeros(num_slots, np.int64)
         self.active = np.zeros(num_slots, bool)
         self.watched = np.zeros(num_slots, bool)
+        self.beam = np.zeros(num_slots, bool)
+        self.held = np.zeros(num_slots, bool)
         self.prompt_logprobs = np.zeros(num_slots, bool)
         self.ignore_eos = np.zeros(num_slots, bool)
         self.sampling = np.full(num_slots, GREEDY_ROW)
@@ -73,6 +77,8 @@ class Slots:
         self.active[slot] = True
         how = group.sampling
         self.watched[slot] = True  # at least until its first token
+        self.beam[slot] = group.search is not None
+        self.held[slot] = sequence.donor is not None
         self.prompt_logprobs[slot] = group.misses_prompt_logprobs
         self.ignore_eos[slot] = how.ignore_eos
         self.sampling[slot] = sampling_row(sequence)

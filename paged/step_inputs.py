@@ -25,7 +25,8 @@ class StepInputs:
 
     tokens: [T] ids, or FROM_DEVICE.  positions: [T].  token_rows: [T] row of each token, S for
     padding.  query_starts: [Sp + 1] first token of each prefill row.  lengths: [S] tokens in the
-    cache after the step, 0 for padding.  last_tokens: [S] index in T of each row's last token.
+    cache after the step, 0 for padding.  last_tokens: [S] index in T of each row's last token: of
+    another row's for a fork, which samples from what that one has computed and has no token.
     slots: [S], num_slots for padding.  samples: [S] not 0 where a token is sampled.  iterations:
     [S] tokens that a decode row computes, one after the other (all 1 without `multi_step`).
     prompt_targets: [Tp] the prompt token whose log-probability is asked for after this one, or -1.
@@ -124,9 +125,9 @@ def build_step_inputs(
         policy.tables(step.slots[of], out=tables[to])
     inputs.lengths[prefills] = step.starts[prefills] + step.counts[prefills]
     inputs.iterations[prefills] = 1
-    # Where a decode row stands after its first iteration.
-    inputs.lengths[decode_rows] = step.starts[decodes] + 1
-    inputs.iterations[decode_rows] = step.counts[decodes]
+    # Where a decode row stands after its first iteration; forks compute nothing.
+    inputs.lengths[decode_rows] = step.starts[decodes] + np.minimum(step.counts[decodes], 1)
+    inputs.iterations[decode_rows] = np.maximum(step.counts[decodes], 1)
     inputs.last_tokens[decode_rows] = np.arange(Tp, Tp + num_decodes)
 
     slot, position = step.slots[decodes], step.starts[decodes]
@@ -148,6 +149,13 @@ def build_step_inputs(
         at += count
         inputs.query_starts[row + 1 :] = at
         inputs.last_tokens[row] = at - 1
+
+    if len(step.sources):
+        forks, num_computing = rows[-len(step.sources) :], num_decodes - len(step.sources)
+        inputs.last_tokens[forks] = inputs.last_tokens[rows[step.sources]]
+        padding = slice(Tp + num_computing, Tp + num_decodes)
+        inputs.tokens[padding] = inputs.positions[padding] = 0
+        inputs.token_rows[padding] = len(inputs.lengths)
     return inputs, rows
 
 

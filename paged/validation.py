@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from models.config import ModelConfig
+from models.sampling import MAX_LOGPROBS
 from paged.config import EngineConfig
 from paged.kv_cache.policy import HostPolicy
 from paged.sequence import SamplingParams
@@ -56,13 +57,39 @@ def validated_prompt(
             f"the prompt has {len(tokens)} tokens; max_model_len ({config.max_model_len}) "
             f"allows {config.max_model_len - 1}, and one to generate"
         )
-    if not policy.fits(token_limit(tokens, sampling, config), 1):
+    count = sampling.num_sequences
+    _check_group(sampling, len(tokens), model, config)
+    if not policy.fits(token_limit(tokens, sampling, config), count):
+        times = f"{count} times " if count > 1 else ""
         raise ValueError(
-            f"a prompt of {len(tokens)} tokens and {sampling.max_tokens} to generate exceed the "
-            f"cache: kv_cache_tokens ({config.kv_cache_tokens}) in whole pages of "
+            f"{times}a prompt of {len(tokens)} tokens and {sampling.max_tokens} to generate exceed "
+            f"the cache: kv_cache_tokens ({config.kv_cache_tokens}) in whole pages of "
             f"{config.page_size}"
         )
     return tokens.astype(np.int32)
+
+
+def _check_group(sampling: SamplingParams, length: int, model: ModelConfig, config: EngineConfig):
+    count = sampling.num_sequences
+    if count > config.max_num_seqs:
+        raise ValueError(
+            f"{count} sequences of a request must run side by side: max_num_seqs is "
+            f"{config.max_num_seqs}"
+        )
+    if sampling.is_beam_search and not config.capabilities.fork:
+        raise ValueError(f"policy {config.policy!r} cannot fork a sequence: beam_width")
+    # Of each beam the device gives MAX_LOGPROBS candidates.
+    most = min(MAX_LOGPROBS, model.vocab_size) - len(model.eos_token_ids)
+    if sampling.is_beam_search and count > most:
+        raise ValueError(
+            f"beam_width must be at most {most} with {len(model.eos_token_ids)} end tokens, not "
+            f"{count}"
+        )
+    if not config.chunked_prefill and length + count - 1 > config.max_num_batched_tokens:
+        raise ValueError(
+            f"without chunked prefill the prompt's {length} tokens and one for each other sequence "
+            f"must fit a step: max_num_batched_tokens is {config.max_num_batched_tokens}"
+        )
 
 
 def _check_stop_strings(tokenizer, stop: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from paged.block_pool import BlockPool
-from paged.block_table import BlockTables
+from paged.block_table import BlockTables, SwappedTables
 from paged.kv_cache.policy import Capabilities, Usage
 from paged.prefix_cache import PrefixCache, chain, root_key
 from pallas_kernels.kv_write import copy_pages, write_kv
@@ -120,6 +120,21 @@ class DensePolicy:
     def end_step(self, cache: DenseCache, plan: DensePlan, inputs) -> DenseCache:
         return cache
 
+    def _pages(self, blocks):
+        """Pages [C, L * K] of blocks [C]; beyond the pools those of blocks that do not exist."""
+        groups = jnp.arange(self.num_layers * self.num_kv_heads, dtype=jnp.int32) * self.num_blocks
+        nowhere = self.num_layers * self.num_kv_heads * self.num_blocks
+        return jnp.where(blocks[:, None] < self.num_blocks, blocks[:, None] + groups, nowhere)
+
+    def export_pages(self, cache: DenseCache, blocks) -> DenseCache:
+        """Blocks [C] of every layer and head, as pages [C, L * K, P, D]."""
+        pages = self._pages(blocks)
+        return jax.tree.map(lambda pool: pool[pages], cache)
+
+    def import_pages(self, cache: DenseCache, blocks, content: DenseCache) -> DenseCache:
+        pages = self._pages(blocks)
+        return jax.tree.map(lambda pool, x: pool.at[pages].set(x, mode="drop"), cache, content)
+
     def copy_pages(self, cache: DenseCache, sources, destinations) -> DenseCache:
         """Copy blocks sources [C] → destinations [C] in every layer and head; all must exist."""
         groups = jnp.arange(self.num_layers * self.num_kv_heads)[:, None] * self.num_blocks
@@ -152,7 +167,10 @@ class DenseHost:
         self.watermark_blocks = int(watermark * self.pool.capacity)
         self._published = np.zeros(num_slots, np.int64)  # blocks of each slot in the prefix cache
         self._keys = [b""] * num_slots  # of each slot's published prefix
-        self._pinned = 0
+        self._pinned = 0  # blocks
+        self._pin_references = 0
+        # As large as the device's pool (vLLM §4.5), plus the null block.
+        self.host_pool = BlockPool(num_blocks)
 
     @property
     def table_width(self) -> int:
@@ -163,7 +181,7 @@ class DenseHost:
         return needed <= self.pool.capacity - self._pinned
 
     def _cached(self, sequence) -> tuple[np.ndarray, bytes]:
-        """Blocks that hold a prefix of the sequence, short of its last token: that must be
+        """Full blocks that hold a prefix of the sequence, short of its last token: that must be
         computed, for what comes after it."""
         nothing = np.zeros(0, np.int32)
         if self.pool.cache is None:
@@ -181,19 +199,43 @@ class DenseHost:
     def can_admit(self, sequences, keep_watermark: bool) -> bool:
         needed = self.watermark_blocks if keep_watermark else 0
         for sequence in sequences:
-            cached, _ = self._cached(sequence)
-            # Those that have owners already cost nothing; idle ones count as free until taken.
-            shared = int((self.pool.refcounts[cached] > 0).sum())
-            needed += self.block_tables.blocks_for(len(sequence.tokens)) - shared
+            needed += self.block_tables.blocks_for(len(sequence.tokens))
+            if sequence.donor:
+                needed -= self.block_tables.blocks_for(sequence.shared)
+            else:
+                # Blocks with owners cost nothing; idle ones count as free until they are taken.
+                needed -= int((self.pool.refcounts[self._cached(sequence)[0]] > 0).sum())
         return self.pool.can_allocate(needed)
 
-    def admit(self, slot: int, sequence) -> int:
-        cached, key = self._cached(sequence)
-        self.block_tables.adopt(slot, cached)
-        self._published[slot], self._keys[slot] = len(cached), key
-        self.block_tables.append(np.array([slot]), np.array([len(sequence.tokens)]))
+    def admit(self, slot: int, sequence) -> tuple[int, list[tuple[int, int]]]:
+        if sequence.donor:
+            computed = sequence.shared
+            self.block_tables.fork(sequence.donor.slot, slot, computed)
+            self._restart_chain(slot, sequence)
+        else:
+            blocks, key = self._cached(sequence)
+            self._published[slot], self._keys[slot] = len(blocks), key
+            computed = len(blocks) * self.block_tables.page_size
+            tail, tokens = self._cached_tail(sequence, key, computed)
+            computed += tokens
+            self.block_tables.adopt(slot, np.append(blocks, tail), computed)
         sequence.block_keys = None
-        return len(cached) * self.block_tables.page_size
+        copies = self.block_tables.append(np.array([slot]), np.array([len(sequence.tokens)]))
+        return computed, copies
+
+    def _cached_tail(self, sequence, key: bytes, start: int) -> tuple[np.ndarray, int]:
+        """The pinned block, if any, that holds the tokens from `start` on, and how many."""
+        if self.pool.cache is not None and not sequence.group.misses_prompt_logprobs:
+            tokens = sequence.tokens[start:-1]
+            if found := self.pool.cache.find_tail(key, tokens.tobytes()):
+                return np.array(found[:1], np.int32), found[1] // tokens.itemsize
+        return np.zeros(0, np.int32), 0
+
+    def _restart_chain(self, slot: int, sequence) -> None:
+        """Nothing of it is published: what others have published already is found so."""
+        self._published[slot] = 0
+        if self.pool.cache is not None:
+            self._keys[slot] = root_key(sequence.group.cache_salt)
 
     def confirm(self, slots, num_tokens, tokens) -> None:
         cache, page_size = self.pool.cache, self.block_tables.page_size
@@ -210,21 +252,21 @@ class DenseHost:
                 self._keys[slot] = key
         self._published[slots[rows]] = full[rows]
 
-    def pin(self, tokens, salt: str) -> int:
-        """Keep the full blocks of `tokens` for good; how many of the tokens they hold (vLLM §4.4).
-
-        Raises ValueError if not all of them are cached.
-        """
-        page_size = self.block_tables.page_size
-        blocks: list[int] = []
-        if self.pool.cache is not None:
-            blocks, _ = self.pool.cache.find(chain(tokens, page_size, root_key(salt)))
-        if len(blocks) < len(tokens) // page_size:
-            raise ValueError(f"only {len(blocks) * page_size} of {len(tokens)} tokens are cached")
-        held = np.array(blocks, np.int32)
-        self._pinned += int((self.pool.refcounts[held] == 0).sum())
+    def pin(self, slot: int, tokens, salt: str) -> None:
+        cache, page_size = self.pool.cache, self.block_tables.page_size
+        assert cache is not None, "pinned without a prefix cache"
+        found, key = cache.find(chain(tokens, page_size, root_key(salt)))
+        full = len(tokens) // page_size
+        assert len(found) == full, f"only {len(found)} of {full} blocks are published"
+        tail, held = tokens[full * page_size :].tobytes(), np.array(found, np.int32)
+        if tail and cache.find_tail(key or root_key(salt), tail) is None:
+            block = self.block_tables.blocks[slot, full]
+            cache.pin_tail(key or root_key(salt), tail, int(block))
+            held = np.append(held, block)
+        owners = self.pool.refcounts[held] - np.isin(held, self.block_tables.blocks[slot])
+        self._pinned += int((owners == 0).sum())
+        self._pin_references += len(held)
         self.pool.share(held)
-        return len(blocks) * page_size
 
     def can_append(self, slots, num_tokens) -> bool:
         return self.block_tables.can_append(slots, num_tokens)
@@ -234,6 +276,28 @@ class DenseHost:
 
     def fork(self, parent: int, child: int) -> None:
         self.block_tables.fork(parent, child)
+        self._published[child], self._keys[child] = self._published[parent], self._keys[parent]
+
+    def can_swap_out(self, slots) -> bool:
+        return self.host_pool.can_allocate(self.block_tables.num_distinct(slots))
+
+    def swap_out(self, slots) -> tuple[SwappedTables, list[tuple[int, int]]]:
+        return self.block_tables.swap_out(slots, self.host_pool)
+
+    def can_swap_in(self, swapped: SwappedTables, keep_watermark: bool) -> bool:
+        needed = len(swapped.distinct)
+        if keep_watermark:
+            needed += self.watermark_blocks + len(swapped.blocks)
+        return self.pool.can_allocate(needed)
+
+    def swap_in(self, swapped: SwappedTables, sequences) -> list[tuple[int, int]]:
+        for sequence in sequences:
+            self._restart_chain(sequence.slot, sequence)
+        slots = [sequence.slot for sequence in sequences]
+        return self.block_tables.swap_in(slots, swapped, self.host_pool)
+
+    def drop_swapped(self, swapped: SwappedTables) -> None:
+        self.host_pool.release(swapped.distinct)
 
     def free(self, slot: int) -> None:
         self.block_tables.free(slot)
@@ -242,12 +306,14 @@ class DenseHost:
         return self.pool.drain_operations()
 
     def usage(self, slots, computed) -> Usage:
-        """A shared block counts once; exact while only full blocks are shared."""
+        """A block with several owners counts once."""
         page_size = self.block_tables.page_size
         room = int(self.block_tables.num_tokens[slots].sum())
         reserved = room - int(computed.sum())
-        internal = int(self.block_tables.num_blocks[slots].sum()) * page_size - room
+        held = int(self.block_tables.num_blocks[slots].sum())
+        internal = held * page_size - room - self.block_tables.shared_room(slots)
         return Usage(
+            shared=(held + self._pin_references - self.pool.num_used) * page_size,
             token_states=self.pool.num_used * page_size - reserved - internal,
             reserved=reserved,
             internal=internal,
@@ -261,7 +327,7 @@ class DenseHost:
 
 
 CAPABILITIES = Capabilities(
-    fork=True, prefix_cache=True, chunked_prefill=True, recompute_exact=True
+    fork=True, prefix_cache=True, swap=True, chunked_prefill=True, recompute_exact=True
 )
 
 

@@ -30,7 +30,8 @@ class Usage:
 
     token_states: written or being written in this step.  reserved: room for known tokens that wait
     for their prefill.  internal: room at the end of last blocks.  external: unusable between
-    allocations (none with fixed-size blocks).  free: the rest.
+    allocations (none with fixed-size blocks).  free: the rest.  shared: what more there would have
+    to be if nothing were shared; it is in none of the others.
     """
 
     token_states: int
@@ -38,6 +39,7 @@ class Usage:
     internal: int
     external: int
     free: int
+    shared: int = 0
 
 
 class HostPolicy(Protocol):
@@ -56,8 +58,9 @@ class HostPolicy(Protocol):
         """Whether there is room for these sequences, all at once."""
         ...
 
-    def admit(self, slot: int, sequence: Sequence) -> int:
-        """Make room for a sequence; how many of its first tokens are in the cache already."""
+    def admit(self, slot: int, sequence: Sequence) -> tuple[int, list[tuple[int, int]]]:
+        """Make room for a sequence, which shares with its donor what it may; how many of its first
+        tokens are, or will be, in the cache without it, and block copies to be done first."""
         ...
 
     def confirm(self, slots: np.ndarray, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
@@ -65,8 +68,8 @@ class HostPolicy(Protocol):
         written, or will be before any later step: others may share them."""
         ...
 
-    def pin(self, tokens: np.ndarray, salt: str) -> int:
-        """Keep the full blocks of `tokens` in the cache for good; how many tokens they hold."""
+    def pin(self, slot: int, tokens: np.ndarray, salt: str) -> None:
+        """Keep in the cache for good the blocks of the prompt `tokens`, which `slot` holds."""
         ...
 
     def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool: ...
@@ -78,6 +81,25 @@ class HostPolicy(Protocol):
     def fork(self, parent: int, child: int) -> None: ...
 
     def free(self, slot: int) -> None: ...
+
+    def can_swap_out(self, slots: list[int]) -> bool:
+        """Whether the host's memory has room for them."""
+        ...
+
+    def swap_out(self, slots: list[int]) -> tuple[Any, list[tuple[int, int]]]:
+        """Move all that `slots` hold to the host's memory: what `swap_in` needs to bring it back,
+        and the (block, host block) pairs to be copied."""
+        ...
+
+    def can_swap_in(self, swapped: Any, keep_watermark: bool) -> bool:
+        """Whether there is room for them, and for a token more of each unless nothing else runs."""
+        ...
+
+    def swap_in(self, swapped: Any, sequences: list[Sequence]) -> list[tuple[int, int]]:
+        """Bring them back for `sequences`, which have slots: (host block, block) pairs to copy."""
+        ...
+
+    def drop_swapped(self, swapped: Any) -> None: ...
 
     def drain_operations(self) -> list[tuple[str, np.ndarray]]:
         """What happened to pages since the last call: (verb, page ids), in order."""
@@ -108,6 +130,15 @@ class KVPolicy(Protocol):
 
     def end_step(self, cache, plan, inputs) -> Any:
         """Once a step, after the layers: `cache`."""
+        ...
+
+    def export_pages(self, cache, pages) -> Any:
+        """What blocks `pages` [C] int32 hold, in a pytree of arrays [C, ...]."""
+        ...
+
+    def import_pages(self, cache, pages, content) -> Any:
+        """The cache with blocks `pages` [C] replaced by what `export_pages` gave; those that do not
+        exist are left out."""
         ...
 
     def copy_pages(self, cache, sources, destinations) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from models.sampling import SAMPLING_ROW
+from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
 from paged.clock import VirtualClock
 from paged.executor import StepOutputs
 from paged.simulator.recorded import RecordedTokens
@@ -28,12 +28,12 @@ class LinearCost:
 
 
 class _SimulatedOutputs:
-    def __init__(self, clock: VirtualClock, ready_s: float, tokens: Callable[[], np.ndarray]):
-        self._clock, self._ready_s, self._tokens = clock, ready_s, tokens
+    def __init__(self, clock: VirtualClock, ready_s: float, outputs: Callable[[], StepOutputs]):
+        self._clock, self._ready_s, self._outputs = clock, ready_s, outputs
 
     def wait(self) -> StepOutputs:
         self._clock.wait_until(self._ready_s)
-        return StepOutputs(self._tokens())
+        return self._outputs()
 
 
 class SimulatedExecutor:
@@ -72,11 +72,27 @@ class SimulatedExecutor:
         number = self._num_steps
         self._num_steps += 1
         if self._recorded:
-            tokens = functools.partial(self._recorded.sample, number, inputs)
+            outputs = functools.partial(self._recorded.sample, number, inputs)
         else:
-            seeds = np.asarray(inputs.sampling).view(SAMPLING_ROW)["seed"][:, 0]
-            tokens = functools.partial(self._made_up, seeds, lengths)
-        return _SimulatedOutputs(self.clock, self._device_free_s, tokens)
+            outputs = functools.partial(self._sample, inputs, lengths)
+        return _SimulatedOutputs(self.clock, self._device_free_s, outputs)
+
+    def _sample(self, inputs: StepInputs, position: np.ndarray) -> StepOutputs:
+        how = np.asarray(inputs.sampling).view(SAMPLING_ROW)[:, 0]
+        seed, logprobs = how["seed"], None
+        if (how["logprobs"] == BEAM).any():
+            logprobs = self._candidates(inputs, seed, position)
+        return StepOutputs(self._made_up(seed, position), logprobs)
+
+    def _candidates(self, inputs: StepInputs, seed: np.ndarray, position: np.ndarray) -> Logprobs:
+        """They differ by slot, or all beams would come from one."""
+        places = np.arange(min(MAX_LOGPROBS, self._vocab_size - self._first_token))
+        which = (position[..., None] * 1_000_003 + np.asarray(inputs.slots)[:, None]) % 2**20
+        first = self._made_up(seed[:, None], which)
+        span = self._vocab_size - self._first_token
+        candidates = self._first_token + (first - self._first_token + places) % span
+        top = -1.0 - places * (1 + which % 7) / 8
+        return Logprobs(np.full(position.shape, np.nan), candidates, top.astype(np.float32))
 
     def _made_up(self, seed: np.ndarray, position: np.ndarray) -> np.ndarray:
         mixed = np.uint64(position) * np.uint64(2654435761) + np.uint64(seed)
@@ -84,6 +100,12 @@ class SimulatedExecutor:
         return np.asarray(self._first_token + (mixed >> np.uint64(7)) % span, np.int32)
 
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
+        pass
+
+    def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
+        pass
+
+    def swap_in(self, pairs: Iterable[tuple[int, int]]) -> None:
         pass
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:

@@ -1,10 +1,13 @@
-"""Tokens of a run that was: what a simulated device samples when the run is replayed."""
+"""Tokens of a run that was, and candidates of its beams: what a simulated device samples when the
+run is replayed."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
+from paged.executor import StepOutputs
 from paged.metrics import NO_TOKEN
 from paged.step_inputs import StepInputs
 
@@ -17,10 +20,15 @@ class RecordedTokens:
 
     def __init__(self, events: Iterable[Mapping[str, Any]]):
         slots: dict[int, list[int]] = {}
+        self._beams: dict[int, dict[int, tuple[list, list]]] = {}  # of each step by slot
         self._steps: dict[int, dict[int, np.ndarray]] = {}
         for event in events:
             if event["event"] == "schedule":
                 slots[event["step"]] = event["slots"]
+            elif event["event"] == "beams":
+                candidates = zip(event["candidates"], event["candidate_logprobs"], strict=True)
+                of_step = self._beams.setdefault(event["step"], {})
+                of_step.update(zip(map(int, event["before"]), candidates, strict=True))
             elif event["event"] == "step":
                 number = event["step"]
                 if number not in slots:
@@ -28,15 +36,18 @@ class RecordedTokens:
                 tokens = np.array(event["tokens"], np.int32).reshape(-1, len(slots[number]))
                 self._steps[number] = dict(zip(map(int, slots[number]), tokens.T, strict=True))
 
-    def sample(self, number: int, inputs: StepInputs) -> np.ndarray:
-        """The tokens [I, S] int32 of step `number`, NO_TOKEN where a row samples nothing.
+    def sample(self, number: int, inputs: StepInputs) -> StepOutputs:
+        """What step `number` gave: tokens [I, S] int32, NO_TOKEN where a row samples nothing, and
+        log-probabilities of beams' candidates alone, if there are beams.
 
         Raises ValueError if the step was not recorded, or not with all that is to be sampled.
         """
         if number not in self._steps:
             raise ValueError(f"step {number}: the log does not hold its tokens")
         tokens = np.full((max(1, inputs.iterations.max()), len(inputs.slots)), NO_TOKEN, np.int32)
-        for row in np.flatnonzero(inputs.samples).tolist():
+        is_beam = np.asarray(inputs.sampling).view(SAMPLING_ROW)["logprobs"][:, 0] == BEAM
+        beams = np.flatnonzero(is_beam & (np.asarray(inputs.samples) != 0))
+        for row in np.flatnonzero(np.asarray(inputs.samples) * ~is_beam).tolist():
             slot, count = int(inputs.slots[row]), int(inputs.iterations[row])
             recorded = self._steps[number].get(slot, np.zeros(0, np.int32))[:count]
             if len(recorded) < count or NO_TOKEN in recorded:
@@ -45,4 +56,19 @@ class RecordedTokens:
                     f"does not hold them: the schedule is another one"
                 )
             tokens[:count, row] = recorded
-        return tokens
+        if not len(beams):
+            return StepOutputs(tokens)
+        tokens[0, beams] = 0
+        return StepOutputs(tokens, self._candidates(number, inputs, beams))
+
+    def _candidates(self, number: int, inputs: StepInputs, beams: np.ndarray) -> Logprobs:
+        recorded = self._beams.get(number, {})
+        shape = 1, len(inputs.slots), MAX_LOGPROBS
+        candidates, top = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
+        for row in beams.tolist():
+            slot = int(inputs.slots[row])
+            if slot not in recorded:
+                raise ValueError(f"step {number}: the log does not hold the beam in slot {slot}")
+            tokens, logprobs = recorded[slot]
+            candidates[0, row, : len(tokens)], top[0, row, : len(tokens)] = tokens, logprobs
+        return Logprobs(np.full(shape[:2], np.nan, np.float32), candidates, top)

@@ -10,7 +10,7 @@ import pytest
 from experiments import plots, report
 from experiments.workloads import Request
 from paged.metrics import Metrics, RequestRecord, StepRecord
-from paged.sequence import RequestOutput
+from paged.sequence import RequestOutput, SequenceOutput
 
 
 def step(index: int, time_s: float, device_s: float, **changes) -> StepRecord:
@@ -42,7 +42,7 @@ METRICS = Metrics(STEPS, REQUESTS, compilations_warmup=7, compilations_after_war
 
 
 def output(text: str, reason="stop") -> RequestOutput:
-    return RequestOutput("r", [1, 2], [3, 4, 5], text, True, reason)
+    return RequestOutput("r", [1, 2], [SequenceOutput([3, 4, 5], text, reason)], True)
 
 
 def test_percentiles_are_numpys():

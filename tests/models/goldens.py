@@ -1,7 +1,10 @@
 """The random checkpoints in golden/ (written by make_goldens.py), and a model over a sequence."""
 
 import functools
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,28 @@ def golden(case):
     config, loaded = weights.load(GOLDEN / case, "float32")
     with np.load(GOLDEN / case / "expected.npz") as expected:
         return config, loaded, expected["tokens"], expected["logits"]
+
+
+@dataclass(frozen=True)
+class BeamCase:
+    """A search by transformers over `golden(checkpoint)`: its settings, the outputs of all beams,
+    best first, and their scores. No eos_token_ids: none ends an output, the checkpoint's neither.
+    """
+
+    checkpoint: str
+    prompt: list[int]
+    width: int
+    max_tokens: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    eos_token_ids: list[int]
+    tokens: list[list[int]]
+    scores: list[float]
+
+
+def beam_cases() -> list[BeamCase]:
+    """What make_beam_goldens.py wrote."""
+    return [BeamCase(**case) for case in json.loads((GOLDEN / "beams.json").read_text())]
 
 
 @functools.cache

@@ -6,11 +6,15 @@ only when waited for, in order, as on a device that runs behind: host arrays tha
 dispatch show as well.
 """
 
+import operator
 import zlib
+from collections.abc import Callable
 
+import jax
 import numpy as np
 
-from models.sampling import SAMPLING_ROW
+from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
+from paged.beam_search import BeamSearch
 from paged.clock import VirtualClock
 from paged.executor import StepOutputs
 
@@ -23,12 +27,39 @@ def next_token(tokens, seed: int, eos_rate: float) -> int:
     return EOS if digest % 997 < eos_rate * 997 else FIRST + digest % (VOCAB - FIRST)
 
 
+def candidates(tokens) -> tuple[np.ndarray, np.ndarray]:
+    """What the twin gives for a beam: next tokens, best first, and their log-probabilities."""
+    rng = np.random.default_rng(zlib.crc32(np.array(tokens, np.int64).tobytes()))
+    probs = np.sort(rng.dirichlet(np.full(VOCAB - EOS, 0.3)))[::-1]
+    top = np.log(np.maximum(probs[:MAX_LOGPROBS], 1e-9)).astype(np.float32)
+    return rng.permutation(np.arange(EOS, VOCAB))[:MAX_LOGPROBS].astype(np.int32), top
+
+
+def logprob_of(tokens, token: int) -> float:
+    """The log-probability that the twin gives for `token` after `tokens`."""
+    return -(zlib.crc32(np.array([*tokens, token], np.int64).tobytes()) % 1000) / 64
+
+
 def generate(prompt, seed: int, limit: int, eos_rate: float, ignore_eos: bool) -> list[int]:
     """The output that a request must get: no pages, no batches, no schedule."""
     tokens = list(prompt)
     while len(tokens) < limit and (ignore_eos or len(tokens) == len(prompt) or tokens[-1] != EOS):
         tokens.append(next_token(tokens, seed, eos_rate))
     return tokens[len(prompt) :]
+
+
+def beam_search(prompt, how, limit: int) -> list[list[int]]:
+    """The outputs of a beam search, each beam a list of its own."""
+    eos = () if how.ignore_eos else (EOS,)
+    search = BeamSearch(
+        how.beam_width, limit - len(prompt), how.length_penalty, how.early_stopping, eos
+    )
+    beams: list[list[int]] = [[]]
+    while beams:
+        tokens, top = zip(*(candidates([*prompt, *beam]) for beam in beams))
+        moves = search.advance([np.array(b) for b in beams], np.array(tokens), np.array(top))
+        beams = [[*beams[parent], token] for parent, token in moves]
+    return [hypothesis.tokens.tolist() for hypothesis in search.best(how.n)]
 
 
 class HashingExecutor:
@@ -38,17 +69,28 @@ class HashingExecutor:
         self.clock = VirtualClock()
         self._memory = np.full((config.num_blocks, config.page_size), -1, np.int64)
         self._history = np.full((config.max_num_seqs, config.max_model_len), -1, np.int64)
+        self._host_memory = np.full((config.num_blocks, config.page_size), -1, np.int64)
         self._eos_rate = eos_rate
-        self._queue: list[_Pending | _Load] = []
+        self._queue: list[_Pending | Callable[[], None]] = []
 
     def warm_up(self, progress: bool = True) -> None:
         pass
 
     def copy_blocks(self, copies) -> None:
-        raise AssertionError("no decoding method of these tests shares blocks")
+        self._queue.append(lambda: _move(self._memory, self._memory, copies))
+
+    def swap_out(self, pairs) -> None:
+        self._queue.append(lambda: _move(self._memory, self._host_memory, pairs))
+
+    def swap_in(self, pairs) -> None:
+        self._queue.append(lambda: _move(self._host_memory, self._memory, pairs))
 
     def load_slot(self, slot, tokens, logit_bias) -> None:
-        self._queue.append(_Load(slot, tokens))
+        def load():  # tokens are not copied: changes before it is used show
+            self._history[slot] = -1
+            self._history[slot, : len(tokens)] = tokens
+
+        self._queue.append(load)
 
     def execute(self, inputs) -> "_Pending":
         pending = _Pending(self, inputs)
@@ -57,23 +99,26 @@ class HashingExecutor:
 
     def run_next(self) -> None:
         pending = self._queue.pop(0)
-        if isinstance(pending, _Load):
-            self._history[pending.slot] = -1
-            self._history[pending.slot, : len(pending.tokens)] = pending.tokens
-        else:
+        if isinstance(pending, _Pending):
             pending.result = self._run(pending.inputs)
+        else:
+            pending()
 
     def _run(self, inputs) -> StepOutputs:
         S = len(inputs.lengths)
         if inputs.num_prefill_tokens:
             assert inputs.iterations.max() == 1
         sampled = np.full((max(1, inputs.iterations.max()), S), -7, np.int32)
+        shape = *sampled.shape, MAX_LOGPROBS
+        chosen, top = np.zeros(sampled.shape), np.zeros(shape, np.float32)
+        logprobs = Logprobs(chosen, np.zeros(shape, np.int32), top)
         for done in range(len(sampled)):
-            self._iterate(inputs, done, sampled[done])
+            of_iteration = jax.tree.map(operator.itemgetter(done), logprobs)
+            self._iterate(inputs, done, sampled[done], of_iteration)
         self._check_prompt_targets(inputs)
-        return StepOutputs(sampled)
+        return StepOutputs(sampled, logprobs)
 
-    def _iterate(self, inputs, done: int, sampled: np.ndarray) -> None:
+    def _iterate(self, inputs, done: int, sampled: np.ndarray, logprobs: Logprobs) -> None:
         S, page_size = len(inputs.lengths), self._memory.shape[1]
         written = set()
         for t, row in enumerate(inputs.token_rows):
@@ -97,6 +142,10 @@ class HashingExecutor:
             if inputs.samples[row] and how["repetition_penalty"] != 1:
                 assert (self._history[inputs.slots[row], :n] == seen).all(), "a wrong history"
             sampled[row] = next_token(seen, int(how["seed"]), self._eos_rate)
+            logprobs.chosen[row] = logprob_of(seen, sampled[row])
+            if how["logprobs"] == BEAM:
+                logprobs.top_tokens[row], logprobs.top[row] = candidates(seen)
+                sampled[row] = 0
             if inputs.samples[row] and n < self._history.shape[1]:
                 self._history[inputs.slots[row], n] = sampled[row]
 
@@ -109,9 +158,10 @@ class HashingExecutor:
         assert (inputs.tokens[asked[within] + 1] == inputs.prompt_targets[asked[within]]).all()
 
 
-class _Load:
-    def __init__(self, slot: int, tokens):
-        self.slot, self.tokens = slot, tokens  # not copied: changes before it is used show
+def _move(source: np.ndarray, destination: np.ndarray, pairs) -> None:
+    pairs = np.array(list(pairs)).reshape(-1, 2)
+    assert len(np.unique(pairs[:, 1])) == len(pairs), "two blocks are moved to one place"
+    destination[pairs[:, 1]] = source[pairs[:, 0]]
 
 
 class _Pending:

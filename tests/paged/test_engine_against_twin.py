@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,16 @@ from hypothesis import strategies as st
 
 from paged.block_pool import NULL_BLOCK
 from paged.engine import Engine, EngineConfig
-from paged.sequence import SamplingParams
+from paged.sequence import SamplingParams, SequenceGroup
 from paged.step_inputs import empty_step_inputs
-from tests.paged.hashing_executor import FIRST, VOCAB, HashingExecutor, generate
+from tests.paged.hashing_executor import (
+    FIRST,
+    VOCAB,
+    HashingExecutor,
+    beam_search,
+    generate,
+    logprob_of,
+)
 from tests.paged.tiny import TINY
 
 LONGEST = 96
@@ -20,24 +28,73 @@ LONGEST = 96
 
 def _config(rng: random.Random) -> EngineConfig:
     chunked = rng.random() < 0.7
-    slots = rng.randint(1, 6)
+    slots = rng.randint(1, 10)
     return EngineConfig(
         max_num_seqs=slots,
-        max_num_batched_tokens=max(rng.choice([6, 7, 17, 96]), slots) if chunked else LONGEST,
+        max_num_batched_tokens=max(rng.choice([6, 7, 17, 96]), slots) if chunked else LONGEST + 4,
         max_prefills_per_step=rng.choice([1, 2, 8]),
         max_model_len=rng.choice([90, LONGEST]),
         chunked_prefill=chunked,
         page_size=rng.choice([1, 2, 3, 4, 16]),
         kv_cache_tokens=rng.choice([112, 130, 160, 1000]),
-        watermark=rng.choice([0, 0, 0.01, 0.2, 0.9]),
+        watermark=rng.choice([0, 0, 0, 0.01, 0.2, 0.9]),
         run_ahead=rng.random() < 0.75,
         multi_step=rng.choice([1, 1, 2, 3, 8]),
         prefix_caching=rng.random() < 0.5,
+        preemption_mode=rng.choice(["auto", "recompute", "swap"]),
+        admit_after_swap=rng.choice(["completed", "resumed"]),
     )
 
 
 def _tokens(rng: random.Random, n: int) -> list[int]:
     return [rng.randint(FIRST, VOCAB - 1) for _ in range(n)]
+
+
+def _how(rng: random.Random, most: int) -> SamplingParams:
+    """Random parameters of a request of at most so many sequences."""
+    plain: dict[str, Any] = {
+        "max_tokens": rng.choice([1, rng.randint(1, 40), rng.randint(20, 40)]),
+        "seed": rng.randrange(100),
+        "ignore_eos": rng.random() < 0.3,
+        "prompt_logprobs": rng.choice([None, None, 0]),
+    }
+    kind = rng.choice(["one", "parallel", "beam"]) if most > 1 else "one"
+    if kind == "beam":
+        return SamplingParams(
+            beam_width=(width := rng.randint(2, most)),
+            n=rng.randint(1, width),
+            length_penalty=rng.choice([0.0, 1.0, 2.0]),
+            early_stopping=rng.choice([True, False, "never"]),
+            **plain,
+        )
+    plain |= {
+        "repetition_penalty": rng.choice([1, 2]),
+        "stop_token_ids": rng.choice([(), (), (5, 6, 30)]),
+    }
+    if kind == "parallel":
+        best_of = rng.randint(1, most)
+        return SamplingParams(temperature=1, best_of=best_of, n=rng.randint(1, best_of), **plain)
+    return SamplingParams(**plain)
+
+
+def _expected_outputs(prompt, how: SamplingParams, limit: int, eos_rate: float) -> list[list[int]]:
+    """The sequences that a request must return."""
+    if how.is_beam_search:
+        return beam_search(prompt, how, limit)
+    assert how.seed is not None
+    group = SequenceGroup("", 0, np.array(prompt), how, how.seed, limit)
+    outputs = []
+    for sequence in group.sequences:
+        tokens = generate(prompt, sequence.seed, limit, eos_rate, how.ignore_eos)
+        stops = [i for i, token in enumerate(tokens) if token in how.stop_token_ids]
+        outputs.append(tokens[: stops[0] + 1] if stops else tokens)
+    if how.ranks:
+        scores = [
+            sum(logprob_of([*prompt, *output[:i]], token) for i, token in enumerate(output))
+            for output in outputs
+        ]
+        outputs = [outputs[i] for i in np.argsort(-np.array(scores), kind="stable")]
+    return outputs[: how.n]
 
 
 @settings(max_examples=150, deadline=None)
@@ -50,24 +107,23 @@ def test_every_request_gets_exactly_its_tokens(seed):
     if config.prefix_caching and config.kv_cache_tokens == 1000:
         engine.pin_prefix(shared[0])
     pinned = engine.host_policy.pool.refcounts.copy()
-    todo = sorted((rng.randint(0, 30), i) for i in range(rng.randint(1, 20)))
+    most = min(config.max_num_seqs, 4)
+    last = rng.choice([0, 10, 30])
+    todo = sorted((rng.randint(0, last), i) for i in range(rng.randint(1, 20)))
     requests, ended, aborted = {}, {}, {}
     for step in range(5000):
         while todo and todo[0][0] <= step:
             name = str(todo.pop(0)[1])
-            prompt = rng.choice(shared)[: rng.choice([0, 0, 7, 40])] + _tokens(
-                rng, rng.choice([1, 1, 2, 10, 40])
+            prompt = rng.choice(shared)[: rng.choice([0, 0, 7, 20, 40])] + _tokens(
+                rng, rng.choice([1, 1, 2, 2, 10, 40])
             )
-            how = SamplingParams(
-                max_tokens=rng.choice([1, 2, rng.randint(1, 40)]),
-                seed=rng.randrange(100),
-                ignore_eos=rng.random() < 0.3,
-                repetition_penalty=rng.choice([1, 2]),
-                stop_token_ids=rng.choice([(), (), (5, 6, 30)]),
-                prompt_logprobs=rng.choice([None, None, 0]),
-            )
+            how = _how(rng, most)
+            try:
+                engine.add_request(prompt, how, name, stream=rng.random() < 0.3)
+            except ValueError as error:
+                assert how.num_sequences > 1 and "exceed the cache" in str(error)
+                continue
             requests[name] = prompt, how
-            engine.add_request(prompt, how, name, stream=rng.random() < 0.3)
         alive = [name for name in requests if name not in ended and name not in aborted]
         if alive and rng.random() < 0.02:
             victim = rng.choice(alive)
@@ -88,18 +144,17 @@ def test_every_request_gets_exactly_its_tokens(seed):
             break
     assert not engine.has_unfinished()
     assert ended.keys() | aborted.keys() == requests.keys()
-    assert engine.host_policy.pool.num_used == pinned.sum()
+    assert engine.host_policy.pool.num_used == (pinned > 0).sum()
+    assert engine.host_policy.host_pool.num_used == 0
     assert engine.scheduler.slots.num_free == config.max_num_seqs
     for name, (prompt, how) in requests.items():
         limit = min(len(prompt) + how.max_tokens, config.max_model_len)
         assert how.seed is not None
-        expected = generate(prompt, how.seed, limit, eos_rate, how.ignore_eos)
-        stops = [i for i, token in enumerate(expected) if token in how.stop_token_ids]
-        expected = expected[: stops[0] + 1] if stops else expected
+        expected = _expected_outputs(prompt, how, limit, eos_rate)
         if name in ended:
-            assert ended[name].tokens == expected
-        else:
-            assert aborted[name].tokens == expected[: len(aborted[name].tokens)]
+            assert [sequence.tokens for sequence in ended[name].sequences] == expected
+        elif how.num_sequences == 1:
+            assert aborted[name].tokens == expected[0][: len(aborted[name].tokens)]
     preemptions = sum(r.preemptions for r in engine.metrics.requests)
     assert preemptions == sum(s.preemptions for s in engine.metrics.steps)
     assert preemptions == sum(e["event"] == "preempt" for e in engine.events)
