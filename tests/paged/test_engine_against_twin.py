@@ -24,6 +24,7 @@ from tests.paged.hashing_executor import (
 from tests.paged.tiny import TINY
 
 LONGEST = 96
+EARLY_STOPPING: list[bool | str] = [True, False, "never"]
 
 
 def _config(rng: random.Random) -> EngineConfig:
@@ -64,7 +65,7 @@ def _how(rng: random.Random, most: int) -> SamplingParams:
             beam_width=(width := rng.randint(2, most)),
             n=rng.randint(1, width),
             length_penalty=rng.choice([0.0, 1.0, 2.0]),
-            early_stopping=rng.choice([True, False, "never"]),
+            early_stopping=rng.choice(EARLY_STOPPING),
             **plain,
         )
     plain |= {
