@@ -39,6 +39,8 @@ WORKLOAD_HELP = {
     "time_scale": "multiplies a trace's arrival times",
     "overlong": "a trace's requests beyond the context: error, clip or drop",
     "length_sigma": "spread of the synthetic log-normal lengths",
+    "length_divisor": "divides all synthetic lengths and the context that bounds them",
+    "num_shots": "examples in the shared prefix of --workload=translation: 1 or 5",
 }
 SAMPLING_HELP = {
     "temperature": "0 is greedy",

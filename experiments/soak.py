@@ -221,6 +221,8 @@ def make_users() -> Users:
     """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
     run_record.check_output_dir(FLAGS.output_dir)
     config = engine_config(weights.load_config(FLAGS.model))
+    if config.policy != "vllm":
+        raise ValueError(f"the soak test counts owners of blocks: policy vllm, not {config.policy}")
     tokenizer = weights.load_tokenizer(FLAGS.model)
     engines = [load_engine(c, tokenizer) for c in (config, reference_config(config))]
     users = Users(engines[0], engines[1], FLAGS.seed, FLAGS.check_share)

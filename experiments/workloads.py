@@ -8,7 +8,9 @@
     alpaca:FILE       Stanford Alpaca instructions (JSON): the same
     trace:FILE        CSV of arrivals, prompt lengths and output lengths
     tasks:A,B         new prompts of the tasks in experiments/tasks.py, with their answers
-    sharegpt, alpaca  synthetic lengths with the published means
+    sharegpt, alpaca  synthetic lengths with the published means (vLLM §6.1)
+    translation       a prefix that all requests share, and a sentence each (vLLM §6.4)
+    chatbot           the end of a long conversation (vLLM §6.5)
 
 Where only lengths are known, prompts are random ordinary tokens and EOS is ignored.
 """
@@ -21,13 +23,18 @@ from typing import Any
 import numpy as np
 
 from experiments import synthetic_lengths, tasks, workload_files
-from experiments.synthetic_lengths import PUBLISHED_MEANS
 
-FORMS = "prompts:FILE, sharegpt:FILE, alpaca:FILE, trace:FILE, tasks:NAMES, sharegpt or alpaca"
+SYNTHETIC = ("sharegpt", "alpaca", "translation", "chatbot")
+FORMS = (
+    "prompts:FILE, sharegpt:FILE, alpaca:FILE, trace:FILE, tasks:NAMES, sharegpt, alpaca, "
+    "translation or chatbot"
+)
 # The context of the models that the paper served, which bounds its workloads too.
 PAPER_CONTEXT = 2048
 # vLLM's serving benchmark drops pairs of texts that are shorter or longer than this.
 MIN_PAIR_TOKENS, MAX_PAIR_PROMPT = 4, 1024
+PREFIX_TOKENS = {1: 80, 5: 341}  # of a translation, by its examples (vLLM Fig. 16)
+MEAN_EARLIER_ROUNDS = 4  # of a chat; ours: the paper says that most reach its 1,024 tokens
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,8 @@ class WorkloadConfig:
     time_scale: multiplies a trace's arrival times.
     overlong: what becomes of a trace's requests that exceed the context: error, clip or drop.
     length_sigma: of the synthetic log-normal lengths.
+    length_divisor: divides all synthetic lengths, and the context of 2,048 tokens that bounds them.
+    num_shots: examples in the prefix of `translation`.
 
     Raises: ValueError naming the flag, on construction.
     """
@@ -92,6 +101,8 @@ class WorkloadConfig:
     time_scale: float = 1.0
     overlong: str = "error"
     length_sigma: float = 1.0
+    length_divisor: int = 1
+    num_shots: int = 1
 
     def __post_init__(self):
         for name in ("num_requests", "max_tokens", "context_length"):
@@ -103,13 +114,20 @@ class WorkloadConfig:
             raise ValueError(f"--time_scale must be finite and at least 0, not {self.time_scale}")
         if not 0 <= self.length_sigma <= 3:
             raise ValueError(f"--length_sigma must be between 0 and 3, not {self.length_sigma}")
+        if not 1 <= self.length_divisor <= 512:
+            raise ValueError(f"--length_divisor must be from 1 to 512, not {self.length_divisor}")
+        if self.num_shots not in PREFIX_TOKENS:
+            allowed = " or ".join(map(str, PREFIX_TOKENS))
+            raise ValueError(f"--num_shots must be {allowed}, not {self.num_shots}")
         if self.seed < 0:
             raise ValueError(f"--seed must be at least 0, not {self.seed}")
         if self.overlong not in ("error", "clip", "drop"):
             raise ValueError(f"--overlong must be error, clip or drop, not {self.overlong!r}")
-        if self.kind not in ("prompts", "sharegpt", "alpaca", "trace", "tasks"):
+        if self.kind not in ("prompts", "trace", "tasks", *SYNTHETIC):
             raise ValueError(f"--workload must be {FORMS}, not {self.workload!r}")
-        if self.kind not in PUBLISHED_MEANS and not self.source:
+        if self.kind in ("translation", "chatbot") and self.workload != self.kind:
+            raise ValueError(f"--workload={self.kind} is synthetic and takes no source")
+        if self.kind not in SYNTHETIC and not self.source:
             raise ValueError(f"--workload={self.workload} lacks its source; it must be {FORMS}")
         if self.source and self.kind != "tasks" and not Path(self.source).is_file():
             raise ValueError(f"--workload={self.workload}: there is no file {self.source!r}")
@@ -136,6 +154,10 @@ def load(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
         workload = _prompts(config, vocabulary)
     elif config.kind == "tasks":
         workload = _tasks(config, vocabulary)
+    elif config.kind == "translation":
+        workload = _translation(config, vocabulary)
+    elif config.kind == "chatbot":
+        workload = _chatbot(config, vocabulary)
     elif config.source:
         workload = _pairs(config, vocabulary)
     else:
@@ -257,11 +279,71 @@ def _clip(prompt: int, output: int, limit: int) -> tuple[int, int]:
 
 
 def _synthetic(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
-    limit = min(PAPER_CONTEXT, vocabulary.max_model_len)
-    lengths, notes = synthetic_lengths.draw(
-        config.num_requests, config.workload, config.length_sigma, limit, config.seed
+    lengths, notes = _lengths(
+        config, config.kind, config.num_requests, _context(config, vocabulary)
     )
     return Workload(_token_requests(lengths, vocabulary, config.seed), notes)
+
+
+def _translation(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
+    """The same instruction and examples, then a sentence: prompts of one shared prefix."""
+    context = _context(config, vocabulary)
+    prefix_tokens = max(1, PREFIX_TOKENS[config.num_shots] // config.length_divisor)
+    if context < prefix_tokens + 2:
+        raise ValueError(
+            f"a prefix of {prefix_tokens} tokens leaves no room for a prompt and an output in a "
+            f"context of {context}: raise --max_model_len or --length_divisor"
+        )
+    lengths, notes = _lengths(config, "translation", config.num_requests, context - prefix_tokens)
+    rng = np.random.default_rng([config.seed, 3])
+    prefix = rng.choice(vocabulary.ordinary_tokens(), prefix_tokens).tolist()
+    requests = [
+        replace(request, prompt=prefix + request.prompt)
+        for request in _token_requests(lengths, vocabulary, config.seed)
+    ]
+    return Workload(requests, notes | {"shared_prefix_tokens": prefix_tokens})
+
+
+def _chatbot(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
+    """Rounds of ShareGPT's lengths and a query, cut to their last half context; at most the other
+    half is generated."""
+    half = _context(config, vocabulary) // 2
+    rng = np.random.default_rng([config.seed, 3])
+    earlier = rng.geometric(1 / (1 + MEAN_EARLIER_ROUNDS), config.num_requests) - 1
+    context = PAPER_CONTEXT // config.length_divisor
+    rounds, notes = _lengths(config, "sharegpt", int((earlier + 1).sum()), context)
+    ends = np.cumsum(earlier + 1).tolist()
+    lengths = []
+    for first, end in zip([0, *ends], ends):
+        *history, (query, answer) = rounds[first:end]
+        lengths.append((min(sum(map(sum, history)) + query, half), min(answer, half)))
+    more = {
+        "earlier_rounds": f"geometric with mean {MEAN_EARLIER_ROUNDS} (ours)",
+        "longest_prompt_tokens": half,
+        "longest_sequence_tokens": 2 * half,
+    }
+    return Workload(_token_requests(lengths, vocabulary, config.seed), notes | more)
+
+
+def _context(config: WorkloadConfig, vocabulary: Vocabulary) -> int:
+    """Tokens of the longest synthetic sequence."""
+    return min(PAPER_CONTEXT // config.length_divisor, vocabulary.max_model_len)
+
+
+def _lengths(
+    config: WorkloadConfig, dataset: str, count: int, limit: int
+) -> tuple[list[tuple[int, int]], dict[str, Any]]:
+    """Synthetic lengths, divided as the config says, at most `limit` together; and notes."""
+    divisor = config.length_divisor
+    pairs, notes = synthetic_lengths.draw(
+        count, dataset, config.length_sigma, limit * divisor, config.seed
+    )
+    if divisor == 1:
+        return pairs, notes
+    prompts = [max(1, round(prompt / divisor)) for prompt, _ in pairs]
+    outputs = [max(1, round(output / divisor)) for _, output in pairs]
+    lengths = [(prompt, min(output, limit - prompt)) for prompt, output in zip(prompts, outputs)]
+    return lengths, {"lengths_before_division": notes, "length_divisor": divisor}
 
 
 def _token_requests(

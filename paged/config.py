@@ -92,6 +92,7 @@ class EngineConfig:
                 f"({self.max_num_batched_tokens}) must be at least max_model_len "
                 f"({self.max_model_len})"
             )
+        POLICIES[self.policy].host(self)  # raises ValueError for what only this policy cannot do
 
     @property
     def capabilities(self) -> Capabilities:

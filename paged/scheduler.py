@@ -335,7 +335,8 @@ class Scheduler:
 
         admitted: list[SequenceGroup] = []
         # Requests wait in a step that preempts, or they would take what was just set free.
-        while self.waiting and not preempted and (group := self._admit(room, moves)):
+        closed = bool(preempted) or (self._can.static_batching and bool(self.running))
+        while self.waiting and not closed and (group := self._admit(room, moves)):
             admitted.append(group)
             decodes = np.append(decodes, self._start(group, room, moves))
 

@@ -15,6 +15,7 @@ class Capabilities:
     """What a policy can do; `EngineConfig` refuses what it cannot.
 
     recompute_exact: a sequence that is prefilled again after a preemption goes on as it would have.
+    static_batching: not an ability: new requests are admitted only when nothing runs.
     """
 
     fork: bool = False
@@ -22,16 +23,18 @@ class Capabilities:
     swap: bool = False
     chunked_prefill: bool = False
     recompute_exact: bool = False
+    static_batching: bool = False
 
 
 @dataclass(frozen=True)
 class Usage:
     """KV memory in token slots, in the categories of vLLM §3.1 (Fig. 2).
 
-    token_states: written or being written in this step.  reserved: room for known tokens that wait
-    for their prefill.  internal: room at the end of last blocks.  external: unusable between
-    allocations (none with fixed-size blocks).  free: the rest.  shared: what more there would have
-    to be if nothing were shared; it is in none of the others.
+    token_states: written or being written in this step.  reserved: room for tokens to come: those
+    that wait for their prefill and, under policies that reserve for them, those to be generated.
+    internal: what else is allocated: room at the end of last blocks, or reserved in vain.
+    external: unusable for the allocator's sake (none with fixed-size blocks).  free: the rest.
+    shared: what more there would have to be if nothing were shared; it is in none of the others.
     """
 
     token_states: int

@@ -129,7 +129,7 @@ def test_the_program_writes_its_report(tiny_folder, tmp_path):
 @pytest.mark.parametrize(
     "flag, complaint",
     [
-        ("--policy=magic", "unknown policy 'magic'; allowed: vllm"),
+        ("--policy=magic", "unknown policy 'magic'; allowed: fastertransformer"),
         ("--max_model_len=9999", "max_model_len (9999) exceeds the model's context of 1024"),
     ],
 )

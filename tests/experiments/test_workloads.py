@@ -225,6 +225,48 @@ def test_synthetic_prompts_are_ordinary_tokens(vocabulary, tokenizer):
     assert all(isinstance(token, int) for token in tokens)
 
 
+def test_a_length_divisor_scales_the_means_and_the_context(tokenizer):
+    long = Vocabulary(tokenizer, TINY.vocab_size, 2048)
+    config = WorkloadConfig("sharegpt", num_requests=20_000, length_divisor=8, length_sigma=0.5)
+    requests = workloads.load(config, long).requests
+    lengths = np.array([(len(r.prompt), r.max_tokens) for r in requests])
+    published = np.array(synthetic_lengths.PUBLISHED_MEANS["sharegpt"])
+    np.testing.assert_allclose(lengths.mean(0), published / 8, rtol=0.03)
+    assert lengths.min() >= 1 and lengths.sum(1).max() <= 2048 / 8
+
+
+@pytest.mark.parametrize("shots, divisor, prefix", [(1, 1, 80), (5, 1, 341), (5, 4, 85)])
+def test_translations_share_their_prefix_and_nothing_more(vocabulary, shots, divisor, prefix):
+    requests = load(
+        "translation", vocabulary, num_requests=300, num_shots=shots, length_divisor=divisor
+    )
+    beginnings = {tuple(r.prompt[:prefix]) for r in requests}
+    assert len(beginnings) == 1
+    assert len({r.prompt[prefix] for r in requests}) > 100
+    lengths = np.array([(len(r.prompt) - prefix, r.max_tokens) for r in requests])
+    assert lengths.min() >= 1 and lengths.sum(1).max() + prefix <= min(1024, 2048 / divisor)
+    np.testing.assert_allclose(lengths.mean(0), np.array([30, 40]) / divisor, rtol=0.2)
+    assert all(r.ignore_eos for r in requests)
+
+
+def test_a_prefix_that_leaves_no_room_is_refused(tokenizer):
+    short = Vocabulary(tokenizer, TINY.vocab_size, 342)
+    with pytest.raises(ValueError, match=r"341 tokens leaves no room .* context of 342"):
+        load("translation", short, num_shots=5)
+
+
+@pytest.mark.parametrize("divisor, half", [(1, 1024), (4, 256)])
+def test_chats_are_cut_to_half_of_the_context(tokenizer, divisor, half):
+    long = Vocabulary(tokenizer, TINY.vocab_size, 2048)
+    requests = load("chatbot", long, num_requests=500, length_divisor=divisor)
+    prompts = np.array([len(r.prompt) for r in requests])
+    outputs = np.array([r.max_tokens for r in requests])
+    # Most prompts are as long as they may be (vLLM §6.5), and few outputs.
+    assert prompts.max() == half and (prompts == half).mean() > 0.5
+    assert outputs.max() <= half and (outputs == half).mean() < 0.1
+    assert outputs.mean() == pytest.approx(337.99 / divisor, rel=0.15)
+
+
 # Tasks
 
 
@@ -255,7 +297,7 @@ def test_arrivals_are_poisson_or_all_at_once():
     assert not workloads.poisson_arrivals(10, math.inf, seed=0).any()
 
 
-@pytest.mark.parametrize("spec", ["sharegpt", "tasks:needle"])
+@pytest.mark.parametrize("spec", ["sharegpt", "translation", "chatbot", "tasks:needle"])
 def test_a_workload_is_a_function_of_its_seed(vocabulary, spec):
     def make(seed, **options):
         options = {"request_rate": 2.0, "num_requests": 8, "context_length": 300} | options
@@ -283,6 +325,9 @@ def test_a_workload_is_a_function_of_its_seed(vocabulary, spec):
         ("sharegpt", {"length_sigma": 9.0}, "--length_sigma must be between 0 and 3, not 9.0"),
         ("sharegpt", {"overlong": "cut"}, "--overlong must be error, clip or drop, not 'cut'"),
         ("sharegpt", {"seed": -1}, "--seed"),
+        ("sharegpt", {"length_divisor": 0}, "--length_divisor must be from 1 to 512, not 0"),
+        ("translation", {"num_shots": 3}, "--num_shots must be 1 or 5, not 3"),
+        ("translation:wmt16.json", {}, "--workload=translation is synthetic and takes no source"),
     ],
 )
 def test_bad_flags_are_refused_when_the_config_is_made(spec, options, complaint):

@@ -47,7 +47,7 @@ def _search(case: BeamCase) -> SamplingParams:
 
 
 def _run(engine: Engine) -> dict[str, RequestOutput]:
-    ended = {}
+    ended: dict[str, RequestOutput] = {}
     while engine.has_unfinished():
         ended |= {output.request_id: output for output in engine.step() if output.finished}
     return ended
@@ -66,7 +66,7 @@ def test_beams_are_those_of_transformers(preemption_mode):
         engine.add_request(case.prompt, _search(case), "beams")
         output = _run(engine)["beams"]
         assert [sequence.tokens for sequence in output.sequences] == case.tokens
-        scores = [sequence.score for sequence in output.sequences]
+        scores = [sequence.score or 0.0 for sequence in output.sequences]
         np.testing.assert_allclose(scores, case.scores, rtol=1e-6, atol=1e-4)
         preemptions += engine.metrics.requests[-1].preemptions if not alone else 0
         swaps += sum(step.swapped_in for step in engine.metrics.steps)
@@ -118,7 +118,7 @@ def test_the_best_of_many_samples_are_returned_best_first(tiny_params):
     best = np.argsort(-np.array(sums))[:2]
     some = _sampled(tiny_params, [[5, 6, 7]], dataclasses.replace(how, n=2, best_of=6))[0][0]
     assert [s.tokens for s in some.sequences] == [every.sequences[i].tokens for i in best]
-    np.testing.assert_allclose([s.score for s in some.sequences], [sums[i] for i in best])
+    np.testing.assert_allclose([s.score or 0.0 for s in some.sequences], [sums[i] for i in best])
 
 
 def test_a_prompt_is_computed_and_stored_once_for_all_samples():

@@ -1,0 +1,68 @@
+"""A buddy allocator: contiguous runs of blocks, each a power of two (vLLM §6.1, Baseline 2)."""
+
+
+class BuddyAllocator:
+    """`size` blocks 0 .. size - 1, at first in the fewest runs of powers of two, the largest first.
+
+    A run of 2^k blocks starts at a multiple of 2^k. Its halves are buddies: a run that is too large
+    is split into them, and they merge when both are free. The smallest run that is large enough
+    serves, the lowest of its kind.
+    """
+
+    def __init__(self, size: int):
+        """Raises ValueError if there is no block."""
+        if size < 1:
+            raise ValueError(f"a buddy allocator needs at least 1 block, not {size}")
+        self.size = size
+        self._free: list[set[int]] = [set() for _ in range(size.bit_length())]  # starts, by order
+        self._allocated: dict[int, int] = {}  # start -> order
+        start = 0
+        for order in reversed(range(size.bit_length())):
+            if size >> order & 1:
+                self._free[order].add(start)
+                start += 1 << order
+
+    @property
+    def largest_run(self) -> int:
+        """Blocks of the largest run that can ever be allocated."""
+        return 1 << (self.size.bit_length() - 1)
+
+    @property
+    def num_free(self) -> int:
+        return self.stranded(self.size + 1)
+
+    @staticmethod
+    def run_size(n: int) -> int:
+        """Blocks of the run that serves a request for `n`: the next power of two."""
+        return 1 << (n - 1).bit_length()
+
+    def stranded(self, n: int) -> int:
+        """Free blocks in runs too small for `n`: external fragmentation, as a request for so many
+        meets it."""
+        small = ((order, starts) for order, starts in enumerate(self._free) if 1 << order < n)
+        return sum(len(starts) << order for order, starts in small)
+
+    def allocate(self, n: int) -> int | None:
+        """The first block of a run of `run_size(n)`, or None if no free run is large enough."""
+        assert n > 0, n
+        order = (n - 1).bit_length()
+        found = next((k for k in range(order, len(self._free)) if self._free[k]), None)
+        if found is None:
+            return None
+        start = min(self._free[found])
+        self._free[found].remove(start)
+        for k in range(order, found):
+            self._free[k].add(start + (1 << k))
+        self._allocated[start] = order
+        return start
+
+    def free(self, start: int) -> None:
+        """Give back the run that begins at `start`."""
+        assert start in self._allocated, f"no run begins at block {start}"
+        order = self._allocated.pop(start)
+        # Of a run that was whole at first the buddy lies outside, and is never free.
+        while (buddy := start ^ 1 << order) in self._free[order]:
+            self._free[order].remove(buddy)
+            start = min(start, buddy)
+            order += 1
+        self._free[order].add(start)

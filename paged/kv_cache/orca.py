@@ -1,0 +1,210 @@
+"""Contiguous reservation at admission: the baselines of vLLM's evaluation (§3.1, §6.1).
+
+A sequence gets one run of blocks for its prompt and output when it is admitted, keeps it to its
+end, and never grows. The run comes from a buddy allocator, as the paper assumes of Orca, so it is a
+power of two of blocks. What the baselines differ in is the room that they ask it for:
+
+    orca_max           max_model_len, whatever the request
+    orca_pow2          the prompt and the next power of two of the true output length
+    orca_oracle        the prompt and the true output length
+    fastertransformer  as orca_max, and a new batch starts only when the last one has ended
+
+A request that ends gives its room back at once; under static batching nobody takes it yet, and a
+batch is at most what one step may begin to prefill.
+
+The true output length is what the engine may generate at most, the group's limit. It is true of
+requests that ignore the end-of-sequence token and have no stops, as the paper's; of others it is an
+upper bound, and what they leave counts as reserved until they end.
+
+On the device nothing changes: the row of a table is a run's first block and those after it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from models.config import ModelConfig
+from paged.block_pool import NULL_BLOCK
+from paged.buddy_allocator import BuddyAllocator
+from paged.kv_cache import dense
+from paged.kv_cache.policy import Capabilities, Usage
+
+if TYPE_CHECKING:
+    from paged.config import EngineConfig
+
+Reserve = Callable[[int, int, int], int]  # (prompt, limit, max_model_len) -> tokens
+
+
+class ReservingHost:
+    """Host half: one run of contiguous blocks for each sequence. Block 0 is the null block.
+
+    blocks: [num_slots, M] int32; `NULL_BLOCK` beyond what was asked for.
+
+    Raises ValueError if no run holds max_model_len tokens, which any baseline may ask for.
+    """
+
+    def __init__(
+        self, num_blocks: int, page_size: int, num_slots: int, max_model_len: int, reserve: Reserve
+    ):
+        self.buddies = BuddyAllocator(num_blocks - 1)
+        self._page_size, self._max_model_len, self._reserve = page_size, max_model_len, reserve
+        width = self._blocks_for(max_model_len)
+        self._longest_run = self.buddies.run_size(width)
+        if self._longest_run > self.buddies.largest_run:
+            raise ValueError(
+                f"one run of {self._longest_run} blocks must hold max_model_len ({max_model_len}) "
+                f"tokens, but kv_cache_tokens ({(num_blocks - 1) * page_size}) allows runs of "
+                f"{self.buddies.largest_run} blocks of {page_size} tokens at most"
+            )
+        self.blocks = np.full((num_slots, width), NULL_BLOCK, np.int32)
+        self._run = np.zeros(num_slots, np.int64)  # blocks of each slot's run
+        self._asked = np.zeros(num_slots, np.int64)  # tokens it was asked for
+        self._limit = np.zeros(num_slots, np.int64)  # tokens at the sequence's end
+        self._refused = 0  # blocks that the last request asked for in vain
+        self._operations: list[tuple[str, np.ndarray]] = []
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size)
+
+    def _room(self, sequence) -> int:
+        """Tokens to reserve for a sequence."""
+        group = sequence.group
+        return self._reserve(group.num_prompt_tokens, group.limit, self._max_model_len)
+
+    @property
+    def table_width(self) -> int:
+        return self.blocks.shape[1]
+
+    def fits(self, num_tokens: int, num_sequences: int) -> bool:
+        """Told by the longest run that any of them may ask for."""
+        return num_sequences <= self.buddies.size // self._longest_run
+
+    def can_admit(self, sequences, keep_watermark: bool) -> bool:
+        """Nothing grows after admission, so there is no watermark."""
+        wanted = [self._blocks_for(self._room(sequence)) for sequence in sequences]
+        starts = [self.buddies.allocate(n) for n in wanted]
+        for start in starts:
+            if start is not None:
+                self.buddies.free(start)
+        self._refused = max(wanted) if None in starts else 0
+        return not self._refused
+
+    def admit(self, slot: int, sequence) -> tuple[int, list[tuple[int, int]]]:
+        asked = self._room(sequence)
+        count = self._blocks_for(asked)
+        start = self.buddies.allocate(count)
+        assert start is not None, "admitted without room"
+        # The allocator counts from 0, which is the null block's number.
+        self.blocks[slot, :count] = np.arange(start + 1, start + 1 + count)
+        self._run[slot] = self.buddies.run_size(count)
+        self._asked[slot], self._limit[slot] = asked, sequence.group.limit
+        self._operations.append(("allocate", self.blocks[slot, :count].copy()))
+        return 0, []
+
+    def confirm(self, slots, num_tokens, tokens) -> None:
+        """Nothing is shared."""
+
+    def pin(self, slot: int, tokens, salt: str) -> None:
+        raise AssertionError("no prefix cache: refused at start-up")
+
+    def can_append(self, slots, num_tokens) -> bool:
+        """Always: all the room was reserved at admission."""
+        return True
+
+    def append(self, slots, num_tokens) -> list[tuple[int, int]]:
+        assert (num_tokens <= self._asked[slots]).all(), "grew beyond the reserved room"
+        return []
+
+    def fork(self, parent: int, child: int) -> None:
+        raise AssertionError("no fork: a policy's capabilities tell")
+
+    def can_swap_out(self, slots) -> bool:
+        return False
+
+    def swap_out(self, slots) -> tuple[None, list[tuple[int, int]]]:
+        raise AssertionError("nothing is preempted where all room is reserved")
+
+    def can_swap_in(self, swapped, keep_watermark: bool) -> bool:
+        raise AssertionError("nothing was swapped out")
+
+    def swap_in(self, swapped, sequences) -> list[tuple[int, int]]:
+        raise AssertionError("nothing was swapped out")
+
+    def drop_swapped(self, swapped) -> None:
+        raise AssertionError("nothing was swapped out")
+
+    def free(self, slot: int) -> None:
+        held = self.blocks[slot, : self._blocks_for(int(self._asked[slot]))].copy()
+        self.buddies.free(int(held[0]) - 1)
+        self._operations.append(("release", held))
+        self.blocks[slot] = NULL_BLOCK
+        self._run[slot] = self._asked[slot] = self._limit[slot] = 0
+
+    def drain_operations(self) -> list[tuple[str, np.ndarray]]:
+        operations, self._operations = self._operations, []
+        return operations
+
+    def usage(self, slots, computed) -> Usage:
+        """Reserved: from a sequence's last token state to its limit, known and future tokens alike.
+        Internal: from there to the end of the room asked for, which shows to be waste only when the
+        sequence ends. External: from there to the end of the run (whole pages, and powers of two of
+        them), which is waste from the start; and free runs too small for the request that memory
+        was last refused to, until one is admitted."""
+        token_states, limit = int(computed.sum()), int(self._limit[slots].sum())
+        asked, runs = int(self._asked[slots].sum()), int(self._run[slots].sum())
+        stranded = self.buddies.stranded(self._refused) * self._page_size
+        return Usage(
+            token_states=token_states,
+            reserved=limit - token_states,
+            internal=asked - limit,
+            external=runs * self._page_size - asked + stranded,
+            free=self.buddies.num_free * self._page_size - stranded,
+        )
+
+    def tables(self, slots, out: np.ndarray) -> None:
+        np.take(self.blocks, slots, axis=0, out=out, mode="clip")
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A policy of this file, with what a policy's module has. reserve: tokens that a sequence of so
+    many prompt tokens, limit and max_model_len asks for, from limit to max_model_len."""
+
+    reserve: Reserve
+    CAPABILITIES: Capabilities
+
+    def host(self, config: "EngineConfig") -> ReservingHost:
+        """Raises ValueError if kv_cache_tokens has no run for max_model_len tokens."""
+        return ReservingHost(
+            config.num_blocks,
+            config.page_size,
+            config.max_num_seqs,
+            config.max_model_len,
+            self.reserve,
+        )
+
+    def device(
+        self, config: "EngineConfig", model: ModelConfig, implementation: str | None = None
+    ) -> dense.DensePolicy:
+        return dense.device(config, model, implementation)
+
+
+def _reserve_max(prompt: int, limit: int, max_model_len: int) -> int:
+    return max_model_len
+
+
+def _reserve_pow2(prompt: int, limit: int, max_model_len: int) -> int:
+    return min(prompt + BuddyAllocator.run_size(limit - prompt), max_model_len)
+
+
+def _reserve_oracle(prompt: int, limit: int, max_model_len: int) -> int:
+    return limit
+
+
+_CAN = Capabilities(chunked_prefill=True, recompute_exact=True)
+ORCA_MAX = Reservation(_reserve_max, _CAN)
+ORCA_POW2 = Reservation(_reserve_pow2, _CAN)
+ORCA_ORACLE = Reservation(_reserve_oracle, _CAN)
+FASTERTRANSFORMER = Reservation(_reserve_max, replace(_CAN, static_batching=True))
