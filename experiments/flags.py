@@ -17,6 +17,7 @@ from absl import flags
 from models import weights
 from models.config import ModelConfig
 from paged.engine import Engine, EngineConfig
+from paged.tensor_parallel import Shards
 
 FLAGS = flags.FLAGS
 # Or transformers advises at every start to install torch, which nothing here needs.
@@ -33,6 +34,7 @@ ENGINE_HELP = {
     "watermark": "share of KV blocks that admission leaves free",
     "chunked_prefill": "whether a prompt may be spread over steps",
     "prefix_caching": "whether full KV blocks are kept for later prompts that begin alike",
+    "tensor_parallel": "devices that share the model's heads and MLP",
     "multi_step": "tokens that a step without prompts computes for each sequence",
     "preemption_mode": "'recompute', 'swap', or 'auto': swap groups of several sequences",
     "admit_after_swap": "whether new requests wait until swapped ones 'completed' or 'resumed'",
@@ -88,7 +90,9 @@ def engine_config(model: ModelConfig) -> EngineConfig:
             f"max_model_len ({longest}) exceeds the model's context of "
             f"{model.max_position_embeddings} tokens"
         )
-    return EngineConfig(max_model_len=longest, seed=FLAGS.seed, **values_of(ENGINE_HELP))
+    config = EngineConfig(max_model_len=longest, seed=FLAGS.seed, **values_of(ENGINE_HELP))
+    Shards(model, config.tensor_parallel)  # or it would be refused after the weights are read
+    return config
 
 
 def values_of(names: Iterable[str]) -> dict[str, Any]:
@@ -102,5 +106,8 @@ def load_engine(config: EngineConfig, tokenizer) -> Engine:
         folder = Path(FLAGS.compilation_cache).expanduser()
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    model, params = weights.load(FLAGS.model, FLAGS.dtype)
+    # Shards take theirs from the host's memory: no device need have room for the whole model.
+    place = jax.devices("cpu")[0] if config.tensor_parallel > 1 else None
+    with jax.default_device(place):
+        model, params = weights.load(FLAGS.model, FLAGS.dtype)
     return Engine.from_model(params, model, config, tokenizer)

@@ -1,6 +1,6 @@
 """The Llama family: Llama 1/2/3, Mistral, Qwen2/2.5 and Qwen3 differ by `ModelConfig` only.
 
-Two arguments are the seams to whoever serves the model:
+Three arguments are the seams to whoever serves the model:
 
 * `attend(layer, q, k, v, cache) -> (out, cache)` with q [T, H, D], k and v [T, K, D] after QK norm
   and rotary embedding, out [T, H, D]. `layer` is an int, or a traced int32 scalar. The model does
@@ -8,6 +8,8 @@ Two arguments are the seams to whoever serves the model:
   attention.
 * `adapters(name, layer, x) -> delta` adds to the projection `name` ('wq', 'wk', 'wv', 'wo',
   'w_gate', 'w_up', 'w_down') of x [T, in] a delta [T, out]; None leaves the base model.
+* `reduce(y) -> y` with y [T, E] completes the products by 'wo' and 'w_down' where `params` and
+  `config` hold a share of the heads and of the MLP: the sum of what all shares give.
 """
 
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from models.rope import apply_rope, rope_tables
 
 Attend = Callable[..., tuple[jax.Array, object]]
 Adapters = Callable[[str, jax.Array, jax.Array], jax.Array]
+Reduce = Callable[[jax.Array], jax.Array]
 
 PROJECTIONS = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 
@@ -99,6 +102,7 @@ def forward(
     attend: Attend,
     cache=None,
     adapters: Adapters | None = None,
+    reduce: Reduce = lambda y: y,
 ):
     """Hidden states [T, E] after the final norm, and the cache that `attend` carried through.
 
@@ -127,11 +131,11 @@ def forward(
             k_TxKxD = rms_norm(k_TxKxD, p["k_norm"], eps)
         q_TxHxD, k_TxKxD = apply_rope(q_TxHxD, cos, sin), apply_rope(k_TxKxD, cos, sin)
         out_TxHxD, cache = attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache)
-        x_TxE = x_TxE + project(out_TxHxD.reshape(T, H * D), "wo")
+        x_TxE = x_TxE + reduce(project(out_TxHxD.reshape(T, H * D), "wo"))
 
         h_TxE = rms_norm(x_TxE, p["mlp_norm"], eps)
         gated_TxF = jax.nn.silu(project(h_TxE, "w_gate")) * project(h_TxE, "w_up")
-        return x_TxE + project(gated_TxF, "w_down"), cache
+        return x_TxE + reduce(project(gated_TxF, "w_down")), cache
 
     x_TxE, cache = over_layers(block, (params["embed"][tokens_T], cache), params["layers"])
     return rms_norm(x_TxE, params["final_norm"], eps), cache

@@ -1,6 +1,6 @@
 """OPT, and the forward pass of GPT-2 (models/gpt2.py): learned positions, LayerNorm, biases.
 
-The seams `attend` and `adapters` are those of models/llama.py; the MLP has no 'w_gate'.
+The seams `attend`, `adapters` and `reduce` are those of models/llama.py; the MLP has no 'w_gate'.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig
-from models.llama import Adapters, Attend, logits, over_layers
+from models.llama import Adapters, Attend, Reduce, logits, over_layers
 from models.params import Param
 
 __all__ = ["ACTIVATIONS", "PROJECTIONS", "declare", "forward", "logits"]
@@ -100,6 +100,7 @@ def forward(
     attend: Attend,
     cache=None,
     adapters: Adapters | None = None,
+    reduce: Reduce = lambda y: y,
 ):
     """As `llama.forward`, with hidden states [T, W] of the width of the token embeddings.
 
@@ -113,9 +114,11 @@ def forward(
     def block(carry, p, layer):
         x_TxE, cache = carry
 
-        def project(x, name):
-            y = x @ p[name] + p["b" + name[1:]]
-            return y if adapters is None else y + adapters(name, layer, x)
+        def project(x, name, complete=lambda y: y):
+            y = x @ p[name]
+            if adapters is not None:
+                y = y + adapters(name, layer, x)
+            return complete(y) + p["b" + name[1:]]
 
         def norm(x, name, here):
             return layer_norm(x, p[name], p[f"{name}_bias"], eps) if here else x
@@ -126,11 +129,11 @@ def forward(
         k_TxKxD = project(h_TxE, "wk").reshape(T, K, D)
         v_TxKxD = project(h_TxE, "wv").reshape(T, K, D)
         out_TxHxD, cache = attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache)
-        x_TxE = x_TxE + project(out_TxHxD.reshape(T, H * D), "wo")
+        x_TxE = x_TxE + project(out_TxHxD.reshape(T, H * D), "wo", reduce)
         x_TxE = norm(x_TxE, "attention_norm", after)
 
         h_TxE = norm(x_TxE, "mlp_norm", before)
-        x_TxE = x_TxE + project(activation(project(h_TxE, "w_up")), "w_down")
+        x_TxE = x_TxE + project(activation(project(h_TxE, "w_up")), "w_down", reduce)
         return norm(x_TxE, "mlp_norm", after), cache
 
     x_TxE = params["embed"][tokens_T]

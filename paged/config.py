@@ -17,8 +17,9 @@ class EngineConfig:
     each sequence in one dispatch; ends are seen, and requests admitted, that much later.
     prefix_caching: keep full blocks for later prompts that begin alike. preemption_mode:
     'recompute', 'swap', or 'auto': swap groups of several sequences. admit_after_swap: whether new
-    requests wait until swapped ones have 'completed' (vLLM §4.5) or only 'resumed'. seed: for
-    requests that bring none.
+    requests wait until swapped ones have 'completed' (vLLM §4.5) or only 'resumed'.
+    tensor_parallel: devices that share the model's heads and MLP. seed: for requests that bring
+    none.
 
     Raises ValueError for values that cannot work, alone or together.
     """
@@ -37,11 +38,13 @@ class EngineConfig:
     prefix_caching: bool = False
     preemption_mode: str = "auto"
     admit_after_swap: str = "completed"
+    tensor_parallel: int = 1
     seed: int = 0
 
     def __post_init__(self):
         for name in (
             "max_num_seqs", "max_num_batched_tokens", "max_prefills_per_step", "multi_step",
+            "tensor_parallel",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

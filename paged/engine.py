@@ -13,6 +13,7 @@ from paged.executor import DeviceExecutor
 from paged.kv_cache import POLICIES
 from paged.sequence import RequestOutput, SamplingParams
 from paged.step_inputs import Buckets
+from paged.tensor_parallel import Shards
 from paged.validation import Prompt
 
 
@@ -23,12 +24,16 @@ class Engine(EngineLoop):
     def from_model(
         cls, params, model: ModelConfig, config: EngineConfig, tokenizer=None, implementation=None
     ) -> "Engine":
-        """An engine on the default JAX device; `implementation` goes to the attention ops."""
-        policy = POLICIES[config.policy]
+        """An engine on the default JAX device, or the first `tensor_parallel` devices;
+        `implementation` goes to the attention ops.
+
+        Raises ValueError if the model cannot be spread over them.
+        """
+        policy, shards = POLICIES[config.policy], Shards(model, config.tensor_parallel)
         executor = DeviceExecutor(
             params,
-            model,
-            policy.device(config, model, implementation),
+            shards,
+            policy.device(config, shards.model, implementation),
             shapes=Buckets.declare(config).shapes(),
             num_slots=config.max_num_seqs,
             table_width=policy.host(config).table_width,

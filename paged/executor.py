@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from models.config import ModelConfig
 from models.families import family
+from models.llama import Reduce
 from models.params import unstack
 from models.sampling import (
     MAX_LOGIT_BIAS,
@@ -33,6 +34,7 @@ from paged.block_pool import NULL_BLOCK
 from paged.clock import VirtualClock, WallClock
 from paged.kv_cache.policy import KVPolicy
 from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
+from paged.tensor_parallel import SPLIT, SPLIT_BLOCKS, WHOLE, Shards
 
 COPIES_PER_CALL = 64  # block copies are padded to this, so that they are one program
 CACHED_LAYER_BYTES = 2**22  # weights of a layer that a CPU's caches hold
@@ -90,7 +92,7 @@ class Executor(Protocol):
         ...
 
 
-def _iterate(params, cache, state, inputs, model, policy):
+def _iterate(params, cache, state, inputs, model, policy, reduce):
     """One pass of the model: (cache, state, tokens [S], logprobs [S], hidden [T, E])."""
     S = inputs.lengths.shape[0]
     slot_of_token = inputs.slots[jnp.minimum(inputs.token_rows, S - 1)]
@@ -104,7 +106,9 @@ def _iterate(params, cache, state, inputs, model, policy):
     def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache):
         return policy.attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache, plan, inputs)
 
-    hidden, cache = family(model).forward(params, model, tokens, inputs.positions, attend, cache)
+    hidden, cache = family(model).forward(
+        params, model, tokens, inputs.positions, attend, cache, reduce=reduce
+    )
     cache = policy.end_step(cache, plan, inputs)
 
     logits = family(model).logits(params, model, hidden[inputs.last_tokens])
@@ -159,17 +163,18 @@ def _prompt_logprobs(params, hidden_TxE, targets_T, model: ModelConfig) -> Logpr
 
 def step(
     params, cache, state: SamplingState, inputs: StepInputs, model: ModelConfig, policy: KVPolicy,
-    multi_step: int = 1,
+    multi_step: int = 1, reduce: Reduce = lambda y: y,
 ):  # fmt: skip
     """One step of the model over a paged cache: (cache, state, StepOutputs).
 
     `state` feeds tokens that the host has not read yet. A step of decodes alone runs up to
-    `multi_step` iterations, as many as its longest row asks for; each feeds the next.
+    `multi_step` iterations, as many as its longest row asks for; each feeds the next. On a shard
+    `params`, `cache` and `model` are its own, and `reduce` is the model's seam to the others.
     """
     Tp, S = inputs.num_prefill_tokens, inputs.lengths.shape[0]
     if Tp or multi_step == 1:
         cache, state, tokens, logprobs, hidden = _iterate(
-            params, cache, state, inputs, model, policy
+            params, cache, state, inputs, model, policy, reduce
         )
         prompt = _prompt_logprobs(params, hidden, inputs.prompt_targets, model) if Tp else None
         first = jax.tree.map(lambda x: x[None], StepOutputs(tokens, logprobs))
@@ -177,7 +182,9 @@ def step(
 
     def body(i, carry):
         cache, state, now, outputs = carry
-        cache, state, tokens, logprobs, _ = _iterate(params, cache, state, now, model, policy)
+        cache, state, tokens, logprobs, _ = _iterate(
+            params, cache, state, now, model, policy, reduce
+        )
         outputs = jax.tree.map(
             lambda all_, new: all_.at[i].set(new), outputs, StepOutputs(tokens, logprobs)
         )
@@ -208,18 +215,21 @@ class _DeviceOutputs:
 
 
 class DeviceExecutor:
-    """Owns the parameters, the cache and the slots' sampling state; all stay on the device.
+    """Owns the parameters, the cache and the slots' sampling state; all stay on the devices.
 
-    params: as declared by the model, in the dtype to compute and cache in. shapes: the (Tp, Sd)
-    of `Buckets.shapes`, compiled by `warm_up`, or without it when first met.
+    params: as declared by the whole model, in the dtype to compute and cache in. policy: of
+    `shards.model`. shapes: the (Tp, Sd) of `Buckets.shapes`, compiled by `warm_up`, or without it
+    when first met.
     """
 
     def __init__(
-        self, params, model: ModelConfig, policy: KVPolicy, *, shapes: list[tuple[int, int]],
+        self, params, shards: Shards, policy: KVPolicy, *, shapes: list[tuple[int, int]],
         num_slots: int, table_width: int, prefill_rows: int, max_tokens: int, num_blocks: int,
         multi_step: int = 1,
     ):  # fmt: skip
         self.clock = WallClock()
+        self._shards, model = shards, shards.model
+        params = shards.place(params)
         # On CPUs a scan over stacked layers copies each one's weights before it multiplies by them,
         # and doubles the memory traffic of layers that are not in cache.
         layer_bytes = sum(x.nbytes for x in jax.tree.leaves(params["layers"])) // model.num_layers
@@ -235,14 +245,18 @@ class DeviceExecutor:
             step_shapes, prefill_rows=prefill_rows, table_width=table_width
         )
         dtype = params["embed"].dtype
-        self._cache = jax.jit(lambda: policy.init(model, dtype))()
+        self._cache = shards.jit(lambda: policy.init(model, dtype), (), SPLIT)()
         self._max_tokens = max_tokens
-        self._state = SamplingState.empty(num_slots, max_tokens)
-        self._step = functools.partial(step, model=model, policy=policy, multi_step=multi_step)
-        self._load = jax.jit(SamplingState.load_slot, donate_argnums=0)
-        self._copy = jax.jit(policy.copy_pages, donate_argnums=0)
-        self._export = jax.jit(policy.export_pages)
-        self._import = jax.jit(policy.import_pages, donate_argnums=0)
+        self._state = shards.jit(lambda: SamplingState.empty(num_slots, max_tokens), (), WHOLE)()
+        self._step = functools.partial(
+            step, model=model, policy=policy, multi_step=multi_step, reduce=shards.reduce
+        )
+        self._load = shards.jit(SamplingState.load_slot, (WHOLE,) * 5, WHOLE, donate_argnums=0)
+        self._copy = shards.jit(policy.copy_pages, (SPLIT, WHOLE, WHOLE), SPLIT, donate_argnums=0)
+        self._export = shards.jit(policy.export_pages, (SPLIT, WHOLE), SPLIT_BLOCKS)
+        self._import = shards.jit(
+            policy.import_pages, (SPLIT, WHOLE, SPLIT_BLOCKS), SPLIT, donate_argnums=0
+        )
         self._num_blocks = num_blocks
         self._landing: list[tuple[np.ndarray, Any]] = []  # (host blocks, content) on their way
         self._host_pool: Any = None
@@ -274,7 +288,9 @@ class DeviceExecutor:
         def run(params, cache, state, packed):
             return self._step(params, cache, state, unpack(packed, self._shapes_of(*shape)))
 
-        program, packed = jax.jit(run, donate_argnums=(1, 2)), self._empty(*shape).packed
+        specs = self._shards.specs(self._params), SPLIT, WHOLE, WHOLE
+        program = self._shards.jit(run, specs, (SPLIT, WHOLE, WHOLE), donate_argnums=(1, 2))
+        packed = self._empty(*shape).packed
         return program.lower(self._params, self._cache, self._state, packed).compile()
 
     def execute(self, inputs: StepInputs) -> _DeviceOutputs:

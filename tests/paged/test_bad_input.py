@@ -35,6 +35,9 @@ def _engine() -> Engine:
         ([3], {"stop": (";",)}, "stop strings need a tokenizer"),
         ([3], {"stop_token_ids": (4, 61)}, "stop_token_ids: token 61 is outside"),
         ([3], {"logit_bias": {-1: 1.0}}, "logit_bias: token -1 is outside"),
+        ([3], {"n": 3, "temperature": 1}, "max_num_seqs is 2"),
+        ([3], {"beam_width": 3}, "max_num_seqs is 2"),
+        ([3] * 40, {"beam_width": 2, "max_tokens": 9}, "2 times a prompt of 40 tokens"),
     ],
 )  # fmt: skip
 def test_bad_requests_are_refused_and_the_others_go_on(prompt, sampling, message):
@@ -179,3 +182,24 @@ def test_a_context_beyond_the_models_is_refused():
     config = dataclasses.replace(CONFIG, max_model_len=257)
     with pytest.raises(ValueError, match=r"max_model_len \(257\) exceeds .* \(256\)"):
         Engine(TINY, config, SimulatedExecutor(vocab_size=TINY.vocab_size))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 0}, "n must be at least 1, not 0"),
+        ({"n": 3, "best_of": 2, "temperature": 1}, r"best_of must be at least n \(3\), not 2"),
+        ({"n": 2}, "n and best_of above 1 need a temperature above 0, or beam_width"),
+        ({"beam_width": 0}, "beam_width must be from 1 to 19, not 0"),
+        ({"beam_width": 2.5}, "beam_width must be a whole number, not 2.5"),
+        ({"beam_width": 2, "n": 3}, r"n \(3\) must be at most beam_width \(2\)"),
+        ({"beam_width": 2, "temperature": 0.5}, r"beam search does not take temperature \(0.5\)"),
+        ({"beam_width": 2, "stop": ("x",)}, "beam search does not take stop"),
+        ({"beam_width": 2, "logprobs": 0}, "beam search does not take logprobs"),
+        ({"beam_width": 2, "length_penalty": 11}, "length_penalty must be from -10 to 10, not 11"),
+        ({"early_stopping": "soon"}, "early_stopping must be True, False or 'never', not soon"),
+    ],
+)
+def test_bad_groups_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**options)

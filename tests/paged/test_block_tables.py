@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paged.block_pool import NULL_BLOCK, BlockPool
-from paged.block_table import BlockTables
+from paged.block_table import BlockTables, SwappedTables
 
 SLOTS, MAX_TOKENS, BLOCKS = 6, 40, 30
 
@@ -25,7 +25,10 @@ class TablesBesideTwin(RuleBasedStateMachine):
         self.pool = BlockPool(BLOCKS)
         self.tables = BlockTables(self.pool, SLOTS, MAX_TOKENS, self.page_size)
         self.memory = np.zeros((BLOCKS, self.page_size), np.int64)
+        self.host = BlockPool(BLOCKS)
+        self.host_memory = np.zeros((BLOCKS, self.page_size), np.int64)
         self.twin: dict[int, list[int]] = {}
+        self.swapped: list[tuple[SwappedTables, list[list[int]]]] = []  # and their tokens
         self.counter = 0
 
     def write(self, slots, copies):
@@ -56,6 +59,46 @@ class TablesBesideTwin(RuleBasedStateMachine):
         target = self.tables.num_tokens[slots] + 1
         if self.tables.can_append(slots, target):
             self.write(slots.tolist(), self.tables.append(slots, target))
+        else:
+            assert self.pool.num_free < self.blocks_to_take(slots, target)
+
+    def blocks_to_take(self, slots, target) -> int:
+        """Blocks that the twin would need: a new one where a sequence enters a block, and a copy
+        for each that writes into a block which somebody else will still hold."""
+        owners = Counter(int(b) for slot in self.twin for b in self.tables.blocks[slot])
+        taken = 0
+        for slot, tokens in zip(slots, target):
+            place = divmod(int(tokens) - 1, self.page_size)
+            block = int(self.tables.blocks[slot, place[0]])
+            if place[1] == 0:
+                taken += 1
+            elif owners[block] > 1:
+                owners[block] -= 1
+                taken += 1
+        return taken
+
+    @precondition(lambda self: self.twin)
+    @rule(data=st.data())
+    def swap_out(self, data):
+        group = data.draw(st.lists(st.sampled_from(sorted(self.twin)), min_size=1, unique=True))
+        if not self.host.can_allocate(self.tables.num_distinct(group)):
+            return
+        swapped, pairs = self.tables.swap_out(group, self.host)
+        for block, on_host in pairs:
+            self.host_memory[on_host] = self.memory[block]
+        self.swapped.append((swapped, [self.twin.pop(slot) for slot in group]))
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data())
+    def swap_in(self, data):
+        swapped, tokens = data.draw(st.sampled_from(self.swapped))
+        slots = [s for s in range(SLOTS) if s not in self.twin][: len(tokens)]
+        if len(slots) < len(tokens) or not self.pool.can_allocate(len(swapped.distinct)):
+            return
+        for on_host, block in self.tables.swap_in(slots, swapped, self.host):
+            self.memory[block] = self.host_memory[on_host]
+        self.swapped = [other for other in self.swapped if other[0] is not swapped]
+        self.twin |= dict(zip(slots, tokens))
 
     @precondition(lambda self: 0 < len(self.twin) < SLOTS)
     @rule(data=st.data())
@@ -85,6 +128,8 @@ class TablesBesideTwin(RuleBasedStateMachine):
         )
         assert {b: n for b, n in enumerate(self.pool.refcounts.tolist()) if n} == dict(owners)
         assert self.pool.num_free == self.pool.capacity - len(owners)
+        on_host = sum(len(swapped.distinct) for swapped, _ in self.swapped)
+        assert self.host.num_used == on_host
 
     @invariant()
     def waste_is_under_one_block_a_sequence(self):
@@ -95,7 +140,7 @@ class TablesBesideTwin(RuleBasedStateMachine):
 
 
 TablesBesideTwin.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=60, deadline=None
+    max_examples=100, stateful_step_count=100, deadline=None
 )
 test_tables_beside_twin = TablesBesideTwin.TestCase
 
