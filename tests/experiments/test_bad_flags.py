@@ -51,7 +51,7 @@ ENGINE = [
     ("--chunked_prefill=perhaps", "Non-boolean argument to boolean flag"),
     ("--tensor_parallel=0", "tensor_parallel must be at least 1, not 0"),
     ("--tensor_parallel=2", "tensor_parallel (2) needs as many devices; JAX sees 1"),
-    ("--tensor_parallel=5", "tensor_parallel (5) must divide num_heads (8)"),
+    ("--tensor_parallel=5", "tensor_parallel (5) must divide num_heads"),
     ("--preemption_mode=drop", "preemption_mode must be one of auto, recompute, swap, not 'drop'"),
     ("--admit_after_swap=never", "admit_after_swap must be one of completed, resumed, not 'never'"),
     ("--policy=orca_max --preemption_mode=swap", "policy 'orca_max' cannot swap a sequence"),
