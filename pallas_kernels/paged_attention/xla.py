@@ -7,14 +7,13 @@ program serves every context length. The chunk that is gathered at a time stays 
 import jax
 import jax.numpy as jnp
 
-CHUNK_TOKENS = 128  # KV tokens gathered at a time
-SEQUENCE_GROUP = 8  # decode sequences that share a loop, and so pay for the longest of them
+DECODE_CHUNK = 64  # consecutive KV tokens of a sequence; decode gathers several chunks at a time,
+DECODE_TOKENS = 1024  # this many tokens,
+DECODE_TOKENS_PER_SEQUENCE = 128  # or fewer where there are few sequences
+PREFILL_CHUNK = 128  # KV tokens gathered at a time
 QUERY_TILE = 64  # prefill queries that share a gathered chunk
+FEW_ROWS = 4  # up to here sums are no slower than matrix products
 NEG_INF = -1e30
-
-
-def _pages_per_chunk(page_size: int) -> int:
-    return max(1, CHUNK_TOKENS // page_size)
 
 
 def _pad_to_multiple(x, axis: int, multiple: int):
@@ -33,20 +32,41 @@ def _read(pages_NxPxD, ids):
 
 def _scores(q, k):
     """q [..., R, D] times k [..., C, D] over D: [..., R, C] in float32."""
-    if q.shape[-2] > 1:
+    if q.shape[-2] > FEW_ROWS:
         return jnp.einsum("...rd,...cd->...rc", q, k, preferred_element_type=jnp.float32)
-    # XLA vectorises and spreads sums over a CPU's cores, not many products of one row.
-    return jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), -1)[..., None, :]
+    # XLA vectorises and spreads sums over a CPU's cores, not many products of few rows.
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+    if q.shape[-2] == 1:
+        return jnp.sum(q * k, -1)[..., None, :]
+    return jnp.sum(q[..., :, None, :] * k[..., None, :, :], -1)
 
 
 def _weighted_sum(probs, v, held):
     """probs [..., R, C] times v [..., C, D] over the C where held [..., C]: [..., R, D] float32."""
-    if probs.shape[-2] > 1:
-        v = jnp.where(held[..., None], v, 0)
+    if probs.shape[-2] == 1:  # Masking the products is the faster for one row, v for several.
+        products = probs[..., 0, :, None] * v.astype(jnp.float32)
+        return jnp.sum(jnp.where(held[..., None], products, 0.0), -2)[..., None, :]
+    v = jnp.where(held[..., None], v, 0)
+    if probs.shape[-2] > FEW_ROWS:
         probs = probs.astype(v.dtype)
         return jnp.einsum("...rc,...cd->...rd", probs, v, preferred_element_type=jnp.float32)
-    products = probs[..., 0, :, None] * v.astype(jnp.float32)
-    return jnp.sum(jnp.where(held[..., None], products, 0.0), -2)[..., None, :]
+    return jnp.sum(probs[..., None] * v.astype(jnp.float32)[..., None, :, :], -2)
+
+
+def _fold(body, begin, end, q):
+    """What an online softmax for q [..., D] gives whose `body` updates, for each i of begin .. end:
+
+    acc [..., D], sums of values weighted by exp(score - top); top [...], the largest score so far;
+    total [...], the sums of the weights. Rows without a score give zeros.
+    """
+    rows = q.shape[:-1]
+    state = (
+        jnp.zeros(q.shape, jnp.float32),
+        jnp.full(rows, NEG_INF, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+    )
+    acc, _, total = jax.lax.fori_loop(begin, end, body, state)
+    return acc / jnp.maximum(total, 1e-30)[..., None]
 
 
 def _online_softmax(read_chunk, first_chunk, num_chunks, q):
@@ -68,51 +88,48 @@ def _online_softmax(read_chunk, first_chunk, num_chunks, q):
         acc = acc * decay[..., None] + _weighted_sum(probs, v, held)
         return acc, new_top, total * decay + probs.sum(-1)
 
-    rows = q.shape[:-1]
-    state = (
-        jnp.zeros(q.shape, jnp.float32),
-        jnp.full(rows, NEG_INF, jnp.float32),
-        jnp.zeros(rows, jnp.float32),
-    )
-    acc, _, total = jax.lax.fori_loop(first_chunk, num_chunks, body, state)
-    return acc / jnp.maximum(total, 1e-30)[..., None]
+    return _fold(body, first_chunk, num_chunks, q)
 
 
 def decode(q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window):
     S, H, D = q.shape
     _, P, _ = k_pages.shape
     K = tables.shape[1]
-    pages = _pages_per_chunk(P)
+    pages = max(1, DECODE_CHUNK // P)
     chunk = pages * P
-    group = min(S, SEQUENCE_GROUP)
+    # The chunks of all sequences, one sequence after the other, are taken W at a time: short
+    # sequences do not wait for long ones.
+    W = max(1, min(DECODE_TOKENS, S * DECODE_TOKENS_PER_SEQUENCE) // chunk)
+    first = jnp.zeros_like(lengths)
+    if sliding_window is not None:
+        first = jnp.maximum(lengths - sliding_window, 0)
+    first_chunk = first.min(1) // chunk
+    counts = (lengths.max(1) + chunk - 1) // chunk - first_chunk
+    ends = jnp.cumsum(counts)
+    scaled = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(S, K, H // K, D)
 
-    tables = _pad_to_multiple(_pad_to_multiple(tables, 2, pages), 0, group)
-    lengths = _pad_to_multiple(lengths, 0, group)
-    scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
-    queries = _pad_to_multiple(scaled.reshape(S, K, H // K, D), 0, group)
+    def body(i, state):
+        acc, top, total = state
+        w = i * W + jnp.arange(W)
+        # Chunks beyond the last become some of the last sequence, beyond its length.
+        s = jnp.minimum(jnp.searchsorted(ends, w, side="right", method="compare_all"), S - 1)
+        j = first_chunk[s] + w - (ends - counts)[s]
+        columns = j[:, None] * pages + jnp.arange(pages)
+        ids = tables.at[s[:, None, None], jnp.arange(K)[:, None], columns[:, None]].get(mode="clip")
+        index = (j[:, None] * chunk + jnp.arange(chunk))[:, None]
+        held = (index < lengths[s][..., None]) & (index >= first[s][..., None])
+        seen = held[:, :, None]
+        k, v = _read(k_pages, ids + page_offset), _read(v_pages, ids + page_offset)
 
-    def attend_group(start):
-        q_g, table_g, length_g = (
-            jax.lax.dynamic_slice_in_dim(x, start, group) for x in (queries, tables, lengths)
-        )
-        first = jnp.zeros_like(length_g)
-        if sliding_window is not None:
-            first = jnp.maximum(length_g - sliding_window, 0)
+        scores = jnp.where(seen, _scores(scaled[s], k), NEG_INF)
+        new_top = top.at[s].max(scores.max(-1))
+        probs = jnp.where(seen, jnp.exp(scores - new_top[s][..., None]), 0.0)
+        decay = jnp.exp(top - new_top)
+        acc = (acc * decay[..., None]).at[s].add(_weighted_sum(probs, v, held))
+        return acc, new_top, (total * decay).at[s].add(probs.sum(-1))
 
-        def read_chunk(j):
-            ids = jax.lax.dynamic_slice_in_dim(table_g, j * pages, pages, axis=2) + page_offset
-            index = j * chunk + jnp.arange(chunk)
-            seen = (index < length_g[..., None]) & (index >= first[..., None])
-            return _read(k_pages, ids), _read(v_pages, ids), seen, seen[:, :, None]
-
-        nothing = jnp.iinfo(jnp.int32).max
-        first_chunk = jnp.where(length_g > 0, first, nothing).min() // chunk
-        num_chunks = (length_g.max() + chunk - 1) // chunk
-        return _online_softmax(read_chunk, first_chunk, num_chunks, q_g).astype(q.dtype)
-
-    starts = jnp.arange(0, queries.shape[0], group)
-    out = jax.lax.map(attend_group, starts)
-    return out.reshape(-1, H, D)[:S]
+    out = _fold(body, 0, (ends[-1] + W - 1) // W, scaled)
+    return out.astype(q.dtype).reshape(S, H, D)
 
 
 def prefill(
@@ -122,7 +139,7 @@ def prefill(
     _, P, _ = k_pages.shape
     S, K, _ = tables.shape
     G = H // K
-    pages = _pages_per_chunk(P)
+    pages = max(1, PREFILL_CHUNK // P)
     chunk = pages * P
     tile = min(T, QUERY_TILE)
 
