@@ -64,6 +64,7 @@ def output_line(item: Answered) -> dict[str, Any]:
         "prompt_tokens": len(item.output.prompt_tokens),
         "tokens": item.output.tokens,
         "text": item.output.text,
+        "others": [asdict(sequence) for sequence in item.output.sequences[1:]],
         "answer": item.request.answer,
         "exact": item.exact,
         "finish_reason": item.output.finish_reason,
@@ -86,19 +87,18 @@ def ttft_s(record: RequestRecord) -> float | None:
 
 
 def tpot_s(record: RequestRecord) -> float | None:
-    """Time per output token after the first."""
-    if record.first_token_s is None or record.output_tokens < 2:
+    """Time per output token after the first; sequences of a request are averaged."""
+    length = record.output_tokens / record.sequences
+    if record.first_token_s is None or length < 2:
         return None
-    return (record.finish_s - record.first_token_s) / (record.output_tokens - 1)
+    return (record.finish_s - record.first_token_s) / (length - 1)
 
 
 def normalised_latency_s(record: RequestRecord) -> float | None:
     """End-to-end latency over output tokens (vLLM §6.1); its mean is the paper's key metric."""
-    return (
-        (record.finish_s - record.arrival_s) / record.output_tokens
-        if record.output_tokens
-        else None
-    )
+    if not record.output_tokens:
+        return None
+    return (record.finish_s - record.arrival_s) / (record.output_tokens / record.sequences)
 
 
 def complete(records: Sequence[RequestRecord]) -> list[RequestRecord]:
@@ -174,16 +174,19 @@ def kv_memory(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Shares of the allocated KV memory by what it holds (vLLM Fig. 2), and of the pool allocated.
 
     A share is a ratio of two averages over time, in which a step weighs as long as it took on the
-    device; idle time does not count.
+    device; idle time does not count. saved_by_sharing: what blocks of several owners save, of what
+    there would be without (§6.3).
     """
     slots = {name: _time_mean(steps, [getattr(s, f"kv_{name}") for s in steps]) for name in MEMORY}
     allocated = sum(slots.values())
     capacity = max((allocated_slots(s) + s.kv_free for s in steps), default=0)
     peak = max((allocated_slots(s) for s in steps), default=0)
+    shared = _time_mean(steps, [s.kv_shared for s in steps])
     shares = {f"{name}_fraction": slots[name] / allocated if allocated else 0.0 for name in MEMORY}
     return {
         **shares,
         "waste_fraction": shares["internal_fraction"] + shares["external_fraction"],
+        "saved_by_sharing": shared / (shared + allocated) if allocated else 0.0,
         "mean_allocated_tokens": allocated,
         "peak_allocated_tokens": peak,
         "capacity_tokens": capacity,
@@ -277,6 +280,8 @@ def table(measured: dict[str, Any], answers: dict[str, tuple[int, int]], hardwar
         f"batch         {batch['mean_running']:.1f} requests running on average, "
         f"{batch['max_running']} at most; {measured['preemptions']} preemptions",
     ]
+    if memory["saved_by_sharing"]:
+        lines.append(f"sharing       saves {memory['saved_by_sharing']:.1%} of the KV memory")
     if measured["prefix_cache"]["hit_tokens"]:
         lines.append(
             f"prefix cache  {hit_fraction(measured['prefix_cache']):.1%} of prompt tokens, "

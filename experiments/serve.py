@@ -29,6 +29,7 @@ from models import weights
 from paged.clock import WallClock
 from paged.engine import Engine
 from paged.sequence import RequestOutput, SamplingParams
+from paged.validation import check_group
 
 FLAGS = flags.FLAGS
 WORKLOAD_HELP = {
@@ -50,6 +51,9 @@ SAMPLING_HELP = {
     "repetition_penalty": "divides positive logits of tokens seen before; 1 is off",
     "presence_penalty": "subtracted from logits of tokens generated before; 0 is off",
     "frequency_penalty": "the same for each time that they were generated; 0 is off",
+    "n": "sequences of each request: sampled ones, or the best of a beam search",
+    "beam_width": "beams of a search instead of sampling; 1 is off",
+    "length_penalty": "of a beam search: above 0 it favours long outputs",
 }
 
 
@@ -73,11 +77,27 @@ def prepare() -> tuple[Engine, Workload, SamplingParams]:
     model = weights.load_config(FLAGS.model)
     config = engine_config(model)
     tokenizer = weights.load_tokenizer(FLAGS.model)
-    longest = min(
-        config.max_model_len, config.kv_cache_tokens // config.page_size * config.page_size
-    )
+    check_group(sampling, 1, model, config)
+    pages = config.kv_cache_tokens // config.page_size // sampling.num_sequences
+    longest = min(config.max_model_len, pages * config.page_size)
     workload = workloads.load(wanted, Vocabulary(tokenizer, model.vocab_size, longest))
+    for i, request in enumerate(workload.requests):
+        sampling_of(request, sampling, FLAGS.seed, i)
     return load_engine(config, tokenizer), workload, sampling
+
+
+def sampling_of(request: Request, sampling: SamplingParams, seed: int, i: int) -> SamplingParams:
+    """Of request i: what it says itself, and for the rest `sampling`; it draws with seed + i.
+
+    Raises: ValueError if the two do not go together.
+    """
+    return replace(
+        sampling,
+        max_tokens=request.max_tokens,
+        seed=(seed + i) % 2**32,
+        stop=request.stop,
+        ignore_eos=request.ignore_eos,
+    )
 
 
 def run(
@@ -102,13 +122,7 @@ def run(
             while coming and start + requests[coming[0]].arrival_s <= clock.now():
                 i = coming.popleft()
                 request = requests[i]
-                how = replace(
-                    sampling,
-                    max_tokens=request.max_tokens,
-                    seed=(seed + i) % 2**32,
-                    stop=request.stop,
-                    ignore_eos=request.ignore_eos,
-                )
+                how = sampling_of(request, sampling, seed, i)
                 arrival = start + request.arrival_s
                 index[engine.add_request(request.prompt, how, arrival_time=arrival)] = i
             if not engine.has_unfinished():

@@ -58,6 +58,7 @@ class RequestRecord:
     preemptions: int
     finish_reason: str
     cached_tokens: int = 0
+    sequences: int = 1
 
 
 def step_facts(step: ScheduledStep, scheduler: Scheduler) -> dict[str, int]:
@@ -119,6 +120,7 @@ class Metrics:
             preemptions=group.num_preemptions,
             finish_reason=reason,
             cached_tokens=group.num_cached_tokens,
+            sequences=len(outputs),
         )
         self.requests.append(record)
         self.events.append({"event": "finish", "time_s": record.finish_s, **vars(record)})

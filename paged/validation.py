@@ -58,7 +58,7 @@ def validated_prompt(
             f"allows {config.max_model_len - 1}, and one to generate"
         )
     count = sampling.num_sequences
-    _check_group(sampling, len(tokens), model, config)
+    check_group(sampling, len(tokens), model, config)
     if not policy.fits(token_limit(tokens, sampling, config), count):
         times = f"{count} times " if count > 1 else ""
         raise ValueError(
@@ -69,7 +69,10 @@ def validated_prompt(
     return tokens.astype(np.int32)
 
 
-def _check_group(sampling: SamplingParams, length: int, model: ModelConfig, config: EngineConfig):
+def check_group(
+    sampling: SamplingParams, length: int, model: ModelConfig, config: EngineConfig
+) -> None:
+    """Raise ValueError where the sequences of a prompt of `length` tokens cannot run together."""
     count = sampling.num_sequences
     if count > config.max_num_seqs:
         raise ValueError(
