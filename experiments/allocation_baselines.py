@@ -29,7 +29,12 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments import report, run_record, serve, workloads
-from experiments.flags import define_model_flags, load_engine, values_of
+from experiments.flags import (
+    define_executor_flag,
+    define_model_flags,
+    load_engine,
+    values_of,
+)
 from experiments.plots import MEMORY_COLOURS
 from experiments.soak_users import NEAR_TIE
 from experiments.synthetic_lengths import PUBLISHED_MEANS
@@ -305,15 +310,14 @@ def main(argv: list[str], names: Sequence[str] = ()) -> None:
 
 def define_flags() -> list[str]:
     """Define this program's flags; returns their names."""
-    flags.DEFINE_enum("executor", "device", ["device", "simulated"], "what runs the steps")
     flags.DEFINE_integer(
         "length_divisor", 8, "divides all that is counted in tokens", lower_bound=1, upper_bound=64
     )
     flags.DEFINE_float("fill", 10.0, "how often the requests would fill the memory", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "of the requests", lower_bound=0)
     flags.DEFINE_string("output_dir", "results/allocation_baselines", "where the report goes")
-    own = ["executor", "length_divisor", "fill", "seed", "output_dir"]
-    return own + define_model_flags()
+    own = ["length_divisor", "fill", "seed", "output_dir"]
+    return [*define_executor_flag(), *own, *define_model_flags()]
 
 
 if __name__ == "__main__":

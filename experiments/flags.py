@@ -17,6 +17,7 @@ from absl import flags
 from models import weights
 from models.config import ModelConfig
 from paged.engine import Engine, EngineConfig
+from paged.simulator.executor import SimulatedExecutor
 from paged.tensor_parallel import Shards
 
 FLAGS = flags.FLAGS
@@ -68,6 +69,12 @@ def define_model_flags() -> list[str]:
     return ["model", "dtype", "compilation_cache"]
 
 
+def define_executor_flag() -> list[str]:
+    """Define --executor, which goes to `load_engine`; its name."""
+    flags.DEFINE_enum("executor", "device", ["device", "simulated"], "what runs the steps")
+    return ["executor"]
+
+
 def define_engine_flags() -> list[str]:
     """Define what `engine_config` and `load_engine` read, and --seed; returns the names."""
     names = define_model_flags()
@@ -100,8 +107,13 @@ def values_of(names: Iterable[str]) -> dict[str, Any]:
     return {name: FLAGS[name].value for name in names}
 
 
-def load_engine(config: EngineConfig, tokenizer) -> Engine:
-    """An engine over the weights of --model, not yet warmed up."""
+def load_engine(config: EngineConfig, tokenizer, executor: str = "device") -> Engine:
+    """An engine over the weights of --model, not yet warmed up; 'simulated' reads none and makes
+    tokens up."""
+    if executor == "simulated":
+        config_of_model = weights.load_config(FLAGS.model)
+        simulated = SimulatedExecutor(vocab_size=config_of_model.vocab_size)
+        return Engine(config_of_model, config, simulated, tokenizer)
     if FLAGS.compilation_cache:
         folder = Path(FLAGS.compilation_cache).expanduser()
         jax.config.update("jax_compilation_cache_dir", str(folder))

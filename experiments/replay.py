@@ -24,7 +24,12 @@ from tqdm import tqdm
 
 from experiments import run_record
 from experiments.diff_events import Event, first_difference, read_log, report, untimed
-from experiments.flags import define_model_flags, load_engine, values_of
+from experiments.flags import (
+    define_executor_flag,
+    define_model_flags,
+    load_engine,
+    values_of,
+)
 from models import weights
 from models.config import ModelConfig
 from paged.config import EngineConfig
@@ -228,9 +233,8 @@ def main(argv: list[str], names: Sequence[str] = ()) -> None:
 def define_flags() -> list[str]:
     """Define this program's flags; returns their names."""
     flags.DEFINE_string("log", None, "an events.jsonl", required=True)
-    flags.DEFINE_enum("executor", "device", ["device", "simulated"], "what runs the steps")
     flags.DEFINE_string("output_dir", "results/replay", "where the report goes")
-    return ["log", "executor", "output_dir", *define_model_flags()]
+    return ["log", "output_dir", *define_executor_flag(), *define_model_flags()]
 
 
 if __name__ == "__main__":

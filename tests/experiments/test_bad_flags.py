@@ -112,7 +112,20 @@ CONCENTRATION = [
     ("--model=tests", "tests has no tokenizer.json"),
     ("needle", "unexpected argument 'needle': flags are --name=value"),
 ]
+SAVINGS = [
+    ("--sequences=2,many", "--sequences must be numbers above 1, not '2,many'"),
+    ("--kv_cache_tokens=32", "leave 0 tokens for each sequence of a request: too few"),
+]
+MEMORY_MAP = [
+    ("--requests=plain,tree", "may be plain, prefix, parallelN and beamN, not 'tree'"),
+    ("--requests=parallel0", "n must be at least 1, not 0"),
+    ("--requests=", "--requests must name at least one"),
+    ("--prefix_tokens=44", "(44) must be above 0 and below --prompt_tokens (44)"),
+    ("--kv_cache_tokens=320", "4 times a prompt of 44 tokens and 48 to generate exceed the cache"),
+]
 CASES = {
+    "sharing_savings": SAVINGS,
+    "memory_map": MEMORY_MAP,
     "attention_concentration": CONCENTRATION,
     "serve": SERVE + ENGINE,
     "evaluate": EVALUATE + ENGINE,
