@@ -36,7 +36,7 @@ from experiments.flags import (
     values_of,
 )
 from experiments.plots import MEMORY_COLOURS
-from experiments.soak_users import NEAR_TIE
+from experiments.soak_comparison import NEAR_TIE
 from experiments.synthetic_lengths import PUBLISHED_MEANS
 from experiments.workloads import PAPER_CONTEXT, Request, Vocabulary, WorkloadConfig
 from models import weights

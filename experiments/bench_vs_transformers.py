@@ -52,10 +52,11 @@ RANDOM_100M = ModelConfig(
     num_heads=12, num_kv_heads=12, head_dim=64, max_position_embeddings=2048,
     tie_word_embeddings=True,
 )  # fmt: skip
-# transformers' continuous batching. Blocks are not shared, lest a repetition find its prompts
-# cached.
+# transformers' continuous batching. Of pages of 16 to 256 tokens and steps of 32 to 2,048, these
+# are among the fastest here, for prompts and decoding alike. Blocks are not shared, lest a
+# repetition find its prompts cached.
 CONTINUOUS: dict[str, Any] = {
-    "page_size": 32,
+    "page_size": 64,
     "max_batch_tokens": 512,
     "allow_block_sharing": False,
 }

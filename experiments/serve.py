@@ -77,7 +77,7 @@ def prepare() -> tuple[Engine, Workload, SamplingParams]:
     model = weights.load_config(FLAGS.model)
     config = engine_config(model)
     tokenizer = weights.load_tokenizer(FLAGS.model)
-    check_group(sampling, 1, model, config)
+    check_group(sampling, model, config)
     pages = config.kv_cache_tokens // config.page_size // sampling.num_sequences
     longest = min(config.max_model_len, pages * config.page_size)
     workload = workloads.load(wanted, Vocabulary(tokenizer, model.vocab_size, longest))

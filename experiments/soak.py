@@ -2,13 +2,16 @@
 
 python -m experiments.soak --minutes=30
 
-Requests of all kinds come at random, are aborted in any state, stream, share and pin prefixes and
-stop at strings, in a KV cache so small that they preempt each other; bad ones are refused. Every
---drain_every steps all of them end, and the engine must be as it was at first.
+Requests of all kinds come at random, for one sequence, for several samples, and beam searches; they
+are aborted in any state, stream, share and pin prefixes and stop at strings, in a KV cache so small
+that they preempt each other (--preemption_mode: and are recomputed or swapped); bad ones are
+refused. Every --drain_every steps all of them end, and the engine must be as it was at first.
 
-Checked: each request gets one final output, whose tokens, text and reason fit the request; a sample
-equals the run of the request alone; whoever came first always advances; every block has the
-references that tables and pins explain; refused requests leave no trace; memory does not grow.
+Checked: each request gets one final output, whose sequences' tokens, texts and reasons fit the
+request; --check_share of them equal the run of the request alone; whoever came first always
+advances; every block, on the device and in the host's memory, has the references that tables, pins
+and swapped groups explain, and every slot its sequence; refused requests leave no trace; memory
+does not grow.
 
 All decisions are a function of --seed, the step's number and the engine's state: --steps repeats a
 run. Writes to --output_dir: report.json, summary.json, samples.csv and soak.png. Ends with an error
@@ -34,7 +37,7 @@ from experiments import run_record
 from experiments.flags import define_engine_flags, engine_config, load_engine, values_of
 from experiments.soak_checks import KINDS, Violation
 from experiments.soak_operations import OPERATIONS
-from experiments.soak_users import Users
+from experiments.soak_users import MOST_SEQUENCES, Users
 from models import weights
 from paged.config import EngineConfig
 
@@ -52,7 +55,8 @@ ENGINE_DEFAULTS = {
 @dataclass(frozen=True)
 class Sample:
     """The state after a step. rss_mib is None where the system does not tell; live_arrays: of JAX;
-    blocks_idle: free, and kept for their content; at_rest: whether nothing was unfinished."""
+    blocks_idle: free, and kept for their content; blocks_swapped: in the host's memory; at_rest:
+    whether nothing was unfinished."""
 
     step: int
     minutes: float
@@ -62,6 +66,7 @@ class Sample:
     waiting: int
     blocks_used: int
     blocks_idle: int
+    blocks_swapped: int
     requests: int
     output_tokens: int
     at_rest: bool = False
@@ -72,7 +77,8 @@ def sample(users: Users, step: int, minutes: float, at_rest: bool = False) -> Sa
     return Sample(
         step, minutes, rss_mib(), len(jax.live_arrays()), len(scheduler.running),
         len(scheduler.waiting), pool.num_used, len(pool.cache.idle) if pool.cache else 0,
-        users.counts["requests"], users.counts["output_tokens"], at_rest,
+        users.engine.host_policy.host_pool.num_used, users.counts["requests"],
+        users.counts["output_tokens"], at_rest,
     )  # fmt: skip
 
 
@@ -87,10 +93,10 @@ def rss_mib() -> float | None:
 
 def reference_config(config: EngineConfig) -> EngineConfig:
     """One request at a time, in ample memory, with nothing shared and nothing ahead."""
-    longest = config.max_model_len
+    most, longest = min(MOST_SEQUENCES, config.max_num_seqs), config.max_model_len
     return replace(
-        config, max_num_seqs=1, max_prefills_per_step=1, prefix_caching=False, run_ahead=False,
-        kv_cache_tokens=longest + config.page_size, watermark=0.0,
+        config, max_num_seqs=most, max_prefills_per_step=1, prefix_caching=False, run_ahead=False,
+        kv_cache_tokens=most * (longest + config.page_size), watermark=0.0,
     )  # fmt: skip
 
 
@@ -190,10 +196,10 @@ def plot(samples: Sequence[Sample], path: Path, title: str, footer: str) -> None
     memory.plot(minutes, [s.rss_mib or np.nan for s in samples], color="#2f6b9a")
     memory.set(ylabel="resident memory (MiB)", ylim=(0, None))
     for axes, names in (
-        (blocks, ("blocks_used", "blocks_idle")),
+        (blocks, ("blocks_used", "blocks_idle", "blocks_swapped")),
         (requests, ("running", "waiting")),
     ):
-        for name, colour in zip(names, ("#2f6b9a", "#e0a030")):
+        for name, colour in zip(names, ("#2f6b9a", "#e0a030", "#c8553d")):
             values = [getattr(s, name) for s in samples]
             label = name.replace("_", " ")
             axes.plot(minutes, values, ".", markersize=2, color=colour, label=label)

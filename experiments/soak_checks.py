@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paged.block_pool import NULL_BLOCK
+from paged.block_pool import NULL_BLOCK, BlockPool
 from paged.engine import Engine
-from paged.sequence import RequestOutput, SamplingParams
+from paged.sequence import RequestOutput, SamplingParams, SequenceOutput
 from paged.stopping import decode
 
-LOGPROB_TOLERANCE = 1e-3
 KINDS = (
     "lost", "doubled", "wrong_output", "mismatched", "leaked_blocks", "leaked_state", "stuck",
     "accepted", "raised", "memory_growth",
@@ -32,20 +31,52 @@ class Violation(Exception):
 @dataclass
 class Asked:
     """A request whose final output has not come. alone: whether that will be compared with a run
-    of the request by itself."""
+    of the request by itself; seen: the tokens of each sequence that it has shown."""
 
     prompt: list[int]
     how: SamplingParams
     alone: bool
-    seen: list[int] = field(default_factory=list)
+    seen: list[list[int]] = field(default_factory=list)
     aborted: bool = False
+
+
+def takes_back(output: RequestOutput, asked: Asked) -> bool:
+    """Whether an output lacks tokens that an earlier one of the request has shown."""
+    ranked = output.finished and asked.how.ranks
+    for i, sequence in enumerate(output.sequences):
+        shown = asked.seen if ranked else asked.seen[i : i + 1]
+        if shown and not any(sequence.tokens[: len(tokens)] == tokens for tokens in shown):
+            return True
+    return False
 
 
 def what_is_wrong(output: RequestOutput, asked: Asked, engine: Engine) -> str | None:
     """Why a final output cannot be that of the request, or None."""
-    how, reason, tokens = asked.how, output.finish_reason, output.tokens
-    if asked.aborted != (reason == "abort"):
-        return f"aborted is {asked.aborted}, and the reason {reason!r}"
+    how, sequences = asked.how, output.sequences
+    reasons = [sequence.finish_reason for sequence in sequences]
+    # Those that were cut short may not be among the best.
+    if ("abort" in reasons) > asked.aborted or ("abort" in reasons) + how.ranks < asked.aborted:
+        return f"aborted is {asked.aborted}, and the reasons {reasons}"
+    cut_short = asked.aborted and how.is_beam_search
+    if not sequences or len(sequences) > how.n or (len(sequences) < how.n and not cut_short):
+        return f"{len(sequences)} sequences came back"
+    scores = [sequence.score for sequence in sequences if sequence.score is not None]
+    if len(scores) != (len(sequences) if how.ranks or how.is_beam_search else 0):
+        return f"the scores are {[sequence.score for sequence in sequences]}"
+    if scores != sorted(scores, reverse=True) and not cut_short:
+        return f"the best is not the first: {scores}"
+    for sequence in sequences:
+        if wrong := _what_is_wrong_with(sequence, asked, engine):
+            return wrong
+    if how.prompt_logprobs is not None and not asked.aborted:
+        reported = [p and p.token for p in output.prompt_logprobs or ()]
+        if reported != [None, *asked.prompt[1:]]:
+            return "its prompt's log-probabilities are not those of its tokens"
+    return None
+
+
+def _what_is_wrong_with(sequence: SequenceOutput, asked: Asked, engine: Engine) -> str | None:
+    how, reason, tokens = asked.how, sequence.finish_reason, sequence.tokens
     limit = min(how.max_tokens, engine.config.max_model_len - len(asked.prompt))
     eos = () if how.ignore_eos else engine.model.eos_token_ids
     ends = {*eos, *how.stop_token_ids}
@@ -57,12 +88,12 @@ def what_is_wrong(output: RequestOutput, asked: Asked, engine: Engine) -> str | 
         expected = decode(engine.tokenizer, tokens[:-1])
     elif reason in ("stop", "abort"):
         # A string cuts the text; of an aborted request it may lag behind its tokens.
-        expected = output.text
-    if output.text != expected or not text.startswith(output.text):
-        return f"its text is {output.text!r}, its tokens say {text!r}"
-    if any(stop in output.text for stop in how.stop):
-        return f"a stop string is in its text {output.text!r}"
-    cut = any(text.startswith(output.text + stop) for stop in how.stop)
+        expected = sequence.text
+    if sequence.text != expected or not text.startswith(sequence.text):
+        return f"its text is {sequence.text!r}, its tokens say {text!r}"
+    if any(stop in sequence.text for stop in how.stop):
+        return f"a stop string is in its text {sequence.text!r}"
+    cut = any(text.startswith(sequence.text + stop) for stop in how.stop)
     fits = {
         "abort": len(tokens) < limit,
         "length": len(tokens) == limit and last not in ends,
@@ -70,28 +101,10 @@ def what_is_wrong(output: RequestOutput, asked: Asked, engine: Engine) -> str | 
         "stop": 0 < len(tokens) <= limit and (cut or last in how.stop_token_ids),
     }
     if not fits.get(str(reason), False):
-        return f"{reason!r} does not fit {len(tokens)} of {limit} tokens, {output.text!r}"
-    if how.logprobs is not None and [p.token for p in output.logprobs or ()] != tokens:
+        return f"{reason!r} does not fit {len(tokens)} of {limit} tokens, {sequence.text!r}"
+    if how.logprobs is not None and [p.token for p in sequence.logprobs or ()] != tokens:
         return "its log-probabilities are not those of its tokens"
-    if how.prompt_logprobs is not None and reason != "abort":
-        reported = [p and p.token for p in output.prompt_logprobs or ()]
-        if reported != [None, *asked.prompt[1:]]:
-            return "its prompt's log-probabilities are not those of its tokens"
     return None
-
-
-def is_same(output: RequestOutput, alone: RequestOutput) -> bool:
-    """Whether an output is that of the same request alone, or if it was aborted its beginning."""
-    n, aborted = len(output.tokens), output.finish_reason == "abort"
-    if output.tokens != alone.tokens[:n] or not (aborted or n == len(alone.tokens)):
-        return False
-    if not aborted and (output.text, output.finish_reason) != (alone.text, alone.finish_reason):
-        return False
-    ours = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
-    theirs = [*(alone.logprobs or ())[:n], *(alone.prompt_logprobs or ())]
-    return all(
-        abs(a.logprob - b.logprob) < LOGPROB_TOLERANCE for a, b in zip(ours, theirs) if a and b
-    )
 
 
 def holdings(engine: Engine) -> dict[str, int]:
@@ -106,18 +119,43 @@ def holdings(engine: Engine) -> dict[str, int]:
 
 
 def check_blocks(engine: Engine, pins: np.ndarray) -> None:
-    """Each block has as many references as tables name it, pins [num_blocks] added."""
-    pool, tables = engine.host_policy.pool, engine.host_policy.block_tables
-    named = tables.blocks[tables.blocks != NULL_BLOCK]
-    owners = np.bincount(named, minlength=pool.num_blocks) + pins
+    """Each block has as many references as tables name it, pins [num_blocks] added; in the host's
+    memory one, if a swapped group has its content there."""
+    policy = engine.host_policy
+    named = policy.block_tables.blocks[policy.block_tables.blocks != NULL_BLOCK]
+    swapped = [g.swapped.distinct for g in engine.scheduler.waiting if g.swapped is not None]
+    on_host = np.concatenate([np.zeros(0, np.int64), *swapped])
+    _check_references("block", policy.pool, np.bincount(named, minlength=len(pins)) + pins)
+    _check_references("host block", policy.host_pool, np.bincount(on_host, minlength=len(pins)))
+
+
+def _check_references(what: str, pool: BlockPool, owners: np.ndarray) -> None:
     wrong = np.flatnonzero(pool.refcounts != owners)
     if len(wrong):
         block = int(wrong[0])
         raise Violation(
             "leaked_blocks",
-            f"block {block} has {pool.refcounts[block]} references and {owners[block]} owners",
+            f"{what} {block} has {pool.refcounts[block]} references and {owners[block]} owners",
         )
     if pool.num_used != np.count_nonzero(owners):
         raise Violation(
-            "leaked_blocks", f"{pool.num_used} blocks are in use, {np.count_nonzero(owners)} owned"
+            "leaked_blocks",
+            f"{pool.num_used} {what}s are in use, {np.count_nonzero(owners)} owned",
         )
+
+
+def check_slots(engine: Engine) -> None:
+    """A slot is active for a sequence that runs in it, held only for one whose donor does."""
+    scheduler, slots = engine.scheduler, engine.scheduler.slots
+    running = [s for group in scheduler.running for s in group.unfinished]
+    if any(slots.owner[s.slot] is not s for s in running):
+        raise Violation("leaked_state", "a sequence that runs has no slot")
+    if not np.count_nonzero(slots.active) == len(running) == slots.num_slots - slots.num_free:
+        raise Violation(
+            "leaked_state",
+            f"{slots.num_slots - slots.num_free} slots are taken, and {len(running)} sequences run",
+        )
+    held = np.flatnonzero(slots.held & slots.active).tolist()
+    followers = [s.slot for s in scheduler._followers]
+    if sorted(followers) != held:
+        raise Violation("leaked_state", f"slots {held} are held, and followers are in {followers}")

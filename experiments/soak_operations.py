@@ -132,6 +132,11 @@ REFUSED: dict[str, Callable[[Users], Any]] = {
         [5], SamplingParams(stop=(u.engine.tokenizer.all_special_tokens[0],))
     ),
     "no tokens to generate": lambda u: SamplingParams(max_tokens=0),
+    "samples that are all the same": lambda u: SamplingParams(n=2),
+    "more outputs than beams": lambda u: SamplingParams(n=3, beam_width=2),
+    "more sequences than may run": lambda u: u.engine.add_request(
+        [5], SamplingParams(n=u.engine.config.max_num_seqs + 1, temperature=1.0)
+    ),
     "a prefix of nothing to pin": lambda u: u.engine.pin_prefix([]),
 }
 # Name -> probability in each step, and what is done.

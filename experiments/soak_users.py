@@ -11,16 +11,22 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from experiments.soak_checks import (
     Asked,
     Violation,
     check_blocks,
+    check_slots,
     holdings,
-    is_same,
+    takes_back,
     what_is_wrong,
 )
+from experiments.soak_comparison import compare
+from paged.block_pool import NULL_BLOCK
 from paged.engine import Engine
 from paged.sequence import RequestOutput, SamplingParams
+from paged.validation import token_limit
 
 # What requests are made of: each parameter is one of these. Output lengths are shares of the
 # longest that is allowed.
@@ -40,10 +46,18 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "logprobs": (None, None, None, 0, 3),
     "prompt_logprobs": (None, None, None, None, 2),
 }
+# Of requests for several sequences, of which some are beam searches; these keep what is BEAMS_TAKE.
+MOST_SEQUENCES = 4
+SEQUENCES = (1, 1, 1, 1, 2, 3, MOST_SEQUENCES)
+BEAMS: dict[str, tuple[Any, ...]] = {
+    "length_penalty": (1.0, 1.0, 0.0, 2.0, -1.0),
+    "early_stopping": (False, True, "never"),
+}
+BEAMS_TAKE = ("max_tokens", "seed", "ignore_eos", "prompt_logprobs")
 NUM_PREFIXES, NUM_PINNED, MAX_UNFINISHED, NUM_STREAMS = 4, 2, 40, 3
-NEAR_TIE = 1e-4  # a lead of a logit that padding can turn into another token
 COUNTED = (
-    "requests", "prompt_tokens", "output_tokens", "cached_tokens", "preemptions", "engine_steps",
+    "requests", "parallel_samples", "beam_searches", "prompt_tokens", "output_tokens",
+    "cached_tokens", "copied_blocks", "preemptions", "swapped_out", "swapped_in", "engine_steps",
     "ended_eos", "ended_length", "ended_stop", "ended_abort", "closed", "refused",
     "pinned_prefixes", "compared", "near_ties",
 )  # fmt: skip
@@ -111,7 +125,26 @@ class Users:
         how["seed"] = rng.randrange(2**32)
         if how["temperature"] > 0 and rng.random() < 0.2:
             how["seed"] = None
-        return shared + self._tokens(rng, own), SamplingParams(**how)
+        prompt = shared + self._tokens(rng, own)
+        return prompt, self._several(rng, SamplingParams(**how), prompt)
+
+    def _several(
+        self, rng: random.Random, how: SamplingParams, prompt: list[int]
+    ) -> SamplingParams:
+        """Often for several sequences, at most as many as the cache holds."""
+        engine = self.engine
+        count = min(rng.choice(SEQUENCES), engine.config.max_num_seqs)
+        length = token_limit(np.array(prompt), how, engine.config)
+        while count > 1 and not engine.host_policy.fits(length, count):
+            count -= 1
+        if count == 1:
+            return how
+        n = rng.randint(1, count)
+        if rng.random() < 0.5:
+            taken = {name: getattr(how, name) for name in BEAMS_TAKE}
+            drawn = {name: rng.choice(values) for name, values in BEAMS.items()}
+            return SamplingParams(**taken, **drawn, n=n, beam_width=count)
+        return replace(how, n=n, best_of=count, temperature=how.temperature or 1.0)
 
     def _tokens(self, rng: random.Random, n: int) -> list[int]:
         return rng.choices(self._ordinary, k=n)
@@ -122,6 +155,8 @@ class Users:
         alone = repeatable and rng.random() < self._check_share
         self.asked[request_id] = Asked(prompt, how, alone)
         self.counts["requests"] += 1
+        self.counts["beam_searches"] += how.is_beam_search
+        self.counts["parallel_samples"] += how.num_sequences > 1 and not how.is_beam_search
         self.counts["prompt_tokens"] += len(prompt)
 
     @property
@@ -143,6 +178,7 @@ class Users:
             raise Violation("stuck", f"{self._without_record} steps in which nothing was computed")
         self._check_oldest()
         check_blocks(engine, self._pins)
+        check_slots(engine)
 
     def drain(self) -> None:
         """Let all that is unfinished end; then nothing may be left of it."""
@@ -153,6 +189,8 @@ class Users:
             self.step()
         if self.asked:
             raise Violation("lost", f"no final output of {', '.join(self.asked)}")
+        # A copy of what was swapped out last stays on the device until something else is.
+        self.engine.executor.swap_out([(NULL_BLOCK, NULL_BLOCK)])
         self.check_at_rest()
         self._take_records()
 
@@ -177,7 +215,8 @@ class Users:
     def _take_records(self) -> None:
         """Count what the engine has recorded, and let it forget that: its records only grow."""
         metrics = self.engine.metrics
-        self.counts["preemptions"] += sum(step.preemptions for step in metrics.steps)
+        for name in ("preemptions", "swapped_out", "swapped_in", "copied_blocks"):
+            self.counts[name] += sum(getattr(step, name) for step in metrics.steps)
         self.counts["cached_tokens"] += sum(r.cached_tokens for r in metrics.requests)
         self.counts["engine_steps"] += len(metrics.steps)
         metrics.clear()
@@ -197,60 +236,52 @@ class Users:
             raise Violation("doubled", f"an output of {name}, which has ended or never was")
         if output.prompt_tokens != asked.prompt:
             raise Violation("wrong_output", f"{name} came back with another prompt")
-        if output.tokens[: len(asked.seen)] != asked.seen:
+        if takes_back(output, asked):
             raise Violation("wrong_output", f"{name} took back tokens that it had shown")
-        asked.seen = output.tokens
+        asked.seen = [sequence.tokens for sequence in output.sequences]
         if output.finished:
             wrong = what_is_wrong(output, asked, self.engine)
             if wrong:
                 raise Violation("wrong_output", f"{name}: {wrong}; {asked.how}")
-            if asked.alone:
+            # How far a search came that was aborted, the request alone cannot tell.
+            if asked.alone and not (asked.aborted and asked.how.is_beam_search):
                 self._compare(output, asked)
             del self.asked[name]
-            self.counts[f"ended_{output.finish_reason}"] += 1
-            self.counts["output_tokens"] += len(output.tokens)
-            self._note(name, output.tokens, output.finish_reason)
+            reason = "abort" if asked.aborted else output.finish_reason
+            self.counts[f"ended_{reason}"] += 1
+            self.counts["output_tokens"] += sum(map(len, asked.seen))
+            self._note(name, asked.seen, reason)
 
     def _compare(self, output: RequestOutput, asked: Asked) -> None:
         """The output must be what the request alone gives, an aborted one its beginning."""
-        alone = self.reference.generate([asked.prompt], asked.how)[0]
+        wrong, near_ties = compare(output, asked, self.reference)
         self.counts["compared"] += 1
-        if is_same(output, alone):
-            return
-        pairs = zip(output.tokens, alone.tokens)
-        at = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
-        if at is not None and self._nearly_tied(asked, output.tokens[: at + 1]):
-            self.counts["near_ties"] += 1
-            return
-        raise Violation(
-            "mismatched",
-            f"{output.request_id} gave {output.tokens} ({output.finish_reason}), but alone "
-            f"{alone.tokens} ({alone.finish_reason}); prompt {asked.prompt}, {asked.how}",
-        )
-
-    def _nearly_tied(self, asked: Asked, tokens: list[int]) -> bool:
-        """Whether the request alone gives `tokens` if the last one's logit is raised by a trace."""
-        bias = dict(asked.how.logit_bias)
-        bias[tokens[-1]] = bias.get(tokens[-1], 0.0) + NEAR_TIE
-        nudged = replace(asked.how, logit_bias=bias)
-        return self.reference.generate([asked.prompt], nudged)[0].tokens[: len(tokens)] == tokens
+        self.counts["near_ties"] += near_ties
+        if wrong:
+            raise Violation(
+                "mismatched",
+                f"{output.request_id} gave {wrong}; prompt {asked.prompt}, {asked.how}",
+            )
 
     def _check_oldest(self) -> None:
-        """Whoever came first gains a token in every step: so all end, whatever comes later."""
+        """Whoever came first gains a token in every step, beams in every other one: so all end,
+        whatever comes later."""
         scheduler = self.engine.scheduler
         unfinished = [*scheduler.running, *scheduler.waiting]
         group = min(unfinished, key=lambda group: group.order, default=None)
         name = group.request_id if group else ""
         self._oldest_for = self._oldest_for + 1 if name == self._oldest else 0
         self._oldest = name
-        if group and self._oldest_for > group.limit + 8:
+        if group and self._oldest_for > group.limit * group.sampling.num_sequences + 8:
             raise Violation("stuck", f"{name} is the oldest for {self._oldest_for} steps")
 
     def check_at_rest(self) -> None:
         """With nothing unfinished the engine must hold what it held at first, and the pins."""
         check_blocks(self.engine, self._pins)
+        check_slots(self.engine)
         pool = self.engine.host_policy.pool
         leaked = pool.num_used - int((self._pins > 0).sum())
+        leaked += self.engine.host_policy.host_pool.num_used
         if leaked:
             raise Violation("leaked_blocks", f"{leaked} blocks are in use by nobody")
         self.check_held(self._at_rest, "with nothing unfinished")

@@ -40,6 +40,7 @@ class Engine(EngineLoop):
             prefill_rows=config.max_prefills_per_step,
             max_tokens=config.max_model_len,
             num_blocks=config.num_blocks,
+            page_size=config.page_size,
             multi_step=config.multi_step,
         )
         return cls(model, config, executor, tokenizer)
@@ -86,7 +87,8 @@ class Engine(EngineLoop):
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """One request's output each time it grows; other requests run on beside it.
+        """One request's output each time it grows, a beam search's at its end alone; other requests
+        run on beside it.
 
         The text may show the beginning of a stop string that the final text is cut before. The
         request is queued when the first output is asked for; closing the iterator aborts it.
@@ -130,6 +132,8 @@ class Engine(EngineLoop):
                 self._advance()
         finally:
             self._abandon(["pin"])
+        if mailbox[0].finish_reason == "error":
+            raise ValueError("the prefix cannot be pinned: its logits are not finite")
         now = self.executor.clock.now()
         self.metrics.event("pin", now, round=self._round, prompt=tokens, cache_salt=cache_salt)
         return len(tokens)

@@ -18,7 +18,8 @@ from paged.executor import Executor, PendingOutputs, StepOutputs
 from paged.kv_cache import POLICIES
 from paged.metrics import Metrics, StepRecord, step_facts
 from paged.outputs import record_logprobs, record_prompt_logprobs, request_output
-from paged.scheduler import ScheduledStep, Scheduler
+from paged.scheduled_step import ScheduledStep
+from paged.scheduler import Scheduler
 from paged.sequence import (
     RequestOutput,
     SamplingParams,
@@ -148,7 +149,7 @@ class EngineLoop:
         group = SequenceGroup(request_id, order, tokens, sampling, seed, limit, eos)
         group.arrival_s = self.executor.clock.now() if arrival_time is None else arrival_time
         group.stream, group.cache_salt = stream, cache_salt
-        if self.tokenizer is not None and (sampling.stop or stream):
+        if self.tokenizer is not None and not group.search and (sampling.stop or stream):
             for sequence in group.sequences:
                 self._streams[sequence] = TextStream(self.tokenizer, sampling.stop)
         self.metrics.event(
@@ -223,7 +224,9 @@ class EngineLoop:
         began, self._waited_s = time.perf_counter(), 0.0
         self._round += 1
         previous, decodes = self._in_flight, None
-        if previous and self.config.run_ahead:
+        # Beams cannot run ahead, and the others in their step wait for them: or beams would be left
+        # out of every other step.
+        if previous and self.config.run_ahead and not previous.step.has_beams:
             decodes = self.scheduler.decodes()
         # What is in flight may end sequences that would otherwise be preempted for lack of blocks.
         if previous and decodes is None:
@@ -315,10 +318,11 @@ class EngineLoop:
             record_logprobs(owners, tokens[good], outputs.logprobs, at)
         known = s.known[slots]
         ended = self._stops.ended(tokens, s.ignore_eos[slots], known, s.limit[slots])
-        watched = np.flatnonzero(s.watched[slots] & (tokens >= 0)).tolist()
-        for i in watched:
+        grown: dict[SequenceGroup, None] = {}
+        for i in np.flatnonzero(s.watched[slots] & (tokens >= 0)).tolist():
             sequence = self._owner(slots[i])
             group, how = sequence.group, sequence.group.sampling
+            grown[group] = None
             if group.first_token_s is None:
                 group.first_token_s = now
             s.watched[slots[i]] = bool(how.stop or how.stop_token_ids) or group.stream
@@ -326,9 +330,9 @@ class EngineLoop:
                 ended[i] = "stop"
         for i in sorted(ended):
             self._finish(self._owner(slots[i]), ended[i])
-        for slot in slots[watched]:
-            if s.active[slot] and self._owner(slot).group.stream:
-                self._deliver(self._output(self._owner(slot).group))
+        for group in grown:
+            if group.stream and not group.finished:
+                self._deliver(self._output(group))
 
     def _take_in_beams(self, flight: _InFlight, outputs: StepOutputs, now: float) -> None:
         """Let the searches go on whose beams have their candidates."""
@@ -381,7 +385,7 @@ class EngineLoop:
         return sequence
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
-        if sequence.group.pin:
+        if sequence.group.pin and reason != "error":
             prompt = sequence.tokens[: sequence.num_prompt_tokens]
             self.host_policy.pin(sequence.slot, prompt, sequence.group.cache_salt)
         self.scheduler.finish(sequence, reason)

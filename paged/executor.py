@@ -36,7 +36,7 @@ from paged.kv_cache.policy import KVPolicy
 from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
 from paged.tensor_parallel import SPLIT, SPLIT_BLOCKS, WHOLE, Shards
 
-COPIES_PER_CALL = 64  # block copies are padded to this, so that they are one program
+COPIED_TOKENS_PER_CALL = 1024  # block copies are padded to this, so that they are one program
 CACHED_LAYER_BYTES = 2**22  # weights of a layer that a CPU's caches hold
 
 
@@ -225,7 +225,7 @@ class DeviceExecutor:
     def __init__(
         self, params, shards: Shards, policy: KVPolicy, *, shapes: list[tuple[int, int]],
         num_slots: int, table_width: int, prefill_rows: int, max_tokens: int, num_blocks: int,
-        multi_step: int = 1,
+        page_size: int, multi_step: int = 1,
     ):  # fmt: skip
         self.clock = WallClock()
         self._shards, model = shards, shards.model
@@ -258,6 +258,7 @@ class DeviceExecutor:
             policy.import_pages, (SPLIT, WHOLE, SPLIT_BLOCKS), SPLIT, donate_argnums=0
         )
         self._num_blocks = num_blocks
+        self._copies_per_call = -(-COPIED_TOKENS_PER_CALL // page_size)
         self._landing: list[tuple[np.ndarray, Any]] = []  # (host blocks, content) on their way
         self._host_pool: Any = None
         self._programs: dict[tuple[int, int], jax.stages.Compiled] = {}
@@ -314,14 +315,14 @@ class DeviceExecutor:
 
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy blocks (source, destination) on the device, before the next step (vLLM §4.4)."""
-        for pairs in _parts(copies, padding=NULL_BLOCK):
+        for pairs in _parts(copies, self._copies_per_call, padding=NULL_BLOCK):
             self._cache = self._copy(self._cache, pairs[:, 0].copy(), pairs[:, 1].copy())
 
     def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy blocks (block, host block) to the host's memory (vLLM §4.5): a gather and a transfer
         for many of them, for which the steps that follow do not wait."""
         self._land()
-        for part in _parts(pairs, padding=NULL_BLOCK):
+        for part in _parts(pairs, self._copies_per_call, padding=NULL_BLOCK):
             content = self._export(self._cache, part[:, 0].copy())
             for leaf in jax.tree.leaves(content):
                 leaf.copy_to_host_async()
@@ -331,7 +332,7 @@ class DeviceExecutor:
         """Copy blocks (host block, block) back: a transfer and a scatter for many of them."""
         self._land()
         nowhere = self._num_blocks
-        for part in _parts(pairs, padding=nowhere):
+        for part in _parts(pairs, self._copies_per_call, padding=nowhere):
             on_host = np.where(part[:, 0] == nowhere, NULL_BLOCK, part[:, 0])
             content = jax.tree.map(operator.itemgetter(on_host), self._host_pool)
             self._cache = self._import(self._cache, part[:, 1].copy(), content)
@@ -350,9 +351,9 @@ class DeviceExecutor:
         self._landing.clear()
 
 
-def _parts(pairs: Iterable[tuple[int, int]], padding: int) -> Iterator[np.ndarray]:
-    """The pairs as arrays [COPIES_PER_CALL, 2] int32, the last one padded."""
-    for part in itertools.batched(pairs, COPIES_PER_CALL):
-        padded = np.full((COPIES_PER_CALL, 2), padding, np.int32)
+def _parts(pairs: Iterable[tuple[int, int]], size: int, padding: int) -> Iterator[np.ndarray]:
+    """The pairs as arrays [size, 2] int32, the last one padded."""
+    for part in itertools.batched(pairs, size):
+        padded = np.full((size, 2), padding, np.int32)
         padded[: len(part)] = part
         yield padded

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paged.scheduler import ScheduledStep, Scheduler
+from paged.scheduled_step import ScheduledStep
+from paged.scheduler import Scheduler
 from paged.sequence import RequestOutput, SequenceGroup
 
 NO_TOKEN = -2  # in the log, what a row gives in an iteration in which it samples nothing

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from models.sampling import Logprobs
-from paged.scheduler import ScheduledStep
+from paged.scheduled_step import ScheduledStep
 from paged.sequence import (
     RequestOutput,
     Sequence,
@@ -30,7 +30,8 @@ def request_output(
     else:
         outputs = [_sequence_output(s, streams.get(s), tokenizer) for s in group.sequences]
         if how.ranks and group.finished:
-            outputs.sort(key=lambda output: -(output.score or 0.0))
+            # One that failed has fewer log-probabilities to its sum.
+            outputs.sort(key=lambda out: (out.finish_reason == "error", -(out.score or 0.0)))
     return RequestOutput(
         request_id=group.request_id,
         prompt_tokens=prompt.tolist(),
@@ -80,8 +81,11 @@ def _token_logprob(token: int, all_: Logprobs, at, alternatives: int) -> TokenLo
 def record_logprobs(
     sequences: list[Sequence], tokens: np.ndarray, logprobs: Logprobs, at: list[tuple[int, int]]
 ) -> None:
-    """Keep the log-probabilities, at index `at` of [I, S], of the tokens that sequences got."""
+    """Keep the log-probabilities, at index `at` of [I, S], of the tokens that sequences got; nan is
+    of a simulated device, which has none but beams' candidates'."""
     for sequence, token, where in zip(sequences, tokens.tolist(), at, strict=True):
+        if math.isnan(logprobs.chosen[where]):
+            continue
         count = sequence.group.sampling.logprobs
         if sequence.group.sampling.ranks:
             sequence.cumulative_logprob += float(logprobs.chosen[where])

@@ -6,74 +6,15 @@ the latest arrivals are preempted, with all sequences of their group; they keep 
 order, and are recomputed or swapped in again.
 """
 
-import functools
 from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from paged.config import EngineConfig
 from paged.kv_cache.policy import HostPolicy
+from paged.scheduled_step import BlockMoves, ScheduledStep
 from paged.sequence import Sequence, SequenceGroup, Status
 from paged.slots import Slots
-
-
-@dataclass(frozen=True)
-class ScheduledStep:
-    """One step in numbers: rows of prefill chunks first, then decode rows.
-
-    slots, starts, counts: [n] int64: row i computes tokens starts[i] .. starts[i] + counts[i] of
-    the sequence in slots[i]; a decode row computes them in as many iterations. samples: [n] bool:
-    whether it ends at the sequence's last token, and so yields the next one; yields: [n] how many
-    tokens it yields (a beam none: its candidates are looked at). generations: [n] owners of the
-    slots. iterations: of the whole step.
-
-    sources: [num_forks] rows. The last decode rows, as many, are forks: they compute nothing, and
-    sample from what their source has computed, whose tokens are theirs too.
-
-    To be done first, in this order: swaps_out (block, host block), swaps_in (host block, block) and
-    copies (source, destination) of blocks.
-    """
-
-    slots: np.ndarray
-    starts: np.ndarray
-    counts: np.ndarray
-    samples: np.ndarray
-    yields: np.ndarray
-    generations: np.ndarray
-    num_prefills: int
-    sources: np.ndarray
-    swaps_out: list[tuple[int, int]]
-    swaps_in: list[tuple[int, int]]
-    copies: list[tuple[int, int]]
-    has_beams: bool
-    preempted: list[SequenceGroup]
-    admitted: list[SequenceGroup]
-
-    @functools.cached_property
-    def num_prefill_tokens(self) -> int:
-        return int(self.counts[: self.num_prefills].sum())
-
-    @property
-    def num_decodes(self) -> int:
-        return len(self.slots) - self.num_prefills
-
-    @functools.cached_property
-    def num_decode_tokens(self) -> int:
-        return int(self.counts[self.num_prefills :].sum())
-
-    @functools.cached_property
-    def iterations(self) -> int:
-        return int(self.yields.max())
-
-
-@dataclass
-class _Moves:
-    """Blocks to be moved before a step; see `ScheduledStep`."""
-
-    swaps_out: list[tuple[int, int]] = field(default_factory=list)
-    swaps_in: list[tuple[int, int]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class _PrefillRoom:
@@ -96,8 +37,8 @@ class _PrefillRoom:
 
     def add(self, slot: int, left: int, forks: int = 0) -> None:
         """As many of the `left` tokens as fit; none if the sequence must go whole and cannot. With
-        the last of them come `forks` rows of one token."""
-        if not self.takes(left + forks):
+        the last of them come `forks` rows of one token: it waits a step if these do not fit."""
+        if not self.takes(left):
             self.refused = True
             return
         count = min(left, self.budget)
@@ -219,7 +160,7 @@ class Scheduler:
             return counts
         return np.ones_like(counts)
 
-    def _preempt_latest(self, moves: _Moves) -> SequenceGroup:
+    def _preempt_latest(self, moves: BlockMoves) -> SequenceGroup:
         """Take all sequences of the latest arrival off the device (vLLM §4.5)."""
         assert len(self.running) > 1, "one group alone must fit: checked when it was added"
         group = self.running[-1]
@@ -232,6 +173,7 @@ class Scheduler:
             moves.swaps_out += swaps_out
             status = Status.SWAPPED
             self._returning.add(group)
+        assert status is Status.SWAPPED or self._can.recompute_exact, "tokens would change"
         for sequence in sequences:
             sequence.computed = int(self.slots.computed[sequence.slot])
             self._release(sequence, status)
@@ -254,7 +196,7 @@ class Scheduler:
         wanted = max(len(group.unfinished), beams)
         return wanted <= self.slots.num_free - reserved and not room.refused
 
-    def _admit(self, room: _PrefillRoom, moves: _Moves) -> SequenceGroup | None:
+    def _admit(self, room: _PrefillRoom, moves: BlockMoves) -> SequenceGroup | None:
         """Move the head of the queue to the device if its blocks and slots are there."""
         group = self.waiting[0]
         if not self._may_enter(group, room):
@@ -269,11 +211,11 @@ class Scheduler:
         self._running_slots = None
         return group
 
-    def _recompute(self, group: SequenceGroup, room: _PrefillRoom, moves: _Moves) -> bool:
+    def _recompute(self, group: SequenceGroup, room: _PrefillRoom, moves: BlockMoves) -> bool:
         sequences = group.unfinished
         if self._can.fork:
             share_prefixes(sequences, self.config.page_size)
-        if not room.takes(len(sequences[0].tokens) + self._forks_of(sequences[0], sequences)):
+        if not room.takes(len(sequences[0].tokens)):
             return False
         # With nothing else running there is no growth to keep blocks for.
         if not self.policy.can_admit(sequences, keep_watermark=bool(self.running)):
@@ -287,7 +229,7 @@ class Scheduler:
                 group.num_cached_tokens += computed
         return True
 
-    def _swap_in(self, group: SequenceGroup, room: _PrefillRoom, moves: _Moves) -> bool:
+    def _swap_in(self, group: SequenceGroup, room: _PrefillRoom, moves: BlockMoves) -> bool:
         if not self.policy.can_swap_in(group.swapped, keep_watermark=bool(self.running)):
             return False
         sequences = group.unfinished
@@ -319,7 +261,7 @@ class Scheduler:
     def schedule(self, decodes: np.ndarray | None = None) -> ScheduledStep | None:
         """The next step, or None if there is nothing to compute now. decodes: what `decodes` has
         just said, if it was asked."""
-        s, moves = self.slots, _Moves()
+        s, moves = self.slots, BlockMoves()
         preempted = []
         while decodes is None and (decodes := self.decodes()) is None:
             preempted.append(self._preempt_latest(moves))
@@ -353,7 +295,7 @@ class Scheduler:
             preempted=preempted, admitted=admitted, **vars(moves),
         )  # fmt: skip
 
-    def _start(self, group: SequenceGroup, room: _PrefillRoom, moves: _Moves) -> np.ndarray:
+    def _start(self, group: SequenceGroup, room: _PrefillRoom, moves: BlockMoves) -> np.ndarray:
         """Prefill rows of a group that has just been admitted; its slots that decode at once."""
         s = self.slots
         slots = np.array([sequence.slot for sequence in group.unfinished], np.int64)
@@ -416,7 +358,7 @@ class Scheduler:
             yields=yields,
             generations=s.generation[slots],
             num_prefills=len(prefills),
-            has_beams=bool(self._beams),
+            has_beams=bool(self._beams) and bool(s.beam[slots].any()),
             **rest,
         )
 

@@ -36,7 +36,7 @@ class Slots:
     watched:  whether each new token must be looked at: the first one, stop strings, stop tokens,
     streaming.
     beam: whether it is a beam, whose next token its group's search decides.
-    held: whether it waits for its donor, or for the other beams, to be computed.
+    held: whether it waits for its donor to be computed.
     sampling: how the next token is sampled, a `SAMPLING_ROW` each; sampling_bits: [num_slots, n]
     int32, the same memory.
     """

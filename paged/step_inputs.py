@@ -10,7 +10,7 @@ import numpy as np
 from models.sampling import GREEDY_ROW, SAMPLING_ROW, Array
 from paged.config import EngineConfig
 from paged.kv_cache.policy import HostPolicy
-from paged.scheduler import ScheduledStep
+from paged.scheduled_step import ScheduledStep
 from paged.slots import Slots
 
 FROM_DEVICE = -1  # a token that the host has not read yet: the device has it under the slot

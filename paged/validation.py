@@ -58,7 +58,7 @@ def validated_prompt(
             f"allows {config.max_model_len - 1}, and one to generate"
         )
     count = sampling.num_sequences
-    check_group(sampling, len(tokens), model, config)
+    check_group(sampling, model, config)
     if not policy.fits(token_limit(tokens, sampling, config), count):
         times = f"{count} times " if count > 1 else ""
         raise ValueError(
@@ -69,10 +69,8 @@ def validated_prompt(
     return tokens.astype(np.int32)
 
 
-def check_group(
-    sampling: SamplingParams, length: int, model: ModelConfig, config: EngineConfig
-) -> None:
-    """Raise ValueError where the sequences of a prompt of `length` tokens cannot run together."""
+def check_group(sampling: SamplingParams, model: ModelConfig, config: EngineConfig) -> None:
+    """Raise ValueError where the sequences of a request cannot run together."""
     count = sampling.num_sequences
     if count > config.max_num_seqs:
         raise ValueError(
@@ -87,11 +85,6 @@ def check_group(
         raise ValueError(
             f"beam_width must be at most {most} with {len(model.eos_token_ids)} end tokens, not "
             f"{count}"
-        )
-    if not config.chunked_prefill and length + count - 1 > config.max_num_batched_tokens:
-        raise ValueError(
-            f"without chunked prefill the prompt's {length} tokens and one for each other sequence "
-            f"must fit a step: max_num_batched_tokens is {config.max_num_batched_tokens}"
         )
 
 

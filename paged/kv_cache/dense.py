@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
-from paged.block_pool import BlockPool
+from paged.block_pool import NULL_BLOCK, BlockPool
 from paged.block_table import BlockTables, SwappedTables
 from paged.kv_cache.policy import Capabilities, Usage
 from paged.prefix_cache import PrefixCache, chain, root_key
@@ -259,7 +259,8 @@ class DenseHost:
         full = len(tokens) // page_size
         assert len(found) == full, f"only {len(found)} of {full} blocks are published"
         tail, held = tokens[full * page_size :].tobytes(), np.array(found, np.int32)
-        if tail and cache.find_tail(key or root_key(salt), tail) is None:
+        _, pinned = cache.find_tail(key or root_key(salt), tail) or (NULL_BLOCK, 0)
+        if pinned < len(tail):
             block = self.block_tables.blocks[slot, full]
             cache.pin_tail(key or root_key(salt), tail, int(block))
             held = np.append(held, block)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
+from models.sampling import BEAM, INVALID_TOKEN, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
 from paged.executor import StepOutputs
 from paged.metrics import NO_TOKEN
 from paged.step_inputs import StepInputs
@@ -40,7 +40,7 @@ class RecordedTokens:
         """What step `number` gave: tokens [I, S] int32, NO_TOKEN where a row samples nothing, and
         log-probabilities of beams' candidates alone, if there are beams.
 
-        Raises ValueError if the step was not recorded, or not with all that is to be sampled.
+        Raises ValueError if the step was not recorded, or not with all tokens to be sampled.
         """
         if number not in self._steps:
             raise ValueError(f"step {number}: the log does not hold its tokens")
@@ -58,17 +58,18 @@ class RecordedTokens:
             tokens[:count, row] = recorded
         if not len(beams):
             return StepOutputs(tokens)
-        tokens[0, beams] = 0
-        return StepOutputs(tokens, self._candidates(number, inputs, beams))
+        return StepOutputs(tokens, self._candidates(number, inputs, beams, tokens))
 
-    def _candidates(self, number: int, inputs: StepInputs, beams: np.ndarray) -> Logprobs:
+    def _candidates(
+        self, number: int, inputs: StepInputs, beams: np.ndarray, sampled: np.ndarray
+    ) -> Logprobs:
+        """Also marks in `sampled` [I, S] the beams that have none in the log: their requests were
+        aborted before they were looked at, or their logits were not finite."""
         recorded = self._beams.get(number, {})
-        shape = 1, len(inputs.slots), MAX_LOGPROBS
+        shape = *sampled.shape, MAX_LOGPROBS
         candidates, top = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
         for row in beams.tolist():
-            slot = int(inputs.slots[row])
-            if slot not in recorded:
-                raise ValueError(f"step {number}: the log does not hold the beam in slot {slot}")
-            tokens, logprobs = recorded[slot]
+            tokens, logprobs = recorded.get(int(inputs.slots[row]), ([], []))
+            sampled[0, row] = 0 if len(tokens) else INVALID_TOKEN
             candidates[0, row, : len(tokens)], top[0, row, : len(tokens)] = tokens, logprobs
-        return Logprobs(np.full(shape[:2], np.nan, np.float32), candidates, top)
+        return Logprobs(np.full(sampled.shape, np.nan, np.float32), candidates, top)

@@ -9,8 +9,9 @@ from paged.engine import Engine
 from paged.sequence import SamplingParams
 from tests.paged.tiny import TINY
 
-# A cache of 80 tokens holds such a request and 16 pinned tokens, whatever its pages.
-LONGEST_PROMPT, MOST_TOKENS = 24, 20
+# A cache of 80 tokens holds such a request and 16 pinned tokens, whatever its pages; one of
+# GROUPS_FROM tokens three sequences.
+LONGEST_PROMPT, MOST_TOKENS, GROUPS_FROM = 24, 20, 160
 
 
 def random_run(engine: Engine, rng: random.Random, rounds: int, rich: bool = False) -> list[dict]:
@@ -36,6 +37,14 @@ def random_run(engine: Engine, rng: random.Random, rounds: int, rich: bool = Fal
             how |= {"top_p": rng.choice([1.0, 0.9]), "frequency_penalty": rng.choice([0, 0.5])}
             how |= {"logit_bias": rng.choice([{}, {7: 2.5, 9: -100.0}])}
             how |= {"logprobs": rng.choice([None, 2])}
+        most = 1 if engine.config.kv_cache_tokens < GROUPS_FROM else engine.config.max_num_seqs
+        kind, count = rng.choice(["one", "parallel", "beam"]), min(3, most)
+        if kind == "parallel" and count > 1:
+            how |= {"temperature": 1.0, "best_of": count, "n": rng.randint(1, count)}
+            how |= {"logprobs": rng.choice([None, 2])}
+        elif kind == "beam" and count > 1:
+            kept = {name: how[name] for name in ("max_tokens", "seed", "prompt_logprobs")}
+            how = kept | {"beam_width": count, "n": rng.randint(1, count)}
         return prompt, SamplingParams(**how)
 
     if engine.config.prefix_caching and rng.random() < 0.6:

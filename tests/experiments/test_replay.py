@@ -39,11 +39,12 @@ def _config(rng: random.Random) -> EngineConfig:
         max_prefills_per_step=rng.choice([1, 2, 8]),
         max_model_len=90,
         page_size=rng.choice([1, 3, 4, 16]),
-        kv_cache_tokens=rng.choice([80, 80, 100, 400]),
+        kv_cache_tokens=rng.choice([80, 100, 160, 400]),
         watermark=rng.choice([0.0, 0.1]),
         run_ahead=rng.random() < 0.7,
         multi_step=rng.choice([1, 1, 4]),
         prefix_caching=rng.random() < 0.6,
+        preemption_mode=rng.choice(["auto", "recompute", "swap"]),
         seed=rng.randrange(9),
     )
 
@@ -76,7 +77,7 @@ def test_the_random_runs_hold_all_that_a_log_can():
     events = [event for log in logs for event in log]
     assert {event["event"] for event in events} == {
         "engine", "arrival", "abort", "pin", "admit", "preempt", "schedule", "step", "finish",
-        "pages",
+        "pages", "beams",
     }  # fmt: skip
     assert {e["finish_reason"] for e in events if e["event"] == "finish"} >= {
         "eos", "length", "stop", "abort",

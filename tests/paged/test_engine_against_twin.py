@@ -112,6 +112,7 @@ def test_every_request_gets_exactly_its_tokens(seed):
     last = rng.choice([0, 10, 30])
     todo = sorted((rng.randint(0, last), i) for i in range(rng.randint(1, 20)))
     requests, ended, aborted = {}, {}, {}
+    grown: Counter[str] = Counter()  # tokens that were streamed
     for step in range(5000):
         while todo and todo[0][0] <= step:
             name = str(todo.pop(0)[1])
@@ -130,7 +131,11 @@ def test_every_request_gets_exactly_its_tokens(seed):
             victim = rng.choice(alive)
             aborted[victim] = engine.abort(victim)
         for output in engine.step():
-            if output.finished:
+            size = sum(len(sequence.tokens) for sequence in output.sequences)
+            if not output.finished:
+                assert size > grown[output.request_id]
+                grown[output.request_id] = size
+            else:
                 assert output.request_id not in ended
                 ended[output.request_id] = output
         orders = [g.order for g in engine.scheduler.running + list(engine.scheduler.waiting)]

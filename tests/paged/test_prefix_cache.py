@@ -160,6 +160,14 @@ def test_a_shared_block_takes_memory_once():
     assert max(s.kv_shared for s in engine.metrics.steps) >= 4 * 40
 
 
+def test_of_pinned_prefixes_the_longest_is_taken():
+    engine = _engine(page_size=8)
+    for length in (10, 14, 12):
+        engine.pin_prefix(PREFIX[:length])
+    engine.generate([[*PREFIX[:14], 5, 6]], HOW)
+    assert _saved(engine)[-1] == 14
+
+
 def test_a_pinned_prefix_leaves_less_for_others_and_says_so():
     engine = _engine(kv_cache_tokens=100)
     engine.pin_prefix(PREFIX)

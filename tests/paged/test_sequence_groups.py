@@ -136,6 +136,20 @@ def test_a_prompt_is_computed_and_stored_once_for_all_samples():
     assert [s.kv_shared for s in steps] == [24, 16, 16]
 
 
+def test_equal_samples_that_fill_a_step_are_recomputed_unchunked():
+    """The prompt and its output take the whole step: their forks come in the next one."""
+    config = EngineConfig(
+        max_num_seqs=13, max_num_batched_tokens=64, max_model_len=64, chunked_prefill=False,
+        page_size=4, kv_cache_tokens=768, watermark=0.0, preemption_mode="recompute",
+    )  # fmt: skip
+    executor = SimulatedExecutor(vocab_size=TINY.vocab_size, first_token=TINY.vocab_size - 1)
+    engine = Engine(TINY, config, executor)
+    for n in (1, 12):
+        engine.add_request([3] * 4, SamplingParams(max_tokens=60, temperature=1, n=n), str(n))
+    assert [len(s.tokens) for s in _run(engine)["12"].sequences] == [60] * 12
+    assert engine.metrics.requests[-1].preemptions > 0
+
+
 @pytest.mark.parametrize("admit_after_swap", ["completed", "resumed"])
 def test_new_requests_wait_for_those_that_were_swapped_out(admit_after_swap):
     config = dataclasses.replace(
@@ -165,3 +179,13 @@ def test_new_requests_wait_for_those_that_were_swapped_out(admit_after_swap):
     assert len(started) == 5
     assert any(step.swapped_out for step in engine.metrics.steps)
     assert [r.output_tokens for r in engine.metrics.requests] == [80] * 5
+
+
+def test_a_search_goes_on_in_every_step_beside_others():
+    engine = Engine(TINY, SAMPLES, SimulatedExecutor(vocab_size=TINY.vocab_size, first_token=3))
+    engine.add_request([5] * 9, SamplingParams(max_tokens=60, ignore_eos=True))
+    engine.add_request([6] * 9, SamplingParams(max_tokens=30, beam_width=4, ignore_eos=True))
+    _run(engine)
+    steps = [event["step"] for event in engine.events if event["event"] == "beams"]
+    assert len(steps) == 30
+    assert steps[-1] - steps[0] == 29
