@@ -189,6 +189,7 @@ class Scheduler:
         return mode == "swap" or (mode == "auto" and num_sequences > 1 and self._can.swap)
 
     def _may_enter(self, group: SequenceGroup, room: _PrefillRoom) -> bool:
+        """Whether there are slots, and nobody else's turn; beams keep theirs while few are live."""
         if self._returning and group.num_preemptions == 0:
             return False
         reserved = sum(g.sampling.beam_width - len(g.sequences) for g in self._beams)
@@ -201,7 +202,7 @@ class Scheduler:
         group = self.waiting[0]
         if not self._may_enter(group, room):
             return None
-        enter = self._recompute if group.swapped is None else self._swap_in
+        enter = self._compute if group.swapped is None else self._swap_in
         if not enter(group, room, moves):
             return None
         self._followers += [s for s in group.unfinished if s.donor is not None]
@@ -211,7 +212,8 @@ class Scheduler:
         self._running_slots = None
         return group
 
-    def _recompute(self, group: SequenceGroup, room: _PrefillRoom, moves: BlockMoves) -> bool:
+    def _compute(self, group: SequenceGroup, room: _PrefillRoom, moves: BlockMoves) -> bool:
+        """Admit a group that is new, or was preempted and not swapped out; False without room."""
         sequences = group.unfinished
         if self._can.fork:
             share_prefixes(sequences, self.config.page_size)
@@ -230,6 +232,7 @@ class Scheduler:
         return True
 
     def _swap_in(self, group: SequenceGroup, room: _PrefillRoom, moves: BlockMoves) -> bool:
+        """Admit a group that was swapped out, as it was; False without room."""
         if not self.policy.can_swap_in(group.swapped, keep_watermark=bool(self.running)):
             return False
         sequences = group.unfinished
