@@ -229,6 +229,8 @@ class Scheduler:
             moves.copies += copies
             if sequence.donor is None:
                 group.num_cached_tokens += computed
+            elif self.slots.computed[sequence.donor.slot] >= sequence.shared:
+                self._let_go(sequence)  # what they share is in the prefix cache
         return True
 
     def _swap_in(self, group: SequenceGroup, room: _PrefillRoom, moves: BlockMoves) -> bool:
@@ -333,9 +335,13 @@ class Scheduler:
                     assert row >= 0, "the donor has sampled without its follower"
                     forks.append(follower.slot)
                     sources.append(row)
-                follower.donor, self.slots.held[follower.slot] = None, False
+                self._let_go(follower)
             self._followers = waiting
         return forks, sources
+
+    def _let_go(self, follower: Sequence) -> None:
+        """What it shares with its donor is computed, or will be in this step."""
+        follower.donor, self.slots.held[follower.slot] = None, False
 
     def _commit(self, prefills, decodes, forks, iterations, **rest) -> ScheduledStep:
         s, slots, counts, most = self.slots, decodes, iterations, iterations
