@@ -12,13 +12,13 @@ from matplotlib.axes import Axes
 
 from experiments import report, serve, workloads
 from experiments.flags import define_model_flags, load_engine
+from experiments.soak_comparison import NEAR_TIE
 from experiments.workloads import Request, Vocabulary, WorkloadConfig
 from models import weights
 from paged.engine import Engine, EngineConfig
 from paged.sequence import RequestOutput, SamplingParams
 
 FLAGS = flags.FLAGS
-NEAR_TIE = 1e-4  # a lead in log-probability that another order of sums can turn around
 HELP = {
     "kv_cache_tokens": "tokens that all KV blocks hold",
     "max_model_len": "longest sequence in tokens",

@@ -113,8 +113,9 @@ class Engine(EngineLoop):
         """Compute a prompt that many requests will begin with, and keep its blocks for good (vLLM
         §4.4, shared prefix); whoever goes on from its last one copies it. Returns its length.
 
-        Raises ValueError without prefix caching, for a bad prompt, and while requests are
-        unfinished: these were accepted for the memory that is there now.
+        Raises ValueError without prefix caching, for a bad prompt or one whose logits are not
+        finite, and while requests are unfinished: these were accepted for the memory that is there
+        now.
         """
         if not self.config.prefix_caching:
             raise ValueError("pinning a prefix needs prefix_caching")

@@ -276,7 +276,8 @@ class DeviceExecutor:
             self._programs = dict(zip(shapes, compiled, strict=True))
         for shape in self._shapes:
             self.execute(self._empty(*shape)).wait()
-        self.copy_blocks([(0, 0)])
+        for count in (1, self._state.history.shape[0]):
+            self.copy_blocks([(NULL_BLOCK, NULL_BLOCK)] * count)
         self.swap_out([(0, 0)])
         self.swap_in([(0, 0)])
         # A slot beyond the last: any other may be in use.
@@ -314,8 +315,13 @@ class DeviceExecutor:
         self._state = self._load(self._state, np.int32(slot), history, bias_tokens, bias_values)
 
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy blocks (source, destination) on the device, before the next step (vLLM §4.4)."""
-        for pairs in _parts(copies, self._copies_per_call, padding=NULL_BLOCK):
+        """Copy blocks (source, destination) on the device, before the next step (vLLM §4.4): in one
+        operation (§5.1), as a step copies at most one block of each sequence."""
+        copies = list(copies)
+        # Padding to the most there can be would cost most in steps that copy little.
+        few = len(copies) <= self._copies_per_call
+        size = self._copies_per_call if few else self._state.history.shape[0]
+        for pairs in _parts(copies, size, padding=NULL_BLOCK):
             self._cache = self._copy(self._cache, pairs[:, 0].copy(), pairs[:, 1].copy())
 
     def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from paged.config import EngineConfig
 from paged.kv_cache.policy import HostPolicy
 from paged.scheduled_step import BlockMoves, ScheduledStep
-from paged.sequence import Sequence, SequenceGroup, Status
+from paged.sequence import Sequence, SequenceGroup, Status, share_prefixes
 from paged.slots import Slots
 
 
@@ -46,28 +46,6 @@ class _PrefillRoom:
             count = left - 1
         self.rows.append((slot, count))
         self.budget -= count + (forks if count == left else 0)
-
-
-def share_prefixes(sequences: list[Sequence], page_size: int) -> None:
-    """Let each of a group's sequences share what it can with one before it.
-
-    Sequences with equal tokens share all of them, others full blocks, short of their last token.
-    """
-    for i, sequence in enumerate(sequences):
-        sequence.donor, sequence.shared = None, 0
-        for donor in sequences[:i]:
-            shared = _shared_tokens(sequence.tokens, donor.tokens, page_size)
-            if shared > sequence.shared:
-                sequence.donor, sequence.shared = donor, shared
-
-
-def _shared_tokens(tokens: np.ndarray, donors: np.ndarray, page_size: int) -> int:
-    n = min(len(tokens), len(donors))
-    differ = np.flatnonzero(tokens[:n] != donors[:n])
-    if len(tokens) == len(donors) and not len(differ):
-        return n
-    common = int(differ[0]) if len(differ) else n
-    return min(common, len(tokens) - 1) // page_size * page_size
 
 
 class Scheduler:

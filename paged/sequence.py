@@ -290,6 +290,28 @@ class SequenceGroup:
         return not self.unfinished
 
 
+def share_prefixes(sequences: list[Sequence], page_size: int) -> None:
+    """Let each of a group's sequences share what it can with one before it.
+
+    Sequences with equal tokens share all of them, others full blocks, short of their last token.
+    """
+    for i, sequence in enumerate(sequences):
+        sequence.donor, sequence.shared = None, 0
+        for donor in sequences[:i]:
+            shared = _shared_tokens(sequence.tokens, donor.tokens, page_size)
+            if shared > sequence.shared:
+                sequence.donor, sequence.shared = donor, shared
+
+
+def _shared_tokens(tokens: np.ndarray, donors: np.ndarray, page_size: int) -> int:
+    n = min(len(tokens), len(donors))
+    differ = np.flatnonzero(tokens[:n] != donors[:n])
+    if len(tokens) == len(donors) and not len(differ):
+        return n
+    common = int(differ[0]) if len(differ) else n
+    return min(common, len(tokens) - 1) // page_size * page_size
+
+
 @dataclass(frozen=True)
 class SequenceOutput:
     """One sequence of a request: all its tokens so far.

@@ -137,9 +137,8 @@ class DensePolicy:
 
     def copy_pages(self, cache: DenseCache, sources, destinations) -> DenseCache:
         """Copy blocks sources [C] → destinations [C] in every layer and head; all must exist."""
-        groups = jnp.arange(self.num_layers * self.num_kv_heads)[:, None] * self.num_blocks
-        source_pages = (groups + sources).reshape(-1)
-        destination_pages = (groups + destinations).reshape(-1)
+        source_pages = self._pages(sources).reshape(-1)
+        destination_pages = self._pages(destinations).reshape(-1)
         return DenseCache(
             copy_pages(cache.k_pages, source_pages, destination_pages),
             copy_pages(cache.v_pages, source_pages, destination_pages),

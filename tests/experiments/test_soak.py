@@ -173,8 +173,9 @@ def take_a_block(users: Users, rng) -> None:
 
 def give_a_block_back_twice(users: Users, rng) -> None:
     pool = users.engine.host_policy.pool
-    held = np.flatnonzero(pool.refcounts)[:1]
-    pool.release(held.astype(np.int32))
+    # One that others still hold: of any other the engine's own assertions may tell first.
+    if pool.refcounts.max() > 1:
+        pool.release(np.array([pool.refcounts.argmax()], np.int32))
 
 
 def swallow_outputs(users: Users, rng) -> None:
@@ -221,9 +222,7 @@ def test_a_fault_in_between_is_found_out(tokenizer, fault, kind):
     config = dataclasses.replace(CONFIG, preemption_mode="swap")
     users = make_users(tokenizer, sampling=WITHOUT_HISTORY, config=config)
     error = run(users, steps=2000, operations={**OPERATIONS, "fault": (0.1, fault)})[2]
-    # The engine's own assertions may come first.
-    assert isinstance(error, AssertionError | Violation), error
-    assert not isinstance(error, Violation) or error.kind == kind, error
+    assert isinstance(error, Violation) and error.kind == kind, error
 
 
 def test_a_beam_search_is_decided_by_its_closest_cut(tokenizer):

@@ -88,6 +88,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "swapping": {"kv_cache_tokens": 168, "preemption_mode": "swap"},
     "recomputing": {"kv_cache_tokens": 168, "preemption_mode": "recompute"},
     "prefix-cached": {"prefix_caching": True},
+    "large blocks": {"page_size": 512, "kv_cache_tokens": 6 * 512},
 }
 
 
