@@ -7,7 +7,7 @@ JAX := 0.11.2
 UNPINNED := \#
 PY := $(VENV)/bin/python
 
-.PHONY: help demo test test-newest-jax test-parity lint format typecheck constraints clean
+.PHONY: help demo test test-newest-jax test-parity test-aot compile-kernels compile-kernels-once lint format typecheck constraints clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -16,6 +16,8 @@ help:
 	@echo 'make test             run the tests'
 	@echo 'make test-newest-jax  run the tests on the newest JAX 0.12, in .venv-newest'
 	@echo 'make test-parity      install torch (gigabytes) and run the tests against its own models'
+	@echo 'make test-aot         compile kernels and whole steps for GPUs that need not be here'
+	@echo 'make compile-kernels  the same of every kernel and spec, on both JAX versions'
 	@echo 'make lint             ruff'
 	@echo 'make format           let ruff rewrite the code'
 	@echo 'make typecheck        mypy'
@@ -45,6 +47,15 @@ test-newest-jax:
 
 test-parity: $(VENV)/.installed-test $(VENV)/.installed-parity
 	$(PY) -m pytest tests/models/test_live_parity.py tests/experiments/test_bench_vs_transformers.py
+
+test-aot: $(VENV)/.installed-test $(VENV)/.installed-aot
+	$(PY) -m pytest tests/pallas_kernels/test_compile.py
+
+compile-kernels: compile-kernels-once
+	$(MAKE) compile-kernels-once VENV=.venv-newest UNPINNED=jax
+
+compile-kernels-once: $(VENV)/.installed-aot
+	$(PY) -m pallas_kernels.compile --target=h200,h100,a100
 
 # An environment whose Python has been uninstalled is none: forget its stamps.
 $(shell [ -x $(PY) ] || rm -f $(VENV)/.created $(VENV)/.installed-*)

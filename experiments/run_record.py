@@ -25,7 +25,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "transformers", "tokenize
 
 def describe_environment() -> dict[str, Any]:
     """Package versions, hardware and the commit of this checkout, as far as they can be told."""
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    installed = {d.name.lower() for d in importlib.metadata.distributions() if d.name}
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES if name in installed}
     return {
         "versions": {"python": platform.python_version(), **versions},
         "hardware": {

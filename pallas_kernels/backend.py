@@ -1,18 +1,90 @@
-"""The one rule for which implementation of an op runs."""
+"""Which implementation of an op runs where: one rule, in one place."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+import contextvars
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What kernels ask of the device that they are made for."""
+
+    compute_capability: tuple[int, int]
+    num_multiprocessors: int
+
+
+_described_gpu: contextvars.ContextVar[GPU | None] = contextvars.ContextVar("gpu", default=None)
+
+
+@contextlib.contextmanager
+def compiling_for(gpu: GPU) -> Iterator[None]:
+    """Functions traced inside are made for `gpu`, which this machine need not have."""
+    token = _described_gpu.set(gpu)
+    try:
+        yield
+    finally:
+        _described_gpu.reset(token)
+
+
+def current_gpu() -> GPU | None:
+    """The GPU of `compiling_for`, else this machine's first; None if JAX runs without one."""
+    if described := _described_gpu.get():
+        return described
+    return _first_gpu() if jax.default_backend() == "gpu" else None
+
+
+@functools.cache
+def _first_gpu() -> GPU:
+    device = jax.devices("gpu")[0]
+    major, minor = device.compute_capability.split(".")
+    return GPU((int(major), int(minor)), device.core_count)
 
 
 def choose(
-    op: str, implementations: Mapping[str, Callable], implementation: str | None
+    op: str,
+    implementations: Mapping[str, Callable],
+    implementation: str | None,
+    refusal: str | None = None,
 ) -> Callable:
-    """The implementation of `op` to run: `implementation` if given, otherwise 'xla'.
+    """The implementation of `op` to run.
 
-    Raises ValueError for a name that the op does not have.
+    `refusal` tells why 'mosaic_gpu' cannot run the arguments at hand, or is None. An
+    `implementation` that is named runs, in Pallas's interpreter where there is no GPU; None picks
+    'mosaic_gpu' for arguments on a Hopper GPU that it can run, otherwise 'xla'.
+
+    Raises ValueError for a name that the op does not have, or that cannot run the arguments.
     """
-    name = "xla" if implementation is None else implementation
-    if name not in implementations:
-        raise ValueError(
-            f"{op} has no implementation {name!r}; allowed: {', '.join(sorted(implementations))}"
+    if implementation is not None:
+        if implementation not in implementations:
+            allowed = ", ".join(sorted(implementations))
+            raise ValueError(f"{op} has no implementation {implementation!r}; allowed: {allowed}")
+        if implementation.startswith("mosaic_gpu") and refusal:
+            raise ValueError(f"{op} cannot run as {implementation!r}: {refusal}")
+        return implementations[implementation]
+    xla = implementations["xla"]
+    gpu = current_gpu()
+    if gpu is None or refusal or "mosaic_gpu" not in implementations:
+        return xla
+    if gpu.compute_capability[0] != 9:
+        _say_once(f"GPUs of compute capability {gpu.compute_capability} run {op} as 'xla'")
+        return xla
+
+    def on_either_device(*arrays, **options):
+        # An array may live on the CPU of a machine that has a GPU.
+        return jax.lax.platform_dependent(
+            *arrays,
+            cuda=functools.partial(implementations["mosaic_gpu"], **options),
+            default=functools.partial(xla, **options),
         )
-    return implementations[name]
+
+    return on_either_device
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logging.getLogger("pallas_kernels").warning(message)

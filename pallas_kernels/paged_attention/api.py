@@ -3,9 +3,9 @@
 import jax
 
 from pallas_kernels import backend
-from pallas_kernels.paged_attention import reference, xla
+from pallas_kernels.paged_attention import mosaic_gpu, reference, xla
 
-DECODE = {"reference": reference.decode, "xla": xla.decode}
+DECODE = {"reference": reference.decode, "xla": xla.decode, "mosaic_gpu": mosaic_gpu.decode}
 PREFILL = {"reference": reference.prefill, "xla": xla.prefill}
 
 
@@ -19,6 +19,8 @@ def paged_attention(
     page_offset: int | jax.Array = 0,
     scale: float | None = None,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    return_lse: bool = False,
     implementation: str | None = None,
 ):
     """Decode attention: one query per sequence over the pages that its table lists (vLLM eq. 4).
@@ -31,22 +33,28 @@ def paged_attention(
     page_offset: int32 scalar added to every page id, so that one table serves all layers.
     scale:    multiplies q·k; None means D ** -0.5.
     sliding_window: read only the last that many tokens of a length.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap).
+    return_lse: give also the logarithm of the sum of the exponentials of the scores.
 
-    Returns [S, H, D] in q's dtype. Raises ValueError on shapes that do not fit together.
+    Returns [S, H, D] in q's dtype, and with return_lse also [S, H] float32: -inf where nothing is
+    read. Attention over parts of a sequence merges by it. Raises ValueError on arguments that do
+    not fit together, or that a named implementation cannot run.
     """
     S, H, D = q_SxHxD.shape
-    K = _check_pools(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, sliding_window)
+    K = _check_pools(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, sliding_window, soft_cap)
     if tables_SxKxM.shape[0] != S or lengths_SxK.shape != (S, K):
         raise ValueError(
             f"{S} queries need tables [{S}, K, M] and lengths [{S}, {K}], "
             f"not {tables_SxKxM.shape} and {lengths_SxK.shape}"
         )
-    run = backend.choose("paged_attention", DECODE, implementation)
-    scale = D**-0.5 if scale is None else scale
-    return run(
+    refusal = mosaic_gpu.unsupported(q_SxHxD, k_pages_NxPxD, K)
+    run = backend.choose("paged_attention", DECODE, implementation, refusal)
+    out, lse = run(
         q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, lengths_SxK,
-        page_offset=page_offset, scale=scale, sliding_window=sliding_window,
+        page_offset=page_offset, scale=D**-0.5 if scale is None else scale,
+        sliding_window=sliding_window, soft_cap=soft_cap,
     )  # fmt: skip
+    return (out, lse) if return_lse else out
 
 
 def paged_prefill_attention(
@@ -60,12 +68,14 @@ def paged_prefill_attention(
     page_offset: int | jax.Array = 0,
     scale: float | None = None,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
     implementation: str | None = None,
 ):
     """Causal attention of ragged chunks over pages that already hold the chunks' own tokens.
 
     q:        [T, H, D] queries; sequence s owns rows query_starts[s] .. query_starts[s + 1].
-    k_pages, v_pages, tables [S, K, M], page_offset, scale, sliding_window: as in `paged_attention`.
+    k_pages, v_pages, tables [S, K, M], page_offset, scale, sliding_window, soft_cap: as in
+              `paged_attention`.
     query_starts: [S + 1] int32, non-decreasing from 0; rows beyond the last are padding.
     lengths:  [S] int32 tokens of each sequence in the cache, the chunk's included: the chunk's last
               query sees all of them, each earlier one sees one fewer.
@@ -74,7 +84,7 @@ def paged_prefill_attention(
     shapes that do not fit together.
     """
     S = tables_SxKxM.shape[0]
-    _check_pools(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, sliding_window)
+    _check_pools(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, sliding_window, soft_cap)
     if query_starts.shape != (S + 1,) or lengths_S.shape != (S,):
         raise ValueError(
             f"tables of {S} sequences need query_starts [{S + 1}] and lengths [{S}], "
@@ -84,11 +94,11 @@ def paged_prefill_attention(
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
     return run(
         q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, query_starts, lengths_S,
-        page_offset=page_offset, scale=scale, sliding_window=sliding_window,
+        page_offset=page_offset, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
     )  # fmt: skip
 
 
-def _check_pools(q, k_pages, v_pages, tables, sliding_window) -> int:
+def _check_pools(q, k_pages, v_pages, tables, sliding_window, soft_cap) -> int:
     _, H, D = q.shape
     if k_pages.shape != v_pages.shape or k_pages.ndim != 3 or k_pages.shape[-1] != D:
         raise ValueError(
@@ -101,4 +111,6 @@ def _check_pools(q, k_pages, v_pages, tables, sliding_window) -> int:
         )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, not {sliding_window}")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap must be positive, not {soft_cap}")
     return tables.shape[1]

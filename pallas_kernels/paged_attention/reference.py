@@ -9,13 +9,17 @@ def _gather(pages_NxPxD, tables_SxKxM):
     return pages_NxPxD[tables_SxKxM].reshape(S, K, -1, pages_NxPxD.shape[-1]).astype(jnp.float32)
 
 
-def decode(q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window):
+def decode(
+    q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap
+):  # fmt: skip
     S, H, D = q.shape
     K = tables.shape[1]
     tables = tables + page_offset
     k, v = _gather(k_pages, tables), _gather(v_pages, tables)
     q_SxKxGxD = q.astype(jnp.float32).reshape(S, K, H // K, D)
     scores = jnp.einsum("skgd,sktd->skgt", q_SxKxGxD, k, precision="highest") * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     index = jnp.arange(k.shape[2])
     seen = index < lengths[..., None]
     if sliding_window is not None:
@@ -25,12 +29,14 @@ def decode(q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_
     probs = jnp.where(seen[:, :, None], probs, 0.0)
     v = jnp.where(seen[..., None], v, 0.0)
     out = jnp.einsum("skgt,sktd->skgd", probs, v, precision="highest")
-    return out.reshape(S, H, D).astype(q.dtype)
+    lse = jax.nn.logsumexp(scores, where=seen[:, :, None], axis=-1)
+    return out.reshape(S, H, D).astype(q.dtype), lse.reshape(S, H)
 
 
 def prefill(
-    q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window
-):
+    q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window,
+    soft_cap,
+):  # fmt: skip
     """Each query row is a decode query whose length ends at its own position."""
     T = q.shape[0]
     S, K, _ = tables.shape
@@ -39,13 +45,8 @@ def prefill(
     visible = lengths[seq] - (query_starts[seq + 1] - 1 - row)
     visible = jnp.where(row < query_starts[-1], visible, 0)
     visible_TxK = jnp.broadcast_to(visible[:, None], (T, K))
-    return decode(
-        q,
-        k_pages,
-        v_pages,
-        tables[seq],
-        visible_TxK,
-        page_offset=page_offset,
-        scale=scale,
-        sliding_window=sliding_window,
-    )
+    out, _ = decode(
+        q, k_pages, v_pages, tables[seq], visible_TxK,
+        page_offset=page_offset, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
+    )  # fmt: skip
+    return out

@@ -57,7 +57,8 @@ def _fold(body, begin, end, q):
     """What an online softmax for q [..., D] gives whose `body` updates, for each i of begin .. end:
 
     acc [..., D], sums of values weighted by exp(score - top); top [...], the largest score so far;
-    total [...], the sums of the weights. Rows without a score give zeros.
+    total [...], the sums of the weights. Returns acc / total, zeros for rows without a score, and
+    their log-sum-exp [...].
     """
     rows = q.shape[:-1]
     state = (
@@ -65,11 +66,15 @@ def _fold(body, begin, end, q):
         jnp.full(rows, NEG_INF, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
-    acc, _, total = jax.lax.fori_loop(begin, end, body, state)
-    return acc / jnp.maximum(total, 1e-30)[..., None]
+    acc, top, total = jax.lax.fori_loop(begin, end, body, state)
+    return acc / jnp.maximum(total, 1e-30)[..., None], top + jnp.log(total)
 
 
-def _online_softmax(read_chunk, first_chunk, num_chunks, q):
+def _capped(scores, soft_cap):
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def _online_softmax(read_chunk, first_chunk, num_chunks, q, soft_cap):
     """softmax(q·kᵀ)·v over chunks [first_chunk, num_chunks): [..., R, D] in float32.
 
     q is [..., R, D], scaled; `read_chunk(j)` gives k and v [..., C, D], which of their tokens are
@@ -81,17 +86,20 @@ def _online_softmax(read_chunk, first_chunk, num_chunks, q):
     def body(j, state):
         acc, top, total = state
         k, v, held, seen = read_chunk(j)
-        scores = jnp.where(seen, _scores(q, k), NEG_INF)
+        scores = jnp.where(seen, _capped(_scores(q, k), soft_cap), NEG_INF)
         new_top = jnp.maximum(top, scores.max(-1))
         probs = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
         decay = jnp.exp(top - new_top)
         acc = acc * decay[..., None] + _weighted_sum(probs, v, held)
         return acc, new_top, total * decay + probs.sum(-1)
 
-    return _fold(body, first_chunk, num_chunks, q)
+    out, _ = _fold(body, first_chunk, num_chunks, q)
+    return out
 
 
-def decode(q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window):
+def decode(
+    q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap
+):  # fmt: skip
     S, H, D = q.shape
     _, P, _ = k_pages.shape
     K = tables.shape[1]
@@ -121,20 +129,21 @@ def decode(q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_
         seen = held[:, :, None]
         k, v = _read(k_pages, ids + page_offset), _read(v_pages, ids + page_offset)
 
-        scores = jnp.where(seen, _scores(scaled[s], k), NEG_INF)
+        scores = jnp.where(seen, _capped(_scores(scaled[s], k), soft_cap), NEG_INF)
         new_top = top.at[s].max(scores.max(-1))
         probs = jnp.where(seen, jnp.exp(scores - new_top[s][..., None]), 0.0)
         decay = jnp.exp(top - new_top)
         acc = (acc * decay[..., None]).at[s].add(_weighted_sum(probs, v, held))
         return acc, new_top, (total * decay).at[s].add(probs.sum(-1))
 
-    out = _fold(body, 0, (ends[-1] + W - 1) // W, scaled)
-    return out.astype(q.dtype).reshape(S, H, D)
+    out, lse = _fold(body, 0, (ends[-1] + W - 1) // W, scaled)
+    return out.astype(q.dtype).reshape(S, H, D), lse.reshape(S, H)
 
 
 def prefill(
-    q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window
-):
+    q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window,
+    soft_cap,
+):  # fmt: skip
     T, H, D = q.shape
     _, P, _ = k_pages.shape
     S, K, _ = tables.shape
@@ -172,7 +181,8 @@ def prefill(
             return _read(k_pages, ids), _read(v_pages, ids), held, jnp.tile(seen, (G, 1))
 
         num_chunks = position[-1] // chunk + 1
-        tile_out = _online_softmax(read_chunk, first[0] // chunk, num_chunks, q_KxRxD)
+        first_chunk = first[0] // chunk
+        tile_out = _online_softmax(read_chunk, first_chunk, num_chunks, q_KxRxD, soft_cap)
         tile_out = tile_out.reshape(K, G, tile, D).transpose(2, 0, 1, 3).reshape(tile, H, D)
         return jax.lax.dynamic_update_slice_in_dim(out, tile_out.astype(q.dtype), start, 0)
 

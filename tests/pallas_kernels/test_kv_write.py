@@ -1,25 +1,56 @@
-"""Writes and copies against numpy loops."""
+"""Every implementation of the KV write and the page copy against numpy loops."""
+
+from functools import partial
 
 import jax
 import numpy as np
+import pytest
 
-from pallas_kernels.kv_write import copy_pages, write_kv
+from pallas_kernels.kv_write import copy_pages, specs, write_kv
+from pallas_kernels.specs import Heads
+from tests.pallas_kernels.interpreted import run, run_spec
 
-N, P, K, D = 6, 4, 2, 3
+N, P, K, D = 6, 4, 2, 8
+every_implementation = pytest.mark.parametrize("implementation", ["reference", "xla", "mosaic_gpu"])
 
 
-def test_write_kv_puts_each_token_at_its_slot_and_drops_padding():
+@every_implementation
+def test_write_kv_puts_each_token_at_its_slot_and_drops_padding(implementation):
     rng = np.random.default_rng(0)
     pools = [rng.normal(size=(N, P, D)).astype(np.float32) for _ in range(2)]
     new = [rng.normal(size=(5, K, D)).astype(np.float32) for _ in range(2)]
     slots = rng.permutation(N * P)[: 5 * K].reshape(5, K).astype(np.int32)
     slots[3] = N * P + np.arange(K)
-    written = jax.jit(write_kv)(*pools, *new, slots)
+    written = run(write_kv, *pools, *new, slots, implementation=implementation)
     for pool, tokens, result in zip(pools, new, written, strict=True):
         for t in (0, 1, 2, 4):
             for k in range(K):
                 pool[slots[t, k] // P, slots[t, k] % P] = tokens[t, k]
         np.testing.assert_array_equal(result, pool)
+
+
+@every_implementation
+def test_copy_pages_copies_real_pairs_and_drops_padding(implementation):
+    pool = np.random.default_rng(1).normal(size=(N, P, D)).astype(np.float32)
+    sources, destinations = np.array([0, 2, 0], np.int32), np.array([1, 5, N], np.int32)
+    result = run(copy_pages, pool, sources, destinations, implementation=implementation)
+    pool[1], pool[5] = pool[0], pool[2]
+    np.testing.assert_array_equal(result, pool)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        specs.write(Heads(8, 4, 64), 5, num_pages=12, dtype="float16"),
+        specs.write(Heads(8, 2), 7, num_pages=5),
+        specs.copy(64, 4, num_pages=20),
+    ],
+)
+def test_specs_give_what_reference_gives(spec, implementation):
+    arguments = spec.arguments(jax.random.key(0))
+    found = run_spec(spec, arguments, implementation)
+    jax.tree.map(np.testing.assert_array_equal, found, run_spec(spec, arguments, "reference"))
 
 
 def test_write_kv_into_donated_pools_needs_no_second_pool():
@@ -34,8 +65,18 @@ def test_write_kv_into_donated_pools_needs_no_second_pool():
     assert memory.temp_size_in_bytes < pool_bytes // 100
 
 
-def test_copy_pages_copies_real_pairs_and_drops_padding():
-    pool = np.random.default_rng(1).normal(size=(N, P, D)).astype(np.float32)
-    result = jax.jit(copy_pages)(pool, np.array([0, 2, 0], np.int32), np.array([1, 5, N], np.int32))
-    pool[1], pool[5] = pool[0], pool[2]
-    np.testing.assert_array_equal(result, pool)
+def test_bad_arguments_are_refused():
+    pool, new, slots = np.zeros((N, P, D)), np.zeros((5, K, D)), np.zeros((5, K), np.int32)
+    pages = np.zeros(2, np.int32)
+    for call, message in [
+        (partial(write_kv, pool, pool[:2], new, new, slots), r"must both be \[N, P, 8\]"),
+        (partial(write_kv, pool, pool, new, new[:2], slots), "need values of that shape"),
+        (partial(write_kv, pool, pool, new, new, slots[:2]), r"slot mapping \[5, 2\]"),
+        (partial(copy_pages, pool, pages, pages[:1]), r"must both be \[C\]"),
+        (
+            partial(copy_pages, pool[..., :1], pages, pages, implementation="mosaic_gpu"),
+            "multiple of 16 bytes, not 8",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()

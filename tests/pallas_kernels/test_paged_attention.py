@@ -1,5 +1,7 @@
 """Every implementation of the paged attention ops against a per-sequence dense softmax."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,171 +9,242 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
-from pallas_kernels.paged_attention.api import DECODE
+from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention, specs
+from pallas_kernels.specs import Heads
+from tests.pallas_kernels.interpreted import run, run_spec
 
-IMPLEMENTATIONS = sorted(DECODE)
-K, G, D = 2, 3, 8
-decode_jit = jax.jit(paged_attention, static_argnames=("sliding_window", "implementation"))
-prefill_jit = jax.jit(paged_prefill_attention, static_argnames=("sliding_window", "implementation"))
+K, D = 2, 64
+ATOL = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
+RUNS = [
+    ("reference", "float32"), ("xla", "float32"), ("xla", "bfloat16"), ("xla", "float16"),
+    ("mosaic_gpu", "bfloat16"), ("mosaic_gpu", "float16"),
+]  # fmt: skip
+every_run = pytest.mark.parametrize(("implementation", "dtype"), RUNS)
+WINDOWS = st.sampled_from([None, None, 1, 40, 130])
+SOFT_CAPS = st.sampled_from([None, None, 2.0])
 
 
-def _dense(q_HxD, k_KxtxD, v_KxtxD, window):
-    """One query over whole keys, float64."""
-    out, heads = [], len(q_HxD)
+def _pages(implementation):
+    return st.sampled_from([16, 32, 64, 128] if implementation == "mosaic_gpu" else [1, 16, 64])
+
+
+def _examples(implementation):
+    return settings(max_examples=10 if implementation == "mosaic_gpu" else 15, deadline=None)
+
+
+def _dense(q_HxD, k_KxtxD, v_KxtxD, window, soft_cap):
+    """One query over whole keys in float64: attention [H, D], and log-sum-exp [H]."""
+    out, lses, heads = [], [], len(q_HxD)
     for h in range(heads):
-        k, v = (x[h * K // heads].astype(np.float64) for x in (k_KxtxD, v_KxtxD))
+        k, v = (np.asarray(x[h * K // heads], np.float64) for x in (k_KxtxD, v_KxtxD))
         if window is not None:
             k, v = k[-window:], v[-window:]
         if len(k) == 0:
-            out.append(np.zeros(D))
+            out.append(np.zeros(q_HxD.shape[1]))
+            lses.append(-np.inf)
             continue
-        scores = k @ q_HxD[h].astype(np.float64) * D**-0.5
+        scores = k @ np.asarray(q_HxD[h], np.float64) * q_HxD.shape[1] ** -0.5
+        if soft_cap is not None:
+            scores = soft_cap * np.tanh(scores / soft_cap)
         probs = np.exp(scores - scores.max())
         out.append(probs / probs.sum() @ v)
-    return np.stack(out)
+        lses.append(scores.max() + np.log(probs.sum()))
+    return np.stack(out), np.array(lses)
 
 
-def _pools(rng, N, P, dtype=np.float32):
-    k_pages, v_pages = rng.standard_normal((2, N, P, D)).astype(dtype)
-    return k_pages, v_pages
+def _pools(rng, N, P, dtype):
+    return tuple(np.asarray(jnp.asarray(x, dtype)) for x in rng.standard_normal((2, N, P, D)))
+
+
+def _queries(rng, rows, G, dtype):
+    return np.asarray(jnp.asarray(rng.standard_normal((rows, K * G, D)), dtype))
 
 
 def _tokens(pages, table_M, length):
     return pages[table_M].reshape(-1, D)[:length]
 
 
-LENGTHS = st.lists(st.sampled_from([0, 1, 15, 16, 17, 127, 128, 129, 200]), min_size=1, max_size=9)
+def _assert_near(found, expected, dtype):
+    atol = ATOL[dtype]
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=atol, rtol=5 * atol)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@settings(max_examples=15, deadline=None)
-@given(lengths=LENGTHS, P=st.sampled_from([1, 16, 64]), window=st.sampled_from([None, 1, 40]),
-       G=st.sampled_from([1, 3]), seed=st.integers(0, 99))  # fmt: skip
-def test_decode_matches_dense_softmax(implementation, lengths, P, window, G, seed):
-    rng = np.random.default_rng(seed)
-    S, N, M = len(lengths), 50, -(-200 // P)
-    k_pages, v_pages = _pools(rng, N, P)
-    # Tables are unordered and repeat pages, within a sequence and across sequences and heads.
-    tables = rng.integers(0, N, (S, K, M)).astype(np.int32)
-    per_head = np.array([[n, max(n - 3, 0)] for n in lengths], np.int32)
-    q = rng.standard_normal((S, K * G, D)).astype(np.float32)
-    out = decode_jit(
-        q, k_pages, v_pages, tables, per_head, sliding_window=window, implementation=implementation
-    )
-    for s in range(S):
-        keys = [_tokens(k_pages, tables[s, h], per_head[s, h]) for h in range(K)]
-        values = [_tokens(v_pages, tables[s, h], per_head[s, h]) for h in range(K)]
-        expected = _dense(q[s], keys, values, window)
-        np.testing.assert_allclose(out[s], expected, atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@settings(max_examples=15, deadline=None)
-@given(
-    chunks=st.lists(
-        st.tuples(st.sampled_from([0, 1, 5, 63, 64, 65, 130]), st.sampled_from([0, 1, 16, 129])),
-        min_size=1, max_size=4,
-    ),
-    P=st.sampled_from([1, 16, 64]), window=st.sampled_from([None, 1, 40]), seed=st.integers(0, 99),
+LENGTHS = st.lists(
+    st.sampled_from([0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 700]),
+    min_size=1, max_size=5,
 )  # fmt: skip
-def test_prefill_matches_dense_softmax(implementation, chunks, P, window, seed):
+
+
+@every_run
+def test_decode_matches_dense_softmax(implementation, dtype):
+    @_examples(implementation)
+    @given(lengths=LENGTHS, P=_pages(implementation), window=WINDOWS, soft_cap=SOFT_CAPS,
+           G=st.sampled_from([1, 3, 8, 16]), seed=st.integers(0, 99))  # fmt: skip
+    def check(lengths, P, window, soft_cap, G, seed):
+        rng = np.random.default_rng(seed)
+        S, N, M = len(lengths), 50, -(-700 // P)
+        k_pages, v_pages = _pools(rng, N, P, dtype)
+        # Tables are unordered and repeat pages, within a sequence and across sequences and heads.
+        tables = rng.integers(0, N, (S, K, M)).astype(np.int32)
+        per_head = np.array([[n, max(n - 3, 0)] for n in lengths], np.int32)
+        q = _queries(rng, S, G, dtype)
+        out, lse = run(
+            paged_attention, q, k_pages, v_pages, tables, per_head,
+            sliding_window=window, soft_cap=soft_cap, return_lse=True,
+            implementation=implementation,
+        )  # fmt: skip
+        assert out.dtype == dtype
+        assert lse.dtype == np.float32
+        for s in range(S):
+            keys = [_tokens(k_pages, tables[s, h], per_head[s, h]) for h in range(K)]
+            values = [_tokens(v_pages, tables[s, h], per_head[s, h]) for h in range(K)]
+            expected, expected_lse = _dense(q[s], keys, values, window, soft_cap)
+            _assert_near(out[s], expected, dtype)
+            _assert_near(lse[s], expected_lse, dtype)
+
+    check()
+
+
+@every_run
+def test_prefill_matches_dense_softmax(implementation, dtype):
     """Ragged chunks (new tokens, tokens already cached), with padding rows behind them."""
-    rng = np.random.default_rng(seed)
-    S, N, M = len(chunks), 50, -(-260 // P)
-    T = 256 if sum(n for n, _ in chunks) <= 256 else 576
-    k_pages, v_pages = _pools(rng, N, P)
-    tables = rng.integers(0, N, (S, K, M)).astype(np.int32)
-    starts = np.cumsum([0] + [n for n, _ in chunks]).astype(np.int32)
-    lengths = np.array([n + cached if n else 0 for n, cached in chunks], np.int32)
-    q = rng.standard_normal((T, K * G, D)).astype(np.float32)
-    out = prefill_jit(
-        q, k_pages, v_pages, tables, starts, lengths,
-        sliding_window=window, implementation=implementation,
+
+    @_examples(implementation)
+    @given(
+        chunks=st.lists(
+            st.tuples(
+                st.sampled_from([0, 1, 5, 63, 64, 65, 130]), st.sampled_from([0, 1, 16, 129])
+            ),
+            min_size=1, max_size=4,
+        ),
+        P=_pages(implementation), window=WINDOWS, soft_cap=SOFT_CAPS,
+        G=st.sampled_from([1, 3]), seed=st.integers(0, 99),
     )  # fmt: skip
-    assert np.isfinite(out).all()
-    for s, (n, cached) in enumerate(chunks):
-        for i in sorted({0, n // 2, n - 1} & set(range(n))):
-            visible = cached + i + 1
-            keys = [_tokens(k_pages, tables[s, h], visible) for h in range(K)]
-            values = [_tokens(v_pages, tables[s, h], visible) for h in range(K)]
-            expected = _dense(q[starts[s] + i], keys, values, window)
-            np.testing.assert_allclose(out[starts[s] + i], expected, atol=2e-5, rtol=1e-4)
+    def check(chunks, P, window, soft_cap, G, seed):
+        rng = np.random.default_rng(seed)
+        S, N, M = len(chunks), 50, -(-260 // P)
+        total = sum(n for n, _ in chunks)
+        T = 256 if total <= 256 else 523
+        k_pages, v_pages = _pools(rng, N, P, dtype)
+        tables = rng.integers(0, N, (S, K, M)).astype(np.int32)
+        starts = np.cumsum([0] + [n for n, _ in chunks]).astype(np.int32)
+        lengths = np.array([n + cached if n else 0 for n, cached in chunks], np.int32)
+        q = _queries(rng, T, G, dtype)
+        out = run(
+            paged_prefill_attention, q, k_pages, v_pages, tables, starts, lengths,
+            sliding_window=window, soft_cap=soft_cap, implementation=implementation,
+        )  # fmt: skip
+        assert out.dtype == dtype
+        assert np.isfinite(np.asarray(out, np.float32)).all()
+        for s, (n, cached) in enumerate(chunks):
+            for i in sorted({0, n // 2, n - 1} & set(range(n))):
+                visible = cached + i + 1
+                keys = [_tokens(k_pages, tables[s, h], visible) for h in range(K)]
+                values = [_tokens(v_pages, tables[s, h], visible) for h in range(K)]
+                expected, _ = _dense(q[starts[s] + i], keys, values, window, soft_cap)
+                _assert_near(out[starts[s] + i], expected, dtype)
+
+    check()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_page_offset_is_added_to_every_page_id(implementation):
+@every_run
+def test_a_page_offset_is_added_to_every_page_id(implementation, dtype):
     rng = np.random.default_rng(2)
-    k_pages, v_pages = _pools(rng, 30, 16)
+    k_pages, v_pages = _pools(rng, 30, 16, dtype)
     tables = rng.integers(0, 20, (3, K, 4)).astype(np.int32)
-    q = rng.standard_normal((30, K * G, D)).astype(np.float32)
+    q = _queries(rng, 30, 3, dtype)
     lengths = np.array([50, 64, 7], np.int32)
     starts = np.array([0, 20, 25, 30], np.int32)
     per_head = np.tile(lengths[:, None], (1, K))
     for op, first, where in [
-        (decode_jit, q[:3], (per_head,)),
-        (prefill_jit, q, (starts, lengths)),
+        (paged_attention, q[:3], (per_head,)),
+        (paged_prefill_attention, q, (starts, lengths)),
     ]:
-        shifted = op(
-            first, k_pages, v_pages, tables, *where, page_offset=10, implementation=implementation
-        )
-        expected = op(first, k_pages, v_pages, tables + 10, *where, implementation=implementation)
+        pools = (first, k_pages, v_pages)
+        shifted = run(op, *pools, tables, *where, page_offset=10, implementation=implementation)
+        expected = run(op, *pools, tables + 10, *where, implementation=implementation)
         np.testing.assert_array_equal(shifted, expected)
 
 
 @pytest.mark.parametrize("G", [1, 3])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_what_a_former_owner_left_in_a_page_reaches_nobody(implementation, G):
+@every_run
+def test_what_a_former_owner_left_in_a_page_reaches_nobody(implementation, dtype, G):
     """Positions beyond a length may hold anything, not-a-number included."""
     rng = np.random.default_rng(1)
-    k_pages, v_pages = _pools(rng, 4, 16)
+    k_pages, v_pages = _pools(rng, 4, 16, dtype)
     tables = np.zeros((1, K, 2), np.int32) + np.array([1, 2], np.int32)
     lengths = np.full((1, K), 20, np.int32)
-    q = rng.standard_normal((20, K * G, D)).astype(np.float32)
+    q = _queries(rng, 20, G, dtype)
     starts, total = np.array([0, 20], np.int32), np.array([20], np.int32)
 
-    def run():
-        decoded = decode_jit(
-            q[:1], k_pages, v_pages, tables, lengths, implementation=implementation
-        )
-        prefilled = prefill_jit(
-            q, k_pages, v_pages, tables, starts, total, implementation=implementation
-        )
+    def both(k_pages, v_pages):
+        decoded = run(
+            paged_attention, q[:1], k_pages, v_pages, tables, lengths,
+            implementation=implementation,
+        )  # fmt: skip
+        prefilled = run(
+            paged_prefill_attention, q, k_pages, v_pages, tables, starts, total,
+            implementation=implementation,
+        )  # fmt: skip
         return np.concatenate([decoded, prefilled])
 
-    clean = run()
+    clean = both(k_pages, v_pages)
+    k_pages, v_pages = k_pages.copy(), v_pages.copy()
     k_pages[2, 4:] = v_pages[2, 4:] = np.nan
-    np.testing.assert_array_equal(run(), clean)
+    np.testing.assert_array_equal(both(k_pages, v_pages), clean)
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(jnp.bfloat16, 2e-2), (jnp.float16, 5e-3)])
-def test_xla_in_half_precision_is_near_reference_in_float32(dtype, atol):
-    rng = np.random.default_rng(0)
-    k_pages, v_pages = (jnp.asarray(x, dtype) for x in _pools(rng, 40, 16))
-    q = jnp.asarray(rng.standard_normal((5, K * G, D)), dtype)
-    tables = rng.integers(0, 40, (5, K, 9)).astype(np.int32)
-    lengths = np.tile(np.array([[1], [16], [0], [100], [144]], np.int32), (1, K))
-    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k_pages, v_pages))
-    expected = paged_attention(wide_q, wide_k, wide_v, tables, lengths, implementation="reference")
-    out = decode_jit(q, k_pages, v_pages, tables, lengths, implementation="xla")
-    assert out.dtype == dtype
-    np.testing.assert_allclose(out.astype(np.float32), expected, atol=atol)
+@pytest.mark.parametrize("name", specs.DECODE_SHAPES)
+def test_decode_kernel_in_a_models_shapes_is_near_reference(name):
+    _compare_with_reference(specs.decode(_small(specs.DECODE_SHAPES[name])))
+
+
+@pytest.mark.parametrize("name", specs.PREFILL_SHAPES)
+def test_prefill_kernel_in_a_models_shapes_is_near_reference(name):
+    _compare_with_reference(specs.prefill(replace(_small(specs.PREFILL_SHAPES[name]), chunk=70)))
+
+
+def _small(shapes):
+    """The same kind of heads and pages, with what the interpreter can do in a second."""
+    heads = shapes.heads
+    return replace(
+        shapes,
+        heads=Heads(K * heads.H // heads.K, K, heads.D),
+        sequences=3,
+        context=150,
+        ragged=True,
+        sliding_window=shapes.sliding_window and 40,
+        soft_cap=shapes.soft_cap and 2.0,
+    )
+
+
+def _compare_with_reference(spec):
+    arguments = spec.arguments(jax.random.key(0))
+    found = run_spec(spec, arguments, "mosaic_gpu")
+    wide = {
+        name: x.astype(jnp.float32) if x.dtype.itemsize == 2 else x for name, x in arguments.items()
+    }
+    expected = run_spec(spec, wide, "reference")
+    rows = slice(arguments["query_starts"][-1]) if "query_starts" in arguments else slice(None)
+    _assert_near(found[rows], np.asarray(expected)[rows], str(found.dtype))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"implementation": "cuda"}, "no implementation 'cuda'; allowed: reference, xla"),
+        ({"implementation": "cuda"}, "no implementation 'cuda'; allowed: mosaic_gpu"),
+        ({"implementation": "mosaic_gpu"}, "must both be bfloat16 or float16, not float32"),
         ({"sliding_window": 0}, "sliding_window must be at least 1, not 0"),
+        ({"soft_cap": 0.0}, r"soft_cap must be positive, not 0\.0"),
         ({"lengths_SxK": np.ones((3, K), np.int32)}, r"lengths \[2, 2\]"),
-        ({"v_pages_NxPxD": np.zeros((4, 4, D + 1), np.float32)}, r"\[N, P, 8\]"),
+        ({"v_pages_NxPxD": np.zeros((4, 4, D + 1), np.float32)}, r"\[N, P, 64\]"),
         ({"tables_SxKxM": np.zeros((2, 4, 1), np.int32)}, "K dividing the 6 query heads"),
     ],
 )
 def test_bad_arguments_are_refused(change, message):
     pool = np.zeros((4, 4, D), np.float32)
     arguments = {
-        "q_SxHxD": np.zeros((2, K * G, D), np.float32),
+        "q_SxHxD": np.zeros((2, K * 3, D), np.float32),
         "k_pages_NxPxD": pool,
         "v_pages_NxPxD": pool,
         "tables_SxKxM": np.zeros((2, K, 1), np.int32),

@@ -1,0 +1,80 @@
+"""Kernels for Hopper that move rows and pages through shared memory, in place.
+
+Not timed yet against XLA's scatters, which stay the default.
+Floor: the new keys and values read once and written once; of a copy, the pages.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mosaic import kernel, pl, plgpu
+
+
+def unsupported(pages_NxPxD, *new) -> str | None:
+    """Why the kernels cannot run these arguments, or None."""
+    row_bytes = pages_NxPxD.shape[-1] * pages_NxPxD.dtype.itemsize
+    if row_bytes % 16:
+        return f"a token's row must be a multiple of 16 bytes, not {row_bytes}"
+    if any(x.dtype != pages_NxPxD.dtype for x in new):
+        found = ", ".join(str(x.dtype) for x in new)
+        return f"keys and values must have the pools' dtype {pages_NxPxD.dtype}, not {found}"
+    return None
+
+
+def write(k_pages, v_pages, k, v, slot_mapping):
+    N, P, D = k_pages.shape
+    T, K, _ = k.shape
+
+    def write_kv(k_ref, v_ref, slots_ref, k_pool, v_pool, k_s, v_s, filled):
+        t = lax.axis_index("t")
+        plgpu.copy_gmem_to_smem(k_ref.at[t], k_s, filled)
+        plgpu.copy_gmem_to_smem(v_ref.at[t], v_s, filled)
+        plgpu.barrier_wait(filled)
+
+        def store(h, _):
+            slot = slots_ref[t, h]
+
+            @pl.when(slot < N * P)
+            def store_one():
+                page, offset = lax.div(slot, P), lax.rem(slot, P)
+                plgpu.copy_smem_to_gmem(k_s.at[h], k_pool.at[page, offset])
+                plgpu.copy_smem_to_gmem(v_s.at[h], v_pool.at[page, offset])
+
+        lax.fori_loop(0, K, store, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    k_pool, v_pool = jax.new_ref(k_pages), jax.new_ref(v_pages)
+    rows = plgpu.SMEM((K, D), k.dtype)
+    kernel(
+        write_kv,
+        out_type=(),
+        grid=(T,),
+        grid_names=("t",),
+        scratch_types=(rows, rows, plgpu.Barrier(num_arrivals=2)),
+    )(k, v, slot_mapping, k_pool, v_pool)
+    return k_pool[...], v_pool[...]
+
+
+def copy(pages, sources, destinations):
+    N, P, D = pages.shape
+
+    def copy_pages(sources_ref, destinations_ref, pool, page_s, filled):
+        c = lax.axis_index("c")
+
+        @pl.when(destinations_ref[c] < N)
+        def _():
+            plgpu.copy_gmem_to_smem(pool.at[sources_ref[c]], page_s, filled)
+            plgpu.barrier_wait(filled)
+            plgpu.copy_smem_to_gmem(page_s, pool.at[destinations_ref[c]])
+            plgpu.wait_smem_to_gmem(0)
+
+    pool = jax.new_ref(pages)
+    kernel(
+        copy_pages,
+        out_type=(),
+        grid=sources.shape,
+        grid_names=("c",),
+        scratch_types=(plgpu.SMEM((P, D), pages.dtype), plgpu.Barrier()),
+    )(sources.astype(jnp.int32), destinations.astype(jnp.int32), pool)
+    return pool[...]

@@ -1,0 +1,20 @@
+"""Scatters; with donated pools they run in place."""
+
+import jax.numpy as jnp
+
+
+def write(k_pages, v_pages, k, v, slot_mapping):
+    N, P, D = k_pages.shape
+    slots = slot_mapping.reshape(-1)
+
+    def scatter(pages, new):
+        rows = new.reshape(-1, D).astype(pages.dtype)
+        flat = pages.reshape(N * P, D).at[slots].set(rows, mode="drop", unique_indices=True)
+        return flat.reshape(N, P, D)
+
+    return scatter(k_pages, k), scatter(v_pages, v)
+
+
+def copy(pages, sources, destinations):
+    moved = pages[jnp.clip(sources, 0, pages.shape[0] - 1)]
+    return pages.at[destinations].set(moved, mode="drop")

@@ -1,0 +1,29 @@
+"""Every op of the library, with its implementations and its named arguments."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pallas_kernels.kv_write import api as kv_write
+from pallas_kernels.kv_write import specs as kv_write_specs
+from pallas_kernels.paged_attention import api as paged_attention
+from pallas_kernels.paged_attention import specs as paged_attention_specs
+from pallas_kernels.specs import Spec
+
+
+@dataclass(frozen=True)
+class Op:
+    implementations: Mapping[str, Callable]
+    specs: Mapping[str, Spec]
+
+    def kernel_for(self, compute_capability: tuple[int, int]) -> str | None:
+        """The name of the implementation that is a kernel for such GPUs, or None."""
+        name = {8: "mosaic_gpu_ampere", 9: "mosaic_gpu"}.get(compute_capability[0])
+        return name if name in self.implementations else None
+
+
+OPS = {
+    "paged_attention": Op(paged_attention.DECODE, paged_attention_specs.DECODE),
+    "paged_prefill_attention": Op(paged_attention.PREFILL, paged_attention_specs.PREFILL),
+    "write_kv": Op(kv_write.WRITE, kv_write_specs.WRITE),
+    "copy_pages": Op(kv_write.COPY, kv_write_specs.COPY),
+}

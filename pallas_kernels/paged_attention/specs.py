@@ -1,0 +1,91 @@
+"""Named arguments of decode and prefill."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.paged_attention.api import paged_attention, paged_prefill_attention
+from pallas_kernels.specs import HEADS, Attention, Cost, Spec
+
+
+def decode(shapes: Attention) -> Spec:
+    def arguments(key):
+        keys = jax.random.split(key, 3)
+        lengths = shapes.lengths(keys[2])[:, None]
+        return {
+            "q_SxHxD": shapes.queries(keys[0], shapes.sequences),
+            **shapes.pages(keys[1]),
+            "lengths_SxK": jnp.broadcast_to(lengths, (shapes.sequences, shapes.heads.K)),
+        }
+
+    def cost(arguments) -> Cost:
+        lengths = np.asarray(arguments["lengths_SxK"])[:, 0]
+        visible = np.minimum(lengths, shapes.sliding_window or lengths)
+        return shapes.cost(visible, read=visible)
+
+    return Spec(paged_attention, arguments, cost, shapes.options)
+
+
+def prefill(shapes: Attention) -> Spec:
+    """Chunks one after the other without room between them; after ragged ones comes padding."""
+
+    def arguments(key):
+        keys = jax.random.split(key, 4)
+        lengths = shapes.lengths(keys[2])
+        counts = jnp.minimum(lengths, shapes.chunk)
+        if shapes.ragged:
+            drawn = jax.random.randint(keys[3], counts.shape, 0, counts + 1, jnp.int32)
+            counts = drawn.at[0].set(counts[0])
+        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+        return {
+            "q_TxHxD": shapes.queries(keys[0], shapes.sequences * shapes.chunk),
+            **shapes.pages(keys[1]),
+            "query_starts": starts,
+            "lengths_S": lengths,
+        }
+
+    def cost(arguments) -> Cost:
+        lengths = np.asarray(arguments["lengths_S"])
+        counts = np.diff(np.asarray(arguments["query_starts"]))
+        window = shapes.sliding_window or shapes.context
+        visible = [
+            np.minimum(np.arange(length - count, length) + 1, window)
+            for length, count in zip(lengths, counts)
+        ]
+        read = np.where(counts > 0, np.minimum(lengths, window + counts - 1), 0)
+        return shapes.cost(np.concatenate(visible), read)
+
+    return Spec(paged_prefill_attention, arguments, cost, shapes.options)
+
+
+_LLAMA = HEADS["llama-3-8b"]
+# What differs from a model's default: bfloat16 in pages of 16.
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "page32": {"page_size": 32},
+    "page64": {"page_size": 64},
+    "page128": {"page_size": 128},
+    "f16": {"dtype": "float16"},
+    "window": {"sliding_window": 1024},
+    "soft_cap": {"soft_cap": 50.0},
+    "ragged": {"ragged": True},
+}
+
+
+def _named(default: Attention) -> dict[str, Attention]:
+    models = {name: replace(default, heads=heads) for name, heads in HEADS.items()}
+    models["bundled"] = replace(models["bundled"], dtype="float16")
+    variants = {
+        f"llama-3-8b-{name}": replace(default, **change) for name, change in _VARIANTS.items()
+    }
+    return models | variants
+
+
+DECODE_SHAPES = _named(Attention(_LLAMA, sequences=64, context=4096))
+PREFILL_SHAPES = _named(Attention(_LLAMA, sequences=1, context=8192, chunk=8192)) | {
+    "llama-3-8b-chunks": Attention(_LLAMA, sequences=4, context=4096, chunk=512, ragged=True)
+}
+DECODE = {name: decode(shapes) for name, shapes in DECODE_SHAPES.items()}
+PREFILL = {name: prefill(shapes) for name, shapes in PREFILL_SHAPES.items()}

@@ -1,0 +1,125 @@
+"""Named arguments of the ops, in real models' shapes.
+
+Tests, ahead-of-time compilation and benchmarks share them. A spec is abstract: `arguments` draws
+its arrays, `jax.eval_shape` of that gives their shapes alone.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads H, KV heads K and head dim D."""
+
+    H: int
+    K: int
+    D: int = 128
+
+
+HEADS = {
+    "llama-2-7b": Heads(32, 32),
+    "llama-2-13b": Heads(40, 40),
+    "llama-2-70b": Heads(64, 8),
+    "llama-3-8b": Heads(32, 8),
+    "llama-3-70b": Heads(64, 8),
+    "opt-13b": Heads(40, 40),
+    "qwen2.5-7b": Heads(28, 4),
+    "qwen2.5-32b": Heads(40, 8),
+    "minitron-4b": Heads(24, 8),
+    "bundled": Heads(8, 4, 64),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What no implementation can do without: bytes of memory read and written, and FLOPs."""
+
+    bytes: int
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One call of an op.
+
+    op: its public function.  arguments: draws its arrays from a key, as keywords.
+    cost: of a call with such arrays.  options: its static keywords.
+    donated: names of the arrays that it may write in place.
+    """
+
+    op: Callable
+    arguments: Callable[[jax.Array], dict[str, jax.Array]]
+    cost: Callable[[dict[str, jax.Array]], Cost]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    donated: tuple[str, ...] = ()
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return jax.eval_shape(self.arguments, jax.random.key(0))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Shapes of an attention op: its model's heads, `sequences` of up to `context` tokens in pages
+    of `page_size`; prefill computes the last `chunk` of them.
+
+    Lengths are equal where `ragged` is false, else drawn; 0, 1 and one beyond a page among them.
+    """
+
+    heads: Heads
+    sequences: int = 64
+    context: int = 4096
+    chunk: int = 0
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    ragged: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
+
+    def pages(self, key) -> dict[str, jax.Array]:
+        """Pools, and tables that list all their pages in random order."""
+        K, D = self.heads.K, self.heads.D
+        M = -(-self.context // self.page_size)
+        N = self.sequences * K * M
+        keys = jax.random.split(key, 3)
+        pool = (N, self.page_size, D)
+        return {
+            "k_pages_NxPxD": jax.random.normal(keys[0], pool, self.dtype),
+            "v_pages_NxPxD": jax.random.normal(keys[1], pool, self.dtype),
+            "tables_SxKxM": jax.random.permutation(keys[2], N)
+            .astype(jnp.int32)
+            .reshape(self.sequences, K, M),
+        }
+
+    def cost(self, visible, read) -> Cost:
+        """Of queries that see `visible` tokens each, an array [queries], where `read` [S] tokens
+        of each sequence are seen by any; of all heads."""
+        H, K, D = self.heads.H, self.heads.K, self.heads.D
+        size = jnp.dtype(self.dtype).itemsize
+        visible, read = np.asarray(visible, np.int64), np.asarray(read, np.int64)
+        queries_and_outputs = 2 * visible.size * H * D * size
+        return Cost(
+            bytes=queries_and_outputs + int(read.sum()) * 2 * K * D * size,
+            flops=4 * H * D * int(visible.sum()),
+        )
+
+    def queries(self, key, count: int) -> jax.Array:
+        return jax.random.normal(key, (count, self.heads.H, self.heads.D), self.dtype)
+
+    def lengths(self, key) -> jax.Array:
+        """[S] int32"""
+        S = self.sequences
+        if not self.ragged:
+            return jnp.full(S, self.context, jnp.int32)
+        drawn = jax.random.randint(key, (S,), 1, self.context + 1, jnp.int32)
+        edges = jnp.array([0, 1, self.page_size + 1], jnp.int32)
+        return jnp.concatenate([drawn[:2].at[0].set(self.context), edges, drawn])[:S]

@@ -1,0 +1,163 @@
+"""Whether a kernel waits for what it reads: a check of its jaxpr.
+
+The interpreter does not notice a product that reads shared memory before the copy that fills it was
+waited for, or before what threads wrote there was committed: it gives the right numbers, and finds
+no race. So this check follows each thread of a kernel in program order and asks that
+
+- shared memory that a TMA copy fills is touched only after a wait on that copy's barrier,
+- shared memory that was written from registers is committed before a wgmma or a TMA copy reads it,
+- copies to global memory are waited for before the kernel ends.
+
+Memory that some loop fills must be waited for in each iteration of every loop that reads it. What
+may happen in one branch of a condition counts as happening; what happens in all, as done.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pallas_kernels.mosaic import is_barrier, is_shared_memory, sub_jaxprs
+
+_READS = {"get", "load", "wgmma_ref", "copy_smem_to_gmem"}
+_ASYNCHRONOUS_READS = {"wgmma_ref", "copy_smem_to_gmem"}
+_WRITES = {"swap", "store", "addupdate"}
+_LOOPS = {"while", "scan"}
+
+
+@dataclass
+class _State:
+    """What is open at a point of a thread's program.
+
+    unawaited: buffers that copies fill, with these copies' barriers.  uncommitted: buffers written
+    from registers.  storing: whether copies to global memory may be under way.
+    """
+
+    unawaited: dict[int, frozenset[int]] = field(default_factory=dict)
+    uncommitted: frozenset[int] = frozenset()
+    storing: bool = False
+
+    def copy(self) -> "_State":
+        return _State(dict(self.unawaited), self.uncommitted, self.storing)
+
+    def join(self, other: "_State") -> "_State":
+        barriers = {
+            buffer: self.unawaited.get(buffer, frozenset())
+            | other.unawaited.get(buffer, frozenset())
+            for buffer in self.unawaited | other.unawaited
+        }
+        return _State(barriers, self.uncommitted | other.uncommitted, self.storing or other.storing)
+
+
+def check(jaxpr) -> list[str]:
+    """What the Mosaic kernels that a traced function calls do without waiting; empty if nothing.
+
+    jaxpr: of `jax.make_jaxpr`. Raises ValueError if it calls no kernel.
+    """
+    kernels = list(_kernels(jaxpr))
+    if not kernels:
+        raise ValueError("the function calls no Mosaic kernel")
+    return [complaint for kernel in kernels for complaint in _Checker(kernel).complaints]
+
+
+def _kernels(jaxpr) -> Iterator:
+    for eqn in jaxpr.eqns:
+        subs = sub_jaxprs(eqn)
+        if eqn.primitive.name == "mpmd_map":
+            yield from subs
+        else:
+            for sub in subs:
+                yield from _kernels(sub)
+
+
+class _Checker:
+    def __init__(self, jaxpr):
+        self.complaints: list[str] = []
+        self._filled_in_loops: dict[int, frozenset[int]] = {}
+        filled: dict[int, frozenset[int]] = {}
+        self._collect(jaxpr, {}, False, filled)
+        # Whatever copies fill starts unawaited: another thread may start them.
+        state = self._run(jaxpr, {}, _State(filled))
+        if state.storing:
+            self.complaints.append("the kernel may end before its copies to global memory")
+
+    def _inner(self, eqn, sub, roots) -> dict:
+        """The roots of a sub-jaxpr's references: the identity of each where it was allocated."""
+        skipped = {"cond": 1, "while": eqn.params.get("cond_nconsts", 0)}
+        operands = eqn.invars[skipped.get(eqn.primitive.name, 0) :]
+        inner = {v: roots[o] for v, o in zip(_inputs(sub), operands) if _known(o, roots)}
+        for v in _inputs(sub):
+            if (is_shared_memory(v.aval) or is_barrier(v.aval)) and v not in inner:
+                inner[v] = id(v)
+        return inner
+
+    def _collect(self, jaxpr, roots, in_loop, filled) -> None:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "copy_gmem_to_smem":
+                buffer, barrier = (roots[v] for v in eqn.invars[1:3])
+                maps = [filled, self._filled_in_loops] if in_loop else [filled]
+                for m in maps:
+                    m[buffer] = m.get(buffer, frozenset()) | {barrier}
+            loop = in_loop or eqn.primitive.name in _LOOPS
+            for sub in _bodies(eqn):
+                self._collect(sub, self._inner(eqn, sub, roots), loop, filled)
+
+    def _run(self, jaxpr, roots, state: _State) -> _State:
+        for eqn in jaxpr.eqns:
+            name, subs = eqn.primitive.name, _bodies(eqn)
+            buffers = {
+                roots[v] for v in eqn.invars if _known(v, roots) and is_shared_memory(v.aval)
+            }
+            if name == "barrier_wait":
+                barrier = roots[eqn.invars[0]]
+                left = {b: waits - {barrier} for b, waits in state.unawaited.items()}
+                state.unawaited = {b: waits for b, waits in left.items() if waits}
+            elif name == "commit_smem":
+                state.uncommitted = frozenset()
+            elif name == "copy_gmem_to_smem":
+                buffer, barrier = (roots[v] for v in eqn.invars[1:3])
+                waits = state.unawaited.get(buffer, frozenset())
+                state.unawaited[buffer] = waits | {barrier}
+            elif name == "wait_smem_to_gmem":
+                state.storing = state.storing and eqn.params["n"] > 0
+            elif name in _READS | _WRITES:
+                if buffers & set(state.unawaited):
+                    self._complain(eqn, "touches shared memory before the copy into it is awaited")
+                if name in _ASYNCHRONOUS_READS and buffers & state.uncommitted:
+                    self._complain(eqn, "reads shared memory before what was written is committed")
+                if name in _WRITES:
+                    state.uncommitted |= buffers
+                state.storing = state.storing or name == "copy_smem_to_gmem"
+            elif name in _LOOPS:
+                (body,) = subs
+                inner = self._inner(eqn, body, roots)
+                # Twice: what an iteration leaves open, the next one meets.
+                for _ in range(2):
+                    start = state.join(_State(self._filled_in_loops))
+                    state = state.join(self._run(body, inner, start))
+            elif subs:
+                ends = [self._run(s, self._inner(eqn, s, roots), state.copy()) for s in subs]
+                state = ends[0]
+                for end in ends[1:]:
+                    state = state.join(end)
+            else:
+                assert not buffers or name in {"barrier_arrive"}, (
+                    f"{name} touches shared memory, and this check does not know it"
+                )
+        return state
+
+    def _complain(self, eqn, what: str) -> None:
+        complaint = f"{eqn.primitive.name} {what}: {eqn}"
+        if complaint not in self.complaints:
+            self.complaints.append(complaint)
+
+
+def _bodies(eqn) -> list:
+    """An equation's sub-jaxprs that may touch memory: a loop's condition does not."""
+    return [eqn.params["body_jaxpr"]] if eqn.primitive.name == "while" else sub_jaxprs(eqn)
+
+
+def _inputs(jaxpr) -> list:
+    return [*jaxpr.constvars, *jaxpr.invars]
+
+
+def _known(v, roots) -> bool:
+    return not hasattr(v, "val") and v in roots
