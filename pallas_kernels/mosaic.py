@@ -1,26 +1,48 @@
 """Pallas's Mosaic GPU backend: every private or version-dependent import is here, and only here."""
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterator
 
+import jax.numpy as jnp
 from jax._src import core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import profiler
+from jax.experimental.mosaic.gpu import utils as _mosaic_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import backend
 
 __all__ = [
+    "copy_async",
+    "interpreted",
     "interpreting",
     "is_barrier",
     "is_shared_memory",
     "kernel",
     "kernel_seconds",
+    "mma",
     "pl",
     "plgpu",
+    "store",
     "sub_jaxprs",
+    "swizzled",
+    "tiled",
+    "wait_copies",
 ]
+
+_interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
+_installed_architecture = _mosaic_utils._infer_arch
+
+
+def _architecture() -> tuple[int, int]:
+    gpu = backend.current_gpu()
+    return gpu.compute_capability if gpu else _installed_architecture()
+
+
+# Mosaic takes a machine without a GPU for one with a Hopper.
+_mosaic_utils._infer_arch = _architecture
 
 
 def kernel(body: Callable, **options) -> Callable:
@@ -36,12 +58,62 @@ def interpreting() -> Iterator[Callable[[], bool]]:
 
     Gives a function that tells whether the kernel that ran last had a race.
     """
+    token = _interpreting.set(True)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         try:
             yield lambda: gpu_callbacks.get_races().races_found
         finally:
+            _interpreting.reset(token)
             # What a failed kernel leaves behind would make all later ones fail.
             gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def interpreted() -> bool:
+    """Whether a kernel traced now will run in the interpreter."""
+    return _interpreting.get() or backend.current_gpu() is None
+
+
+def tiled(columns: int) -> tuple:
+    """Transforms of shared memory: tiles of 8 rows of so many columns, one after the other."""
+    return (plgpu.TilingTransform((8, columns)),)
+
+
+def swizzled(columns: int) -> tuple:
+    """`tiled`, and free of bank conflicts where a row is 64 or 128 bytes, of 2-byte elements."""
+    return (*tiled(columns), plgpu.SwizzleTransform(2 * columns))
+
+
+# Before Hopper. The interpreter knows neither cp.async nor mma: there a copy ends at once, so it
+# cannot tell whether one is waited for.
+
+
+def copy_async(source, destination) -> None:
+    """Copy global to shared memory; `wait_copies` tells when it has ended."""
+    if interpreted():
+        destination[...] = source[...]
+    else:
+        plgpu.copy_gmem_to_smem(source, destination, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+
+def wait_copies(newer: int) -> None:
+    """Wait until all copies have ended but the latest `newer`."""
+    if not interpreted():
+        plgpu.wait_gmem_to_smem(newer)
+
+
+def mma(acc, a, b):
+    """acc + a·b in float32."""
+    if interpreted():
+        return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
+    return plgpu.mma(acc, a, b)
+
+
+def store(ref, x) -> None:
+    """Registers to global memory, in whatever layout they have."""
+    if hasattr(plgpu, "store"):  # JAX 0.12, where assigning refuses such a layout.
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
 
 
 def kernel_seconds(jitted: Callable, arguments: tuple, repeats: int) -> list[float]:

@@ -3,9 +3,20 @@
 import jax
 
 from pallas_kernels import backend
-from pallas_kernels.paged_attention import mosaic_gpu, reference, xla
+from pallas_kernels.paged_attention import (
+    mosaic_gpu,
+    mosaic_gpu_ampere,
+    reference,
+    split_kv,
+    xla,
+)
 
-DECODE = {"reference": reference.decode, "xla": xla.decode, "mosaic_gpu": mosaic_gpu.decode}
+DECODE = {
+    "reference": reference.decode,
+    "xla": xla.decode,
+    "mosaic_gpu": mosaic_gpu.decode,
+    "mosaic_gpu_ampere": mosaic_gpu_ampere.decode,
+}
 PREFILL = {"reference": reference.prefill, "xla": xla.prefill}
 
 
@@ -47,7 +58,7 @@ def paged_attention(
             f"{S} queries need tables [{S}, K, M] and lengths [{S}, {K}], "
             f"not {tables_SxKxM.shape} and {lengths_SxK.shape}"
         )
-    refusal = mosaic_gpu.unsupported(q_SxHxD, k_pages_NxPxD, K)
+    refusal = split_kv.unsupported(q_SxHxD, k_pages_NxPxD, K)
     run = backend.choose("paged_attention", DECODE, implementation, refusal)
     out, lse = run(
         q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, lengths_SxK,

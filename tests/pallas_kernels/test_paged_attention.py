@@ -19,17 +19,20 @@ RUNS = [
     ("reference", "float32"), ("xla", "float32"), ("xla", "bfloat16"), ("xla", "float16"),
     ("mosaic_gpu", "bfloat16"), ("mosaic_gpu", "float16"),
 ]  # fmt: skip
+DECODE_RUNS = [*RUNS, ("mosaic_gpu_ampere", "bfloat16"), ("mosaic_gpu_ampere", "float16")]
 every_run = pytest.mark.parametrize(("implementation", "dtype"), RUNS)
 WINDOWS = st.sampled_from([None, None, 1, 40, 130])
 SOFT_CAPS = st.sampled_from([None, None, 2.0])
 
 
 def _pages(implementation):
-    return st.sampled_from([16, 32, 64, 128] if implementation == "mosaic_gpu" else [1, 16, 64])
+    kernel = implementation.startswith("mosaic_gpu")
+    return st.sampled_from([16, 32, 64, 128] if kernel else [1, 16, 64])
 
 
 def _examples(implementation):
-    return settings(max_examples=10 if implementation == "mosaic_gpu" else 15, deadline=None)
+    kernel = implementation.startswith("mosaic_gpu")
+    return settings(max_examples=10 if kernel else 15, deadline=None)
 
 
 def _dense(q_HxD, k_KxtxD, v_KxtxD, window, soft_cap):
@@ -75,7 +78,7 @@ LENGTHS = st.lists(
 )  # fmt: skip
 
 
-@every_run
+@pytest.mark.parametrize(("implementation", "dtype"), DECODE_RUNS)
 def test_decode_matches_dense_softmax(implementation, dtype):
     @_examples(implementation)
     @given(lengths=LENGTHS, P=_pages(implementation), window=WINDOWS, soft_cap=SOFT_CAPS,

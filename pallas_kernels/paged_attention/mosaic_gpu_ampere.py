@@ -1,0 +1,148 @@
+"""Paged decode attention for Ampere and Ada: split-KV, cp.async and mma.sync.
+
+No GPU has run it. It compiles for sm_80 without spills, and the interpreter finds its values right;
+but copies there end at once, so that they are waited for rests on a replay of their order. Nothing
+is known of its speed: only its name selects it.
+
+Floor: 2 · tokens · K · D keys and values read once, in the pools' dtype.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import backend
+from pallas_kernels.mosaic import (
+    copy_async,
+    interpreted,
+    kernel,
+    mma,
+    pl,
+    plgpu,
+    store,
+    swizzled,
+    tiled,
+    wait_copies,
+)
+from pallas_kernels.paged_attention import split_kv
+from pallas_kernels.paged_attention.split_kv import TILE
+
+STAGE_BYTES = 64 * 1024  # keys and values in flight, of one block
+BLOCKS_PER_MULTIPROCESSOR = 2  # by the shared memory that the stages take
+LHS = plgpu.Layout.MMA_LHS(jnp.bfloat16, m_warps=4)  # of both products, and in float16
+RHS = plgpu.Layout.MMA_RHS(jnp.bfloat16, m_warps=4)
+
+
+def decode(
+    q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap
+):  # fmt: skip
+    gpu = backend.current_gpu()
+    if gpu and gpu.compute_capability[0] != 8 and not interpreted():
+        raise ValueError(
+            f"'mosaic_gpu_ampere' is for GPUs of compute capability 8, not {gpu.compute_capability}"
+        )
+    S, H, D = q.shape
+    _, P, _ = k_pages.shape
+    _, K, M = tables.shape
+    G, dtype = H // K, q.dtype
+    N = 8 * pl.cdiv(G, 8)  # columns of an mma
+    stages = STAGE_BYTES // (2 * TILE * D * dtype.itemsize)
+    pages_per_tile = max(1, TILE // P)
+    rows = min(P, TILE)  # of a page, in a tile
+    # Copies end in the order in which they began: keys, then values, tile by tile. By the number of
+    # tiles that follow, how many copies may have begun since a tile's keys, and since its values.
+    after_keys = [(2 * n + 1) * pages_per_tile for n in range(stages)]
+    after_values = [2 * n * pages_per_tile for n in range(stages)] + after_keys[-1:]
+
+    first_tokens = split_kv.first_token(lengths, sliding_window)
+    tiles_SxK = pl.cdiv(lengths, TILE) - first_tokens // TILE
+    splits, tiles_per_split = split_kv.split(
+        tiles_SxK, pl.cdiv(M * P, TILE), BLOCKS_PER_MULTIPROCESSOR
+    )
+
+    def paged_decode(
+        q_ref, k_ref, v_ref, tables_ref, lengths_ref, tiles_ref, offset_ref, out_ref, lse_ref,
+        k_s, v_s, p_s,
+    ):  # fmt: skip
+        s, h = lax.axis_index("s"), lax.axis_index("h")
+        length, offset = lengths_ref[s, h], offset_ref[0]
+        first = split_kv.first_token(length, sliding_window)
+        begin = lax.div(first, TILE) + lax.axis_index("split") * tiles_ref[s, h]
+        end = jnp.minimum(pl.cdiv(length, TILE), begin + tiles_ref[s, h])
+
+        def fetch(tile, pool, buffer):
+            @pl.when(tile < end)
+            def _():
+                slot = lax.rem(tile - begin, stages)
+                for i in range(pages_per_tile):
+                    # The last tile may reach beyond the table; what it finds there is masked.
+                    column = jnp.minimum(lax.div(tile * TILE, P) + i, M - 1)
+                    page = tables_ref[s, h, column] + offset
+                    source = pl.ds(pl.multiple_of(lax.rem(tile * TILE, P), rows), rows)
+                    copy_async(pool.at[page, source], buffer.at[slot, pl.ds(i * rows, rows)])
+
+        def wait(tile, newer_copies):
+            following = jnp.minimum(end - 1 - tile, len(newer_copies) - 1)
+            lax.switch(following, [functools.partial(wait_copies, n) for n in newer_copies])
+
+        def step(q, tile, carry):
+            acc, top, total = carry
+            slot = lax.rem(tile - begin, stages)
+            wait(tile, after_keys)
+            k = plgpu.load(k_s.at[slot], layout=LHS)
+            products = mma(_zeros((TILE, N)), k, q)
+            fetch(tile + stages, k_ref, k_s)
+            attended = split_kv.attended(tile, (TILE, N), first, length)
+            probs, top, total, decay = split_kv.softmax_step(
+                products, top, total, attended, scale, soft_cap
+            )
+            p_s[...] = probs.astype(dtype)
+            wait(tile, after_values)
+            split_kv.clear_others(v_s.at[slot], tile, first, length)
+            v = plgpu.load(v_s.at[slot].transpose((1, 0)), layout=LHS)
+            p = plgpu.load(p_s, layout=RHS)
+            acc = mma(acc * split_kv.columns(decay, (D, N)), v, p)
+            fetch(tile + stages, v_ref, v_s)
+            return acc, top, total
+
+        @pl.when(begin < end)
+        def _():
+            for i in range(stages):
+                fetch(begin + i, k_ref, k_s)
+                fetch(begin + i, v_ref, v_s)
+            q = plgpu.load(q_ref.at[s, h].transpose((1, 0)), layout=RHS, optimized=False)
+            carry = lax.fori_loop(
+                begin, end, functools.partial(step, q), split_kv.softmax_start(D, N)
+            )
+            out, lse = split_kv.softmax_end(*carry)
+            split = lax.axis_index("split")
+            store(out_ref.at[s, h, split], out)
+            store(lse_ref.at[s, h, split], lse)
+
+    # Half a row a tile: each of the four warps copies tiles of its own, of a page of 16 tokens too.
+    tiles = plgpu.SMEM((stages, TILE, D), dtype, transforms=swizzled(D // 2))
+    out, lse = kernel(
+        paged_decode,
+        out_type=(
+            jax.ShapeDtypeStruct((S, K, splits, D, N), jnp.float32),
+            jax.ShapeDtypeStruct((S, K, splits, N), jnp.float32),
+        ),
+        grid=(splits, K, S),
+        grid_names=("split", "h", "s"),
+        scratch_types=(
+            tiles, tiles, plgpu.SMEM((TILE, N), dtype, transforms=tiled(8)),
+        ),
+    )(
+        jnp.pad(q.reshape(S, K, G, D), ((0, 0), (0, 0), (0, N - G), (0, 0))),
+        k_pages, v_pages, tables, lengths, tiles_per_split,
+        jnp.asarray(page_offset, jnp.int32)[None],
+    )  # fmt: skip
+    read = jnp.arange(splits) * tiles_per_split[..., None] < tiles_SxK[..., None]
+    out, lse = split_kv.merge(out[..., :G], lse[..., :G], read)
+    return out.reshape(S, H, D).astype(dtype), lse.reshape(S, H)
+
+
+def _zeros(shape):
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
