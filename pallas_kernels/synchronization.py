@@ -6,6 +6,7 @@ no race. So this check follows each thread of a kernel in program order and asks
 
 - shared memory that a TMA copy fills is touched only after a wait on that copy's barrier,
 - shared memory that was written from registers is committed before a wgmma or a TMA copy reads it,
+  and before the thread tells another that it is ready,
 - copies to global memory are waited for before the kernel ends.
 
 Memory that some loop fills must be waited for in each iteration of every loop that reads it. What
@@ -112,6 +113,9 @@ class _Checker:
                 state.unawaited = {b: waits for b, waits in left.items() if waits}
             elif name == "commit_smem":
                 state.uncommitted = frozenset()
+            elif name == "barrier_arrive":
+                if state.uncommitted:
+                    self._complain(eqn, "hands over shared memory before it is committed")
             elif name == "copy_gmem_to_smem":
                 buffer, barrier = (roots[v] for v in eqn.invars[1:3])
                 waits = state.unawaited.get(buffer, frozenset())
@@ -139,9 +143,7 @@ class _Checker:
                 for end in ends[1:]:
                     state = state.join(end)
             else:
-                assert not buffers or name in {"barrier_arrive"}, (
-                    f"{name} touches shared memory, and this check does not know it"
-                )
+                assert not buffers, f"{name} touches shared memory, unknown to this check"
         return state
 
     def _complain(self, eqn, what: str) -> None:

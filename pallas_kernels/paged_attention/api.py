@@ -6,6 +6,7 @@ from pallas_kernels import backend
 from pallas_kernels.paged_attention import (
     mosaic_gpu,
     mosaic_gpu_ampere,
+    mosaic_gpu_prefill,
     reference,
     split_kv,
     xla,
@@ -17,7 +18,11 @@ DECODE = {
     "mosaic_gpu": mosaic_gpu.decode,
     "mosaic_gpu_ampere": mosaic_gpu_ampere.decode,
 }
-PREFILL = {"reference": reference.prefill, "xla": xla.prefill}
+PREFILL = {
+    "reference": reference.prefill,
+    "xla": xla.prefill,
+    "mosaic_gpu": mosaic_gpu_prefill.prefill,
+}
 
 
 def paged_attention(
@@ -52,7 +57,8 @@ def paged_attention(
     not fit together, or that a named implementation cannot run.
     """
     S, H, D = q_SxHxD.shape
-    K = _check_pools(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, sliding_window, soft_cap)
+    K = _check_pools(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM)
+    _check_options(scale, sliding_window, soft_cap)
     if tables_SxKxM.shape[0] != S or lengths_SxK.shape != (S, K):
         raise ValueError(
             f"{S} queries need tables [{S}, K, M] and lengths [{S}, {K}], "
@@ -95,13 +101,15 @@ def paged_prefill_attention(
     shapes that do not fit together.
     """
     S = tables_SxKxM.shape[0]
-    _check_pools(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, sliding_window, soft_cap)
+    K = _check_pools(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM)
+    _check_options(scale, sliding_window, soft_cap)
     if query_starts.shape != (S + 1,) or lengths_S.shape != (S,):
         raise ValueError(
             f"tables of {S} sequences need query_starts [{S + 1}] and lengths [{S}], "
             f"not {query_starts.shape} and {lengths_S.shape}"
         )
-    run = backend.choose("paged_prefill_attention", PREFILL, implementation)
+    refusal = mosaic_gpu_prefill.unsupported(q_TxHxD, k_pages_NxPxD, K)
+    run = backend.choose("paged_prefill_attention", PREFILL, implementation, refusal)
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
     return run(
         q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, query_starts, lengths_S,
@@ -109,7 +117,7 @@ def paged_prefill_attention(
     )  # fmt: skip
 
 
-def _check_pools(q, k_pages, v_pages, tables, sliding_window, soft_cap) -> int:
+def _check_pools(q, k_pages, v_pages, tables) -> int:
     _, H, D = q.shape
     if k_pages.shape != v_pages.shape or k_pages.ndim != 3 or k_pages.shape[-1] != D:
         raise ValueError(
@@ -120,8 +128,12 @@ def _check_pools(q, k_pages, v_pages, tables, sliding_window, soft_cap) -> int:
         raise ValueError(
             f"tables must be [S, K, M] with K dividing the {H} query heads, not {tables.shape}"
         )
+    return tables.shape[1]
+
+
+def _check_options(scale, sliding_window, soft_cap) -> None:
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, not {sliding_window}")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap must be positive, not {soft_cap}")
-    return tables.shape[1]
+    for name, value in (("scale", scale), ("soft_cap", soft_cap)):
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} must be positive, not {value}")

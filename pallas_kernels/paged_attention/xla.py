@@ -177,7 +177,7 @@ def prefill(
             ids = jax.lax.dynamic_slice(tables, (s, 0, j * pages), (1, K, pages))[0] + page_offset
             index = j * chunk + jnp.arange(chunk)
             seen = (index <= position[:, None]) & (index >= first[:, None])
-            held = index < lengths[s]
+            held = (index < lengths[s]) & (index >= first[0])
             return _read(k_pages, ids), _read(v_pages, ids), held, jnp.tile(seen, (G, 1))
 
         num_chunks = position[-1] // chunk + 1

@@ -169,32 +169,53 @@ def test_a_page_offset_is_added_to_every_page_id(implementation, dtype):
         np.testing.assert_array_equal(shifted, expected)
 
 
-@pytest.mark.parametrize("G", [1, 3])
-@every_run
-def test_what_a_former_owner_left_in_a_page_reaches_nobody(implementation, dtype, G):
-    """Positions beyond a length may hold anything, not-a-number included."""
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize(("implementation", "dtype"), DECODE_RUNS)
+def test_what_a_former_owner_left_in_a_page_reaches_no_decode(implementation, dtype, window):
+    """Positions beyond a length, or before the window, may hold anything, not-a-number included."""
     rng = np.random.default_rng(1)
-    k_pages, v_pages = _pools(rng, 4, 16, dtype)
-    tables = np.zeros((1, K, 2), np.int32) + np.array([1, 2], np.int32)
     lengths = np.full((1, K), 20, np.int32)
-    q = _queries(rng, 20, G, dtype)
-    starts, total = np.array([0, 20], np.int32), np.array([20], np.int32)
+    for G in (1, 3):
+        q = _queries(rng, 1, G, dtype)
 
-    def both(k_pages, v_pages):
-        decoded = run(
-            paged_attention, q[:1], k_pages, v_pages, tables, lengths,
-            implementation=implementation,
-        )  # fmt: skip
-        prefilled = run(
-            paged_prefill_attention, q, k_pages, v_pages, tables, starts, total,
-            implementation=implementation,
-        )  # fmt: skip
-        return np.concatenate([decoded, prefilled])
+        def decode(k_pages, v_pages, q=q):
+            return run(
+                paged_attention, q, k_pages, v_pages, TWO_PAGES, lengths,
+                sliding_window=window, implementation=implementation,
+            )  # fmt: skip
 
-    clean = both(k_pages, v_pages)
+        _assert_same_over_garbage(decode, rng, dtype, before=window and 20 - window)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@every_run
+def test_what_a_former_owner_left_in_a_page_reaches_no_prefill(implementation, dtype, window):
+    """The chunk is the last 12 of 20 tokens, so with a window of 5 it sees none before the 5th."""
+    rng = np.random.default_rng(1)
+    starts, total = np.array([0, 12], np.int32), np.array([20], np.int32)
+    for G in (1, 3):
+        q = _queries(rng, 12, G, dtype)
+
+        def prefill(k_pages, v_pages, q=q):
+            return run(
+                paged_prefill_attention, q, k_pages, v_pages, TWO_PAGES, starts, total,
+                sliding_window=window, implementation=implementation,
+            )  # fmt: skip
+
+        _assert_same_over_garbage(prefill, rng, dtype, before=window and 20 - 12 + 1 - window)
+
+
+TWO_PAGES = np.zeros((1, K, 2), np.int32) + np.array([1, 2], np.int32)
+
+
+def _assert_same_over_garbage(attend, rng, dtype, before):
+    """Of 20 tokens in pages 1 and 2, all beyond, and the first so many, become not-a-number."""
+    k_pages, v_pages = _pools(rng, 4, 16, dtype)
+    clean = attend(k_pages, v_pages)
     k_pages, v_pages = k_pages.copy(), v_pages.copy()
     k_pages[2, 4:] = v_pages[2, 4:] = np.nan
-    np.testing.assert_array_equal(both(k_pages, v_pages), clean)
+    k_pages[1, : before or 0] = v_pages[1, : before or 0] = np.nan
+    np.testing.assert_array_equal(attend(k_pages, v_pages), clean)
 
 
 @pytest.mark.parametrize("name", specs.DECODE_SHAPES)
@@ -238,6 +259,7 @@ def _compare_with_reference(spec):
         ({"implementation": "cuda"}, "no implementation 'cuda'; allowed: mosaic_gpu"),
         ({"implementation": "mosaic_gpu"}, "must both be bfloat16 or float16, not float32"),
         ({"sliding_window": 0}, "sliding_window must be at least 1, not 0"),
+        ({"scale": -1.0}, r"scale must be positive, not -1\.0"),
         ({"soft_cap": 0.0}, r"soft_cap must be positive, not 0\.0"),
         ({"lengths_SxK": np.ones((3, K), np.int32)}, r"lengths \[2, 2\]"),
         ({"v_pages_NxPxD": np.zeros((4, 4, D + 1), np.float32)}, r"\[N, P, 64\]"),

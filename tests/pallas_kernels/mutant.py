@@ -1,0 +1,66 @@
+"""A kernel without one of its waits and commits, in a process of its own: it may never end.
+
+    python -m tests.pallas_kernels.mutant OP NUMBER
+
+leaves out the call of that number and exits with 0 if the op still gives, without a race, what
+`reference` gives.
+"""
+
+import sys
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from pallas_kernels.kv_write import specs as kv_write
+from pallas_kernels.mosaic import plgpu
+from pallas_kernels.paged_attention import specs as paged_attention
+from pallas_kernels.specs import Attention, Heads
+from tests.pallas_kernels.interpreted import run_spec
+
+HEADS = Heads(4, 2, 64)
+# Windows, several tiles and several stages: every branch of the kernels runs.
+ATTENTION = Attention(
+    HEADS, sequences=2, context=600, page_size=64, sliding_window=450, ragged=True
+)
+SPECS = {
+    "paged_attention": paged_attention.decode(ATTENTION),
+    "paged_prefill_attention": paged_attention.prefill(replace(ATTENTION, chunk=200)),
+    "write_kv": kv_write.write(HEADS, 5, num_pages=12),
+    "copy_pages": kv_write.copy(64, 4, num_pages=20),
+}
+WAITS = ("barrier_wait", "commit_smem", "wait_smem_to_gmem")
+
+
+class LeaveOut:
+    """Replaces the calls that wait and commit; counts them, and leaves out that of `number`."""
+
+    def __init__(self, number: int = -1):
+        self.calls = 0
+        self.number = number
+
+    def replace(self, real):
+        def call(*arguments, **options):
+            self.calls += 1
+            if self.calls - 1 != self.number:
+                real(*arguments, **options)
+
+        return call
+
+
+def main(op: str, number: int) -> None:
+    spec = SPECS[op]
+    arguments = spec.arguments(jax.random.key(0))
+    expected = run_spec(spec, arguments, "reference")
+    mutation = LeaveOut(number)
+    for name in WAITS:
+        setattr(plgpu, name, mutation.replace(getattr(plgpu, name)))
+    found = run_spec(spec, arguments, "mosaic_gpu")
+    rows = slice(arguments["query_starts"][-1]) if "query_starts" in arguments else slice(None)
+    for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        f, e = (np.asarray(x, np.float32)[rows] for x in (f, e))
+        np.testing.assert_allclose(f, e, atol=2e-2, rtol=0.1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
