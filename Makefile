@@ -49,7 +49,7 @@ test-parity: $(VENV)/.installed-test $(VENV)/.installed-parity
 	$(PY) -m pytest tests/models/test_live_parity.py tests/experiments/test_bench_vs_transformers.py
 
 test-aot: $(VENV)/.installed-test $(VENV)/.installed-aot
-	$(PY) -m pytest tests/pallas_kernels/test_compile.py
+	$(PY) -m pytest tests/pallas_kernels/test_compile.py tests/experiments/test_compile_step.py
 
 compile-kernels: compile-kernels-once
 	$(MAKE) compile-kernels-once VENV=.venv-newest UNPINNED=jax

@@ -17,14 +17,19 @@ from absl import flags
 from models import weights
 from models.config import ModelConfig
 from paged.engine import Engine, EngineConfig
+from paged.executor import StepProgram
 from paged.simulator.executor import SimulatedExecutor
+from paged.step_inputs import Buckets
 from paged.tensor_parallel import Shards
+from pallas_kernels import backend
+from pallas_kernels.paged_attention.api import DECODE, PREFILL
 
 FLAGS = flags.FLAGS
 # Or transformers advises at every start to install torch, which nothing here needs.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # Or absl's log shows JAX looking for TPUs.
 logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+INTERPRETER_THREADS = 8
 ENGINE_HELP = {
     "policy": "KV-cache policy",
     "page_size": "tokens of a KV page",
@@ -61,12 +66,19 @@ def define_model_flags() -> list[str]:
     """Define what `load_engine` reads; returns the names."""
     flags.DEFINE_string("model", "bundled", "'bundled', a Hugging Face folder or a hub id")
     flags.DEFINE_enum("dtype", "float32", weights.DTYPES, "of weights, computation and KV cache")
+    flags.DEFINE_enum(
+        "attention_implementation",
+        "",
+        ["", *(name for name in DECODE if name in PREFILL)],
+        "of the attention ops; empty for the device's own. mosaic_gpu runs in Pallas's interpreter "
+        "where there is no GPU",
+    )
     flags.DEFINE_string(
         "compilation_cache",
         "~/.cache/paged_jax/compilations",
         "folder that keeps compiled programs for the next run; empty for none",
     )
-    return ["model", "dtype", "compilation_cache"]
+    return ["model", "dtype", "attention_implementation", "compilation_cache"]
 
 
 def define_executor_flag() -> list[str]:
@@ -109,11 +121,22 @@ def values_of(names: Iterable[str]) -> dict[str, Any]:
 
 def load_engine(config: EngineConfig, tokenizer, executor: str = "device") -> Engine:
     """An engine over the weights of --model, not yet warmed up; 'simulated' reads none and makes
-    tokens up."""
+    tokens up.
+
+    Raises ValueError where --attention_implementation cannot run the model in --dtype.
+    """
     if executor == "simulated":
         config_of_model = weights.load_config(FLAGS.model)
         simulated = SimulatedExecutor(vocab_size=config_of_model.vocab_size)
         return Engine(config_of_model, config, simulated, tokenizer)
+    implementation = FLAGS.attention_implementation or None
+    if implementation:  # Before the weights are read; the device's own runs anything.
+        check_interpreter(implementation)
+        shards = Shards(weights.load_config(FLAGS.model), config.tensor_parallel)
+        program = StepProgram.declare(config, shards, implementation)
+        with_prompts, *_, decodes = Buckets.declare(config).shapes()
+        program.check(with_prompts, FLAGS.dtype)
+        program.check(decodes, FLAGS.dtype)
     if FLAGS.compilation_cache:
         folder = Path(FLAGS.compilation_cache).expanduser()
         jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -122,4 +145,18 @@ def load_engine(config: EngineConfig, tokenizer, executor: str = "device") -> En
     place = jax.devices("cpu")[0] if config.tensor_parallel > 1 else None
     with jax.default_device(place):
         model, params = weights.load(FLAGS.model, FLAGS.dtype)
-    return Engine.from_model(params, model, config, tokenizer)
+    return Engine.from_model(params, model, config, tokenizer, implementation)
+
+
+def check_interpreter(implementation: str) -> None:
+    """A warpgroup of an interpreted kernel takes a thread of JAX's while it waits for another, and
+    those of two kernels may run at once: with fewer threads they would wait for ever."""
+    if not implementation.startswith("mosaic_gpu") or backend.current_gpu() is not None:
+        return
+    threads = int(os.environ.get("PJRT_NPROC") or os.cpu_count() or 1)
+    if threads < INTERPRETER_THREADS:
+        raise ValueError(
+            f"--attention_implementation={implementation} is interpreted where there is no GPU, "
+            f"which needs {INTERPRETER_THREADS} threads, not {threads}: set the environment "
+            f"variable PJRT_NPROC={INTERPRETER_THREADS}"
+        )

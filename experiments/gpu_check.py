@@ -7,7 +7,8 @@ It needs the repository and JAX with CUDA; what else is importable joins in as a
 1. every op and named argument spec against `reference` in float32, and twice to the same bits;
 2. this GPU's rates: bytes of a large copy, FLOPs of a large bfloat16 matrix product;
 3. the median device time of every op and spec, beside its floor at these rates, and the share of
-   the floor in it; the peers' times for the same shapes.
+   the floor in it; the peers' times for the same shapes; the engine's decode step at Llama-3-8B's
+   shapes beside its weights and KV cache, where the engine's packages are installed.
 
 A call's inputs are rotated, so that none finds its own in the L2 cache. gpu_check.json holds all
 of it with hardware, versions and commit. Exits with an error where a result is wrong.
@@ -172,6 +173,18 @@ def _seconds_in_place(spec: Spec, call: Callable, sets: list[dict]) -> float:
     return difference / (len(sets) - half)
 
 
+def time_engine(small: bool, rates: Rates) -> Timing | None:
+    """The engine's decode step, where its packages are installed."""
+    try:
+        from experiments import gpu_engine
+    except ImportError as error:
+        print(f"no decode step of the engine: {error}")
+        return None
+    name, seconds, work = gpu_engine.time_decode_step(small)
+    cost = Cost(int(work.bytes), int(work.flops))
+    return Timing("engine step", name, "engine", seconds, rates.floor(cost), cost.bytes, cost.flops)
+
+
 def specs_to_check(small: bool) -> list[tuple[str, str, Spec]]:
     """Every op and spec, shortened so that `reference` has the memory and the time for it."""
 
@@ -259,6 +272,8 @@ def main(argv: list[str]) -> str | None:
         for implementation in implementations(op)
     ]
     peers = gpu_peers.time_all(arguments.op, SHAPES, arguments.small, device_seconds)
+    if step := time_engine(arguments.small, rates):
+        timings.append(_shown(step))
     rows: list[tuple] = [("op", "spec", "implementation", "ms", "floor ms", "of floor")]
     for t in timings:
         times = (1e3 * t.seconds, 1e3 * t.floor_seconds, f"{t.share_of_floor:.0%}")

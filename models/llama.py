@@ -3,9 +3,8 @@
 Three arguments are the seams to whoever serves the model:
 
 * `attend(layer, q, k, v, cache) -> (out, cache)` with q [T, H, D], k and v [T, K, D] after QK norm
-  and rotary embedding, out [T, H, D]. `layer` is an int, or a traced int32 scalar. The model does
-  not know what is behind it: a paged cache, sparse pages, quantised pages, or plain causal
-  attention.
+  and rotary embedding, out [T, H, D]. `layer` is a traced int32 scalar. The model does not know
+  what is behind it: a paged cache, sparse pages, quantised pages, or plain causal attention.
 * `adapters(name, layer, x) -> delta` adds to the projection `name` ('wq', 'wk', 'wv', 'wo',
   'w_gate', 'w_up', 'w_down') of x [T, in] a delta [T, out]; None leaves the base model.
 * `reduce(y) -> y` with y [T, E] completes the products by 'wo' and 'w_down' where `params` and
@@ -83,11 +82,13 @@ def over_layers(block, carry, layers):
     """`carry = block(carry, p, layer)` for each layer's parameters p; returns the last carry.
 
     Over stacked parameters as a `lax.scan`, which compiles the block once; over a list in Python,
-    which compiles longer and lets XLA read each layer's weights where they are.
+    which compiles longer and lets XLA read each layer's weights where they are. Either way `layer`
+    is a traced int32 scalar, and the block is traced once.
     """
     if isinstance(layers, list):
+        block = jax.jit(block)
         for layer, p in enumerate(layers):
-            carry = block(carry, p, layer)
+            carry = block(carry, p, jnp.int32(layer))
         return carry
     num_layers = jax.tree.leaves(layers)[0].shape[0]
     numbers = jnp.arange(num_layers, dtype=jnp.int32)

@@ -9,8 +9,7 @@ import numpy as np
 from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.engine_loop import EngineLoop
-from paged.executor import DeviceExecutor
-from paged.kv_cache import POLICIES
+from paged.executor import DeviceExecutor, StepProgram
 from paged.sequence import RequestOutput, SamplingParams
 from paged.step_inputs import Buckets
 from paged.tensor_parallel import Shards
@@ -29,19 +28,13 @@ class Engine(EngineLoop):
 
         Raises ValueError if the model cannot be spread over them.
         """
-        policy, shards = POLICIES[config.policy], Shards(model, config.tensor_parallel)
+        shards = Shards(model, config.tensor_parallel)
         executor = DeviceExecutor(
             params,
-            shards,
-            policy.device(config, shards.model, implementation),
+            StepProgram.declare(config, shards, implementation),
             shapes=Buckets.declare(config).shapes(),
-            num_slots=config.max_num_seqs,
-            table_width=policy.host(config).table_width,
-            prefill_rows=config.max_prefills_per_step,
-            max_tokens=config.max_model_len,
             num_blocks=config.num_blocks,
             page_size=config.page_size,
-            multi_step=config.multi_step,
         )
         return cls(model, config, executor, tokenizer)
 

@@ -1,11 +1,10 @@
 """Runs steps on the device: one compiled program for each declared shape."""
 
-import functools
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import flax.struct
@@ -32,12 +31,17 @@ from models.sampling import (
 from paged import compilations
 from paged.block_pool import NULL_BLOCK
 from paged.clock import VirtualClock, WallClock
+from paged.config import EngineConfig
+from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import KVPolicy
 from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
 from paged.tensor_parallel import SPLIT, SPLIT_BLOCKS, WHOLE, Shards
 
 COPIED_TOKENS_PER_CALL = 1024  # block copies are padded to this, so that they are one program
 CACHED_LAYER_BYTES = 2**22  # weights of a layer that a CPU's caches hold
+# XLA takes each write into the pools for a copy of them, and to save memory that it does not need
+# would compute attention twice.
+GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 
 @flax.struct.dataclass
@@ -143,17 +147,18 @@ def _next_iteration(inputs: StepInputs, done) -> StepInputs:
 def _prompt_logprobs(params, hidden_TxE, targets_T, model: ModelConfig) -> Logprobs:
     """Of prompt tokens targets [Tp], where they are not -1, by chunks: few logits at a time."""
     Tp = targets_T.shape[0]
-    chunk = min(Tp, 64)
-    padding = -Tp % chunk
-    hidden = jnp.pad(hidden_TxE[:Tp], ((0, padding), (0, 0))).reshape(-1, chunk, model.hidden_size)
-    targets = jnp.pad(targets_T, (0, padding)).reshape(-1, chunk)
 
     def of_chunk(chunk):
         hidden, targets = chunk
         return logprobs_of(family(model).logits(params, model, hidden), targets)
 
     def compute():
-        parts = jax.lax.map(of_chunk, (hidden, targets))
+        chunk = min(Tp, 64)
+        padding = -Tp % chunk
+        hidden = jnp.pad(hidden_TxE[:Tp], ((0, padding), (0, 0)))
+        targets = jnp.pad(targets_T, (0, padding))
+        chunks = hidden.reshape(-1, chunk, model.hidden_size), targets.reshape(-1, chunk)
+        parts = jax.lax.map(of_chunk, chunks)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:Tp], parts)
 
     return jax.lax.cond(
@@ -214,43 +219,104 @@ class _DeviceOutputs:
         return jax.tree.map(np.asarray, self._outputs)
 
 
+@dataclass(frozen=True)
+class StepProgram:
+    """The step as an engine's configuration declares it, to be compiled for each shape (Tp, Sd) of
+    `Buckets.shapes`; holds no arrays."""
+
+    shards: Shards
+    policy: KVPolicy
+    num_slots: int
+    table_width: int
+    prefill_rows: int
+    max_tokens: int
+    multi_step: int
+
+    @classmethod
+    def declare(
+        cls, config: EngineConfig, shards: Shards, implementation: str | None = None
+    ) -> "StepProgram":
+        """`implementation` goes to the attention ops."""
+        policy = POLICIES[config.policy]
+        return cls(
+            shards,
+            policy.device(config, shards.model, implementation),
+            num_slots=config.max_num_seqs,
+            table_width=policy.host(config).table_width,
+            prefill_rows=config.max_prefills_per_step,
+            max_tokens=config.max_model_len,
+            multi_step=config.multi_step,
+        )
+
+    def init(self, dtype) -> jax.stages.Wrapped:
+        """Gives an empty cache in `dtype`, and the slots' sampling state."""
+
+        def empty():
+            cache = self.policy.init(self.shards.model, dtype)
+            return cache, SamplingState.empty(self.num_slots, self.max_tokens)
+
+        return self.shards.jit(empty, (), (SPLIT, WHOLE))
+
+    def empty_inputs(self, shape: tuple[int, int]) -> StepInputs:
+        return empty_step_inputs(*shape, self.prefill_rows, self.num_slots, self.table_width)
+
+    def compile(self, shape: tuple[int, int], params, cache, state) -> jax.stages.Compiled:
+        """(params, cache, state, packed) -> (cache, state, StepOutputs), with cache and state
+        donated; the arguments may be `ShapeDtypeStruct`s that say where they lie."""
+        packed = self.empty_inputs(shape).packed
+        lowered = self._jit(shape, params).lower(params, cache, state, packed)
+        return lowered.compile(GPU_OPTIONS if self.shards.platform == "gpu" else None)
+
+    def check(self, shape: tuple[int, int], dtype) -> None:
+        """Raises ValueError if the attention ops cannot compute in `dtype`."""
+        params, caches = self.shards.abstract_params(dtype), jax.eval_shape(self.init(dtype))
+        packed = self.empty_inputs(shape).packed
+        jax.eval_shape(self._jit(shape, params), params, *caches, packed)
+
+    def _jit(self, shape: tuple[int, int], params) -> jax.stages.Wrapped:
+        shapes = step_shapes(*shape, self.prefill_rows, self.table_width)
+
+        def run(params, cache, state, packed):
+            return step(
+                params, cache, state, unpack(packed, shapes), self.shards.model, self.policy,
+                self.multi_step, self.shards.reduce,
+            )  # fmt: skip
+
+        specs = self.shards.specs(params), SPLIT, WHOLE, WHOLE
+        return self.shards.jit(run, specs, (SPLIT, WHOLE, WHOLE), donate_argnums=(1, 2))
+
+
+def unstacks(platform: str, layer_bytes: int) -> bool:
+    """Whether the step reads each layer's weights, of `layer_bytes`, as arrays of their own.
+
+    A scan over stacked layers copies each one's weights before it multiplies by them. That triples
+    what a decode step's products read and write; only a CPU's caches can hide it.
+    """
+    return platform == "gpu" or (platform == "cpu" and layer_bytes > CACHED_LAYER_BYTES)
+
+
 class DeviceExecutor:
     """Owns the parameters, the cache and the slots' sampling state; all stay on the devices.
 
-    params: as declared by the whole model, in the dtype to compute and cache in. policy: of
-    `shards.model`. shapes: the (Tp, Sd) of `Buckets.shapes`, compiled by `warm_up`, or without it
-    when first met.
+    params: as declared by the whole model, in the dtype to compute and cache in. shapes: the
+    (Tp, Sd) of `Buckets.shapes`, compiled by `warm_up`, or without it when first met.
     """
 
     def __init__(
-        self, params, shards: Shards, policy: KVPolicy, *, shapes: list[tuple[int, int]],
-        num_slots: int, table_width: int, prefill_rows: int, max_tokens: int, num_blocks: int,
-        page_size: int, multi_step: int = 1,
+        self, params, program: StepProgram, *, shapes: list[tuple[int, int]], num_blocks: int,
+        page_size: int,
     ):  # fmt: skip
         self.clock = WallClock()
-        self._shards, model = shards, shards.model
+        self._program = program
+        shards, policy = program.shards, program.policy
         params = shards.place(params)
-        # On CPUs a scan over stacked layers copies each one's weights before it multiplies by them,
-        # and doubles the memory traffic of layers that are not in cache.
-        layer_bytes = sum(x.nbytes for x in jax.tree.leaves(params["layers"])) // model.num_layers
-        if jax.default_backend() == "cpu" and layer_bytes > CACHED_LAYER_BYTES:
+        layers = jax.tree.leaves(params["layers"])
+        layer_bytes = sum(x.nbytes for x in layers) // shards.model.num_layers
+        if unstacks(shards.platform, layer_bytes):
             params = unstack(params)
-        self._params, self._policy = params, policy
+        self._params = params
         self._shapes = shapes
-        self._empty = functools.partial(
-            empty_step_inputs,
-            prefill_rows=prefill_rows, num_slots=num_slots, table_width=table_width,
-        )  # fmt: skip
-        self._shapes_of = functools.partial(
-            step_shapes, prefill_rows=prefill_rows, table_width=table_width
-        )
-        dtype = params["embed"].dtype
-        self._cache = shards.jit(lambda: policy.init(model, dtype), (), SPLIT)()
-        self._max_tokens = max_tokens
-        self._state = shards.jit(lambda: SamplingState.empty(num_slots, max_tokens), (), WHOLE)()
-        self._step = functools.partial(
-            step, model=model, policy=policy, multi_step=multi_step, reduce=shards.reduce
-        )
+        self._cache, self._state = program.init(params["embed"].dtype)()
         self._load = shards.jit(SamplingState.load_slot, (WHOLE,) * 5, WHOLE, donate_argnums=0)
         self._copy = shards.jit(policy.copy_pages, (SPLIT, WHOLE, WHOLE), SPLIT, donate_argnums=0)
         self._export = shards.jit(policy.export_pages, (SPLIT, WHOLE), SPLIT_BLOCKS)
@@ -275,7 +341,7 @@ class DeviceExecutor:
             shapes = tqdm(self._shapes, "compiling steps", disable=not progress)
             self._programs = dict(zip(shapes, compiled, strict=True))
         for shape in self._shapes:
-            self.execute(self._empty(*shape)).wait()
+            self.execute(self._program.empty_inputs(shape)).wait()
         for count in (1, self._state.history.shape[0]):
             self.copy_blocks([(NULL_BLOCK, NULL_BLOCK)] * count)
         self.swap_out([(0, 0)])
@@ -286,14 +352,7 @@ class DeviceExecutor:
 
     def _compile(self, shape: tuple[int, int]) -> jax.stages.Compiled:
         assert shape in self._shapes, f"step shape {shape} is not declared"
-
-        def run(params, cache, state, packed):
-            return self._step(params, cache, state, unpack(packed, self._shapes_of(*shape)))
-
-        specs = self._shards.specs(self._params), SPLIT, WHOLE, WHOLE
-        program = self._shards.jit(run, specs, (SPLIT, WHOLE, WHOLE), donate_argnums=(1, 2))
-        packed = self._empty(*shape).packed
-        return program.lower(self._params, self._cache, self._state, packed).compile()
+        return self._program.compile(shape, self._params, self._cache, self._state)
 
     def execute(self, inputs: StepInputs) -> _DeviceOutputs:
         shape = inputs.num_prefill_tokens, inputs.tokens.shape[0] - inputs.num_prefill_tokens
@@ -306,7 +365,7 @@ class DeviceExecutor:
         return _DeviceOutputs(outputs, inputs)
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
-        history = np.zeros(self._max_tokens, np.int32)
+        history = np.zeros(self._program.max_tokens, np.int32)
         history[: len(tokens)] = tokens
         bias_tokens = np.zeros(MAX_LOGIT_BIAS, np.int32)
         bias_values = np.zeros(MAX_LOGIT_BIAS, np.float32)

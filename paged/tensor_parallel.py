@@ -7,7 +7,7 @@ Embeddings, logits and sampling are not split: every shard does them in full, an
 tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,14 @@ class Shards:
     """The first `size` devices, among which `whole` is spread; of size 1, the default device.
 
     model: what one shard computes. With fewer KV heads than shards each is on several of them.
+    devices: JAX's by default; others to compile for.
 
     Raises ValueError where there are too few devices or no even split.
     """
 
-    def __init__(self, whole: ModelConfig, size: int = 1):
+    def __init__(
+        self, whole: ModelConfig, size: int = 1, devices: Sequence[jax.Device] | None = None
+    ):
         H, K, F = whole.num_heads, whole.num_kv_heads, whole.intermediate_size
         for name, count in (("num_heads", H), ("intermediate_size", F)):
             if count % size:
@@ -41,23 +44,24 @@ class Shards:
             raise ValueError(
                 f"tensor_parallel ({size}) must divide num_kv_heads ({K}) or be a multiple of it"
             )
-        if size > len(jax.devices()):
+        devices = jax.devices() if devices is None else devices
+        if size > len(devices):
             raise ValueError(
-                f"tensor_parallel ({size}) needs as many devices; JAX sees {len(jax.devices())}"
+                f"tensor_parallel ({size}) needs as many devices; JAX sees {len(devices)}"
             )
         self.size = size
         self.model = whole.replace(
             num_heads=H // size, num_kv_heads=max(1, K // size), intermediate_size=F // size
         )
+        self.platform = devices[0].platform
         self._whole = whole
-        self._mesh = Mesh(np.array(jax.devices()[:size]), (AXIS,))
+        self._mesh = Mesh(np.array(devices[:size]), (AXIS,))
 
     def place(self, params):
         """Parameters of the whole model, as declared, on the devices that need them."""
         if self.size == 1:
             return params
-        declaration = family(self._whole).declare(self._whole)
-        specs = partition_specs(declaration, {"heads": AXIS, "kv_heads": AXIS, "mlp": AXIS})
+        declaration, specs = self._declared()
         K, D = self._whole.num_kv_heads, self._whole.head_dim
 
         def place_one(param: Param, spec, x):
@@ -67,6 +71,33 @@ class Shards:
             return jax.device_put(x, NamedSharding(self._mesh, spec))
 
         return jax.tree.map(place_one, declaration, specs, params)
+
+    def _declared(self):
+        declaration = family(self._whole).declare(self._whole)
+        return declaration, partition_specs(
+            declaration, {"heads": AXIS, "kv_heads": AXIS, "mlp": AXIS}
+        )
+
+    def abstract_params(self, dtype):
+        """What `place` gives for parameters in `dtype`, as `ShapeDtypeStruct`s."""
+        copies = max(1, self.size // self._whole.num_kv_heads)
+
+        def shape(param: Param):
+            *rest, last = param.shape
+            return *rest, last * (copies if "kv_heads" in param.axes else 1)
+
+        declaration, specs = self._declared()
+        return jax.tree.map(
+            lambda param, spec: self.abstract(jax.ShapeDtypeStruct(shape(param), dtype), spec),
+            declaration, specs,
+        )  # fmt: skip
+
+    def abstract(self, tree, spec: PartitionSpec):
+        """`ShapeDtypeStruct`s of arrays that lie on the shards as `spec` says."""
+        sharding = NamedSharding(self._mesh, spec)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
 
     def specs(self, params):
         """How placed parameters are split."""

@@ -1,24 +1,44 @@
-"""Devices to compile for that this machine does not have."""
+"""GPUs that this machine lacks, as JAX devices: programs compile for them and never run."""
 
 import importlib.util
 import logging
 import os
 from pathlib import Path
 
-# Only a machine with a GPU has the CUDA libraries that JAX would look for.
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-# Where the package nvidia-cuda-nvdisasm puts the disassembler that Mosaic's dumps call.
-if package := importlib.util.find_spec("nvidia"):
-    folders = package.submodule_search_locations or []
-    os.environ.setdefault("CUDA_ROOT", str(Path(next(iter(folders))) / "cu13"))
-logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
+import jax
 
-from jax.experimental import topologies  # noqa: E402
-
-from pallas_kernels.targets import TARGETS  # noqa: E402
+from pallas_kernels.targets import TARGETS
 
 
-def devices(target: str, count: int = 1) -> list:
-    return topologies.get_topology_desc(
+def devices(target: str, count: int = 1) -> list[jax.Device]:
+    """The first `count` GPUs of one machine with them; `target` is a key of `TARGETS`.
+
+    Lower for one of them inside `backend.compiling_for(TARGETS[target].gpu)`.
+
+    Raises ValueError for an unknown target, and where JAX's CUDA plugin is not installed.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"unknown target {target!r}; allowed: {', '.join(sorted(TARGETS))}")
+    if count < 1:
+        raise ValueError(f"count must be at least 1, not {count}")
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        raise ValueError("the extra `aot` is not installed: jax-cuda13-plugin is missing")
+    _find_disassembler()
+    # Or JAX's plugin, loaded when devices are first looked for, would ask for CUDA's libraries.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    # Or it would tell at length that there is no GPU.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
         "", platform="cuda", target_config=TARGETS[target].config(), topology=f"1x1x{count}"
-    ).devices
+    )
+    return list(topology.devices)
+
+
+def _find_disassembler() -> None:
+    """Tell Mosaic, which disassembles what it compiles, where nvidia-cuda-nvdisasm put the tool."""
+    package = importlib.util.find_spec("nvidia")
+    for folder in (package.submodule_search_locations or []) if package else []:
+        os.environ.setdefault("CUDA_ROOT", str(Path(folder) / "cu13"))

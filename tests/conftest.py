@@ -1,7 +1,12 @@
 """Engines of equal configuration compile equal programs: each is compiled once in a test run."""
 
+import os
+
 import jax
 import pytest
+
+# What interpreted GPU kernels need so as not to wait for each other's threads.
+os.environ.setdefault("PJRT_NPROC", "8")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,10 +23,10 @@ def test_logits_are_those_of_hugging_face(case):
 @pytest.mark.parametrize("case", ["qwen2", "qwen3_sharded", "opt_350m", "gpt2_untied"])
 def test_layers_in_a_list_compute_what_stacked_layers_do(case):
     config, loaded, tokens, _ = golden(case)
-    layers = []
+    traced = []
 
     def attend(layer, q, k, v, cache):
-        layers.append(layer)
+        traced.append(layer)
         return v.repeat(q.shape[1] // v.shape[1], axis=1) * (layer + 1), cache + layer
 
     def adapters(name, layer, x):
@@ -38,7 +38,7 @@ def test_layers_in_a_list_compute_what_stacked_layers_do(case):
     listed, cache_of_list = run(config, params.unstack(loaded), tokens, **how)
     np.testing.assert_allclose(listed, stacked, rtol=0, atol=1e-4)
     assert cache == cache_of_list == sum(range(config.num_layers))
-    assert layers[1:] == list(range(config.num_layers))
+    assert len(traced) == 2  # once in each form, however many layers there are
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention, specs
-from pallas_kernels.specs import Heads
+from pallas_kernels.specs import Attention, Heads
 from tests.pallas_kernels.interpreted import run, run_spec
 
 K, D = 2, 64
@@ -235,7 +235,7 @@ def _small(shapes):
 
 def _distinct(shapes):
     """Names by small shapes: many models differ only in their number of heads."""
-    named = {}
+    named: dict[Attention, list[str]] = {}
     for name, one in shapes.items():
         named.setdefault(_small(one), []).append(name)
     return [pytest.param(small, id=names[0]) for small, names in named.items()]

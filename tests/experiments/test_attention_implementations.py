@@ -1,0 +1,58 @@
+"""The engine over kernels made for GPUs, which Pallas interprets here: slowly, so all is small."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import flags
+from models import llama
+from models import params as parameters
+from models.config import ModelConfig
+from models.full_attention import causal_attend
+from paged.engine import Engine, EngineConfig
+from paged.sequence import SamplingParams
+
+MODEL = ModelConfig(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,
+    head_dim=64, max_position_embeddings=64,
+)  # fmt: skip
+CONFIG = EngineConfig(
+    max_num_seqs=2, max_num_batched_tokens=16, max_prefills_per_step=1, max_model_len=32,
+    page_size=16, kv_cache_tokens=64, watermark=0.0, multi_step=2,
+)  # fmt: skip
+NEAR_TIE = 0.02  # of logits: as far as float16 sums in another order may move them
+PROMPTS = [[7, 23, 5, 11, 42], list(range(3, 17)), [60]]
+
+
+@pytest.fixture(scope="module")
+def params():
+    made = parameters.init(llama.declare(MODEL), jax.random.key(1), jnp.float16)
+    # Larger embeddings give varied continuations instead of one token forever.
+    return made | {"embed": made["embed"] * 50}
+
+
+def test_the_engine_serves_with_mosaic_kernels(params):
+    """Each token is the most probable one, or nearly, by full recomputation. The second prompt
+    grows beyond its page; decodes run in a loop over iterations, or beside a prompt."""
+    engine = Engine.from_model(params, MODEL, CONFIG, implementation="mosaic_gpu")
+    outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=4, ignore_eos=True))
+    for output in outputs:
+        tokens = np.array(output.prompt_tokens + output.tokens)
+        hidden, _ = llama.forward(
+            params, MODEL, tokens, np.arange(len(tokens)), causal_attend(MODEL), cache=None
+        )
+        logits = np.asarray(llama.logits(params, MODEL, hidden), np.float32)
+        assert len(output.tokens) == 4
+        for i in range(-4, 0):
+            row = logits[i - 1]
+            assert row[tokens[i]] >= row.max() - NEAR_TIE, (tokens, i)
+
+
+def test_too_few_threads_for_the_interpreter_are_refused(monkeypatch):
+    monkeypatch.setenv("PJRT_NPROC", "2")
+    with pytest.raises(ValueError, match=r"needs 8 threads, not 2: set .* PJRT_NPROC=8"):
+        flags.check_interpreter("mosaic_gpu")
+    flags.check_interpreter("xla")
+    monkeypatch.setenv("PJRT_NPROC", "8")
+    flags.check_interpreter("mosaic_gpu")
