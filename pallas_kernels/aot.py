@@ -38,7 +38,15 @@ def devices(target: str, count: int = 1) -> list[jax.Device]:
 
 
 def _find_disassembler() -> None:
-    """Tell Mosaic, which disassembles what it compiles, where nvidia-cuda-nvdisasm put the tool."""
+    """Tell Mosaic, which disassembles what it compiles, where nvidia-cuda-nvdisasm put the tool.
+
+    Mosaic has taken it to be where a CUDA installation would have it.
+    """
+    name = "MOSAIC_GPU_CUDA_ROOT"
     package = importlib.util.find_spec("nvidia")
     for folder in (package.submodule_search_locations or []) if package else []:
-        os.environ.setdefault("CUDA_ROOT", str(Path(folder) / "cu13"))
+        tool = Path("bin") / "nvdisasm"
+        if (Path(folder) / "cu13" / tool).exists() and not (
+            Path(os.environ.get(name, "")) / tool
+        ).exists():
+            os.environ[name] = str(Path(folder) / "cu13")
