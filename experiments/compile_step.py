@@ -31,7 +31,7 @@ from models import params, weights
 from models.config import ModelConfig
 from models.families import family
 from paged.config import EngineConfig
-from paged.executor import StepProgram, unstacks
+from paged.step import StepProgram, unstacks
 from paged.tensor_parallel import SPLIT, WHOLE, Shards
 from pallas_kernels import aot, backend
 from pallas_kernels.targets import TARGETS, Target

@@ -17,8 +17,8 @@ from absl import flags
 from models import weights
 from models.config import ModelConfig
 from paged.engine import Engine, EngineConfig
-from paged.executor import StepProgram
 from paged.simulator.executor import SimulatedExecutor
+from paged.step import StepProgram
 from paged.step_inputs import Buckets
 from paged.tensor_parallel import Shards
 from pallas_kernels import backend

@@ -16,7 +16,7 @@ from models import weights
 from models.config import ModelConfig
 from models.families import family
 from paged.config import EngineConfig
-from paged.executor import StepProgram
+from paged.step import StepProgram
 from paged.step_inputs import StepInputs
 from paged.tensor_parallel import Shards
 

@@ -14,9 +14,9 @@ import numpy as np
 from models.config import ModelConfig
 from paged.clock import VirtualClock
 from paged.engine import Engine, EngineConfig
-from paged.executor import StepOutputs
 from paged.prefix_cache import chain, root_key
 from paged.sequence import SamplingParams
+from paged.step import StepOutputs
 from paged.step_inputs import StepInputs
 
 LONGEST_PROMPT = 32

@@ -9,8 +9,9 @@ import numpy as np
 from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.engine_loop import EngineLoop
-from paged.executor import DeviceExecutor, StepProgram
+from paged.executor import DeviceExecutor
 from paged.sequence import RequestOutput, SamplingParams
+from paged.step import StepProgram
 from paged.step_inputs import Buckets
 from paged.tensor_parallel import Shards
 from paged.validation import Prompt

@@ -14,7 +14,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from paged.config import EngineConfig
-from paged.executor import Executor, PendingOutputs, StepOutputs
+from paged.executor import Executor, PendingOutputs
 from paged.kv_cache import POLICIES
 from paged.metrics import Metrics, StepRecord, step_facts
 from paged.outputs import record_logprobs, record_prompt_logprobs, request_output
@@ -29,6 +29,7 @@ from paged.sequence import (
     changed_fields,
     is_real,
 )
+from paged.step import StepOutputs
 from paged.step_inputs import Buckets, build_step_inputs
 from paged.stopping import StopChecker, TextStream
 from paged.validation import Prompt, token_limit, validated_prompt

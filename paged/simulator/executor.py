@@ -8,8 +8,8 @@ import numpy as np
 
 from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
 from paged.clock import VirtualClock
-from paged.executor import StepOutputs
 from paged.simulator.recorded import RecordedTokens
+from paged.step import StepOutputs
 from paged.step_inputs import StepInputs
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from models.sampling import BEAM, INVALID_TOKEN, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
-from paged.executor import StepOutputs
 from paged.metrics import NO_TOKEN
+from paged.step import StepOutputs
 from paged.step_inputs import StepInputs
 
 

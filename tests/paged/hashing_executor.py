@@ -16,7 +16,7 @@ import numpy as np
 from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
 from paged.beam_search import BeamSearch
 from paged.clock import VirtualClock
-from paged.executor import StepOutputs
+from paged.step import StepOutputs
 
 EOS, FIRST, VOCAB = 2, 3, 61
 

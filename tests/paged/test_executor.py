@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from models.sampling import SamplingState
 from paged.config import EngineConfig
-from paged.executor import step
 from paged.kv_cache import dense
+from paged.step import step
 from paged.step_inputs import Buckets, empty_step_inputs
 from tests.paged.tiny import TINY
 

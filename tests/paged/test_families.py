@@ -10,8 +10,8 @@ from models.config import ModelConfig
 from models.families import family
 from models.full_attention import causal_attend
 from paged.engine import Engine, EngineConfig
-from paged.executor import CACHED_LAYER_BYTES
 from paged.sequence import SamplingParams
+from paged.step import CACHED_LAYER_BYTES
 
 MODELS = {
     "opt": ModelConfig(

@@ -20,7 +20,7 @@ import pytest
 
 from models.config import ModelConfig
 from models.families import family
-from paged import executor
+from paged import executor, step
 from paged.engine import Engine, EngineConfig
 from paged.sequence import SamplingParams
 from paged.tensor_parallel import Shards
@@ -172,6 +172,6 @@ def test_fewer_than_one_device_is_refused():
 if __name__ == "__main__":
     result: dict[str, dict[int, dict]] = {}
     for name, sizes in SIZES.items():
-        executor.CACHED_LAYER_BYTES = 0 if name in UNSTACKED else 2**30
+        step.CACHED_LAYER_BYTES = 0 if name in UNSTACKED else 2**30
         result[name] = {size: facts(name, size) for size in sizes}
     print(json.dumps(result))
