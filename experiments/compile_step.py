@@ -331,7 +331,8 @@ def main(argv: list[str], names: Sequence[str] = ()) -> None:
         sys.exit(f"error: {error}")
     print(show(report))
     if FLAGS.output_dir:
-        content = {"flags": values_of(names), **asdict(report), "jax": jax.__version__}
+        environment = run_record.describe_environment()
+        content = {"flags": values_of(names), **asdict(report), **environment}
         run_record.write_json(FLAGS.output_dir, "report.json", content)
         (Path(FLAGS.output_dir) / "step.hlo").write_text(text)
     if report.faults:

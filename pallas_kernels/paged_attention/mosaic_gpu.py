@@ -45,11 +45,14 @@ def decode(
 
         def fetch(tile):
             slot = lax.rem(tile - begin, stages)
-            for i in range(pages_per_tile):
-                # The last tile may reach beyond the table; what it finds there is masked.
-                column = jnp.minimum(lax.div(tile * TILE, P) + i, M - 1)
-                page = tables_ref[s, h, column] + offset
-                source = pl.ds(pl.multiple_of(lax.rem(tile * TILE, P), rows), rows)
+            # The last tile may reach beyond the table; what it finds there is masked.
+            entries = [
+                jnp.minimum(lax.div(tile * TILE, P) + i, M - 1) for i in range(pages_per_tile)
+            ]
+            # All read before the first copy, so that none waits for another's.
+            pages = [tables_ref[s, h, entry] + offset for entry in entries]
+            source = pl.ds(pl.multiple_of(lax.rem(tile * TILE, P), rows), rows)
+            for i, page in enumerate(pages):
                 destination = pl.ds(i * rows, rows)
                 for pool, buffer, filled in (k_ref, k_s, k_filled), (v_ref, v_s, v_filled):
                     plgpu.copy_gmem_to_smem(

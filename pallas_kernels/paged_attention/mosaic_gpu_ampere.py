@@ -76,11 +76,14 @@ def decode(
             @pl.when(tile < end)
             def _():
                 slot = lax.rem(tile - begin, stages)
-                for i in range(pages_per_tile):
-                    # The last tile may reach beyond the table; what it finds there is masked.
-                    column = jnp.minimum(lax.div(tile * TILE, P) + i, M - 1)
-                    page = tables_ref[s, h, column] + offset
-                    source = pl.ds(pl.multiple_of(lax.rem(tile * TILE, P), rows), rows)
+                # The last tile may reach beyond the table; what it finds there is masked.
+                entries = [
+                    jnp.minimum(lax.div(tile * TILE, P) + i, M - 1) for i in range(pages_per_tile)
+                ]
+                # All read before the first copy, so that none waits for another's.
+                pages = [tables_ref[s, h, entry] + offset for entry in entries]
+                source = pl.ds(pl.multiple_of(lax.rem(tile * TILE, P), rows), rows)
+                for i, page in enumerate(pages):
                     copy_async(pool.at[page, source], buffer.at[slot, pl.ds(i * rows, rows)])
 
         def wait(tile, newer_copies):
