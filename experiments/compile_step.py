@@ -12,12 +12,10 @@ Without a GPU to time them on, the compiler guesses which of its products are fa
 """
 
 import math
-import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import jax
@@ -25,64 +23,22 @@ import jax.numpy as jnp
 from absl import app, flags
 from jax.sharding import PartitionSpec
 
-from experiments import hlo, run_record
+from experiments import run_record
 from experiments.flags import values_of
+from experiments.step_report import MOST_TEMPORARY, Report, Step, kv_bytes_of_token, report_of, show
 from models import params, weights
 from models.config import ModelConfig
-from models.families import family
 from paged.config import EngineConfig
+from paged.executor import COPIED_TOKENS_PER_CALL
+from paged.kv_cache.policy import KVPolicy
 from paged.step import StepProgram, unstacks
-from paged.tensor_parallel import SPLIT, WHOLE, Shards
+from paged.tensor_parallel import SPLIT, SPLIT_BLOCKS, WHOLE, Shards
 from pallas_kernels import aot, backend
-from pallas_kernels.targets import TARGETS, Target
+from pallas_kernels.targets import TARGETS
 
 FLAGS = flags.FLAGS
 MODELS = Path(__file__).parents[1] / "configs" / "models"
 MEMORY_SHARE = 0.7  # of a GPU's memory, for weights and KV pools; JAX takes 0.75 by default
-MOST_TEMPORARY = 0.05  # of one of the pools
-MOST_MOVED = 0.02  # of a layer's floor, by a kernel that computes nothing
-LAYER = r"params\['layers'\]\[(\d+)\]"  # begins the name of an argument
-MOSAIC = "mosaic_gpu_v2"  # the custom call of a Pallas kernel
-
-
-@dataclass(frozen=True)
-class Step:
-    """What is compiled: a decode token each of `decodes` sequences of `context` tokens and, if
-    there are any, the `prefill_tokens` of a prompt."""
-
-    decodes: int
-    prefill_tokens: int
-    context: int
-
-    @property
-    def tokens(self) -> int:
-        return self.decodes + self.prefill_tokens
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One that a layer runs, and the bytes that it reads and writes."""
-
-    name: str
-    kind: str
-    read: int
-    written: int
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a compiled step is, of each device. memory and floor: bytes by what they are for.
-    collectives, mosaic_kernels: instructions of the whole step, by opcode and in all.
-    kernels: of one layer.  faults: what should not be."""
-
-    kv_cache_tokens: int
-    seconds_to_compile: float
-    memory: dict[str, int]
-    collectives: dict[str, int]
-    mosaic_kernels: int
-    kernels: list[Kernel]
-    floor: dict[str, int]
-    faults: list[str]
 
 
 def define_flags() -> list[str]:
@@ -120,7 +76,7 @@ def compile_step(
     shards = Shards(model, tensor_parallel, aot.devices(target, tensor_parallel))
     abstract = shards.abstract_params(dtype)
     weight_bytes = sum(map(_bytes_on_device, jax.tree.leaves(abstract)))
-    token_bytes = _kv_bytes(shards.model, dtype) * model.num_layers
+    token_bytes = kv_bytes_of_token(shards.model, dtype) * model.num_layers
     kv_cache_tokens = int(MEMORY_SHARE * gpu.memory - weight_bytes) // token_bytes
     needed = step.decodes * step.context + step.prefill_tokens
     if needed > kv_cache_tokens:
@@ -159,20 +115,39 @@ def compile_step(
         "aliased": memory.alias_size_in_bytes,
         "temporary": memory.temp_size_in_bytes,
     }
-    report = _report(
+    report = report_of(
         text, shards.model, gpu, step, dtype, kv_cache_tokens, tensor_parallel, seconds, sizes
     )
+    moves = _block_moves(shards, program.policy, cache, COPIED_TOKENS_PER_CALL // page_size)
+    for name, (aliased, temporary) in moves.items():
+        report.memory[f"temporary, {name}"] = temporary
+        if aliased < 2 * pool or temporary > MOST_TEMPORARY * pool:
+            report.faults.append(f"{name} does not write the pools in place")
     return report, text
+
+
+def _block_moves(shards: Shards, policy: KVPolicy, cache, blocks: int) -> dict[str, tuple]:
+    """Bytes aliased and temporary of the programs that copy so many blocks, and swap them in."""
+    ids = shards.abstract(jax.ShapeDtypeStruct((blocks,), jnp.int32), WHOLE)
+    export = shards.jit(policy.export_pages, (SPLIT, WHOLE), SPLIT_BLOCKS)
+    content = jax.eval_shape(export, cache, ids)
+    content = shards.abstract(content, SPLIT_BLOCKS)
+    programs = {
+        "block copy": (policy.copy_pages, (SPLIT, WHOLE, WHOLE), (ids, ids)),
+        "swap in": (policy.import_pages, (SPLIT, WHOLE, SPLIT_BLOCKS), (ids, content)),
+    }
+    found = {}
+    for name, (function, specs, arguments) in programs.items():
+        jitted = shards.jit(function, specs, SPLIT, donate_argnums=0)
+        memory = jitted.lower(cache, *arguments).compile().memory_analysis()
+        assert memory is not None
+        found[name] = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+    return found
 
 
 def _bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
     assert x.sharding is not None
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-
-
-def _kv_bytes(model: ModelConfig, dtype) -> int:
-    """Of a token's keys and values in a layer."""
-    return 2 * model.num_kv_heads * model.head_dim * jnp.dtype(dtype).itemsize
 
 
 def _unstacked(shards: Shards, abstract):
@@ -182,131 +157,6 @@ def _unstacked(shards: Shards, abstract):
     unstacked = jax.eval_shape(params.unstack, abstract)
     specs |= {"layers": [layer] * len(unstacked["layers"])}
     return jax.tree.map(shards.abstract, unstacked, specs)
-
-
-def _report(
-    text: str, model: ModelConfig, gpu: Target, step: Step, dtype, kv_cache_tokens: int,
-    tensor_parallel: int, seconds: float, memory: dict[str, int],
-) -> Report:  # fmt: skip
-    """`model` is what one device computes."""
-    program, pool, kv_bytes = hlo.Program(text), memory["pools"] // 2, _kv_bytes(model, dtype)
-    kernels = []
-    for op in _layer(program, model.num_layers - 2):
-        traffic = program.traffic(op, pool)
-        read = traffic.read
-        if traffic.pools:
-            decodes = f"[{step.decodes}," in op.shape  # else it computes the prompt
-            tokens = step.decodes * step.context if decodes else step.prefill_tokens
-            read += tokens * kv_bytes * traffic.pools // 2
-        kernels.append(Kernel(op.name, program.kind(op), read, traffic.written))
-    collectives = Counter(op.opcode.removesuffix("-start") for op in program)
-    report = Report(
-        kv_cache_tokens,
-        seconds,
-        memory,
-        {name: collectives[name] for name in hlo.COLLECTIVES if collectives[name]},
-        mosaic_kernels=sum(MOSAIC in op.text for op in program if op.opcode == "custom-call"),
-        kernels=kernels,
-        floor=_floor(model, step, dtype),
-        faults=[],
-    )
-    report.faults.extend(_faults(report, program, model, gpu, step, tensor_parallel))
-    return report
-
-
-def _floor(model: ModelConfig, step: Step, dtype) -> dict[str, int]:
-    """Bytes that a layer cannot do without, each array moved once."""
-    E, F = model.hidden_size, model.intermediate_size
-    HD, KD = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
-    item, kv_bytes = jnp.dtype(dtype).itemsize, _kv_bytes(model, dtype)
-    layers = family(model).declare(model)["layers"].values()
-    return {
-        "weights": sum(math.prod(param.shape[1:]) for param in layers) * item,
-        "KV read": (step.decodes * step.context + step.prefill_tokens) * kv_bytes,
-        "KV written": step.tokens * kv_bytes,
-        # What goes into the products q/k/v, o, gate/up and down, and what comes out.
-        "activations": step.tokens * item * ((E + HD + 2 * KD) + (HD + E) + (E + 2 * F) + (F + E)),
-    }
-
-
-def _faults(
-    report: Report, program: hlo.Program, model: ModelConfig, gpu: Target, step: Step,
-    tensor_parallel: int,
-) -> list[str]:  # fmt: skip
-    faults, memory, L, pool = [], report.memory, model.num_layers, report.memory["pools"] // 2
-
-    def check(good: bool, fault: str) -> None:
-        if not good:
-            faults.append(fault)
-
-    held = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporary"]
-    check(held <= gpu.memory, f"{held} bytes do not fit a {gpu.name} of {gpu.memory}")
-    check(
-        memory["aliased"] >= 2 * pool,
-        f"KV pools of {pool} bytes are not updated in place: {memory['aliased']} bytes are aliased",
-    )
-    check(
-        memory["temporary"] <= MOST_TEMPORARY * pool,
-        f"{memory['temporary']} bytes of temporaries, beside pools of {pool}",
-    )
-    expected = {"all-reduce": 2 * L} if tensor_parallel > 1 else {}
-    check(report.collectives == expected, f"collectives {report.collectives}, not {expected}")
-    attentions = (2 if step.prefill_tokens else 1) if gpu.gpu.compute_capability[0] == 9 else 0
-    check(
-        report.mosaic_kernels == attentions * L,
-        f"{report.mosaic_kernels} Mosaic kernels, not {attentions} in each of {L} layers",
-    )
-    readers: dict[str, list[str]] = {}
-    most = MOST_MOVED * sum(report.floor.values())
-    for kernel in program.kernels():
-        traffic = program.traffic(kernel, pool)
-        moved = traffic.read + traffic.written
-        check(
-            program.kind(kernel) not in hlo.MOVING or moved <= most,
-            f"{kernel.name} only moves {moved} bytes",
-        )
-        for name in set(program.arguments(kernel)):
-            readers.setdefault(name, []).append(kernel.name)
-    for op in program.entry.values():
-        kernels = readers.get(op.argument, []) if op.opcode == "parameter" else []
-        check(
-            len(kernels) <= 1 or op.bytes <= most or not re.match(LAYER, op.argument),
-            f"{op.argument} is read by {len(kernels)} kernels: {', '.join(kernels)}",
-        )
-    return faults
-
-
-def _layer(program: hlo.Program, layer: int) -> list[hlo.Op]:
-    """The kernels of one layer, from the first that gets weights of it to that of the next."""
-    first: dict[int, int] = {}
-    kernels = program.kernels()
-    for i, kernel in enumerate(kernels):
-        for name in program.arguments(kernel):
-            if found := re.match(LAYER, name):
-                first.setdefault(int(found[1]), i)
-    return kernels[first[layer] : first[layer + 1]]
-
-
-def show(report: Report) -> str:
-    """The report as text: memory, and the kernels of a layer beside its floor."""
-    memory = "  ".join(f"{name} {size / 1e9:.2f}" for name, size in report.memory.items())
-    lines = [
-        f"GB on each device: {memory}",
-        f"KV cache: {report.kv_cache_tokens} tokens",
-        f"collectives: {report.collectives or 'none'}",
-        f"Mosaic kernels: {report.mosaic_kernels}",
-        f"compiled in {report.seconds_to_compile:.0f} s",
-        "",
-        f"{'kernel of a layer':<36} {'kind':<14} {'MB read':>9} {'written':>9}",
-    ]
-    for kernel in report.kernels:
-        read, written = kernel.read / 1e6, kernel.written / 1e6
-        lines.append(f"{kernel.name:<36} {kernel.kind:<14} {read:>9.2f} {written:>9.2f}")
-    moved, floor = sum(k.read + k.written for k in report.kernels), sum(report.floor.values())
-    parts = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in report.floor.items())
-    moves = f"move {moved / 1e6:.2f} MB, {moved / floor:.2f} times the floor"
-    lines += [f"{len(report.kernels)} kernels {moves} of {floor / 1e6:.2f} MB: {parts}"]
-    return "\n".join(lines)
 
 
 def main(argv: list[str], names: Sequence[str] = ()) -> None:

@@ -191,14 +191,14 @@ def specs_to_check(small: bool) -> list[tuple[str, str, Spec]]:
     def shorten(shapes: Attention) -> Attention:
         if small:
             heads = Heads(2 * shapes.heads.H // shapes.heads.K, 2, shapes.heads.D)
-            return replace(shapes, heads=heads, sequences=3, context=150, ragged=True)
+            return replace(shapes, heads=heads, sequences=2, context=100, ragged=True)
         return replace(shapes, sequences=6, context=1500, ragged=True)
 
     found = []
     for op, (shapes, make) in SHAPES.items():
         for name, one in shapes.items():
             short = shorten(one)
-            chunk = min(short.chunk, 70 if small else 500)
+            chunk = min(short.chunk, 40 if small else 500)
             found.append((op, name, make(replace(short, chunk=chunk))))
     for op in OPS.keys() - SHAPES:
         found += [(op, name, spec) for name, spec in _moves(op, small).items()]
