@@ -4,10 +4,13 @@ import contextlib
 import contextvars
 import functools
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
+
+MADE_FOR = {"mosaic_gpu": 9, "mosaic_gpu_ampere": 8}  # major compute capability of kernels
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,18 @@ def compiling_for(gpu: GPU) -> Iterator[None]:
 
 
 def current_gpu() -> GPU | None:
-    """The GPU of `compiling_for`, else this machine's first; None if JAX runs without one."""
+    """The GPU of `compiling_for`, else this machine's first; None if JAX runs without one of
+    NVIDIA's."""
     if described := _described_gpu.get():
         return described
     return _first_gpu() if jax.default_backend() == "gpu" else None
 
 
 @functools.cache
-def _first_gpu() -> GPU:
+def _first_gpu() -> GPU | None:
     device = jax.devices("gpu")[0]
-    major, minor = device.compute_capability.split(".")
-    return GPU((int(major), int(minor)), device.core_count)
+    version = re.fullmatch(r"(\d+)\.(\d+)", device.compute_capability)  # AMD's are gfx90a and so on
+    return GPU((int(version[1]), int(version[2])), device.core_count) if version else None
 
 
 def choose(
@@ -63,14 +67,17 @@ def choose(
         if implementation not in implementations:
             allowed = ", ".join(sorted(implementations))
             raise ValueError(f"{op} has no implementation {implementation!r}; allowed: {allowed}")
-        if implementation.startswith("mosaic_gpu") and refusal:
+        major, gpu = MADE_FOR.get(implementation), current_gpu()
+        if major and gpu and gpu.compute_capability[0] != major:
+            refusal = f"it is for compute capability {major}.x, not {gpu.compute_capability}"
+        if major and refusal:
             raise ValueError(f"{op} cannot run as {implementation!r}: {refusal}")
         return implementations[implementation]
     xla = implementations["xla"]
     gpu = current_gpu()
     if gpu is None or refusal or "mosaic_gpu" not in implementations:
         return xla
-    if gpu.compute_capability[0] != 9:
+    if gpu.compute_capability[0] != MADE_FOR["mosaic_gpu"]:
         _say_once(f"GPUs of compute capability {gpu.compute_capability} run {op} as 'xla'")
         return xla
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from pallas_kernels.backend import MADE_FOR
 from pallas_kernels.kv_write import api as kv_write
 from pallas_kernels.kv_write import specs as kv_write_specs
 from pallas_kernels.paged_attention import api as paged_attention
@@ -17,8 +18,10 @@ class Op:
 
     def kernel_for(self, compute_capability: tuple[int, int]) -> str | None:
         """The name of the implementation that is a kernel for such GPUs, or None."""
-        name = {8: "mosaic_gpu_ampere", 9: "mosaic_gpu"}.get(compute_capability[0])
-        return name if name in self.implementations else None
+        for name, major in MADE_FOR.items():
+            if major == compute_capability[0] and name in self.implementations:
+                return name
+        return None
 
 
 OPS = {

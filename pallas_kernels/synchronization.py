@@ -9,6 +9,9 @@ no race. So this check follows each thread of a kernel in program order and asks
   and before the thread tells another that it is ready,
 - copies to global memory are waited for before the kernel ends.
 
+It knows buffers and barriers, not their slots, and not whether a reader has finished when it hands
+memory back to who fills it: those are for the interpreter, which finds races.
+
 Memory that some loop fills must be waited for in each iteration of every loop that reads it. What
 may happen in one branch of a condition counts as happening; what happens in all, as done.
 """

@@ -1,4 +1,4 @@
-"""Obviously right: one row, or page, after the other."""
+"""Obviously right: one row, or page, after the other; those beyond the pool are dropped."""
 
 import jax
 
@@ -7,12 +7,11 @@ def write(k_pages, v_pages, k, v, slot_mapping):
     N, P, D = k_pages.shape
 
     def put(i, pools):
-        slot, found = slot_mapping.reshape(-1)[i], slot_mapping.reshape(-1)[i] < N * P
+        slot = slot_mapping.reshape(-1)[i]
 
         def put_one(pages, new):
             row = new.reshape(-1, D)[i].astype(pages.dtype)
-            written = pages.at[slot // P, slot % P].set(row)
-            return jax.lax.select(found, written, pages)
+            return pages.at[slot // P, slot % P].set(row, mode="drop")
 
         return put_one(pools[0], k), put_one(pools[1], v)
 
@@ -23,7 +22,6 @@ def copy(pages, sources, destinations):
     before = pages
 
     def put(i, pages):
-        copied = pages.at[destinations[i]].set(before[sources[i]])
-        return jax.lax.select(destinations[i] < pages.shape[0], copied, pages)
+        return pages.at[destinations[i]].set(before[sources[i]], mode="drop")
 
     return jax.lax.fori_loop(0, len(sources), put, pages)

@@ -8,7 +8,7 @@ from pallas_kernels.specs import HEADS, Cost, Heads, Spec
 
 
 def write(
-    heads: Heads, tokens: int, *, num_pages: int = 4096, page_size: int = 16, dtype="bfloat16"
+    heads: Heads, tokens: int, *, num_pages: int = 65536, page_size: int = 16, dtype="bfloat16"
 ) -> Spec:
     """Tokens go to distinct random places of the pools; the last one is padding."""
 

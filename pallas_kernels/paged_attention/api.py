@@ -1,6 +1,7 @@
 """Public ops: check shapes, fill defaults, pick an implementation."""
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.paged_attention import (
@@ -8,10 +9,10 @@ from pallas_kernels.paged_attention import (
     mosaic_gpu_ampere,
     mosaic_gpu_prefill,
     reference,
-    split_kv,
     xla,
 )
 
+MOST_GROUP = 16  # query heads of a KV head that decode kernels take
 DECODE = {
     "reference": reference.decode,
     "xla": xla.decode,
@@ -45,7 +46,7 @@ def paged_attention(
     k_pages, v_pages: [N, P, D] flat pools; a page holds P tokens of one KV head.
     tables:   [S, K, M] int32 page ids in token order; entries beyond the length are never used but
               must name a valid page.
-    lengths:  [S, K] int32 tokens to read; 0 gives zeros (a padding sequence).
+    lengths:  [S, K] int32 tokens to read, at most M * P; 0 gives zeros (a padding sequence).
     page_offset: int32 scalar added to every page id, so that one table serves all layers.
     scale:    multiplies q·k; None means D ** -0.5.
     sliding_window: read only the last that many tokens of a length.
@@ -53,18 +54,20 @@ def paged_attention(
     return_lse: give also the logarithm of the sum of the exponentials of the scores.
 
     Returns [S, H, D] in q's dtype, and with return_lse also [S, H] float32: -inf where nothing is
-    read. Attention over parts of a sequence merges by it. Raises ValueError on arguments that do
-    not fit together, or that a named implementation cannot run.
+    read. Attention over parts of a sequence merges by it. The kernels have no derivative. Raises
+    ValueError on arguments that do not fit together, or that a named implementation cannot run.
     """
-    S, H, D = q_SxHxD.shape
     K = _check_pools(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM)
+    S, H, D = q_SxHxD.shape
     _check_options(scale, sliding_window, soft_cap)
     if tables_SxKxM.shape[0] != S or lengths_SxK.shape != (S, K):
         raise ValueError(
             f"{S} queries need tables [{S}, K, M] and lengths [{S}, {K}], "
             f"not {tables_SxKxM.shape} and {lengths_SxK.shape}"
         )
-    refusal = split_kv.unsupported(q_SxHxD, k_pages_NxPxD, K)
+    refusal = _refusal(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD)
+    if H // K > MOST_GROUP:
+        refusal = f"at most {MOST_GROUP} query heads may share a KV head, not {H // K}"
     run = backend.choose("paged_attention", DECODE, implementation, refusal)
     out, lse = run(
         q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, lengths_SxK,
@@ -101,14 +104,14 @@ def paged_prefill_attention(
     shapes that do not fit together.
     """
     S = tables_SxKxM.shape[0]
-    K = _check_pools(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM)
+    _check_pools(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM)
     _check_options(scale, sliding_window, soft_cap)
     if query_starts.shape != (S + 1,) or lengths_S.shape != (S,):
         raise ValueError(
             f"tables of {S} sequences need query_starts [{S + 1}] and lengths [{S}], "
             f"not {query_starts.shape} and {lengths_S.shape}"
         )
-    refusal = mosaic_gpu_prefill.unsupported(q_TxHxD, k_pages_NxPxD, K)
+    refusal = _refusal(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
     run = backend.choose("paged_prefill_attention", PREFILL, implementation, refusal)
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
     return run(
@@ -117,14 +120,32 @@ def paged_prefill_attention(
     )  # fmt: skip
 
 
+def _refusal(q, k_pages, v_pages) -> str | None:
+    """Why the kernels cannot run these arguments, or None."""
+    D, P = q.shape[-1], k_pages.shape[1]
+    if not q.dtype == k_pages.dtype == v_pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return (
+            f"queries and pages must all be bfloat16 or all float16, "
+            f"not {q.dtype}, {k_pages.dtype} and {v_pages.dtype}"
+        )
+    if D not in (64, 128):
+        return f"head dim must be 64 or 128, not {D}"
+    if P not in (16, 32, 64, 128):
+        return f"page size must be 16, 32, 64 or 128, not {P}"
+    return None
+
+
 def _check_pools(q, k_pages, v_pages, tables) -> int:
+    for name, x in (("queries", q), ("pools", k_pages), ("tables", tables)):
+        if x.ndim != 3 or 0 in x.shape:
+            raise ValueError(f"{name} must have three axes, none empty, not {x.shape}")
     _, H, D = q.shape
-    if k_pages.shape != v_pages.shape or k_pages.ndim != 3 or k_pages.shape[-1] != D:
+    if k_pages.shape != v_pages.shape or k_pages.shape[-1] != D:
         raise ValueError(
             f"pools must both be [N, P, {D}] for queries of head dim {D}, "
             f"not {k_pages.shape} and {v_pages.shape}"
         )
-    if tables.ndim != 3 or H % tables.shape[1]:
+    if H % tables.shape[1]:
         raise ValueError(
             f"tables must be [S, K, M] with K dividing the {H} query heads, not {tables.shape}"
         )

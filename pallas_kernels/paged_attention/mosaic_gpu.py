@@ -12,7 +12,6 @@ from pallas_kernels.paged_attention import split_kv
 from pallas_kernels.paged_attention.split_kv import TILE
 
 STAGE_BYTES = 64 * 1024  # keys and values in flight, of one block
-BLOCKS_PER_MULTIPROCESSOR = 3  # by the shared memory that the stages take
 
 
 def decode(
@@ -26,11 +25,12 @@ def decode(
     stages = STAGE_BYTES // (2 * TILE * D * dtype.itemsize)
     pages_per_tile = max(1, TILE // P)
     rows = min(P, TILE)  # of a page, in a tile
+    blocks_per_multiprocessor = 3 if N == 8 else 2  # by the shared memory of one
 
     first_tokens = split_kv.first_token(lengths, sliding_window)
     tiles_SxK = pl.cdiv(lengths, TILE) - first_tokens // TILE
     splits, tiles_per_split = split_kv.split(
-        tiles_SxK, pl.cdiv(M * P, TILE), BLOCKS_PER_MULTIPROCESSOR
+        tiles_SxK, pl.cdiv(M * P, TILE), blocks_per_multiprocessor
     )
 
     def paged_decode(

@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import backend
 from pallas_kernels.mosaic import (
     copy_async,
-    interpreted,
     kernel,
     mma,
     pl,
@@ -38,11 +36,6 @@ RHS = plgpu.Layout.MMA_RHS(jnp.bfloat16, m_warps=4)
 def decode(
     q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap
 ):  # fmt: skip
-    gpu = backend.current_gpu()
-    if gpu and gpu.compute_capability[0] != 8 and not interpreted():
-        raise ValueError(
-            f"'mosaic_gpu_ampere' is for GPUs of compute capability 8, not {gpu.compute_capability}"
-        )
     S, H, D = q.shape
     _, P, _ = k_pages.shape
     _, K, M = tables.shape

@@ -34,22 +34,6 @@ NEG_INF = -1e30  # finite, so that a row which has seen nothing subtracts no inf
 LAYOUT = plgpu.Layout.WGMMA
 
 
-def unsupported(q_TxHxD, k_pages_NxPxD, K: int) -> str | None:
-    """Why the kernel cannot run these arguments, or None."""
-    D = q_TxHxD.shape[-1]
-    P = k_pages_NxPxD.shape[1]
-    if q_TxHxD.dtype != k_pages_NxPxD.dtype or q_TxHxD.dtype not in (jnp.bfloat16, jnp.float16):
-        return (
-            f"queries and pages must both be bfloat16 or float16, "
-            f"not {q_TxHxD.dtype} and {k_pages_NxPxD.dtype}"
-        )
-    if D not in (64, 128):
-        return f"head dim must be 64 or 128, not {D}"
-    if P not in (16, 32, 64, 128):
-        return f"page size must be 16, 32, 64 or 128, not {P}"
-    return None
-
-
 def work_items(query_starts, lengths, T: int, sliding_window: int | None):
     """Tiles of rows that cover [0, T) for any query_starts [S + 1] and lengths [S]: [I, 8] int32.
 
@@ -92,7 +76,7 @@ def prefill(
     q, k_pages, v_pages, tables, query_starts, lengths,
     *, page_offset, scale: float, sliding_window: int | None, soft_cap: float | None,
 ):  # fmt: skip
-    """As `paged_prefill_attention`, for shapes that `unsupported` accepts and a scale above 0.
+    """As `paged_prefill_attention`, for shapes that the kernels take and a scale above 0.
 
     A row that sees nothing gives zeros. What lies in a page beyond the sequence's length, or
     before its window, is never used: it may be not-a-number.

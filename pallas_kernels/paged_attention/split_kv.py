@@ -22,24 +22,6 @@ NEG_INF = -1e30
 LOG2_E = math.log2(math.e)
 
 
-def unsupported(q_SxHxD, k_pages_NxPxD, K: int) -> str | None:
-    """Why the kernels cannot run these arguments, or None."""
-    _, H, D = q_SxHxD.shape
-    P = k_pages_NxPxD.shape[1]
-    if q_SxHxD.dtype != k_pages_NxPxD.dtype or q_SxHxD.dtype not in (jnp.bfloat16, jnp.float16):
-        return (
-            f"queries and pages must both be bfloat16 or float16, "
-            f"not {q_SxHxD.dtype} and {k_pages_NxPxD.dtype}"
-        )
-    if D not in (64, 128):
-        return f"head dim must be 64 or 128, not {D}"
-    if P not in (16, 32, 64, 128):
-        return f"page size must be 16, 32, 64 or 128, not {P}"
-    if H // K > 16:
-        return f"at most 16 query heads may share a KV head, not {H // K}"
-    return None
-
-
 def first_token(lengths, sliding_window: int | None):
     """The first token that a query behind `lengths` tokens attends to."""
     return jnp.maximum(lengths - (lengths if sliding_window is None else sliding_window), 0)

@@ -59,7 +59,10 @@ ENGINE = [
     ("--policy=orca_pow2 --prefix_caching", "policy 'orca_pow2' cannot share prefixes"),
     ("--policy=orca_max --kv_cache_tokens=512", "must hold max_model_len (1024) tokens"),
     ("--seed=-1", "-1 is not a non-negative integer"),
-    ("--attention_implementation=mosaic_gpu", "queries and pages must both be bfloat16 or float16"),
+    (
+        "--attention_implementation=mosaic_gpu",
+        "pages must all be bfloat16 or all float16",
+    ),
     ("--attention_implementation=cuda", "value should be one of <|reference|xla|mosaic_gpu>"),
     ("--dtype=int8", "value should be one of <float32|bfloat16|float16>"),
     ("--model=/no/such/model", "there is no folder /no/such/model, and it is no hub id"),

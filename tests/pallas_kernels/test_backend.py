@@ -29,6 +29,26 @@ def test_hopper_runs_kernels_and_what_they_cannot_run_as_xla():
         assert not _kernels_in(odd, TARGETS["h200"].gpu)
 
 
+def test_pages_of_two_dtypes_run_as_xla():
+    llama = specs.decode(specs.DECODE_SHAPES["llama-3-8b"])
+    shapes = llama.shapes()
+    v_pages = shapes["v_pages_NxPxD"]
+    shapes["v_pages_NxPxD"] = jax.ShapeDtypeStruct(v_pages.shape, jnp.float16)
+    with backend.compiling_for(TARGETS["h200"].gpu):
+        jaxpr = jax.make_jaxpr(lambda arguments: paged_attention(**arguments))(shapes)
+    assert "mpmd_map" not in str(jaxpr)
+
+
+@pytest.mark.parametrize(("name", "gpu"), [("mosaic_gpu", "a100"), ("mosaic_gpu_ampere", "h200")])
+def test_a_kernel_for_another_gpu_is_refused(name, gpu):
+    llama = specs.decode(specs.DECODE_SHAPES["llama-3-8b"])
+    with (
+        backend.compiling_for(TARGETS[gpu].gpu),
+        pytest.raises(ValueError, match="it is for compute capability"),
+    ):
+        jax.eval_shape(lambda a: paged_attention(**a, implementation=name), llama.shapes())
+
+
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 0)])
 def test_other_gpus_run_xla(capability):
     llama = specs.decode(specs.DECODE_SHAPES["llama-3-8b"])

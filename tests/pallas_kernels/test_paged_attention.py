@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention, specs
@@ -80,6 +80,7 @@ LENGTHS = st.lists(
 
 @pytest.mark.parametrize(("implementation", "dtype"), DECODE_RUNS)
 def test_decode_matches_dense_softmax(implementation, dtype):
+    @example(lengths=[700] * 5, P=64, window=None, soft_cap=None, G=3, seed=0)
     @_examples(implementation)
     @given(lengths=LENGTHS, P=_pages(implementation), window=WINDOWS, soft_cap=SOFT_CAPS,
            G=st.sampled_from([1, 3, 8, 16]), seed=st.integers(0, 99))  # fmt: skip
@@ -266,7 +267,9 @@ def _compare_with_reference(spec):
     ("change", "message"),
     [
         ({"implementation": "cuda"}, "no implementation 'cuda'; allowed: mosaic_gpu"),
-        ({"implementation": "mosaic_gpu"}, "must both be bfloat16 or float16, not float32"),
+        ({"implementation": "mosaic_gpu"}, "must all be bfloat16 or all float16, not float32"),
+        ({"q_SxHxD": np.zeros((6, D), np.float32)}, "queries must have three axes, none empty"),
+        ({"tables_SxKxM": np.zeros((2, 0, 1), np.int32)}, "tables must have three axes, none"),
         ({"sliding_window": 0}, "sliding_window must be at least 1, not 0"),
         ({"scale": -1.0}, r"scale must be positive, not -1\.0"),
         ({"soft_cap": 0.0}, r"soft_cap must be positive, not 0\.0"),
