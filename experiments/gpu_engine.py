@@ -45,9 +45,9 @@ def _seconds_and_work(model: ModelConfig, decodes: int, context: int, dtype) -> 
     )
     program = StepProgram.declare(config, Shards(model))
     declared = family(model).declare(model)
-    params = jax.jit(lambda key: parameters.unstack(parameters.init(declared, key, dtype)))(
-        jax.random.key(0)
-    )
+    stacked = jax.jit(lambda key: parameters.init(declared, key, dtype))(jax.random.key(0))
+    params = parameters.unstack(stacked)
+    del stacked
     cache, state = program.init(dtype)()
     inputs = program.empty_inputs((0, decodes))
     _fill(inputs, context)

@@ -29,20 +29,34 @@ class PeerTiming:
     problem: str | None = None
 
 
-def time_all(ops: Sequence[str], shapes: Mapping, small: bool, device_seconds) -> list[PeerTiming]:
-    """device_seconds: times a function of JAX arrays."""
-    timings = []
-    for (op, peer), run in PEERS.items():
+@dataclass(frozen=True)
+class Peer:
+    op: str
+    spec: str
+    name: str
+    shapes: Attention
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.spec} {self.name}"
+
+    def time(self, device_seconds) -> PeerTiming:
+        """device_seconds: times a function of JAX arrays."""
+        try:
+            seconds = PEERS[self.op, self.name](self.shapes, device_seconds)
+            return PeerTiming(self.op, self.spec, self.name, seconds)
+        except Exception as error:  # A peer's trouble of whatever kind is not ours.
+            problem = f"{type(error).__name__}: {str(error)[:100]}".splitlines()[0]
+            return PeerTiming(self.op, self.spec, self.name, None, problem)
+
+
+def of(ops: Sequence[str], shapes: Mapping, small: bool) -> list[Peer]:
+    """The peers of these ops, at some of the named `shapes` of each op."""
+    peers = []
+    for op, peer in PEERS:
         for name in SPECS if op in ops else ():
             one: Attention = shapes[op][0][name]
-            if small:
-                one = _small(one)
-            try:
-                timings.append(PeerTiming(op, name, peer, run(one, device_seconds)))
-            except Exception as error:  # A peer's trouble of whatever kind is not ours.
-                problem = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
-                timings.append(PeerTiming(op, name, peer, None, problem))
-    return timings
+            peers.append(Peer(op, name, peer, _small(one) if small else one))
+    return peers
 
 
 def _small(shapes: Attention) -> Attention:

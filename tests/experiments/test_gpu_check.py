@@ -8,7 +8,7 @@ from experiments import gpu_check
 
 
 def test_checks_times_and_names_every_part(tmp_path, capsys):
-    flags = ["--small", "--spec=bundled,small", f"--output_dir={tmp_path}"]
+    flags = ["--small", "--spec=bundled,small", "--minutes=60", f"--output_dir={tmp_path}"]
     assert gpu_check.main(flags) is None
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     assert {check["implementation"] for check in found["checks"]} == {"mosaic_gpu", "xla"}
@@ -18,7 +18,8 @@ def test_checks_times_and_names_every_part(tmp_path, capsys):
         assert 0 <= check["largest_error"] <= check["tolerance"]
         assert check["repeats_to_the_bit"]
     assert {timing["op"] for timing in found["timings"]} == {*ops, "engine step"}
-    assert all(timing["seconds"] and timing["floor_seconds"] > 0 for timing in found["timings"])
+    assert all(timing["floor_seconds"] > 0 for timing in found["timings"])
+    assert found["failed"] == {} and found["left_out"] == []
     assert all(peer["seconds"] or peer["problem"] for peer in found["peers"])
     assert found["hardware"] and found["versions"]
     assert "of floor" in capsys.readouterr().out
@@ -29,7 +30,23 @@ def test_a_wrong_result_fails():
     assert right.passes
     assert not gpu_check.replace(right, largest_error=3e-2).passes
     assert not gpu_check.replace(right, largest_error=float("nan")).passes
-    assert not gpu_check.replace(right, repeats_to_the_bit=False).passes
+    assert gpu_check.replace(right, repeats_to_the_bit=False).passes
+    kernel = gpu_check.replace(right, implementation="mosaic_gpu")
+    assert kernel.passes
+    assert not gpu_check.replace(kernel, repeats_to_the_bit=False).passes
+
+
+def test_trouble_with_one_part_loses_no_other(tmp_path):
+    results = gpu_check.Results(str(tmp_path), minutes=1)
+    results.add(results.timings, "good", lambda: 1)
+    results.add(results.timings, "bad", lambda: 1 / 0)
+    results.add(results.timings, "better", lambda: 2)
+    assert results.timings == [1, 2]
+    assert results.wrong() == ["bad: ZeroDivisionError: division by zero"]
+    assert json.loads((tmp_path / "gpu_check.json").read_text())["timings"] == [1, 2]
+    late = gpu_check.Results(None, minutes=0)
+    late.add(late.timings, "late", lambda: 3)
+    assert late.timings == [] and late.left_out == ["late"]
 
 
 @pytest.mark.parametrize(
