@@ -11,9 +11,9 @@ It needs the repository and JAX with CUDA; what else is importable joins in as a
    engine's packages are installed; peers' times for the same shapes;
 5. what XLA makes of the ops: checked and timed the same way.
 
-What --minutes leave no time for is named as left out. Times are those of kernels alone: what passes
-between them does not count. A call's inputs are rotated, so that few find their own in the L2 cache.
-gpu_check.json, written as results come, holds all of it with hardware, versions and commit. Exits
+What --minutes leave no time for is named as left out. Times are those of kernels alone: what
+passes between them does not count. A call's inputs are rotated, so that few find their own in the
+L2 cache. gpu_check.json, written as results come, holds all of it with hardware, versions and commit. Exits
 with an error where a result is wrong.
 """
 
@@ -157,10 +157,8 @@ def time_spec(
     cost = spec.cost(first)
     pools = [first.pop(name) for name in spec.donated]
     sets = [first]
-    for key in jax.random.split(jax.random.key(1), min(most_sets, -(-4 * L2_BYTES // cost.bytes)))[
-        1:
-    ]:
-        more = spec.arguments(key)
+    for i in range(1, min(most_sets, -(-4 * L2_BYTES // cost.bytes))):
+        more = spec.arguments(jax.random.key(i))
         sets.append({name: more[name] for name in first})
     call = partial(spec.op, implementation=implementation, **spec.options)
     if pools:
@@ -186,7 +184,7 @@ def _seconds_in_place(names, call: Callable, pools: list, sets: list[dict]) -> f
 
 
 def time_engine(small: bool, rates: Rates) -> Timing:
-    """The engine's decode step; an ImportError where its packages are not installed."""
+    """The engine's decode step; ImportError where its packages are not installed."""
     from experiments import gpu_engine
 
     name, seconds, work = gpu_engine.time_decode_step(small)
@@ -257,6 +255,8 @@ class Results:
         try:
             to.append(function(*arguments))
             print(to[-1], flush=True)
+        except ImportError as error:
+            self.left_out.append(f"{name} ({error})")
         except Exception as error:  # One part's trouble must not lose the others.
             self.failed[name] = f"{type(error).__name__}: {error}"
             print(f"{name}: {self.failed[name]}", flush=True)
@@ -336,7 +336,7 @@ def main(argv: list[str]) -> str | None:
 
     print(results.table())
     if results.left_out:
-        print(f"no time for: {', '.join(results.left_out)}")
+        print(f"left out: {', '.join(results.left_out)}")
     results.write()
     return "\n".join(results.wrong()) or None
 
