@@ -13,8 +13,8 @@ It needs the repository and JAX with CUDA; what else is importable joins in as a
 
 What --minutes leave no time for is named as left out. Times are those of kernels alone: what
 passes between them does not count. A call's inputs are rotated, so that few find their own in the
-L2 cache. gpu_check.json, written as results come, holds all of it with hardware, versions and commit. Exits
-with an error where a result is wrong.
+L2 cache. gpu_check.json, written as results come, holds all of it with hardware, versions and
+commit. Exits with an error where a result is wrong.
 """
 
 import argparse
