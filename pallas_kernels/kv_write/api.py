@@ -37,7 +37,9 @@ def write_kv(
             f"keys {k_TxKxD.shape} need values of that shape and a slot mapping [{T}, {K}], "
             f"not {v_TxKxD.shape} and {slot_mapping_TxK.shape}"
         )
-    refusal = mosaic_gpu.unsupported(k_pages_NxPxD, v_pages_NxPxD, k_TxKxD, v_TxKxD)
+    refusal = mosaic_gpu.unsupported(
+        k_pages_NxPxD, [(K, D), (K, D)], v_pages_NxPxD, k_TxKxD, v_TxKxD
+    )
     run = backend.choose("write_kv", WRITE, implementation or DEFAULT, refusal)
     return run(k_pages_NxPxD, v_pages_NxPxD, k_TxKxD, v_TxKxD, slot_mapping_TxK)
 
@@ -54,6 +56,6 @@ def copy_pages(pages_NxPxD, sources_C, destinations_C, *, implementation: str | 
             f"sources and destinations must both be [C], "
             f"not {sources_C.shape} and {destinations_C.shape}"
         )
-    refusal = mosaic_gpu.unsupported(pages_NxPxD)
+    refusal = mosaic_gpu.unsupported(pages_NxPxD, [pages_NxPxD.shape[1:]])
     run = backend.choose("copy_pages", COPY, implementation or DEFAULT, refusal)
     return run(pages_NxPxD, sources_C, destinations_C)

@@ -10,12 +10,24 @@ from jax import lax
 
 from pallas_kernels.mosaic import kernel, pl, plgpu
 
+MOST_COPIED = 256  # elements along an axis, by one TMA
+SHARED_MEMORY = 226 * 1024  # bytes of a block, less room for barriers
 
-def unsupported(pages_NxPxD, *new) -> str | None:
-    """Why the kernels cannot run these arguments, or None."""
-    row_bytes = pages_NxPxD.shape[-1] * pages_NxPxD.dtype.itemsize
+
+def unsupported(pages_NxPxD, buffers: list[tuple[int, int]], *new) -> str | None:
+    """Why the kernels cannot run these arguments, or None.
+
+    buffers: shapes of what a block holds, each copied at once.  new: what is written, if not pages.
+    """
+    itemsize = pages_NxPxD.dtype.itemsize
+    row_bytes = pages_NxPxD.shape[-1] * itemsize
     if row_bytes % 16:
         return f"a token's row must be a multiple of 16 bytes, not {row_bytes}"
+    if max(map(max, buffers)) > MOST_COPIED:
+        return f"a copy takes at most {MOST_COPIED} elements along an axis, not {buffers[0]}"
+    held = itemsize * sum(rows * columns for rows, columns in buffers)
+    if held > SHARED_MEMORY:
+        return f"a block holds at most {SHARED_MEMORY} bytes, not {held}"
     if any(x.dtype != pages_NxPxD.dtype for x in new):
         found = ", ".join(str(x.dtype) for x in new)
         return f"keys and values must have the pools' dtype {pages_NxPxD.dtype}, not {found}"

@@ -65,6 +65,36 @@ def test_write_kv_into_donated_pools_needs_no_second_pool():
     assert memory.temp_size_in_bytes < pool_bytes // 100
 
 
+@pytest.mark.parametrize(
+    ("P", "D", "message"),
+    [
+        (16, 264, r"at most 256 elements along an axis, not \(16, 264\)"),
+        (264, 64, r"at most 256 elements along an axis, not \(264, 64\)"),
+        (256, 256, "at most 231424 bytes, not 262144"),
+    ],
+)
+def test_pages_too_large_for_a_kernel_are_refused_and_copied_as_xla(P, D, message):
+    pool = np.random.default_rng(2).normal(size=(3, P, D)).astype(np.float32)
+    one = np.ones(1, np.int32)
+    with pytest.raises(ValueError, match=message):
+        copy_pages(pool, 0 * one, one, implementation="mosaic_gpu")
+    copied = jax.jit(copy_pages)(pool, 0 * one, one)
+    np.testing.assert_array_equal(copied[1], pool[0])
+
+
+@pytest.mark.parametrize(("heads", "D"), [(2, 264), (264, 8)])
+def test_tokens_too_large_for_a_kernel_are_refused_and_written_as_xla(heads, D):
+    pool = np.zeros((heads, 1, D), np.float32)
+    new = np.random.default_rng(3).normal(size=(1, heads, D)).astype(np.float32)
+    slots = np.arange(heads, dtype=np.int32)[None]
+    with pytest.raises(
+        ValueError, match=rf"at most 256 elements along an axis, not \({heads}, {D}"
+    ):
+        write_kv(pool, pool, new, new, slots, implementation="mosaic_gpu")
+    k_pages, _ = jax.jit(write_kv)(pool, pool, new, new, slots)
+    np.testing.assert_array_equal(k_pages[:, 0], new[0])
+
+
 def test_bad_arguments_are_refused():
     pool, new, slots = np.zeros((N, P, D)), np.zeros((5, K, D)), np.zeros((5, K), np.int32)
     pages = np.zeros(2, np.int32)

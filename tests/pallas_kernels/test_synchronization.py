@@ -32,6 +32,7 @@ def test_kernel_waits_for_all_that_it_reads(op, spec):
     assert _complaints(OPS[op].specs[spec]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", KERNELS)
 def test_a_missing_wait_or_commit_is_noticed(op, monkeypatch):
     """By the check of the jaxpr or, where that is content, by the interpreter: wrong numbers, a
