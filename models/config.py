@@ -4,6 +4,12 @@ import dataclasses
 from dataclasses import dataclass
 
 
+def _check_size(name: str, size: int) -> None:
+    # Positions, tokens and lengths are int32 on the device.
+    if not 1 <= size < 2**31:
+        raise ValueError(f"{name} must be at least 1 and below 2^31, not {size}")
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
@@ -21,6 +27,9 @@ class RopeScaling:
     def __post_init__(self):
         if self.kind not in ("linear", "llama3"):
             raise ValueError(f"rope scaling is 'linear' or 'llama3', not {self.kind!r}")
+        if self.factor < 1:  # transformers warns of it; far below, angles overflow
+            raise ValueError(f"factor must be at least 1, not {self.factor}")
+        _check_size("original_max_position_embeddings", self.original_max_position_embeddings)
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor ({self.low_freq_factor}) must be below high_freq_factor "
@@ -68,8 +77,8 @@ class ModelConfig:
             "embedding_size",
         ):  # fmt: skip
             size = getattr(self, field)
-            if size is not None and size < 1:
-                raise ValueError(f"{field} must be at least 1, not {size}")
+            if size is not None:
+                _check_size(field, size)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_heads}) must be a multiple of "

@@ -16,30 +16,20 @@ ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
 }
 
-# What transformers assumes where config.json is silent and the families differ.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 2048},
-    "mistral": {
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "max_position_embeddings": 131_072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-    "qwen2": {"max_position_embeddings": 32_768},
-    "qwen3": {"max_position_embeddings": 32_768, "head_dim": 128},
-    "opt": {
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-        "max_position_embeddings": 2048,
-        "activation_function": "relu",
-    },
-    "gpt2": {
-        "bos_token_id": 50_256,
-        "eos_token_id": 50_256,
-        "n_positions": 1024,
-        "activation_function": "gelu_new",
-    },
+# A config.json without them is broken, whatever transformers assumes.
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "ffn_dim", "n_embd", "n_layer", "n_head",
+)  # fmt: skip
+# What transformers reads of every config.json and nothing here computes.
+_REFUSED = {
+    "quantization_config": "quantised weights",
+    "compression_config": "quantised weights",
+    "per_layer_config": "layers that differ",
+    "attention_chunk_size": "attention within chunks",
+    "kv_sharing_modes": "layers that share their keys and values",
+    "is_encoder_decoder": "an encoder",
+    "transformers_weights": "weights in a file of another name",
 }
 ROPE_KINDS = ("default", "linear", "llama3")
 _ORIGINAL = "original_max_position_embeddings"
@@ -54,15 +44,37 @@ def from_hf(hf: HfConfig) -> ModelConfig:
     model_type = hf.get("model_type")
     if model_type not in list(ARCHITECTURES):  # it may be unhashable
         raise ValueError(f"model_type {model_type!r} is not among {', '.join(ARCHITECTURES)}")
-    hf = DEFAULTS[model_type] | dict(hf)
+    hf = _complete(hf)
     architecture = ARCHITECTURES[model_type]
     named = hf.get("architectures") or [architecture]
     if not isinstance(named, list) or architecture.lower() not in [str(n).lower() for n in named]:
         raise ValueError(f"architectures {named} is not supported: only {architecture} is")
-    for field in ("quantization_config", "compression_config"):
+    for field, what in _REFUSED.items():
         if hf.get(field):
-            raise ValueError(f"{field} {hf[field]!r} (quantised weights) is not supported")
-    return hf_opt.from_hf(hf) if model_type in hf_opt.NAMES else _from_llama(hf)
+            raise ValueError(f"{field} {hf[field]!r} ({what}) is not supported")
+    if not flag(hf, "is_causal", True):
+        raise ValueError("is_causal False (attention to later tokens) is not supported")
+    config = hf_opt.from_hf(hf) if model_type in hf_opt.NAMES else _from_llama(hf)
+    return config.replace(sliding_window=_sliding_window(hf, config.num_layers))
+
+
+def _complete(hf: HfConfig) -> dict[str, Any]:
+    """The config.json under the names and with the defaults of transformers' class for it, but for
+    those of sizes; ValueError for a field that has two names and two values."""
+    from transformers import CONFIG_MAPPING  # Here, as it takes a second.
+
+    declared = CONFIG_MAPPING[hf["model_type"]]
+    given = dict(hf)
+    for alias, field in declared.attribute_map.items():
+        value = given.pop(alias, None)
+        if value is not None and given.setdefault(field, value) != value:
+            raise ValueError(f"{field} {given[field]!r} and {alias} {value!r} are one and differ")
+    defaults = {"rope_theta": declared.default_theta} | {
+        field.name: field.default
+        for field in dataclasses.fields(declared)
+        if field.name not in _SIZES
+    }
+    return defaults | given
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -98,9 +110,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 def _from_llama(hf: HfConfig) -> ModelConfig:
     model_type = hf["model_type"]
     _refuse_unsupported(hf)
-    width, num_layers, num_heads = (
-        integer(hf, field) for field in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    )
+    width, num_heads = integer(hf, "hidden_size"), integer(hf, "num_attention_heads")
     head_dim = hf.get("head_dim")
     if head_dim is None and (num_heads < 1 or width % num_heads):
         raise ValueError(
@@ -113,18 +123,17 @@ def _from_llama(hf: HfConfig) -> ModelConfig:
         vocab_size=integer(hf, "vocab_size"),
         hidden_size=width,
         intermediate_size=integer(hf, "intermediate_size"),
-        num_layers=num_layers,
+        num_layers=integer(hf, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=integer(hf, "num_key_value_heads", num_heads),
         head_dim=width // num_heads if head_dim is None else integer(hf, "head_dim"),
         max_position_embeddings=integer(hf, "max_position_embeddings"),
-        norm_eps=number(hf, "rms_norm_eps", 1e-6),
+        norm_eps=number(hf, "rms_norm_eps"),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
         tie_word_embeddings=flag(hf, "tie_word_embeddings"),
-        sliding_window=_sliding_window(hf, num_layers),
         bos_token_id=bos_token_id(hf),
         eos_token_ids=eos_token_ids(hf),
     )
@@ -182,12 +191,12 @@ def _rope(hf: HfConfig) -> tuple[float, RopeScaling | None]:
     rope = hf.get(where) or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{where} must be one object for all layers, not {rope!r}")
-    rope = {"rope_theta": hf.get("rope_theta"), **rope}
+    rope = {"rope_theta": hf["rope_theta"], **rope}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise ValueError(f"{where}: rope_type {kind!r} is not among {', '.join(ROPE_KINDS)}")
     try:
-        theta = number(rope, "rope_theta", 10_000.0)
+        theta = number(rope, "rope_theta")
         if rope.get("partial_rotary_factor") not in (None, 1):
             raise ValueError("partial_rotary_factor is not supported: all of a head is rotated")
         if kind == "default":
@@ -211,11 +220,14 @@ def _sliding_window(hf: HfConfig, num_layers: int) -> int | None:
     """The one window of all layers, or None; ValueError if layers differ."""
     qwen = hf["model_type"] in ("qwen2", "qwen3")
     windowed = flag(hf, "use_sliding_window") if qwen else hf["model_type"] == "mistral"
-    window, first = None, num_layers
-    if windowed and hf.get("sliding_window") is not None:
+    window, first, layers = None, num_layers, hf.get("layer_types")
+    if windowed and hf["sliding_window"] is not None:
         window = integer(hf, "sliding_window")
-        first = integer(hf, "max_window_layers", 28) if qwen else 0
-    layers = hf.get("layer_types")
+        first = integer(hf, "max_window_layers") if qwen else 0
+    elif not qwen and not layers and hf.get("sliding_window") is not None:
+        # Here transformers attends to all of a prompt, but after it to a window.
+        kind = hf["model_type"]
+        raise ValueError(f"sliding_window {hf['sliding_window']!r} is not supported for {kind}")
     if layers and (not isinstance(layers, list) or len(layers) != num_layers):
         raise ValueError(f"layer_types {layers!r} must name the kind of {num_layers} layers")
     # Of each kind one layer stands for all: a broken file may ask for any number of them.

@@ -1,10 +1,13 @@
 """Fields of a config.json, checked: each error is a ValueError that names the field."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 HfConfig = Mapping[str, Any]
+_FLOAT32 = np.finfo(np.float32)
+_SMALLEST, _LARGEST = float(_FLOAT32.tiny), float(_FLOAT32.max)
 
 
 def integer(hf: HfConfig, field: str, default: int | None = None) -> int:
@@ -15,14 +18,19 @@ def integer(hf: HfConfig, field: str, default: int | None = None) -> int:
 
 
 def number(hf: HfConfig, field: str, default: float | None = None) -> float:
-    """A positive, finite float."""
+    """A positive number that float32, in which models compute, holds."""
     value = _given(hf, field, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    # As an integer may be too large for a float, it is compared first.
+    if not (_is_integer(value) or isinstance(value, float)) or not value > 0:
         raise ValueError(f"{field} must be a positive number, not {value!r}")
+    if not _SMALLEST <= value <= _LARGEST:
+        raise ValueError(
+            f"{field} must be from {_SMALLEST:.3g} to {_LARGEST:.3g} (float32), not {value!r}"
+        )
     return float(value)
 
 
-def flag(hf: HfConfig, field: str, default: bool = False) -> bool:
+def flag(hf: HfConfig, field: str, default: bool | None = None) -> bool:
     value = _given(hf, field, default)
     if not isinstance(value, bool):
         raise ValueError(f"{field} must be true or false, not {value!r}")
@@ -46,7 +54,7 @@ def _given(hf: HfConfig, field: str, default):
     """hf[field], or `default` where it is absent or null; ValueError if that is None too."""
     value = hf.get(field)
     if value is None and default is None:
-        raise ValueError(f"{field} is missing")
+        raise ValueError(f"{field} is missing or null")
     return default if value is None else value
 
 

@@ -61,15 +61,15 @@ def from_hf(hf: HfConfig) -> ModelConfig:
         num_kv_heads=num_heads,
         head_dim=width // num_heads,
         max_position_embeddings=integer(hf, name["max_position_embeddings"]),
-        norm_eps=_OPT_NORM_EPS if opt else number(hf, "layer_norm_epsilon", 1e-5),
-        tie_word_embeddings=flag(hf, "tie_word_embeddings", True),
+        norm_eps=_OPT_NORM_EPS if opt else number(hf, "layer_norm_epsilon"),
+        tie_word_embeddings=flag(hf, "tie_word_embeddings"),
         bos_token_id=bos_token_id(hf),
         eos_token_ids=eos_token_ids(hf),
         activation=activation,
     )
     if not opt:
         return config
-    norm_first = flag(hf, "do_layer_norm_before", True)
+    norm_first = flag(hf, "do_layer_norm_before")
     embedding_size = integer(hf, "word_embed_proj_dim", width)
     return config.replace(
         norm_first=norm_first,

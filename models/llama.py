@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig
+from models.linear import linear
 from models.params import Param
 from models.rope import apply_rope, rope_tables
 
@@ -28,46 +29,46 @@ PROJECTIONS = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 
 
 def declare(config: ModelConfig) -> dict:
-    """Every parameter of the model, as a nested dict of `Param`."""
-    L, E, F, V = config.num_layers, config.hidden_size, config.intermediate_size, config.vocab_size
+    """Every parameter of the model: a dict of `Param`, and for 'layers' a list of such dicts."""
+    E, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
 
-    def matrix(fan_in, fan_out, axes, name):
-        shape = (L, fan_in, fan_out)
-        return Param(
-            shape, ("layer", *axes), "normal", f"model.layers.{{layer}}.{name}.weight", True
-        )
+    def layer(number: int) -> dict:
+        prefix = f"model.layers.{number}"
 
-    def vector(size, axis, init, name):
-        return Param((L, size), ("layer", axis), init, f"model.layers.{{layer}}.{name}")
+        def matrix(fan_out, fan_in, axes, name):
+            return Param((fan_out, fan_in), axes, "normal", f"{prefix}.{name}.weight")
 
-    layers = {
-        "attention_norm": vector(E, "embed", "ones", "input_layernorm.weight"),
-        "wq": matrix(E, H * D, ("embed", "heads"), "self_attn.q_proj"),
-        "wk": matrix(E, K * D, ("embed", "kv_heads"), "self_attn.k_proj"),
-        "wv": matrix(E, K * D, ("embed", "kv_heads"), "self_attn.v_proj"),
-        "wo": matrix(H * D, E, ("heads", "embed"), "self_attn.o_proj"),
-        "mlp_norm": vector(E, "embed", "ones", "post_attention_layernorm.weight"),
-        "w_gate": matrix(E, F, ("embed", "mlp"), "mlp.gate_proj"),
-        "w_up": matrix(E, F, ("embed", "mlp"), "mlp.up_proj"),
-        "w_down": matrix(F, E, ("mlp", "embed"), "mlp.down_proj"),
-    }
-    if config.qkv_bias:
-        layers["bq"] = vector(H * D, "heads", "zeros", "self_attn.q_proj.bias")
-        layers["bk"] = vector(K * D, "kv_heads", "zeros", "self_attn.k_proj.bias")
-        layers["bv"] = vector(K * D, "kv_heads", "zeros", "self_attn.v_proj.bias")
-    if config.qk_norm:
-        layers["q_norm"] = vector(D, "head_dim", "ones", "self_attn.q_norm.weight")
-        layers["k_norm"] = vector(D, "head_dim", "ones", "self_attn.k_norm.weight")
+        def vector(size, axis, init, name):
+            return Param((size,), (axis,), init, f"{prefix}.{name}")
+
+        params = {
+            "attention_norm": vector(E, "embed", "ones", "input_layernorm.weight"),
+            "wq": matrix(H * D, E, ("heads", "embed"), "self_attn.q_proj"),
+            "wk": matrix(K * D, E, ("kv_heads", "embed"), "self_attn.k_proj"),
+            "wv": matrix(K * D, E, ("kv_heads", "embed"), "self_attn.v_proj"),
+            "wo": matrix(E, H * D, ("embed", "heads"), "self_attn.o_proj"),
+            "mlp_norm": vector(E, "embed", "ones", "post_attention_layernorm.weight"),
+            "w_gate": matrix(F, E, ("mlp", "embed"), "mlp.gate_proj"),
+            "w_up": matrix(F, E, ("mlp", "embed"), "mlp.up_proj"),
+            "w_down": matrix(E, F, ("embed", "mlp"), "mlp.down_proj"),
+        }
+        if config.qkv_bias:
+            params["bq"] = vector(H * D, "heads", "zeros", "self_attn.q_proj.bias")
+            params["bk"] = vector(K * D, "kv_heads", "zeros", "self_attn.k_proj.bias")
+            params["bv"] = vector(K * D, "kv_heads", "zeros", "self_attn.v_proj.bias")
+        if config.qk_norm:
+            params["q_norm"] = vector(D, "head_dim", "ones", "self_attn.q_norm.weight")
+            params["k_norm"] = vector(D, "head_dim", "ones", "self_attn.k_norm.weight")
+        return params
+
     declaration = {
         "embed": Param((V, E), ("vocab", "embed"), "embed", "model.embed_tokens.weight"),
-        "layers": layers,
+        "layers": [layer(number) for number in range(config.num_layers)],
         "final_norm": Param((E,), ("embed",), "ones", "model.norm.weight"),
     }
     if not config.tie_word_embeddings:
-        declaration["lm_head"] = Param(
-            (E, V), ("embed", "vocab"), "normal", "lm_head.weight", transpose=True
-        )
+        declaration["lm_head"] = Param((V, E), ("vocab", "embed"), "normal", "lm_head.weight")
     return declaration
 
 
@@ -81,9 +82,9 @@ def rms_norm(x, gain, eps: float):
 def over_layers(block, carry, layers):
     """`carry = block(carry, p, layer)` for each layer's parameters p; returns the last carry.
 
-    Over stacked parameters as a `lax.scan`, which compiles the block once; over a list in Python,
-    which compiles longer and lets XLA read each layer's weights where they are. Either way `layer`
-    is a traced int32 scalar, and the block is traced once.
+    Over a list in Python; over stacked parameters as a `lax.scan`, which compiles the block once,
+    and copies each layer's weights before it multiplies by them. Either way `layer` is a traced
+    int32 scalar, and the block is traced once.
     """
     if isinstance(layers, list):
         block = jax.jit(block)
@@ -108,7 +109,7 @@ def forward(
     """Hidden states [T, E] after the final norm, and the cache that `attend` carried through.
 
     tokens and positions are int32 [T]: one flat, ragged batch; which tokens see which is `attend`'s
-    business. params: as declared, or `params.unstack`ed (see `over_layers`).
+    business. params: as declared, or `params.stack`ed (see `over_layers`).
     """
     T = tokens_T.shape[0]
     H, K, D, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps
@@ -118,7 +119,7 @@ def forward(
         x_TxE, cache = carry
 
         def project(x, name, bias=None):
-            y = x @ p[name]
+            y = linear(x, p[name])
             if bias in p:
                 y = y + p[bias]
             return y if adapters is None else y + adapters(name, layer, x)
@@ -143,11 +144,6 @@ def forward(
 
 
 def logits(params, config: ModelConfig, hidden):
-    """Next-token logits [..., V] in float32 from hidden states [..., E]."""
-    if config.tie_word_embeddings:
-        return jnp.einsum(
-            "...e,ve->...v", hidden, params["embed"], preferred_element_type=jnp.float32
-        )
-    return jnp.einsum(
-        "...e,ev->...v", hidden, params["lm_head"], preferred_element_type=jnp.float32
-    )
+    """Next-token logits [T, V] in float32 from hidden states [T, E]."""
+    head = params["embed" if config.tie_word_embeddings else "lm_head"]
+    return linear(hidden, head, jnp.float32)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig
+from models.linear import linear
 from models.llama import Adapters, Attend, Reduce, logits, over_layers
 from models.params import Param
 
@@ -29,41 +30,45 @@ FIRST_POSITION = {"opt": 2, "gpt2": 0}
 
 
 def declare(config: ModelConfig) -> dict:
-    """Every parameter of an OPT, as a nested dict of `Param`."""
-    L, E, F, V = config.num_layers, config.hidden_size, config.intermediate_size, config.vocab_size
+    """Every parameter of an OPT: a dict of `Param`, and for 'layers' a list of such dicts."""
+    E, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
     W = config.embedding_size or E
     rows = FIRST_POSITION["opt"] + config.max_position_embeddings
 
-    def matrix(fan_in, fan_out, axes, name):
-        name = f"model.decoder.layers.{{layer}}.{name}.weight"
-        return Param((L, fan_in, fan_out), ("layer", *axes), "normal", name, transpose=True)
+    def layer(number: int) -> dict:
+        prefix = f"model.decoder.layers.{number}"
 
-    def vector(size, axis, init, name):
-        return Param((L, size), ("layer", axis), init, f"model.decoder.layers.{{layer}}.{name}")
+        def matrix(fan_out, fan_in, axes, name):
+            return Param((fan_out, fan_in), axes, "normal", f"{prefix}.{name}.weight")
 
-    declaration = {
-        "embed": Param((V, W), ("vocab", "embed"), "embed", "model.decoder.embed_tokens.weight"),
-        "positions": Param(
-            (rows, E), ("position", "embed"), "embed", "model.decoder.embed_positions.weight"
-        ),
-        "layers": {
+        def vector(size, axis, init, name):
+            return Param((size,), (axis,), init, f"{prefix}.{name}")
+
+        return {
             "attention_norm": vector(E, "embed", "ones", "self_attn_layer_norm.weight"),
             "attention_norm_bias": vector(E, "embed", "zeros", "self_attn_layer_norm.bias"),
-            "wq": matrix(E, E, ("embed", "heads"), "self_attn.q_proj"),
-            "wk": matrix(E, E, ("embed", "kv_heads"), "self_attn.k_proj"),
-            "wv": matrix(E, E, ("embed", "kv_heads"), "self_attn.v_proj"),
-            "wo": matrix(E, E, ("heads", "embed"), "self_attn.out_proj"),
+            "wq": matrix(E, E, ("heads", "embed"), "self_attn.q_proj"),
+            "wk": matrix(E, E, ("kv_heads", "embed"), "self_attn.k_proj"),
+            "wv": matrix(E, E, ("kv_heads", "embed"), "self_attn.v_proj"),
+            "wo": matrix(E, E, ("embed", "heads"), "self_attn.out_proj"),
             "bq": vector(E, "heads", "zeros", "self_attn.q_proj.bias"),
             "bk": vector(E, "kv_heads", "zeros", "self_attn.k_proj.bias"),
             "bv": vector(E, "kv_heads", "zeros", "self_attn.v_proj.bias"),
             "bo": vector(E, "embed", "zeros", "self_attn.out_proj.bias"),
             "mlp_norm": vector(E, "embed", "ones", "final_layer_norm.weight"),
             "mlp_norm_bias": vector(E, "embed", "zeros", "final_layer_norm.bias"),
-            "w_up": matrix(E, F, ("embed", "mlp"), "fc1"),
-            "w_down": matrix(F, E, ("mlp", "embed"), "fc2"),
+            "w_up": matrix(F, E, ("mlp", "embed"), "fc1"),
+            "w_down": matrix(E, F, ("embed", "mlp"), "fc2"),
             "b_up": vector(F, "mlp", "zeros", "fc1.bias"),
             "b_down": vector(E, "embed", "zeros", "fc2.bias"),
-        },
+        }
+
+    declaration = {
+        "embed": Param((V, W), ("vocab", "embed"), "embed", "model.decoder.embed_tokens.weight"),
+        "positions": Param(
+            (rows, E), ("position", "embed"), "embed", "model.decoder.embed_positions.weight"
+        ),
+        "layers": [layer(number) for number in range(config.num_layers)],
     }
     if config.final_norm:
         name = "model.decoder.final_layer_norm"
@@ -72,15 +77,13 @@ def declare(config: ModelConfig) -> dict:
     if config.embedding_size is not None:
         name = "model.decoder.project"
         declaration["project_in"] = Param(
-            (W, E), ("embedding", "embed"), "normal", f"{name}_in.weight", transpose=True
+            (E, W), ("embed", "embedding"), "normal", f"{name}_in.weight"
         )
         declaration["project_out"] = Param(
-            (E, W), ("embed", "embedding"), "normal", f"{name}_out.weight", transpose=True
+            (W, E), ("embedding", "embed"), "normal", f"{name}_out.weight"
         )
     if not config.tie_word_embeddings:
-        declaration["lm_head"] = Param(
-            (W, V), ("embed", "vocab"), "normal", "lm_head.weight", transpose=True
-        )
+        declaration["lm_head"] = Param((V, W), ("vocab", "embed"), "normal", "lm_head.weight")
     return declaration
 
 
@@ -115,7 +118,7 @@ def forward(
         x_TxE, cache = carry
 
         def project(x, name, complete=lambda y: y):
-            y = x @ p[name]
+            y = linear(x, p[name])
             if adapters is not None:
                 y = y + adapters(name, layer, x)
             return complete(y) + p["b" + name[1:]]
@@ -138,12 +141,12 @@ def forward(
 
     x_TxE = params["embed"][tokens_T]
     if config.embedding_size is not None:
-        x_TxE = x_TxE @ params["project_in"]
+        x_TxE = linear(x_TxE, params["project_in"])
     rows_T = positions_T + FIRST_POSITION[config.model_type]
     x_TxE = x_TxE + params["positions"].at[rows_T].get(mode="fill", fill_value=jnp.nan)
     x_TxE, cache = over_layers(block, (x_TxE, cache), params["layers"])
     if config.final_norm:
         x_TxE = layer_norm(x_TxE, params["final_norm"], params["final_norm_bias"], eps)
     if config.embedding_size is not None:
-        x_TxE = x_TxE @ params["project_out"]
+        x_TxE = linear(x_TxE, params["project_out"])
     return x_TxE, cache

@@ -13,11 +13,10 @@ from jax.sharding import PartitionSpec
 class Param:
     """Declares one parameter.
 
-    shape:   as stored here; parameters of layers carry a leading L.
-    axes:    a logical name for each dimension, mapped to mesh axes by `partition_specs`.
+    axes:    a logical name for each dimension, mapped to mesh axes by `partition_spec`.
     init:    'normal' (standard deviation `fan_in ** -0.5`), 'embed' (0.02), 'ones' or 'zeros'.
-    hf_name: the tensor's name in a Hugging Face checkpoint; `{layer}` stands for the layer.
-    transpose: whether the checkpoint holds [out, in] where we hold [in, out].
+    hf_name: the tensor's name in a Hugging Face checkpoint.
+    transpose: whether the checkpoint holds [in, out] where we hold [out, in].
     part: (i, n) if the tensor holds n such parameters side by side in its last axis, this as the
         i-th: GPT-2's fused queries, keys and values.
     """
@@ -31,35 +30,21 @@ class Param:
 
     def __post_init__(self):
         assert len(self.shape) == len(self.axes), self
-        assert not (self.transpose and self.part), self
-
-    @property
-    def stacked(self) -> bool:
-        return self.axes[0] == "layer"
-
-    @property
-    def hf_names(self) -> list[str]:
-        """The tensors of a checkpoint that make up this parameter, by layer if it is stacked."""
-        if not self.stacked:
-            return [self.hf_name]
-        return [self.hf_name.format(layer=layer) for layer in range(self.shape[0])]
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """The shape of each of these tensors."""
-        shape = self.shape[1:] if self.stacked else self.shape
-        if self.part is not None:
-            return *shape[:-1], shape[-1] * self.part[1]
-        return shape[::-1] if self.transpose else shape
+        """The shape of this tensor."""
+        *rest, last = self.shape[::-1] if self.transpose else self.shape
+        return *rest, last * (self.part[1] if self.part else 1)
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
-        """What of one of these tensors is this parameter, as shaped here; shares its memory."""
+        """What of this tensor is this parameter, as shaped here; shares its memory."""
         if self.part is not None:
-            return np.split(tensor, self.part[1], axis=-1)[self.part[0]]
+            tensor = np.split(tensor, self.part[1], axis=-1)[self.part[0]]
         return tensor.T if self.transpose else tensor
 
 
-def _is_param(x) -> bool:
+def is_param(x) -> bool:
     return isinstance(x, Param)
 
 
@@ -72,14 +57,14 @@ def _init_one(param: Param, key, dtype):
         case "embed":
             return (0.02 * jax.random.normal(key, param.shape)).astype(dtype)
         case "normal":
-            scale = param.shape[-2] ** -0.5
+            scale = param.shape[-1] ** -0.5
             return (scale * jax.random.normal(key, param.shape)).astype(dtype)
     raise AssertionError(f"unknown init {param.init!r}")
 
 
 def init(declaration, key, dtype=jnp.float32):
     """Random parameters, a pytree of arrays in the declaration's structure."""
-    leaves, treedef = jax.tree.flatten(declaration, is_leaf=_is_param)
+    leaves, treedef = jax.tree.flatten(declaration, is_leaf=is_param)
     keys = jax.random.split(key, len(leaves))
     values = [_init_one(p, k, dtype) for p, k in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(treedef, values)
@@ -88,25 +73,21 @@ def init(declaration, key, dtype=jnp.float32):
 def abstract(declaration, dtype=jnp.float32):
     """`jax.ShapeDtypeStruct`s of the parameters: for tracing and compiling without weights."""
     return jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, dtype), declaration, is_leaf=_is_param
+        lambda p: jax.ShapeDtypeStruct(p.shape, dtype), declaration, is_leaf=is_param
     )
 
 
-def unstack(params):
-    """Parameters with a list of one dict a layer for their `layers`, which are stacked."""
-    names = params["layers"].keys()
-    by_layer = zip(*(jnp.unstack(params["layers"][name]) for name in names), strict=True)
-    return params | {"layers": [dict(zip(names, layer)) for layer in by_layer]}
+def stack(params):
+    """Parameters with one dict of arrays [L, ...] for their `layers`, a list of one dict each."""
+    return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
 
 
-def partition_specs(declaration, rules: Mapping[str, str | None]):
-    """`PartitionSpec`s from logical axes; an axis that `rules` does not name is replicated."""
-    return jax.tree.map(
-        lambda p: PartitionSpec(*(rules.get(a) for a in p.axes)), declaration, is_leaf=_is_param
-    )
+def partition_spec(param: Param, rules: Mapping[str, str | None]) -> PartitionSpec:
+    """From logical axes; an axis that `rules` does not name is replicated."""
+    return PartitionSpec(*(rules.get(axis) for axis in param.axes))
 
 
 def flatten(declaration) -> dict[str, Param]:
-    """The declaration as {'layers.wq': Param, ...}."""
-    leaves = jax.tree_util.tree_leaves_with_path(declaration, is_leaf=_is_param)
-    return {".".join(str(k.key) for k in path): param for path, param in leaves}
+    """The declaration as {'layers.0.wq': Param, ...}."""
+    leaves = jax.tree_util.tree_leaves_with_path(declaration, is_leaf=is_param)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): p for path, p in leaves}

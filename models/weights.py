@@ -7,8 +7,10 @@ safetensors files, a tokenizer), or a hub id 'owner/name', which is downloaded.
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,10 @@ from models.config import ModelConfig
 from models.families import family
 from models.hf_config import from_hf, to_hf
 from models.hf_fields import eos_token_ids
-from models.params import Param, flatten
+from models.params import Param, flatten, is_param
 
 BUNDLED = Path(__file__).parent / "bundled"
+Place = Callable[[Param, np.ndarray], jax.Array]
 DTYPES = ("float32", "bfloat16", "float16")
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -60,12 +63,17 @@ def find(model: str | Path) -> Path:
 
 
 def load_config(model: str | Path) -> ModelConfig:
-    """The model's configuration; ends of sequence as in generation_config.json if that has any."""
+    """The model's configuration; ends of sequence as in generation_config.json if that has any.
+
+    Ends outside the vocabulary, which some published models name, are left out: no model can
+    generate them.
+    """
     folder = find(model)
     config = _read_json(folder / "config.json", from_hf)
     generation = folder / "generation_config.json"
     stops = _read_json(generation, eos_token_ids) if generation.is_file() else ()
-    return config.replace(eos_token_ids=stops) if stops else config
+    ends = [i for i in stops or config.eos_token_ids if 0 <= i < config.vocab_size]
+    return config.replace(eos_token_ids=tuple(ends))
 
 
 def load_tokenizer(model: str | Path):
@@ -81,35 +89,34 @@ def load_tokenizer(model: str | Path):
         raise ValueError(f"{folder}: the tokenizer cannot be read: {error}") from error
 
 
-def load(model: str | Path, dtype="float32") -> tuple[ModelConfig, dict]:
+def load(
+    model: str | Path, dtype="float32", place: Place = lambda param, array: jnp.asarray(array)
+) -> tuple[ModelConfig, dict]:
     """The model's configuration and parameters (as its family declares them) in `dtype`.
 
-    Every tensor is checked before any is read; beyond the result, one stacked parameter is held.
-    Raises ValueError, naming file and field or tensor, for whatever is missing, misshapen,
-    truncated, not finite or not part of the model.
+    Every tensor is checked before any is read. `place` brings each to its device as it is read, so
+    that beyond the result one tensor is held. Raises ValueError, naming file and field or tensor,
+    for whatever is missing, misshapen, truncated, not finite or not part of the model.
     """
     dtype = _dtype(dtype)
     folder = find(model)
     config = load_config(folder)
-    declaration = family(config).declare(config)
+    files = weight_files(folder)
     with ExitStack() as stack:
-        shards = {path: _open(path, stack) for path in weight_files(folder)}
-        tensors = _tensors(shards)
-        if config.num_layers > len(tensors):  # Told before as many names are made.
+        tensors = _tensors({path: _open(path, stack) for path in files})
+        if config.num_layers > len(tensors):  # Told before as many are declared.
             count = f"{config.num_layers} layers, but there are {len(tensors)} tensors in all"
             raise ValueError(f"{folder}: config.json asks for {count}")
-        declaration = _as_named(declaration, tensors)
+        declaration = _as_named(family(config).declare(config), tensors)
         _check(tensors, declaration, folder)
-        names = sum(len(param.hf_names) for param in flatten(declaration).values())
-        bar = stack.enter_context(
-            tqdm(total=names, desc="loading weights", unit=" tensors", disable=len(shards) == 1)
-        )
-        params = jax.tree.map(
-            lambda param: _read(param, tensors, dtype, bar),
-            declaration,
-            is_leaf=lambda node: isinstance(node, Param),
-        )
-    return config, params
+        paths = {name: path for name, (path, _) in tensors.items()}
+    declared, structure = jax.tree.flatten(declaration, is_leaf=is_param)
+    # The largest first: while one is read, it is held more than once.
+    order = sorted(range(len(declared)), key=lambda i: -math.prod(declared[i].shape))
+    values: list[jax.Array | None] = [None] * len(declared)
+    for i in tqdm(order, "loading weights", unit=" tensors", disable=len(files) == 1):
+        values[i] = place(declared[i], _read(declared[i], paths[declared[i].hf_name], dtype))
+    return config, jax.tree.unflatten(structure, values)
 
 
 def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
@@ -125,14 +132,12 @@ def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
     def add(param: Param, array):
         if array.shape != param.shape:
             raise ValueError(f"{param.hf_name} should have shape {param.shape}, not {array.shape}")
-        array = np.asarray(array)
-        for name, tensor in zip(param.hf_names, array if param.stacked else [array], strict=True):
-            if name not in tensors:
-                tensors[name] = np.empty(param.hf_shape, dtype)
-            _assign(param.view(tensors[name]), tensor, name)
+        name = param.hf_name
+        if name not in tensors:
+            tensors[name] = np.empty(param.hf_shape, dtype)
+        param.view(tensors[name])[...] = _cast(np.asarray(array), dtype, name)
 
-    declaration = family(config).declare(config)
-    jax.tree.map(add, declaration, params, is_leaf=lambda node: isinstance(node, Param))
+    jax.tree.map(add, family(config).declare(config), params, is_leaf=is_param)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(hf | {"torch_dtype": dtype.name}, indent=2) + "\n"
@@ -239,15 +244,13 @@ def _as_named(declaration, tensors):
     return jax.tree.map(
         lambda param: dataclasses.replace(param, hf_name=param.hf_name.removeprefix(f"{prefix}.")),
         declaration,
-        is_leaf=lambda node: isinstance(node, Param),
+        is_leaf=is_param,
     )
 
 
 def _check(tensors, declaration, folder: Path) -> None:
     """ValueError unless the checkpoint's tensors are the declared ones."""
-    declared = {
-        name: param.hf_shape for param in flatten(declaration).values() for name in param.hf_names
-    }
+    declared = {param.hf_name: param.hf_shape for param in flatten(declaration).values()}
     for name, shape in declared.items():
         if name not in tensors:
             raise ValueError(f"{folder}: tensor {name} of shape {shape} is missing")
@@ -278,22 +281,19 @@ def _check(tensors, declaration, folder: Path) -> None:
             )
 
 
-def _read(param: Param, tensors, dtype, bar) -> jax.Array:
-    array = np.empty(param.shape, dtype)
-    for layer, name in enumerate(param.hf_names):
-        path, shard = tensors[name]
-        tensor = param.view(shard.get_tensor(name))
-        _assign(array[layer] if param.stacked else array, tensor, f"{path}: tensor {name}")
-        bar.update()
-    return jnp.asarray(array)
+def _read(param: Param, path: Path, dtype: np.dtype) -> np.ndarray:
+    # Pages of a mapped file count as this process's memory until it is closed.
+    with safe_open(path, framework="numpy") as shard:
+        tensor = param.view(shard.get_tensor(param.hf_name))
+    return _cast(tensor, dtype, f"{path}: tensor {param.hf_name}")
 
 
-def _assign(out: np.ndarray, tensor: np.ndarray, name: str) -> None:
-    """out[...] = tensor, cast; ValueError unless all of it is finite before and after."""
+def _cast(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """The tensor in `dtype`; ValueError unless all of it is finite before and after."""
     with np.errstate(over="ignore"):
-        out[...] = tensor
+        out = tensor.astype(dtype, copy=False)
     if np.isfinite(out).all():
-        return
+        return out
     if not np.isfinite(tensor).all():
         raise ValueError(f"{name} has values that are NaN or infinite")
-    raise ValueError(f"{name} has values of up to {np.abs(tensor).max():.3g}, beyond {out.dtype}")
+    raise ValueError(f"{name} has values of up to {np.abs(tensor).max():.3g}, beyond {dtype}")

@@ -13,6 +13,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+ORIGINAL = "original_max_position_embeddings"
 LINEAR = {"type": "linear", "factor": 2}
 SHORT_LLAMA3 = {k: v for k, v in LLAMA3.items() if not k.startswith("original")}
 BASE = {
@@ -293,15 +294,18 @@ def test_families():
         (hf(vocab_size=None), "vocab_size is missing"),
         (hf(hidden_size="32"), "hidden_size must be an integer, not '32'"),
         (hf(intermediate_size=True), "intermediate_size must be an integer, not True"),
-        (hf(num_hidden_layers=0), "num_layers must be at least 1, not 0"),
+        (hf(num_hidden_layers=0), "num_layers must be at least 1 and below 2^31, not 0"),
         (hf(num_attention_heads=0), "num_attention_heads (0)"),
         (hf(num_attention_heads=5), "hidden_size (32) is no multiple of num_attention_heads (5)"),
         (hf(num_key_value_heads=3), "multiple of num_key_value_heads (3)"),
         (hf(head_dim=7), "head_dim must be even for rotary embeddings, not 7"),
-        (hf(head_dim=-2), "head_dim must be at least 1, not -2"),
+        (hf(head_dim=-2), "head_dim must be at least 1 and below 2^31, not -2"),
         (hf(rms_norm_eps=-1), "rms_norm_eps must be a positive number, not -1"),
         (hf(rms_norm_eps="1e-5"), "rms_norm_eps must be a positive number, not '1e-5'"),
         (hf(rope_theta=0), "rope_theta must be a positive number, not 0"),
+        (hf(rope_theta=10**400), "rope_theta must be from 1.18e-38 to 3.4e+38 (float32), not 1000"),
+        (hf(rms_norm_eps=10**400), "rms_norm_eps must be from 1.18e-38 to 3.4e+38 (float32)"),
+        (hf(rms_norm_eps=1e-60), "rms_norm_eps must be from 1.18e-38 to 3.4e+38 (float32)"),
         (hf(tie_word_embeddings="yes"), "tie_word_embeddings must be true or false, not 'yes'"),
         (hf(bos_token_id="<s>"), "bos_token_id must be an integer, not '<s>'"),
         (hf(eos_token_id=[2, "x"]), "eos_token_id must be an integer or a list"),
@@ -333,7 +337,22 @@ def test_families():
             hf(rope_scaling={"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}),
             "low_freq_factor (4.0) must be below high_freq_factor (4.0)",
         ),
-        (hf("mistral", sliding_window=0), "sliding_window must be at least 1, not 0"),
+        (hf(rope_scaling={"type": "linear", "factor": 10**400}), "factor must be from 1.18e-38 to"),
+        (hf(rope_scaling={"type": "linear", "factor": 1e-300}), "factor must be from 1.18e-38 to"),
+        (hf(rope_scaling={"type": "linear", "factor": 1e-30}), "factor must be at least 1, not"),
+        *(
+            (
+                hf(rope_scaling={"rope_type": "llama3", **LLAMA3, ORIGINAL: length}),
+                f"rope_scaling of rope_type 'llama3': {ORIGINAL} must be at least 1 and below 2^31",
+            )
+            for length in (0, -4, 10**400)
+        ),
+        (hf(max_position_embeddings=2**31), "must be at least 1 and below 2^31, not 2147483648"),
+        (hf("mistral", sliding_window=2**31), "sliding_window must be at least 1 and below 2^31"),
+        (
+            hf("mistral", sliding_window=0),
+            "sliding_window must be at least 1 and below 2^31, not 0",
+        ),
         (hf("mistral", sliding_window="4k"), "sliding_window must be an integer, not '4k'"),
         (
             hf("mistral", layer_types=["sliding_attention", "full_attention"]),
@@ -356,7 +375,10 @@ def test_families():
         (hf("opt", activation_function=["relu"]), "activation_function ['relu'] is not among"),
         (hf("opt", do_layer_norm_before="yes"), "do_layer_norm_before must be true or false"),
         (hf("opt", _remove_final_layer_norm=1), "_remove_final_layer_norm must be true or false"),
-        (hf("opt", word_embed_proj_dim=0), "embedding_size must be at least 1, not 0"),
+        (
+            hf("opt", word_embed_proj_dim=0),
+            "embedding_size must be at least 1 and below 2^31, not 0",
+        ),
         (hf("opt", word_embed_proj_dim="16"), "word_embed_proj_dim must be an integer, not '16'"),
         (hf("opt", ffn_dim=None), "ffn_dim is missing"),
         (
@@ -368,7 +390,10 @@ def test_families():
         (hf("gpt2", n_embd=None), "n_embd is missing"),
         (hf("gpt2", n_head=0), "n_embd (32) is no multiple of n_head (0)"),
         (hf("gpt2", n_layer=1.5), "n_layer must be an integer, not 1.5"),
-        (hf("gpt2", n_positions=0), "max_position_embeddings must be at least 1, not 0"),
+        (
+            hf("gpt2", n_positions=0),
+            "max_position_embeddings must be at least 1 and below 2^31, not 0",
+        ),
         (hf("gpt2", n_inner="wide"), "n_inner must be an integer, not 'wide'"),
         (hf("gpt2", layer_norm_epsilon=0), "layer_norm_epsilon must be a positive number, not 0"),
         (hf("gpt2", scale_attn_weights=False), "scale_attn_weights False (scores that are not"),

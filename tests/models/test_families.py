@@ -34,8 +34,8 @@ def test_layers_in_a_list_compute_what_stacked_layers_do(case):
 
     zero = jnp.zeros((), jnp.int32)
     how = {"attend": attend, "adapters": adapters, "cache": zero}
-    stacked, cache = run(config, loaded, tokens, **how)
-    listed, cache_of_list = run(config, params.unstack(loaded), tokens, **how)
+    stacked, cache = run(config, params.stack(loaded), tokens, **how)
+    listed, cache_of_list = run(config, loaded, tokens, **how)
     np.testing.assert_allclose(listed, stacked, rtol=0, atol=1e-4)
     assert cache == cache_of_list == sum(range(config.num_layers))
     assert len(traced) == 2  # once in each form, however many layers there are
@@ -70,7 +70,9 @@ def test_goldens_can_tell(case, change):
     config, loaded, tokens, expected = golden(case)
     config = config.replace(**change)
     kept = params.flatten(family(config).declare(config))
-    loaded["layers"] = {k: v for k, v in loaded["layers"].items() if f"layers.{k}" in kept}
+    loaded["layers"] = [
+        {k: v for k, v in each.items() if f"layers.0.{k}" in kept} for each in loaded["layers"]
+    ]
     got, _ = run(config, loaded, tokens)
     # GELU and its approximation by tanh differ by little more.
     assert np.abs(got - expected).max() > 5e-4
@@ -80,13 +82,16 @@ def test_goldens_can_tell(case, change):
 def test_adapters_equal_their_merged_weights(case):
     config, weights_, tokens, base = golden(case)
     rng = np.random.default_rng(1)
+    stacked = params.stack(weights_)
     deltas = {
-        name: jnp.asarray(0.1 * rng.normal(size=weights_["layers"][name].shape), jnp.float32)
+        name: jnp.asarray(0.1 * rng.normal(size=stacked["layers"][name].shape), jnp.float32)
         for name in family(config).PROJECTIONS
     }
-    merged = {name: weights_["layers"][name] + delta for name, delta in deltas.items()}
-    got, _ = run(config, weights_, tokens, adapters=lambda name, layer, x: x @ deltas[name][layer])
-    expected, _ = run(config, weights_ | {"layers": weights_["layers"] | merged}, tokens)
+    merged = {name: stacked["layers"][name] + delta for name, delta in deltas.items()}
+    got, _ = run(
+        config, weights_, tokens, adapters=lambda name, layer, x: x @ deltas[name][layer].T
+    )
+    expected, _ = run(config, stacked | {"layers": stacked["layers"] | merged}, tokens)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
     assert np.abs(got - base).max() > 1e-2
 

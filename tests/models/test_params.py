@@ -25,24 +25,19 @@ FAMILY = {
 
 @pytest.mark.parametrize("config", FAMILY.values(), ids=FAMILY)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_init_abstract_and_specs_agree(config, dtype):
+def test_init_and_abstract_agree(config, dtype):
     declaration = family(config).declare(config)
     made = jax.eval_shape(lambda key: params.init(declaration, key, dtype), jax.random.key(0))
     assert made == params.abstract(declaration, dtype)
-    specs = params.partition_specs(declaration, {"heads": "tensor", "mlp": "tensor"})
-
-    def is_spec(x):
-        return isinstance(x, PartitionSpec)
-
-    ranks = jax.tree.map(len, specs, is_leaf=is_spec)
-    assert ranks == jax.tree.map(lambda x: x.ndim, made)
 
 
 def test_partition_specs_follow_the_rules():
-    specs = params.partition_specs(llama.declare(TINY), {"heads": "tensor", "vocab": "data"})
-    assert specs["layers"]["wq"] == PartitionSpec(None, None, "tensor")
-    assert specs["layers"]["wo"] == PartitionSpec(None, "tensor", None)
-    assert specs["layers"]["wk"] == PartitionSpec(None, None, None)
+    rules = {"heads": "tensor", "vocab": "data"}
+    declared = params.flatten(llama.declare(TINY))
+    specs = {name: params.partition_spec(param, rules) for name, param in declared.items()}
+    assert specs["layers.2.wq"] == PartitionSpec("tensor", None)
+    assert specs["layers.2.wo"] == PartitionSpec(None, "tensor")
+    assert specs["layers.2.wk"] == PartitionSpec(None, None)
     assert specs["embed"] == PartitionSpec("data", None)
 
 
@@ -61,15 +56,19 @@ def test_families_differ_by_the_declared_parameters():
         name: set(params.flatten(family(config).declare(config))) for name, config in FAMILY.items()
     }
     assert names["llama"] - names["tied"] == {"lm_head"}
-    assert names["qwen2"] - names["llama"] == {"layers.bq", "layers.bk", "layers.bv"}
-    assert names["qwen3"] - names["llama"] == {"layers.q_norm", "layers.k_norm"}
+    assert names["qwen2"] - names["llama"] == {
+        f"layers.{layer}.{name}" for layer in range(3) for name in ("bq", "bk", "bv")
+    }
+    assert names["qwen3"] - names["llama"] == {
+        f"layers.{layer}.{name}" for layer in range(3) for name in ("q_norm", "k_norm")
+    }
     assert names["opt"] - names["gpt2"] == {"project_in", "project_out"}
 
 
 def test_initial_values_follow_the_declaration():
     config = TINY.replace(hidden_size=256, intermediate_size=512, qkv_bias=True)
     made = params.init(llama.declare(config), jax.random.key(0))
-    layers = made["layers"]
+    layers = params.stack(made)["layers"]
     assert float(layers["w_up"].std()) == pytest.approx(256**-0.5, rel=0.02)
     assert float(layers["w_down"].std()) == pytest.approx(512**-0.5, rel=0.02)
     assert float(made["embed"].std()) == pytest.approx(0.02, rel=0.05)
@@ -78,22 +77,22 @@ def test_initial_values_follow_the_declaration():
     assert not jnp.array_equal(layers["w_up"], layers["w_gate"])
 
 
-def test_unstacked_layers_hold_each_their_own():
+def test_stacked_layers_hold_each_their_own():
     made = params.init(opt.declare(FAMILY["opt"]), jax.random.key(0))
-    listed = params.unstack(made)
-    assert len(listed["layers"]) == 3 and listed["embed"] is made["embed"]
-    for layer, p in enumerate(listed["layers"]):
-        assert p.keys() == made["layers"].keys()
-        assert all(jnp.array_equal(p[name], made["layers"][name][layer]) for name in p)
+    stacked = params.stack(made)
+    assert len(made["layers"]) == 3 and stacked["embed"] is made["embed"]
+    for layer, p in enumerate(made["layers"]):
+        assert p.keys() == stacked["layers"].keys()
+        assert all(jnp.array_equal(p[name], stacked["layers"][name][layer]) for name in p)
 
 
 def test_a_parameter_names_its_tensors():
-    wq = params.flatten(llama.declare(TINY))["layers.wq"]
-    assert wq.shape == (3, 24, 24) and wq.hf_shape == (24, 24)
-    assert wq.hf_names[2] == "model.layers.2.self_attn.q_proj.weight"
+    wk = params.flatten(llama.declare(TINY))["layers.2.wk"]
+    assert wk.shape == wk.hf_shape == (12, 24)
+    assert wk.hf_name == "model.layers.2.self_attn.k_proj.weight"
     head = params.flatten(llama.declare(TINY))["lm_head"]
-    assert head.shape == (24, 61) and head.hf_shape == (61, 24)
-    assert head.hf_names == ["lm_head.weight"]
+    assert head.shape == head.hf_shape == (61, 24)
+    assert head.hf_name == "lm_head.weight"
 
 
 def test_a_shape_without_as_many_axes_is_a_bug():

@@ -39,11 +39,11 @@ def test_every_family_loads_as_declared_in_every_dtype(case, dtype):
     assert shapes == params.abstract(family(config).declare(config), dtype)
 
 
-def test_values_are_the_stored_ones_transposed_and_stacked():
+def test_values_are_the_stored_ones_as_they_are_stored():
     stored = load_file(GOLDEN / "llama_bf16" / "model.safetensors")
     assert stored[Q_PROJ].dtype == ml_dtypes.bfloat16
     _, loaded = weights.load(str(GOLDEN / "llama_bf16"), jnp.float32)
-    assert np.array_equal(loaded["layers"]["wq"][1], stored[Q_PROJ].astype(np.float32).T)
+    assert np.array_equal(loaded["layers"][1]["wq"], stored[Q_PROJ].astype(np.float32))
     assert np.array_equal(loaded["embed"], stored["model.embed_tokens.weight"].astype(np.float32))
 
 
@@ -123,6 +123,18 @@ def test_ends_of_sequence_come_from_the_generation_config(folder):
     path.write_text('{"eos_token_id": "</s>"}')
     with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id must be"):
         weights.load_config(folder)
+
+
+def test_ends_of_sequence_outside_the_vocabulary_are_left_out(folder):
+    """transformers serves such folders: nothing can generate these ids."""
+    generation = folder / "generation_config.json"
+    for ids, kept in (("[2, 61, -1]", (2,)), ("61", ()), ("[60]", (60,))):
+        generation.write_text(f'{{"eos_token_id": {ids}}}')
+        assert weights.load_config(folder).eos_token_ids == kept
+    generation.unlink()
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 32_000}))
+    assert weights.load(folder)[0].eos_token_ids == ()
 
 
 def test_tensors_that_change_nothing_are_ignored(folder, tmp_path):
