@@ -1,9 +1,16 @@
 """What an engine is configured by."""
 
 from dataclasses import dataclass
+from typing import Literal
 
+from paged import checks
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import Capabilities
+from paged.sequence import MAX_SEQUENCES
+
+MAX_STEP_TOKENS = 2**20
+MAX_MULTI_STEP = 1024
+MAX_HOST_BYTES = 4 * 2**30  # 1,024 sequences of a million tokens
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,7 @@ class EngineConfig:
     tensor_parallel: devices that share the model's heads and MLP. seed: for requests that bring
     none.
 
-    Raises ValueError for values that cannot work, alone or together.
+    Raises ValueError for values of the wrong type, and those that cannot work, alone or together.
     """
 
     max_num_seqs: int = 32
@@ -36,53 +43,19 @@ class EngineConfig:
     run_ahead: bool = True
     multi_step: int = 1
     prefix_caching: bool = False
-    preemption_mode: str = "auto"
-    admit_after_swap: str = "completed"
+    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
+    admit_after_swap: Literal["completed", "resumed"] = "completed"
     tensor_parallel: int = 1
     seed: int = 0
 
     def __post_init__(self):
-        for name in (
-            "max_num_seqs", "max_num_batched_tokens", "max_prefills_per_step", "multi_step",
-            "tensor_parallel",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}): each running sequence needs a token a step"
-            )
-        if self.max_model_len < 2:
-            raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len}")
-        if self.page_size < 1:
-            raise ValueError(f"page_size must be at least 1, not {self.page_size}")
-        if self.kv_cache_tokens < self.page_size:
-            raise ValueError(
-                f"kv_cache_tokens ({self.kv_cache_tokens}) must hold at least one page of "
-                f"{self.page_size} tokens"
-            )
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark must be in [0, 1), not {self.watermark}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be 0 or more, not {self.seed}")
-        if self.policy not in POLICIES:
-            raise ValueError(
-                f"unknown policy {self.policy!r}; allowed: {', '.join(sorted(POLICIES))}"
-            )
+        checks.make_plain(self)
+        self._check_ranges()
         can = POLICIES[self.policy].CAPABILITIES
         if self.chunked_prefill and not can.chunked_prefill:
             raise ValueError(f"policy {self.policy!r} cannot prefill in chunks: chunked_prefill")
         if self.prefix_caching and not can.prefix_cache:
             raise ValueError(f"policy {self.policy!r} cannot share prefixes: prefix_caching")
-        for name, allowed in (
-            ("preemption_mode", ("auto", "recompute", "swap")),
-            ("admit_after_swap", ("completed", "resumed")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}"
-                )
         if self.preemption_mode == "swap" and not can.swap:
             raise ValueError(f"policy {self.policy!r} cannot swap a sequence: preemption_mode")
         if self.preemption_mode == "recompute" and not can.recompute_exact:
@@ -96,6 +69,52 @@ class EngineConfig:
                 f"({self.max_model_len})"
             )
         POLICIES[self.policy].host(self)  # raises ValueError for what only this policy cannot do
+
+    def _check_ranges(self) -> None:
+        checks.require(self, {
+            "max_num_seqs": (1 <= self.max_num_seqs <= MAX_SEQUENCES, f"from 1 to {MAX_SEQUENCES}"),
+            "max_num_batched_tokens": (
+                1 <= self.max_num_batched_tokens <= MAX_STEP_TOKENS,
+                f"from 1 to {MAX_STEP_TOKENS}",
+            ),
+            "max_prefills_per_step": (
+                1 <= self.max_prefills_per_step <= MAX_SEQUENCES, f"from 1 to {MAX_SEQUENCES}"
+            ),
+            "max_model_len": (2 <= self.max_model_len < 2**31, "at least 2 and below 2^31"),
+            "page_size": (1 <= self.page_size < 2**31, "at least 1 and below 2^31"),
+            "kv_cache_tokens": (1 <= self.kv_cache_tokens < 2**31, "at least 1 and below 2^31"),
+            "watermark": (0 <= self.watermark < 1, "in [0, 1)"),
+            "multi_step": (1 <= self.multi_step <= MAX_MULTI_STEP, f"from 1 to {MAX_MULTI_STEP}"),
+            "tensor_parallel": (1 <= self.tensor_parallel < 2**31, "at least 1 and below 2^31"),
+            "seed": (0 <= self.seed < 2**32, "in [0, 2^32)"),
+            "policy": (self.policy in POLICIES, f"one of {', '.join(sorted(POLICIES))}"),
+        })  # fmt: skip
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): each running sequence needs a token a step"
+            )
+        if self.kv_cache_tokens < self.page_size:
+            raise ValueError(
+                f"kv_cache_tokens ({self.kv_cache_tokens}) must hold at least one page of "
+                f"{self.page_size} tokens"
+            )
+        if self._host_bytes > MAX_HOST_BYTES:
+            raise ValueError(
+                f"max_num_seqs ({self.max_num_seqs}) sequences of max_model_len "
+                f"({self.max_model_len}) tokens, and kv_cache_tokens ({self.kv_cache_tokens}) in "
+                f"pages of {self.page_size}, need tables of {self._host_bytes / 2**30:,.1f} GiB in "
+                f"the host's memory; allowed are {MAX_HOST_BYTES / 2**30:.0f} GiB"
+            )
+
+    @property
+    def _host_bytes(self) -> int:
+        """Of the host's arrays that grow with the configuration: the tokens of each slot, block
+        tables of slots and of a step's rows, and four integers of each block."""
+        blocks_each = -(-self.max_model_len // self.page_size)
+        rows = 2 * self.max_num_seqs + self.max_prefills_per_step
+        tables = rows * blocks_each + self.max_num_seqs * self.max_model_len
+        return 4 * (tables + 4 * self.num_blocks)
 
     @property
     def capabilities(self) -> Capabilities:

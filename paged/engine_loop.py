@@ -5,47 +5,34 @@ which feed the new step on the device. Ends are therefore seen one step late; th
 computed in vain is dropped.
 """
 
-import itertools
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 
 from models.config import ModelConfig
+from paged.checks import is_bool, is_real, is_text, refusal
 from paged.config import EngineConfig
-from paged.executor import Executor, PendingOutputs
+from paged.exclusive import exclusive
+from paged.executor import Executor
+from paged.intake import InFlight, Intake
 from paged.kv_cache import POLICIES
 from paged.metrics import Metrics, StepRecord, step_facts
-from paged.outputs import record_logprobs, record_prompt_logprobs, request_output
+from paged.outputs import record_prompt_logprobs, request_output
+from paged.requests import Requests
 from paged.scheduled_step import ScheduledStep
 from paged.scheduler import Scheduler
 from paged.sequence import (
     RequestOutput,
     SamplingParams,
-    Sequence,
     SequenceGroup,
     Status,
     changed_fields,
-    is_real,
 )
-from paged.step import StepOutputs
 from paged.step_inputs import Buckets, build_step_inputs
-from paged.stopping import StopChecker, TextStream
-from paged.validation import Prompt, token_limit, validated_prompt
-
-
-@dataclass
-class _InFlight:
-    """A dispatched step whose tokens have not been read."""
-
-    number: int
-    step: ScheduledStep
-    rows: np.ndarray  # row of the step's inputs for each scheduled row
-    outputs: PendingOutputs
-    dispatched_s: float
-    facts: dict  # of its StepRecord
-    host_s: float = 0.0
+from paged.stopping import TextStream
+from paged.validation import Prompt, check_model, token_limit, validated_prompt
 
 
 class EngineLoop:
@@ -54,23 +41,17 @@ class EngineLoop:
     def __init__(
         self, model: ModelConfig, config: EngineConfig, executor: Executor, tokenizer=None
     ):
-        if config.max_model_len > model.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len ({config.max_model_len}) exceeds the model's "
-                f"max_position_embeddings ({model.max_position_embeddings})"
-            )
+        check_model(model, config)
         self.model, self.config, self.executor, self.tokenizer = model, config, executor, tokenizer
         self.metrics = Metrics()
         self._buckets = Buckets.declare(config)
-        self._stops = StopChecker(model.eos_token_ids, model.vocab_size)
         self._rng = np.random.default_rng(config.seed)
-        self._groups: dict[str, SequenceGroup] = {}
-        self._streams: dict[Sequence, TextStream] = {}
+        self.requests = Requests()
         self._num_requests = self._num_steps = self._round = 0
         self._previous_end_s = 0.0
         self._waited_s = 0.0
-        self._outputs: list[RequestOutput] = []  # for the next `step`
-        self._mailboxes: dict[str, deque[RequestOutput]] = {}  # for `generate` and `stream`
+        self._owner: str | None = None  # the thread that is in a call: see `exclusive`
+        self._half_done = False  # a change has begun and not ended: see `_settle`
         self._compilations_at_start = executor.compilations
         self.metrics.event("engine", 0.0, config=asdict(config), model=asdict(model))
         self._reset()
@@ -78,7 +59,11 @@ class EngineLoop:
     def _reset(self) -> None:
         self.host_policy = POLICIES[self.config.policy].host(self.config)
         self.scheduler = Scheduler(self.config, self.host_policy)
-        self._in_flight: _InFlight | None = None
+        self._intake = Intake(
+            self.model, self.scheduler, self.requests, self.metrics, self.executor.clock,
+            self.tokenizer,
+        )  # fmt: skip
+        self._in_flight: InFlight | None = None
 
     @property
     def events(self) -> list[dict]:
@@ -86,9 +71,9 @@ class EngineLoop:
 
         engine, arrival, abort and pin say what came, before which round (call of `step`);
         admit, preempt and schedule what was decided, page operations included (pages: those after
-        the last step); step, finish and failure what came of it. beams: the candidates for a beam
-        search's beams, in slots `before`, and the beams that go on: the slot of each one's parent,
-        and its own. After `metrics.clear()` the rest cannot be done again.
+        the last step); step, finish and failure, which ends all requests, what came of it. beams:
+        the candidates for a beam search's beams, in slots `before`, and the beams that go on: the
+        slot of each one's parent, and its own. After `metrics.clear()` the rest cannot be replayed.
         """
         return self.metrics.events
 
@@ -99,6 +84,7 @@ class EngineLoop:
             prompt, sampling, self.tokenizer, self.model, self.config, self.host_policy
         )
 
+    @exclusive
     def add_request(
         self,
         prompt: Prompt,
@@ -113,113 +99,172 @@ class EngineLoop:
         prompt: text, or token ids. arrival_time: seconds on the engine's clock, now by default.
         stream: have `step` return its output whenever it grows, not only at its end. cache_salt:
         cached prefixes are shared only among requests of the same salt. Generation ends at
-        max_tokens or max_model_len, whichever comes first.
+        max_tokens or max_model_len, whichever comes first. Interrupted, it has queued nothing.
 
         Raises ValueError, and queues nothing, if the prompt is empty, holds a token outside the
-        vocabulary, is longer than the model or the cache allows, if the id is in use, or if the
-        arrival lies in the future.
+        vocabulary, is longer than the model or the cache allows, if the id is that of a request
+        that is unfinished or has outputs that nobody has fetched, or if the arrival lies in the
+        future. This and all other calls raise RuntimeError while another thread's call runs.
         """
-        sampling = sampling or SamplingParams()
+        sampling = SamplingParams() if sampling is None else sampling
         tokens = self._validated(prompt, sampling)
-        if not isinstance(request_id, str | None):
-            raise ValueError(f"request_id must be a text, not {request_id!r}")
-        if request_id is not None and request_id in self._groups:
+        if request_id is not None and not is_text(request_id):
+            raise refusal("request_id", "a text", request_id)
+        if request_id is not None and self.requests.in_use(request_id):
             raise ValueError(f"request id {request_id!r} is in use")
-        if not isinstance(cache_salt, str):
-            raise ValueError(f"cache_salt must be a text, not {cache_salt!r}")
-        cache_salt.encode()  # or admission would fail, and with it all that runs
+        if not is_bool(stream):
+            raise refusal("stream", "True or False", stream)
         now = self.executor.clock.now()
         if arrival_time is not None and not is_real(arrival_time):
-            raise ValueError(f"arrival_time must be a finite number, not {arrival_time!r}")
+            raise refusal("arrival_time", "a finite number", arrival_time)
         if arrival_time is not None and arrival_time > now:
             raise ValueError(f"arrival_time {arrival_time} is in the future: it is {now}")
-        return self._enqueue(tokens, sampling, request_id, arrival_time, stream, cache_salt)
+        group = self._new_group(tokens, sampling, request_id, arrival_time, cache_salt)
+        group.stream = bool(stream)
+        self._accept(group)
+        return group.request_id
 
-    def _enqueue(
+    def _new_group(
         self, tokens: np.ndarray, sampling: SamplingParams, request_id: str | None = None,
-        arrival_time: float | None = None, stream: bool = False, cache_salt: str = "",
-    ) -> str:  # fmt: skip
+        arrival_time: float | None = None, cache_salt: str = "",
+        mailbox: deque[RequestOutput] | None = None,
+    ) -> SequenceGroup:  # fmt: skip
+        """A request that is not queued yet; mailbox: where its outputs go, if not to `step`."""
+        if not is_text(cache_salt):  # admission, which hashes it, would end all that runs
+            raise refusal("cache_salt", "a text", cache_salt)
         order = self._num_requests
         self._num_requests += 1
         if request_id is None:
-            names = (f"request-{i}" for i in itertools.count(order))
-            request_id = next(name for name in names if name not in self._groups)
+            request_id = self.requests.new_id()
         seed = int(self._rng.integers(2**32)) if sampling.seed is None else sampling.seed
         limit = token_limit(tokens, sampling, self.config)
         eos = self.model.eos_token_ids
         group = SequenceGroup(request_id, order, tokens, sampling, seed, limit, eos)
-        group.arrival_s = self.executor.clock.now() if arrival_time is None else arrival_time
-        group.stream, group.cache_salt = stream, cache_salt
-        if self.tokenizer is not None and not group.search and (sampling.stop or stream):
-            for sequence in group.sequences:
-                self._streams[sequence] = TextStream(self.tokenizer, sampling.stop)
+        group.arrival_s = self.executor.clock.now() if arrival_time is None else float(arrival_time)
+        group.cache_salt, group.mailbox = cache_salt, mailbox
+        return group
+
+    def _accept(self, group: SequenceGroup) -> None:
+        """Queue a request: the last moment at which it could be left out."""
+        how, sequences = group.sampling, group.sequences
+        if self.tokenizer is not None and not group.search and (how.stop or group.stream):
+            for sequence in sequences:
+                sequence.text_stream = TextStream(self.tokenizer, how.stop)
+        sampling = changed_fields(how) | {"seed": sequences[0].seed}
+        self._half_done = True
         self.metrics.event(
             "arrival",
             group.arrival_s,
             round=self._round,
-            request_id=request_id,
-            prompt_tokens=len(tokens),
-            prompt=tokens,
-            sampling=changed_fields(sampling) | {"seed": seed},
-            stream=stream,
-            cache_salt=cache_salt,
+            request_id=group.request_id,
+            prompt_tokens=group.num_prompt_tokens,
+            prompt=sequences[0].tokens,
+            sampling=sampling,
+            stream=group.stream,
+            cache_salt=group.cache_salt,
         )
-        self._groups[request_id] = group
         self.scheduler.add(group)
-        return request_id
+        self.requests.add(group)
+        self._half_done = False
 
+    @exclusive
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request in whatever state it is; returns what it has.
+        """End a request in whatever state it is; returns what it has. If that is interrupted,
+        `step` returns it.
 
         Raises ValueError for an id that is unknown or has finished.
         """
-        if request_id not in self._groups:
+        if not isinstance(request_id, str) or request_id not in self.requests.unfinished:
             raise ValueError(f"request {request_id!r} is unknown or has finished")
-        group = self._groups[request_id]
-        now = self.executor.clock.now()
-        self.metrics.event("abort", now, round=self._round, request_id=request_id)
-        self.scheduler.abort(group)
-        output = self._retire(group)
+        group = self.requests.unfinished[request_id]
+        self._abort(group)
+        output = self.requests.final_output(group)
+        assert output is not None
         # What it streamed and nobody has fetched is in this output.
-        self._outputs = [kept for kept in self._outputs if kept.request_id != request_id]
-        if request_id in self._mailboxes:
-            self._mailboxes[request_id].append(output)
+        self.requests.outputs = [
+            kept for kept in self.requests.outputs if kept.request_id != request_id
+        ]
         return output
+
+    def _abort(self, group: SequenceGroup) -> None:
+        self._half_done = True
+        now = self.executor.clock.now()
+        self.metrics.event("abort", now, round=self._round, request_id=group.request_id)
+        self.scheduler.abort(group)
+        self._intake.retire(group)
+        self._half_done = False
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return bool(self._groups or self._in_flight or self._outputs)
+        requests = self.requests
+        return bool(self._half_done or requests.unfinished or self._in_flight or requests.outputs)
+
+    def skip_rounds(self, count: int) -> None:
+        """Count rounds of an engine that has nothing to do, without running them."""
+        assert not self.has_unfinished()
+        self._round += count
 
     # Steps
 
+    @exclusive
     def step(self) -> list[RequestOutput]:
         """Dispatch the next step, take in the previous one; outputs that ended, or grew if they
         stream, but for those that a running `generate` or `stream` waits for.
 
-        If it raises, or is interrupted, all requests end with reason 'error', and the engine starts
-        afresh: without cached and pinned prefixes.
+        If this or another call fails or is interrupted in the middle of its work, all requests end
+        with reason 'error', and the engine starts afresh: without cached and pinned prefixes. Their
+        outputs come as any others do, with the tokens so far; a text that the tokenizer cannot
+        decode is empty, and the last log-probabilities may be missing.
         """
         self._advance()
-        outputs, self._outputs = self._outputs, []
+        outputs, self.requests.outputs = self.requests.outputs, []
         return outputs
 
     def _advance(self) -> None:
-        try:
-            self._run_step()
-        except BaseException:
-            self._give_up()
-            raise
+        self._half_done = True
+        self._run_step()
+        self._half_done = False
 
-    def _give_up(self) -> None:
-        """After a failure in the middle of a step host and device may disagree: end everything."""
+    def _settle(self) -> None:
+        """Bring in order what was interrupted, and end the requests that nobody waits for.
+
+        It may be interrupted anywhere too: then it begins again when it is called next.
+        """
+        if self._half_done:
+            self._start_afresh()
+        dropped = self.requests.dropped
+        while dropped:
+            group = dropped[0]
+            if self.requests.unfinished.get(group.request_id) is group:
+                self._abort(group)
+            if group.mailbox is not None:
+                group.mailbox.clear()
+            del dropped[0]
+
+    def _start_afresh(self) -> None:
+        """In the middle of a change host and device may disagree: end everything."""
+        for group in list(self.requests.unfinished.values()):
+            if self.requests.final_output(group) is None:
+                self._fail(group)
+        self.requests.unfinished.clear()
+        # Only now: an interruption may have left a request without the event of its end.
         self.metrics.event("failure", self.executor.clock.now(), round=self._round)
-        for group in list(self._groups.values()):
-            for sequence in group.unfinished:
-                if sequence.slot >= 0:
-                    sequence.tokens = self.scheduler.slots.known_tokens(sequence.slot)
-                sequence.status, sequence.finish_reason = Status.FINISHED, "error"
-            self._deliver(self._retire(group))
         self._reset()
+        self.executor.reset()
+        self._half_done = False
+
+    def _fail(self, group: SequenceGroup) -> None:
+        for sequence in group.sequences:
+            if (slot := sequence.slot) >= 0:
+                sequence.tokens, sequence.slot = self.scheduler.slots.known_tokens(slot), -1
+            sequence.status = Status.FINISHED
+            if sequence.finish_reason is None:
+                sequence.finish_reason = "error"
+        try:
+            output = request_output(group, self.tokenizer)
+        except Exception:  # the tokenizer's: it may be what has failed
+            output = request_output(group, None)
+        self._intake.deliver_last(group, output)
 
     def _run_step(self) -> None:
         began, self._waited_s = time.perf_counter(), 0.0
@@ -244,7 +289,7 @@ class EngineLoop:
         if self._in_flight:
             self._in_flight.host_s = time.perf_counter() - began - self._waited_s
 
-    def _dispatch(self, step: ScheduledStep) -> _InFlight:
+    def _dispatch(self, step: ScheduledStep) -> InFlight:
         scheduler, now = self.scheduler, self.executor.clock.now()
         number = self._num_steps
         self._num_steps += 1
@@ -285,9 +330,9 @@ class EngineLoop:
             self.config.max_prefills_per_step,
         )
         facts = step_facts(step, scheduler)
-        return _InFlight(number, step, rows, self.executor.execute(inputs), now, facts)
+        return InFlight(number, step, rows, self.executor.execute(inputs), now, facts)
 
-    def _take_in(self, flight: _InFlight) -> None:
+    def _take_in(self, flight: InFlight) -> None:
         """Wait for a step's outputs and apply them."""
         wait_began = time.perf_counter()
         outputs = flight.outputs.wait()
@@ -301,112 +346,4 @@ class EngineLoop:
         metrics.compilations_after_warmup = self.executor.compilations - self._compilations_at_start
 
         record_prompt_logprobs(step, self.scheduler.slots, outputs.prompt_logprobs)
-        for iteration in range(step.iterations):
-            self._take_in_tokens(flight, iteration, sampled[iteration], outputs, now)
-        if step.has_beams:
-            self._take_in_beams(flight, outputs, now)
-
-    def _take_in_tokens(
-        self, flight: _InFlight, iteration: int, sampled: np.ndarray, outputs: StepOutputs, now
-    ) -> None:
-        s = self.scheduler.slots
-        rows, tokens = self.scheduler.update(flight.step, iteration, sampled)
-        slots = flight.step.slots[rows]
-        if outputs.logprobs is not None:
-            good = tokens >= 0
-            at = [(iteration, int(row)) for row in flight.rows[rows[good]]]
-            owners = [self._owner(slot) for slot in slots[good]]
-            record_logprobs(owners, tokens[good], outputs.logprobs, at)
-        known = s.known[slots]
-        ended = self._stops.ended(tokens, s.ignore_eos[slots], known, s.limit[slots])
-        grown: dict[SequenceGroup, None] = {}
-        for i in np.flatnonzero(s.watched[slots] & (tokens >= 0)).tolist():
-            sequence = self._owner(slots[i])
-            group, how = sequence.group, sequence.group.sampling
-            grown[group] = None
-            if group.first_token_s is None:
-                group.first_token_s = now
-            s.watched[slots[i]] = bool(how.stop or how.stop_token_ids) or group.stream
-            if self._stops_at(sequence, int(tokens[i])):
-                ended[i] = "stop"
-        for i in sorted(ended):
-            self._finish(self._owner(slots[i]), ended[i])
-        for group in grown:
-            if group.stream and not group.finished:
-                self._deliver(self._output(group))
-
-    def _take_in_beams(self, flight: _InFlight, outputs: StepOutputs, now: float) -> None:
-        """Let the searches go on whose beams have their candidates."""
-        s, step = self.scheduler.slots, flight.step
-        at_end = step.samples & s.beam[step.slots] & (s.generation[step.slots] == step.generations)
-        row_of = {int(step.slots[i]): int(flight.rows[i]) for i in np.flatnonzero(at_end)}
-        for group in {self._owner(slot).group: None for slot in row_of}:
-            rows = [row_of[beam.slot] for beam in group.sequences]
-            if group.first_token_s is None:
-                group.first_token_s = now
-            if (np.asarray(outputs.tokens)[0, rows] < 0).any():
-                for beam in group.unfinished:
-                    self._finish(beam, "error")
-                continue
-            assert group.search is not None and outputs.logprobs is not None
-            known = [
-                s.known_tokens(beam.slot)[group.num_prompt_tokens :] for beam in group.sequences
-            ]
-            asked = slice(0, group.search.num_candidates)
-            candidates = np.asarray(outputs.logprobs.top_tokens)[0, rows, asked]
-            logprobs = np.asarray(outputs.logprobs.top)[0, rows, asked]
-            before = [beam.slot for beam in group.sequences]
-            moves = group.search.advance(known, candidates, logprobs)
-            if moves:
-                self.scheduler.advance_beams(group, moves)
-            self.metrics.event(
-                "beams",
-                now,
-                step=flight.number,
-                request_id=group.request_id,
-                before=before,
-                candidates=candidates,
-                candidate_logprobs=logprobs,
-                parents=[before[parent] for parent, _ in moves],
-                slots=[beam.slot for beam in group.sequences] if moves else [],
-            )
-            if not moves:
-                for beam in group.unfinished:
-                    self._finish(beam, "length")
-
-    def _stops_at(self, sequence: Sequence, token: int) -> bool:
-        stream = self._streams.get(sequence)
-        if token in sequence.group.sampling.stop_token_ids:
-            return True
-        return stream is not None and stream.push(token)
-
-    def _owner(self, slot) -> Sequence:
-        sequence = self.scheduler.slots.owner[slot]
-        assert sequence is not None, f"slot {slot} is free"
-        return sequence
-
-    def _finish(self, sequence: Sequence, reason: str) -> None:
-        if sequence.group.pin and reason != "error":
-            prompt = sequence.tokens[: sequence.num_prompt_tokens]
-            self.host_policy.pin(sequence.slot, prompt, sequence.group.cache_salt)
-        self.scheduler.finish(sequence, reason)
-        if sequence.group.finished:
-            self._deliver(self._retire(sequence.group))
-
-    def _deliver(self, output: RequestOutput) -> None:
-        self._mailboxes.get(output.request_id, self._outputs).append(output)
-
-    def _retire(self, group: SequenceGroup) -> RequestOutput:
-        """Record a finished group and forget it."""
-        output = self._output(group)
-        self.metrics.add_request(group, output, self.executor.clock.now())
-        for sequence in group.sequences:
-            self._streams.pop(sequence, None)
-        del self._groups[group.request_id]
-        return output
-
-    def _output(self, group: SequenceGroup) -> RequestOutput:
-        for sequence in group.sequences:
-            if sequence.status is Status.RUNNING:
-                sequence.tokens = self.scheduler.slots.known_tokens(sequence.slot)
-        return request_output(group, self._streams, self.tokenizer)
+        self._intake.apply(flight, sampled, outputs, now)

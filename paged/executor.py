@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,12 +12,12 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from models.params import unstack
+from models.params import stack
 from models.sampling import MAX_LOGIT_BIAS, SAMPLING_ROW, SamplingState
 from paged import compilations
 from paged.block_pool import NULL_BLOCK
 from paged.clock import VirtualClock, WallClock
-from paged.step import StepOutputs, StepProgram, unstacks
+from paged.step import StepOutputs, StepProgram, stacks
 from paged.step_inputs import StepInputs
 from paged.tensor_parallel import SPLIT, SPLIT_BLOCKS, WHOLE
 
@@ -60,6 +61,11 @@ class Executor(Protocol):
         """Bring what sampling must know of a sequence: its tokens so far, and its logit bias."""
         ...
 
+    def reset(self) -> None:
+        """Start afresh after a failure, with an empty cache, and compile nothing: whatever call was
+        interrupted, and this one too."""
+        ...
+
 
 class _DeviceOutputs:
     def __init__(self, outputs: StepOutputs, inputs: StepInputs):
@@ -93,11 +99,11 @@ class DeviceExecutor:
         params = shards.place(params)
         layers = jax.tree.leaves(params["layers"])
         layer_bytes = sum(x.nbytes for x in layers) // shards.model.num_layers
-        if unstacks(shards.platform, layer_bytes):
-            params = unstack(params)
+        if stacks(shards.platform, layer_bytes):
+            params = stack(params)
         self._params = params
         self._shapes = shapes
-        self._cache, self._state = program.init(params["embed"].dtype)()
+        self._empty = program.init(params["embed"].dtype)
         self._load = shards.jit(SamplingState.load_slot, (WHOLE,) * 5, WHOLE, donate_argnums=0)
         self._copy = shards.jit(policy.copy_pages, (SPLIT, WHOLE, WHOLE), SPLIT, donate_argnums=0)
         self._export = shards.jit(policy.export_pages, (SPLIT, WHOLE), SPLIT_BLOCKS)
@@ -109,18 +115,30 @@ class DeviceExecutor:
         self._landing: list[tuple[np.ndarray, Any]] = []  # (host blocks, content) on their way
         self._host_pool: Any = None
         self._programs: dict[tuple[int, int], jax.stages.Compiled] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        # An interrupted call may have donated them and lost what it got for them. What is left of
+        # them makes room first.
+        self._cache: Any = None
+        self._state: Any = None
+        self._landing.clear()
+        self._cache, self._state = self._empty()
 
     @property
     def compilations(self) -> int:
         return compilations.count()
 
     def warm_up(self, progress: bool = True) -> None:
-        """Compile every declared shape, two at a time, and run each once on padding."""
-
-        with ThreadPoolExecutor(2) as threads:
+        """Compile every declared shape, on all cores, and run each once on padding."""
+        threads = ThreadPoolExecutor(os.cpu_count())
+        try:
             compiled = threads.map(self._compile, self._shapes)
             shapes = tqdm(self._shapes, "compiling steps", disable=not progress)
             self._programs = dict(zip(shapes, compiled, strict=True))
+        finally:
+            # Whoever interrupts this waits for what compiles now, but not for what would come next.
+            threads.shutdown(cancel_futures=True)
         for shape in self._shapes:
             self.execute(self._program.empty_inputs(shape)).wait()
         for count in (1, self._state.history.shape[0]):

@@ -1,7 +1,6 @@
 """What a request gets back: its tokens, text and log-probabilities."""
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -16,19 +15,17 @@ from paged.sequence import (
     TokenLogprob,
 )
 from paged.slots import Slots
-from paged.stopping import TextStream, decode
+from paged.stopping import decode, final_text
 
 
-def request_output(
-    group: SequenceGroup, streams: Mapping[Sequence, TextStream], tokenizer
-) -> RequestOutput:
-    """A request as it stands. streams: of the sequences whose text is kept as it comes."""
+def request_output(group: SequenceGroup, tokenizer) -> RequestOutput:
+    """A request as it stands; without a tokenizer its text is empty, or what it has streamed."""
     how = group.sampling
     prompt = group.sequences[0].tokens[: group.num_prompt_tokens]
     if group.search is not None:
         outputs = _hypotheses(group, tokenizer)
     else:
-        outputs = [_sequence_output(s, streams.get(s), tokenizer) for s in group.sequences]
+        outputs = [_sequence_output(s, tokenizer) for s in group.sequences]
         if how.ranks and group.finished:
             # One that failed has fewer log-probabilities to its sum.
             outputs.sort(key=lambda out: (out.finish_reason == "error", -(out.score or 0.0)))
@@ -41,15 +38,14 @@ def request_output(
     )
 
 
-def _sequence_output(sequence: Sequence, stream: TextStream | None, tokenizer) -> SequenceOutput:
-    how, reason = sequence.group.sampling, sequence.finish_reason
+def _sequence_output(sequence: Sequence, tokenizer) -> SequenceOutput:
+    how, reason, stream = sequence.group.sampling, sequence.finish_reason, sequence.text_stream
     output, text = sequence.tokens[sequence.num_prompt_tokens :], ""
-    if reason == "stop" and output[-1] in how.stop_token_ids:
-        text = decode(tokenizer, output[:-1]) if tokenizer is not None else ""
-    elif stream and (reason == "stop" or sequence.status is not Status.FINISHED):
+    if stream and sequence.status is not Status.FINISHED:
         text = stream.text
     elif tokenizer is not None:
-        text = decode(tokenizer, output)
+        stopped = reason == "stop" and output[-1] in how.stop_token_ids
+        text = final_text(tokenizer, output[:-1] if stopped else output, how.stop)
     return SequenceOutput(
         tokens=output.tolist(),
         text=text,

@@ -2,14 +2,20 @@
 
 import dataclasses
 import enum
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from models.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from paged import checks
 from paged.beam_search import BeamSearch
+from paged.checks import is_real, is_text, is_whole, refusal, shown
+from paged.stopping import TextStream
+
+MAX_SEQUENCES = 2**16  # that run side by side, of one request or of many
 
 
 @dataclass(frozen=True)
@@ -57,14 +63,18 @@ class SamplingParams:
     best_of: int | None = None
     beam_width: int = 1
     length_penalty: float = 1.0
-    early_stopping: bool | str = False
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self):
-        self._normalise()
+        checks.make_plain(self)
+        self._copy_collections()
         most = (None, *range(MAX_LOGPROBS + 1))
-        checks = {
+        checks.require(self, {
             "max_tokens": (1 <= self.max_tokens < 2**31, "at least 1 and below 2^31"),
-            "temperature": (self.temperature >= 0, "0 or more"),
+            "temperature": (
+                self.temperature == 0 or self.temperature >= checks.SMALLEST,
+                f"0 (greedy) or at least {checks.SMALLEST:.3g}",
+            ),
             "top_k": (0 <= self.top_k < 2**31, "0 (off) or more, and below 2^31"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
@@ -77,17 +87,14 @@ class SamplingParams:
             "seed": (self.seed is None or 0 <= self.seed < 2**32, "None or in [0, 2^32)"),
             "logprobs": (self.logprobs in most, f"None or from 0 to {MAX_LOGPROBS}"),
             "prompt_logprobs": (self.prompt_logprobs in most, f"None or from 0 to {MAX_LOGPROBS}"),
-            "n": (self.n >= 1, "at least 1"),
-            "best_of": (self.best_of is None or self.best_of >= self.n, f"at least n ({self.n})"),
+            "n": (1 <= self.n <= MAX_SEQUENCES, f"from 1 to {MAX_SEQUENCES}"),
+            "best_of": (
+                self.best_of is None or self.n <= self.best_of <= MAX_SEQUENCES,
+                f"at least n ({self.n}) and at most {MAX_SEQUENCES}",
+            ),
             "beam_width": (1 <= self.beam_width < MAX_LOGPROBS, f"from 1 to {MAX_LOGPROBS - 1}"),
             "length_penalty": (-10 <= self.length_penalty <= 10, "from -10 to 10"),
-            "early_stopping": (
-                self.early_stopping in (True, False, "never"), "True, False or 'never'",
-            ),
-        }  # fmt: skip
-        for name, (good, allowed) in checks.items():
-            if not good:
-                raise ValueError(f"{name} must be {allowed}, not {getattr(self, name)}")
+        })  # fmt: skip
         if self.is_beam_search:
             self._check_beam_search()
         elif self.num_sequences > 1 and self.temperature == 0:
@@ -103,35 +110,24 @@ class SamplingParams:
             if getattr(self, name) != getattr(plain, name):
                 raise ValueError(f"beam search does not take {name} ({getattr(self, name)!r})")
 
-    def _normalise(self) -> None:
-        """Check types and keep plain copies: nobody may change them behind the engine's back."""
-        may_be_none = ("seed", "logprobs", "prompt_logprobs", "best_of")
-        for name in ("max_tokens", "top_k", "n", "beam_width", *may_be_none):
-            value = getattr(self, name)
-            if not _is_whole(value) and not (value is None and name in may_be_none):
-                raise ValueError(f"{name} must be a whole number, not {value!r}")
-            object.__setattr__(self, name, None if value is None else int(value))
-        for name in FLOATS:
-            value = getattr(self, name)
-            if not is_real(value):
-                raise ValueError(f"{name} must be a finite number, not {value!r}")
-            object.__setattr__(self, name, float(value))
+    def _copy_collections(self) -> None:
+        """Check collections and keep copies: nobody may change them behind the engine's back."""
         stop, ids, bias = self.stop, self.stop_token_ids, self.logit_bias
-        if not isinstance(stop, tuple | list) or not all(isinstance(s, str) and s for s in stop):
-            raise ValueError(f"stop must be a tuple of non-empty strings, not {stop!r}")
-        object.__setattr__(self, "stop", tuple(stop))
-        if not isinstance(ids, tuple | list) or not all(map(_is_whole, ids)):
-            raise ValueError(f"stop_token_ids must be a tuple of token ids, not {ids!r}")
+        if not isinstance(stop, tuple | list) or not all(is_text(s) and s for s in stop):
+            raise refusal("stop", "a tuple of non-empty strings", stop)
+        object.__setattr__(self, "stop", tuple(map(str, stop)))
+        if not isinstance(ids, tuple | list) or not all(map(is_whole, ids)):
+            raise refusal("stop_token_ids", "a tuple of token ids", ids)
         object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
         if not isinstance(bias, Mapping):
-            raise ValueError(f"logit_bias must map token ids to numbers, not {bias!r}")
+            raise refusal("logit_bias", "a map of token ids to numbers", bias)
         if len(bias) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias may name {MAX_LOGIT_BIAS} tokens, not {len(bias)}")
         for token, value in bias.items():
-            if not _is_whole(token) or not is_real(value) or abs(value) > 100:
+            if not is_whole(token) or not is_real(value) or abs(value) > 100:
                 raise ValueError(
                     f"logit_bias must map token ids to numbers from -100 to 100, not "
-                    f"{token!r} to {value!r}"
+                    f"{shown(token)} to {shown(value)}"
                 )
         object.__setattr__(self, "logit_bias", {int(t): float(v) for t, v in bias.items()})
 
@@ -154,23 +150,6 @@ class SamplingParams:
     def ranks(self) -> bool:
         """Whether sequences are sampled that are not returned."""
         return self.num_sequences > self.n and not self.is_beam_search
-
-
-LARGEST = float(np.finfo(np.float32).max)
-FLOATS = (
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "length_penalty",
-)  # fmt: skip
-
-
-def _is_whole(value) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def is_real(value) -> bool:
-    """Whether it is a number that float32 holds."""
-    real = isinstance(value, int | float | np.integer | np.floating)
-    return real and not isinstance(value, bool) and abs(float(value)) <= LARGEST
 
 
 def changed_fields(sampling: SamplingParams) -> dict[str, Any]:
@@ -205,7 +184,7 @@ class Sequence:
 
     __slots__ = (
         "block_keys", "computed", "cumulative_logprob", "donor", "finish_reason", "group",
-        "logprobs", "seed", "shared", "slot", "status", "tokens",
+        "logprobs", "seed", "shared", "slot", "status", "text_stream", "tokens",
     )  # fmt: skip
 
     def __init__(self, group: "SequenceGroup", tokens: np.ndarray, seed: int):
@@ -220,6 +199,7 @@ class Sequence:
         # The prefix cache's chain over `tokens`, if it was needed since these changed.
         self.block_keys: list[tuple[bytes, bytes]] | None = None
         self.logprobs: list[TokenLogprob] = []  # of the output, where they are asked for
+        self.text_stream: TextStream | None = None  # where its text is needed as it comes
         self.cumulative_logprob = 0.0  # of the output, where sequences are ranked by it
 
     @property
@@ -272,6 +252,7 @@ class SequenceGroup:
         self.cache_salt = ""  # shares cached prefixes only with its like
         self.stream = False
         self.pin = False  # its prompt's blocks are to be kept
+        self.mailbox: deque[RequestOutput] | None = None  # where outputs go that `step` leaves out
         # Where they are asked for.
         asked = 0 if sampling.prompt_logprobs is None else len(prompt)
         self.prompt_logprobs: list[TokenLogprob | None] = [None] * asked

@@ -45,7 +45,7 @@ class StepOutputs:
 
 
 def _iterate(params, cache, state, inputs, model, policy, reduce):
-    """One pass of the model: (cache, state, tokens [S], logprobs [S], hidden [T, E])."""
+    """One pass of the model: (cache, state, tokens [S], logprobs [S], hidden [T, W])."""
     S = inputs.lengths.shape[0]
     slot_of_token = inputs.slots[jnp.minimum(inputs.token_rows, S - 1)]
     sampled_before = state.history.at[slot_of_token, inputs.positions].get(
@@ -105,7 +105,7 @@ def _prompt_logprobs(params, hidden_TxE, targets_T, model: ModelConfig) -> Logpr
         padding = -Tp % chunk
         hidden = jnp.pad(hidden_TxE[:Tp], ((0, padding), (0, 0)))
         targets = jnp.pad(targets_T, (0, padding))
-        chunks = hidden.reshape(-1, chunk, model.hidden_size), targets.reshape(-1, chunk)
+        chunks = hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)
         parts = jax.lax.map(of_chunk, chunks)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:Tp], parts)
 
@@ -219,10 +219,10 @@ class StepProgram:
         return self.shards.jit(run, specs, (SPLIT, WHOLE, WHOLE), donate_argnums=(1, 2))
 
 
-def unstacks(platform: str, layer_bytes: int) -> bool:
-    """Whether the step reads each layer's weights, of `layer_bytes`, as arrays of their own.
+def stacks(platform: str, layer_bytes: int) -> bool:
+    """Whether the step scans over stacked layers, each of `layer_bytes` of weights.
 
-    A scan over stacked layers copies each one's weights before it multiplies by them. That triples
-    what a decode step's products read and write; only a CPU's caches can hide it.
+    That compiles one layer instead of all, but copies each one's weights before it multiplies by
+    them: three times what a decode step's products read and write. Only a CPU's caches can hide it.
     """
-    return platform == "gpu" or (platform == "cpu" and layer_bytes > CACHED_LAYER_BYTES)
+    return platform == "cpu" and layer_bytes <= CACHED_LAYER_BYTES

@@ -1,6 +1,16 @@
 """When a sequence ends, and the text that it gives."""
 
+import codecs
+import functools
+import itertools
+from dataclasses import dataclass, field
+
 import numpy as np
+
+REPLACEMENT = "\ufffd"  # what decoding puts in place of bytes that are no character
+# Pieces of text that are decoded again with the next one. A character has at most 4 bytes, so the
+# last 3 may be unfinished, and 3 more may begin in the middle of one.
+WINDOW = 8
 
 
 class StopChecker:
@@ -32,33 +42,111 @@ def decode(tokenizer, tokens) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+def final_text(tokenizer, tokens, stop: tuple[str, ...]) -> str:
+    """Text of a sequence that has ended: `decode`, cut before the first stop string in it."""
+    text = decode(tokenizer, tokens)
+    found = [at for string in stop if (at := text.find(string)) >= 0]
+    return text[: min(found)] if found else text
+
+
 class TextStream:
     """Text of one sequence as its tokens come, and the search for stop strings in it.
 
-    A token's text can depend on its neighbours, and a character can take several tokens: a new
-    piece is what a window of recent tokens decodes to beyond what it did before, once it ends in a
-    whole character.
+    `text` is `decode` of all tokens so far but for a character that is not finished: of one that
+    takes several tokens nothing is shown before the last of them, and U+FFFD at the end of the
+    text, which stands for such a character or for bytes that are none, is shown with the next
+    token. When the sequence ends, `final_text` shows what was held back.
+
+    So the text only grows, with one exception. A tokenizer that falls back to bytes decodes a row
+    of byte tokens to one U+FFFD for each of them unless all of the row is UTF-8: a bad byte takes
+    back the characters of its row.
     """
 
     def __init__(self, tokenizer, stop: tuple[str, ...]):
         self._tokenizer, self._stop = tokenizer, stop
-        self._tokens: list[int] = []
-        self._window, self._done = 0, 0  # first token of the window, tokens whose text is known
-        self.text = ""
+        self._skipped, self._byte_of = _vocabulary(tokenizer)
+        self._decoded = ""  # what `text` is the finished part of
+        # A token's text can depend on the tokens before it, of which some are decoded with it. Each
+        # piece is a token, or the byte tokens of one character.
+        self._window: list[list[int]] = []
+        self._known = 0  # characters of the window's text that are in `text`
+        self._row: _ByteRow | None = None
+
+    @property
+    def text(self) -> str:
+        return self._decoded.removesuffix(REPLACEMENT)
 
     def push(self, token: int) -> bool:
-        """Add a token; True if a stop string is now complete: `text` is cut before it."""
-        self._tokens.append(token)
-        before = decode(self._tokenizer, self._tokens[self._window : self._done])
-        now = decode(self._tokenizer, self._tokens[self._window :])
-        if len(now) <= len(before) or now.endswith("�"):
+        """Add a token; True if `text` now holds a stop string, which it did not before."""
+        if token in self._skipped:
             return False
-        # A stop string can only end in the new piece.
+        changed = len(self.text) if self._row is None else min(self._row.start, len(self.text))
+        if token in self._byte_of:
+            self._push_byte(token)
+        else:
+            self._end_row()
+            self._push_piece([token])
         longest = max(map(len, self._stop), default=0)
-        search_from = max(0, len(self.text) - longest + 1)
-        self.text += now[len(before) :]
-        self._window, self._done = self._done, len(self._tokens)
-        found = [at for s in self._stop if (at := self.text.find(s, search_from)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-        return bool(found)
+        return any(self.text.find(s, max(0, changed - longest + 1)) >= 0 for s in self._stop)
+
+    def _push_piece(self, tokens: list[int]) -> None:
+        self._window.append(tokens)
+        now = self._decode_window()
+        self._decoded = self.text + now[self._known :]
+        self._known = len(now.removesuffix(REPLACEMENT))
+        if len(self._window) >= 2 * WINDOW:
+            del self._window[:WINDOW]
+            self._known -= len(now) - len(self._decode_window())
+
+    def _push_byte(self, token: int) -> None:
+        row = self._row = self._row or _ByteRow(start=len(self._decoded))
+        row.length += 1
+        if row.is_utf8:
+            row.unfinished.append(token)
+            try:
+                finished = row.decoder.decode(self._byte_of[token])
+            except UnicodeDecodeError:
+                row.is_utf8 = False
+            else:
+                if finished:
+                    self._push_piece(row.unfinished)
+                    row.unfinished = []
+        if not row.is_utf8:
+            self._take_back(row)
+
+    def _end_row(self) -> None:
+        row, self._row = self._row, None
+        if row is not None and row.unfinished:
+            self._take_back(row)
+            self._window.append(row.unfinished)
+            self._known = len(self._decode_window().removesuffix(REPLACEMENT))
+
+    def _take_back(self, row: "_ByteRow") -> None:
+        self._decoded = self._decoded[: row.start] + REPLACEMENT * row.length
+
+    def _decode_window(self) -> str:
+        return decode(self._tokenizer, list(itertools.chain(*self._window)))
+
+
+@dataclass
+class _ByteRow:
+    """Byte tokens that follow each other, from character `start` of the text."""
+
+    start: int
+    length: int = 0
+    is_utf8: bool = True  # so far
+    unfinished: list[int] = field(default_factory=list)  # after the last whole character
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=codecs.getincrementaldecoder("utf-8")
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def _vocabulary(tokenizer) -> tuple[frozenset[int], dict[int, bytes]]:
+    """The tokens that `decode` skips, and the byte of each token that is one by itself."""
+    added = tokenizer.added_tokens_decoder.items()
+    skipped = frozenset(i for i, token in added if token.special)
+    ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+    byte_of = {i: bytes([byte]) for byte, i in enumerate(ids) if i not in skipped | {None}}
+    e_acute = [i for byte in "é".encode() if (i := ids[byte]) in byte_of]
+    return skipped, byte_of if decode(tokenizer, e_acute) == "é" else {}

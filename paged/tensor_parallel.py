@@ -16,12 +16,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.config import ModelConfig
 from models.families import family
-from models.params import Param, partition_specs
+from models.params import Param, is_param, partition_spec
 
 AXIS = "tp"
 SPLIT = PartitionSpec(AXIS)  # each shard's own, one after the other along the first axis
 SPLIT_BLOCKS = PartitionSpec(None, AXIS)  # blocks [C, ...] on their way, of each shard's pages
 WHOLE = PartitionSpec()  # the same on every shard
+RULES = {"heads": AXIS, "kv_heads": AXIS, "mlp": AXIS}  # of the parameters' axes
 
 
 class Shards:
@@ -58,39 +59,35 @@ class Shards:
         self._mesh = Mesh(np.array(devices[:size]), (AXIS,))
 
     def place(self, params):
-        """Parameters of the whole model, as declared, on the devices that need them."""
-        if self.size == 1:
-            return params
-        declaration, specs = self._declared()
-        K, D = self._whole.num_kv_heads, self._whole.head_dim
-
-        def place_one(param: Param, spec, x):
-            if "kv_heads" in param.axes and self.size > K:
-                by_head = x.reshape(*x.shape[:-1], K, D)
-                x = jnp.repeat(by_head, self.size // K, axis=-2).reshape(*x.shape[:-1], -1)
-            return jax.device_put(x, NamedSharding(self._mesh, spec))
-
-        return jax.tree.map(place_one, declaration, specs, params)
-
-    def _declared(self):
+        """Parameters of the whole model, as declared, on the devices that need them. What
+        `place_one` has put there stays."""
         declaration = family(self._whole).declare(self._whole)
-        return declaration, partition_specs(
-            declaration, {"heads": AXIS, "kv_heads": AXIS, "mlp": AXIS}
-        )
+        return jax.tree.map(self.place_one, declaration, params, is_leaf=is_param)
+
+    def place_one(self, param: Param, x) -> jax.Array:
+        """One of them: what `weights.load` can do with each as it reads it."""
+        if self.size == 1:
+            return jnp.asarray(x)
+        K, D = self._whole.num_kv_heads, self._whole.head_dim
+        if "kv_heads" in param.axes and self.size > K and x.shape == param.shape:
+            by_head = x.reshape(K, D, *x.shape[1:])
+            x = by_head.repeat(self.size // K, axis=0).reshape(-1, *x.shape[1:])
+        return jax.device_put(x, self._sharding(param))
+
+    def _sharding(self, param: Param) -> NamedSharding:
+        return NamedSharding(self._mesh, partition_spec(param, RULES))
 
     def abstract_params(self, dtype):
         """What `place` gives for parameters in `dtype`, as `ShapeDtypeStruct`s."""
         copies = max(1, self.size // self._whole.num_kv_heads)
 
-        def shape(param: Param):
-            *rest, last = param.shape
-            return *rest, last * (copies if "kv_heads" in param.axes else 1)
+        def abstract(param: Param):
+            first, *rest = param.shape
+            shape = first * (copies if "kv_heads" in param.axes else 1), *rest
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding(param))
 
-        declaration, specs = self._declared()
-        return jax.tree.map(
-            lambda param, spec: self.abstract(jax.ShapeDtypeStruct(shape(param), dtype), spec),
-            declaration, specs,
-        )  # fmt: skip
+        declaration = family(self._whole).declare(self._whole)
+        return jax.tree.map(abstract, declaration, is_leaf=is_param)
 
     def abstract(self, tree, spec: PartitionSpec):
         """`ShapeDtypeStruct`s of arrays that lie on the shards as `spec` says."""

@@ -6,16 +6,34 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.sampling import MAX_LOGPROBS
+from paged.checks import refusal, shown
 from paged.config import EngineConfig
 from paged.kv_cache.policy import HostPolicy
 from paged.sequence import SamplingParams
 
 Prompt = str | Sequence[int]
+# Sequences too, but nobody means prompts or tokens by them.
+_BYTES = (bytes, bytearray, memoryview)
+
+
+def check_sequence(name: str, items: str, value) -> None:
+    """Raise ValueError for what is no list of `items` or other sequence of them."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, *_BYTES)):
+        raise refusal(name, f"a list, tuple or other sequence of {items}", value)
 
 
 def token_limit(tokens: np.ndarray, sampling: SamplingParams, config: EngineConfig) -> int:
     """Length (prompt and output) at which generation ends."""
     return min(len(tokens) + sampling.max_tokens, config.max_model_len)
+
+
+def check_model(model: ModelConfig, config: EngineConfig) -> None:
+    """Raise ValueError where the model is not for sequences as long as the engine's."""
+    if config.max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len ({config.max_model_len}) exceeds the model's max_position_embeddings "
+            f"({model.max_position_embeddings})"
+        )
 
 
 def validated_prompt(
@@ -32,22 +50,26 @@ def validated_prompt(
     """
     if not isinstance(sampling, SamplingParams):
         raise ValueError(f"sampling must be SamplingParams, not {sampling!r}")
-    _check_stop_strings(tokenizer, sampling.stop)
+    check_stop_strings(tokenizer, sampling.stop)
     for name in ("stop_token_ids", "logit_bias"):
         for token in getattr(sampling, name):
             if not 0 <= token < model.vocab_size:
                 raise ValueError(
-                    f"{name}: token {token} is outside the vocabulary [0, {model.vocab_size - 1}]"
+                    f"{name}: token {shown(token)} is outside the vocabulary "
+                    f"[0, {model.vocab_size - 1}]"
                 )
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer; pass token ids")
         prompt.encode()  # raises ValueError for half a surrogate pair, which tokenizers do not
         prompt = tokenizer.encode(prompt)
+    # numpy would take bytes for numbers, and the tokens behind a mask for tokens.
+    unfit = isinstance(prompt, (*_BYTES, np.ma.MaskedArray))
     tokens = np.asarray(prompt)
     if tokens.size == 0:
         raise ValueError("the prompt is empty")
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+    # By its kind: numpy counts time spans among the integers.
+    if unfit or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError("a prompt of token ids must be a flat list of integers")
     bad = tokens[(tokens < 0) | (tokens >= model.vocab_size)]
     if len(bad):
@@ -88,7 +110,8 @@ def check_group(sampling: SamplingParams, model: ModelConfig, config: EngineConf
         )
 
 
-def _check_stop_strings(tokenizer, stop: tuple[str, ...]) -> None:
+def check_stop_strings(tokenizer, stop: tuple[str, ...]) -> None:
+    """Raise ValueError for stop strings that no text can hold, or that nothing can look for."""
     if stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer")
     for string in stop:

@@ -111,6 +111,9 @@ class SimulatedExecutor:
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
         pass
 
+    def reset(self) -> None:
+        self._device_free_s = self.clock.now()
+
 
 def _lengths_by_iteration(inputs: StepInputs) -> np.ndarray:
     """[I, S] tokens in the cache after each iteration, 0 for rows that it leaves out."""

@@ -70,10 +70,14 @@ class HashingExecutor:
 
     def __init__(self, config, eos_rate: float = 0.0):
         self.clock = VirtualClock()
+        self._config, self._eos_rate = config, eos_rate
+        self.reset()
+
+    def reset(self) -> None:
+        config = self._config
         self._memory = np.full((config.num_blocks, config.page_size), -1, np.int64)
         self._history = np.full((config.max_num_seqs, config.max_model_len), -1, np.int64)
         self._host_memory = np.full((config.num_blocks, config.page_size), -1, np.int64)
-        self._eos_rate = eos_rate
         self._queue: list[_Pending | Callable[[], None]] = []
 
     def warm_up(self, progress: bool = True) -> None:

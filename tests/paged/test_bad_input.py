@@ -1,10 +1,13 @@
 """Each kind of bad input: a clear error, and the engine goes on as if it had not been there."""
 
 import dataclasses
+from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
 
+from experiments.event_log import read_log, write_log
 from models import weights
 from paged.engine import Engine, EngineConfig
 from paged.sequence import SamplingParams
@@ -30,6 +33,11 @@ def _engine() -> Engine:
         ([1, -3], {}, "token -3 is outside the vocabulary"),
         ([1.5, 2.0], {}, "flat list of integers"),
         ([[1, 2]], {}, "flat list of integers"),
+        (np.array([3, 4], "timedelta64[s]"), {}, "flat list of integers"),
+        (np.ma.masked_array([3, 4], [False, True]), {}, "flat list of integers"),
+        (b"ab", {}, "flat list of integers"),
+        (bytearray(b"ab"), {}, "flat list of integers"),
+        (memoryview(b"ab"), {}, "flat list of integers"),
         ([3] * 100, {}, r"has 100 tokens; max_model_len \(100\) allows 99"),
         ([3] * 60, {"max_tokens": 30}, r"exceed the cache: kv_cache_tokens \(80\)"),
         ([3], {"stop": (";",)}, "stop strings need a tokenizer"),
@@ -65,8 +73,13 @@ def test_a_request_id_in_use_is_refused():
     ("options", "message"),
     [
         ({"request_id": 5}, "request_id must be a text, not 5"),
+        ({"request_id": "a\ud800"}, r"request_id must be a text, not 'a.ud800'"),
+        ({"stream": "no"}, "stream must be True or False, not 'no'"),
+        ({"stream": None}, "stream must be True or False, not None"),
+        ({"stream": 1}, "stream must be True or False, not 1"),
+        ({"stream": np.array([1, 0])}, r"stream must be True or False, not array\(\[1, 0\]\)"),
         ({"cache_salt": None}, "cache_salt must be a text, not None"),
-        ({"cache_salt": "\ud800"}, "surrogates not allowed"),
+        ({"cache_salt": "\ud800"}, r"cache_salt must be a text, not '.ud800'"),
         ({"arrival_time": float("nan")}, "arrival_time must be a finite number, not nan"),
         ({"arrival_time": "now"}, "arrival_time must be a finite number, not 'now'"),
         ({"sampling": {"max_tokens": 3}}, "sampling must be SamplingParams, not {'max_tokens': 3}"),
@@ -83,6 +96,25 @@ def test_bad_options_of_a_request_leave_the_others_alone(options, message):
     while engine.has_unfinished():
         outputs += engine.step()
     assert [(o.finish_reason, len(o.tokens)) for o in outputs] == [("length", 64)]
+
+
+@pytest.mark.parametrize("salt", [5, None, "\ud800"])
+def test_a_bad_salt_of_a_prefix_leaves_the_pinned_ones(salt):
+    config = dataclasses.replace(CONFIG, prefix_caching=True)
+    engine = Engine(TINY, config, SimulatedExecutor(vocab_size=TINY.vocab_size, first_token=3))
+    engine.pin_prefix([3] * 20)
+    with pytest.raises(ValueError, match="cache_salt must be a text, not"):
+        engine.pin_prefix([9] * 5, salt)
+    assert engine.host_policy.pool.num_used == 5
+
+
+def test_options_of_a_request_may_be_numpys(tmp_path):
+    engine = _engine()
+    options: dict[str, Any] = {"stream": np.True_, "arrival_time": np.longdouble(-1)}
+    engine.add_request([3], **options)
+    engine.step()
+    arrival = read_log(write_log(tmp_path, "events.jsonl", engine.events))[1]
+    assert (arrival["stream"], arrival["time_s"]) == (True, -1.0)
 
 
 def test_a_text_that_is_none_is_refused():
@@ -105,10 +137,39 @@ def test_an_arrival_in_the_future_is_refused():
 
 
 def test_generate_refuses_one_string_and_unequal_lists():
-    with pytest.raises(ValueError, match="not one string"):
+    with pytest.raises(ValueError, match=r"prompts must be a list, .* of prompts, not 'abc'"):
         _engine().generate("abc")
     with pytest.raises(ValueError, match="2 prompts with 1 sampling"):
         _engine().generate([[3], [4]], [SamplingParams()])
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {3: 4}, b"", iter([[3]]), np.array([[3]])])
+def test_generate_refuses_what_is_no_sequence_of_prompts(prompts):
+    with pytest.raises(ValueError, match="prompts must be a list, tuple or other sequence of"):
+        _engine().generate(prompts)
+
+
+def test_generate_takes_any_sequence_of_prompts():
+    how = SamplingParams(max_tokens=2, ignore_eos=True)
+    expected = [o.tokens for o in _engine().generate([[3], [4]], how)]
+    ways: list[Any] = [([3], [4]), deque([(3,), (4,)]), [np.array([3]), np.array([4])]]
+    for prompts in ways:
+        assert [o.tokens for o in _engine().generate(prompts, (how, how))] == expected
+
+
+@pytest.mark.parametrize("sampling", [0, "", {}, 5])
+def test_sampling_of_another_type_is_refused(sampling):
+    engine = _engine()
+    for ask in (engine.add_request, engine.stream, lambda _, how: engine.generate([[3]], how)):
+        with pytest.raises(ValueError, match=r"^sampling must be "):
+            ask([3], sampling)
+    assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("request_id", ["a", None, 5, []])
+def test_aborting_what_is_no_request_is_refused(request_id):
+    with pytest.raises(ValueError, match="is unknown or has finished"):
+        _engine().abort(request_id)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +181,9 @@ def test_generate_refuses_one_string_and_unequal_lists():
         ("top_k", 1.5, "whole number"),
         ("seed", True, "whole number"),
         ("seed", 2**32, "2\\^32"),
-        ("temperature", -0.1, "0 or more"),
+        ("temperature", -0.1, "0 \\(greedy\\) or at least"),
+        ("temperature", 1e-60, "0 \\(greedy\\) or at least 1.18e-38"),
+        ("temperature", 1e-45, "0 \\(greedy\\) or at least 1.18e-38"),
         ("temperature", float("nan"), "finite"),
         ("top_k", -1, "0 \\(off\\) or more"),
         ("top_p", 0.0, "above 0"),
@@ -138,7 +201,7 @@ def test_generate_refuses_one_string_and_unequal_lists():
         ("prompt_logprobs", -1, "None or from 0 to 20"),
         ("stop_token_ids", np.array([7]), "tuple of token ids"),
         ("stop_token_ids", ("a",), "tuple of token ids"),
-        ("logit_bias", [5], "token ids to numbers"),
+        ("logit_bias", [5], "a map of token ids to numbers"),
         ("logit_bias", {5: 101}, "token ids to numbers from -100"),
         ("logit_bias", {5: None}, "token ids to numbers from -100"),
         ("logit_bias", {i: 1.0 for i in range(301)}, "300 tokens"),
@@ -158,11 +221,11 @@ def test_bad_sampling_parameters_are_refused(field, value, allowed):
         ({"page_size": 0}, "page_size must be at least 1"),
         ({"kv_cache_tokens": 3}, "must hold at least one page"),
         ({"watermark": 1.0}, r"watermark must be in \[0, 1\)"),
-        ({"policy": "vlm"}, "unknown policy 'vlm'; allowed: .*orca_max, .*vllm"),
+        ({"policy": "vlm"}, "policy must be one of .*orca_max, .*vllm, not 'vlm'"),
         ({"policy": "orca_max", "prefix_caching": True}, "'orca_max' cannot share prefixes"),
-        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be from 1 to 65536, not 0"),
         ({"max_num_seqs": 64}, r"max_num_batched_tokens \(32\) must be at least max_num_seqs"),
-        ({"max_prefills_per_step": 0}, "max_prefills_per_step must be at least 1"),
+        ({"max_prefills_per_step": 0}, "max_prefills_per_step must be from 1 to 65536, not 0"),
         ({"max_model_len": 1}, "max_model_len must be at least 2"),
         ({"chunked_prefill": False}, "without chunked prefill"),
     ],
@@ -187,8 +250,9 @@ def test_a_context_beyond_the_models_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 0}, "n must be at least 1, not 0"),
-        ({"n": 3, "best_of": 2, "temperature": 1}, r"best_of must be at least n \(3\), not 2"),
+        ({"n": 0}, "n must be from 1 to 65536, not 0"),
+        ({"n": 3, "best_of": 2, "temperature": 1}, r"best_of must be at least n \(3\) .*, not 2"),
+        ({"n": 2, "temperature": 1e-60}, "temperature must be 0 \\(greedy\\) or at least"),
         ({"n": 2}, "n and best_of above 1 need a temperature above 0, or beam_width"),
         ({"beam_width": 0}, "beam_width must be from 1 to 19, not 0"),
         ({"beam_width": 2.5}, "beam_width must be a whole number, not 2.5"),
@@ -197,7 +261,7 @@ def test_a_context_beyond_the_models_is_refused():
         ({"beam_width": 2, "stop": ("x",)}, "beam search does not take stop"),
         ({"beam_width": 2, "logprobs": 0}, "beam search does not take logprobs"),
         ({"beam_width": 2, "length_penalty": 11}, "length_penalty must be from -10 to 10, not 11"),
-        ({"early_stopping": "soon"}, "early_stopping must be True, False or 'never', not soon"),
+        ({"early_stopping": "soon"}, "early_stopping must be True, False or 'never', not 'soon'"),
     ],
 )
 def test_bad_groups_are_refused(options, message):

@@ -8,7 +8,7 @@ import pytest
 from models.sampling import INVALID_TOKEN
 from paged.engine import Engine, EngineConfig
 from paged.sequence import RequestOutput, SamplingParams
-from tests.paged.tiny import TINY
+from tests.paged.tiny import TINY, padded
 
 SMALL = EngineConfig(
     max_num_seqs=4, max_num_batched_tokens=64, max_prefills_per_step=2, max_model_len=128,
@@ -37,7 +37,7 @@ GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
         {"page_size": 16, "max_num_seqs": 1, "kv_cache_tokens": 128},
         {"page_size": 64, "max_num_batched_tokens": 16},
         {"chunked_prefill": False, "max_num_batched_tokens": 128, "run_ahead": False},
-        {"page_size": 4, "multi_step": 6},
+        {"page_size": 4, "multi_step": 4},
     ],
     ids=["page1", "page16-batch1", "page64-chunks", "whole-prompts", "multi-step"],
 )
@@ -50,10 +50,11 @@ def test_greedy_tokens_equal_full_recomputation(tiny_params, check_greedy, chang
 
 
 def test_greedy_tokens_equal_full_recomputation_in_a_batch_of_64(tiny_params, check_greedy):
-    engine = _engine(
-        tiny_params, max_num_seqs=64, max_num_batched_tokens=256, max_prefills_per_step=32,
+    config = dataclasses.replace(
+        SMALL, max_num_seqs=64, max_num_batched_tokens=256, max_prefills_per_step=32,
         kv_cache_tokens=4096,
     )  # fmt: skip
+    engine = padded(Engine.from_model(tiny_params, TINY, config))
     outputs = engine.generate(_prompts(70, longest=9), GREEDY)
     assert max(s.decode_tokens for s in engine.metrics.steps) == 64
     for output in outputs:
@@ -62,7 +63,7 @@ def test_greedy_tokens_equal_full_recomputation_in_a_batch_of_64(tiny_params, ch
 
 def test_preemption_changes_no_token_and_loses_nothing(tiny_params, check_greedy):
     prompts = _prompts(10, longest=30)
-    engine = _engine(tiny_params, kv_cache_tokens=88, watermark=0.0)
+    engine = _engine(tiny_params, kv_cache_tokens=96, watermark=0.0)
     outputs = engine.generate(prompts, SamplingParams(max_tokens=50, ignore_eos=True))
     assert sum(r.preemptions for r in engine.metrics.requests) > 0
     assert [o.prompt_tokens for o in outputs] == prompts

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from tests.paged.hashing_executor import (
 from tests.paged.tiny import TINY
 
 LONGEST = 96
-EARLY_STOPPING: list[bool | str] = [True, False, "never"]
+EARLY_STOPPING: list[bool | Literal["never"]] = [True, False, "never"]
 
 
 def _config(rng: random.Random) -> EngineConfig:

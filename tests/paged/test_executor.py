@@ -1,5 +1,6 @@
 """The step as a program: what it allocates, and its declared shapes."""
 
+import os
 from dataclasses import replace
 
 import jax
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from models.sampling import SamplingState
 from paged.config import EngineConfig
+from paged.engine import Engine
 from paged.kv_cache import dense
 from paged.step import step
 from paged.step_inputs import Buckets, empty_step_inputs
@@ -61,3 +63,19 @@ def test_every_step_fits_a_declared_shape_without_much_padding(
         assert Sd < 2 * decodes or Sd - decodes < 128
     else:
         assert Tp < 2 * prefill_tokens or Tp <= 64 or Tp - prefill_tokens < 2048
+
+
+def test_an_interrupted_warm_up_compiles_no_more(tiny_params, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    config = EngineConfig(max_model_len=256)
+    executor = Engine.from_model(tiny_params, TINY, config).executor
+    compiled = []
+
+    def interrupted(shape):
+        compiled.append(shape)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(executor, "_compile", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        executor.warm_up(progress=False)
+    assert len(compiled) < len(Buckets.declare(config).shapes())

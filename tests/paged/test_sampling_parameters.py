@@ -8,7 +8,7 @@ import pytest
 
 from paged.engine import Engine, EngineConfig
 from paged.sequence import SamplingParams
-from tests.paged.tiny import TINY
+from tests.paged.tiny import TINY, padded
 
 SMALL = EngineConfig(
     max_num_seqs=4, max_num_batched_tokens=32, max_prefills_per_step=2, max_model_len=128,
@@ -17,15 +17,15 @@ SMALL = EngineConfig(
 # Ways to run that must not change what a request gets.
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "multi-step": {"multi_step": 5},
-    "behind": {"run_ahead": False, "multi_step": 3},
+    "multi-step": {"multi_step": 4},
+    "behind": {"run_ahead": False, "multi_step": 4},
     "preempting": {"kv_cache_tokens": 96, "watermark": 0.0},
     "prefix-cached": {"prefix_caching": True, "multi_step": 4},
 }
 
 
 def _engine(params, **changes) -> Engine:
-    return Engine.from_model(params, TINY, dataclasses.replace(SMALL, **changes))
+    return padded(Engine.from_model(params, TINY, dataclasses.replace(SMALL, **changes)))
 
 
 def _prompts(n: int) -> list[list[int]]:

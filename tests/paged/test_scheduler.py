@@ -56,7 +56,7 @@ def test_every_request_ends_once_with_its_tokens(
                 aborted.add(k)
         if i == 5:
             for k in aborts:
-                if str(k) in engine._groups:
+                if str(k) in engine.requests.unfinished:
                     engine.abort(str(k))
                     aborted.add(k)
         for output in engine.step():

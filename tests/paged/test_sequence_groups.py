@@ -12,7 +12,7 @@ from paged.engine import Engine, EngineConfig
 from paged.sequence import RequestOutput, SamplingParams, SequenceGroup
 from paged.simulator.executor import SimulatedExecutor
 from tests.models.goldens import BeamCase, beam_cases, golden
-from tests.paged.tiny import TINY
+from tests.paged.tiny import TINY, padded
 
 # Room for the widest search alone, not for its company as well.
 BEAMS = EngineConfig(
@@ -36,7 +36,7 @@ def _engine(case: BeamCase, **changes) -> Engine:
         golden(case.checkpoint)[0], eos_token_ids=tuple(case.eos_token_ids)
     )
     config = dataclasses.replace(BEAMS, **changes)
-    return Engine(model, config, _executor(case.checkpoint))
+    return padded(Engine(model, config, _executor(case.checkpoint)))
 
 
 def _search(case: BeamCase) -> SamplingParams:
@@ -77,7 +77,7 @@ def test_beams_are_those_of_transformers(preemption_mode):
 
 
 def _sampled(params, prompts, how, **changes) -> tuple[list[RequestOutput], Engine]:
-    engine = Engine.from_model(params, TINY, dataclasses.replace(SAMPLES, **changes))
+    engine = padded(Engine.from_model(params, TINY, dataclasses.replace(SAMPLES, **changes)))
     return engine.generate(prompts, how), engine
 
 

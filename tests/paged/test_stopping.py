@@ -1,7 +1,7 @@
 """Stop strings and text, with a byte-level tokenizer in which anything can straddle tokens."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -10,7 +10,7 @@ from models import weights
 from paged.engine import Engine, EngineConfig
 from paged.sequence import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
-from paged.stopping import TextStream, decode
+from paged.stopping import TextStream, decode, final_text
 from tests.paged.tiny import TINY
 
 
@@ -28,19 +28,21 @@ BYTES = _bytes_tokenizer()
 
 
 def _push_all(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
-    stream = TextStream(BYTES, stop)
-    for token in BYTES.encode(text):
+    stream, tokens = TextStream(BYTES, stop), BYTES.encode(text)
+    for i, token in enumerate(tokens):
         if stream.push(token):
-            return stream.text, True
+            return final_text(BYTES, tokens[: i + 1], stop), True
     return stream.text, False
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("ab; \n.'é€😀"), max_size=30))
 def test_streamed_text_is_the_decoded_text(text):
     assert _push_all(text, ()) == (text, False)
     assert decode(BYTES, BYTES.encode(text)) == text
 
 
+@settings(deadline=None)
 @given(
     st.text(st.sampled_from("ab;é"), max_size=30),
     st.lists(st.text(st.sampled_from("ab;é"), min_size=1, max_size=4), min_size=1, max_size=3),
@@ -60,10 +62,9 @@ def test_text_is_cut_before_the_first_stop_string(text, stop):
 def test_tokens_that_decode_to_nothing_whole_do_not_disturb_the_others():
     """Lone continuation bytes, as a sampling model may produce them."""
     stream = TextStream(BYTES, ("z",))
-    for token in BYTES.encode("é")[1:] * 3 + BYTES.encode("a😀")[:-1] + BYTES.encode("bz"):
-        stopped = stream.push(token)
-    assert stopped
-    assert stream.text.endswith("b")
+    tokens = BYTES.encode("é")[1:] * 3 + BYTES.encode("a😀")[:-1] + BYTES.encode("bz")
+    assert [stream.push(token) for token in tokens] == [False] * (len(tokens) - 1) + [True]
+    assert final_text(BYTES, tokens, ("z",)) == "\ufffd\ufffd\ufffda\ufffdb"
 
 
 def test_a_stop_string_ends_its_request_and_no_other():

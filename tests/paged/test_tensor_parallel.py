@@ -60,7 +60,7 @@ def random_params(model: ModelConfig):
     scales = {"embed": 0.12, "ones": 0.1, "zeros": 0.1}
 
     def draw(param):
-        scale = scales[param.init] if param.init in scales else param.shape[-2] ** -0.5
+        scale = scales[param.init] if param.init in scales else param.shape[-1] ** -0.5
         noise = scale * rng.standard_normal(param.shape)
         return jnp.asarray((param.init == "ones") + noise, jnp.float32)
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_split_is_refused(changes, size, message):
 
 
 def test_fewer_than_one_device_is_refused():
-    with pytest.raises(ValueError, match="tensor_parallel must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="tensor_parallel must be at least 1"):
         EngineConfig(tensor_parallel=0)
 
 

@@ -1,9 +1,21 @@
 """A model that is small enough to compile and run in tests; its parameters are random."""
 
 from models.config import ModelConfig
+from paged.engine import Engine
+from paged.step_inputs import Buckets
 
 TINY = ModelConfig(
     model_type="qwen3", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2,
     num_heads=4, num_kv_heads=2, head_dim=8, max_position_embeddings=256, qk_norm=True,
     eos_token_ids=(2,),
 )  # fmt: skip
+
+
+def padded(engine: Engine) -> Engine:
+    """`engine`, with every step padded to the largest size that is declared.
+
+    Two programs are compiled then, where all sizes would be many; `test_engine.py` runs them all.
+    """
+    sizes = engine._buckets
+    engine._buckets = Buckets(sizes.prefill[-1:], sizes.decode[-1:], sizes.mixed[-1:])
+    return engine

@@ -1,0 +1,118 @@
+"""Checks of a frozen dataclass that a user makes, where it is made."""
+
+import functools
+import types
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)  # above 0: a device may take less for 0
+LONGEST_SHOWN = 80  # characters of a refused value
+
+
+def is_bool(value) -> bool:
+    return isinstance(value, bool | np.bool_)
+
+
+def is_whole(value) -> bool:
+    """Whether it is an integer, Python's or numpy's, and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
+
+
+def is_real(value) -> bool:
+    """Whether it is a number that float32 holds."""
+    if isinstance(value, float | np.floating):
+        return abs(float(value)) <= LARGEST
+    # An integer may be too large for a float, but can be compared with one.
+    return is_whole(value) and abs(int(value)) <= LARGEST
+
+
+def is_text(value) -> bool:
+    """Whether it is a text that can be written: half a surrogate pair cannot."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# type: (what its values are called, whether a value is one, how to make it Python's own)
+_TYPES: dict[Any, tuple[tuple[str, ...], Callable[[Any], bool], Callable[[Any], Any]]] = {
+    bool: (("True", "False"), is_bool, bool),
+    int: (("a whole number",), is_whole, int),
+    float: (("a finite number",), is_real, float),
+    str: (("a text",), is_text, str),
+    types.NoneType: (("None",), lambda value: value is None, lambda value: None),
+}
+
+
+def make_plain(config, unbounded: Collection[str] = ()) -> None:
+    """Give each field of a frozen dataclass that is declared as a bool, int, float, str, None, a
+    literal or a union of these the plain Python value of what it holds: numpy's are taken too.
+
+    unbounded: float fields that may be inf or nan. Raises ValueError for a value of another type.
+    """
+    cls: Any = type(config)
+    for name, exact, kinds in _plain_fields(cls):
+        value = getattr(config, name)
+        if type(value) not in exact and not (name in unbounded and type(value) is float):
+            object.__setattr__(config, name, _plain(name, value, kinds))
+
+
+def _plain(name: str, value, kinds: tuple):
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            if is_text(value) and value in get_args(kind):
+                return str(value)
+        elif _TYPES[kind][1](value):
+            return _TYPES[kind][2](value)
+    raise refusal(name, _described(kinds), value)
+
+
+@functools.cache
+def _plain_fields(cls: type) -> list[tuple[str, set[type], tuple]]:
+    """(name, types of values that may stay as they are, declared types) of each field to check."""
+    fields = []
+    for name, hint in get_type_hints(cls).items():
+        union = get_origin(hint) in (Union, types.UnionType)
+        kinds = get_args(hint) if union else (hint,)
+        if all(kind in _TYPES or get_origin(kind) is Literal for kind in kinds):
+            fields.append((name, {k for k in kinds if k in _TYPES and k is not float}, kinds))
+    return fields
+
+
+def _described(kinds: tuple) -> str:
+    named = (
+        map(repr, get_args(kind)) if get_origin(kind) is Literal else _TYPES[kind][0]
+        for kind in kinds
+    )
+    *before, last = (part for parts in named for part in parts)
+    return f"{', '.join(before)} or {last}" if before else last
+
+
+def require(config, conditions: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise ValueError for the first field whose condition does not hold.
+
+    conditions: field → (whether its value is good, what is allowed).
+    """
+    for name, (good, allowed) in conditions.items():
+        if not good:
+            raise refusal(name, allowed, getattr(config, name))
+
+
+def refusal(name: str, allowed: str, value) -> ValueError:
+    """The error for a field whose value is not what is allowed."""
+    return ValueError(f"{name} must be {allowed}, not {shown(value)}")
+
+
+def shown(value) -> str:
+    """A value as an error message shows it: in one line, and cut if it is long."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 1] + "…"

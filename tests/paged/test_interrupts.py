@@ -1,0 +1,228 @@
+"""Ctrl-C anywhere in the engine: nothing is lost or doubled, and it goes on as if new."""
+
+import random
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from experiments.event_log import EventLog
+from experiments.run_record import plain
+from paged.engine import Engine, EngineConfig, OutputStream
+from paged.sequence import RequestOutput, SamplingParams
+from tests.paged.hashing_executor import HashingExecutor
+from tests.paged.interrupts import Points, interrupted_at
+from tests.paged.test_engine_against_twin import _expected_outputs, _how, _tokens
+from tests.paged.tiny import TINY
+
+CONFIG = EngineConfig(
+    max_num_seqs=4, max_num_batched_tokens=24, max_prefills_per_step=2, max_model_len=64,
+    page_size=4, kv_cache_tokens=180, prefix_caching=True, watermark=0.0,
+)  # fmt: skip
+EOS_RATE = 0.03
+# A stream that is dropped as an interruption lands in its finalizer: Python tells of it.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+class User:
+    """Random calls of an engine, and what has come of them. It goes on after interruptions."""
+
+    def __init__(self, seed: int, config: EngineConfig, points: Points):
+        self.call = points.call
+        self.rng = random.Random(seed)
+        self.engine = Engine(TINY, config, HashingExecutor(config, EOS_RATE))
+        self.shared = _tokens(self.rng, 20)
+        self.accepted: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.ended: dict[str, RequestOutput] = {}
+        self.streams: list[tuple[OutputStream, list[int], SamplingParams]] = []
+        self.interruptions = 0
+
+    def _request(self) -> tuple[list[int], SamplingParams]:
+        prompt = self.shared[: self.rng.choice([0, 8, 20])] + _tokens(self.rng, 3)
+        how = _how(self.rng, 3)
+        return prompt, replace(how, max_tokens=min(how.max_tokens, 12), prompt_logprobs=None)
+
+    def act(self) -> None:
+        operations = [
+            self.add, self.add, self.abort, self.open_stream, self.pull, self.pull,
+            self.close_stream, self.drop_stream, self.generate, self.pin, self.refuse,
+            *[self.step] * 6,
+        ]  # fmt: skip
+        try:
+            self.rng.choice(operations)()
+        except KeyboardInterrupt:
+            self.interruptions += 1
+
+    def add(self) -> None:
+        prompt, how = self._request()
+        name = self.rng.choice([None, f"mine-{len(self.accepted)}", f"request-{len(self.ended)}"])
+        with suppress(ValueError):  # the id may be in use
+            name = self.call(
+                self.engine.add_request, prompt, how, name, stream=self.rng.random() < 0.3
+            )
+            assert name not in self.accepted or name in self.ended
+            self.ended.pop(name, None)
+            self.accepted[name] = prompt, how
+
+    def abort(self) -> None:
+        running = [name for name in self.accepted if name not in self.ended]
+        with suppress(ValueError):  # it may have ended
+            self.take(self.call(self.engine.abort, self.rng.choice(running or ["nobody"])))
+
+    def open_stream(self) -> None:
+        prompt, how = self._request()
+        self.streams.append((self.call(self.engine.stream, prompt, how), prompt, how))
+
+    def pull(self) -> None:
+        if self.streams:
+            entry = self.rng.choice(self.streams)
+            output = self.call(next, entry[0])
+            if output.finished:
+                self.streams.remove(entry)
+                check(output, *entry[1:])
+
+    def close_stream(self) -> None:
+        if self.streams:
+            self.call(self.streams[-1][0].close)
+            self.streams.pop()
+
+    def drop_stream(self) -> None:
+        if self.streams:
+            self.call(self.streams.pop)
+
+    def generate(self) -> None:
+        asked = [self._request() for _ in range(2)]
+        prompts, hows = [p for p, _ in asked], [how for _, how in asked]
+        outputs = self.call(self.engine.generate, prompts, hows)
+        for output, (prompt, how) in zip(outputs, asked, strict=True):
+            assert output.finish_reason not in ("abort", "error")
+            check(output, prompt, how)
+
+    def pin(self) -> None:
+        with suppress(ValueError):  # requests may be unfinished
+            self.call(self.engine.pin_prefix, self.shared)
+
+    def refuse(self) -> None:
+        with pytest.raises(ValueError, match="empty"):
+            self.call(self.engine.add_request, [])
+
+    def step(self) -> None:
+        for output in self.call(self.engine.step):
+            self.take(output)
+
+    def take(self, output: RequestOutput) -> None:
+        name = output.request_id
+        assert name in self.accepted and name not in self.ended, "an output of nothing"
+        if output.finished:
+            self.ended[name] = output
+            check(output, *self.accepted[name])
+
+    def drain(self) -> None:
+        """Undisturbed; then nothing may be left."""
+        for stream, prompt, how in self.streams:
+            *_, last = stream
+            assert last.finished
+            check(last, prompt, how)
+        self.streams.clear()
+        for _ in range(2000):
+            if not self.engine.has_unfinished():
+                break
+            self.step()
+        assert not self.engine.has_unfinished() and self.engine.step() == []
+        assert self.ended.keys() == self.accepted.keys()
+        self._check_that_nothing_is_held()
+        prompt, how = [*self.shared, 7], SamplingParams(max_tokens=9, seed=3)
+        check(self.engine.generate([prompt], how)[0], prompt, how)
+        assert self.engine.pin_prefix(self.shared) == 20
+
+    def _check_that_nothing_is_held(self) -> None:
+        engine = self.engine
+        policy, slots, events = engine.host_policy, engine.scheduler.slots, engine.events
+        kinds = [e["event"] for e in events if e["event"] in ("pin", "failure")]
+        pinned = kinds[-1:] == ["pin"]
+        assert policy.pool.num_used == (20 // engine.config.page_size if pinned else 0)
+        assert not policy.host_pool.num_used and slots.num_free == slots.num_slots
+        assert not engine.requests.unfinished and not engine.requests.dropped
+        EventLog("log", plain(events))  # it can be read
+
+
+def check(output: RequestOutput, prompt: list[int], how: SamplingParams) -> None:
+    """A whole output is that of the request alone; one that was cut short is its beginning."""
+    assert output.prompt_tokens == prompt
+    limit = min(len(prompt) + how.max_tokens, CONFIG.max_model_len)
+    every = replace(how, n=how.num_sequences) if how.ranks else how
+    expected = _expected_outputs(prompt, every, limit, EOS_RATE)
+    tokens = [sequence.tokens for sequence in output.sequences]
+    if {s.finish_reason for s in output.sequences} & {"abort", "error"}:
+        if how.num_sequences == 1:
+            assert tokens[0] == expected[0][: len(tokens[0])]
+    elif how.ranks:  # of those that ended: one that was cut short is ranked last
+        assert len(tokens) == how.n and all(part in expected for part in tokens)
+    else:
+        assert tokens == expected
+
+
+def run(seed: int, config: EngineConfig, *points: int) -> tuple[User, int]:
+    with interrupted_at(*points) as state:
+        user = User(seed, config, state)
+        for _ in range(25):
+            user.act()
+    user.drain()
+    return user, state.passed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"preemption_mode": "swap", "multi_step": 3}, {"run_ahead": False, "page_size": 5}],
+    ids=["plain", "swap", "alone"],
+)
+def test_interrupts_anywhere_lose_and_double_nothing(changes):
+    config, rng = replace(CONFIG, **changes), random.Random(repr(changes))
+    interruptions = failures = 0
+    for seed in range(20):
+        count = run(seed, config)[1]
+        first = rng.randrange(1, count)
+        # The later ones often meet the handling of the first.
+        points = [first, *(first + rng.randrange(1, 400) for _ in range(rng.randint(0, 4)))]
+        user, _ = run(seed, config, *points)
+        interruptions += user.interruptions
+        failures += sum(event["event"] == "failure" for event in user.engine.events)
+    assert interruptions > 30 and failures > 15
+
+
+def _add(engine: Engine, points: Points) -> None:
+    points.call(engine.add_request, [3, 4, 5], SamplingParams(max_tokens=3), "job")
+
+
+def _abort(engine: Engine, points: Points) -> None:
+    engine.add_request([3, 4, 5], SamplingParams(max_tokens=9), "job")
+    engine.step()
+    points.call(engine.abort, "job")
+
+
+def _pin(engine: Engine, points: Points) -> None:
+    points.call(engine.pin_prefix, [3, 4, 5, 6, 7])
+
+
+def _step(engine: Engine, points: Points) -> None:
+    engine.add_request([3, 4, 5], SamplingParams(max_tokens=2), "job")
+    while engine.has_unfinished():
+        points.call(engine.step)
+
+
+@pytest.mark.parametrize("act", [_add, _abort, _pin, _step])
+def test_what_is_interrupted_anywhere_and_done_again_leaves_a_log_to_read(act):
+    point = 0
+    while True:
+        point += 1
+        engine = Engine(TINY, CONFIG, HashingExecutor(CONFIG))
+        with interrupted_at(point, point + 7) as points, suppress(KeyboardInterrupt):
+            act(engine, points)
+        if not points.raised:
+            break
+        for _ in range(2):
+            while engine.has_unfinished():
+                engine.step()
+            act(engine, Points())
+        EventLog("log", plain(engine.events))
+    assert point > 20
