@@ -24,13 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments import report, run_record, serve, workloads
+from experiments import program, report, run_record, serve, workloads
 from experiments.flags import (
     define_executor_flag,
+    define_float,
     define_model_flags,
     load_engine,
     values_of,
@@ -243,7 +244,7 @@ def plot(rows: Sequence[Row], path: Path, title: str, footer: str) -> None:
             axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
     figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    figure.savefig(path, dpi=110)
+    run_record.save_figure(figure, path, dpi=110)
 
 
 def _draw_shares(axes, places: np.ndarray, shares: Sequence, hatch: str | None = None) -> None:
@@ -256,7 +257,7 @@ def _draw_shares(axes, places: np.ndarray, shares: Sequence, hatch: str | None =
 
 def prepare() -> tuple[Engine, dict[str, list[Request]]]:
     """What the flags ask for. Raises ValueError for what cannot be."""
-    run_record.check_output_dir(FLAGS.output_dir)
+    run_record.check_output_dir(FLAGS.output_dir, "baselines.csv", "baselines.png")
     model, tokenizer = weights.load_config(FLAGS.model), weights.load_tokenizer(FLAGS.model)
     config = engine_config(FLAGS.length_divisor)
     vocabulary = Vocabulary(tokenizer, model.vocab_size, config.max_model_len)
@@ -269,15 +270,11 @@ def prepare() -> tuple[Engine, dict[str, list[Request]]]:
     return Engine(model, config, SimulatedExecutor(vocab_size=model.vocab_size)), requests
 
 
-def main(argv: list[str], names: Sequence[str] = ()) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
-    try:
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
         base, requests = prepare()
         base.warm_up()
         rows = run(base, requests)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     output_dir, environment = Path(FLAGS.output_dir), run_record.describe_environment()
     numbers = summary(rows)
     content = {
@@ -313,7 +310,7 @@ def define_flags() -> list[str]:
     flags.DEFINE_integer(
         "length_divisor", 8, "divides all that is counted in tokens", lower_bound=1, upper_bound=64
     )
-    flags.DEFINE_float("fill", 10.0, "how often the requests would fill the memory", lower_bound=0)
+    define_float("fill", 10.0, "how often the requests would fill the memory", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "of the requests", lower_bound=0)
     flags.DEFINE_string("output_dir", "results/allocation_baselines", "where the report goes")
     own = ["length_divisor", "fill", "seed", "output_dir"]
@@ -321,5 +318,4 @@ def define_flags() -> list[str]:
 
 
 if __name__ == "__main__":
-    defined = define_flags()
-    app.run(lambda argv: main(argv, defined))
+    program.run(main, define_flags)

@@ -7,20 +7,19 @@ strongest key is as good as all of them could not tell a good page selector from
     python -m experiments.attention_concentration --model=bundled --output_dir=results/attention
 """
 
-import csv
-import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments import run_record, tasks
+from experiments import program, run_record, tasks
 from models import weights
 from models.config import ModelConfig
 from models.families import family
@@ -30,7 +29,8 @@ MEASURES = ("keys_for_90_percent", "mass_on_first_4", "mass_on_last_64")
 FLAGS = flags.FLAGS
 
 
-def define_flags() -> None:
+def define_flags() -> list[str]:
+    """Define this program's flags; returns their names."""
     flags.DEFINE_string("model", "bundled", "'bundled', a Hugging Face folder or a hub id")
     flags.DEFINE_list(
         "tasks", "needle,multikey,values,count,vote,cot_long", "of experiments/tasks.py"
@@ -39,6 +39,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("num_prompts", 8, "per task", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "of the prompts", lower_bound=0)
     flags.DEFINE_string("output_dir", "results/attention_concentration", "where files are written")
+    return ["model", "tasks", "context_length", "num_prompts", "seed"]
 
 
 def measuring_attend(config: ModelConfig, num_rows: int):
@@ -136,14 +137,12 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
         axes.set_yticks(range(shape[0]))
     figure.colorbar(image, ax=figure.axes, label="keys with 90 % of the mass (median)")
     figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=130)
+    run_record.save_figure(figure, path, dpi=130)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
-    try:
-        output_dir = run_record.check_output_dir(FLAGS.output_dir)
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
+        output_dir = run_record.check_output_dir(FLAGS.output_dir, "attention.csv", "attention.png")
         tokenizer = weights.load_tokenizer(FLAGS.model)
         prompts = {
             task: tasks.make_prompts(
@@ -154,18 +153,12 @@ def main(argv: list[str]) -> None:
         if not prompts:
             raise ValueError("--tasks must name at least one")
         config, params = weights.load(FLAGS.model)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     rows = []
     for task in prompts:
         rows += table(task, measure(params, config, tokenizer, prompts[task]))
-    with (output_dir / "attention.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    run_record.write_csv(output_dir, "attention.csv", rows)
     plot(rows, output_dir / "attention.png", f"{FLAGS.model}, {FLAGS.context_length} tokens")
     summary = summarise(rows)
-    names = ("model", "tasks", "context_length", "num_prompts", "seed")
     report = dict(
         flags={name: FLAGS[name].value for name in names},
         weights_hash=weights.weights_hash(FLAGS.model),
@@ -187,5 +180,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    program.run(main, define_flags)

@@ -12,7 +12,6 @@ kernels.csv, serving.csv, fig18.png, report.json and summary.json.
 """
 
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -23,11 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments import block_sizes, run_record
+from experiments import block_sizes, program, run_record
 from experiments.flags import values_of
 from experiments.workloads import Request
 from models import weights
@@ -264,12 +263,12 @@ def plot(attended: Sequence[Kernel], served: Sequence[Serving], path: Path, foot
     together.set(title="(b) requests served", ylabel="ms a token (normalised)")
     figure.suptitle("The block size")
     figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    figure.savefig(path, dpi=130)
+    run_record.save_figure(figure, path, dpi=130)
 
 
 def prepare() -> tuple[list[Engine], dict[str, list[Request]]]:
     """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
-    run_record.check_output_dir(FLAGS.output_dir)
+    run_record.check_output_dir(FLAGS.output_dir, "kernels.csv", "serving.csv", "fig18.png")
     sizes = block_sizes.checked_sizes(FLAGS.block_sizes, FLAGS.kv_cache_tokens, FLAGS.max_model_len)
     tokenizer = weights.load_tokenizer(FLAGS.model)
     rates = {"sharegpt": FLAGS.sharegpt_rate, "alpaca": FLAGS.alpaca_rate}
@@ -281,15 +280,11 @@ def prepare() -> tuple[list[Engine], dict[str, list[Request]]]:
     return [block_sizes.make_engine(size, tokenizer) for size in sizes_], workloads
 
 
-def main(argv: list[str], names: Sequence[str] = ()) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
-    try:
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
         engines, workloads = prepare()
         attended = kernels(engines[0].model, FLAGS.kernel_block_size, FLAGS.rounds, FLAGS.seed)
         served = serving(engines, workloads)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     numbers, environment = summary(attended, served), run_record.describe_environment()
     output_dir, footer = Path(FLAGS.output_dir), run_record.hardware_line(environment)
     facts = {
@@ -318,5 +313,4 @@ def define_flags() -> list[str]:
 
 
 if __name__ == "__main__":
-    defined = define_flags()
-    app.run(lambda argv: main(argv, defined))
+    program.run(main, define_flags)

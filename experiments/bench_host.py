@@ -15,17 +15,16 @@ summary.json.
 """
 
 import gc
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments import run_record
+from experiments import program, run_record
 from experiments.host_work import (
     LONGEST_PROMPT,
     MODES,
@@ -162,7 +161,7 @@ def plot(load: Load, rows: Sequence[Row], floor_us: float, path: Path, footer: s
     parts.legend()
     figure.suptitle(f"Host work with {load.num_seqs} running sequences")
     figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    figure.savefig(path, dpi=130)
+    run_record.save_figure(figure, path, dpi=130)
 
 
 def checked(load: Load, pools: Sequence[str]) -> list[int]:
@@ -181,15 +180,11 @@ def checked(load: Load, pools: Sequence[str]) -> list[int]:
     return [load.smallest_pool, *sorted(map(int, pools))]
 
 
-def main(argv: list[str], names: Sequence[str] = ()) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
+def main(names: Sequence[str]) -> None:
     load = Load(FLAGS.num_seqs, FLAGS.steps, FLAGS.page_size, FLAGS.max_model_len)
-    try:
+    with program.refusals():
         pools = checked(load, FLAGS.pools)
-        run_record.check_output_dir(FLAGS.output_dir)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+        run_record.check_output_dir(FLAGS.output_dir, "host.csv", "host.png")
     rows, floor_us, size = run(load, pools, FLAGS.rounds, FLAGS.seed)
     output_dir, environment = Path(FLAGS.output_dir), run_record.describe_environment()
     facts = {
@@ -222,5 +217,4 @@ def define_flags() -> list[str]:
 
 
 if __name__ == "__main__":
-    defined = define_flags()
-    app.run(lambda argv: main(argv, defined))
+    program.run(main, define_flags)

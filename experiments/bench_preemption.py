@@ -14,21 +14,20 @@ summary.json.
 """
 
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments import block_sizes, run_record
+from experiments import block_sizes, program, run_record
 from experiments.flags import values_of
 from experiments.workloads import Request
 from models import weights
@@ -37,7 +36,7 @@ from paged.executor import DeviceExecutor
 from paged.sequence import SamplingParams
 
 FLAGS = flags.FLAGS
-MODES = ("recompute", "swap")
+MODES: tuple[Literal["recompute", "swap"], ...] = ("recompute", "swap")
 DEFAULTS = {
     "kv_cache_tokens": 1024, "max_model_len": 640, "max_num_seqs": 4,
     "max_num_batched_tokens": 512, "num_requests": 8, "rounds": 7,
@@ -232,19 +231,21 @@ def plot(moved: Sequence[Micro], served: Sequence[Serving], path: Path, footer: 
     curves = {label: [getattr(row, name) for row in moved] for label, name in names.items()}
     block_sizes.over_block_sizes(alone, sizes, curves)
     alone.set(title="(a) one sequence", ylabel="ms")
-    by_mode = {m: [r.normalised_latency_ms for r in served if r.mode == m] for m in MODES}
+    by_mode: dict[str, list[float]] = {
+        m: [r.normalised_latency_ms for r in served if r.mode == m] for m in MODES
+    }
     block_sizes.over_block_sizes(together, sizes, by_mode)
     together.set(
         title="(b) requests that preempt each other", ylabel="normalised latency (ms/token)"
     )
     figure.suptitle("Recomputation and swapping")
     figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    figure.savefig(path, dpi=130)
+    run_record.save_figure(figure, path, dpi=130)
 
 
 def prepare() -> tuple[list[Engine], list[Request]]:
     """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
-    run_record.check_output_dir(FLAGS.output_dir)
+    run_record.check_output_dir(FLAGS.output_dir, "micro.csv", "serving.csv", "fig19.png")
     most = FLAGS.max_model_len - 1
     if FLAGS.sequence_tokens > most:
         raise ValueError(f"sequence_tokens must be at most {most}, not {FLAGS.sequence_tokens}")
@@ -255,15 +256,11 @@ def prepare() -> tuple[list[Engine], list[Request]]:
     return [block_sizes.make_engine(size, tokenizer) for size in sizes_], requests
 
 
-def main(argv: list[str], names: Sequence[str] = ()) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
-    try:
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
         engines, requests = prepare()
         moved = micro(engines, FLAGS.sequence_tokens, FLAGS.rounds, FLAGS.seed)
         served = serving(engines, requests)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     numbers, environment = summary(moved, served), run_record.describe_environment()
     output_dir, footer = Path(FLAGS.output_dir), run_record.hardware_line(environment)
     facts = {
@@ -292,5 +289,4 @@ def define_flags() -> list[str]:
 
 
 if __name__ == "__main__":
-    defined = define_flags()
-    app.run(lambda argv: main(argv, defined))
+    program.run(main, define_flags)

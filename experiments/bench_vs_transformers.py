@@ -21,7 +21,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import logging
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,11 +30,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments import floors, run_record
+from experiments import floors, program, run_record
 from experiments.flags import ENGINE_HELP, define_fields, values_of
 from models import llama, weights
 from models import params as parameters
@@ -353,7 +352,7 @@ def plot(runs: Sequence[Run], path: Path, footer: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
     figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
+    run_record.save_figure(figure, path, dpi=150)
 
 
 def write(
@@ -432,17 +431,13 @@ def prepare() -> tuple[Settings, EngineConfig]:
                 f"{name}, {model.max_position_embeddings} tokens"
             )
     if importlib.util.find_spec("torch") is None:
-        raise ValueError("this race needs torch: make .venv/.installed-parity")
+        raise ValueError("this race needs torch: make test-parity installs it into .venv-parity")
     return settings, config
 
 
-def main(argv: list[str], names: Sequence[str] = ()) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
-    try:
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
         settings, config = prepare()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     runs: list[Run] = []
     steps: list[StepTimes] = []
     rates = {}
@@ -478,5 +473,4 @@ def define_flags() -> list[str]:
 
 
 if __name__ == "__main__":
-    defined = define_flags()
-    app.run(lambda argv: main(argv, defined))
+    program.run(main, define_flags)

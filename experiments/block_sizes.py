@@ -5,6 +5,7 @@ Used by experiments/bench_preemption.py and experiments/bench_block_size.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from absl import flags
@@ -71,7 +72,7 @@ def make_engine(block_size: int, tokenizer) -> Engine:
     return engine
 
 
-def with_mode(engine: Engine, preemption_mode: str) -> Engine:
+def with_mode(engine: Engine, preemption_mode: Literal["recompute", "swap"]) -> Engine:
     """Another engine over the same device's programs and memory."""
     config = replace(engine.config, preemption_mode=preemption_mode)
     return Engine(engine.model, config, engine.executor, engine.tokenizer)

@@ -20,18 +20,17 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
-from jax.sharding import PartitionSpec
+from absl import flags
 
-from experiments import run_record
+from experiments import program, run_record
 from experiments.flags import values_of
 from experiments.step_report import MOST_TEMPORARY, Report, Step, kv_bytes_of_token, report_of, show
-from models import params, weights
+from models import weights
 from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.executor import COPIED_TOKENS_PER_CALL
 from paged.kv_cache.policy import KVPolicy
-from paged.step import StepProgram, unstacks
+from paged.step import StepProgram, stacks
 from paged.tensor_parallel import SPLIT, SPLIT_BLOCKS, WHOLE, Shards
 from pallas_kernels import aot, backend
 from pallas_kernels.targets import TARGETS
@@ -94,7 +93,7 @@ def compile_step(
         tensor_parallel=tensor_parallel,
     )
     layer_bytes = weight_bytes // model.num_layers
-    assert unstacks(shards.platform, layer_bytes), "layers in a loop are not told apart"
+    assert not stacks(shards.platform, layer_bytes), "layers in a loop are not told apart"
     program = StepProgram.declare(config, shards)
     cache, state = jax.eval_shape(program.init(dtype))
     cache, state = shards.abstract(cache, SPLIT), shards.abstract(state, WHOLE)
@@ -102,7 +101,7 @@ def compile_step(
     began = time.perf_counter()
     with backend.compiling_for(gpu.gpu):
         shape = step.prefill_tokens, step.decodes
-        compiled = program.compile(shape, _unstacked(shards, abstract), cache, state)
+        compiled = program.compile(shape, abstract, cache, state)
     seconds = time.perf_counter() - began
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
@@ -150,25 +149,14 @@ def _bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
-def _unstacked(shards: Shards, abstract):
-    """`params.unstack` of abstract parameters."""
-    specs = shards.specs(abstract)
-    layer = {name: PartitionSpec(*spec[1:]) for name, spec in specs["layers"].items()}
-    unstacked = jax.eval_shape(params.unstack, abstract)
-    specs |= {"layers": [layer] * len(unstacked["layers"])}
-    return jax.tree.map(shards.abstract, unstacked, specs)
-
-
-def main(argv: list[str], names: Sequence[str] = ()) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
+def main(names: Sequence[str]) -> None:
     model = weights.load_config(MODELS / FLAGS.model)
     if FLAGS.layers:
         model = model.replace(num_layers=FLAGS.layers)
     step = Step(FLAGS.decodes, FLAGS.prefill_tokens, FLAGS.context)
-    try:
+    with program.refusals():
         if FLAGS.output_dir:
-            run_record.check_output_dir(FLAGS.output_dir)
+            run_record.check_output_dir(FLAGS.output_dir, "step.hlo")
         report, text = compile_step(
             model,
             FLAGS.target,
@@ -177,18 +165,15 @@ def main(argv: list[str], names: Sequence[str] = ()) -> None:
             page_size=FLAGS.page_size,
             dtype=FLAGS.dtype,
         )
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     print(show(report))
     if FLAGS.output_dir:
         environment = run_record.describe_environment()
         content = {"flags": values_of(names), **asdict(report), **environment}
         run_record.write_json(FLAGS.output_dir, "report.json", content)
-        (Path(FLAGS.output_dir) / "step.hlo").write_text(text)
+        run_record.write_whole(Path(FLAGS.output_dir) / "step.hlo", text)
     if report.faults:
         sys.exit("\n".join(f"error: {fault}" for fault in report.faults))
 
 
 if __name__ == "__main__":
-    defined = define_flags()
-    app.run(lambda argv: main(argv, defined))
+    program.run(main, define_flags)

@@ -4,38 +4,26 @@
 
 Says which event differs, of which step or request, in which field, and both values; for the arrays
 of a step also whose row it is. Fields that end in _s are times. Exit status: 0 for the same
-schedule, page operations and tokens, 1 for a difference, 2 for a file that is no event log.
+schedule, page operations and tokens, 1 for a difference, 2 for any error, as with a file that is no
+event log, or one that was cut short.
 """
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from absl import app, flags
 
+from experiments import program
+from experiments.event_log import Event, EventLog, read_log
 from experiments.run_record import plain
 
 FLAGS = flags.FLAGS
 ABSENT = "nothing"  # stands for the value of a field that one event lacks
-# What events must hold to be replayed; others may hold anything.
-FIELDS: dict[str, dict[str, type]] = {
-    "arrival": {
-        "round": int, "request_id": str, "prompt": list, "sampling": dict, "stream": bool,
-        "cache_salt": str,
-    },
-    "abort": {"round": int, "request_id": str},
-    "pin": {"round": int, "prompt": list, "cache_salt": str},
-    "failure": {"round": int},
-    "admit": {"request_id": str},
-    "schedule": {"step": int, "slots": list},
-    "step": {"step": int, "tokens": list},
-}  # fmt: skip
 ROW_INDEX = {"slots": 0, "starts": 0, "counts": 0, "tokens": 1}  # which index of a field is the row
-
-Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -73,30 +61,6 @@ class Difference:
             f"{where}, {_label(a)}: {self.field}{row} is {values[0]} in {first}, "
             f"{values[1]} in {second}"
         )
-
-
-def read_log(path: str | Path) -> list[dict]:
-    """The events of an events.jsonl; ValueError, naming file and line, if it is none."""
-    events = []
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    events.append(_checked(json.loads(line)))
-                except ValueError as error:
-                    raise ValueError(f"{path}, line {number}: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    return events
-
-
-def _checked(event: Any) -> dict:
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        raise ValueError("no event, which is an object with a field 'event'")
-    for name, wanted in FIELDS.get(event["event"], {}).items():
-        if not isinstance(event.get(name), wanted):
-            raise ValueError(f"the event {event['event']!r} has no {wanted.__name__} {name!r}")
-    return event
 
 
 def untimed(event: Event) -> dict[str, Any]:
@@ -183,6 +147,30 @@ def report(
     return "\n".join([f"first difference: {difference.describe(first, second)}", *lines])
 
 
+def incomplete(log: EventLog) -> str:
+    """What to add to what is said of a log of a run that was interrupted."""
+    return "" if log.complete else f" ({log.path} is of a run that was interrupted there)"
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """Run a program whose exit status 1 means a difference: all errors, of the flags too, are 2.
+    An interrupt's is 130 or 143."""
+    try:
+        with program.interrupts():
+            app.run(main, flags_parser=_parse_flags)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(2)
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    try:
+        return FLAGS(argv)
+    except flags.Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
 def main(argv: list[str]) -> None:
     if len(argv) != 3:
         raise app.UsageError(f"two event logs are compared, not {len(argv) - 1}", exitcode=2)
@@ -192,13 +180,18 @@ def main(argv: list[str]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     difference = first_difference(a, b)
+    notes = incomplete(a) + incomplete(b)
     if difference is None:
-        print(f"same schedule, page operations and tokens: {len(a)} events")
+        print(f"same schedule, page operations and tokens: {len(a)} events{notes}")
         return
-    print(report(a, difference, argv[1], argv[2], FLAGS.context))
+    print(report(a, difference, argv[1], argv[2], FLAGS.context) + notes)
     sys.exit(1)
 
 
-if __name__ == "__main__":
+def define_flags() -> None:
     flags.DEFINE_integer("context", 3, "events to show before the difference", lower_bound=0)
-    app.run(main)
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

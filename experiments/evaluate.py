@@ -8,19 +8,18 @@ Writes to --output_dir: accuracy.csv, prompts.csv (each answer), accuracy.png, r
 summary.json.
 """
 
-import csv
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
-from experiments import report, run_record, tasks
+from experiments import program, report, run_record, tasks
 from experiments.bootstrap import mean_interval
 from experiments.flags import define_engine_flags, engine_config, load_engine
+from experiments.text_files import read_csv, shown
 from models import weights
 from paged.engine import Engine, EngineConfig
 from paged.sequence import SamplingParams
@@ -122,15 +121,17 @@ def accuracies(
 
 
 def read_answers(path: str) -> dict[tuple[str, int, int], bool]:
-    """A run's prompts.csv by (task, context, index); ValueError if it is none."""
-    try:
-        with open(path, newline="") as file:
-            return {
-                (row["task"], int(row["context"]), int(row["index"])): row["exact"] == "True"
-                for row in csv.DictReader(file)
-            }
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is no prompts.csv of an evaluation: {error!r}") from error
+    """A run's prompts.csv by (task, context, index); ValueError, by line, if it is none."""
+    answers = {}
+    for where, _, row in read_csv(path, ("task", "context", "index", "exact")):
+        try:
+            key = row["task"], int(row["context"]), int(row["index"])
+        except ValueError:
+            raise ValueError(f"{where}: context and index must be numbers") from None
+        if row["exact"] not in ("True", "False"):
+            raise ValueError(f"{where}: exact must be True or False, not {shown(row['exact'])}")
+        answers[key] = row["exact"] == "True"
+    return answers
 
 
 def table(rows: Sequence[Accuracy]) -> str:
@@ -173,7 +174,7 @@ def plot(rows: Sequence[Accuracy], path: Path, footer: str) -> None:
     axes.set(xlabel="context (tokens)", ylabel="exact answers (%)", ylim=(0, 103))
     axes.legend(ncols=2)
     figure.supxlabel(footer, fontsize=7)
-    figure.savefig(path, dpi=150)
+    run_record.save_figure(figure, path, dpi=150)
     plt.close(figure)
 
 
@@ -188,11 +189,9 @@ def write(output_dir: Path, rows: Sequence[Accuracy], answers: Sequence[Answer],
     plot(rows, output_dir / "accuracy.png", run_record.hardware_line(environment))
 
 
-def main(argv: list[str], names: Sequence[str] = ()) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
-    try:
-        run_record.check_output_dir(FLAGS.output_dir)
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
+        run_record.check_output_dir(FLAGS.output_dir, "accuracy.csv", "prompts.csv", "accuracy.png")
         config = engine_config(weights.load_config(FLAGS.model))
         pairs = settings(FLAGS.tasks, FLAGS.contexts, config)
         others = read_answers(FLAGS.compare_with) if FLAGS.compare_with else None
@@ -200,8 +199,6 @@ def main(argv: list[str], names: Sequence[str] = ()) -> None:
         engine.warm_up()
         answers = evaluate(engine, pairs, FLAGS.num_prompts, FLAGS.seed)
         rows = accuracies(answers, others)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     facts = {
         "experiment": "evaluate",
         "flags": {name: FLAGS[name].value for name in names},
@@ -226,5 +223,4 @@ def define_flags() -> list[str]:
 
 
 if __name__ == "__main__":
-    defined = define_flags()
-    app.run(lambda argv: main(argv, defined))
+    program.run(main, define_flags)

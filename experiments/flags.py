@@ -6,6 +6,7 @@ them can be imported together.
 
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +22,7 @@ from paged.simulator.executor import SimulatedExecutor
 from paged.step import StepProgram
 from paged.step_inputs import Buckets
 from paged.tensor_parallel import Shards
+from paged.validation import check_model
 from pallas_kernels import backend
 from pallas_kernels.paged_attention.api import DECODE, PREFILL
 
@@ -54,6 +56,28 @@ _DEFINE: dict[type, Callable[..., Any]] = {
 }
 
 
+class _FiniteParser(flags.FloatParser):
+    """Bounds alone let nan pass, and one bound infinity."""
+
+    def convert(self, argument) -> float:
+        value = super().convert(argument)
+        if not math.isfinite(value):
+            raise ValueError(f"{argument} is not a finite number")
+        return value
+
+
+def define_float(
+    name: str,
+    default: float,
+    help: str,
+    lower_bound: float | None = None,
+    upper_bound: float | None = None,
+) -> None:
+    """As `flags.DEFINE_float`, of a flag that takes finite numbers only."""
+    parser = _FiniteParser(lower_bound, upper_bound)
+    flags.DEFINE(parser, name, default, help, serializer=flags.ArgumentSerializer())
+
+
 def define_fields(dataclass, helps: dict[str, str]) -> list[str]:
     """Define a flag for each named field, with its default and type; returns the names."""
     defaults = {field.name: field.default for field in dataclasses.fields(dataclass)}
@@ -75,7 +99,7 @@ def define_model_flags() -> list[str]:
     )
     flags.DEFINE_string(
         "compilation_cache",
-        "~/.cache/paged_jax/compilations",
+        os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/paged_jax/compilations"),
         "folder that keeps compiled programs for the next run; empty for none",
     )
     return ["model", "dtype", "attention_implementation", "compilation_cache"]
@@ -104,13 +128,10 @@ def engine_config(model: ModelConfig) -> EngineConfig:
     longest = FLAGS.max_model_len
     if longest is None:
         longest = min(EngineConfig.max_model_len, model.max_position_embeddings)
-    if longest > model.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len ({longest}) exceeds the model's context of "
-            f"{model.max_position_embeddings} tokens"
-        )
     config = EngineConfig(max_model_len=longest, seed=FLAGS.seed, **values_of(ENGINE_HELP))
-    Shards(model, config.tensor_parallel)  # or it would be refused after the weights are read
+    check_model(model, config)
+    # Or what it refuses would be refused after the weights are read.
+    StepProgram.declare(config, Shards(model, config.tensor_parallel))
     return config
 
 
@@ -137,14 +158,11 @@ def load_engine(config: EngineConfig, tokenizer, executor: str = "device") -> En
         with_prompts, *_, decodes = Buckets.declare(config).shapes()
         program.check(with_prompts, FLAGS.dtype)
         program.check(decodes, FLAGS.dtype)
-    if FLAGS.compilation_cache:
-        folder = Path(FLAGS.compilation_cache).expanduser()
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # Shards take theirs from the host's memory: no device need have room for the whole model.
-    place = jax.devices("cpu")[0] if config.tensor_parallel > 1 else None
-    with jax.default_device(place):
-        model, params = weights.load(FLAGS.model, FLAGS.dtype)
+    cache = str(Path(FLAGS.compilation_cache).expanduser()) if FLAGS.compilation_cache else None
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    shards = Shards(weights.load_config(FLAGS.model), config.tensor_parallel)
+    model, params = weights.load(FLAGS.model, FLAGS.dtype, shards.place_one)
     return Engine.from_model(params, model, config, tokenizer, implementation)
 
 

@@ -97,7 +97,7 @@ def step_work(
         if name in ("embed", "lm_head", "project_out"):
             rows = S
         numbers += size
-        if len(param.shape) - param.stacked == 2:
+        if len(param.shape) == 2:
             flops += 2 * rows * size
 
     for context, count in zip(contexts, new):

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import gpu_peers, run_record
+from experiments import gpu_peers, program, run_record
 from pallas_kernels import backend, mosaic
 from pallas_kernels.kv_write import specs as kv_write_specs
 from pallas_kernels.ops import OPS
@@ -313,7 +313,7 @@ def main(argv: list[str]) -> str | None:
     if backend.current_gpu() is None and not small:
         parser.error("JAX sees no GPU; --small tries the program without one")
     if arguments.output_dir:
-        run_record.check_output_dir(arguments.output_dir)
+        run_record.check_output_dir(arguments.output_dir, "gpu_check.json")
     results, most_sets = Results(arguments.output_dir, arguments.minutes), 2 if small else MAX_SETS
 
     def check_and_time(what: list, how: Callable, to: list, kernels: bool, *options) -> None:
@@ -342,4 +342,5 @@ def main(argv: list[str]) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with program.interrupts():
+        sys.exit(main(sys.argv[1:]))

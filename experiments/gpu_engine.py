@@ -45,9 +45,7 @@ def _seconds_and_work(model: ModelConfig, decodes: int, context: int, dtype) -> 
     )
     program = StepProgram.declare(config, Shards(model))
     declared = family(model).declare(model)
-    stacked = jax.jit(lambda key: parameters.init(declared, key, dtype))(jax.random.key(0))
-    params = parameters.unstack(stacked)
-    del stacked
+    params = parameters.init(declared, jax.random.key(0), dtype)
     cache, state = program.init(dtype)()
     inputs = program.empty_inputs((0, decodes))
     _fill(inputs, context)

@@ -62,6 +62,9 @@ class FreeExecutor:
     def load_slot(self, slot, tokens, logit_bias) -> None:
         pass
 
+    def reset(self) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class Load:

@@ -20,7 +20,6 @@ the cache's token slots hold in each step (`Usage`); report.json and summary.jso
 import colorsys
 import json
 import re
-import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
@@ -36,7 +35,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from tqdm import tqdm
 
-from experiments import run_record
+from experiments import program, run_record
 from experiments.flags import (
     define_engine_flags,
     define_executor_flag,
@@ -268,7 +267,7 @@ def plot(
     figure.legend(handles=patches, loc="outside right upper", frameon=False)
     figure.suptitle(title)
     figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    figure.savefig(path, dpi=110)
+    run_record.save_figure(figure, path, dpi=110)
 
 
 def page_data(
@@ -313,7 +312,7 @@ def page_data(
 def write_page(path: Path, data: Mapping[str, Any]) -> None:
     """The template with the data in it: one file that needs no other."""
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    path.write_text(TEMPLATE.read_text("utf-8").replace("/*DATA*/", text), "utf-8")
+    run_record.write_whole(path, TEMPLATE.read_text("utf-8").replace("/*DATA*/", text))
 
 
 def summary(snapshots: Sequence[Snapshot], steps: Sequence[StepRecord]) -> dict[str, float]:
@@ -350,11 +349,11 @@ def usage_row(record: StepRecord) -> UsageRow:
     return UsageRow(record.step, **{name: getattr(record, f"kv_{name}") for name in names})
 
 
-def main(argv: list[str], names: Sequence[str] = ()) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
-    try:
-        output_dir = run_record.check_output_dir(FLAGS.output_dir)
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
+        output_dir = run_record.check_output_dir(
+            FLAGS.output_dir, "memory_map.png", "memory_map.html", "steps.csv"
+        )
         tokenizer = weights.load_tokenizer(FLAGS.model)
         requests = make_requests(
             FLAGS.requests, FLAGS.prompt_tokens, FLAGS.prefix_tokens, FLAGS.output_tokens,
@@ -366,8 +365,6 @@ def main(argv: list[str], names: Sequence[str] = ()) -> None:
         for prompt, how in requests.values():
             validated_prompt(prompt, how, tokenizer, model, config, policy)
         engine = load_engine(config, tokenizer, FLAGS.executor)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     engine.warm_up()
     snapshots = run(engine, requests, FLAGS.interval)
     title = (
@@ -407,5 +404,4 @@ def define_flags() -> list[str]:
 
 
 if __name__ == "__main__":
-    defined = define_flags()
-    app.run(lambda argv: main(argv, defined))
+    program.run(main, define_flags)

@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments import report
+from experiments import report, run_record
 from paged.metrics import Metrics, RequestRecord, StepRecord
 
 MEMORY_COLOURS = {
@@ -19,10 +20,11 @@ MEMORY_COLOURS = {
     "external": "#7d4f9e",
     "free": "#e6e6e6",
 }
+FILES = tuple(f"{name}.png" for name in ("kv_memory", "queue", "latency", "step_time", "overview"))
 
 
-def save(metrics: Metrics, output_dir: str | Path, title: str, hardware: str) -> list[Path]:
-    """Write each picture alone and all of them as overview.png; returns the paths.
+def save(metrics: Metrics, output_dir: str | Path, title: str, hardware: str) -> list[OSError]:
+    """Write each picture alone and all of them as overview.png; returns what could not be written.
 
     Time 0 is the first arrival. hardware: what the times were measured on, for the footers.
     """
@@ -34,16 +36,17 @@ def save(metrics: Metrics, output_dir: str | Path, title: str, hardware: str) ->
         "latency": lambda axes: draw_latency(axes, metrics.requests),
         "step_time": lambda axes: draw_step_time(axes, steps),
     }
-    paths = []
+    figures = {}
     for name, drawing in draw.items():
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        drawing(figure.subplots())
-        paths.append(_save(figure, Path(output_dir) / f"{name}.png", title, hardware))
-    overview = Figure(figsize=(12, 7.5), layout="constrained")
+        figures[name] = Figure(figsize=(7, 4), layout="constrained")
+        drawing(figures[name].subplots())
+    figures["overview"] = overview = Figure(figsize=(12, 7.5), layout="constrained")
     for axes, drawing in zip(overview.subplots(2, 2).flat, draw.values()):
         drawing(axes)
-    paths.append(_save(overview, Path(output_dir) / "overview.png", title, hardware))
-    return paths
+    return run_record.write_all(
+        partial(_save, figure, Path(output_dir) / f"{name}.png", title, hardware)
+        for name, figure in figures.items()
+    )
 
 
 def draw_kv_memory(axes: Axes, steps: Sequence[StepRecord]) -> None:
@@ -133,5 +136,4 @@ def _label(axes: Axes, title: str, x: str, y: str) -> None:
 def _save(figure: Figure, path: Path, title: str, hardware: str) -> Path:
     figure.suptitle(title)
     figure.supxlabel(hardware, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
-    return path
+    return run_record.save_figure(figure, path, dpi=150)

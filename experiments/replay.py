@@ -9,12 +9,11 @@ the log's, the times those of a cost model, and no weights are read.
 
 The replay ends with the first round that goes another way, or before one that failed. Writes to
 --output_dir: events.jsonl, report.json, summary.json. Exit status: 0 for the same schedule, page
-operations and tokens, 1 for a difference, 2 for a log that cannot be replayed.
+operations and tokens, 1 for a difference, 2 for any error, as with a log that cannot be replayed.
 """
 
-import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -23,13 +22,15 @@ from absl import app, flags
 from tqdm import tqdm
 
 from experiments import run_record
-from experiments.diff_events import Event, first_difference, read_log, report, untimed
+from experiments.diff_events import first_difference, incomplete, report, run, untimed
+from experiments.event_log import Event, EventLog, read_log, write_log
 from experiments.flags import (
     define_executor_flag,
     define_model_flags,
     load_engine,
     values_of,
 )
+from experiments.text_files import shown
 from models import weights
 from models.config import ModelConfig
 from paged.config import EngineConfig
@@ -43,67 +44,63 @@ FLAGS = flags.FLAGS
 INPUTS = ("arrival", "abort", "pin")  # events of what comes from outside
 
 
-def logged_config(log: Sequence[Event]) -> EngineConfig:
+def logged_config(log: EventLog) -> EngineConfig:
     """The configuration of the run; ValueError, naming the field, if it is of another version."""
-    values = _engine_field(log, "config")
-    _check_fields(values, {field.name for field in fields(EngineConfig)}, "engine's configuration")
-    try:
-        return EngineConfig(**values)
-    except TypeError as error:
-        raise ValueError(f"the log's engine configuration: {error}") from error
+    values = log[0]["config"]
+    with log.at(0):
+        _check_fields(values, {field.name for field in fields(EngineConfig)}, "configuration")
+        try:
+            return EngineConfig(**values)
+        except TypeError as error:
+            raise ValueError(f"the engine's configuration: {error}") from error
 
 
-def check_model(log: Sequence[Event], model: ModelConfig) -> None:
+def check_model(log: EventLog, model: ModelConfig) -> None:
     """Raise ValueError, naming a field, if the run was another model's."""
-    logged, ours = _engine_field(log, "model"), run_record.plain(asdict(model))
-    _check_fields(logged, set(ours), "model")
-    for name, value in ours.items():
-        if logged[name] != value:
-            raise ValueError(f"the log's model has {name} {logged[name]}, this one has {value}")
-
-
-def _engine_field(log: Sequence[Event], name: str) -> dict[str, Any]:
-    if not log or log[0]["event"] != "engine":
-        raise ValueError("the log does not begin with the event 'engine': its beginning is lost")
-    values = run_record.plain(log[0].get(name))
-    if not isinstance(values, dict):
-        raise ValueError(f"the log's event 'engine' has no object {name!r}")
-    return values
+    logged, ours = log[0]["model"], run_record.plain(asdict(model))
+    with log.at(0):
+        _check_fields(logged, set(ours), "model")
+        for name, value in ours.items():
+            if logged[name] != value:
+                raise ValueError(
+                    f"the log's model has {name} {shown(logged[name])}, this one has {value!r}"
+                )
 
 
 def _check_fields(logged: Mapping[str, Any], ours: set[str], owner: str) -> None:
     for name in sorted(logged.keys() ^ ours):
         fault = "lacks" if name in ours else "has an unknown field"
-        raise ValueError(f"the log's {owner} {fault} {name!r}: it is another version's")
+        raise ValueError(f"the engine's {owner} {fault} {name!r}: it is another version's")
 
 
-def simulated_engine(log: Sequence[Event], model: ModelConfig, tokenizer=None, cost=None) -> Engine:
+def simulated_engine(log: EventLog, model: ModelConfig, tokenizer=None, cost=None) -> Engine:
     """An engine that samples the log's tokens in the time that `cost` says.
 
     tokenizer: for stop strings. Raises ValueError for a log of another model or version.
     """
     check_model(log, model)
+    config = logged_config(log)
     executor = SimulatedExecutor(cost, vocab_size=model.vocab_size, recorded=RecordedTokens(log))
-    return Engine(model, logged_config(log), executor, tokenizer)
+    with log.at(0):
+        return Engine(model, config, executor, tokenizer)
 
 
-def failed_round(log: Sequence[Event]) -> int | None:
+def failed_round(log: EventLog) -> int | None:
     """The round in which the run failed first, so that all requests ended; None if it did not."""
     return next((event["round"] for event in log if event["event"] == "failure"), None)
 
 
-def replay(engine: Engine, log: Sequence[Event], progress: bool = False) -> list[dict]:
+def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
     """Bring in what came in then, each before the same round; the engine's events.
 
     engine: a fresh one. Stops with the first round that goes another way. A round that failed is
     not run: the engine then stands before it.
 
-    Raises ValueError for a log that no run can have written.
+    Raises ValueError, naming file and line, for a log that no run can have written.
     """
     if len(engine.events) != 1:
         raise ValueError("a replay needs an engine that has done nothing yet")
     inputs, failed = _inputs(log), failed_round(log)
-    last = math.inf if failed is None else failed - 1
     rounds = same = 0
     with tqdm(total=len(log), desc="replaying", unit="events", disable=not progress) as bar:
 
@@ -116,24 +113,41 @@ def replay(engine: Engine, log: Sequence[Event], progress: bool = False) -> list
                 bar.update()
             return same == len(engine.events)
 
-        for number, start, event in inputs:
-            while rounds < min(start, last) and goes_on():
+        def run_round() -> bool:
+            """Whether there was nothing to do, and so is nothing in any round until something
+            comes in."""
+            nonlocal rounds
+            # What was freed last may still be written down in the first such round.
+            idle = not engine.has_unfinished()
+            with log.at(min(same, len(log) - 1)):
                 engine.step()
-                rounds += 1
+            rounds += 1
+            return idle
+
+        for number, start, event in inputs:
+            until = start if failed is None else min(start, failed - 1)
+            while rounds < until and goes_on():
+                if run_round():
+                    engine.skip_rounds(until - rounds)
+                    rounds = until
             if rounds < start or not goes_on() or same != number:
                 break
-            _bring_in(engine, event)
+            try:
+                with log.at(number):
+                    _bring_in(engine, event)
+            except ValueError:
+                if goes_on():
+                    raise
+                break  # a prefix that is pinned runs its own rounds, and these went another way
             rounds = event["round"]
-        idle = False
-        while rounds < last and goes_on() and same < len(log) and not idle:
-            idle = not engine.has_unfinished()  # what was freed last may still be written down
-            engine.step()
-            rounds += 1
+        while (failed is None or rounds < failed - 1) and goes_on() and same < len(log):
+            if run_round():
+                break
         goes_on()
     return engine.events
 
 
-def _inputs(log: Sequence[Event]) -> list[tuple[int, int, dict]]:
+def _inputs(log: EventLog) -> list[tuple[int, int, dict]]:
     """(number of the event, rounds run before, event) of all that came in before a failure.
 
     A pin stands for its request too, which arrived right before and ran alone.
@@ -143,8 +157,9 @@ def _inputs(log: Sequence[Event]) -> list[tuple[int, int, dict]]:
         if event["event"] == "failure":
             break
         if event["event"] == "pin":
-            if not inputs or inputs[-1][2].get("prompt") != event["prompt"]:
-                raise ValueError(f"event {number}, pin: its request did not arrive before it")
+            with log.at(number):
+                if not inputs or inputs[-1][2].get("prompt") != event["prompt"]:
+                    raise ValueError("pin: its request did not arrive before it")
             inputs[-1] = (*inputs[-1][:2], event)
         elif event["event"] in INPUTS:
             inputs.append((number, event["round"], event))
@@ -166,7 +181,7 @@ def _bring_in(engine: Engine, event: Event) -> None:
                 cache_salt=event["cache_salt"],
             )
     except ValueError as error:
-        raise ValueError(f"event {len(engine.events)}, {event['event']}: {error}") from error
+        raise ValueError(f"{event['event']}: {error}") from error
 
 
 def _sampling(logged: Mapping[str, Any]) -> SamplingParams:
@@ -179,13 +194,13 @@ def _sampling(logged: Mapping[str, Any]) -> SamplingParams:
         raise ValueError(f"sampling: {error}") from error
 
 
-def num_tokens(log: Sequence[Event]) -> int:
+def num_tokens(log: Iterable[Event]) -> int:
     """Tokens sampled."""
     steps = (np.asarray(event["tokens"]) for event in log if event["event"] == "step")
     return sum(int((tokens != NO_TOKEN).sum()) for tokens in steps)
 
 
-def _load(log: Sequence[Event]) -> Engine:
+def _load(log: EventLog) -> Engine:
     """The engine that the flags and the log ask for."""
     model, tokenizer = weights.load_config(FLAGS.model), weights.load_tokenizer(FLAGS.model)
     if FLAGS.executor == "simulated":
@@ -198,6 +213,7 @@ def main(argv: list[str], names: Sequence[str] = ()) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value", exitcode=2)
     try:
+        run_record.check_output_dir(FLAGS.output_dir, "events.jsonl")
         log = read_log(FLAGS.log)
         engine = _load(log)
         engine.warm_up()
@@ -221,13 +237,15 @@ def main(argv: list[str], names: Sequence[str] = ()) -> None:
     }
     run_record.write_json(FLAGS.output_dir, "report.json", content)
     run_record.write_summary(FLAGS.output_dir, numbers)
-    run_record.write_json_lines(FLAGS.output_dir, "events.jsonl", events)
+    whole = log.complete and failed is None and difference is None
+    write_log(FLAGS.output_dir, "events.jsonl", events, whole)
     if failed is not None:
         print(f"the run failed in round {failed}: replayed up to there")
     if difference:
         print(report(log, difference, "the log", "the replay"))
         sys.exit(1)
-    print(f"same schedule and tokens: {len(events):,} events, {numbers['tokens']:,} tokens")
+    same = f"{len(events):,} events, {numbers['tokens']:,} tokens"
+    print(f"same schedule and tokens: {same}{incomplete(log)}")
 
 
 def define_flags() -> list[str]:
@@ -239,4 +257,4 @@ def define_flags() -> list[str]:
 
 if __name__ == "__main__":
     defined = define_flags()
-    app.run(lambda argv: main(argv, defined))
+    run(lambda argv: main(argv, defined))

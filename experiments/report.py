@@ -1,10 +1,8 @@
 """What a serving run amounts to: throughput, latency, KV memory and answers."""
 
-import csv
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,7 +70,9 @@ def output_line(item: Answered) -> dict[str, Any]:
 
 
 def describe_requests(answered: Sequence[Answered]) -> dict[str, Any]:
-    """The workload as it was served."""
+    """The workload as it was served; no means if nothing was."""
+    if not answered:
+        return {"requests": 0}
     return {
         "requests": len(answered),
         "mean_prompt_tokens": np.mean([len(item.output.prompt_tokens) for item in answered]),
@@ -240,20 +240,14 @@ def summary(measured: dict[str, Any], answers: dict[str, tuple[int, int]]) -> di
     return {name: value for name, value in numbers.items() if value is not None}
 
 
-def write_requests_csv(output_dir: str | Path, records: Sequence[RequestRecord]) -> Path:
-    """One line a finished request, in the order in which they finished; times in seconds."""
-    path = Path(output_dir) / "requests.csv"
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        rows = [
-            asdict(r)
-            | {"ttft_s": ttft_s(r), "tpot_s": tpot_s(r)}
-            | {"normalised_latency_s": normalised_latency_s(r)}
-            for r in records
-        ]
-        writer = csv.DictWriter(file, list(rows[0]) if rows else ["request_id"])
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
+def request_row(record: RequestRecord) -> dict[str, Any]:
+    """One line of requests.csv; times in seconds."""
+    latencies = {
+        "ttft_s": ttft_s(record),
+        "tpot_s": tpot_s(record),
+        "normalised_latency_s": normalised_latency_s(record),
+    }
+    return asdict(record) | latencies
 
 
 def table(measured: dict[str, Any], answers: dict[str, tuple[int, int]], hardware: str) -> str:

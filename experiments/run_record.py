@@ -7,18 +7,22 @@ summary.json is one flat object, name -> number, to compare runs by.
 import csv
 import dataclasses
 import importlib.metadata
+import io
 import json
 import math
 import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "transformers", "tokenizers", "safetensors")
 
@@ -53,8 +57,11 @@ def hardware_line(environment: Mapping[str, Any]) -> str:
     return f"{len(devices)} × {devices[0]}; {cpu}"
 
 
-def check_output_dir(output_dir: str | Path) -> Path:
-    """The folder, made if it was not there; ValueError, before any work, if it takes no files."""
+def check_output_dir(output_dir: str | Path, *names: str) -> Path:
+    """The folder, made if it was not there; ValueError, before any work, if it takes no files, or a
+    folder stands where report.json, summary.json or one of these names would."""
+    if not str(output_dir):
+        raise ValueError("--output_dir must name a folder, not ''")
     path = Path(output_dir)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -62,6 +69,11 @@ def check_output_dir(output_dir: str | Path) -> Path:
             pass
     except OSError as error:
         raise ValueError(f"--output_dir={output_dir} cannot be written to: {error}") from None
+    for name in ("report.json", "summary.json", *names):
+        if (path / name).is_dir():
+            raise ValueError(
+                f"--output_dir={output_dir} cannot be written to: {name} is a folder there"
+            )
     return path
 
 
@@ -79,32 +91,71 @@ def write_summary(output_dir: str | Path, numbers: Mapping[str, float | int]) ->
 
 def write_json(output_dir: str | Path, name: str, value: Any) -> Path:
     """Write `plain(value)` to a JSON file; its path."""
-    return _write(output_dir, name, json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n"
+    return write_whole(Path(output_dir) / name, text)
 
 
 def write_json_lines(output_dir: str | Path, name: str, values: Iterable[Any]) -> Path:
     """Write one JSON value a line; the path of the file."""
     lines = (json.dumps(plain(value), ensure_ascii=False) + "\n" for value in values)
-    return _write(output_dir, name, "".join(lines))
+    return write_whole(Path(output_dir) / name, "".join(lines))
 
 
 def write_csv(output_dir: str | Path, name: str, rows: Sequence[Any]) -> Path:
-    """Write dataclass instances of one kind, a line each; the path of the file."""
-    path = Path(output_dir) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        if rows:
-            writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(rows[0])])
-            writer.writeheader()
-            writer.writerows(dataclasses.asdict(row) for row in rows)
+    """Write dataclass instances of one kind, or dicts with the same keys, a line each; the path of
+    the file."""
+    table = [row if isinstance(row, Mapping) else dataclasses.asdict(row) for row in rows]
+    text = io.StringIO(newline="")
+    if table:
+        writer = csv.DictWriter(text, list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
+    return write_whole(Path(output_dir) / name, text.getvalue())
+
+
+def save_figure(figure: "Figure", path: str | Path, dpi: int) -> Path:
+    """Write a figure as PNG; the path of the file."""
+    png = io.BytesIO()
+    figure.savefig(png, dpi=dpi, format="png")
+    return write_whole(path, png.getvalue())
+
+
+def write_whole(path: str | Path, content: str | bytes) -> Path:
+    """Write a file whole or not at all: an older one stays until the new one is complete. The path.
+
+    A lone surrogate, which UTF-8 cannot encode, is written as its JSON escape. Raises: OSError that
+    names the file.
+    """
+    path = Path(path)
+    # A link stays one.
+    target = Path(os.path.realpath(path))
+    if isinstance(content, str):
+        content = content.encode("utf-8", "backslashreplace")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not target.is_file():  # a device or a pipe is not to be replaced
+            target.write_bytes(content)
+            return path
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     return path
 
 
-def _write(output_dir: str | Path, name: str, text: str) -> Path:
-    path = Path(output_dir) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
+def write_all(writers: Iterable[Callable[[], Any]]) -> list[OSError]:
+    """Call each, whether or not those before it could write their files; the errors."""
+    errors = []
+    for write in writers:
+        try:
+            write()
+        except OSError as error:
+            errors.append(error)
+    return errors
 
 
 def plain(value: Any) -> Any:
@@ -114,7 +165,9 @@ def plain(value: Any) -> Any:
         value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, np.floating):
+        value = float(value)
+    if isinstance(value, np.ndarray | np.integer | np.bool_):
         return plain(value.tolist())
     if isinstance(value, list | tuple | set):
         return [plain(item) for item in value]

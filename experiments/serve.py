@@ -7,16 +7,17 @@ requests.csv, outputs.jsonl, events.jsonl, and pictures.
 """
 
 import sys
+import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
-from experiments import plots, report, run_record, workloads
+from experiments import event_log, plots, program, report, run_record, workloads
 from experiments.flags import (
     define_engine_flags,
     define_fields,
@@ -28,10 +29,12 @@ from experiments.workloads import Request, Vocabulary, Workload, WorkloadConfig
 from models import weights
 from paged.clock import WallClock
 from paged.engine import Engine
+from paged.kv_cache import POLICIES
 from paged.sequence import RequestOutput, SamplingParams
-from paged.validation import check_group
+from paged.validation import check_group, validated_prompt
 
 FLAGS = flags.FLAGS
+LONGEST_WAIT_S = 0.5  # for the next request, before it is asked whether to stop
 WORKLOAD_HELP = {
     "num_requests": "requests at most; a file may hold fewer",
     "request_rate": "Poisson arrivals per second; inf for all at once",
@@ -67,11 +70,14 @@ def define_flags() -> list[str]:
 
 
 def prepare() -> tuple[Engine, Workload, SamplingParams]:
-    """What the flags ask for; all but the weights is checked before the weights are read.
+    """What the flags ask for; all but the weights is checked before the weights are read, every
+    request as the engine would when it comes.
 
     Raises: ValueError for whatever is wrong with a flag, the model's folder or the workload.
     """
-    run_record.check_output_dir(FLAGS.output_dir)
+    run_record.check_output_dir(
+        FLAGS.output_dir, "outputs.jsonl", "requests.csv", "events.jsonl", *plots.FILES
+    )
     wanted = WorkloadConfig(**values_of(field.name for field in fields(WorkloadConfig)))
     sampling = SamplingParams(**values_of(SAMPLING_HELP))
     model = weights.load_config(FLAGS.model)
@@ -81,8 +87,13 @@ def prepare() -> tuple[Engine, Workload, SamplingParams]:
     pages = config.kv_cache_tokens // config.page_size // sampling.num_sequences
     longest = min(config.max_model_len, pages * config.page_size)
     workload = workloads.load(wanted, Vocabulary(tokenizer, model.vocab_size, longest))
+    policy = POLICIES[config.policy].host(config)
     for i, request in enumerate(workload.requests):
-        sampling_of(request, sampling, FLAGS.seed, i)
+        try:
+            how = sampling_of(request, sampling, FLAGS.seed, i)
+            validated_prompt(request.prompt, how, tokenizer, model, config, policy)
+        except ValueError as error:
+            raise ValueError(f"request {i + 1} of --workload={FLAGS.workload}: {error}") from None
     return load_engine(config, tokenizer), workload, sampling
 
 
@@ -112,26 +123,67 @@ def run(
     Time 0 of the workload is now. sampling: of all, but what a request says itself; request i draws
     with seed + i. Raises: ValueError for a request that the engine refuses.
     """
+    served: dict[int, RequestOutput] = {}
+    serve(engine, requests, served, sampling, seed, progress)
+    return [served[i] for i in range(len(requests))]
+
+
+def serve(
+    engine: Engine,
+    requests: Sequence[Request],
+    served: dict[int, RequestOutput],
+    sampling: SamplingParams | None = None,
+    seed: int = 0,
+    progress: bool = True,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> None:
+    """As `run`, until `stop_requested`: then the requests that run are aborted, and have what they
+    have by then. served: gets the outputs by index in `requests`, those of requests that have
+    arrived. Whatever the engine raises comes out of here too, with `served` as complete."""
     sampling, clock = sampling or SamplingParams(), engine.executor.clock
     start = clock.now()
     coming = deque(sorted(range(len(requests)), key=lambda i: requests[i].arrival_s))
     index: dict[str, int] = {}
-    outputs: dict[int, RequestOutput] = {}
-    with tqdm(total=len(requests), desc="serving", unit="req", disable=not progress) as bar:
-        while coming or engine.has_unfinished():
-            while coming and start + requests[coming[0]].arrival_s <= clock.now():
-                i = coming.popleft()
-                request = requests[i]
-                how = sampling_of(request, sampling, seed, i)
-                arrival = start + request.arrival_s
-                index[engine.add_request(request.prompt, how, arrival_time=arrival)] = i
-            if not engine.has_unfinished():
-                clock.wait_until(start + requests[coming[0]].arrival_s)
-                continue
+    try:
+        with tqdm(total=len(requests), desc="serving", unit="req", disable=not progress) as bar:
+            while (coming or engine.has_unfinished()) and not stop_requested():
+                while coming and start + requests[coming[0]].arrival_s <= clock.now():
+                    i = coming.popleft()
+                    request = requests[i]
+                    how = sampling_of(request, sampling, seed, i)
+                    arrival = start + request.arrival_s
+                    index[engine.add_request(request.prompt, how, arrival_time=arrival)] = i
+                if not engine.has_unfinished():
+                    arrival = start + requests[coming[0]].arrival_s
+                    clock.wait_until(min(arrival, clock.now() + LONGEST_WAIT_S))
+                    continue
+                for output in engine.step():
+                    served[index[output.request_id]] = output
+                    bar.update()
+    finally:
+        for request_id in list(engine.requests.unfinished):
+            served[index[request_id]] = engine.abort(request_id)
+        # A step that was dispatched before, and what a failure has ended.
+        while engine.has_unfinished():
             for output in engine.step():
-                outputs[index[output.request_id]] = output
-                bar.update()
-    return [outputs[i] for i in range(len(requests))]
+                served[index[output.request_id]] = output
+
+
+def missing(
+    workload: Workload, served: Mapping[int, RequestOutput], cause: str | None
+) -> dict[str, Any] | None:
+    """What an interrupt or a failure, if there was a cause, left out, for report.json; None if
+    every request has ended."""
+    ended = sum(output.finish_reason in report.COMPLETE for output in served.values())
+    if cause is None or ended == len(workload.requests):
+        return None
+    return {
+        "interrupted_by": cause,
+        "requests": len(workload.requests),
+        "ended": ended,
+        "cut_off": len(served) - ended,
+        "not_served": len(workload.requests) - len(served),
+    }
 
 
 def write(
@@ -140,13 +192,24 @@ def write(
     workload: Workload,
     outputs: Sequence[RequestOutput],
     facts: dict[str, Any],
-) -> str:
-    """Write every file of a run, with `facts` (flags, model) in report.json; returns the table."""
+) -> tuple[str, list[OSError]]:
+    """Write every file of a run, with `facts` (flags, model, what is `missing`) in report.json;
+    returns the table, and what could not be written."""
+    answered = report.score(workload.requests, outputs)
+    # What cannot be had again comes first, before anything that takes time; what is large last.
+    lines = list(map(report.output_line, answered))
+    failures = run_record.write_all([
+        lambda: run_record.write_json_lines(output_dir, "outputs.jsonl", lines)
+    ])  # fmt: skip
+    partial = facts.get("partial")
+    if partial:
+        print(
+            f"{partial['interrupted_by']}: writing the report on what was served", file=sys.stderr
+        )
     environment = run_record.describe_environment()
     hardware = run_record.hardware_line(environment)
     if not isinstance(engine.executor.clock, WallClock):
         hardware = "simulated time"
-    answered = report.score(workload.requests, outputs)
     measured, answers = report.measure(engine.metrics), report.answers_exact(answered)
     content = facts | {
         "measured_on": hardware,
@@ -155,35 +218,79 @@ def write(
         "exact_answers": {task: f"{right}/{total}" for task, (right, total) in answers.items()},
         **environment,
     }
-    run_record.write_json(output_dir, "report.json", content)
-    run_record.write_summary(output_dir, report.summary(measured, answers))
-    run_record.write_json_lines(output_dir, "events.jsonl", engine.events)
-    run_record.write_json_lines(output_dir, "outputs.jsonl", map(report.output_line, answered))
-    report.write_requests_csv(output_dir, engine.metrics.requests)
+    numbers = report.summary(measured, answers) | {"partial": int(bool(partial))}
+    rows = list(map(report.request_row, engine.metrics.requests))
+    failures += run_record.write_all([
+        lambda: run_record.write_csv(output_dir, "requests.csv", rows),
+        lambda: run_record.write_json(output_dir, "report.json", content),
+        lambda: run_record.write_summary(output_dir, numbers),
+        lambda: event_log.write_log(
+            output_dir, "events.jsonl", engine.events, complete=not partial
+        ),
+    ])  # fmt: skip
     title = f"{len(outputs)} requests, policy {engine.config.policy}"
-    plots.save(engine.metrics, output_dir, title, hardware)
-    return report.show(answered) + "\n\n" + report.table(measured, answers, hardware)
+    title += ", interrupted" * bool(partial)
+    failures += plots.save(engine.metrics, output_dir, title, hardware)
+    table = report.show(answered) + "\n\n" + report.table(measured, answers, hardware)
+    if partial:
+        table += (
+            f"\nPARTIAL       {partial['interrupted_by']}: of {partial['requests']} requests "
+            f"{partial['ended']} ended, {partial['cut_off']} were cut off and "
+            f"{partial['not_served']} not served"
+        )
+    return table, failures
 
 
-def main(argv: list[str], names: Sequence[str] = ()) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
-    try:
+def serve_and_write(
+    engine: Engine,
+    workload: Workload,
+    sampling: SamplingParams,
+    seed: int,
+    output_dir: str,
+    facts: dict[str, Any],
+) -> int:
+    """Serve, until the end or the first signal or failure, then write and tell what was served;
+    the exit status."""
+    served: dict[int, RequestOutput] = {}
+    error: Exception | None = None
+    with program.Stop() as stop:
+        try:
+            serve(engine, workload.requests, served, sampling, seed, stop_requested=stop.requested)
+        except Exception as raised:
+            error = raised
+        except KeyboardInterrupt:  # the second signal: what was served is written all the same
+            pass
+        cause = f"{type(error).__name__}: {error}" if error else stop.cause
+        arrived = sorted(served)
+        asked = replace(workload, requests=[workload.requests[i] for i in arrived])
+        outputs = [served[i] for i in arrived]
+        facts = facts | {"partial": missing(workload, served, cause)}
+        table, failures = write(output_dir, engine, asked, outputs, facts)
+        print(table)
+        for failure in failures:
+            print(f"error: {program.told(failure)}", file=sys.stderr)
+        if not failures:
+            print(f"report.json, summary.json, pictures and more are in {output_dir}/")
+    if error:
+        traceback.print_exception(error)
+        print(f"error: {cause}", file=sys.stderr)
+        return 1
+    return 128 + stop.signal if stop.signal else int(bool(failures))
+
+
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
         engine, workload, sampling = prepare()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+        facts = {
+            "experiment": "serve",
+            "flags": values_of(names),
+            "seed": FLAGS.seed,
+            "model": asdict(engine.model) | {"weights_sha256": weights.weights_hash(FLAGS.model)},
+        }
     engine.warm_up()
-    outputs = run(engine, workload.requests, sampling, FLAGS.seed)
-    facts = {
-        "experiment": "serve",
-        "flags": values_of(names),
-        "seed": FLAGS.seed,
-        "model": asdict(engine.model) | {"weights_sha256": weights.weights_hash(FLAGS.model)},
-    }
-    print(write(FLAGS.output_dir, engine, workload, outputs, facts))
-    print(f"report.json, summary.json, pictures and more are in {FLAGS.output_dir}/")
+    if status := serve_and_write(engine, workload, sampling, FLAGS.seed, FLAGS.output_dir, facts):
+        sys.exit(status)
 
 
 if __name__ == "__main__":
-    defined = define_flags()
-    app.run(lambda argv: main(argv, defined))
+    program.run(main, define_flags)

@@ -20,21 +20,21 @@ beam, best first: its parent's place among the beams before the step. Before the
 """
 
 import string
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments import run_record, serve, stories, synthetic_lengths
+from experiments import program, run_record, serve, stories, synthetic_lengths
 from experiments.flags import (
     define_engine_flags,
     define_executor_flag,
+    define_float,
     engine_config,
     load_engine,
     values_of,
@@ -335,7 +335,7 @@ def plot(rows: Sequence[Row], path: Path, footer: str) -> None:
         draw(axes, [row for row in rows if (row.dataset, row.method) == key])
     figure.suptitle("KV blocks saved by sharing (vLLM Fig. 15)")
     figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    figure.savefig(path, dpi=110)
+    run_record.save_figure(figure, path, dpi=110)
 
 
 def checked_sizes(texts: Sequence[str], config: EngineConfig) -> list[int]:
@@ -350,11 +350,11 @@ def checked_sizes(texts: Sequence[str], config: EngineConfig) -> list[int]:
     return sizes
 
 
-def main(argv: list[str], names: Sequence[str] = ()) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
-    try:
-        output_dir = run_record.check_output_dir(FLAGS.output_dir)
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
+        output_dir = run_record.check_output_dir(
+            FLAGS.output_dir, "savings.csv", "genealogies.jsonl", "savings.png"
+        )
         config = engine_config(weights.load_config(FLAGS.model))
         sizes = checked_sizes(FLAGS.sequences, config)
         tokenizer = weights.load_tokenizer(FLAGS.model)
@@ -368,8 +368,6 @@ def main(argv: list[str], names: Sequence[str] = ()) -> None:
             for dataset, count in counts.items()
         }  # fmt: skip
         engine = load_engine(config, tokenizer, FLAGS.executor)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     engine.warm_up()
     rows: list[Row] = []
     trees: list[dict[str, Any]] = []
@@ -405,8 +403,8 @@ def define_flags() -> list[str]:
     flags.DEFINE_list("sequences", ["2", "4", "6"], "samples of a prompt, and beam widths")
     flags.DEFINE_integer("num_requests", 48, "of a case with Alpaca's lengths", lower_bound=1)
     flags.DEFINE_integer("num_sharegpt_requests", 16, "with ShareGPT's, longer", lower_bound=1)
-    flags.DEFINE_float("length_scale", 1.0, "multiplies all lengths", lower_bound=0.01)
-    flags.DEFINE_float("length_sigma", 1.0, "spread of the log-normal lengths", 0.0, 3.0)
+    define_float("length_scale", 1.0, "multiplies all lengths", lower_bound=0.01)
+    define_float("length_sigma", 1.0, "spread of the log-normal lengths", 0.0, 3.0)
     flags.DEFINE_string("output_dir", "results/sharing_savings", "where the report goes")
     return [
         "sequences", "num_requests", "num_sharegpt_requests", "length_scale", "length_sigma",
@@ -415,5 +413,4 @@ def define_flags() -> list[str]:
 
 
 if __name__ == "__main__":
-    defined = define_flags()
-    app.run(lambda argv: main(argv, defined))
+    program.run(main, define_flags)

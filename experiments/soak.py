@@ -5,7 +5,8 @@ python -m experiments.soak --minutes=30
 Requests of all kinds come at random, for one sequence, for several samples, and beam searches; they
 are aborted in any state, stream, share and pin prefixes and stop at strings, in a KV cache so small
 that they preempt each other (--preemption_mode: and are recomputed or swapped); bad ones are
-refused. Every --drain_every steps all of them end, and the engine must be as it was at first.
+refused, and Ctrl-C comes in the middle of some calls (--interrupts). Every --drain_every steps all
+of them end, and the engine must be as it was at first.
 
 Checked: each request gets one final output, whose sequences' tokens, texts and reasons fit the
 request; --check_share of them equal the run of the request alone; whoever came first always
@@ -14,8 +15,8 @@ and swapped groups explain, and every slot its sequence; refused requests leave 
 does not grow.
 
 All decisions are a function of --seed, the step's number and the engine's state: --steps repeats a
-run. Writes to --output_dir: report.json, summary.json, samples.csv and soak.png. Ends with an error
-that names the first violation, its step and the seed.
+run that has no interrupts. Writes to --output_dir: report.json, summary.json, samples.csv and
+soak.png. Ends with an error that names the first violation, its step and the seed.
 """
 
 import faulthandler
@@ -23,18 +24,24 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments import run_record
-from experiments.flags import define_engine_flags, engine_config, load_engine, values_of
+from experiments import program, run_record
+from experiments.flags import (
+    define_engine_flags,
+    define_float,
+    engine_config,
+    load_engine,
+    values_of,
+)
 from experiments.soak_checks import KINDS, Violation
 from experiments.soak_operations import OPERATIONS
 from experiments.soak_users import MOST_SEQUENCES, Users
@@ -108,8 +115,10 @@ def run(
     drain_every: int = 500,
     operations=OPERATIONS,
     progress: bool = True,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Sample], int, Exception | None]:
-    """Let `users` act for so many steps, or minutes where steps is 0, or until something is wrong.
+    """Let `users` act for so many steps, or minutes where steps is 0, or until something is wrong
+    or `stop_requested`.
 
     Returns samples, the number of steps, and the violation, or whatever the engine raised.
     """
@@ -124,7 +133,7 @@ def run(
         bar_format="{desc} {percentage:3.0f}% |{bar}| {n:.0f}/{total:.0f} {unit}{postfix}",
     )  # fmt: skip
     try:
-        while (step < steps) if steps else (minutes_now() < minutes):
+        while not stop_requested() and ((step < steps) if steps else (minutes_now() < minutes)):
             users.act(step, operations)
             step += 1
             drains = step % drain_every == 0
@@ -136,8 +145,10 @@ def run(
                 faulthandler.dump_traceback_later(HUNG_S, exit=True)
                 bar.n = step if steps else 60 * samples[-1].minutes
                 bar.set_postfix_str(f"step {step}, {users.counts['requests']} requests")
-        users.drain()
-        samples.append(sample(users, step, minutes_now(), at_rest=True))
+        stopped = stop_requested()
+        if not stopped:  # nobody would wait for all requests to end
+            users.drain()
+        samples.append(sample(users, step, minutes_now(), at_rest=not stopped))
     except Exception as error:
         return samples, step, error
     finally:
@@ -209,7 +220,7 @@ def plot(samples: Sequence[Sample], path: Path, title: str, footer: str) -> None
     requests.set(ylabel="requests", xlabel="time (minutes)")
     figure.suptitle(title)
     figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    figure.savefig(path, dpi=130)
+    run_record.save_figure(figure, path, dpi=130)
 
 
 def write(output_dir: str | Path, samples: Sequence[Sample], numbers: dict, facts: dict) -> None:
@@ -225,37 +236,58 @@ def write(output_dir: str | Path, samples: Sequence[Sample], numbers: dict, fact
 
 def make_users() -> Users:
     """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
-    run_record.check_output_dir(FLAGS.output_dir)
+    run_record.check_output_dir(FLAGS.output_dir, "samples.csv", "soak.png")
     config = engine_config(weights.load_config(FLAGS.model))
     if config.policy != "vllm":
         raise ValueError(f"the soak test counts owners of blocks: policy vllm, not {config.policy}")
     tokenizer = weights.load_tokenizer(FLAGS.model)
     engines = [load_engine(c, tokenizer) for c in (config, reference_config(config))]
-    users = Users(engines[0], engines[1], FLAGS.seed, FLAGS.check_share)
+    users = Users(
+        engines[0], engines[1], FLAGS.seed, FLAGS.check_share, interrupts=FLAGS.interrupts
+    )
     # The reference first: compilations are counted for the whole process.
     for engine in reversed(engines):
         engine.warm_up()
     return users
 
 
-def main(argv: list[str], names: Sequence[str] = ()) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
-    try:
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
         users = make_users()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    samples, steps, wrong = run(
-        users, steps=FLAGS.steps, minutes=FLAGS.minutes, drain_every=FLAGS.drain_every
-    )
-    wrong = wrong or check_growth(growth(samples), FLAGS.max_rss_growth_mib)
-    numbers = summary(users, samples, steps, wrong)
+    with program.Stop() as stop:
+        samples, steps, wrong = run(
+            users,
+            steps=FLAGS.steps,
+            minutes=FLAGS.minutes,
+            drain_every=FLAGS.drain_every,
+            stop_requested=stop.requested,
+        )
+        partial = stop.cause
+        if not partial:  # a run that was cut short may not have settled
+            wrong = wrong or check_growth(growth(samples), FLAGS.max_rss_growth_mib)
+        finish(users, samples, steps, wrong, partial, names)
+    if stop.signal:
+        sys.exit(128 + stop.signal)
+
+
+def finish(
+    users: Users,
+    samples: Sequence[Sample],
+    steps: int,
+    wrong: Exception | None,
+    partial: str | None,
+    names: Sequence[str],
+) -> None:
+    """Write and tell what came of it; partial: the signal that cut the run short. A violation ends
+    the program."""
+    numbers = summary(users, samples, steps, wrong) | {"partial": int(bool(partial))}
     facts = {
         "experiment": "soak",
         "flags": values_of(names),
         "seed": FLAGS.seed,
         "weights_sha256": weights.weights_hash(FLAGS.model),
         "violation": wrong and f"{wrong}",
+        "partial": partial,
     }
     write(FLAGS.output_dir, samples, numbers, facts)
     for name, value in numbers.items():
@@ -266,27 +298,32 @@ def main(argv: list[str], names: Sequence[str] = ()) -> None:
             f"violated in step {steps} with --seed={FLAGS.seed}: {wrong}\n"
             f"repeat with the same flags and --steps={steps + 1}"
         )
-    print(f"nothing lost; samples.csv, soak.png and more are in {FLAGS.output_dir}/")
+    ended = f"nothing lost until {partial}" if partial else "nothing lost"
+    print(f"{ended}; samples.csv, soak.png and more are in {FLAGS.output_dir}/")
 
 
 def define_flags() -> list[str]:
     """Define this program's flags; returns their names."""
-    flags.DEFINE_float("minutes", 30.0, "how long", lower_bound=0.01)
+    define_float("minutes", 30.0, "how long", lower_bound=0.01)
     flags.DEFINE_integer("steps", 0, "how many steps instead, if not 0", lower_bound=0)
     flags.DEFINE_integer("drain_every", 500, "steps after which all requests end", lower_bound=1)
-    flags.DEFINE_float(
+    define_float(
         "check_share", 0.05, "of the requests, to be compared with a run of each alone",
         lower_bound=0.0, upper_bound=1.0,
     )  # fmt: skip
-    flags.DEFINE_float("max_rss_growth_mib", 32.0, "in resident memory, after a quarter of the run")
+    define_float(
+        "interrupts", 0.0, "share of the users' calls that a signal may interrupt, as Ctrl-C does; "
+        "such a run cannot be repeated",
+        lower_bound=0.0, upper_bound=1.0,
+    )  # fmt: skip
+    define_float("max_rss_growth_mib", 32.0, "in resident memory, after a quarter of the run")
     flags.DEFINE_string("output_dir", "results/soak", "where the report goes")
-    own = ["minutes", "steps", "drain_every", "check_share", "max_rss_growth_mib", "output_dir"]
-    names = own + define_engine_flags()
+    own = ["minutes", "steps", "drain_every", "check_share", "interrupts", "max_rss_growth_mib"]
+    names = [*own, "output_dir", *define_engine_flags()]
     for name, value in ENGINE_DEFAULTS.items():
         FLAGS.set_default(name, value)
     return names
 
 
 if __name__ == "__main__":
-    defined = define_flags()
-    app.run(lambda argv: main(argv, defined))
+    program.run(main, define_flags)

@@ -31,13 +31,15 @@ class Violation(Exception):
 @dataclass
 class Asked:
     """A request whose final output has not come. alone: whether that will be compared with a run
-    of the request by itself; seen: the tokens of each sequence that it has shown."""
+    of the request by itself; seen: the tokens of each sequence that it has shown; interrupted:
+    whether Ctrl-C came meanwhile, which may have ended it."""
 
     prompt: list[int]
     how: SamplingParams
     alone: bool
     seen: list[list[int]] = field(default_factory=list)
     aborted: bool = False
+    interrupted: bool = False
 
 
 def takes_back(output: RequestOutput, asked: Asked) -> bool:
@@ -55,9 +57,10 @@ def what_is_wrong(output: RequestOutput, asked: Asked, engine: Engine) -> str | 
     how, sequences = asked.how, output.sequences
     reasons = [sequence.finish_reason for sequence in sequences]
     # Those that were cut short may not be among the best.
-    if ("abort" in reasons) > asked.aborted or ("abort" in reasons) + how.ranks < asked.aborted:
+    aborts = "abort" in reasons
+    if not asked.interrupted and not aborts <= asked.aborted <= aborts + how.ranks:
         return f"aborted is {asked.aborted}, and the reasons {reasons}"
-    cut_short = asked.aborted and how.is_beam_search
+    cut_short = (asked.aborted and how.is_beam_search) or asked.interrupted
     if not sequences or len(sequences) > how.n or (len(sequences) < how.n and not cut_short):
         return f"{len(sequences)} sequences came back"
     scores = [sequence.score for sequence in sequences if sequence.score is not None]
@@ -68,7 +71,7 @@ def what_is_wrong(output: RequestOutput, asked: Asked, engine: Engine) -> str | 
     for sequence in sequences:
         if wrong := _what_is_wrong_with(sequence, asked, engine):
             return wrong
-    if how.prompt_logprobs is not None and not asked.aborted:
+    if how.prompt_logprobs is not None and not asked.aborted and not asked.interrupted:
         reported = [p and p.token for p in output.prompt_logprobs or ()]
         if reported != [None, *asked.prompt[1:]]:
             return "its prompt's log-probabilities are not those of its tokens"
@@ -86,30 +89,35 @@ def _what_is_wrong_with(sequence: SequenceOutput, asked: Asked, engine: Engine) 
     expected = text = decode(engine.tokenizer, tokens)
     if reason == "stop" and last in how.stop_token_ids:
         expected = decode(engine.tokenizer, tokens[:-1])
-    elif reason in ("stop", "abort"):
+    elif reason in ("stop", "abort", "error"):
         # A string cuts the text; of an aborted request it may lag behind its tokens.
         expected = sequence.text
     if sequence.text != expected or not text.startswith(sequence.text):
         return f"its text is {sequence.text!r}, its tokens say {text!r}"
-    if any(stop in sequence.text for stop in how.stop):
+    if reason != "error" and any(stop in sequence.text for stop in how.stop):
         return f"a stop string is in its text {sequence.text!r}"
     cut = any(text.startswith(sequence.text + stop) for stop in how.stop)
     fits = {
         "abort": len(tokens) < limit,
+        "error": asked.interrupted and len(tokens) <= limit,
         "length": len(tokens) == limit and last not in ends,
         "eos": 0 < len(tokens) <= limit and last in eos,
         "stop": 0 < len(tokens) <= limit and (cut or last in how.stop_token_ids),
     }
     if not fits.get(str(reason), False):
         return f"{reason!r} does not fit {len(tokens)} of {limit} tokens, {sequence.text!r}"
-    if how.logprobs is not None and [p.token for p in sequence.logprobs or ()] != tokens:
+    reported = [p.token for p in sequence.logprobs or ()]
+    missing = tokens[len(reported) :]
+    if how.logprobs is not None and (
+        reported + missing != tokens or len(missing) > asked.interrupted
+    ):
         return "its log-probabilities are not those of its tokens"
     return None
 
 
 def holdings(engine: Engine) -> dict[str, int]:
     """How many things an engine holds in each of its containers; its records are not among them."""
-    owners = engine, engine.scheduler, engine.scheduler.slots
+    owners = engine, engine.requests, engine.scheduler, engine.scheduler.slots
     return {
         f"{type(owner).__name__}.{name}": len(value)
         for owner in owners

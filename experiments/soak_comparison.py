@@ -69,8 +69,8 @@ def _common(ours: SequenceOutput, theirs: SequenceOutput) -> int:
 
 
 def _is_same(ours: SequenceOutput, theirs: SequenceOutput) -> bool:
-    """Whether they are equal, or if ours was aborted it is the beginning."""
-    n, aborted = len(ours.tokens), ours.finish_reason == "abort"
+    """Whether they are equal, or if ours was cut short it is the beginning."""
+    n, aborted = len(ours.tokens), ours.finish_reason in ("abort", "error")
     if ours.tokens != theirs.tokens[:n] or not (aborted or n == len(theirs.tokens)):
         return False
     if not aborted and (ours.text, ours.finish_reason) != (theirs.text, theirs.finish_reason):

@@ -4,7 +4,7 @@ Used by experiments/soak.py. What an engine learns to do is one more line of the
 """
 
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 from experiments.soak_checks import Violation, holdings
@@ -55,7 +55,6 @@ def open_stream(users: Users, rng: random.Random) -> None:
         return
     prompt, how = users.request(rng)
     stream = users.engine.stream(prompt, how)
-    assert isinstance(stream, Generator)
     first = next(stream)
     users.expect(first.request_id, prompt, how, rng)
     if not first.finished:
@@ -74,9 +73,10 @@ def pull_stream(users: Users, rng: random.Random) -> None:
 def close_stream(users: Users, rng: random.Random) -> None:
     if users.streams:
         request_id = rng.choice(list(users.streams))
-        users.streams.pop(request_id).close()
+        stream = users.streams.pop(request_id)
         del users.asked[request_id]
         users.counts["closed"] += 1
+        stream.close()
 
 
 def generate(users: Users, rng: random.Random) -> None:

@@ -4,10 +4,11 @@ Whatever users do is drawn from the seed and the number of the step, so a run ca
 any of its steps, at any speed.
 """
 
+import functools
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +24,9 @@ from experiments.soak_checks import (
     what_is_wrong,
 )
 from experiments.soak_comparison import compare
+from experiments.soak_interrupts import Interruption, Interrupts
 from paged.block_pool import NULL_BLOCK
-from paged.engine import Engine
+from paged.engine import Engine, OutputStream
 from paged.sequence import RequestOutput, SamplingParams
 from paged.validation import token_limit
 
@@ -59,7 +61,7 @@ COUNTED = (
     "requests", "parallel_samples", "beam_searches", "prompt_tokens", "output_tokens",
     "cached_tokens", "copied_blocks", "preemptions", "swapped_out", "swapped_in", "engine_steps",
     "ended_eos", "ended_length", "ended_stop", "ended_abort", "closed", "refused",
-    "pinned_prefixes", "compared", "near_ties",
+    "pinned_prefixes", "compared", "near_ties", "interrupted",
 )  # fmt: skip
 
 
@@ -71,19 +73,22 @@ class Users:
     serves one request at a time.
 
     check_share: share of the repeatable requests that are compared with the reference. sampling:
-    what parameters are drawn from.
+    what parameters are drawn from. interrupts: share of what they do that Ctrl-C disturbs; the
+    moments are the clock's, so such a run cannot be repeated.
     Raises ValueError if the engine's limits leave no room for requests of every kind.
     """
 
     def __init__(
-        self, engine: Engine, reference: Engine, seed: int, check_share: float, sampling=SAMPLING
-    ):
+        self, engine: Engine, reference: Engine, seed: int, check_share: float, sampling=SAMPLING,
+        interrupts: float = 0.0,
+    ):  # fmt: skip
         self.engine, self.reference, self.seed = engine, reference, seed
         self._sampling = sampling
         self._check_share = check_share
+        self._interrupts = Interrupts(engine, interrupts)
         self.counts = Counter(dict.fromkeys(COUNTED, 0))
         self.asked: dict[str, Asked] = {}
-        self.streams: dict[str, Generator[RequestOutput]] = {}
+        self.streams: dict[str, OutputStream] = {}
         self.digest = 0  # of all that was done and answered
         config = engine.config
         self._third = config.max_model_len // 3
@@ -101,6 +106,7 @@ class Users:
         self._prefixes = [self._tokens(rng, self._third) for _ in range(NUM_PREFIXES)]
         self._at_rest = holdings(engine)
         self._pins = engine.host_policy.pool.refcounts.copy()
+        self._pinned = self._failures = 0
         self._records = self._without_record = 0
         self._oldest, self._oldest_for = "", 0
 
@@ -112,9 +118,33 @@ class Users:
         for name in rng.sample(list(operations), len(operations)):
             probability, operation = operations[name]
             if rng.random() < probability:
-                operation(self, rng)
+                self._do(functools.partial(operation, self, rng), rng)
                 self._note(name, step)
-        self.step()
+        self._do(self.step, rng)
+
+    def _do(self, operation: Callable[[], None], rng: random.Random) -> None:
+        interrupted = False
+        try:
+            with self._interrupts.around(rng):
+                operation()
+        except Interruption:
+            interrupted = True
+        # Now nothing holds the frames any more, nor what was at hand in them.
+        if interrupted:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """After an interruption: what was unfinished may end in error, and pins may be gone."""
+        self.counts["interrupted"] += 1
+        for asked in self.asked.values():
+            asked.interrupted = True
+        for output in self.engine.step():
+            self.take(output)
+        failures = sum(event["event"] == "failure" for event in self.engine.events)
+        if failures > self._failures:
+            self._failures, self._pinned = failures, 0
+            self._pins = np.zeros_like(self._pins)
+            self._pins[NULL_BLOCK] = self.engine.host_policy.pool.refcounts[NULL_BLOCK]
 
     def request(self, rng: random.Random) -> tuple[list[int], SamplingParams]:
         """A prompt, often beginning as others do, and how it is to be continued."""
@@ -196,21 +226,27 @@ class Users:
 
     def pull(self, request_id: str) -> None:
         """The next output of an open stream."""
-        output = next(self.streams[request_id], None)
+        stream = self.streams[request_id]
+        output = next(stream, None)
         if output is None:
             raise Violation("lost", f"the stream of {request_id} ended without a final output")
-        if output.finished and next(self.streams.pop(request_id), None) is not None:
-            raise Violation("doubled", f"an output of {request_id} after its final one")
+        if output.finished:
+            del self.streams[request_id]
         self.take(output)
+        if output.finished and next(stream, None) is not None:
+            raise Violation("doubled", f"an output of {request_id} after its final one")
 
     def pin(self) -> None:
         """Pin the next prefix, if any is left; nothing may be unfinished."""
-        pinned = self.counts["pinned_prefixes"]
-        if self.engine.config.prefix_caching and pinned < NUM_PINNED:
-            self.engine.pin_prefix(self._prefixes[pinned])
-            self._pins = self.engine.host_policy.pool.refcounts.copy()
-            self.counts["pinned_prefixes"] += 1
+        if self.engine.config.prefix_caching and self._pinned < NUM_PINNED:
+            self._do(self._pin, random.Random(f"{self.seed} pin {self.counts['interrupted']}"))
             self.check_at_rest()
+
+    def _pin(self) -> None:
+        self.engine.pin_prefix(self._prefixes[self._pinned])
+        self._pins = self.engine.host_policy.pool.refcounts.copy()
+        self._pinned += 1
+        self.counts["pinned_prefixes"] += 1
 
     def _take_records(self) -> None:
         """Count what the engine has recorded, and let it forget that: its records only grow."""
@@ -220,6 +256,7 @@ class Users:
         self.counts["cached_tokens"] += sum(r.cached_tokens for r in metrics.requests)
         self.counts["engine_steps"] += len(metrics.steps)
         metrics.clear()
+        self._failures = 0
         self.reference.metrics.clear()
         self._records = 0
 
@@ -244,7 +281,10 @@ class Users:
             if wrong:
                 raise Violation("wrong_output", f"{name}: {wrong}; {asked.how}")
             # How far a search came that was aborted, the request alone cannot tell.
-            if asked.alone and not (asked.aborted and asked.how.is_beam_search):
+            # Nor of what was interrupted, how many log-probabilities it is ranked by.
+            lone = not (asked.aborted or asked.interrupted) or asked.how.num_sequences == 1
+            lone |= not (asked.interrupted or asked.how.is_beam_search)
+            if asked.alone and lone:
                 self._compare(output, asked)
             del self.asked[name]
             reason = "abort" if asked.aborted else output.finish_reason

@@ -19,7 +19,6 @@ parts.csv, report.json, summary.json and parts.png.
 """
 
 import functools
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,11 +27,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments import floors, run_record
+from experiments import floors, program, run_record
 from experiments.bench_vs_transformers import MODELS, RANDOM_100M, integers
 from models import llama, weights
 from models import params as parameters
@@ -238,7 +237,7 @@ def plot(parts: Sequence[Part], path: Path, footer: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize="small")
     figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
+    run_record.save_figure(figure, path, dpi=150)
 
 
 def profile(
@@ -274,13 +273,9 @@ def checked(models: Sequence[str], contexts: Sequence[str]) -> tuple[int, ...]:
     return span
 
 
-def main(argv: list[str], names: Sequence[str] = ()) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
-    try:
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
         span = checked(FLAGS.models, FLAGS.context_tokens)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     parts: list[Part] = []
     rates = {}
     for name in FLAGS.models:
@@ -313,5 +308,4 @@ def define_flags() -> list[str]:
 
 
 if __name__ == "__main__":
-    defined = define_flags()
-    app.run(lambda argv: main(argv, defined))
+    program.run(main, define_flags)

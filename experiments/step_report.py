@@ -102,9 +102,9 @@ def _floor(model: ModelConfig, step: Step, dtype) -> dict[str, int]:
     E, F = model.hidden_size, model.intermediate_size
     HD, KD = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
     item, kv_bytes = jnp.dtype(dtype).itemsize, kv_bytes_of_token(model, dtype)
-    layers = family(model).declare(model)["layers"].values()
+    layer = family(model).declare(model)["layers"][0].values()
     return {
-        "weights": sum(math.prod(param.shape[1:]) for param in layers) * item,
+        "weights": sum(math.prod(param.shape) for param in layer) * item,
         "KV read": (step.decodes * step.context + step.prefill_tokens) * kv_bytes,
         "KV written": step.tokens * kv_bytes,
         # What goes into the products q/k/v, o, gate/up and down, and what comes out.

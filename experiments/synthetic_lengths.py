@@ -12,6 +12,7 @@ import numpy as np
 PUBLISHED_MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}  # prompt, output tokens
 # The paper tells no lengths of WMT16's sentences: English in, German out, as tokens of LLaMA.
 MEANS = PUBLISHED_MEANS | {"translation": (30.0, 40.0)}
+MEAN_EARLIER_ROUNDS = 4  # of a chat; ours: the paper says that most reach its 1,024 tokens
 QUANTILES = 4096
 
 
@@ -57,6 +58,41 @@ def draw(
         notes["published_mean_prompt_tokens"] = wanted_prompt
         notes["published_mean_output_tokens"] = wanted_output
     return list(zip(prompts.tolist(), outputs.tolist())), notes
+
+
+def draw_divided(
+    count: int, dataset: str, sigma: float, limit: int, seed: int, divisor: int
+) -> tuple[list[tuple[int, int]], dict[str, Any]]:
+    """As `draw`, with all lengths divided by `divisor`; then at most `limit` together."""
+    pairs, notes = draw(count, dataset, sigma, limit * divisor, seed)
+    if divisor == 1:
+        return pairs, notes
+    prompts = [max(1, round(prompt / divisor)) for prompt, _ in pairs]
+    outputs = [max(1, round(output / divisor)) for _, output in pairs]
+    lengths = [(prompt, min(output, limit - prompt)) for prompt, output in zip(prompts, outputs)]
+    return lengths, {"lengths_before_division": notes, "length_divisor": divisor}
+
+
+def draw_chats(
+    count: int, sigma: float, limit: int, half: int, seed: int, divisor: int
+) -> tuple[list[tuple[int, int]], dict[str, Any]]:
+    """As `draw_divided`, of the ends of conversations: rounds of ShareGPT's lengths, each at most
+    `limit` tokens, and a query, cut to their last `half` tokens; as many are generated at most."""
+    rng = np.random.default_rng([seed, 3])
+    earlier = rng.geometric(1 / (1 + MEAN_EARLIER_ROUNDS), count) - 1
+    num_rounds = int((earlier + 1).sum())
+    rounds, notes = draw_divided(num_rounds, "sharegpt", sigma, limit, seed, divisor)
+    ends = np.cumsum(earlier + 1).tolist()
+    lengths = []
+    for first, end in zip([0, *ends], ends):
+        *history, (query, answer) = rounds[first:end]
+        lengths.append((min(sum(map(sum, history)) + query, half), min(answer, half)))
+    more = {
+        "earlier_rounds": f"geometric with mean {MEAN_EARLIER_ROUNDS} (ours)",
+        "longest_prompt_tokens": half,
+        "longest_sequence_tokens": 2 * half,
+    }
+    return lengths, notes | more
 
 
 def _lengths(normals: np.ndarray, sigma: float, scale: float, caps: np.ndarray) -> np.ndarray:

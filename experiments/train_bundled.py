@@ -6,14 +6,16 @@ Two CPU cores suffice. The same command resumes a run that was stopped.
     python -m experiments.train_bundled --output_dir=results/bundled
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-from absl import app, flags
+from absl import flags
 
-from experiments import build_tokenizer, run_record
+from experiments import build_tokenizer, program, run_record
+from experiments.flags import define_float
 from experiments.training import Options, Trainer
 from models import weights
 from models.config import ModelConfig
@@ -56,7 +58,8 @@ OPTION_HELP = {
 FLAGS = flags.FLAGS
 
 
-def define_flags() -> None:
+def define_flags() -> list[str]:
+    """Define this program's flags; returns their names."""
     for name, text in OPTION_HELP.items():
         value = getattr(OPTIONS, name)
         if isinstance(value, str):
@@ -64,12 +67,14 @@ def define_flags() -> None:
         elif isinstance(value, int):
             flags.DEFINE_integer(name, value, text)
         else:
-            flags.DEFINE_float(name, value, text)
+            define_float(name, value, text, lower_bound=0)
     flags.DEFINE_string("output_dir", "results/bundled", "checkpoint and Hugging Face folder")
-    flags.DEFINE_float("minutes", 0.0, "stop (resumably) after this long; 0: no limit")
-    flags.DEFINE_float("checkpoint_seconds", 120.0, "time between checkpoints")
-    flags.DEFINE_float("evaluate_every", 1e6, "tokens between held-out evaluations")
-    flags.DEFINE_integer("evaluation_prompts", 16, "per task and length in those evaluations")
+    define_float("minutes", 0.0, "stop (resumably) after this long; 0: no limit", 0)
+    define_float("checkpoint_seconds", 120.0, "time between checkpoints", 0)
+    define_float("evaluate_every", 1e6, "tokens between held-out evaluations", 1)
+    flags.DEFINE_integer("evaluation_prompts", 16, "per task and length in those evaluations", 1)
+    own = ["output_dir", "minutes", "checkpoint_seconds", "evaluate_every", "evaluation_prompts"]
+    return [*OPTION_HELP, *own]
 
 
 def export(folder: Path, config: ModelConfig, p) -> None:
@@ -85,10 +90,11 @@ def export(folder: Path, config: ModelConfig, p) -> None:
     build_tokenizer.build(folder)
 
 
-def main(_) -> None:
+def main(names: Sequence[str]) -> None:
     given: dict[str, Any] = {name: FLAGS[name].value for name in OPTION_HELP}
     options = replace(OPTIONS, **given)
-    folder = Path(FLAGS.output_dir)
+    with program.refusals():
+        folder = run_record.check_output_dir(FLAGS.output_dir)
     trainer = Trainer(CONFIG, options, folder)
     count = sum(x.size for x in jax.tree.leaves(trainer.params))
     print(f"{count:,} parameters, from step {trainer.step}")
@@ -114,5 +120,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    program.run(main, define_flags)

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +63,26 @@ def initialise(config: ModelConfig, key):
     """Random parameters; QK gains of 1.5 make attention selective enough to learn copying early."""
     p = params.init(llama.declare(config), key)
     residual = (2 * config.num_layers) ** -0.5
-    layers = p["layers"] | {
-        "q_norm": 1.5 * p["layers"]["q_norm"],
-        "k_norm": 1.5 * p["layers"]["k_norm"],
-        "wo": residual * p["layers"]["wo"],
-        "w_down": residual * p["layers"]["w_down"],
-    }
+    factors = {"q_norm": 1.5, "k_norm": 1.5, "wo": residual, "w_down": residual}
+    layers = [{name: factors.get(name, 1) * x for name, x in each.items()} for each in p["layers"]]
     return p | {"embed": 5 * p["embed"], "lm_head": 0.5 * p["lm_head"], "layers": layers}
 
 
-def make_optimizer(config: ModelConfig, options: Options):
-    """Muon for the layers' matrices, Adam for embeddings, head and gains."""
-    stacked = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-    dimensions = jax.tree.map(
-        lambda x: stacked if x.ndim == 3 else None, params.abstract(llama.declare(config))
-    )
+@cache
+def make_optimizer(config: ModelConfig, muon_lr: float, adam_lr: float):
+    """Muon for the layers' matrices, Adam for embeddings, head and gains.
+
+    One object for equal arguments, so that `_train_step` is traced once for all trainers.
+    """
+    declared = llama.declare(config)
+    matrix = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    dimensions = {name: None for name in declared} | {
+        "layers": jax.tree.map(
+            lambda p: matrix if len(p.shape) == 2 else None,
+            declared["layers"],
+            is_leaf=params.is_param,
+        )
+    }
 
     def build(muon_rate, adam_rate):
         return muon(
@@ -88,7 +93,7 @@ def make_optimizer(config: ModelConfig, options: Options):
             muon_weight_dimension_numbers=dimensions,
         )
 
-    rates = optax.inject_hyperparams(build)(muon_rate=options.muon_lr, adam_rate=options.adam_lr)
+    rates = optax.inject_hyperparams(build)(muon_rate=muon_lr, adam_rate=adam_lr)
     return optax.chain(optax.clip_by_global_norm(1.0), rates)
 
 
@@ -97,8 +102,7 @@ def predict(p, config: ModelConfig, tokens_BxT, positions_BxT):
     B, T = tokens_BxT.shape
     attend = batched_attend(config, T)
     flat = tokens_BxT.reshape(-1), positions_BxT.reshape(-1)
-    # A scan would copy each layer's weights, and compute slower on CPUs.
-    hidden, _ = llama.forward(params.unstack(p), config, *flat, attend)
+    hidden, _ = llama.forward(p, config, *flat, attend)
     return llama.logits(p, config, hidden).reshape(B, T, -1)
 
 
@@ -157,7 +161,7 @@ class Trainer:
 
     def __init__(self, config: ModelConfig, options: Options, folder: Path):
         self.config, self.options, self.folder = config, options, folder
-        self.optimizer = make_optimizer(config, options)
+        self.optimizer = make_optimizer(config, options.muon_lr, options.adam_lr)
         self.params = initialise(config, jax.random.key(options.seed))
         self.state = self.optimizer.init(self.params)
         self.step, self.tokens, self.seconds = 0, 0, 0.0

@@ -16,6 +16,7 @@ Where only lengths are known, prompts are random ordinary tokens and EOS is igno
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from typing import Any
 import numpy as np
 
 from experiments import synthetic_lengths, tasks, workload_files
+from paged import checks
+from paged.validation import check_stop_strings
 
 SYNTHETIC = ("sharegpt", "alpaca", "translation", "chatbot")
 FORMS = (
@@ -34,7 +37,6 @@ PAPER_CONTEXT = 2048
 # vLLM's serving benchmark drops pairs of texts that are shorter or longer than this.
 MIN_PAIR_TOKENS, MAX_PAIR_PROMPT = 4, 1024
 PREFIX_TOKENS = {1: 80, 5: 341}  # of a translation, by its examples (vLLM Fig. 16)
-MEAN_EARLIER_ROUNDS = 4  # of a chat; ours: the paper says that most reach its 1,024 tokens
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class WorkloadConfig:
     num_shots: int = 1
 
     def __post_init__(self):
+        checks.make_plain(self, unbounded=("request_rate", "time_scale"))
         for name in ("num_requests", "max_tokens", "context_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, not {getattr(self, name)}")
@@ -163,14 +166,22 @@ def load(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
     else:
         workload = _synthetic(config, vocabulary)
     arrivals = poisson_arrivals(len(workload.requests), config.request_rate, config.seed).tolist()
-    arrived = [replace(r, arrival_s=s) for r, s in zip(workload.requests, arrivals)]
-    return replace(workload, requests=arrived)
+    return _arriving(workload, arrivals, f"--request_rate={config.request_rate}")
 
 
 def poisson_arrivals(count: int, rate: float, seed: int) -> np.ndarray:
     """Arrival times in seconds, float64 [count], the first at 0; all 0 when `rate` (1/s) is inf."""
     gaps = np.random.default_rng([seed, 0]).exponential(1 / rate, count)
     return np.cumsum(gaps) - gaps[0]
+
+
+def _arriving(workload: Workload, arrivals: Sequence[float], cause: str) -> Workload:
+    """The requests, arriving then; cause: what to blame for arrivals that no clock can wait for."""
+    last, most = arrivals[-1], workload_files.MAX_ARRIVAL_S
+    if not last <= most:  # nor not a number
+        raise ValueError(f"{cause}: the last request arrives at {last:g} s; at most {most:g} s")
+    arrived = [replace(r, arrival_s=s) for r, s in zip(workload.requests, arrivals)]
+    return replace(workload, requests=arrived)
 
 
 def _prompts(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
@@ -217,6 +228,10 @@ def _prompt_request(
             f"{where}: {length} prompt tokens and {max_tokens} new ones exceed the "
             f"{limit} that can be served (max_model_len, kv_cache_tokens)"
         )
+    try:
+        check_stop_strings(vocabulary.tokenizer, tuple(entry.get("stop", ())))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     return Request(
         0.0,
         entry["prompt"],
@@ -268,8 +283,8 @@ def _trace(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
     lengths = [_clip(prompt, output, limit) for _, prompt, output in rows]
     arrivals = [(time - rows[0][0]) * config.time_scale for time, _, _ in rows]
     requests = _token_requests(lengths, vocabulary, config.seed)
-    requests = [replace(r, arrival_s=s) for r, s in zip(requests, arrivals)]
-    return Workload(requests, {"overlong": config.overlong, "clipped": len(overlong)})
+    workload = Workload(requests, {"overlong": config.overlong, "clipped": len(overlong)})
+    return _arriving(workload, arrivals, f"{config.source}, --time_scale={config.time_scale}")
 
 
 def _clip(prompt: int, output: int, limit: int) -> tuple[int, int]:
@@ -279,9 +294,10 @@ def _clip(prompt: int, output: int, limit: int) -> tuple[int, int]:
 
 
 def _synthetic(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
-    lengths, notes = _lengths(
-        config, config.kind, config.num_requests, _context(config, vocabulary)
-    )
+    lengths, notes = synthetic_lengths.draw_divided(
+        config.num_requests, config.kind, config.length_sigma, _context(config, vocabulary),
+        config.seed, config.length_divisor,
+    )  # fmt: skip
     return Workload(_token_requests(lengths, vocabulary, config.seed), notes)
 
 
@@ -294,7 +310,10 @@ def _translation(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
             f"a prefix of {prefix_tokens} tokens leaves no room for a prompt and an output in a "
             f"context of {context}: raise --max_model_len or --length_divisor"
         )
-    lengths, notes = _lengths(config, "translation", config.num_requests, context - prefix_tokens)
+    lengths, notes = synthetic_lengths.draw_divided(
+        config.num_requests, "translation", config.length_sigma, context - prefix_tokens,
+        config.seed, config.length_divisor,
+    )  # fmt: skip
     rng = np.random.default_rng([config.seed, 3])
     prefix = rng.choice(vocabulary.ordinary_tokens(), prefix_tokens).tolist()
     requests = [
@@ -305,45 +324,16 @@ def _translation(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
 
 
 def _chatbot(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
-    """Rounds of ShareGPT's lengths and a query, cut to their last half context; at most the other
-    half is generated."""
-    half = _context(config, vocabulary) // 2
-    rng = np.random.default_rng([config.seed, 3])
-    earlier = rng.geometric(1 / (1 + MEAN_EARLIER_ROUNDS), config.num_requests) - 1
-    context = PAPER_CONTEXT // config.length_divisor
-    rounds, notes = _lengths(config, "sharegpt", int((earlier + 1).sum()), context)
-    ends = np.cumsum(earlier + 1).tolist()
-    lengths = []
-    for first, end in zip([0, *ends], ends):
-        *history, (query, answer) = rounds[first:end]
-        lengths.append((min(sum(map(sum, history)) + query, half), min(answer, half)))
-    more = {
-        "earlier_rounds": f"geometric with mean {MEAN_EARLIER_ROUNDS} (ours)",
-        "longest_prompt_tokens": half,
-        "longest_sequence_tokens": 2 * half,
-    }
-    return Workload(_token_requests(lengths, vocabulary, config.seed), notes | more)
+    lengths, notes = synthetic_lengths.draw_chats(
+        config.num_requests, config.length_sigma, PAPER_CONTEXT // config.length_divisor,
+        _context(config, vocabulary) // 2, config.seed, config.length_divisor,
+    )  # fmt: skip
+    return Workload(_token_requests(lengths, vocabulary, config.seed), notes)
 
 
 def _context(config: WorkloadConfig, vocabulary: Vocabulary) -> int:
     """Tokens of the longest synthetic sequence."""
     return min(PAPER_CONTEXT // config.length_divisor, vocabulary.max_model_len)
-
-
-def _lengths(
-    config: WorkloadConfig, dataset: str, count: int, limit: int
-) -> tuple[list[tuple[int, int]], dict[str, Any]]:
-    """Synthetic lengths, divided as the config says, at most `limit` together; and notes."""
-    divisor = config.length_divisor
-    pairs, notes = synthetic_lengths.draw(
-        count, dataset, config.length_sigma, limit * divisor, config.seed
-    )
-    if divisor == 1:
-        return pairs, notes
-    prompts = [max(1, round(prompt / divisor)) for prompt, _ in pairs]
-    outputs = [max(1, round(output / divisor)) for _, output in pairs]
-    lengths = [(prompt, min(output, limit - prompt)) for prompt, output in zip(prompts, outputs)]
-    return lengths, {"lengths_before_division": notes, "length_divisor": divisor}
 
 
 def _token_requests(

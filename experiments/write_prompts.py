@@ -5,20 +5,21 @@ python -m experiments.write_prompts --prompts=needle:256:8,story:160:4 --seed=20
 
 import json
 import random
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-from absl import app, flags
+from absl import flags
 
-from experiments import tasks, workloads
+from experiments import program, run_record, tasks, workloads
 
 FLAGS = flags.FLAGS
 
 
-def define_flags() -> None:
+def define_flags() -> list[str]:
+    """Define this program's flags; returns their names."""
     flags.DEFINE_list("prompts", None, "task:context length:number, ...", required=True)
     flags.DEFINE_string("output", None, "the file to write", required=True)
     flags.DEFINE_integer("seed", 0, "of the prompts and their order", lower_bound=0)
+    return ["prompts", "output", "seed"]
 
 
 def lines(wanted: list[str], seed: int) -> list[str]:
@@ -35,15 +36,12 @@ def lines(wanted: list[str], seed: int) -> list[str]:
     return [json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries]
 
 
-def main(argv: list[str]) -> None:
-    try:
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
         made = lines(FLAGS.prompts, FLAGS.seed)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    Path(FLAGS.output).write_text("".join(made), encoding="utf-8")
+    run_record.write_whole(FLAGS.output, "".join(made))
     print(f"{len(made)} prompts in {FLAGS.output}")
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    program.run(main, define_flags)

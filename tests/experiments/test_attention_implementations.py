@@ -32,6 +32,7 @@ def params():
     return made | {"embed": made["embed"] * 50}
 
 
+@pytest.mark.slow
 def test_the_engine_serves_with_mosaic_kernels(params):
     """Each token is the most probable one, or nearly, by full recomputation. The second prompt
     grows beyond its page; decodes run in a loop over iterations, or beside a prompt."""

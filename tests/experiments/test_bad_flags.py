@@ -16,10 +16,13 @@ RUNNER = """
 import contextlib, importlib, io, json, sys
 from absl import app, flags
 from absl.testing import flagsaver
+from experiments import program
+
+def run(module, argv):
+    return program.call(module.main, argv, names)
 
 module = importlib.import_module(sys.argv[1])
 names = module.define_flags()
-known = [] if names is None else [names]
 flags.FLAGS(["program"])
 defaults = flagsaver.save_flag_values()
 for arguments in json.loads(sys.argv[2]):
@@ -28,7 +31,7 @@ for arguments in json.loads(sys.argv[2]):
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            app.run(lambda argv: module.main(argv, *known), argv=["program", *arguments])
+            app.run(lambda argv: run(module, argv), argv=["program", *arguments])
     except SystemExit as end:
         # A text is printed, and the exit status is 1.
         status, text = (1, end.code) if isinstance(end.code, str) else (end.code, said.getvalue())
@@ -36,26 +39,29 @@ for arguments in json.loads(sys.argv[2]):
 """
 NOT_POSITIVE = "is not a positive integer"
 ENGINE = [
-    ("--max_num_seqs=0", "max_num_seqs must be at least 1, not 0"),
+    ("--max_num_seqs=0", "max_num_seqs must be from 1 to 65536, not 0"),
     ("--max_num_seqs=many", "flag --max_num_seqs=many: invalid literal for int()"),
     ("--max_num_seqs=600", "max_num_batched_tokens (512) must be at least max_num_seqs (600)"),
     ("--max_num_batched_tokens=31", "must be at least max_num_seqs (32)"),
-    ("--max_prefills_per_step=0", "max_prefills_per_step must be at least 1, not 0"),
-    ("--max_model_len=1", "max_model_len must be at least 2, not 1"),
-    ("--max_model_len=9999", "max_model_len (9999) exceeds the model's context of 1024 tokens"),
-    ("--page_size=0", "page_size must be at least 1, not 0"),
+    ("--max_prefills_per_step=0", "max_prefills_per_step must be from 1 to 65536, not 0"),
+    ("--max_model_len=1", "max_model_len must be at least 2 and below 2^31, not 1"),
+    (
+        "--max_model_len=9999",
+        "max_model_len (9999) exceeds the model's max_position_embeddings (1024)",
+    ),
+    ("--page_size=0", "page_size must be at least 1 and below 2^31, not 0"),
     ("--kv_cache_tokens=15", "kv_cache_tokens (15) must hold at least one page of 16 tokens"),
     ("--watermark=1", "watermark must be in [0, 1), not 1.0"),
-    ("--watermark=nan", "watermark must be in [0, 1), not nan"),
+    ("--watermark=nan", "watermark must be a finite number, not nan"),
     ("--nochunked_prefill", "without chunked prefill a whole sequence must fit a step"),
     ("--chunked_prefill=perhaps", "Non-boolean argument to boolean flag"),
-    ("--tensor_parallel=0", "tensor_parallel must be at least 1, not 0"),
+    ("--tensor_parallel=0", "tensor_parallel must be at least 1 and below 2^31, not 0"),
     ("--tensor_parallel=2", "tensor_parallel (2) needs as many devices; JAX sees 1"),
     ("--tensor_parallel=5", "tensor_parallel (5) must divide num_heads"),
-    ("--preemption_mode=drop", "preemption_mode must be one of auto, recompute, swap, not 'drop'"),
-    ("--admit_after_swap=never", "admit_after_swap must be one of completed, resumed, not 'never'"),
+    ("--preemption_mode=drop", "preemption_mode must be 'auto', 'recompute' or 'swap', not 'drop'"),
+    ("--admit_after_swap=never", "admit_after_swap must be 'completed' or 'resumed', not 'never'"),
     ("--policy=orca_max --preemption_mode=swap", "policy 'orca_max' cannot swap a sequence"),
-    ("--policy=magic", "unknown policy 'magic'; allowed: fastertransformer, orca_max"),
+    ("--policy=magic", "policy must be one of fastertransformer, orca_max"),
     ("--policy=orca_pow2 --prefix_caching", "policy 'orca_pow2' cannot share prefixes"),
     ("--policy=orca_max --kv_cache_tokens=512", "must hold max_model_len (1024) tokens"),
     ("--seed=-1", "-1 is not a non-negative integer"),
@@ -70,6 +76,10 @@ ENGINE = [
     ("--model=tests", "tests/config.json is missing"),
     ("--output_dir=pyproject.toml", "--output_dir=pyproject.toml cannot be written to:"),
     ("--output_dir=/dev/null/x", "--output_dir=/dev/null/x cannot be written to:"),
+    ("--output_dir=", "--output_dir must name a folder, not ''"),
+    ("--max_num_seqs=1000000000", "max_num_seqs must be from 1 to 65536, not 1000000000"),
+    ("--max_model_len=1000000000", "need tables of 136.0 GiB in the host's memory"),
+    ("--kv_cache_tokens=2000000000", "exceed the slots that an int32 can name"),
     ("--modle=x", "Unknown command line flag 'modle'"),
     ("--flagfile=/no/such/file", "Unable to open flagfile"),
     ("model=x", "unexpected argument 'model=x': flags are --name=value"),
@@ -79,13 +89,17 @@ SERVE = [
     ("--workload=prompts", "--workload=prompts lacks its source"),
     ("--workload=prompts:/none", "there is no file '/none'"),
     ("--workload=tasks:juggle", "unknown task 'juggle'; known: needle"),
-    ("--workload=sharegpt:pyproject.toml", "pyproject.toml: not JSON"),
+    ("--workload=sharegpt:pyproject.toml", "pyproject.toml:1, entry 0: not JSON"),
     ("--workload=trace:pyproject.toml", "expected TIMESTAMP,ContextTokens,GeneratedTokens or"),
     ("--workload=trace:pyproject.toml --request_rate=1", "use --time_scale, not --request_rate"),
     ("--workload=tasks:needle --context_length=8", "task 'needle' needs 256 tokens, not 8"),
     ("--num_requests=0", "--num_requests must be at least 1, not 0"),
     ("--request_rate=0", "--request_rate must be positive or inf, not 0.0"),
     ("--request_rate=nan", "--request_rate must be positive or inf, not nan"),
+    (
+        "--workload=prompts:FOLDER/special.jsonl",
+        "FOLDER/special.jsonl:2: stop string '</s>' is a special",
+    ),
     ("--max_tokens=0", "--max_tokens must be at least 1, not 0"),
     ("--context_length=0", "--context_length must be at least 1, not 0"),
     ("--time_scale=-1", "--time_scale must be finite and at least 0, not -1.0"),
@@ -93,7 +107,7 @@ SERVE = [
     ("--length_sigma=4", "--length_sigma must be between 0 and 3, not 4.0"),
     ("--workload=translation --num_shots=2", "--num_shots must be 1 or 5, not 2"),
     ("--length_divisor=0", "--length_divisor must be from 1 to 512, not 0"),
-    ("--temperature=-1", "temperature must be 0 or more, not -1.0"),
+    ("--temperature=-1", "temperature must be 0 (greedy) or at least 1.18e-38, not -1.0"),
     ("--temperature=inf", "temperature must be a finite number, not inf"),
     ("--top_k=-1", "top_k must be 0 (off) or more"),
     ("--top_p=0", "top_p must be above 0 and at most 1, not 0.0"),
@@ -105,8 +119,11 @@ EVALUATE = [
     ("--contexts=256,many", "not 'many'"),
     ("--contexts=512 --max_model_len=400", "from 256 to max_model_len (400), not '512'"),
     ("--num_prompts=0", f"flag --num_prompts=0: 0 {NOT_POSITIVE}"),
-    ("--compare_with=/none", "/none is no prompts.csv of an evaluation"),
-    ("--compare_with=pyproject.toml", "pyproject.toml is no prompts.csv of an evaluation"),
+    ("--compare_with=/none", "/none: cannot be read: No such file"),
+    (
+        "--compare_with=pyproject.toml",
+        "pyproject.toml:1: has columns [build-system]; expected task",
+    ),
 ]
 CONCENTRATION = [
     ("--tasks=juggle", "unknown task 'juggle'"),
@@ -123,12 +140,19 @@ SAVINGS = [
 ]
 MEMORY_MAP = [
     ("--requests=plain,tree", "may be plain, prefix, parallelN and beamN, not 'tree'"),
-    ("--requests=parallel0", "n must be at least 1, not 0"),
+    ("--requests=parallel0", "n must be from 1 to 65536, not 0"),
     ("--requests=", "--requests must name at least one"),
     ("--prefix_tokens=44", "(44) must be above 0 and below --prompt_tokens (44)"),
     ("--kv_cache_tokens=320", "4 times a prompt of 44 tokens and 48 to generate exceed the cache"),
 ]
+SOAK = [
+    ("--minutes=nan", "flag --minutes=nan: nan is not a finite number"),
+    ("--minutes=inf", "flag --minutes=inf: inf is not a finite number"),
+    ("--minutes=-1", "flag --minutes=-1"),
+    ("--check_share=nan", "flag --check_share=nan: nan is not a finite number"),
+]
 CASES = {
+    "soak": SOAK,
     "sharing_savings": SAVINGS,
     "memory_map": MEMORY_MAP,
     "attention_concentration": CONCENTRATION,
@@ -143,17 +167,20 @@ def said(tiny_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("no_weights")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((tiny_folder / name).read_bytes())
+    prompts = [{"prompt": "a"}, {"prompt": "b", "stop": "</s>"}]
+    (folder / "special.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
     said = {}
     for program, cases in CASES.items():
         good = [f"--model={folder}"] + ["--contexts=256"] * (program == "evaluate")
-        arguments = [[*good, *flag.split()] for flag, _ in cases]
+        arguments = [[*good, *flag.replace("FOLDER", str(folder)).split()] for flag, _ in cases]
         done = subprocess.run(
             [sys.executable, "-c", RUNNER, f"experiments.{program}", json.dumps(arguments)],
             cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
         )  # fmt: skip
         # Whatever is not a SystemExit ends the runner with a traceback.
         assert done.returncode == 0, done.stderr
-        said[program] = [json.loads(line) for line in done.stdout.splitlines()]
+        lines = done.stdout.replace(str(folder), "FOLDER").splitlines()
+        said[program] = [json.loads(line) for line in lines]
         assert len(said[program]) == len(cases)
     return said
 

@@ -51,7 +51,7 @@ def test_bad_settings_are_refused(change, message):
         ("--prompt_tokens=32", "--prompt_tokens are two numbers"),
         ("--batches=64", "a batch of 64 exceeds max_num_seqs (32)"),
         ("--output_tokens=2000 --max_num_batched_tokens=8192", "exceed the context of 100m"),
-        ("--page_size=0", "page_size must be at least 1, not 0"),
+        ("--page_size=0", "page_size must be at least 1 and below 2^31, not 0"),
     ],
 )
 def test_the_program_refuses_bad_flags_before_any_work(flags, message):

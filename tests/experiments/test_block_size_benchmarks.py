@@ -105,7 +105,7 @@ def program(name: str, *arguments: object) -> subprocess.CompletedProcess:
 
 SMALL = (
     "--block_sizes=4,16", "--kv_cache_tokens=96", "--max_model_len=64", "--max_num_seqs=2",
-    "--max_num_batched_tokens=64", "--num_requests=3", "--rounds=1", "--compilation_cache=",
+    "--max_num_batched_tokens=64", "--num_requests=3", "--rounds=1",
 )  # fmt: skip
 
 

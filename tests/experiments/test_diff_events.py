@@ -1,9 +1,13 @@
 """The first difference of two logs, by hand and in the log of a random run."""
 
 import copy
+import json
+import os
 import random
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +16,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.diff_events import first_difference, read_log, report
-from experiments.run_record import write_json_lines
+from experiments.diff_events import first_difference, report
+from experiments.event_log import read_log, write_log
 from paged.engine import Engine, EngineConfig
+from paged.metrics import RequestRecord, StepRecord
 from paged.sequence import SamplingParams
 from tests.experiments.random_run import random_run
 from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.tiny import TINY
 
 ROOT = Path(__file__).parents[2]
+MOVES: dict[str, list] = {"sources": [], "swaps_out": [], "swaps_in": [], "copies": []}
+STEP = {field.name: 0 for field in fields(StepRecord)}
+FINISH = {field.name: 0 for field in fields(RequestRecord)}
 LOG: list[dict[str, Any]] = [
-    {"event": "engine", "time_s": 0.0, "config": {"page_size": 16, "seed": 0}, "model": {}},
+    {"event": "engine", "time_s": 0.0,
+     "config": {"page_size": 16, "seed": 0, "max_num_seqs": 4},
+     "model": {"vocab_size": 61, "eos_token_ids": [2]}},
     {"event": "arrival", "time_s": 0.5, "round": 0, "request_id": "a", "prompt": [5, 6],
+     "prompt_tokens": 2,
      "sampling": {"temperature": 0.5, "stop": ["x"], "seed": 1}, "stream": False, "cache_salt": ""},
     {"event": "arrival", "time_s": 0.5, "round": 0, "request_id": "b", "prompt": [7],
+     "prompt_tokens": 1,
      "sampling": {"seed": 2}, "stream": True, "cache_salt": "s"},
     {"event": "admit", "time_s": 0.6, "request_id": "a", "slots": [0]},
     {"event": "admit", "time_s": 0.6, "request_id": "b", "slots": [1]},
     {"event": "schedule", "time_s": 0.6, "step": 0, "slots": [0, 1], "starts": [0, 0],
-     "counts": [2, 1], "copies": [], "pages": [["allocate", [1]], ["allocate", [2]]]},
+     "counts": [2, 1], **MOVES, "pages": [["allocate", [1]], ["allocate", [2]]]},
     {"event": "schedule", "time_s": 0.7, "step": 1, "slots": [0, 1], "starts": [2, 1],
-     "counts": [1, 1], "copies": [], "pages": []},
-    {"event": "step", "step": 0, "time_s": 0.8, "host_s": 0.1, "device_s": 0.1, "kv_free": 64,
-     "tokens": [[9, 8]]},
-    {"event": "finish", "time_s": 0.9, "request_id": "b", "first_token_s": 0.8,
+     "counts": [1, 1], **MOVES, "pages": []},
+    {"event": "step", "tokens": [[9, 8]], **STEP, "time_s": 0.8, "host_s": 0.1, "device_s": 0.1,
+     "kv_free": 64},
+    {"event": "finish", **FINISH, "time_s": 0.9, "request_id": "b", "first_token_s": 0.8,
      "finish_reason": "eos"},
 ]  # fmt: skip
 
@@ -99,9 +111,9 @@ def test_a_log_in_memory_is_the_log_in_its_file(tmp_path):
     engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3, stop_token_ids=(9,)))
     steps = [event for event in engine.events if event["event"] == "step"]
     assert isinstance(steps[-1]["tokens"], np.ndarray)
-    path = write_json_lines(tmp_path, "events.jsonl", engine.events)
-    assert len(read_log(path)) == len(engine.events)
-    assert first_difference(engine.events, read_log(path)) is None
+    log = read_log(write_log(tmp_path, "events.jsonl", engine.events))
+    assert len(log) == len(engine.events) and log.complete
+    assert first_difference(engine.events, log) is None
 
 
 @settings(max_examples=40, deadline=None)
@@ -157,53 +169,65 @@ def test_the_report_shows_what_came_before_and_both_events():
     assert max(map(len, lines)) < 200
 
 
-def program(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.diff_events", *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True,
+# Runs the program once for each list of arguments, as its command line would, but for the imports.
+RUNNER = """
+import json, sys
+from absl import flags
+from experiments import diff_events
+
+diff_events.define_flags()
+for arguments in json.loads(sys.argv[1]):
+    flags.FLAGS.unparse_flags()
+    sys.argv = ["diff_events", *arguments]
+    status = 0
+    try:
+        diff_events.run(diff_events.main)
+    except SystemExit as end:
+        status = end.code
+    print(f"\\nstatus {status or 0}", flush=True)
+"""
+
+
+def programs(*runs: list[str], cwd: Path) -> list[tuple[int, str]]:
+    """Exit status and all output of each run."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, json.dumps(runs)], cwd=cwd, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
+    parts = re.split(r"\nstatus (\d+)\n", done.stdout)
+    assert len(parts) == 2 * len(runs) + 1, done.stdout
+    return [(int(status), text) for text, status in zip(parts[::2], parts[1::2])]
 
 
 def test_the_program(tmp_path):
-    a = write_json_lines(tmp_path, "a.jsonl", LOG)
-    b = write_json_lines(tmp_path, "b.jsonl", LOG[:-1])
-    done = program(a, a)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "same schedule, page operations and tokens: 9 events\n"
-    done = program(a, b, "--context=1")
-    assert done.returncode == 1
-    assert f"{b} has ended, {a} goes on with finish of b (eos)" in done.stdout
-    assert len(done.stdout.splitlines()) == 3
-    done = program(a, tmp_path / "c.jsonl")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and "c.jsonl cannot be read" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "line, complaint",
-    [
-        ('{"event": ', "line 2: Expecting value"),
-        ("", "line 2: Expecting value"),
-        ("[1, 2]", "line 2: no event"),
-        ('{"step": 3}', "line 2: no event"),
-        ('{"event": 3}', "line 2: no event"),
-        ('{"event": "step", "step": 1}', "line 2: the event 'step' has no list 'tokens'"),
-        ('{"event": "abort", "request_id": "a", "round": "1"}', "'abort' has no int 'round'"),
-    ],
-)
-def test_what_is_no_log_is_refused_by_line(tmp_path, line, complaint):
-    path = tmp_path / "events.jsonl"
-    path.write_text(f'{{"event": "engine"}}\n{line}\n')
-    with pytest.raises(ValueError, match=complaint):
-        read_log(path)
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / "events.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"events\.jsonl cannot be read: .*codec"):
-        read_log(tmp_path / "events.jsonl")
-
-
-def test_what_only_looks_like_the_end_of_a_line_is_none(tmp_path):
-    log = [*LOG, {"event": "finish", "request_id": "\u2028\x85\r\n"}]
-    assert read_log(write_json_lines(tmp_path, "events.jsonl", log)) == log
+    log = _random_log()
+    path = write_log(tmp_path, "a.jsonl", log)
+    write_log(tmp_path, "b.jsonl", log[:-1], complete=False)
+    lines = path.read_bytes().split(b"\n")
+    (tmp_path / "cut.jsonl").write_bytes(b"\n".join(lines[:5]) + b"\n")
+    same, differ, interrupted, *errors = programs(
+        ["a.jsonl", "a.jsonl"],
+        ["a.jsonl", "b.jsonl", "--context=1"],
+        ["b.jsonl", "b.jsonl"],
+        ["a.jsonl", "c.jsonl"],
+        ["a.jsonl", "cut.jsonl"],
+        ["a.jsonl", "a.jsonl", "--context=x"],
+        ["a.jsonl"],
+        cwd=tmp_path,
+    )
+    assert same == (0, f"same schedule, page operations and tokens: {len(log)} events\n")
+    status, text = differ
+    assert status == 1 and len(text.splitlines()) == 3
+    assert "b.jsonl has ended, a.jsonl goes on with " in text
+    assert text.endswith(" (b.jsonl is of a run that was interrupted there)\n")
+    assert interrupted[0] == 0
+    # No error has the exit status of a difference.
+    complaints = [
+        "error: c.jsonl: cannot be read: No such file or directory\n",
+        "error: cut.jsonl:5: the log is cut short: its last line is no event 'end'\n",
+        "error: flag --context=x: invalid literal",
+        "two event logs are compared, not 1",
+    ]
+    for (status, text), complaint in zip(errors, complaints, strict=True):
+        assert status == 2 and complaint in text and "Traceback" not in text

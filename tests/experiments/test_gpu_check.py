@@ -7,6 +7,7 @@ import pytest
 from experiments import gpu_check
 
 
+@pytest.mark.slow
 def test_checks_times_and_names_every_part(tmp_path, capsys):
     flags = ["--small", "--spec=bundled,small", "--minutes=60", f"--output_dir={tmp_path}"]
     assert gpu_check.main(flags) is None

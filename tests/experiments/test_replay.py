@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments import run_record
-from experiments.diff_events import first_difference, read_log
+from experiments.diff_events import first_difference
+from experiments.event_log import EventLog, read_log, write_log
 from experiments.replay import check_model, logged_config, num_tokens, replay, simulated_engine
 from models import llama, weights
 from models import params as parameters
@@ -26,7 +26,7 @@ from tests.experiments import conftest
 from tests.experiments.random_run import as_json, random_run, without_times
 from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.test_sampling_parameters import SMALL, WAYS
-from tests.paged.tiny import TINY
+from tests.paged.tiny import TINY, padded
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,12 +53,17 @@ def _hashing(config: EngineConfig) -> Engine:
     return Engine(TINY, config, HashingExecutor(config, eos_rate=0.03))
 
 
-def _log(seed: int, **changes) -> list[dict]:
+def _log(seed: int, **changes) -> EventLog:
     rng = random.Random(seed)
-    return random_run(_hashing(dataclasses.replace(_config(rng), **changes)), rng, rounds=40)
+    config = dataclasses.replace(_config(rng), **changes)
+    return EventLog("log", random_run(_hashing(config), rng, rounds=40))
 
 
-def _check_same(log: list[dict], engine: Engine) -> None:
+def _log_of(engine: Engine) -> EventLog:
+    return EventLog("log", as_json(engine.events))
+
+
+def _check_same(log: EventLog, engine: Engine) -> None:
     replayed = as_json(replay(engine, log))
     assert without_times(replayed) == without_times(log)
     assert first_difference(log, replayed) is None
@@ -101,12 +106,12 @@ def test_a_run_of_the_device_replays_on_it_and_simulated(way, changes):
     params = parameters.init(llama.declare(TINY), jax.random.key(1))
     params |= {"embed": params["embed"] * 50}
     config = dataclasses.replace(SMALL, **WAYS[way], **changes)
-    engine = Engine.from_model(params, TINY, config)
-    log = random_run(engine, random.Random(5), rounds=60, rich=True)
+    engine = padded(Engine.from_model(params, TINY, config))
+    log = EventLog("log", random_run(engine, random.Random(5), rounds=60, rich=True))
     assert num_tokens(log) > 100
     assert (way == "preempting") == any(event["event"] == "preempt" for event in log)
     assert max(r.cached_tokens for r in engine.metrics.requests) > 0
-    _check_same(log, Engine.from_model(params, TINY, config))
+    _check_same(log, padded(Engine.from_model(params, TINY, config)))
     _check_same(log, simulated_engine(log, TINY))
 
 
@@ -117,7 +122,7 @@ def test_a_run_with_stop_strings_replays_simulated(tokenizer):
     free = engine.generate([[5, 6]], SamplingParams(seed=1, ignore_eos=True))[0]
     how = SamplingParams(seed=1, ignore_eos=True, stop=(free.text[9:12],))
     assert engine.generate([[5, 6]], how)[0].finish_reason == "stop"
-    log = as_json(engine.events)
+    log = _log_of(engine)
     _check_same(log, simulated_engine(log, model, tokenizer))
 
 
@@ -128,7 +133,7 @@ def test_idle_rounds_are_rounds():
         engine.step()
     engine.generate([[5, 6]], SamplingParams(max_tokens=3))
     assert engine.events[1]["round"] == 3
-    _check_same(as_json(engine.events), _hashing(config))
+    _check_same(_log_of(engine), _hashing(config))
 
 
 def test_another_token_is_found_where_it_was_sampled():
@@ -188,7 +193,7 @@ def test_a_run_that_failed_replays_up_to_there():
     with pytest.raises(RuntimeError, match="no memory"):
         engine.generate([[5, 6], [7]], SamplingParams(max_tokens=9))
     engine.generate([[5, 6]], SamplingParams(max_tokens=3))
-    log = as_json(engine.events)
+    log = _log_of(engine)
     failure = next(event for event in log if event["event"] == "failure")
     assert failure["round"] == 5
     for again in (_hashing(config), simulated_engine(log, TINY)):
@@ -199,36 +204,7 @@ def test_a_run_that_failed_replays_up_to_there():
         assert again.has_unfinished()
 
 
-def _without(log: list[dict], number: int, name: str) -> list[dict]:
-    return [{k: v for k, v in e.items() if i != number or k != name} for i, e in enumerate(log)]
-
-
-@pytest.mark.parametrize(
-    "change, complaint",
-    [
-        (lambda log: log[1:], "does not begin with the event 'engine'"),
-        (lambda log: [], "does not begin with the event 'engine'"),
-        (lambda log: _without(log, 0, "config"), "has no object 'config'"),
-        (lambda log: _set(log, 0, "config", "pages", 3), "has an unknown field 'pages'"),
-        (lambda log: _set(log, 0, "config", "page_size", "x"), "engine configuration: '<' not"),
-        (lambda log: _set(log, 0, "config", "page_size", 0), "page_size must be at least 1"),
-        (lambda log: _set(log, 0, "model", "head_dim", 16), "has head_dim 16, this one has 8"),
-        (lambda log: _set(log, 1, "sampling", "magic", 1), "event 1, arrival: sampling: .*'magic'"),
-        (lambda log: _set(log, 1, "sampling", "top_k", -1), "event 1, arrival: top_k must be"),
-        (lambda log: [log[0], {**log[1], "prompt": [99]}], "event 1, arrival: token 99 is"),
-        (lambda log: [log[0], {"event": "abort", "round": 0, "request_id": "x"}], "'x' is unknown"),
-        (
-            lambda log: [log[0], {"event": "pin", "round": 0, "prompt": [3], "cache_salt": ""}],
-            "event 1, pin: its request did not arrive before it",
-        ),
-    ],
-)  # fmt: skip
-def test_a_log_that_cannot_be_replayed_is_refused(change, complaint):
-    engine = _hashing(EngineConfig(max_model_len=90))
-    engine.generate([[5, 6]], SamplingParams(max_tokens=3))
-    with pytest.raises(ValueError, match=complaint):
-        log = change(as_json(engine.events))
-        replay(simulated_engine(log, TINY), log)
+PIN = {"event": "pin", "time_s": 0.0, "round": 0, "prompt": [3], "cache_salt": ""}
 
 
 def _set(log: list[dict], number: int, name: str, key: str, value) -> list[dict]:
@@ -236,12 +212,58 @@ def _set(log: list[dict], number: int, name: str, key: str, value) -> list[dict]
     return log
 
 
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (lambda log: _set(log, 0, "config", "pages", 3), "1: .* has an unknown field 'pages'"),
+        (lambda log: _set(log, 0, "config", "page_size", 0), "1: page_size must be at least 1"),
+        (lambda log: _set(log, 0, "config", "max_model_len", 300), "1: max_model_len .300. exc"),
+        (lambda log: _set(log, 0, "model", "head_dim", 16), "1: .* has head_dim 16, this one has"),
+        (lambda log: _set(log, 1, "sampling", "magic", 1), "2: arrival: sampling: .*'magic'"),
+        (lambda log: _set(log, 1, "sampling", "top_k", -1), "2: arrival: top_k must be"),
+        (lambda log: _set(log, 1, "sampling", "stop", ["a"]), "2: arrival: stop strings need a"),
+        (
+            lambda log: [log[0], PIN],
+            "2: pin: its request did not arrive before it",
+        ),
+    ],
+)  # fmt: skip
+def test_a_log_that_cannot_be_replayed_is_refused(change, complaint):
+    engine = _hashing(EngineConfig(max_model_len=90))
+    engine.generate([[5, 6]], SamplingParams(max_tokens=3))
+    log = EventLog("log", change(as_json(engine.events)))
+    with pytest.raises(ValueError, match=f"^log:{complaint}"):
+        replay(simulated_engine(log, TINY), log)
+
+
+def test_a_log_of_many_idle_rounds_replays_at_once():
+    config = EngineConfig(max_model_len=90)
+    engine = _hashing(config)
+    engine.generate([[5, 6]], SamplingParams(max_tokens=3))
+    engine.step()
+    engine.skip_rounds(10**12)
+    engine.generate([[5, 6]], SamplingParams(max_tokens=3))
+    log = _log_of(engine)
+    assert log[-1]["event"] == "pages" and max(e.get("round", 0) for e in log) > 10**12
+    _check_same(log, _hashing(config))
+
+
+def test_another_way_inside_of_a_pinned_prefix_is_a_difference():
+    engine = _hashing(EngineConfig(max_model_len=90, prefix_caching=True))
+    engine.pin_prefix([5, 6, 7])
+    log = _log_of(engine)
+    schedule = next(event for event in log if event["event"] == "schedule")
+    schedule["slots"] = [31]
+    difference = first_difference(log, replay(simulated_engine(log, TINY), log))
+    assert difference is not None and difference.field == "slots[0]"
+
+
 def test_a_log_of_another_version_names_what_it_lacks():
     log = _log(0)
     del log[0]["config"]["multi_step"]
     with pytest.raises(ValueError, match="lacks 'multi_step': it is another version's"):
         logged_config(log)
-    with pytest.raises(ValueError, match="model has model_type qwen3, this one has llama"):
+    with pytest.raises(ValueError, match=r"model has model_type .qwen3., this one has .llama."):
         check_model(log, TINY.replace(model_type="llama"))
 
 
@@ -272,12 +294,12 @@ def served(tiny_folder, tokenizer, tmp_path_factory):
     how = SamplingParams(max_tokens=12, temperature=1.0, stop=("e",))
     engine.generate(["Once upon a time", "The old", "She said that"], how)
     folder = tmp_path_factory.mktemp("served")
-    return run_record.write_json_lines(folder, "events.jsonl", engine.events)
+    return write_log(folder, "events.jsonl", engine.events)
 
 
 def test_the_program_replays_in_another_process(served, tiny_folder, tmp_path):
     flags = f"--log={served}", f"--model={tiny_folder}", f"--output_dir={tmp_path}"
-    done = program(*flags, f"--compilation_cache={jax.config.jax_compilation_cache_dir}")
+    done = program(*flags)
     assert done.returncode == 0, done.stderr
     log = read_log(served)
     assert f"same schedule and tokens: {len(log)} events, {num_tokens(log)} tokens" in done.stdout
@@ -291,7 +313,7 @@ def test_the_program_names_the_first_difference(served, tiny_folder, tmp_path):
     log = read_log(served)
     number = next(i for i, event in enumerate(log) if event["event"] == "schedule")
     log[number]["counts"][0] += 1
-    run_record.write_json_lines(tmp_path, "changed.jsonl", log)
+    write_log(tmp_path, "changed.jsonl", log)
     flags = f"--log={tmp_path}/changed.jsonl", f"--model={tiny_folder}", "--executor=simulated"
     done = program(*flags, f"--output_dir={tmp_path}")
     assert done.returncode == 1, done.stderr
@@ -305,4 +327,4 @@ def test_the_program_refuses_a_bad_log_in_a_line(tmp_path):
     done = program(f"--log={tmp_path}/none.jsonl", "--executor=simulated")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert "none.jsonl cannot be read" in done.stderr
+    assert "none.jsonl: cannot be read: No such file" in done.stderr

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments import plots, report
+from experiments import plots, report, run_record
 from experiments.workloads import Request
 from paged.metrics import Metrics, RequestRecord, StepRecord
 from paged.sequence import RequestOutput, SequenceOutput
@@ -144,7 +144,7 @@ def test_table_names_hardware_and_answers():
 
 
 def test_requests_csv_has_a_line_a_request(tmp_path):
-    path = report.write_requests_csv(tmp_path, REQUESTS)
+    path = run_record.write_csv(tmp_path, "requests.csv", list(map(report.request_row, REQUESTS)))
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["request_id"] for row in rows] == list("abcde")
@@ -154,7 +154,8 @@ def test_requests_csv_has_a_line_a_request(tmp_path):
 
 def test_pictures_are_drawn(tmp_path):
     for metrics in (METRICS, Metrics()):
-        paths = plots.save(metrics, tmp_path, "title", "a machine")
+        assert plots.save(metrics, tmp_path, "title", "a machine") == []
+        paths = list(tmp_path.glob("*"))
         assert {p.name for p in paths} == {
             "kv_memory.png", "queue.png", "latency.png", "step_time.png", "overview.png",
         }  # fmt: skip

@@ -2,19 +2,22 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments import serve, write_prompts
+from experiments import event_log, run_record, serve, write_prompts
 from experiments.workloads import Request, Vocabulary, Workload, WorkloadConfig, load
 from models import weights
 from paged.engine import Engine, EngineConfig
-from paged.sequence import SamplingParams
+from paged.sequence import RequestOutput, SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 from tests.experiments.conftest import TINY
 
@@ -56,10 +59,104 @@ def test_a_simulated_report_says_so(tokenizer, tmp_path):
     engine = simulated(tokenizer)
     workload = Workload([Request(0, [5, 6], 3, ignore_eos=True)], {"kind": "by hand"})
     outputs = serve.run(engine, workload.requests, progress=False)
-    assert "simulated" in serve.write(tmp_path, engine, workload, outputs, {"seed": 0})
+    table, failures = serve.write(tmp_path, engine, workload, outputs, {"seed": 0})
+    assert "simulated" in table and not failures
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["measured_on"] == "simulated time"
     assert report["workload"]["kind"] == "by hand"
+
+
+def test_a_stopped_run_has_what_it_has(tokenizer, tmp_path):
+    engine = simulated(tokenizer)
+    requests = [Request(s, [5, 6, 7], n, ignore_eos=True) for s, n in ((9, 4), (0, 2), (0, 90))]
+    asked = 0
+
+    def stop_requested():
+        nonlocal asked
+        asked += 1
+        return asked > 8
+
+    served: dict[int, RequestOutput] = {}
+    serve.serve(engine, requests, served, progress=False, stop_requested=stop_requested)
+    assert {i: (o.finish_reason, len(o.tokens)) for i, o in served.items()} == {
+        1: ("length", 2), 2: ("abort", 7),
+    }  # fmt: skip
+    assert not engine.has_unfinished()
+    assert serve.missing(Workload(requests), served, None) is None
+    facts = {"partial": serve.missing(Workload(requests), served, "SIGINT")}
+    workload, outputs = Workload([requests[1], requests[2]]), [served[1], served[2]]
+    table, failures = serve.write(tmp_path, engine, workload, outputs, facts)
+    assert "SIGINT: of 3 requests 1 ended, 1 were cut off and 1 not served" in table
+    assert not failures
+    assert json.loads((tmp_path / "report.json").read_text())["partial"] == {
+        "interrupted_by": "SIGINT", "requests": 3, "ended": 1, "cut_off": 1, "not_served": 1,
+    }  # fmt: skip
+    assert json.loads((tmp_path / "summary.json").read_text())["partial"] == 1
+
+
+def test_a_run_that_is_stopped_at_once_is_still_written(tokenizer, tmp_path):
+    engine, requests = simulated(tokenizer), [Request(0, [5], 4)]
+    served: dict[int, RequestOutput] = {}
+    serve.serve(engine, requests, served, progress=False, stop_requested=lambda: True)
+    assert served == {}
+    _, failures = serve.write(tmp_path, engine, Workload([]), [], {})
+    assert not failures and (tmp_path / "outputs.jsonl").read_text() == ""
+    assert json.loads((tmp_path / "report.json").read_text())["workload"]["requests"] == 0
+
+
+class Failing(SimulatedExecutor):
+    """Its sixth step does not come back."""
+
+    error: BaseException
+    steps = 0
+
+    def execute(self, inputs):
+        self.steps += 1
+        if self.steps == 6:
+            raise self.error
+        return super().execute(inputs)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the device is gone"), KeyboardInterrupt()])
+def test_a_run_that_fails_has_what_it_has(tokenizer, error):
+    executor = Failing(LinearCost(), vocab_size=TINY.vocab_size, first_token=4)
+    executor.error = error
+    engine = Engine(TINY, SMALL, executor, tokenizer)
+    requests = [Request(s, [5, 6, 7], n, ignore_eos=True) for s, n in ((9, 4), (0, 2), (0, 90))]
+    served: dict[int, RequestOutput] = {}
+    with pytest.raises(type(error)):
+        serve.serve(engine, requests, served, progress=False)
+    assert {i: o.finish_reason for i, o in served.items()} == {1: "length", 2: "error"}
+    assert 0 < len(served[2].tokens) < 90
+
+
+def test_a_failure_is_told_after_what_was_served_is_written(tokenizer, tmp_path, capsys):
+    executor = Failing(LinearCost(), vocab_size=TINY.vocab_size, first_token=4)
+    executor.error = RuntimeError("the device is gone")
+    engine = Engine(TINY, SMALL, executor, tokenizer)
+    requests = [Request(s, [5, 6, 7], n, ignore_eos=True) for s, n in ((9, 4), (0, 2), (0, 90))]
+    how, workload = SamplingParams(), Workload(requests)
+    assert serve.serve_and_write(engine, workload, how, 0, str(tmp_path), {}) == 1
+    assert json.loads((tmp_path / "report.json").read_text())["partial"] == {
+        "interrupted_by": "RuntimeError: the device is gone",
+        "requests": 3, "ended": 1, "cut_off": 1, "not_served": 1,
+    }  # fmt: skip
+    assert (tmp_path / "outputs.jsonl").read_text().count("\n") == 2
+    assert not event_log.read_log(tmp_path / "events.jsonl").complete
+    said = capsys.readouterr().err
+    assert "Traceback" in said and said.endswith("error: RuntimeError: the device is gone\n")
+
+
+def test_outputs_are_written_before_anything_that_takes_time(tokenizer, tmp_path, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    engine, requests = simulated(tokenizer), [Request(0, [5, 6], 3, ignore_eos=True)]
+    outputs = serve.run(engine, requests, progress=False)
+    monkeypatch.setattr(run_record, "describe_environment", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        serve.write(tmp_path, engine, Workload(requests), outputs, {})
+    assert (tmp_path / "outputs.jsonl").read_text().count("\n") == 1
 
 
 def test_a_refused_request_is_an_error(tokenizer):
@@ -86,7 +183,7 @@ def test_the_model_serves_and_samples_by_seed(tiny_folder, tokenizer):
     assert engine.metrics.compilations_after_warmup == 0
 
 
-def program(*arguments: object) -> subprocess.CompletedProcess:
+def call(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "experiments.serve", *map(str, arguments)],
         cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -98,12 +195,12 @@ def test_the_program_writes_its_report(tiny_folder, tmp_path):
     prompts.write_text("".join(write_prompts.lines(["needle:256:3", "story:128:1"], seed=5)))
     flagfile = tmp_path / "small.flags"
     flagfile.write_text(
-        f"--model={tiny_folder}\n--workload=prompts:{prompts}\n--compilation_cache=\n"
+        f"--model={tiny_folder}\n--workload=prompts:{prompts}\n"
         "--max_num_seqs=1\n--max_num_batched_tokens=64\n--max_prefills_per_step=1\n"
         "--max_model_len=256\n--kv_cache_tokens=512\n"
     )
     out = tmp_path / "out"
-    done = program(f"--flagfile={flagfile}", f"--output_dir={out}", "--request_rate=100")
+    done = call(f"--flagfile={flagfile}", f"--output_dir={out}", "--request_rate=100")
     assert done.returncode == 0, done.stderr
     assert "needle 0/3" in done.stdout and "output tokens/s" in done.stdout
     assert "serving" in done.stderr  # progress
@@ -124,20 +221,68 @@ def test_the_program_writes_its_report(tiny_folder, tmp_path):
     assert events.count("arrival") == events.count("finish") == 4
     assert (out / "requests.csv").read_text().count("\n") == 5
     assert (out / "overview.png").exists()
+    assert report["partial"] is None and summary["partial"] == 0
+
+
+def test_an_interrupted_program_writes_what_was_served(tiny_folder, tmp_path):
+    out = tmp_path / "out"
+    # The first requests are soon served, and the next ones come when nobody waits any more.
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "Once upon", "max_tokens": 8}] * 1000
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = [
+        f"--model={tiny_folder}", f"--workload=prompts:{prompts}", f"--output_dir={out}",
+        "--num_requests=1000", "--request_rate=2", "--compilation_cache=", "--max_num_seqs=1",
+        "--max_num_batched_tokens=64", "--max_prefills_per_step=1", "--max_model_len=64",
+        "--kv_cache_tokens=512",
+    ]  # fmt: skip
+    stderr = tmp_path / "stderr"
+    with subprocess.Popen(
+        [sys.executable, "-m", "experiments.serve", *arguments],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr.open("w"), text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    ) as serving:  # fmt: skip
+        try:
+            while not re.search(r"[1-9]\d*/1000 \[", stderr.read_text()):
+                assert serving.poll() is None, stderr.read_text()
+                time.sleep(0.1)
+            (out / "events.jsonl").mkdir()  # a file that cannot be written
+            serving.send_signal(signal.SIGINT)
+            printed, _ = serving.communicate(timeout=120)
+        finally:
+            serving.kill()
+    said = stderr.read_text()
+    assert serving.returncode == 130, said
+    assert "Traceback" not in said and "SIGINT: writing the report on what was served" in said
+    assert f"error: {out}/events.jsonl: Is a directory" in said
+
+    report = json.loads((out / "report.json").read_text())
+    partial, summary = report["partial"], json.loads((out / "summary.json").read_text())
+    ended = partial["ended"]
+    assert partial["interrupted_by"] == "SIGINT" and 0 < ended < partial["requests"] == 1000
+    assert partial["not_served"] == 1000 - ended - partial["cut_off"] > 0
+    assert summary["partial"] == 1 and summary["requests_complete"] == ended
+    assert f"SIGINT: of 1000 requests {ended} ended" in printed
+    outputs = [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
+    assert [o["finish_reason"] for o in outputs].count("length") == ended
+    assert (out / "overview.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     "flag, complaint",
     [
-        ("--policy=magic", "unknown policy 'magic'; allowed: fastertransformer"),
-        ("--max_model_len=9999", "max_model_len (9999) exceeds the model's context of 1024"),
+        ("--policy=magic", "policy must be one of fastertransformer"),
+        (
+            "--max_model_len=9999",
+            "max_model_len (9999) exceeds the model's max_position_embeddings (1024)",
+        ),
     ],
 )
 def test_flag_errors_come_in_a_line_and_before_the_weights(tiny_folder, tmp_path, flag, complaint):
     # The folder has no weights: whoever reads them first fails otherwise.
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((tiny_folder / name).read_bytes())
-    done = program(f"--model={tmp_path}", flag)
+    done = call(f"--model={tmp_path}", flag)
     assert done.returncode == 1
     assert done.stderr.strip().startswith("error: ") and complaint in done.stderr
     assert "Traceback" not in done.stderr

@@ -32,12 +32,14 @@ PARAMETERS = {name: values for name, values in SAMPLING.items() if name != "prom
 WITHOUT_HISTORY = {name: values for name, values in PARAMETERS.items() if "penalty" not in name}
 
 
-def make_users(tokenizer, engine_class=Engine, seed=0, sampling=PARAMETERS, config=CONFIG) -> Users:
+def make_users(
+    tokenizer, engine_class=Engine, seed=0, sampling=PARAMETERS, config=CONFIG, interrupts=0.0
+) -> Users:
     """Over a twin of the device whose tokens depend on all that a request's pages hold."""
     alone = soak.reference_config(config)
     engine = engine_class(TINY, config, HashingExecutor(config, eos_rate=0.03), tokenizer)
     reference = Engine(TINY, alone, HashingExecutor(alone, eos_rate=0.03), tokenizer)
-    return Users(engine, reference, seed, check_share=0.3, sampling=sampling)
+    return Users(engine, reference, seed, 0.3, sampling=sampling, interrupts=interrupts)
 
 
 def run(users: Users, steps=300, drain_every=100, operations=OPERATIONS):
@@ -77,6 +79,18 @@ def test_nothing_is_lost_in_a_cache_that_is_too_small(tokenizer, changes):
     assert not users.asked and not users.streams and not users.engine.events
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+def test_real_interrupts_lose_and_double_nothing(tokenizer, preemption_mode):
+    config = dataclasses.replace(CONFIG, preemption_mode=preemption_mode)
+    users = make_users(tokenizer, config=config, interrupts=0.1)
+    samples, steps, error = run(users, steps=400, drain_every=50)
+    assert error is None and steps == 400
+    numbers = soak.summary(users, samples, steps, error)
+    assert numbers["interrupted"] > 15 and numbers["ended_error"] > 15
+    assert numbers["compared"] > 15 and not users.asked and not users.streams
+
+
 def test_a_seed_repeats_a_run(tokenizer):
     digests = []
     for seed in (0, 0, 1):
@@ -84,6 +98,15 @@ def test_a_seed_repeats_a_run(tokenizer):
         assert run(users, steps=200)[2] is None
         digests.append(users.digest)
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_stopped_run_has_its_samples(tokenizer):
+    users = make_users(tokenizer)
+    samples, steps, error = soak.run(
+        users, steps=300, progress=False, stop_requested=lambda: users.counts["requests"] > 20
+    )
+    assert error is None and 0 < steps < 300
+    assert samples[-1].step == steps and samples[-1].requests > 20
 
 
 class Deaf(Engine):
@@ -123,7 +146,7 @@ class Careless(Engine):
 
 class Lenient(Engine):
     def abort(self, request_id):
-        return super().abort(request_id) if request_id in self._groups else None
+        return super().abort(request_id) if request_id in self.requests.unfinished else None
 
 
 class Unranked(Engine):
@@ -135,12 +158,12 @@ class Unranked(Engine):
 
 
 class Forgetful(Engine):
-    """A finished request leaves its mailbox behind."""
+    """What is dropped stays on the list of what is to be aborted."""
 
-    def _abandon(self, request_ids):
-        mailboxes = dict(self._mailboxes)
-        super()._abandon(request_ids)
-        self._mailboxes |= mailboxes
+    def _settle(self):
+        dropped = list(self.requests.dropped)
+        super()._settle()
+        self.requests.dropped.extend(dropped)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +303,7 @@ def program(*arguments: object) -> subprocess.CompletedProcess:
 
 def test_the_program_soaks_a_model_with_every_sampling_parameter(tiny_folder, tmp_path):
     done = program(
-        f"--model={tiny_folder}", f"--output_dir={tmp_path}", "--compilation_cache=",
+        f"--model={tiny_folder}", f"--output_dir={tmp_path}",
         "--steps=150", "--drain_every=75", "--check_share=0.3", "--max_model_len=96",
         "--kv_cache_tokens=240", "--max_num_seqs=2", "--max_num_batched_tokens=64",
     )  # fmt: skip

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments import synthetic_lengths, workloads
+from experiments import synthetic_lengths, workload_files, workloads
 from experiments.workloads import Vocabulary, WorkloadConfig
 from tests.experiments.conftest import TINY
 
@@ -61,11 +61,25 @@ def test_default_max_tokens_yields_to_the_context(file, tokenizer):
 @pytest.mark.parametrize(
     "line, complaint",
     [
-        ("{", "line 1: not JSON"),
-        ("[1]", '"prompt"'),
-        ('{"prompt": 3}', '"prompt"'),
+        ("{", "p.jsonl:1: not JSON .Expecting property name .*: column 2"),
+        ("\n[1]", "p.jsonl:2: expected an object, found .1."),
+        ("{}", "p.jsonl:1: the object lacks 'prompt', found {}"),
+        ('{"prompt": 3}', "p.jsonl:1: prompt must be a text, not 3"),
+        ('{"prompt": "a"} {}', "p.jsonl:1: not JSON .more than one value: column 17"),
+        ('{"prompt": "a", "prompt": "b"}', "p.jsonl:1: the object has 'prompt' twice"),
+        (r'{"prompt": "a\ud800b"}', r"p.jsonl:1: .ud800 is half a surrogate pair"),
+        (r'{"prompt": "a", "stop": ["\uDFFF"]}', r"p.jsonl:1: .udfff is half a surrogate pair"),
+        ('{"prompt": ' + 100_000 * "[", "p.jsonl:1: JSON that is nested too deep"),
+        ('{"prompt": ' + 900 * "[" + "1" + 900 * "]" + "}", "p.jsonl:1: prompt must be a text"),
+        ('{"prompt": "a", "max_tokens": ' + 5000 * "1" + "}", "p.jsonl:1: the number '111.* large"),
+        ('{"prompt": "a", "max_tokens": 1e400}', "p.jsonl:1: the number '1e400' is too large"),
+        ('{"prompt": "a", "max_tokens": NaN}', "p.jsonl:1: NaN is no JSON number"),
+        ('{"prompt": "a", "max_tokens": -Infinity}', "p.jsonl:1: -Infinity is no JSON number"),
+        ('{"prompt": "a", "max_tokens": 2147483648}', "1: max_tokens must be .* below 2\\^31"),
+        ('{"prompt": "a", "max_tokens": 3.0}', "1: max_tokens must be a positive integer"),
+        ('{"prompt": "a", "stop": "</s>"}', "p.jsonl:1: stop string '</s>' is a special token"),
         ('{"prompt": "a", "promt": "b"}', "unknown \\['promt'\\]; allowed: \\['answer'"),
-        ('{"prompt": "a", "max_tokens": 0}', "max_tokens must be a positive integer, not 0"),
+        ('{"prompt": "a", "max_tokens": 0}', "positive integer below 2.31, not 0"),
         ('{"prompt": "a", "max_tokens": true}', "max_tokens must be a positive integer"),
         ('{"prompt": "a", "stop": [1]}', "stop must be"),
         ('{"prompt": "a", "stop": ""}', "stop must be"),
@@ -74,7 +88,7 @@ def test_default_max_tokens_yields_to_the_context(file, tokenizer):
             '{"prompt": "a", "max_tokens": 1023}',
             "2 prompt tokens and 1023 new ones exceed the 1024",
         ),
-        (json.dumps({"prompt": "a" * 2000}), "2001 prompt tokens and 1 new"),
+        (json.dumps({"prompt": "a" * 2000}), "p.jsonl:1: 2001 prompt tokens and 1 new"),
         ("", "holds no prompt"),
     ],
 )
@@ -84,18 +98,56 @@ def test_bad_prompt_lines_are_named(file, vocabulary, line, complaint):
         load(f"prompts:{path}", vocabulary)
 
 
-def test_binary_file_is_refused(tmp_path, vocabulary):
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_a_line_ends_at_a_newline_and_nowhere_else(tmp_path, vocabulary, name):
+    prompts = ["a\u2028b", "c\x85d", "e\x0b\x0c\x1cf\u2029", "g\rh"]
+    lines = [json.dumps({"prompt": p}, ensure_ascii=False) if name == "p.jsonl" else p
+             for p in prompts]  # fmt: skip
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    assert [r.prompt for r in load(f"prompts:{path}", vocabulary)] == prompts
+
+
+def test_what_json_may_say_is_accepted(file, vocabulary):
+    entry = r'{"prompt": "\ud83d\ude00\u0000\u2028", "stop": ["\u0085"], "answer": null}'
+    (request,) = load(f"prompts:{file('p.jsonl', entry)}", vocabulary)
+    assert (request.prompt, request.stop) == ("\U0001f600\0\u2028", ("\x85",))
+
+
+@pytest.mark.parametrize(
+    "content, complaint",
+    [
+        (b"\xff\xfea\0", "p.txt:1: not UTF-8 text .invalid start byte"),
+        ("a\nb".encode("utf-16-be"), "p.txt:1: not UTF-8 text .it holds a NUL"),
+        (b"a\nb\n\xe9\n", "p.txt:3: not UTF-8 text"),
+        (b"\xef\xbb\xbfa\n\xe9\n", "p.txt:2: not UTF-8 text"),
+        (b"a\nb\0\n", "p.txt:2: not UTF-8 text"),
+        (b"a\n\xed\xa0\x80", "p.txt:2: not UTF-8 text"),
+        (b"", "p.txt holds no prompt"),
+        (b"\n \n", "p.txt holds no prompt"),
+    ],
+)
+def test_what_is_no_text_is_named_by_line(tmp_path, vocabulary, content, complaint):
     path = tmp_path / "p.txt"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not UTF-8"):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=complaint):
         load(f"prompts:{path}", vocabulary)
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path):
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ValueError, match=f"^{path}: cannot be read: "):
+            list(workload_files.read_prompts(str(path)))
 
 
 # Data sets
 
 
-def chat(*turns: tuple[str, str]) -> dict:
+def chat(*turns: tuple[str, object]) -> dict:
     return {"id": "x", "conversations": [{"from": who, "value": text} for who, text in turns]}
+
+
+CHAT = json.dumps(chat())
 
 
 def test_sharegpt_takes_the_first_answered_human_turn_and_its_lengths(file, vocabulary):
@@ -122,12 +174,27 @@ def test_alpaca_joins_instruction_and_input(file, vocabulary):
 @pytest.mark.parametrize(
     "kind, data, complaint",
     [
-        ("sharegpt", "nonsense", "not JSON"),
-        ("sharegpt", {}, "expected a JSON list, found dict"),
-        ("sharegpt", [{"text": "a"}], "conversations"),
+        ("sharegpt", "nonsense", "d.json:1: not a JSON list"),
+        ("sharegpt", "", "d.json:1: not a JSON list"),
+        ("sharegpt", {}, "d.json:1: not a JSON list"),
+        ("sharegpt", f'[{CHAT},\n{{"a": 1]', "d.json:2, entry 1: not JSON .Expecting ',' del"),
+        ("sharegpt", f"[{CHAT} {{}}]", "d.json:1, entry 0: not JSON .no ',' or ']' follows"),
+        ("sharegpt", f"[{CHAT},]", "d.json:1, entry 1: not JSON .Expecting value"),
+        ("sharegpt", f"[{CHAT}", "d.json:1, entry 0: not JSON .no ',' or ']' follows"),
+        ("sharegpt", "[]\n[]", "d.json:2: not JSON .something follows the list"),
+        ("sharegpt", "[" + 100_000 * "[", "d.json:1, entry 0: JSON that is nested too deep"),
+        ("sharegpt", [{"text": "a"}], "d.json:1, entry 0: expected .*conversations"),
+        ("sharegpt", [chat(), chat(("human", 3))], "1, entry 1, turn 0: value must be a text"),
+        ("sharegpt", [chat(("human", "\ud800"))], "d.json:1, entry 0: .ud800 is half a surr"),
+        ("sharegpt", [{"conversations": [3]}], "1, entry 0, turn 0: expected an object, found 3"),
         ("sharegpt", [], "none of 0 pairs"),
         ("sharegpt", [chat(("human", "a"), ("gpt", "b"))], "none of 1 pairs has at least 4 tokens"),
-        ("alpaca", [{"instruction": "a"}], "instruction"),
+        ("alpaca", [{"instruction": "a"}], "d.json:1, entry 0: the object lacks 'input'"),
+        (
+            "alpaca",
+            [{"instruction": "a", "input": None, "output": "b"}],
+            "d.json:1, entry 0: input must be a text, not None",
+        ),
     ],
 )
 def test_bad_data_sets_are_refused(file, vocabulary, kind, data, complaint):
@@ -142,7 +209,8 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:05.4799600,12,3
 2023-11-16 18:17:04.9799600,800,300
 """
-PROCESSED = "arrived_at,num_prefill_tokens,num_decode_tokens\n5.0,374,44\n6.5,12,3\n6.0,800,300\n"
+HEADER = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+PROCESSED = HEADER + "5.0,374,44\n6.5,12,3\n6.0,800,300\n"
 
 
 @pytest.mark.parametrize("text", [AZURE, PROCESSED])
@@ -176,16 +244,25 @@ def test_clipped_requests_fill_the_context(prompt, output):
 @pytest.mark.parametrize(
     "text, complaint",
     [
-        ("", "has columns \\(none\\); expected TIMESTAMP,ContextTokens"),
-        ("time,in,out\n1,2,3\n", "has columns time,in,out; expected"),
-        ("arrived_at,num_prefill_tokens,num_decode_tokens\n", "holds no request"),
-        ("arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,x\n", "line 2: cannot read"),
-        ("arrived_at,num_prefill_tokens,num_decode_tokens\n0,5\n", "line 2: cannot read"),
-        (
-            "arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,0\n",
-            "line 2: .*at least one token",
-        ),
-        ("arrived_at,num_prefill_tokens,num_decode_tokens\nnan,5,1\n", "line 2: .*finite"),
+        ("", "t.csv:1: has columns \\(none\\); expected TIMESTAMP,ContextTokens"),
+        ("time,in,out\n1,2,3\n", "t.csv:1: has columns time,in,out; expected"),
+        (HEADER.strip() + ",arrived_at\n0,1,1,0\n", "t.csv:1: has columns .*, each once"),
+        (HEADER, "holds no request"),
+        (HEADER + "0,5,x\n", "t.csv:2: cannot read .'0', '5', 'x'. as"),
+        (HEADER + "0,5\n", "t.csv:2: a row needs 3 values"),
+        (HEADER + "0,5,1,1\n", "t.csv:2: a row needs 3 values"),
+        (HEADER + "0,5,1\n0,5,0\n", "t.csv:3: .* from 1 to"),
+        (HEADER + "0,5,2147483648\n", "t.csv:2: .* from 1 to"),
+        (HEADER + "0,5," + 5000 * "9", "t.csv:2: cannot read"),
+        (HEADER + "nan,5,1\n", "t.csv:2: .* an arrival within"),
+        (HEADER + "-inf,5,1\n", "t.csv:2: .* an arrival within"),
+        (HEADER + "1e308,5,1\n", "t.csv:2: .* an arrival within"),
+        (HEADER + "0,5,1\n-1e308,5,1\n", "t.csv:3: .* an arrival within"),
+        (HEADER + "-1e9,5,1\n1e9,5,1\n", "t.csv, --time_scale=1.0: the last .* at 2e.09 s"),
+        (HEADER + '"0,5,1\n', "t.csv:2: not CSV .unexpected end of data"),
+        (HEADER + "0," + 200_000 * "1" + ",1\n", "t.csv:2: not CSV .field larger"),
+        (AZURE + "0001-01-01,5,1\n", "t.csv:5: "),
+        (AZURE + "2023-02-30 00:00:00,5,1\n", "t.csv:5: cannot read"),
     ],
 )
 def test_bad_traces_are_refused(file, vocabulary, text, complaint):
@@ -333,6 +410,13 @@ def test_a_workload_is_a_function_of_its_seed(vocabulary, spec):
 def test_bad_flags_are_refused_when_the_config_is_made(spec, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         WorkloadConfig(spec, **options)
+
+
+@pytest.mark.parametrize("rate", [1e-12, 1e-320])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_arrivals_that_no_clock_reaches_are_refused(vocabulary, rate):
+    with pytest.raises(ValueError, match=f"--request_rate={rate}: the last request arrives at"):
+        load("sharegpt", vocabulary, num_requests=9, request_rate=rate)
 
 
 def test_a_trace_refuses_a_request_rate(file):

@@ -1,0 +1,49 @@
+"""Ctrl-C in the middle of an engine's calls, by a timer's signal.
+
+Used by experiments/soak.py.
+"""
+
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from paged.engine import Engine
+
+SHORTEST, LONGEST = -4.5, -1.5  # powers of ten, seconds
+AGAIN_S = 1e-3
+
+
+class Interruption(KeyboardInterrupt):
+    """One of ours, which whoever is at the keyboard has not asked for."""
+
+
+class Interrupts:
+    """Disturbs a share of what it is `around`, while `engine` is in a call: what its users have in
+    hand is not the engine's to keep."""
+
+    def __init__(self, engine: Engine, share: float):
+        self._engine, self._share, self._armed = engine, share, False
+
+    @contextmanager
+    def around(self, rng: random.Random) -> Iterator[None]:
+        """May raise Interruption within; only in the main thread."""
+        if not self._share or rng.random() >= self._share:
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, self._ring)
+        self._armed = True
+        signal.setitimer(signal.ITIMER_REAL, 10 ** rng.uniform(SHORTEST, LONGEST))
+        try:
+            yield
+        finally:
+            self._armed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def _ring(self, *_) -> None:
+        if self._armed and self._engine._owner is not None:
+            self._armed = False
+            raise Interruption
+        if self._armed:
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
