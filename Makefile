@@ -3,21 +3,26 @@
 
 VENV := .venv
 JAX := 0.11.2
+# What `make test-all` installs beside the base, extras of pyproject.toml, and runs: all tests.
+EXTRAS := test
+TESTS :=
 # Lines of constraints.txt that start so do not bind; as it stands, its comments.
 UNPINNED := \#
 PY := $(VENV)/bin/python
 
-.PHONY: help demo test test-newest-jax test-parity test-aot compile-kernels compile-kernels-once lint format typecheck constraints clean
+.PHONY: help demo test test-all test-newest-jax test-parity test-aot compile-kernels compile-kernels-once cuda lint format typecheck constraints clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
 help:
 	@echo 'make demo             serve the bundled model; report and plots in results/demo/'
-	@echo 'make test             run the tests'
+	@echo 'make test             run the tests but for the slow ones'
+	@echo 'make test-all         run all tests, as CI does'
 	@echo 'make test-newest-jax  run the tests on the newest JAX 0.12, in .venv-newest'
-	@echo 'make test-parity      install torch (gigabytes) and run the tests against its own models'
-	@echo 'make test-aot         compile kernels and whole steps for GPUs that need not be here'
+	@echo 'make test-parity      run the tests against its own models on torch (gigabytes), in .venv-parity'
+	@echo 'make test-aot         compile kernels and whole steps for GPUs that need not be here, in .venv-aot'
 	@echo 'make compile-kernels  the same of every kernel and spec, on both JAX versions'
+	@echo 'make cuda             install for an NVIDIA GPU, in .venv-cuda'
 	@echo 'make lint             ruff'
 	@echo 'make format           let ruff rewrite the code'
 	@echo 'make typecheck        mypy'
@@ -27,8 +32,9 @@ help:
 demo: $(VENV)/.installed-base
 	$(PY) -m experiments.serve --flagfile=configs/demo.flags --output_dir=results/demo
 
-test: $(VENV)/.installed-test
-	$(PY) -m pytest
+test: CHOSEN := -m 'not slow'
+test test-all: $(VENV)/.installed-$(EXTRAS)
+	$(PY) -m pytest -n logical --maxprocesses=8 --dist=worksteal $(CHOSEN) $(TESTS)
 
 lint: $(VENV)/.installed-test
 	$(PY) -m ruff check .
@@ -42,20 +48,27 @@ typecheck: $(VENV)/.installed-test
 	$(PY) -m mypy
 
 test-newest-jax:
-	$(MAKE) test VENV=.venv-newest UNPINNED=jax
+	$(MAKE) test-all VENV=.venv-newest UNPINNED=jax
 	.venv-newest/bin/python -c 'import jax; print("passed on JAX", jax.__version__)'
 
-test-parity: $(VENV)/.installed-test $(VENV)/.installed-parity
-	$(PY) -m pytest tests/models/test_live_parity.py tests/experiments/test_bench_vs_transformers.py
+# torch and JAX's CUDA plugin bring CUDA libraries: each has an environment of its own.
+test-parity:
+	$(MAKE) test-all VENV=.venv-parity EXTRAS=test,parity \
+	    TESTS='tests/models/test_live_parity.py tests/experiments/test_bench_vs_transformers.py'
 
-test-aot: $(VENV)/.installed-test $(VENV)/.installed-aot
-	$(PY) -m pytest tests/pallas_kernels/test_compile.py tests/experiments/test_compile_step.py
+test-aot:
+	$(MAKE) test-all VENV=.venv-aot EXTRAS=test,aot \
+	    TESTS='tests/pallas_kernels/test_compile.py tests/experiments/test_compile_step.py'
 
-compile-kernels: compile-kernels-once
-	$(MAKE) compile-kernels-once VENV=.venv-newest UNPINNED=jax
+compile-kernels:
+	$(MAKE) compile-kernels-once VENV=.venv-aot
+	$(MAKE) compile-kernels-once VENV=.venv-newest-aot UNPINNED=jax
 
-compile-kernels-once: $(VENV)/.installed-aot
+compile-kernels-once: $(VENV)/.installed-test,aot
 	$(PY) -m pallas_kernels.compile --target=h200,h100,a100
+
+cuda:
+	$(MAKE) VENV=.venv-cuda .venv-cuda/.installed-cuda
 
 # An environment whose Python has been uninstalled is none: forget its stamps.
 $(shell [ -x $(PY) ] || rm -f $(VENV)/.created $(VENV)/.installed-*)
@@ -64,7 +77,7 @@ $(shell [ -x $(PY) ] || rm -f $(VENV)/.created $(VENV)/.installed-*)
 	python="$$(sh .ci/find_python)" && "$$python" -m venv --clear $*
 	touch $@
 
-# .installed-base, or .installed-NAME for the extra NAME of pyproject.toml.
+# .installed-base, or .installed-NAMES for extras of pyproject.toml.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 	grep -v '^$(UNPINNED)' constraints.txt > $(VENV)/constraints.txt
 	$(PY) -m pip install -c $(VENV)/constraints.txt -e '.$(patsubst %,[%],$(filter-out base,$*))'
@@ -72,10 +85,10 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 
 constraints: $(VENV)/.created
 	$(PY) -m pip install --dry-run --ignore-installed --quiet --report $(VENV)/resolved.json \
-	    -e '.[test,aot,parity]' jax==$(JAX) jaxlib==$(JAX) jax-cuda13-plugin==$(JAX)
+	    -e '.[test,aot,parity,cuda]' jax==$(JAX) jaxlib==$(JAX) jax-cuda13-plugin==$(JAX)
 	$(PY) .ci/write_constraints.py $(VENV)/resolved.json > $(VENV)/pins.txt
 	mv $(VENV)/pins.txt constraints.txt
 
 clean:
-	rm -rf .venv .venv-newest build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-parity .venv-aot .venv-newest-aot .venv-cuda build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,16 +1,15 @@
 """Engines of equal configuration compile equal programs: each is compiled once in a test run."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
-import jax
-import pytest
-
+# Set before JAX is imported, for pytest's workers and the programs that tests start as well.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="paged_jax_")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # What interpreted GPU kernels need so as not to wait for each other's threads.
 os.environ.setdefault("PJRT_NPROC", "8")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def shared_compilations(tmp_path_factory):
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("jax_cache")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
