@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 DECODE_CHUNK = 16  # consecutive KV tokens of a sequence, or a page; decode gathers several chunks,
-DECODE_BYTES = 2**21  # up to so many bytes of keys,
+DECODE_BYTES = 2**20  # up to so many bytes of keys,
 DECODE_TOKENS_PER_SEQUENCE = 128  # or fewer where there are few sequences
 PREFILL_CHUNK = 128  # KV tokens gathered at a time
 QUERY_TILE = 64  # prefill queries that share a gathered chunk
@@ -24,13 +24,21 @@ def _pad_to_multiple(x, axis: int, multiple: int):
     return jnp.pad(x, padding)
 
 
-def _read(pages_NxPxD, ids):
-    """The tokens [..., C, D] of pages ids [..., m]."""
-    N, P, D = pages_NxPxD.shape
-    # A page as one row is copied in one run; the ids are valid by contract. The barrier keeps XLA
-    # from copying token by token, in the shape that follows, which takes a CPU twice as long.
-    rows = pages_NxPxD.reshape(N, P * D).at[ids.reshape(-1)].get(mode="promise_in_bounds")
-    return jax.lax.optimization_barrier(rows).reshape(*ids.shape[:-1], -1, D)
+def _read(k_pages_NxPxD, v_pages_NxPxD, ids):
+    """Keys and values [..., C, D] of the tokens of pages ids [..., m].
+
+    Two barriers, without which XLA on CPUs is twice as slow: it would compute the ids within the
+    copies, which then are not spread over the cores, and copy in the shape that follows, token by
+    token. A page as one row is copied in one run. The ids are valid by contract.
+    """
+    N, P, D = k_pages_NxPxD.shape
+    flat_ids = jax.lax.optimization_barrier(ids.reshape(-1))
+
+    def copied(pages):
+        rows = pages.reshape(N, P * D).at[flat_ids].get(mode="promise_in_bounds")
+        return jax.lax.optimization_barrier(rows).reshape(*ids.shape[:-1], -1, D)
+
+    return copied(k_pages_NxPxD), copied(v_pages_NxPxD)
 
 
 def _scores(q, k, scale, soft_cap):
@@ -74,17 +82,13 @@ def _ends(first, lengths, begin, end, P: int, sliding_window):
 
     Tokens `first` .. `lengths` [S, K] are read, and columns begin .. end of them whole.
     """
-    columns, tokens_from, tokens_to = [end], [jnp.maximum(first, end * P)], [lengths]
+    parts = [(end, jnp.maximum(first, end * P), lengths)]
     if sliding_window is not None:
-        columns.append(first // P)
-        tokens_from.append(first)
-        tokens_to.append(jnp.minimum(begin, end) * P)
-    columns_SxKxe = jnp.stack(columns, -1)
-    token = columns_SxKxe[..., None] * P + jnp.arange(P)
-    held = (token >= jnp.stack(tokens_from, -1)[..., None]) & (
-        token < jnp.stack(tokens_to, -1)[..., None]
-    )
-    return columns_SxKxe, held.reshape(*first.shape, -1)
+        parts.append((first // P, first, jnp.minimum(begin, end) * P))
+    columns, start, stop = (jnp.stack(values, -1) for values in zip(*parts))
+    token = columns[..., None] * P + jnp.arange(P)
+    held = (token >= start[..., None]) & (token < stop[..., None])
+    return columns, held.reshape(*first.shape, -1)
 
 
 def decode(
@@ -113,9 +117,9 @@ def decode(
 
     columns, held = _ends(first, lengths, begin, end, P, sliding_window)
     ids = listed(jnp.arange(S), columns)
-    scores = _scores(q_SxKxGxD, _read(k_pages, ids), scale, soft_cap)
-    v = jnp.where(held[..., None], _read(v_pages, ids), 0)
-    state = _attended(scores, held[:, :, None], v)
+    k, v = _read(k_pages, v_pages, ids)
+    v = jnp.where(held[..., None], v, 0)
+    state = _attended(_scores(q_SxKxGxD, k, scale, soft_cap), held[:, :, None], v)
 
     first_column = begin.min(1)
     counts = jnp.maximum(end.max(1) - first_column + pages - 1, 0) // pages
@@ -135,13 +139,13 @@ def decode(
         seen = jnp.repeat(whole, P, axis=-1)[:, :, None]
         ids = jnp.where(whole, listed(s, columns), whole_page)
 
-        scores = _scores(q_SxKxGxD[s], _read(k_pages, ids), scale, soft_cap)
+        k, v = _read(k_pages, v_pages, ids)
+        scores = _scores(q_SxKxGxD[s], k, scale, soft_cap)
         scores = jnp.where(seen, scores, NEG_INF)
         new_top = top.at[s].max(scores.max(-1))
         probs = jnp.where(seen, jnp.exp(scores - new_top[s][..., None]), 0.0)
         decay = jnp.exp(top - new_top)
-        weighted = _weighted_sum(probs, _read(v_pages, ids))
-        acc = (acc * decay[..., None]).at[s].add(weighted)
+        acc = (acc * decay[..., None]).at[s].add(_weighted_sum(probs, v))
         return acc, new_top, (total * decay).at[s].add(probs.sum(-1))
 
     state = jax.lax.fori_loop(0, (ends[-1] + W - 1) // W, body, state)
@@ -186,8 +190,9 @@ def prefill(
             held = (index < lengths[s]) & (index >= first[0])
             # What is not held may be anything, not-a-number included: the rest of a page holds
             # what a former owner left there.
-            v = jnp.where(held[:, None], _read(v_pages, ids), 0)
-            scores = _scores(q_KxRxD, _read(k_pages, ids), scale, soft_cap)
+            k, v = _read(k_pages, v_pages, ids)
+            v = jnp.where(held[:, None], v, 0)
+            scores = _scores(q_KxRxD, k, scale, soft_cap)
             acc, top, total = state
             new_acc, new_top, new_total = _attended(scores, jnp.tile(seen, (G, 1)), v, top)
             decay = jnp.exp(top - new_top)
