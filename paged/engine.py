@@ -174,7 +174,7 @@ class OutputStream(Iterator[RequestOutput]):
     def drop(self) -> None:
         """Have the request aborted, and its outputs forgotten, before the engine does anything
         else."""
-        if self.group is not None:
+        if self.group is not None and (self.mailbox or not self.group.finished):
             self._engine.requests.dropped.append(self.group)
 
     def __del__(self):
