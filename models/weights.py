@@ -115,7 +115,9 @@ def load(
     order = sorted(range(len(declared)), key=lambda i: -math.prod(declared[i].shape))
     values: list[jax.Array | None] = [None] * len(declared)
     for i in tqdm(order, "loading weights", unit=" tensors", disable=len(files) == 1):
-        values[i] = place(declared[i], _read(declared[i], paths[declared[i].hf_name], dtype))
+        array = _read(declared[i], paths[declared[i].hf_name], dtype)
+        # A device may copy it later, and what waits to be copied would pile up.
+        values[i] = jax.block_until_ready(place(declared[i], array))
     return config, jax.tree.unflatten(structure, values)
 
 
