@@ -58,8 +58,9 @@ if __name__ == "__main__":
     config = EngineConfig(
         max_num_seqs=1, max_model_len=64, kv_cache_tokens=64, watermark=0.0, tensor_parallel=size
     )
-    jnp.zeros(1).block_until_ready()  # JAX's own memory is there already
-    before = memory("VmRSS")
+    # The memory of JAX, and of transformers, which reading config.json imports, is there already.
+    jnp.zeros(1).block_until_ready()
     place = Shards(weights.load_config(folder), size).place_one
+    before = memory("VmRSS")
     engine = Engine.from_model(weights.load(folder, place=place)[1], MODEL, config)
     print(memory("VmHWM") - before)
