@@ -179,6 +179,14 @@ def _where_any(asks_S, change, x):
     return jax.lax.cond(jnp.any(asks_S), change, lambda x: x, x)
 
 
+def _argmax(x_SxV):
+    """The first index [S] int32 of the largest value: XLA vectorises two plain reductions on CPUs,
+    and jnp.argmax not: 0.3 ms and 2.5 ms for 32 rows of 32,000, on two cores."""
+    V = x_SxV.shape[-1]
+    largest = x_SxV == x_SxV.max(-1, keepdims=True)
+    return jnp.where(largest, jnp.arange(V, dtype=jnp.int32), V - 1).min(-1)
+
+
 def sample(logits_SxV, how: SamplingArrays, position_S, state: SamplingState, slots_S):
     """Tokens [S] int32 from float32 logits [S, V]; `INVALID_TOKEN` where logits are not finite.
 
@@ -199,7 +207,7 @@ def sample(logits_SxV, how: SamplingArrays, position_S, state: SamplingState, sl
         lambda x: _penalised(x, how, state.history[rows], position_S),
         adjusted,
     )
-    greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    greedy = _argmax(adjusted)
 
     def draw():
         x = adjusted / jnp.maximum(how.temperature, 1e-6)[:, None]
@@ -210,8 +218,10 @@ def sample(logits_SxV, how: SamplingArrays, position_S, state: SamplingState, sl
             x,
         )
         noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(how.seed, position_S, x.shape[-1])
-        drawn = jnp.argmax(x + noise, axis=-1).astype(jnp.int32)
+        drawn = _argmax(x + noise)
         return jnp.where(how.temperature > 0, drawn, greedy)
 
     tokens = jax.lax.cond(jnp.any(how.temperature > 0), draw, lambda: greedy)
-    return jnp.where(jnp.isfinite(logits_SxV).all(-1), tokens, INVALID_TOKEN)
+    # Both extremes are finite where all are; not-a-number is its own extreme.
+    finite = jnp.isfinite(logits_SxV.max(-1)) & jnp.isfinite(logits_SxV.min(-1))
+    return jnp.where(finite, tokens, INVALID_TOKEN)
