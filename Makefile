@@ -54,18 +54,18 @@ test-newest-jax:
 # torch and JAX's CUDA plugin bring CUDA libraries: each has an environment of its own.
 test-parity:
 	$(MAKE) test-all VENV=.venv-parity EXTRAS=test,parity \
-	    TESTS='tests/models/test_live_parity.py tests/experiments/test_bench_vs_transformers.py'
+	    TESTS='tests/models/test_live_parity.py tests/experiments/bench/test_vs_transformers.py'
 
 test-aot:
 	$(MAKE) test-all VENV=.venv-aot EXTRAS=test,aot \
-	    TESTS='tests/pallas_kernels/test_compile.py tests/experiments/test_compile_step.py'
+	    TESTS='tests/pallas_kernels/tools/test_compile.py tests/experiments/gpu/test_compile_step.py'
 
 compile-kernels:
 	$(MAKE) compile-kernels-once VENV=.venv-aot
 	$(MAKE) compile-kernels-once VENV=.venv-newest-aot UNPINNED=jax
 
 compile-kernels-once: $(VENV)/.installed-test,aot
-	$(PY) -m pallas_kernels.compile --target=h200,h100,a100
+	$(PY) -m pallas_kernels.tools.compile --target=h200,h100,a100
 
 cuda:
 	$(MAKE) VENV=.venv-cuda .venv-cuda/.installed-cuda

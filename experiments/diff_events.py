@@ -17,9 +17,9 @@ from typing import Any
 
 from absl import app, flags
 
-from experiments import program
-from experiments.event_log import Event, EventLog, read_log
-from experiments.run_record import plain
+from experiments.lib import program
+from experiments.lib.event_log import Event, EventLog, read_log
+from experiments.lib.run_record import plain
 
 FLAGS = flags.FLAGS
 ABSENT = "nothing"  # stands for the value of a field that one event lacks

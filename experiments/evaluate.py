@@ -16,13 +16,14 @@ import matplotlib
 from absl import flags
 from tqdm import tqdm
 
-from experiments import program, report, run_record, tasks
-from experiments.bootstrap import mean_interval
-from experiments.flags import define_engine_flags, engine_config, load_engine
-from experiments.text_files import read_csv, shown
-from models import weights
+from experiments.lib import program, report, run_record
+from experiments.lib.bootstrap import mean_interval
+from experiments.lib.flags import define_engine_flags, engine_config, load_engine
+from experiments.lib.text_files import read_csv, shown
+from experiments.tasks import tasks
+from models import checkpoint
 from paged.engine import Engine, EngineConfig
-from paged.sequence import SamplingParams
+from paged.requests.sequence import SamplingParams
 
 FLAGS = flags.FLAGS
 EXACT_TASKS = [task for task in tasks.TASKS if task != "story"]
@@ -192,10 +193,10 @@ def write(output_dir: Path, rows: Sequence[Accuracy], answers: Sequence[Answer],
 def main(names: Sequence[str]) -> None:
     with program.refusals():
         run_record.check_output_dir(FLAGS.output_dir, "accuracy.csv", "prompts.csv", "accuracy.png")
-        config = engine_config(weights.load_config(FLAGS.model))
+        config = engine_config(checkpoint.load_config(FLAGS.model))
         pairs = settings(FLAGS.tasks, FLAGS.contexts, config)
         others = read_answers(FLAGS.compare_with) if FLAGS.compare_with else None
-        engine = load_engine(config, weights.load_tokenizer(FLAGS.model))
+        engine = load_engine(config, checkpoint.load_tokenizer(FLAGS.model))
         engine.warm_up()
         answers = evaluate(engine, pairs, FLAGS.num_prompts, FLAGS.seed)
         rows = accuracies(answers, others)
@@ -203,7 +204,7 @@ def main(names: Sequence[str]) -> None:
         "experiment": "evaluate",
         "flags": {name: FLAGS[name].value for name in names},
         "seed": FLAGS.seed,
-        "weights_sha256": weights.weights_hash(FLAGS.model),
+        "weights_sha256": checkpoint.weights_hash(FLAGS.model),
     }
     write(Path(FLAGS.output_dir), rows, answers, facts)
     print(table(rows))
@@ -212,7 +213,7 @@ def main(names: Sequence[str]) -> None:
 
 def define_flags() -> list[str]:
     """Define this program's flags; returns their names."""
-    flags.DEFINE_list("tasks", EXACT_TASKS, "comma-separated tasks of experiments/tasks.py")
+    flags.DEFINE_list("tasks", EXACT_TASKS, "comma-separated tasks of experiments/tasks/tasks.py")
     flags.DEFINE_list("contexts", ["256", "512", "1024", "2048"], "prompt and answer, in tokens")
     flags.DEFINE_integer("num_prompts", 100, "prompts of each task and context", lower_bound=1)
     flags.DEFINE_string("compare_with", "", "prompts.csv of another run, for paired differences")

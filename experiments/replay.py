@@ -21,22 +21,22 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from experiments import run_record
 from experiments.diff_events import first_difference, incomplete, report, run, untimed
-from experiments.event_log import Event, EventLog, read_log, write_log
-from experiments.flags import (
+from experiments.lib import run_record
+from experiments.lib.event_log import Event, EventLog, read_log, write_log
+from experiments.lib.flags import (
     define_executor_flag,
     define_model_flags,
     load_engine,
     values_of,
 )
-from experiments.text_files import shown
-from models import weights
+from experiments.lib.text_files import shown
+from models import checkpoint
 from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import NO_TOKEN
-from paged.sequence import SamplingParams
+from paged.requests.sequence import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.recorded import RecordedTokens
 
@@ -202,7 +202,7 @@ def num_tokens(log: Iterable[Event]) -> int:
 
 def _load(log: EventLog) -> Engine:
     """The engine that the flags and the log ask for."""
-    model, tokenizer = weights.load_config(FLAGS.model), weights.load_tokenizer(FLAGS.model)
+    model, tokenizer = checkpoint.load_config(FLAGS.model), checkpoint.load_tokenizer(FLAGS.model)
     if FLAGS.executor == "simulated":
         return simulated_engine(log, model, tokenizer)
     check_model(log, model)

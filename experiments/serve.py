@@ -17,21 +17,22 @@ from typing import Any
 from absl import flags
 from tqdm import tqdm
 
-from experiments import event_log, plots, program, report, run_record, workloads
-from experiments.flags import (
+from experiments.lib import event_log, plots, program, report, run_record
+from experiments.lib.flags import (
     define_engine_flags,
     define_fields,
     engine_config,
     load_engine,
     values_of,
 )
-from experiments.workloads import Request, Vocabulary, Workload, WorkloadConfig
-from models import weights
+from experiments.workloads import workloads
+from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig
+from models import checkpoint
 from paged.clock import WallClock
 from paged.engine import Engine
 from paged.kv_cache import POLICIES
-from paged.sequence import RequestOutput, SamplingParams
-from paged.validation import check_group, validated_prompt
+from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.validation import check_group, validated_prompt
 
 FLAGS = flags.FLAGS
 LONGEST_WAIT_S = 0.5  # for the next request, before it is asked whether to stop
@@ -80,9 +81,9 @@ def prepare() -> tuple[Engine, Workload, SamplingParams]:
     )
     wanted = WorkloadConfig(**values_of(field.name for field in fields(WorkloadConfig)))
     sampling = SamplingParams(**values_of(SAMPLING_HELP))
-    model = weights.load_config(FLAGS.model)
+    model = checkpoint.load_config(FLAGS.model)
     config = engine_config(model)
-    tokenizer = weights.load_tokenizer(FLAGS.model)
+    tokenizer = checkpoint.load_tokenizer(FLAGS.model)
     check_group(sampling, model, config)
     pages = config.kv_cache_tokens // config.page_size // sampling.num_sequences
     longest = min(config.max_model_len, pages * config.page_size)
@@ -285,7 +286,8 @@ def main(names: Sequence[str]) -> None:
             "experiment": "serve",
             "flags": values_of(names),
             "seed": FLAGS.seed,
-            "model": asdict(engine.model) | {"weights_sha256": weights.weights_hash(FLAGS.model)},
+            "model": asdict(engine.model)
+            | {"weights_sha256": checkpoint.weights_hash(FLAGS.model)},
         }
     engine.warm_up()
     if status := serve_and_write(engine, workload, sampling, FLAGS.seed, FLAGS.output_dir, facts):

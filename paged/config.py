@@ -6,7 +6,7 @@ from typing import Literal
 from paged import checks
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import Capabilities
-from paged.sequence import MAX_SEQUENCES
+from paged.requests.sequence import MAX_SEQUENCES
 
 MAX_STEP_TOKENS = 2**20
 MAX_MULTI_STEP = 1024

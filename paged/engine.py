@@ -6,14 +6,14 @@ from collections.abc import Sequence as List
 
 from models.config import ModelConfig
 from paged.config import EngineConfig
+from paged.device.executor import DeviceExecutor
+from paged.device.step import StepProgram
+from paged.device.step_inputs import Buckets
+from paged.device.tensor_parallel import Shards
 from paged.engine_loop import EngineLoop
 from paged.exclusive import exclusive
-from paged.executor import DeviceExecutor
-from paged.sequence import RequestOutput, SamplingParams, SequenceGroup
-from paged.step import StepProgram
-from paged.step_inputs import Buckets
-from paged.tensor_parallel import Shards
-from paged.validation import Prompt, check_model, check_sequence
+from paged.requests.sequence import RequestOutput, SamplingParams, SequenceGroup
+from paged.requests.validation import Prompt, check_model, check_sequence
 
 
 class Engine(EngineLoop):

@@ -14,25 +14,25 @@ import numpy as np
 from models.config import ModelConfig
 from paged.checks import is_bool, is_real, is_text, refusal
 from paged.config import EngineConfig
+from paged.device.executor import Executor
+from paged.device.step_inputs import Buckets, build_step_inputs
 from paged.exclusive import exclusive
-from paged.executor import Executor
 from paged.intake import InFlight, Intake
 from paged.kv_cache import POLICIES
 from paged.metrics import Metrics, StepRecord, step_facts
-from paged.outputs import record_prompt_logprobs, request_output
-from paged.requests import Requests
-from paged.scheduled_step import ScheduledStep
-from paged.scheduler import Scheduler
-from paged.sequence import (
+from paged.requests.outputs import record_prompt_logprobs, request_output
+from paged.requests.registry import Requests
+from paged.requests.sequence import (
     RequestOutput,
     SamplingParams,
     SequenceGroup,
     Status,
     changed_fields,
 )
-from paged.step_inputs import Buckets, build_step_inputs
-from paged.stopping import TextStream
-from paged.validation import Prompt, check_model, token_limit, validated_prompt
+from paged.requests.stopping import TextStream
+from paged.requests.validation import Prompt, check_model, token_limit, validated_prompt
+from paged.scheduling.scheduled_step import ScheduledStep
+from paged.scheduling.scheduler import Scheduler
 
 
 class EngineLoop:

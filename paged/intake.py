@@ -6,15 +6,15 @@ import numpy as np
 
 from models.config import ModelConfig
 from paged.clock import VirtualClock, WallClock
-from paged.executor import PendingOutputs
+from paged.device.executor import PendingOutputs
+from paged.device.step import StepOutputs
 from paged.metrics import Metrics
-from paged.outputs import record_logprobs, request_output
-from paged.requests import Requests
-from paged.scheduled_step import ScheduledStep
-from paged.scheduler import Scheduler
-from paged.sequence import RequestOutput, Sequence, SequenceGroup, Status
-from paged.step import StepOutputs
-from paged.stopping import StopChecker
+from paged.requests.outputs import record_logprobs, request_output
+from paged.requests.registry import Requests
+from paged.requests.sequence import RequestOutput, Sequence, SequenceGroup, Status
+from paged.requests.stopping import StopChecker
+from paged.scheduling.scheduled_step import ScheduledStep
+from paged.scheduling.scheduler import Scheduler
 
 
 @dataclass

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paged.scheduled_step import ScheduledStep
-from paged.scheduler import Scheduler
-from paged.sequence import RequestOutput, SequenceGroup
+from paged.requests.sequence import RequestOutput, SequenceGroup
+from paged.scheduling.scheduled_step import ScheduledStep
+from paged.scheduling.scheduler import Scheduler
 
 NO_TOKEN = -2  # in the log, what a row gives in an iteration in which it samples nothing
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
-from paged.block_pool import NULL_BLOCK, BlockPool
-from paged.block_table import BlockTables, SwappedTables
+from paged.blocks.block_pool import NULL_BLOCK, BlockPool
+from paged.blocks.block_table import BlockTables, SwappedTables
+from paged.blocks.prefix_cache import PrefixCache, chain, root_key
 from paged.kv_cache.policy import Capabilities, Usage
-from paged.prefix_cache import PrefixCache, chain, root_key
 from pallas_kernels.kv_write import copy_pages, write_kv
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
 

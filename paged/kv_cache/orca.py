@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from models.config import ModelConfig
-from paged.block_pool import NULL_BLOCK
-from paged.buddy_allocator import BuddyAllocator
+from paged.blocks.block_pool import NULL_BLOCK
+from paged.blocks.buddy_allocator import BuddyAllocator
 from paged.kv_cache import dense
 from paged.kv_cache.policy import Capabilities, Usage
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from models.config import ModelConfig
-from paged.sequence import Sequence
+from paged.requests.sequence import Sequence
 
 
 @dataclass(frozen=True)

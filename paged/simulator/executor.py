@@ -8,9 +8,9 @@ import numpy as np
 
 from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
 from paged.clock import VirtualClock
+from paged.device.step import StepOutputs
+from paged.device.step_inputs import StepInputs
 from paged.simulator.recorded import RecordedTokens
-from paged.step import StepOutputs
-from paged.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Public ops: check shapes and pick an implementation."""
 
 from pallas_kernels import backend
-from pallas_kernels.kv_write import mosaic_gpu, reference, xla
+from pallas_kernels.kv_write import reference, write_sm90, xla
 
-WRITE = {"reference": reference.write, "xla": xla.write, "mosaic_gpu": mosaic_gpu.write}
-COPY = {"reference": reference.copy, "xla": xla.copy, "mosaic_gpu": mosaic_gpu.copy}
+WRITE = {"reference": reference.write, "xla": xla.write, "mosaic_gpu": write_sm90.write}
+COPY = {"reference": reference.copy, "xla": xla.copy, "mosaic_gpu": write_sm90.copy}
 DEFAULT = "xla"  # everywhere, until the kernels are measured to be faster
 
 
@@ -37,7 +37,7 @@ def write_kv(
             f"keys {k_TxKxD.shape} need values of that shape and a slot mapping [{T}, {K}], "
             f"not {v_TxKxD.shape} and {slot_mapping_TxK.shape}"
         )
-    refusal = mosaic_gpu.unsupported(
+    refusal = write_sm90.unsupported(
         k_pages_NxPxD, [(K, D), (K, D)], v_pages_NxPxD, k_TxKxD, v_TxKxD
     )
     run = backend.choose("write_kv", WRITE, implementation or DEFAULT, refusal)
@@ -56,6 +56,6 @@ def copy_pages(pages_NxPxD, sources_C, destinations_C, *, implementation: str | 
             f"sources and destinations must both be [C], "
             f"not {sources_C.shape} and {destinations_C.shape}"
         )
-    refusal = mosaic_gpu.unsupported(pages_NxPxD, [pages_NxPxD.shape[1:]])
+    refusal = write_sm90.unsupported(pages_NxPxD, [pages_NxPxD.shape[1:]])
     run = backend.choose("copy_pages", COPY, implementation or DEFAULT, refusal)
     return run(pages_NxPxD, sources_C, destinations_C)

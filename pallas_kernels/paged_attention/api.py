@@ -4,25 +4,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.paged_attention import (
-    mosaic_gpu,
-    mosaic_gpu_ampere,
-    mosaic_gpu_prefill,
-    reference,
-    xla,
-)
+from pallas_kernels.paged_attention import decode_sm80, decode_sm90, prefill_sm90, reference, xla
 
 MOST_GROUP = 16  # query heads of a KV head that decode kernels take
 DECODE = {
     "reference": reference.decode,
     "xla": xla.decode,
-    "mosaic_gpu": mosaic_gpu.decode,
-    "mosaic_gpu_ampere": mosaic_gpu_ampere.decode,
+    "mosaic_gpu": decode_sm90.decode,
+    "mosaic_gpu_ampere": decode_sm80.decode,
 }
 PREFILL = {
     "reference": reference.prefill,
     "xla": xla.prefill,
-    "mosaic_gpu": mosaic_gpu_prefill.prefill,
+    "mosaic_gpu": prefill_sm90.prefill,
 }
 
 

@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from experiments import build_tokenizer
-from models import llama, weights
+from experiments.train import build_tokenizer
+from models import checkpoint, llama
 from models import params as parameters
 from models.config import ModelConfig
 
@@ -20,11 +20,11 @@ def tiny_folder(tmp_path_factory):
     """A Hugging Face folder of the tiny model."""
     folder = tmp_path_factory.mktemp("tiny_model")
     params = parameters.init(llama.declare(TINY), jax.random.key(0))
-    weights.save(folder, TINY, params)
+    checkpoint.save(folder, TINY, params)
     build_tokenizer.build(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny_folder):
-    return weights.load_tokenizer(tiny_folder)
+    return checkpoint.load_tokenizer(tiny_folder)

@@ -4,9 +4,9 @@ import json
 import random
 from typing import Any
 
-from experiments.run_record import plain
+from experiments.lib.run_record import plain
 from paged.engine import Engine
-from paged.sequence import SamplingParams
+from paged.requests.sequence import SamplingParams
 from tests.paged.tiny import TINY
 
 # A cache of 80 tokens holds such a request and 16 pinned tokens, whatever its pages; one of

@@ -16,7 +16,7 @@ RUNNER = """
 import contextlib, importlib, io, json, sys
 from absl import app, flags
 from absl.testing import flagsaver
-from experiments import program
+from experiments.lib import program
 
 def run(module, argv):
     return program.call(module.main, argv, names)
@@ -152,10 +152,10 @@ SOAK = [
     ("--check_share=nan", "flag --check_share=nan: nan is not a finite number"),
 ]
 CASES = {
-    "soak": SOAK,
-    "sharing_savings": SAVINGS,
-    "memory_map": MEMORY_MAP,
-    "attention_concentration": CONCENTRATION,
+    "soak.__main__": SOAK,
+    "figures.vllm.sharing_savings": SAVINGS,
+    "figures.vllm.memory_map": MEMORY_MAP,
+    "figures.attention_concentration": CONCENTRATION,
     "serve": SERVE + ENGINE,
     "evaluate": EVALUATE + ENGINE,
 }

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from experiments.diff_events import first_difference, report
-from experiments.event_log import read_log, write_log
+from experiments.lib.event_log import read_log, write_log
 from experiments.replay import replay, simulated_engine
 from paged.engine import Engine, EngineConfig
 from paged.simulator.executor import SimulatedExecutor

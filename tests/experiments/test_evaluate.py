@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import evaluate, tasks
-from experiments.bootstrap import mean_interval
-from models import llama, weights
+from experiments import evaluate
+from experiments.lib.bootstrap import mean_interval
+from experiments.tasks import tasks
+from models import checkpoint, llama
 from models import params as parameters
 from models.config import ModelConfig
 from paged.engine import Engine, EngineConfig
@@ -80,7 +81,7 @@ def test_a_random_model_is_evaluated_end_to_end(tmp_path):
         parameters.init(llama.declare(model), jax.random.key(0)),
         model,
         CONFIG,
-        weights.load_tokenizer(weights.BUNDLED),
+        checkpoint.load_tokenizer(checkpoint.BUNDLED),
     )
     answers = evaluate.evaluate(engine, [("needle", 256), ("vote", 256)], 3, 0, progress=False)
     rows = evaluate.accuracies(answers)

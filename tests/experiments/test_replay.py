@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.diff_events import first_difference
-from experiments.event_log import EventLog, read_log, write_log
+from experiments.lib.event_log import EventLog, read_log, write_log
 from experiments.replay import check_model, logged_config, num_tokens, replay, simulated_engine
-from models import llama, weights
+from models import checkpoint, llama
 from models import params as parameters
 from paged.engine import Engine, EngineConfig
-from paged.sequence import SamplingParams
+from paged.requests.sequence import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from tests.experiments import conftest
 from tests.experiments.random_run import as_json, random_run, without_times
 from tests.paged.hashing_executor import HashingExecutor
-from tests.paged.test_sampling_parameters import SMALL, WAYS
+from tests.paged.requests.test_sampling_parameters import SMALL, WAYS
 from tests.paged.tiny import TINY, padded
 
 ROOT = Path(__file__).parents[2]
@@ -285,7 +285,7 @@ def program(*arguments: object) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def served(tiny_folder, tokenizer, tmp_path_factory):
     """The log of a run of the tiny model, in a file."""
-    model, params = weights.load(tiny_folder)
+    model, params = checkpoint.load(tiny_folder)
     config = EngineConfig(
         max_num_seqs=1, max_num_batched_tokens=64, max_prefills_per_step=1, max_model_len=64
     )

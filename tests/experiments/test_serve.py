@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import event_log, run_record, serve, write_prompts
-from experiments.workloads import Request, Vocabulary, Workload, WorkloadConfig, load
-from models import weights
+from experiments import serve
+from experiments.lib import event_log, run_record
+from experiments.workloads import write_prompts
+from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig, load
+from models import checkpoint
 from paged.engine import Engine, EngineConfig
-from paged.sequence import RequestOutput, SamplingParams
+from paged.requests.sequence import RequestOutput, SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 from tests.experiments.conftest import TINY
 
@@ -165,7 +167,7 @@ def test_a_refused_request_is_an_error(tokenizer):
 
 
 def test_the_model_serves_and_samples_by_seed(tiny_folder, tokenizer):
-    model, params = weights.load(tiny_folder)
+    model, params = checkpoint.load(tiny_folder)
     # One at a time: two steps to compile.
     engine = Engine.from_model(params, model, replace(SMALL, max_num_seqs=1), tokenizer)
     engine.warm_up(progress=False)
@@ -214,7 +216,7 @@ def test_the_program_writes_its_report(tiny_folder, tmp_path):
 
     report = json.loads((out / "report.json").read_text())
     assert report["flags"]["request_rate"] == 100 and report["flags"]["max_num_seqs"] == 1
-    assert report["model"]["weights_sha256"] == weights.weights_hash(tiny_folder)
+    assert report["model"]["weights_sha256"] == checkpoint.weights_hash(tiny_folder)
     outputs = [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
     assert [o["exact"] for o in outputs].count(False) == 3
     events = [json.loads(line)["event"] for line in (out / "events.jsonl").read_text().splitlines()]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import weights
+from models import checkpoint
 from models.families import family
 from models.full_attention import causal_attend
 
@@ -20,7 +20,7 @@ CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 
 def golden(case):
     """Configuration, float32 parameters, tokens [T] and Hugging Face's logits [T, V]."""
-    config, loaded = weights.load(GOLDEN / case, "float32")
+    config, loaded = checkpoint.load(GOLDEN / case, "float32")
     with np.load(GOLDEN / case / "expected.npz") as expected:
         return config, loaded, expected["tokens"], expected["logits"]
 

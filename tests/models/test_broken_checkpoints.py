@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models import weights
+from models import checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -73,16 +73,16 @@ def put(name, value):
 def test_broken_tensors(folder, edit, message):
     edit_tensors(folder, edit)
     with pytest.raises(ValueError, match=re.escape(message)):
-        weights.load(folder, "float16")
+        checkpoint.load(folder, "float16")
 
 
 def test_config_that_is_not_that_of_the_weights(folder):
     edit_config(folder, num_key_value_heads=2)
     with pytest.raises(ValueError, match=r"k_proj.weight has shape \(24, 24\).* \(12, 24\)"):
-        weights.load(folder)
+        checkpoint.load(folder)
     edit_config(folder, num_key_value_heads=4, num_hidden_layers=3)
     with pytest.raises(ValueError, match=r"layers.2.* is missing"):
-        weights.load(folder)
+        checkpoint.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_config_of_learned_positions_that_is_not_that_of_the_weights(
     folder = Path(shutil.copytree(GOLDEN / case, tmp_path / case))
     edit_config(folder, **fields)
     with pytest.raises(ValueError, match=message):
-        weights.load(folder)
+        checkpoint.load(folder)
 
 
 def test_broken_part_of_a_fused_tensor(tmp_path):
@@ -113,10 +113,10 @@ def test_broken_part_of_a_fused_tensor(tmp_path):
     name = "transformer.h.1.attn.c_attn.bias"
     edit_tensors(folder, lambda tensors: tensors[name].__setitem__(50, np.nan))
     with pytest.raises(ValueError, match=f"tensor {name} has values that are NaN"):
-        weights.load(folder)
+        checkpoint.load(folder)
     edit_tensors(folder, put(name, np.ones(24, np.float32)))
     with pytest.raises(ValueError, match=r"c_attn.bias has shape \(24,\), but .* asks for \(72,\)"):
-        weights.load(folder)
+        checkpoint.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_broken_files(folder, file, content, message):
     else:
         (folder / file).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(message)):
-        weights.load(folder)
+        checkpoint.load(folder)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "cut in the header", "flipped header", "length"])
@@ -162,13 +162,13 @@ def test_damaged_safetensors(folder, damage):
         data[3] ^= 0x40
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"model.safetensors is damaged: .*"):
-        weights.load(folder)
+        checkpoint.load(folder)
 
 
 def test_no_flipped_bit_of_the_header_goes_unnoticed(folder):
     """Each is refused, or changes nothing: it was in what only other programs read."""
     path = folder / "model.safetensors"
-    data, (_, whole) = path.read_bytes(), weights.load(folder)
+    data, (_, whole) = path.read_bytes(), checkpoint.load(folder)
     header = 8 + int.from_bytes(data[:8], "little")
     rng, refused = np.random.default_rng(0), 0
     for bit in rng.choice(8 * header, 150, replace=False).tolist():
@@ -176,7 +176,7 @@ def test_no_flipped_bit_of_the_header_goes_unnoticed(folder):
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         try:
-            _, loaded = weights.load(folder)
+            _, loaded = checkpoint.load(folder)
         except ValueError as error:
             assert str(folder) in str(error)
             refused += 1
@@ -185,24 +185,24 @@ def test_no_flipped_bit_of_the_header_goes_unnoticed(folder):
     assert refused > 140
 
 
-@pytest.mark.parametrize("dtype", weights.DTYPES)
+@pytest.mark.parametrize("dtype", checkpoint.DTYPES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_values_that_are_not_finite_are_refused_in_every_dtype(folder, dtype, value):
     edit_tensors(folder, lambda tensors: tensors[Q_PROJ].__setitem__((23, 23), value))
     with pytest.raises(ValueError, match=f"tensor {Q_PROJ} has values that are NaN or infinite"):
-        weights.load(folder, dtype)
+        checkpoint.load(folder, dtype)
 
 
 def test_a_config_of_far_too_many_layers(folder):
     edit_config(folder, num_hidden_layers=10**9)
     with pytest.raises(ValueError, match=r"asks for 10{9} layers, but there are 21 tensors in all"):
-        weights.load(folder)
+        checkpoint.load(folder)
 
 
 def test_a_number_of_the_config_that_no_float_holds(folder):
     edit_config(folder, rms_norm_eps=10**400)
     with pytest.raises(ValueError, match=r"config\.json: rms_norm_eps must be from 1\.18e-38 to"):
-        weights.load_config(folder)
+        checkpoint.load_config(folder)
 
 
 def test_shards_that_do_not_fit_together(sharded):
@@ -212,12 +212,12 @@ def test_shards_that_do_not_fit_together(sharded):
     save_file(tensors | {name: others[name]}, first)
     message = f"{second}: tensor {name} is also in {first.name}"
     with pytest.raises(ValueError, match=re.escape(message)):
-        weights.load(sharded)
+        checkpoint.load(sharded)
     # The index says that it is in the second one.
     save_file(tensors, first)
     save_file({key: value for key, value in others.items() if key != name}, second)
     with pytest.raises(ValueError, match=f"tensor {re.escape(name)} of shape .* is missing"):
-        weights.load(sharded)
+        checkpoint.load(sharded)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/x.safetensors", "."])
@@ -226,7 +226,7 @@ def test_an_index_that_leads_out_of_its_folder(sharded, name):
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
     message = f"index.json: weight_map names {name!r}, which is no file of this folder"
     with pytest.raises(ValueError, match=re.escape(message)):
-        weights.load(sharded)
+        checkpoint.load(sharded)
 
 
 def test_broken_shards(sharded):
@@ -234,10 +234,10 @@ def test_broken_shards(sharded):
     data = shard.read_bytes()
     shard.write_bytes(data[:-1])
     with pytest.raises(ValueError, match=r"model-00002-of-00004.safetensors is damaged"):
-        weights.load(sharded)
+        checkpoint.load(sharded)
     shard.unlink()
     with pytest.raises(ValueError, match=r"index.json names model-00002-of-00004.* is missing"):
-        weights.load(sharded)
+        checkpoint.load(sharded)
     index = sharded / "model.safetensors.index.json"
     for text, message in (
         ('{"metadata": {}}', "index.json: weight_map should map tensors to files, but is None"),
@@ -245,14 +245,14 @@ def test_broken_shards(sharded):
     ):
         index.write_text(text)
         with pytest.raises(ValueError, match=message):
-            weights.load(sharded)
+            checkpoint.load(sharded)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
 def test_pickles_are_refused_with_advice(folder, name):
     (folder / "model.safetensors").rename(folder / name)
     with pytest.raises(ValueError, match=rf"pickles \({name}\).*save_pretrained"):
-        weights.load(folder)
+        checkpoint.load(folder)
 
 
 def test_names_that_are_no_model(folder, monkeypatch):
@@ -265,25 +265,25 @@ def test_names_that_are_no_model(folder, monkeypatch):
         (folder / "config.json", "is a file; a model is a folder"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            weights.load(name)
+            checkpoint.load(name)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", "fp16", "float8_e4m3fn"])
 def test_dtypes_that_are_not_supported(dtype):
     with pytest.raises(ValueError, match=f"dtype '{dtype}' is not among float32, bfloat16"):
-        weights.load(GOLDEN / "llama_mha", dtype)
+        checkpoint.load(GOLDEN / "llama_mha", dtype)
 
 
 def test_tokenizers_that_cannot_be_read(folder):
     with pytest.raises(ValueError, match=r"model has no tokenizer.json"):
-        weights.load_tokenizer(folder)
-    whole = (weights.BUNDLED / "tokenizer.json").read_bytes()
+        checkpoint.load_tokenizer(folder)
+    whole = (checkpoint.BUNDLED / "tokenizer.json").read_bytes()
     for broken in (b'{"version": "1.0"}', b"", whole[:-100], whole.replace(b'"model"', b'"m"')):
         (folder / "tokenizer.json").write_bytes(broken)
         with pytest.raises(ValueError, match=r"model: the tokenizer cannot be read"):
-            weights.load_tokenizer(folder)
+            checkpoint.load_tokenizer(folder)
     (folder / "tokenizer.json").write_bytes(whole)
-    assert weights.load_tokenizer(folder).encode("a b")
+    assert checkpoint.load_tokenizer(folder).encode("a b")
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"model: the tokenizer cannot be read"):
-        weights.load_tokenizer(folder)
+        checkpoint.load_tokenizer(folder)

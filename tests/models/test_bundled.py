@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import llama, weights
+from models import checkpoint, llama
 from models.full_attention import causal_attend
 
 GOLDEN = Path(__file__).parent / "golden" / "bundled.npz"
@@ -17,14 +17,14 @@ GOLDEN = Path(__file__).parent / "golden" / "bundled.npz"
 def golden():
     with np.load(GOLDEN) as file:
         golden = dict(file)
-    assert golden["weights_hash"] == weights.weights_hash("bundled"), (
+    assert golden["weights_hash"] == checkpoint.weights_hash("bundled"), (
         "the weights have changed: run `python tests/models/make_goldens.py bundled` with torch"
     )
     return golden
 
 
 def test_tokenizer(golden):
-    tokenizer = weights.load_tokenizer("bundled")
+    tokenizer = checkpoint.load_tokenizer("bundled")
     text = str(golden["prompt"])
     tokens = golden["tokens"].tolist()
     assert tokenizer(text)["input_ids"] == tokens
@@ -33,7 +33,7 @@ def test_tokenizer(golden):
 
 
 def test_logits_at_the_start_and_far_into_the_context(golden):
-    config, params = weights.load("bundled", "float32")
+    config, params = checkpoint.load("bundled", "float32")
 
     @jax.jit
     def logits(tokens, start):
@@ -48,17 +48,17 @@ def test_logits_at_the_start_and_far_into_the_context(golden):
 
 
 def test_the_tokenizer_is_that_of_the_model():
-    config = weights.load_config("bundled")
-    tokenizer = weights.load_tokenizer("bundled")
+    config = checkpoint.load_config("bundled")
+    tokenizer = checkpoint.load_tokenizer("bundled")
     assert len(tokenizer) <= config.vocab_size
     assert tokenizer.bos_token_id == config.bos_token_id
     assert tokenizer.eos_token_id in config.eos_token_ids
 
 
 def test_what_later_work_needs_of_it():
-    config = weights.load_config("bundled")
+    config = checkpoint.load_config("bundled")
     assert config.qk_norm and config.head_dim == 64
     assert config.num_kv_heads >= 4 and config.num_heads > config.num_kv_heads
     assert config.num_layers >= 4 and config.max_position_embeddings >= 2048
-    size = sum(path.stat().st_size for path in weights.weight_files(weights.BUNDLED))
+    size = sum(path.stat().st_size for path in checkpoint.weight_files(checkpoint.BUNDLED))
     assert size <= 16_000_000

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import weights
+from models import checkpoint
 from tests.models.goldens import run
 
 pytest.importorskip("torch", reason="needs torch: make test-parity")
@@ -104,7 +104,7 @@ def gpt2s(draw):
 def compare(folder, seed, vocab_size, length, start=0):
     """Our float32 logits of random tokens at positions from `start` within 1e-4 of torch's."""
     tokens = np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
-    config, params = weights.load(folder, "float32")
+    config, params = checkpoint.load(folder, "float32")
     got, _ = run(config, params, tokens, offset=start)
     expected = make_goldens.expected(folder, tokens.tolist(), start)
     assert np.ptp(expected) > 0.1  # constant logits would agree whatever is computed
@@ -133,5 +133,5 @@ def test_random_configurations(family, data, seed, length):
 
 @pytest.mark.parametrize("start", [0, 4000])
 def test_the_bundled_model(start):
-    config = weights.load_config("bundled")
-    compare(weights.BUNDLED, start, config.vocab_size, 64, start)
+    config = checkpoint.load_config("bundled")
+    compare(checkpoint.BUNDLED, start, config.vocab_size, 64, start)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models import gpt2, opt, weights
+from models import checkpoint, gpt2, opt
 from models.config import ModelConfig
 from models.params import flatten
 from tests.models.goldens import GOLDEN, golden, run
@@ -70,12 +70,12 @@ def test_parameters_count_as_published():
 
 def test_fused_projections_are_split_on_load_and_joined_on_save(tmp_path):
     stored = load_file(GOLDEN / "gpt2" / "model.safetensors")
-    config, loaded = weights.load(GOLDEN / "gpt2")
+    config, loaded = checkpoint.load(GOLDEN / "gpt2")
     parts = [loaded["layers"][1][name] for name in ("wq", "wk", "wv")]
     assert np.array_equal(np.concatenate(parts).T, stored[f"{C_ATTN}.weight"])
     biases = [loaded["layers"][1][name] for name in ("bq", "bk", "bv")]
     assert np.array_equal(np.concatenate(biases), stored[f"{C_ATTN}.bias"])
-    weights.save(tmp_path, config, loaded)
+    checkpoint.save(tmp_path, config, loaded)
     saved = load_file(tmp_path / "model.safetensors")
     assert saved.keys() == stored.keys()
     assert all(np.array_equal(saved[name], stored[name]) for name in stored)
@@ -83,7 +83,7 @@ def test_fused_projections_are_split_on_load_and_joined_on_save(tmp_path):
 
 @pytest.mark.parametrize("case", ["gpt2", "opt"])
 def test_a_checkpoint_without_its_head_is_named_without_a_prefix(case, tmp_path):
-    """As GPT-2 is published, with the causal masks of each layer beside its weights."""
+    """As GPT-2 is published, with the causal masks of each layer beside its checkpoint."""
     stored = load_file(GOLDEN / case / "model.safetensors")
     short = {name.partition(".")[2]: tensor for name, tensor in stored.items()}
     if case == "gpt2":
@@ -91,10 +91,10 @@ def test_a_checkpoint_without_its_head_is_named_without_a_prefix(case, tmp_path)
         short["h.0.attn.masked_bias"] = np.array(-1e4, np.float32)
     save_file(short, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((GOLDEN / case / "config.json").read_bytes())
-    same = jax.tree.map(jnp.array_equal, weights.load(tmp_path)[1], golden(case)[1])
+    same = jax.tree.map(jnp.array_equal, checkpoint.load(tmp_path)[1], golden(case)[1])
     assert all(jax.tree.leaves(same))
     if case == "gpt2":
         short.pop("h.1.attn.c_attn.weight")
         save_file(short, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=r"tensor h.1.attn.c_attn.weight of shape \(24, 72\)"):
-            weights.load(tmp_path)
+            checkpoint.load(tmp_path)

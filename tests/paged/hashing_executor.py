@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
-from paged.beam_search import BeamSearch
 from paged.clock import VirtualClock
-from paged.step import StepOutputs
+from paged.device.step import StepOutputs
+from paged.requests.beam_search import BeamSearch
 
 EOS, FIRST, VOCAB = 2, 3, 61
 

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.workloads import WorkloadConfig
+from experiments.workloads.workloads import WorkloadConfig
 from paged.engine import Engine, EngineConfig
-from paged.sequence import SamplingParams
+from paged.requests.sequence import SamplingParams
 from tests.paged.tiny import TINY
 
 A_FLOAT = "a finite number"

@@ -7,7 +7,7 @@ import pytest
 
 from models.sampling import INVALID_TOKEN
 from paged.engine import Engine, EngineConfig
-from paged.sequence import RequestOutput, SamplingParams
+from paged.requests.sequence import RequestOutput, SamplingParams
 from tests.paged.tiny import TINY, padded
 
 SMALL = EngineConfig(

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paged.block_pool import NULL_BLOCK
+from paged.blocks.block_pool import NULL_BLOCK
+from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
-from paged.sequence import SamplingParams, SequenceGroup
-from paged.step_inputs import empty_step_inputs
+from paged.requests.sequence import SamplingParams, SequenceGroup
 from tests.paged.hashing_executor import (
     FIRST,
     VOCAB,

@@ -11,10 +11,10 @@ from unittest.mock import Mock
 import jax
 import pytest
 
-from experiments.soak_checks import holdings
-from paged import compilations
+from experiments.soak.checks import holdings
+from paged.device import compilations
 from paged.engine import Engine, EngineConfig
-from paged.sequence import RequestOutput, SamplingParams
+from paged.requests.sequence import RequestOutput, SamplingParams
 from tests.paged.hashing_executor import HashingExecutor, generate
 from tests.paged.interrupts import interrupted_at
 from tests.paged.tiny import TINY

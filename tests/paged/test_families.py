@@ -9,9 +9,9 @@ from models import params as parameters
 from models.config import ModelConfig
 from models.families import family
 from models.full_attention import causal_attend
+from paged.device.step import CACHED_LAYER_BYTES
 from paged.engine import Engine, EngineConfig
-from paged.sequence import SamplingParams
-from paged.step import CACHED_LAYER_BYTES
+from paged.requests.sequence import SamplingParams
 from tests.models.goldens import golden, run
 
 MODELS = {

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.event_log import EventLog
-from experiments.run_record import plain
+from experiments.lib.event_log import EventLog
+from experiments.lib.run_record import plain
 from paged.engine import Engine, EngineConfig, OutputStream
-from paged.sequence import RequestOutput, SamplingParams
+from paged.requests.sequence import RequestOutput, SamplingParams
 from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.interrupts import Points, interrupted_at
 from tests.paged.test_engine_against_twin import _expected_outputs, _how, _tokens

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models import weights
+from models import checkpoint
 from models.config import ModelConfig
 from models.families import family
 from models.hf_config import to_hf
 from models.params import flatten
+from paged.device.tensor_parallel import Shards
 from paged.engine import Engine, EngineConfig
-from paged.tensor_parallel import Shards
 
 # 110 million parameters.
 MODEL = ModelConfig(
@@ -60,7 +60,7 @@ if __name__ == "__main__":
     )
     # The memory of JAX, and of transformers, which reading config.json imports, is there already.
     jnp.zeros(1).block_until_ready()
-    place = Shards(weights.load_config(folder), size).place_one
+    place = Shards(checkpoint.load_config(folder), size).place_one
     before = memory("VmRSS")
-    engine = Engine.from_model(weights.load(folder, place=place)[1], MODEL, config)
+    engine = Engine.from_model(checkpoint.load(folder, place=place)[1], MODEL, config)
     print(memory("VmHWM") - before)

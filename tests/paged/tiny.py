@@ -1,8 +1,8 @@
 """A model that is small enough to compile and run in tests; its parameters are random."""
 
 from models.config import ModelConfig
+from paged.device.step_inputs import Buckets
 from paged.engine import Engine
-from paged.step_inputs import Buckets
 
 TINY = ModelConfig(
     model_type="qwen3", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2,

@@ -9,7 +9,7 @@ from pallas_kernels import backend
 from pallas_kernels.ops import OPS
 from pallas_kernels.paged_attention import paged_attention, specs
 from pallas_kernels.specs import Attention, Heads
-from pallas_kernels.targets import TARGETS
+from pallas_kernels.tools.targets import TARGETS
 
 
 def _kernels_in(spec, gpu) -> bool:

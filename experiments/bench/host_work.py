@@ -1,0 +1,282 @@
+"""Host work of the engine's steps, apart from any device: a load, and ways to look at a step.
+
+Used by experiments/bench/host.py.
+"""
+
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from models.config import ModelConfig
+from paged.blocks.prefix_cache import chain, root_key
+from paged.clock import VirtualClock
+from paged.device.step import StepOutputs
+from paged.device.step_inputs import StepInputs
+from paged.engine import Engine, EngineConfig
+from paged.requests.sequence import SamplingParams
+
+LONGEST_PROMPT = 32
+MODES = ("plain", "prefix_caching", "full_cache", "churn")
+PARTS = ("schedule", "build", "update", "records", "rest")
+MODEL = ModelConfig(vocab_size=512, max_position_embeddings=1 << 20)
+
+
+class _Ready:
+    def __init__(self, outputs: StepOutputs):
+        self._outputs = outputs
+
+    def wait(self) -> StepOutputs:
+        return self._outputs
+
+
+class FreeExecutor:
+    """A device that takes no time: its tokens were made beforehand."""
+
+    compilations = 0
+
+    def __init__(self, rows: int):
+        self.clock = VirtualClock()
+        self._tokens = np.full((1, rows), 7, np.int32)
+        self.inputs: StepInputs | None = None  # of the last step
+
+    def warm_up(self, progress: bool = True) -> None:
+        pass
+
+    def execute(self, inputs: StepInputs) -> _Ready:
+        self.inputs = inputs
+        return _Ready(StepOutputs(self._tokens[:, : len(inputs.lengths)]))
+
+    def copy_blocks(self, copies) -> None:
+        pass
+
+    def swap_out(self, pairs) -> None:
+        pass
+
+    def swap_in(self, pairs) -> None:
+        pass
+
+    def load_slot(self, slot, tokens, logit_bias) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Load:
+    """num_seqs sequences that run at once, for `steps` steps after their prompts."""
+
+    num_seqs: int
+    steps: int
+    page_size: int
+    max_model_len: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence at most; a few steps pass before the counted ones."""
+        return LONGEST_PROMPT + self.steps + 8
+
+    @property
+    def smallest_pool(self) -> int:
+        """Blocks that hold it, the reserved one included."""
+        return self.num_seqs * -(-self.longest // self.page_size) + 1
+
+
+@dataclass
+class Case:
+    """One engine. times_us: of each counted step; running: its sequences that generated."""
+
+    mode: str
+    pool: int
+    engine: Engine
+    executor: FreeExecutor
+    times_us: list[float] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+
+
+def make_case(mode: str, pool: int, load: Load) -> Case:
+    """An engine whose pool has `pool` blocks, the reserved one included."""
+    caching = mode in ("prefix_caching", "full_cache")
+    config = EngineConfig(
+        max_num_seqs=load.num_seqs,
+        max_num_batched_tokens=load.num_seqs * LONGEST_PROMPT,
+        max_prefills_per_step=load.num_seqs,
+        max_model_len=load.max_model_len,
+        page_size=load.page_size,
+        kv_cache_tokens=(pool - 1) * load.page_size,
+        watermark=0.0,
+        prefix_caching=caching,
+    )
+    executor = FreeExecutor(2 * load.num_seqs)
+    engine = Engine(MODEL, config, executor)
+    if mode == "full_cache":
+        fill_with_prefixes(engine)
+    return Case(mode, pool, engine, executor)
+
+
+def fill_with_prefixes(engine: Engine) -> None:
+    """Every free block holds an old prefix that nobody will ask for."""
+    pool, page_size = engine.host_policy.pool, engine.config.page_size
+    blocks = pool.allocate(pool.num_free)
+    tokens = np.arange(len(blocks) * page_size, dtype=np.int32)
+    old = chain(tokens, page_size, root_key("old"))
+    for block, (key, content) in zip(blocks.tolist(), old):
+        pool.cache.publish(block, key, content)
+    pool.release(blocks)
+
+
+def start(case: Case, load: Load, rng: np.random.Generator) -> None:
+    """All sequences past their prompts, in the steps that follow."""
+    add(case, load, rng, load.num_seqs)
+    for _ in range(4):
+        case.engine.step()
+
+
+def add(case: Case, load: Load, rng: np.random.Generator, count: int) -> None:
+    for _ in range(count):
+        prompt = rng.integers(3, MODEL.vocab_size, rng.integers(1, LONGEST_PROMPT + 1))
+        output = load.longest - LONGEST_PROMPT
+        if case.mode == "churn":
+            output = int(rng.integers(output // 2, output + 1))
+        how = SamplingParams(max_tokens=output, ignore_eos=True, seed=0)
+        case.engine.add_request(prompt.tolist(), how)
+
+
+def stop(case: Case) -> None:
+    for group in [*case.engine.scheduler.running, *case.engine.scheduler.waiting]:
+        case.engine.abort(group.request_id)
+    while case.engine.has_unfinished():
+        case.engine.step()
+    case.engine.metrics.clear()
+
+
+def measure(
+    case: Case, load: Load, rng: np.random.Generator, around: Callable[[Callable], float]
+) -> list[float]:
+    """What `around` makes of each of `load.steps` calls of `Engine.step`."""
+    start(case, load, rng)
+    first, found = len(case.engine.metrics.steps), []
+    for _ in range(load.steps):
+        ended: list = []
+        found.append(around(lambda ended=ended: ended.extend(case.engine.step())))
+        if case.mode == "churn":
+            add(case, load, rng, len(ended))
+    records = case.engine.metrics.steps[first:]
+    case.running += [step.decode_tokens for step in records]
+    stop(case)
+    return found
+
+
+def microseconds(step: Callable) -> float:
+    began = time.perf_counter()
+    step()
+    return 1e6 * (time.perf_counter() - began)
+
+
+class Stopwatch:
+    """Microseconds by part of a step, each without the parts within it."""
+
+    def __init__(self, engine: Engine):
+        self.by_part: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._open = ["rest"]
+        self._since = 0.0
+        watched = {
+            "schedule": ((engine.scheduler, "decodes"), (engine.scheduler, "schedule")),
+            "build": ((engine, "_dispatch"),),
+            "update": ((engine, "_take_in"),),
+            "records": (
+                (engine.metrics, "event"), (engine.metrics, "add_step"),
+                (engine.metrics, "add_request"), (engine.host_policy, "usage"),
+                (engine.host_policy, "drain_operations"),
+            ),
+        }  # fmt: skip
+        self._watched = [(part, *place) for part, places in watched.items() for place in places]
+
+    def __enter__(self) -> "Stopwatch":
+        for part, owner, name in self._watched:
+            setattr(owner, name, self._timed(part, getattr(owner, name)))
+        return self
+
+    def __exit__(self, *_) -> None:
+        for _, owner, name in self._watched:
+            delattr(owner, name)  # the class's own shows again
+
+    def _timed(self, part: str, function: Callable) -> Callable:
+        def timed(*args, **kwargs):
+            self._lap()
+            self._open.append(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._lap()
+                self._open.pop()
+
+        return timed
+
+    def _lap(self) -> None:
+        now = time.perf_counter()
+        self.by_part[self._open[-1]] += 1e6 * (now - self._since)
+        self._since = now
+
+    def step(self, step: Callable) -> float:
+        """Run a step; the sum of its parts, which are in `by_part`."""
+        self.by_part = dict.fromkeys(PARTS, 0.0)
+        self._since = time.perf_counter()
+        step()
+        self._lap()
+        return sum(self.by_part.values())
+
+
+def parts_us(case: Case, load: Load, rng: np.random.Generator) -> dict[str, float]:
+    """Medians over steps of each part."""
+    laps = []
+    with Stopwatch(case.engine) as watch:
+
+        def around(step: Callable) -> float:
+            total = watch.step(step)
+            laps.append(list(watch.by_part.values()))
+            return total
+
+        measure(case, load, rng, around)
+    return dict(zip(PARTS, np.median(laps, axis=0).tolist()))
+
+
+def work(case: Case, load: Load, rng: np.random.Generator) -> tuple[float, float]:
+    """Functions called a step, and the KiB that it allocates at its peak: medians over steps."""
+    count = 0.0
+
+    def note(_frame, event: str, _argument) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    def calls(step: Callable) -> float:
+        nonlocal count
+        count = 0.0
+        sys.setprofile(note)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+        return count
+
+    def peak(step: Callable) -> float:
+        tracemalloc.start()
+        try:
+            step()
+            return tracemalloc.get_traced_memory()[1] / 1024
+        finally:
+            tracemalloc.stop()
+
+    median_calls, median_peak = (np.median(measure(case, load, rng, f)) for f in (calls, peak))
+    return float(median_calls), float(median_peak)
+
+
+def copy_us(inputs: StepInputs) -> tuple[float, int]:
+    """Microseconds of a fresh copy of what a step sends, the best of 20, and its bytes."""
+    packed = inputs.packed
+    assert packed is not None
+    return min(microseconds(packed.copy) for _ in range(20)), packed.nbytes

@@ -1,0 +1,323 @@
+"""What a batch gains from paged memory: vLLM beside systems that reserve contiguous room.
+
+    python -m experiments.figures.vllm.allocation_baselines
+    python -m experiments.figures.vllm.allocation_baselines --executor=simulated --length_divisor=1
+
+Requests with the lengths of ShareGPT and of Alpaca, all there at once, share the KV memory of
+OPT-13B (vLLM Table 1) under each policy of paged/kv_cache/orca.py and under vLLM's. The model is
+small, so all that is counted in tokens is divided by --length_divisor: lengths, context, memory and
+page.
+
+Averages are over the steps in which requests wait, so that memory and nothing else bounds a batch,
+but for the first quarter of them: what begins together is short together. Each step weighs the
+same, so they depend on no clock, and are the same on the device and simulated. The paper served
+requests at a fixed rate, at which not every system had some waiting.
+
+Memory changes no answer: on the device every request must get the same tokens under every policy,
+but for logits that are nearly tied; anything else ends the program with status 1. Writes to
+--output_dir: baselines.csv, baselines.png, report.json, summary.json.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from absl import flags
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from experiments import serve
+from experiments.lib import program, report, run_record
+from experiments.lib.flags import (
+    define_executor_flag,
+    define_float,
+    define_model_flags,
+    load_engine,
+    values_of,
+)
+from experiments.lib.plots import MEMORY_COLOURS
+from experiments.soak.comparison import NEAR_TIE
+from experiments.workloads import workloads
+from experiments.workloads.synthetic_lengths import PUBLISHED_MEANS
+from experiments.workloads.workloads import PAPER_CONTEXT, Request, Vocabulary, WorkloadConfig
+from models import checkpoint
+from paged.config import EngineConfig
+from paged.engine import Engine
+from paged.metrics import StepRecord
+from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.simulator.executor import SimulatedExecutor
+
+FLAGS = flags.FLAGS
+POLICIES = ("vllm", "orca_oracle", "orca_pow2", "orca_max", "fastertransformer")
+KV_SLOTS, PAGE_SIZE = 15_700, 16  # of OPT-13B (Table 1), of vLLM (§7.2)
+# So many that memory alone bounds a batch, and what a step may begin.
+MAX_SEQS, MAX_PREFILLS, MAX_STEP_TOKENS = 320, 64, 4096
+# Percent of memory: token states, reserved, internal, external and others. The paper's text gives
+# Oracle's 25.2 no name that fits: who knows the output's length has no internal fragmentation.
+FIGURE_2 = {
+    "orca_max": (20.4, 13.3, 57.3, 8.9),
+    "orca_pow2": (26.8, 17.9, 13.6, 41.6),
+    "orca_oracle": (38.2, 25.2, 0.0, 36.6),
+    "vllm": (96.3, 0.0, 0.0, 3.7),
+}
+FIGURE_13 = {
+    "sharegpt": {"orca_max": 7.00, "orca_pow2": 9.81, "orca_oracle": 13.62, "vllm": 30.42},
+    "alpaca": {"orca_max": 7.00, "orca_pow2": 43.24, "orca_oracle": 72.75, "vllm": 132.44},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy under one workload. batch: requests that run; paper_batch: Fig. 13's, if it has
+    one. token_states, reserved, internal, external: shares of the memory in use; used: the share of
+    all memory that is. steps: that were averaged; max_batch: of them. near_ties: requests that
+    nearly tied logits sent another way than vLLM's; different: others that went one."""
+
+    workload: str
+    policy: str
+    batch: float
+    paper_batch: float | None
+    token_states: float
+    reserved: float
+    internal: float
+    external: float
+    used: float
+    steps: int
+    max_batch: int
+    near_ties: int
+    different: int
+
+
+def engine_config(length_divisor: int) -> EngineConfig:
+    """The paper's setting with all that counts tokens divided; ValueError for what cannot be."""
+    return EngineConfig(
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=max(MAX_SEQS, MAX_STEP_TOKENS // length_divisor),
+        max_prefills_per_step=MAX_PREFILLS,
+        max_model_len=PAPER_CONTEXT // length_divisor,
+        page_size=max(1, PAGE_SIZE // length_divisor),
+        kv_cache_tokens=KV_SLOTS // length_divisor,
+    )
+
+
+def load_requests(
+    dataset: str, fill: float, length_divisor: int, seed: int, vocabulary: Vocabulary
+) -> list[Request]:
+    """Requests whose tokens would fill the memory `fill` times over."""
+    count = round(fill * KV_SLOTS / sum(PUBLISHED_MEANS[dataset]))
+    config = WorkloadConfig(dataset, max(1, count), seed=seed, length_divisor=length_divisor)
+    return workloads.load(config, vocabulary).requests
+
+
+def run(base: Engine, requests: dict[str, list[Request]], progress: bool = True) -> list[Row]:
+    """Each workload under each policy, on the executor of `base`, which is vLLM's.
+
+    Raises ValueError for requests that all fit at once.
+    """
+    rows = []
+    bar = tqdm(total=len(requests) * len(POLICIES), unit="runs", disable=not progress)
+    for dataset, wanted in requests.items():
+        reference: list[RequestOutput] = []
+        for policy in POLICIES:
+            bar.set_description(f"{dataset}, {policy}")
+            config = replace(base.config, policy=policy)
+            # The device half is the same for all of them.
+            engine = Engine(base.model, config, base.executor)
+            outputs = serve.run(engine, wanted, progress=False)
+            reference = reference or outputs
+            near_ties, different = compare(base, outputs, reference)
+            steps = [step for step in engine.metrics.steps if step.num_waiting]
+            if not steps:
+                raise ValueError(f"{policy}: no request of {dataset} ever waits: raise --fill")
+            settled = steps[len(steps) // 4 :]
+            rows.append(_row(dataset, policy, settled, near_ties, different))
+            bar.update()
+    bar.close()
+    return rows
+
+
+def _row(
+    dataset: str, policy: str, steps: Sequence[StepRecord], near_ties: int, different: int
+) -> Row:
+    slots = {name: np.mean([getattr(s, f"kv_{name}") for s in steps]) for name in report.MEMORY}
+    used = sum(slots.values())
+    return Row(
+        workload=dataset,
+        policy=policy,
+        batch=float(np.mean([step.num_running for step in steps])),
+        paper_batch=FIGURE_13[dataset].get(policy),
+        **{name: float(value / used) for name, value in slots.items()},
+        used=float(used / (used + np.mean([step.kv_free for step in steps]))),
+        steps=len(steps),
+        max_batch=max(step.num_running for step in steps),
+        near_ties=near_ties,
+        different=different,
+    )
+
+
+def compare(
+    engine: Engine, outputs: Sequence[RequestOutput], reference: Sequence[RequestOutput]
+) -> tuple[int, int]:
+    """How many outputs part from the reference's at logits that are nearly tied, so that the
+    engine, alone with the request, gives either token if its logit is raised by a trace; and how
+    many part elsewhere."""
+
+    def gives(prompt: list[int], token: int) -> bool:
+        how = SamplingParams(max_tokens=1, ignore_eos=True, logit_bias={token: NEAR_TIE})
+        return engine.generate([prompt], how)[0].tokens == [token]
+
+    near_ties = different = 0
+    for ours, theirs in zip(outputs, reference, strict=True):
+        pairs = enumerate(zip(ours.tokens, theirs.tokens, strict=True))
+        parted = next(((at, pair) for at, pair in pairs if pair[0] != pair[1]), None)
+        if parted:
+            at, pair = parted
+            prompt = ours.prompt_tokens + ours.tokens[:at]
+            tied = all(gives(prompt, token) for token in pair)
+            near_ties, different = near_ties + tied, different + (not tied)
+    return near_ties, different
+
+
+def summary(rows: Sequence[Row]) -> dict[str, float]:
+    """Flat numbers; those of the workloads other than ShareGPT have its name at their end."""
+    numbers: dict[str, float] = {}
+    for row in rows:
+        at = row.policy if row.workload == "sharegpt" else f"{row.policy}_{row.workload}"
+        names = ("batch", *report.MEMORY, "used")
+        numbers |= {f"{name}_{at}": getattr(row, name) for name in names}
+        base = next(r for r in rows if (r.workload, r.policy) == (row.workload, "orca_max"))
+        numbers[f"batch_over_orca_max_{at}"] = row.batch / base.batch
+    numbers["near_ties"] = sum(row.near_ties for row in rows)
+    numbers["different"] = sum(row.different for row in rows)
+    return numbers
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each workload and policy, the paper's values in brackets."""
+    lines = [
+        f"{'':28}{'batch (Fig. 13)':>18}"
+        + "".join(f"{name:>21}" for name in ("states (Fig. 2), %", *report.MEMORY[1:]))
+        + f"{'memory in use':>15}"
+    ]
+    for row in rows:
+        paper = FIGURE_2.get(row.policy) if row.workload == "sharegpt" else None
+        batch = "" if row.paper_batch is None else f"({row.paper_batch:.2f})"
+        line = f"{row.workload:10}{row.policy:18}{row.batch:9.2f} {batch:>8}"
+        for i, name in enumerate(report.MEMORY):
+            theirs = "" if paper is None else f"({paper[i]:.1f})"
+            line += f"{100 * getattr(row, name):13.1f} {theirs:>7}"
+        lines.append(line + f"{row.used:15.1%}")
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[Row], path: Path, title: str, footer: str) -> None:
+    """For each workload: shares of the memory in use as in Fig. 2, batches as in Fig. 13."""
+    datasets = list(dict.fromkeys(row.workload for row in rows))
+    figure = Figure(figsize=(12, 3.8 * len(datasets)), layout="constrained")
+    for (memory, batches), dataset in zip(
+        figure.subplots(len(datasets), 2, squeeze=False), datasets, strict=True
+    ):
+        mine = [row for row in reversed(rows) if row.workload == dataset]
+        places = np.arange(len(mine))
+        _draw_shares(memory, places - 0.2, [[getattr(r, m) for m in report.MEMORY] for r in mine])
+        memory.set_title(dataset, loc="left", fontsize="medium")
+        if dataset == "sharegpt":
+            theirs = [np.divide(FIGURE_2.get(r.policy, (0, 0, 0, 0)), 100) for r in mine]
+            _draw_shares(memory, places + 0.2, theirs, hatch="//")
+            memory.set_title("sharegpt (hatched: Fig. 2)", loc="left", fontsize="medium")
+        names = list(MEMORY_COLOURS)[: len(report.MEMORY)]
+        memory.legend(names, fontsize="x-small", ncols=4, loc="lower right",
+                      bbox_to_anchor=(1, 1), frameon=False, handlelength=1.2,
+                      columnspacing=1.0)  # fmt: skip
+        memory.set_ylabel("share of memory in use")
+        ours, published = [row.batch for row in mine], [row.paper_batch or 0 for row in mine]
+        for offset, values, colour, label in (
+            (-0.2, ours, "#2f6b9a", "here"),
+            (0.2, published, "#bbbbbb", "vLLM Fig. 13"),
+        ):
+            bars = batches.bar(places + offset, values, 0.38, color=colour, label=label)
+            batches.bar_label(bars, [f"{v:.2f}" if v else "" for v in values], fontsize="small")
+        batches.set_ylabel("requests that run, on average")
+        batches.legend(frameon=False)
+        for axes in (memory, batches):
+            axes.set_xticks(places, [row.policy for row in mine], fontsize="small")
+            axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
+    run_record.save_figure(figure, path, dpi=110)
+
+
+def _draw_shares(axes, places: np.ndarray, shares: Sequence, hatch: str | None = None) -> None:
+    """Stacked bars of shares, one list of them for each place."""
+    bottom = np.zeros(len(places))
+    for heights, colour in zip(np.transpose(shares), MEMORY_COLOURS.values()):
+        axes.bar(places, heights, 0.38, bottom, color=colour, hatch=hatch, edgecolor="white")
+        bottom += heights
+
+
+def prepare() -> tuple[Engine, dict[str, list[Request]]]:
+    """What the flags ask for. Raises ValueError for what cannot be."""
+    run_record.check_output_dir(FLAGS.output_dir, "baselines.csv", "baselines.png")
+    model, tokenizer = checkpoint.load_config(FLAGS.model), checkpoint.load_tokenizer(FLAGS.model)
+    config = engine_config(FLAGS.length_divisor)
+    vocabulary = Vocabulary(tokenizer, model.vocab_size, config.max_model_len)
+    requests = {
+        dataset: load_requests(dataset, FLAGS.fill, FLAGS.length_divisor, FLAGS.seed, vocabulary)
+        for dataset in FIGURE_13
+    }
+    if FLAGS.executor == "device":
+        return load_engine(config, tokenizer), requests
+    return Engine(model, config, SimulatedExecutor(vocab_size=model.vocab_size)), requests
+
+
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
+        base, requests = prepare()
+        base.warm_up()
+        rows = run(base, requests)
+    output_dir, environment = Path(FLAGS.output_dir), run_record.describe_environment()
+    numbers = summary(rows)
+    content = {
+        "experiment": "allocation_baselines",
+        "flags": values_of(names),
+        "engine": base.config,
+        "requests": {dataset: len(wanted) for dataset, wanted in requests.items()},
+        "rows": rows,
+        "paper": {"figure_2_percent": FIGURE_2, "figure_13": FIGURE_13},
+        **environment,
+    }
+    footer = "simulated"
+    if FLAGS.executor == "device":
+        footer = run_record.hardware_line(environment)
+        content["weights_sha256"] = checkpoint.weights_hash(FLAGS.model)
+    run_record.write_csv(output_dir, "baselines.csv", rows)
+    run_record.write_json(output_dir, "report.json", content)
+    run_record.write_summary(output_dir, numbers)
+    title = (
+        f"{base.config.kv_cache_tokens:,} slots of KV memory, sequences of up to "
+        f"{base.config.max_model_len:,} tokens"
+    )
+    plot(rows, output_dir / "baselines.png", title, footer)
+    print(f"{table(rows)}\n({title}; {footer})")
+    if numbers["different"]:
+        sys.exit(f"{numbers['different']} requests got other tokens than under vllm")
+    if FLAGS.executor == "device":
+        print(f"the same tokens under all policies; {numbers['near_ties']} near ties")
+
+
+def define_flags() -> list[str]:
+    """Define this program's flags; returns their names."""
+    flags.DEFINE_integer(
+        "length_divisor", 8, "divides all that is counted in tokens", lower_bound=1, upper_bound=64
+    )
+    define_float("fill", 10.0, "how often the requests would fill the memory", lower_bound=0)
+    flags.DEFINE_integer("seed", 0, "of the requests", lower_bound=0)
+    flags.DEFINE_string("output_dir", "results/allocation_baselines", "where the report goes")
+    own = ["length_divisor", "fill", "seed", "output_dir"]
+    return [*define_executor_flag(), *own, *define_model_flags()]
+
+
+if __name__ == "__main__":
+    program.run(main, define_flags)

@@ -1,0 +1,316 @@
+"""What paging costs attention, and what the block size does to latency (vLLM §7.1, §7.2, Fig. 18).
+
+python -m experiments.figures.vllm.block_size
+
+(a) Decode attention through block tables, whose blocks lie anywhere, beside the same attention over
+contiguous keys and values: `jax.nn.dot_product_attention`, and a plain softmax(q·kᵀ)·v. (b) The
+mean normalised latency of requests with the lengths of ShareGPT and of Alpaca, at fixed rates, for
+each block size.
+
+Times of (a) are medians over rounds that alternate between the cases. Writes to --output_dir:
+kernels.csv, serving.csv, fig18.png, report.json and summary.json.
+"""
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from experiments.figures.vllm import sweep
+from experiments.lib import program, run_record
+from experiments.lib.flags import values_of
+from experiments.workloads.workloads import Request
+from models import checkpoint
+from models.config import ModelConfig
+from paged.engine import Engine
+from pallas_kernels.paged_attention import paged_attention
+
+FLAGS = flags.FLAGS
+BATCHES, CONTEXTS = (8, 32), (64, 128, 192, 256)  # of Fig. 18a
+WAYS = ("paged_us", "dot_product_us", "plain_us", "gather_us")
+DATASETS = ("sharegpt", "alpaca")
+DEFAULTS = {
+    "kv_cache_tokens": 2048, "max_model_len": 1024, "max_num_seqs": 16,
+    "max_num_batched_tokens": 64, "num_requests": 12, "rounds": 50,
+}  # fmt: skip
+PAPER = {
+    "overhead": "20 to 26 % more than FasterTransformer's kernels (A100)",
+    "sharegpt": "best with blocks of 16 to 128",
+    "alpaca": "best with blocks of 16 and 32; larger ones are much worse",
+}
+
+WHY = """\
+The paper's kernel reads blocks where they lie. Here XLA gathers a chunk of them at a time: keys and
+values are copied once more before they are used, which takes what 'gather' says. Blocks of one
+token are gathered token by token."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Medians of µs for one layer's attention; gather: for a copy of its blocks into a row, and
+    nothing else. overhead: paged over the faster contiguous one."""
+
+    batch: int
+    context: int
+    paged_us: float
+    dot_product_us: float
+    plain_us: float
+    gather_us: float
+
+    @property
+    def overhead(self) -> float:
+        return self.paged_us / min(self.dot_product_us, self.plain_us)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A workload with one block size. internal_fraction: of the allocated KV memory, what lies
+    unused at the ends of last blocks."""
+
+    dataset: str
+    block_size: int
+    normalised_latency_ms: float
+    internal_fraction: float
+    preemptions: int
+
+
+def dot_product(q_SxHxD, k_SxCxKxD, v_SxCxKxD):
+    return jax.nn.dot_product_attention(q_SxHxD[:, None], k_SxCxKxD, v_SxCxKxD)[:, 0]
+
+
+def plain(q_SxHxD, k_SxKxCxD, v_SxKxCxD):
+    S, H, D = q_SxHxD.shape
+    q = q_SxHxD.reshape(S, k_SxKxCxD.shape[1], -1, D) * D**-0.5
+    probs = jax.nn.softmax(jnp.einsum("skgd,skcd->skgc", q, k_SxKxCxD))
+    return jnp.einsum("skgc,skcd->skgd", probs, v_SxKxCxD).reshape(S, H, D)
+
+
+def gather(k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM):
+    pools = k_pages_NxPxD, v_pages_NxPxD
+    return [pool.at[tables_SxKxM].get(mode="promise_in_bounds") for pool in pools]
+
+
+def attention_cases(
+    model: ModelConfig, batch: int, context: int, block_size: int, seed: int
+) -> dict[str, Callable[[], Any]]:
+    """WAYS, compiled, their inputs on the device: the same attention three times, [S, H, D] each,
+    and the gathered keys and values."""
+    rng = np.random.default_rng([seed, batch, context])
+    S, H, K, D = batch, model.num_heads, model.num_kv_heads, model.head_dim
+    M = -(-context // block_size)
+    tables = rng.permutation(S * K * M).reshape(S, K, M).astype(np.int32)
+    k_pages, v_pages = rng.standard_normal((2, S * K * M, block_size, D), np.float32)
+    q = rng.standard_normal((S, H, D), np.float32)
+    k, v = (pages[tables].reshape(S, K, -1, D)[:, :, :context] for pages in (k_pages, v_pages))
+    lengths = np.full((S, K), context, np.int32)
+
+    def compiled(function, *arrays):
+        on_device = [jnp.array(array) for array in arrays]
+        program = jax.jit(function).lower(*on_device).compile()
+        return lambda: program(*on_device)
+
+    ways = (
+        compiled(paged_attention, q, k_pages, v_pages, tables, lengths),
+        compiled(dot_product, q, k.swapaxes(1, 2), v.swapaxes(1, 2)),
+        compiled(plain, q, k, v),
+        compiled(gather, k_pages, v_pages, tables),
+    )
+    return dict(zip(WAYS, ways, strict=True))
+
+
+def kernels(
+    model: ModelConfig, block_size: int, rounds: int, seed: int, progress: bool = True
+) -> list[Kernel]:
+    """(a): all batches and contexts of the figure."""
+    cases = {
+        (batch, context): attention_cases(model, batch, context, block_size, seed)
+        for batch in BATCHES
+        for context in CONTEXTS
+    }
+    for ways in cases.values():
+        for name in ("dot_product_us", "plain_us"):
+            np.testing.assert_allclose(ways["paged_us"](), ways[name](), rtol=1e-4, atol=1e-5)
+    times: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+    for _ in tqdm(range(rounds), "attending", disable=not progress):
+        for at, ways in cases.items():
+            for name, way in ways.items():
+                began = time.perf_counter()
+                jax.block_until_ready(way())
+                times[*at, name].append(1e6 * (time.perf_counter() - began))
+    rows = []
+    for batch, context in cases:
+        medians = {name: float(np.median(times[batch, context, name])) for name in WAYS}
+        rows.append(Kernel(batch=batch, context=context, **medians))
+    return rows
+
+
+def serving(
+    engines: Sequence[Engine], workloads: dict[str, list[Request]], progress: bool = True
+) -> list[Serving]:
+    """(b): every workload on every engine. Raises ValueError if block sizes change a token."""
+    rows = []
+    total = len(engines) * len(workloads)
+    with tqdm(total=total, desc="serving", disable=not progress) as bar:
+        for dataset, requests in workloads.items():
+            first = None
+            for engine in engines:
+                served = sweep.serve_requests(engine, requests)
+                rows.append(
+                    Serving(
+                        dataset=dataset,
+                        block_size=engine.config.page_size,
+                        normalised_latency_ms=1e3 * served.normalised_latency_s,
+                        internal_fraction=served.internal_fraction,
+                        preemptions=served.preemptions,
+                    )
+                )
+                first = first or served.outputs
+                if wrong := sweep.first_difference(first, served.outputs):
+                    raise ValueError(f"blocks of {engine.config.page_size} tokens: {wrong}")
+                bar.update()
+    return rows
+
+
+def best_sizes(rows: Sequence[Serving], dataset: str) -> list[int]:
+    """Block sizes whose latency is within a tenth of the least."""
+    mine = [row for row in rows if row.dataset == dataset]
+    least = min(row.normalised_latency_ms for row in mine)
+    return [row.block_size for row in mine if row.normalised_latency_ms <= 1.1 * least]
+
+
+def summary(attended: Sequence[Kernel], served: Sequence[Serving]) -> dict[str, float]:
+    """Flat numbers: both panels, and the range of the overheads in percent."""
+    percent = [100 * (row.overhead - 1) for row in attended]
+    numbers = {
+        "overhead_percent_least": min(percent),
+        "overhead_percent_median": float(np.median(percent)),
+        "overhead_percent_most": max(percent),
+    }
+    for row in attended:
+        at = f"batch_{row.batch}_context_{row.context}"
+        numbers[f"paged_us_{at}"] = row.paged_us
+        numbers[f"contiguous_us_{at}"] = min(row.dot_product_us, row.plain_us)
+    for entry in served:
+        at = f"{entry.dataset}_{entry.block_size}"
+        numbers[f"normalised_latency_ms_{at}"] = entry.normalised_latency_ms
+        numbers[f"internal_fraction_{at}"] = entry.internal_fraction
+    return numbers
+
+
+def table(attended: Sequence[Kernel], served: Sequence[Serving], numbers: dict[str, float]) -> str:
+    """A line a case, and what the paper says beside what was found."""
+    lines = [
+        "µs of one layer's decode attention",
+        f"{'batch':>6}{'context':>9}{'paged':>10}{'dot product':>13}{'plain':>10}{'overhead':>10}"
+        f"{'gather':>10}",
+    ]
+    for row in attended:
+        lines.append(
+            f"{row.batch:6}{row.context:9}{row.paged_us:10.1f}{row.dot_product_us:13.1f}"
+            f"{row.plain_us:10.1f}{100 * (row.overhead - 1):9.0f}%{row.gather_us:10.1f}"
+        )
+    lines += ["", "ms a token (normalised latency), and unused ends of blocks"]
+    lines.append(f"{'block':>6}" + "".join(f"{dataset:>20}" for dataset in DATASETS))
+    for size in sorted({row.block_size for row in served}):
+        cells = [row for row in served if row.block_size == size]
+        lines.append(
+            f"{size:6}"
+            + "".join(
+                f"{row.normalised_latency_ms:12.1f}{100 * row.internal_fraction:7.1f}%"
+                for row in cells
+            )
+        )
+    lines += [
+        "paper | here",
+        f"attention: {PAPER['overhead']} | {numbers['overhead_percent_least']:.0f} to "
+        f"{numbers['overhead_percent_most']:.0f} %, median "
+        f"{numbers['overhead_percent_median']:.0f} %, of the faster contiguous way",
+    ]
+    for dataset in DATASETS:
+        found = ", ".join(map(str, best_sizes(served, dataset)))
+        lines.append(f"{dataset}: {PAPER[dataset]} | within a tenth of the best: {found}")
+    return "\n".join([*lines, WHY])
+
+
+def plot(attended: Sequence[Kernel], served: Sequence[Serving], path: Path, footer: str) -> None:
+    """Fig. 18: (a) kernels, (b) requests served."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    alone, together = figure.subplots(1, 2)
+    for batch, style in zip(BATCHES, ("-", "--")):
+        mine = [row for row in attended if row.batch == batch]
+        contexts = [row.context for row in mine]
+        ways = {
+            "paged": [row.paged_us for row in mine],
+            "contiguous": [min(row.dot_product_us, row.plain_us) for row in mine],
+        }
+        for (name, values), colour in zip(ways.items(), ("#2f6b9a", "#c8553d")):
+            alone.plot(contexts, values, f"o{style}", color=colour, label=f"{name} (bs {batch})")
+    alone.set(title="(a) attention kernels", xlabel="context (tokens)", ylabel="µs", ylim=(0, None))
+    alone.set_xticks(CONTEXTS)
+    alone.legend()
+    sizes = sorted({row.block_size for row in served})
+    curves = {d: [r.normalised_latency_ms for r in served if r.dataset == d] for d in DATASETS}
+    sweep.over_block_sizes(together, sizes, curves)
+    together.set(title="(b) requests served", ylabel="ms a token (normalised)")
+    figure.suptitle("The block size")
+    figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
+    run_record.save_figure(figure, path, dpi=130)
+
+
+def prepare() -> tuple[list[Engine], dict[str, list[Request]]]:
+    """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
+    run_record.check_output_dir(FLAGS.output_dir, "kernels.csv", "serving.csv", "fig18.png")
+    sizes = sweep.checked_sizes(FLAGS.block_sizes, FLAGS.kv_cache_tokens, FLAGS.max_model_len)
+    tokenizer = checkpoint.load_tokenizer(FLAGS.model)
+    rates = {"sharegpt": FLAGS.sharegpt_rate, "alpaca": FLAGS.alpaca_rate}
+    workloads = {
+        dataset: sweep.make_requests(dataset, rate, tokenizer) for dataset, rate in rates.items()
+    }
+    sizes_ = tqdm(sizes, "compiling for each block size")
+    return [sweep.make_engine(size, tokenizer) for size in sizes_], workloads
+
+
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
+        engines, workloads = prepare()
+        attended = kernels(engines[0].model, FLAGS.kernel_block_size, FLAGS.rounds, FLAGS.seed)
+        served = serving(engines, workloads)
+    numbers, environment = summary(attended, served), run_record.describe_environment()
+    output_dir, footer = Path(FLAGS.output_dir), run_record.hardware_line(environment)
+    facts = {
+        "experiment": "bench_block_size",
+        "flags": values_of(names),
+        "weights_sha256": checkpoint.weights_hash(FLAGS.model),
+        "paper": PAPER,
+        "why_it_differs": WHY,
+        "load_average": os.getloadavg(),
+    }
+    run_record.write_csv(output_dir, "kernels.csv", attended)
+    run_record.write_csv(output_dir, "serving.csv", served)
+    run_record.write_json(output_dir, "report.json", facts | environment)
+    run_record.write_summary(output_dir, numbers)
+    plot(attended, served, output_dir / "fig18.png", footer)
+    print(f"{table(attended, served, numbers)}\n({footer})")
+
+
+def define_flags() -> list[str]:
+    """Define this program's flags; returns their names."""
+    names = sweep.define_flags(DEFAULTS, "results/bench_block_size")
+    flags.DEFINE_integer("kernel_block_size", 16, "tokens of a block in (a)", lower_bound=1)
+    flags.DEFINE_float("sharegpt_rate", 4.0, "ShareGPT-like requests a second")
+    flags.DEFINE_float("alpaca_rate", 16.0, "Alpaca-like requests a second")
+    return [*names, "kernel_block_size", *(f"{dataset}_rate" for dataset in DATASETS)]
+
+
+if __name__ == "__main__":
+    program.run(main, define_flags)

@@ -1,0 +1,407 @@
+"""Who holds which KV block, step by step: vLLM's Figs. 3 and 6 to 9 as they happen in this engine.
+
+    python -m experiments.figures.vllm.memory_map
+
+Serves a few requests, one every --interval steps, in a cache too small for them, and draws its
+physical blocks over the steps: blocks of a request in its colour, a shade for each of its
+sequences; shared ones hatched, the darker the more owners they have; grey what the prefix cache
+keeps without an owner; below, the host's blocks of what is swapped out. --requests are
+
+    plain      one sequence
+    prefix     one sequence; all of these begin with the same --prefix_tokens tokens
+    parallelN  N samples of one prompt (Fig. 8)
+    beamN      a beam search of width N (Fig. 9)
+
+Writes to --output_dir: memory_map.png; memory_map.html, which shows each block of the step under a
+slider (owners, logical block, filled slots, references) and each block table; steps.csv with what
+the cache's token slots hold in each step (`Usage`); report.json and summary.json.
+"""
+
+import colorsys
+import json
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from tqdm import tqdm
+
+from experiments.figures.vllm.sharing_savings import story_tokens
+from experiments.lib import program, run_record
+from experiments.lib.flags import (
+    define_engine_flags,
+    define_executor_flag,
+    engine_config,
+    load_engine,
+    values_of,
+)
+from models import checkpoint
+from paged.engine import Engine
+from paged.kv_cache import POLICIES
+from paged.metrics import StepRecord
+from paged.requests.sequence import SamplingParams
+from paged.requests.validation import validated_prompt
+
+FLAGS = flags.FLAGS
+# A cache of 48 small blocks shows all there is to see; the map of a large one would be a carpet.
+DEFAULTS = {
+    "page_size": 8,
+    "kv_cache_tokens": 384,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 256,
+    "prefix_caching": True,
+    # Or the tables would be shown with the step before taken in, not as the step finds them.
+    "run_ahead": False,
+}
+TEMPLATE = Path(__file__).with_suffix(".html")
+IDLE = "#bdbdbd"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One reference to a block: of a request's sequence, as its logical block; filled: its token
+    slots that are taken, or will be once the prompt is computed."""
+
+    request: str
+    sequence: int
+    logical: int
+    filled: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The cache once a step was scheduled.
+
+    happened: since the snapshot before, in words. refcounts: of each physical block, the null block
+    too. device, host: owners of each block that has some. idle: blocks that only the prefix cache
+    keeps.
+    """
+
+    step: int
+    happened: list[str]
+    refcounts: list[int]
+    device: dict[int, list[Owner]]
+    idle: list[int]
+    host: dict[int, list[Owner]]
+
+
+def _add(owners: dict[int, list[Owner]], blocks: np.ndarray, request: str, index: int, filled):
+    for logical, block in enumerate(blocks.tolist()):
+        owner = Owner(request, index, logical, int(filled[logical]))
+        owners.setdefault(block, []).append(owner)
+
+
+def take(engine: Engine, step: int, happened: list[str]) -> Snapshot:
+    """The cache of an engine of the dense policy as it stands."""
+    policy, scheduler = engine.host_policy, engine.scheduler
+    tables = policy.block_tables
+    device: dict[int, list[Owner]] = {}
+    host: dict[int, list[Owner]] = {}
+    for group in scheduler.running:
+        for index, sequence in enumerate(group.sequences):
+            if (slot := sequence.slot) >= 0:
+                blocks = tables.blocks[slot, : tables.num_blocks[slot]]
+                _add(device, blocks, group.request_id, index, tables.filled(slot))
+    for group in scheduler.waiting:
+        if group.swapped is not None:
+            indices = [group.sequences.index(sequence) for sequence in group.unfinished]
+            rows = zip(indices, group.swapped.blocks, group.swapped.num_tokens, strict=True)
+            for index, blocks, tokens in rows:
+                first = np.arange(len(blocks)) * tables.page_size
+                filled = np.minimum(tokens - first, tables.page_size)
+                _add(host, blocks, group.request_id, index, filled)
+    cache = policy.pool.cache
+    return Snapshot(
+        step=step,
+        happened=happened,
+        refcounts=policy.pool.refcounts.tolist(),
+        device=device,
+        idle=sorted(cache.idle) if cache else [],
+        host=host,
+    )
+
+
+def in_words(events: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What a round did, for a reader."""
+    words = []
+    for event in events:
+        if event["event"] in ("arrival", "admit", "preempt", "finish"):
+            words.append(f"{event['event']} {event['request_id']}")
+        elif event["event"] == "schedule":
+            for name, verb in (("swaps_out", "swap out"), ("swaps_in", "swap in")):
+                if event[name]:
+                    words.append(f"{verb} {len(event[name])} blocks")
+            words += [f"copy block {a} to {b}" for a, b in event["copies"]]
+    return words
+
+
+def run(
+    engine: Engine,
+    requests: Mapping[str, tuple[list[int], SamplingParams]],
+    interval: int,
+    progress: bool = True,
+) -> list[Snapshot]:
+    """Serve the requests (prompt and sampling by id), one every `interval` steps; a snapshot of
+    each step."""
+    coming, snapshots = deque(requests.items()), list[Snapshot]()
+    rounds = 0
+    with tqdm(desc="serving", unit="steps", disable=not progress) as bar:
+        while coming or engine.has_unfinished():
+            seen = len(engine.events)
+            if coming and rounds % interval == 0:
+                name, (prompt, how) = coming.popleft()
+                engine.add_request(prompt, how, name)
+            engine.step()
+            rounds += 1
+            new = engine.events[seen:]
+            for event in new:
+                if event["event"] == "schedule":
+                    snapshots.append(take(engine, event["step"], in_words(new)))
+                    bar.update()
+    return snapshots
+
+
+def make_requests(
+    kinds: Sequence[str], prompt_tokens: int, prefix_tokens: int, output_tokens: int, seed: int,
+    tokenizer,
+) -> dict[str, tuple[list[int], SamplingParams]]:  # fmt: skip
+    """Prompt and sampling parameters by a name that tells the kind.
+
+    Raises ValueError for an unknown kind, and for a prefix that leaves no token of a prompt.
+    """
+    if not kinds:
+        raise ValueError("--requests must name at least one")
+    if not 0 < prefix_tokens < prompt_tokens:
+        raise ValueError(
+            f"--prefix_tokens ({prefix_tokens}) must be above 0 and below --prompt_tokens "
+            f"({prompt_tokens})"
+        )
+
+    requests = {}
+    prefix = story_tokens(tokenizer, prefix_tokens, seed)
+    for i, kind in enumerate(kinds):
+        how: dict[str, Any] = {}
+        prompt = story_tokens(tokenizer, prompt_tokens, seed + 1 + i)
+        if kind == "prefix":
+            prompt[:prefix_tokens] = prefix
+        elif match := re.fullmatch(r"(parallel|beam)(\d+)", kind):
+            count = int(match[2])
+            how = {"n": count, "temperature": 1.0}
+            if match[1] == "beam":
+                how = {"n": count, "beam_width": count}
+        elif kind != "plain":
+            raise ValueError(f"--requests may be plain, prefix, parallelN and beamN, not {kind!r}")
+        sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=seed + i, **how)
+        requests[f"{kind}-{i}"] = prompt, sampling
+    return requests
+
+
+def colours(requests: Sequence[str]) -> dict[str, tuple[float, float, float]]:
+    """A colour for each request, red, green and blue in [0, 1]."""
+    grey = 7
+    palette = np.delete(np.array(colormaps["tab10"](range(10)))[:, :3], grey, axis=0)
+    return {name: tuple(palette[i % len(palette)].tolist()) for i, name in enumerate(requests)}
+
+
+def shade(colour: tuple[float, float, float], owners: Sequence[Owner]) -> tuple:
+    """The colour of a block: by sequence if it has one owner, darker the more there are."""
+    hue, light, saturation = colorsys.rgb_to_hls(*colour)
+    if len(owners) > 1:
+        light *= max(0.3, 0.9 - 0.12 * len(owners))
+    else:
+        light += (1 - light) * min(0.6, 0.15 * (1 + owners[0].sequence))
+    return colorsys.hls_to_rgb(hue, light, saturation)
+
+
+def _draw(axes: Axes, held: Sequence[Mapping[int, list[Owner]]], idle, blocks: int, of) -> None:
+    """Blocks 1 to `blocks` over the steps. held, idle: by step; of: colours."""
+    image = np.ones((blocks, len(held), 3))
+    shared = np.zeros((blocks, len(held)))
+    for step, owners_of in enumerate(held):
+        for block in idle[step]:
+            image[block - 1, step] = to_rgb(IDLE)
+        for block, owners in owners_of.items():
+            image[block - 1, step] = shade(of[owners[0].request], owners)
+            shared[block - 1, step] = len(owners) > 1
+    axes.imshow(
+        image, aspect="auto", interpolation="nearest", origin="lower",
+        extent=(-0.5, len(held) - 0.5, 0.5, blocks + 0.5),
+    )  # fmt: skip
+    for row, of_block in enumerate(shared):
+        changes = np.flatnonzero(np.diff(of_block, prepend=0, append=0))
+        runs = [(first - 0.5, end - first) for first, end in changes.reshape(-1, 2)]
+        axes.broken_barh(
+            runs, (row + 0.5, 1), facecolor="none", edgecolor="#000000", hatch="//////", linewidth=0
+        )
+
+
+def plot(
+    snapshots: Sequence[Snapshot], requests: Sequence[str], path: Path, title: str, footer: str
+) -> None:
+    """The map: device blocks above, blocks in the host's memory below."""
+    of, blocks = colours(requests), len(snapshots[0].refcounts) - 1
+    host_blocks = max((max(s.host) for s in snapshots if s.host), default=1)
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    device, host = figure.subplots(
+        2, 1, sharex=True, height_ratios=[blocks, max(host_blocks, blocks // 5)]
+    )
+    _draw(device, [s.device for s in snapshots], [s.idle for s in snapshots], blocks, of)
+    device.set(ylabel="physical block")
+    _draw(host, [s.host for s in snapshots], [[] for _ in snapshots], host_blocks, of)
+    host.set(xlabel="step", ylabel="host block")
+    patches = [Patch(color=of[name], label=name) for name in requests]
+    patches += [
+        Patch(facecolor="#888888", hatch="//////", label="shared"),
+        Patch(color=IDLE, label="cached, no owner"),
+    ]
+    figure.legend(handles=patches, loc="outside right upper", frameon=False)
+    figure.suptitle(title)
+    figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
+    run_record.save_figure(figure, path, dpi=110)
+
+
+def page_data(
+    snapshots: Sequence[Snapshot], requests: Sequence[str], page_size: int, title: str
+) -> dict[str, Any]:
+    """What memory_map.html shows. A block is [its number, references, colour, [[request, sequence,
+    logical block, filled slots], …]], colours and requests by their places in lists."""
+    place = {name: i for i, name in enumerate(requests)}
+    of, palette = colours(requests), {IDLE: 0}
+
+    def listed(held: Mapping[int, list[Owner]], refcounts: Sequence[int] | None) -> list:
+        blocks = []
+        for block, owners in sorted(held.items()):
+            colour = to_hex(shade(of[owners[0].request], owners))
+            references = len(owners) if refcounts is None else refcounts[block]
+            names = [[place[o.request], o.sequence, o.logical, o.filled] for o in owners]
+            blocks.append([block, references, palette.setdefault(colour, len(palette)), names])
+        return blocks
+
+    steps = [
+        {
+            "step": s.step,
+            "happened": s.happened,
+            "device": listed(s.device, s.refcounts),
+            "idle": s.idle,
+            "host": listed(s.host, None),
+        }
+        for s in snapshots
+    ]
+    return {
+        "title": title,
+        "page_size": page_size,
+        "num_blocks": len(snapshots[0].refcounts) - 1,
+        "num_host_blocks": max((max(s.host) for s in snapshots if s.host), default=0),
+        "requests": list(requests),
+        "colours": [to_hex(of[name]) for name in requests],
+        "palette": list(palette),
+        "steps": steps,
+    }
+
+
+def write_page(path: Path, data: Mapping[str, Any]) -> None:
+    """The template with the data in it: one file that needs no other."""
+    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    run_record.write_whole(path, TEMPLATE.read_text("utf-8").replace("/*DATA*/", text))
+
+
+def summary(snapshots: Sequence[Snapshot], steps: Sequence[StepRecord]) -> dict[str, float]:
+    """What there is to see on the map."""
+    shared = [sum(len(owners) > 1 for owners in s.device.values()) for s in snapshots]
+    return {
+        "steps": len(snapshots),
+        "max_owners": max(max(s.refcounts) for s in snapshots),
+        "max_shared_blocks": max(shared),
+        "max_idle_blocks": max(len(s.idle) for s in snapshots),
+        "max_host_blocks": max(len(s.host) for s in snapshots),
+        "preemptions": sum(step.preemptions for step in steps),
+        "swapped_out_blocks": sum(step.swapped_out for step in steps),
+        "swapped_in_blocks": sum(step.swapped_in for step in steps),
+        "copied_blocks": sum(step.copied_blocks for step in steps),
+    }
+
+
+@dataclass(frozen=True)
+class UsageRow:
+    """A step in steps.csv: token slots, as in `paged.kv_cache.policy.Usage`."""
+
+    step: int
+    token_states: int
+    reserved: int
+    internal: int
+    external: int
+    free: int
+    shared: int
+
+
+def usage_row(record: StepRecord) -> UsageRow:
+    names = [field.name for field in fields(UsageRow)][1:]
+    return UsageRow(record.step, **{name: getattr(record, f"kv_{name}") for name in names})
+
+
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
+        output_dir = run_record.check_output_dir(
+            FLAGS.output_dir, "memory_map.png", "memory_map.html", "steps.csv"
+        )
+        tokenizer = checkpoint.load_tokenizer(FLAGS.model)
+        requests = make_requests(
+            FLAGS.requests, FLAGS.prompt_tokens, FLAGS.prefix_tokens, FLAGS.output_tokens,
+            FLAGS.seed, tokenizer,
+        )  # fmt: skip
+        model = checkpoint.load_config(FLAGS.model)
+        config = engine_config(model)
+        policy = POLICIES[config.policy].host(config)
+        for prompt, how in requests.values():
+            validated_prompt(prompt, how, tokenizer, model, config, policy)
+        engine = load_engine(config, tokenizer, FLAGS.executor)
+    engine.warm_up()
+    snapshots = run(engine, requests, FLAGS.interval)
+    title = (
+        f"{config.num_blocks - 1} blocks of {config.page_size} tokens, --executor={FLAGS.executor}"
+    )
+    environment = run_record.describe_environment()
+    footer = f"{FLAGS.model}, --requests={','.join(FLAGS.requests)}"
+    numbers = summary(snapshots, engine.metrics.steps)
+    plot(snapshots, list(requests), output_dir / "memory_map.png", title, footer)
+    page = page_data(snapshots, list(requests), config.page_size, title)
+    write_page(output_dir / "memory_map.html", page)
+    run_record.write_csv(output_dir, "steps.csv", list(map(usage_row, engine.metrics.steps)))
+    facts = {"experiment": "memory_map", "flags": values_of(names), "measured": numbers}
+    run_record.write_json(output_dir, "report.json", facts | environment)
+    run_record.write_summary(output_dir, numbers)
+    print("\n".join(f"{name.replace('_', ' '):20}{value:6}" for name, value in numbers.items()))
+    print(f"memory_map.html and more are in {output_dir}/")
+
+
+def define_flags() -> list[str]:
+    """Define this program's flags; returns their names."""
+    flags.DEFINE_list(
+        "requests", "plain,prefix,parallel3,beam4,prefix,plain", "see the head of this file"
+    )
+    flags.DEFINE_integer("prompt_tokens", 44, "of each request", lower_bound=1)
+    flags.DEFINE_integer("prefix_tokens", 32, "that `prefix` requests share", lower_bound=1)
+    flags.DEFINE_integer("output_tokens", 48, "of each sequence", lower_bound=1)
+    flags.DEFINE_integer("interval", 8, "steps between requests", lower_bound=1)
+    flags.DEFINE_string("output_dir", "results/memory_map", "where the map goes")
+    names = [*define_executor_flag(), *define_engine_flags()]
+    for name, value in DEFAULTS.items():
+        FLAGS.set_default(name, value)
+    return [
+        "requests", "prompt_tokens", "prefix_tokens", "output_tokens", "interval", "output_dir",
+        *names,
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    program.run(main, define_flags)

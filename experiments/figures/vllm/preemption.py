@@ -1,0 +1,293 @@
+"""Swapping against recomputation over block sizes (vLLM §7.3, Fig. 19).
+
+python -m experiments.figures.vllm.preemption
+
+(a) What it takes to move a sequence's blocks to the host's memory, and back, beside a prefill of
+the same tokens. (b) The mean normalised latency of requests that do not fit the KV cache together,
+with either way of preemption; all come at once, so that only the cost of the ways differs, and each
+request's tokens must be the same under both.
+
+Times are medians over rounds that alternate between the cases; the hardware is named where they
+are. On a CPU 'the device' and 'the host' share one memory: what the paper's curves show of PCIe
+cannot be seen there. Writes to --output_dir: micro.csv, serving.csv, fig19.png, report.json and
+summary.json.
+"""
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from absl import flags
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from experiments.figures.vllm import sweep
+from experiments.lib import program, run_record
+from experiments.lib.flags import values_of
+from experiments.workloads.workloads import Request
+from models import checkpoint
+from paged.device.executor import DeviceExecutor
+from paged.engine import Engine
+from paged.requests.sequence import SamplingParams
+
+FLAGS = flags.FLAGS
+MODES: tuple[Literal["recompute", "swap"], ...] = ("recompute", "swap")
+DEFAULTS = {
+    "kv_cache_tokens": 1024, "max_model_len": 640, "max_num_seqs": 4,
+    "max_num_batched_tokens": 512, "num_requests": 8, "rounds": 7,
+}  # fmt: skip
+# Read off Fig. 19a: ms of swapping out and in, and of recomputation, with the smallest and the
+# largest blocks (OPT-13B on an A100).
+PAPER_SWAP_MS, PAPER_RECOMPUTE_MS = {1: 140.0, 256: 30.0}, 20.0
+WHY = """\
+On a CPU both memories are the same RAM: a transfer is a memcpy at its bandwidth, without PCIe's
+latency for each block, so small blocks cost no more than their share of a gather's indices. Blocks
+go in calls of a fixed size, the last one padded: where a sequence has few, large blocks, most of
+what is copied can be padding."""
+
+
+@dataclass(frozen=True)
+class Micro:
+    """Medians of ms for one sequence of --sequence_tokens, in so many blocks; swap: out and in, one
+    after the other."""
+
+    block_size: int
+    blocks: int
+    swap_out_ms: float
+    swap_in_ms: float
+    swap_ms: float
+    recompute_ms: float
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A workload under one way of preemption. swapped_blocks: out and in; prefill_tokens: those
+    recomputed included."""
+
+    block_size: int
+    mode: str
+    normalised_latency_ms: float
+    preemptions: int
+    swapped_blocks: int
+    prefill_tokens: int
+
+
+def swapper(engine: Engine, tokens: int, rng: np.random.Generator) -> dict[str, Callable[[], None]]:
+    """What to time: each moves the blocks of a sequence, and returns when they are there."""
+    executor = engine.executor
+    assert isinstance(executor, DeviceExecutor)
+    count = -(-tokens // engine.config.page_size)
+    blocks, on_host = (
+        (1 + rng.permutation(engine.config.num_blocks - 1)[:count]).tolist() for _ in range(2)
+    )
+
+    def swap_out():
+        executor.swap_out(zip(blocks, on_host))
+        # The transfer goes on behind the steps that follow; the next swap waits for it.
+        executor.swap_out([])
+
+    def swap_in():
+        executor.swap_in(zip(on_host, blocks))
+        jax.block_until_ready(executor._cache)
+
+    def swap():
+        swap_out()
+        swap_in()
+
+    return {"swap_out_ms": swap_out, "swap_in_ms": swap_in, "swap_ms": swap}
+
+
+def micro(
+    engines: Sequence[Engine], tokens: int, rounds: int, seed: int, progress: bool = True
+) -> list[Micro]:
+    """(a): each engine's times for a sequence of so many tokens."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(3, engines[0].model.vocab_size, tokens).tolist()
+    how = SamplingParams(max_tokens=1, ignore_eos=True)
+    cases: list[dict[str, Callable[[], Any]]] = []
+    for engine in engines:
+        recompute = {"recompute_ms": lambda engine=engine: engine.generate([prompt], how)}
+        cases.append(swapper(engine, tokens, rng) | recompute)
+    times: list[dict[str, list[float]]] = [defaultdict(list) for _ in cases]
+    for round_ in tqdm(range(rounds + 1), "moving blocks", disable=not progress):
+        for case, measured in zip(cases, times):
+            for name, work in case.items():
+                began = time.perf_counter()
+                work()
+                if round_:  # the first one warms up
+                    measured[name].append(1e3 * (time.perf_counter() - began))
+    rows = []
+    for engine, measured in zip(engines, times):
+        blocks = -(-tokens // engine.config.page_size)
+        medians = {name: float(np.median(values)) for name, values in measured.items()}
+        rows.append(Micro(engine.config.page_size, blocks, **medians))
+    return rows
+
+
+def serving(
+    engines: Sequence[Engine], requests: Sequence[Request], progress: bool = True
+) -> list[Serving]:
+    """(b): a row for each engine and way. Raises ValueError if they disagree on a token."""
+    rows = []
+    with tqdm(total=len(engines) * len(MODES), desc="serving", disable=not progress) as bar:
+        for engine in engines:
+            outputs = []
+            for mode in MODES:
+                served = sweep.serve_requests(sweep.with_mode(engine, mode), requests)
+                rows.append(
+                    Serving(
+                        block_size=engine.config.page_size,
+                        mode=mode,
+                        normalised_latency_ms=1e3 * served.normalised_latency_s,
+                        preemptions=served.preemptions,
+                        swapped_blocks=served.swapped_blocks,
+                        prefill_tokens=served.prefill_tokens,
+                    )
+                )
+                outputs.append(served.outputs)
+                bar.update()
+            if wrong := sweep.first_difference(*outputs):
+                raise ValueError(f"blocks of {engine.config.page_size} tokens: {wrong}")
+    return rows
+
+
+def summary(moved: Sequence[Micro], served: Sequence[Serving]) -> dict[str, float]:
+    """Flat numbers: every curve of the figure, and its ratios."""
+    numbers: dict[str, float] = {}
+    for row in moved:
+        for name in ("swap_out_ms", "swap_in_ms", "swap_ms", "recompute_ms"):
+            numbers[f"{name}_{row.block_size}"] = getattr(row, name)
+        numbers[f"swap_over_recompute_{row.block_size}"] = row.swap_ms / row.recompute_ms
+    for entry in served:
+        at = f"{entry.mode}_{entry.block_size}"
+        numbers[f"normalised_latency_ms_{at}"] = entry.normalised_latency_ms
+        numbers[f"preemptions_{at}"] = entry.preemptions
+    recompute = [row.recompute_ms for row in moved]
+    return numbers | {
+        "recompute_spread": max(recompute) / min(recompute),
+        "recompute_over_swap_most": max(row.recompute_ms / row.swap_ms for row in moved),
+        "serving_recompute_over_swap_most": max(
+            recompute / swap for recompute, swap in latencies(served).values()
+        ),
+    }
+
+
+def latencies(served: Sequence[Serving]) -> dict[int, tuple[float, ...]]:
+    """Block size -> the normalised latency under each of MODES, ms a token."""
+    found = {(row.block_size, row.mode): row.normalised_latency_ms for row in served}
+    return {size: tuple(found[size, mode] for mode in MODES) for size, _ in found}
+
+
+def table(
+    moved: Sequence[Micro], served: Sequence[Serving], numbers: dict[str, float], tokens: int
+) -> str:
+    """A line a block size, and what the paper says beside what was found."""
+    first, last = moved[0], moved[-1]
+    lines = [
+        f"ms for a sequence of {tokens} tokens, and ms a token of requests that preempt each other",
+        f"{'block':>7}{'swap out':>10}{'swap in':>10}{'both':>10}{'recompute':>11}"
+        f"{'| serving:':>13}{'recompute':>11}{'swap':>8}{'preemptions':>13}",
+    ]
+    for row in moved:
+        recompute, swap = latencies(served)[row.block_size]
+        preempted = "/".join(str(s.preemptions) for s in served if s.block_size == row.block_size)
+        lines.append(
+            f"{row.block_size:7}{row.swap_out_ms:10.2f}{row.swap_in_ms:10.2f}{row.swap_ms:10.2f}"
+            f"{row.recompute_ms:11.2f}{'|':>13}{recompute:11.1f}{swap:8.1f}{preempted:>13}"
+        )
+    paper = PAPER_SWAP_MS[1] / PAPER_RECOMPUTE_MS, PAPER_SWAP_MS[256] / PAPER_RECOMPUTE_MS
+    ours = first.swap_ms / first.recompute_ms, last.swap_ms / last.recompute_ms
+    return "\n".join(
+        [
+            *lines,
+            "paper (OPT-13B, A100) | here",
+            f"swapping is bad with small blocks: {paper[0]:.1f} times recomputation with blocks of "
+            f"1, {paper[1]:.1f} with 256 | {ours[0]:.2f} with {first.block_size},"
+            f" {ours[1]:.2f} with {last.block_size}",
+            f"recomputation does not depend on the block size | slowest over fastest: "
+            f"{numbers['recompute_spread']:.2f}",
+            f"recomputation is never more than 1.2 times swapping | at most "
+            f"{numbers['recompute_over_swap_most']:.2f} times, served "
+            f"{numbers['serving_recompute_over_swap_most']:.2f} times",
+            WHY,
+        ]
+    )
+
+
+def plot(moved: Sequence[Micro], served: Sequence[Serving], path: Path, footer: str) -> None:
+    """Fig. 19: (a) the ways alone, (b) requests served."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    alone, together = figure.subplots(1, 2)
+    sizes = [row.block_size for row in moved]
+    names = {
+        "recompute": "recompute_ms", "swap in": "swap_in_ms", "swap out": "swap_out_ms",
+        "swap in + out": "swap_ms",
+    }  # fmt: skip
+    curves = {label: [getattr(row, name) for row in moved] for label, name in names.items()}
+    sweep.over_block_sizes(alone, sizes, curves)
+    alone.set(title="(a) one sequence", ylabel="ms")
+    by_mode: dict[str, list[float]] = {
+        m: [r.normalised_latency_ms for r in served if r.mode == m] for m in MODES
+    }
+    sweep.over_block_sizes(together, sizes, by_mode)
+    together.set(
+        title="(b) requests that preempt each other", ylabel="normalised latency (ms/token)"
+    )
+    figure.suptitle("Recomputation and swapping")
+    figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
+    run_record.save_figure(figure, path, dpi=130)
+
+
+def prepare() -> tuple[list[Engine], list[Request]]:
+    """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
+    run_record.check_output_dir(FLAGS.output_dir, "micro.csv", "serving.csv", "fig19.png")
+    most = FLAGS.max_model_len - 1
+    if FLAGS.sequence_tokens > most:
+        raise ValueError(f"sequence_tokens must be at most {most}, not {FLAGS.sequence_tokens}")
+    sizes = sweep.checked_sizes(FLAGS.block_sizes, FLAGS.kv_cache_tokens, FLAGS.max_model_len)
+    tokenizer = checkpoint.load_tokenizer(FLAGS.model)
+    requests = sweep.make_requests("sharegpt", float("inf"), tokenizer)
+    sizes_ = tqdm(sizes, "compiling for each block size")
+    return [sweep.make_engine(size, tokenizer) for size in sizes_], requests
+
+
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
+        engines, requests = prepare()
+        moved = micro(engines, FLAGS.sequence_tokens, FLAGS.rounds, FLAGS.seed)
+        served = serving(engines, requests)
+    numbers, environment = summary(moved, served), run_record.describe_environment()
+    output_dir, footer = Path(FLAGS.output_dir), run_record.hardware_line(environment)
+    facts = {
+        "experiment": "bench_preemption",
+        "flags": values_of(names),
+        "weights_sha256": checkpoint.weights_hash(FLAGS.model),
+        "paper": {"swap_ms": PAPER_SWAP_MS, "recompute_ms": PAPER_RECOMPUTE_MS},
+        "why_it_differs": WHY,
+        "load_average": os.getloadavg(),
+    }
+    run_record.write_csv(output_dir, "micro.csv", moved)
+    run_record.write_csv(output_dir, "serving.csv", served)
+    run_record.write_json(output_dir, "report.json", facts | environment)
+    run_record.write_summary(output_dir, numbers)
+    plot(moved, served, output_dir / "fig19.png", footer)
+    print(f"{table(moved, served, numbers, FLAGS.sequence_tokens)}\n({footer})")
+
+
+def define_flags() -> list[str]:
+    """Define this program's flags; returns their names."""
+    names = sweep.define_flags(DEFAULTS, "results/bench_preemption")
+    flags.DEFINE_integer(
+        "sequence_tokens", 511, "of the sequence that is moved or recomputed", lower_bound=1
+    )
+    return [*names, "sequence_tokens"]
+
+
+if __name__ == "__main__":
+    program.run(main, define_flags)

@@ -1,0 +1,347 @@
+"""Check and time every kernel on this machine's GPU, in one program of at most 8 minutes.
+
+    python -m experiments.gpu.check --output_dir=experiments/results/h200
+
+It needs the repository and JAX with CUDA; what else is importable joins in as a peer. In order:
+
+1. every op and named argument spec against `reference` in float32, and twice to the same bits;
+2. this GPU's rates: bytes of a large array read or copied, FLOPs of a large bfloat16 product;
+3. the median time of every kernel and spec on the device, beside its floor at these rates;
+4. the engine's decode step at Llama-3-8B's shapes beside its weights and KV cache, where the
+   engine's packages are installed; peers' times for the same shapes;
+5. what XLA makes of the ops: checked and timed the same way.
+
+What --minutes leave no time for is named as left out. Times are those of kernels alone: what
+passes between them does not count. A call's inputs are rotated, so that few find their own in the
+L2 cache. gpu_check.json, written as results come, holds all of it with hardware, versions and
+commit. Exits with an error where a result is wrong.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.gpu import peers
+from experiments.lib import program, run_record
+from pallas_kernels import backend, mosaic
+from pallas_kernels.kv_write import specs as kv_write_specs
+from pallas_kernels.ops import OPS
+from pallas_kernels.paged_attention import specs as attention_specs
+from pallas_kernels.specs import Attention, Cost, Heads, Spec
+
+TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3}
+REPEATS = 10
+L2_BYTES = 64 * 2**20  # at least what any GPU has that the kernels run on
+MAX_SETS = 32
+SHAPES = {
+    "paged_attention": (attention_specs.DECODE_SHAPES, attention_specs.decode),
+    "paged_prefill_attention": (attention_specs.PREFILL_SHAPES, attention_specs.prefill),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """largest_error: over all results, absolute."""
+
+    op: str
+    spec: str
+    implementation: str
+    largest_error: float
+    tolerance: float
+    repeats_to_the_bit: bool
+
+    @property
+    def passes(self) -> bool:
+        # XLA's scatters may add in any order.
+        repeats = self.repeats_to_the_bit or self.implementation == "xla"
+        return self.largest_error <= self.tolerance and repeats
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a call, its floor at the measured rates, and what the floor counts."""
+
+    op: str
+    spec: str
+    implementation: str
+    seconds: float
+    floor_seconds: float
+    bytes: int
+    flops: int
+
+    @property
+    def share_of_floor(self) -> float:
+        return self.floor_seconds / self.seconds
+
+
+@dataclass(frozen=True)
+class Rates:
+    read_bytes_per_s: float
+    copy_bytes_per_s: float
+    matmul_flops_per_s: float
+
+    def floor(self, cost: Cost) -> float:
+        """Seconds, at the faster way to move bytes."""
+        fastest = max(self.read_bytes_per_s, self.copy_bytes_per_s)
+        return max(cost.bytes / fastest, cost.flops / self.matmul_flops_per_s)
+
+
+def device_seconds(function: Callable, *arguments) -> float:
+    """Median time that the GPU spends in the kernels of `function(*arguments)`; without a GPU, the
+    time of one call, which tells nothing about any."""
+    jitted = jax.jit(function)
+    jax.block_until_ready(jitted(*arguments))
+    if backend.current_gpu() is not None:
+        return statistics.median(mosaic.kernel_seconds(jitted, arguments, REPEATS))
+    start = time.perf_counter()
+    jax.block_until_ready(jitted(*arguments))
+    return time.perf_counter() - start
+
+
+def measure_rates(small: bool) -> Rates:
+    count, square = (2**20, 256) if small else (2**30, 8192)
+    # Random: products of zeros draw less power, and run faster.
+    x = jax.random.normal(jax.random.key(0), (count,), jnp.bfloat16)
+    copy = device_seconds(lambda x: -x, x)
+    read = device_seconds(lambda x: jnp.sum(x, dtype=jnp.float32), x)
+    a, b = jax.random.normal(jax.random.key(1), (2, square, square), jnp.bfloat16)
+    product = device_seconds(jnp.dot, a, b)
+    return Rates(x.nbytes / read, 2 * x.nbytes / copy, 2 * square**3 / product)
+
+
+def kernel_of(op: str) -> str | None:
+    """The kernel that is for this GPU; without one, that for Hopper, interpreted."""
+    gpu = backend.current_gpu()
+    return OPS[op].kernel_for(gpu.compute_capability if gpu else (9, 0))
+
+
+def check(op: str, name: str, spec: Spec, implementation: str) -> Check:
+    arguments = spec.arguments(jax.random.key(0))
+    rows = arguments["query_starts"][-1] if "query_starts" in arguments else None
+
+    def run(call, arguments):
+        return [np.asarray(x, np.float32)[:rows] for x in jax.tree.leaves(call(**arguments))]
+
+    wide = {
+        name: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        for name, x in arguments.items()
+    }
+    expected = run(jax.jit(partial(spec.op, implementation="reference", **spec.options)), wide)
+    call = jax.jit(partial(spec.op, implementation=implementation, **spec.options))
+    found, again = run(call, arguments), run(call, arguments)
+    errors = [np.max(np.abs(f - e)) for f, e in zip(found, expected)]
+    dtype = next(str(x.dtype) for x in arguments.values() if x.dtype.itemsize == 2)
+    return Check(
+        op,
+        name,
+        implementation,
+        largest_error=float(np.max(errors)),
+        # What only moves numbers changes none.
+        tolerance=0.0 if spec.donated else TOLERANCE[dtype],
+        repeats_to_the_bit=all(np.array_equal(f, a) for f, a in zip(found, again)),
+    )
+
+
+def time_spec(
+    op: str, name: str, spec: Spec, implementation: str, rates: Rates, most_sets: int
+) -> Timing:
+    first = spec.arguments(jax.random.key(0))
+    cost = spec.cost(first)
+    pools = [first.pop(name) for name in spec.donated]
+    sets = [first]
+    for i in range(1, min(most_sets, -(-4 * L2_BYTES // cost.bytes))):
+        more = spec.arguments(jax.random.key(i))
+        sets.append({name: more[name] for name in first})
+    call = partial(spec.op, implementation=implementation, **spec.options)
+    if pools:
+        seconds = _seconds_in_place(spec.donated, call, pools, sets)
+    else:
+        seconds = device_seconds(lambda sets: [call(**s) for s in sets], sets) / len(sets)
+    return Timing(op, name, implementation, seconds, rates.floor(cost), **dataclasses.asdict(cost))
+
+
+def _seconds_in_place(names, call: Callable, pools: list, sets: list[dict]) -> float:
+    """Of a call in a program that makes several, one after the other on the same pools. Half of
+    these calls are timed too: the difference leaves out the copy of what was not donated."""
+    assert len(sets) > 1, "a call in place is timed as the difference of several"
+
+    def run_all(pools, sets):
+        for arguments in sets:
+            pools = jax.tree.leaves(call(**dict(zip(names, pools)), **arguments))
+        return pools
+
+    half = len(sets) // 2
+    difference = device_seconds(run_all, pools, sets) - device_seconds(run_all, pools, sets[:half])
+    return difference / (len(sets) - half)
+
+
+def time_engine(small: bool, rates: Rates) -> Timing:
+    """The engine's decode step; ImportError where its packages are not installed."""
+    from experiments.gpu import engine
+
+    name, seconds, work = engine.time_decode_step(small)
+    cost = Cost(int(work.bytes), int(work.flops))
+    return Timing("engine step", name, "engine", seconds, rates.floor(cost), cost.bytes, cost.flops)
+
+
+def specs_to_check(small: bool) -> list[tuple[str, str, Spec]]:
+    """Every op and spec, shortened so that `reference` has the memory and the time for it."""
+
+    def shorten(shapes: Attention) -> Attention:
+        if small:
+            heads = Heads(2 * shapes.heads.H // shapes.heads.K, 2, shapes.heads.D)
+            return replace(shapes, heads=heads, sequences=2, context=100, ragged=True)
+        return replace(shapes, sequences=6, context=1000, ragged=True)
+
+    found = []
+    for op, (shapes, make) in SHAPES.items():
+        for name, one in shapes.items():
+            short = shorten(one)
+            chunk = min(short.chunk, 40 if small else 150)
+            found.append((op, name, make(replace(short, chunk=chunk))))
+    for op in OPS.keys() - SHAPES:
+        found += [(op, name, spec) for name, spec in _moves(op, small).items()]
+    return found
+
+
+def specs_to_time(small: bool) -> list[tuple[str, str, Spec]]:
+    if small:
+        return specs_to_check(small)
+    return [(op, name, spec) for op in OPS for name, spec in OPS[op].specs.items()]
+
+
+def _moves(op: str, small: bool) -> dict[str, Spec]:
+    if not small:
+        return dict(OPS[op].specs)
+    if op == "write_kv":
+        return {"small": kv_write_specs.write(Heads(8, 4, 64), 9, num_pages=12)}
+    return {"small": kv_write_specs.copy(64, 4, num_pages=20)}
+
+
+def table(rows: list[tuple]) -> str:
+    text = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*text)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in text)
+
+
+class Results:
+    """What has been found so far, written down after each part of it."""
+
+    def __init__(self, output_dir: str | None, minutes: float):
+        self.checks: list[Check] = []
+        self.rates: Rates | None = None
+        self.timings: list[Timing] = []
+        self.peers: list[peers.PeerTiming] = []
+        self.failed: dict[str, str] = {}
+        self.left_out: list[str] = []
+        self._environment = run_record.describe_environment()
+        self._output_dir = output_dir
+        self._end = time.monotonic() + 60 * minutes
+        print(run_record.hardware_line(self._environment), f"JAX {jax.__version__}", sep="; ")
+
+    def add(self, to: list, name: str, function: Callable, *arguments) -> None:
+        """Append what `function(*arguments)` gives, unless it fails or there is no time left."""
+        if time.monotonic() > self._end:
+            self.left_out.append(name)
+            return
+        try:
+            to.append(function(*arguments))
+            print(to[-1], flush=True)
+        except ImportError as error:
+            self.left_out.append(f"{name} ({error})")
+        except Exception as error:  # One part's trouble must not lose the others.
+            self.failed[name] = f"{type(error).__name__}: {error}"
+            print(f"{name}: {self.failed[name]}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        if self._output_dir:
+            public = {name: x for name, x in vars(self).items() if not name.startswith("_")}
+            run_record.write_json(self._output_dir, "gpu_check.json", self._environment | public)
+
+    def table(self) -> str:
+        rows: list[tuple] = [("op", "spec", "implementation", "ms", "floor ms", "of floor")]
+        for t in self.timings:
+            times = (1e3 * t.seconds, 1e3 * t.floor_seconds, f"{t.share_of_floor:.0%}")
+            rows.append((t.op, t.spec, t.implementation, *times))
+        for p in self.peers:
+            found = 1e3 * p.seconds if p.seconds is not None else p.problem
+            rows.append((p.op, p.spec, p.peer, found, "", ""))
+        text = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*text)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in text)
+
+    def wrong(self) -> list[str]:
+        failed = [f"{name}: {error}" for name, error in self.failed.items()]
+        return failed + [str(check) for check in self.checks if not check.passes]
+
+
+def main(argv: list[str]) -> str | None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output_dir", help="folder for gpu_check.json; none if not given")
+    several = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--op", type=several, default=list(OPS), help="default: all")
+    parser.add_argument("--spec", type=several, help="default: all")
+    parser.add_argument("--minutes", type=float, default=7, help="after which nothing is begun")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny shapes: to try the program without a GPU"
+    )
+    arguments = parser.parse_args(argv)
+    small = arguments.small
+    if unknown := set(arguments.op) - set(OPS):
+        parser.error(f"no op {', '.join(unknown)}; allowed: {', '.join(OPS)}")
+    to_check, to_time = (
+        [
+            (op, name, spec)
+            for op, name, spec in specs
+            if op in arguments.op and name in (arguments.spec or [name])
+        ]
+        for specs in (specs_to_check(small), specs_to_time(small))
+    )
+    if not to_time:
+        parser.error(f"no op has a spec {', '.join(arguments.spec)}")
+    if backend.current_gpu() is None and not small:
+        parser.error("JAX sees no GPU; --small tries the program without one")
+    if arguments.output_dir:
+        run_record.check_output_dir(arguments.output_dir, "gpu_check.json")
+    results, most_sets = Results(arguments.output_dir, arguments.minutes), 2 if small else MAX_SETS
+
+    def check_and_time(what: list, how: Callable, to: list, kernels: bool, *options) -> None:
+        for op, name, spec in what:
+            if implementation := kernel_of(op) if kernels else "xla":
+                label = f"{how.__name__} {op} {name} {implementation}"
+                results.add(to, label, how, op, name, spec, implementation, *options)
+
+    check_and_time(to_check, check, results.checks, True)
+    results.rates = rates = measure_rates(small)
+    print(rates)
+    check_and_time(to_time, time_spec, results.timings, True, rates, most_sets)
+    results.add(results.timings, "engine step", time_engine, small, rates)
+    for peer in peers.of(arguments.op, SHAPES, small):
+        results.add(results.peers, str(peer), peer.time, device_seconds)
+    check_and_time(to_check, check, results.checks, False)
+    # XLA's prefill takes as long as many kernels'.
+    quick = [x for x in to_time if small or x[0] != "paged_prefill_attention" or x[1] == "bundled"]
+    check_and_time(quick, time_spec, results.timings, False, rates, most_sets)
+
+    print(results.table())
+    if results.left_out:
+        print(f"left out: {', '.join(results.left_out)}")
+    results.write()
+    return "\n".join(results.wrong()) or None
+
+
+if __name__ == "__main__":
+    with program.interrupts():
+        sys.exit(main(sys.argv[1:]))

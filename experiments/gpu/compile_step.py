@@ -1,0 +1,189 @@
+"""Compile a model's whole step for GPUs that this machine lacks, and check what XLA made of it.
+
+    python -m experiments.gpu.compile_step --model=llama-3-8b --target=h200 --tensor_parallel=8
+
+Prints each device's memory, and the kernels of one layer with the bytes that they move, beside the
+floor: weights, and keys and values of the context, read once; new ones written once; the input of
+each product read and its output written once. Ends with an error if the program does not fit the
+GPU, does not update both KV pools in place, sends anything but two all-reduces a layer, reads a
+weight twice, or has a kernel that only copies much. Needs the extra `aot`, but no GPU.
+
+Without a GPU to time them on, the compiler guesses which of its products are fast.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+
+from experiments.gpu.step_report import (
+    MOST_TEMPORARY,
+    Report,
+    Step,
+    kv_bytes_of_token,
+    report_of,
+    show,
+)
+from experiments.lib import program, run_record
+from experiments.lib.flags import values_of
+from models import checkpoint
+from models.config import ModelConfig
+from paged.config import EngineConfig
+from paged.device.executor import COPIED_TOKENS_PER_CALL
+from paged.device.step import StepProgram, stacks
+from paged.device.tensor_parallel import SPLIT, SPLIT_BLOCKS, WHOLE, Shards
+from paged.kv_cache.policy import KVPolicy
+from pallas_kernels import backend
+from pallas_kernels.tools import aot
+from pallas_kernels.tools.targets import TARGETS
+
+FLAGS = flags.FLAGS
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+MEMORY_SHARE = 0.7  # of a GPU's memory, for weights and KV pools; JAX takes 0.75 by default
+
+
+def define_flags() -> list[str]:
+    names = sorted(path.parent.name for path in MODELS.glob("*/config.json"))
+    flags.DEFINE_enum("model", "llama-3-8b", names, "whose shapes; weights are not read")
+    flags.DEFINE_integer("layers", None, "compile so many of its layers", lower_bound=3)
+    flags.DEFINE_enum("target", "h200", sorted(TARGETS), "GPU")
+    flags.DEFINE_enum(
+        "dtype", "bfloat16", checkpoint.DTYPES, "of weights, computation and KV cache"
+    )
+    flags.DEFINE_integer("tensor_parallel", 1, "GPUs", lower_bound=1)
+    flags.DEFINE_integer("page_size", 16, "tokens of a KV page", lower_bound=1)
+    flags.DEFINE_integer("decodes", 64, "sequences that decode a token each", lower_bound=1)
+    flags.DEFINE_integer("prefill_tokens", 0, "of a prompt beside them", lower_bound=0)
+    flags.DEFINE_integer("context", 4096, "tokens of a sequence", lower_bound=2)
+    flags.DEFINE_string("output_dir", "", "where report.json and step.hlo go; empty for nowhere")
+    return [
+        "model", "layers", "target", "dtype", "tensor_parallel", "page_size", "decodes",
+        "prefill_tokens", "context",
+    ]  # fmt: skip
+
+
+def compile_step(
+    model: ModelConfig, target: str, step: Step, *, tensor_parallel: int = 1, page_size: int = 16,
+    dtype="bfloat16",
+) -> tuple[Report, str]:  # fmt: skip
+    """The engine's step at the model's shapes, with KV pools that fill the GPU: what is to be said
+    of it, and the program's text.
+
+    Raises ValueError if the model or the sequences do not fit, and without the extra `aot`.
+    """
+    if step.prefill_tokens > step.context:
+        raise ValueError(
+            f"a prompt of {step.prefill_tokens} tokens is longer than the context of {step.context}"
+        )
+    gpu = TARGETS[target]
+    shards = Shards(model, tensor_parallel, aot.devices(target, tensor_parallel))
+    abstract = shards.abstract_params(dtype)
+    weight_bytes = sum(map(_bytes_on_device, jax.tree.leaves(abstract)))
+    token_bytes = kv_bytes_of_token(shards.model, dtype) * model.num_layers
+    kv_cache_tokens = int(MEMORY_SHARE * gpu.memory - weight_bytes) // token_bytes
+    needed = step.decodes * step.context + step.prefill_tokens
+    if needed > kv_cache_tokens:
+        raise ValueError(
+            f"{step.decodes} sequences of {step.context} tokens and a prompt of "
+            f"{step.prefill_tokens} need a KV cache of {needed} tokens, but {target} has room for "
+            f"{max(0, kv_cache_tokens)}"
+        )
+    config = EngineConfig(
+        max_num_seqs=step.decodes,
+        max_num_batched_tokens=max(step.prefill_tokens, step.decodes),
+        max_model_len=step.context,
+        page_size=page_size,
+        kv_cache_tokens=kv_cache_tokens,
+        tensor_parallel=tensor_parallel,
+    )
+    layer_bytes = weight_bytes // model.num_layers
+    assert not stacks(shards.platform, layer_bytes), "layers in a loop are not told apart"
+    program = StepProgram.declare(config, shards)
+    cache, state = jax.eval_shape(program.init(dtype))
+    cache, state = shards.abstract(cache, SPLIT), shards.abstract(state, WHOLE)
+
+    began = time.perf_counter()
+    with backend.compiling_for(gpu.gpu):
+        shape = step.prefill_tokens, step.decodes
+        compiled = program.compile(shape, abstract, cache, state)
+    seconds = time.perf_counter() - began
+    text, memory = compiled.as_text() or "", compiled.memory_analysis()
+    assert memory is not None
+    pool = _bytes_on_device(cache.k_pages)
+    sizes = {
+        "weights": weight_bytes,
+        "pools": 2 * pool,
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+    }
+    report = report_of(
+        text, shards.model, gpu, step, dtype, kv_cache_tokens, tensor_parallel, seconds, sizes
+    )
+    moves = _block_moves(shards, program.policy, cache, COPIED_TOKENS_PER_CALL // page_size)
+    for name, (aliased, temporary) in moves.items():
+        report.memory[f"temporary, {name}"] = temporary
+        if aliased < 2 * pool or temporary > MOST_TEMPORARY * pool:
+            report.faults.append(f"{name} does not write the pools in place")
+    return report, text
+
+
+def _block_moves(shards: Shards, policy: KVPolicy, cache, blocks: int) -> dict[str, tuple]:
+    """Bytes aliased and temporary of the programs that copy so many blocks, and swap them in."""
+    ids = shards.abstract(jax.ShapeDtypeStruct((blocks,), jnp.int32), WHOLE)
+    export = shards.jit(policy.export_pages, (SPLIT, WHOLE), SPLIT_BLOCKS)
+    content = jax.eval_shape(export, cache, ids)
+    content = shards.abstract(content, SPLIT_BLOCKS)
+    programs = {
+        "block copy": (policy.copy_pages, (SPLIT, WHOLE, WHOLE), (ids, ids)),
+        "swap in": (policy.import_pages, (SPLIT, WHOLE, SPLIT_BLOCKS), (ids, content)),
+    }
+    found = {}
+    for name, (function, specs, arguments) in programs.items():
+        jitted = shards.jit(function, specs, SPLIT, donate_argnums=0)
+        memory = jitted.lower(cache, *arguments).compile().memory_analysis()
+        assert memory is not None
+        found[name] = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+    return found
+
+
+def _bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
+    assert x.sharding is not None
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def main(names: Sequence[str]) -> None:
+    model = checkpoint.load_config(MODELS / FLAGS.model)
+    if FLAGS.layers:
+        model = model.replace(num_layers=FLAGS.layers)
+    step = Step(FLAGS.decodes, FLAGS.prefill_tokens, FLAGS.context)
+    with program.refusals():
+        if FLAGS.output_dir:
+            run_record.check_output_dir(FLAGS.output_dir, "step.hlo")
+        report, text = compile_step(
+            model,
+            FLAGS.target,
+            step,
+            tensor_parallel=FLAGS.tensor_parallel,
+            page_size=FLAGS.page_size,
+            dtype=FLAGS.dtype,
+        )
+    print(show(report))
+    if FLAGS.output_dir:
+        environment = run_record.describe_environment()
+        content = {"flags": values_of(names), **asdict(report), **environment}
+        run_record.write_json(FLAGS.output_dir, "report.json", content)
+        run_record.write_whole(Path(FLAGS.output_dir) / "step.hlo", text)
+    if report.faults:
+        sys.exit("\n".join(f"error: {fault}" for fault in report.faults))
+
+
+if __name__ == "__main__":
+    program.run(main, define_flags)

@@ -1,0 +1,192 @@
+"""What a compiled step is: its memory, its kernels beside the floor of a layer, and its faults."""
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from experiments.gpu import hlo
+from models.config import ModelConfig
+from models.families import family
+from pallas_kernels.tools.targets import Target
+
+MOST_TEMPORARY = 0.05  # of one of the pools
+MOST_MOVED = 0.02  # of a layer's floor, by a kernel that computes nothing
+LAYER = r"params\['layers'\]\[(\d+)\]"  # begins the name of an argument
+MOSAIC = "mosaic_gpu_v2"  # the custom call of a Pallas kernel
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is compiled: a decode token each of `decodes` sequences of `context` tokens and, if
+    there are any, the `prefill_tokens` of a prompt."""
+
+    decodes: int
+    prefill_tokens: int
+    context: int
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.prefill_tokens
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One that a layer runs, and the bytes that it reads and writes."""
+
+    name: str
+    kind: str
+    read: int
+    written: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a compiled step is, of each device. memory and floor: bytes by what they are for.
+    collectives, mosaic_kernels: instructions of the whole step, by opcode and in all.
+    kernels: of one layer.  faults: what should not be."""
+
+    kv_cache_tokens: int
+    seconds_to_compile: float
+    memory: dict[str, int]
+    collectives: dict[str, int]
+    mosaic_kernels: int
+    kernels: list[Kernel]
+    floor: dict[str, int]
+    faults: list[str]
+
+
+def kv_bytes_of_token(model: ModelConfig, dtype) -> int:
+    """Of a token's keys and values in a layer."""
+    return 2 * model.num_kv_heads * model.head_dim * jnp.dtype(dtype).itemsize
+
+
+def report_of(
+    text: str, model: ModelConfig, gpu: Target, step: Step, dtype, kv_cache_tokens: int,
+    tensor_parallel: int, seconds: float, memory: dict[str, int],
+) -> Report:  # fmt: skip
+    """`model` is what one device computes."""
+    program, pool, kv_bytes = (
+        hlo.Program(text),
+        memory["pools"] // 2,
+        kv_bytes_of_token(model, dtype),
+    )
+    kernels = []
+    for op in _layer(program, model.num_layers - 2):
+        traffic = program.traffic(op, pool)
+        read = traffic.read
+        if traffic.pools:
+            decodes = f"[{step.decodes}," in op.shape  # else it computes the prompt
+            tokens = step.decodes * step.context if decodes else step.prefill_tokens
+            read += tokens * kv_bytes * traffic.pools // 2
+        kernels.append(Kernel(op.name, program.kind(op), read, traffic.written))
+    collectives = Counter(op.opcode.removesuffix("-start") for op in program)
+    report = Report(
+        kv_cache_tokens,
+        seconds,
+        memory,
+        {name: collectives[name] for name in hlo.COLLECTIVES if collectives[name]},
+        mosaic_kernels=sum(MOSAIC in op.text for op in program if op.opcode == "custom-call"),
+        kernels=kernels,
+        floor=_floor(model, step, dtype),
+        faults=[],
+    )
+    report.faults.extend(_faults(report, program, model, gpu, step, tensor_parallel))
+    return report
+
+
+def _floor(model: ModelConfig, step: Step, dtype) -> dict[str, int]:
+    """Bytes that a layer cannot do without, each array moved once."""
+    E, F = model.hidden_size, model.intermediate_size
+    HD, KD = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
+    item, kv_bytes = jnp.dtype(dtype).itemsize, kv_bytes_of_token(model, dtype)
+    layer = family(model).declare(model)["layers"][0].values()
+    return {
+        "weights": sum(math.prod(param.shape) for param in layer) * item,
+        "KV read": (step.decodes * step.context + step.prefill_tokens) * kv_bytes,
+        "KV written": step.tokens * kv_bytes,
+        # What goes into the products q/k/v, o, gate/up and down, and what comes out.
+        "activations": step.tokens * item * ((E + HD + 2 * KD) + (HD + E) + (E + 2 * F) + (F + E)),
+    }
+
+
+def _faults(
+    report: Report, program: hlo.Program, model: ModelConfig, gpu: Target, step: Step,
+    tensor_parallel: int,
+) -> list[str]:  # fmt: skip
+    faults, memory, L, pool = [], report.memory, model.num_layers, report.memory["pools"] // 2
+
+    def check(good: bool, fault: str) -> None:
+        if not good:
+            faults.append(fault)
+
+    held = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporary"]
+    check(held <= gpu.memory, f"{held} bytes do not fit a {gpu.name} of {gpu.memory}")
+    check(
+        memory["aliased"] >= 2 * pool,
+        f"KV pools of {pool} bytes are not updated in place: {memory['aliased']} bytes are aliased",
+    )
+    check(
+        memory["temporary"] <= MOST_TEMPORARY * pool,
+        f"{memory['temporary']} bytes of temporaries, beside pools of {pool}",
+    )
+    expected = {"all-reduce": 2 * L} if tensor_parallel > 1 else {}
+    check(report.collectives == expected, f"collectives {report.collectives}, not {expected}")
+    attentions = (2 if step.prefill_tokens else 1) if gpu.gpu.compute_capability[0] == 9 else 0
+    check(
+        report.mosaic_kernels == attentions * L,
+        f"{report.mosaic_kernels} Mosaic kernels, not {attentions} in each of {L} layers",
+    )
+    readers: dict[str, list[str]] = {}
+    most = MOST_MOVED * sum(report.floor.values())
+    for kernel in program.kernels():
+        traffic = program.traffic(kernel, pool)
+        moved = traffic.read + traffic.written
+        check(
+            program.kind(kernel) not in hlo.MOVING or moved <= most,
+            f"{kernel.name} only moves {moved} bytes",
+        )
+        for name in set(program.arguments(kernel)):
+            readers.setdefault(name, []).append(kernel.name)
+    for op in program.entry.values():
+        kernels = readers.get(op.argument, []) if op.opcode == "parameter" else []
+        check(
+            len(kernels) <= 1 or op.bytes <= most or not re.match(LAYER, op.argument),
+            f"{op.argument} is read by {len(kernels)} kernels: {', '.join(kernels)}",
+        )
+    return faults
+
+
+def _layer(program: hlo.Program, layer: int) -> list[hlo.Op]:
+    """The kernels of one layer, from the first that gets weights of it to that of the next."""
+    first: dict[int, int] = {}
+    kernels = program.kernels()
+    for i, kernel in enumerate(kernels):
+        for name in program.arguments(kernel):
+            if found := re.match(LAYER, name):
+                first.setdefault(int(found[1]), i)
+    return kernels[first[layer] : first[layer + 1]]
+
+
+def show(report: Report) -> str:
+    """The report as text: memory, and the kernels of a layer beside its floor."""
+    memory = "  ".join(f"{name} {size / 1e9:.2f}" for name, size in report.memory.items())
+    lines = [
+        f"GB on each device: {memory}",
+        f"KV cache: {report.kv_cache_tokens} tokens",
+        f"collectives: {report.collectives or 'none'}",
+        f"Mosaic kernels: {report.mosaic_kernels}",
+        f"compiled in {report.seconds_to_compile:.0f} s",
+        "",
+        f"{'kernel of a layer':<36} {'kind':<14} {'MB read':>9} {'written':>9}",
+    ]
+    for kernel in report.kernels:
+        read, written = kernel.read / 1e6, kernel.written / 1e6
+        lines.append(f"{kernel.name:<36} {kernel.kind:<14} {read:>9.2f} {written:>9.2f}")
+    moved, floor = sum(k.read + k.written for k in report.kernels), sum(report.floor.values())
+    parts = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in report.floor.items())
+    moves = f"move {moved / 1e6:.2f} MB, {moved / floor:.2f} times the floor"
+    lines += [f"{len(report.kernels)} kernels {moves} of {floor / 1e6:.2f} MB: {parts}"]
+    return "\n".join(lines)

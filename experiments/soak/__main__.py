@@ -1,0 +1,329 @@
+"""Serve random requests for a long time, and check at every step that nothing is lost.
+
+python -m experiments.soak --minutes=30
+
+Requests of all kinds come at random, for one sequence, for several samples, and beam searches; they
+are aborted in any state, stream, share and pin prefixes and stop at strings, in a KV cache so small
+that they preempt each other (--preemption_mode: and are recomputed or swapped); bad ones are
+refused, and Ctrl-C comes in the middle of some calls (--interrupts). Every --drain_every steps all
+of them end, and the engine must be as it was at first.
+
+Checked: each request gets one final output, whose sequences' tokens, texts and reasons fit the
+request; --check_share of them equal the run of the request alone; whoever came first always
+advances; every block, on the device and in the host's memory, has the references that tables, pins
+and swapped groups explain, and every slot its sequence; refused requests leave no trace; memory
+does not grow.
+
+All decisions are a function of --seed, the step's number and the engine's state: --steps repeats a
+run that has no interrupts. Writes to --output_dir: report.json, summary.json, samples.csv and
+soak.png. Ends with an error that names the first violation, its step and the seed.
+"""
+
+import faulthandler
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import flags
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from experiments.lib import program, run_record
+from experiments.lib.flags import (
+    define_engine_flags,
+    define_float,
+    engine_config,
+    load_engine,
+    values_of,
+)
+from experiments.soak.checks import KINDS, Violation
+from experiments.soak.operations import OPERATIONS
+from experiments.soak.users import MOST_SEQUENCES, Users
+from models import checkpoint
+from paged.config import EngineConfig
+
+FLAGS = flags.FLAGS
+SAMPLE_EVERY = 50  # steps
+HUNG_S = 600.0  # between two samples
+SETTLED = 0.25  # share of the run after which memory must not grow
+# A cache that all but never holds what is asked for.
+ENGINE_DEFAULTS = {
+    "max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 64,
+    "max_prefills_per_step": 4, "kv_cache_tokens": 448, "prefix_caching": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The state after a step. rss_mib is None where the system does not tell; live_arrays: of JAX;
+    blocks_idle: free, and kept for their content; blocks_swapped: in the host's memory; at_rest:
+    whether nothing was unfinished."""
+
+    step: int
+    minutes: float
+    rss_mib: float | None
+    live_arrays: int
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks_idle: int
+    blocks_swapped: int
+    requests: int
+    output_tokens: int
+    at_rest: bool = False
+
+
+def sample(users: Users, step: int, minutes: float, at_rest: bool = False) -> Sample:
+    pool, scheduler = users.engine.host_policy.pool, users.engine.scheduler
+    return Sample(
+        step, minutes, rss_mib(), len(jax.live_arrays()), len(scheduler.running),
+        len(scheduler.waiting), pool.num_used, len(pool.cache.idle) if pool.cache else 0,
+        users.engine.host_policy.host_pool.num_used, users.counts["requests"],
+        users.counts["output_tokens"], at_rest,
+    )  # fmt: skip
+
+
+def rss_mib() -> float | None:
+    """Resident memory of this process, or None where there is no /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def reference_config(config: EngineConfig) -> EngineConfig:
+    """One request at a time, in ample memory, with nothing shared and nothing ahead."""
+    most, longest = min(MOST_SEQUENCES, config.max_num_seqs), config.max_model_len
+    return replace(
+        config, max_num_seqs=most, max_prefills_per_step=1, prefix_caching=False, run_ahead=False,
+        kv_cache_tokens=most * (longest + config.page_size), watermark=0.0,
+    )  # fmt: skip
+
+
+def run(
+    users: Users,
+    *,
+    steps: int = 0,
+    minutes: float = 0.0,
+    drain_every: int = 500,
+    operations=OPERATIONS,
+    progress: bool = True,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> tuple[list[Sample], int, Exception | None]:
+    """Let `users` act for so many steps, or minutes where steps is 0, or until something is wrong
+    or `stop_requested`.
+
+    Returns samples, the number of steps, and the violation, or whatever the engine raised.
+    """
+    began, samples, step = time.monotonic(), [], 0
+    total = steps or 60 * minutes
+
+    def minutes_now() -> float:
+        return (time.monotonic() - began) / 60
+
+    bar = tqdm(
+        total=total, desc="soaking", unit="step" if steps else "s", disable=not progress,
+        bar_format="{desc} {percentage:3.0f}% |{bar}| {n:.0f}/{total:.0f} {unit}{postfix}",
+    )  # fmt: skip
+    try:
+        while not stop_requested() and ((step < steps) if steps else (minutes_now() < minutes)):
+            users.act(step, operations)
+            step += 1
+            drains = step % drain_every == 0
+            if drains:
+                users.drain()
+                users.pin()
+            if drains or step % SAMPLE_EVERY == 0:
+                samples.append(sample(users, step, minutes_now(), at_rest=drains))
+                faulthandler.dump_traceback_later(HUNG_S, exit=True)
+                bar.n = step if steps else 60 * samples[-1].minutes
+                bar.set_postfix_str(f"step {step}, {users.counts['requests']} requests")
+        stopped = stop_requested()
+        if not stopped:  # nobody would wait for all requests to end
+            users.drain()
+        samples.append(sample(users, step, minutes_now(), at_rest=not stopped))
+    except Exception as error:
+        return samples, step, error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        bar.close()
+    return samples, step, None
+
+
+def growth(samples: Sequence[Sample]) -> dict[str, float]:
+    """Of memory, once settled: resident MiB at the beginning and the end, their least-squares
+    slope in MiB an hour; and JAX arrays alive with nothing unfinished, gained since."""
+    samples = samples[int(SETTLED * len(samples)) :]
+    rest = [s.live_arrays for s in samples if s.at_rest]
+    numbers: dict[str, float] = {"live_arrays_growth": rest[-1] - rest[0]} if rest else {}
+    measured = [(s.minutes / 60, s.rss_mib) for s in samples if s.rss_mib is not None]
+    if len(measured) > 1:
+        hours, rss = np.array(measured).T
+        numbers |= {
+            "rss_first_mib": rss[0],
+            "rss_last_mib": rss[-1],
+            "rss_slope_mib_per_hour": np.polyfit(hours - hours[0], rss, 1)[0],
+        }
+    return numbers
+
+
+def check_growth(numbers: dict[str, float], max_rss_growth_mib: float) -> Violation | None:
+    """JAX arrays must not become more, nor resident memory by more than that."""
+    if numbers.get("live_arrays_growth", 0) > 0:
+        return Violation("memory_growth", f"{numbers['live_arrays_growth']:.0f} more JAX arrays")
+    grown = numbers.get("rss_last_mib", 0) - numbers.get("rss_first_mib", 0)
+    if grown > max_rss_growth_mib:
+        return Violation("memory_growth", f"resident memory grew by {grown:.1f} MiB")
+    return None
+
+
+def summary(users: Users, samples: Sequence[Sample], steps: int, error: Exception | None) -> dict:
+    """Flat numbers: what was done, what was wrong (no more than one thing, the first)."""
+    kind = "raised" if error and not isinstance(error, Violation) else getattr(error, "kind", "")
+    return {
+        "steps": steps,
+        "minutes": samples[-1].minutes if samples else 0.0,
+        **{kind_: int(kind_ == kind) for kind_ in KINDS},
+        "aborted": users.counts["ended_abort"] + users.counts["closed"],
+        **users.counts,
+        **growth(samples),
+        "compilations_after_warmup": users.engine.metrics.compilations_after_warmup,
+        "digest": users.digest,
+    }
+
+
+def plot(samples: Sequence[Sample], path: Path, title: str, footer: str) -> None:
+    """Resident memory, blocks and requests over time."""
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    memory, blocks, requests = figure.subplots(3, 1, sharex=True)
+    minutes = [s.minutes for s in samples]
+    memory.plot(minutes, [s.rss_mib or np.nan for s in samples], color="#2f6b9a")
+    memory.set(ylabel="resident memory (MiB)", ylim=(0, None))
+    for axes, names in (
+        (blocks, ("blocks_used", "blocks_idle", "blocks_swapped")),
+        (requests, ("running", "waiting")),
+    ):
+        for name, colour in zip(names, ("#2f6b9a", "#e0a030", "#c8553d")):
+            values = [getattr(s, name) for s in samples]
+            label = name.replace("_", " ")
+            axes.plot(minutes, values, ".", markersize=2, color=colour, label=label)
+        axes.set(ylim=(0, None))
+        axes.legend(loc="upper right", markerscale=5)
+    blocks.set(ylabel="KV blocks")
+    requests.set(ylabel="requests", xlabel="time (minutes)")
+    figure.suptitle(title)
+    figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
+    run_record.save_figure(figure, path, dpi=130)
+
+
+def write(output_dir: str | Path, samples: Sequence[Sample], numbers: dict, facts: dict) -> None:
+    """All files of a run."""
+    environment = run_record.describe_environment()
+    run_record.write_csv(output_dir, "samples.csv", samples)
+    run_record.write_json(output_dir, "report.json", facts | {"measured": numbers} | environment)
+    run_record.write_summary(output_dir, numbers)
+    title = f"{numbers['requests']:,} requests in {numbers['steps']:,} steps"
+    footer = run_record.hardware_line(environment)
+    plot(samples, Path(output_dir) / "soak.png", title, footer)
+
+
+def make_users() -> Users:
+    """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
+    run_record.check_output_dir(FLAGS.output_dir, "samples.csv", "soak.png")
+    config = engine_config(checkpoint.load_config(FLAGS.model))
+    if config.policy != "vllm":
+        raise ValueError(f"the soak test counts owners of blocks: policy vllm, not {config.policy}")
+    tokenizer = checkpoint.load_tokenizer(FLAGS.model)
+    engines = [load_engine(c, tokenizer) for c in (config, reference_config(config))]
+    users = Users(
+        engines[0], engines[1], FLAGS.seed, FLAGS.check_share, interrupts=FLAGS.interrupts
+    )
+    # The reference first: compilations are counted for the whole process.
+    for engine in reversed(engines):
+        engine.warm_up()
+    return users
+
+
+def main(names: Sequence[str]) -> None:
+    with program.refusals():
+        users = make_users()
+    with program.Stop() as stop:
+        samples, steps, wrong = run(
+            users,
+            steps=FLAGS.steps,
+            minutes=FLAGS.minutes,
+            drain_every=FLAGS.drain_every,
+            stop_requested=stop.requested,
+        )
+        partial = stop.cause
+        if not partial:  # a run that was cut short may not have settled
+            wrong = wrong or check_growth(growth(samples), FLAGS.max_rss_growth_mib)
+        finish(users, samples, steps, wrong, partial, names)
+    if stop.signal:
+        sys.exit(128 + stop.signal)
+
+
+def finish(
+    users: Users,
+    samples: Sequence[Sample],
+    steps: int,
+    wrong: Exception | None,
+    partial: str | None,
+    names: Sequence[str],
+) -> None:
+    """Write and tell what came of it; partial: the signal that cut the run short. A violation ends
+    the program."""
+    numbers = summary(users, samples, steps, wrong) | {"partial": int(bool(partial))}
+    facts = {
+        "experiment": "soak",
+        "flags": values_of(names),
+        "seed": FLAGS.seed,
+        "weights_sha256": checkpoint.weights_hash(FLAGS.model),
+        "violation": wrong and f"{wrong}",
+        "partial": partial,
+    }
+    write(FLAGS.output_dir, samples, numbers, facts)
+    for name, value in numbers.items():
+        print(f"{name:28} {value:,.6g}" if isinstance(value, float) else f"{name:28} {value:,}")
+    if wrong:
+        traceback.print_exception(wrong)
+        sys.exit(
+            f"violated in step {steps} with --seed={FLAGS.seed}: {wrong}\n"
+            f"repeat with the same flags and --steps={steps + 1}"
+        )
+    ended = f"nothing lost until {partial}" if partial else "nothing lost"
+    print(f"{ended}; samples.csv, soak.png and more are in {FLAGS.output_dir}/")
+
+
+def define_flags() -> list[str]:
+    """Define this program's flags; returns their names."""
+    define_float("minutes", 30.0, "how long", lower_bound=0.01)
+    flags.DEFINE_integer("steps", 0, "how many steps instead, if not 0", lower_bound=0)
+    flags.DEFINE_integer("drain_every", 500, "steps after which all requests end", lower_bound=1)
+    define_float(
+        "check_share", 0.05, "of the requests, to be compared with a run of each alone",
+        lower_bound=0.0, upper_bound=1.0,
+    )  # fmt: skip
+    define_float(
+        "interrupts", 0.0, "share of the users' calls that a signal may interrupt, as Ctrl-C does; "
+        "such a run cannot be repeated",
+        lower_bound=0.0, upper_bound=1.0,
+    )  # fmt: skip
+    define_float("max_rss_growth_mib", 32.0, "in resident memory, after a quarter of the run")
+    flags.DEFINE_string("output_dir", "results/soak", "where the report goes")
+    own = ["minutes", "steps", "drain_every", "check_share", "interrupts", "max_rss_growth_mib"]
+    names = [*own, "output_dir", *define_engine_flags()]
+    for name, value in ENGINE_DEFAULTS.items():
+        FLAGS.set_default(name, value)
+    return names
+
+
+if __name__ == "__main__":
+    program.run(main, define_flags)

@@ -1,0 +1,169 @@
+"""What must hold of an engine's outputs and of its books, whatever its users do.
+
+Used by experiments/soak.py.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paged.blocks.block_pool import NULL_BLOCK, BlockPool
+from paged.engine import Engine
+from paged.requests.sequence import RequestOutput, SamplingParams, SequenceOutput
+from paged.requests.stopping import decode
+
+KINDS = (
+    "lost", "doubled", "wrong_output", "mismatched", "leaked_blocks", "leaked_state", "stuck",
+    "accepted", "raised", "memory_growth",
+)  # fmt: skip
+
+
+class Violation(Exception):
+    """A promise of the engine that it did not keep; kind: one of KINDS."""
+
+    def __init__(self, kind: str, message: str):
+        assert kind in KINDS, kind
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+@dataclass
+class Asked:
+    """A request whose final output has not come. alone: whether that will be compared with a run
+    of the request by itself; seen: the tokens of each sequence that it has shown; interrupted:
+    whether Ctrl-C came meanwhile, which may have ended it."""
+
+    prompt: list[int]
+    how: SamplingParams
+    alone: bool
+    seen: list[list[int]] = field(default_factory=list)
+    aborted: bool = False
+    interrupted: bool = False
+
+
+def takes_back(output: RequestOutput, asked: Asked) -> bool:
+    """Whether an output lacks tokens that an earlier one of the request has shown."""
+    ranked = output.finished and asked.how.ranks
+    for i, sequence in enumerate(output.sequences):
+        shown = asked.seen if ranked else asked.seen[i : i + 1]
+        if shown and not any(sequence.tokens[: len(tokens)] == tokens for tokens in shown):
+            return True
+    return False
+
+
+def what_is_wrong(output: RequestOutput, asked: Asked, engine: Engine) -> str | None:
+    """Why a final output cannot be that of the request, or None."""
+    how, sequences = asked.how, output.sequences
+    reasons = [sequence.finish_reason for sequence in sequences]
+    # Those that were cut short may not be among the best.
+    aborts = "abort" in reasons
+    if not asked.interrupted and not aborts <= asked.aborted <= aborts + how.ranks:
+        return f"aborted is {asked.aborted}, and the reasons {reasons}"
+    cut_short = (asked.aborted and how.is_beam_search) or asked.interrupted
+    if not sequences or len(sequences) > how.n or (len(sequences) < how.n and not cut_short):
+        return f"{len(sequences)} sequences came back"
+    scores = [sequence.score for sequence in sequences if sequence.score is not None]
+    if len(scores) != (len(sequences) if how.ranks or how.is_beam_search else 0):
+        return f"the scores are {[sequence.score for sequence in sequences]}"
+    if scores != sorted(scores, reverse=True) and not cut_short:
+        return f"the best is not the first: {scores}"
+    for sequence in sequences:
+        if wrong := _what_is_wrong_with(sequence, asked, engine):
+            return wrong
+    if how.prompt_logprobs is not None and not asked.aborted and not asked.interrupted:
+        reported = [p and p.token for p in output.prompt_logprobs or ()]
+        if reported != [None, *asked.prompt[1:]]:
+            return "its prompt's log-probabilities are not those of its tokens"
+    return None
+
+
+def _what_is_wrong_with(sequence: SequenceOutput, asked: Asked, engine: Engine) -> str | None:
+    how, reason, tokens = asked.how, sequence.finish_reason, sequence.tokens
+    limit = min(how.max_tokens, engine.config.max_model_len - len(asked.prompt))
+    eos = () if how.ignore_eos else engine.model.eos_token_ids
+    ends = {*eos, *how.stop_token_ids}
+    if ends & set(tokens[:-1]):
+        return f"it goes on after one of the tokens {ends}"
+    last = tokens[-1] if tokens else None
+    expected = text = decode(engine.tokenizer, tokens)
+    if reason == "stop" and last in how.stop_token_ids:
+        expected = decode(engine.tokenizer, tokens[:-1])
+    elif reason in ("stop", "abort", "error"):
+        # A string cuts the text; of an aborted request it may lag behind its tokens.
+        expected = sequence.text
+    if sequence.text != expected or not text.startswith(sequence.text):
+        return f"its text is {sequence.text!r}, its tokens say {text!r}"
+    if reason != "error" and any(stop in sequence.text for stop in how.stop):
+        return f"a stop string is in its text {sequence.text!r}"
+    cut = any(text.startswith(sequence.text + stop) for stop in how.stop)
+    fits = {
+        "abort": len(tokens) < limit,
+        "error": asked.interrupted and len(tokens) <= limit,
+        "length": len(tokens) == limit and last not in ends,
+        "eos": 0 < len(tokens) <= limit and last in eos,
+        "stop": 0 < len(tokens) <= limit and (cut or last in how.stop_token_ids),
+    }
+    if not fits.get(str(reason), False):
+        return f"{reason!r} does not fit {len(tokens)} of {limit} tokens, {sequence.text!r}"
+    reported = [p.token for p in sequence.logprobs or ()]
+    missing = tokens[len(reported) :]
+    if how.logprobs is not None and (
+        reported + missing != tokens or len(missing) > asked.interrupted
+    ):
+        return "its log-probabilities are not those of its tokens"
+    return None
+
+
+def holdings(engine: Engine) -> dict[str, int]:
+    """How many things an engine holds in each of its containers; its records are not among them."""
+    owners = engine, engine.requests, engine.scheduler, engine.scheduler.slots
+    return {
+        f"{type(owner).__name__}.{name}": len(value)
+        for owner in owners
+        for name, value in vars(owner).items()
+        if isinstance(value, dict | list | set | deque)
+    }
+
+
+def check_blocks(engine: Engine, pins: np.ndarray) -> None:
+    """Each block has as many references as tables name it, pins [num_blocks] added; in the host's
+    memory one, if a swapped group has its content there."""
+    policy = engine.host_policy
+    named = policy.block_tables.blocks[policy.block_tables.blocks != NULL_BLOCK]
+    swapped = [g.swapped.distinct for g in engine.scheduler.waiting if g.swapped is not None]
+    on_host = np.concatenate([np.zeros(0, np.int64), *swapped])
+    _check_references("block", policy.pool, np.bincount(named, minlength=len(pins)) + pins)
+    _check_references("host block", policy.host_pool, np.bincount(on_host, minlength=len(pins)))
+
+
+def _check_references(what: str, pool: BlockPool, owners: np.ndarray) -> None:
+    wrong = np.flatnonzero(pool.refcounts != owners)
+    if len(wrong):
+        block = int(wrong[0])
+        raise Violation(
+            "leaked_blocks",
+            f"{what} {block} has {pool.refcounts[block]} references and {owners[block]} owners",
+        )
+    if pool.num_used != np.count_nonzero(owners):
+        raise Violation(
+            "leaked_blocks",
+            f"{pool.num_used} {what}s are in use, {np.count_nonzero(owners)} owned",
+        )
+
+
+def check_slots(engine: Engine) -> None:
+    """A slot is active for a sequence that runs in it, held only for one whose donor does."""
+    scheduler, slots = engine.scheduler, engine.scheduler.slots
+    running = [s for group in scheduler.running for s in group.unfinished]
+    if any(slots.owner[s.slot] is not s for s in running):
+        raise Violation("leaked_state", "a sequence that runs has no slot")
+    if not np.count_nonzero(slots.active) == len(running) == slots.num_slots - slots.num_free:
+        raise Violation(
+            "leaked_state",
+            f"{slots.num_slots - slots.num_free} slots are taken, and {len(running)} sequences run",
+        )
+    held = np.flatnonzero(slots.held & slots.active).tolist()
+    followers = [s.slot for s in scheduler._followers]
+    if sorted(followers) != held:
+        raise Violation("leaked_state", f"slots {held} are held, and followers are in {followers}")

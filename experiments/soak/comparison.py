@@ -1,0 +1,156 @@
+"""Whether an output is what its request gives alone, or differs from that by a near tie only.
+
+Used by experiments/soak.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from experiments.soak.checks import Asked
+from paged.engine import Engine
+from paged.requests.beam_search import BeamSearch
+from paged.requests.sequence import RequestOutput, SamplingParams, SequenceOutput, TokenLogprob
+from paged.requests.validation import token_limit
+
+LOGPROB_TOLERANCE = 1e-3
+NEAR_TIE = 1e-4  # a lead of a logit or of a beam that padding can turn around
+
+
+def compare(output: RequestOutput, asked: Asked, reference: Engine) -> tuple[str | None, int]:
+    """What an output has otherwise than the request alone, and how many near ties explain.
+
+    reference: the engine that serves the request alone. A sequence that was aborted must be the
+    beginning of what it would have been; a beam search must not have been.
+    """
+    compared = _compare_beams if asked.how.is_beam_search else _compare_samples
+    return compared(output, asked, reference)
+
+
+def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine):
+    how = asked.how
+    if how.ranks:
+        # All of them in the order in which they are sampled, and what they are ranked by.
+        how = replace(how, n=how.num_sequences, logprobs=how.logprobs or 0)
+    alone = reference.generate([asked.prompt], how)[0]
+    if not _close(output.prompt_logprobs, alone.prompt_logprobs):
+        return f"prompt's {output.prompt_logprobs}, not {alone.prompt_logprobs}", 0
+    near_ties, left = 0, dict(enumerate(alone.sequences))
+    for place, ours in _longest_first(output.sequences):
+        i = max(left, key=lambda i: _common(ours, left[i])) if asked.how.ranks else place
+        theirs = left.pop(i)
+        if _is_same(ours, theirs):
+            continue
+        beginning = ours.tokens[: _common(ours, theirs) + 1]
+        differs = beginning != theirs.tokens[: len(beginning)]
+        if not differs or not _nearly_tied(beginning, i, asked.prompt, how, reference):
+            return _otherwise(output, alone), 0
+        near_ties += 1
+    # Those left out must not be better than those returned.
+    if asked.how.ranks and not asked.aborted and not near_ties:
+        worst = output.sequences[-1].score or 0.0
+        best = max(_sum_of_logprobs(s) - _tolerance(s) for s in left.values())
+        if best > worst:
+            return f"{_otherwise(output, alone)}: the best {len(output.sequences)} are others", 0
+    return None, near_ties
+
+
+def _longest_first(sequences: Sequence[SequenceOutput]) -> list[tuple[int, SequenceOutput]]:
+    """With their places. One that was cut short may be the beginning of another."""
+    return sorted(enumerate(sequences), key=lambda item: -len(item[1].tokens))
+
+
+def _common(ours: SequenceOutput, theirs: SequenceOutput) -> int:
+    """Tokens up to the first that differs."""
+    pairs = enumerate(zip(ours.tokens, theirs.tokens))
+    shorter = min(len(ours.tokens), len(theirs.tokens))
+    return next((i for i, (a, b) in pairs if a != b), shorter)
+
+
+def _is_same(ours: SequenceOutput, theirs: SequenceOutput) -> bool:
+    """Whether they are equal, or if ours was cut short it is the beginning."""
+    n, aborted = len(ours.tokens), ours.finish_reason in ("abort", "error")
+    if ours.tokens != theirs.tokens[:n] or not (aborted or n == len(theirs.tokens)):
+        return False
+    if not aborted and (ours.text, ours.finish_reason) != (theirs.text, theirs.finish_reason):
+        return False
+    if ours.score is not None and abs(ours.score - _sum_of_logprobs(theirs, n)) > _tolerance(ours):
+        return False
+    return _close(ours.logprobs, (theirs.logprobs or [])[:n])
+
+
+def _close(
+    ours: Sequence[TokenLogprob | None] | None, theirs: Sequence[TokenLogprob | None] | None
+) -> bool:
+    pairs = zip(ours or (), theirs or ())
+    return all(abs(a.logprob - b.logprob) < LOGPROB_TOLERANCE for a, b in pairs if a and b)
+
+
+def _sum_of_logprobs(sequence: SequenceOutput, n: int | None = None) -> float:
+    assert sequence.logprobs is not None
+    return sum(p.logprob for p in sequence.logprobs[:n])
+
+
+def _tolerance(sequence: SequenceOutput) -> float:
+    return LOGPROB_TOLERANCE * max(1, len(sequence.tokens))
+
+
+def _nearly_tied(
+    tokens: list[int], place: int, prompt: list[int], how: SamplingParams, reference: Engine
+) -> bool:
+    """Whether the sequence at `place` begins so alone if the last token's logit is raised by a
+    trace."""
+    bias = dict(how.logit_bias)
+    bias[tokens[-1]] = bias.get(tokens[-1], 0.0) + NEAR_TIE
+    nudged = reference.generate([prompt], replace(how, logit_bias=bias))[0]
+    return nudged.sequences[place].tokens[: len(tokens)] == tokens
+
+
+def _otherwise(output: RequestOutput, alone: RequestOutput) -> str:
+    ours, theirs = (
+        [(s.tokens, s.finish_reason, s.score) for s in o.sequences] for o in (output, alone)
+    )
+    return f"{ours}, but alone {theirs}"
+
+
+def _compare_beams(output: RequestOutput, asked: Asked, reference: Engine):
+    assert not asked.aborted, "how far it came cannot be asked of the reference"
+    first = len(reference.events)
+    alone = reference.generate([asked.prompt], asked.how)[0]
+    ours, theirs = (
+        [(s.tokens, s.text, s.finish_reason) for s in o.sequences] for o in (output, alone)
+    )
+    gaps = [abs((a.score or 0) - (b.score or 0)) for a, b in zip(output.sequences, alone.sequences)]
+    if not _close(output.prompt_logprobs, alone.prompt_logprobs):
+        return f"prompt's {output.prompt_logprobs}, not {alone.prompt_logprobs}", 0
+    if ours == theirs and max(gaps) < LOGPROB_TOLERANCE:
+        return None, 0
+    steps = [e for e in reference.events[first:] if e["event"] == "beams"]
+    if ours != theirs and smallest_lead(steps, asked, reference) < NEAR_TIE:
+        return None, 1
+    return _otherwise(output, alone), 0
+
+
+def smallest_lead(steps: Sequence[dict], asked: Asked, engine: Engine) -> float:
+    """By how much the closest decision of a beam search was taken: who lives on, who ends, and
+    the order of the outputs; natural log-probabilities, or scores.
+
+    steps: the search's events 'beams', in order.
+    """
+    how, width = asked.how, asked.how.beam_width
+    limit = token_limit(np.array(asked.prompt), how, engine.config) - len(asked.prompt)
+    eos = () if how.ignore_eos else engine.model.eos_token_ids
+    search = BeamSearch(width, limit, how.length_penalty, how.early_stopping, eos)
+    leads: list[float] = []
+    for length, step in enumerate(steps):
+        tokens, logprobs = step["candidates"], step["candidate_logprobs"]
+        scores = (np.array(search.scores)[:, None] + logprobs).ravel()
+        order = np.argsort(-scores)
+        scores, ends = scores[order], np.isin(tokens.ravel()[order], eos)
+        living = scores[~ends]
+        leads += (living[width - 1 : width] - living[width : width + 1]).tolist()
+        leads += (scores[width - 1 : width] - scores[width : width + 1]).tolist()
+        search.advance([np.zeros(length, np.int32)] * len(tokens), tokens, logprobs)
+    leads += (-np.diff([hypothesis.score for hypothesis in search.best(width)])).tolist()
+    return min(leads)

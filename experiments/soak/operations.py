@@ -1,0 +1,152 @@
+"""What users do to an engine, each with a probability in every step: OPERATIONS.
+
+Used by experiments/soak.py. What an engine learns to do is one more line of the table.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from experiments.soak.checks import Violation, holdings
+from experiments.soak.users import NUM_STREAMS, Operation, Users
+from paged.engine import Engine
+from paged.requests.sequence import SamplingParams
+from paged.requests.stopping import decode
+
+
+def submit(users: Users, rng: random.Random) -> None:
+    """A request: as tokens or as text, streaming or not, under one of two salts."""
+    if not users.has_room:
+        return
+    prompt, how = users.request(rng)
+    salt, stream = rng.choice(("", "", "", "other")), rng.random() < 0.3
+    given: str | list[int] = prompt
+    if rng.random() < 0.2:
+        text = decode(users.engine.tokenizer, prompt)
+        again = users.engine.tokenizer.encode(text)
+        if 0 < len(again) <= len(prompt) and max(again) < users.engine.model.vocab_size:
+            given, prompt = text, again
+    request_id = users.engine.add_request(given, how, stream=stream, cache_salt=salt)
+    users.expect(request_id, prompt, how, rng)
+
+
+def burst(users: Users, rng: random.Random) -> None:
+    for _ in range(rng.randint(2, 20)):
+        submit(users, rng)
+
+
+def abort(users: Users, rng: random.Random) -> None:
+    """End a request in whatever state it is; a stream of it says so when it is pulled next."""
+    if not users.asked:
+        return
+    request_id = rng.choice(list(users.asked))
+    try:
+        output = users.engine.abort(request_id)
+    except ValueError:
+        return  # It has ended; the next step brings its output, or the next pull of its stream.
+    users.asked[request_id].aborted = True
+    if request_id not in users.streams:
+        users.take(output)
+
+
+def open_stream(users: Users, rng: random.Random) -> None:
+    """An iterator over outputs: its steps serve the others as well."""
+    if len(users.streams) == NUM_STREAMS or not users.has_room:
+        return
+    prompt, how = users.request(rng)
+    stream = users.engine.stream(prompt, how)
+    first = next(stream)
+    users.expect(first.request_id, prompt, how, rng)
+    if not first.finished:
+        users.streams[first.request_id] = stream
+    users.take(first)
+
+
+def pull_stream(users: Users, rng: random.Random) -> None:
+    """Some outputs of a stream; once it has no more at hand its user drives the engine."""
+    request_id = rng.choice([*users.streams, ""])
+    for _ in range(rng.randint(1, 8)):
+        if request_id in users.streams:
+            users.pull(request_id)
+
+
+def close_stream(users: Users, rng: random.Random) -> None:
+    if users.streams:
+        request_id = rng.choice(list(users.streams))
+        stream = users.streams.pop(request_id)
+        del users.asked[request_id]
+        users.counts["closed"] += 1
+        stream.close()
+
+
+def generate(users: Users, rng: random.Random) -> None:
+    """A call that waits for its requests while the others run on."""
+    asked = [users.request(rng) for _ in range(rng.randint(1, 3))]
+    outputs = users.engine.generate([prompt for prompt, _ in asked], [how for _, how in asked])
+    if len(outputs) != len(asked):
+        raise Violation("lost", f"{len(asked)} prompts gave {len(outputs)} outputs")
+    for (prompt, how), output in zip(asked, outputs, strict=True):
+        users.expect(output.request_id, prompt, how, rng)
+        users.take(output)
+
+
+def refuse(users: Users, rng: random.Random) -> None:
+    """A request that cannot be: a ValueError, and the engine as it was."""
+    before = holdings(users.engine), _books(users.engine)
+    name = rng.choice(list(REFUSED))
+    try:
+        REFUSED[name](users)
+    except ValueError:
+        users.counts["refused"] += 1
+    else:
+        raise Violation("accepted", f"the engine accepted {name}")
+    users.check_held(before[0], f"after {name} was refused")
+    if _books(users.engine) != before[1]:
+        raise Violation("leaked_state", f"{name} was refused and left a trace")
+
+
+def _books(engine: Engine) -> tuple[int, ...]:
+    pool = engine.host_policy.pool
+    return pool.num_free, int(pool.refcounts.sum()), len(engine.metrics.events)
+
+
+def _add_twice(users: Users) -> None:
+    """A request with the id of another, or if there is none without tokens."""
+    scheduler = users.engine.scheduler
+    other = next(iter([*scheduler.running, *scheduler.waiting]), None)
+    users.engine.add_request([5] if other else [], request_id=other.request_id if other else None)
+
+
+REFUSED: dict[str, Callable[[Users], Any]] = {
+    "an empty prompt": lambda u: u.engine.add_request([]),
+    "a token that is none": lambda u: u.engine.add_request([u.engine.model.vocab_size]),
+    "a negative token": lambda u: u.engine.add_request([5, -1]),
+    "a nested prompt": lambda u: u.engine.add_request([[5]]),  # type: ignore[list-item]
+    "a long prompt": lambda u: u.engine.add_request([5] * u.engine.config.max_model_len),
+    "an id in use": _add_twice,
+    "an unknown id to abort": lambda u: u.engine.abort("nobody"),
+    "a future arrival": lambda u: u.engine.add_request([5], arrival_time=1e12),
+    "a bad prompt among good ones": lambda u: u.engine.generate([[5], []]),
+    "a bad prompt to stream": lambda u: u.engine.stream([]),
+    "a special token as stop": lambda u: u.engine.add_request(
+        [5], SamplingParams(stop=(u.engine.tokenizer.all_special_tokens[0],))
+    ),
+    "no tokens to generate": lambda u: SamplingParams(max_tokens=0),
+    "samples that are all the same": lambda u: SamplingParams(n=2),
+    "more outputs than beams": lambda u: SamplingParams(n=3, beam_width=2),
+    "more sequences than may run": lambda u: u.engine.add_request(
+        [5], SamplingParams(n=u.engine.config.max_num_seqs + 1, temperature=1.0)
+    ),
+    "a prefix of nothing to pin": lambda u: u.engine.pin_prefix([]),
+}
+# Name -> probability in each step, and what is done.
+OPERATIONS: dict[str, tuple[float, Operation]] = {
+    "submit": (0.25, submit),
+    "burst": (0.01, burst),
+    "abort": (0.04, abort),
+    "open_stream": (0.02, open_stream),
+    "pull_stream": (0.3, pull_stream),
+    "close_stream": (0.01, close_stream),
+    "generate": (0.002, generate),
+    "refuse": (0.05, refuse),
+}

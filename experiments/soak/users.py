@@ -1,0 +1,335 @@
+"""Random users of an engine, who hold it to its promises; experiments/soak.py lets them loose.
+
+Whatever users do is drawn from the seed and the number of the step, so a run can be repeated up to
+any of its steps, at any speed.
+"""
+
+import functools
+import random
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from experiments.soak.checks import (
+    Asked,
+    Violation,
+    check_blocks,
+    check_slots,
+    holdings,
+    takes_back,
+    what_is_wrong,
+)
+from experiments.soak.comparison import compare
+from experiments.soak.interrupts import Interruption, Interrupts
+from paged.blocks.block_pool import NULL_BLOCK
+from paged.engine import Engine, OutputStream
+from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.validation import token_limit
+
+# What requests are made of: each parameter is one of these. Output lengths are shares of the
+# longest that is allowed.
+OUTPUT_SHARES = (0.0, 0.1, 0.4, 1.0, 1.0)
+SAMPLING: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.0, 0.0, 0.0, 0.7, 1.3),
+    "top_k": (0, 0, 0, 1, 20),
+    "top_p": (1.0, 1.0, 0.8),
+    "min_p": (0.0, 0.0, 0.05),
+    "repetition_penalty": (1.0, 1.0, 1.0, 1.3),
+    "presence_penalty": (0.0, 0.0, 0.0, 0.5),
+    "frequency_penalty": (0.0, 0.0, 0.0, -0.5),
+    "logit_bias": ({}, {}, {}, {5: -100.0, 6: 2.5}),
+    "stop": ((), (), (), ("e",), (".", " the"), ("\n", "zzz")),
+    "stop_token_ids": ((), (), (), (7, 8, 9)),
+    "ignore_eos": (False, False, True),
+    "logprobs": (None, None, None, 0, 3),
+    "prompt_logprobs": (None, None, None, None, 2),
+}
+# Of requests for several sequences, of which some are beam searches; these keep what is BEAMS_TAKE.
+MOST_SEQUENCES = 4
+SEQUENCES = (1, 1, 1, 1, 2, 3, MOST_SEQUENCES)
+BEAMS: dict[str, tuple[Any, ...]] = {
+    "length_penalty": (1.0, 1.0, 0.0, 2.0, -1.0),
+    "early_stopping": (False, True, "never"),
+}
+BEAMS_TAKE = ("max_tokens", "seed", "ignore_eos", "prompt_logprobs")
+NUM_PREFIXES, NUM_PINNED, MAX_UNFINISHED, NUM_STREAMS = 4, 2, 40, 3
+COUNTED = (
+    "requests", "parallel_samples", "beam_searches", "prompt_tokens", "output_tokens",
+    "cached_tokens", "copied_blocks", "preemptions", "swapped_out", "swapped_in", "engine_steps",
+    "ended_eos", "ended_length", "ended_stop", "ended_abort", "closed", "refused",
+    "pinned_prefixes", "compared", "near_ties", "interrupted",
+)  # fmt: skip
+
+
+Operation = Callable[["Users", random.Random], None]
+
+
+class Users:
+    """Users of `engine`; `reference` is another engine, with the same model and ample memory, that
+    serves one request at a time.
+
+    check_share: share of the repeatable requests that are compared with the reference. sampling:
+    what parameters are drawn from. interrupts: share of what they do that Ctrl-C disturbs; the
+    moments are the clock's, so such a run cannot be repeated.
+    Raises ValueError if the engine's limits leave no room for requests of every kind.
+    """
+
+    def __init__(
+        self, engine: Engine, reference: Engine, seed: int, check_share: float, sampling=SAMPLING,
+        interrupts: float = 0.0,
+    ):  # fmt: skip
+        self.engine, self.reference, self.seed = engine, reference, seed
+        self._sampling = sampling
+        self._check_share = check_share
+        self._interrupts = Interrupts(engine, interrupts)
+        self.counts = Counter(dict.fromkeys(COUNTED, 0))
+        self.asked: dict[str, Asked] = {}
+        self.streams: dict[str, OutputStream] = {}
+        self.digest = 0  # of all that was done and answered
+        config = engine.config
+        self._third = config.max_model_len // 3
+        if self._third < 16:
+            raise ValueError(f"max_model_len must be at least 48, not {config.max_model_len}")
+        pinned = NUM_PINNED * self._third if config.prefix_caching else 0
+        if config.kv_cache_tokens < config.max_model_len + config.page_size + pinned:
+            raise ValueError(
+                f"kv_cache_tokens ({config.kv_cache_tokens}) must hold max_model_len "
+                f"({config.max_model_len}), a page ({config.page_size}) and {pinned} pinned tokens"
+            )
+        vocabulary = min(engine.model.vocab_size, len(engine.tokenizer))
+        self._ordinary = sorted(set(range(vocabulary)) - set(engine.tokenizer.all_special_ids))
+        rng = random.Random(f"{seed} prefixes")
+        self._prefixes = [self._tokens(rng, self._third) for _ in range(NUM_PREFIXES)]
+        self._at_rest = holdings(engine)
+        self._pins = engine.host_policy.pool.refcounts.copy()
+        self._pinned = self._failures = 0
+        self._records = self._without_record = 0
+        self._oldest, self._oldest_for = "", 0
+
+    # What they do
+
+    def act(self, step: int, operations: dict[str, tuple[float, Operation]]) -> None:
+        """Each operation with its probability, in a random order, then a step of the engine."""
+        rng = random.Random(f"{self.seed} {step}")
+        for name in rng.sample(list(operations), len(operations)):
+            probability, operation = operations[name]
+            if rng.random() < probability:
+                self._do(functools.partial(operation, self, rng), rng)
+                self._note(name, step)
+        self._do(self.step, rng)
+
+    def _do(self, operation: Callable[[], None], rng: random.Random) -> None:
+        interrupted = False
+        try:
+            with self._interrupts.around(rng):
+                operation()
+        except Interruption:
+            interrupted = True
+        # Now nothing holds the frames any more, nor what was at hand in them.
+        if interrupted:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """After an interruption: what was unfinished may end in error, and pins may be gone."""
+        self.counts["interrupted"] += 1
+        for asked in self.asked.values():
+            asked.interrupted = True
+        for output in self.engine.step():
+            self.take(output)
+        failures = sum(event["event"] == "failure" for event in self.engine.events)
+        if failures > self._failures:
+            self._failures, self._pinned = failures, 0
+            self._pins = np.zeros_like(self._pins)
+            self._pins[NULL_BLOCK] = self.engine.host_policy.pool.refcounts[NULL_BLOCK]
+
+    def request(self, rng: random.Random) -> tuple[list[int], SamplingParams]:
+        """A prompt, often beginning as others do, and how it is to be continued."""
+        shared = rng.choice(self._prefixes)[: rng.choice((0, 0, self._third // 2, self._third))]
+        own = max(1, int(self._third * rng.choice((0.0, 0.0, 0.1, 0.4, 1.0))))
+        how = {name: rng.choice(values) for name, values in self._sampling.items()}
+        how["max_tokens"] = max(1, int(self._third * rng.choice(OUTPUT_SHARES)))
+        how["seed"] = rng.randrange(2**32)
+        if how["temperature"] > 0 and rng.random() < 0.2:
+            how["seed"] = None
+        prompt = shared + self._tokens(rng, own)
+        return prompt, self._several(rng, SamplingParams(**how), prompt)
+
+    def _several(
+        self, rng: random.Random, how: SamplingParams, prompt: list[int]
+    ) -> SamplingParams:
+        """Often for several sequences, at most as many as the cache holds."""
+        engine = self.engine
+        count = min(rng.choice(SEQUENCES), engine.config.max_num_seqs)
+        length = token_limit(np.array(prompt), how, engine.config)
+        while count > 1 and not engine.host_policy.fits(length, count):
+            count -= 1
+        if count == 1:
+            return how
+        n = rng.randint(1, count)
+        if rng.random() < 0.5:
+            taken = {name: getattr(how, name) for name in BEAMS_TAKE}
+            drawn = {name: rng.choice(values) for name, values in BEAMS.items()}
+            return SamplingParams(**taken, **drawn, n=n, beam_width=count)
+        return replace(how, n=n, best_of=count, temperature=how.temperature or 1.0)
+
+    def _tokens(self, rng: random.Random, n: int) -> list[int]:
+        return rng.choices(self._ordinary, k=n)
+
+    def expect(self, request_id: str, prompt, how: SamplingParams, rng: random.Random) -> None:
+        """Await the output of a request that the engine has accepted."""
+        repeatable = how.temperature == 0 or how.seed is not None
+        alone = repeatable and rng.random() < self._check_share
+        self.asked[request_id] = Asked(prompt, how, alone)
+        self.counts["requests"] += 1
+        self.counts["beam_searches"] += how.is_beam_search
+        self.counts["parallel_samples"] += how.num_sequences > 1 and not how.is_beam_search
+        self.counts["prompt_tokens"] += len(prompt)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.asked) < MAX_UNFINISHED
+
+    def step(self) -> None:
+        """One step of the engine, which must not be in vain, and a look at its books."""
+        engine = self.engine
+        busy = engine.has_unfinished()
+        for output in engine.step():
+            self.take(output)
+        records = len(engine.metrics.steps)
+        in_vain = busy and records == self._records
+        self._records = records
+        self._without_record = self._without_record + 1 if in_vain else 0
+        # The first step after a pause has nothing to take in yet.
+        if self._without_record > 2:
+            raise Violation("stuck", f"{self._without_record} steps in which nothing was computed")
+        self._check_oldest()
+        check_blocks(engine, self._pins)
+        check_slots(engine)
+
+    def drain(self) -> None:
+        """Let all that is unfinished end; then nothing may be left of it."""
+        for request_id in list(self.streams):
+            while request_id in self.streams:
+                self.pull(request_id)
+        while self.engine.has_unfinished():
+            self.step()
+        if self.asked:
+            raise Violation("lost", f"no final output of {', '.join(self.asked)}")
+        # A copy of what was swapped out last stays on the device until something else is.
+        self.engine.executor.swap_out([(NULL_BLOCK, NULL_BLOCK)])
+        self.check_at_rest()
+        self._take_records()
+
+    def pull(self, request_id: str) -> None:
+        """The next output of an open stream."""
+        stream = self.streams[request_id]
+        output = next(stream, None)
+        if output is None:
+            raise Violation("lost", f"the stream of {request_id} ended without a final output")
+        if output.finished:
+            del self.streams[request_id]
+        self.take(output)
+        if output.finished and next(stream, None) is not None:
+            raise Violation("doubled", f"an output of {request_id} after its final one")
+
+    def pin(self) -> None:
+        """Pin the next prefix, if any is left; nothing may be unfinished."""
+        if self.engine.config.prefix_caching and self._pinned < NUM_PINNED:
+            self._do(self._pin, random.Random(f"{self.seed} pin {self.counts['interrupted']}"))
+            self.check_at_rest()
+
+    def _pin(self) -> None:
+        self.engine.pin_prefix(self._prefixes[self._pinned])
+        self._pins = self.engine.host_policy.pool.refcounts.copy()
+        self._pinned += 1
+        self.counts["pinned_prefixes"] += 1
+
+    def _take_records(self) -> None:
+        """Count what the engine has recorded, and let it forget that: its records only grow."""
+        metrics = self.engine.metrics
+        for name in ("preemptions", "swapped_out", "swapped_in", "copied_blocks"):
+            self.counts[name] += sum(getattr(step, name) for step in metrics.steps)
+        self.counts["cached_tokens"] += sum(r.cached_tokens for r in metrics.requests)
+        self.counts["engine_steps"] += len(metrics.steps)
+        metrics.clear()
+        self._failures = 0
+        self.reference.metrics.clear()
+        self._records = 0
+
+    def _note(self, *what) -> None:
+        self.digest = zlib.crc32(repr(what).encode(), self.digest)
+
+    # What they hold the engine to
+
+    def take(self, output: RequestOutput) -> None:
+        """Check an output, the final one of a request or an earlier one of a stream."""
+        name = output.request_id
+        asked = self.asked.get(name)
+        if asked is None:
+            raise Violation("doubled", f"an output of {name}, which has ended or never was")
+        if output.prompt_tokens != asked.prompt:
+            raise Violation("wrong_output", f"{name} came back with another prompt")
+        if takes_back(output, asked):
+            raise Violation("wrong_output", f"{name} took back tokens that it had shown")
+        asked.seen = [sequence.tokens for sequence in output.sequences]
+        if output.finished:
+            wrong = what_is_wrong(output, asked, self.engine)
+            if wrong:
+                raise Violation("wrong_output", f"{name}: {wrong}; {asked.how}")
+            # How far a search came that was aborted, the request alone cannot tell.
+            # Nor of what was interrupted, how many log-probabilities it is ranked by.
+            lone = not (asked.aborted or asked.interrupted) or asked.how.num_sequences == 1
+            lone |= not (asked.interrupted or asked.how.is_beam_search)
+            if asked.alone and lone:
+                self._compare(output, asked)
+            del self.asked[name]
+            reason = "abort" if asked.aborted else output.finish_reason
+            self.counts[f"ended_{reason}"] += 1
+            self.counts["output_tokens"] += sum(map(len, asked.seen))
+            self._note(name, asked.seen, reason)
+
+    def _compare(self, output: RequestOutput, asked: Asked) -> None:
+        """The output must be what the request alone gives, an aborted one its beginning."""
+        wrong, near_ties = compare(output, asked, self.reference)
+        self.counts["compared"] += 1
+        self.counts["near_ties"] += near_ties
+        if wrong:
+            raise Violation(
+                "mismatched",
+                f"{output.request_id} gave {wrong}; prompt {asked.prompt}, {asked.how}",
+            )
+
+    def _check_oldest(self) -> None:
+        """Whoever came first gains a token in every step, beams in every other one: so all end,
+        whatever comes later."""
+        scheduler = self.engine.scheduler
+        unfinished = [*scheduler.running, *scheduler.waiting]
+        group = min(unfinished, key=lambda group: group.order, default=None)
+        name = group.request_id if group else ""
+        self._oldest_for = self._oldest_for + 1 if name == self._oldest else 0
+        self._oldest = name
+        if group and self._oldest_for > group.limit * group.sampling.num_sequences + 8:
+            raise Violation("stuck", f"{name} is the oldest for {self._oldest_for} steps")
+
+    def check_at_rest(self) -> None:
+        """With nothing unfinished the engine must hold what it held at first, and the pins."""
+        check_blocks(self.engine, self._pins)
+        check_slots(self.engine)
+        pool = self.engine.host_policy.pool
+        leaked = pool.num_used - int((self._pins > 0).sum())
+        leaked += self.engine.host_policy.host_pool.num_used
+        if leaked:
+            raise Violation("leaked_blocks", f"{leaked} blocks are in use by nobody")
+        self.check_held(self._at_rest, "with nothing unfinished")
+        if self.engine.step():
+            raise Violation("doubled", "an output with nothing unfinished")
+
+    def check_held(self, expected: dict[str, int], when: str) -> None:
+        held = holdings(self.engine)
+        changed = [f"{k} holds {held[k]}, not {n}" for k, n in expected.items() if held[k] != n]
+        if changed:
+            raise Violation("leaked_state", f"{when}: {'; '.join(changed)}")

@@ -1,0 +1,124 @@
+"""Train the bundled model: a small Qwen3-style decoder, on the tasks of `experiments.tasks.tasks`.
+
+Two CPU cores suffice. The same command resumes a run that was stopped.
+`models/bundled/training.json` holds the options and the log of the committed checkpoint.
+
+    python -m experiments.train.bundled --output_dir=results/bundled
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+
+from experiments.lib import program, run_record
+from experiments.lib.flags import define_float
+from experiments.train import build_tokenizer
+from experiments.train.trainer import Options, Trainer
+from models import checkpoint
+from models.config import ModelConfig
+
+CONFIG = ModelConfig(
+    model_type="qwen3",
+    vocab_size=512,
+    max_position_embeddings=8192,
+    rope_theta=5e5,
+    qk_norm=True,
+    bos_token_id=build_tokenizer.BOS,
+    eos_token_ids=(build_tokenizer.EOS,),
+)
+OPTIONS = Options(
+    tokens=17.6e6,
+    lengths="0:128=1;1334500:256=.75,128=.25;5652000:512=.4,256=.6"
+    ";10048000:1024=.45,512=.3,256=.25;11618000:2048=.25,1024=.4,512=.2,256=.15"
+    ";14444000:4096=.12,2048=.3,1024=.35,512=.13,256=.1",
+    mix="0:needles=.22,chain=.10,values=.18,count=.10,vote=.12,cot=.22,copy=.04,story=.02"
+    ";2904500:needles=.09,chain=.06,values=.28,count=.31,vote=.07,cot=.15,copy=.005,story=.035"
+    ";5652000:needles=.10,chain=.06,values=.20,count=.34,vote=.06,cot=.20,copy=.005,story=.035"
+    ";11618000:needles=.09,chain=.06,values=.19,count=.28,vote=.06,cot=.28,copy=.005,story=.035"
+    ";14600000:needles=.06,chain=.05,values=.22,count=.30,vote=.05,cot=.29,copy=.005,story=.025",
+    rates="0:1;9420000:1;14600000:.17515924;15600000:.17515924;17600000:.01",
+    jump_from=5652000,
+)
+OPTION_HELP = {
+    "tokens": "budget",
+    "lengths": "tokens seen:length=probability,...;...",
+    "mix": "tokens seen:training task=probability,...;...",
+    "batch_tokens": "tokens of a step (half as many below length 256)",
+    "muon_lr": "learning rate of matrices",
+    "adam_lr": "learning rate of all other parameters",
+    "rates": "tokens seen:factor on both learning rates;..., with lines between these points",
+    "max_position": "positions jump up to here, so that retrieval carries this far",
+    "jump_from": "tokens seen when jumps begin",
+    "seed": "of weights and data",
+    "corpus_characters": "of filler text",
+}
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> list[str]:
+    """Define this program's flags; returns their names."""
+    for name, text in OPTION_HELP.items():
+        value = getattr(OPTIONS, name)
+        if isinstance(value, str):
+            flags.DEFINE_string(name, value, text)
+        elif isinstance(value, int):
+            flags.DEFINE_integer(name, value, text)
+        else:
+            define_float(name, value, text, lower_bound=0)
+    flags.DEFINE_string("output_dir", "results/bundled", "checkpoint and Hugging Face folder")
+    define_float("minutes", 0.0, "stop (resumably) after this long; 0: no limit", 0)
+    define_float("checkpoint_seconds", 120.0, "time between checkpoints", 0)
+    define_float("evaluate_every", 1e6, "tokens between held-out evaluations", 1)
+    flags.DEFINE_integer("evaluation_prompts", 16, "per task and length in those evaluations", 1)
+    own = ["output_dir", "minutes", "checkpoint_seconds", "evaluate_every", "evaluation_prompts"]
+    return [*OPTION_HELP, *own]
+
+
+def export(folder: Path, config: ModelConfig, p) -> None:
+    """Write the Hugging Face folder. float16 keeps 3 bits more than bfloat16 of such checkpoint."""
+    checkpoint.save(folder, config, p, dtype="float16")
+    generation = dict(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_ids[0],
+        pad_token_id=build_tokenizer.PAD,
+        do_sample=False,
+    )
+    run_record.write_json(folder, "generation_config.json", generation)
+    build_tokenizer.build(folder)
+
+
+def main(names: Sequence[str]) -> None:
+    given: dict[str, Any] = {name: FLAGS[name].value for name in OPTION_HELP}
+    options = replace(OPTIONS, **given)
+    with program.refusals():
+        folder = run_record.check_output_dir(FLAGS.output_dir)
+    trainer = Trainer(CONFIG, options, folder)
+    count = sum(x.size for x in jax.tree.leaves(trainer.params))
+    print(f"{count:,} parameters, from step {trainer.step}")
+    trainer.run(
+        FLAGS.minutes, FLAGS.checkpoint_seconds, FLAGS.evaluate_every, FLAGS.evaluation_prompts
+    )
+    export(folder / "model", CONFIG, trainer.params)
+    exact = trainer.evaluate([256, 512, 1024, 2048, 4096], 2 * FLAGS.evaluation_prompts)
+    report = dict(
+        phases=[row for row in trainer.log if "options" in row],
+        tokens=trainer.tokens,
+        steps=trainer.step,
+        seconds=round(trainer.seconds),
+        exact_match_teacher_forced=exact,
+        environment=run_record.describe_environment(),
+        log=[row for row in trainer.log if "options" not in row],
+    )
+    run_record.write_json(folder / "model", "training.json", report)
+    numbers: dict[str, float] = dict(tokens=trainer.tokens, steps=trainer.step)
+    for setting, share in exact.items():
+        numbers["exact_teacher_forced_" + setting.replace("@", "_")] = share
+    run_record.write_summary(folder, numbers)
+
+
+if __name__ == "__main__":
+    program.run(main, define_flags)

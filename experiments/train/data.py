@@ -1,0 +1,168 @@
+"""Batches for training on the tasks of `experiments.tasks.tasks`, many questions to a sequence."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from experiments.tasks.tasks import (
+    LETTERS,
+    Problem,
+    ballots,
+    chain_of_thought,
+    chains,
+    multiple_values,
+    needles,
+)
+from experiments.train.build_tokenizer import BOS, EOS, Vocabulary
+
+
+def training_problem(task: str, rng, room: int) -> Problem:
+    """A problem of random difficulty that fits in `room` tokens, with as many questions as fit."""
+    key_length = int(rng.integers(1, 3))
+    many = 40 if key_length == 1 else 96
+
+    def number(tokens_each: int, most: int) -> int:
+        most = max(1, min(most, room // tokens_each))
+        return most if rng.random() < 0.3 else int(rng.integers(1, most + 1))
+
+    match task:
+        case "needles":
+            return needles(rng, number(2 * (7 + key_length), many), key_length)
+        case "chain":
+            hops = int(rng.integers(1, 4))
+            tokens = 2 * (7 + key_length) + hops * (2 + 3 * key_length)
+            return chains(rng, number(tokens, many // (hops + 1)), hops, key_length)
+        case "values":
+            return multiple_values(rng, number(26, 30), int(rng.integers(1, 3)), 3)
+        case "count":
+            return ballots(rng, number(26, 24 if rng.random() < 0.5 else 5), 1, 6, 0, "*")
+        case "vote":
+            return ballots(rng, number(42, 12), 4, 10, 2, "^")
+        case "cot":
+            most = min(50 if rng.random() < 0.3 else 26, (room - 9) // 20)
+            return chain_of_thought(rng, int(rng.integers(max(1, most // 3), most + 1)))
+    raise ValueError(f"unknown training task {task!r}")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One training step: inputs are tokens[:, :-1], labels tokens[:, 1:] with weights[:, 1:].
+
+    tokens: [B, T + 1] int32. weights: [B, T + 1] float32, 1 or more for answers, less for filler, 0
+    where nothing is to learn. positions: [B, T + 1] int32, with jumps.
+    """
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    positions: np.ndarray
+    tasks: tuple[str, ...]
+
+
+class TrainingData:
+    """Batches for training: a function of the seed, the step and the arguments of `batch`."""
+
+    def __init__(self, seed: int, filler_weight: float = 0.05, corpus_characters: int = 6_000_000):
+        self.vocabulary, self.filler_weight, self.seed = Vocabulary(), filler_weight, seed
+        self.corpus = self.vocabulary.story_tokens(corpus_characters, seed=seed)
+
+    def _spell(self, text: str) -> list[int]:
+        return [self.vocabulary.ids[c] for c in text]
+
+    def _segments(self, task: str, room: int) -> list[tuple[list[int], list[float]]]:
+        """(tokens, weights) that fill exactly `room` tokens but for a short rest."""
+        if task == "copy":
+            text = self._spell(_digits_and_letters(self.rng, (room - 2) // 2))
+            bar = self._spell("|")
+            return [
+                ([BOS, *text], [0.0] * (len(text) + 1)),
+                (bar + text, [0.0] + [1.0] * len(text)),
+            ]
+        if task == "story":
+            start = int(self.rng.integers(0, len(self.corpus) - room))
+            text = self.corpus[start : start + room].tolist()
+            first = self.vocabulary.pieces[text[0]]
+            head = self._spell(first[1:]) if first[1:].isalpha() else [text[0]]
+            weights = [0.0] * (1 + len(head)) + [4 * self.filler_weight] * room
+            return [(tokens := [BOS, *head, *text[1:]][:room], weights[: len(tokens)])]
+        problem = training_problem(task, self.rng, room - 1)
+        records = [self._spell(record) for record in problem.records]
+        queries, left = [], room - 2 - sum(map(len, records))
+        for question, answer in problem.queries:
+            left -= len(question) + len(answer)
+            if left < 0:
+                break
+            queries.append(_labelled(self._spell(question), self._spell(answer), task))
+        else:
+            queries.append(([EOS], [self.filler_weight]))
+        gap = room - 1 - sum(map(len, records)) - sum(len(tokens) for tokens, _ in queries)
+        assert gap >= 0, (task, room, gap)
+        start = int(self.rng.integers(0, len(self.corpus) - gap))
+        text = self.corpus[start : start + gap].tolist()
+        cuts = [0, *np.sort(self.rng.integers(0, gap + 1, len(records))), gap]
+        segments = [([BOS], [0.0])]
+        for i, (a, b) in enumerate(pairwise(cuts)):
+            segments.append((text[a:b], [self.filler_weight] * (b - a)))
+            if i < len(records):
+                segments.append((records[i], [0.0] * len(records[i])))
+        return segments + queries
+
+    def _positions(
+        self, lengths: list[int], total: int, max_position: int, share: float
+    ) -> np.ndarray:
+        """0.. with up to three jumps between segments in `share` of the sequences, so that what is
+        learnt at a short length carries to distances up to max_position."""
+        steps, slack = np.ones(total, np.int32), max_position - total
+        if slack > 0 and self.rng.random() < share:
+            starts, n = np.cumsum(lengths)[:-1], int(self.rng.integers(1, 4))
+            far = self.rng.integers(0, slack + 1)
+            for part in self.rng.dirichlet(np.ones(n)) * far:
+                steps[starts[self.rng.integers(0, len(starts))]] += int(part)
+        steps[0] = 0
+        return np.cumsum(steps, dtype=np.int32)
+
+    def batch(
+        self, step: int, length: int, size: int, mix: dict[str, float], max_position=0, share=0.35
+    ) -> Batch:
+        """`size` sequences of `length` labels, tasks drawn from `mix` (task -> probability)."""
+        self.rng = np.random.default_rng([self.seed, 0, step])
+        names, total = list(mix), sum(mix.values())
+        rows, tasks = [], []
+        for _ in range(size):
+            task = names[self.rng.choice(len(names), p=[p / total for p in mix.values()])]
+            segments = [s for s in self._segments(task, length + 1) if s[0]]
+            tokens = [t for segment, _ in segments for t in segment][: length + 1]
+            weights = [w for _, segment in segments for w in segment][: length + 1]
+            rest = length + 1 - len(tokens)
+            lengths = [len(segment) for segment, _ in segments] + [1]
+            positions = (
+                self._positions(lengths[:-1], length + 1, max_position, share)
+                if len(segments) > 1
+                else np.arange(length + 1, dtype=np.int32)
+            )
+            rows.append((tokens + [EOS] * rest, weights + [0.0] * rest, positions))
+            tasks.append(task)
+        tokens, weights, positions = zip(*rows)
+        return Batch(
+            np.array(tokens, np.int32),
+            np.array(weights, np.float32),
+            np.stack(positions),
+            tuple(tasks),
+        )
+
+
+def _digits_and_letters(rng, n: int) -> str:
+    return "".join((LETTERS + "0123456789")[i] for i in rng.integers(0, 62, n))
+
+
+def _labelled(question: list[int], answer: list[int], task: str) -> tuple[list[int], list[float]]:
+    """Answers weigh 1, their first token 2, and what needs several keys or a sum more."""
+    weights = [2.0] + [1.0] * (len(answer) - 1)
+    match task:
+        case "count":
+            weights[0] = 4.0
+        case "values":  # Whether there is one more value.
+            weights[2::3] = [3.0] * len(weights[2::3])
+        case "cot":  # The sums.
+            weights[12:-4:14] = [3.0] * len(weights[12:-4:14])
+    return question + answer, [0.0] * len(question) + weights

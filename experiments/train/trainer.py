@@ -1,0 +1,280 @@
+"""The trainer of the bundled model: schedule, optimizer, step, checkpoints.
+
+Lengths, position jumps and learning rates are functions of the tokens seen so far, and a step's
+data one of seed and step: a run is repeatable, and a resumed run equals one that never stopped.
+"""
+
+import json
+import os
+import time
+from collections import defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers, muon
+from tqdm import tqdm
+
+from experiments.tasks import tasks
+from experiments.train import build_tokenizer
+from experiments.train.attention import batched_attend
+from experiments.train.data import Batch, TrainingData
+from models import llama, params
+from models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is a function of, besides the model's configuration."""
+
+    tokens: float = 9.5e6
+    lengths: str = "0:128=1"
+    mix: str = "0:needles=1"
+    batch_tokens: int = 4096
+    muon_lr: float = 0.02
+    adam_lr: float = 3e-3
+    rates: str = "0:1;5e6:1;9.5e6:.02"
+    max_position: int = 4352
+    jump_from: float = 3.4e6
+    seed: int = 1
+    corpus_characters: int = 6_000_000
+
+
+def shares_at(schedule: str, tokens: int) -> dict[str, float]:
+    """name -> share after this many tokens, from 'tokens:name=share,...;...'."""
+    stages = [stage.split(":") for stage in schedule.split(";")]
+    current = [shares for start, shares in stages if tokens >= float(start)][-1]
+    return {name: float(share) for name, share in (part.split("=") for part in current.split(","))}
+
+
+def rate_at(step: int, tokens: int, rates: str) -> float:
+    """Factor on both learning rates: 50 steps of warm-up, times lines between the points of
+    'tokens:factor;...'."""
+    points = np.array([point.split(":") for point in rates.split(";")], float)
+    return min(1.0, (step + 1) / 50) * float(np.interp(tokens, points[:, 0], points[:, 1]))
+
+
+def initialise(config: ModelConfig, key):
+    """Random parameters; QK gains of 1.5 make attention selective enough to learn copying early."""
+    p = params.init(llama.declare(config), key)
+    residual = (2 * config.num_layers) ** -0.5
+    factors = {"q_norm": 1.5, "k_norm": 1.5, "wo": residual, "w_down": residual}
+    layers = [{name: factors.get(name, 1) * x for name, x in each.items()} for each in p["layers"]]
+    return p | {"embed": 5 * p["embed"], "lm_head": 0.5 * p["lm_head"], "layers": layers}
+
+
+@cache
+def make_optimizer(config: ModelConfig, muon_lr: float, adam_lr: float):
+    """Muon for the layers' matrices, Adam for embeddings, head and gains.
+
+    One object for equal arguments, so that `_train_step` is traced once for all trainers.
+    """
+    declared = llama.declare(config)
+    matrix = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    dimensions = {name: None for name in declared} | {
+        "layers": jax.tree.map(
+            lambda p: matrix if len(p.shape) == 2 else None,
+            declared["layers"],
+            is_leaf=params.is_param,
+        )
+    }
+
+    def build(muon_rate, adam_rate):
+        return muon(
+            muon_rate,
+            weight_decay=0.01,
+            adam_b2=0.98,
+            adam_learning_rate=adam_rate,
+            muon_weight_dimension_numbers=dimensions,
+        )
+
+    rates = optax.inject_hyperparams(build)(muon_rate=muon_lr, adam_rate=adam_lr)
+    return optax.chain(optax.clip_by_global_norm(1.0), rates)
+
+
+def predict(p, config: ModelConfig, tokens_BxT, positions_BxT):
+    """Logits [B, T, V]."""
+    B, T = tokens_BxT.shape
+    attend = batched_attend(config, T)
+    flat = tokens_BxT.reshape(-1), positions_BxT.reshape(-1)
+    hidden, _ = llama.forward(p, config, *flat, attend)
+    return llama.logits(p, config, hidden).reshape(B, T, -1)
+
+
+def loss_fn(p, config: ModelConfig, tokens, weights, positions):
+    """Weighted mean loss; and per sequence how many answer tokens were right, of how many."""
+    logits = predict(p, config, tokens[:, :-1], positions[:, :-1])
+    labels, weights = tokens[:, 1:], weights[:, 1:]
+    nll = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    answer, filler = weights >= 1, (weights > 0) & (weights < 1)
+    right = (jax.lax.stop_gradient(logits).argmax(-1) == labels) & answer
+    filler_loss = jnp.sum(nll * filler) / jnp.maximum(filler.sum(), 1)
+    loss = jnp.sum(nll * weights) / jnp.maximum(weights.sum(), 1)
+    return loss, (right.sum(1), answer.sum(1), filler_loss)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
+def _train_step(config, optimizer, p, state, tokens, weights, positions, rates):
+    (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+        p, config, tokens, weights, positions
+    )
+    clip, injected = state
+    injected = injected._replace(hyperparams={**injected.hyperparams, **rates})
+    updates, state = optimizer.update(grads, (clip, injected), p)
+    return optax.apply_updates(p, updates), state, loss, aux
+
+
+@partial(jax.jit, static_argnums=0)
+def _argmax(config, p, tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return predict(p, config, tokens, positions).argmax(-1)
+
+
+def held_out(p, config: ModelConfig, names, lengths, num: int, seed: int = 0) -> dict[str, float]:
+    """Teacher-forced exact match {'task@length': share} on prompts that training never draws."""
+    result, vocabulary = {}, build_tokenizer.Vocabulary()
+    for name, length in ((name, length) for length in lengths for name in names):
+        if length < tasks.MIN_CONTEXT.get(name, 256):
+            continue
+        right, rows = 0, max(1, 8192 // length)
+        prompts = tasks.make_prompts(name, length, num, seed)
+        for start in range(0, num, rows):
+            chunk, tokens = prompts[start : start + rows], np.zeros((rows, length), np.int32)
+            for i, prompt in enumerate(chunk):
+                text = prompt.prompt + prompt.answer
+                tokens[i] = [build_tokenizer.BOS, *vocabulary.encode(text)]
+            predicted = np.asarray(_argmax(config, p, tokens))
+            for i, prompt in enumerate(chunk):
+                n = prompt.max_tokens
+                right += int((predicted[i, -n - 1 : -1] == tokens[i, -n:]).all())
+        result[f"{name}@{length}"] = round(right / num, 4)
+    return result
+
+
+class Trainer:
+    """Parameters, optimizer state, step and tokens: everything that a checkpoint holds."""
+
+    def __init__(self, config: ModelConfig, options: Options, folder: Path):
+        self.config, self.options, self.folder = config, options, folder
+        self.optimizer = make_optimizer(config, options.muon_lr, options.adam_lr)
+        self.params = initialise(config, jax.random.key(options.seed))
+        self.state = self.optimizer.init(self.params)
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.log: list[dict] = []
+        self.data = TrainingData(options.seed, corpus_characters=options.corpus_characters)
+        self.pool = ThreadPoolExecutor(1)
+        self.ahead: Future[Batch] | None = None
+        if (folder / "checkpoint.npz").exists():
+            self._restore()
+
+    def save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        leaves = jax.tree.leaves((self.params, self.state))
+        meta = dict(step=self.step, tokens=self.tokens, log=self.log, seconds=self.seconds)
+        arrays: dict[str, Any] = {f"leaf{i}": np.asarray(x) for i, x in enumerate(leaves)}
+        arrays["meta"] = np.array(json.dumps(meta))
+        unfinished = self.folder / "checkpoint.tmp.npz"
+        np.savez(unfinished, **arrays)
+        os.replace(unfinished, self.folder / "checkpoint.npz")
+
+    def _restore(self) -> None:
+        leaves, treedef = jax.tree.flatten((self.params, self.state))
+        with np.load(self.folder / "checkpoint.npz") as z:
+            meta = json.loads(str(z["meta"]))
+            shapes = [z[f"leaf{i}"].shape for i in range(len(z.files) - 1)]
+            if shapes != [x.shape for x in leaves]:
+                raise ValueError(f"the checkpoint in {self.folder} is of another model")
+            loaded = [jnp.asarray(z[f"leaf{i}"]) for i in range(len(leaves))]
+        self.params, self.state = jax.tree.unflatten(treedef, loaded)
+        self.step, self.tokens = meta["step"], meta["tokens"]
+        self.log, self.seconds = meta["log"], meta["seconds"]
+
+    def _draw(self, step: int, tokens: int) -> Batch:
+        lengths = shares_at(self.options.lengths, tokens)
+        shares = np.array(list(lengths.values()))
+        rng = np.random.default_rng([self.options.seed, 2, step])
+        length = int(list(lengths)[rng.choice(len(lengths), p=shares / shares.sum())])
+        # Half batches at first: induction needs many steps rather than many tokens.
+        budget = self.options.batch_tokens // (2 if length < 256 else 1)
+        reach = self.options.max_position if tokens >= self.options.jump_from else 0
+        mix = shares_at(self.options.mix, tokens)
+        return self.data.batch(step, length, max(1, budget // length), mix, reach)
+
+    def advance(self) -> tuple[Batch, float, tuple]:
+        """One step: its batch, loss and `loss_fn`'s counts. The next batch is drawn meanwhile."""
+        batch = self.ahead.result() if self.ahead else self._draw(self.step, self.tokens)
+        count = batch.tokens[:, 1:].size
+        self.ahead = self.pool.submit(self._draw, self.step + 1, self.tokens + count)
+        factor = rate_at(self.step, self.tokens, self.options.rates)
+        rates = {
+            "muon_rate": jnp.float32(factor * self.options.muon_lr),
+            "adam_rate": jnp.float32(factor * self.options.adam_lr),
+        }
+        arrays = (batch.tokens, batch.weights, batch.positions)
+        self.params, self.state, loss, aux = _train_step(
+            self.config, self.optimizer, self.params, self.state, *arrays, rates
+        )
+        self.step, self.tokens = self.step + 1, self.tokens + count
+        return batch, float(loss), jax.tree.map(np.asarray, aux)
+
+    def run(
+        self,
+        minutes: float = 0,
+        checkpoint_seconds: float = 120,
+        evaluate_every: float = 1e6,
+        evaluation_prompts: int = 16,
+    ) -> None:
+        """Train until the budget of tokens, or of minutes (0: no limit), is used up."""
+        self.record(dict(step=self.step, tokens=self.tokens, options=asdict(self.options)))
+        began = last_row = last_save = time.monotonic()
+        before, next_evaluation = self.seconds, self.tokens + evaluate_every
+        tally: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        losses: list[tuple[float, float]] = []
+        bar = tqdm(
+            total=int(self.options.tokens), initial=self.tokens, unit="token", mininterval=10
+        )
+        while self.tokens < self.options.tokens and (
+            not minutes or time.monotonic() - began < 60 * minutes
+        ):
+            batch, loss, (right, total, filler_loss) = self.advance()
+            bar.update(batch.tokens[:, 1:].size)
+            losses.append((loss, float(filler_loss)))
+            for task, r, n in zip(batch.tasks, right, total):
+                entry = tally[f"{task}@{batch.tokens.shape[1] - 1}"]
+                entry[0], entry[1] = entry[0] + int(r), entry[1] + int(n)
+            now = time.monotonic()
+            self.seconds = before + now - began
+            if now - last_row > 60:
+                mean_loss, mean_filler = np.mean(losses, axis=0).round(4).tolist()
+                accuracy = {k: round(r / n, 4) for k, (r, n) in sorted(tally.items()) if n}
+                row = dict(seconds=round(self.seconds), step=self.step, tokens=self.tokens)
+                losses_row = dict(loss=mean_loss, filler_loss=mean_filler)
+                self.record(row | losses_row | dict(answer_tokens_right=accuracy))
+                tally.clear()
+                losses.clear()
+                last_row = now
+            if self.tokens >= next_evaluation:
+                next_evaluation += evaluate_every
+                longest = max(map(int, shares_at(self.options.lengths, self.tokens)))
+                self.evaluate(sorted({256, max(256, longest)}), evaluation_prompts)
+            if now - last_save > checkpoint_seconds:
+                self.save()
+                last_save = now
+        bar.close()
+        self.save()
+
+    def evaluate(self, lengths: list[int], num: int) -> dict[str, float]:
+        names = [name for name in tasks.TASKS if name != "story"]
+        exact = held_out(self.params, self.config, names, lengths, num)
+        self.record(dict(step=self.step, tokens=self.tokens, exact_match=exact))
+        return exact
+
+    def record(self, row: dict) -> None:
+        self.log.append(row)
+        tqdm.write(json.dumps(row).replace('"', ""))

@@ -1,0 +1,347 @@
+"""What the server is asked: requests with arrival times, from files, tasks or statistics.
+
+`--workload` names a kind and, after a colon, where it comes from:
+
+    prompts:FILE      .jsonl: {"prompt", "answer", "max_tokens", "stop", "task"} a line, all but the
+                      first optional; any other text: one prompt a line
+    sharegpt:FILE     ShareGPT_V3 conversations (JSON): prompts and output lengths of real chats
+    alpaca:FILE       Stanford Alpaca instructions (JSON): the same
+    trace:FILE        CSV of arrivals, prompt lengths and output lengths
+    tasks:A,B         new prompts of the tasks in experiments/tasks/tasks.py, with their answers
+    sharegpt, alpaca  synthetic lengths with the published means (vLLM §6.1)
+    translation       a prefix that all requests share, and a sentence each (vLLM §6.4)
+    chatbot           the end of a long conversation (vLLM §6.5)
+
+Where only lengths are known, prompts are random ordinary tokens and EOS is ignored.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.tasks import tasks
+from experiments.workloads import files, synthetic_lengths
+from paged import checks
+from paged.requests.validation import check_stop_strings
+
+SYNTHETIC = ("sharegpt", "alpaca", "translation", "chatbot")
+FORMS = (
+    "prompts:FILE, sharegpt:FILE, alpaca:FILE, trace:FILE, tasks:NAMES, sharegpt, alpaca, "
+    "translation or chatbot"
+)
+# The context of the models that the paper served, which bounds its workloads too.
+PAPER_CONTEXT = 2048
+# vLLM's serving benchmark drops pairs of texts that are shorter or longer than this.
+MIN_PAIR_TOKENS, MAX_PAIR_PROMPT = 4, 1024
+PREFIX_TOKENS = {1: 80, 5: 341}  # of a translation, by its examples (vLLM Fig. 16)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request; arrival_s counts from the start of the workload, answer is the expected text."""
+
+    arrival_s: float
+    prompt: str | list[int]
+    max_tokens: int
+    ignore_eos: bool = False
+    answer: str | None = None
+    stop: tuple[str, ...] = ()
+    task: str | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in order of arrival, and notes on how they were made (they go into report.json)."""
+
+    requests: list[Request]
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a workload must know of the model: its tokenizer and the longest sequence served."""
+
+    tokenizer: Any
+    vocab_size: int
+    max_model_len: int
+
+    def count(self, text: str) -> int:
+        return len(self.tokenizer.encode(text))
+
+    def ordinary_tokens(self) -> np.ndarray:
+        """Ids of the tokens that are not special, int64 [at most V]."""
+        ids = np.arange(min(self.vocab_size, len(self.tokenizer)))
+        return np.setdiff1d(ids, self.tokenizer.all_special_ids)
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """How to make a workload; fields are flags of the same name.
+
+    num_requests: at most so many; a file may hold fewer.
+    request_rate: Poisson arrivals per second, inf for all at once.
+    max_tokens: output tokens for prompts that do not say.
+    context_length: tokens of a prompt of `tasks:`.
+    time_scale: multiplies a trace's arrival times.
+    overlong: what becomes of a trace's requests that exceed the context: error, clip or drop.
+    length_sigma: of the synthetic log-normal lengths.
+    length_divisor: divides all synthetic lengths, and the context of 2,048 tokens that bounds them.
+    num_shots: examples in the prefix of `translation`.
+
+    Raises: ValueError naming the flag, on construction.
+    """
+
+    workload: str
+    num_requests: int = 64
+    request_rate: float = math.inf
+    seed: int = 0
+    max_tokens: int = 64
+    context_length: int = 512
+    time_scale: float = 1.0
+    overlong: str = "error"
+    length_sigma: float = 1.0
+    length_divisor: int = 1
+    num_shots: int = 1
+
+    def __post_init__(self):
+        checks.make_plain(self, unbounded=("request_rate", "time_scale"))
+        for name in ("num_requests", "max_tokens", "context_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        if not self.request_rate > 0:
+            raise ValueError(f"--request_rate must be positive or inf, not {self.request_rate}")
+        if not 0 <= self.time_scale < math.inf:
+            raise ValueError(f"--time_scale must be finite and at least 0, not {self.time_scale}")
+        if not 0 <= self.length_sigma <= 3:
+            raise ValueError(f"--length_sigma must be between 0 and 3, not {self.length_sigma}")
+        if not 1 <= self.length_divisor <= 512:
+            raise ValueError(f"--length_divisor must be from 1 to 512, not {self.length_divisor}")
+        if self.num_shots not in PREFIX_TOKENS:
+            allowed = " or ".join(map(str, PREFIX_TOKENS))
+            raise ValueError(f"--num_shots must be {allowed}, not {self.num_shots}")
+        if self.seed < 0:
+            raise ValueError(f"--seed must be at least 0, not {self.seed}")
+        if self.overlong not in ("error", "clip", "drop"):
+            raise ValueError(f"--overlong must be error, clip or drop, not {self.overlong!r}")
+        if self.kind not in ("prompts", "trace", "tasks", *SYNTHETIC):
+            raise ValueError(f"--workload must be {FORMS}, not {self.workload!r}")
+        if self.kind in ("translation", "chatbot") and self.workload != self.kind:
+            raise ValueError(f"--workload={self.kind} is synthetic and takes no source")
+        if self.kind not in SYNTHETIC and not self.source:
+            raise ValueError(f"--workload={self.workload} lacks its source; it must be {FORMS}")
+        if self.source and self.kind != "tasks" and not Path(self.source).is_file():
+            raise ValueError(f"--workload={self.workload}: there is no file {self.source!r}")
+        if self.kind == "trace" and self.request_rate != math.inf:
+            raise ValueError("a trace has its own arrivals: use --time_scale, not --request_rate")
+
+    @property
+    def kind(self) -> str:
+        return self.workload.partition(":")[0]
+
+    @property
+    def source(self) -> str:
+        return self.workload.partition(":")[2]
+
+
+def load(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
+    """Make the workload; the same config and vocabulary give the same requests.
+
+    Raises: ValueError, naming the file and line, for what cannot be read or does not fit the model.
+    """
+    if config.kind == "trace":
+        return _trace(config, vocabulary)
+    if config.kind == "prompts":
+        workload = _prompts(config, vocabulary)
+    elif config.kind == "tasks":
+        workload = _tasks(config, vocabulary)
+    elif config.kind == "translation":
+        workload = _translation(config, vocabulary)
+    elif config.kind == "chatbot":
+        workload = _chatbot(config, vocabulary)
+    elif config.source:
+        workload = _pairs(config, vocabulary)
+    else:
+        workload = _synthetic(config, vocabulary)
+    arrivals = poisson_arrivals(len(workload.requests), config.request_rate, config.seed).tolist()
+    return _arriving(workload, arrivals, f"--request_rate={config.request_rate}")
+
+
+def poisson_arrivals(count: int, rate: float, seed: int) -> np.ndarray:
+    """Arrival times in seconds, float64 [count], the first at 0; all 0 when `rate` (1/s) is inf."""
+    gaps = np.random.default_rng([seed, 0]).exponential(1 / rate, count)
+    return np.cumsum(gaps) - gaps[0]
+
+
+def _arriving(workload: Workload, arrivals: Sequence[float], cause: str) -> Workload:
+    """The requests, arriving then; cause: what to blame for arrivals that no clock can wait for."""
+    last, most = arrivals[-1], files.MAX_ARRIVAL_S
+    if not last <= most:  # nor not a number
+        raise ValueError(f"{cause}: the last request arrives at {last:g} s; at most {most:g} s")
+    arrived = [replace(r, arrival_s=s) for r, s in zip(workload.requests, arrivals)]
+    return replace(workload, requests=arrived)
+
+
+def _prompts(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
+    entries = list(files.read_prompts(config.source))
+    if not entries:
+        raise ValueError(f"{config.source} holds no prompt")
+    return Workload(
+        [
+            _prompt_request(entry, where, config, vocabulary)
+            for where, entry in entries[: config.num_requests]
+        ]
+    )
+
+
+def _tasks(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
+    names = config.source.split(",")
+    requests = []
+    for i, name in enumerate(names):
+        count = (config.num_requests + len(names) - 1 - i) // len(names)
+        for prompt in tasks.make_prompts(
+            name, config.context_length, count, config.seed, vocabulary.tokenizer
+        ):
+            entry = task_entry(prompt)
+            requests.append(_prompt_request(entry, f"task {name}", config, vocabulary))
+    order = np.random.default_rng([config.seed, 1]).permutation(len(requests))
+    return Workload([requests[i] for i in order], {"context_length": config.context_length})
+
+
+def task_entry(prompt: tasks.TaskPrompt) -> dict:
+    """A task's prompt as a line of a prompts file. A story may go on in many ways: no answer."""
+    answer = {} if prompt.task == "story" else {"answer": prompt.answer, "stop": list(prompt.stop)}
+    return {"task": prompt.task, "prompt": prompt.prompt, "max_tokens": prompt.max_tokens} | answer
+
+
+def _prompt_request(
+    entry: dict, where: str, config: WorkloadConfig, vocabulary: Vocabulary
+) -> Request:
+    length, limit = vocabulary.count(entry["prompt"]), vocabulary.max_model_len
+    max_tokens = entry.get("max_tokens") or min(config.max_tokens, max(1, limit - length))
+    if length == 0:
+        raise ValueError(f"{where}: the prompt has no token")
+    if length + max_tokens > limit:
+        raise ValueError(
+            f"{where}: {length} prompt tokens and {max_tokens} new ones exceed the "
+            f"{limit} that can be served (max_model_len, kv_cache_tokens)"
+        )
+    try:
+        check_stop_strings(vocabulary.tokenizer, tuple(entry.get("stop", ())))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return Request(
+        0.0,
+        entry["prompt"],
+        max_tokens,
+        answer=entry.get("answer"),
+        stop=tuple(entry.get("stop", ())),
+        task=entry.get("task"),
+    )
+
+
+def _pairs(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
+    """Real prompts with the lengths of their answers, filtered as vLLM's benchmark does."""
+    read = {"sharegpt": files.read_sharegpt, "alpaca": files.read_alpaca}
+    pairs = list(read[config.kind](config.source))
+    limit = min(PAPER_CONTEXT, vocabulary.max_model_len)
+    requests: list[Request] = []
+    filtered = 0
+    for i in np.random.default_rng([config.seed, 1]).permutation(len(pairs)):
+        if len(requests) == config.num_requests:
+            break
+        prompt_tokens, output_tokens = map(vocabulary.count, pairs[i])
+        short = min(prompt_tokens, output_tokens) < MIN_PAIR_TOKENS
+        if short or prompt_tokens > MAX_PAIR_PROMPT or prompt_tokens + output_tokens > limit:
+            filtered += 1
+            continue
+        requests.append(Request(0.0, pairs[i][0], output_tokens, ignore_eos=True))
+    if not requests:
+        raise ValueError(
+            f"{config.source}: none of {len(pairs)} pairs has at least {MIN_PAIR_TOKENS} tokens in "
+            f"and out, at most {MAX_PAIR_PROMPT} in and {limit} together"
+        )
+    return Workload(requests, {"pairs_filtered": filtered})
+
+
+def _trace(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
+    limit, rows = vocabulary.max_model_len, files.read_trace(config.source)
+    if config.overlong == "drop":
+        rows = [row for row in rows if row[1] + row[2] <= limit]
+    rows = rows[: config.num_requests]
+    if not rows:
+        raise ValueError(f"{config.source} holds no request of at most {limit} tokens")
+    overlong = [prompt + output for _, prompt, output in rows if prompt + output > limit]
+    if overlong and config.overlong == "error":
+        raise ValueError(
+            f"{config.source}: {len(overlong)} of {len(rows)} requests exceed the "
+            f"{limit} tokens that can be served (max_model_len, kv_cache_tokens); the longest has "
+            f"{max(overlong)}. --overlong=clip or drop serves the rest"
+        )
+    lengths = [_clip(prompt, output, limit) for _, prompt, output in rows]
+    arrivals = [(time - rows[0][0]) * config.time_scale for time, _, _ in rows]
+    requests = _token_requests(lengths, vocabulary, config.seed)
+    workload = Workload(requests, {"overlong": config.overlong, "clipped": len(overlong)})
+    return _arriving(workload, arrivals, f"{config.source}, --time_scale={config.time_scale}")
+
+
+def _clip(prompt: int, output: int, limit: int) -> tuple[int, int]:
+    # The output yields only down to half of the context; the prompt gives the rest.
+    output = min(output, max(limit // 2, limit - prompt))
+    return min(prompt, limit - output), output
+
+
+def _synthetic(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
+    lengths, notes = synthetic_lengths.draw_divided(
+        config.num_requests, config.kind, config.length_sigma, _context(config, vocabulary),
+        config.seed, config.length_divisor,
+    )  # fmt: skip
+    return Workload(_token_requests(lengths, vocabulary, config.seed), notes)
+
+
+def _translation(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
+    """The same instruction and examples, then a sentence: prompts of one shared prefix."""
+    context = _context(config, vocabulary)
+    prefix_tokens = max(1, PREFIX_TOKENS[config.num_shots] // config.length_divisor)
+    if context < prefix_tokens + 2:
+        raise ValueError(
+            f"a prefix of {prefix_tokens} tokens leaves no room for a prompt and an output in a "
+            f"context of {context}: raise --max_model_len or --length_divisor"
+        )
+    lengths, notes = synthetic_lengths.draw_divided(
+        config.num_requests, "translation", config.length_sigma, context - prefix_tokens,
+        config.seed, config.length_divisor,
+    )  # fmt: skip
+    rng = np.random.default_rng([config.seed, 3])
+    prefix = rng.choice(vocabulary.ordinary_tokens(), prefix_tokens).tolist()
+    requests = [
+        replace(request, prompt=prefix + request.prompt)
+        for request in _token_requests(lengths, vocabulary, config.seed)
+    ]
+    return Workload(requests, notes | {"shared_prefix_tokens": prefix_tokens})
+
+
+def _chatbot(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
+    lengths, notes = synthetic_lengths.draw_chats(
+        config.num_requests, config.length_sigma, PAPER_CONTEXT // config.length_divisor,
+        _context(config, vocabulary) // 2, config.seed, config.length_divisor,
+    )  # fmt: skip
+    return Workload(_token_requests(lengths, vocabulary, config.seed), notes)
+
+
+def _context(config: WorkloadConfig, vocabulary: Vocabulary) -> int:
+    """Tokens of the longest synthetic sequence."""
+    return min(PAPER_CONTEXT // config.length_divisor, vocabulary.max_model_len)
+
+
+def _token_requests(
+    lengths: list[tuple[int, int]], vocabulary: Vocabulary, seed: int
+) -> list[Request]:
+    rng, tokens = np.random.default_rng([seed, 2]), vocabulary.ordinary_tokens()
+    return [
+        Request(0.0, rng.choice(tokens, prompt).tolist(), output, ignore_eos=True)
+        for prompt, output in lengths
+    ]

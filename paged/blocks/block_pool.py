@@ -1,0 +1,92 @@
+"""Fixed-size physical blocks with reference counts (vLLM §4.2, §4.3)."""
+
+import numpy as np
+
+from paged.blocks.prefix_cache import PrefixCache
+
+NULL_BLOCK = 0  # never allocated: what unused table entries name
+
+
+class BlockPool:
+    """`num_blocks` physical blocks, block 0 reserved; allocate and release cost O(blocks moved).
+
+    Free blocks form a stack, so the most recently used come back first. With a prefix cache,
+    published blocks stay in it when their last owner leaves, and are taken when the stack is empty.
+    """
+
+    def __init__(self, num_blocks: int, cache: PrefixCache | None = None):
+        if num_blocks < 2:
+            raise ValueError(
+                f"a block pool needs at least 2 blocks (one is reserved), not {num_blocks}"
+            )
+        self.num_blocks = num_blocks
+        self.refcounts = np.zeros(num_blocks, np.int32)
+        self.cache = cache
+        self._free = np.arange(num_blocks - 1, NULL_BLOCK, -1, dtype=np.int32)
+        self._num_stacked = num_blocks - 1
+        self._operations: list[tuple[str, np.ndarray]] = []
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that sequences can ever hold."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without owners, those that are kept for their content included."""
+        return self._num_stacked + (len(self.cache.idle) if self.cache else 0)
+
+    @property
+    def num_used(self) -> int:
+        return self.capacity - self.num_free
+
+    def can_allocate(self, n: int) -> bool:
+        return n <= self.num_free
+
+    def allocate(self, n: int) -> np.ndarray:
+        """`n` distinct blocks [n] int32, each with one reference."""
+        assert 0 <= n <= self.num_free, (n, self.num_free)
+        missing = n - self._num_stacked
+        if self.cache and missing > 0:
+            evicted = np.array([self.cache.evict() for _ in range(missing)], np.int32)
+            self._operations.append(("evict", evicted))
+            self._push(evicted)
+        self._num_stacked -= n
+        blocks = self._free[self._num_stacked : self._num_stacked + n].copy()
+        assert not self.refcounts[blocks].any(), "a free block has owners"
+        self.refcounts[blocks] = 1
+        if n:
+            self._operations.append(("allocate", blocks))
+        return blocks
+
+    def _push(self, blocks: np.ndarray) -> None:
+        self._free[self._num_stacked : self._num_stacked + len(blocks)] = blocks
+        self._num_stacked += len(blocks)
+
+    def share(self, blocks: np.ndarray) -> None:
+        """One more owner for each of the distinct `blocks`, which have owners or are idle."""
+        for block in blocks[self.refcounts[blocks] == 0].tolist():
+            assert self.cache and block in self.cache.idle, f"shared the free block {block}"
+            del self.cache.idle[block]
+        self.refcounts[blocks] += 1
+        if len(blocks):
+            self._operations.append(("share", blocks.copy()))
+
+    def release(self, blocks: np.ndarray) -> None:
+        """One owner fewer for each of the distinct `blocks`, given in the order of their tokens."""
+        assert (self.refcounts[blocks] > 0).all(), "released a free block"
+        self.refcounts[blocks] -= 1
+        if len(blocks):
+            self._operations.append(("release", blocks.copy()))
+        freed = blocks[self.refcounts[blocks] == 0]
+        if self.cache:
+            kept = np.array([block in self.cache for block in freed.tolist()], bool)
+            # The end of a prefix goes first when memory is needed: without it the rest is of use.
+            self.cache.idle.update(dict.fromkeys(freed[kept][::-1].tolist()))
+            freed = freed[~kept]
+        self._push(freed)
+
+    def drain_operations(self) -> list[tuple[str, np.ndarray]]:
+        """(verb, blocks) of all that was done since the last call."""
+        operations, self._operations = self._operations, []
+        return operations

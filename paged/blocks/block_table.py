@@ -1,0 +1,176 @@
+"""Block tables: each sequence's logical blocks → physical blocks (vLLM §4.3, Fig. 6).
+
+Sequences are known by their slot. All that decoding methods need are the verbs `fork`, `append` and
+`free` (§5.2). Rows are numpy arrays, so that a step over hundreds of sequences costs a few vector
+operations plus a short loop over those that enter a new block.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paged.blocks.block_pool import NULL_BLOCK, BlockPool
+
+
+@dataclass(frozen=True)
+class SwappedTables:
+    """Tables of sequences whose blocks are in the host's memory (§4.5, swapping).
+
+    blocks: the host blocks of each sequence, shared as they were.  num_tokens: of each sequence.
+    """
+
+    blocks: list[np.ndarray]
+    num_tokens: list[int]
+
+    @property
+    def distinct(self) -> np.ndarray:
+        return np.unique(np.concatenate(self.blocks))
+
+
+class BlockTables:
+    """Tables of `num_slots` sequences of at most `max_tokens` tokens over one block pool.
+
+    blocks:     [num_slots, M] int32 physical blocks; `NULL_BLOCK` beyond num_blocks.
+    num_blocks: [num_slots] logical blocks in use.
+    num_tokens: [num_slots] tokens for which there is room: all blocks but the last are full.
+    """
+
+    def __init__(self, pool: BlockPool, num_slots: int, max_tokens: int, page_size: int):
+        self.pool, self.page_size = pool, page_size
+        self.blocks = np.full((num_slots, -(-max_tokens // page_size)), NULL_BLOCK, np.int32)
+        self.num_blocks = np.zeros(num_slots, np.int64)
+        self.num_tokens = np.zeros(num_slots, np.int64)
+        self._forked = False  # until then no last block is shared that is not full
+
+    def blocks_for(self, num_tokens):
+        """Blocks that hold `num_tokens` tokens (an int or an array)."""
+        return -(-num_tokens // self.page_size)
+
+    def _copies_tail(self, slots, num_tokens):
+        """Rows of `slots` that would write into a last block that has other owners."""
+        if not self._forked:
+            return np.zeros(0, np.int64)
+        tails = self.blocks[slots, self.num_blocks[slots] - 1]
+        shared = np.flatnonzero(self.pool.refcounts[tails] > 1)
+        have = self.num_tokens[slots[shared]]
+        return shared[(have % self.page_size > 0) & (num_tokens[shared] > have)]
+
+    def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
+        """Whether `append` finds the blocks that it takes."""
+        if not len(slots):
+            return True
+        # Most often there is enough for the worst case, which is cheaper to tell than the case.
+        tokens = max(0, int((num_tokens - self.num_tokens[slots]).max()))
+        if self.pool.can_allocate(len(slots) * (1 + self.blocks_for(tokens))):
+            return True
+        growth = int(np.maximum(self.blocks_for(num_tokens) - self.num_blocks[slots], 0).sum())
+        return self.pool.can_allocate(growth + self._num_copies(slots, num_tokens))
+
+    def _num_copies(self, slots, num_tokens) -> int:
+        """Blocks that copies-on-write take: the last owner of a block writes into it as it is."""
+        writers = slots[self._copies_tail(slots, num_tokens)]
+        tails, counts = np.unique(
+            self.blocks[writers, self.num_blocks[writers] - 1], return_counts=True
+        )
+        return int(np.minimum(counts, self.pool.refcounts[tails] - 1).sum())
+
+    def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> list[tuple[int, int]]:
+        """Make room for sequences `slots` [S] to hold `num_tokens` [S] tokens.
+
+        A last block that is shared and not full is replaced by a new one (copy-on-write, §4.4): the
+        (source, destination) pairs returned must be copied on the device before it is written.
+        """
+        copies = []
+        for slot in slots[self._copies_tail(slots, num_tokens)]:
+            last = self.num_blocks[slot] - 1
+            source = self.blocks[slot, last : last + 1].copy()
+            # The other owner may have copied, and so unshared it, a moment ago in this loop.
+            if self.pool.refcounts[source[0]] > 1:
+                self.blocks[slot, last] = self.pool.allocate(1)[0]
+                self.pool.release(source)
+                copies.append((int(source[0]), int(self.blocks[slot, last])))
+        growth = self.blocks_for(num_tokens) - self.num_blocks[slots]
+        grows = np.flatnonzero(growth > 0)  # few of those that generate
+        if len(grows):
+            growing, growth = slots[grows], growth[grows]
+            have = self.num_blocks[growing]
+            rows, before = np.repeat(growing, growth), np.cumsum(growth) - growth
+            columns = np.arange(len(rows)) + np.repeat(have - before, growth)
+            self.blocks[rows, columns] = self.pool.allocate(len(rows))
+            self.num_blocks[growing] = have + growth
+        self.num_tokens[slots] = np.maximum(self.num_tokens[slots], num_tokens)
+        return copies
+
+    def adopt(self, slot: int, blocks: np.ndarray, num_tokens: int) -> None:
+        """The empty `slot` becomes one more owner of `blocks`, which hold its first tokens."""
+        self.pool.share(blocks)
+        self._take(slot, blocks, num_tokens)
+
+    def fork(self, parent: int, child: int, num_tokens: int | None = None) -> None:
+        """The empty slot `child` becomes one more owner of the blocks that hold the first
+        `num_tokens` tokens of `parent`, by default all."""
+        num_tokens = int(self.num_tokens[parent]) if num_tokens is None else num_tokens
+        assert num_tokens <= self.num_tokens[parent], "a fork of tokens that are not there"
+        blocks = self.blocks[parent, : self.blocks_for(num_tokens)].copy()
+        self.adopt(child, blocks, num_tokens)
+
+    def _take(self, slot: int, blocks: np.ndarray, num_tokens: int) -> None:
+        assert self.num_blocks[slot] == 0, f"slot {slot} is not empty"
+        # A last block that is full is never written again.
+        self._forked |= num_tokens % self.page_size > 0
+        self.blocks[slot, : len(blocks)] = blocks
+        self.num_blocks[slot] = len(blocks)
+        self.num_tokens[slot] = num_tokens
+
+    def free(self, slot: int) -> None:
+        """Give up all blocks of `slot`."""
+        self.pool.release(self.blocks[slot, : self.num_blocks[slot]])
+        self.blocks[slot] = NULL_BLOCK
+        self.num_blocks[slot] = self.num_tokens[slot] = 0
+
+    def shared_room(self, slots: np.ndarray) -> int:
+        """Token slots of last blocks that are free, each counted once less than it has owners."""
+        if not self._forked or not len(slots):
+            return 0
+        room = self.num_blocks[slots] * self.page_size - self.num_tokens[slots]
+        tails = self.blocks[slots, self.num_blocks[slots] - 1]
+        return int(room.sum() - room[np.unique(tails, return_index=True)[1]].sum())
+
+    def num_distinct(self, slots: list[int]) -> int:
+        """Blocks that `slots` hold, one that they share counted once."""
+        blocks = self.blocks[slots]
+        return len(np.unique(blocks[blocks != NULL_BLOCK]))
+
+    def swap_out(
+        self, slots: list[int], host: BlockPool
+    ) -> tuple[SwappedTables, list[tuple[int, int]]]:
+        """Give up all blocks of `slots` for blocks of the pool `host`; a block that they share
+        goes once. Also returns (block, host block) pairs to be copied before anything is written.
+        """
+        tables = [self.blocks[slot, : self.num_blocks[slot]].copy() for slot in slots]
+        blocks = np.unique(np.concatenate(tables))
+        taken = host.allocate(len(blocks))
+        on_host = [taken[np.searchsorted(blocks, table)] for table in tables]
+        swapped = SwappedTables(on_host, self.num_tokens[slots].tolist())
+        for slot in slots:
+            self.free(slot)
+        return swapped, list(zip(blocks.tolist(), taken.tolist()))
+
+    def swap_in(
+        self, slots: list[int], swapped: SwappedTables, host: BlockPool
+    ) -> list[tuple[int, int]]:
+        """Undo `swap_out` for the empty `slots`; (host block, block) pairs to be copied."""
+        on_host = swapped.distinct
+        taken, owned = self.pool.allocate(len(on_host)), np.zeros(len(on_host), bool)
+        for slot, table, num_tokens in zip(slots, swapped.blocks, swapped.num_tokens, strict=True):
+            at = np.searchsorted(on_host, table)
+            self.pool.share(taken[at[owned[at]]])
+            owned[at] = True
+            self._take(slot, taken[at], num_tokens)
+        host.release(on_host)
+        return list(zip(on_host.tolist(), taken.tolist()))
+
+    def filled(self, slot: int) -> np.ndarray:
+        """Tokens in each logical block of `slot`: the '# filled' of Fig. 6."""
+        first = np.arange(self.num_blocks[slot]) * self.page_size
+        return np.minimum(self.num_tokens[slot] - first, self.page_size)

@@ -1,0 +1,228 @@
+"""The step of an engine: one pass of the model or several, as one program on the device."""
+
+from dataclasses import dataclass, replace
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from models.config import ModelConfig
+from models.families import family
+from models.llama import Reduce
+from models.sampling import (
+    Array,
+    Logprobs,
+    SamplingArrays,
+    SamplingState,
+    logprobs_of,
+    no_logprobs,
+    sample,
+)
+from paged.config import EngineConfig
+from paged.device.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
+from paged.device.tensor_parallel import SPLIT, WHOLE, Shards
+from paged.kv_cache import POLICIES
+from paged.kv_cache.policy import KVPolicy
+
+CACHED_LAYER_BYTES = 2**22  # weights of a layer that a CPU's caches hold
+# XLA takes each write into the pools for a copy of them, and to save memory that it does not need
+# would compute attention twice.
+GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+
+
+@flax.struct.dataclass
+class StepOutputs:
+    """What a step gives back.
+
+    tokens: [I, S] int32, by iteration and row.  logprobs: of these tokens, [I, S].
+    prompt_logprobs: of `StepInputs.prompt_targets`, [Tp].  On the host either is None if no row
+    asked for it.
+    """
+
+    tokens: Array
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+
+def _iterate(params, cache, state, inputs, model, policy, reduce):
+    """One pass of the model: (cache, state, tokens [S], logprobs [S], hidden [T, W])."""
+    S = inputs.lengths.shape[0]
+    slot_of_token = inputs.slots[jnp.minimum(inputs.token_rows, S - 1)]
+    sampled_before = state.history.at[slot_of_token, inputs.positions].get(
+        mode="fill", fill_value=0
+    )
+    tokens = jnp.where(inputs.tokens < 0, sampled_before, inputs.tokens)
+
+    cache, plan = policy.begin_step(cache, inputs)
+
+    def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache):
+        return policy.attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache, plan, inputs)
+
+    hidden, cache = family(model).forward(
+        params, model, tokens, inputs.positions, attend, cache, reduce=reduce
+    )
+    cache = policy.end_step(cache, plan, inputs)
+
+    logits = family(model).logits(params, model, hidden[inputs.last_tokens])
+    how = SamplingArrays.of_rows(inputs.sampling)
+    sampled = sample(logits, how, inputs.lengths, state, inputs.slots)
+    logprobs = jax.lax.cond(
+        jnp.any(how.logprobs != 0),
+        lambda: logprobs_of(logits, sampled),
+        lambda: no_logprobs((S,), model.vocab_size),
+    )
+    slots = jnp.where(inputs.samples != 0, inputs.slots, state.history.shape[0])
+    history = state.history.at[slots, inputs.lengths].set(sampled, mode="drop")
+    return cache, replace(state, history=history), sampled, logprobs, hidden
+
+
+def _next_iteration(inputs: StepInputs, done) -> StepInputs:
+    """A step of decodes once `done` iterations have run; finished rows become padding."""
+    goes_on = inputs.iterations > done
+    S = inputs.lengths.shape[0]
+    num_slots = jnp.iinfo(jnp.int32).max
+    return replace(
+        inputs,
+        tokens=jnp.full_like(inputs.tokens, FROM_DEVICE),
+        positions=jnp.where(goes_on, inputs.positions + 1, 0),
+        token_rows=jnp.where(goes_on, inputs.token_rows, S),
+        lengths=jnp.where(goes_on, inputs.lengths + 1, 0),
+        slots=jnp.where(goes_on, inputs.slots, num_slots),
+        samples=inputs.samples * goes_on,
+    )
+
+
+def _prompt_logprobs(params, hidden_TxE, targets_T, model: ModelConfig) -> Logprobs:
+    """Of prompt tokens targets [Tp], where they are not -1, by chunks: few logits at a time."""
+    Tp = targets_T.shape[0]
+
+    def of_chunk(chunk):
+        hidden, targets = chunk
+        return logprobs_of(family(model).logits(params, model, hidden), targets)
+
+    def compute():
+        chunk = min(Tp, 64)
+        padding = -Tp % chunk
+        hidden = jnp.pad(hidden_TxE[:Tp], ((0, padding), (0, 0)))
+        targets = jnp.pad(targets_T, (0, padding))
+        chunks = hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)
+        parts = jax.lax.map(of_chunk, chunks)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:Tp], parts)
+
+    return jax.lax.cond(
+        jnp.any(targets_T >= 0), compute, lambda: no_logprobs((Tp,), model.vocab_size)
+    )
+
+
+def step(
+    params, cache, state: SamplingState, inputs: StepInputs, model: ModelConfig, policy: KVPolicy,
+    multi_step: int = 1, reduce: Reduce = lambda y: y,
+):  # fmt: skip
+    """One step of the model over a paged cache: (cache, state, StepOutputs).
+
+    `state` feeds tokens that the host has not read yet. A step of decodes alone runs up to
+    `multi_step` iterations, as many as its longest row asks for; each feeds the next. On a shard
+    `params`, `cache` and `model` are its own, and `reduce` is the model's seam to the others.
+    """
+    Tp, S = inputs.num_prefill_tokens, inputs.lengths.shape[0]
+    if Tp or multi_step == 1:
+        cache, state, tokens, logprobs, hidden = _iterate(
+            params, cache, state, inputs, model, policy, reduce
+        )
+        prompt = _prompt_logprobs(params, hidden, inputs.prompt_targets, model) if Tp else None
+        first = jax.tree.map(lambda x: x[None], StepOutputs(tokens, logprobs))
+        return cache, state, replace(first, prompt_logprobs=prompt)
+
+    def body(i, carry):
+        cache, state, now, outputs = carry
+        cache, state, tokens, logprobs, _ = _iterate(
+            params, cache, state, now, model, policy, reduce
+        )
+        outputs = jax.tree.map(
+            lambda all_, new: all_.at[i].set(new), outputs, StepOutputs(tokens, logprobs)
+        )
+        return cache, state, _next_iteration(now, i + 1), outputs
+
+    outputs = StepOutputs(
+        jnp.zeros((multi_step, S), jnp.int32), no_logprobs((multi_step, S), model.vocab_size)
+    )
+    cache, state, _, outputs = jax.lax.fori_loop(
+        0, jnp.max(inputs.iterations), body, (cache, state, inputs, outputs)
+    )
+    return cache, state, outputs
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """The step as an engine's configuration declares it, to be compiled for each shape (Tp, Sd) of
+    `Buckets.shapes`; holds no arrays."""
+
+    shards: Shards
+    policy: KVPolicy
+    num_slots: int
+    table_width: int
+    prefill_rows: int
+    max_tokens: int
+    multi_step: int
+
+    @classmethod
+    def declare(
+        cls, config: EngineConfig, shards: Shards, implementation: str | None = None
+    ) -> "StepProgram":
+        """`implementation` goes to the attention ops."""
+        policy = POLICIES[config.policy]
+        return cls(
+            shards,
+            policy.device(config, shards.model, implementation),
+            num_slots=config.max_num_seqs,
+            table_width=policy.host(config).table_width,
+            prefill_rows=config.max_prefills_per_step,
+            max_tokens=config.max_model_len,
+            multi_step=config.multi_step,
+        )
+
+    def init(self, dtype) -> jax.stages.Wrapped:
+        """Gives an empty cache in `dtype`, and the slots' sampling state."""
+
+        def empty():
+            cache = self.policy.init(self.shards.model, dtype)
+            return cache, SamplingState.empty(self.num_slots, self.max_tokens)
+
+        return self.shards.jit(empty, (), (SPLIT, WHOLE))
+
+    def empty_inputs(self, shape: tuple[int, int]) -> StepInputs:
+        return empty_step_inputs(*shape, self.prefill_rows, self.num_slots, self.table_width)
+
+    def compile(self, shape: tuple[int, int], params, cache, state) -> jax.stages.Compiled:
+        """(params, cache, state, packed) -> (cache, state, StepOutputs), with cache and state
+        donated; the arguments may be `ShapeDtypeStruct`s that say where they lie."""
+        packed = self.empty_inputs(shape).packed
+        lowered = self._jit(shape, params).lower(params, cache, state, packed)
+        return lowered.compile(GPU_OPTIONS if self.shards.platform == "gpu" else None)
+
+    def check(self, shape: tuple[int, int], dtype) -> None:
+        """Raises ValueError if the attention ops cannot compute in `dtype`."""
+        params, caches = self.shards.abstract_params(dtype), jax.eval_shape(self.init(dtype))
+        packed = self.empty_inputs(shape).packed
+        jax.eval_shape(self._jit(shape, params), params, *caches, packed)
+
+    def _jit(self, shape: tuple[int, int], params) -> jax.stages.Wrapped:
+        shapes = step_shapes(*shape, self.prefill_rows, self.table_width)
+
+        def run(params, cache, state, packed):
+            return step(
+                params, cache, state, unpack(packed, shapes), self.shards.model, self.policy,
+                self.multi_step, self.shards.reduce,
+            )  # fmt: skip
+
+        specs = self.shards.specs(params), SPLIT, WHOLE, WHOLE
+        return self.shards.jit(run, specs, (SPLIT, WHOLE, WHOLE), donate_argnums=(1, 2))
+
+
+def stacks(platform: str, layer_bytes: int) -> bool:
+    """Whether the step scans over stacked layers, each of `layer_bytes` of weights.
+
+    That compiles one layer instead of all, but copies each one's weights before it multiplies by
+    them: three times what a decode step's products read and write. Only a CPU's caches can hide it.
+    """
+    return platform == "cpu" and layer_bytes <= CACHED_LAYER_BYTES

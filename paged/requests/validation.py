@@ -1,0 +1,121 @@
+"""What a request must be before it may queue."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from models.config import ModelConfig
+from models.sampling import MAX_LOGPROBS
+from paged.checks import refusal, shown
+from paged.config import EngineConfig
+from paged.kv_cache.policy import HostPolicy
+from paged.requests.sequence import SamplingParams
+
+Prompt = str | Sequence[int]
+# Sequences too, but nobody means prompts or tokens by them.
+_BYTES = (bytes, bytearray, memoryview)
+
+
+def check_sequence(name: str, items: str, value) -> None:
+    """Raise ValueError for what is no list of `items` or other sequence of them."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, *_BYTES)):
+        raise refusal(name, f"a list, tuple or other sequence of {items}", value)
+
+
+def token_limit(tokens: np.ndarray, sampling: SamplingParams, config: EngineConfig) -> int:
+    """Length (prompt and output) at which generation ends."""
+    return min(len(tokens) + sampling.max_tokens, config.max_model_len)
+
+
+def check_model(model: ModelConfig, config: EngineConfig) -> None:
+    """Raise ValueError where the model is not for sequences as long as the engine's."""
+    if config.max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len ({config.max_model_len}) exceeds the model's max_position_embeddings "
+            f"({model.max_position_embeddings})"
+        )
+
+
+def validated_prompt(
+    prompt: Prompt,
+    sampling: SamplingParams,
+    tokenizer,
+    model: ModelConfig,
+    config: EngineConfig,
+    policy: HostPolicy,
+) -> np.ndarray:
+    """The prompt as token ids [n] int32.
+
+    Raises ValueError, saying what is wrong and what is allowed, for a request that could never run.
+    """
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(f"sampling must be SamplingParams, not {sampling!r}")
+    check_stop_strings(tokenizer, sampling.stop)
+    for name in ("stop_token_ids", "logit_bias"):
+        for token in getattr(sampling, name):
+            if not 0 <= token < model.vocab_size:
+                raise ValueError(
+                    f"{name}: token {shown(token)} is outside the vocabulary "
+                    f"[0, {model.vocab_size - 1}]"
+                )
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer; pass token ids")
+        prompt.encode()  # raises ValueError for half a surrogate pair, which tokenizers do not
+        prompt = tokenizer.encode(prompt)
+    # numpy would take bytes for numbers, and the tokens behind a mask for tokens.
+    unfit = isinstance(prompt, (*_BYTES, np.ma.MaskedArray))
+    tokens = np.asarray(prompt)
+    if tokens.size == 0:
+        raise ValueError("the prompt is empty")
+    # By its kind: numpy counts time spans among the integers.
+    if unfit or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError("a prompt of token ids must be a flat list of integers")
+    bad = tokens[(tokens < 0) | (tokens >= model.vocab_size)]
+    if len(bad):
+        raise ValueError(f"token {bad[0]} is outside the vocabulary [0, {model.vocab_size - 1}]")
+    if len(tokens) >= config.max_model_len:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens; max_model_len ({config.max_model_len}) "
+            f"allows {config.max_model_len - 1}, and one to generate"
+        )
+    count = sampling.num_sequences
+    check_group(sampling, model, config)
+    if not policy.fits(token_limit(tokens, sampling, config), count):
+        times = f"{count} times " if count > 1 else ""
+        raise ValueError(
+            f"{times}a prompt of {len(tokens)} tokens and {sampling.max_tokens} to generate exceed "
+            f"the cache: kv_cache_tokens ({config.kv_cache_tokens}) in whole pages of "
+            f"{config.page_size}"
+        )
+    return tokens.astype(np.int32)
+
+
+def check_group(sampling: SamplingParams, model: ModelConfig, config: EngineConfig) -> None:
+    """Raise ValueError where the sequences of a request cannot run together."""
+    count = sampling.num_sequences
+    if count > config.max_num_seqs:
+        raise ValueError(
+            f"{count} sequences of a request must run side by side: max_num_seqs is "
+            f"{config.max_num_seqs}"
+        )
+    if sampling.is_beam_search and not config.capabilities.fork:
+        raise ValueError(f"policy {config.policy!r} cannot fork a sequence: beam_width")
+    # Of each beam the device gives MAX_LOGPROBS candidates.
+    most = min(MAX_LOGPROBS, model.vocab_size) - len(model.eos_token_ids)
+    if sampling.is_beam_search and count > most:
+        raise ValueError(
+            f"beam_width must be at most {most} with {len(model.eos_token_ids)} end tokens, not "
+            f"{count}"
+        )
+
+
+def check_stop_strings(tokenizer, stop: tuple[str, ...]) -> None:
+    """Raise ValueError for stop strings that no text can hold, or that nothing can look for."""
+    if stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer")
+    for string in stop:
+        if string in tokenizer.all_special_tokens:
+            raise ValueError(
+                f"stop string {string!r} is a special token, and those are not part of the text"
+            )

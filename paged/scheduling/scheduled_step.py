@@ -1,0 +1,66 @@
+"""What the scheduler decides: one step in numbers, and the blocks to be moved before it."""
+
+import functools
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paged.requests.sequence import SequenceGroup
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """One step in numbers: rows of prefill chunks first, then decode rows.
+
+    slots, starts, counts: [n] int64: row i computes tokens starts[i] .. starts[i] + counts[i] of
+    the sequence in slots[i]; a decode row computes them in as many iterations. samples: [n] bool:
+    whether it ends at the sequence's last token, and so yields the next one; yields: [n] how many
+    tokens it yields (a beam none: its candidates are looked at). generations: [n] owners of the
+    slots. iterations: of the whole step.
+
+    sources: [num_forks] rows. The last decode rows, as many, are forks: they compute nothing, and
+    sample from what their source has computed, whose tokens are theirs too.
+
+    To be done first, in this order: swaps_out (block, host block), swaps_in (host block, block) and
+    copies (source, destination) of blocks.
+    """
+
+    slots: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    samples: np.ndarray
+    yields: np.ndarray
+    generations: np.ndarray
+    num_prefills: int
+    sources: np.ndarray
+    swaps_out: list[tuple[int, int]]
+    swaps_in: list[tuple[int, int]]
+    copies: list[tuple[int, int]]
+    has_beams: bool
+    preempted: list[SequenceGroup]
+    admitted: list[SequenceGroup]
+
+    @functools.cached_property
+    def num_prefill_tokens(self) -> int:
+        return int(self.counts[: self.num_prefills].sum())
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.slots) - self.num_prefills
+
+    @functools.cached_property
+    def num_decode_tokens(self) -> int:
+        return int(self.counts[self.num_prefills :].sum())
+
+    @functools.cached_property
+    def iterations(self) -> int:
+        return int(self.yields.max())
+
+
+@dataclass
+class BlockMoves:
+    """Blocks to be moved before a step; see `ScheduledStep`."""
+
+    swaps_out: list[tuple[int, int]] = field(default_factory=list)
+    swaps_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)

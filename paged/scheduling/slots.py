@@ -1,0 +1,102 @@
+"""Host state of running sequences, as arrays over slots.
+
+A slot is a small integer that a sequence keeps from admission to its end or preemption; on the
+device the sequence's state lives under the same number. Arrays keep the per-step cost of hundreds
+of running sequences to a few vector operations.
+"""
+
+import numpy as np
+
+from models.sampling import BEAM, GREEDY_ROW
+from paged.requests.sequence import Sequence, Status
+
+
+def sampling_row(sequence: Sequence) -> np.ndarray:
+    """A sequence's sampling parameters as the device takes them: one `SAMPLING_ROW`."""
+    how = sequence.group.sampling
+    row = np.array(GREEDY_ROW)
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+                 "presence_penalty", "frequency_penalty"):  # fmt: skip
+        row[name] = getattr(how, name)
+    row["seed"] = sequence.seed
+    row["prompt_length"] = sequence.num_prompt_tokens
+    row["num_bias"] = len(how.logit_bias)
+    row["logprobs"] = BEAM if how.is_beam_search else how.logprobs is not None or how.ranks
+    return row
+
+
+class Slots:
+    """tokens: [num_slots, max_tokens] int32 prompt and output as far as `known`.
+
+    length:   tokens that exist once all dispatched steps have run (sampled ones included).
+    known:    tokens that the host has read; length - known are in flight.
+    computed: tokens whose keys and values are written once all dispatched steps have run.
+    limit:    length at which generation ends.
+    generation: counts the slot's owners, so that results of an earlier owner can be told apart.
+    watched:  whether each new token must be looked at: the first one, stop strings, stop tokens,
+    streaming.
+    beam: whether it is a beam, whose next token its group's search decides.
+    held: whether it waits for its donor to be computed.
+    sampling: how the next token is sampled, a `SAMPLING_ROW` each; sampling_bits: [num_slots, n]
+    int32, the same memory.
+    """
+
+    def __init__(self, num_slots: int, max_tokens: int):
+        self.num_slots = num_slots
+        self.tokens = np.zeros((num_slots, max_tokens), np.int32)
+        self.length = np.zeros(num_slots, np.int64)
+        self.known = np.zeros(num_slots, np.int64)
+        self.computed = np.zeros(num_slots, np.int64)
+        self.prompt_length = np.zeros(num_slots, np.int64)
+        self.limit = np.zeros(num_slots, np.int64)
+        self.generation = np.zeros(num_slots, np.int64)
+        self.active = np.zeros(num_slots, bool)
+        self.watched = np.zeros(num_slots, bool)
+        self.beam = np.zeros(num_slots, bool)
+        self.held = np.zeros(num_slots, bool)
+        self.prompt_logprobs = np.zeros(num_slots, bool)
+        self.ignore_eos = np.zeros(num_slots, bool)
+        self.sampling = np.full(num_slots, GREEDY_ROW)
+        self.sampling_bits = self.sampling.view(np.int32).reshape(num_slots, -1)
+        self.owner: list[Sequence | None] = [None] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def acquire(self, sequence: Sequence) -> int:
+        """Give `sequence` a slot, with nothing computed yet."""
+        slot, group = self._free[-1], sequence.group
+        n = len(sequence.tokens)
+        self.tokens[slot, :n] = sequence.tokens
+        self.length[slot] = self.known[slot] = n
+        self.computed[slot] = 0
+        self.prompt_length[slot] = group.num_prompt_tokens
+        self.limit[slot] = group.limit
+        self.active[slot] = True
+        how = group.sampling
+        self.watched[slot] = True  # at least until its first token
+        self.beam[slot] = group.search is not None
+        self.held[slot] = sequence.donor is not None
+        self.prompt_logprobs[slot] = group.misses_prompt_logprobs
+        self.ignore_eos[slot] = how.ignore_eos
+        self.sampling[slot] = sampling_row(sequence)
+        self.owner[slot] = sequence
+        self._free.pop()
+        sequence.slot, sequence.status = slot, Status.RUNNING
+        return slot
+
+    def release(self, sequence: Sequence, status: Status) -> None:
+        """Take the slot back; the sequence keeps its known tokens, those in flight are dropped."""
+        slot = sequence.slot
+        assert self.owner[slot] is sequence, f"slot {slot} belongs to another sequence"
+        sequence.tokens, sequence.block_keys = self.known_tokens(slot), None
+        sequence.slot, sequence.status = -1, status
+        self.owner[slot] = None
+        self.active[slot] = False
+        self.generation[slot] += 1
+        self._free.append(slot)
+
+    def known_tokens(self, slot: int) -> np.ndarray:
+        return self.tokens[slot, : self.known[slot]].copy()

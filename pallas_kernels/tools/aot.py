@@ -1,0 +1,52 @@
+"""GPUs that this machine lacks, as JAX devices: programs compile for them and never run."""
+
+import importlib.util
+import logging
+import os
+from pathlib import Path
+
+import jax
+
+from pallas_kernels.tools.targets import TARGETS
+
+
+def devices(target: str, count: int = 1) -> list[jax.Device]:
+    """The first `count` GPUs of one machine with them; `target` is a key of `TARGETS`.
+
+    Lower for one of them inside `backend.compiling_for(TARGETS[target].gpu)`.
+
+    Raises ValueError for an unknown target, and where JAX's CUDA plugin is not installed.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"unknown target {target!r}; allowed: {', '.join(sorted(TARGETS))}")
+    if count < 1:
+        raise ValueError(f"count must be at least 1, not {count}")
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        raise ValueError("the extra `aot` is not installed: jax-cuda13-plugin is missing")
+    _find_disassembler()
+    # Or JAX's plugin, loaded when devices are first looked for, would ask for CUDA's libraries.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    # Or it would tell at length that there is no GPU.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        "", platform="cuda", target_config=TARGETS[target].config(), topology=f"1x1x{count}"
+    )
+    return list(topology.devices)
+
+
+def _find_disassembler() -> None:
+    """Tell Mosaic, which disassembles what it compiles, where nvidia-cuda-nvdisasm put the tool.
+
+    Mosaic has taken it to be where a CUDA installation would have it.
+    """
+    name = "MOSAIC_GPU_CUDA_ROOT"
+    package = importlib.util.find_spec("nvidia")
+    for folder in (package.submodule_search_locations or []) if package else []:
+        tool = Path("bin") / "nvdisasm"
+        if (Path(folder) / "cu13" / tool).exists() and not (
+            Path(os.environ.get(name, "")) / tool
+        ).exists():
+            os.environ[name] = str(Path(folder) / "cu13")

@@ -1,0 +1,82 @@
+"""The profile of a step: its parts, their sum and its files; never how long anything takes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.bench import floors, step_profile
+from experiments.bench.step_profile import PARTS
+from models.config import ModelConfig
+from paged.engine import EngineConfig
+
+ROOT = Path(__file__).parents[3]
+MODEL = ModelConfig(
+    vocab_size=50, hidden_size=24, intermediate_size=40, num_layers=3, num_heads=6, num_kv_heads=2,
+    head_dim=10,
+)  # fmt: skip
+RATES = floors.Rates(1e9, 2e9, 1e9, 1e9, 1e-5)
+
+
+def program(*arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.bench.step_profile", *map(str, arguments)],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+
+
+def test_the_step_is_a_decode_of_every_sequence():
+    config = EngineConfig(max_num_seqs=3, max_model_len=64)
+    inputs = step_profile.decode_inputs(config, [1, 16, 33], table_width=4)
+    assert inputs.num_prefill_tokens == 0 and inputs.positions.tolist() == [0, 15, 32]
+    assert inputs.tables.tolist() == [[1, 0, 0, 0], [2, 0, 0, 0], [3, 4, 5, 0]]
+    assert np.all(inputs.samples == 1) and inputs.token_rows.tolist() == [0, 1, 2]
+
+
+def test_parts_sum_to_the_step():
+    ms = {"step": 9.0, "products": 2.0, "attention": 4.0, "gather": 1.5, "kv write": 0.5}
+    ms["sampling"] = 0.25
+    parts = step_profile.parts_of("m", ms, step_profile.floors_ms(MODEL, [5, 9], RATES))
+    assert [part.part for part in parts] == list(PARTS)
+    assert sum(part.ms for part in parts) == pytest.approx(ms["step"])
+    assert step_profile.summary(parts)["attend_ms_m"] == ms["attention"] - ms["gather"]
+
+
+def test_floors_of_the_parts_cover_the_work_of_the_step():
+    contexts = [5, 9]
+    parts = step_profile.floors_ms(MODEL, contexts, RATES)
+    step = floors.floor_s(floors.step_work(MODEL, contexts), RATES)
+    assert 1e-3 * sum(parts.values()) >= step and min(parts.values()) >= 0
+
+
+def test_the_program_writes_its_report(tmp_path):
+    done = program(
+        "--models=bundled", "--batch=2", "--context_tokens=3,40", "--rounds=2",
+        f"--output_dir={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert all(part in done.stdout for part in PARTS)
+    numbers = json.loads((tmp_path / "summary.json").read_text())
+    total = sum(numbers[f"{part.replace(' ', '_')}_ms_bundled"] for part in PARTS)
+    assert numbers["step_ms_bundled"] == pytest.approx(total) and total > 0
+    assert (tmp_path / "parts.csv").read_text().count("\n") == 1 + len(PARTS)
+    assert json.loads((tmp_path / "report.json").read_text())["flags"]["batch"] == 2
+    assert (tmp_path / "parts.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("models", "contexts", "message"),
+    [
+        (["gpt5"], ["3", "4"], "--models are some of bundled, 100m, not ['gpt5']"),
+        (["100m"], ["4", "3"], "from 2 to 2047, not ['4', '3']"),
+        (["100m"], ["some"], "--context_tokens takes whole numbers, not 'some'"),
+    ],
+)
+def test_bad_flags_are_refused(models, contexts, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        step_profile.checked(models, contexts)

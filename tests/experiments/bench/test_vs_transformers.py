@@ -1,0 +1,153 @@
+"""The race against transformers: its workload, its numbers, and, where torch is, a thin slice."""
+
+import csv
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.bench import vs_transformers as bench
+from experiments.bench.vs_transformers import Run, Settings, StepTimes
+from paged.engine import EngineConfig
+from paged.metrics import StepRecord
+
+ROOT = Path(__file__).parents[3]
+SETTINGS = Settings(("bundled",), (1, 3), (4, 12), 6, 2)
+
+
+def test_prompts_are_ragged_seeded_and_within_their_span():
+    prompts = bench.make_prompts(50, 300, (4, 12), seed=1)
+    assert {len(prompt) for prompt in prompts} == set(range(4, 13))
+    assert {token for prompt in prompts for token in prompt} == set(range(50))
+    assert prompts == bench.make_prompts(50, 300, (4, 12), seed=1)
+    assert prompts != bench.make_prompts(50, 300, (4, 12), seed=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"models": ()}, "--models are some of bundled, 100m"),
+        ({"models": ("gpt",)}, "--models are some of bundled, 100m"),
+        ({"batches": ()}, "--batches"),
+        ({"batches": (0, 4)}, "--batches"),
+        ({"prompt_tokens": (5, 4)}, "the shortest and the longest, not 5,4"),
+        ({"prompt_tokens": (0, 4)}, "the shortest and the longest, not 0,4"),
+        ({"output_tokens": 3}, "--output_tokens must be at least 4, not 3"),
+        ({"repeats": 0}, "--repeats must be at least 1, not 0"),
+    ],
+)
+def test_bad_settings_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SETTINGS, **change)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--batches=1,x", "--batches takes whole numbers, not 'x'"),
+        ("--prompt_tokens=32", "--prompt_tokens are two numbers"),
+        ("--batches=64", "a batch of 64 exceeds max_num_seqs (32)"),
+        ("--output_tokens=2000 --max_num_batched_tokens=8192", "exceed the context of 100m"),
+        ("--page_size=0", "page_size must be at least 1 and below 2^31, not 0"),
+    ],
+)
+def test_the_program_refuses_bad_flags_before_any_work(flags, message):
+    command = [sys.executable, "-m", "experiments.bench.vs_transformers", *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_equal_share_counts_tokens_by_place():
+    assert bench.equal_share([[1, 2], [3, 4]], [[1, 2], [3, 4]]) == 1.0
+    assert bench.equal_share([[1, 2], [4, 3]], [[1, 2], [3, 4]]) == 0.5
+
+
+def test_speedups_are_ratios_of_median_rates_at_the_largest_batch():
+    seconds = {"ours": [1.0, 9.0, 2.0], "static": [4.0, 4.0, 0.1], "continuous": [20.0, 10.0, 30.0]}
+    runs = [
+        Run("bundled", batch, system, repeat, batch * times[repeat], 100 * batch, equal)
+        for batch in (1, 8)
+        for system, times in seconds.items()
+        for repeat, equal in enumerate([1.0, 1.0, 0.7])
+    ]
+    runs[0] = replace(runs[0], seconds=1e-9)  # of batch 1, and no median
+    steps = [StepTimes("bundled", 8, 10, step_s=3e-3, host_s=3e-4, floor_s=2e-3)]
+    numbers = bench.summarise(runs, steps)
+    assert numbers["tokens_per_s_ours_bundled_8"] == 50
+    assert numbers["tokens_per_s_continuous_bundled_1"] == 5
+    assert numbers["speedup_static_bundled"] == 2
+    assert numbers["speedup_continuous_bundled"] == 10
+    assert numbers["equal_continuous_bundled"] == pytest.approx(0.9)
+    assert numbers["step_over_floor_bundled"] == pytest.approx(1.5)
+    assert numbers["host_share_bundled"] == pytest.approx(0.1)
+    assert "speedup_ours_bundled" not in numbers
+
+
+def record(time_s, prefill_tokens, decode_tokens, num_running):
+    return StepRecord(
+        0, time_s, 1.0, 0.0, prefill_tokens, decode_tokens, num_running, 0, 0, 0, 0, 0, 0, 0
+    )
+
+
+def test_step_times_are_of_steps_that_decode_the_whole_batch_after_another_such():
+    steps = [
+        record(1.0, 40, 0, 4),
+        record(2.0, 0, 4, 4),  # follows a prefill
+        record(4.0, 0, 4, 4),
+        record(12.0, 0, 16, 4),  # four tokens of each
+        record(13.0, 0, 3, 3),  # one has ended
+        record(99.0, 0, 4, 4),  # the next batch
+        record(102.0, 0, 4, 4),
+    ]
+    assert bench.decode_times(steps, 4) == ([2.0, 2.0, 3.0], [1.0, 0.25, 1.0])
+
+
+def test_systems_take_turns_after_a_warm_up_and_must_give_what_was_asked():
+    calls = []
+
+    def system(name, offset):
+        def run(prompts, output_tokens):
+            calls.append((len(prompts), name))
+            return [[prompt[0] + offset] * output_tokens for prompt in prompts]
+
+        return run
+
+    systems = {"ours": system("ours", 0), "static": system("static", 1)}
+    runs = bench.race("bundled", systems, 50, SETTINGS, seed=0, progress=False)
+    assert calls == [(1, "ours"), (1, "static")] * 3 + [(3, "ours"), (3, "static")] * 3
+    assert [(run.system, run.repeat, run.equal) for run in runs[:4]] == [
+        ("ours", 0, 1.0), ("static", 0, 0.0), ("ours", 1, 1.0), ("static", 1, 0.0),
+    ]  # fmt: skip
+    assert [run.output_tokens for run in runs] == [6] * 4 + [18] * 4
+    assert all(run.seconds > 0 for run in runs)
+    systems["static"] = lambda prompts, output_tokens: [[1]] * len(prompts)
+    with pytest.raises(RuntimeError, match=r"static gave outputs of \[1\] tokens"):
+        bench.race("bundled", systems, 50, SETTINGS, seed=0, progress=False)
+
+
+def test_a_thin_slice_of_the_race(tiny_folder, tmp_path):
+    """transformers reads the same folder and gives the same tokens, batched either way."""
+    pytest.importorskip("torch", reason="needs torch: make test-parity")
+    config = EngineConfig(
+        max_num_seqs=4, max_num_batched_tokens=64, max_prefills_per_step=4, page_size=4,
+        max_model_len=SETTINGS.max_model_len, kv_cache_tokens=256,
+    )  # fmt: skip
+    runs, step, rates = bench.run_model("bundled", tiny_folder, SETTINGS, config, progress=False)
+    assert [(run.batch, run.system) for run in runs] == [
+        (batch, system) for batch in (1, 3) for _ in range(2) for system in bench.SYSTEMS
+    ]
+    # Random weights make near-ties; a wrong mask or position would change nearly every token.
+    assert min(run.equal for run in runs) > 0.8
+    assert step.batch == 3 and min(step.step_s, step.host_s, step.floor_s) > 0
+    printed = bench.write(tmp_path, runs, [step], {"rates": rates})
+    assert "bundled at batch 3: a decode step takes" in printed
+    with open(tmp_path / "runs.csv", newline="") as file:
+        assert len(list(csv.DictReader(file))) == len(runs)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["summary"] == json.loads((tmp_path / "summary.json").read_text())
+    assert report["versions"]["torch"] and report["steps"][0]["batch"] == 3
+    assert (tmp_path / "throughput.png").stat().st_size > 10_000

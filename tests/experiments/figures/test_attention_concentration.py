@@ -1,0 +1,53 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.figures import attention_concentration as concentration
+from experiments.tasks import tasks
+from models import checkpoint, llama, params
+from models.config import ModelConfig
+from models.full_attention import causal_attend
+
+CONFIG = ModelConfig(
+    model_type="qwen3", hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=16, qk_norm=True,
+)  # fmt: skip
+
+
+def test_measuring_does_not_change_the_model():
+    p = params.init(llama.declare(CONFIG), jax.random.key(0))
+    tokens, positions = jnp.arange(50) * 7 % 512, jnp.arange(50)
+    noted = jnp.zeros((2, 4, 3, 5))
+    attend = concentration.measuring_attend(CONFIG, 5)
+    ours, noted = llama.forward(p, CONFIG, tokens, positions, attend, noted)
+    expected, _ = llama.forward(p, CONFIG, tokens, positions, causal_attend(CONFIG))
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+    keys, first, last = np.moveaxis(np.asarray(noted), 2, 0)
+    assert keys.min() >= 1 and keys.max() <= 50 and (keys == keys.round()).all()
+    # Every row sees fewer than 64 keys.
+    np.testing.assert_allclose(last, 1, rtol=1e-5)
+    assert first.min() > 0 and first.max() < 1
+
+
+def test_one_key_and_uniform_attention_are_told_apart():
+    config = ModelConfig(num_heads=2, num_kv_heads=1, head_dim=4)
+    q = jnp.zeros((200, 2, 4)).at[:, 0, 0].set(1000.0)
+    k = jnp.zeros((200, 1, 4)).at[3, 0, 0].set(1.0)
+    attend = concentration.measuring_attend(config, 1)
+    _, noted = attend(0, q, k, jnp.ones((200, 1, 4)), jnp.zeros((1, 2, 3, 1)))
+    np.testing.assert_allclose(noted[0, 0, :, 0], [1, 1, 0], atol=1e-6)
+    np.testing.assert_allclose(noted[0, 1, :, 0], [180, 4 / 200, 64 / 200], atol=1.01)
+
+
+def test_tables_and_the_picture_of_the_bundled_model(tmp_path):
+    config, p = checkpoint.load("bundled")
+    prompts = tasks.make_prompts("needle", 256, num=2, seed=0)
+    measured = concentration.measure(p, config, checkpoint.load_tokenizer("bundled"), prompts)
+    assert measured.shape == (config.num_layers, config.num_heads, 3, 12)
+    rows = concentration.table("needle", measured)
+    assert len(rows) == config.num_layers * config.num_heads
+    summary = concentration.summarise(rows)
+    assert 1 <= summary["needle_keys_for_90_percent_min"] < 256
+    assert 0 < summary["needle_mass_first_mean"] < 1
+    concentration.plot(rows, tmp_path / "attention.png", "needle")
+    assert (tmp_path / "attention.png").stat().st_size > 1000

@@ -1,0 +1,69 @@
+"""The whole step compiled for H200s that are not there, with Llama-3-8B's widths.
+
+In processes of their own: JAX's CUDA plugin stays out of the other tests.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `aot`")
+pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra `aot`")
+
+LAYERS = 3
+# Kernels of a layer in a decode step, beside all-reduces: 5 products, each of whose parts may be
+# summed by a second kernel, 2 norms, 2 writes of the pools, attention, and 3 that merge its parts.
+MOST_KERNELS = 18
+MOST_TRAFFIC = 1.5  # times the floor
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.gpu.compile_step", *arguments],
+        cwd=Path(__file__).parents[3], capture_output=True, text=True,
+        env=os.environ | {"JAX_PLATFORMS": ""},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[1, 8], ids=lambda size: f"{size}gpu")
+def report(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compiled")
+    done = run(
+        "--model=llama-3-8b", f"--layers={LAYERS}", "--decodes=16",
+        f"--tensor_parallel={request.param}", f"--output_dir={folder}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_the_pools_are_updated_in_place(report):
+    memory = report["memory"]
+    assert memory["aliased"] >= memory["pools"] > 50e9
+    assert memory["temporary"] < memory["pools"] / 100
+
+
+def test_two_all_reduces_a_layer_are_all_that_travels(report):
+    expected = {"all-reduce": 2 * LAYERS} if report["flags"]["tensor_parallel"] > 1 else {}
+    assert report["collectives"] == expected
+
+
+def test_each_layer_attends_once_with_the_mosaic_kernel(report):
+    assert report["mosaic_kernels"] == LAYERS
+
+
+def test_a_layer_makes_no_needless_pass(report):
+    kernels = report["kernels"]
+    computing = [kernel for kernel in kernels if kernel["kind"] != "all-reduce"]
+    assert 10 < len(computing) <= MOST_KERNELS
+    floor = sum(report["floor"].values())
+    assert floor < sum(k["read"] + k["written"] for k in kernels) < MOST_TRAFFIC * floor
+
+
+def test_sequences_that_do_not_fit_are_refused():
+    done = run("--model=llama-2-13b", "--decodes=64")
+    assert done.returncode == 1
+    assert "need a KV cache of 262144 tokens, but h200 has room for 96396" in done.stderr

@@ -1,0 +1,325 @@
+"""A thin slice of the soak, and that it would notice what it looks for."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.soak import __main__ as soak
+from experiments.soak.checks import Asked, Violation
+from experiments.soak.comparison import smallest_lead
+from experiments.soak.operations import OPERATIONS, abort, submit
+from experiments.soak.users import SAMPLING, Users
+from paged.engine import Engine, EngineConfig
+from paged.requests.sequence import SamplingParams
+from tests.experiments.conftest import TINY
+from tests.paged.hashing_executor import HashingExecutor
+
+ROOT = Path(__file__).parents[3]
+CONFIG = EngineConfig(
+    max_num_seqs=6, max_num_batched_tokens=32, max_prefills_per_step=3, max_model_len=96,
+    page_size=4, kv_cache_tokens=200, prefix_caching=True,
+)  # fmt: skip
+# The hashing twin of the device reports no log-probabilities of prompts.
+PARAMETERS = {name: values for name, values in SAMPLING.items() if name != "prompt_logprobs"}
+# It also knows a page that does not hold what sampling remembers of it.
+WITHOUT_HISTORY = {name: values for name, values in PARAMETERS.items() if "penalty" not in name}
+
+
+def make_users(
+    tokenizer, engine_class=Engine, seed=0, sampling=PARAMETERS, config=CONFIG, interrupts=0.0
+) -> Users:
+    """Over a twin of the device whose tokens depend on all that a request's pages hold."""
+    alone = soak.reference_config(config)
+    engine = engine_class(TINY, config, HashingExecutor(config, eos_rate=0.03), tokenizer)
+    reference = Engine(TINY, alone, HashingExecutor(alone, eos_rate=0.03), tokenizer)
+    return Users(engine, reference, seed, 0.3, sampling=sampling, interrupts=interrupts)
+
+
+def run(users: Users, steps=300, drain_every=100, operations=OPERATIONS):
+    return soak.run(
+        users, steps=steps, drain_every=drain_every, operations=operations, progress=False
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"preemption_mode": "recompute"},
+        {"preemption_mode": "swap", "admit_after_swap": "resumed", "page_size": 3},
+        {"preemption_mode": "auto", "multi_step": 3},
+        {"preemption_mode": "swap", "run_ahead": False, "page_size": 8},
+    ],
+)
+def test_nothing_is_lost_in_a_cache_that_is_too_small(tokenizer, changes):
+    users = make_users(tokenizer, config=dataclasses.replace(CONFIG, **changes))
+    samples, steps, error = run(users, steps=1000)
+    assert error is None and steps == 1000
+    numbers = soak.summary(users, samples, steps, error)
+    # Nothing that the checks are about was missing.
+    for name in (
+        "aborted", "cached_tokens", "closed", "compared", "ended_abort", "ended_eos",
+        "ended_length", "ended_stop", "preemptions", "refused", "parallel_samples",
+        "beam_searches", "copied_blocks",
+    ):  # fmt: skip
+        assert numbers[name] > 0, name
+    swaps = changes["preemption_mode"] != "recompute"
+    assert (numbers["swapped_out"] >= numbers["swapped_in"] > 0) == swaps
+    assert numbers["pinned_prefixes"] == 2 and numbers["near_ties"] == 0
+    assert all(numbers[kind] == 0 for kind in soak.KINDS)
+    ended = sum(count for name, count in numbers.items() if name.startswith("ended_"))
+    assert numbers["requests"] == ended + numbers["closed"] == users.counts["requests"]
+    assert max(s.waiting for s in samples) > 0
+    assert not users.asked and not users.streams and not users.engine.events
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+def test_real_interrupts_lose_and_double_nothing(tokenizer, preemption_mode):
+    config = dataclasses.replace(CONFIG, preemption_mode=preemption_mode)
+    users = make_users(tokenizer, config=config, interrupts=0.1)
+    samples, steps, error = run(users, steps=400, drain_every=50)
+    assert error is None and steps == 400
+    numbers = soak.summary(users, samples, steps, error)
+    assert numbers["interrupted"] > 15 and numbers["ended_error"] > 15
+    assert numbers["compared"] > 15 and not users.asked and not users.streams
+
+
+def test_a_seed_repeats_a_run(tokenizer):
+    digests = []
+    for seed in (0, 0, 1):
+        users = make_users(tokenizer, seed=seed)
+        assert run(users, steps=200)[2] is None
+        digests.append(users.digest)
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_stopped_run_has_its_samples(tokenizer):
+    users = make_users(tokenizer)
+    samples, steps, error = soak.run(
+        users, steps=300, progress=False, stop_requested=lambda: users.counts["requests"] > 20
+    )
+    assert error is None and 0 < steps < 300
+    assert samples[-1].step == steps and samples[-1].requests > 20
+
+
+class Deaf(Engine):
+    """Lets one output go."""
+
+    def step(self):
+        outputs = super().step()
+        return outputs[1:] if len(self.metrics.requests) > 20 else outputs
+
+
+class Stammering(Engine):
+    def step(self):
+        return [output for output in super().step() for _ in range(2)]
+
+
+class Idle(Engine):
+    def step(self):
+        return [] if len(self.metrics.steps) > 50 else super().step()
+
+
+class Starving(Engine):
+    """Serves the latest first: the oldest of the queue waits for as long as others come."""
+
+    def step(self):
+        waiting = self.scheduler.waiting
+        self.scheduler.waiting = deque(sorted(waiting, key=lambda group: -group.order))
+        return super().step()
+
+
+class Careless(Engine):
+    """Counts a request before it looks at it."""
+
+    def _validated(self, prompt, sampling):
+        self.metrics.event("arrival", 0.0)
+        return super()._validated(prompt, sampling)
+
+
+class Lenient(Engine):
+    def abort(self, request_id):
+        return super().abort(request_id) if request_id in self.requests.unfinished else None
+
+
+class Unranked(Engine):
+    """Returns the worst first."""
+
+    def step(self):
+        outputs = super().step()
+        return [dataclasses.replace(o, sequences=o.sequences[::-1]) for o in outputs]
+
+
+class Forgetful(Engine):
+    """What is dropped stays on the list of what is to be aborted."""
+
+    def _settle(self):
+        dropped = list(self.requests.dropped)
+        super()._settle()
+        self.requests.dropped.extend(dropped)
+
+
+@pytest.mark.parametrize(
+    "engine_class, kind",
+    [
+        (Deaf, "lost"),
+        (Stammering, "doubled"),
+        (Idle, "stuck"),
+        (Starving, "stuck"),
+        (Careless, "leaked_state"),
+        (Lenient, "accepted"),
+        (Unranked, "wrong_output"),
+        (Forgetful, "leaked_state"),
+    ],
+)
+def test_an_engine_with_a_fault_is_found_out(tokenizer, engine_class, kind):
+    users = make_users(tokenizer, engine_class)
+    # A queue that never ends, and nothing but the fault in the way of an output.
+    operations = {**OPERATIONS, "submit": (1.0, submit), "abort": (0.0, abort)}
+    samples, steps, error = run(users, steps=1500, drain_every=1500, operations=operations)
+    assert isinstance(error, Violation) and error.kind == kind, error
+    numbers = soak.summary(users, samples, steps, error)
+    assert [name for name in soak.KINDS if numbers[name]] == [kind]
+
+
+def take_a_block(users: Users, rng) -> None:
+    if users.engine.host_policy.pool.can_allocate(1):
+        users.engine.host_policy.pool.allocate(1)
+
+
+def give_a_block_back_twice(users: Users, rng) -> None:
+    pool = users.engine.host_policy.pool
+    # One that others still hold: of any other the engine's own assertions may tell first.
+    if pool.refcounts.max() > 1:
+        pool.release(np.array([pool.refcounts.argmax()], np.int32))
+
+
+def swallow_outputs(users: Users, rng) -> None:
+    users.engine.step()
+
+
+def write_over_a_page(users: Users, rng) -> None:
+    assert isinstance(users.engine.executor, HashingExecutor)
+    users.engine.executor._memory[1:] = 5
+
+
+def take_a_host_block(users: Users, rng) -> None:
+    users.engine.host_policy.host_pool.allocate(1)
+
+
+def write_over_what_is_swapped(users: Users, rng) -> None:
+    assert isinstance(users.engine.executor, HashingExecutor)
+    users.engine.executor._host_memory[1:] = 5
+
+
+def share_what_is_written(users, rng):
+    users.engine.executor.copy_blocks = lambda copies: None
+
+
+def hold_a_sequence(users: Users, rng) -> None:
+    slots = users.engine.scheduler.slots
+    slots.held[slots.active] = True
+
+
+@pytest.mark.parametrize(
+    "fault, kind",
+    [
+        (take_a_block, "leaked_blocks"),
+        (take_a_host_block, "leaked_blocks"),
+        (write_over_what_is_swapped, "mismatched"),
+        (share_what_is_written, "mismatched"),
+        (hold_a_sequence, "leaked_state"),
+        (give_a_block_back_twice, "leaked_blocks"),
+        (swallow_outputs, "lost"),
+        (write_over_a_page, "mismatched"),
+    ],
+)
+def test_a_fault_in_between_is_found_out(tokenizer, fault, kind):
+    config = dataclasses.replace(CONFIG, preemption_mode="swap")
+    users = make_users(tokenizer, sampling=WITHOUT_HISTORY, config=config)
+    error = run(users, steps=2000, operations={**OPERATIONS, "fault": (0.1, fault)})[2]
+    assert isinstance(error, Violation) and error.kind == kind, error
+
+
+def test_a_beam_search_is_decided_by_its_closest_cut(tokenizer):
+    engine = make_users(tokenizer).engine
+
+    def lead(*logprobs: float) -> float:
+        step = {"candidates": np.array([[5, 6, 7]]), "candidate_logprobs": np.array([logprobs])}
+        sampling = SamplingParams(max_tokens=1, beam_width=2)
+        return smallest_lead([step], Asked([5], sampling, alone=True), engine)
+
+    assert lead(-1.0, -1.5, -1.75) == 0.25
+    assert lead(-1.0, -1.125, -3.0) == 0.125  # in which order they are returned
+    assert lead(-1.0, -1.5, -1.5) == 0
+
+
+def test_memory_that_grows_is_a_violation():
+    at = dict.fromkeys(
+        ("running", "waiting", "blocks_used", "blocks_idle", "blocks_swapped", "requests",
+         "output_tokens"), 0,
+    )  # fmt: skip
+
+    def judge(mib_a_step: float, arrays_a_step: float):
+        samples = [
+            soak.Sample(i, i / 60, 500 + mib_a_step * i, int(9 + arrays_a_step * i), **at,
+                        at_rest=True)
+            for i in range(100)
+        ]  # fmt: skip
+        numbers = soak.growth(samples)
+        return numbers, soak.check_growth(numbers, 10.0)
+
+    numbers, error = judge(0.1, 0)
+    assert numbers["rss_slope_mib_per_hour"] == pytest.approx(0.1 * 3600)
+    assert numbers["rss_first_mib"] == 502.5 and error is None
+    assert "resident memory grew by 14.8 MiB" in str(judge(0.2, 0)[1])
+    assert "more JAX arrays" in str(judge(0, 0.5)[1])
+
+
+def test_an_engine_without_room_for_the_requests_is_refused(tokenizer):
+    config = EngineConfig(max_model_len=96, page_size=4, kv_cache_tokens=96)
+    engine = Engine(TINY, config, HashingExecutor(config), tokenizer)
+    with pytest.raises(ValueError, match=r"kv_cache_tokens \(96\) must hold max_model_len \(96\)"):
+        Users(engine, engine, 0, 1.0)
+    config = EngineConfig(max_model_len=40)
+    engine = Engine(TINY, config, HashingExecutor(config), tokenizer)
+    with pytest.raises(ValueError, match="max_model_len must be at least 48, not 40"):
+        Users(engine, engine, 0, 1.0)
+
+
+def program(*arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.soak", *map(str, arguments)],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+
+
+def test_the_program_soaks_a_model_with_every_sampling_parameter(tiny_folder, tmp_path):
+    done = program(
+        f"--model={tiny_folder}", f"--output_dir={tmp_path}",
+        "--steps=150", "--drain_every=75", "--check_share=0.3", "--max_model_len=96",
+        "--kv_cache_tokens=240", "--max_num_seqs=2", "--max_num_batched_tokens=64",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "nothing lost" in done.stdout and "soaking" in done.stderr
+    numbers = json.loads((tmp_path / "summary.json").read_text())
+    assert numbers["steps"] == 150 and numbers["compilations_after_warmup"] == 0
+    assert numbers["compared"] > 3 and numbers["lost"] == numbers["mismatched"] == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["violation"] is None and report["flags"]["max_model_len"] == 96
+    assert report["versions"]["jax"]
+    assert (tmp_path / "samples.csv").read_text().count("\n") == 1 + 5
+    assert (tmp_path / "soak.png").stat().st_size > 10_000
+
+
+def test_bad_flags_come_in_a_line():
+    done = program("--kv_cache_tokens=100")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: kv_cache_tokens (100) must hold" in done.stderr

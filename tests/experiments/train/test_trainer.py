@@ -1,0 +1,83 @@
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.train import bundled, trainer
+from experiments.train.trainer import Options, Trainer
+from models import checkpoint
+from models.config import ModelConfig
+
+CONFIG = ModelConfig(
+    model_type="qwen3", vocab_size=512, hidden_size=32, intermediate_size=48, num_layers=2,
+    num_heads=2, num_kv_heads=1, head_dim=16, qk_norm=True, bos_token_id=1, eos_token_ids=(2,),
+)  # fmt: skip
+OPTIONS = Options(
+    tokens=64 * 64 * 40,
+    lengths="0:64=1",
+    mix="0:copy=1",
+    batch_tokens=2048,
+    corpus_characters=20_000,
+)
+
+
+def test_training_reduces_the_loss(tmp_path):
+    trainer = Trainer(CONFIG, OPTIONS, tmp_path)
+    losses = [trainer.advance()[1] for _ in range(40)]
+    assert losses[0] == pytest.approx(np.log(512), rel=0.1)
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
+    lengths, mix = "0:64=1;8000:64=.5,100=.5", "0:needles=1;3000:needles=.2,count=.8"
+    options = replace(OPTIONS, lengths=lengths, mix=mix, jump_from=3000)
+    whole, first = (Trainer(CONFIG, options, tmp_path / name) for name in ("whole", "parts"))
+    for _ in range(8):
+        whole.advance()
+    for _ in range(4):
+        first.advance()
+    first.save()
+    second = Trainer(CONFIG, options, tmp_path / "parts")
+    assert second.step == 4
+    for _ in range(4):
+        second.advance()
+    assert (second.step, second.tokens) == (whole.step, whole.tokens)
+    one, two = (jax.tree.leaves((t.params, t.state)) for t in (whole, second))
+    for a, b in zip(one, two):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_run_stops_at_the_budget_and_the_export_loads(tmp_path):
+    trainer = Trainer(CONFIG, replace(OPTIONS, tokens=5000), tmp_path / "run")
+    trainer.run(evaluate_every=4000, evaluation_prompts=1)
+    assert trainer.tokens >= 5000 and (tmp_path / "run" / "checkpoint.npz").exists()
+    assert any("exact_match" in row for row in trainer.log)
+    assert json.loads(json.dumps(trainer.log)) == trainer.log
+    bundled.export(tmp_path / "model", CONFIG, trainer.params)
+    config, loaded = checkpoint.load(tmp_path / "model")
+    assert config == CONFIG
+    for a, b in zip(jax.tree.leaves(trainer.params), jax.tree.leaves(loaded)):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+    assert checkpoint.load_tokenizer(tmp_path / "model")("a;")["input_ids"][0] == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    Trainer(CONFIG, OPTIONS, tmp_path).save()
+    with pytest.raises(ValueError, match="another model"):
+        Trainer(CONFIG.replace(num_layers=1), OPTIONS, tmp_path)
+
+
+def test_schedule():
+    lengths = "0:128=1;5e3:256=.8,512=.2"
+    assert trainer.shares_at(lengths, 4999) == {"128": 1.0}
+    assert trainer.shares_at(lengths, 5000) == {"256": 0.8, "512": 0.2}
+    rates = "0:1;5e3:1;1e4:.1"
+    assert trainer.rate_at(0, 0, rates) == pytest.approx(1 / 50)
+    assert trainer.rate_at(1000, 5000, rates) == 1.0
+    assert trainer.rate_at(1000, 7500, rates) == pytest.approx(0.55)
+    assert trainer.rate_at(1000, 11_000, rates) == pytest.approx(0.1)
+    for schedule in (bundled.OPTIONS.mix, bundled.OPTIONS.lengths):
+        for tokens in range(0, 18_000_000, 500_000):
+            assert sum(trainer.shares_at(schedule, tokens).values()) == pytest.approx(1.0)

@@ -1,0 +1,85 @@
+"""The step as a program: what it allocates, and its declared shapes."""
+
+import os
+import time
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.sampling import SamplingState
+from paged.config import EngineConfig
+from paged.device.executor import DeviceExecutor
+from paged.device.step import step
+from paged.device.step_inputs import Buckets, empty_step_inputs
+from paged.engine import Engine
+from paged.kv_cache import dense
+from tests.paged.tiny import TINY
+
+
+@pytest.mark.parametrize(("Tp", "Sd", "multi_step"), [(0, 4, 1), (64, 4, 1), (0, 4, 8)])
+def test_a_step_updates_the_donated_cache_in_place(tiny_params, Tp, Sd, multi_step):
+    """Both pools are aliased from input to output, and no temporary comes near a pool's size."""
+    policy = dense.device(EngineConfig(kv_cache_tokens=65536, page_size=16), TINY)
+    cache = jax.eval_shape(lambda: policy.init(TINY, np.float32))
+    state = jax.eval_shape(lambda: SamplingState.empty(4, 256))
+    inputs = replace(empty_step_inputs(Tp, Sd, 2, num_slots=4, table_width=16), packed=None)
+    program = jax.jit(step, static_argnums=(4, 5, 6), donate_argnums=(1, 2))
+    memory = (
+        program.lower(tiny_params, cache, state, inputs, TINY, policy, multi_step)
+        .compile()
+        .memory_analysis()
+    )
+    assert memory is not None
+    pools = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes >= pools
+    assert memory.temp_size_in_bytes < pools / 20
+
+
+@given(
+    max_num_seqs=st.integers(1, 600),
+    budget=st.integers(1, 9000),
+    prefill_tokens=st.integers(0, 9000),
+    decodes=st.integers(0, 600),
+)
+def test_every_step_fits_a_declared_shape_without_much_padding(
+    max_num_seqs, budget, prefill_tokens, decodes
+):
+    budget = max(budget, max_num_seqs)
+    decodes = min(decodes, max_num_seqs)
+    prefill_tokens = min(prefill_tokens, budget - decodes)
+    if decodes + prefill_tokens == 0:
+        return
+    buckets = Buckets.declare(
+        EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    )
+    Tp, Sd = buckets.pick(prefill_tokens, decodes)
+    assert (Tp, Sd) in buckets.shapes()
+    assert Tp >= prefill_tokens
+    assert Sd >= decodes
+    assert len(buckets.shapes()) <= 64
+    if prefill_tokens == 0:
+        assert Sd < 2 * decodes or Sd - decodes < 128
+    else:
+        assert Tp < 2 * prefill_tokens or Tp <= 64 or Tp - prefill_tokens < 2048
+
+
+def test_an_interrupted_warm_up_compiles_no_more(tiny_params, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    executor = Engine.from_model(tiny_params, TINY, EngineConfig(max_model_len=256)).executor
+    assert isinstance(executor, DeviceExecutor)
+    compiled = []
+
+    def interrupted(shape):
+        compiled.append(shape)
+        if len(compiled) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.1)  # the next one compiles when the first one's end is seen
+
+    monkeypatch.setattr(executor, "_compile", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        executor.warm_up(progress=False)
+    assert len(compiled) < len(executor._shapes)

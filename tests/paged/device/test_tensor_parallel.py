@@ -1,0 +1,177 @@
+"""The engine on 2, 4 and 8 devices against itself on one.
+
+A process counts its devices once: a second one, this file as a program, has eight, and prints what
+the tests below look at.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.config import ModelConfig
+from models.families import family
+from paged.device import executor, step
+from paged.device.tensor_parallel import Shards
+from paged.engine import Engine, EngineConfig
+from paged.requests.sequence import SamplingParams
+from tests.paged.tiny import TINY
+
+MODELS = {
+    "grouped": ModelConfig("qwen3", 61, 32, 48, 3, 8, 2, 8, 48, qk_norm=True, qkv_bias=True),
+    "llama": ModelConfig("llama", 61, 32, 48, 3, 8, 8, 8, 48, sliding_window=9),
+    "opt": ModelConfig(
+        "opt", 61, 48, 40, 3, 8, 8, 6, 48, 1e-5, tie_word_embeddings=True, activation="relu"
+    ),
+    "gpt2": ModelConfig(
+        "gpt2", 61, 32, 96, 3, 4, 4, 8, 48, 1e-5, tie_word_embeddings=True, activation="gelu_new"
+    ),
+}  # fmt: skip
+SIZES = {"grouped": (1, 4, 8), "llama": (1, 2), "opt": (1, 8), "gpt2": (1, 4)}
+CASES = [(name, size) for name, sizes in SIZES.items() for size in sizes if size > 1]
+ALONE = EngineConfig(
+    max_num_seqs=1, max_num_batched_tokens=16, max_prefills_per_step=1, max_model_len=48,
+    page_size=4, kv_cache_tokens=96, watermark=0.0,
+)  # fmt: skip
+# One block short of two whole sequences.
+CROWDED = dataclasses.replace(
+    ALONE, max_num_seqs=2, max_prefills_per_step=2, kv_cache_tokens=80, prefix_caching=True
+)
+CONFIGS = {"grouped": CROWDED, "llama": ALONE, "opt": ALONE, "gpt2": ALONE}
+UNSTACKED = ("llama",)
+COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
+)
+
+
+def random_params(model: ModelConfig):
+    """With biases that are not zero: adding one per shard would show."""
+    rng = np.random.default_rng(1)
+    # Larger embeddings give varied continuations instead of one token forever.
+    scales = {"embed": 0.12, "ones": 0.1, "zeros": 0.1}
+
+    def draw(param):
+        scale = scales[param.init] if param.init in scales else param.shape[-1] ** -0.5
+        noise = scale * rng.standard_normal(param.shape)
+        return jnp.asarray((param.init == "ones") + noise, jnp.float32)
+
+    return jax.tree.map(draw, family(model).declare(model))
+
+
+def prompts_and_sampling():
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, 61, 12).tolist()
+    prompts = [shared + rng.integers(3, 61, n).tolist() for n in (9, 1, 5)] + [[7]]
+    # The penalty keeps small models from repeating themselves.
+    greedy = SamplingParams(max_tokens=26, frequency_penalty=1.0, ignore_eos=True)
+    sampled = dataclasses.replace(greedy, temperature=1.0, top_p=0.9, seed=3)
+    return prompts, [greedy, sampled, greedy, sampled]
+
+
+def facts(name: str, size: int) -> dict:
+    """What the tests ask of one engine, once it has served."""
+    config = dataclasses.replace(CONFIGS[name], tensor_parallel=size)
+    engine = Engine.from_model(random_params(MODELS[name]), MODELS[name], config)
+    engine.warm_up(progress=False)
+    outputs = engine.generate(*prompts_and_sampling())
+    device = engine.executor
+    assert isinstance(device, executor.DeviceExecutor)
+    texts = [program.as_text() or "" for program in device._programs.values()]
+    layers = device._params["layers"]
+    layer = layers[0] if name in UNSTACKED else layers
+    bytes_of: Counter[int] = Counter()
+    for leaf in jax.tree.leaves(device._cache):
+        for shard in leaf.addressable_shards:
+            bytes_of[shard.device.id] += shard.data.nbytes
+    return {
+        "tokens": [output.tokens for output in outputs],
+        "preemptions": sum(r.preemptions for r in engine.metrics.requests),
+        "cached_tokens": sum(r.cached_tokens for r in engine.metrics.requests),
+        "compilations_after_warmup": engine.metrics.compilations_after_warmup,
+        "collectives": [Counter(COLLECTIVE.findall(text)) for text in texts],
+        "cache_bytes": list(bytes_of.values()),
+        "wo_bytes": layer["wo"].addressable_shards[0].data.nbytes,
+    }
+
+
+@pytest.fixture(scope="module")
+def served() -> dict:
+    """`facts` by model and number of devices."""
+    # Programs as small as these take longer to optimise than to run.
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.paged.test_tensor_parallel"],
+        cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True, check=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_tokens_are_those_of_one_device(served, name, size):
+    """Greedy and sampled; shards add float32 in another order, which moves no token here."""
+    one, several = served[name]["1"], served[name][str(size)]
+    assert several["tokens"] == one["tokens"]
+    assert min(len(set(tokens)) for tokens in one["tokens"]) > 10
+    assert several["compilations_after_warmup"] == 0
+    if CONFIGS[name] is CROWDED:
+        assert several["preemptions"] == one["preemptions"] > 0
+        assert several["cached_tokens"] == one["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_two_all_reduces_a_layer_are_all_that_travels(served, name, size):
+    """A scan over stacked layers holds one layer's."""
+    layers = MODELS[name].num_layers if name in UNSTACKED else 1
+    for collectives in served[name][str(size)]["collectives"]:
+        assert collectives == {"all-reduce": 2 * layers}
+    assert all(collectives == {} for collectives in served[name]["1"]["collectives"])
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_a_shard_holds_the_pages_of_its_heads(served, name, size):
+    """Its share, or one head where there are fewer of them than shards."""
+    one, several = served[name]["1"], served[name][str(size)]
+    (whole,) = one["cache_bytes"]
+    share = whole // min(size, MODELS[name].num_kv_heads)
+    assert several["cache_bytes"] == [share] * size
+    assert several["wo_bytes"] == one["wo_bytes"] // size
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "message"),
+    [
+        ({"num_heads": 6}, 4, r"tensor_parallel \(4\) must divide num_heads \(6\)"),
+        ({"intermediate_size": 50}, 4, r"\(4\) must divide intermediate_size \(50\)"),
+        (
+            {"num_heads": 12, "num_kv_heads": 6}, 4,
+            r"\(4\) must divide num_kv_heads \(6\) or be a multiple of it",
+        ),
+        ({}, 4, r"tensor_parallel \(4\) needs as many devices; JAX sees \d"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_split_is_refused(changes, size, message):
+    with pytest.raises(ValueError, match=message):
+        Shards(TINY.replace(**changes), size)
+
+
+def test_fewer_than_one_device_is_refused():
+    with pytest.raises(ValueError, match="tensor_parallel must be at least 1"):
+        EngineConfig(tensor_parallel=0)
+
+
+if __name__ == "__main__":
+    result: dict[str, dict[int, dict]] = {}
+    for name, sizes in SIZES.items():
+        step.CACHED_LAYER_BYTES = 0 if name in UNSTACKED else 2**30
+        result[name] = {size: facts(name, size) for size in sizes}
+    print(json.dumps(result))

@@ -1,0 +1,67 @@
+"""What the interpreter cannot tell of the Ampere kernel, as its copies end at once there."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.paged_attention import decode_sm80, paged_attention, split_kv
+from pallas_kernels.paged_attention.split_kv import TILE
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 9])
+@pytest.mark.parametrize(("D", "P"), [(64, 16), (128, 64)])
+def test_every_product_finds_its_copies_ended_and_no_copy_overwrites_what_is_yet_to_be_read(
+    monkeypatch, D, P, tiles
+):
+    """The kernel's copies, waits and products in the order of a run, by the rule of cp.async:
+    after wait(n), all copies begun before have ended but the latest n."""
+    monkeypatch.setattr(split_kv, "MIN_TILES", tiles)  # one block reads all
+    events = []
+
+    def recorded(name):
+        run = getattr(decode_sm80, name)
+
+        def record_and_run(*args):
+            number = args[0] if name == "wait_copies" else 0
+            jax.debug.callback(lambda: events.append((name, number)), ordered=True)
+            return run(*args)
+
+        monkeypatch.setattr(decode_sm80, name, record_and_run)
+
+    for name in ("copy_async", "wait_copies", "mma"):
+        recorded(name)
+    M = tiles * TILE // P
+    pages = jnp.zeros((M, P, D), jnp.bfloat16)
+    paged_attention(
+        jnp.zeros((1, 1, D), jnp.bfloat16), pages, pages,
+        jnp.arange(M, dtype=jnp.int32)[None, None], jnp.full((1, 1), tiles * TILE, jnp.int32),
+        implementation="mosaic_gpu_ampere",
+    )  # fmt: skip
+    jax.effects_barrier()
+
+    stages = decode_sm80.STAGE_BYTES // (2 * TILE * D * pages.dtype.itemsize)
+    assert sum(name == "mma" for name, _ in events) == 2 * tiles
+    assert _in_order(events, TILE // P, 2 * stages)
+    # Waits for keys and for values take turns; neither can be left out.
+    waits = [i for i, (name, _) in enumerate(events) if name == "wait_copies"]
+    for left_out in (waits[::2], waits[1::2]):
+        fewer = [event for i, event in enumerate(events) if i not in left_out]
+        assert not _in_order(fewer, TILE // P, 2 * stages)
+
+
+def _in_order(events, copies: int, slots: int) -> bool:
+    """Whether each product finds the `copies` of its operand ended, and no copy begins before the
+    product that read its slot, of `slots`."""
+    begun = ended = products = 0
+    for name, newer in events:
+        if name == "copy_async":
+            begun += 1
+            if begun > (products + slots) * copies:
+                return False
+        elif name == "wait_copies":
+            ended = max(ended, begun - newer)
+        else:
+            products += 1
+            if ended < products * copies:
+                return False
+    return begun == products * copies
