@@ -1,10 +1,11 @@
-"""What the scheduler decides: one step in numbers, and the blocks to be moved before it."""
+"""What the scheduler decides: one step in numbers."""
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from paged.kv_cache.moves import Moves
 from paged.requests.sequence import SequenceGroup
 
 
@@ -21,8 +22,7 @@ class ScheduledStep:
     sources: [num_forks] rows. The last decode rows, as many, are forks: they compute nothing, and
     sample from what their source has computed, whose tokens are theirs too.
 
-    To be done first, in this order: swaps_out (block, host block), swaps_in (host block, block) and
-    copies (source, destination) of blocks.
+    moves: what is moved around the step.
     """
 
     slots: np.ndarray
@@ -33,9 +33,7 @@ class ScheduledStep:
     generations: np.ndarray
     num_prefills: int
     sources: np.ndarray
-    swaps_out: list[tuple[int, int]]
-    swaps_in: list[tuple[int, int]]
-    copies: list[tuple[int, int]]
+    moves: Moves
     has_beams: bool
     preempted: list[SequenceGroup]
     admitted: list[SequenceGroup]
@@ -55,12 +53,3 @@ class ScheduledStep:
     @functools.cached_property
     def iterations(self) -> int:
         return int(self.yields.max())
-
-
-@dataclass
-class BlockMoves:
-    """Blocks to be moved before a step; see `ScheduledStep`."""
-
-    swaps_out: list[tuple[int, int]] = field(default_factory=list)
-    swaps_in: list[tuple[int, int]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
