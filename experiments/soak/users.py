@@ -206,7 +206,7 @@ class Users:
         if self._without_record > 2:
             raise Violation("stuck", f"{self._without_record} steps in which nothing was computed")
         self._check_oldest()
-        check_memory(engine, self._pins)
+        check_memory(engine)
         check_slots(engine)
 
     def drain(self) -> None:
