@@ -23,7 +23,7 @@ from experiments.lib.text_files import read_csv, shown
 from experiments.tasks import tasks
 from models import checkpoint
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
 FLAGS = flags.FLAGS
 EXACT_TASKS = [task for task in tasks.TASKS if task != "story"]

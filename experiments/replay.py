@@ -36,7 +36,7 @@ from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import NO_TOKEN
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.recorded import RecordedTokens
 

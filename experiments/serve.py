@@ -32,7 +32,8 @@ from paged.clock import WallClock
 from paged.engine import Engine
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import ShardedModel
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 from paged.requests.validation import check_group, validated_prompt
 
 FLAGS = flags.FLAGS

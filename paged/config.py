@@ -8,7 +8,7 @@ from typing import Any, Literal
 from paged import checks
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import Capabilities
-from paged.requests.sequence import MAX_SEQUENCES
+from paged.requests.sampling_params import MAX_SEQUENCES
 
 MAX_STEP_TOKENS = 2**20
 MAX_MULTI_STEP = 1024

@@ -42,7 +42,7 @@ from models import params as parameters
 from models.config import ModelConfig
 from paged.engine import Engine, EngineConfig
 from paged.metrics import StepRecord
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
 FLAGS = flags.FLAGS
 MODELS = ("bundled", "100m")

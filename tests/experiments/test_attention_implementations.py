@@ -11,7 +11,7 @@ from models import params as parameters
 from models.config import ModelConfig
 from models.full_attention import causal_attend
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
 MODEL = ModelConfig(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,

@@ -20,7 +20,7 @@ from experiments.diff_events import first_difference, report
 from experiments.lib.event_log import read_log, write_log
 from paged.engine import Engine, EngineConfig
 from paged.metrics import RequestRecord, StepRecord
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from tests.experiments.random_run import random_run
 from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.tiny import TINY

@@ -46,7 +46,8 @@ from models import checkpoint
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import StepRecord
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 from paged.simulator.executor import SimulatedExecutor
 
 FLAGS = flags.FLAGS

@@ -50,7 +50,7 @@ from paged.kv_cache import POLICIES
 from paged.kv_cache.dense import BLOCKS, DenseHost
 from paged.kv_cache.policy import ShardedModel
 from paged.metrics import StepRecord
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.requests.validation import validated_prompt
 
 FLAGS = flags.FLAGS

@@ -36,7 +36,7 @@ from paged.device.executor import DeviceExecutor
 from paged.engine import Engine
 from paged.kv_cache.dense import BLOCKS
 from paged.kv_cache.moves import Moves
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
 FLAGS = flags.FLAGS
 MODES: tuple[Literal["recompute", "swap"], ...] = ("recompute", "swap")

@@ -47,7 +47,7 @@ from models import checkpoint
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import StepRecord
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
 FLAGS = flags.FLAGS
 DATASETS, METHODS = ("alpaca", "sharegpt"), ("parallel", "beam")

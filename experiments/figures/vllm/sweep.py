@@ -19,7 +19,8 @@ from experiments.workloads import workloads
 from experiments.workloads.workloads import Request, Vocabulary, WorkloadConfig
 from models import checkpoint
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 
 FLAGS = flags.FLAGS
 HELP = {
