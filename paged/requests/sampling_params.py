@@ -7,57 +7,76 @@ from typing import Any, Literal
 
 from models.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from paged import checks
-from paged.checks import is_real, is_text, is_whole, refusal, shown
+from paged.checks import described, is_real, is_text, is_whole, refusal, shown
 
 MAX_SEQUENCES = 2**16  # that run side by side, of one request or of many
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request is decoded.
+    """How a request is decoded. Each field says what it is.
 
-    max_tokens: tokens to generate at most; temperature: 0 is greedy; top_k: 0 is off; top_p: 1 is
-    off; min_p: tokens less probable than this times the most probable one are left out (0: off).
-    repetition_penalty: divides positive logits, multiplies negative ones, of tokens that the prompt
-    or the output holds (1: off); presence_penalty, frequency_penalty: subtracted from the logits of
-    tokens that the output holds, once or for each time (0: off). logit_bias: token → what is
-    added to its logit. seed: makes the request's tokens repeatable whatever else runs (None: the
-    engine draws one, another for each request).
-
-    stop: strings that end the output and are cut from it; stop_token_ids: tokens that end it and
-    stay in it, though not in its text; ignore_eos: generate to max_tokens. logprobs,
-    prompt_logprobs: report the log-probability of each generated, or prompt, token and of this
-    many best alternatives, 0 to MAX_LOGPROBS (None: report nothing). They are the model's own,
-    before all of the above; a simulated device has none to report.
-
-    n: sequences to return; best_of: sequences to sample, of which the n with the highest cumulative
-    log-probability are returned (None: n). beam_width: above 1, beam search instead of sampling,
-    equal to transformers' with num_beams, length_penalty and early_stopping (False, True or
-    'never'); the n best hypotheses are returned.
+    Reported log-probabilities are natural ones, of the model itself, before temperature, penalties
+    and bias; a simulated device has none to report. A beam search equals transformers' with
+    num_beams, length_penalty and early_stopping; its n best hypotheses are returned.
 
     Raises ValueError for values of the wrong type or outside their range.
     """
 
-    max_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
-    best_of: int | None = None
-    beam_width: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
+    max_tokens: int = described(64, "tokens to generate at most")
+    temperature: float = described(0.0, "0 is greedy")
+    top_k: int = described(0, "sample among the k most probable tokens; 0 is off")
+    top_p: float = described(
+        1.0, "sample among the most probable tokens of this total probability; 1 is off"
+    )
+    min_p: float = described(
+        0.0, "leave out tokens less probable than this times the most probable one; 0 is off"
+    )
+    repetition_penalty: float = described(
+        1.0,
+        "divides positive logits, and multiplies negative ones, of tokens that the prompt or the "
+        "output holds; 1 is off",
+    )
+    presence_penalty: float = described(
+        0.0, "subtracted from the logits of tokens that the output holds; 0 is off"
+    )
+    frequency_penalty: float = described(
+        0.0, "subtracted from a token's logit for each time that the output holds it; 0 is off"
+    )
+    logit_bias: Mapping[int, float] = dataclasses.field(
+        default_factory=dict, hash=False, metadata={"help": "token → what is added to its logit"}
+    )
+    seed: int | None = described(
+        None,
+        "makes the request's tokens repeatable whatever else runs; None: the engine draws one, "
+        "another for each request",
+    )
+    stop: tuple[str, ...] = described((), "strings that end the output and are cut from it")
+    stop_token_ids: tuple[int, ...] = described(
+        (), "tokens that end the output and stay in it, though not in its text"
+    )
+    ignore_eos: bool = described(False, "whether to generate to max_tokens, past ends of sequence")
+    logprobs: int | None = described(
+        None,
+        "report the log-probability of each generated token, and of this many best alternatives "
+        f"(0 to {MAX_LOGPROBS}); None: report nothing",
+    )
+    prompt_logprobs: int | None = described(
+        None,
+        "report the log-probability of each prompt token, and of this many best alternatives "
+        f"(0 to {MAX_LOGPROBS}); None: report nothing",
+    )
+    n: int = described(1, "sequences of each request: sampled ones, or the best of a beam search")
+    best_of: int | None = described(
+        None,
+        "sequences to sample, of which the n with the highest cumulative log-probability are "
+        "returned; None: n",
+    )
+    beam_width: int = described(1, "beams of a search instead of sampling; 1 is off")
+    length_penalty: float = described(1.0, "of a beam search: above 0 it favours long outputs")
+    early_stopping: bool | Literal["never"] = described(
+        False, "of a beam search, when it ends: False, True or 'never', as in transformers"
+    )
 
     def __post_init__(self):
         checks.make_plain(self)

@@ -176,13 +176,12 @@ import json, sys
 from absl import flags
 from experiments import diff_events
 
-diff_events.define_flags()
+names = diff_events.PROGRAM.define()
 for arguments in json.loads(sys.argv[1]):
     flags.FLAGS.unparse_flags()
-    sys.argv = ["diff_events", *arguments]
     status = 0
     try:
-        diff_events.run(diff_events.main)
+        diff_events.PROGRAM.start(names, ["diff_events", *arguments])
     except SystemExit as end:
         status = end.code
     print(f"\\nstatus {status or 0}", flush=True)
