@@ -160,7 +160,7 @@ def main(options: Options) -> int:
     if difference is None:
         print(f"same schedule, page operations and tokens: {len(a)} events{notes}")
         return 0
-    print(report(a, difference, *paths, options.context) + notes)
+    print(report(a, difference, paths[0], paths[1], options.context) + notes)
     return 1
 
 

@@ -121,9 +121,11 @@ def define_engine_flags(defaults: EngineConfig | None = None) -> None:
     """Define the fields of EngineConfig, of which --seed is the workload's too, and what `loading`
     takes. defaults: None for those of EngineConfig, with the model's longest sequence."""
     define_model_flags()
-    longest = help_of(EngineConfig)["max_model_len"]
+    text, longest = help_of(EngineConfig)["max_model_len"], None
     if defaults is None:
-        longest += f"; the model's by default, up to {EngineConfig.max_model_len}"
-    flags.DEFINE_integer("max_model_len", defaults and defaults.max_model_len, longest)
+        text += f"; the model's by default, up to {EngineConfig.max_model_len}"
+    else:
+        longest = defaults.max_model_len
+    flags.DEFINE_integer("max_model_len", longest, text)
     flags.DEFINE_integer("seed", 0, "of the workload and of sampling", lower_bound=0)
     define_fields(defaults or EngineConfig, leave_out=("max_model_len", "seed"))

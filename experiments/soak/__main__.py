@@ -241,11 +241,12 @@ def make_users(
 
     Raises ValueError for what cannot be.
     """
-    engines = [load_engine(c, **model) for c in (config, reference_config(config))]
-    users = Users(*engines, seed, check_share, interrupts=interrupts)
+    engine = load_engine(config, **model)
+    reference = load_engine(reference_config(config), **model)
+    users = Users(engine, reference, seed, check_share, interrupts=interrupts)
     # The reference first: compilations are counted for the whole process.
-    for engine in reversed(engines):
-        engine.warm_up()
+    reference.warm_up()
+    engine.warm_up()
     return users
 
 
