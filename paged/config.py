@@ -53,14 +53,10 @@ class EngineConfig:
     tensor_parallel: int = described(1, "devices that share the model's heads and MLP")
     seed: int = described(0, "of requests that bring none")
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = described(
-        "auto",
-        "of keys and values in the cache; 'auto' is the dtype that the model computes in",
+        "auto", "of keys and values in the cache; 'auto' is the dtype that the model computes in"
     )
-    policy_options: Any = described(
-        None,
-        "the policy's own options, an instance of `POLICIES[policy].options`, or its fields by "
-        "name",
-    )
+    # An instance of `POLICIES[policy].options`, the policy's own options, or its fields by name.
+    policy_options: Any = None
 
     def __post_init__(self):
         checks.make_plain(self)

@@ -61,7 +61,7 @@ def load_engine(
         return Engine(
             declared, config, SimulatedExecutor(vocab_size=declared.vocab_size), tokenizer
         )
-    shards = Shards(declared, config.tensor_parallel)
+    shards = Shards(declared, config.tensor_parallel, dtype=dtype)
     implementation = attention_implementation or None
     if implementation:  # Before the weights are read; the device's own runs anything.
         check_interpreter(implementation)
