@@ -13,7 +13,8 @@ from paged.device.tensor_parallel import Shards
 from paged.engine_loop import EngineLoop
 from paged.exclusive import exclusive
 from paged.kv_cache import POLICIES
-from paged.requests.sequence import RequestOutput, SamplingParams, SequenceGroup
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput, SequenceGroup
 from paged.requests.validation import Prompt, check_model, check_sequence
 
 

@@ -23,13 +23,8 @@ from paged.kv_cache.policy import ShardedModel
 from paged.metrics import Metrics, StepRecord, step_facts
 from paged.requests.outputs import record_prompt_logprobs, request_output
 from paged.requests.registry import Requests
-from paged.requests.sequence import (
-    RequestOutput,
-    SamplingParams,
-    SequenceGroup,
-    Status,
-    changed_fields,
-)
+from paged.requests.sampling_params import SamplingParams, changed_fields
+from paged.requests.sequence import RequestOutput, SequenceGroup, Status
 from paged.requests.stopping import TextStream
 from paged.requests.validation import Prompt, check_model, token_limit, validated_prompt
 from paged.scheduling.scheduled_step import ScheduledStep

@@ -20,7 +20,7 @@ from paged.device.step_inputs import StepInputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
 from paged.kv_cache.moves import Moves
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
 LONGEST_PROMPT = 32
 MODES = ("plain", "prefix_caching", "full_cache", "churn")

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paged.engine import Engine
-from paged.requests.sequence import RequestOutput, SamplingParams, SequenceOutput
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput, SequenceOutput
 from paged.requests.stopping import decode
 
 KINDS = (

@@ -10,7 +10,7 @@ from paged.checks import refusal, shown
 from paged.config import EngineConfig
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import HostPolicy
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 # Sequences too, but nobody means prompts or tokens by them.

@@ -8,7 +8,8 @@ import pytest
 from models.sampling import INVALID_TOKEN
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 from tests.paged.tiny import TINY, padded
 
 SMALL = EngineConfig(

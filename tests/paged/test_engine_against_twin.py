@@ -13,7 +13,8 @@ from paged.blocks.block_pool import NULL_BLOCK
 from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import SamplingParams, SequenceGroup
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import SequenceGroup
 from tests.paged.hashing_executor import (
     FIRST,
     VOCAB,

@@ -10,7 +10,8 @@ from experiments.lib.event_log import EventLog
 from experiments.lib.run_record import plain
 from paged.engine import Engine, EngineConfig, OutputStream
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.interrupts import Points, interrupted_at
 from tests.paged.test_engine_against_twin import _expected_outputs, _how, _tokens

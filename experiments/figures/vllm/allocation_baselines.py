@@ -29,15 +29,16 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments import serve
-from experiments.lib import program, report, run_record
+from experiments.lib import report, run_record
+from experiments.lib.engines import load_engine
 from experiments.lib.flags import (
     define_executor_flag,
     define_float,
     define_model_flags,
-    load_engine,
-    values_of,
+    loading,
 )
 from experiments.lib.plots import MEMORY_COLOURS
+from experiments.lib.program import Options, Program, refusals
 from experiments.soak.comparison import NEAR_TIE
 from experiments.workloads import workloads
 from experiments.workloads.synthetic_lengths import PUBLISHED_MEANS
@@ -46,10 +47,9 @@ from models import checkpoint
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import StepRecord
-from paged.requests.sequence import RequestOutput, SamplingParams
-from paged.simulator.executor import SimulatedExecutor
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 
-FLAGS = flags.FLAGS
 POLICIES = ("vllm", "orca_oracle", "orca_pow2", "orca_max", "fastertransformer")
 KV_SLOTS, PAGE_SIZE = 15_700, 16  # of OPT-13B (Table 1), of vLLM (§7.2)
 # So many that memory alone bounds a batch, and what a step may begin.
@@ -257,31 +257,30 @@ def _draw_shares(axes, places: np.ndarray, shares: Sequence, hatch: str | None =
         bottom += heights
 
 
-def prepare() -> tuple[Engine, dict[str, list[Request]]]:
+def prepare(options: Options) -> tuple[Engine, dict[str, list[Request]]]:
     """What the flags ask for. Raises ValueError for what cannot be."""
-    run_record.check_output_dir(FLAGS.output_dir, "baselines.csv", "baselines.png")
-    model, tokenizer = checkpoint.load_config(FLAGS.model), checkpoint.load_tokenizer(FLAGS.model)
-    config = engine_config(FLAGS.length_divisor)
+    model = checkpoint.load_config(options.model)
+    tokenizer = checkpoint.load_tokenizer(options.model)
+    divisor = options.length_divisor
+    config = engine_config(divisor)
     vocabulary = Vocabulary(tokenizer, model.vocab_size, config.max_model_len)
     requests = {
-        dataset: load_requests(dataset, FLAGS.fill, FLAGS.length_divisor, FLAGS.seed, vocabulary)
+        dataset: load_requests(dataset, options.fill, divisor, options.seed, vocabulary)
         for dataset in FIGURE_13
     }
-    if FLAGS.executor == "device":
-        return load_engine(config, tokenizer), requests
-    return Engine(model, config, SimulatedExecutor(vocab_size=model.vocab_size)), requests
+    return load_engine(config, tokenizer, **loading(options)), requests
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        base, requests = prepare()
+def main(options: Options) -> None:
+    with refusals():
+        base, requests = prepare(options)
         base.warm_up()
         rows = run(base, requests)
-    output_dir, environment = Path(FLAGS.output_dir), run_record.describe_environment()
+    output_dir, environment = Path(options.output_dir), run_record.describe_environment()
     numbers = summary(rows)
     content = {
         "experiment": "allocation_baselines",
-        "flags": values_of(names),
+        "flags": vars(options),
         "engine": base.config,
         "requests": {dataset: len(wanted) for dataset, wanted in requests.items()},
         "rows": rows,
@@ -289,9 +288,9 @@ def main(names: Sequence[str]) -> None:
         **environment,
     }
     footer = "simulated"
-    if FLAGS.executor == "device":
+    if options.executor == "device":
         footer = run_record.hardware_line(environment)
-        content["weights_sha256"] = checkpoint.weights_hash(FLAGS.model)
+        content["weights_sha256"] = checkpoint.weights_hash(options.model)
     run_record.write_csv(output_dir, "baselines.csv", rows)
     run_record.write_json(output_dir, "report.json", content)
     run_record.write_summary(output_dir, numbers)
@@ -303,21 +302,23 @@ def main(names: Sequence[str]) -> None:
     print(f"{table(rows)}\n({title}; {footer})")
     if numbers["different"]:
         sys.exit(f"{numbers['different']} requests got other tokens than under vllm")
-    if FLAGS.executor == "device":
+    if options.executor == "device":
         print(f"the same tokens under all policies; {numbers['near_ties']} near ties")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
+def define_flags() -> None:
     flags.DEFINE_integer(
         "length_divisor", 8, "divides all that is counted in tokens", lower_bound=1, upper_bound=64
     )
     define_float("fill", 10.0, "how often the requests would fill the memory", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "of the requests", lower_bound=0)
-    flags.DEFINE_string("output_dir", "results/allocation_baselines", "where the report goes")
-    own = ["length_divisor", "fill", "seed", "output_dir"]
-    return [*define_executor_flag(), *own, *define_model_flags()]
+    define_executor_flag()
+    define_model_flags()
 
+
+PROGRAM = Program(
+    main, define_flags, "results/allocation_baselines", ("baselines.csv", "baselines.png")
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

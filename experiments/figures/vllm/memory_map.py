@@ -36,35 +36,35 @@ from matplotlib.patches import Patch
 from tqdm import tqdm
 
 from experiments.figures.vllm.sharing_savings import story_tokens
-from experiments.lib import program, run_record
+from experiments.lib import run_record
+from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import (
     define_engine_flags,
     define_executor_flag,
-    engine_config,
-    load_engine,
-    values_of,
+    fields_of,
+    loading,
 )
+from experiments.lib.program import Options, Program, refusals
 from models import checkpoint
-from paged.engine import Engine
+from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES
 from paged.kv_cache.dense import BLOCKS, DenseHost
 from paged.kv_cache.policy import ShardedModel
 from paged.metrics import StepRecord
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.requests.validation import validated_prompt
 
-FLAGS = flags.FLAGS
 # A cache of 48 small blocks shows all there is to see; the map of a large one would be a carpet.
-DEFAULTS = {
-    "page_size": 8,
-    "kv_cache_tokens": 384,
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 64,
-    "max_model_len": 256,
-    "prefix_caching": True,
-    # Or the tables would be shown with the step before taken in, not as the step finds them.
-    "run_ahead": False,
-}
+DEFAULTS = EngineConfig(
+    page_size=8,
+    kv_cache_tokens=384,
+    max_num_seqs=16,
+    max_num_batched_tokens=64,
+    max_model_len=256,
+    prefix_caching=True,
+    # Otherwise the tables would be shown with the step before taken in, not as the step finds them.
+    run_ahead=False,
+)
 TEMPLATE = Path(__file__).with_suffix(".html")
 IDLE = "#bdbdbd"
 
@@ -352,43 +352,41 @@ def usage_row(record: StepRecord) -> UsageRow:
     return UsageRow(record.step, **{name: getattr(record, f"kv_{name}") for name in names})
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        output_dir = run_record.check_output_dir(
-            FLAGS.output_dir, "memory_map.png", "memory_map.html", "steps.csv"
-        )
-        tokenizer = checkpoint.load_tokenizer(FLAGS.model)
+def main(options: Options) -> None:
+    output_dir = Path(options.output_dir)
+    with refusals():
+        tokenizer = checkpoint.load_tokenizer(options.model)
         requests = make_requests(
-            FLAGS.requests, FLAGS.prompt_tokens, FLAGS.prefix_tokens, FLAGS.output_tokens,
-            FLAGS.seed, tokenizer,
+            options.requests, options.prompt_tokens, options.prefix_tokens, options.output_tokens,
+            options.seed, tokenizer,
         )  # fmt: skip
-        model = checkpoint.load_config(FLAGS.model)
-        config = engine_config(model)
+        model = checkpoint.load_config(options.model)
+        config = engine_config(model, **fields_of(EngineConfig, options))
         policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
         for prompt, how in requests.values():
             validated_prompt(prompt, how, tokenizer, model, config, policy)
-        engine = load_engine(config, tokenizer, FLAGS.executor)
+        engine = load_engine(config, tokenizer, **loading(options))
     engine.warm_up()
-    snapshots = run(engine, requests, FLAGS.interval)
+    snapshots = run(engine, requests, options.interval)
     title = (
-        f"{config.num_blocks - 1} blocks of {config.page_size} tokens, --executor={FLAGS.executor}"
+        f"{config.num_blocks - 1} blocks of {config.page_size} tokens, "
+        f"--executor={options.executor}"
     )
     environment = run_record.describe_environment()
-    footer = f"{FLAGS.model}, --requests={','.join(FLAGS.requests)}"
+    footer = f"{options.model}, --requests={','.join(options.requests)}"
     numbers = summary(snapshots, engine.metrics.steps)
     plot(snapshots, list(requests), output_dir / "memory_map.png", title, footer)
     page = page_data(snapshots, list(requests), config.page_size, title)
     write_page(output_dir / "memory_map.html", page)
     run_record.write_csv(output_dir, "steps.csv", list(map(usage_row, engine.metrics.steps)))
-    facts = {"experiment": "memory_map", "flags": values_of(names), "measured": numbers}
+    facts = {"experiment": "memory_map", "flags": vars(options), "measured": numbers}
     run_record.write_json(output_dir, "report.json", facts | environment)
     run_record.write_summary(output_dir, numbers)
     print("\n".join(f"{name.replace('_', ' '):20}{value:6}" for name, value in numbers.items()))
     print(f"memory_map.html and more are in {output_dir}/")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
+def define_flags() -> None:
     flags.DEFINE_list(
         "requests", "plain,prefix,parallel3,beam4,prefix,plain", "see the head of this file"
     )
@@ -396,15 +394,13 @@ def define_flags() -> list[str]:
     flags.DEFINE_integer("prefix_tokens", 32, "that `prefix` requests share", lower_bound=1)
     flags.DEFINE_integer("output_tokens", 48, "of each sequence", lower_bound=1)
     flags.DEFINE_integer("interval", 8, "steps between requests", lower_bound=1)
-    flags.DEFINE_string("output_dir", "results/memory_map", "where the map goes")
-    names = [*define_executor_flag(), *define_engine_flags()]
-    for name, value in DEFAULTS.items():
-        FLAGS.set_default(name, value)
-    return [
-        "requests", "prompt_tokens", "prefix_tokens", "output_tokens", "interval", "output_dir",
-        *names,
-    ]  # fmt: skip
+    define_executor_flag()
+    define_engine_flags(DEFAULTS)
 
+
+PROGRAM = Program(
+    main, define_flags, "results/memory_map", ("memory_map.png", "memory_map.html", "steps.csv")
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

@@ -31,25 +31,26 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import serve
-from experiments.lib import program, run_record
+from experiments.lib import run_record
+from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import (
     define_engine_flags,
     define_executor_flag,
     define_float,
-    engine_config,
-    load_engine,
-    values_of,
+    fields_of,
+    loading,
 )
+from experiments.lib.program import Options, Program, refusals
 from experiments.tasks import stories
 from experiments.workloads import synthetic_lengths
-from experiments.workloads.workloads import PAPER_CONTEXT, Request
+from experiments.workloads.workloads import PAPER_CONTEXT, Request, WorkloadConfig
 from models import checkpoint
+from paged.checks import help_of
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import StepRecord
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
-FLAGS = flags.FLAGS
 DATASETS, METHODS = ("alpaca", "sharegpt"), ("parallel", "beam")
 # Fig. 15: the savings of 2, 4 and 6 sequences; of ShareGPT the text tells only the range.
 PAPER = {
@@ -353,37 +354,36 @@ def checked_sizes(texts: Sequence[str], config: EngineConfig) -> list[int]:
     return sizes
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        output_dir = run_record.check_output_dir(
-            FLAGS.output_dir, "savings.csv", "genealogies.jsonl", "savings.png"
-        )
-        config = engine_config(checkpoint.load_config(FLAGS.model))
-        sizes = checked_sizes(FLAGS.sequences, config)
-        tokenizer = checkpoint.load_tokenizer(FLAGS.model)
+def main(options: Options) -> None:
+    output_dir = Path(options.output_dir)
+    with refusals():
+        model = checkpoint.load_config(options.model)
+        config = engine_config(model, **fields_of(EngineConfig, options))
+        sizes = checked_sizes(options.sequences, config)
+        tokenizer = checkpoint.load_tokenizer(options.model)
         room = config.kv_cache_tokens // sizes[-1] // config.page_size * config.page_size
-        counts = {"alpaca": FLAGS.num_requests, "sharegpt": FLAGS.num_sharegpt_requests}
+        counts = {"alpaca": options.num_requests, "sharegpt": options.num_sharegpt_requests}
         made = {
             dataset: make_requests(
-                dataset, count, FLAGS.length_sigma, min(config.max_model_len, room),
-                FLAGS.length_scale, FLAGS.seed, tokenizer,
+                dataset, count, options.length_sigma, min(config.max_model_len, room),
+                options.length_scale, options.seed, tokenizer,
             )
             for dataset, count in counts.items()
         }  # fmt: skip
-        engine = load_engine(config, tokenizer, FLAGS.executor)
+        engine = load_engine(config, tokenizer, **loading(options))
     engine.warm_up()
     rows: list[Row] = []
     trees: list[dict[str, Any]] = []
     for dataset, (requests, _) in made.items():
         for method in METHODS:
             for size in sizes:
-                row, of_case = run_case(engine, dataset, method, size, requests, FLAGS.seed)
+                row, of_case = run_case(engine, dataset, method, size, requests, options.seed)
                 rows.append(row)
                 trees += of_case
     environment = run_record.describe_environment()
     facts = {
         "experiment": "sharing_savings",
-        "flags": values_of(names),
+        "flags": vars(options),
         "lengths": {dataset: notes for dataset, (_, notes) in made.items()},
         "rows": [asdict(row) | {"paper": paper_text(row)} for row in rows],
         "explanation": explanation(rows, config.page_size),
@@ -394,26 +394,29 @@ def main(names: Sequence[str]) -> None:
     run_record.write_json(output_dir, "report.json", facts | environment)
     run_record.write_summary(output_dir, summary(rows))
     footer = (
-        f"{FLAGS.model}, {FLAGS.executor}; {' and '.join(map(str, counts.values()))} requests with "
-        f"lengths × {FLAGS.length_scale:g}, blocks of {config.page_size} tokens"
+        f"{options.model}, {options.executor}; {' and '.join(map(str, counts.values()))} requests "
+        f"with lengths × {options.length_scale:g}, blocks of {config.page_size} tokens"
     )
     plot(rows, output_dir / "savings.png", footer)
     print(f"{table(rows, config.page_size)}\n({footer})")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
+def define_flags() -> None:
     flags.DEFINE_list("sequences", ["2", "4", "6"], "samples of a prompt, and beam widths")
     flags.DEFINE_integer("num_requests", 48, "of a case with Alpaca's lengths", lower_bound=1)
     flags.DEFINE_integer("num_sharegpt_requests", 16, "with ShareGPT's, longer", lower_bound=1)
     define_float("length_scale", 1.0, "multiplies all lengths", lower_bound=0.01)
-    define_float("length_sigma", 1.0, "spread of the log-normal lengths", 0.0, 3.0)
-    flags.DEFINE_string("output_dir", "results/sharing_savings", "where the report goes")
-    return [
-        "sequences", "num_requests", "num_sharegpt_requests", "length_scale", "length_sigma",
-        "output_dir", *define_executor_flag(), *define_engine_flags(),
-    ]  # fmt: skip
+    define_float("length_sigma", 1.0, help_of(WorkloadConfig)["length_sigma"], 0.0, 3.0)
+    define_executor_flag()
+    define_engine_flags()
 
+
+PROGRAM = Program(
+    main,
+    define_flags,
+    "results/sharing_savings",
+    ("savings.csv", "genealogies.jsonl", "savings.png"),
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

@@ -18,7 +18,7 @@ from experiments.soak.operations import OPERATIONS, abort, submit
 from experiments.soak.users import SAMPLING, Users
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from tests.experiments.conftest import TINY
 from tests.paged.hashing_executor import HashingExecutor
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 from tests.paged.tiny import TINY
 
