@@ -6,9 +6,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from models.common import Reduce
 from models.config import ModelConfig
 from models.families import family
-from models.llama import Reduce
 from models.sampling import (
     Array,
     Logprobs,
