@@ -21,7 +21,7 @@ from experiments.lib.bootstrap import mean_interval
 from experiments.lib.flags import define_engine_flags, engine_config, load_engine
 from experiments.lib.text_files import read_csv, shown
 from experiments.tasks import tasks
-from models import checkpoint, load_tokenizer
+from models import checkpoint
 from paged.engine import Engine, EngineConfig
 from paged.requests.sequence import SamplingParams
 
@@ -196,7 +196,7 @@ def main(names: Sequence[str]) -> None:
         config = engine_config(checkpoint.load_config(FLAGS.model))
         pairs = settings(FLAGS.tasks, FLAGS.contexts, config)
         others = read_answers(FLAGS.compare_with) if FLAGS.compare_with else None
-        engine = load_engine(config, load_tokenizer(FLAGS.model))
+        engine = load_engine(config, checkpoint.load_tokenizer(FLAGS.model))
         engine.warm_up()
         answers = evaluate(engine, pairs, FLAGS.num_prompts, FLAGS.seed)
         rows = accuracies(answers, others)

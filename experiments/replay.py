@@ -31,7 +31,7 @@ from experiments.lib.flags import (
     values_of,
 )
 from experiments.lib.text_files import shown
-from models import checkpoint, load_tokenizer
+from models import checkpoint
 from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.engine import Engine
@@ -202,7 +202,7 @@ def num_tokens(log: Iterable[Event]) -> int:
 
 def _load(log: EventLog) -> Engine:
     """The engine that the flags and the log ask for."""
-    model, tokenizer = checkpoint.load_config(FLAGS.model), load_tokenizer(FLAGS.model)
+    model, tokenizer = checkpoint.load_config(FLAGS.model), checkpoint.load_tokenizer(FLAGS.model)
     if FLAGS.executor == "simulated":
         return simulated_engine(log, model, tokenizer)
     check_model(log, model)

@@ -27,7 +27,7 @@ from experiments.lib.flags import (
 )
 from experiments.workloads import workloads
 from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig
-from models import checkpoint, load_tokenizer
+from models import checkpoint
 from paged.clock import WallClock
 from paged.engine import Engine
 from paged.kv_cache import POLICIES
@@ -83,7 +83,7 @@ def prepare() -> tuple[Engine, Workload, SamplingParams]:
     sampling = SamplingParams(**values_of(SAMPLING_HELP))
     model = checkpoint.load_config(FLAGS.model)
     config = engine_config(model)
-    tokenizer = load_tokenizer(FLAGS.model)
+    tokenizer = checkpoint.load_tokenizer(FLAGS.model)
     check_group(sampling, model, config)
     pages = config.kv_cache_tokens // config.page_size // sampling.num_sequences
     longest = min(config.max_model_len, pages * config.page_size)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from experiments.lib import program, run_record
 from experiments.tasks import tasks
-from models import checkpoint, load_tokenizer
+from models import checkpoint
 from models.config import ModelConfig
 from models.families import family
 
@@ -144,7 +144,7 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
 def main(names: Sequence[str]) -> None:
     with program.refusals():
         output_dir = run_record.check_output_dir(FLAGS.output_dir, "attention.csv", "attention.png")
-        tokenizer = load_tokenizer(FLAGS.model)
+        tokenizer = checkpoint.load_tokenizer(FLAGS.model)
         prompts = {
             task: tasks.make_prompts(
                 task, FLAGS.context_length, FLAGS.num_prompts, FLAGS.seed, tokenizer

@@ -45,7 +45,7 @@ from experiments.lib.flags import (
 from experiments.soak.checks import KINDS, Violation
 from experiments.soak.operations import OPERATIONS
 from experiments.soak.users import MOST_SEQUENCES, Users
-from models import checkpoint, load_tokenizer
+from models import checkpoint
 from paged.config import EngineConfig
 
 FLAGS = flags.FLAGS
@@ -240,7 +240,7 @@ def make_users() -> Users:
     config = engine_config(checkpoint.load_config(FLAGS.model))
     if config.policy != "vllm":
         raise ValueError(f"the soak test counts owners of blocks: policy vllm, not {config.policy}")
-    tokenizer = load_tokenizer(FLAGS.model)
+    tokenizer = checkpoint.load_tokenizer(FLAGS.model)
     engines = [load_engine(c, tokenizer) for c in (config, reference_config(config))]
     users = Users(
         engines[0], engines[1], FLAGS.seed, FLAGS.check_share, interrupts=FLAGS.interrupts

@@ -42,7 +42,7 @@ from experiments.soak.comparison import NEAR_TIE
 from experiments.workloads import workloads
 from experiments.workloads.synthetic_lengths import PUBLISHED_MEANS
 from experiments.workloads.workloads import PAPER_CONTEXT, Request, Vocabulary, WorkloadConfig
-from models import checkpoint, load_tokenizer
+from models import checkpoint
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import StepRecord
@@ -260,7 +260,7 @@ def _draw_shares(axes, places: np.ndarray, shares: Sequence, hatch: str | None =
 def prepare() -> tuple[Engine, dict[str, list[Request]]]:
     """What the flags ask for. Raises ValueError for what cannot be."""
     run_record.check_output_dir(FLAGS.output_dir, "baselines.csv", "baselines.png")
-    model, tokenizer = checkpoint.load_config(FLAGS.model), load_tokenizer(FLAGS.model)
+    model, tokenizer = checkpoint.load_config(FLAGS.model), checkpoint.load_tokenizer(FLAGS.model)
     config = engine_config(FLAGS.length_divisor)
     vocabulary = Vocabulary(tokenizer, model.vocab_size, config.max_model_len)
     requests = {

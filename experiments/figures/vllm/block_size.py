@@ -30,7 +30,7 @@ from experiments.figures.vllm import sweep
 from experiments.lib import program, run_record
 from experiments.lib.flags import values_of
 from experiments.workloads.workloads import Request
-from models import checkpoint, load_tokenizer
+from models import checkpoint
 from models.config import ModelConfig
 from paged.engine import Engine
 from pallas_kernels.paged_attention import paged_attention
@@ -271,7 +271,7 @@ def prepare() -> tuple[list[Engine], dict[str, list[Request]]]:
     """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
     run_record.check_output_dir(FLAGS.output_dir, "kernels.csv", "serving.csv", "fig18.png")
     sizes = sweep.checked_sizes(FLAGS.block_sizes, FLAGS.kv_cache_tokens, FLAGS.max_model_len)
-    tokenizer = load_tokenizer(FLAGS.model)
+    tokenizer = checkpoint.load_tokenizer(FLAGS.model)
     rates = {"sharegpt": FLAGS.sharegpt_rate, "alpaca": FLAGS.alpaca_rate}
     workloads = {
         dataset: sweep.make_requests(dataset, rate, tokenizer) for dataset, rate in rates.items()

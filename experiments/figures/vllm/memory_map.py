@@ -44,7 +44,7 @@ from experiments.lib.flags import (
     load_engine,
     values_of,
 )
-from models import checkpoint, load_tokenizer
+from models import checkpoint
 from paged.engine import Engine
 from paged.kv_cache import POLICIES
 from paged.metrics import StepRecord
@@ -354,7 +354,7 @@ def main(names: Sequence[str]) -> None:
         output_dir = run_record.check_output_dir(
             FLAGS.output_dir, "memory_map.png", "memory_map.html", "steps.csv"
         )
-        tokenizer = load_tokenizer(FLAGS.model)
+        tokenizer = checkpoint.load_tokenizer(FLAGS.model)
         requests = make_requests(
             FLAGS.requests, FLAGS.prompt_tokens, FLAGS.prefix_tokens, FLAGS.output_tokens,
             FLAGS.seed, tokenizer,

@@ -31,7 +31,7 @@ from experiments.figures.vllm import sweep
 from experiments.lib import program, run_record
 from experiments.lib.flags import values_of
 from experiments.workloads.workloads import Request
-from models import checkpoint, load_tokenizer
+from models import checkpoint
 from paged.device.executor import DeviceExecutor
 from paged.engine import Engine
 from paged.requests.sequence import SamplingParams
@@ -251,7 +251,7 @@ def prepare() -> tuple[list[Engine], list[Request]]:
     if FLAGS.sequence_tokens > most:
         raise ValueError(f"sequence_tokens must be at most {most}, not {FLAGS.sequence_tokens}")
     sizes = sweep.checked_sizes(FLAGS.block_sizes, FLAGS.kv_cache_tokens, FLAGS.max_model_len)
-    tokenizer = load_tokenizer(FLAGS.model)
+    tokenizer = checkpoint.load_tokenizer(FLAGS.model)
     requests = sweep.make_requests("sharegpt", float("inf"), tokenizer)
     sizes_ = tqdm(sizes, "compiling for each block size")
     return [sweep.make_engine(size, tokenizer) for size in sizes_], requests

@@ -43,7 +43,7 @@ from experiments.lib.flags import (
 from experiments.tasks import stories
 from experiments.workloads import synthetic_lengths
 from experiments.workloads.workloads import PAPER_CONTEXT, Request
-from models import checkpoint, load_tokenizer
+from models import checkpoint
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import StepRecord
@@ -360,7 +360,7 @@ def main(names: Sequence[str]) -> None:
         )
         config = engine_config(checkpoint.load_config(FLAGS.model))
         sizes = checked_sizes(FLAGS.sequences, config)
-        tokenizer = load_tokenizer(FLAGS.model)
+        tokenizer = checkpoint.load_tokenizer(FLAGS.model)
         room = config.kv_cache_tokens // sizes[-1] // config.page_size * config.page_size
         counts = {"alpaca": FLAGS.num_requests, "sharegpt": FLAGS.num_sharegpt_requests}
         made = {
