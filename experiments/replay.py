@@ -80,7 +80,9 @@ def simulated_engine(log: EventLog, model: ModelConfig, tokenizer=None, cost=Non
     """
     check_model(log, model)
     config = logged_config(log)
-    executor = SimulatedExecutor(cost, vocab_size=model.vocab_size, recorded=RecordedTokens(log))
+    executor = SimulatedExecutor(
+        cost, vocab_size=model.vocab_size, recorded=RecordedTokens(log), dtype=log[0]["dtype"]
+    )
     with log.at(0):
         return Engine(model, config, executor, tokenizer)
 

@@ -31,6 +31,7 @@ from models import checkpoint
 from paged.clock import WallClock
 from paged.engine import Engine
 from paged.kv_cache import POLICIES
+from paged.kv_cache.policy import ShardedModel
 from paged.requests.sequence import RequestOutput, SamplingParams
 from paged.requests.validation import check_group, validated_prompt
 
@@ -88,7 +89,7 @@ def prepare() -> tuple[Engine, Workload, SamplingParams]:
     pages = config.kv_cache_tokens // config.page_size // sampling.num_sequences
     longest = min(config.max_model_len, pages * config.page_size)
     workload = workloads.load(wanted, Vocabulary(tokenizer, model.vocab_size, longest))
-    policy = POLICIES[config.policy].host(config)
+    policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
     for i, request in enumerate(workload.requests):
         try:
             how = sampling_of(request, sampling, FLAGS.seed, i)

@@ -1,7 +1,9 @@
 """What an engine is configured by."""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from paged import checks
 from paged.kv_cache import POLICIES
@@ -26,7 +28,9 @@ class EngineConfig:
     'recompute', 'swap', or 'auto': swap groups of several sequences. admit_after_swap: whether new
     requests wait until swapped ones have 'completed' (vLLM §4.5) or only 'resumed'.
     tensor_parallel: devices that share the model's heads and MLP. seed: for requests that bring
-    none.
+    none. kv_dtype: of keys and values in the cache; 'auto' is the dtype that the model computes in.
+    policy_options: the policy's own options, an instance of `POLICIES[policy].options`, or its
+    fields by name.
 
     Raises ValueError for values of the wrong type, and those that cannot work, alone or together.
     """
@@ -47,28 +51,43 @@ class EngineConfig:
     admit_after_swap: Literal["completed", "resumed"] = "completed"
     tensor_parallel: int = 1
     seed: int = 0
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    policy_options: Any = None
 
     def __post_init__(self):
         checks.make_plain(self)
         self._check_ranges()
-        can = POLICIES[self.policy].CAPABILITIES
+        self._make_options()
+        can = self.capabilities
         if self.chunked_prefill and not can.chunked_prefill:
             raise ValueError(f"policy {self.policy!r} cannot prefill in chunks: chunked_prefill")
         if self.prefix_caching and not can.prefix_cache:
             raise ValueError(f"policy {self.policy!r} cannot share prefixes: prefix_caching")
         if self.preemption_mode == "swap" and not can.swap:
             raise ValueError(f"policy {self.policy!r} cannot swap a sequence: preemption_mode")
-        if self.preemption_mode == "recompute" and not can.recompute_exact:
+        if self.preemption_mode == "recompute" and not can.recompute:
             raise ValueError(f"policy {self.policy!r} cannot recompute a sequence: preemption_mode")
-        if not (can.recompute_exact or can.swap):
-            raise ValueError(f"policy {self.policy!r} can neither recompute nor swap a sequence")
+        if self.preemption_mode == "auto" and not (can.recompute_exact or can.swap):
+            raise ValueError(
+                f"policy {self.policy!r} cannot swap a sequence, nor recompute it exactly: "
+                "preemption_mode 'recompute' recomputes it nevertheless"
+            )
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ValueError(
                 f"without chunked prefill a whole sequence must fit a step: max_num_batched_tokens "
                 f"({self.max_num_batched_tokens}) must be at least max_model_len "
                 f"({self.max_model_len})"
             )
-        POLICIES[self.policy].host(self)  # raises ValueError for what only this policy cannot do
+        POLICIES[self.policy].check(self, None)
+
+    def _make_options(self) -> None:
+        kind, options = POLICIES[self.policy].options, self.policy_options
+        names = {field.name for field in dataclasses.fields(kind)}
+        if options is None or (isinstance(options, Mapping) and set(options) <= names):
+            object.__setattr__(self, "policy_options", kind(**(options or {})))
+        elif not isinstance(options, kind):
+            allowed = f"options of policy {self.policy!r} ({', '.join(sorted(names)) or 'none'})"
+            raise checks.refusal("policy_options", allowed, options)
 
     def _check_ranges(self) -> None:
         checks.require(self, {
@@ -118,7 +137,7 @@ class EngineConfig:
 
     @property
     def capabilities(self) -> Capabilities:
-        return POLICIES[self.policy].CAPABILITIES
+        return POLICIES[self.policy].capabilities(self)
 
     @property
     def num_blocks(self) -> int:

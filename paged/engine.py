@@ -12,6 +12,7 @@ from paged.device.step_inputs import Buckets
 from paged.device.tensor_parallel import Shards
 from paged.engine_loop import EngineLoop
 from paged.exclusive import exclusive
+from paged.kv_cache import POLICIES
 from paged.requests.sequence import RequestOutput, SamplingParams, SequenceGroup
 from paged.requests.validation import Prompt, check_model, check_sequence
 
@@ -30,13 +31,15 @@ class Engine(EngineLoop):
         is not for sequences of max_model_len tokens.
         """
         check_model(model, config)
-        shards = Shards(model, config.tensor_parallel)
+        policy = POLICIES[config.policy]
+        shards = Shards(
+            model, config.tensor_parallel, dtype=params["embed"].dtype,
+            head_order=policy.head_order(config, model),
+        )  # fmt: skip
         executor = DeviceExecutor(
             params,
             StepProgram.declare(config, shards, implementation),
             shapes=Buckets.declare(config).shapes(),
-            num_blocks=config.num_blocks,
-            page_size=config.page_size,
         )
         return cls(model, config, executor, tokenizer)
 

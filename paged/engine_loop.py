@@ -19,6 +19,7 @@ from paged.device.step_inputs import Buckets, build_step_inputs
 from paged.exclusive import exclusive
 from paged.intake import InFlight, Intake
 from paged.kv_cache import POLICIES
+from paged.kv_cache.policy import ShardedModel
 from paged.metrics import Metrics, StepRecord, step_facts
 from paged.requests.outputs import record_prompt_logprobs, request_output
 from paged.requests.registry import Requests
@@ -53,11 +54,14 @@ class EngineLoop:
         self._owner: str | None = None  # the thread that is in a call: see `exclusive`
         self._half_done = False  # a change has begun and not ended: see `_settle`
         self._compilations_at_start = executor.compilations
-        self.metrics.event("engine", 0.0, config=asdict(config), model=asdict(model))
+        self.metrics.event(
+            "engine", 0.0, config=asdict(config), model=asdict(model), dtype=executor.dtype
+        )
         self._reset()
 
     def _reset(self) -> None:
-        self.host_policy = POLICIES[self.config.policy].host(self.config)
+        sharded = ShardedModel.split(self.model, self.config.tensor_parallel, self.executor.dtype)
+        self.host_policy = POLICIES[self.config.policy].host(self.config, sharded)
         self.scheduler = Scheduler(self.config, self.host_policy)
         self._intake = Intake(
             self.model, self.scheduler, self.requests, self.metrics, self.executor.clock,
@@ -278,10 +282,12 @@ class EngineLoop:
         if previous and decodes is None:
             self._take_in(previous)
             previous = None
-        step = self.scheduler.schedule(decodes)
+        step = self.scheduler.schedule(self._num_steps, decodes)
         self._in_flight = None if step is None else self._dispatch(step)
         if previous:
             self._take_in(previous)
+        elif step is None and self.scheduler.gate.loading:
+            self.scheduler.gate.wait()
         elif step is None:
             assert not self.scheduler.has_unfinished(), "requests are left and nothing can run"
         if self._in_flight is None and (pages := self.host_policy.drain_operations()):
@@ -306,17 +312,10 @@ class EngineLoop:
             starts=step.starts,
             counts=step.counts,
             sources=step.sources,
-            swaps_out=step.swaps_out,
-            swaps_in=step.swaps_in,
-            copies=step.copies,
+            moves=step.moves.facts(),
             pages=self.host_policy.drain_operations(),
         )
-        if step.swaps_out:
-            self.executor.swap_out(step.swaps_out)
-        if step.swaps_in:
-            self.executor.swap_in(step.swaps_in)
-        if step.copies:
-            self.executor.copy_blocks(step.copies)
+        self.executor.apply(step.moves)
         for group in step.admitted:
             how = group.sampling
             for sequence in group.sequences:
@@ -330,7 +329,9 @@ class EngineLoop:
             self.config.max_prefills_per_step,
         )
         facts = step_facts(step, scheduler)
-        return InFlight(number, step, rows, self.executor.execute(inputs), now, facts)
+        outputs = self.executor.execute(inputs)
+        self.executor.apply_after(step.moves)
+        return InFlight(number, step, rows, outputs, now, facts)
 
     def _take_in(self, flight: InFlight) -> None:
         """Wait for a step's outputs and apply them."""
@@ -342,7 +343,12 @@ class EngineLoop:
         self._previous_end_s = now
         sampled = np.asarray(outputs.tokens)[: step.iterations, flight.rows]
         record = StepRecord(flight.number, now, flight.host_s, device_s, **flight.facts)
-        metrics.add_step(record, step, sampled)
+        report = outputs.report
+        if report is None:
+            report = self.host_policy.simulated_report(flight.number)
+        if report is not None:
+            self.host_policy.observe(flight.number, report)
+        metrics.add_step(record, step, sampled, report)
         metrics.compilations_after_warmup = self.executor.compilations - self._compilations_at_start
 
         record_prompt_logprobs(step, self.scheduler.slots, outputs.prompt_logprobs)

@@ -1,6 +1,7 @@
 """What a step has sampled, applied: tokens, ends, the growth of streams, the choice of beams."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -8,6 +9,7 @@ from models.config import ModelConfig
 from paged.clock import VirtualClock, WallClock
 from paged.device.executor import PendingOutputs
 from paged.device.step import StepOutputs
+from paged.kv_cache.policy import PrefixCachingHost
 from paged.metrics import Metrics
 from paged.requests.outputs import record_logprobs, request_output
 from paged.requests.registry import Requests
@@ -132,7 +134,8 @@ class Intake:
     def _finish(self, sequence: Sequence, reason: str) -> None:
         if sequence.group.pin and reason != "error":
             prompt = sequence.tokens[: sequence.num_prompt_tokens]
-            self._scheduler.policy.pin(sequence.slot, prompt, sequence.group.cache_salt)
+            policy = cast(PrefixCachingHost, self._scheduler.policy)
+            policy.pin(sequence.slot, prompt, sequence.group.cache_salt)
         self._scheduler.finish(sequence, reason)
         if sequence.group.finished:
             self.retire(sequence.group)

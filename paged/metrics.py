@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from paged.kv_cache.moves import count_units
 from paged.requests.sequence import RequestOutput, SequenceGroup
 from paged.scheduling.scheduled_step import ScheduledStep
 from paged.scheduling.scheduler import Scheduler
@@ -20,8 +21,9 @@ class StepRecord:
     building, dispatch, and taking in the step before), without waiting.
     device_s: from the later of dispatch and the previous step's end to this step's end, as the host
     sees it. decode_tokens: of rows that generate, those computed in vain too. num_*: groups, and
-    preemptions since the last step. swapped_*: blocks that were swapped before it; copied_blocks:
-    copied-on-write. kv_*: token slots, as in `paged.kv_cache.policy.Usage`.
+    preemptions since the last step. swapped_*: units of the policy's pools that were swapped before
+    it; copied_blocks: those that were copied. kv_bytes: in use; other kv_*: tokens, as in
+    `paged.kv_cache.policy.Usage`.
     """
 
     step: int
@@ -42,6 +44,7 @@ class StepRecord:
     swapped_out: int = 0
     swapped_in: int = 0
     copied_blocks: int = 0
+    kv_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,18 @@ class RequestRecord:
 
 def step_facts(step: ScheduledStep, scheduler: Scheduler) -> dict[str, int]:
     """What a StepRecord says of a step that has just been scheduled, its times apart."""
-    slots = scheduler.running_slots()
-    usage = scheduler.policy.usage(slots, scheduler.slots.computed[slots])
+    usage = scheduler.policy.usage()
     return {
         "prefill_tokens": step.num_prefill_tokens,
         "decode_tokens": step.num_decode_tokens,
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),
         "preemptions": len(step.preempted),
-        "swapped_out": len(step.swaps_out),
-        "swapped_in": len(step.swaps_in),
-        "copied_blocks": len(step.copies),
-        **{f"kv_{name}": value for name, value in vars(usage).items()},
+        "swapped_out": count_units(step.moves.exports),
+        "swapped_in": count_units(step.moves.imports),
+        "copied_blocks": count_units(step.moves.copies),
+        **{f"kv_{name}": value for name, value in vars(usage).items() if name != "bytes"},
+        "kv_bytes": sum(usage.bytes.values()),
     }
 
 
@@ -92,12 +95,15 @@ class Metrics:
     def event(self, event: str, time_s: float, **facts) -> None:
         self.events.append({"event": event, "time_s": time_s, **facts})
 
-    def add_step(self, record: StepRecord, step: ScheduledStep, sampled: np.ndarray) -> None:
-        """sampled: [I, n] tokens by iteration and scheduled row, some of them not asked for."""
+    def add_step(
+        self, record: StepRecord, step: ScheduledStep, sampled: np.ndarray, report=None
+    ) -> None:
+        """sampled: [I, n] tokens by iteration and scheduled row, some of them not asked for.
+        report: of the KV policy, if it has one."""
         self.steps.append(record)
         asked = np.arange(len(sampled))[:, None] < step.yields
         tokens = np.where(asked, sampled, NO_TOKEN)
-        self.events.append({"event": "step", **vars(record), "tokens": tokens})
+        self.events.append({"event": "step", **vars(record), "tokens": tokens, "report": report})
 
     def clear(self) -> None:
         """Forget all records, of an engine that lives for long. What follows cannot be replayed."""

@@ -8,6 +8,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from paged.clock import VirtualClock
 from paged.device.step import StepOutputs
 from paged.device.step_inputs import StepInputs
 from paged.engine import Engine, EngineConfig
+from paged.kv_cache.dense import DenseHost
+from paged.kv_cache.moves import Moves
 from paged.requests.sequence import SamplingParams
 
 LONGEST_PROMPT = 32
@@ -36,7 +39,7 @@ class _Ready:
 class FreeExecutor:
     """A device that takes no time: its tokens were made beforehand."""
 
-    compilations = 0
+    compilations, dtype = 0, "float32"
 
     def __init__(self, rows: int):
         self.clock = VirtualClock()
@@ -50,13 +53,10 @@ class FreeExecutor:
         self.inputs = inputs
         return _Ready(StepOutputs(self._tokens[:, : len(inputs.lengths)]))
 
-    def copy_blocks(self, copies) -> None:
+    def apply(self, moves: Moves) -> None:
         pass
 
-    def swap_out(self, pairs) -> None:
-        pass
-
-    def swap_in(self, pairs) -> None:
+    def apply_after(self, moves: Moves) -> None:
         pass
 
     def load_slot(self, slot, tokens, logit_bias) -> None:
@@ -120,7 +120,8 @@ def make_case(mode: str, pool: int, load: Load) -> Case:
 
 def fill_with_prefixes(engine: Engine) -> None:
     """Every free block holds an old prefix that nobody will ask for."""
-    pool, page_size = engine.host_policy.pool, engine.config.page_size
+    pool, page_size = DenseHost.of(engine.host_policy).pool, engine.config.page_size
+    assert pool.cache is not None
     blocks = pool.allocate(pool.num_free)
     tokens = np.arange(len(blocks) * page_size, dtype=np.int32)
     old = chain(tokens, page_size, root_key("old"))
@@ -184,7 +185,7 @@ class Stopwatch:
         self.by_part: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._open = ["rest"]
         self._since = 0.0
-        watched = {
+        watched: dict[str, tuple[tuple[Any, str], ...]] = {
             "schedule": ((engine.scheduler, "decodes"), (engine.scheduler, "schedule")),
             "build": ((engine, "_dispatch"),),
             "update": ((engine, "_take_in"),),
@@ -194,7 +195,9 @@ class Stopwatch:
                 (engine.host_policy, "drain_operations"),
             ),
         }  # fmt: skip
-        self._watched = [(part, *place) for part, places in watched.items() for place in places]
+        self._watched = [
+            (part, owner, name) for part, places in watched.items() for owner, name in places
+        ]
 
     def __enter__(self) -> "Stopwatch":
         for part, owner, name in self._watched:

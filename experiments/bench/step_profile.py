@@ -43,6 +43,7 @@ from paged.device.executor import DeviceExecutor
 from paged.device.step_inputs import StepInputs, empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import dense
+from paged.kv_cache.policy import ShardedModel
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
 
@@ -90,10 +91,10 @@ def programs(
     params = executor._params  # laid out as the step has them
     S, L, K, D = len(contexts), model.num_layers, model.num_kv_heads, model.head_dim
     P, pages_per_layer = config.page_size, model.num_kv_heads * config.num_blocks
-    policy = dense.device(config, model, None)
+    policy = dense.device(config, ShardedModel.split(model))
     host_inputs = decode_inputs(config, contexts, engine.host_policy.table_width)
     inputs = jax.tree.map(jnp.asarray, replace(host_inputs, packed=None))
-    cache, written = (jax.jit(lambda: policy.init(model))() for _ in range(2))
+    cache, written = (jax.jit(policy.init)() for _ in range(2))
     plan = jax.jit(policy.begin_step)(cache, inputs)[1]
     lengths = jnp.broadcast_to(plan.lengths[:, None], (S, K))
     listed = plan.tables[plan.tables % config.num_blocks > 0]

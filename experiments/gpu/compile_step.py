@@ -35,10 +35,9 @@ from experiments.lib.flags import values_of
 from models import checkpoint
 from models.config import ModelConfig
 from paged.config import EngineConfig
-from paged.device.executor import COPIED_TOKENS_PER_CALL
+from paged.device.mover import UnitMover
 from paged.device.step import StepProgram, stacks
-from paged.device.tensor_parallel import SPLIT, SPLIT_BLOCKS, WHOLE, Shards
-from paged.kv_cache.policy import KVPolicy
+from paged.device.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
 from pallas_kernels import backend
 from pallas_kernels.tools import aot
 from pallas_kernels.tools.targets import TARGETS
@@ -82,7 +81,7 @@ def compile_step(
             f"a prompt of {step.prefill_tokens} tokens is longer than the context of {step.context}"
         )
     gpu = TARGETS[target]
-    shards = Shards(model, tensor_parallel, aot.devices(target, tensor_parallel))
+    shards = Shards(model, tensor_parallel, aot.devices(target, tensor_parallel), dtype)
     abstract = shards.abstract_params(dtype)
     weight_bytes = sum(map(_bytes_on_device, jax.tree.leaves(abstract)))
     token_bytes = kv_bytes_of_token(shards.model, dtype) * model.num_layers
@@ -111,7 +110,7 @@ def compile_step(
     began = time.perf_counter()
     with backend.compiling_for(gpu.gpu):
         shape = step.prefill_tokens, step.decodes
-        compiled = program.compile(shape, abstract, cache, state)
+        compiled = program.compile(shape, abstract, None, cache, state)
     seconds = time.perf_counter() - began
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
@@ -127,7 +126,7 @@ def compile_step(
     report = report_of(
         text, shards.model, gpu, step, dtype, kv_cache_tokens, tensor_parallel, seconds, sizes
     )
-    moves = _block_moves(shards, program.policy, cache, COPIED_TOKENS_PER_CALL // page_size)
+    moves = _block_moves(program, cache)
     for name, (aliased, temporary) in moves.items():
         report.memory[f"temporary, {name}"] = temporary
         if aliased < 2 * pool or temporary > MOST_TEMPORARY * pool:
@@ -135,20 +134,19 @@ def compile_step(
     return report, text
 
 
-def _block_moves(shards: Shards, policy: KVPolicy, cache, blocks: int) -> dict[str, tuple]:
-    """Bytes aliased and temporary of the programs that copy so many blocks, and swap them in."""
-    ids = shards.abstract(jax.ShapeDtypeStruct((blocks,), jnp.int32), WHOLE)
-    export = shards.jit(policy.export_pages, (SPLIT, WHOLE), SPLIT_BLOCKS)
-    content = jax.eval_shape(export, cache, ids)
-    content = shards.abstract(content, SPLIT_BLOCKS)
+def _block_moves(program: StepProgram, cache) -> dict[str, tuple]:
+    """Bytes aliased and temporary of the programs that copy blocks, and swap them in."""
+    shards, (pool,) = program.shards, program.pools
+    mover = UnitMover(shards, program.policy, pool)
+    ids = shards.abstract(jax.ShapeDtypeStruct((pool.units_per_call,), jnp.int32), WHOLE)
+    content = shards.abstract(jax.eval_shape(mover.export_program, cache, ids), SPLIT_UNITS)
     programs = {
-        "block copy": (policy.copy_pages, (SPLIT, WHOLE, WHOLE), (ids, ids)),
-        "swap in": (policy.import_pages, (SPLIT, WHOLE, SPLIT_BLOCKS), (ids, content)),
+        "block copy": mover.copy_program.lower(cache, ids, ids),
+        "swap in": mover.import_program.lower(cache, ids, content),
     }
     found = {}
-    for name, (function, specs, arguments) in programs.items():
-        jitted = shards.jit(function, specs, SPLIT, donate_argnums=0)
-        memory = jitted.lower(cache, *arguments).compile().memory_analysis()
+    for name, lowered in programs.items():
+        memory = lowered.compile().memory_analysis()
         assert memory is not None
         found[name] = memory.alias_size_in_bytes, memory.temp_size_in_bytes
     return found

@@ -51,11 +51,11 @@ def _seconds_and_work(model: ModelConfig, decodes: int, context: int, dtype) -> 
     cache, state = program.init(dtype)()
     inputs = program.empty_inputs((0, decodes))
     _fill(inputs, context)
-    compiled = program.compile((0, decodes), params, cache, state)
+    compiled = program.compile((0, decodes), params, None, cache, state)
 
     def run(steps, cache, state):
         for _ in range(steps):
-            cache, state, _ = compiled(params, cache, state, inputs.packed)
+            cache, state, _ = compiled(params, None, cache, state, inputs.packed)
         return jax.block_until_ready((cache, state))
 
     cache, state = run(2, cache, state)

@@ -32,22 +32,24 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_pages(value: Any) -> bool:
-    return len(value) == 2 and value[0] in PAGE_VERBS and COUNTS[1](value[1])
+    if not isinstance(value, list) or len(value) != 3 or not isinstance(value[0], str):
+        return False
+    return value[1] in PAGE_VERBS and COUNTS[1](value[2])
 
 
 PAGE_VERBS = ("allocate", "share", "release", "evict")
 TEXT: Kind = "a text", lambda v: isinstance(v, str)
 TRUTH: Kind = "true or false", lambda v: isinstance(v, bool)
+ANYTHING: Kind = "anything", lambda v: True
 OBJECT: Kind = "an object", lambda v: isinstance(v, dict)
 INTEGER: Kind = "a whole number", _is_integer
 COUNT: Kind = "a whole number from 0", lambda v: type(v) is int and v >= 0
 COUNTS = _list_of(COUNT)
-PAIRS = _list_of(("two whole numbers from 0", lambda v: COUNTS[1](v) and len(v) == 2))
 NUMBER: Kind = "a number", _is_number
 PAGES = _list_of(
     (
-        f"one of {', '.join(PAGE_VERBS)} and a list of blocks",
-        lambda v: isinstance(v, list) and _is_pages(v),
+        f"a pool, one of {', '.join(PAGE_VERBS)} and a list of units",
+        _is_pages,
     )
 )
 
@@ -64,7 +66,7 @@ def _kinds_of(record: type) -> dict[str, Kind]:
 
 # The fields of each event, all of them needed, as `EngineLoop` and `Metrics` write them.
 FIELDS: dict[str, dict[str, Kind]] = {
-    "engine": {"config": OBJECT, "model": OBJECT},
+    "engine": {"config": OBJECT, "model": OBJECT, "dtype": TEXT},
     "arrival": {
         "round": COUNT, "request_id": TEXT, "prompt_tokens": COUNT, "prompt": COUNTS,
         "sampling": OBJECT, "stream": TRUTH, "cache_salt": TEXT,
@@ -76,9 +78,11 @@ FIELDS: dict[str, dict[str, Kind]] = {
     "admit": {"request_id": TEXT, "slots": COUNTS},
     "schedule": {
         "step": COUNT, "slots": COUNTS, "starts": COUNTS, "counts": COUNTS, "sources": COUNTS,
-        "swaps_out": PAIRS, "swaps_in": PAIRS, "copies": PAIRS, "pages": PAGES,
+        "moves": OBJECT, "pages": PAGES,
     },
-    "step": _kinds_of(StepRecord) | {"tokens": _list_of(_list_of(INTEGER))},
+    "step": _kinds_of(StepRecord) | {
+        "tokens": _list_of(_list_of(INTEGER)), "report": ANYTHING,
+    },
     "beams": {
         "step": COUNT, "request_id": TEXT, "before": COUNTS, "candidates": _list_of(COUNTS),
         "candidate_logprobs": _list_of(_list_of(NUMBER)), "parents": COUNTS, "slots": COUNTS,

@@ -47,6 +47,7 @@ from experiments.soak.operations import OPERATIONS
 from experiments.soak.users import MOST_SEQUENCES, Users
 from models import checkpoint
 from paged.config import EngineConfig
+from paged.kv_cache.dense import DenseHost
 
 FLAGS = flags.FLAGS
 SAMPLE_EVERY = 50  # steps
@@ -80,12 +81,14 @@ class Sample:
 
 
 def sample(users: Users, step: int, minutes: float, at_rest: bool = False) -> Sample:
-    pool, scheduler = users.engine.host_policy.pool, users.engine.scheduler
+    policy, scheduler = users.engine.host_policy, users.engine.scheduler
+    held = {name: len(units) for name, units in policy.held().items()}
+    swapped = sum(count for name, count in held.items() if name.startswith("host "))
+    cache = policy.pool.cache if isinstance(policy, DenseHost) else None
     return Sample(
         step, minutes, rss_mib(), len(jax.live_arrays()), len(scheduler.running),
-        len(scheduler.waiting), pool.num_used, len(pool.cache.idle) if pool.cache else 0,
-        users.engine.host_policy.host_pool.num_used, users.counts["requests"],
-        users.counts["output_tokens"], at_rest,
+        len(scheduler.waiting), sum(held.values()) - swapped, len(cache.idle) if cache else 0,
+        swapped, users.counts["requests"], users.counts["output_tokens"], at_rest,
     )  # fmt: skip
 
 
@@ -238,8 +241,6 @@ def make_users() -> Users:
     """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
     run_record.check_output_dir(FLAGS.output_dir, "samples.csv", "soak.png")
     config = engine_config(checkpoint.load_config(FLAGS.model))
-    if config.policy != "vllm":
-        raise ValueError(f"the soak test counts owners of blocks: policy vllm, not {config.policy}")
     tokenizer = checkpoint.load_tokenizer(FLAGS.model)
     engines = [load_engine(c, tokenizer) for c in (config, reference_config(config))]
     users = Users(

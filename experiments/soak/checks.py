@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paged.blocks.block_pool import NULL_BLOCK, BlockPool
 from paged.engine import Engine
 from paged.requests.sequence import RequestOutput, SamplingParams, SequenceOutput
 from paged.requests.stopping import decode
@@ -126,30 +125,12 @@ def holdings(engine: Engine) -> dict[str, int]:
     }
 
 
-def check_blocks(engine: Engine, pins: np.ndarray) -> None:
-    """Each block has as many references as tables name it, pins [num_blocks] added; in the host's
-    memory one, if a swapped group has its content there."""
-    policy = engine.host_policy
-    named = policy.block_tables.blocks[policy.block_tables.blocks != NULL_BLOCK]
-    swapped = [g.swapped.distinct for g in engine.scheduler.waiting if g.swapped is not None]
-    on_host = np.concatenate([np.zeros(0, np.int64), *swapped])
-    _check_references("block", policy.pool, np.bincount(named, minlength=len(pins)) + pins)
-    _check_references("host block", policy.host_pool, np.bincount(on_host, minlength=len(pins)))
-
-
-def _check_references(what: str, pool: BlockPool, owners: np.ndarray) -> None:
-    wrong = np.flatnonzero(pool.refcounts != owners)
-    if len(wrong):
-        block = int(wrong[0])
-        raise Violation(
-            "leaked_blocks",
-            f"{what} {block} has {pool.refcounts[block]} references and {owners[block]} owners",
-        )
-    if pool.num_used != np.count_nonzero(owners):
-        raise Violation(
-            "leaked_blocks",
-            f"{pool.num_used} {what}s are in use, {np.count_nonzero(owners)} owned",
-        )
+def check_memory(engine: Engine) -> None:
+    """Each unit of the policy's pools is free or has the owners that are counted."""
+    try:
+        engine.host_policy.check()
+    except AssertionError as error:
+        raise Violation("leaked_blocks", str(error)) from error
 
 
 def check_slots(engine: Engine) -> None:
@@ -164,6 +145,6 @@ def check_slots(engine: Engine) -> None:
             f"{slots.num_slots - slots.num_free} slots are taken, and {len(running)} sequences run",
         )
     held = np.flatnonzero(slots.held & slots.active).tolist()
-    followers = [s.slot for s in scheduler._followers]
+    followers = [s.slot for s in scheduler._followers.held]
     if sorted(followers) != held:
         raise Violation("leaked_state", f"slots {held} are held, and followers are in {followers}")

@@ -106,8 +106,8 @@ def refuse(users: Users, rng: random.Random) -> None:
 
 
 def _books(engine: Engine) -> tuple[int, ...]:
-    pool = engine.host_policy.pool
-    return pool.num_free, int(pool.refcounts.sum()), len(engine.metrics.events)
+    held = map(len, engine.host_policy.held().values())
+    return *held, *engine.host_policy.usage().bytes.values(), len(engine.metrics.events)
 
 
 def _add_twice(users: Users) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from experiments.soak.checks import (
     Asked,
     Violation,
-    check_blocks,
+    check_memory,
     check_slots,
     holdings,
     takes_back,
@@ -25,8 +25,8 @@ from experiments.soak.checks import (
 )
 from experiments.soak.comparison import compare
 from experiments.soak.interrupts import Interruption, Interrupts
-from paged.blocks.block_pool import NULL_BLOCK
 from paged.engine import Engine, OutputStream
+from paged.kv_cache.moves import Moves
 from paged.requests.sequence import RequestOutput, SamplingParams
 from paged.requests.validation import token_limit
 
@@ -105,7 +105,7 @@ class Users:
         rng = random.Random(f"{seed} prefixes")
         self._prefixes = [self._tokens(rng, self._third) for _ in range(NUM_PREFIXES)]
         self._at_rest = holdings(engine)
-        self._pins = engine.host_policy.pool.refcounts.copy()
+        self._held = engine.host_policy.held()  # with nothing unfinished
         self._pinned = self._failures = 0
         self._records = self._without_record = 0
         self._oldest, self._oldest_for = "", 0
@@ -143,8 +143,7 @@ class Users:
         failures = sum(event["event"] == "failure" for event in self.engine.events)
         if failures > self._failures:
             self._failures, self._pinned = failures, 0
-            self._pins = np.zeros_like(self._pins)
-            self._pins[NULL_BLOCK] = self.engine.host_policy.pool.refcounts[NULL_BLOCK]
+            self._held = {name: units[:0] for name, units in self._held.items()}
 
     def request(self, rng: random.Random) -> tuple[list[int], SamplingParams]:
         """A prompt, often beginning as others do, and how it is to be continued."""
@@ -207,7 +206,7 @@ class Users:
         if self._without_record > 2:
             raise Violation("stuck", f"{self._without_record} steps in which nothing was computed")
         self._check_oldest()
-        check_blocks(engine, self._pins)
+        check_memory(engine)
         check_slots(engine)
 
     def drain(self) -> None:
@@ -220,7 +219,9 @@ class Users:
         if self.asked:
             raise Violation("lost", f"no final output of {', '.join(self.asked)}")
         # A copy of what was swapped out last stays on the device until something else is.
-        self.engine.executor.swap_out([(NULL_BLOCK, NULL_BLOCK)])
+        pools = self.engine.host_policy.pools
+        nothing = {pool.name: [(pool.null_unit, 0)] for pool in pools if pool.num_host_units > 1}
+        self.engine.executor.apply(Moves(exports=nothing))
         self.check_at_rest()
         self._take_records()
 
@@ -244,7 +245,7 @@ class Users:
 
     def _pin(self) -> None:
         self.engine.pin_prefix(self._prefixes[self._pinned])
-        self._pins = self.engine.host_policy.pool.refcounts.copy()
+        self._held = self.engine.host_policy.held()
         self._pinned += 1
         self.counts["pinned_prefixes"] += 1
 
@@ -317,13 +318,12 @@ class Users:
 
     def check_at_rest(self) -> None:
         """With nothing unfinished the engine must hold what it held at first, and the pins."""
-        check_blocks(self.engine, self._pins)
+        check_memory(self.engine)
         check_slots(self.engine)
-        pool = self.engine.host_policy.pool
-        leaked = pool.num_used - int((self._pins > 0).sum())
-        leaked += self.engine.host_policy.host_pool.num_used
-        if leaked:
-            raise Violation("leaked_blocks", f"{leaked} blocks are in use by nobody")
+        for name, units in self.engine.host_policy.held().items():
+            leaked = np.setxor1d(units, self._held[name])
+            if len(leaked):
+                raise Violation("leaked_blocks", f"{name}: {leaked.tolist()} are in use by nobody")
         self.check_held(self._at_rest, "with nothing unfinished")
         if self.engine.step():
             raise Violation("doubled", "an output with nothing unfinished")

@@ -90,6 +90,15 @@ class BlockPool:
             freed = freed[~kept]
         self._push(freed)
 
+    def check(self) -> None:
+        """Assert that each block is free, idle or owned, and only one of these."""
+        free = self._free[: self._num_stacked]
+        idle = np.array(list(self.cache.idle) if self.cache else [], np.int64)
+        unowned = np.sort(np.concatenate([free, idle]))
+        expected = np.flatnonzero(self.refcounts == 0)[1:]  # all but the null block
+        assert not self.refcounts[NULL_BLOCK], "the null block has owners"
+        assert np.array_equal(unowned, expected), "a block is lost, or free twice"
+
     def drain_operations(self) -> list[tuple[str, np.ndarray]]:
         """The operations since the last call, as (verb, blocks)."""
         operations, self._operations = self._operations, []

@@ -129,9 +129,10 @@ class BlockTables:
         self.blocks[slot] = NULL_BLOCK
         self.num_blocks[slot] = self.num_tokens[slot] = 0
 
-    def shared_room(self, slots: np.ndarray) -> int:
-        """The room in last blocks that `slots` share, counted for all of their owners but one."""
-        if not self._forked or not len(slots):
+    def shared_room(self) -> int:
+        """The room in last blocks that are shared, counted for all of their owners but one."""
+        slots = np.flatnonzero(self.num_blocks) if self._forked else ()
+        if not len(slots):
             return 0
         room = self.num_blocks[slots] * self.page_size - self.num_tokens[slots]
         tails = self.blocks[slots, self.num_blocks[slots] - 1]

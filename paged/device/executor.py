@@ -1,9 +1,7 @@
 """Runs steps on the device: one compiled program for each declared shape."""
 
-import itertools
-import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
@@ -14,14 +12,13 @@ from tqdm import tqdm
 
 from models.params import stack
 from models.sampling import MAX_LOGIT_BIAS, SAMPLING_ROW, SamplingState
-from paged.blocks.block_pool import NULL_BLOCK
 from paged.clock import VirtualClock, WallClock
 from paged.device import compilations
+from paged.device.mover import SlotMover, UnitMover
 from paged.device.step import StepOutputs, StepProgram, stacks
 from paged.device.step_inputs import StepInputs
-from paged.device.tensor_parallel import SPLIT, SPLIT_BLOCKS, WHOLE
-
-COPIED_TOKENS_PER_CALL = 1024  # block copies are padded to this, so that they are one program
+from paged.device.tensor_parallel import WHOLE
+from paged.kv_cache.moves import Moves
 
 
 class PendingOutputs(Protocol):
@@ -45,16 +42,19 @@ class Executor(Protocol):
 
     def warm_up(self, progress: bool = True) -> None: ...
 
-    def execute(self, inputs: StepInputs) -> PendingOutputs: ...
-
-    def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None: ...
-
-    def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy blocks (block, host block) to the host's memory."""
+    @property
+    def dtype(self) -> str:
+        """What the model computes in."""
         ...
 
-    def swap_in(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy blocks (host block, block) back."""
+    def apply(self, moves: Moves) -> None:
+        """What is moved before the next step."""
+        ...
+
+    def execute(self, inputs: StepInputs) -> PendingOutputs: ...
+
+    def apply_after(self, moves: Moves) -> None:
+        """What is moved after the step that was executed last."""
         ...
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
@@ -89,10 +89,7 @@ class DeviceExecutor:
     (Tp, Sd) of `Buckets.shapes`, compiled by `warm_up`, or without it when first met.
     """
 
-    def __init__(
-        self, params, program: StepProgram, *, shapes: list[tuple[int, int]], num_blocks: int,
-        page_size: int,
-    ):  # fmt: skip
+    def __init__(self, params, program: StepProgram, *, shapes: list[tuple[int, int]]):
         self.clock = WallClock()
         self._program = program
         shards, policy = program.shards, program.policy
@@ -102,18 +99,12 @@ class DeviceExecutor:
         if stacks(shards.platform, layer_bytes):
             params = stack(params)
         self._params = params
+        self._adapters: Any = None  # resident adapters, which a step reads and never donates
         self._shapes = shapes
         self._empty = program.init(params["embed"].dtype)
         self._load = shards.jit(SamplingState.load_slot, (WHOLE,) * 5, WHOLE, donate_argnums=0)
-        self._copy = shards.jit(policy.copy_pages, (SPLIT, WHOLE, WHOLE), SPLIT, donate_argnums=0)
-        self._export = shards.jit(policy.export_pages, (SPLIT, WHOLE), SPLIT_BLOCKS)
-        self._import = shards.jit(
-            policy.import_pages, (SPLIT, WHOLE, SPLIT_BLOCKS), SPLIT, donate_argnums=0
-        )
-        self._num_blocks = num_blocks
-        self._copies_per_call = -(-COPIED_TOKENS_PER_CALL // page_size)
-        self._landing: list[tuple[np.ndarray, Any]] = []  # (host blocks, content) on their way
-        self._host_pool: Any = None
+        self._pools = {pool.name: UnitMover(shards, policy, pool) for pool in program.pools}
+        self._slots = SlotMover(shards, policy, program.num_slots) if program.slot_state else None
         self._programs: dict[tuple[int, int], jax.stages.Compiled] = {}
         self.reset()
 
@@ -122,8 +113,16 @@ class DeviceExecutor:
         # them makes room first.
         self._cache: Any = None
         self._state: Any = None
-        self._landing.clear()
+        for mover in self._movers():
+            mover.reset()
         self._cache, self._state = self._empty()
+
+    def _movers(self) -> list["UnitMover | SlotMover"]:
+        return [*self._pools.values(), *([self._slots] if self._slots else [])]
+
+    @property
+    def dtype(self) -> str:
+        return str(self._params["embed"].dtype)
 
     @property
     def compilations(self) -> int:
@@ -141,17 +140,15 @@ class DeviceExecutor:
             threads.shutdown(cancel_futures=True)
         for shape in self._shapes:
             self.execute(self._program.empty_inputs(shape)).wait()
-        for count in (1, self._state.history.shape[0]):
-            self.copy_blocks([(NULL_BLOCK, NULL_BLOCK)] * count)
-        self.swap_out([(0, 0)])
-        self.swap_in([(0, 0)])
+        for mover in self._movers():
+            self._cache = mover.warm_up(self._cache)
         # A slot beyond the last: any other may be in use.
         self.load_slot(self._state.history.shape[0], np.zeros(0, np.int32), {})
         jax.block_until_ready(self._cache)
 
     def _compile(self, shape: tuple[int, int]) -> jax.stages.Compiled:
         assert shape in self._shapes, f"step shape {shape} is not declared"
-        return self._program.compile(shape, self._params, self._cache, self._state)
+        return self._program.compile(shape, self._params, self._adapters, self._cache, self._state)
 
     def execute(self, inputs: StepInputs) -> _DeviceOutputs:
         shape = inputs.num_prefill_tokens, inputs.tokens.shape[0] - inputs.num_prefill_tokens
@@ -159,7 +156,7 @@ class DeviceExecutor:
             self._programs[shape] = self._compile(shape)
         program = self._programs[shape]
         self._cache, self._state, outputs = program(
-            self._params, self._cache, self._state, inputs.packed
+            self._params, self._adapters, self._cache, self._state, inputs.packed
         )
         return _DeviceOutputs(outputs, inputs)
 
@@ -172,52 +169,21 @@ class DeviceExecutor:
         bias_values[: len(logit_bias)] = list(logit_bias.values())
         self._state = self._load(self._state, np.int32(slot), history, bias_tokens, bias_values)
 
-    def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy blocks (source, destination) on the device, before the next step (vLLM §4.4): in one
-        operation (§5.1), as a step copies at most one block of each sequence."""
-        copies = list(copies)
-        # Padding to the most there can be would cost most in steps that copy little.
-        few = len(copies) <= self._copies_per_call
-        size = self._copies_per_call if few else self._state.history.shape[0]
-        for pairs in _parts(copies, size, padding=NULL_BLOCK):
-            self._cache = self._copy(self._cache, pairs[:, 0].copy(), pairs[:, 1].copy())
+    def apply(self, moves: Moves) -> None:
+        """Copies on the device are one operation for many units (vLLM §5.1); so are swaps, a gather
+        or a scatter and a transfer, and no step waits for what is swapped out (§4.5)."""
+        for pool, pairs in moves.exports.items():
+            self._pools[pool].export(self._cache, pairs)
+        if self._slots:
+            self._cache = self._slots.before(self._cache, moves)
+        for pool, pairs in moves.imports.items():
+            self._cache = self._pools[pool].bring(self._cache, pairs)
+        for pool, pairs in moves.copies.items():
+            self._cache = self._pools[pool].copy(self._cache, pairs)
+        if self._slots:
+            self._cache = self._slots.copy(self._cache, moves.slot_copies)
 
-    def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy blocks (block, host block) to the host's memory (vLLM §4.5): a gather and a transfer
-        for many of them, for which the steps that follow do not wait."""
-        self._land()
-        for part in _parts(pairs, self._copies_per_call, padding=NULL_BLOCK):
-            content = self._export(self._cache, part[:, 0].copy())
-            for leaf in jax.tree.leaves(content):
-                leaf.copy_to_host_async()
-            self._landing.append((part[:, 1], content))
-
-    def swap_in(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy blocks (host block, block) back: a transfer and a scatter for many of them."""
-        self._land()
-        nowhere = self._num_blocks
-        for part in _parts(pairs, self._copies_per_call, padding=nowhere):
-            on_host = np.where(part[:, 0] == nowhere, NULL_BLOCK, part[:, 0])
-            content = jax.tree.map(operator.itemgetter(on_host), self._host_pool)
-            self._cache = self._import(self._cache, part[:, 1].copy(), content)
-
-    def _land(self) -> None:
-        """Bring what is on its way into the host's pool; padding lands in the null block."""
-        for blocks, content in self._landing:
-            if self._host_pool is None:
-                # Untouched pages of it are not resident.
-                self._host_pool = jax.tree.map(
-                    lambda x: np.empty((self._num_blocks, *x.shape[1:]), x.dtype), content
-                )
-            pools, contents = jax.tree.leaves(self._host_pool), jax.tree.leaves(content)
-            for pool, pages in zip(pools, contents, strict=True):
-                pool[blocks] = pages
-        self._landing.clear()
-
-
-def _parts(pairs: Iterable[tuple[int, int]], size: int, padding: int) -> Iterator[np.ndarray]:
-    """The pairs as arrays [size, 2] int32, the last one padded."""
-    for part in itertools.batched(pairs, size):
-        padded = np.full((size, 2), padding, np.int32)
-        padded[: len(part)] = part
-        yield padded
+    def apply_after(self, moves: Moves) -> None:
+        if moves.after:
+            assert self._slots is not None, "slots without state are copied"
+            self._cache = self._slots.copy(self._cache, moves.after)

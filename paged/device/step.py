@@ -1,12 +1,14 @@
 """The step of an engine: one pass of the model or several, as one program on the device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from models.common import Reduce
+from models.common import Adapters, Reduce
 from models.config import ModelConfig
 from models.families import family
 from models.sampling import (
@@ -22,6 +24,7 @@ from paged.config import EngineConfig
 from paged.device.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
 from paged.device.tensor_parallel import SPLIT, WHOLE, Shards
 from paged.kv_cache import POLICIES
+from paged.kv_cache.moves import Pool
 from paged.kv_cache.policy import KVPolicy
 
 CACHED_LAYER_BYTES = 2**22  # weights of a layer that a CPU's caches hold
@@ -36,15 +39,16 @@ class StepOutputs:
 
     tokens: [I, S] int32, by iteration and row.  logprobs: of these tokens, [I, S].
     prompt_logprobs: of `StepInputs.prompt_targets`, [Tp].  On the host either is None if no row
-    asked for it.
+    asked for it.  report: what the KV policy reports, of each shard [num_shards, ...], or None.
     """
 
     tokens: Array
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    report: Any = None
 
 
-def _iterate(params, cache, state, inputs, model, policy, reduce):
+def _iterate(params, cache, state, inputs, model, policy, adapters, reduce):
     """One pass of the model: (cache, state, tokens [S], logprobs [S], hidden [T, W])."""
     S = inputs.lengths.shape[0]
     slot_of_token = inputs.slots[jnp.minimum(inputs.token_rows, S - 1)]
@@ -59,7 +63,7 @@ def _iterate(params, cache, state, inputs, model, policy, reduce):
         return policy.attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache, plan, inputs)
 
     hidden, cache = family(model).forward(
-        params, model, tokens, inputs.positions, attend, cache, reduce=reduce
+        params, model, tokens, inputs.positions, attend, cache, adapters, reduce
     )
     cache = policy.end_step(cache, plan, inputs)
 
@@ -116,18 +120,19 @@ def _prompt_logprobs(params, hidden_TxE, targets_T, model: ModelConfig) -> Logpr
 
 def step(
     params, cache, state: SamplingState, inputs: StepInputs, model: ModelConfig, policy: KVPolicy,
-    multi_step: int = 1, reduce: Reduce = lambda y: y,
+    multi_step: int = 1, adapters: Adapters | None = None, reduce: Reduce = lambda y: y,
 ):  # fmt: skip
     """One step of the model over a paged cache: (cache, state, StepOutputs).
 
     `state` feeds tokens that the host has not read yet. A step of decodes alone runs up to
     `multi_step` iterations, as many as its longest row asks for; each feeds the next. On a shard
     `params`, `cache` and `model` are its own, and `reduce` is the model's seam to the others.
+    `adapters` is the model's seam to what adds to its projections.
     """
     Tp, S = inputs.num_prefill_tokens, inputs.lengths.shape[0]
     if Tp or multi_step == 1:
         cache, state, tokens, logprobs, hidden = _iterate(
-            params, cache, state, inputs, model, policy, reduce
+            params, cache, state, inputs, model, policy, adapters, reduce
         )
         prompt = _prompt_logprobs(params, hidden, inputs.prompt_targets, model) if Tp else None
         first = jax.tree.map(lambda x: x[None], StepOutputs(tokens, logprobs))
@@ -136,7 +141,7 @@ def step(
     def body(i, carry):
         cache, state, now, outputs = carry
         cache, state, tokens, logprobs, _ = _iterate(
-            params, cache, state, now, model, policy, reduce
+            params, cache, state, now, model, policy, adapters, reduce
         )
         outputs = jax.tree.map(
             lambda all_, new: all_.at[i].set(new), outputs, StepOutputs(tokens, logprobs)
@@ -152,18 +157,25 @@ def step(
     return cache, state, outputs
 
 
+# The model's hook of a step from the resident adapters and the step's inputs.
+AdapterHook = Callable[[Any, StepInputs], Adapters]
+
+
 @dataclass(frozen=True)
 class StepProgram:
     """The step as an engine's configuration declares it, to be compiled for each shape (Tp, Sd) of
-    `Buckets.shapes`; holds no arrays."""
+    `Buckets.shapes`; holds no arrays. adapter_hook: None where no adapters are configured."""
 
     shards: Shards
     policy: KVPolicy
+    pools: tuple[Pool, ...]
+    slot_state: bool
     num_slots: int
     table_width: int
     prefill_rows: int
     max_tokens: int
     multi_step: int
+    adapter_hook: AdapterHook | None = None
 
     @classmethod
     def declare(
@@ -171,11 +183,14 @@ class StepProgram:
     ) -> "StepProgram":
         """`implementation` goes to the attention ops."""
         policy = POLICIES[config.policy]
+        host = policy.host(config, shards.sharded)
         return cls(
             shards,
-            policy.device(config, shards.model, implementation),
+            policy.device(config, shards.sharded, implementation),
+            pools=host.pools,
+            slot_state=config.capabilities.slot_state,
             num_slots=config.max_num_seqs,
-            table_width=policy.host(config).table_width,
+            table_width=host.table_width,
             prefill_rows=config.max_prefills_per_step,
             max_tokens=config.max_model_len,
             multi_step=config.multi_step,
@@ -185,7 +200,7 @@ class StepProgram:
         """Gives an empty cache in `dtype`, and the slots' sampling state."""
 
         def empty():
-            cache = self.policy.init(self.shards.model, dtype)
+            cache = self.policy.init(dtype, self.shards.number())
             return cache, SamplingState.empty(self.num_slots, self.max_tokens)
 
         return self.shards.jit(empty, (), (SPLIT, WHOLE))
@@ -193,30 +208,39 @@ class StepProgram:
     def empty_inputs(self, shape: tuple[int, int]) -> StepInputs:
         return empty_step_inputs(*shape, self.prefill_rows, self.num_slots, self.table_width)
 
-    def compile(self, shape: tuple[int, int], params, cache, state) -> jax.stages.Compiled:
-        """(params, cache, state, packed) -> (cache, state, StepOutputs), with cache and state
-        donated; the arguments may be `ShapeDtypeStruct`s that say where they lie."""
+    def compile(
+        self, shape: tuple[int, int], params, adapters, cache, state
+    ) -> jax.stages.Compiled:
+        """(params, adapters, cache, state, packed) -> (cache, state, StepOutputs), with cache and
+        state donated; the arguments may be `ShapeDtypeStruct`s that say where they lie."""
         packed = self.empty_inputs(shape).packed
-        lowered = self._jit(shape, params).lower(params, cache, state, packed)
+        lowered = self._jit(shape, params).lower(params, adapters, cache, state, packed)
         return lowered.compile(GPU_OPTIONS if self.shards.platform == "gpu" else None)
 
     def check(self, shape: tuple[int, int], dtype) -> None:
         """Raises ValueError if the attention ops cannot compute in `dtype`."""
         params, caches = self.shards.abstract_params(dtype), jax.eval_shape(self.init(dtype))
         packed = self.empty_inputs(shape).packed
-        jax.eval_shape(self._jit(shape, params), params, *caches, packed)
+        jax.eval_shape(self._jit(shape, params), params, None, *caches, packed)
 
     def _jit(self, shape: tuple[int, int], params) -> jax.stages.Wrapped:
-        shapes = step_shapes(*shape, self.prefill_rows, self.table_width)
+        adapted = self.adapter_hook is not None
+        shapes = step_shapes(*shape, self.prefill_rows, self.table_width, adapted)
 
-        def run(params, cache, state, packed):
-            return step(
-                params, cache, state, unpack(packed, shapes), self.shards.model, self.policy,
-                self.multi_step, self.shards.reduce,
+        def run(params, adapters, cache, state, packed):
+            inputs = unpack(packed, shapes)
+            hook = self.adapter_hook(adapters, inputs) if self.adapter_hook else None
+            cache, state, outputs = step(
+                params, cache, state, inputs, self.shards.model, self.policy, self.multi_step, hook,
+                self.shards.reduce,
             )  # fmt: skip
+            report = jax.tree.map(lambda x: x[None], self.policy.report(cache))
+            return cache, state, replace(outputs, report=report)
 
-        specs = self.shards.specs(params), SPLIT, WHOLE, WHOLE
-        return self.shards.jit(run, specs, (SPLIT, WHOLE, WHOLE), donate_argnums=(1, 2))
+        specs = self.shards.specs(params), WHOLE, SPLIT, WHOLE, WHOLE
+        whole: Any = WHOLE
+        outputs = StepOutputs(whole, whole, whole, SPLIT)
+        return self.shards.jit(run, specs, (SPLIT, WHOLE, outputs), donate_argnums=(2, 3))
 
 
 def stacks(platform: str, layer_bytes: int) -> bool:

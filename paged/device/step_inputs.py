@@ -31,6 +31,9 @@ class StepInputs:
     [S] tokens that a decode row computes, one after the other (all 1 without `multi_step`).
     prompt_targets: [Tp] the prompt token whose log-probability is asked for after this one, or -1.
     tables: [S, M].  sampling: [S, n], bit for bit a `SAMPLING_ROW` each.
+    segment_slots, segment_starts, segment_ends: [S] adapter slot of each run of tokens that share
+    an adapter, and where in T it begins and ends; num_segments: [1] how many there are. All four
+    are of width 0 where no adapters are configured.
     """
 
     tokens: Array
@@ -45,6 +48,10 @@ class StepInputs:
     prompt_targets: Array
     tables: Array
     sampling: Array
+    segment_slots: Array
+    segment_starts: Array
+    segment_ends: Array
+    num_segments: Array
     packed: np.ndarray | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
@@ -160,10 +167,13 @@ def build_step_inputs(
 
 
 @functools.lru_cache(maxsize=256)
-def step_shapes(Tp: int, Sd: int, prefill_rows: int, table_width: int) -> dict[str, tuple]:
+def step_shapes(
+    Tp: int, Sd: int, prefill_rows: int, table_width: int, adapters: bool = False
+) -> dict[str, tuple]:
     """The shape of each array of a step, in the order in which they are packed."""
     Sp = prefill_rows if Tp else 0
     T, S = Tp + Sd, Sp + Sd
+    segments = (S if adapters else 0,)
     return {
         "tokens": (T,),
         "positions": (T,),
@@ -177,6 +187,10 @@ def step_shapes(Tp: int, Sd: int, prefill_rows: int, table_width: int) -> dict[s
         "prompt_targets": (Tp,),
         "tables": (S, table_width),
         "sampling": (S, SAMPLING_ROW.itemsize // 4),
+        "segment_slots": segments,
+        "segment_starts": segments,
+        "segment_ends": segments,
+        "num_segments": (1 if adapters else 0,),
     }
 
 

@@ -17,10 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.config import ModelConfig
 from models.families import family
 from models.params import Param, is_param, partition_spec
+from paged.kv_cache.policy import ShardedModel
 
 AXIS = "tp"
 SPLIT = PartitionSpec(AXIS)  # each shard's own, one after the other along the first axis
-SPLIT_BLOCKS = PartitionSpec(None, AXIS)  # blocks [C, ...] on their way, of each shard's pages
+SPLIT_UNITS = PartitionSpec(None, AXIS)  # units or slots [C, x, ...] on their way
 WHOLE = PartitionSpec()  # the same on every shard
 RULES = {"heads": AXIS, "kv_heads": AXIS, "mlp": AXIS}  # of the parameters' axes
 
@@ -29,31 +30,25 @@ class Shards:
     """The first `size` devices, among which `whole` is spread; of size 1, the default device.
 
     model: what one shard computes. With fewer KV heads than shards each is on several of them.
-    devices: JAX's by default; others to compile for.
+    devices: JAX's by default; others to compile for. head_order: [L, K], the KV head that stands at
+    each place, with its query heads; None for the model's own order.
 
     Raises ValueError where there are too few devices or no even split.
     """
 
     def __init__(
-        self, whole: ModelConfig, size: int = 1, devices: Sequence[jax.Device] | None = None
-    ):
-        H, K, F = whole.num_heads, whole.num_kv_heads, whole.intermediate_size
-        for name, count in (("num_heads", H), ("intermediate_size", F)):
-            if count % size:
-                raise ValueError(f"tensor_parallel ({size}) must divide {name} ({count})")
-        if K % size and size % K:
-            raise ValueError(
-                f"tensor_parallel ({size}) must divide num_kv_heads ({K}) or be a multiple of it"
-            )
+        self, whole: ModelConfig, size: int = 1, devices: Sequence[jax.Device] | None = None,
+        dtype="float32", head_order: np.ndarray | None = None,
+    ):  # fmt: skip
+        self.sharded = ShardedModel.split(whole, size, dtype)
         devices = jax.devices() if devices is None else devices
         if size > len(devices):
             raise ValueError(
                 f"tensor_parallel ({size}) needs as many devices; JAX sees {len(devices)}"
             )
         self.size = size
-        self.model = whole.replace(
-            num_heads=H // size, num_kv_heads=max(1, K // size), intermediate_size=F // size
-        )
+        self.model = self.sharded.shard
+        self._head_order = head_order
         self.platform = devices[0].platform
         self._whole = whole
         self._mesh = Mesh(np.array(devices[:size]), (AXIS,))
@@ -62,7 +57,23 @@ class Shards:
         """Parameters of the whole model, as declared, on the devices that need them. What
         `place_one` has put there stays."""
         declaration = family(self._whole).declare(self._whole)
-        return jax.tree.map(self.place_one, declaration, params, is_leaf=is_param)
+        placed = jax.tree.map(self.place_one, declaration, params, is_leaf=is_param)
+        if self._head_order is not None:
+            layers = zip(declaration["layers"], placed["layers"], self._head_order, strict=True)
+            placed["layers"] = [
+                {name: self._ordered(declared[name], x, order) for name, x in layer.items()}
+                for declared, layer, order in layers
+            ]
+        return placed
+
+    def _ordered(self, param: Param, x: jax.Array, order: np.ndarray) -> jax.Array:
+        """With the heads of each axis that has any in the policy's order, and split as before."""
+        for axis, name in enumerate(param.axes):
+            if name in ("heads", "kv_heads"):
+                shape = x.shape
+                by_head = x.reshape(*shape[:axis], len(order), -1, *shape[axis + 1 :])
+                x = jnp.take(by_head, order, axis=axis).reshape(shape)
+        return x if self.size == 1 else jax.device_put(x, self._sharding(param))
 
     def place_one(self, param: Param, x) -> jax.Array:
         """One of them: what `checkpoint.load` can do with each as it reads it."""
@@ -99,6 +110,10 @@ class Shards:
     def specs(self, params):
         """How placed parameters are split."""
         return jax.tree.map(lambda x: getattr(x.sharding, "spec", WHOLE), params)
+
+    def number(self):
+        """Which shard runs this, in a function that `jit` made."""
+        return jnp.int32(0) if self.size == 1 else jax.lax.axis_index(AXIS)
 
     def reduce(self, y):
         """The sum of what all shards give: the seam of models/common.py."""

@@ -20,8 +20,7 @@ On the device nothing changes: the row of a table is a run's first block and tho
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,10 +28,9 @@ from models.config import ModelConfig
 from paged.blocks.block_pool import NULL_BLOCK
 from paged.blocks.buddy_allocator import BuddyAllocator
 from paged.kv_cache import dense
-from paged.kv_cache.policy import Capabilities, Usage
-
-if TYPE_CHECKING:
-    from paged.config import EngineConfig
+from paged.kv_cache.dense.host import BLOCKS, block_pool
+from paged.kv_cache.moves import Moves, Pool
+from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel, Usage
 
 Reserve = Callable[[int, int, int], int]  # (prompt, limit, max_model_len) -> tokens
 
@@ -41,29 +39,23 @@ class ReservingHost:
     """Host half: one run of contiguous blocks for each sequence. Block 0 is the null block.
 
     blocks: [num_slots, M] int32; `NULL_BLOCK` beyond what was asked for.
-
-    Raises ValueError if no run holds max_model_len tokens, which any baseline may ask for.
     """
 
-    def __init__(
-        self, num_blocks: int, page_size: int, num_slots: int, max_model_len: int, reserve: Reserve
-    ):
-        self.buddies = BuddyAllocator(num_blocks - 1)
-        self._page_size, self._max_model_len, self._reserve = page_size, max_model_len, reserve
-        width = self._blocks_for(max_model_len)
+    def __init__(self, pool: Pool, config: CacheConfig, reserve: Reserve):
+        self.pools = (pool,)
+        self.buddies = BuddyAllocator(pool.num_units - 1)
+        self._page_size, self._max_model_len = config.page_size, config.max_model_len
+        self._reserve = reserve
+        width = self._blocks_for(config.max_model_len)
         self._longest_run = self.buddies.run_size(width)
-        if self._longest_run > self.buddies.largest_run:
-            raise ValueError(
-                f"one run of {self._longest_run} blocks must hold max_model_len ({max_model_len}) "
-                f"tokens, but kv_cache_tokens ({(num_blocks - 1) * page_size}) allows runs of "
-                f"{self.buddies.largest_run} blocks of {page_size} tokens at most"
-            )
+        num_slots = config.max_num_seqs
         self.blocks = np.full((num_slots, width), NULL_BLOCK, np.int32)
         self._run = np.zeros(num_slots, np.int64)  # blocks of each slot's run
         self._asked = np.zeros(num_slots, np.int64)  # tokens it was asked for
         self._limit = np.zeros(num_slots, np.int64)  # tokens at the sequence's end
+        self._computed = np.zeros(num_slots, np.int64)  # tokens that are written
         self._refused = 0  # blocks that the last request asked for in vain
-        self._operations: list[tuple[str, np.ndarray]] = []
+        self._operations: list[tuple[str, str, np.ndarray]] = []
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
@@ -91,7 +83,7 @@ class ReservingHost:
         self._refused = max(wanted) if None in starts else 0
         return not self._refused
 
-    def admit(self, slot: int, sequence) -> tuple[int, list[tuple[int, int]]]:
+    def admit(self, slot: int, sequence) -> int:
         asked = self._room(sequence)
         count = self._blocks_for(asked)
         start = self.buddies.allocate(count)
@@ -100,36 +92,41 @@ class ReservingHost:
         self.blocks[slot, :count] = np.arange(start + 1, start + 1 + count)
         self._run[slot] = self.buddies.run_size(count)
         self._asked[slot], self._limit[slot] = asked, sequence.group.limit
-        self._operations.append(("allocate", self.blocks[slot, :count].copy()))
-        return 0, []
+        self._operations.append((BLOCKS, "allocate", self.blocks[slot, :count].copy()))
+        return 0
 
-    def confirm(self, slots, num_tokens, tokens) -> None:
-        """Nothing is shared."""
+    def observe(self, number: int, report) -> None:
+        raise AssertionError("the device half reports nothing")
 
-    def pin(self, slot: int, tokens, salt: str) -> None:
-        raise AssertionError("no prefix cache: refused at start-up")
+    def simulated_report(self, number: int) -> None:
+        """The device half reports nothing."""
 
     def can_append(self, slots, num_tokens) -> bool:
         """Always: all the room was reserved at admission."""
         return True
 
-    def append(self, slots, num_tokens) -> list[tuple[int, int]]:
+    def append(self, slots, num_tokens) -> None:
         assert (num_tokens <= self._asked[slots]).all(), "grew beyond the reserved room"
-        return []
 
     def fork(self, parent: int, child: int) -> None:
+        raise AssertionError("no fork: a policy's capabilities tell")
+
+    def advance(self, number: int, slots, starts, ends) -> None:
+        self._computed[slots] = ends
+
+    def computed(self, parent: int, child: int, num_tokens: int) -> None:
         raise AssertionError("no fork: a policy's capabilities tell")
 
     def can_swap_out(self, slots) -> bool:
         return False
 
-    def swap_out(self, slots) -> tuple[None, list[tuple[int, int]]]:
+    def swap_out(self, slots) -> None:
         raise AssertionError("nothing is preempted where all room is reserved")
 
     def can_swap_in(self, swapped, keep_watermark: bool) -> bool:
         raise AssertionError("nothing was swapped out")
 
-    def swap_in(self, swapped, sequences) -> list[tuple[int, int]]:
+    def swap_in(self, swapped, sequences) -> None:
         raise AssertionError("nothing was swapped out")
 
     def drop_swapped(self, swapped) -> None:
@@ -138,22 +135,35 @@ class ReservingHost:
     def free(self, slot: int) -> None:
         held = self.blocks[slot, : self._blocks_for(int(self._asked[slot]))].copy()
         self.buddies.free(int(held[0]) - 1)
-        self._operations.append(("release", held))
+        self._operations.append((BLOCKS, "release", held))
         self.blocks[slot] = NULL_BLOCK
-        self._run[slot] = self._asked[slot] = self._limit[slot] = 0
+        self._run[slot] = self._asked[slot] = self._limit[slot] = self._computed[slot] = 0
 
-    def drain_operations(self) -> list[tuple[str, np.ndarray]]:
+    def take_moves(self) -> Moves:
+        """Nothing is copied, and nothing is swapped."""
+        return Moves()
+
+    def held(self) -> dict[str, np.ndarray]:
+        return {BLOCKS: np.sort(self.blocks[self.blocks != NULL_BLOCK])}
+
+    def check(self) -> None:
+        held = self.held()[BLOCKS]
+        assert len(held) == len(np.unique(held)), "a block has two owners"
+        assert int(self._run.sum()) == self.buddies.size - self.buddies.num_free, "runs are lost"
+        assert (self._computed <= self._limit).all(), "written beyond the limit"
+
+    def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
         operations, self._operations = self._operations, []
         return operations
 
-    def usage(self, slots, computed) -> Usage:
+    def usage(self) -> Usage:
         """Reserved: from a sequence's last token state to its limit, known and future tokens alike.
         Internal: from there to the end of the room asked for, which shows to be waste only when the
         sequence ends. External: from there to the end of the run (whole pages, and powers of two of
         them), which is waste from the start; and free runs too small for the request that memory
         was last refused to, until one is admitted."""
-        token_states, limit = int(computed.sum()), int(self._limit[slots].sum())
-        asked, runs = int(self._asked[slots].sum()), int(self._run[slots].sum())
+        token_states, limit = int(self._computed.sum()), int(self._limit.sum())
+        asked, runs = int(self._asked.sum()), int(self._run.sum())
         stranded = self.buddies.stranded(self._refused) * self._page_size
         return Usage(
             token_states=token_states,
@@ -161,34 +171,34 @@ class ReservingHost:
             internal=asked - limit,
             external=runs * self._page_size - asked + stranded,
             free=self.buddies.num_free * self._page_size - stranded,
+            bytes={BLOCKS: runs * self.pools[0].unit_bytes},
         )
 
     def tables(self, slots, out: np.ndarray) -> None:
         np.take(self.blocks, slots, axis=0, out=out, mode="clip")
 
 
-@dataclass(frozen=True)
-class Reservation:
-    """A policy of this file, with what a policy's module has. reserve: tokens that a sequence of so
-    many prompt tokens, limit and max_model_len asks for, from limit to max_model_len."""
-
-    reserve: Reserve
-    CAPABILITIES: Capabilities
-
-    def host(self, config: "EngineConfig") -> ReservingHost:
-        """Raises ValueError if kv_cache_tokens has no run for max_model_len tokens."""
-        return ReservingHost(
-            config.num_blocks,
-            config.page_size,
-            config.max_num_seqs,
-            config.max_model_len,
-            self.reserve,
+def _check(config: CacheConfig, model: ModelConfig | None) -> None:
+    """Raises ValueError if no run holds max_model_len tokens, which any baseline may ask for."""
+    buddies = BuddyAllocator(config.num_blocks - 1)
+    longest = buddies.run_size(-(-config.max_model_len // config.page_size))
+    if longest > buddies.largest_run:
+        raise ValueError(
+            f"one run of {longest} blocks must hold max_model_len ({config.max_model_len}) tokens, "
+            f"but kv_cache_tokens ({config.kv_cache_tokens}) allows runs of {buddies.largest_run} "
+            f"blocks of {config.page_size} tokens at most"
         )
+    dense.check(config, model)
 
-    def device(
-        self, config: "EngineConfig", model: ModelConfig, implementation: str | None = None
-    ) -> dense.DensePolicy:
-        return dense.device(config, model, implementation)
+
+def _policy(reserve: Reserve, can: Capabilities) -> Policy:
+    """reserve: tokens that a sequence of so many prompt tokens, limit and max_model_len asks for,
+    from limit to max_model_len."""
+
+    def host(config: CacheConfig, model: ShardedModel) -> ReservingHost:
+        return ReservingHost(block_pool(config, model, 1), config, reserve)
+
+    return Policy(lambda config: can, host, dense.device, _check)
 
 
 def _reserve_max(prompt: int, limit: int, max_model_len: int) -> int:
@@ -203,8 +213,8 @@ def _reserve_oracle(prompt: int, limit: int, max_model_len: int) -> int:
     return limit
 
 
-_CAN = Capabilities(chunked_prefill=True, recompute_exact=True)
-ORCA_MAX = Reservation(_reserve_max, _CAN)
-ORCA_POW2 = Reservation(_reserve_pow2, _CAN)
-ORCA_ORACLE = Reservation(_reserve_oracle, _CAN)
-FASTERTRANSFORMER = Reservation(_reserve_max, replace(_CAN, static_batching=True))
+_CAN = Capabilities(chunked_prefill=True, recompute=True, recompute_exact=True)
+ORCA_MAX = _policy(_reserve_max, _CAN)
+ORCA_POW2 = _policy(_reserve_pow2, _CAN)
+ORCA_ORACLE = _policy(_reserve_oracle, _CAN)
+FASTERTRANSFORMER = _policy(_reserve_max, replace(_CAN, static_batching=True))

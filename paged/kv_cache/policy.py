@@ -1,12 +1,21 @@
-"""The seam of a KV-cache policy: a host half over integers and a device half over arrays."""
+"""The seam of a KV-cache policy: a host half over integers and a device half over arrays.
 
+The two halves never see each other's world. The host half says which units of memory are copied or
+swapped before a step (`Moves`) and which pages a row may read (`tables`); the device half carries
+that out, and may tell the host in a report what it has done with pages that it manages itself.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
+from paged.kv_cache.moves import Moves, Pool
 from paged.requests.sequence import Sequence
 
 
@@ -14,27 +23,33 @@ from paged.requests.sequence import Sequence
 class Capabilities:
     """What a policy can do; `EngineConfig` refuses what it cannot.
 
-    recompute_exact: a sequence that is prefilled again after a preemption goes on as it would have.
+    fork: 'anywhere' if a sequence can share any prefix of another one, 'computed' if it can share
+    exactly what the other one has computed, so that only equal prompts share.
+    recompute: a preempted sequence can be prefilled again. recompute_exact: it then goes on as it
+    would have; where it does not, users must name recomputation to get it.
     static_batching: not an ability: new requests are admitted only when nothing runs.
+    slot_state: the device keeps state of each running sequence under its slot.
     """
 
-    fork: bool = False
+    fork: Literal["no", "computed", "anywhere"] = "no"
     prefix_cache: bool = False
     swap: bool = False
     chunked_prefill: bool = False
+    recompute: bool = False
     recompute_exact: bool = False
     static_batching: bool = False
+    slot_state: bool = False
 
 
 @dataclass(frozen=True)
 class Usage:
-    """KV memory in token slots, in the categories of vLLM §3.1 (Fig. 2).
+    """KV memory in use: `bytes` by pool, and what it serves for, in tokens.
 
-    token_states: written or being written in this step.  reserved: room for tokens to come: those
-    that wait for their prefill and, under policies that reserve for them, those to be generated.
-    internal: what else is allocated: room at the end of last blocks, or reserved in vain.
-    external: unusable for the allocator's sake (none with fixed-size blocks).  free: the rest.
-    shared: what more there would have to be if nothing were shared; it is in none of the others.
+    The categories are those of vLLM §3.1 (Fig. 2). token_states: written or being written in this
+    step.  reserved: room for tokens to come: those that wait for their prefill and, under policies
+    that reserve for them, those to be generated.  internal: what else is allocated: room at the end
+    of last blocks, or reserved in vain.  external: unusable for the allocator's sake (none with
+    fixed-size blocks).  free: the rest.  shared: room saved by sharing; no other category has it.
     """
 
     token_states: int
@@ -43,14 +58,107 @@ class Usage:
     external: int
     free: int
     shared: int = 0
+    bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model and what each of `num_shards` devices computes of it, in `dtype`."""
+
+    whole: ModelConfig
+    shard: ModelConfig
+    num_shards: int = 1
+    dtype: str = "float32"
+
+    @classmethod
+    def split(cls, model: ModelConfig, num_shards: int = 1, dtype="float32") -> "ShardedModel":
+        """With fewer KV heads than shards each is on several of them.
+
+        Raises ValueError where there is no even split.
+        """
+        H, K, F = model.num_heads, model.num_kv_heads, model.intermediate_size
+        for name, count in (("num_heads", H), ("intermediate_size", F)):
+            if count % num_shards:
+                raise ValueError(f"tensor_parallel ({num_shards}) must divide {name} ({count})")
+        if K % num_shards and num_shards % K:
+            raise ValueError(
+                f"tensor_parallel ({num_shards}) must divide num_kv_heads ({K}) or be a multiple "
+                "of it"
+            )
+        shard = model.replace(
+            num_heads=H // num_shards,
+            num_kv_heads=max(1, K // num_shards),
+            intermediate_size=F // num_shards,
+        )
+        return cls(model, shard, num_shards, str(jnp.dtype(dtype)))
+
+
+def kv_bytes_of_token(model: ShardedModel, kv_dtype: str = "auto") -> int:
+    """Bytes of a token's keys and values, in all layers and on all shards, where they are kept as
+    they are. 'auto' is the dtype that the model computes in."""
+    shard = model.shard
+    values = 2 * shard.num_layers * shard.num_kv_heads * shard.head_dim * model.num_shards
+    return values * jnp.dtype(model.dtype if kv_dtype == "auto" else kv_dtype).itemsize
+
+
+class CacheConfig(Protocol):
+    """What policies read of an `EngineConfig`."""
+
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def max_num_batched_tokens(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def kv_cache_tokens(self) -> int: ...
+    @property
+    def kv_dtype(self) -> str: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def watermark(self) -> float: ...
+    @property
+    def multi_step(self) -> int: ...
+    @property
+    def preemption_mode(self) -> str: ...
+    @property
+    def prefix_caching(self) -> bool: ...
+    @property
+    def tensor_parallel(self) -> int: ...
+    @property
+    def policy_options(self) -> Any: ...
 
 
 class HostPolicy(Protocol):
-    """Who owns the pages, asked by the scheduler. Sequences are named by slots; no tensors."""
+    """Who owns the memory, asked by the scheduler. Sequences are named by slots; no tensors.
+
+    A round asks in this order: `observe` as a step's results come in, `free` and `fork` as its
+    tokens are applied; `can_append`, then `swap_out` of the groups that must leave, `append`,
+    `can_admit` and `admit` or `can_swap_in` and `swap_in`; `advance` and `computed` once the step
+    is decided; `take_moves` and `tables` when it is built.
+
+    With nothing in flight a group that `fits` is never refused by `can_append` when it runs alone,
+    nor by `can_admit` or `can_swap_in` when nothing runs.
+    """
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """What units of memory there are, of all shards alike."""
+        ...
 
     @property
     def table_width(self) -> int:
         """M of `tables`."""
+        ...
+
+    def observe(self, number: int, report: Any) -> None:
+        """Step `number` has run, and the device half reports this of its end.
+
+        It holds for a slot from the first step that began with the slot's state in place.
+        """
         ...
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
@@ -61,10 +169,85 @@ class HostPolicy(Protocol):
         """Whether there is room for these sequences, all at once."""
         ...
 
-    def admit(self, slot: int, sequence: Sequence) -> tuple[int, list[tuple[int, int]]]:
-        """Make room for a sequence, which shares with its donor what it may; how many of its first
-        tokens are, or will be, in the cache without it, and block copies to be done first."""
+    def admit(self, slot: int, sequence: Sequence) -> int:
+        """Make room for a sequence, which shares with its donor what it may. Returns how many of
+        its first tokens need no computing, as they are in the cache or its donor computes them."""
         ...
+
+    def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool: ...
+
+    def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Make room for `slots` to hold `num_tokens` each."""
+        ...
+
+    def fork(self, parent: int, child: int) -> None:
+        """`child` goes on from all that `parent` has computed. It may promise more memory than
+        there is: `can_append` counts that."""
+        ...
+
+    def advance(self, number: int, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        """Step `number` will write tokens starts [n] .. ends [n] of `slots` [n]. What no later step
+        reads may be given back here. It never fails: `admit` and `append` have reserved."""
+        ...
+
+    def computed(self, parent: int, child: int, num_tokens: int) -> None:
+        """After the step that was advanced last, `parent` has computed the `num_tokens` that
+        `child`, which was admitted with it as its donor, shares."""
+        ...
+
+    def free(self, slot: int) -> None:
+        """The sequence has left. Its memory counts as free at once."""
+        ...
+
+    def can_swap_out(self, slots: list[int]) -> bool:
+        """Whether the host's memory has room for them."""
+        ...
+
+    def swap_out(self, slots: list[int]) -> Any:
+        """Move all that `slots` hold to the host's memory, and free them. Returns what `swap_in`
+        needs to bring it back."""
+        ...
+
+    def can_swap_in(self, swapped: Any, keep_watermark: bool) -> bool:
+        """Whether there is room for them, and for a token more of each unless nothing else runs."""
+        ...
+
+    def swap_in(self, swapped: Any, sequences: list[Sequence]) -> None:
+        """Bring them back for `sequences`, which have slots."""
+        ...
+
+    def drop_swapped(self, swapped: Any) -> None: ...
+
+    def take_moves(self) -> Moves:
+        """What must be moved around the next step. Taken once for each step that is dispatched."""
+        ...
+
+    def tables(self, slots: np.ndarray, out: np.ndarray) -> None:
+        """Write into out [S, M] int32 what the device half's `begin_step` must know of `slots`."""
+        ...
+
+    def usage(self) -> Usage: ...
+
+    def held(self) -> dict[str, np.ndarray]:
+        """Units of each pool that have owners, in ascending order; under 'host NAME' those of the
+        host's memory of pool NAME."""
+        ...
+
+    def check(self) -> None:
+        """Assert that every unit is either free or has the owners that are counted."""
+        ...
+
+    def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
+        """What happened to units since the last call: (pool, verb, units), in order."""
+        ...
+
+    def simulated_report(self, number: int) -> Any:
+        """What the device half would report of step `number`, where there is none."""
+        ...
+
+
+class PrefixCachingHost(HostPolicy, Protocol):
+    """What a host half with the capability `prefix_cache` does besides."""
 
     def confirm(self, slots: np.ndarray, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
         """The first `num_tokens` [S] of tokens [num_slots, max_tokens] at `slots` [S] are known and
@@ -75,54 +258,21 @@ class HostPolicy(Protocol):
         """Keep in the cache for good the blocks of the prompt `tokens`, which `slot` holds."""
         ...
 
-    def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool: ...
-
-    def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> list[tuple[int, int]]:
-        """Make room for `slots` to hold `num_tokens` each; block copies to be done first."""
-        ...
-
-    def fork(self, parent: int, child: int) -> None: ...
-
-    def free(self, slot: int) -> None: ...
-
-    def can_swap_out(self, slots: list[int]) -> bool:
-        """Whether the host's memory has room for them."""
-        ...
-
-    def swap_out(self, slots: list[int]) -> tuple[Any, list[tuple[int, int]]]:
-        """Move all that `slots` hold to the host's memory: what `swap_in` needs to bring it back,
-        and the (block, host block) pairs to be copied."""
-        ...
-
-    def can_swap_in(self, swapped: Any, keep_watermark: bool) -> bool:
-        """Whether there is room for them, and for a token more of each unless nothing else runs."""
-        ...
-
-    def swap_in(self, swapped: Any, sequences: list[Sequence]) -> list[tuple[int, int]]:
-        """Bring them back for `sequences`, which have slots: (host block, block) pairs to copy."""
-        ...
-
-    def drop_swapped(self, swapped: Any) -> None: ...
-
-    def drain_operations(self) -> list[tuple[str, np.ndarray]]:
-        """What happened to pages since the last call: (verb, page ids), in order."""
-        ...
-
-    def usage(self, slots: np.ndarray, computed: np.ndarray) -> Usage: ...
-
-    def tables(self, slots: np.ndarray, out: np.ndarray) -> None:
-        """Write into out [S, M] int32 the index tables that the device half's `begin_step`
-        understands."""
-        ...
-
 
 class KVPolicy(Protocol):
-    """How pages are written and read: pure functions over a pytree `cache`, run under jit."""
+    """How pages are written and read: pure functions over a pytree `cache`, run under jit.
 
-    def init(self, model_config: ModelConfig, dtype) -> Any: ...
+    All leaves of `cache` have an axis 0 that shards split. Padding of units is the pool's
+    `null_unit`; padding of slots is max_num_seqs, which is no slot.
+    """
+
+    def init(self, dtype, shard) -> Any:
+        """An empty cache for a model that computes in `dtype`. shard: int32, this device's
+        number."""
+        ...
 
     def begin_step(self, cache, inputs) -> tuple[Any, Any]:
-        """Once a step, before the layers: `(cache, plan)`."""
+        """In each iteration of a step, before the layers: `(cache, plan)`."""
         ...
 
     def attend(
@@ -132,18 +282,65 @@ class KVPolicy(Protocol):
         ...
 
     def end_step(self, cache, plan, inputs) -> Any:
-        """Once a step, after the layers: `cache`."""
+        """In each iteration of a step, after the layers: `cache`."""
         ...
 
-    def export_pages(self, cache, pages) -> Any:
-        """What blocks `pages` [C] int32 hold, in a pytree of arrays [C, ...]."""
+    def report(self, cache) -> Any:
+        """Once a step, small: what the host must learn, in a pytree of arrays, or None."""
         ...
 
-    def import_pages(self, cache, pages, content) -> Any:
-        """The cache with blocks `pages` [C] replaced by what `export_pages` gave; those that do not
-        exist are left out."""
+    def export_units(self, cache, pool: str, units) -> Any:
+        """What `units` [C] int32 hold, in a pytree of arrays [C, x, ...]; shards split x."""
         ...
 
-    def copy_pages(self, cache, sources, destinations) -> Any:
-        """Copy blocks with all that belongs to them: `cache`."""
+    def import_units(self, cache, pool: str, units, content) -> Any:
+        """The cache with `units` [C] replaced by what `export_units` gave."""
         ...
+
+    def copy_units(self, cache, pool: str, sources, destinations) -> Any:
+        """Copy units [C] with all that belongs to them: `cache`."""
+        ...
+
+
+class SlotStateKVPolicy(KVPolicy, Protocol):
+    """What a device half with the capability `slot_state` does besides; slots are [C] int32."""
+
+    def release_slots(self, cache, slots) -> Any:
+        """The sequences of `slots` have left; only this ends an owner."""
+        ...
+
+    def copy_slots(self, cache, parents, children) -> Any: ...
+
+    def export_slots(self, cache, slots) -> Any:
+        """The state of `slots`, in a pytree of arrays [C, x, ...]; shards split x."""
+        ...
+
+    def import_slots(self, cache, slots, content) -> Any:
+        """The cache with what `export_slots` gave; a policy whose device half owns the pages
+        allocates them here."""
+        ...
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Of policies that have none."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A KV-cache policy.
+
+    capabilities: what it can do under a configuration. check: raises ValueError, with the reason,
+    for what cannot work; the model is None where only the configuration is known. host, device: its
+    halves; `implementation` goes to the attention ops. options: the dataclass of its own flags,
+    whose value is `EngineConfig.policy_options`. head_order: [L, K] int, the KV head of the model
+    that stands at each place, or None for the model's own order; consecutive K / num_shards of them
+    are one shard's.
+    """
+
+    capabilities: Callable[[CacheConfig], Capabilities]
+    host: Callable[[CacheConfig, ShardedModel], HostPolicy]
+    device: Callable[[CacheConfig, ShardedModel, str | None], KVPolicy]
+    check: Callable[[CacheConfig, ModelConfig | None], None] = lambda config, model: None
+    options: type = NoOptions
+    head_order: Callable[[CacheConfig, ModelConfig], np.ndarray | None] = lambda c, m: None

@@ -271,16 +271,17 @@ class SequenceGroup:
         return not self.unfinished
 
 
-def share_prefixes(sequences: list[Sequence], page_size: int) -> None:
+def share_prefixes(sequences: list[Sequence], page_size: int, whole: bool = False) -> None:
     """Let each of a group's sequences share what it can with one before it.
 
-    Sequences with equal tokens share all of them, others full blocks, short of their last token.
+    Sequences with equal tokens share all of them; others, unless only `whole` sequences can be
+    shared, full blocks, without their last token.
     """
     for i, sequence in enumerate(sequences):
         sequence.donor, sequence.shared = None, 0
         for donor in sequences[:i]:
             shared = _shared_tokens(sequence.tokens, donor.tokens, page_size)
-            if shared > sequence.shared:
+            if shared > sequence.shared and (not whole or shared == len(sequence.tokens)):
                 sequence.donor, sequence.shared = donor, shared
 
 

@@ -8,6 +8,7 @@ from models.config import ModelConfig
 from models.sampling import MAX_LOGPROBS
 from paged.checks import refusal, shown
 from paged.config import EngineConfig
+from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import HostPolicy
 from paged.requests.sequence import SamplingParams
 
@@ -28,12 +29,14 @@ def token_limit(tokens: np.ndarray, sampling: SamplingParams, config: EngineConf
 
 
 def check_model(model: ModelConfig, config: EngineConfig) -> None:
-    """Raise ValueError if the model cannot take sequences of `max_model_len` tokens."""
+    """Raise ValueError if the model cannot take sequences of `max_model_len` tokens, or if the
+    policy cannot serve it."""
     if config.max_model_len > model.max_position_embeddings:
         raise ValueError(
             f"max_model_len ({config.max_model_len}) exceeds the model's max_position_embeddings "
             f"({model.max_position_embeddings})"
         )
+    POLICIES[config.policy].check(config, model)
 
 
 def validated_prompt(

@@ -1,10 +1,11 @@
-"""What the scheduler decides: one step in numbers, and the blocks to be moved before it."""
+"""What the scheduler decides: one step in numbers."""
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from paged.kv_cache.moves import Moves
 from paged.requests.sequence import SequenceGroup
 
 
@@ -21,8 +22,7 @@ class ScheduledStep:
     sources: [num_forks] rows. The last decode rows, as many, are forks: they compute nothing, and
     sample from what their source has computed, whose tokens are theirs too.
 
-    To be done first, in this order: swaps_out (block, host block), swaps_in (host block, block) and
-    copies (source, destination) of blocks.
+    moves: what is moved around the step.
     """
 
     slots: np.ndarray
@@ -33,9 +33,7 @@ class ScheduledStep:
     generations: np.ndarray
     num_prefills: int
     sources: np.ndarray
-    swaps_out: list[tuple[int, int]]
-    swaps_in: list[tuple[int, int]]
-    copies: list[tuple[int, int]]
+    moves: Moves
     has_beams: bool
     preempted: list[SequenceGroup]
     admitted: list[SequenceGroup]
@@ -57,10 +55,16 @@ class ScheduledStep:
         return int(self.yields.max())
 
 
-@dataclass
-class BlockMoves:
-    """Blocks to be moved before a step; see `ScheduledStep`."""
-
-    swaps_out: list[tuple[int, int]] = field(default_factory=list)
-    swaps_in: list[tuple[int, int]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+def rows_of(
+    prefills: list[tuple[int, int]], decodes: np.ndarray, iterations: np.ndarray, forks: list[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(slots, counts, most) [n] of a step's rows: counts are the tokens that each computes, most
+    the tokens that it may sample. Forks compute nothing and sample one."""
+    if not prefills and not forks:
+        return decodes, iterations, iterations
+    chunks = np.array(prefills, np.int64).reshape(-1, 2)
+    slots = np.concatenate([chunks[:, 0], decodes, np.array(forks, np.int64)])
+    counts = np.concatenate([chunks[:, 1], iterations, np.zeros(len(forks), np.int64)])
+    most = np.maximum(counts, 1)
+    most[: len(chunks)] = 1
+    return slots, counts, most

@@ -7,58 +7,35 @@ order, and are recomputed or swapped in again.
 """
 
 from collections import deque
+from typing import cast
 
 import numpy as np
 
 from paged.config import EngineConfig
-from paged.kv_cache.policy import HostPolicy
+from paged.kv_cache.policy import HostPolicy, PrefixCachingHost
 from paged.requests.sequence import Sequence, SequenceGroup, Status, share_prefixes
-from paged.scheduling.scheduled_step import BlockMoves, ScheduledStep
+from paged.scheduling.admission import AdmissionGate, OpenGate, PrefillRoom
+from paged.scheduling.groups import Followers
+from paged.scheduling.preemption import swaps
+from paged.scheduling.scheduled_step import ScheduledStep, rows_of
 from paged.scheduling.slots import Slots
 
 
-class _PrefillRoom:
-    """The prefill rows of one step, under the limits of tokens and of rows.
+class Scheduler:
+    """`schedule` decides a step and counts it as done; `update` brings its tokens, a step later.
 
-    refused: whether a sequence that runs found no room: then nobody new may enter.
+    gate: holds back requests for other reasons than lack of room.
     """
 
-    def __init__(self, config: EngineConfig, budget: int):
-        self._config, self.budget = config, budget
-        self.rows: list[tuple[int, int]] = []
-        self.refused = False
-
-    @property
-    def full(self) -> bool:
-        return self.budget == 0 or len(self.rows) == self._config.max_prefills_per_step
-
-    def takes(self, left: int) -> bool:
-        return not self.full and (self._config.chunked_prefill or left <= self.budget)
-
-    def add(self, slot: int, left: int, forks: int = 0) -> None:
-        """As many of the `left` tokens as fit; none if the sequence must go whole and cannot. With
-        the last of them come `forks` rows of one token: it waits a step if these do not fit."""
-        if not self.takes(left):
-            self.refused = True
-            return
-        count = min(left, self.budget)
-        if count == left and count + forks > self.budget:
-            count = left - 1
-        self.rows.append((slot, count))
-        self.budget -= count + (forks if count == left else 0)
-
-
-class Scheduler:
-    """`schedule` decides a step and counts it as done; `update` brings its tokens, a step later."""
-
-    def __init__(self, config: EngineConfig, policy: HostPolicy):
+    def __init__(self, config: EngineConfig, policy: HostPolicy, gate: AdmissionGate | None = None):
         self.config, self.policy, self._can = config, policy, config.capabilities
+        self.gate: AdmissionGate = gate or OpenGate()
         self.slots = Slots(config.max_num_seqs, config.max_model_len)
         self.waiting: deque[SequenceGroup] = deque()  # by arrival order
         self.running: list[SequenceGroup] = []  # by arrival order, all before those that wait
         self._running_slots: np.ndarray | None = None
         self._beams: list[SequenceGroup] = []  # searches that run
-        self._followers: list[Sequence] = []  # running, held until their donors are computed
+        self._followers = Followers(self.slots)
         # Swapped groups that have not completed, or not even come back: see `admit_after_swap`.
         self._returning: set[SequenceGroup] = set()
 
@@ -86,7 +63,7 @@ class Scheduler:
         """End one sequence; its blocks are free at once. A step in flight may still write them,
         but steps run in order, so it does so before their next owner."""
         if sequence.status is Status.RUNNING:
-            self._release(sequence, Status.FINISHED)
+            self._free(sequence, Status.FINISHED)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
         if sequence.group.finished:
             self._retire(sequence.group)
@@ -102,11 +79,13 @@ class Scheduler:
         for groups in (self.running, self._beams):
             if group in groups:
                 groups.remove(group)
-        if self._followers:
-            self._followers = [s for s in self._followers if s.group is not group]
+        self._followers.leave(group)
+
+    def _free(self, sequence: Sequence, status: Status) -> None:
+        self.policy.free(sequence.slot)
+        self._release(sequence, status)
 
     def _release(self, sequence: Sequence, status: Status) -> None:
-        self.policy.free(sequence.slot)
         self.slots.release(sequence, status)
         self._running_slots = None
 
@@ -138,35 +117,31 @@ class Scheduler:
             return counts
         return np.ones_like(counts)
 
-    def _preempt_latest(self, moves: BlockMoves) -> SequenceGroup:
+    def _preempt_latest(self) -> SequenceGroup:
         """Take all sequences of the latest arrival off the device (vLLM §4.5)."""
         assert len(self.running) > 1, "one group alone must fit: checked when it was added"
         group = self.running[-1]
         sequences = [s for s in group.sequences if s.status is Status.RUNNING]
         slots = [sequence.slot for sequence in sequences]
-        status = Status.WAITING
-        # A host pool as large as the device's can be full: groups grow before they are swapped out.
-        if self._swaps(len(slots)) and self.policy.can_swap_out(slots):
-            group.swapped, swaps_out = self.policy.swap_out(slots)
-            moves.swaps_out += swaps_out
-            status = Status.SWAPPED
-            self._returning.add(group)
-        assert status is Status.SWAPPED or self._can.recompute_exact, "tokens would change"
         for sequence in sequences:
             sequence.computed = int(self.slots.computed[sequence.slot])
-            self._release(sequence, status)
+        # A host pool as large as the device's can be full: groups grow before they are swapped out.
+        if swaps(self.config, len(slots)) and self.policy.can_swap_out(slots):
+            group.swapped = self.policy.swap_out(slots)
+            for sequence in sequences:
+                self._release(sequence, Status.SWAPPED)
+            self._returning.add(group)
+        else:
+            named = self.config.preemption_mode == "recompute"
+            assert self._can.recompute_exact or named, "no room to swap to, and tokens would change"
+            for sequence in sequences:
+                self._free(sequence, Status.WAITING)
         self._leave_device(group)
         self.waiting.appendleft(group)
         group.num_preemptions += 1
         return group
 
-    def _swaps(self, num_sequences: int) -> bool:
-        """Whether a group of so many sequences is swapped out, not recomputed: recomputation shares
-        less, and is no worse for one sequence (§7.3)."""
-        mode = self.config.preemption_mode
-        return mode == "swap" or (mode == "auto" and num_sequences > 1 and self._can.swap)
-
-    def _may_enter(self, group: SequenceGroup, room: _PrefillRoom) -> bool:
+    def _may_enter(self, group: SequenceGroup, room: PrefillRoom) -> bool:
         """Whether there are slots, and nobody else's turn; beams keep theirs while few are live."""
         if self._returning and group.num_preemptions == 0:
             return False
@@ -175,26 +150,25 @@ class Scheduler:
         wanted = max(len(group.unfinished), beams)
         return wanted <= self.slots.num_free - reserved and not room.refused
 
-    def _admit(self, room: _PrefillRoom, moves: BlockMoves) -> SequenceGroup | None:
-        """Move the head of the queue to the device if its blocks and slots are there."""
-        group = self.waiting[0]
+    def _admit(self, group: SequenceGroup, room: PrefillRoom) -> bool:
+        """Bring a group of the queue to the device; False if there is no room."""
         if not self._may_enter(group, room):
-            return None
+            return False
         enter = self._compute if group.swapped is None else self._swap_in
-        if not enter(group, room, moves):
-            return None
-        self._followers += [s for s in group.unfinished if s.donor is not None]
+        if not enter(group, room):
+            return False
+        self._followers.add([s for s in group.unfinished if s.donor is not None])
         if group.search:
             self._beams.append(group)
-        self.running.append(self.waiting.popleft())
+        self.running.append(group)
         self._running_slots = None
-        return group
+        return True
 
-    def _compute(self, group: SequenceGroup, room: _PrefillRoom, moves: BlockMoves) -> bool:
+    def _compute(self, group: SequenceGroup, room: PrefillRoom) -> bool:
         """Admit a group that is new, or was preempted and not swapped out; False without room."""
         sequences = group.unfinished
-        if self._can.fork:
-            share_prefixes(sequences, self.config.page_size)
+        if self._can.fork != "no":
+            share_prefixes(sequences, self.config.page_size, self._can.fork == "computed")
         if not room.takes(len(sequences[0].tokens)):
             return False
         # With nothing else running there is no growth to keep blocks for.
@@ -202,34 +176,29 @@ class Scheduler:
             return False
         for sequence in sequences:
             slot = self.slots.acquire(sequence)
-            computed, copies = self.policy.admit(slot, sequence)
-            self.slots.computed[slot] = computed
-            moves.copies += copies
+            computed = self.slots.computed[slot] = self.policy.admit(slot, sequence)
             if sequence.donor is None:
                 group.num_cached_tokens += computed
             elif self.slots.computed[sequence.donor.slot] >= sequence.shared:
-                self._let_go(sequence)  # what they share is in the prefix cache
+                # What they share is in the prefix cache.
+                self.policy.computed(sequence.donor.slot, slot, sequence.shared)
+                self._followers.let_go(sequence)
         return True
 
-    def _swap_in(self, group: SequenceGroup, room: _PrefillRoom, moves: BlockMoves) -> bool:
+    def _swap_in(self, group: SequenceGroup, room: PrefillRoom) -> bool:
         """Admit a group that was swapped out, as it was; False without room."""
         if not self.policy.can_swap_in(group.swapped, keep_watermark=bool(self.running)):
             return False
         sequences = group.unfinished
         slots = [self.slots.acquire(sequence) for sequence in sequences]
         self.slots.computed[slots] = [sequence.computed for sequence in sequences]
-        moves.swaps_in += self.policy.swap_in(group.swapped, sequences)
+        self.policy.swap_in(group.swapped, sequences)
         group.swapped = None
         if self.config.admit_after_swap == "resumed":
             self._returning.discard(group)
         return True
 
-    def _forks_of(self, donor: Sequence, followers: list[Sequence]) -> int:
-        """How many of `followers` sample where `donor` samples first."""
-        same = (f.donor is donor and f.shared == len(f.tokens) for f in followers)
-        return sum(same)
-
-    def _add_prefill(self, slot: int, room: _PrefillRoom) -> None:
+    def _add_prefill(self, slot: int, room: PrefillRoom) -> None:
         """The next chunk of a sequence of which more than its newest token is to be computed."""
         s, sequence = self.slots, self.slots.owner[slot]
         assert sequence is not None
@@ -239,21 +208,20 @@ class Scheduler:
         # Beams sample in the same step.
         if s.beam[slot] and len(sequence.group.sequences) > 1:
             left -= 1
-        room.add(slot, left, self._forks_of(sequence, self._followers))
+        room.add(slot, left, self._followers.forks_of([slot]))
 
-    def schedule(self, decodes: np.ndarray | None = None) -> ScheduledStep | None:
-        """The next step, or None if there is nothing to compute now. decodes: what `decodes` has
+    def schedule(self, number: int, decodes: np.ndarray | None = None) -> ScheduledStep | None:
+        """Step `number`, or None if there is nothing to compute now. decodes: what `decodes` has
         just said, if it was asked."""
-        s, moves = self.slots, BlockMoves()
+        s = self.slots
         preempted = []
         while decodes is None and (decodes := self.decodes()) is None:
-            preempted.append(self._preempt_latest(moves))
-        moves.copies += self.policy.append(decodes, s.length[decodes])
+            preempted.append(self._preempt_latest())
+        self.policy.append(decodes, s.length[decodes])
 
         budget = self.config.max_num_batched_tokens - len(decodes)
-        if self._followers:
-            budget -= sum(self._forks_of(s.owner[slot], self._followers) for slot in decodes)
-        room = _PrefillRoom(self.config, budget)
+        budget -= self._followers.forks_of(decodes)
+        room = PrefillRoom(self.config, budget)
         running = self.running_slots()
         for slot in running[s.length[running] - s.computed[running] > 1].tolist():
             self._add_prefill(slot, room)
@@ -261,74 +229,52 @@ class Scheduler:
         admitted: list[SequenceGroup] = []
         # Requests wait in a step that preempts, or they would take what was just set free.
         closed = bool(preempted) or (self._can.static_batching and bool(self.running))
-        while self.waiting and not closed and (group := self._admit(room, moves)):
+        place = 0  # in the queue: before it are requests that the gate holds back
+        while not closed and place < len(self.waiting):
+            group = self.waiting[place]
+            if not self.gate.admits(group):
+                place += 1
+                continue
+            if not self._admit(group, room):
+                break
+            del self.waiting[place]
             admitted.append(group)
-            decodes = np.append(decodes, self._start(group, room, moves))
+            decodes = np.append(decodes, self._start(group, room))
 
         if not room.rows and not len(decodes):
             assert not preempted, "preempted everything"
             return None
-        forks, sources = self._forks(room.rows, decodes)
-        iterations = np.ones(len(decodes), np.int64)
-        if self.config.multi_step > 1 and not room.rows and not forks:
-            iterations = self._iterations(decodes)
-            moves.copies += self.policy.append(decodes, s.length[decodes] + iterations - 1)
-        return self._commit(
-            room.rows, decodes, forks, iterations, sources=np.array(sources, np.int64),
-            preempted=preempted, admitted=admitted, **vars(moves),
-        )  # fmt: skip
+        return self._commit(number, room.rows, decodes, preempted, admitted)
 
-    def _start(self, group: SequenceGroup, room: _PrefillRoom, moves: BlockMoves) -> np.ndarray:
+    def _start(self, group: SequenceGroup, room: PrefillRoom) -> np.ndarray:
         """Prefill rows of a group that has just been admitted; its slots that decode at once."""
         s = self.slots
         slots = np.array([sequence.slot for sequence in group.unfinished], np.int64)
         for slot in slots[s.length[slots] - s.computed[slots] > 1].tolist():
             self._add_prefill(slot, room)
         ready = self._ready(slots)
-        rows = len(ready) + sum(self._forks_of(s.owner[slot], self._followers) for slot in ready)
+        rows = len(ready) + self._followers.forks_of(ready)
         if rows > room.budget:
             return ready[:0]
         room.budget -= rows
-        moves.copies += self.policy.append(ready, s.length[ready])
+        self.policy.append(ready, s.length[ready])
         return ready
 
-    def _forks(self, prefills, decodes) -> tuple[list[int], list[int]]:
-        """Let followers go on whose donors are computed after this step: (slots, source rows) of
-        those that sample in it."""
-        forks: list[int] = []
-        sources: list[int] = []
+    def _commit(
+        self, number: int, prefills: list[tuple[int, int]], decodes: np.ndarray,
+        preempted: list[SequenceGroup], admitted: list[SequenceGroup],
+    ) -> ScheduledStep:  # fmt: skip
+        s, released, forks, sources = self.slots, None, [], []
         if self._followers:
-            chunks = [*prefills, *((int(slot), 1) for slot in decodes)]
-            row_of = {slot: row for row, (slot, _) in enumerate(chunks)}
-            waiting = []
-            for follower in self._followers:
-                assert follower.donor is not None
-                donor = follower.donor.slot
-                row = row_of.get(donor, -1)
-                count = chunks[row][1] if row >= 0 else 0
-                if self.slots.computed[donor] + count < follower.shared:
-                    waiting.append(follower)
-                    continue
-                if follower.shared == self.slots.length[follower.slot]:
-                    assert row >= 0, "the donor has sampled without its follower"
-                    forks.append(follower.slot)
-                    sources.append(row)
-                self._let_go(follower)
-            self._followers = waiting
-        return forks, sources
+            rows = [*prefills, *((int(slot), 1) for slot in decodes)]
+            released = self._followers.release(rows)
+            forks, sources = released.forks, released.sources
+        iterations = np.ones(len(decodes), np.int64)
+        if self.config.multi_step > 1 and not prefills and not forks:
+            iterations = self._iterations(decodes)
+            self.policy.append(decodes, s.length[decodes] + iterations - 1)
 
-    def _let_go(self, follower: Sequence) -> None:
-        """What it shares with its donor is computed, or will be in this step."""
-        follower.donor, self.slots.held[follower.slot] = None, False
-
-    def _commit(self, prefills, decodes, forks, iterations, **rest) -> ScheduledStep:
-        s, slots, counts, most = self.slots, decodes, iterations, iterations
-        if prefills or forks:
-            chunks = np.array(prefills, np.int64).reshape(-1, 2)
-            slots = np.concatenate([chunks[:, 0], decodes, np.array(forks, np.int64)])
-            counts = np.concatenate([chunks[:, 1], iterations, np.zeros(len(forks), np.int64)])
-            most = np.maximum(counts, 1)
-            most[: len(chunks)] = 1
+        slots, counts, most = rows_of(prefills, decodes, iterations, forks)
         starts, length = s.computed[slots], s.length[slots]
         ends = starts + counts
         samples = ends >= length
@@ -337,6 +283,9 @@ class Scheduler:
             yields[s.beam[slots]] = 0
         s.computed[slots] = ends
         s.length[slots] = length + yields
+        self.policy.advance(number, slots, starts, ends)
+        for donor, follower, shared in released.shares if released else ():
+            self.policy.computed(donor, follower, shared)
         return ScheduledStep(
             slots=slots,
             starts=starts,
@@ -345,8 +294,11 @@ class Scheduler:
             yields=yields,
             generations=s.generation[slots],
             num_prefills=len(prefills),
+            sources=np.array(sources, np.int64),
+            moves=self.policy.take_moves(),
             has_beams=bool(self._beams) and bool(s.beam[slots].any()),
-            **rest,
+            preempted=preempted,
+            admitted=admitted,
         )
 
     def update(
@@ -367,8 +319,7 @@ class Scheduler:
         known = s.known[good]
         s.tokens[good, known] = new
         s.known[good] = known + 1
-        if self.config.prefix_caching:
-            self.policy.confirm(good, np.minimum(known + 1, s.computed[good]), s.tokens)
+        self._confirm(good)
         return rows, tokens
 
     def advance_beams(self, group: SequenceGroup, moves: list[tuple[int, int]]) -> None:
@@ -378,7 +329,7 @@ class Scheduler:
         kept = {parent for parent, _ in moves}
         for i, sequence in enumerate(live):
             if i not in kept:
-                self._release(sequence, Status.FINISHED)
+                self._free(sequence, Status.FINISHED)
         beams: list[Sequence] = []
         for parent, _ in moves:
             beam = live[parent]
@@ -394,5 +345,10 @@ class Scheduler:
         s.length[slots] += 1
         group.sequences = beams
         self._running_slots = None
+        self._confirm(slots)
+
+    def _confirm(self, slots: np.ndarray) -> None:
+        """Let others share what these sequences have computed of tokens that are known."""
         if self.config.prefix_caching:
-            self.policy.confirm(slots, np.minimum(s.known[slots], s.computed[slots]), s.tokens)
+            s, policy = self.slots, cast(PrefixCachingHost, self.policy)
+            policy.confirm(slots, np.minimum(s.known[slots], s.computed[slots]), s.tokens)

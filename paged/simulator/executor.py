@@ -1,7 +1,7 @@
 """A stand-in for the device that takes simulated time and samples made-up or recorded tokens."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,6 +10,7 @@ from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
 from paged.clock import VirtualClock
 from paged.device.step import StepOutputs
 from paged.device.step_inputs import StepInputs
+from paged.kv_cache.moves import Moves
 from paged.simulator.recorded import RecordedTokens
 
 
@@ -43,7 +44,7 @@ class SimulatedExecutor:
     that runs ahead sees the same lag. Tokens are those of `recorded`, if given; waiting for a step
     raises ValueError if it lacks one. Otherwise they are a function of the row's seed and position
     alone, and never below `first_token`, so that with special tokens below it lengths follow the
-    request's `max_tokens`.
+    request's `max_tokens`. dtype: what the model would compute in.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class SimulatedExecutor:
         vocab_size: int,
         first_token: int = 0,
         recorded: RecordedTokens | None = None,
+        dtype: str = "float32",
     ):
         self.clock = VirtualClock()
         self.compilations = 0
+        self.dtype = dtype
         self._cost = cost or LinearCost()
         self._first_token, self._vocab_size = first_token, vocab_size
         self._recorded = recorded
@@ -99,13 +102,10 @@ class SimulatedExecutor:
         span = np.uint64(self._vocab_size - self._first_token)
         return np.asarray(self._first_token + (mixed >> np.uint64(7)) % span, np.int32)
 
-    def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
+    def apply(self, moves: Moves) -> None:
         pass
 
-    def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
-        pass
-
-    def swap_in(self, pairs: Iterable[tuple[int, int]]) -> None:
+    def apply_after(self, moves: Moves) -> None:
         pass
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:

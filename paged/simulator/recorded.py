@@ -4,6 +4,7 @@ run is replayed."""
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from models.sampling import BEAM, INVALID_TOKEN, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
@@ -22,6 +23,7 @@ class RecordedTokens:
         slots: dict[int, list[int]] = {}
         self._beams: dict[int, dict[int, tuple[list, list]]] = {}  # of each step by slot
         self._steps: dict[int, dict[int, np.ndarray]] = {}
+        self._reports: dict[int, Any] = {}
         for event in events:
             if event["event"] == "schedule":
                 slots[event["step"]] = event["slots"]
@@ -33,12 +35,13 @@ class RecordedTokens:
                 number = event["step"]
                 if number not in slots:
                     raise ValueError(f"step {number}: the log does not hold its schedule")
+                self._reports[number] = event.get("report")
                 tokens = np.array(event["tokens"], np.int32).reshape(-1, len(slots[number]))
                 self._steps[number] = dict(zip(map(int, slots[number]), tokens.T, strict=True))
 
     def sample(self, number: int, inputs: StepInputs) -> StepOutputs:
-        """What step `number` gave: tokens [I, S] int32, NO_TOKEN where a row samples nothing, and
-        log-probabilities of beams' candidates alone, if there are beams.
+        """What step `number` gave: tokens [I, S] int32, NO_TOKEN where a row samples nothing,
+        log-probabilities of beams' candidates alone, if there are beams, and the policy's report.
 
         Raises ValueError if the step was not recorded, or not with all tokens to be sampled.
         """
@@ -56,9 +59,11 @@ class RecordedTokens:
                     f"does not hold them: the schedule is another one"
                 )
             tokens[:count, row] = recorded
-        if not len(beams):
-            return StepOutputs(tokens)
-        return StepOutputs(tokens, self._candidates(number, inputs, beams, tokens))
+        report = jax.tree.map(
+            np.array, self._reports[number], is_leaf=lambda x: isinstance(x, list)
+        )
+        logprobs = self._candidates(number, inputs, beams, tokens) if len(beams) else None
+        return StepOutputs(tokens, logprobs, report=report)
 
     def _candidates(
         self, number: int, inputs: StepInputs, beams: np.ndarray, sampled: np.ndarray

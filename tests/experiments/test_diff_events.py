@@ -26,13 +26,13 @@ from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.tiny import TINY
 
 ROOT = Path(__file__).parents[2]
-MOVES: dict[str, list] = {"sources": [], "swaps_out": [], "swaps_in": [], "copies": []}
+MOVES: dict[str, Any] = {"sources": [], "moves": {}}
 STEP = {field.name: 0 for field in fields(StepRecord)}
 FINISH = {field.name: 0 for field in fields(RequestRecord)}
 LOG: list[dict[str, Any]] = [
     {"event": "engine", "time_s": 0.0,
      "config": {"page_size": 16, "seed": 0, "max_num_seqs": 4},
-     "model": {"vocab_size": 61, "eos_token_ids": [2]}},
+     "model": {"vocab_size": 61, "eos_token_ids": [2]}, "dtype": "float32"},
     {"event": "arrival", "time_s": 0.5, "round": 0, "request_id": "a", "prompt": [5, 6],
      "prompt_tokens": 2,
      "sampling": {"temperature": 0.5, "stop": ["x"], "seed": 1}, "stream": False, "cache_salt": ""},
@@ -45,7 +45,8 @@ LOG: list[dict[str, Any]] = [
      "counts": [2, 1], **MOVES, "pages": [["allocate", [1]], ["allocate", [2]]]},
     {"event": "schedule", "time_s": 0.7, "step": 1, "slots": [0, 1], "starts": [2, 1],
      "counts": [1, 1], **MOVES, "pages": []},
-    {"event": "step", "tokens": [[9, 8]], **STEP, "time_s": 0.8, "host_s": 0.1, "device_s": 0.1,
+    {"event": "step", "tokens": [[9, 8]], "report": None, **STEP, "time_s": 0.8, "host_s": 0.1,
+     "device_s": 0.1,
      "kv_free": 64},
     {"event": "finish", **FINISH, "time_s": 0.9, "request_id": "b", "first_token_s": 0.8,
      "finish_reason": "eos"},

@@ -162,7 +162,7 @@ def _first(kind: str, name: str, value: Any):
         (_first("schedule", "counts", []), r"\d+: schedule: slots, starts and counts must be eq"),
         (_first("schedule", "sources", [9]), r"\d+: schedule: sources must be below"),
         (_first("schedule", "pages", [["lend", [1]]]), r"\d+: schedule: pages must be a list, eac"),
-        (_first("schedule", "copies", [[1]]), r"\d+: schedule: copies must be a list, each two"),
+        (_first("schedule", "moves", [[1]]), r"\d+: schedule: moves must be an object"),
         (_first("step", "step", 3), r"\d+: step: the tokens of step 3 are not those that come"),
         (_first("step", "tokens", [[]]), r"\d+: step: step 0 has \d rows, and 0 tokens"),
         (_first("step", "tokens", [[[1]]]), r"\d+: step: tokens must be a list, each a list"),

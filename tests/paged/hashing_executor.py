@@ -6,6 +6,7 @@ only when waited for, in order, as on a device that runs behind: host arrays tha
 dispatch show as well.
 """
 
+import functools
 import operator
 import zlib
 from collections.abc import Callable
@@ -66,7 +67,7 @@ def beam_search(prompt, how, limit: int) -> list[list[int]]:
 
 
 class HashingExecutor:
-    compilations = 0
+    compilations, dtype = 0, "float32"
 
     def __init__(self, config, eos_rate: float = 0.0):
         self.clock = VirtualClock()
@@ -83,14 +84,15 @@ class HashingExecutor:
     def warm_up(self, progress: bool = True) -> None:
         pass
 
-    def copy_blocks(self, copies) -> None:
-        self._queue.append(lambda: _move(self._memory, self._memory, copies))
+    def apply(self, moves) -> None:
+        memory, host = self._memory, self._host_memory
+        places = {"exports": (memory, host), "imports": (host, memory), "copies": (memory, memory)}
+        for name, pools in moves.facts().items():
+            for pairs in pools.values():
+                self._queue.append(functools.partial(_move, *places[name], pairs))
 
-    def swap_out(self, pairs) -> None:
-        self._queue.append(lambda: _move(self._memory, self._host_memory, pairs))
-
-    def swap_in(self, pairs) -> None:
-        self._queue.append(lambda: _move(self._host_memory, self._memory, pairs))
+    def apply_after(self, moves) -> None:
+        assert not moves.after
 
     def load_slot(self, slot, tokens, logit_bias) -> None:
         def load():  # tokens are not copied: changes before it is used show

@@ -7,6 +7,7 @@ import pytest
 
 from models.sampling import INVALID_TOKEN
 from paged.engine import Engine, EngineConfig
+from paged.kv_cache.dense import DenseHost
 from paged.requests.sequence import RequestOutput, SamplingParams
 from tests.paged.tiny import TINY, padded
 
@@ -70,7 +71,7 @@ def test_preemption_changes_no_token_and_loses_nothing(tiny_params, check_greedy
     for output in outputs:
         assert len(output.tokens) == 50
         check_greedy(output)
-    assert engine.host_policy.pool.num_used == 0
+    assert DenseHost.of(engine.host_policy).pool.num_used == 0
 
 
 def test_sampled_tokens_do_not_depend_on_company(tiny_params):
@@ -156,7 +157,7 @@ def test_abort_in_every_state_leaves_the_others_alone(tiny_params):
     for request_id, output in aborted.items():
         assert output.finish_reason == "abort"
         assert output.tokens == expected[ids.index(request_id)][: len(output.tokens)]
-    assert engine.host_policy.pool.num_used == 0
+    assert DenseHost.of(engine.host_policy).pool.num_used == 0
     with pytest.raises(ValueError, match=f"'{ids[0]}' is unknown or has finished"):
         engine.abort(ids[0])
 
@@ -187,12 +188,13 @@ def test_forked_blocks_are_copied_on_the_device(tiny_params):
     for _ in range(2):
         engine.step()
     parent, child = int(engine.scheduler.running_slots()[0]), 3
-    tables = engine.host_policy.block_tables
+    tables = DenseHost.of(engine.host_policy).block_tables
     assert tables.num_tokens[parent] % engine.config.page_size > 0
     engine.host_policy.fork(parent, child)
-    copies = engine.host_policy.append(np.array([child]), tables.num_tokens[[child]] + 1)
-    assert len(copies) == 1
-    engine.executor.copy_blocks(copies)
+    engine.host_policy.append(np.array([child]), tables.num_tokens[[child]] + 1)
+    moves = engine.host_policy.take_moves()
+    assert len(moves.copies["blocks"]) == 1
+    engine.executor.apply(moves)
     held = int(tables.num_blocks[parent])
     heads = np.arange(TINY.num_layers * TINY.num_kv_heads)[:, None] * engine.config.num_blocks
     pages = np.asarray(engine.executor._cache.k_pages)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paged.blocks.block_pool import NULL_BLOCK
 from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
+from paged.kv_cache.dense import DenseHost
 from paged.requests.sequence import SamplingParams, SequenceGroup
 from tests.paged.hashing_executor import (
     FIRST,
@@ -108,7 +109,7 @@ def test_every_request_gets_exactly_its_tokens(seed):
     shared = [_tokens(rng, 40) for _ in range(2)]
     if config.prefix_caching and config.kv_cache_tokens == 1000:
         engine.pin_prefix(shared[0])
-    pinned = engine.host_policy.pool.refcounts.copy()
+    pinned = DenseHost.of(engine.host_policy).pool.refcounts.copy()
     most = min(config.max_num_seqs, 4)
     last = rng.choice([0, 10, 30])
     todo = sorted((rng.randint(0, last), i) for i in range(rng.randint(1, 20)))
@@ -141,18 +142,18 @@ def test_every_request_gets_exactly_its_tokens(seed):
                 ended[output.request_id] = output
         orders = [g.order for g in engine.scheduler.running + list(engine.scheduler.waiting)]
         assert orders == sorted(orders)
-        tables = engine.host_policy.block_tables
-        refcounts = engine.host_policy.pool.refcounts
+        tables = DenseHost.of(engine.host_policy).block_tables
+        refcounts = DenseHost.of(engine.host_policy).pool.refcounts
         held = tables.blocks[tables.blocks != NULL_BLOCK]
         owners = np.bincount(held, minlength=config.num_blocks) + pinned
         assert (refcounts == owners).all()
-        assert engine.host_policy.pool.num_used == (refcounts > 0).sum()
+        assert DenseHost.of(engine.host_policy).pool.num_used == (refcounts > 0).sum()
         if not todo and not engine.has_unfinished():
             break
     assert not engine.has_unfinished()
     assert ended.keys() | aborted.keys() == requests.keys()
-    assert engine.host_policy.pool.num_used == (pinned > 0).sum()
-    assert engine.host_policy.host_pool.num_used == 0
+    assert DenseHost.of(engine.host_policy).pool.num_used == (pinned > 0).sum()
+    assert DenseHost.of(engine.host_policy).host_pool.num_used == 0
     assert engine.scheduler.slots.num_free == config.max_num_seqs
     for name, (prompt, how) in requests.items():
         limit = min(len(prompt) + how.max_tokens, config.max_model_len)
@@ -261,7 +262,7 @@ def test_the_log_of_page_operations_closes():
     engine.generate([[5 + i] * 30 for i in range(6)], HOW)
     held: Counter[int] = Counter()
     for event in engine.events:
-        for verb, blocks in event.get("pages", ()):
+        for _, verb, blocks in event.get("pages", ()):
             held.update({int(b): {"allocate": 1, "release": -1}[verb] for b in blocks})
     assert len(held) > 10
     assert not any(held.values())

@@ -9,6 +9,7 @@ import pytest
 from experiments.lib.event_log import EventLog
 from experiments.lib.run_record import plain
 from paged.engine import Engine, EngineConfig, OutputStream
+from paged.kv_cache.dense import DenseHost
 from paged.requests.sequence import RequestOutput, SamplingParams
 from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.interrupts import Points, interrupted_at
@@ -137,7 +138,8 @@ class User:
 
     def _check_that_nothing_is_held(self) -> None:
         engine = self.engine
-        policy, slots, events = engine.host_policy, engine.scheduler.slots, engine.events
+        slots, events = engine.scheduler.slots, engine.events
+        policy = DenseHost.of(engine.host_policy)
         kinds = [e["event"] for e in events if e["event"] in ("pin", "failure")]
         pinned = kinds[-1:] == ["pin"]
         assert policy.pool.num_used == (20 // engine.config.page_size if pinned else 0)

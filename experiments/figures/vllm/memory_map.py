@@ -47,6 +47,8 @@ from experiments.lib.flags import (
 from models import checkpoint
 from paged.engine import Engine
 from paged.kv_cache import POLICIES
+from paged.kv_cache.dense import BLOCKS, DenseHost
+from paged.kv_cache.policy import ShardedModel
 from paged.metrics import StepRecord
 from paged.requests.sequence import SamplingParams
 from paged.requests.validation import validated_prompt
@@ -69,8 +71,8 @@ IDLE = "#bdbdbd"
 
 @dataclass(frozen=True)
 class Owner:
-    """One reference to a block: of a request's sequence, as its logical block; filled: its token
-    slots that are taken, or will be once the prompt is computed."""
+    """One reference to a block: of a request's sequence, as its logical block; filled: tokens that
+    it holds, or will hold once the prompt is computed."""
 
     request: str
     sequence: int
@@ -103,7 +105,7 @@ def _add(owners: dict[int, list[Owner]], blocks: np.ndarray, request: str, index
 
 def take(engine: Engine, step: int, happened: list[str]) -> Snapshot:
     """The cache of an engine of the dense policy as it stands."""
-    policy, scheduler = engine.host_policy, engine.scheduler
+    policy, scheduler = DenseHost.of(engine.host_policy), engine.scheduler
     tables = policy.block_tables
     device: dict[int, list[Owner]] = {}
     host: dict[int, list[Owner]] = {}
@@ -138,10 +140,11 @@ def in_words(events: Iterable[Mapping[str, Any]]) -> list[str]:
         if event["event"] in ("arrival", "admit", "preempt", "finish"):
             words.append(f"{event['event']} {event['request_id']}")
         elif event["event"] == "schedule":
-            for name, verb in (("swaps_out", "swap out"), ("swaps_in", "swap in")):
-                if event[name]:
-                    words.append(f"{verb} {len(event[name])} blocks")
-            words += [f"copy block {a} to {b}" for a, b in event["copies"]]
+            moves = {name: pools[BLOCKS] for name, pools in event["moves"].items()}
+            for name, verb in (("exports", "swap out"), ("imports", "swap in")):
+                if name in moves:
+                    words.append(f"{verb} {len(moves[name])} blocks")
+            words += [f"copy block {a} to {b}" for a, b in moves.get("copies", ())]
     return words
 
 
@@ -333,7 +336,7 @@ def summary(snapshots: Sequence[Snapshot], steps: Sequence[StepRecord]) -> dict[
 
 @dataclass(frozen=True)
 class UsageRow:
-    """A step in steps.csv: token slots, as in `paged.kv_cache.policy.Usage`."""
+    """A step in steps.csv: tokens, as in `paged.kv_cache.policy.Usage`."""
 
     step: int
     token_states: int
@@ -361,7 +364,7 @@ def main(names: Sequence[str]) -> None:
         )  # fmt: skip
         model = checkpoint.load_config(FLAGS.model)
         config = engine_config(model)
-        policy = POLICIES[config.policy].host(config)
+        policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
         for prompt, how in requests.values():
             validated_prompt(prompt, how, tokenizer, model, config, policy)
         engine = load_engine(config, tokenizer, FLAGS.executor)

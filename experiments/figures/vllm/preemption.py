@@ -34,6 +34,8 @@ from experiments.workloads.workloads import Request
 from models import checkpoint
 from paged.device.executor import DeviceExecutor
 from paged.engine import Engine
+from paged.kv_cache.dense import BLOCKS
+from paged.kv_cache.moves import Moves
 from paged.requests.sequence import SamplingParams
 
 FLAGS = flags.FLAGS
@@ -88,12 +90,12 @@ def swapper(engine: Engine, tokens: int, rng: np.random.Generator) -> dict[str, 
     )
 
     def swap_out():
-        executor.swap_out(zip(blocks, on_host))
+        executor.apply(Moves(exports={BLOCKS: list(zip(blocks, on_host))}))
         # The transfer goes on behind the steps that follow; the next swap waits for it.
-        executor.swap_out([])
+        executor.apply(Moves(exports={BLOCKS: []}))
 
     def swap_in():
-        executor.swap_in(zip(on_host, blocks))
+        executor.apply(Moves(imports={BLOCKS: list(zip(on_host, blocks))}))
         jax.block_until_ready(executor._cache)
 
     def swap():

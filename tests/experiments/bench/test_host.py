@@ -7,12 +7,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from experiments.bench import host, host_work
 from experiments.bench.host_work import MODES, PARTS, Load
+from paged.kv_cache.dense import DenseHost
 
 ROOT = Path(__file__).parents[3]
 LOAD = Load(num_seqs=256, steps=10, page_size=16, max_model_len=128)
@@ -49,13 +51,13 @@ def test_work_counts_what_depends_on_the_pool():
     peaks = []
     for pool in POOLS:
         case = host_work.make_case("plain", pool, LOAD)
-        original = case.engine.host_policy.usage
+        host: Any = case.engine.host_policy
 
-        def usage(*arguments, case=case, original=original):
-            assert (case.engine.host_policy.pool.refcounts >= 0).all()
-            return original(*arguments)
+        def usage(host=host, original=host.usage):
+            assert (host.pool.refcounts >= 0).all()
+            return original()
 
-        case.engine.host_policy.usage = usage
+        host.usage = usage
         peaks.append(host_work.work(case, LOAD, np.random.default_rng(0))[1])
     assert peaks[1] - peaks[0] > 10
 
@@ -63,7 +65,7 @@ def test_work_counts_what_depends_on_the_pool():
 @pytest.mark.parametrize("mode", MODES)
 def test_cases_are_what_their_names_say(mode):
     case = host_work.make_case(mode, POOLS[0], LOAD)
-    pool = case.engine.host_policy.pool
+    pool = DenseHost.of(case.engine.host_policy).pool
     assert pool.num_blocks == POOLS[0]
     assert (pool.cache is not None) == (mode in ("prefix_caching", "full_cache"))
     if pool.cache:

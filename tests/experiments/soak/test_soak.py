@@ -17,6 +17,7 @@ from experiments.soak.comparison import smallest_lead
 from experiments.soak.operations import OPERATIONS, abort, submit
 from experiments.soak.users import SAMPLING, Users
 from paged.engine import Engine, EngineConfig
+from paged.kv_cache.dense import DenseHost
 from paged.requests.sequence import SamplingParams
 from tests.experiments.conftest import TINY
 from tests.paged.hashing_executor import HashingExecutor
@@ -190,12 +191,12 @@ def test_an_engine_with_a_fault_is_found_out(tokenizer, engine_class, kind):
 
 
 def take_a_block(users: Users, rng) -> None:
-    if users.engine.host_policy.pool.can_allocate(1):
-        users.engine.host_policy.pool.allocate(1)
+    if DenseHost.of(users.engine.host_policy).pool.can_allocate(1):
+        DenseHost.of(users.engine.host_policy).pool.allocate(1)
 
 
 def give_a_block_back_twice(users: Users, rng) -> None:
-    pool = users.engine.host_policy.pool
+    pool = DenseHost.of(users.engine.host_policy).pool
     # One that others still hold: of any other the engine's own assertions may tell first.
     if pool.refcounts.max() > 1:
         pool.release(np.array([pool.refcounts.argmax()], np.int32))
@@ -211,7 +212,7 @@ def write_over_a_page(users: Users, rng) -> None:
 
 
 def take_a_host_block(users: Users, rng) -> None:
-    users.engine.host_policy.host_pool.allocate(1)
+    DenseHost.of(users.engine.host_policy).host_pool.allocate(1)
 
 
 def write_over_what_is_swapped(users: Users, rng) -> None:
@@ -220,7 +221,12 @@ def write_over_what_is_swapped(users: Users, rng) -> None:
 
 
 def share_what_is_written(users, rng):
-    users.engine.executor.copy_blocks = lambda copies: None
+    apply = HashingExecutor.apply
+
+    def without_copies(moves):
+        apply(users.engine.executor, dataclasses.replace(moves, copies={}))
+
+    users.engine.executor.apply = without_copies
 
 
 def hold_a_sequence(users: Users, rng) -> None:

@@ -17,14 +17,16 @@ from paged.device.step import step
 from paged.device.step_inputs import Buckets, empty_step_inputs
 from paged.engine import Engine
 from paged.kv_cache import dense
+from paged.kv_cache.policy import ShardedModel
 from tests.paged.tiny import TINY
 
 
 @pytest.mark.parametrize(("Tp", "Sd", "multi_step"), [(0, 4, 1), (64, 4, 1), (0, 4, 8)])
 def test_a_step_updates_the_donated_cache_in_place(tiny_params, Tp, Sd, multi_step):
     """Both pools are aliased from input to output, and no temporary comes near a pool's size."""
-    policy = dense.device(EngineConfig(kv_cache_tokens=65536, page_size=16), TINY)
-    cache = jax.eval_shape(lambda: policy.init(TINY, np.float32))
+    config = EngineConfig(kv_cache_tokens=65536, page_size=16)
+    policy = dense.device(config, ShardedModel.split(TINY))
+    cache = jax.eval_shape(lambda: policy.init(np.float32))
     state = jax.eval_shape(lambda: SamplingState.empty(4, 256))
     inputs = replace(empty_step_inputs(Tp, Sd, 2, num_slots=4, table_width=16), packed=None)
     program = jax.jit(step, static_argnums=(4, 5, 6), donate_argnums=(1, 2))

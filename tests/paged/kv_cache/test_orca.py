@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, orca
-from paged.kv_cache.policy import HostPolicy
+from paged.kv_cache.policy import HostPolicy, Policy, ShardedModel
 from paged.requests.sequence import SamplingParams, SequenceGroup
 from tests.paged.hashing_executor import FIRST, VOCAB, HashingExecutor, generate
 from tests.paged.tiny import TINY
@@ -21,8 +21,8 @@ CONFIG = EngineConfig(
 )
 
 
-def _host(baseline: orca.Reservation, **changes) -> orca.ReservingHost:
-    return baseline.host(dataclasses.replace(CONFIG, **changes))
+def _host(baseline: Policy, **changes) -> HostPolicy:
+    return baseline.host(dataclasses.replace(CONFIG, **changes), ShardedModel.split(TINY))
 
 
 def _sequence(prompt: int, limit: int):
@@ -58,8 +58,8 @@ def test_every_request_gets_its_tokens_and_memory_is_accounted_for(seed):
     outputs = []
     while engine.has_unfinished():
         outputs += engine.step()
-        owned = engine.host_policy.blocks[engine.host_policy.blocks != 0]
-        assert len(set(owned.tolist())) == len(owned) and owned.max(initial=0) < config.num_blocks
+        engine.host_policy.check()
+        assert engine.host_policy.held()["blocks"].max(initial=0) < config.num_blocks
     assert {output.request_id for output in outputs} == set(requests)
     for output in outputs:
         prompt, limit, ignore_eos = requests[output.request_id]
@@ -74,7 +74,7 @@ def test_every_request_gets_its_tokens_and_memory_is_accounted_for(seed):
         assert step.preemptions == 0
         if policy == "orca_oracle":
             assert step.kv_internal == 0
-    assert engine.host_policy.usage(np.zeros(0, int), np.zeros(0, int)).free == total
+    assert engine.host_policy.usage().free == total
 
 
 def test_greedy_tokens_equal_full_recomputation(tiny_params, check_greedy):
@@ -103,11 +103,12 @@ def test_greedy_tokens_equal_full_recomputation(tiny_params, check_greedy):
 )
 def test_a_request_reserves_what_the_paper_says(baseline, run, internal):
     """10 prompt tokens and 25 to come, in blocks of 4: 9 of them, or 11, or 16."""
-    host: HostPolicy = _host(baseline)
+    host = _host(baseline)
     sequence = _sequence(10, 35)
     assert host.can_admit([sequence], keep_watermark=True)
-    assert host.admit(0, sequence) == (0, [])
-    usage = host.usage(np.array([0]), np.array([12]))
+    assert host.admit(0, sequence) == 0
+    host.advance(0, np.array([0]), np.array([0]), np.array([12]))
+    usage = host.usage()
     assert (usage.token_states, usage.reserved, usage.internal) == (12, 23, internal)
     assert usage.external == run - 35 - internal
     assert usage.free == 256 - run
@@ -116,7 +117,7 @@ def test_a_request_reserves_what_the_paper_says(baseline, run, internal):
     blocks = tables[0, : -(-(35 + internal) // 4)]
     assert (np.diff(blocks) == 1).all() and blocks[0] >= 1
     host.free(0)
-    assert host.usage(np.zeros(0, int), np.zeros(0, int)).free == 256
+    assert host.usage().free == 256
 
 
 def test_a_prompt_at_half_the_context_takes_all_of_it_whatever_is_foreseen():
@@ -137,14 +138,13 @@ def test_free_runs_are_external_fragmentation_to_those_they_cannot_serve():
         host.admit(slot, _sequence(8, 16))
     host.free(0)
     host.free(2)
-    running, computed = np.array([1, 3]), np.array([16, 16])
-    assert host.usage(running, computed).free == 32
+    assert host.usage().free == 32
     # Twice 16 slots are free, but not 32 in a row.
     assert not host.can_admit([_sequence(8, 32)], keep_watermark=False)
-    assert (host.usage(running, computed).external, host.usage(running, computed).free) == (32, 0)
+    assert (host.usage().external, host.usage().free) == (32, 0)
     assert not host.can_admit([_sequence(8, 16)] * 3, keep_watermark=False)
     assert host.can_admit([_sequence(8, 16)] * 2, keep_watermark=False)
-    assert host.usage(running, computed).external == 0
+    assert host.usage().external == 0
 
 
 def test_static_batches_start_only_when_nothing_runs():
@@ -168,7 +168,7 @@ def test_memory_that_cannot_hold_the_longest_sequence_is_refused():
     for policy in BASELINES:
         with pytest.raises(ValueError, match=r"hold max_model_len \(64\) tokens, but kv_cache_t"):
             dataclasses.replace(CONFIG, policy=policy, kv_cache_tokens=60)
-        assert not POLICIES[policy].CAPABILITIES.fork
+        assert POLICIES[policy].capabilities(CONFIG).fork == "no"
     # 15 blocks hold 60 tokens, but as runs of 8, 4, 2 and 1.
     with pytest.raises(ValueError, match="runs of 8 blocks of 4 tokens at most"):
         dataclasses.replace(CONFIG, policy="orca_max", kv_cache_tokens=60, max_model_len=60)

@@ -1,0 +1,173 @@
+"""Moves units of a pool, and the state of slots, on the device and between it and the host."""
+
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from paged.device.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
+from paged.kv_cache.moves import Moves, Pool
+from paged.kv_cache.policy import KVPolicy, SlotStateKVPolicy
+
+SLOTS_PER_CALL = 8
+
+
+class _Landing:
+    """What is on its way to the host's memory, whose arrays begin to exist as it arrives."""
+
+    def __init__(self, num_units: int):
+        self._num_units = num_units
+        self._memory: Any = None
+        self._on_its_way: list[tuple[np.ndarray, Any]] = []  # (host units, content)
+
+    def send(self, units: np.ndarray, content) -> None:
+        for leaf in jax.tree.leaves(content):
+            leaf.copy_to_host_async()
+        self._on_its_way.append((units, content))
+
+    def land(self) -> None:
+        """Wait for all of it. Padding lands in unit 0."""
+        for units, content in self._on_its_way:
+            if self._memory is None:
+                # Untouched pages of it are not resident.
+                self._memory = jax.tree.map(
+                    lambda x: np.empty((self._num_units, *x.shape[1:]), x.dtype), content
+                )
+            memory, arrived = jax.tree.leaves(self._memory), jax.tree.leaves(content)
+            for array, part in zip(memory, arrived, strict=True):
+                array[units] = part
+        self._on_its_way.clear()
+
+    def read(self, units: np.ndarray):
+        self.land()
+        return jax.tree.map(operator.itemgetter(units), self._memory)
+
+    def forget(self) -> None:
+        self._on_its_way.clear()
+
+
+class UnitMover:
+    """The units of one pool. Each method but `export` takes the donated cache and returns it."""
+
+    def __init__(self, shards: Shards, policy: KVPolicy, pool: Pool):
+        self._pool, name = pool, pool.name
+
+        def copy(cache, sources, destinations):
+            return policy.copy_units(cache, name, sources, destinations)
+
+        def export(cache, units):
+            return policy.export_units(cache, name, units)
+
+        def bring(cache, units, content):
+            return policy.import_units(cache, name, units, content)
+
+        self.copy_program = shards.jit(copy, (SPLIT, WHOLE, WHOLE), SPLIT, donate_argnums=0)
+        self.export_program = shards.jit(export, (SPLIT, WHOLE), SPLIT_UNITS)
+        self.import_program = shards.jit(
+            bring, (SPLIT, WHOLE, SPLIT_UNITS), SPLIT, donate_argnums=0
+        )
+        self._host = _Landing(pool.num_host_units)
+
+    def reset(self) -> None:
+        self._host.forget()
+
+    def warm_up(self, cache):
+        null = self._pool.null_unit
+        for size in self._pool.copy_sizes:
+            cache = self.copy(cache, [(null, null)] * size)
+        if self._pool.num_host_units > 1:
+            self.export(cache, [(null, 0)])
+            cache = self.bring(cache, [(0, null)])
+        return cache
+
+    def copy(self, cache, pairs: list[tuple[int, int]]):
+        """(source, destination). A step that copies few units is not padded to the most."""
+        sizes = self._pool.copy_sizes
+        size = next((size for size in sizes if size >= len(pairs)), sizes[-1])
+        null = self._pool.null_unit
+        for part in _parts(pairs, size, (null, null)):
+            cache = self.copy_program(cache, part[:, 0].copy(), part[:, 1].copy())
+        return cache
+
+    def export(self, cache, pairs: list[tuple[int, int]]) -> None:
+        """(unit, host unit)"""
+        self._host.land()
+        for part in _parts(pairs, self._pool.units_per_call, (self._pool.null_unit, 0)):
+            self._host.send(part[:, 1], self.export_program(cache, part[:, 0].copy()))
+
+    def bring(self, cache, pairs: list[tuple[int, int]]):
+        """(host unit, unit)"""
+        for part in _parts(pairs, self._pool.units_per_call, (0, self._pool.null_unit)):
+            content = self._host.read(part[:, 0])
+            cache = self.import_program(cache, part[:, 1].copy(), content)
+        return cache
+
+
+class SlotMover:
+    """The state of slots, for policies that have it. In the host's memory it lies under keys."""
+
+    def __init__(self, shards: Shards, policy: KVPolicy, num_slots: int):
+        device: Any = policy
+        slots: SlotStateKVPolicy = device
+        self._nowhere = num_slots
+        self._release = shards.jit(slots.release_slots, (SPLIT, WHOLE), SPLIT, donate_argnums=0)
+        self._copy = shards.jit(slots.copy_slots, (SPLIT, WHOLE, WHOLE), SPLIT, donate_argnums=0)
+        self._export = shards.jit(slots.export_slots, (SPLIT, WHOLE), SPLIT_UNITS)
+        self._import = shards.jit(
+            slots.import_slots, (SPLIT, WHOLE, SPLIT_UNITS), SPLIT, donate_argnums=0
+        )
+        self._exported: dict[int, tuple[Any, int]] = {}  # key: (content of a call, place in it)
+
+    def reset(self) -> None:
+        self._exported.clear()
+
+    def warm_up(self, cache):
+        nowhere = self._nowhere
+        cache = self.copy(cache, [(nowhere, nowhere)])
+        return self.before(
+            cache,
+            Moves(slot_exports=[(nowhere, -1)], released=[nowhere], slot_imports=[(-1, nowhere)]),
+        )
+
+    def before(self, cache, moves: Moves):
+        """Exports, releases and imports, in this order."""
+        for part in _parts(moves.slot_exports, SLOTS_PER_CALL, (self._nowhere, -1)):
+            content = self._export(cache, part[:, 0].copy())
+            for leaf in jax.tree.leaves(content):
+                leaf.copy_to_host_async()
+            for place, key in enumerate(part[:, 1].tolist()):
+                self._exported[key] = content, place
+        released = [(slot, slot) for slot in moves.released]
+        for part in _parts(released, SLOTS_PER_CALL, (self._nowhere, self._nowhere)):
+            cache = self._release(cache, part[:, 0].copy())
+        some_key = moves.slot_imports[0][0] if moves.slot_imports else 0
+        for part in _parts(moves.slot_imports, SLOTS_PER_CALL, (some_key, self._nowhere)):
+            cache = self._import(cache, part[:, 1].copy(), self._content(part[:, 0].tolist()))
+        for key in [*moves.dropped, *(key for key, _ in moves.slot_imports)]:
+            self._exported.pop(key, None)
+        return cache
+
+    def _content(self, keys: list[int]):
+        """The states under these keys, as one export of them would have given."""
+        kept = [self._exported[key] for key in keys]
+        parts = [jax.tree.map(lambda x, i=i: np.asarray(x)[i], content) for content, i in kept]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+
+    def copy(self, cache, pairs: list[tuple[int, int]]):
+        """(parent, child)"""
+        for part in _parts(pairs, SLOTS_PER_CALL, (self._nowhere, self._nowhere)):
+            cache = self._copy(cache, part[:, 0].copy(), part[:, 1].copy())
+        return cache
+
+
+def _parts(
+    pairs: Iterable[tuple[int, int]], size: int, padding: tuple[int, int]
+) -> Iterator[np.ndarray]:
+    """The pairs as arrays [size, 2] int32, the last one padded."""
+    for part in itertools.batched(pairs, size):
+        padded = np.full((size, 2), padding, np.int32)
+        padded[: len(part)] = part
+        yield padded

@@ -1,0 +1,44 @@
+"""The dense policy (PagedAttention): a head reads all pages of its sequence."""
+
+from models.config import ModelConfig
+from paged.kv_cache.dense.device import DenseCache, DensePlan, DensePolicy
+from paged.kv_cache.dense.host import BLOCKS, DenseHost
+from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+
+__all__ = ["BLOCKS", "VLLM", "DenseCache", "DenseHost", "DensePlan", "DensePolicy", "device"]
+
+CAPABILITIES = Capabilities(
+    fork="anywhere", prefix_cache=True, swap=True, chunked_prefill=True, recompute=True,
+    recompute_exact=True,
+)  # fmt: skip
+
+
+def check(config: CacheConfig, model: ModelConfig | None) -> None:
+    """Raises ValueError for a cache with more places for tokens than an int32 can name."""
+    if model is None:
+        return
+    places = model.num_layers * model.num_kv_heads * config.num_blocks * config.page_size
+    # Room above the pool is for padding tokens, each of which has a place of its own.
+    if places // config.tensor_parallel >= 2**31 - 2**24:
+        raise ValueError(
+            f"kv_cache_tokens ({config.kv_cache_tokens}) over {model.num_layers} layers and "
+            f"{model.num_kv_heads} KV heads exceed the places that an int32 can name"
+        )
+
+
+def device(
+    config: CacheConfig, model: ShardedModel, implementation: str | None = None
+) -> DensePolicy:
+    return DensePolicy(
+        model.shard.num_layers,
+        model.shard.num_kv_heads,
+        model.shard.head_dim,
+        config.num_blocks,
+        config.page_size,
+        model.shard.sliding_window,
+        None if config.kv_dtype == "auto" else config.kv_dtype,
+        implementation,
+    )
+
+
+VLLM = Policy(lambda config: CAPABILITIES, DenseHost.declare, device, check)

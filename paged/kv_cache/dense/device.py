@@ -1,0 +1,144 @@
+"""Device half of the dense policy: pools of pages, one page table for all layers and heads.
+
+A block of the host half stands for one page in each layer and KV head. Pages belong to one KV head,
+as every policy's do; the dense policy is the special case whose page table is one row of block ids
+plus an offset: page = (layer * K + head) * num_blocks + block.
+"""
+
+from dataclasses import dataclass
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv_write import copy_pages, write_kv
+from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
+
+
+@flax.struct.dataclass
+class DenseCache:
+    """k_pages, v_pages: [N, P, D] flat pools of all layers and heads, N = L * K * num_blocks."""
+
+    k_pages: jax.Array
+    v_pages: jax.Array
+
+
+@flax.struct.dataclass
+class DensePlan:
+    """Index arrays of layer 0, built once a step; other layers add an offset.
+
+    tables: [S, K, M] page ids.  slot_mapping: [T, K] where each token's keys and values go.
+    written: [T] whether the token is real.  lengths: [S] tokens in the cache after this step.
+    """
+
+    tables: jax.Array
+    slot_mapping: jax.Array
+    written: jax.Array
+    lengths: jax.Array
+
+
+@dataclass(frozen=True)
+class DensePolicy:
+    """kv_dtype: of the pages, where it is not the compute dtype. implementation: of the attention
+    ops."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_blocks: int
+    page_size: int
+    sliding_window: int | None = None
+    kv_dtype: str | None = None
+    implementation: str | None = None
+
+    def init(self, dtype=jnp.float32, shard=0) -> DenseCache:
+        pages = self.num_layers * self.num_kv_heads * self.num_blocks
+        shape, dtype = (pages, self.page_size, self.head_dim), self.kv_dtype or dtype
+        return DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def begin_step(self, cache: DenseCache, inputs):
+        head_offset = jnp.arange(self.num_kv_heads, dtype=jnp.int32) * self.num_blocks
+        tables = inputs.tables[:, None, :] + head_offset[:, None]
+        S, P = inputs.tables.shape[0], self.page_size
+        row = jnp.minimum(inputs.token_rows, S - 1)
+        page = tables[row, :, inputs.positions // P]
+        plan = DensePlan(
+            tables=tables,
+            slot_mapping=page * P + (inputs.positions % P)[:, None],
+            written=inputs.token_rows < S,
+            lengths=inputs.lengths,
+        )
+        return cache, plan
+
+    def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: DenseCache, plan: DensePlan, inputs):
+        N, P, _ = cache.k_pages.shape
+        T, K, _ = k_TxKxD.shape
+        dtype, compute_dtype = cache.k_pages.dtype, q_TxHxD.dtype
+        q_TxHxD, k_TxKxD, v_TxKxD = (x.astype(dtype) for x in (q_TxHxD, k_TxKxD, v_TxKxD))
+        page_offset = layer * (self.num_kv_heads * self.num_blocks)
+        # Padding goes beyond the pool, each entry to a place of its own: the scatter's indices are
+        # promised to be distinct.
+        nowhere = N * P + jnp.arange(T * K, dtype=jnp.int32).reshape(T, K)
+        slots = jnp.where(plan.written[:, None], plan.slot_mapping + page_offset * P, nowhere)
+        k_pages, v_pages = write_kv(cache.k_pages, cache.v_pages, k_TxKxD, v_TxKxD, slots)
+
+        Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
+        window, implementation = self.sliding_window, self.implementation
+        outs = []
+        if Tp:
+            out = paged_prefill_attention(
+                q_TxHxD[:Tp],
+                k_pages,
+                v_pages,
+                plan.tables[:Sp],
+                inputs.query_starts,
+                plan.lengths[:Sp],
+                page_offset=page_offset,
+                sliding_window=window,
+                implementation=implementation,
+            )
+            outs.append(out)
+        if Tp < T:
+            out = paged_attention(
+                q_TxHxD[Tp:],
+                k_pages,
+                v_pages,
+                plan.tables[Sp:],
+                jnp.broadcast_to(plan.lengths[Sp:, None], (T - Tp, K)),
+                page_offset=page_offset,
+                sliding_window=window,
+                implementation=implementation,
+            )
+            outs.append(out)
+        return jnp.concatenate(outs).astype(compute_dtype), DenseCache(k_pages, v_pages)
+
+    def end_step(self, cache: DenseCache, plan: DensePlan, inputs) -> DenseCache:
+        return cache
+
+    def report(self, cache: DenseCache) -> None:
+        """The host half owns all blocks, so it knows."""
+
+    def _pages(self, blocks):
+        """Pages [C, L * K] of blocks [C]."""
+        groups = jnp.arange(self.num_layers * self.num_kv_heads, dtype=jnp.int32) * self.num_blocks
+        return blocks[:, None] + groups
+
+    def export_units(self, cache: DenseCache, pool: str, blocks) -> DenseCache:
+        """Blocks [C] of every layer and head, as pages [C, L * K, P, D]."""
+        pages = self._pages(blocks)
+        return jax.tree.map(lambda pool: pool[pages], cache)
+
+    def import_units(self, cache: DenseCache, pool: str, blocks, content: DenseCache):
+        pages = self._pages(blocks)
+        return jax.tree.map(
+            lambda pages_, x: pages_.at[pages].set(x, mode="promise_in_bounds"), cache, content
+        )
+
+    def copy_units(self, cache: DenseCache, pool: str, sources, destinations) -> DenseCache:
+        """Copy blocks sources [C] → destinations [C] in every layer and head."""
+        source_pages = self._pages(sources).reshape(-1)
+        destination_pages = self._pages(destinations).reshape(-1)
+        return DenseCache(
+            copy_pages(cache.k_pages, source_pages, destination_pages),
+            copy_pages(cache.v_pages, source_pages, destination_pages),
+        )

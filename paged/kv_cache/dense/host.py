@@ -1,0 +1,199 @@
+"""Host half of the dense policy: a block pool with reference counts, and block tables."""
+
+import numpy as np
+
+from paged.blocks.block_pool import NULL_BLOCK, BlockPool
+from paged.blocks.block_table import BlockTables, SwappedTables
+from paged.blocks.prefix_cache import PrefixCache
+from paged.kv_cache.dense.prefix import Prefixes
+from paged.kv_cache.moves import Moves, Pool
+from paged.kv_cache.policy import CacheConfig, HostPolicy, ShardedModel, Usage, kv_bytes_of_token
+from paged.requests.sequence import Sequence
+
+BLOCKS = "blocks"  # the name of the pool
+MOVED_TOKENS_PER_CALL = 1024  # copies and swaps are padded to this, so that each is one program
+
+
+def block_pool(config: CacheConfig, model: ShardedModel, num_host_units: int) -> Pool:
+    """The pool of an allocator of blocks, of which block 0 is the null block."""
+    return Pool(
+        name=BLOCKS,
+        num_units=config.num_blocks,
+        num_host_units=num_host_units,
+        null_unit=NULL_BLOCK,
+        most_copies=config.max_num_seqs,
+        units_per_call=-(-MOVED_TOKENS_PER_CALL // config.page_size),
+        unit_bytes=config.page_size * kv_bytes_of_token(model, config.kv_dtype),
+    )
+
+
+class DenseHost:
+    """The same block tables serve all layers and heads.
+
+    A prompt is admitted when its blocks, and above them a watermark of free blocks that lets
+    running sequences grow, are there. With a prefix cache it starts from the blocks that are known.
+    """
+
+    def __init__(self, pool: Pool, config: CacheConfig):
+        cache = PrefixCache() if config.prefix_caching else None
+        self.pools = (pool,)
+        self.pool = BlockPool(pool.num_units, cache)
+        self.block_tables = BlockTables(
+            self.pool, config.max_num_seqs, config.max_model_len, config.page_size
+        )
+        self.watermark_blocks = int(config.watermark * self.pool.capacity)
+        self.prefixes = None if cache is None else Prefixes(cache, self.pool, self.block_tables)
+        self._computed = np.zeros(config.max_num_seqs, np.int64)  # tokens of each slot
+        self._moves = Moves()
+        self.host_pool = BlockPool(pool.num_host_units)
+
+    @classmethod
+    def declare(cls, config: CacheConfig, model: ShardedModel) -> "DenseHost":
+        # The host's memory is as large as the device's (vLLM §4.5).
+        return cls(block_pool(config, model, config.num_blocks), config)
+
+    @staticmethod
+    def of(policy: HostPolicy) -> "DenseHost":
+        """The host half of an engine that is known to run the dense policy."""
+        assert isinstance(policy, DenseHost), f"not the dense policy's: {type(policy).__name__}"
+        return policy
+
+    @property
+    def table_width(self) -> int:
+        return self.block_tables.blocks.shape[1]
+
+    def observe(self, number: int, report) -> None:
+        raise AssertionError("the device half reports nothing")
+
+    def simulated_report(self, number: int) -> None:
+        """The device half reports nothing."""
+
+    def fits(self, num_tokens: int, num_sequences: int) -> bool:
+        needed = num_sequences * self.block_tables.blocks_for(num_tokens)
+        pinned = self.prefixes.num_pinned if self.prefixes else 0
+        return needed <= self.pool.capacity - pinned
+
+    def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
+        needed = self.watermark_blocks if keep_watermark else 0
+        for sequence in sequences:
+            needed += self.block_tables.blocks_for(len(sequence.tokens))
+            if sequence.donor:
+                needed -= self.block_tables.blocks_for(sequence.shared)
+            elif self.prefixes:
+                # Blocks with owners cost nothing; idle ones count as free until they are taken.
+                needed -= int((self.pool.refcounts[self.prefixes.find(sequence)[0]] > 0).sum())
+        return self.pool.can_allocate(needed)
+
+    def admit(self, slot: int, sequence: Sequence) -> int:
+        computed = 0
+        if sequence.donor:
+            computed = sequence.shared
+            self.block_tables.fork(sequence.donor.slot, slot, computed)
+            if self.prefixes:
+                self.prefixes.restart(slot, sequence)
+        elif self.prefixes:
+            computed = self.prefixes.adopt(slot, sequence)
+        self._computed[slot] = computed
+        self.append(np.array([slot]), np.array([len(sequence.tokens)]))
+        return computed
+
+    def confirm(self, slots, num_tokens, tokens) -> None:
+        assert self.prefixes is not None, "confirmed without a prefix cache"
+        self.prefixes.confirm(slots, num_tokens, tokens)
+
+    def pin(self, slot: int, tokens, salt: str) -> None:
+        assert self.prefixes is not None, "pinned without a prefix cache"
+        self.prefixes.pin(slot, tokens, salt)
+
+    def can_append(self, slots, num_tokens) -> bool:
+        return self.block_tables.can_append(slots, num_tokens)
+
+    def append(self, slots, num_tokens) -> None:
+        if copies := self.block_tables.append(slots, num_tokens):
+            self._moves.copy(BLOCKS, copies)
+
+    def fork(self, parent: int, child: int) -> None:
+        self.block_tables.fork(parent, child)
+        self._computed[child] = self._computed[parent]
+        if self.prefixes:
+            self.prefixes.fork(parent, child)
+
+    def advance(self, number: int, slots, starts, ends) -> None:
+        self._computed[slots] = ends
+
+    def computed(self, parent: int, child: int, num_tokens: int) -> None:
+        """They have shared their blocks since the child was admitted."""
+
+    def free(self, slot: int) -> None:
+        self.block_tables.free(slot)
+        self._computed[slot] = 0
+
+    def can_swap_out(self, slots: list[int]) -> bool:
+        return self.host_pool.can_allocate(self.block_tables.num_distinct(slots))
+
+    def swap_out(self, slots: list[int]) -> SwappedTables:
+        swapped, pairs = self.block_tables.swap_out(slots, self.host_pool)
+        self._moves.export(BLOCKS, pairs)
+        self._computed[slots] = 0
+        return swapped
+
+    def can_swap_in(self, swapped: SwappedTables, keep_watermark: bool) -> bool:
+        needed = len(swapped.distinct)
+        if keep_watermark:
+            needed += self.watermark_blocks + len(swapped.blocks)
+        return self.pool.can_allocate(needed)
+
+    def swap_in(self, swapped: SwappedTables, sequences: list[Sequence]) -> None:
+        slots = [sequence.slot for sequence in sequences]
+        if self.prefixes:
+            for sequence in sequences:
+                self.prefixes.restart(sequence.slot, sequence)
+        self._moves.bring(BLOCKS, self.block_tables.swap_in(slots, swapped, self.host_pool))
+        self._computed[slots] = [sequence.computed for sequence in sequences]
+
+    def drop_swapped(self, swapped: SwappedTables) -> None:
+        self.host_pool.release(swapped.distinct)
+
+    def take_moves(self) -> Moves:
+        moves, self._moves = self._moves, Moves()
+        return moves
+
+    def tables(self, slots, out: np.ndarray) -> None:
+        # Other modes would go through a buffer.
+        np.take(self.block_tables.blocks, slots, axis=0, out=out, mode="clip")
+
+    def usage(self) -> Usage:
+        """A block with several owners counts once."""
+        tables, page_size = self.block_tables, self.block_tables.page_size
+        room = int(tables.num_tokens.sum())
+        reserved = room - int(self._computed.sum())
+        held = int(tables.num_blocks.sum())
+        internal = held * page_size - room - tables.shared_room()
+        pins = self.prefixes.num_references if self.prefixes else 0
+        used = self.pool.num_used
+        return Usage(
+            shared=(held + pins - used) * page_size,
+            token_states=used * page_size - reserved - internal,
+            reserved=reserved,
+            internal=internal,
+            external=0,
+            free=self.pool.num_free * page_size,
+            bytes={BLOCKS: used * self.pools[0].unit_bytes},
+        )
+
+    def held(self) -> dict[str, np.ndarray]:
+        on_host = np.flatnonzero(self.host_pool.refcounts)
+        return {BLOCKS: np.flatnonzero(self.pool.refcounts), f"host {BLOCKS}": on_host}
+
+    def check(self) -> None:
+        blocks = self.block_tables.blocks
+        owners = np.bincount(blocks[blocks != NULL_BLOCK], minlength=self.pool.num_blocks)
+        if self.prefixes:
+            owners += self.prefixes.pins
+        assert (owners == self.pool.refcounts).all(), "blocks have other owners than are counted"
+        assert self.pool.num_used == np.count_nonzero(owners), "a block is free and has owners"
+        self.pool.check()
+        self.host_pool.check()
+
+    def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
+        return [(BLOCKS, *operation) for operation in self.pool.drain_operations()]

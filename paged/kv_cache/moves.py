@@ -1,0 +1,89 @@
+"""What is moved around a step: units of the policy's pools, and the state of slots."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+Pairs = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Memory of one kind, in `num_units` units that copies and swaps move whole.
+
+    num_host_units: units of the host's memory; unit 0 of them is padding's. null_unit: a unit that
+    no sequence owns and nobody reads, which padding names. units_per_call: units that one compiled
+    program moves.  most_copies: units that are copied before a step at most.  unit_bytes: of one
+    unit, on all shards together.
+    """
+
+    name: str
+    num_units: int
+    num_host_units: int
+    null_unit: int
+    units_per_call: int
+    most_copies: int
+    unit_bytes: int
+
+    @property
+    def copy_sizes(self) -> tuple[int, ...]:
+        """Sizes to which copies are padded, each a program of its own."""
+        few, most = self.units_per_call, self.most_copies
+        return (few,) if most <= few else (few, most)
+
+
+@dataclass
+class Moves:
+    """The executor does them in the order of these fields, all but `after` before the step.
+
+    exports: (unit, host unit) of each pool, and slot_exports (slot, key), to the host's memory.
+    released: slots whose owners have left.  slot_imports (key, slot) and imports (host unit, unit)
+    bring back.  copies (source, destination) of each pool.  slot_copies: (parent, child) slots.
+    after: (parent, child) slots copied after the step, which computes what the child shares.
+    dropped: keys of slot states that nobody will import.
+    """
+
+    exports: dict[str, Pairs] = field(default_factory=dict)
+    slot_exports: Pairs = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+    slot_imports: Pairs = field(default_factory=list)
+    imports: dict[str, Pairs] = field(default_factory=dict)
+    copies: dict[str, Pairs] = field(default_factory=dict)
+    slot_copies: Pairs = field(default_factory=list)
+    after: Pairs = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+
+    def export(self, pool: str, pairs: Iterable[tuple[int, int]]) -> None:
+        self.exports.setdefault(pool, []).extend(pairs)
+
+    def bring(self, pool: str, pairs: Iterable[tuple[int, int]]) -> None:
+        """Import."""
+        self.imports.setdefault(pool, []).extend(pairs)
+
+    def copy(self, pool: str, pairs: Iterable[tuple[int, int]]) -> None:
+        self.copies.setdefault(pool, []).extend(pairs)
+
+    def export_slot(self, slot: int, key: int) -> None:
+        """Export a slot's state. If its copy is still to be done, its parent has that state."""
+        assert slot not in dict(self.slot_imports).values(), f"slot {slot} is not back yet"
+        self.slot_exports.append((self.source_of(slot), key))
+
+    def source_of(self, slot: int) -> int:
+        """Where the slot's state lies before these moves."""
+        parents = {child: parent for parent, child in self.slot_copies}
+        while slot in parents:
+            slot = parents[slot]
+        return slot
+
+    def release(self, slot: int) -> None:
+        """The slot's owner has left: nothing needs to be copied into it."""
+        self.slot_copies = [pair for pair in self.slot_copies if pair[1] != slot]
+        self.released.append(slot)
+
+    def facts(self) -> dict:
+        """What the event log says of them: the fields that are not empty."""
+        return {name: value for name, value in vars(self).items() if value}
+
+
+def count_units(moved: dict[str, Pairs]) -> int:
+    """Units of all pools."""
+    return sum(map(len, moved.values()))
