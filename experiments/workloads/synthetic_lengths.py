@@ -106,7 +106,7 @@ def _lengths(normals: np.ndarray, sigma: float, scale: float, caps: np.ndarray) 
 
 
 def _calibrate(mean: float, sigma: float, quantiles: np.ndarray, caps: np.ndarray) -> float:
-    """The scale (the median before clipping, in tokens) at which clipped lengths have this mean."""
+    """The scale (tokens, the median before clipping) at which clipped lengths have this mean."""
     low, high = 1e-3, 1e6
     for _ in range(50):
         middle = math.sqrt(low * high)

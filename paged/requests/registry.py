@@ -1,4 +1,4 @@
-"""The requests that an engine has accepted and whose last outputs have not been fetched."""
+"""The requests that an engine has accepted, until their last outputs are handed over."""
 
 import itertools
 from collections import deque
@@ -8,14 +8,10 @@ from paged.requests.sequence import RequestOutput, SequenceGroup
 
 
 class Requests:
-    """Requests and their outputs.
+    """unfinished: by id. outputs: for whoever calls `step` next. dropped: requests for whose
+    outputs nobody waits, to be aborted at the next occasion; other threads may append to it.
 
-    unfinished: the requests that have not finished, by id.
-    outputs: the outputs that the next call of `step` returns.
-    dropped: requests whose outputs nobody waits for. The engine aborts them at the next
-        opportunity. Other threads may append to it.
-
-    A request of `generate` or `stream` has its own mailbox, which its caller keeps.
+    A request of `generate` or `stream` has a mailbox of its own, which its caller keeps.
     """
 
     def __init__(self) -> None:
@@ -26,13 +22,13 @@ class Requests:
         self._numbers = itertools.count()
 
     def in_use(self, request_id: str) -> bool:
-        """Whether a request with this id is unfinished, or has outputs that nobody has fetched."""
+        """Whether a request of that id is unfinished, or has outputs that nobody has fetched."""
         if request_id in self.unfinished or self._mailboxes.get(request_id):
             return True
         return any(output.request_id == request_id for output in self.outputs)
 
     def new_id(self) -> str:
-        """An id that this function has not given before and that is not in use."""
+        """One that no request has had from here, and none has now."""
         names = (f"request-{number}" for number in self._numbers)
         return next(name for name in names if not self.in_use(name))
 
@@ -49,6 +45,6 @@ class Requests:
         self._box(group).append(output)
 
     def final_output(self, group: SequenceGroup) -> RequestOutput | None:
-        """The last output of a request, if it has been delivered and nobody has fetched it."""
+        """The last output of a request, once it is delivered and as long as nobody fetched it."""
         ours = (out for out in self._box(group) if out.request_id == group.request_id)
         return next((out for out in ours if out.finished), None)

@@ -55,7 +55,7 @@ from paged.requests.sequence import SamplingParams
 from paged.requests.validation import validated_prompt
 
 FLAGS = flags.FLAGS
-# A map shows single blocks only of a small cache, here of 48 blocks.
+# A cache of 48 small blocks shows all there is to see; the map of a large one would be a carpet.
 DEFAULTS = {
     "page_size": 8,
     "kv_cache_tokens": 384,
