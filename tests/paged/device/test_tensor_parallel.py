@@ -22,9 +22,11 @@ from models.config import ModelConfig
 from models.families import family
 from models.full_attention import causal_attend
 from models.params import Param
+from paged import kv_cache
 from paged.device import executor, step
 from paged.device.tensor_parallel import WHOLE, Shards
 from paged.engine import Engine, EngineConfig
+from paged.kv_cache.dense import VLLM
 from paged.requests.sequence import SamplingParams
 from tests.paged.tiny import TINY
 
@@ -38,7 +40,10 @@ MODELS = {
         "gpt2", 61, 32, 96, 3, 4, 4, 8, 48, 1e-5, tie_word_embeddings=True, activation="gelu_new"
     ),
 }  # fmt: skip
-SIZES = {"grouped": (1, 4, 8), "llama": (1, 2), "opt": (1, 8), "gpt2": (1, 4)}
+MODELS["reordered"] = MODELS["grouped"]
+HEAD_ORDER = np.array([[1, 0], [0, 1], [1, 0]])  # of each layer
+POLICIES = {"reordered": dataclasses.replace(VLLM, head_order=lambda config, model: HEAD_ORDER)}
+SIZES = {"reordered": (1, 4), "grouped": (1, 4, 8), "llama": (1, 2), "opt": (1, 8), "gpt2": (1, 4)}
 CASES = [(name, size) for name, sizes in SIZES.items() for size in sizes if size > 1]
 ALONE = EngineConfig(
     max_num_seqs=1, max_num_batched_tokens=16, max_prefills_per_step=1, max_model_len=48,
@@ -48,7 +53,7 @@ ALONE = EngineConfig(
 CROWDED = dataclasses.replace(
     ALONE, max_num_seqs=2, max_prefills_per_step=2, kv_cache_tokens=80, prefix_caching=True
 )
-CONFIGS = {"grouped": CROWDED, "llama": ALONE, "opt": ALONE, "gpt2": ALONE}
+CONFIGS = {"reordered": CROWDED, "grouped": CROWDED, "llama": ALONE, "opt": ALONE, "gpt2": ALONE}
 UNSTACKED = ("llama",)
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
@@ -81,7 +86,8 @@ def prompts_and_sampling():
 
 def facts(name: str, size: int) -> dict:
     """What the tests ask of one engine, once it has served."""
-    config = dataclasses.replace(CONFIGS[name], tensor_parallel=size)
+    policy = name if name in POLICIES else "vllm"
+    config = dataclasses.replace(CONFIGS[name], tensor_parallel=size, policy=policy)
     engine = Engine.from_model(random_params(MODELS[name]), MODELS[name], config)
     engine.warm_up(progress=False)
     outputs = engine.generate(*prompts_and_sampling())
@@ -101,9 +107,10 @@ def facts(name: str, size: int) -> dict:
         "compilations_after_warmup": engine.metrics.compilations_after_warmup,
         "collectives": [Counter(COLLECTIVE.findall(text)) for text in texts],
         "cache_bytes": list(bytes_of.values()),
+        "keys": np.asarray(jax.device_get(layer["wk"]))[..., 0].ravel().tolist(),
         "wo_bytes": layer["wo"].addressable_shards[0].data.nbytes,
         "hidden_with_adapters": hidden_states(name, size, merged=False),
-        "hidden_merged": hidden_states(name, size, merged=True),
+        "hidden_merged": hidden_states(name, 1, merged=True) if size == 1 else None,
     }
 
 
@@ -169,6 +176,17 @@ def test_tokens_are_those_of_one_device(served, name, size):
         assert several["cached_tokens"] == one["cached_tokens"] > 0
 
 
+@pytest.mark.parametrize("size", SIZES["reordered"])
+def test_the_order_of_heads_changes_no_token(served, size):
+    """A policy may order the heads of each layer; query heads and outputs go with them."""
+    ordered, plain = served["reordered"][str(size)], served["grouped"][str(size)]
+    assert ordered["tokens"] == plain["tokens"]
+    L, K = HEAD_ORDER.shape
+    keys, expected = (np.array(facts["keys"]).reshape(L, K, -1) for facts in (ordered, plain))
+    for layer, order in enumerate(HEAD_ORDER):
+        assert (keys[layer] == expected[layer][order]).all()
+
+
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_two_all_reduces_a_layer_are_all_that_travels(served, name, size):
     """A scan over stacked layers holds one layer's."""
@@ -219,6 +237,7 @@ def test_fewer_than_one_device_is_refused():
 
 
 if __name__ == "__main__":
+    kv_cache.POLICIES.update(POLICIES)
     result: dict[str, dict[int, dict]] = {}
     for name, sizes in SIZES.items():
         step.CACHED_LAYER_BYTES = 0 if name in UNSTACKED else 2**30
