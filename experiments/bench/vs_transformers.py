@@ -41,6 +41,7 @@ from experiments.lib.program import Options, Program, refusals
 from models import checkpoint, llama
 from models import params as parameters
 from models.config import ModelConfig
+from models.hub import BUNDLED
 from paged.engine import Engine, EngineConfig
 from paged.metrics import StepRecord
 from paged.requests.sampling_params import SamplingParams
@@ -376,7 +377,7 @@ def write(
 def model_folder(name: str, scratch: Path, seed: int) -> Path:
     """The Hugging Face folder that all systems load; '100m' is written to `scratch`."""
     if name == "bundled":
-        return checkpoint.BUNDLED
+        return BUNDLED
     folder = scratch / name
     params = parameters.init(llama.declare(RANDOM_100M), jax.random.key(seed))
     checkpoint.save(folder, RANDOM_100M, params)

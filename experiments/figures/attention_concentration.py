@@ -1,8 +1,8 @@
-"""How concentrated a model's attention is: what selecting pages can gain, and lose.
+"""How concentrated a model's attention is, and so what selecting pages can gain and lose.
 
-Per layer and query head, over the rows that produce the answers of a task: the keys that hold 90 %
-of the attention mass, and the mass on the first 4 and on the last 64 tokens. A model whose
-strongest key is as good as all of them could not tell a good page selector from a bad one.
+For each layer and query head it measures, over the rows that produce the answers of a task, how
+many keys hold 90 % of the attention mass, and the mass on the first 4 and on the last 64 tokens. A
+model that needs only its strongest key cannot show whether a page selector is good.
 
     python -m experiments.figures.attention_concentration --model=bundled
 """
@@ -41,7 +41,7 @@ def define_flags() -> None:
 
 
 def measuring_attend(config: ModelConfig, num_rows: int):
-    """Plain causal attention that notes MEASURES of its last `num_rows` rows in the cache.
+    """Plain causal attention that writes MEASURES of its last `num_rows` rows to the cache.
 
     The cache is float32 [L, H, 3, num_rows].
     """
@@ -97,7 +97,7 @@ def table(task: str, measured: np.ndarray) -> list[dict]:
 
 
 def summarise(rows: list[dict]) -> dict[str, float]:
-    """Over layers and heads of each task: how far they spread, and how many need many keys."""
+    """For each task, how layers and heads differ, and how many heads need many keys."""
     summary: dict[str, float] = {}
     for task in dict.fromkeys(row["task"] for row in rows):
         keys = np.array([row["keys_median"] for row in rows if row["task"] == task])
@@ -113,7 +113,7 @@ def summarise(rows: list[dict]) -> dict[str, float]:
 
 
 def plot(rows: list[dict], path: Path, title: str) -> None:
-    """A map of heads for each task: layers down, heads across, keys as colour and number."""
+    """A map for each task: rows are layers, columns heads, colours and numbers the keys."""
     names = list(dict.fromkeys(row["task"] for row in rows))
     figure = Figure(
         figsize=(3.4 * min(3, len(names)), 2.4 * -(-len(names) // 3)), layout="constrained"

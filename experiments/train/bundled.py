@@ -1,7 +1,7 @@
 """Train the bundled model: a small Qwen3-style decoder, on the tasks of `experiments.tasks.tasks`.
 
 Two CPU cores suffice. The same command resumes a run that was stopped.
-`models/bundled/training.json` holds the options and the log of the committed checkpoint.
+`models/bundled/training.json` holds the options and the log of the committed weights.
 
     python -m experiments.train.bundled --output_dir=results/bundled
 """
@@ -51,7 +51,7 @@ def define_flags() -> None:
 
 
 def export(folder: Path, config: ModelConfig, p) -> None:
-    """Write the Hugging Face folder. float16 keeps 3 bits more than bfloat16 of such checkpoint."""
+    """Write the Hugging Face folder. float16 keeps 3 bits more than bfloat16 of such weights."""
     checkpoint.save(folder, config, p, dtype="float16")
     generation = dict(
         bos_token_id=config.bos_token_id,

@@ -1,7 +1,8 @@
 """The trainer of the bundled model: schedule, optimizer, step, checkpoints.
 
-Lengths, position jumps and learning rates are functions of the tokens seen so far, and a step's
-data one of seed and step: a run is repeatable, and a resumed run equals one that never stopped.
+Lengths, position jumps and learning rates depend only on the tokens seen so far, and the data of a
+step only on seed and step. So a run can be repeated, and a resumed run equals one that never
+stopped.
 """
 
 import json
@@ -69,14 +70,14 @@ def shares_at(schedule: str, tokens: int) -> dict[str, float]:
 
 
 def rate_at(step: int, tokens: int, rates: str) -> float:
-    """Factor on both learning rates: 50 steps of warm-up, times lines between the points of
-    'tokens:factor;...'."""
+    """The factor on both learning rates: a warm-up of 50 steps, times the value of the lines
+    between the points of 'tokens:factor;...'."""
     points = np.array([point.split(":") for point in rates.split(";")], float)
     return min(1.0, (step + 1) / 50) * float(np.interp(tokens, points[:, 0], points[:, 1]))
 
 
 def initialise(config: ModelConfig, key):
-    """Random parameters; QK gains of 1.5 make attention selective enough to learn copying early."""
+    """Random parameters. QK gains of 1.5 make attention selective, so copying is learnt early."""
     p = params.init(llama.declare(config), key)
     residual = (2 * config.num_layers) ** -0.5
     factors = {"q_norm": 1.5, "k_norm": 1.5, "wo": residual, "w_down": residual}
@@ -88,7 +89,7 @@ def initialise(config: ModelConfig, key):
 def make_optimizer(config: ModelConfig, muon_lr: float, adam_lr: float):
     """Muon for the layers' matrices, Adam for embeddings, head and gains.
 
-    One object for equal arguments, so that `_train_step` is traced once for all trainers.
+    Equal arguments give the same object, so that `_train_step` is traced once for all trainers.
     """
     declared = llama.declare(config)
     matrix = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
@@ -123,7 +124,7 @@ def predict(p, config: ModelConfig, tokens_BxT, positions_BxT):
 
 
 def loss_fn(p, config: ModelConfig, tokens, weights, positions):
-    """Weighted mean loss; and per sequence how many answer tokens were right, of how many."""
+    """The weighted mean loss; and for each sequence the answer tokens that are right, and all."""
     logits = predict(p, config, tokens[:, :-1], positions[:, :-1])
     labels, weights = tokens[:, 1:], weights[:, 1:]
     nll = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
@@ -152,7 +153,7 @@ def _argmax(config, p, tokens):
 
 
 def held_out(p, config: ModelConfig, names, lengths, num: int, seed: int = 0) -> dict[str, float]:
-    """Teacher-forced exact match {'task@length': share} on prompts that training never draws."""
+    """Exact match with teacher forcing, {'task@length': share}, on prompts not used in training."""
     result, vocabulary = {}, build_tokenizer.Vocabulary()
     for name, length in ((name, length) for length in lengths for name in names):
         if length < tasks.MIN_CONTEXT.get(name, 256):
@@ -215,14 +216,14 @@ class Trainer:
         shares = np.array(list(lengths.values()))
         rng = np.random.default_rng([self.options.seed, 2, step])
         length = int(list(lengths)[rng.choice(len(lengths), p=shares / shares.sum())])
-        # Half batches at first: induction needs many steps rather than many tokens.
+        # Batches are half as large at first, because induction needs many steps, not many tokens.
         budget = self.options.batch_tokens // (2 if length < 256 else 1)
         reach = self.options.max_position if tokens >= self.options.jump_from else 0
         mix = shares_at(self.options.mix, tokens)
         return self.data.batch(step, length, max(1, budget // length), mix, reach)
 
     def advance(self) -> tuple[Batch, float, tuple]:
-        """One step: its batch, loss and `loss_fn`'s counts. The next batch is drawn meanwhile."""
+        """Train one step and meanwhile draw the next batch. Returns batch, loss and counts."""
         batch = self.ahead.result() if self.ahead else self._draw(self.step, self.tokens)
         count = batch.tokens[:, 1:].size
         self.ahead = self.pool.submit(self._draw, self.step + 1, self.tokens + count)

@@ -1,11 +1,11 @@
-"""What paging costs attention, and what the block size does to latency (vLLM §7.1, §7.2, Fig. 18).
+"""How paging slows attention, and how the block size affects latency (vLLM §7.1, §7.2, Fig. 18).
 
 python -m experiments.figures.vllm.block_size
 
-(a) Decode attention through block tables, whose blocks lie anywhere, beside the same attention over
-contiguous keys and values: `jax.nn.dot_product_attention`, and a plain softmax(q·kᵀ)·v. (b) The
-mean normalised latency of requests with the lengths of ShareGPT and of Alpaca, at fixed rates, for
-each block size.
+(a) The time of decode attention through block tables, whose blocks lie anywhere, and of the same
+attention over contiguous keys and values: `jax.nn.dot_product_attention`, and a plain
+softmax(q·kᵀ)·v. (b) The mean normalised latency of requests with the lengths of ShareGPT and of
+Alpaca, at fixed rates, for each block size.
 
 Times of (a) are medians over rounds that alternate between the cases. Writes to --output_dir:
 kernels.csv, serving.csv, fig18.png, report.json and summary.json.
@@ -57,8 +57,11 @@ token are gathered token by token."""
 
 @dataclass(frozen=True)
 class Kernel:
-    """Medians of µs for one layer's attention; gather: for a copy of its blocks into a row, and
-    nothing else. overhead: paged over the faster contiguous one."""
+    """Median times in µs of one layer's attention.
+
+    gather_us: the time to only copy its blocks into contiguous memory.
+    overhead: the paged time, divided by the time of the faster contiguous attention.
+    """
 
     batch: int
     context: int
@@ -74,8 +77,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Serving:
-    """A workload with one block size. internal_fraction: of the allocated KV memory, what lies
-    unused at the ends of last blocks."""
+    """A workload with one block size.
+
+    internal_fraction: the unused part of last blocks, as a fraction of the allocated KV memory.
+    """
 
     dataset: str
     block_size: int
@@ -103,8 +108,10 @@ def gather(k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM):
 def attention_cases(
     model: ModelConfig, batch: int, context: int, block_size: int, seed: int
 ) -> dict[str, Callable[[], Any]]:
-    """WAYS, compiled, their inputs on the device: the same attention three times, [S, H, D] each,
-    and the gathered keys and values."""
+    """WAYS as compiled functions with their inputs on the device.
+
+    Three of them compute the same attention [S, H, D], and one gathers the keys and values.
+    """
     rng = np.random.default_rng([seed, batch, context])
     S, H, K, D = batch, model.num_heads, model.num_kv_heads, model.head_dim
     M = -(-context // block_size)
@@ -131,7 +138,7 @@ def attention_cases(
 def kernels(
     model: ModelConfig, block_size: int, rounds: int, seed: int, progress: bool = True
 ) -> list[Kernel]:
-    """(a): all batches and contexts of the figure."""
+    """(a): a row for each batch and context of the figure."""
     cases = {
         (batch, context): attention_cases(model, batch, context, block_size, seed)
         for batch in BATCHES
@@ -157,7 +164,7 @@ def kernels(
 def serving(
     engines: Sequence[Engine], workloads: dict[str, list[Request]], progress: bool = True
 ) -> list[Serving]:
-    """(b): every workload on every engine. Raises ValueError if block sizes change a token."""
+    """(b): each workload on each engine. Raises ValueError if the block size changes a token."""
     rows = []
     total = len(engines) * len(workloads)
     with tqdm(total=total, desc="serving", disable=not progress) as bar:
@@ -189,7 +196,7 @@ def best_sizes(rows: Sequence[Serving], dataset: str) -> list[int]:
 
 
 def summary(attended: Sequence[Kernel], served: Sequence[Serving]) -> dict[str, float]:
-    """Flat numbers: both panels, and the range of the overheads in percent."""
+    """Numbers by name: both panels, and the range of the overheads in percent."""
     percent = [100 * (row.overhead - 1) for row in attended]
     numbers = {
         "overhead_percent_least": min(percent),
@@ -208,7 +215,7 @@ def summary(attended: Sequence[Kernel], served: Sequence[Serving]) -> dict[str, 
 
 
 def table(attended: Sequence[Kernel], served: Sequence[Serving], numbers: dict[str, float]) -> str:
-    """A line a case, and what the paper says beside what was found."""
+    """A line for each case, and the paper's claims beside what was measured."""
     lines = [
         "µs of one layer's decode attention",
         f"{'batch':>6}{'context':>9}{'paged':>10}{'dot product':>13}{'plain':>10}{'overhead':>10}"

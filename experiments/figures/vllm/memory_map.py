@@ -1,14 +1,15 @@
-"""Who holds which KV block, step by step: vLLM's Figs. 3 and 6 to 9 as they happen in this engine.
+"""Who owns which KV block in each step: vLLM's Figs. 3 and 6 to 9, from a run of this engine.
 
     python -m experiments.figures.vllm.memory_map
 
-Serves a few requests, one every --interval steps, in a cache too small for them, and draws its
-physical blocks over the steps: blocks of a request in its colour, a shade for each of its
-sequences; shared ones hatched, the darker the more owners they have; grey what the prefix cache
-keeps without an owner; below, the host's blocks of what is swapped out. --requests are
+Serves a few requests, one more every --interval steps, in a cache too small for all of them, and
+draws the physical blocks over the steps. Each request has a colour, and each of its sequences a
+shade. Shared blocks are hatched, and darker with more owners. Blocks that the prefix cache keeps
+without an owner are grey. Below are the host's blocks, which hold what is swapped out. --requests
+are
 
     plain      one sequence
-    prefix     one sequence; all of these begin with the same --prefix_tokens tokens
+    prefix     one sequence; all prefix requests begin with the same --prefix_tokens tokens
     parallelN  N samples of one prompt (Fig. 8)
     beamN      a beam search of width N (Fig. 9)
 
@@ -104,7 +105,7 @@ def _add(owners: dict[int, list[Owner]], blocks: np.ndarray, request: str, index
 
 
 def take(engine: Engine, step: int, happened: list[str]) -> Snapshot:
-    """The cache of an engine of the dense policy as it stands."""
+    """The current cache of an engine with the dense policy."""
     policy, scheduler = DenseHost.of(engine.host_policy), engine.scheduler
     tables = policy.block_tables
     device: dict[int, list[Owner]] = {}
@@ -134,7 +135,7 @@ def take(engine: Engine, step: int, happened: list[str]) -> Snapshot:
 
 
 def in_words(events: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What a round did, for a reader."""
+    """What a round did, in words."""
     words = []
     for event in events:
         if event["event"] in ("arrival", "admit", "preempt", "finish"):
@@ -154,8 +155,10 @@ def run(
     interval: int,
     progress: bool = True,
 ) -> list[Snapshot]:
-    """Serve the requests (prompt and sampling by id), one every `interval` steps; a snapshot of
-    each step."""
+    """Serve the requests (prompt and sampling by id), one more every `interval` steps.
+
+    Returns a snapshot of each step.
+    """
     coming, snapshots = deque(requests.items()), list[Snapshot]()
     rounds = 0
     with tqdm(desc="serving", unit="steps", disable=not progress) as bar:
@@ -178,7 +181,7 @@ def make_requests(
     kinds: Sequence[str], prompt_tokens: int, prefix_tokens: int, output_tokens: int, seed: int,
     tokenizer,
 ) -> dict[str, tuple[list[int], SamplingParams]]:  # fmt: skip
-    """Prompt and sampling parameters by a name that tells the kind.
+    """Prompts and sampling parameters by request id, which names the kind.
 
     Raises ValueError for an unknown kind, and for a prefix that leaves no token of a prompt.
     """
@@ -217,7 +220,7 @@ def colours(requests: Sequence[str]) -> dict[str, tuple[float, float, float]]:
 
 
 def shade(colour: tuple[float, float, float], owners: Sequence[Owner]) -> tuple:
-    """The colour of a block: by sequence if it has one owner, darker the more there are."""
+    """The colour of a block: a shade by sequence for one owner, darker for more owners."""
     hue, light, saturation = colorsys.rgb_to_hls(*colour)
     if len(owners) > 1:
         light *= max(0.3, 0.9 - 0.12 * len(owners))
@@ -227,7 +230,10 @@ def shade(colour: tuple[float, float, float], owners: Sequence[Owner]) -> tuple:
 
 
 def _draw(axes: Axes, held: Sequence[Mapping[int, list[Owner]]], idle, blocks: int, of) -> None:
-    """Blocks 1 to `blocks` over the steps. held, idle: by step; of: colours."""
+    """Draw blocks 1 to `blocks` over the steps.
+
+    held, idle: owned and idle blocks of each step.  of: the colours of requests.
+    """
     image = np.ones((blocks, len(held), 3))
     shared = np.zeros((blocks, len(held)))
     for step, owners_of in enumerate(held):
@@ -276,8 +282,11 @@ def plot(
 def page_data(
     snapshots: Sequence[Snapshot], requests: Sequence[str], page_size: int, title: str
 ) -> dict[str, Any]:
-    """What memory_map.html shows. A block is [its number, references, colour, [[request, sequence,
-    logical block, filled slots], …]], colours and requests by their places in lists."""
+    """The data of memory_map.html.
+
+    A block is [number, references, colour, [[request, sequence, logical block, filled tokens], …]].
+    Colours and requests are indices into lists.
+    """
     place = {name: i for i, name in enumerate(requests)}
     of, palette = colours(requests), {IDLE: 0}
 
@@ -313,13 +322,13 @@ def page_data(
 
 
 def write_page(path: Path, data: Mapping[str, Any]) -> None:
-    """The template with the data in it: one file that needs no other."""
+    """Write the template with the data in it, as one file that needs no other."""
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     run_record.write_whole(path, TEMPLATE.read_text("utf-8").replace("/*DATA*/", text))
 
 
 def summary(snapshots: Sequence[Snapshot], steps: Sequence[StepRecord]) -> dict[str, float]:
-    """What there is to see on the map."""
+    """Numbers that describe the map."""
     shared = [sum(len(owners) > 1 for owners in s.device.values()) for s in snapshots]
     return {
         "steps": len(snapshots),

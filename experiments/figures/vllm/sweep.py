@@ -1,4 +1,4 @@
-"""Engines that differ in their block size alone, and the latency of a workload on each.
+"""Engines that differ only in their block size, and the latency of a workload on each.
 
 Used by experiments/figures/vllm/preemption.py and experiments/figures/vllm/block_size.py.
 """
@@ -43,7 +43,10 @@ def define_flags(defaults: dict[str, int]) -> None:
 
 
 def checked_sizes(texts: Sequence[str], kv_cache_tokens: int, max_model_len: int) -> list[int]:
-    """The block sizes, smallest first. ValueError for one with which no cache holds a sequence."""
+    """The block sizes, smallest first.
+
+    Raises ValueError for a size with which the cache cannot hold `max_model_len` tokens.
+    """
     for text in texts:
         if not text.isdigit() or int(text) < 1:
             raise ValueError(f"block_sizes must be whole numbers from 1, not {text!r}")
@@ -76,7 +79,7 @@ def make_engines(configs: Sequence[EngineConfig], tokenizer, **model: Any) -> li
 
 
 def with_mode(engine: Engine, preemption_mode: Literal["recompute", "swap"]) -> Engine:
-    """Another engine over the same device's programs and memory."""
+    """Another engine that uses the same programs and memory of the device."""
     config = replace(engine.config, preemption_mode=preemption_mode)
     return Engine(engine.model, config, engine.executor, engine.tokenizer)
 
@@ -91,8 +94,11 @@ def make_requests(
 
 @dataclass(frozen=True)
 class Served:
-    """What came of a workload. Normalised latency: s/token, mean over requests (vLLM §6.1);
-    internal_fraction: of the allocated memory, what no token uses at the ends of last blocks."""
+    """The results of serving a workload.
+
+    normalised_latency_s: s/token, the mean over requests (vLLM §6.1).
+    internal_fraction: the unused part of last blocks, as a fraction of the allocated memory.
+    """
 
     outputs: list[RequestOutput]
     normalised_latency_s: float
@@ -103,7 +109,7 @@ class Served:
 
 
 def serve_requests(engine: Engine, requests: Sequence[Request]) -> Served:
-    """Serve them, all greedy, on an engine that has nothing else to do."""
+    """Serve the requests greedily, on an engine that has no others."""
     engine.metrics.clear()
     outputs = serve.run(engine, requests, SamplingParams(logprobs=2), progress=False)
     steps = engine.metrics.steps
@@ -135,7 +141,7 @@ def first_difference(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutp
 def over_block_sizes(
     axes: Axes, sizes: Sequence[int], curves: Mapping[str, Sequence[float]]
 ) -> None:
-    """Curves over the block size, on the scale of the paper's figures."""
+    """Draw curves over the block size, on the scale of the paper's figures."""
     for name, values in curves.items():
         axes.plot(sizes, values, "o-", label=name)
     axes.set_xscale("log", base=2)

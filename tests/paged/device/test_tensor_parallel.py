@@ -20,9 +20,11 @@ import pytest
 
 from models.config import ModelConfig
 from models.families import family
+from models.full_attention import causal_attend
+from models.params import Param
 from paged import kv_cache
 from paged.device import executor, step
-from paged.device.tensor_parallel import Shards
+from paged.device.tensor_parallel import WHOLE, Shards
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import VLLM
 from paged.requests.sampling_params import SamplingParams
@@ -107,7 +109,46 @@ def facts(name: str, size: int) -> dict:
         "cache_bytes": list(bytes_of.values()),
         "keys": np.asarray(jax.device_get(layer["wk"]))[..., 0].ravel().tolist(),
         "wo_bytes": layer["wo"].addressable_shards[0].data.nbytes,
+        "hidden_with_adapters": hidden_states(name, size, merged=False),
+        "hidden_merged": hidden_states(name, 1, merged=True) if size == 1 else None,
     }
+
+
+def hidden_states(name: str, size: int, merged: bool) -> list:
+    """[T, E] of one sequence with an adapter on every projection, or with the adapters merged.
+
+    A [L, R, in] and B [out, L, R] are split over the shards as the weights' axes are.
+    """
+    model, shards = MODELS[name], Shards(MODELS[name], size)
+    declared, params = family(model).declare(model), random_params(model)
+    rng = np.random.default_rng(2)
+    stacks: dict[str, tuple[jax.Array, jax.Array]] = {}
+    for projection in family(model).PROJECTIONS:
+        base: Param = declared["layers"][0][projection]
+        out, width = base.shape
+        A = rng.normal(size=(model.num_layers, 3, width)).astype(np.float32) / np.sqrt(width)
+        B = 0.3 * rng.normal(size=(out, model.num_layers, 3)).astype(np.float32)
+        for layer, p in enumerate(params["layers"]):
+            p[projection] += merged * B[:, layer] @ A[layer]
+        stacks[projection] = (
+            shards.place_one(Param(A.shape, ("layers", "rank", base.axes[1]), "normal", ""), A),
+            shards.place_one(Param(B.shape, (base.axes[0], "layers", "rank"), "normal", ""), B),
+        )
+
+    def run(params, stacks, tokens):
+        def adapters(projection, layer, x, y):
+            A, B = stacks[projection]
+            return y + x @ A[layer].T @ B[:, layer].T
+
+        hidden, _ = family(model).forward(
+            params, shards.model, tokens, jnp.arange(len(tokens)), causal_attend(shards.model),
+            adapters=None if merged else adapters, reduce=shards.reduce,
+        )  # fmt: skip
+        return hidden
+
+    placed = shards.place(params)
+    specs = shards.specs(placed), shards.specs(stacks), WHOLE
+    return shards.jit(run, specs, WHOLE)(placed, stacks, jnp.arange(3, 15)).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +204,14 @@ def test_a_shard_holds_the_pages_of_its_heads(served, name, size):
     share = whole // min(size, MODELS[name].num_kv_heads)
     assert several["cache_bytes"] == [share] * size
     assert several["wo_bytes"] == one["wo_bytes"] // size
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, 1) for name in SIZES] + CASES)
+def test_adapters_are_summed_over_the_shards_once(served, name, size):
+    """Split adapters beside split weights give what merged weights give on one device."""
+    got = np.array(served[name][str(size)]["hidden_with_adapters"])
+    expected = np.array(served[name]["1"]["hidden_merged"])
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(
