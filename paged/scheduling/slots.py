@@ -2,7 +2,8 @@
 
 A slot is a small integer that a sequence keeps from admission to its end or preemption; on the
 device the sequence's state lives under the same number. Arrays keep the per-step cost of hundreds
-of running sequences to a few vector operations.
+of running sequences to a few vector operations. The `slot_mapping` of the attention ops is named
+as in the literature, where a slot is the room for one token in the KV cache.
 """
 
 import numpy as np
@@ -33,12 +34,19 @@ class Slots:
     computed: tokens whose keys and values are written once all dispatched steps have run.
     limit:    length at which generation ends.
 
-    So a sequence that generates while the host runs ahead, and one whose prompt is being computed:
+    A sequence that generates while the host runs ahead:
 
-        0                           known          length     0                     known = length
-        |---- read by the host -----|-- in flight ---|        |----- read by the host -----|
-        |-- keys and values written ---------------| |        |-- written --|
-                                            computed                  computed
+        0                             known                        length
+        |------ read by the host -----|-------- in flight ---------|
+        |--------------- keys and values written ---------------|
+                                                                computed
+
+    A sequence whose prompt is being computed:
+
+        0                                                          known = length
+        |-------------------- read by the host --------------------|
+        |--- keys and values written ---|
+                                        computed
 
     Whoever has tokens in flight has computed all but the newest, which the next step computes.
     Others have computed fewer, with two exceptions. A beam has computed all (computed = length)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from models.sampling import INVALID_TOKEN
-from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged import Engine, EngineConfig, SamplingParams
+from paged.requests.sequence import RequestOutput
 from tests.paged.tiny import TINY, padded
 
 SMALL = EngineConfig(
