@@ -13,8 +13,8 @@ from paged.requests.validation import Prompt, token_limit, validated_prompt
 
 
 class Arrivals:
-    """Numbers requests in the order of their arrival, and gives them the ids and the seeds that
-    they do not bring."""
+    """Checks requests, numbers them in the order of their arrival, and gives them the ids and the
+    seeds that they do not bring."""
 
     def __init__(self, loop: EngineLoop, requests: Requests, tokenizer):
         self._loop, self._requests, self._tokenizer = loop, requests, tokenizer

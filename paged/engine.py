@@ -26,8 +26,8 @@ from paged.scheduling.scheduler import Scheduler
 class Engine:
     """Serves one model through one executor, one call at a time (`exclusive`).
 
-    metrics: what happened. requests: those that are unfinished, and outputs that nobody has
-    fetched. loop: schedules and runs steps. event_log: writes `events`.
+    Its parts: `loop` schedules and runs steps, `requests` has ids, mailboxes and outputs,
+    `event_log` writes `events`, and `metrics` holds what happened.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import deque
+from collections.abc import MutableSequence
 from weakref import WeakValueDictionary
 
 from paged.clock import VirtualClock, WallClock
@@ -45,7 +46,7 @@ class Requests:
             self._mailboxes[group.request_id] = group.mailbox
         self.unfinished[group.request_id] = group
 
-    def _box(self, group: SequenceGroup) -> list[RequestOutput] | deque[RequestOutput]:
+    def _box(self, group: SequenceGroup) -> MutableSequence[RequestOutput]:
         return self.outputs if group.mailbox is None else group.mailbox
 
     def deliver(self, group: SequenceGroup) -> None:
