@@ -23,6 +23,23 @@ def check_sequence(name: str, items: str, value) -> None:
         raise refusal(name, f"a list, tuple or other sequence of {items}", value)
 
 
+def paired(
+    prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Each of `prompts` with its own of `sampling`, or with the one of all.
+
+    Raises ValueError if they are no sequences, or not equally many.
+    """
+    check_sequence("prompts", "prompts", prompts)
+    sampling = SamplingParams() if sampling is None else sampling
+    if isinstance(sampling, SamplingParams):
+        sampling = [sampling] * len(prompts)
+    check_sequence("sampling", "SamplingParams", sampling)
+    if len(sampling) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts with {len(sampling)} sampling parameters")
+    return list(zip(prompts, sampling, strict=True))
+
+
 def token_limit(tokens: np.ndarray, sampling: SamplingParams, config: EngineConfig) -> int:
     """The number of tokens, of prompt and output, at which generation ends."""
     return min(len(tokens) + sampling.max_tokens, config.max_model_len)

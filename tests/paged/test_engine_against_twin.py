@@ -143,6 +143,7 @@ def test_every_request_gets_exactly_its_tokens(seed):
                 ended[output.request_id] = output
         orders = [g.order for g in engine.scheduler.running + list(engine.scheduler.waiting)]
         assert orders == sorted(orders)
+        engine.scheduler.slots.check()
         tables = DenseHost.of(engine.host_policy).block_tables
         refcounts = DenseHost.of(engine.host_policy).pool.refcounts
         held = tables.blocks[tables.blocks != NULL_BLOCK]

@@ -140,9 +140,9 @@ class Starving(Engine):
 class Careless(Engine):
     """Counts a request before it looks at it."""
 
-    def _validated(self, prompt, sampling):
-        self.metrics.event("arrival", 0.0)
-        return super()._validated(prompt, sampling)
+    def add_request(self, prompt, *args, **kwargs):
+        self.events.append({"event": "arrival"})
+        return super().add_request(prompt, *args, **kwargs)
 
 
 class Lenient(Engine):
