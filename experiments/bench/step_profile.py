@@ -14,7 +14,7 @@ shapes, tables and lengths, all layers in one program:
 
 The programs take turns, and medians count. A gather is the plainest way to read pages, not the only
 one: attention that reads pages where they lie has a negative `attend`. Floors rest on the machine's
-measured rates (experiments/bench/floors.py); the rest's is one dispatch. Writes to --output_dir:
+measured rates (paged/simulator/roofline.py); the rest's is one dispatch. Writes to --output_dir:
 parts.csv, report.json, summary.json and parts.png.
 """
 
@@ -31,7 +31,6 @@ from absl import flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.bench import floors
 from experiments.bench.vs_transformers import MODELS, RANDOM_100M, integers
 from experiments.lib import program, run_record
 from models import checkpoint, llama
@@ -43,8 +42,11 @@ from paged.device.executor import DeviceExecutor
 from paged.device.step_inputs import StepInputs, empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import dense
+from paged.simulator import roofline
+from paged.simulator.roofline import Rates, kv_bytes_of_token, step_cost
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.specs import Cost
 
 FLAGS = flags.FLAGS
 PARTS = ("products", "gather", "attend", "kv write", "sampling", "rest")
@@ -172,15 +174,15 @@ def medians_ms(runs: dict[str, Callable[[], object]], rounds: int, bar: tqdm) ->
     return {name: float(np.median(values)) for name, values in times.items()}
 
 
-def floors_ms(model: ModelConfig, contexts: Sequence[int], rates: floors.Rates) -> dict[str, float]:
+def floors_ms(model: ModelConfig, contexts: Sequence[int], rates: Rates) -> dict[str, float]:
     """The floor of each part; attention's arithmetic and its reading overlap at best."""
-    whole, new = (floors.step_work(model, c) for c in (contexts, [1] * len(contexts)))
+    whole, new = (step_cost(model, c) for c in (contexts, [1] * len(contexts)))
     read, flops = whole.bytes - new.bytes, whole.flops - new.flops
-    written = 4 * 2 * model.num_layers * model.num_kv_heads * model.head_dim * len(contexts)
+    written = model.num_layers * kv_bytes_of_token(model, "float32") * len(contexts)
     logits = 4 * len(contexts) * model.vocab_size
     gather = read / rates.bytes_per_s
     seconds = {
-        "products": floors.floor_s(floors.Work(new.flops, new.bytes - written), rates, 0),
+        "products": rates.floor_s(Cost(new.bytes - written, new.flops), dispatches=0),
         "gather": gather,
         "attend": max(0.0, flops / rates.flops_per_s - gather),
         "kv write": written / rates.bytes_per_s,
@@ -243,8 +245,8 @@ def plot(parts: Sequence[Part], path: Path, footer: str) -> None:
 
 def profile(
     name: str, batch: int, span: tuple[int, ...], rounds: int, seed: int, progress: bool = True
-) -> tuple[list[Part], floors.Rates]:
-    """One model's parts at contexts uniform in span, both ends included, and the rates."""
+) -> tuple[list[Part], dict[str, float]]:
+    """One model's parts at contexts uniform in span, both ends included, and the measured rates."""
     if name == "100m":
         model, params = RANDOM_100M, parameters.init(llama.declare(RANDOM_100M), jax.random.key(0))
     else:
@@ -256,8 +258,9 @@ def profile(
     contexts = np.random.default_rng(seed).integers(span[0], span[1] + 1, batch).tolist()
     with tqdm(total=rounds + 1, desc=name, unit=" rounds", disable=not progress) as bar:
         ms = medians_ms(programs(params, model, config, contexts, seed), rounds, bar)
-    rates = floors.measure(model, batch)
-    return parts_of(name, ms, floors_ms(model, contexts, rates)), rates
+    measured = roofline.measure(model, batch)
+    floor_ms = floors_ms(model, contexts, Rates.best(measured))
+    return parts_of(name, ms, floor_ms), measured
 
 
 def checked(models: Sequence[str], contexts: Sequence[str]) -> tuple[int, ...]:

@@ -22,14 +22,7 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-from experiments.gpu.step_report import (
-    MOST_TEMPORARY,
-    Report,
-    Step,
-    kv_bytes_of_token,
-    report_of,
-    show,
-)
+from experiments.gpu.step_report import MOST_TEMPORARY, Report, Step, report_of, show
 from experiments.lib import program, run_record
 from experiments.lib.flags import values_of
 from models import checkpoint
@@ -39,6 +32,7 @@ from paged.device.executor import COPIED_TOKENS_PER_CALL
 from paged.device.step import StepProgram, stacks
 from paged.device.tensor_parallel import SPLIT, SPLIT_BLOCKS, WHOLE, Shards
 from paged.kv_cache.policy import KVPolicy
+from paged.simulator.roofline import kv_bytes_of_token
 from pallas_kernels import backend
 from pallas_kernels.tools import aot
 from pallas_kernels.tools.targets import TARGETS

@@ -1,4 +1,4 @@
-"""The engine's decode step at a real model's shapes, with random checkpoint.
+"""The engine's decode step at a real model's shapes, with random weights.
 
 Apart from experiments.gpu.check because it needs the engine's packages, and not JAX alone.
 """
@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.floors import Work, step_work
 from models import checkpoint
 from models import params as parameters
 from models.config import ModelConfig
@@ -19,13 +18,15 @@ from paged.config import EngineConfig
 from paged.device.step import StepProgram
 from paged.device.step_inputs import StepInputs
 from paged.device.tensor_parallel import Shards
+from paged.simulator.roofline import step_cost
+from pallas_kernels.specs import Cost
 
 LLAMA = Path(__file__).parents[2] / "configs" / "models" / "llama-3-8b"
 PAGE_SIZE = 16
 STEPS = 20  # dispatched one after the other, waited for at the end
 
 
-def time_decode_step(small: bool) -> tuple[str, float, Work]:
+def time_decode_step(small: bool) -> tuple[str, float, Cost]:
     """What is timed, the seconds of a step, and what it cannot do without."""
     model, decodes, context = (
         (checkpoint.load_config("bundled"), 2, 64)
@@ -33,10 +34,10 @@ def time_decode_step(small: bool) -> tuple[str, float, Work]:
         else (checkpoint.load_config(LLAMA), 64, 4096)
     )
     name = f"{'bundled' if small else LLAMA.name}, {decodes} sequences of {context} tokens"
-    return name, *_seconds_and_work(model, decodes, context, jnp.bfloat16)
+    return name, *_seconds_and_cost(model, decodes, context, jnp.bfloat16)
 
 
-def _seconds_and_work(model: ModelConfig, decodes: int, context: int, dtype) -> tuple[float, Work]:
+def _seconds_and_cost(model: ModelConfig, decodes: int, context: int, dtype) -> tuple[float, Cost]:
     config = EngineConfig(
         max_num_seqs=decodes,
         max_num_batched_tokens=decodes,
@@ -62,8 +63,7 @@ def _seconds_and_work(model: ModelConfig, decodes: int, context: int, dtype) -> 
     start = time.perf_counter()
     run(STEPS, cache, state)
     seconds = (time.perf_counter() - start) / STEPS
-    work = step_work(model, [context] * decodes, bytes_per_number=jnp.dtype(dtype).itemsize)
-    return seconds, work
+    return seconds, step_cost(model, [context] * decodes, dtype=dtype)
 
 
 def _fill(inputs: StepInputs, context: int) -> None:

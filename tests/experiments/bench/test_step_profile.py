@@ -10,17 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.bench import floors, step_profile
+from experiments.bench import step_profile
 from experiments.bench.step_profile import PARTS
 from models.config import ModelConfig
 from paged.engine import EngineConfig
+from paged.simulator.roofline import Rates, step_cost
 
 ROOT = Path(__file__).parents[3]
 MODEL = ModelConfig(
     vocab_size=50, hidden_size=24, intermediate_size=40, num_layers=3, num_heads=6, num_kv_heads=2,
     head_dim=10,
 )  # fmt: skip
-RATES = floors.Rates(1e9, 2e9, 1e9, 1e9, 1e-5)
+RATES = Rates(bytes_per_s=1e9, flops_per_s=2e9, dispatch_s=1e-5)
 
 
 def program(*arguments: object) -> subprocess.CompletedProcess:
@@ -50,7 +51,7 @@ def test_parts_sum_to_the_step():
 def test_floors_of_the_parts_cover_the_work_of_the_step():
     contexts = [5, 9]
     parts = step_profile.floors_ms(MODEL, contexts, RATES)
-    step = floors.floor_s(floors.step_work(MODEL, contexts), RATES)
+    step = RATES.floor_s(step_cost(MODEL, contexts))
     assert 1e-3 * sum(parts.values()) >= step and min(parts.values()) >= 0
 
 
