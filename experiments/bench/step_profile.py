@@ -31,6 +31,7 @@ from absl import flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from experiments.bench.decode_inputs import fill_decodes
 from experiments.bench.vs_transformers import MODELS, RANDOM_100M, integers
 from experiments.lib import program, run_record
 from models import checkpoint, llama
@@ -39,7 +40,7 @@ from models.config import ModelConfig
 from models.families import family
 from models.sampling import SamplingArrays, SamplingState, sample
 from paged.device.executor import DeviceExecutor
-from paged.device.step_inputs import StepInputs, empty_step_inputs
+from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import dense
 from paged.simulator import roofline
@@ -62,26 +63,6 @@ class Part:
     floor_ms: float
 
 
-def decode_inputs(config: EngineConfig, contexts: Sequence[int], table_width: int) -> StepInputs:
-    """A greedy decode step of sequences of these contexts, the new token included.
-
-    The blocks of a sequence follow each other, as where prompts are admitted one by one.
-    """
-    S = len(contexts)
-    inputs = empty_step_inputs(0, S, config.max_prefills_per_step, config.max_num_seqs, table_width)
-    inputs.lengths[:] = contexts
-    inputs.positions[:] = inputs.lengths - 1
-    for rows in (inputs.token_rows, inputs.last_tokens, inputs.slots):
-        rows[:] = np.arange(S)
-    inputs.samples[:] = inputs.iterations[:] = 1
-    first = 1  # block 0 is the null block
-    for row, context in zip(inputs.tables, contexts):
-        blocks = -(-context // config.page_size)
-        row[:blocks] = first + np.arange(blocks)
-        first += blocks
-    return inputs
-
-
 def programs(
     params, model: ModelConfig, config: EngineConfig, contexts: Sequence[int], seed: int
 ) -> dict[str, Callable[[], object]]:
@@ -93,7 +74,10 @@ def programs(
     S, L, K, D = len(contexts), model.num_layers, model.num_kv_heads, model.head_dim
     P, pages_per_layer = config.page_size, model.num_kv_heads * config.num_blocks
     policy = dense.device(config, model, None)
-    host_inputs = decode_inputs(config, contexts, engine.host_policy.table_width)
+    host_inputs = empty_step_inputs(
+        0, S, config.max_prefills_per_step, config.max_num_seqs, engine.host_policy.table_width
+    )
+    fill_decodes(host_inputs, contexts, P)
     inputs = jax.tree.map(jnp.asarray, replace(host_inputs, packed=None))
     cache, written = (jax.jit(lambda: policy.init(model))() for _ in range(2))
     plan = jax.jit(policy.begin_step)(cache, inputs)[1]

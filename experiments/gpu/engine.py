@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.bench.decode_inputs import fill_decodes
 from models import checkpoint
 from models import params as parameters
 from models.config import ModelConfig
 from models.families import family
 from paged.config import EngineConfig
 from paged.device.step import StepProgram
-from paged.device.step_inputs import StepInputs
 from paged.device.tensor_parallel import Shards
 from paged.simulator.roofline import step_cost
 from pallas_kernels.specs import Cost
@@ -51,7 +51,7 @@ def _seconds_and_cost(model: ModelConfig, decodes: int, context: int, dtype) -> 
     params = parameters.init(declared, jax.random.key(0), dtype)
     cache, state = program.init(dtype)()
     inputs = program.empty_inputs((0, decodes))
-    _fill(inputs, context)
+    fill_decodes(inputs, [context] * decodes, PAGE_SIZE, np.random.default_rng(0))
     compiled = program.compile((0, decodes), params, cache, state)
 
     def run(steps, cache, state):
@@ -64,16 +64,3 @@ def _seconds_and_cost(model: ModelConfig, decodes: int, context: int, dtype) -> 
     run(STEPS, cache, state)
     seconds = (time.perf_counter() - start) / STEPS
     return seconds, step_cost(model, [context] * decodes, dtype=dtype)
-
-
-def _fill(inputs: StepInputs, context: int) -> None:
-    """Rows whose last token is computed, over blocks in no order."""
-    S, M = np.shape(inputs.tables)
-    inputs.tokens[:] = 1
-    inputs.positions[:] = context - 1
-    inputs.token_rows[:] = inputs.last_tokens[:] = inputs.slots[:] = np.arange(S)
-    inputs.lengths[:] = context
-    inputs.samples[:] = inputs.iterations[:] = 1
-    # Block 0 is nobody's.
-    blocks = 1 + np.random.default_rng(0).permutation(S * -(-context // PAGE_SIZE))
-    inputs.tables[:, : -(-context // PAGE_SIZE)] = blocks.reshape(S, -1)

@@ -25,10 +25,6 @@ class Step:
     context: int
 
     @property
-    def tokens(self) -> int:
-        return self.decodes + self.prefill_tokens
-
-    @property
     def lengths(self) -> tuple[list[int], list[int]]:
         """The context and the new tokens of each sequence; the prompt is computed in one piece."""
         prompt = [self.prefill_tokens] if self.prefill_tokens else []

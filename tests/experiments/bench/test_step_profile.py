@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from experiments.bench import step_profile
+from experiments.bench.decode_inputs import fill_decodes
 from experiments.bench.step_profile import PARTS
 from models.config import ModelConfig
-from paged.engine import EngineConfig
+from paged.device.step_inputs import empty_step_inputs
 from paged.simulator.roofline import Rates, step_cost
 
 ROOT = Path(__file__).parents[3]
@@ -31,12 +32,16 @@ def program(*arguments: object) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-def test_the_step_is_a_decode_of_every_sequence():
-    config = EngineConfig(max_num_seqs=3, max_model_len=64)
-    inputs = step_profile.decode_inputs(config, [1, 16, 33], table_width=4)
+@pytest.mark.parametrize("rng", [None, np.random.default_rng(0)])
+def test_the_step_is_a_decode_of_every_sequence(rng):
+    inputs = empty_step_inputs(0, 3, prefill_rows=1, num_slots=3, table_width=4)
+    fill_decodes(inputs, [1, 16, 33], page_size=16, rng=rng)
     assert inputs.num_prefill_tokens == 0 and inputs.positions.tolist() == [0, 15, 32]
-    assert inputs.tables.tolist() == [[1, 0, 0, 0], [2, 0, 0, 0], [3, 4, 5, 0]]
     assert np.all(inputs.samples == 1) and inputs.token_rows.tolist() == [0, 1, 2]
+    assert (np.asarray(inputs.tables) > 0).sum(axis=1).tolist() == [1, 1, 3]
+    assert sorted(inputs.tables[inputs.tables > 0].tolist()) == [1, 2, 3, 4, 5]
+    if rng is None:
+        assert inputs.tables.tolist() == [[1, 0, 0, 0], [2, 0, 0, 0], [3, 4, 5, 0]]
 
 
 def test_parts_sum_to_the_step():
