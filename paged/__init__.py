@@ -2,6 +2,6 @@
 
 from paged.config import EngineConfig
 from paged.engine import Engine
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "SamplingParams"]

@@ -7,7 +7,8 @@ import numpy as np
 from paged.checks import is_bool, is_real, is_text, refusal
 from paged.engine_loop import EngineLoop
 from paged.requests.registry import Requests
-from paged.requests.sequence import RequestOutput, SamplingParams, SequenceGroup
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput, SequenceGroup
 from paged.requests.stopping import TextStream
 from paged.requests.validation import Prompt, token_limit, validated_prompt
 

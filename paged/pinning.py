@@ -5,7 +5,8 @@ import numpy as np
 from paged.engine_loop import EngineLoop
 from paged.event_log import EventLog
 from paged.requests.registry import Requests
-from paged.requests.sequence import SamplingParams, SequenceGroup
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import SequenceGroup
 
 # The token that it generates is confirmed only with the whole prompt written.
 SAMPLING = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)

@@ -11,7 +11,7 @@ prompts of ragged lengths, end of sequence ignored:
 
 Each is warmed up on the same batch; then they take turns, and medians of their times count. Models:
 'bundled', and '100m', a random Llama of 110 million parameters. At the largest batch the engine's
-decode steps are also compared with their floor (experiments/bench/floors.py).
+decode steps are also compared with their floor (paged/simulator/roofline.py).
 
 Needs torch (the extra `parity`). Writes to --output_dir: runs.csv, report.json, summary.json and
 throughput.png.
@@ -34,7 +34,6 @@ from absl import flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.bench import floors
 from experiments.lib import run_record
 from experiments.lib.flags import define_fields, fields_of
 from experiments.lib.program import Options, Program, refusals
@@ -45,6 +44,7 @@ from models.hub import BUNDLED
 from paged.engine import Engine, EngineConfig
 from paged.metrics import StepRecord
 from paged.requests.sampling_params import SamplingParams
+from paged.simulator import roofline
 
 MODELS = ("bundled", "100m")
 MODELS_HELP = f"some of {', '.join(MODELS)}"
@@ -386,8 +386,9 @@ def model_folder(name: str, scratch: Path, seed: int) -> Path:
 
 def run_model(
     name: str, folder: Path, settings: Settings, config: EngineConfig, progress: bool = True
-) -> tuple[list[Run], StepTimes, floors.Rates]:
-    """Race the three systems on one model; at the largest batch, the engine's step times."""
+) -> tuple[list[Run], StepTimes, dict[str, float]]:
+    """Race the three systems on one model; at the largest batch, the engine's step times, and the
+    machine's measured rates."""
     model, params = checkpoint.load(folder)
     engine = Engine.from_model(params, model, config)
     engine.warm_up(progress)
@@ -404,13 +405,13 @@ def run_model(
         raise RuntimeError(f"{name}: no two steps in a row only decoded {batch} sequences")
     prompts = make_prompts(model.vocab_size, batch, settings.prompt_tokens, config.seed)
     contexts = [len(prompt) + settings.output_tokens // 2 for prompt in prompts]
-    rates = floors.measure(model, batch)
-    dispatches = 1 / config.multi_step
-    floor = floors.floor_s(floors.step_work(model, contexts), rates, dispatches)
+    measured = roofline.measure(model, batch)
+    cost = roofline.step_cost(model, contexts)
+    floor = roofline.Rates.best(measured).floor_s(cost, dispatches=1 / config.multi_step)
     step = StepTimes(
         name, batch, len(times), float(np.median(times)), float(np.median(host)), floor
     )
-    return runs, step, rates
+    return runs, step, measured
 
 
 def prepare(options: Options) -> tuple[Settings, EngineConfig]:

@@ -25,7 +25,6 @@ from experiments.gpu.step_report import (
     MOST_TEMPORARY,
     Report,
     Step,
-    kv_bytes_of_token,
     report_of,
     show,
 )
@@ -39,6 +38,7 @@ from paged.config import EngineConfig
 from paged.device.mover import UnitMover
 from paged.device.step import StepProgram, stacks
 from paged.device.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
+from paged.simulator.roofline import kv_bytes_of_token
 from pallas_kernels import backend
 from pallas_kernels.tools import aot
 from pallas_kernels.tools.targets import TARGETS

@@ -36,9 +36,9 @@ from experiments.lib.flags import (
     define_model_flags,
     loading,
 )
+from experiments.lib.near_ties import differences
 from experiments.lib.plots import MEMORY_COLOURS
 from experiments.lib.program import Options, Program, refusals
-from experiments.soak.comparison import NEAR_TIE
 from experiments.workloads import workloads
 from experiments.workloads.synthetic_lengths import PUBLISHED_MEANS
 from experiments.workloads.workloads import PAPER_CONTEXT, Request, Vocabulary, WorkloadConfig
@@ -46,7 +46,6 @@ from models import checkpoint
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import StepRecord
-from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 
 POLICIES = ("vllm", "orca_oracle", "orca_pow2", "orca_max", "fastertransformer")
@@ -136,12 +135,13 @@ def run(base: Engine, requests: dict[str, list[Request]], progress: bool = True)
             engine = Engine(base.model, config, base.executor)
             outputs = serve.run(engine, wanted, progress=False)
             reference = reference or outputs
-            near_ties, different = compare(base, outputs, reference)
+            found = differences(base, outputs, reference)
+            near_ties = sum(difference.near_tie for difference in found)
             steps = [step for step in engine.metrics.steps if step.num_waiting]
             if not steps:
                 raise ValueError(f"{policy}: no request of {dataset} ever waits: raise --fill")
             settled = steps[len(steps) // 4 :]
-            rows.append(_row(dataset, policy, settled, near_ties, different))
+            rows.append(_row(dataset, policy, settled, near_ties, len(found) - near_ties))
             bar.update()
     bar.close()
     return rows
@@ -164,29 +164,6 @@ def _row(
         near_ties=near_ties,
         different=different,
     )
-
-
-def compare(
-    engine: Engine, outputs: Sequence[RequestOutput], reference: Sequence[RequestOutput]
-) -> tuple[int, int]:
-    """How many outputs part from the reference's at logits that are nearly tied, so that the
-    engine, alone with the request, gives either token if its logit is raised by a trace; and how
-    many part elsewhere."""
-
-    def gives(prompt: list[int], token: int) -> bool:
-        how = SamplingParams(max_tokens=1, ignore_eos=True, logit_bias={token: NEAR_TIE})
-        return engine.generate([prompt], how)[0].tokens == [token]
-
-    near_ties = different = 0
-    for ours, theirs in zip(outputs, reference, strict=True):
-        pairs = enumerate(zip(ours.tokens, theirs.tokens, strict=True))
-        parted = next(((at, pair) for at, pair in pairs if pair[0] != pair[1]), None)
-        if parted:
-            at, pair = parted
-            prompt = ours.prompt_tokens + ours.tokens[:at]
-            tied = all(gives(prompt, token) for token in pair)
-            near_ties, different = near_ties + tied, different + (not tied)
-    return near_ties, different
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:

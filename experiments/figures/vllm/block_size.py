@@ -182,8 +182,7 @@ def serving(
                     )
                 )
                 first = first or served.outputs
-                if wrong := sweep.first_difference(first, served.outputs):
-                    raise ValueError(f"blocks of {engine.config.page_size} tokens: {wrong}")
+                sweep.check_same_tokens(engine, first, served.outputs)
                 bar.update()
     return rows
 

@@ -158,8 +158,7 @@ def serving(
                 )
                 outputs.append(served.outputs)
                 bar.update()
-            if wrong := sweep.first_difference(*outputs):
-                raise ValueError(f"blocks of {engine.config.page_size} tokens: {wrong}")
+            sweep.check_same_tokens(engine, *outputs)
     return rows
 
 

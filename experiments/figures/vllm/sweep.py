@@ -16,13 +16,12 @@ from experiments import serve
 from experiments.lib import report
 from experiments.lib.engines import load_engine
 from experiments.lib.flags import define_model_flags, fields_of
+from experiments.lib.near_ties import differences
 from experiments.lib.program import Options
-from experiments.soak.comparison import NEAR_TIE
 from experiments.workloads import workloads
 from experiments.workloads.workloads import Request, Vocabulary, WorkloadConfig
 from paged.checks import help_of
 from paged.engine import Engine, EngineConfig
-from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 
 flags.disclaim_key_flags()  # --help lists the flags as the program's own
@@ -111,7 +110,7 @@ class Served:
 def serve_requests(engine: Engine, requests: Sequence[Request]) -> Served:
     """Serve the requests greedily, on an engine that has no others."""
     engine.metrics.clear()
-    outputs = serve.run(engine, requests, SamplingParams(logprobs=2), progress=False)
+    outputs = serve.run(engine, requests, progress=False)
     steps = engine.metrics.steps
     latencies = report.present(map(report.normalised_latency_s, engine.metrics.requests))
     return Served(
@@ -124,18 +123,13 @@ def serve_requests(engine: Engine, requests: Sequence[Request]) -> Served:
     )
 
 
-def first_difference(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]) -> str | None:
-    """The first request whose greedy tokens differ by more than a near tie, or None."""
-    for a, b in zip(ours, theirs, strict=True):
-        at = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y), None)
-        if at is not None:
-            assert a.logprobs is not None
-            first, second = list(a.logprobs[at].top.values())[:2]
-            if first - second > NEAR_TIE:
-                return f"{a.request_id} gave token {a.tokens[at]} at {at}, then {b.tokens[at]}"
-        elif len(a.tokens) != len(b.tokens):
-            return f"{a.request_id} gave {len(a.tokens)} tokens, then {len(b.tokens)}"
-    return None
+def check_same_tokens(
+    engine: Engine, ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]
+) -> None:
+    """Raises ValueError if a request's greedy tokens differ by more than a near tie."""
+    for difference in differences(engine, ours, theirs):
+        if not difference.near_tie:
+            raise ValueError(f"blocks of {engine.config.page_size} tokens: {difference}")
 
 
 def over_block_sizes(

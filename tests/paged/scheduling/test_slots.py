@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from paged.requests.sequence import SamplingParams, SequenceGroup, Status, share_prefixes
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import SequenceGroup, Status, share_prefixes
 from paged.scheduling.slots import Slots
 
 
