@@ -200,13 +200,13 @@ class Stopwatch:
         ]
 
     def __enter__(self) -> "Stopwatch":
-        for part, owner, name in self._watched:
-            setattr(owner, name, self._timed(part, getattr(owner, name)))
+        for part, owner, method in self._watched:
+            setattr(owner, method, self._timed(part, getattr(owner, method)))
         return self
 
     def __exit__(self, *_) -> None:
-        for _, owner, name in self._watched:
-            delattr(owner, name)  # the class's own shows again
+        for _, owner, method in self._watched:
+            delattr(owner, method)  # the class's own shows again
 
     def _timed(self, part: str, function: Callable) -> Callable:
         def timed(*args, **kwargs):

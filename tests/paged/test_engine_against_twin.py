@@ -1,12 +1,12 @@
 """Random requests through scheduler, tables and step inputs, token for token against a twin."""
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paged.blocks.block_pool import NULL_BLOCK
@@ -14,7 +14,7 @@ from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
 from paged.requests.sampling_params import SamplingParams
-from paged.requests.sequence import SequenceGroup
+from paged.requests.sequence import RequestOutput, SequenceGroup
 from tests.paged.hashing_executor import (
     FIRST,
     VOCAB,
@@ -142,8 +142,24 @@ def _expected_outputs(prompt, how: SamplingParams, limit: int, eos_rate: float) 
     return outputs[: how.n]
 
 
+BEAMS = SamplingParams(beam_width=2, seed=0, length_penalty=0.0, early_stopping=True)
+# A search is preempted, and recomputed alone: the prefix cache holds what its beams have in common.
+RECOMPUTED_BEAMS = (
+    EngineConfig(
+        max_num_seqs=5, max_num_batched_tokens=100, max_prefills_per_step=2, max_model_len=90,
+        chunked_prefill=False, page_size=16, kv_cache_tokens=112, watermark=0.0, run_ahead=False,
+        prefix_caching=True, preemption_mode="recompute",
+    ),
+    [
+        Call(0, prompt, replace(BEAMS, beam_width=width, max_tokens=new))
+        for prompt, width, new in ((_tokens(0, 10), 2, 13), ([*_tokens(0, 7), 3], 3, 10))
+    ],
+)  # fmt: skip
+
+
 @settings(max_examples=150, deadline=None)
 @given(_cases(), st.sampled_from([0, 0.02, 0.1]))
+@example(RECOMPUTED_BEAMS, 0)
 def test_every_request_gets_exactly_its_tokens(case, eos_rate):
     config, calls = case
     engine = Engine(TINY, config, HashingExecutor(config, eos_rate))
@@ -151,7 +167,9 @@ def test_every_request_gets_exactly_its_tokens(case, eos_rate):
         engine.pin_prefix(SHARED[0])
     pinned = DenseHost.of(engine.host_policy).pool.refcounts.copy()
     todo = deque(sorted(enumerate(calls), key=lambda item: item[1].arrival))
-    requests, ended, aborted = {}, {}, {}
+    requests: dict[str, tuple[list[int], SamplingParams]] = {}
+    ended: dict[str, RequestOutput] = {}
+    aborted: dict[str, RequestOutput] = {}
     grown: Counter[str] = Counter()  # tokens that were streamed
     for step in range(5000):
         while todo and todo[0][1].arrival <= step:
@@ -163,7 +181,7 @@ def test_every_request_gets_exactly_its_tokens(case, eos_rate):
                 assert how.num_sequences > 1 and "exceed the cache" in str(error)
                 continue
             requests[name] = call.prompt, how
-        for name in requests.keys() - ended.keys() - aborted.keys():
+        for name in sorted(requests.keys() - ended.keys() - aborted.keys()):
             call = calls[int(name)]
             if call.abort_after is not None and call.arrival + call.abort_after <= step:
                 aborted[name] = engine.abort(name)

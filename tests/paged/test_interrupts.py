@@ -15,7 +15,7 @@ from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.interrupts import Points, interrupted_at
-from tests.paged.test_engine_against_twin import _expected_outputs, _how, _tokens
+from tests.paged.test_engine_against_twin import _expected_outputs, _tokens
 from tests.paged.tiny import TINY
 
 CONFIG = EngineConfig(
@@ -23,6 +23,17 @@ CONFIG = EngineConfig(
     page_size=4, kv_cache_tokens=180, prefix_caching=True, watermark=0.0,
 )  # fmt: skip
 EOS_RATE = 0.03
+HOWS = [
+    SamplingParams(),
+    SamplingParams(ignore_eos=True, repetition_penalty=2),
+    SamplingParams(stop_token_ids=(5, 6, 30)),
+    SamplingParams(temperature=1, n=3),
+    SamplingParams(temperature=1, n=2, ignore_eos=True),
+    SamplingParams(temperature=1, n=1, best_of=3, stop_token_ids=(5, 6, 30)),
+    SamplingParams(beam_width=2, n=2, early_stopping=True),
+    SamplingParams(beam_width=3, n=1, length_penalty=2.0),
+    SamplingParams(beam_width=3, n=3, length_penalty=0.0, early_stopping="never"),
+]
 # A stream that is dropped as an interruption lands in its finalizer: Python tells of it.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -34,7 +45,7 @@ class User:
         self.call = points.call
         self.rng = random.Random(seed)
         self.engine = Engine(TINY, config, HashingExecutor(config, EOS_RATE))
-        self.shared = _tokens(self.rng, 20)
+        self.shared = _tokens(0, 20)
         self.accepted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.ended: dict[str, RequestOutput] = {}
         self.finals: Counter[str] = Counter()  # last outputs by id
@@ -42,9 +53,10 @@ class User:
         self.interruptions = 0
 
     def _request(self) -> tuple[list[int], SamplingParams]:
-        prompt = self.shared[: self.rng.choice([0, 8, 20])] + _tokens(self.rng, 3)
-        how = _how(self.rng, 3)
-        return prompt, replace(how, max_tokens=min(how.max_tokens, 12), prompt_logprobs=None)
+        own = _tokens(self.rng.randrange(50), 3)
+        how, most = self.rng.choice(HOWS), self.rng.choice([1, self.rng.randint(1, 12), 12])
+        how = replace(how, max_tokens=most, seed=self.rng.randrange(100))
+        return self.shared[: self.rng.choice([0, 8, 20])] + own, how
 
     def act(self) -> None:
         operations = [
