@@ -205,7 +205,7 @@ class Stopwatch:
         return self
 
     def __exit__(self, *_) -> None:
-        for _, owner, method in self._watched:
+        for _part, owner, method in self._watched:
             delattr(owner, method)  # the class's own shows again
 
     def _timed(self, part: str, function: Callable) -> Callable:

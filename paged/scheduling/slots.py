@@ -86,6 +86,13 @@ class Slots:
     def num_free(self) -> int:
         return len(self._free)
 
+    def generate(self, slots: np.ndarray) -> np.ndarray:
+        """Whether `slots` [n] have one token to compute, their newest, and sample the next: bool
+        [n]."""
+        length = self.length[slots]
+        left = length - self.computed[slots]
+        return (left == 1) & (length < self.limit[slots]) & ~self.held[slots]
+
     def acquire(self, sequence: Sequence) -> int:
         """Give `sequence` a slot, with nothing computed yet."""
         slot, group = self._free[-1], sequence.group
