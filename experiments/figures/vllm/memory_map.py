@@ -21,8 +21,7 @@ the cache's token slots hold in each step (`Usage`); report.json and summary.jso
 import colorsys
 import json
 import re
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -34,147 +33,39 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from tqdm import tqdm
 
 from experiments.figures.vllm.sharing_savings import story_tokens
-from experiments.lib import program, run_record
+from experiments.figures.vllm.snapshots import Owner, Snapshot, run
+from experiments.lib import run_record
+from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import (
     define_engine_flags,
     define_executor_flag,
-    engine_config,
-    load_engine,
-    values_of,
+    fields_of,
+    loading,
 )
+from experiments.lib.program import Options, Program, refusals
 from models import checkpoint
-from paged.engine import Engine
+from paged.engine import EngineConfig
 from paged.kv_cache import POLICIES
-from paged.kv_cache.dense import BLOCKS, DenseHost
 from paged.kv_cache.policy import ShardedModel
 from paged.metrics import StepRecord
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.requests.validation import validated_prompt
 
-FLAGS = flags.FLAGS
 # A cache of 48 small blocks shows all there is to see; the map of a large one would be a carpet.
-DEFAULTS = {
-    "page_size": 8,
-    "kv_cache_tokens": 384,
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 64,
-    "max_model_len": 256,
-    "prefix_caching": True,
-    # Or the tables would be shown with the step before taken in, not as the step finds them.
-    "run_ahead": False,
-}
+DEFAULTS = EngineConfig(
+    page_size=8,
+    kv_cache_tokens=384,
+    max_num_seqs=16,
+    max_num_batched_tokens=64,
+    max_model_len=256,
+    prefix_caching=True,
+    # Otherwise the tables would be shown with the step before taken in, not as the step finds them.
+    run_ahead=False,
+)
 TEMPLATE = Path(__file__).with_suffix(".html")
 IDLE = "#bdbdbd"
-
-
-@dataclass(frozen=True)
-class Owner:
-    """One reference to a block: of a request's sequence, as its logical block; filled: tokens that
-    it holds, or will hold once the prompt is computed."""
-
-    request: str
-    sequence: int
-    logical: int
-    filled: int
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The cache once a step was scheduled.
-
-    happened: since the snapshot before, in words. refcounts: of each physical block, the null block
-    too. device, host: owners of each block that has some. idle: blocks that only the prefix cache
-    keeps.
-    """
-
-    step: int
-    happened: list[str]
-    refcounts: list[int]
-    device: dict[int, list[Owner]]
-    idle: list[int]
-    host: dict[int, list[Owner]]
-
-
-def _add(owners: dict[int, list[Owner]], blocks: np.ndarray, request: str, index: int, filled):
-    for logical, block in enumerate(blocks.tolist()):
-        owner = Owner(request, index, logical, int(filled[logical]))
-        owners.setdefault(block, []).append(owner)
-
-
-def take(engine: Engine, step: int, happened: list[str]) -> Snapshot:
-    """The current cache of an engine with the dense policy."""
-    policy, scheduler = DenseHost.of(engine.host_policy), engine.scheduler
-    tables = policy.block_tables
-    device: dict[int, list[Owner]] = {}
-    host: dict[int, list[Owner]] = {}
-    for group in scheduler.running:
-        for index, sequence in enumerate(group.sequences):
-            if (slot := sequence.slot) >= 0:
-                blocks = tables.blocks[slot, : tables.num_blocks[slot]]
-                _add(device, blocks, group.request_id, index, tables.filled(slot))
-    for group in scheduler.waiting:
-        if group.swapped is not None:
-            indices = [group.sequences.index(sequence) for sequence in group.unfinished]
-            rows = zip(indices, group.swapped.blocks, group.swapped.num_tokens, strict=True)
-            for index, blocks, tokens in rows:
-                first = np.arange(len(blocks)) * tables.page_size
-                filled = np.minimum(tokens - first, tables.page_size)
-                _add(host, blocks, group.request_id, index, filled)
-    cache = policy.pool.cache
-    return Snapshot(
-        step=step,
-        happened=happened,
-        refcounts=policy.pool.refcounts.tolist(),
-        device=device,
-        idle=sorted(cache.idle) if cache else [],
-        host=host,
-    )
-
-
-def in_words(events: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What a round did, in words."""
-    words = []
-    for event in events:
-        if event["event"] in ("arrival", "admit", "preempt", "finish"):
-            words.append(f"{event['event']} {event['request_id']}")
-        elif event["event"] == "schedule":
-            moves = {name: pools[BLOCKS] for name, pools in event["moves"].items()}
-            for name, verb in (("exports", "swap out"), ("imports", "swap in")):
-                if name in moves:
-                    words.append(f"{verb} {len(moves[name])} blocks")
-            words += [f"copy block {a} to {b}" for a, b in moves.get("copies", ())]
-    return words
-
-
-def run(
-    engine: Engine,
-    requests: Mapping[str, tuple[list[int], SamplingParams]],
-    interval: int,
-    progress: bool = True,
-) -> list[Snapshot]:
-    """Serve the requests (prompt and sampling by id), one more every `interval` steps.
-
-    Returns a snapshot of each step.
-    """
-    coming, snapshots = deque(requests.items()), list[Snapshot]()
-    rounds = 0
-    with tqdm(desc="serving", unit="steps", disable=not progress) as bar:
-        while coming or engine.has_unfinished():
-            seen = len(engine.events)
-            if coming and rounds % interval == 0:
-                name, (prompt, how) = coming.popleft()
-                engine.add_request(prompt, how, name)
-            engine.step()
-            rounds += 1
-            new = engine.events[seen:]
-            for event in new:
-                if event["event"] == "schedule":
-                    snapshots.append(take(engine, event["step"], in_words(new)))
-                    bar.update()
-    return snapshots
 
 
 def make_requests(
@@ -361,43 +252,41 @@ def usage_row(record: StepRecord) -> UsageRow:
     return UsageRow(record.step, **{name: getattr(record, f"kv_{name}") for name in names})
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        output_dir = run_record.check_output_dir(
-            FLAGS.output_dir, "memory_map.png", "memory_map.html", "steps.csv"
-        )
-        tokenizer = checkpoint.load_tokenizer(FLAGS.model)
+def main(options: Options) -> None:
+    output_dir = Path(options.output_dir)
+    with refusals():
+        tokenizer = checkpoint.load_tokenizer(options.model)
         requests = make_requests(
-            FLAGS.requests, FLAGS.prompt_tokens, FLAGS.prefix_tokens, FLAGS.output_tokens,
-            FLAGS.seed, tokenizer,
+            options.requests, options.prompt_tokens, options.prefix_tokens, options.output_tokens,
+            options.seed, tokenizer,
         )  # fmt: skip
-        model = checkpoint.load_config(FLAGS.model)
-        config = engine_config(model)
+        model = checkpoint.load_config(options.model)
+        config = engine_config(model, **fields_of(EngineConfig, options))
         policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
         for prompt, how in requests.values():
             validated_prompt(prompt, how, tokenizer, model, config, policy)
-        engine = load_engine(config, tokenizer, FLAGS.executor)
+        engine = load_engine(config, tokenizer, **loading(options))
     engine.warm_up()
-    snapshots = run(engine, requests, FLAGS.interval)
+    snapshots = run(engine, requests, options.interval)
     title = (
-        f"{config.num_blocks - 1} blocks of {config.page_size} tokens, --executor={FLAGS.executor}"
+        f"{config.num_blocks - 1} blocks of {config.page_size} tokens, "
+        f"--executor={options.executor}"
     )
     environment = run_record.describe_environment()
-    footer = f"{FLAGS.model}, --requests={','.join(FLAGS.requests)}"
+    footer = f"{options.model}, --requests={','.join(options.requests)}"
     numbers = summary(snapshots, engine.metrics.steps)
     plot(snapshots, list(requests), output_dir / "memory_map.png", title, footer)
     page = page_data(snapshots, list(requests), config.page_size, title)
     write_page(output_dir / "memory_map.html", page)
     run_record.write_csv(output_dir, "steps.csv", list(map(usage_row, engine.metrics.steps)))
-    facts = {"experiment": "memory_map", "flags": values_of(names), "measured": numbers}
+    facts = {"experiment": "memory_map", "flags": vars(options), "measured": numbers}
     run_record.write_json(output_dir, "report.json", facts | environment)
     run_record.write_summary(output_dir, numbers)
     print("\n".join(f"{name.replace('_', ' '):20}{value:6}" for name, value in numbers.items()))
     print(f"memory_map.html and more are in {output_dir}/")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
+def define_flags() -> None:
     flags.DEFINE_list(
         "requests", "plain,prefix,parallel3,beam4,prefix,plain", "see the head of this file"
     )
@@ -405,15 +294,13 @@ def define_flags() -> list[str]:
     flags.DEFINE_integer("prefix_tokens", 32, "that `prefix` requests share", lower_bound=1)
     flags.DEFINE_integer("output_tokens", 48, "of each sequence", lower_bound=1)
     flags.DEFINE_integer("interval", 8, "steps between requests", lower_bound=1)
-    flags.DEFINE_string("output_dir", "results/memory_map", "where the map goes")
-    names = [*define_executor_flag(), *define_engine_flags()]
-    for name, value in DEFAULTS.items():
-        FLAGS.set_default(name, value)
-    return [
-        "requests", "prompt_tokens", "prefix_tokens", "output_tokens", "interval", "output_dir",
-        *names,
-    ]  # fmt: skip
+    define_executor_flag()
+    define_engine_flags(DEFAULTS)
 
+
+PROGRAM = Program(
+    main, define_flags, "results/memory_map", ("memory_map.png", "memory_map.html", "steps.csv")
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()
