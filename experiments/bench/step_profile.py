@@ -14,7 +14,7 @@ shapes, tables and lengths, all layers in one program:
 
 The programs take turns, and medians count. A gather is the plainest way to read pages, not the only
 one: attention that reads pages where they lie has a negative `attend`. Floors rest on the machine's
-measured rates (experiments/bench/floors.py); the rest's is one dispatch. Writes to --output_dir:
+measured rates (paged/simulator/roofline.py); the rest's is one dispatch. Writes to --output_dir:
 parts.csv, report.json, summary.json and parts.png.
 """
 
@@ -31,23 +31,26 @@ from absl import flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.bench import floors
-from experiments.bench.vs_transformers import MODELS, RANDOM_100M, integers
-from experiments.lib import program, run_record
+from experiments.bench.decode_inputs import fill_decodes
+from experiments.bench.vs_transformers import MODELS, MODELS_HELP, RANDOM_100M, integers
+from experiments.lib import run_record
+from experiments.lib.program import Options, Program, refusals
 from models import checkpoint, llama
 from models import params as parameters
 from models.config import ModelConfig
 from models.families import family
 from models.sampling import SamplingArrays, SamplingState, sample
 from paged.device.executor import DeviceExecutor
-from paged.device.step_inputs import StepInputs, empty_step_inputs
+from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import dense
 from paged.kv_cache.policy import ShardedModel
+from paged.simulator import roofline
+from paged.simulator.roofline import Rates, kv_bytes_of_token, step_cost
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.specs import Cost
 
-FLAGS = flags.FLAGS
 PARTS = ("products", "gather", "attend", "kv write", "sampling", "rest")
 
 
@@ -61,26 +64,6 @@ class Part:
     floor_ms: float
 
 
-def decode_inputs(config: EngineConfig, contexts: Sequence[int], table_width: int) -> StepInputs:
-    """A greedy decode step of sequences of these contexts, the new token included.
-
-    The blocks of a sequence follow each other, as where prompts are admitted one by one.
-    """
-    S = len(contexts)
-    inputs = empty_step_inputs(0, S, config.max_prefills_per_step, config.max_num_seqs, table_width)
-    inputs.lengths[:] = contexts
-    inputs.positions[:] = inputs.lengths - 1
-    for rows in (inputs.token_rows, inputs.last_tokens, inputs.slots):
-        rows[:] = np.arange(S)
-    inputs.samples[:] = inputs.iterations[:] = 1
-    first = 1  # block 0 is the null block
-    for row, context in zip(inputs.tables, contexts):
-        blocks = -(-context // config.page_size)
-        row[:blocks] = first + np.arange(blocks)
-        first += blocks
-    return inputs
-
-
 def programs(
     params, model: ModelConfig, config: EngineConfig, contexts: Sequence[int], seed: int
 ) -> dict[str, Callable[[], object]]:
@@ -92,7 +75,10 @@ def programs(
     S, L, K, D = len(contexts), model.num_layers, model.num_kv_heads, model.head_dim
     P, pages_per_layer = config.page_size, model.num_kv_heads * config.num_blocks
     policy = dense.device(config, ShardedModel.split(model))
-    host_inputs = decode_inputs(config, contexts, engine.host_policy.table_width)
+    host_inputs = empty_step_inputs(
+        0, S, config.max_prefills_per_step, config.max_num_seqs, engine.host_policy.table_width
+    )
+    fill_decodes(host_inputs, contexts, P)
     inputs = jax.tree.map(jnp.asarray, replace(host_inputs, packed=None))
     cache, written = (jax.jit(policy.init)() for _ in range(2))
     plan = jax.jit(policy.begin_step)(cache, inputs)[1]
@@ -173,15 +159,15 @@ def medians_ms(runs: dict[str, Callable[[], object]], rounds: int, bar: tqdm) ->
     return {name: float(np.median(values)) for name, values in times.items()}
 
 
-def floors_ms(model: ModelConfig, contexts: Sequence[int], rates: floors.Rates) -> dict[str, float]:
+def floors_ms(model: ModelConfig, contexts: Sequence[int], rates: Rates) -> dict[str, float]:
     """The floor of each part; attention's arithmetic and its reading overlap at best."""
-    whole, new = (floors.step_work(model, c) for c in (contexts, [1] * len(contexts)))
+    whole, new = (step_cost(model, c) for c in (contexts, [1] * len(contexts)))
     read, flops = whole.bytes - new.bytes, whole.flops - new.flops
-    written = 4 * 2 * model.num_layers * model.num_kv_heads * model.head_dim * len(contexts)
+    written = model.num_layers * kv_bytes_of_token(model, "float32") * len(contexts)
     logits = 4 * len(contexts) * model.vocab_size
     gather = read / rates.bytes_per_s
     seconds = {
-        "products": floors.floor_s(floors.Work(new.flops, new.bytes - written), rates, 0),
+        "products": rates.floor_s(Cost(new.bytes - written, new.flops), dispatches=0),
         "gather": gather,
         "attend": max(0.0, flops / rates.flops_per_s - gather),
         "kv write": written / rates.bytes_per_s,
@@ -244,8 +230,8 @@ def plot(parts: Sequence[Part], path: Path, footer: str) -> None:
 
 def profile(
     name: str, batch: int, span: tuple[int, ...], rounds: int, seed: int, progress: bool = True
-) -> tuple[list[Part], floors.Rates]:
-    """One model's parts at contexts uniform in span, both ends included, and the rates."""
+) -> tuple[list[Part], dict[str, float]]:
+    """One model's parts at contexts uniform in span, both ends included, and the measured rates."""
     if name == "100m":
         model, params = RANDOM_100M, parameters.init(llama.declare(RANDOM_100M), jax.random.key(0))
     else:
@@ -257,8 +243,9 @@ def profile(
     contexts = np.random.default_rng(seed).integers(span[0], span[1] + 1, batch).tolist()
     with tqdm(total=rounds + 1, desc=name, unit=" rounds", disable=not progress) as bar:
         ms = medians_ms(programs(params, model, config, contexts, seed), rounds, bar)
-    rates = floors.measure(model, batch)
-    return parts_of(name, ms, floors_ms(model, contexts, rates)), rates
+    measured = roofline.measure(model, batch)
+    floor_ms = floors_ms(model, contexts, Rates.best(measured))
+    return parts_of(name, ms, floor_ms), measured
 
 
 def checked(models: Sequence[str], contexts: Sequence[str]) -> tuple[int, ...]:
@@ -275,18 +262,18 @@ def checked(models: Sequence[str], contexts: Sequence[str]) -> tuple[int, ...]:
     return span
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        span = checked(FLAGS.models, FLAGS.context_tokens)
+def main(options: Options) -> None:
+    with refusals():
+        span = checked(options.models, options.context_tokens)
     parts: list[Part] = []
     rates = {}
-    for name in FLAGS.models:
-        more, rates[name] = profile(name, FLAGS.batch, span, FLAGS.rounds, FLAGS.seed)
+    for name in options.models:
+        more, rates[name] = profile(name, options.batch, span, options.rounds, options.seed)
         parts += more
-    output_dir, environment = Path(FLAGS.output_dir), run_record.describe_environment()
+    output_dir, environment = Path(options.output_dir), run_record.describe_environment()
     facts = {
         "experiment": "step_profile",
-        "flags": {name: FLAGS[name].value for name in names},
+        "flags": vars(options),
         "parts": parts,
         "rates": rates,
     }
@@ -295,19 +282,18 @@ def main(names: Sequence[str]) -> None:
     run_record.write_json(output_dir, "report.json", facts | environment)
     run_record.write_summary(output_dir, summary(parts))
     plot(parts, output_dir / "parts.png", footer)
-    print(f"{table(parts, FLAGS.batch)}\n({footer})")
+    print(f"{table(parts, options.batch)}\n({footer})")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
-    flags.DEFINE_list("models", list(MODELS), f"some of {', '.join(MODELS)}")
+def define_flags() -> None:
+    flags.DEFINE_list("models", list(MODELS), MODELS_HELP)
     flags.DEFINE_integer("batch", 32, "sequences of the step", lower_bound=1)
     flags.DEFINE_list("context_tokens", ["64", "160"], "shortest and longest context")
     flags.DEFINE_integer("rounds", 30, "timed runs of the step and of each part", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "of the contexts and stand-in values", lower_bound=0)
-    flags.DEFINE_string("output_dir", "results/step_profile", "where the report goes")
-    return ["models", "batch", "context_tokens", "rounds", "seed", "output_dir"]
 
+
+PROGRAM = Program(main, define_flags, "results/step_profile", ("parts.csv", "parts.png"))
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

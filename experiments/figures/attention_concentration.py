@@ -7,7 +7,6 @@ model that needs only its strongest key cannot show whether a page selector is g
     python -m experiments.figures.attention_concentration --model=bundled
 """
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.lib import program, run_record
+from experiments.lib import run_record
+from experiments.lib.flags import define_model
+from experiments.lib.program import Options, Program, refusals
 from experiments.tasks import tasks
 from models import checkpoint
 from models.config import ModelConfig
@@ -27,20 +28,16 @@ from models.families import family
 
 FIRST, LAST, SHARE = 4, 64, 0.9
 MEASURES = ("keys_for_90_percent", "mass_on_first_4", "mass_on_last_64")
-FLAGS = flags.FLAGS
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
-    flags.DEFINE_string("model", "bundled", "'bundled', a Hugging Face folder or a hub id")
+def define_flags() -> None:
+    define_model()
     flags.DEFINE_list(
         "tasks", "needle,multikey,values,count,vote,cot_long", "of experiments/tasks/tasks.py"
     )
     flags.DEFINE_integer("context_length", 1024, "tokens of prompt and answer", lower_bound=1)
     flags.DEFINE_integer("num_prompts", 8, "per task", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "of the prompts", lower_bound=0)
-    flags.DEFINE_string("output_dir", "results/attention_concentration", "where files are written")
-    return ["model", "tasks", "context_length", "num_prompts", "seed"]
 
 
 def measuring_attend(config: ModelConfig, num_rows: int):
@@ -141,28 +138,28 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
     run_record.save_figure(figure, path, dpi=130)
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        output_dir = run_record.check_output_dir(FLAGS.output_dir, "attention.csv", "attention.png")
-        tokenizer = checkpoint.load_tokenizer(FLAGS.model)
+def main(options: Options) -> None:
+    output_dir = Path(options.output_dir)
+    with refusals():
+        tokenizer = checkpoint.load_tokenizer(options.model)
         prompts = {
             task: tasks.make_prompts(
-                task, FLAGS.context_length, FLAGS.num_prompts, FLAGS.seed, tokenizer
+                task, options.context_length, options.num_prompts, options.seed, tokenizer
             )
-            for task in FLAGS.tasks
+            for task in options.tasks
         }
         if not prompts:
             raise ValueError("--tasks must name at least one")
-        config, params = checkpoint.load(FLAGS.model)
+        config, params = checkpoint.load(options.model)
     rows = []
     for task in prompts:
         rows += table(task, measure(params, config, tokenizer, prompts[task]))
     run_record.write_csv(output_dir, "attention.csv", rows)
-    plot(rows, output_dir / "attention.png", f"{FLAGS.model}, {FLAGS.context_length} tokens")
+    plot(rows, output_dir / "attention.png", f"{options.model}, {options.context_length} tokens")
     summary = summarise(rows)
     report = dict(
-        flags={name: FLAGS[name].value for name in names},
-        weights_hash=checkpoint.weights_hash(FLAGS.model),
+        flags=vars(options),
+        weights_hash=checkpoint.weights_hash(options.model),
         environment=run_record.describe_environment(),
         rows=rows,
     )
@@ -172,7 +169,7 @@ def main(names: Sequence[str]) -> None:
         f"{'keys with 90 % of the attention mass':36}{'min':>7}{'median':>8}{'max':>7}"
         "  heads > 4 keys"
     )
-    for task in FLAGS.tasks:
+    for task in options.tasks:
         low, middle, high = (
             summary[f"{task}_keys_for_90_percent_{name}"] for name in ("min", "median", "max")
         )
@@ -180,5 +177,9 @@ def main(names: Sequence[str]) -> None:
         print(f"{task:36}{low:7.0f}{middle:8.1f}{high:7.0f}{many:16.0%}")
 
 
+PROGRAM = Program(
+    main, define_flags, "results/attention_concentration", ("attention.csv", "attention.png")
+)
+
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

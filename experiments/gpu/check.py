@@ -2,7 +2,8 @@
 
     python -m experiments.gpu.check --output_dir=experiments/results/h200
 
-It needs the repository and JAX with CUDA; what else is importable joins in as a peer. In order:
+It needs the repository and JAX with CUDA, and no absl: its flags are argparse's. What else is
+importable joins in as a peer. In order:
 
 1. every op and named argument spec against `reference` in float32, and twice to the same bits;
 2. this GPU's rates: bytes of a large array read or copied, FLOPs of a large bfloat16 product;
@@ -31,12 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.gpu import peers
-from experiments.lib import program, run_record
+from experiments.lib import run_record
+from experiments.lib.signals import interrupts
+from paged.simulator.roofline import Rates
 from pallas_kernels import backend, mosaic
 from pallas_kernels.kv_write import specs as kv_write_specs
 from pallas_kernels.ops import OPS
 from pallas_kernels.paged_attention import specs as attention_specs
-from pallas_kernels.specs import Attention, Cost, Heads, Spec
+from pallas_kernels.specs import Attention, Heads, Spec
 
 TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3}
 REPEATS = 10
@@ -83,18 +86,6 @@ class Timing:
         return self.floor_seconds / self.seconds
 
 
-@dataclass(frozen=True)
-class Rates:
-    read_bytes_per_s: float
-    copy_bytes_per_s: float
-    matmul_flops_per_s: float
-
-    def floor(self, cost: Cost) -> float:
-        """Seconds, at the faster way to move bytes."""
-        fastest = max(self.read_bytes_per_s, self.copy_bytes_per_s)
-        return max(cost.bytes / fastest, cost.flops / self.matmul_flops_per_s)
-
-
 def device_seconds(function: Callable, *arguments) -> float:
     """Median time that the GPU spends in the kernels of `function(*arguments)`; without a GPU, the
     time of one call, which tells nothing about any."""
@@ -107,7 +98,8 @@ def device_seconds(function: Callable, *arguments) -> float:
     return time.perf_counter() - start
 
 
-def measure_rates(small: bool) -> Rates:
+def measure_rates(small: bool) -> dict[str, float]:
+    """What this GPU can do, for `Rates.best`."""
     count, square = (2**20, 256) if small else (2**30, 8192)
     # Random: products of zeros draw less power, and run faster.
     x = jax.random.normal(jax.random.key(0), (count,), jnp.bfloat16)
@@ -115,7 +107,11 @@ def measure_rates(small: bool) -> Rates:
     read = device_seconds(lambda x: jnp.sum(x, dtype=jnp.float32), x)
     a, b = jax.random.normal(jax.random.key(1), (2, square, square), jnp.bfloat16)
     product = device_seconds(jnp.dot, a, b)
-    return Rates(x.nbytes / read, 2 * x.nbytes / copy, 2 * square**3 / product)
+    return {
+        "read_bytes_per_s": x.nbytes / read,
+        "copy_bytes_per_s": 2 * x.nbytes / copy,
+        "matmul_flops_per_s": 2 * square**3 / product,
+    }
 
 
 def kernel_of(op: str) -> str | None:
@@ -166,7 +162,8 @@ def time_spec(
         seconds = _seconds_in_place(spec.donated, call, pools, sets)
     else:
         seconds = device_seconds(lambda sets: [call(**s) for s in sets], sets) / len(sets)
-    return Timing(op, name, implementation, seconds, rates.floor(cost), **dataclasses.asdict(cost))
+    floor = rates.floor_s(cost)
+    return Timing(op, name, implementation, seconds, floor, **dataclasses.asdict(cost))
 
 
 def _seconds_in_place(names, call: Callable, pools: list, sets: list[dict]) -> float:
@@ -188,9 +185,9 @@ def time_engine(small: bool, rates: Rates) -> Timing:
     """The engine's decode step; ImportError where its packages are not installed."""
     from experiments.gpu import engine
 
-    name, seconds, work = engine.time_decode_step(small)
-    cost = Cost(int(work.bytes), int(work.flops))
-    return Timing("engine step", name, "engine", seconds, rates.floor(cost), cost.bytes, cost.flops)
+    name, seconds, cost = engine.time_decode_step(small)
+    floor = rates.floor_s(cost)
+    return Timing("engine step", name, "engine", seconds, floor, **dataclasses.asdict(cost))
 
 
 def specs_to_check(small: bool) -> list[tuple[str, str, Spec]]:
@@ -227,18 +224,12 @@ def _moves(op: str, small: bool) -> dict[str, Spec]:
     return {"small": kv_write_specs.copy(64, 4, num_pages=20)}
 
 
-def table(rows: list[tuple]) -> str:
-    text = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*text)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in text)
-
-
 class Results:
     """What has been found so far, written down after each part of it."""
 
     def __init__(self, output_dir: str | None, minutes: float):
         self.checks: list[Check] = []
-        self.rates: Rates | None = None
+        self.rates: dict[str, float] | None = None
         self.timings: list[Timing] = []
         self.peers: list[peers.PeerTiming] = []
         self.failed: dict[str, str] = {}
@@ -324,7 +315,8 @@ def main(argv: list[str]) -> str | None:
                 results.add(to, label, how, op, name, spec, implementation, *options)
 
     check_and_time(to_check, check, results.checks, True)
-    results.rates = rates = measure_rates(small)
+    results.rates = measure_rates(small)
+    rates = Rates.best(results.rates)
     print(rates)
     check_and_time(to_time, time_spec, results.timings, True, rates, most_sets)
     results.add(results.timings, "engine step", time_engine, small, rates)
@@ -343,5 +335,5 @@ def main(argv: list[str]) -> str | None:
 
 
 if __name__ == "__main__":
-    with program.interrupts():
+    with interrupts():
         sys.exit(main(sys.argv[1:]))

@@ -1,15 +1,12 @@
 """What a compiled step is: its memory, its kernels beside the floor of a layer, and its faults."""
 
-import math
 import re
 from collections import Counter
 from dataclasses import dataclass
 
-import jax.numpy as jnp
-
 from experiments.gpu import hlo
 from models.config import ModelConfig
-from models.families import family
+from paged.simulator.roofline import kv_bytes_of_token, layer_bytes
 from pallas_kernels.tools.targets import Target
 
 MOST_TEMPORARY = 0.05  # of one of the pools
@@ -28,8 +25,10 @@ class Step:
     context: int
 
     @property
-    def tokens(self) -> int:
-        return self.decodes + self.prefill_tokens
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """The context and the new tokens of each sequence; the prompt is computed in one piece."""
+        prompt = [self.prefill_tokens] if self.prefill_tokens else []
+        return [self.context] * self.decodes + prompt, [1] * self.decodes + prompt
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,6 @@ class Report:
     kernels: list[Kernel]
     floor: dict[str, int]
     faults: list[str]
-
-
-def kv_bytes_of_token(model: ModelConfig, dtype) -> int:
-    """Of a token's keys and values in a layer."""
-    return 2 * model.num_kv_heads * model.head_dim * jnp.dtype(dtype).itemsize
 
 
 def report_of(
@@ -90,26 +84,11 @@ def report_of(
         {name: collectives[name] for name in hlo.COLLECTIVES if collectives[name]},
         mosaic_kernels=sum(MOSAIC in op.text for op in program if op.opcode == "custom-call"),
         kernels=kernels,
-        floor=_floor(model, step, dtype),
+        floor=layer_bytes(model, *step.lengths, dtype),
         faults=[],
     )
     report.faults.extend(_faults(report, program, model, gpu, step, tensor_parallel))
     return report
-
-
-def _floor(model: ModelConfig, step: Step, dtype) -> dict[str, int]:
-    """Bytes that a layer cannot do without, each array moved once."""
-    E, F = model.hidden_size, model.intermediate_size
-    HD, KD = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
-    item, kv_bytes = jnp.dtype(dtype).itemsize, kv_bytes_of_token(model, dtype)
-    layer = family(model).declare(model)["layers"][0].values()
-    return {
-        "weights": sum(math.prod(param.shape) for param in layer) * item,
-        "KV read": (step.decodes * step.context + step.prefill_tokens) * kv_bytes,
-        "KV written": step.tokens * kv_bytes,
-        # What goes into the products q/k/v, o, gate/up and down, and what comes out.
-        "activations": step.tokens * item * ((E + HD + 2 * KD) + (HD + E) + (E + 2 * F) + (F + E)),
-    }
 
 
 def _faults(

@@ -1,6 +1,7 @@
 """Confidence intervals by resampling prompts."""
 
 import numpy as np
+from scipy import stats
 
 RESAMPLES = 2000
 
@@ -16,7 +17,11 @@ def mean_interval(values, seed: int = 0, level: float = 0.95) -> tuple[float, fl
         raise ValueError(
             f"an interval needs a list of at least one value, not shape {values.shape}"
         )
-    rng = np.random.default_rng(seed)
-    means = values[rng.integers(0, len(values), (RESAMPLES, len(values)))].mean(axis=1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return float(values.mean()), float(low), float(high)
+    mean = float(values.mean())
+    if len(values) == 1:  # scipy asks for two
+        return mean, mean, mean
+    low, high = stats.bootstrap(
+        [values], np.mean, n_resamples=RESAMPLES, confidence_level=level, method="percentile",
+        rng=seed,
+    ).confidence_interval  # fmt: skip
+    return mean, float(low), float(high)

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from experiments.lib.near_ties import NEAR_TIE, nearly_tied, num_common
 from experiments.soak.checks import Asked
 from paged.engine import Engine
 from paged.requests.beam_search import BeamSearch
-from paged.requests.sequence import RequestOutput, SamplingParams, SequenceOutput, TokenLogprob
+from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
 from paged.requests.validation import token_limit
 
 LOGPROB_TOLERANCE = 1e-3
-NEAR_TIE = 1e-4  # a lead of a logit or of a beam that padding can turn around
 
 
 def compare(output: RequestOutput, asked: Asked, reference: Engine) -> tuple[str | None, int]:
@@ -38,13 +38,17 @@ def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine):
         return f"prompt's {output.prompt_logprobs}, not {alone.prompt_logprobs}", 0
     near_ties, left = 0, dict(enumerate(alone.sequences))
     for place, ours in _longest_first(output.sequences):
-        i = max(left, key=lambda i: _common(ours, left[i])) if asked.how.ranks else place
+        i = (
+            max(left, key=lambda i: num_common(ours.tokens, left[i].tokens))
+            if asked.how.ranks
+            else place
+        )
         theirs = left.pop(i)
         if _is_same(ours, theirs):
             continue
-        beginning = ours.tokens[: _common(ours, theirs) + 1]
+        beginning = ours.tokens[: num_common(ours.tokens, theirs.tokens) + 1]
         differs = beginning != theirs.tokens[: len(beginning)]
-        if not differs or not _nearly_tied(beginning, i, asked.prompt, how, reference):
+        if not differs or not nearly_tied(reference, asked.prompt, beginning, how, i):
             return _otherwise(output, alone), 0
         near_ties += 1
     # Those left out must not be better than those returned.
@@ -59,13 +63,6 @@ def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine):
 def _longest_first(sequences: Sequence[SequenceOutput]) -> list[tuple[int, SequenceOutput]]:
     """With their places. One that was cut short may be the beginning of another."""
     return sorted(enumerate(sequences), key=lambda item: -len(item[1].tokens))
-
-
-def _common(ours: SequenceOutput, theirs: SequenceOutput) -> int:
-    """Tokens up to the first that differs."""
-    pairs = enumerate(zip(ours.tokens, theirs.tokens))
-    shorter = min(len(ours.tokens), len(theirs.tokens))
-    return next((i for i, (a, b) in pairs if a != b), shorter)
 
 
 def _is_same(ours: SequenceOutput, theirs: SequenceOutput) -> bool:
@@ -94,17 +91,6 @@ def _sum_of_logprobs(sequence: SequenceOutput, n: int | None = None) -> float:
 
 def _tolerance(sequence: SequenceOutput) -> float:
     return LOGPROB_TOLERANCE * max(1, len(sequence.tokens))
-
-
-def _nearly_tied(
-    tokens: list[int], place: int, prompt: list[int], how: SamplingParams, reference: Engine
-) -> bool:
-    """Whether the sequence at `place` begins so alone if the last token's logit is raised by a
-    trace."""
-    bias = dict(how.logit_bias)
-    bias[tokens[-1]] = bias.get(tokens[-1], 0.0) + NEAR_TIE
-    nudged = reference.generate([prompt], replace(how, logit_bias=bias))[0]
-    return nudged.sequences[place].tokens[: len(tokens)] == tokens
 
 
 def _otherwise(output: RequestOutput, alone: RequestOutput) -> str:

@@ -27,7 +27,8 @@ from experiments.soak.comparison import compare
 from experiments.soak.interrupts import Interruption, Interrupts
 from paged.engine import Engine, OutputStream
 from paged.kv_cache.moves import Moves
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 from paged.requests.validation import token_limit
 
 # What requests are made of: each parameter is one of these. Output lengths are shares of the

@@ -28,23 +28,38 @@ from experiments.train.attention import batched_attend
 from experiments.train.data import Batch, TrainingData
 from models import llama, params
 from models.config import ModelConfig
+from paged import checks
+from paged.checks import described
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is a function of, besides the model's configuration."""
+    """What a run is a function of, besides the model's configuration. Each field says what it is.
 
-    tokens: float = 9.5e6
-    lengths: str = "0:128=1"
-    mix: str = "0:needles=1"
-    batch_tokens: int = 4096
-    muon_lr: float = 0.02
-    adam_lr: float = 3e-3
-    rates: str = "0:1;5e6:1;9.5e6:.02"
-    max_position: int = 4352
-    jump_from: float = 3.4e6
-    seed: int = 1
-    corpus_characters: int = 6_000_000
+    Raises ValueError for values of the wrong type and for negative numbers.
+    """
+
+    tokens: float = described(9.5e6, "budget")
+    lengths: str = described("0:128=1", "tokens seen:length=probability,...;...")
+    mix: str = described("0:needles=1", "tokens seen:training task=probability,...;...")
+    batch_tokens: int = described(4096, "tokens of a step (half as many below length 256)")
+    muon_lr: float = described(0.02, "learning rate of matrices")
+    adam_lr: float = described(3e-3, "learning rate of all other parameters")
+    rates: str = described(
+        "0:1;5e6:1;9.5e6:.02",
+        "tokens seen:factor on both learning rates;..., with lines between these points",
+    )
+    max_position: int = described(
+        4352, "positions jump up to here, so that retrieval carries this far"
+    )
+    jump_from: float = described(3.4e6, "tokens seen when jumps begin")
+    seed: int = described(1, "of weights and data")
+    corpus_characters: int = described(6_000_000, "of filler text")
+
+    def __post_init__(self):
+        checks.make_plain(self)
+        numbers = {name: x for name, x in vars(self).items() if not isinstance(x, str)}
+        checks.require(self, {name: (x >= 0, "at least 0") for name, x in numbers.items()})
 
 
 def shares_at(schedule: str, tokens: int) -> dict[str, float]:

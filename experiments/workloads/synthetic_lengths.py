@@ -8,6 +8,7 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from scipy import optimize
 
 # Mean tokens of prompt and of output.
 PUBLISHED_MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
@@ -107,11 +108,14 @@ def _lengths(normals: np.ndarray, sigma: float, scale: float, caps: np.ndarray) 
 
 def _calibrate(mean: float, sigma: float, quantiles: np.ndarray, caps: np.ndarray) -> float:
     """The scale (tokens, the median before clipping) at which clipped lengths have this mean."""
-    low, high = 1e-3, 1e6
-    for _ in range(50):
-        middle = math.sqrt(low * high)
-        if _lengths(quantiles, sigma, middle, caps).mean() < mean:
-            low = middle
-        else:
-            high = middle
-    return high
+
+    def above(log_scale: float) -> float:
+        found = _lengths(quantiles, sigma, math.exp(log_scale), caps).mean()
+        # Whole lengths have the same mean over a range of scales: its lower end is what is found.
+        return found - mean + 1e-9
+
+    shortest, longest = math.log(1e-3), math.log(1e6)
+    if above(shortest) > 0:  # where each length is 1
+        return math.exp(shortest)
+    root = optimize.brentq(above, shortest, longest)
+    return math.exp(root + 1e-11)  # more than its tolerance: where the mean is reached

@@ -26,6 +26,7 @@ import numpy as np
 from experiments.tasks import tasks
 from experiments.workloads import files, synthetic_lengths
 from paged import checks
+from paged.checks import described
 from paged.requests.validation import check_stop_strings
 
 SYNTHETIC = ("sharegpt", "alpaca", "translation", "chatbot")
@@ -83,32 +84,26 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """How to make a workload; fields are flags of the same name.
-
-    num_requests: at most so many; a file may hold fewer.
-    request_rate: Poisson arrivals per second, inf for all at once.
-    max_tokens: output tokens for prompts that do not say.
-    context_length: tokens of a prompt of `tasks:`.
-    time_scale: multiplies a trace's arrival times.
-    overlong: what becomes of a trace's requests that exceed the context: error, clip or drop.
-    length_sigma: of the synthetic log-normal lengths.
-    length_divisor: divides all synthetic lengths, and the context of 2,048 tokens that bounds them.
-    num_shots: examples in the prefix of `translation`.
+    """How to make a workload; fields are flags of the same name, and each says what it is.
 
     Raises: ValueError naming the flag, on construction.
     """
 
-    workload: str
-    num_requests: int = 64
-    request_rate: float = math.inf
-    seed: int = 0
-    max_tokens: int = 64
-    context_length: int = 512
-    time_scale: float = 1.0
-    overlong: str = "error"
-    length_sigma: float = 1.0
-    length_divisor: int = 1
-    num_shots: int = 1
+    workload: str = field(metadata={"help": FORMS})
+    num_requests: int = described(64, "requests at most; a file may hold fewer")
+    request_rate: float = described(math.inf, "Poisson arrivals per second; inf for all at once")
+    seed: int = described(0, "of lengths, tokens and arrivals")
+    max_tokens: int = described(64, "output tokens for prompts that do not say")
+    context_length: int = described(512, "tokens of a prompt of --workload=tasks:...")
+    time_scale: float = described(1.0, "multiplies a trace's arrival times")
+    overlong: str = described("error", "a trace's requests beyond the context: error, clip or drop")
+    length_sigma: float = described(1.0, "spread of the synthetic log-normal lengths")
+    length_divisor: int = described(
+        1,
+        f"divides all synthetic lengths and the context, of {PAPER_CONTEXT:,} tokens, that bounds "
+        "them",
+    )
+    num_shots: int = described(1, "examples in the shared prefix of --workload=translation: 1 or 5")
 
     def __post_init__(self):
         checks.make_plain(self, unbounded=("request_rate", "time_scale"))

@@ -17,6 +17,7 @@ import numpy as np
 from models.config import ModelConfig
 from paged.kv_cache.moves import Moves, Pool
 from paged.requests.sequence import Sequence
+from paged.simulator.roofline import kv_bytes_of_token
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,11 @@ class ShardedModel:
         )
         return cls(model, shard, num_shards, str(jnp.dtype(dtype)))
 
-
-def kv_bytes_of_token(model: ShardedModel, kv_dtype: str = "auto") -> int:
-    """Bytes of a token's keys and values, in all layers and on all shards, where they are kept as
-    they are. 'auto' is the dtype that the model computes in."""
-    shard = model.shard
-    values = 2 * shard.num_layers * shard.num_kv_heads * shard.head_dim * model.num_shards
-    return values * jnp.dtype(model.dtype if kv_dtype == "auto" else kv_dtype).itemsize
+    def kv_token_bytes(self, kv_dtype: str = "auto") -> int:
+        """Bytes of a token's keys and values, in all layers and on all shards, if they are kept as
+        they are. 'auto' is the dtype that the model computes in."""
+        dtype = self.dtype if kv_dtype == "auto" else kv_dtype
+        return self.num_shards * self.shard.num_layers * kv_bytes_of_token(self.shard, dtype)
 
 
 class CacheConfig(Protocol):

@@ -10,7 +10,7 @@ from paged.checks import refusal, shown
 from paged.config import EngineConfig
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import HostPolicy
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 # Python counts these as sequences, but nobody means a prompt or tokens by them.
@@ -21,6 +21,23 @@ def check_sequence(name: str, items: str, value) -> None:
     """Raise ValueError unless `value` is a list or another sequence of `items`."""
     if not isinstance(value, Sequence) or isinstance(value, (str, *_BYTES)):
         raise refusal(name, f"a list, tuple or other sequence of {items}", value)
+
+
+def paired(
+    prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Each of `prompts` with its own of `sampling`, or with the one of all.
+
+    Raises ValueError if they are no sequences, or not equally many.
+    """
+    check_sequence("prompts", "prompts", prompts)
+    sampling = SamplingParams() if sampling is None else sampling
+    if isinstance(sampling, SamplingParams):
+        sampling = [sampling] * len(prompts)
+    check_sequence("sampling", "SamplingParams", sampling)
+    if len(sampling) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts with {len(sampling)} sampling parameters")
+    return list(zip(prompts, sampling, strict=True))
 
 
 def token_limit(tokens: np.ndarray, sampling: SamplingParams, config: EngineConfig) -> int:

@@ -92,10 +92,7 @@ class Scheduler:
     def _ready(self, slots: np.ndarray) -> np.ndarray:
         """Those of running `slots` that compute one token in the next step: their newest, and then
         sample."""
-        s, length = self.slots, self.slots.length[slots]
-        ready = slots[
-            (length - s.computed[slots] == 1) & (length < s.limit[slots]) & ~s.held[slots]
-        ]
+        ready = slots[self.slots.generate(slots)]
         for group in self._beams:
             beams = [beam.slot for beam in group.sequences]
             if not np.isin(beams, ready).all():
@@ -146,8 +143,7 @@ class Scheduler:
         if self._returning and group.num_preemptions == 0:
             return False
         reserved = sum(g.sampling.beam_width - len(g.sequences) for g in self._beams)
-        beams = group.sampling.beam_width if group.search else 0
-        wanted = max(len(group.unfinished), beams)
+        wanted = max(len(group.unfinished), group.sampling.beam_width if group.search else 0)
         return wanted <= self.slots.num_free - reserved and not room.refused
 
     def _admit(self, group: SequenceGroup, room: PrefillRoom) -> bool:

@@ -6,12 +6,17 @@ from typing import Any
 
 from experiments.lib.run_record import plain
 from paged.engine import Engine
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from tests.paged.tiny import TINY
 
 # A cache of 80 tokens holds such a request and 16 pinned tokens, whatever its pages; one of
 # GROUPS_FROM tokens three sequences.
 LONGEST_PROMPT, MOST_TOKENS, GROUPS_FROM = 24, 20, 160
+
+
+def chance(rng: random.Random, percent: int) -> bool:
+    """True so often; from a `rng` of hypothesis, failures shrink towards False."""
+    return rng.randrange(100) >= 100 - percent
 
 
 def random_run(engine: Engine, rng: random.Random, rounds: int, rich: bool = False) -> list[dict]:
@@ -21,13 +26,13 @@ def random_run(engine: Engine, rng: random.Random, rounds: int, rich: bool = Fal
 
     def request() -> tuple[list[int], SamplingParams]:
         prompt = [rng.randint(3, TINY.vocab_size - 1) for _ in range(rng.randint(1, 8))]
-        if rng.random() < 0.6:
+        if chance(rng, 60):
             prompt = rng.choice(shared) + prompt
         assert len(prompt) <= LONGEST_PROMPT
         how: dict[str, Any] = {
             "max_tokens": rng.randint(1, MOST_TOKENS),
             "seed": rng.choice([None, 3, 2**32 - 1]),
-            "ignore_eos": rng.random() < 0.3,
+            "ignore_eos": chance(rng, 30),
             "stop_token_ids": tuple(rng.sample(range(3, 61), rng.choice([0, 2]))),
             "prompt_logprobs": rng.choice([None, None, 2]),
             "repetition_penalty": rng.choice([1.0, 1.3]),
@@ -47,25 +52,25 @@ def random_run(engine: Engine, rng: random.Random, rounds: int, rich: bool = Fal
             how = kept | {"beam_width": count, "n": rng.randint(1, count)}
         return prompt, SamplingParams(**how)
 
-    if engine.config.prefix_caching and rng.random() < 0.6:
+    if engine.config.prefix_caching and chance(rng, 60):
         engine.pin_prefix(shared[0], rng.choice(salts))
     names: set[str] = set()
     for _ in range(rounds):
-        while rng.random() < 0.35:
+        while chance(rng, 35):
             names.add(f"user-{len(names)}")
             engine.add_request(
-                *request(), f"user-{len(names) - 1}", stream=rng.random() < 0.3,
+                *request(), f"user-{len(names) - 1}", stream=chance(rng, 30),
                 cache_salt=rng.choice(salts),
             )  # fmt: skip
         unfinished = names - {record.request_id for record in engine.metrics.requests}
-        if unfinished and rng.random() < 0.1:
+        if unfinished and chance(rng, 10):
             engine.abort(rng.choice(sorted(unfinished)))
-        if rng.random() < 0.03:
+        if chance(rng, 3):
             engine.generate(*zip(request(), request()))  # type: ignore[arg-type]
-        if rng.random() < 0.03:
+        if chance(rng, 3):
             next(engine.stream(*request()))  # and closed after its first output
         engine.step()
-    if rng.random() < 0.5:
+    if chance(rng, 50):
         while engine.has_unfinished():
             engine.step()
     return as_json(engine.events)

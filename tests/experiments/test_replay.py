@@ -20,10 +20,10 @@ from experiments.replay import check_model, logged_config, num_tokens, replay, s
 from models import checkpoint, llama
 from models import params as parameters
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from tests.experiments import conftest
-from tests.experiments.random_run import as_json, random_run, without_times
+from tests.experiments.random_run import as_json, chance, random_run, without_times
 from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.requests.test_sampling_parameters import SMALL, WAYS
 from tests.paged.tiny import TINY, padded
@@ -41,9 +41,9 @@ def _config(rng: random.Random) -> EngineConfig:
         page_size=rng.choice([1, 3, 4, 16]),
         kv_cache_tokens=rng.choice([80, 100, 160, 400]),
         watermark=rng.choice([0.0, 0.1]),
-        run_ahead=rng.random() < 0.7,
+        run_ahead=chance(rng, 70),
         multi_step=rng.choice([1, 1, 4]),
-        prefix_caching=rng.random() < 0.6,
+        prefix_caching=chance(rng, 60),
         preemption_mode=rng.choice(["auto", "recompute", "swap"]),
         seed=rng.randrange(9),
     )
@@ -53,8 +53,7 @@ def _hashing(config: EngineConfig) -> Engine:
     return Engine(TINY, config, HashingExecutor(config, eos_rate=0.03))
 
 
-def _log(seed: int, **changes) -> EventLog:
-    rng = random.Random(seed)
+def _log(rng: random.Random, **changes) -> EventLog:
     config = dataclasses.replace(_config(rng), **changes)
     return EventLog("log", random_run(_hashing(config), rng, rounds=40))
 
@@ -70,15 +69,15 @@ def _check_same(log: EventLog, engine: Engine) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**32))
-def test_a_random_run_replays_on_a_twin_and_simulated(seed):
-    log = _log(seed)
+@given(st.randoms(use_true_random=False))
+def test_a_random_run_replays_on_a_twin_and_simulated(rng):
+    log = _log(rng)
     _check_same(log, _hashing(logged_config(log)))
     _check_same(log, simulated_engine(log, TINY))
 
 
 def test_the_random_runs_hold_all_that_a_log_can():
-    logs = [_log(seed) for seed in range(30)]
+    logs = [_log(random.Random(seed)) for seed in range(30)]
     events = [event for log in logs for event in log]
     assert {event["event"] for event in events} == {
         "engine", "arrival", "abort", "pin", "admit", "preempt", "schedule", "step", "finish",
@@ -137,7 +136,7 @@ def test_idle_rounds_are_rounds():
 
 
 def test_another_token_is_found_where_it_was_sampled():
-    log = _log(1)
+    log = _log(random.Random(1))
     number = [i for i, e in enumerate(log) if e["event"] == "step" and e["tokens"]][3]
     row = max(range(len(log[number]["tokens"][0])), key=log[number]["tokens"][0].__getitem__)
     token = log[number]["tokens"][0][row]
@@ -160,7 +159,7 @@ def test_another_token_is_found_where_it_was_sampled():
 
 
 def test_an_engine_of_another_configuration_goes_another_way():
-    log = _log(2)
+    log = _log(random.Random(2))
     config = logged_config(log)
     changed = dataclasses.replace(config, page_size=2 * config.page_size)
     difference = first_difference(log, replay(_hashing(changed), log))
@@ -259,7 +258,7 @@ def test_another_way_inside_of_a_pinned_prefix_is_a_difference():
 
 
 def test_a_log_of_another_version_names_what_it_lacks():
-    log = _log(0)
+    log = _log(random.Random(0))
     del log[0]["config"]["multi_step"]
     with pytest.raises(ValueError, match="lacks 'multi_step': it is another version's"):
         logged_config(log)
@@ -268,7 +267,7 @@ def test_a_log_of_another_version_names_what_it_lacks():
 
 
 def test_a_replay_needs_a_fresh_engine():
-    log = _log(0)
+    log = _log(random.Random(0))
     engine = simulated_engine(log, TINY)
     replay(engine, log)
     with pytest.raises(ValueError, match="has done nothing yet"):

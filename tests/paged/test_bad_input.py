@@ -11,7 +11,7 @@ from experiments.lib.event_log import read_log, write_log
 from models import load_tokenizer
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.tiny import TINY
 

@@ -1,7 +1,7 @@
 """Random requests through scheduler, tables and step inputs, token for token against a twin."""
 
-import random
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +13,8 @@ from paged.blocks.block_pool import NULL_BLOCK
 from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import SamplingParams, SequenceGroup
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput, SequenceGroup
 from tests.paged.hashing_executor import (
     FIRST,
     VOCAB,
@@ -28,55 +29,97 @@ LONGEST = 96
 EARLY_STOPPING: list[bool | Literal["never"]] = [True, False, "never"]
 
 
-def _config(rng: random.Random) -> EngineConfig:
-    chunked = rng.random() < 0.7
-    slots = rng.randint(1, 10)
+def _tokens(start: int, n: int) -> list[int]:
+    """n tokens; those from another start are others."""
+    return [FIRST + (start + 7 * i) % (VOCAB - FIRST) for i in range(n)]
+
+
+SHARED = _tokens(0, 40), _tokens(29, 40)  # what prompts may begin with
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request that comes in before a step, `arrival`; abort_after: so many steps later, if it is
+    still there."""
+
+    arrival: int
+    prompt: list[int]
+    how: SamplingParams
+    stream: bool = False
+    abort_after: int | None = None
+
+
+@st.composite
+def _configs(draw) -> EngineConfig:
+    chunked = draw(st.sampled_from([False, True, True]))
+    slots = draw(st.integers(1, 10))
+    most = draw(st.sampled_from([96, 17, 7, 6]))
     return EngineConfig(
         max_num_seqs=slots,
-        max_num_batched_tokens=max(rng.choice([6, 7, 17, 96]), slots) if chunked else LONGEST + 4,
-        max_prefills_per_step=rng.choice([1, 2, 8]),
-        max_model_len=rng.choice([90, LONGEST]),
+        max_num_batched_tokens=max(most, slots) if chunked else LONGEST + 4,
+        max_prefills_per_step=draw(st.sampled_from([1, 2, 8])),
+        max_model_len=draw(st.sampled_from([90, LONGEST])),
         chunked_prefill=chunked,
-        page_size=rng.choice([1, 2, 3, 4, 16]),
-        kv_cache_tokens=rng.choice([112, 130, 160, 1000]),
-        watermark=rng.choice([0, 0, 0, 0.01, 0.2, 0.9]),
-        run_ahead=rng.random() < 0.75,
-        multi_step=rng.choice([1, 1, 2, 3, 8]),
-        prefix_caching=rng.random() < 0.5,
-        preemption_mode=rng.choice(["auto", "recompute", "swap"]),
-        admit_after_swap=rng.choice(["completed", "resumed"]),
+        page_size=draw(st.sampled_from([1, 2, 3, 4, 16])),
+        kv_cache_tokens=draw(st.sampled_from([1000, 160, 130, 112])),
+        watermark=draw(st.sampled_from([0, 0, 0, 0.01, 0.2, 0.9])),
+        run_ahead=draw(st.sampled_from([False, True, True, True])),
+        multi_step=draw(st.sampled_from([1, 1, 2, 3, 8])),
+        prefix_caching=draw(st.booleans()),
+        preemption_mode=draw(st.sampled_from(["auto", "recompute", "swap"])),
+        admit_after_swap=draw(st.sampled_from(["completed", "resumed"])),
     )
 
 
-def _tokens(rng: random.Random, n: int) -> list[int]:
-    return [rng.randint(FIRST, VOCAB - 1) for _ in range(n)]
-
-
-def _how(rng: random.Random, most: int) -> SamplingParams:
-    """Random parameters of a request of at most so many sequences."""
+@st.composite
+def _hows(draw, most: int) -> SamplingParams:
+    """Parameters of a request of at most so many sequences."""
+    lengths = st.sampled_from([st.just(1), st.integers(1, 40), st.integers(20, 40)])
     plain: dict[str, Any] = {
-        "max_tokens": rng.choice([1, rng.randint(1, 40), rng.randint(20, 40)]),
-        "seed": rng.randrange(100),
-        "ignore_eos": rng.random() < 0.3,
-        "prompt_logprobs": rng.choice([None, None, 0]),
+        "max_tokens": draw(draw(lengths)),
+        "seed": draw(st.integers(0, 99)),
+        "ignore_eos": draw(st.sampled_from([False, False, True])),
+        "prompt_logprobs": draw(st.sampled_from([None, None, 0])),
     }
-    kind = rng.choice(["one", "parallel", "beam"]) if most > 1 else "one"
+    kind = draw(st.sampled_from(["one", "parallel", "beam"])) if most > 1 else "one"
     if kind == "beam":
+        width = draw(st.integers(2, most))
         return SamplingParams(
-            beam_width=(width := rng.randint(2, most)),
-            n=rng.randint(1, width),
-            length_penalty=rng.choice([0.0, 1.0, 2.0]),
-            early_stopping=rng.choice(EARLY_STOPPING),
+            beam_width=width,
+            n=draw(st.integers(1, width)),
+            length_penalty=draw(st.sampled_from([0.0, 1.0, 2.0])),
+            early_stopping=draw(st.sampled_from(EARLY_STOPPING)),
             **plain,
         )
     plain |= {
-        "repetition_penalty": rng.choice([1, 2]),
-        "stop_token_ids": rng.choice([(), (), (5, 6, 30)]),
+        "repetition_penalty": draw(st.sampled_from([1, 2])),
+        "stop_token_ids": draw(st.sampled_from([(), (), (5, 6, 30)])),
     }
     if kind == "parallel":
-        best_of = rng.randint(1, most)
-        return SamplingParams(temperature=1, best_of=best_of, n=rng.randint(1, best_of), **plain)
+        best_of = draw(st.integers(1, most))
+        n = draw(st.integers(1, best_of))
+        return SamplingParams(temperature=1, best_of=best_of, n=n, **plain)
     return SamplingParams(**plain)
+
+
+@st.composite
+def _cases(draw) -> tuple[EngineConfig, list[Call]]:
+    config = draw(_configs())
+    last = draw(st.sampled_from([0, 10, 30]))
+    calls = []
+    for _ in range(draw(st.integers(1, 20))):
+        beginning = draw(st.sampled_from(SHARED))[: draw(st.sampled_from([0, 0, 7, 20, 40]))]
+        own = draw(st.integers(0, VOCAB - FIRST - 1)), draw(st.sampled_from([1, 1, 2, 2, 10, 40]))
+        calls.append(
+            Call(
+                draw(st.integers(0, last)),
+                beginning + _tokens(*own),
+                draw(_hows(min(config.max_num_seqs, 4))),
+                stream=draw(st.sampled_from([False, False, True])),
+                abort_after=draw(st.sampled_from([None] * 9 + [0, 5, 25])),
+            )
+        )
+    return config, calls
 
 
 def _expected_outputs(prompt, how: SamplingParams, limit: int, eos_rate: float) -> list[list[int]]:
@@ -99,39 +142,49 @@ def _expected_outputs(prompt, how: SamplingParams, limit: int, eos_rate: float) 
     return outputs[: how.n]
 
 
+BEAMS = SamplingParams(beam_width=2, seed=0, length_penalty=0.0, early_stopping=True)
+# A search is preempted, and recomputed alone: the prefix cache holds what its beams have in common.
+RECOMPUTED_BEAMS = (
+    EngineConfig(
+        max_num_seqs=5, max_num_batched_tokens=100, max_prefills_per_step=2, max_model_len=90,
+        chunked_prefill=False, page_size=16, kv_cache_tokens=112, watermark=0.0, run_ahead=False,
+        prefix_caching=True, preemption_mode="recompute",
+    ),
+    [
+        Call(0, prompt, replace(BEAMS, beam_width=width, max_tokens=new))
+        for prompt, width, new in ((_tokens(0, 10), 2, 13), ([*_tokens(0, 7), 3], 3, 10))
+    ],
+)  # fmt: skip
+
+
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32))
-@example(273035)  # beams recomputed alone, their common prefix in the cache
-def test_every_request_gets_exactly_its_tokens(seed):
-    rng = random.Random(seed)
-    config, eos_rate = _config(rng), rng.choice([0, 0.02, 0.1])
+@given(_cases(), st.sampled_from([0, 0.02, 0.1]))
+@example(RECOMPUTED_BEAMS, 0)
+def test_every_request_gets_exactly_its_tokens(case, eos_rate):
+    config, calls = case
     engine = Engine(TINY, config, HashingExecutor(config, eos_rate))
-    shared = [_tokens(rng, 40) for _ in range(2)]
     if config.prefix_caching and config.kv_cache_tokens == 1000:
-        engine.pin_prefix(shared[0])
+        engine.pin_prefix(SHARED[0])
     pinned = DenseHost.of(engine.host_policy).pool.refcounts.copy()
-    most = min(config.max_num_seqs, 4)
-    last = rng.choice([0, 10, 30])
-    todo = sorted((rng.randint(0, last), i) for i in range(rng.randint(1, 20)))
-    requests, ended, aborted = {}, {}, {}
+    todo = deque(sorted(enumerate(calls), key=lambda item: item[1].arrival))
+    requests: dict[str, tuple[list[int], SamplingParams]] = {}
+    ended: dict[str, RequestOutput] = {}
+    aborted: dict[str, RequestOutput] = {}
     grown: Counter[str] = Counter()  # tokens that were streamed
     for step in range(5000):
-        while todo and todo[0][0] <= step:
-            name = str(todo.pop(0)[1])
-            prompt = rng.choice(shared)[: rng.choice([0, 0, 7, 20, 40])] + _tokens(
-                rng, rng.choice([1, 1, 2, 2, 10, 40])
-            )
-            how = _how(rng, most)
+        while todo and todo[0][1].arrival <= step:
+            i, call = todo.popleft()
+            name, how = str(i), call.how
             try:
-                engine.add_request(prompt, how, name, stream=rng.random() < 0.3)
+                engine.add_request(call.prompt, how, name, stream=call.stream)
             except ValueError as error:
                 assert how.num_sequences > 1 and "exceed the cache" in str(error)
                 continue
-            requests[name] = prompt, how
-        alive = [name for name in requests if name not in ended and name not in aborted]
-        if alive and rng.random() < 0.02:
-            victim = rng.choice(alive)
-            aborted[victim] = engine.abort(victim)
+            requests[name] = call.prompt, how
+        for name in sorted(requests.keys() - ended.keys() - aborted.keys()):
+            call = calls[int(name)]
+            if call.abort_after is not None and call.arrival + call.abort_after <= step:
+                aborted[name] = engine.abort(name)
         for output in engine.step():
             size = sum(len(sequence.tokens) for sequence in output.sequences)
             if not output.finished:
@@ -142,6 +195,7 @@ def test_every_request_gets_exactly_its_tokens(seed):
                 ended[output.request_id] = output
         orders = [g.order for g in engine.scheduler.running + list(engine.scheduler.waiting)]
         assert orders == sorted(orders)
+        engine.scheduler.slots.check()
         tables = DenseHost.of(engine.host_policy).block_tables
         refcounts = DenseHost.of(engine.host_policy).pool.refcounts
         held = tables.blocks[tables.blocks != NULL_BLOCK]

@@ -1,6 +1,7 @@
 """Ctrl-C anywhere in the engine: nothing is lost or doubled, and it goes on as if new."""
 
 import random
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 
@@ -10,10 +11,11 @@ from experiments.lib.event_log import EventLog
 from experiments.lib.run_record import plain
 from paged.engine import Engine, EngineConfig, OutputStream
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.interrupts import Points, interrupted_at
-from tests.paged.test_engine_against_twin import _expected_outputs, _how, _tokens
+from tests.paged.test_engine_against_twin import _expected_outputs, _tokens
 from tests.paged.tiny import TINY
 
 CONFIG = EngineConfig(
@@ -21,6 +23,17 @@ CONFIG = EngineConfig(
     page_size=4, kv_cache_tokens=180, prefix_caching=True, watermark=0.0,
 )  # fmt: skip
 EOS_RATE = 0.03
+HOWS = [
+    SamplingParams(),
+    SamplingParams(ignore_eos=True, repetition_penalty=2),
+    SamplingParams(stop_token_ids=(5, 6, 30)),
+    SamplingParams(temperature=1, n=3),
+    SamplingParams(temperature=1, n=2, ignore_eos=True),
+    SamplingParams(temperature=1, n=1, best_of=3, stop_token_ids=(5, 6, 30)),
+    SamplingParams(beam_width=2, n=2, early_stopping=True),
+    SamplingParams(beam_width=3, n=1, length_penalty=2.0),
+    SamplingParams(beam_width=3, n=3, length_penalty=0.0, early_stopping="never"),
+]
 # A stream that is dropped as an interruption lands in its finalizer: Python tells of it.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -32,16 +45,18 @@ class User:
         self.call = points.call
         self.rng = random.Random(seed)
         self.engine = Engine(TINY, config, HashingExecutor(config, EOS_RATE))
-        self.shared = _tokens(self.rng, 20)
+        self.shared = _tokens(0, 20)
         self.accepted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.ended: dict[str, RequestOutput] = {}
+        self.finals: Counter[str] = Counter()  # last outputs by id
         self.streams: list[tuple[OutputStream, list[int], SamplingParams]] = []
         self.interruptions = 0
 
     def _request(self) -> tuple[list[int], SamplingParams]:
-        prompt = self.shared[: self.rng.choice([0, 8, 20])] + _tokens(self.rng, 3)
-        how = _how(self.rng, 3)
-        return prompt, replace(how, max_tokens=min(how.max_tokens, 12), prompt_logprobs=None)
+        own = _tokens(self.rng.randrange(50), 3)
+        how, most = self.rng.choice(HOWS), self.rng.choice([1, self.rng.randint(1, 12), 12])
+        how = replace(how, max_tokens=most, seed=self.rng.randrange(100))
+        return self.shared[: self.rng.choice([0, 8, 20])] + own, how
 
     def act(self) -> None:
         operations = [
@@ -116,6 +131,7 @@ class User:
         assert name in self.accepted and name not in self.ended, "an output of nothing"
         if output.finished:
             self.ended[name] = output
+            self.finals[name] += 1
             check(output, *self.accepted[name])
 
     def drain(self) -> None:
@@ -131,6 +147,14 @@ class User:
             self.step()
         assert not self.engine.has_unfinished() and self.engine.step() == []
         assert self.ended.keys() == self.accepted.keys()
+        records = Counter(record.request_id for record in self.engine.metrics.requests)
+        assert (
+            self.finals
+            <= records
+            <= Counter(
+                event["request_id"] for event in self.engine.events if event["event"] == "arrival"
+            )
+        )
         self._check_that_nothing_is_held()
         prompt, how = [*self.shared, 7], SamplingParams(max_tokens=9, seed=3)
         check(self.engine.generate([prompt], how)[0], prompt, how)
@@ -144,6 +168,7 @@ class User:
         pinned = kinds[-1:] == ["pin"]
         assert policy.pool.num_used == (20 // engine.config.page_size if pinned else 0)
         assert not policy.host_pool.num_used and slots.num_free == slots.num_slots
+        slots.check()
         assert not engine.requests.unfinished and not engine.requests.dropped
         EventLog("log", plain(events))  # it can be read
 
@@ -210,6 +235,24 @@ def _step(engine: Engine, points: Points) -> None:
     engine.add_request([3, 4, 5], SamplingParams(max_tokens=2), "job")
     while engine.has_unfinished():
         points.call(engine.step)
+
+
+def test_wherever_it_is_interrupted_a_request_has_one_output_and_one_record():
+    point, interrupted = 0, True
+    while interrupted:
+        point += 1
+        engine = Engine(TINY, CONFIG, HashingExecutor(CONFIG))
+        engine.add_request([3, 4, 5], SamplingParams(max_tokens=2), "job")
+        outputs: list[RequestOutput] = []
+        with interrupted_at(point) as points:
+            while engine.has_unfinished():
+                with suppress(KeyboardInterrupt):
+                    outputs += points.call(engine.step)
+        ends = [(output.request_id, output.finish_reason) for output in outputs]
+        records = [(r.request_id, r.finish_reason) for r in engine.metrics.requests]
+        assert ends == records and len(ends) == 1, point
+        interrupted = bool(points.raised)
+    assert point > 20
 
 
 @pytest.mark.parametrize("act", [_add, _abort, _pin, _step])

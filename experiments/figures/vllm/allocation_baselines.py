@@ -28,16 +28,17 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments import serve
-from experiments.lib import program, report, run_record
+from experiments.lib import report, run_record
+from experiments.lib.engines import load_engine
 from experiments.lib.flags import (
     define_executor_flag,
     define_float,
     define_model_flags,
-    load_engine,
-    values_of,
+    loading,
 )
+from experiments.lib.near_ties import differences
 from experiments.lib.plots import MEMORY_COLOURS
-from experiments.soak.comparison import NEAR_TIE
+from experiments.lib.program import Options, Program, refusals
 from experiments.workloads import workloads
 from experiments.workloads.synthetic_lengths import PUBLISHED_MEANS
 from experiments.workloads.workloads import PAPER_CONTEXT, Request, Vocabulary, WorkloadConfig
@@ -45,10 +46,8 @@ from models import checkpoint
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import StepRecord
-from paged.requests.sequence import RequestOutput, SamplingParams
-from paged.simulator.executor import SimulatedExecutor
+from paged.requests.sequence import RequestOutput
 
-FLAGS = flags.FLAGS
 POLICIES = ("vllm", "orca_oracle", "orca_pow2", "orca_max", "fastertransformer")
 KV_SLOTS, PAGE_SIZE = 15_700, 16  # Of OPT-13B (Table 1), and of vLLM (§7.2).
 # Limits so high that only memory bounds a batch.
@@ -136,12 +135,13 @@ def run(base: Engine, requests: dict[str, list[Request]], progress: bool = True)
             engine = Engine(base.model, config, base.executor)
             outputs = serve.run(engine, wanted, progress=False)
             reference = reference or outputs
-            near_ties, different = compare(base, outputs, reference)
+            found = differences(base, outputs, reference)
+            near_ties = sum(difference.near_tie for difference in found)
             steps = [step for step in engine.metrics.steps if step.num_waiting]
             if not steps:
                 raise ValueError(f"{policy}: no request of {dataset} ever waits: raise --fill")
             settled = steps[len(steps) // 4 :]
-            rows.append(_row(dataset, policy, settled, near_ties, different))
+            rows.append(_row(dataset, policy, settled, near_ties, len(found) - near_ties))
             bar.update()
     bar.close()
     return rows
@@ -164,29 +164,6 @@ def _row(
         near_ties=near_ties,
         different=different,
     )
-
-
-def compare(
-    engine: Engine, outputs: Sequence[RequestOutput], reference: Sequence[RequestOutput]
-) -> tuple[int, int]:
-    """How many outputs part from the reference's at logits that are nearly tied, so that the
-    engine, alone with the request, gives either token if its logit is raised by a trace; and how
-    many part elsewhere."""
-
-    def gives(prompt: list[int], token: int) -> bool:
-        how = SamplingParams(max_tokens=1, ignore_eos=True, logit_bias={token: NEAR_TIE})
-        return engine.generate([prompt], how)[0].tokens == [token]
-
-    near_ties = different = 0
-    for ours, theirs in zip(outputs, reference, strict=True):
-        pairs = enumerate(zip(ours.tokens, theirs.tokens, strict=True))
-        parted = next(((at, pair) for at, pair in pairs if pair[0] != pair[1]), None)
-        if parted:
-            at, pair = parted
-            prompt = ours.prompt_tokens + ours.tokens[:at]
-            tied = all(gives(prompt, token) for token in pair)
-            near_ties, different = near_ties + tied, different + (not tied)
-    return near_ties, different
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
@@ -266,31 +243,30 @@ def _draw_shares(axes, places: np.ndarray, shares: Sequence, hatch: str | None =
         bottom += heights
 
 
-def prepare() -> tuple[Engine, dict[str, list[Request]]]:
+def prepare(options: Options) -> tuple[Engine, dict[str, list[Request]]]:
     """What the flags ask for. Raises ValueError for what cannot be."""
-    run_record.check_output_dir(FLAGS.output_dir, "baselines.csv", "baselines.png")
-    model, tokenizer = checkpoint.load_config(FLAGS.model), checkpoint.load_tokenizer(FLAGS.model)
-    config = engine_config(FLAGS.length_divisor)
+    model = checkpoint.load_config(options.model)
+    tokenizer = checkpoint.load_tokenizer(options.model)
+    divisor = options.length_divisor
+    config = engine_config(divisor)
     vocabulary = Vocabulary(tokenizer, model.vocab_size, config.max_model_len)
     requests = {
-        dataset: load_requests(dataset, FLAGS.fill, FLAGS.length_divisor, FLAGS.seed, vocabulary)
+        dataset: load_requests(dataset, options.fill, divisor, options.seed, vocabulary)
         for dataset in FIGURE_13
     }
-    if FLAGS.executor == "device":
-        return load_engine(config, tokenizer), requests
-    return Engine(model, config, SimulatedExecutor(vocab_size=model.vocab_size)), requests
+    return load_engine(config, tokenizer, **loading(options)), requests
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        base, requests = prepare()
+def main(options: Options) -> None:
+    with refusals():
+        base, requests = prepare(options)
         base.warm_up()
         rows = run(base, requests)
-    output_dir, environment = Path(FLAGS.output_dir), run_record.describe_environment()
+    output_dir, environment = Path(options.output_dir), run_record.describe_environment()
     numbers = summary(rows)
     content = {
         "experiment": "allocation_baselines",
-        "flags": values_of(names),
+        "flags": vars(options),
         "engine": base.config,
         "requests": {dataset: len(wanted) for dataset, wanted in requests.items()},
         "rows": rows,
@@ -298,9 +274,9 @@ def main(names: Sequence[str]) -> None:
         **environment,
     }
     footer = "simulated"
-    if FLAGS.executor == "device":
+    if options.executor == "device":
         footer = run_record.hardware_line(environment)
-        content["weights_sha256"] = checkpoint.weights_hash(FLAGS.model)
+        content["weights_sha256"] = checkpoint.weights_hash(options.model)
     run_record.write_csv(output_dir, "baselines.csv", rows)
     run_record.write_json(output_dir, "report.json", content)
     run_record.write_summary(output_dir, numbers)
@@ -312,21 +288,23 @@ def main(names: Sequence[str]) -> None:
     print(f"{table(rows)}\n({title}; {footer})")
     if numbers["different"]:
         sys.exit(f"{numbers['different']} requests got other tokens than under vllm")
-    if FLAGS.executor == "device":
+    if options.executor == "device":
         print(f"the same tokens under all policies; {numbers['near_ties']} near ties")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
+def define_flags() -> None:
     flags.DEFINE_integer(
         "length_divisor", 8, "divides all that is counted in tokens", lower_bound=1, upper_bound=64
     )
     define_float("fill", 10.0, "how often the requests would fill the memory", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "of the requests", lower_bound=0)
-    flags.DEFINE_string("output_dir", "results/allocation_baselines", "where the report goes")
-    own = ["length_divisor", "fill", "seed", "output_dir"]
-    return [*define_executor_flag(), *own, *define_model_flags()]
+    define_executor_flag()
+    define_model_flags()
 
+
+PROGRAM = Program(
+    main, define_flags, "results/allocation_baselines", ("baselines.csv", "baselines.png")
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

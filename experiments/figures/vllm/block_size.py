@@ -27,15 +27,15 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.figures.vllm import sweep
-from experiments.lib import program, run_record
-from experiments.lib.flags import values_of
-from experiments.workloads.workloads import Request
+from experiments.lib import run_record
+from experiments.lib.flags import loading
+from experiments.lib.program import Options, Program, refusals
+from experiments.workloads.workloads import Request, Vocabulary
 from models import checkpoint
 from models.config import ModelConfig
 from paged.engine import Engine
 from pallas_kernels.paged_attention import paged_attention
 
-FLAGS = flags.FLAGS
 BATCHES, CONTEXTS = (8, 32), (64, 128, 192, 256)  # of Fig. 18a
 WAYS = ("paged_us", "dot_product_us", "plain_us", "gather_us")
 DATASETS = ("sharegpt", "alpaca")
@@ -182,8 +182,7 @@ def serving(
                     )
                 )
                 first = first or served.outputs
-                if wrong := sweep.first_difference(first, served.outputs):
-                    raise ValueError(f"blocks of {engine.config.page_size} tokens: {wrong}")
+                sweep.check_same_tokens(engine, first, served.outputs)
                 bar.update()
     return rows
 
@@ -274,30 +273,34 @@ def plot(attended: Sequence[Kernel], served: Sequence[Serving], path: Path, foot
     run_record.save_figure(figure, path, dpi=130)
 
 
-def prepare() -> tuple[list[Engine], dict[str, list[Request]]]:
+def prepare(options: Options) -> tuple[list[Engine], dict[str, list[Request]]]:
     """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
-    run_record.check_output_dir(FLAGS.output_dir, "kernels.csv", "serving.csv", "fig18.png")
-    sizes = sweep.checked_sizes(FLAGS.block_sizes, FLAGS.kv_cache_tokens, FLAGS.max_model_len)
-    tokenizer = checkpoint.load_tokenizer(FLAGS.model)
-    rates = {"sharegpt": FLAGS.sharegpt_rate, "alpaca": FLAGS.alpaca_rate}
+    longest = options.max_model_len
+    sizes = sweep.checked_sizes(options.block_sizes, options.kv_cache_tokens, longest)
+    configs = [sweep.config_of(options, size) for size in sizes]
+    tokenizer = checkpoint.load_tokenizer(options.model)
+    vocabulary = Vocabulary(tokenizer, checkpoint.load_config(options.model).vocab_size, longest)
+    rates = {"sharegpt": options.sharegpt_rate, "alpaca": options.alpaca_rate}
     workloads = {
-        dataset: sweep.make_requests(dataset, rate, tokenizer) for dataset, rate in rates.items()
+        name: sweep.make_requests(name, rate, options.num_requests, options.seed, vocabulary)
+        for name, rate in rates.items()
     }
-    sizes_ = tqdm(sizes, "compiling for each block size")
-    return [sweep.make_engine(size, tokenizer) for size in sizes_], workloads
+    return sweep.make_engines(configs, tokenizer, **loading(options)), workloads
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        engines, workloads = prepare()
-        attended = kernels(engines[0].model, FLAGS.kernel_block_size, FLAGS.rounds, FLAGS.seed)
+def main(options: Options) -> None:
+    with refusals():
+        engines, workloads = prepare(options)
+        attended = kernels(
+            engines[0].model, options.kernel_block_size, options.rounds, options.seed
+        )
         served = serving(engines, workloads)
     numbers, environment = summary(attended, served), run_record.describe_environment()
-    output_dir, footer = Path(FLAGS.output_dir), run_record.hardware_line(environment)
+    output_dir, footer = Path(options.output_dir), run_record.hardware_line(environment)
     facts = {
         "experiment": "bench_block_size",
-        "flags": values_of(names),
-        "weights_sha256": checkpoint.weights_hash(FLAGS.model),
+        "flags": vars(options),
+        "weights_sha256": checkpoint.weights_hash(options.model),
         "paper": PAPER,
         "why_it_differs": WHY,
         "load_average": os.getloadavg(),
@@ -310,14 +313,16 @@ def main(names: Sequence[str]) -> None:
     print(f"{table(attended, served, numbers)}\n({footer})")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
-    names = sweep.define_flags(DEFAULTS, "results/bench_block_size")
+def define_flags() -> None:
+    sweep.define_flags(DEFAULTS)
     flags.DEFINE_integer("kernel_block_size", 16, "tokens of a block in (a)", lower_bound=1)
     flags.DEFINE_float("sharegpt_rate", 4.0, "ShareGPT-like requests a second")
     flags.DEFINE_float("alpaca_rate", 16.0, "Alpaca-like requests a second")
-    return [*names, "kernel_block_size", *(f"{dataset}_rate" for dataset in DATASETS)]
 
+
+PROGRAM = Program(
+    main, define_flags, "results/bench_block_size", ("kernels.csv", "serving.csv", "fig18.png")
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

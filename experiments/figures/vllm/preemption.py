@@ -28,17 +28,17 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.figures.vllm import sweep
-from experiments.lib import program, run_record
-from experiments.lib.flags import values_of
-from experiments.workloads.workloads import Request
+from experiments.lib import run_record
+from experiments.lib.flags import loading
+from experiments.lib.program import Options, Program, refusals
+from experiments.workloads.workloads import Request, Vocabulary
 from models import checkpoint
 from paged.device.executor import DeviceExecutor
 from paged.engine import Engine
 from paged.kv_cache.dense import BLOCKS
 from paged.kv_cache.moves import Moves
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
-FLAGS = flags.FLAGS
 MODES: tuple[Literal["recompute", "swap"], ...] = ("recompute", "swap")
 DEFAULTS = {
     "kv_cache_tokens": 1024, "max_model_len": 640, "max_num_seqs": 4,
@@ -158,8 +158,7 @@ def serving(
                 )
                 outputs.append(served.outputs)
                 bar.update()
-            if wrong := sweep.first_difference(*outputs):
-                raise ValueError(f"blocks of {engine.config.page_size} tokens: {wrong}")
+            sweep.check_same_tokens(engine, *outputs)
     return rows
 
 
@@ -250,30 +249,34 @@ def plot(moved: Sequence[Micro], served: Sequence[Serving], path: Path, footer: 
     run_record.save_figure(figure, path, dpi=130)
 
 
-def prepare() -> tuple[list[Engine], list[Request]]:
+def prepare(options: Options) -> tuple[list[Engine], list[Request]]:
     """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
-    run_record.check_output_dir(FLAGS.output_dir, "micro.csv", "serving.csv", "fig19.png")
-    most = FLAGS.max_model_len - 1
-    if FLAGS.sequence_tokens > most:
-        raise ValueError(f"sequence_tokens must be at most {most}, not {FLAGS.sequence_tokens}")
-    sizes = sweep.checked_sizes(FLAGS.block_sizes, FLAGS.kv_cache_tokens, FLAGS.max_model_len)
-    tokenizer = checkpoint.load_tokenizer(FLAGS.model)
-    requests = sweep.make_requests("sharegpt", float("inf"), tokenizer)
-    sizes_ = tqdm(sizes, "compiling for each block size")
-    return [sweep.make_engine(size, tokenizer) for size in sizes_], requests
+    longest = options.max_model_len
+    if options.sequence_tokens >= longest:
+        raise ValueError(
+            f"sequence_tokens must be at most {longest - 1}, not {options.sequence_tokens}"
+        )
+    sizes = sweep.checked_sizes(options.block_sizes, options.kv_cache_tokens, longest)
+    configs = [sweep.config_of(options, size) for size in sizes]
+    tokenizer = checkpoint.load_tokenizer(options.model)
+    vocabulary = Vocabulary(tokenizer, checkpoint.load_config(options.model).vocab_size, longest)
+    requests = sweep.make_requests(
+        "sharegpt", float("inf"), options.num_requests, options.seed, vocabulary
+    )
+    return sweep.make_engines(configs, tokenizer, **loading(options)), requests
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        engines, requests = prepare()
-        moved = micro(engines, FLAGS.sequence_tokens, FLAGS.rounds, FLAGS.seed)
+def main(options: Options) -> None:
+    with refusals():
+        engines, requests = prepare(options)
+        moved = micro(engines, options.sequence_tokens, options.rounds, options.seed)
         served = serving(engines, requests)
     numbers, environment = summary(moved, served), run_record.describe_environment()
-    output_dir, footer = Path(FLAGS.output_dir), run_record.hardware_line(environment)
+    output_dir, footer = Path(options.output_dir), run_record.hardware_line(environment)
     facts = {
         "experiment": "bench_preemption",
-        "flags": values_of(names),
-        "weights_sha256": checkpoint.weights_hash(FLAGS.model),
+        "flags": vars(options),
+        "weights_sha256": checkpoint.weights_hash(options.model),
         "paper": {"swap_ms": PAPER_SWAP_MS, "recompute_ms": PAPER_RECOMPUTE_MS},
         "why_it_differs": WHY,
         "load_average": os.getloadavg(),
@@ -283,17 +286,19 @@ def main(names: Sequence[str]) -> None:
     run_record.write_json(output_dir, "report.json", facts | environment)
     run_record.write_summary(output_dir, numbers)
     plot(moved, served, output_dir / "fig19.png", footer)
-    print(f"{table(moved, served, numbers, FLAGS.sequence_tokens)}\n({footer})")
+    print(f"{table(moved, served, numbers, options.sequence_tokens)}\n({footer})")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
-    names = sweep.define_flags(DEFAULTS, "results/bench_preemption")
+def define_flags() -> None:
+    sweep.define_flags(DEFAULTS)
     flags.DEFINE_integer(
         "sequence_tokens", 511, "of the sequence that is moved or recomputed", lower_bound=1
     )
-    return [*names, "sequence_tokens"]
 
+
+PROGRAM = Program(
+    main, define_flags, "results/bench_preemption", ("micro.csv", "serving.csv", "fig19.png")
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

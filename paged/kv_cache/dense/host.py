@@ -7,7 +7,7 @@ from paged.blocks.block_table import BlockTables, SwappedTables
 from paged.blocks.prefix_cache import PrefixCache
 from paged.kv_cache.dense.prefix import Prefixes
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.policy import CacheConfig, HostPolicy, ShardedModel, Usage, kv_bytes_of_token
+from paged.kv_cache.policy import CacheConfig, HostPolicy, ShardedModel, Usage
 from paged.requests.sequence import Sequence
 
 BLOCKS = "blocks"  # the name of the pool
@@ -23,7 +23,7 @@ def block_pool(config: CacheConfig, model: ShardedModel, num_host_units: int) ->
         null_unit=NULL_BLOCK,
         most_copies=config.max_num_seqs,
         units_per_call=-(-MOVED_TOKENS_PER_CALL // config.page_size),
-        unit_bytes=config.page_size * kv_bytes_of_token(model, config.kv_dtype),
+        unit_bytes=config.page_size * model.kv_token_bytes(config.kv_dtype),
     )
 
 

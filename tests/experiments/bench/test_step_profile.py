@@ -10,17 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.bench import floors, step_profile
+from experiments.bench import step_profile
+from experiments.bench.decode_inputs import fill_decodes
 from experiments.bench.step_profile import PARTS
 from models.config import ModelConfig
-from paged.engine import EngineConfig
+from paged.device.step_inputs import empty_step_inputs
+from paged.simulator.roofline import Rates, step_cost
 
 ROOT = Path(__file__).parents[3]
 MODEL = ModelConfig(
     vocab_size=50, hidden_size=24, intermediate_size=40, num_layers=3, num_heads=6, num_kv_heads=2,
     head_dim=10,
 )  # fmt: skip
-RATES = floors.Rates(1e9, 2e9, 1e9, 1e9, 1e-5)
+RATES = Rates(bytes_per_s=1e9, flops_per_s=2e9, dispatch_s=1e-5)
 
 
 def program(*arguments: object) -> subprocess.CompletedProcess:
@@ -30,12 +32,16 @@ def program(*arguments: object) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-def test_the_step_is_a_decode_of_every_sequence():
-    config = EngineConfig(max_num_seqs=3, max_model_len=64)
-    inputs = step_profile.decode_inputs(config, [1, 16, 33], table_width=4)
+@pytest.mark.parametrize("rng", [None, np.random.default_rng(0)])
+def test_the_step_is_a_decode_of_every_sequence(rng):
+    inputs = empty_step_inputs(0, 3, prefill_rows=1, num_slots=3, table_width=4)
+    fill_decodes(inputs, [1, 16, 33], page_size=16, rng=rng)
     assert inputs.num_prefill_tokens == 0 and inputs.positions.tolist() == [0, 15, 32]
-    assert inputs.tables.tolist() == [[1, 0, 0, 0], [2, 0, 0, 0], [3, 4, 5, 0]]
     assert np.all(inputs.samples == 1) and inputs.token_rows.tolist() == [0, 1, 2]
+    assert (np.asarray(inputs.tables) > 0).sum(axis=1).tolist() == [1, 1, 3]
+    assert sorted(inputs.tables[inputs.tables > 0].tolist()) == [1, 2, 3, 4, 5]
+    if rng is None:
+        assert inputs.tables.tolist() == [[1, 0, 0, 0], [2, 0, 0, 0], [3, 4, 5, 0]]
 
 
 def test_parts_sum_to_the_step():
@@ -50,7 +56,7 @@ def test_parts_sum_to_the_step():
 def test_floors_of_the_parts_cover_the_work_of_the_step():
     contexts = [5, 9]
     parts = step_profile.floors_ms(MODEL, contexts, RATES)
-    step = floors.floor_s(floors.step_work(MODEL, contexts), RATES)
+    step = RATES.floor_s(step_cost(MODEL, contexts))
     assert 1e-3 * sum(parts.values()) >= step and min(parts.values()) >= 0
 
 

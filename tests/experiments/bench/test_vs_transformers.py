@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from experiments.bench import race_report
 from experiments.bench import vs_transformers as bench
-from experiments.bench.vs_transformers import Run, Settings, StepTimes
+from experiments.bench.race_report import Run, StepTimes
+from experiments.bench.vs_transformers import Settings
 from paged.engine import EngineConfig
 from paged.metrics import StepRecord
 
@@ -76,7 +78,7 @@ def test_speedups_are_ratios_of_median_rates_at_the_largest_batch():
     ]
     runs[0] = replace(runs[0], seconds=1e-9)  # of batch 1, and no median
     steps = [StepTimes("bundled", 8, 10, step_s=3e-3, host_s=3e-4, floor_s=2e-3)]
-    numbers = bench.summarise(runs, steps)
+    numbers = race_report.summarise(runs, steps)
     assert numbers["tokens_per_s_ours_bundled_8"] == 50
     assert numbers["tokens_per_s_continuous_bundled_1"] == 5
     assert numbers["speedup_static_bundled"] == 2
@@ -138,12 +140,12 @@ def test_a_thin_slice_of_the_race(tiny_folder, tmp_path):
     )  # fmt: skip
     runs, step, rates = bench.run_model("bundled", tiny_folder, SETTINGS, config, progress=False)
     assert [(run.batch, run.system) for run in runs] == [
-        (batch, system) for batch in (1, 3) for _ in range(2) for system in bench.SYSTEMS
+        (batch, system) for batch in (1, 3) for _ in range(2) for system in race_report.SYSTEMS
     ]
     # Random weights make near-ties; a wrong mask or position would change nearly every token.
     assert min(run.equal for run in runs) > 0.8
     assert step.batch == 3 and min(step.step_s, step.host_s, step.floor_s) > 0
-    printed = bench.write(tmp_path, runs, [step], {"rates": rates})
+    printed = race_report.write(tmp_path, runs, [step], {"rates": rates})
     assert "bundled at batch 3: a decode step takes" in printed
     with open(tmp_path / "runs.csv", newline="") as file:
         assert len(list(csv.DictReader(file))) == len(runs)

@@ -1,6 +1,9 @@
 """The GPU check, tried without a GPU on tiny shapes: kernels run interpreted, times are void."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +65,12 @@ def test_bad_flags_are_refused_before_any_work(flags, message, capsys):
     with pytest.raises(SystemExit):
         gpu_check.main(flags)
     assert message in capsys.readouterr().err
+
+
+def test_it_needs_no_package_but_jax():
+    """A GPU may stand in a machine with JAX and this repository alone."""
+    others = "absl flax optax transformers tokenizers safetensors matplotlib tqdm".split()
+    source = f"import sys\nsys.modules |= dict.fromkeys({others})\nimport experiments.gpu.check"
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", source], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-START = "import os, signal, sys, time\nfrom experiments import program\n"
+START = "import os, signal, sys, time\nfrom experiments.lib import program, signals\n"
 
 
-def run(body: str, *arguments: str, stdout=subprocess.PIPE) -> subprocess.CompletedProcess:
-    """A program whose main is `body`."""
-    main = "def main(names):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+def run(
+    body: str, *arguments: str, stdout=subprocess.PIPE, how: str = ""
+) -> subprocess.CompletedProcess:
+    """A program whose main is `body`; how: further arguments of `Program`."""
+    main = "def main(options):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+    source = f"{START}{main}\nprogram.Program(main, lambda: None, {how}).run()"
     return subprocess.run(
-        [sys.executable, "-c", f"{START}{main}\nprogram.run(main, lambda: [])", *arguments],
+        [sys.executable, "-c", source, *arguments],
         cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -31,7 +34,7 @@ def test_an_interrupt_is_told_in_a_line(number, status):
 def test_the_first_signal_is_noted_and_the_second_interrupts():
     done = run(
         """
-        with program.Stop() as stop:
+        with signals.Stop() as stop:
             assert not stop.requested()
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.requested() and stop.signal is signal.SIGTERM
@@ -54,6 +57,42 @@ def test_an_argument_that_is_no_flag_is_refused():
     done = run("print('ran')", "model=x")
     assert done.returncode == 1 and done.stdout.count("ran") == 0
     assert "unexpected argument 'model=x': flags are --name=value" in done.stderr + done.stdout
+
+
+def test_a_program_of_files_compares_them():
+    done = run("print(options.arguments)", "a", "b", how="takes_arguments=True")
+    assert (done.returncode, done.stdout) == (0, "['a', 'b']\n")
+
+
+def test_the_folder_of_the_report_is_checked_before_any_work(tmp_path):
+    how = "'results/none', ('a.csv',)"
+    out = tmp_path / "new" / "folder"
+    done = run("print(os.listdir(options.output_dir))", f"--output_dir={out}", how=how)
+    assert (done.returncode, done.stdout) == (0, "[]\n")
+    (out / "a.csv").mkdir()
+    done = run("print('ran')", f"--output_dir={out}", how=how)
+    assert (done.returncode, done.stdout) == (1, "")
+    complaint = f"--output_dir={out} cannot be written to: a.csv is a folder there"
+    assert done.stderr == f"error: {complaint}\n"
+    # Where no folder is the default, none is needed.
+    done = run("print(repr(options.output_dir))", how="''")
+    assert (done.returncode, done.stdout) == (0, "''\n")
+
+
+@pytest.mark.parametrize(
+    "body, arguments, complaint",
+    [
+        ("with program.refusals():\n    raise ValueError('bad')", [], "error: bad"),
+        ("raise ValueError('ours')", [], "Traceback"),
+        ("open('/no/such/file')", [], "error: /no/such/file: No such file"),
+        ("pass", ["x"], "error: unexpected argument 'x'"),
+        ("pass", ["--x=1"], "error: Unknown command line flag 'x'"),
+    ],
+)
+def test_every_error_has_another_status_where_1_has_a_meaning(body, arguments, complaint):
+    done = run(body, *arguments, how="error_status=2")
+    assert done.returncode == 2 and complaint in done.stderr
+    assert run("return 1", how="error_status=2").returncode == 1
 
 
 def test_errors_of_the_system_name_the_file():

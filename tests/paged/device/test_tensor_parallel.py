@@ -27,7 +27,7 @@ from paged.device import executor, step
 from paged.device.tensor_parallel import WHOLE, Shards
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import VLLM
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from tests.paged.tiny import TINY
 
 MODELS = {

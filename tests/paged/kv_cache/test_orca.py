@@ -1,7 +1,6 @@
 """The baselines that reserve contiguous room: the same tokens, their books, and their refusals."""
 
 import dataclasses
-import random
 
 import numpy as np
 import pytest
@@ -11,7 +10,8 @@ from hypothesis import strategies as st
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, orca
 from paged.kv_cache.policy import HostPolicy, Policy, ShardedModel
-from paged.requests.sequence import SamplingParams, SequenceGroup
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import SequenceGroup
 from tests.paged.hashing_executor import FIRST, VOCAB, HashingExecutor, generate
 from tests.paged.tiny import TINY
 
@@ -30,30 +30,37 @@ def _sequence(prompt: int, limit: int):
     return SequenceGroup("r", 0, np.zeros(prompt, np.int32), how, 0, limit).sequences[0]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32))
-def test_every_request_gets_its_tokens_and_memory_is_accounted_for(seed):
-    rng = random.Random(seed)
-    policy = rng.choice(BASELINES)
-    slots = rng.randint(1, 6)
-    config = EngineConfig(
+@st.composite
+def _configs(draw) -> EngineConfig:
+    slots = draw(st.integers(1, 6))
+    return EngineConfig(
         max_num_seqs=slots,
-        max_num_batched_tokens=max(slots, rng.choice([6, 17, 96])),
-        max_prefills_per_step=rng.choice([1, 2, 8]),
+        max_num_batched_tokens=max(slots, draw(st.sampled_from([6, 17, 96]))),
+        max_prefills_per_step=draw(st.sampled_from([1, 2, 8])),
         max_model_len=60,
-        page_size=rng.choice([1, 3, 4, 16]),
-        kv_cache_tokens=rng.choice([112, 200, 400]),
-        run_ahead=rng.random() < 0.7,
-        multi_step=rng.choice([1, 1, 3]),
-        policy=policy,
+        page_size=draw(st.sampled_from([1, 3, 4, 16])),
+        kv_cache_tokens=draw(st.sampled_from([400, 200, 112])),
+        run_ahead=draw(st.sampled_from([False, True, True])),
+        multi_step=draw(st.sampled_from([1, 1, 3])),
+        policy=draw(st.sampled_from(BASELINES)),
     )
+
+
+# First token and length of a prompt, tokens to generate, and whether ends of sequence count not.
+CALLS = st.tuples(
+    st.integers(FIRST, VOCAB - 1), st.sampled_from([1, 5, 30]), st.integers(1, 40), st.booleans()
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_configs(), st.lists(CALLS, min_size=1, max_size=12))
+def test_every_request_gets_its_tokens_and_memory_is_accounted_for(config, calls):
     engine = Engine(TINY, config, HashingExecutor(config, eos_rate=0.05))
     requests: dict[str, tuple[list[int], int, bool]] = {}
-    for i in range(rng.randint(1, 12)):
-        prompt = [rng.randint(FIRST, VOCAB - 1) for _ in range(rng.choice([1, 5, 30]))]
-        new, ignore_eos = rng.randint(1, 40), rng.random() < 0.5
+    for i, (first, length, new, ignore_eos) in enumerate(calls):
+        prompt = [first, *range(FIRST, FIRST + length - 1)]
         how = SamplingParams(max_tokens=new, seed=i, ignore_eos=ignore_eos)
-        limit = min(len(prompt) + new, config.max_model_len)
+        limit = min(length + new, config.max_model_len)
         requests[engine.add_request(prompt, how)] = prompt, limit, ignore_eos
     outputs = []
     while engine.has_unfinished():
@@ -72,7 +79,7 @@ def test_every_request_gets_its_tokens_and_memory_is_accounted_for(seed):
         total = sum(parts)
         assert total == (config.num_blocks - 1) * config.page_size
         assert step.preemptions == 0
-        if policy == "orca_oracle":
+        if config.policy == "orca_oracle":
             assert step.kv_internal == 0
     assert engine.host_policy.usage().free == total
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from models import load_tokenizer
 from models.hub import BUNDLED
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.requests.stopping import TextStream, decode, final_text
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.tiny import TINY

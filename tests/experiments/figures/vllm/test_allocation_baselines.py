@@ -68,14 +68,6 @@ def test_the_device_gives_the_same_tokens_under_all_policies(tiny_folder):
     requests = [Request(0.0, [5 + i] * (i % 9 + 1), 3 + 7 * i % 20, True) for i in range(16)]
     rows = baselines.run(base, {"alpaca": requests}, progress=False)
     assert [row.different for row in rows] == [0] * len(baselines.POLICIES)
-    # Whoever gets another token is told.
-    outputs = base.generate([r.prompt for r in requests])
-    wrong = [
-        replace(o, sequences=[replace(o.sequences[0], tokens=[(t + 1) % 512 for t in o.tokens])])
-        for o in outputs
-    ]
-    assert baselines.compare(base, wrong, outputs) == (0, 16)
-    assert baselines.compare(base, outputs, wrong) == (0, 16)
 
 
 def program(*arguments: object) -> subprocess.CompletedProcess:

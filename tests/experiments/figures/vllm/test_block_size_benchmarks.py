@@ -17,7 +17,7 @@ from experiments.workloads.workloads import Request
 from models import llama
 from models import params as parameters
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
+from paged.requests.sequence import RequestOutput, SequenceOutput
 from tests.experiments.conftest import TINY
 
 ROOT = Path(__file__).parents[4]
@@ -57,16 +57,12 @@ def test_both_ways_preempt_and_give_the_same_tokens(engine):
     assert rows[0].prefill_tokens > rows[1].prefill_tokens
 
 
-def test_a_difference_counts_unless_it_is_a_near_tie():
-    def output(tokens, lead=1.0):
-        logprobs = [TokenLogprob(t, -1.0, {t: -1.0, 9: -1.0 - lead}) for t in tokens]
-        return RequestOutput("a", [3], [SequenceOutput(tokens, "", "length", logprobs)], True)
-
-    differs = sweep.first_difference
-    assert differs([output([5, 6])], [output([5, 6])]) is None
-    assert differs([output([5, 6])], [output([5, 7])]) == "a gave token 6 at 1, then 7"
-    assert differs([output([5, 6], lead=1e-5)], [output([5, 7])]) is None
-    assert differs([output([5, 6])], [output([5])]) == "a gave 2 tokens, then 1"
+def test_a_token_that_block_sizes_change_is_told(engine):
+    output = RequestOutput("a", [3], [SequenceOutput([5, 6], "", "length")], True)
+    other = RequestOutput("a", [3], [SequenceOutput([5], "", "length")], True)
+    sweep.check_same_tokens(engine, [output], [output])
+    with pytest.raises(ValueError, match="blocks of 8 tokens: a gave 2 tokens, then 1"):
+        sweep.check_same_tokens(engine, [output], [other])
 
 
 def test_the_best_block_sizes_are_those_near_the_least_latency():

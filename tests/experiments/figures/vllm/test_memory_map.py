@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from experiments.figures.vllm import memory_map
+from experiments.figures.vllm import snapshots as block_snapshots
 from paged.config import EngineConfig
 from paged.engine import Engine
 from tests.paged.hashing_executor import HashingExecutor
@@ -47,7 +48,7 @@ def small_engine() -> Engine:
 def served(requests):
     """Snapshots of a run, and beside each the tables, refcounts and usage as they then were."""
     engine, seen = small_engine(), []
-    take = memory_map.take
+    take = block_snapshots.take
 
     def watch(engine, step, happened):
         snapshot, policy = take(engine, step, happened), engine.host_policy
@@ -64,8 +65,8 @@ def served(requests):
         return snapshot
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_map, "take", watch)
-        snapshots = memory_map.run(engine, requests, 4, progress=False)
+        patch.setattr(block_snapshots, "take", watch)
+        snapshots = block_snapshots.run(engine, requests, 4, progress=False)
     return engine, snapshots, seen
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.figures.vllm import sharing_savings
+from experiments.figures.vllm import genealogies, sharing_savings
 from experiments.workloads.workloads import Request
 from paged.config import EngineConfig
 from paged.engine import Engine
@@ -44,7 +44,7 @@ def test_sharing_counts_the_distinct_prefixes(data):
         size = data.draw(st.integers(1, 4))
         parents.append(data.draw(st.lists(st.integers(0, count - 1), min_size=size, max_size=size)))
         count = size
-    got = sharing_savings.sharing(prompt, parents)
+    got = genealogies.sharing(prompt, parents)
     assert len(got.distinct) == len(parents) + 1
 
     lines: list[tuple] = [()]  # each beam as all its ancestors, by their step and place
@@ -64,9 +64,9 @@ def test_sharing_counts_the_distinct_prefixes(data):
 def test_blocks_of_one_token_save_what_the_sequences_share(method, sequences):
     e, row, trees = run(method, sequences, page_size=1)
     expected = (
-        sharing_savings.sharing(21, trees[0]["parents"])
+        genealogies.sharing(21, trees[0]["parents"])
         if method == "beam"
-        else sharing_savings.samples_sharing(21, 30, sequences)
+        else genealogies.samples_sharing(21, 30, sequences)
     )
     assert [step.kv_shared for step in e.metrics.steps] == list(
         expected.logical - expected.distinct

@@ -1,0 +1,120 @@
+"""Who holds which KV block at each step of a run."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from paged.engine import Engine
+from paged.kv_cache.dense import BLOCKS, DenseHost
+from paged.requests.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One reference to a block: of a request's sequence, as its logical block; filled: tokens that
+    it holds, or will hold once the prompt is computed."""
+
+    request: str
+    sequence: int
+    logical: int
+    filled: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The cache once a step was scheduled.
+
+    happened: since the snapshot before, in words. refcounts: of each physical block, the null block
+    too. device, host: owners of each block that has some. idle: blocks that only the prefix cache
+    keeps.
+    """
+
+    step: int
+    happened: list[str]
+    refcounts: list[int]
+    device: dict[int, list[Owner]]
+    idle: list[int]
+    host: dict[int, list[Owner]]
+
+
+def _add(owners: dict[int, list[Owner]], blocks: np.ndarray, request: str, index: int, filled):
+    for logical, block in enumerate(blocks.tolist()):
+        owner = Owner(request, index, logical, int(filled[logical]))
+        owners.setdefault(block, []).append(owner)
+
+
+def take(engine: Engine, step: int, happened: list[str]) -> Snapshot:
+    """The current cache of an engine with the dense policy."""
+    policy, scheduler = DenseHost.of(engine.host_policy), engine.scheduler
+    tables = policy.block_tables
+    device: dict[int, list[Owner]] = {}
+    host: dict[int, list[Owner]] = {}
+    for group in scheduler.running:
+        for index, sequence in enumerate(group.sequences):
+            if (slot := sequence.slot) >= 0:
+                blocks = tables.blocks[slot, : tables.num_blocks[slot]]
+                _add(device, blocks, group.request_id, index, tables.filled(slot))
+    for group in scheduler.waiting:
+        if group.swapped is not None:
+            indices = [group.sequences.index(sequence) for sequence in group.unfinished]
+            rows = zip(indices, group.swapped.blocks, group.swapped.num_tokens, strict=True)
+            for index, blocks, tokens in rows:
+                first = np.arange(len(blocks)) * tables.page_size
+                filled = np.minimum(tokens - first, tables.page_size)
+                _add(host, blocks, group.request_id, index, filled)
+    cache = policy.pool.cache
+    return Snapshot(
+        step=step,
+        happened=happened,
+        refcounts=policy.pool.refcounts.tolist(),
+        device=device,
+        idle=sorted(cache.idle) if cache else [],
+        host=host,
+    )
+
+
+def in_words(events: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What a round did, in words."""
+    words = []
+    for event in events:
+        if event["event"] in ("arrival", "admit", "preempt", "finish"):
+            words.append(f"{event['event']} {event['request_id']}")
+        elif event["event"] == "schedule":
+            moves = {name: pools[BLOCKS] for name, pools in event["moves"].items()}
+            for name, verb in (("exports", "swap out"), ("imports", "swap in")):
+                if name in moves:
+                    words.append(f"{verb} {len(moves[name])} blocks")
+            words += [f"copy block {a} to {b}" for a, b in moves.get("copies", ())]
+    return words
+
+
+def run(
+    engine: Engine,
+    requests: Mapping[str, tuple[list[int], SamplingParams]],
+    interval: int,
+    progress: bool = True,
+) -> list[Snapshot]:
+    """Serve the requests (prompt and sampling by id), one more every `interval` steps.
+
+    Returns a snapshot of each step.
+    """
+    coming, snapshots = deque(requests.items()), list[Snapshot]()
+    rounds = 0
+    with tqdm(desc="serving", unit="steps", disable=not progress) as bar:
+        while coming or engine.has_unfinished():
+            seen = len(engine.events)
+            if coming and rounds % interval == 0:
+                name, (prompt, how) = coming.popleft()
+                engine.add_request(prompt, how, name)
+            engine.step()
+            rounds += 1
+            new = engine.events[seen:]
+            for event in new:
+                if event["event"] == "schedule":
+                    snapshots.append(take(engine, event["step"], in_words(new)))
+                    bar.update()
+    return snapshots

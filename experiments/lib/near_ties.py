@@ -1,0 +1,66 @@
+"""Whether runs of the same requests differ by near ties only.
+
+Programs of other shapes add up a logit in another order. Where two tokens' logits lie closer to
+each other than that may move them, either token is right, and what follows it differs as well.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paged.engine import Engine
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
+
+NEAR_TIE = 1e-4  # a lead of a logit or of a beam that another order of sums can turn around
+
+
+def nearly_tied(
+    engine: Engine, prompt: list[int], tokens: list[int], how: SamplingParams, place: int = 0
+) -> bool:
+    """Whether the engine, which serves the request alone, begins its sequence `place` with these
+    tokens once the last one's logit is raised by NEAR_TIE."""
+    bias = dict(how.logit_bias)
+    bias[tokens[-1]] = bias.get(tokens[-1], 0.0) + NEAR_TIE
+    output = engine.generate([prompt], replace(how, logit_bias=bias))[0]
+    return output.sequences[place].tokens[: len(tokens)] == tokens
+
+
+def num_common(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many tokens come before the first that differs."""
+    shorter = min(len(ours), len(theirs))
+    return next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two greedy outputs of a request whose tokens from place `at` on differ."""
+
+    ours: RequestOutput
+    theirs: RequestOutput
+    at: int
+    near_tie: bool
+
+    def __str__(self) -> str:
+        name, ours, theirs = self.ours.request_id, self.ours.tokens, self.theirs.tokens
+        if self.at == min(len(ours), len(theirs)):
+            return f"{name} gave {len(ours)} tokens, then {len(theirs)}"
+        return f"{name} gave token {ours[self.at]} at {self.at}, then {theirs[self.at]}"
+
+
+def differences(
+    engine: Engine, ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]
+) -> list[Difference]:
+    """Where greedy outputs of the same requests in two runs differ; engine: an idle one that tells
+    whether either token of such a place could have been sampled."""
+    found = []
+    how = SamplingParams(max_tokens=1, ignore_eos=True)
+    for a, b in zip(ours, theirs, strict=True):
+        if a.tokens == b.tokens:
+            continue
+        at = num_common(a.tokens, b.tokens)
+        prompt, pair = a.prompt_tokens + a.tokens[:at], (a.tokens[at:], b.tokens[at:])
+        near_tie = all(
+            tokens != [] and nearly_tied(engine, prompt, tokens[:1], how) for tokens in pair
+        )
+        found.append(Difference(a, b, at, near_tie))
+    return found

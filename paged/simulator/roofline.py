@@ -1,0 +1,225 @@
+"""The roofline: the time below which a machine cannot compute a step.
+
+What a step must compute and move, its `Cost`, follows from the model and the lengths of the
+sequences. What a machine can do, its `Rates`, is measured. Arithmetic and memory traffic overlap at
+best, so the floor is the longer of the two, plus the time of dispatching programs that do nothing:
+
+    floor = max(flops / flops_per_s, bytes / bytes_per_s) + dispatches * dispatch_s
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.config import ModelConfig
+from models.families import family
+from models.params import flatten
+from pallas_kernels.specs import Cost
+
+SQUARE = 2048  # rows of the square matrices
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine can do at best. dispatch_s: seconds to start a program and wait for it."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    dispatch_s: float = 0.0
+
+    @classmethod
+    def best(cls, measured: Mapping[str, float]) -> "Rates":
+        """The fastest of several measurements of each kind, which the ends of their names tell:
+        a floor must not rest on a slow program."""
+        bytes_per_s, flops_per_s = (
+            max(rate for name, rate in measured.items() if name.endswith(kind))
+            for kind in ("bytes_per_s", "flops_per_s")
+        )
+        return cls(bytes_per_s, flops_per_s, measured.get("dispatch_s", 0.0))
+
+    def floor_s(self, cost: Cost, dispatches: float = 1.0) -> float:
+        """Seconds; dispatches: programs that are started, a fraction if one runs several steps."""
+        longer = max(cost.bytes / self.bytes_per_s, cost.flops / self.flops_per_s)
+        return longer + dispatches * self.dispatch_s
+
+
+def step_cost(
+    model: ModelConfig, contexts: Sequence[int], new_tokens: Sequence[int] | None = None,
+    dtype="float32",
+) -> Cost:  # fmt: skip
+    """The cost of one step that samples one token of each sequence.
+
+    contexts: tokens of each sequence in the cache after the step. new_tokens: how many of them this
+    step computes; one each, a decode step, by default. dtype: of weights and KV cache.
+
+    FLOPs are those of matrix products and attention, without norms, activations, rotations and
+    softmax. Bytes are every weight that is used and the keys and values of earlier tokens, each
+    read once, and those of the new tokens, written once; activations are taken to stay in the
+    processor's caches.
+
+    Raises ValueError if there is no sequence, or one whose new tokens are not within 1 and its
+    context.
+    """
+    context = np.asarray(contexts, np.int64)
+    new = np.ones_like(context) if new_tokens is None else np.asarray(new_tokens, np.int64)
+    if not context.size or new.size != context.size:
+        raise ValueError(f"{context.size} contexts with {new.size} numbers of new tokens")
+    for i in np.flatnonzero((new < 1) | (new > context)):
+        raise ValueError(f"{new[i]} new tokens in a context of {context[i]}")
+    window, L = model.sliding_window or int(context.max()), model.num_layers
+    weights, tokens = _weights(model), int(new.sum())
+
+    seen = int((_seen_up_to(context, window) - _seen_up_to(context - new, window)).sum())
+    # The first new token sees the oldest one that is read.
+    kept = int((context - np.maximum(0, context - new + 1 - window)).sum())
+    return Cost(
+        bytes=jnp.dtype(dtype).itemsize * (weights.numbers + tokens * weights.looked_up)
+        + L * kv_bytes_of_token(model, dtype) * kept,
+        flops=tokens * weights.token_flops
+        + len(context) * weights.sequence_flops
+        + 2 * 2 * L * model.num_heads * model.head_dim * seen,  # q·k, and its weights times v
+    )
+
+
+def _seen_up_to(position: np.ndarray, window: int) -> np.ndarray:
+    """How many tokens the first `position` tokens of a sequence attend to, all together."""
+    growing = np.minimum(position, window)
+    return growing * (growing + 1) // 2 + (position - growing) * window
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What a model's parameters cost. numbers: that any step reads. looked_up: numbers that each
+    token looks up. token_flops, sequence_flops: of each token, and of each token that is sampled
+    from."""
+
+    numbers: int
+    looked_up: int
+    token_flops: int
+    sequence_flops: int
+
+
+@functools.cache
+def _weights(model: ModelConfig) -> _Weights:
+    declared = flatten(family(model).declare(model))
+    numbers = looked_up = token_flops = sequence_flops = 0
+    for name, param in declared.items():
+        size = math.prod(param.shape)
+        if name == "positions" or (name == "embed" and "lm_head" in declared):
+            looked_up += param.shape[-1]
+            continue
+        numbers += size
+        if name in ("embed", "lm_head", "project_out"):
+            sequence_flops += 2 * size
+        elif len(param.shape) == 2:
+            token_flops += 2 * size
+    return _Weights(numbers, looked_up, token_flops, sequence_flops)
+
+
+def layer_bytes(
+    model: ModelConfig, contexts: Sequence[int], new_tokens: Sequence[int], dtype
+) -> dict[str, int]:
+    """Bytes that one layer cannot do without, by what they are, if its products and its attention
+    are kernels of their own, which hand arrays to each other through memory.
+
+    contexts, new_tokens, dtype: as of `step_cost`. Attention reads the new tokens' keys and values
+    too, and windows are left out.
+    """
+    E, F = model.hidden_size, model.intermediate_size
+    HD, KD = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
+    itemsize, kv_bytes = jnp.dtype(dtype).itemsize, kv_bytes_of_token(model, dtype)
+    layer = family(model).declare(model)["layers"][0].values()
+    # What goes into the products q/k/v, o, gate/up and down, and what comes out.
+    activations = (E + HD + 2 * KD) + (HD + E) + (E + 2 * F) + (F + E)
+    return {
+        "weights": sum(math.prod(param.shape) for param in layer) * itemsize,
+        "KV read": sum(contexts) * kv_bytes,
+        "KV written": sum(new_tokens) * kv_bytes,
+        "activations": sum(new_tokens) * itemsize * activations,
+    }
+
+
+def kv_bytes_of_token(model: ModelConfig, dtype) -> int:
+    """Of a token's keys and values in a layer."""
+    return 2 * model.num_kv_heads * model.head_dim * jnp.dtype(dtype).itemsize
+
+
+def measure(
+    model: ModelConfig, batch: int, seconds: float = 0.5, streamed_bytes: int = 2**29
+) -> dict[str, float]:
+    """What the default JAX device can do, each the best of repeated measurements, for `Rates.best`:
+
+    step_flops_per_s: float32 products of a step's shape, [batch, E] × [E, F], with warm caches.
+    square_flops_per_s: the same of large square matrices.
+    read_bytes_per_s: reading an array far larger than the caches (in a matrix-vector product).
+    copy_bytes_per_s: copying one to another; bytes read and bytes written both count.
+    dispatch_s: calling a jitted program that adds one number, and waiting for it.
+
+    seconds: about what each of them takes. streamed_bytes: of the arrays that are read and copied;
+    the caches must be far smaller. On a CPU numpy's matrix products compete with JAX's: the faster
+    one shows what the machine can do.
+    """
+    E, F = model.hidden_size, model.intermediate_size
+    one = jax.jit(lambda x: x + 1)
+    zero = jnp.zeros(())
+    return {
+        "step_flops_per_s": _product_rate(batch, E, F, seconds),
+        "square_flops_per_s": _product_rate(SQUARE, SQUARE, SQUARE, seconds),
+        "read_bytes_per_s": _read_rate(streamed_bytes, seconds),
+        "copy_bytes_per_s": _copy_rate(streamed_bytes, seconds),
+        "dispatch_s": _best_s(lambda: one(zero).block_until_ready(), seconds),
+    }
+
+
+def _product_rate(m: int, k: int, n: int, seconds: float) -> float:
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(shape, np.float32) for shape in ((m, k), (k, n)))
+    out = np.empty((m, n), np.float32)
+    a_device, b_device = jnp.asarray(a), jnp.asarray(b)
+    product = jax.jit(lambda a, b: jnp.matmul(a, b, precision="highest"))
+    times = [_best_s(lambda: product(a_device, b_device).block_until_ready(), seconds)]
+    if jax.default_backend() == "cpu":
+        times.append(_best_s(lambda: np.matmul(a, b, out=out), seconds))
+    return 2 * m * k * n / min(times)
+
+
+def _read_rate(size: int, seconds: float) -> float:
+    columns = 4096
+    matrix = jnp.ones((size // 4 // columns, columns), jnp.float32)
+    vector = jnp.ones(columns, jnp.float32)
+    product = jax.jit(jnp.matmul)
+    times = [_best_s(lambda: product(matrix, vector).block_until_ready(), seconds)]
+    if jax.default_backend() == "cpu":
+        a, b = np.asarray(matrix), np.asarray(vector)
+        times.append(_best_s(lambda: np.matmul(a, b), seconds))
+    return matrix.nbytes / min(times)
+
+
+def _copy_rate(size: int, seconds: float) -> float:
+    array = jnp.ones(size // 4, jnp.float32)
+    # A bare copy would be compiled to nothing; the donated buffer is written in place.
+    copy = jax.jit(lambda x, out: out.at[:].set(-x), donate_argnums=1)
+    out = [jnp.zeros_like(array)]
+
+    def run():
+        out[0] = copy(array, out[0]).block_until_ready()
+
+    return 2 * array.nbytes / _best_s(run, seconds)
+
+
+def _best_s(run: Callable[[], object], seconds: float) -> float:
+    """Seconds of the fastest of the calls that `seconds` allow, at least three, one to warm up."""
+    run()
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - start < seconds:
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return min(times)

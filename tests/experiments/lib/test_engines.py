@@ -1,0 +1,32 @@
+"""Engines as a notebook asks for them: with plain values, and no flag defined."""
+
+import pytest
+
+from experiments.lib.engines import engine_config, load_engine
+from models import checkpoint
+from models.config import ModelConfig
+from paged.engine import EngineConfig
+from paged.requests.sampling_params import SamplingParams
+
+CONFIG = EngineConfig(
+    max_num_seqs=1, max_num_batched_tokens=64, max_prefills_per_step=1, max_model_len=64,
+    kv_cache_tokens=128,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("executor", ["device", "simulated"])
+def test_an_engine_takes_text_with_the_models_own_tokenizer(tiny_folder, executor):
+    engine = load_engine(CONFIG, model=str(tiny_folder), executor=executor, compilation_cache="")
+    how = SamplingParams(max_tokens=3, ignore_eos=True)
+    (output,) = engine.generate(["The old sailor"], how)
+    tokenizer = checkpoint.load_tokenizer(tiny_folder)
+    assert output.prompt_tokens == tokenizer.encode("The old sailor")
+    assert len(output.tokens) == 3
+
+
+def test_the_longest_sequence_is_the_models_up_to_the_default():
+    assert engine_config(ModelConfig(max_position_embeddings=300)).max_model_len == 300
+    default = EngineConfig().max_model_len
+    assert engine_config(ModelConfig(max_position_embeddings=10**6)).max_model_len == default
+    with pytest.raises(ValueError, match=r"max_model_len \(301\) exceeds the model's"):
+        engine_config(ModelConfig(max_position_embeddings=300), max_model_len=301)

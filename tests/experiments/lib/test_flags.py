@@ -1,0 +1,88 @@
+"""Flags made from the fields of dataclasses."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from absl import flags as absl_flags
+
+from experiments.lib import flags
+from experiments.lib.program import Options
+from experiments.train.trainer import Options as TrainerOptions
+from experiments.workloads.workloads import WorkloadConfig
+from paged.checks import described, help_of
+from paged.engine import EngineConfig
+from paged.requests.sampling_params import SamplingParams
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class Nested:
+    depth: int = 3
+
+
+@dataclass(frozen=True)
+class Config:
+    made_whole: int = described(3, "a whole number")
+    made_or_none: float | None = described(None, "a number, or none")
+    made_literal: Literal["a", "b"] = described("a", "a letter")
+    made_left_out: bool = described(False, "told to be left out")
+    made_mixed: bool | Literal["never"] = described(False, "two kinds of values")
+    made_tuple: tuple[int, ...] = described((), "several values")
+    made_nested: Nested = field(default=Nested(), metadata={"help": "no word of a command line"})
+    made_silent: int = 5
+    made_required: str = field(kw_only=True, metadata={"help": "without a default"})
+
+
+@pytest.fixture
+def defined(monkeypatch):
+    """Flags that are not those of other tests, or of pytest."""
+    values = absl_flags.FlagValues()
+
+    def define(define_one):
+        return lambda *args, **kwargs: define_one(*args, **kwargs, flag_values=values)
+
+    made = {kind: define(one) for kind, one in flags._DEFINE.items()}
+    monkeypatch.setattr(flags, "_DEFINE", made)
+    return values
+
+
+def test_flags_are_the_fields_that_one_word_can_tell(defined):
+    flags.define_fields(Config, leave_out=("made_left_out",))
+    made = {name for name in defined if name.startswith("made_")}
+    assert made == {"made_whole", "made_or_none", "made_literal"}
+    defined(["program", "--made_or_none=2.5"])
+    assert (defined.made_whole, defined.made_or_none, defined.made_literal) == (3, 2.5, "a")
+    assert defined["made_whole"].help == "a whole number"
+
+
+def test_an_instance_gives_the_defaults(defined):
+    flags.define_fields(Config(made_whole=8, made_required="x"))
+    defined(["program"])
+    assert (defined.made_whole, defined.made_required) == (8, "x")
+
+
+def test_values_go_back_to_the_fields():
+    options = Options(made_whole=4, seed=1, model="bundled", dtype="float16", executor="device")
+    assert flags.fields_of(Config, options) == {"made_whole": 4}
+    loaded = {"model": "bundled", "dtype": "float16", "executor": "device"}
+    assert flags.loading(options) == loaded
+
+
+@pytest.mark.parametrize("config", [EngineConfig, SamplingParams, WorkloadConfig, TrainerOptions])
+def test_every_field_that_users_set_says_what_it_is(config):
+    silent = {each.name for each in fields(config)} - help_of(config).keys()
+    assert silent <= {"policy_options"}
+
+
+def test_help_lists_what_the_libraries_define():
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.replay", "--help"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    for name in ("log", "executor", "model", "output_dir"):
+        assert f"\n  --{name}: " in done.stdout
