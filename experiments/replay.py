@@ -27,7 +27,7 @@ from experiments.lib.event_log import Event, EventLog, read_log, write_log
 from experiments.lib.flags import define_executor_flag, define_model_flags, loading
 from experiments.lib.program import Options, Program, refusals
 from experiments.lib.text_files import shown
-from models import checkpoint
+from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.engine import Engine
@@ -200,7 +200,7 @@ def num_tokens(log: Iterable[Event]) -> int:
 def load(log: EventLog, options: Options) -> Engine:
     """The engine that the flags and the log ask for."""
     model = checkpoint.load_config(options.model)
-    tokenizer = checkpoint.load_tokenizer(options.model)
+    tokenizer = load_tokenizer(options.model)
     if options.executor == "simulated":
         return simulated_engine(log, model, tokenizer)
     check_model(log, model)

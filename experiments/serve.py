@@ -24,7 +24,7 @@ from experiments.lib.program import Options, Program, refusals, told
 from experiments.lib.signals import Stop
 from experiments.workloads import workloads
 from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig
-from models import checkpoint
+from models import checkpoint, load_tokenizer
 from paged.checks import help_of
 from paged.clock import WallClock
 from paged.engine import Engine, EngineConfig
@@ -56,7 +56,7 @@ def prepare(options: Options) -> tuple[Engine, Workload, SamplingParams]:
     sampling = SamplingParams(**fields_of(SamplingParams, options))
     model = checkpoint.load_config(options.model)
     config = engine_config(model, **fields_of(EngineConfig, options))
-    tokenizer = checkpoint.load_tokenizer(options.model)
+    tokenizer = load_tokenizer(options.model)
     check_group(sampling, model, config)
     pages = config.kv_cache_tokens // config.page_size // sampling.num_sequences
     longest = min(config.max_model_len, pages * config.page_size)

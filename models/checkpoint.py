@@ -24,11 +24,9 @@ from models.hf_config import from_hf, to_hf
 from models.hf_fields import eos_token_ids
 from models.hub import SINGLE, find, read_json, weight_files
 from models.params import Param, flatten, is_param
-from models.tokenizer import load_tokenizer
 
 Place = Callable[[Param, np.ndarray], jax.Array]
 DTYPES = ("float32", "bfloat16", "float16")
-__all__ = ["DTYPES", "load", "load_config", "load_tokenizer", "save", "weights_hash"]
 
 _STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 # Tensors in which old checkpoints store constants.

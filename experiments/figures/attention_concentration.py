@@ -22,7 +22,7 @@ from experiments.lib import run_record
 from experiments.lib.flags import define_model
 from experiments.lib.program import Options, Program, refusals
 from experiments.tasks import tasks
-from models import checkpoint
+from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from models.families import family
 
@@ -141,7 +141,7 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
 def main(options: Options) -> None:
     output_dir = Path(options.output_dir)
     with refusals():
-        tokenizer = checkpoint.load_tokenizer(options.model)
+        tokenizer = load_tokenizer(options.model)
         prompts = {
             task: tasks.make_prompts(
                 task, options.context_length, options.num_prompts, options.seed, tokenizer

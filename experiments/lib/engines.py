@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from models import checkpoint
+from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from paged.device.step import StepProgram
 from paged.device.step_inputs import Buckets
@@ -56,7 +56,7 @@ def load_engine(
     """
     declared = checkpoint.load_config(model)
     if tokenizer is None:
-        tokenizer = checkpoint.load_tokenizer(model)
+        tokenizer = load_tokenizer(model)
     if executor == "simulated":
         return Engine(
             declared, config, SimulatedExecutor(vocab_size=declared.vocab_size), tokenizer

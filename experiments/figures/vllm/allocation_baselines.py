@@ -42,7 +42,7 @@ from experiments.lib.program import Options, Program, refusals
 from experiments.workloads import workloads
 from experiments.workloads.synthetic_lengths import PUBLISHED_MEANS
 from experiments.workloads.workloads import PAPER_CONTEXT, Request, Vocabulary, WorkloadConfig
-from models import checkpoint
+from models import checkpoint, load_tokenizer
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import StepRecord
@@ -246,7 +246,7 @@ def _draw_shares(axes, places: np.ndarray, shares: Sequence, hatch: str | None =
 def prepare(options: Options) -> tuple[Engine, dict[str, list[Request]]]:
     """What the flags ask for. Raises ValueError for what cannot be."""
     model = checkpoint.load_config(options.model)
-    tokenizer = checkpoint.load_tokenizer(options.model)
+    tokenizer = load_tokenizer(options.model)
     divisor = options.length_divisor
     config = engine_config(divisor)
     vocabulary = Vocabulary(tokenizer, model.vocab_size, config.max_model_len)

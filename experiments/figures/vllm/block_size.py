@@ -31,7 +31,7 @@ from experiments.lib import run_record
 from experiments.lib.flags import loading
 from experiments.lib.program import Options, Program, refusals
 from experiments.workloads.workloads import Request, Vocabulary
-from models import checkpoint
+from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from paged.engine import Engine
 from pallas_kernels.paged_attention import paged_attention
@@ -278,7 +278,7 @@ def prepare(options: Options) -> tuple[list[Engine], dict[str, list[Request]]]:
     longest = options.max_model_len
     sizes = sweep.checked_sizes(options.block_sizes, options.kv_cache_tokens, longest)
     configs = [sweep.config_of(options, size) for size in sizes]
-    tokenizer = checkpoint.load_tokenizer(options.model)
+    tokenizer = load_tokenizer(options.model)
     vocabulary = Vocabulary(tokenizer, checkpoint.load_config(options.model).vocab_size, longest)
     rates = {"sharegpt": options.sharegpt_rate, "alpaca": options.alpaca_rate}
     workloads = {

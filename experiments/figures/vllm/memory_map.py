@@ -45,7 +45,7 @@ from experiments.lib.flags import (
     loading,
 )
 from experiments.lib.program import Options, Program, refusals
-from models import checkpoint
+from models import checkpoint, load_tokenizer
 from paged.engine import EngineConfig
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import ShardedModel
@@ -255,7 +255,7 @@ def usage_row(record: StepRecord) -> UsageRow:
 def main(options: Options) -> None:
     output_dir = Path(options.output_dir)
     with refusals():
-        tokenizer = checkpoint.load_tokenizer(options.model)
+        tokenizer = load_tokenizer(options.model)
         requests = make_requests(
             options.requests, options.prompt_tokens, options.prefix_tokens, options.output_tokens,
             options.seed, tokenizer,

@@ -32,7 +32,7 @@ from experiments.lib import run_record
 from experiments.lib.flags import loading
 from experiments.lib.program import Options, Program, refusals
 from experiments.workloads.workloads import Request, Vocabulary
-from models import checkpoint
+from models import checkpoint, load_tokenizer
 from paged.device.executor import DeviceExecutor
 from paged.engine import Engine
 from paged.kv_cache.dense import BLOCKS
@@ -258,7 +258,7 @@ def prepare(options: Options) -> tuple[list[Engine], list[Request]]:
         )
     sizes = sweep.checked_sizes(options.block_sizes, options.kv_cache_tokens, longest)
     configs = [sweep.config_of(options, size) for size in sizes]
-    tokenizer = checkpoint.load_tokenizer(options.model)
+    tokenizer = load_tokenizer(options.model)
     vocabulary = Vocabulary(tokenizer, checkpoint.load_config(options.model).vocab_size, longest)
     requests = sweep.make_requests(
         "sharegpt", float("inf"), options.num_requests, options.seed, vocabulary

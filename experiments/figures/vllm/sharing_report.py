@@ -12,7 +12,7 @@ from experiments.lib import run_record
 from experiments.workloads import synthetic_lengths
 
 DATASETS, METHODS = ("alpaca", "sharegpt"), ("parallel", "beam")
-# Fig. 15: the savings of 2, 4 and 6 sequences; of ShareGPT the text tells only the range.
+# Fig. 15: the savings with 2, 4 and 6 sequences. For ShareGPT the paper's text gives only ranges.
 PAPER = {
     ("alpaca", "parallel"): {2: 0.0609, 4: 0.0853, 6: 0.0979},
     ("alpaca", "beam"): {2: 0.3756, 4: 0.5313, 6: 0.5516},

@@ -58,14 +58,14 @@ from experiments.lib.program import Options, Program, refusals
 from experiments.tasks import stories
 from experiments.workloads import synthetic_lengths
 from experiments.workloads.workloads import PAPER_CONTEXT, Request, WorkloadConfig
-from models import checkpoint
+from models import checkpoint, load_tokenizer
 from paged.checks import help_of
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import StepRecord
 from paged.requests.sampling_params import SamplingParams
 
-MAX_CHARACTERS = 16  # of a token of the stories: more than any has
+MAX_CHARACTERS = 16  # More than any token of the stories has.
 
 
 def story_tokens(tokenizer, length: int, seed: int) -> list[int]:
@@ -172,7 +172,7 @@ def main(options: Options) -> None:
         model = checkpoint.load_config(options.model)
         config = engine_config(model, **fields_of(EngineConfig, options))
         sizes = checked_sizes(options.sequences, config)
-        tokenizer = checkpoint.load_tokenizer(options.model)
+        tokenizer = load_tokenizer(options.model)
         room = config.kv_cache_tokens // sizes[-1] // config.page_size * config.page_size
         counts = {"alpaca": options.num_requests, "sharegpt": options.num_sharegpt_requests}
         made = {

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.lib.engines import engine_config, load_engine
-from models import checkpoint
+from models import load_tokenizer
 from models.config import ModelConfig
 from paged.engine import EngineConfig
 from paged.requests.sampling_params import SamplingParams
@@ -19,7 +19,7 @@ def test_an_engine_takes_text_with_the_models_own_tokenizer(tiny_folder, executo
     engine = load_engine(CONFIG, model=str(tiny_folder), executor=executor, compilation_cache="")
     how = SamplingParams(max_tokens=3, ignore_eos=True)
     (output,) = engine.generate(["The old sailor"], how)
-    tokenizer = checkpoint.load_tokenizer(tiny_folder)
+    tokenizer = load_tokenizer(tiny_folder)
     assert output.prompt_tokens == tokenizer.encode("The old sailor")
     assert len(output.tokens) == 3
 
