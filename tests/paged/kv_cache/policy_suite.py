@@ -129,6 +129,8 @@ def _catalogue() -> list[Request]:
 
 
 CATALOGUE = _catalogue()
+# Together they exceed every policy's memory.
+CROWD = [r for r in CATALOGUE if r.how.max_tokens >= 12]
 
 
 class Bench:

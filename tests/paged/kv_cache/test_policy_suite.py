@@ -22,6 +22,7 @@ from tests.paged.interrupts import interrupted_at
 from tests.paged.kv_cache.policy_suite import (
     CASES,
     CATALOGUE,
+    CROWD,
     Bench,
     Case,
     Request,
@@ -36,8 +37,6 @@ from tests.paged.tiny import TINY
 
 SINGLE = [request for request in CATALOGUE if request.how.num_sequences == 1]
 GREEDY = [r for r in SINGLE if r.how.temperature == 0 and not r.how.uses_history]
-# Together they exceed every policy's memory.
-CROWD = [r for r in CATALOGUE if r.how.max_tokens >= 12]
 
 
 @pytest.fixture(scope="module", autouse=True)
