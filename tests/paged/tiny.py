@@ -26,6 +26,6 @@ def padded(engine: Engine) -> Engine:
 
     Two programs are compiled then, where all sizes would be many; `test_engine.py` runs them all.
     """
-    sizes = engine._buckets
-    engine._buckets = Buckets(sizes.prefill[-1:], sizes.decode[-1:], sizes.mixed[-1:])
+    sizes = engine.loop._buckets
+    engine.loop._buckets = Buckets(sizes.prefill[-1:], sizes.decode[-1:], sizes.mixed[-1:])
     return engine
