@@ -24,7 +24,8 @@ from paged.device.tensor_parallel import Shards
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import Capabilities, Policy
-from paged.requests.sequence import SamplingParams, SequenceGroup
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import SequenceGroup
 from tests.paged.kv_cache.sink_window import SINK_WINDOW, Options, dense_attend
 from tests.paged.tiny import TINY, padded
 
@@ -212,6 +213,7 @@ def take_step(engine: Engine, ended: dict[str, list[list[int]]]) -> None:
             assert output.request_id not in ended
             ended[output.request_id] = [sequence.tokens for sequence in output.sequences]
     engine.host_policy.check()
+    engine.scheduler.slots.check()
 
 
 def check_empty(engine: Engine) -> None:

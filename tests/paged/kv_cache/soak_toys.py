@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from absl import flags
 
-from experiments.lib import program
 from experiments.soak import __main__ as soak
 from paged.kv_cache import POLICIES
 from tests.paged.kv_cache.sink_window import SINK_WINDOW, Options
@@ -26,13 +25,12 @@ TOYS = {"sink_window": dataclasses.replace(SINK_WINDOW, options=LongerOptions)}
 DEFAULTS = {"policy": "sink_window", "page_size": 4, "prefix_caching": False}
 
 
-def define_flags() -> list[str]:
-    names = soak.define_flags()
+def define_flags() -> None:
+    soak.define_flags()
     for name, value in DEFAULTS.items():
         flags.FLAGS.set_default(name, value)
-    return names
 
 
 if __name__ == "__main__":
     POLICIES.update(TOYS)
-    program.run(soak.main, define_flags)
+    dataclasses.replace(soak.PROGRAM, define_flags=define_flags).run()

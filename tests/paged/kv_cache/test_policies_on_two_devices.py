@@ -27,13 +27,19 @@ from tests.paged.tiny import random_params
 def facts(bench: Bench, case: Case, size: int) -> dict:
     mode = case.exact_modes[-1]
     engine = bench.engine(case, tensor_parallel=size, preemption_mode=mode)
-    for request in CROWD[::2]:
+    for request in CROWD:
         if request.suits(engine):
             engine.add_request(list(request.prompt), request.how)
     return {
         "tokens": drain(engine),
         "preemptions": sum(step.preemptions for step in engine.metrics.steps),
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def policies():
+    with registered():
+        yield
 
 
 @pytest.fixture(scope="module")

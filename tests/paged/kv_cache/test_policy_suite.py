@@ -15,8 +15,9 @@ from experiments.diff_events import first_difference
 from experiments.lib.event_log import read_log, write_log
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES
+from paged.kv_cache.dense import DenseHost
 from paged.kv_cache.policy import ShardedModel, kv_bytes_of_token
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.interrupts import interrupted_at
 from tests.paged.kv_cache.policy_suite import (
@@ -172,9 +173,11 @@ def test_beams_that_fork_and_are_swapped_out_in_one_round(bench, case):
     if can.fork == "no" or not can.swap:
         pytest.skip("it forks no beams, or swaps nothing")
     engine = bench.engine(case, preemption_mode="swap")
-    oldest = Request(tuple(range(3, 25)), SamplingParams(max_tokens=40, ignore_eos=True, seed=0))
-    searches = [r for r in CATALOGUE if r.how.is_beam_search and r.how.max_tokens > 1]
-    asked = add(engine, [oldest, *searches])
+    # The search is admitted into what the older ones leave, and has no block for its second beam.
+    older = SamplingParams(max_tokens=40, ignore_eos=True, seed=0)
+    search = SamplingParams(max_tokens=24, beam_width=2, n=2, ignore_eos=True, seed=0)
+    lengths = ((9, older), (10, older), (27, search))
+    asked = add(engine, [Request(tuple(range(20, 20 + n)), how) for n, how in lengths])
     ended = drain(engine)
     check_tokens(bench, case, asked, ended)
     forked, both = set(), 0
@@ -186,6 +189,21 @@ def test_beams_that_fork_and_are_swapped_out_in_one_round(bench, case):
         elif event["event"] == "preempt":
             both += event["request_id"] in forked
     assert both > 0
+
+
+def test_where_there_is_no_room_to_swap_to_an_exact_policy_recomputes(bench):
+    case = CASES[0]
+    engine = bench.engine(case, preemption_mode="swap")
+    full = DenseHost.of(engine.host_policy).host_pool
+    blocks = full.allocate(full.num_free)
+    asked, ended = add(engine, CROWD), dict[str, list[list[int]]]()
+    while engine.has_unfinished():
+        take_step(engine, ended)
+    full.release(blocks)
+    check_empty(engine)
+    check_tokens(bench, case, asked, ended)
+    assert preemptions(engine) > 0
+    assert not any(step.swapped_out for step in engine.metrics.steps)
 
 
 @by_policy

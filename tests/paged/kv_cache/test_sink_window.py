@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from paged.engine import Engine
+from paged.kv_cache import POLICIES
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.kv_cache.policy_suite import (
     CASES,
@@ -17,6 +18,7 @@ from tests.paged.kv_cache.policy_suite import (
     drain,
     registered,
 )
+from tests.paged.kv_cache.sink_window import CAPABILITIES, SINK_WINDOW
 from tests.paged.tiny import TINY
 
 (CASE,) = (case for case in CASES if case.name == "sink_window")
@@ -104,6 +106,17 @@ def test_what_the_policy_or_the_configuration_cannot_do_is_refused():
     engine = Engine(TINY, small, SimulatedExecutor(vocab_size=TINY.vocab_size))
     with pytest.raises(ValueError, match="exceed the cache"):
         engine.add_request(np.arange(40))
+
+
+def test_a_lossy_policy_that_cannot_swap_needs_recomputation_to_be_named(monkeypatch):
+    lossy = dataclasses.replace(CAPABILITIES, swap=False)
+    policy = dataclasses.replace(SINK_WINDOW, capabilities=lambda config: lossy)
+    monkeypatch.setitem(POLICIES, "sink_window", policy)
+    with pytest.raises(ValueError, match="'recompute' recomputes it nevertheless"):
+        CASE.engine_config()
+    with pytest.raises(ValueError, match="cannot swap a sequence: preemption_mode"):
+        CASE.engine_config(preemption_mode="swap")
+    assert CASE.engine_config(preemption_mode="recompute").preemption_mode == "recompute"
 
 
 def test_beams_need_a_policy_that_forks():
