@@ -119,7 +119,7 @@ def check_group(sampling: SamplingParams, model: ModelConfig, config: EngineConf
             f"{count} sequences of a request must run side by side: max_num_seqs is "
             f"{config.max_num_seqs}"
         )
-    if sampling.is_beam_search and not config.capabilities.fork:
+    if sampling.is_beam_search and config.capabilities.fork == "no":
         raise ValueError(f"policy {config.policy!r} cannot fork a sequence: beam_width")
     # The device gives MAX_LOGPROBS candidates for each beam.
     most = min(MAX_LOGPROBS, model.vocab_size) - len(model.eos_token_ids)

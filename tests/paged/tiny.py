@@ -1,5 +1,9 @@
 """A model that is small enough to compile and run in tests; its parameters are random."""
 
+import jax
+
+from models import llama
+from models import params as parameters
 from models.config import ModelConfig
 from paged.device.step_inputs import Buckets
 from paged.engine import Engine
@@ -9,6 +13,12 @@ TINY = ModelConfig(
     num_heads=4, num_kv_heads=2, head_dim=8, max_position_embeddings=256, qk_norm=True,
     eos_token_ids=(2,),
 )  # fmt: skip
+
+
+def random_params():
+    params = parameters.init(llama.declare(TINY), jax.random.key(1))
+    # Larger embeddings give varied continuations instead of one token forever.
+    return params | {"embed": params["embed"] * 50}
 
 
 def padded(engine: Engine) -> Engine:
