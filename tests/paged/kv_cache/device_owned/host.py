@@ -44,7 +44,7 @@ class OwnedHost:
         self.pools = (self._pool,)
         self._watermark = int(config.watermark * self.capacity)
         self._known = np.zeros((5, config.max_num_seqs), np.int64)
-        self._held, self._settled, self._computed, self._room, self._bound = self._known
+        self._held, self._settled, self._computed, self._room, self.bound = self._known
         self._owners = np.zeros(config.max_num_seqs, np.int64)  # counted, so that they can be told
         # Of each step in flight: [(slot, its owner, the slot that has its state, tokens then)]
         self._in_flight: dict[int, list[tuple[int, int, int, int]]] = {}
@@ -60,11 +60,11 @@ class OwnedHost:
     def _bounds(self, slots, num_tokens):
         """Pages that `num_tokens` of `slots` need at most, by the last report or by the bounds."""
         reported = self._held[slots] + self._pages(num_tokens - self._settled[slots])
-        bounds = self._bound[slots] + self._pages(np.maximum(num_tokens - self._room[slots], 0))
+        bounds = self.bound[slots] + self._pages(np.maximum(num_tokens - self._room[slots], 0))
         return np.minimum(np.minimum(reported, bounds), self._most)
 
     def _has_room(self, pages: int) -> bool:
-        return int(self._bound.sum()) + pages <= self.capacity
+        return int(self.bound.sum()) + pages <= self.capacity
 
     def observe(self, number: int, report) -> None:
         free, held = np.asarray(report["free"])[:, 0], np.asarray(report["held"])
@@ -73,7 +73,7 @@ class OwnedHost:
         for slot, owner, source, num_tokens in self._in_flight.pop(number):
             if self._owners[slot] == owner:
                 self._held[slot], self._settled[slot] = held[:, source].max(), num_tokens
-                self._bound[slot] = self._bounds(slot, self._room[slot])
+                self.bound[slot] = self._bounds(slot, self._room[slot])
         self._reports.pop(number)
 
     def simulated_report(self, number: int) -> dict[str, np.ndarray]:
@@ -92,10 +92,10 @@ class OwnedHost:
         return sequence.shared if sequence.donor else 0
 
     def can_append(self, slots, num_tokens) -> bool:
-        return self._has_room(int((self._bounds(slots, num_tokens) - self._bound[slots]).sum()))
+        return self._has_room(int((self._bounds(slots, num_tokens) - self.bound[slots]).sum()))
 
     def append(self, slots, num_tokens) -> None:
-        self._bound[slots] = self._bounds(slots, num_tokens)
+        self.bound[slots] = self._bounds(slots, num_tokens)
         self._room[slots] = np.maximum(num_tokens, self._room[slots])
 
     def fork(self, parent: int, child: int) -> None:
@@ -171,7 +171,7 @@ class OwnedHost:
 
     def usage(self) -> Usage:
         """Pages count as far as they may be in use."""
-        used, computed, room = (int(x.sum()) for x in (self._bound, self._computed, self._room))
+        used, computed, room = (int(x.sum()) for x in (self.bound, self._computed, self._room))
         return Usage(
             token_states=computed,
             reserved=room - computed,
@@ -189,7 +189,7 @@ class OwnedHost:
     def check(self) -> None:
         assert (self._settled <= self._computed).all(), "reported before it was computed"
         assert (self._computed <= self._room).all(), "computed and not promised"
-        assert (self._held <= self._bound).all(), "a slot holds more than it could"
+        assert (self._held <= self.bound).all(), "a slot holds more than it could"
         assert self._held.sum() <= self.capacity, "more pages are held than there are"
         units = [unit for one in self._swapped.values() for unit in one.units.tolist()]
         on_host = np.flatnonzero(self._host_pool.refcounts).tolist()
