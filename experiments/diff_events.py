@@ -9,19 +9,16 @@ event log, or one that was cut short.
 """
 
 import json
-import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
-from experiments.lib import program
 from experiments.lib.event_log import Event, EventLog, read_log
+from experiments.lib.program import Options, Program, refusals
 from experiments.lib.run_record import plain
 
-FLAGS = flags.FLAGS
 ABSENT = "nothing"  # stands for the value of a field that one event lacks
 ROW_INDEX = {"slots": 0, "starts": 0, "counts": 0, "tokens": 1}  # which index of a field is the row
 
@@ -152,46 +149,26 @@ def incomplete(log: EventLog) -> str:
     return "" if log.complete else f" ({log.path} is of a run that was interrupted there)"
 
 
-def run(main: Callable[[list[str]], None]) -> None:
-    """Run a program whose exit status 1 means a difference: all errors, of the flags too, are 2.
-    An interrupt's is 130 or 143."""
-    try:
-        with program.interrupts():
-            app.run(main, flags_parser=_parse_flags)
-    except Exception:
-        traceback.print_exc()
-        sys.exit(2)
-
-
-def _parse_flags(argv: list[str]) -> list[str]:
-    try:
-        return FLAGS(argv)
-    except flags.Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
-def main(argv: list[str]) -> None:
-    if len(argv) != 3:
-        raise app.UsageError(f"two event logs are compared, not {len(argv) - 1}", exitcode=2)
-    try:
-        a, b = map(read_log, argv[1:])
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+def main(options: Options) -> int:
+    paths = options.arguments
+    with refusals():
+        if len(paths) != 2:
+            raise ValueError(f"two event logs are compared, not {len(paths)}")
+        a, b = map(read_log, paths)
     difference = first_difference(a, b)
     notes = incomplete(a) + incomplete(b)
     if difference is None:
         print(f"same schedule, page operations and tokens: {len(a)} events{notes}")
-        return
-    print(report(a, difference, argv[1], argv[2], FLAGS.context) + notes)
-    sys.exit(1)
+        return 0
+    print(report(a, difference, paths[0], paths[1], options.context) + notes)
+    return 1
 
 
 def define_flags() -> None:
     flags.DEFINE_integer("context", 3, "events to show before the difference", lower_bound=0)
 
 
+PROGRAM = Program(main, define_flags, takes_arguments=True, error_status=2)
+
 if __name__ == "__main__":
-    define_flags()
-    run(main)
+    PROGRAM.run()

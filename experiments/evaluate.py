@@ -16,16 +16,17 @@ import matplotlib
 from absl import flags
 from tqdm import tqdm
 
-from experiments.lib import program, report, run_record
+from experiments.lib import report, run_record
 from experiments.lib.bootstrap import mean_interval
-from experiments.lib.flags import define_engine_flags, engine_config, load_engine
+from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.flags import define_engine_flags, fields_of, loading
+from experiments.lib.program import Options, Program, refusals
 from experiments.lib.text_files import read_csv, shown
 from experiments.tasks import tasks
 from models import checkpoint
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
-FLAGS = flags.FLAGS
 EXACT_TASKS = [task for task in tasks.TASKS if task != "story"]
 
 
@@ -190,38 +191,39 @@ def write(output_dir: Path, rows: Sequence[Accuracy], answers: Sequence[Answer],
     plot(rows, output_dir / "accuracy.png", run_record.hardware_line(environment))
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        run_record.check_output_dir(FLAGS.output_dir, "accuracy.csv", "prompts.csv", "accuracy.png")
-        config = engine_config(checkpoint.load_config(FLAGS.model))
-        pairs = settings(FLAGS.tasks, FLAGS.contexts, config)
-        others = read_answers(FLAGS.compare_with) if FLAGS.compare_with else None
-        engine = load_engine(config, checkpoint.load_tokenizer(FLAGS.model))
+def main(options: Options) -> None:
+    with refusals():
+        config = engine_config(
+            checkpoint.load_config(options.model), **fields_of(EngineConfig, options)
+        )
+        pairs = settings(options.tasks, options.contexts, config)
+        others = read_answers(options.compare_with) if options.compare_with else None
+        engine = load_engine(config, **loading(options))
         engine.warm_up()
-        answers = evaluate(engine, pairs, FLAGS.num_prompts, FLAGS.seed)
+        answers = evaluate(engine, pairs, options.num_prompts, options.seed)
         rows = accuracies(answers, others)
     facts = {
         "experiment": "evaluate",
-        "flags": {name: FLAGS[name].value for name in names},
-        "seed": FLAGS.seed,
-        "weights_sha256": checkpoint.weights_hash(FLAGS.model),
+        "flags": vars(options),
+        "seed": options.seed,
+        "weights_sha256": checkpoint.weights_hash(options.model),
     }
-    write(Path(FLAGS.output_dir), rows, answers, facts)
+    write(Path(options.output_dir), rows, answers, facts)
     print(table(rows))
-    print(f"accuracy.csv, prompts.csv, accuracy.png and more are in {FLAGS.output_dir}/")
+    print(f"accuracy.csv, prompts.csv, accuracy.png and more are in {options.output_dir}/")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
+def define_flags() -> None:
     flags.DEFINE_list("tasks", EXACT_TASKS, "comma-separated tasks of experiments/tasks/tasks.py")
     flags.DEFINE_list("contexts", ["256", "512", "1024", "2048"], "prompt and answer, in tokens")
     flags.DEFINE_integer("num_prompts", 100, "prompts of each task and context", lower_bound=1)
     flags.DEFINE_string("compare_with", "", "prompts.csv of another run, for paired differences")
-    flags.DEFINE_string("output_dir", "results/evaluate", "where the report goes")
-    return [
-        "tasks", "contexts", "num_prompts", "compare_with", "output_dir", *define_engine_flags(),
-    ]  # fmt: skip
+    define_engine_flags()
 
+
+PROGRAM = Program(
+    main, define_flags, "results/evaluate", ("accuracy.csv", "prompts.csv", "accuracy.png")
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

@@ -12,35 +12,30 @@ The replay ends with the first round that goes another way, or before one that f
 operations and tokens, 1 for a difference, 2 for any error, as with a log that cannot be replayed.
 """
 
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
-from experiments.diff_events import first_difference, incomplete, report, run, untimed
+from experiments.diff_events import first_difference, incomplete, report, untimed
 from experiments.lib import run_record
+from experiments.lib.engines import load_engine
 from experiments.lib.event_log import Event, EventLog, read_log, write_log
-from experiments.lib.flags import (
-    define_executor_flag,
-    define_model_flags,
-    load_engine,
-    values_of,
-)
+from experiments.lib.flags import define_executor_flag, define_model_flags, loading
+from experiments.lib.program import Options, Program, refusals
 from experiments.lib.text_files import shown
 from models import checkpoint
 from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import NO_TOKEN
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.recorded import RecordedTokens
 
-FLAGS = flags.FLAGS
 INPUTS = ("arrival", "abort", "pin")  # events of what comes from outside
 
 
@@ -202,27 +197,22 @@ def num_tokens(log: Iterable[Event]) -> int:
     return sum(int((tokens != NO_TOKEN).sum()) for tokens in steps)
 
 
-def _load(log: EventLog) -> Engine:
+def load(log: EventLog, options: Options) -> Engine:
     """The engine that the flags and the log ask for."""
-    model, tokenizer = checkpoint.load_config(FLAGS.model), checkpoint.load_tokenizer(FLAGS.model)
-    if FLAGS.executor == "simulated":
+    model = checkpoint.load_config(options.model)
+    tokenizer = checkpoint.load_tokenizer(options.model)
+    if options.executor == "simulated":
         return simulated_engine(log, model, tokenizer)
     check_model(log, model)
-    return load_engine(logged_config(log), tokenizer)
+    return load_engine(logged_config(log), tokenizer, **loading(options))
 
 
-def main(argv: list[str], names: Sequence[str] = ()) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value", exitcode=2)
-    try:
-        run_record.check_output_dir(FLAGS.output_dir, "events.jsonl")
-        log = read_log(FLAGS.log)
-        engine = _load(log)
+def main(options: Options) -> int:
+    with refusals():
+        log = read_log(options.log)
+        engine = load(log, options)
         engine.warm_up()
         events = replay(engine, log, progress=True)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     failed = failed_round(log)
     difference = first_difference(log if failed is None else log[: len(events)], events)
     numbers = {
@@ -232,31 +222,32 @@ def main(argv: list[str], names: Sequence[str] = ()) -> None:
     }
     content = {
         "experiment": "replay",
-        "flags": values_of(names),
+        "flags": vars(options),
         "measured": numbers,
         "difference": difference and difference.describe("the log", "the replay"),
         **run_record.describe_environment(),
     }
-    run_record.write_json(FLAGS.output_dir, "report.json", content)
-    run_record.write_summary(FLAGS.output_dir, numbers)
+    run_record.write_json(options.output_dir, "report.json", content)
+    run_record.write_summary(options.output_dir, numbers)
     whole = log.complete and failed is None and difference is None
-    write_log(FLAGS.output_dir, "events.jsonl", events, whole)
+    write_log(options.output_dir, "events.jsonl", events, whole)
     if failed is not None:
         print(f"the run failed in round {failed}: replayed up to there")
     if difference:
         print(report(log, difference, "the log", "the replay"))
-        sys.exit(1)
+        return 1
     same = f"{len(events):,} events, {numbers['tokens']:,} tokens"
     print(f"same schedule and tokens: {same}{incomplete(log)}")
+    return 0
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
+def define_flags() -> None:
     flags.DEFINE_string("log", None, "an events.jsonl", required=True)
-    flags.DEFINE_string("output_dir", "results/replay", "where the report goes")
-    return ["log", "output_dir", *define_executor_flag(), *define_model_flags()]
+    define_executor_flag()
+    define_model_flags()
 
+
+PROGRAM = Program(main, define_flags, "results/replay", ("events.jsonl",), error_status=2)
 
 if __name__ == "__main__":
-    defined = define_flags()
-    run(lambda argv: main(argv, defined))
+    PROGRAM.run()

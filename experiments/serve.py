@@ -10,81 +10,53 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 from tqdm import tqdm
 
-from experiments.lib import event_log, plots, program, report, run_record
-from experiments.lib.flags import (
-    define_engine_flags,
-    define_fields,
-    engine_config,
-    load_engine,
-    values_of,
-)
+from experiments.lib import event_log, plots, report, run_record
+from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.flags import define_engine_flags, define_fields, fields_of, loading
+from experiments.lib.program import Options, Program, refusals, told
+from experiments.lib.signals import Stop
 from experiments.workloads import workloads
 from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig
 from models import checkpoint
+from paged.checks import help_of
 from paged.clock import WallClock
-from paged.engine import Engine
+from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import ShardedModel
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 from paged.requests.validation import check_group, validated_prompt
 
-FLAGS = flags.FLAGS
 LONGEST_WAIT_S = 0.5  # for the next request, before it is asked whether to stop
-WORKLOAD_HELP = {
-    "num_requests": "requests at most; a file may hold fewer",
-    "request_rate": "Poisson arrivals per second; inf for all at once",
-    "max_tokens": "output tokens for prompts that do not say",
-    "context_length": "tokens of a prompt of --workload=tasks:...",
-    "time_scale": "multiplies a trace's arrival times",
-    "overlong": "a trace's requests beyond the context: error, clip or drop",
-    "length_sigma": "spread of the synthetic log-normal lengths",
-    "length_divisor": "divides all synthetic lengths and the context that bounds them",
-    "num_shots": "examples in the shared prefix of --workload=translation: 1 or 5",
-}
-SAMPLING_HELP = {
-    "temperature": "0 is greedy",
-    "top_k": "sample among the k most probable tokens; 0 is off",
-    "top_p": "sample among the most probable tokens of this total probability",
-    "min_p": "leave out tokens less probable than this times the most probable one",
-    "repetition_penalty": "divides positive logits of tokens seen before; 1 is off",
-    "presence_penalty": "subtracted from logits of tokens generated before; 0 is off",
-    "frequency_penalty": "the same for each time that they were generated; 0 is off",
-    "n": "sequences of each request: sampled ones, or the best of a beam search",
-    "beam_width": "beams of a search instead of sampling; 1 is off",
-    "length_penalty": "of a beam search: above 0 it favours long outputs",
-}
+# Each request says the first three itself; the report has no place for log-probabilities.
+NO_FLAGS = ("max_tokens", "seed", "ignore_eos", "logprobs", "prompt_logprobs")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
-    flags.DEFINE_string("workload", "sharegpt", workloads.FORMS)
-    flags.DEFINE_string("output_dir", "results/serve", "where the report goes")
-    names = define_fields(WorkloadConfig, WORKLOAD_HELP)
-    names += define_fields(SamplingParams, SAMPLING_HELP)
-    return ["workload", "output_dir", *names, *define_engine_flags()]
+def define_flags() -> None:
+    flags.DEFINE_string("workload", "sharegpt", help_of(WorkloadConfig)["workload"])
+    define_fields(WorkloadConfig, leave_out=("seed",))
+    define_fields(SamplingParams, leave_out=NO_FLAGS)
+    define_engine_flags()
 
 
-def prepare() -> tuple[Engine, Workload, SamplingParams]:
+def prepare(options: Options) -> tuple[Engine, Workload, SamplingParams]:
     """What the flags ask for; all but the weights is checked before the weights are read, every
     request as the engine would when it comes.
 
     Raises: ValueError for whatever is wrong with a flag, the model's folder or the workload.
     """
-    run_record.check_output_dir(
-        FLAGS.output_dir, "outputs.jsonl", "requests.csv", "events.jsonl", *plots.FILES
-    )
-    wanted = WorkloadConfig(**values_of(field.name for field in fields(WorkloadConfig)))
-    sampling = SamplingParams(**values_of(SAMPLING_HELP))
-    model = checkpoint.load_config(FLAGS.model)
-    config = engine_config(model)
-    tokenizer = checkpoint.load_tokenizer(FLAGS.model)
+    wanted = WorkloadConfig(**fields_of(WorkloadConfig, options))
+    sampling = SamplingParams(**fields_of(SamplingParams, options))
+    model = checkpoint.load_config(options.model)
+    config = engine_config(model, **fields_of(EngineConfig, options))
+    tokenizer = checkpoint.load_tokenizer(options.model)
     check_group(sampling, model, config)
     pages = config.kv_cache_tokens // config.page_size // sampling.num_sequences
     longest = min(config.max_model_len, pages * config.page_size)
@@ -92,11 +64,11 @@ def prepare() -> tuple[Engine, Workload, SamplingParams]:
     policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
     for i, request in enumerate(workload.requests):
         try:
-            how = sampling_of(request, sampling, FLAGS.seed, i)
+            how = sampling_of(request, sampling, options.seed, i)
             validated_prompt(request.prompt, how, tokenizer, model, config, policy)
         except ValueError as error:
-            raise ValueError(f"request {i + 1} of --workload={FLAGS.workload}: {error}") from None
-    return load_engine(config, tokenizer), workload, sampling
+            raise ValueError(f"request {i + 1} of --workload={options.workload}: {error}") from None
+    return load_engine(config, tokenizer, **loading(options)), workload, sampling
 
 
 def sampling_of(request: Request, sampling: SamplingParams, seed: int, i: int) -> SamplingParams:
@@ -255,7 +227,7 @@ def serve_and_write(
     the exit status."""
     served: dict[int, RequestOutput] = {}
     error: Exception | None = None
-    with program.Stop() as stop:
+    with Stop() as stop:
         try:
             serve(engine, workload.requests, served, sampling, seed, stop_requested=stop.requested)
         except Exception as raised:
@@ -270,7 +242,7 @@ def serve_and_write(
         table, failures = write(output_dir, engine, asked, outputs, facts)
         print(table)
         for failure in failures:
-            print(f"error: {program.told(failure)}", file=sys.stderr)
+            print(f"error: {told(failure)}", file=sys.stderr)
         if not failures:
             print(f"report.json, summary.json, pictures and more are in {output_dir}/")
     if error:
@@ -280,20 +252,25 @@ def serve_and_write(
     return 128 + stop.signal if stop.signal else int(bool(failures))
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        engine, workload, sampling = prepare()
-        facts = {
-            "experiment": "serve",
-            "flags": values_of(names),
-            "seed": FLAGS.seed,
-            "model": asdict(engine.model)
-            | {"weights_sha256": checkpoint.weights_hash(FLAGS.model)},
-        }
+def main(options: Options) -> int:
+    with refusals():
+        engine, workload, sampling = prepare(options)
+    facts = {
+        "experiment": "serve",
+        "flags": vars(options),
+        "seed": options.seed,
+        "model": asdict(engine.model) | {"weights_sha256": checkpoint.weights_hash(options.model)},
+    }
     engine.warm_up()
-    if status := serve_and_write(engine, workload, sampling, FLAGS.seed, FLAGS.output_dir, facts):
-        sys.exit(status)
+    return serve_and_write(engine, workload, sampling, options.seed, options.output_dir, facts)
 
+
+PROGRAM = Program(
+    main,
+    define_flags,
+    "results/serve",
+    ("outputs.jsonl", "requests.csv", "events.jsonl", *plots.FILES),
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

@@ -1,3 +1,7 @@
 """Model families as pure functions of (params, config, tokens, positions, attend, adapters)."""
 
-import pallas_kernels  # which prepares JAX  # noqa: F401
+import pallas_kernels  # noqa: F401  It prepares JAX, so it comes before all that uses JAX.
+from models.checkpoint import load, load_config
+from models.tokenizer import load_tokenizer
+
+__all__ = ["load", "load_config", "load_tokenizer"]

@@ -14,8 +14,9 @@ def _check_size(name: str, size: int) -> None:
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
 
-    `kind` is 'linear' (all frequencies divided by `factor`) or 'llama3' (only wavelengths beyond
-    `original_max_position_embeddings / low_freq_factor`, with a smooth band between).
+    kind: 'linear' divides all frequencies by `factor`. 'llama3' divides only those of wavelengths
+        above `original_max_position_embeddings / low_freq_factor` positions, keeps those of
+        wavelengths below `original_max_position_embeddings / high_freq_factor`, and blends between.
     """
 
     kind: str
@@ -27,7 +28,7 @@ class RopeScaling:
     def __post_init__(self):
         if self.kind not in ("linear", "llama3"):
             raise ValueError(f"rope scaling is 'linear' or 'llama3', not {self.kind!r}")
-        if self.factor < 1:  # transformers warns of it; far below, angles overflow
+        if self.factor < 1:  # Angles overflow if it is far below 1.
             raise ValueError(f"factor must be at least 1, not {self.factor}")
         _check_size("original_max_position_embeddings", self.original_max_position_embeddings)
         if self.low_freq_factor >= self.high_freq_factor:
@@ -39,12 +40,18 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Llama 1/2/3, Mistral, Qwen2/2.5 and Qwen3 differ only here, and so do OPT and GPT-2.
+    """Sizes and switches of a model: all in which members of a family differ.
 
-    Positions are rotary in the former (`rope_theta`, `rope_scaling`) and learned in the latter,
-    which alone change the last four fields: activation of the MLP; norm_first: norms before
-    attention and MLP, not after their residual sums; final_norm: a norm after all layers;
-    embedding_size: width of the token embeddings where it is not `hidden_size`.
+    The Llama family (Llama 1/2/3, Mistral, Qwen2/2.5, Qwen3) has rotary positions, which
+    `rope_theta` and `rope_scaling` describe. OPT and GPT-2 have learned positions, and only they
+    change the last four fields:
+
+    activation: of the MLP.
+    norm_first: whether norms come before attention and MLP; otherwise after their residual sums.
+    final_norm: whether a norm comes after all layers.
+    embedding_size: width of the token embeddings; None where it is `hidden_size`.
+
+    Raises ValueError for sizes that are not positive or do not fit together.
     """
 
     model_type: str = "llama"

@@ -1,4 +1,4 @@
-"""Plain causal attention over one whole sequence, without a cache: training and the oracle."""
+"""Plain causal attention over one whole sequence, without a cache, for training and for tests."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,11 @@ from models.config import ModelConfig
 
 
 def causal_attend(config: ModelConfig, block: int = 128):
-    """An `attend` (see models/llama.py) in which row t of a sequence sees rows 0..t.
+    """An `attend` (models/common.py) in which row t of a sequence sees rows 0..t.
 
-    The mask goes by row, not by position. Queries go in blocks of `block` rows so that most of the
-    upper triangle is never computed. Honours `config.sliding_window`.
+    With `config.sliding_window` W it sees rows t - W + 1 to t. The mask depends on the rows, not on
+    the positions. Queries are computed in blocks of `block` rows, so that most of the scores of
+    later rows are never computed.
     """
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
 

@@ -1,8 +1,11 @@
-"""GPT-2: OPT with other names; its checkpoints hold matrices as [in, out], and queries, keys and
-values fused."""
+"""GPT-2: its parameters. The forward pass is that of models/learned_positions.py.
 
+Its checkpoints hold matrices as [in, out], and queries, keys and values as one matrix.
+"""
+
+from models.common import logits
 from models.config import ModelConfig
-from models.opt import PROJECTIONS, forward, logits
+from models.learned_positions import PROJECTIONS, forward
 from models.params import Param
 
 __all__ = ["PROJECTIONS", "declare", "forward", "logits"]

@@ -16,12 +16,12 @@ ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
 }
 
-# A config.json without them is broken, whatever transformers assumes.
+# Sizes for which transformers assumes a default, but without which a config.json is broken.
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "ffn_dim", "n_embd", "n_layer", "n_head",
 )  # fmt: skip
-# What transformers reads of every config.json and nothing here computes.
+# Fields that transformers reads in every config.json, for what no family here computes.
 _REFUSED = {
     "quantization_config": "quantised weights",
     "compression_config": "quantised weights",
@@ -39,10 +39,10 @@ def from_hf(hf: HfConfig) -> ModelConfig:
     """The model that a config.json of transformers 4 or 5 describes.
 
     Raises ValueError, naming the field, where the file is incomplete or asks for something that
-    the family's module does not compute: nothing is ignored that would change the result.
+    the family's module does not compute. No field that would change the result is ignored.
     """
     model_type = hf.get("model_type")
-    if model_type not in list(ARCHITECTURES):  # it may be unhashable
+    if model_type not in list(ARCHITECTURES):  # A list: the value may be unhashable.
         raise ValueError(f"model_type {model_type!r} is not among {', '.join(ARCHITECTURES)}")
     hf = _complete(hf)
     architecture = ARCHITECTURES[model_type]
@@ -59,9 +59,11 @@ def from_hf(hf: HfConfig) -> ModelConfig:
 
 
 def _complete(hf: HfConfig) -> dict[str, Any]:
-    """The config.json under the names and with the defaults of transformers' class for it, but for
-    those of sizes; ValueError for a field that has two names and two values."""
-    from transformers import CONFIG_MAPPING  # Here, as it takes a second.
+    """The config.json with the field names and the defaults of transformers' class for it.
+
+    Sizes get no defaults. Raises ValueError for a field that has two names and two values.
+    """
+    from transformers import CONFIG_MAPPING  # Imported here because it takes a second.
 
     declared = CONFIG_MAPPING[hf["model_type"]]
     given = dict(hf)
@@ -78,9 +80,9 @@ def _complete(hf: HfConfig) -> dict[str, Any]:
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """config.json, with the rotary fields of transformers 4, which 5 reads too.
+    """The fields of config.json, with the rotary fields of transformers 4, which 5 reads too.
 
-    Raises ValueError if no Hugging Face architecture is this model (a Llama with QK norm, say).
+    Raises ValueError if no Hugging Face architecture is this model, such as a Llama with QK norm.
     """
     if config.model_type not in ARCHITECTURES:
         raise ValueError(
@@ -203,7 +205,7 @@ def _rope(hf: HfConfig) -> tuple[float, RopeScaling | None]:
             return theta, None
         if kind == "linear":
             return theta, RopeScaling(kind, number(rope, "factor"))
-        # As in transformers: a length beside the object counts before one inside it.
+        # As in transformers, a length beside the object takes precedence over one inside it.
         length = rope if hf.get(_ORIGINAL) is None else hf
         return theta, RopeScaling(
             kind,
@@ -217,7 +219,7 @@ def _rope(hf: HfConfig) -> tuple[float, RopeScaling | None]:
 
 
 def _sliding_window(hf: HfConfig, num_layers: int) -> int | None:
-    """The one window of all layers, or None; ValueError if layers differ."""
+    """The sliding window of all layers, or None. Raises ValueError if layers differ."""
     qwen = hf["model_type"] in ("qwen2", "qwen3")
     windowed = flag(hf, "use_sliding_window") if qwen else hf["model_type"] == "mistral"
     window, first, layers = None, num_layers, hf.get("layer_types")
@@ -225,12 +227,12 @@ def _sliding_window(hf: HfConfig, num_layers: int) -> int | None:
         window = integer(hf, "sliding_window")
         first = integer(hf, "max_window_layers") if qwen else 0
     elif not qwen and not layers and hf.get("sliding_window") is not None:
-        # Here transformers attends to all of a prompt, but after it to a window.
+        # transformers would attend to the whole prompt here, but to a window in later tokens.
         kind = hf["model_type"]
         raise ValueError(f"sliding_window {hf['sliding_window']!r} is not supported for {kind}")
     if layers and (not isinstance(layers, list) or len(layers) != num_layers):
         raise ValueError(f"layer_types {layers!r} must name the kind of {num_layers} layers")
-    # Of each kind one layer stands for all: a broken file may ask for any number of them.
+    # One entry for each kind is enough, and a broken file may ask for any number of layers.
     implied = ["full_attention"] * (first > 0) + ["sliding_attention"] * (first < num_layers)
     if layers and not qwen and any(layer not in implied for layer in layers):
         raise ValueError(f"layer_types {layers} is not supported with sliding_window {window}")

@@ -1,4 +1,4 @@
-"""Fields of a config.json, checked: each error is a ValueError that names the field."""
+"""Checked access to the fields of a config.json; every error is a ValueError naming the field."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,9 +18,9 @@ def integer(hf: HfConfig, field: str, default: int | None = None) -> int:
 
 
 def number(hf: HfConfig, field: str, default: float | None = None) -> float:
-    """A positive number that float32, in which models compute, holds."""
+    """A positive number within the range of float32, in which models compute."""
     value = _given(hf, field, default)
-    # As an integer may be too large for a float, it is compared first.
+    # Compared before it is converted, because an integer may be too large for a float.
     if not (_is_integer(value) or isinstance(value, float)) or not value > 0:
         raise ValueError(f"{field} must be a positive number, not {value!r}")
     if not _SMALLEST <= value <= _LARGEST:
@@ -51,7 +51,7 @@ def eos_token_ids(hf: HfConfig) -> tuple[int, ...]:
 
 
 def _given(hf: HfConfig, field: str, default):
-    """hf[field], or `default` where it is absent or null; ValueError if that is None too."""
+    """hf[field], or `default` where that is absent or null. Raises ValueError if both are None."""
     value = hf.get(field)
     if value is None and default is None:
         raise ValueError(f"{field} is missing or null")

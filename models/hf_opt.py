@@ -1,10 +1,10 @@
-"""`ModelConfig` from and to the config.json of OPT and GPT-2; called by models/hf_config.py."""
+"""`ModelConfig` from and to the config.json of OPT and GPT-2, for models/hf_config.py."""
 
 from typing import Any
 
 from models.config import ModelConfig
 from models.hf_fields import HfConfig, bos_token_id, eos_token_ids, flag, integer, number
-from models.opt import ACTIVATIONS
+from models.learned_positions import ACTIVATIONS
 
 # The fields that the two families name differently.
 NAMES = {
@@ -23,8 +23,8 @@ NAMES = {
         "max_position_embeddings": "n_positions",
     },
 }
-# Switches of which models/opt.py computes one side only. GPT-2's `reorder_and_upcast_attn` is not
-# among them: scores are float32 here in any case.
+# The only supported value of each switch, and what the other value would mean. GPT-2's
+# `reorder_and_upcast_attn` is not among them: scores are float32 here in any case.
 _ONLY = (
     ("enable_bias", True, "projections without biases"),
     ("layer_norm_elementwise_affine", True, "norms without gain and bias"),
@@ -36,13 +36,16 @@ _OPT_NORM_EPS = 1e-5  # torch's default, which no field of OPT's config.json cha
 
 
 def from_hf(hf: HfConfig) -> ModelConfig:
-    """The model of a config.json that has the defaults of its family filled in."""
+    """The model of a config.json, in which missing fields have their defaults already.
+
+    Raises ValueError, naming the field, for what models/learned_positions.py does not compute.
+    """
     opt, name = hf["model_type"] == "opt", NAMES[hf["model_type"]]
     for field, only, what in _ONLY:
         if flag(hf, field, only) is not only:
             raise ValueError(f"{field} {hf[field]!r} ({what}) is not supported")
     activation = hf["activation_function"]
-    if activation not in list(ACTIVATIONS):  # it may be unhashable
+    if activation not in list(ACTIVATIONS):  # A list, because the value may be unhashable.
         raise ValueError(
             f"activation_function {activation!r} is not among {', '.join(ACTIVATIONS)}"
         )
@@ -79,7 +82,10 @@ def from_hf(hf: HfConfig) -> ModelConfig:
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The fields in which config.json differs from a Llama's; lossy where there are none."""
+    """The fields of config.json that a Llama's does not have.
+
+    What no field can say is lost; the caller compares.
+    """
     names = NAMES[config.model_type].items()
     hf = {theirs: getattr(config, ours) for ours, theirs in names}
     hf["activation_function"] = config.activation

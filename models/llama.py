@@ -1,29 +1,14 @@
-"""The Llama family: Llama 1/2/3, Mistral, Qwen2/2.5 and Qwen3 differ by `ModelConfig` only.
-
-Three arguments are the seams to whoever serves the model:
-
-* `attend(layer, q, k, v, cache) -> (out, cache)` with q [T, H, D], k and v [T, K, D] after QK norm
-  and rotary embedding, out [T, H, D]. `layer` is a traced int32 scalar. The model does not know
-  what is behind it: a paged cache, sparse pages, quantised pages, or plain causal attention.
-* `adapters(name, layer, x) -> delta` adds to the projection `name` ('wq', 'wk', 'wv', 'wo',
-  'w_gate', 'w_up', 'w_down') of x [T, in] a delta [T, out]; None leaves the base model.
-* `reduce(y) -> y` with y [T, E] completes the products by 'wo' and 'w_down' where `params` and
-  `config` hold a share of the heads and of the MLP: the sum of what all shares give.
-"""
-
-from collections.abc import Callable
+"""The Llama family: Llama 1/2/3, Mistral, Qwen2/2.5 and Qwen3 differ by `ModelConfig` only."""
 
 import jax
 import jax.numpy as jnp
 
+from models.common import Adapters, Attend, Reduce, logits, over_layers, projection
 from models.config import ModelConfig
-from models.linear import linear
 from models.params import Param
 from models.rope import apply_rope, rope_tables
 
-Attend = Callable[..., tuple[jax.Array, object]]
-Adapters = Callable[[str, jax.Array, jax.Array], jax.Array]
-Reduce = Callable[[jax.Array], jax.Array]
+__all__ = ["PROJECTIONS", "declare", "forward", "logits"]
 
 PROJECTIONS = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 
@@ -79,23 +64,6 @@ def rms_norm(x, gain, eps: float):
     return (x32 * gain.astype(jnp.float32)).astype(x.dtype)
 
 
-def over_layers(block, carry, layers):
-    """`carry = block(carry, p, layer)` for each layer's parameters p; returns the last carry.
-
-    Over a list in Python; over stacked parameters as a `lax.scan`, which compiles the block once,
-    and copies each layer's weights before it multiplies by them. Either way `layer` is a traced
-    int32 scalar, and the block is traced once.
-    """
-    if isinstance(layers, list):
-        block = jax.jit(block)
-        for layer, p in enumerate(layers):
-            carry = block(carry, p, jnp.int32(layer))
-        return carry
-    num_layers = jax.tree.leaves(layers)[0].shape[0]
-    numbers = jnp.arange(num_layers, dtype=jnp.int32)
-    return jax.lax.scan(lambda c, x: (block(c, *x), None), carry, (layers, numbers))[0]
-
-
 def forward(
     params,
     config: ModelConfig,
@@ -108,8 +76,10 @@ def forward(
 ):
     """Hidden states [T, E] after the final norm, and the cache that `attend` carried through.
 
-    tokens and positions are int32 [T]: one flat, ragged batch; which tokens see which is `attend`'s
-    business. params: as declared, or `params.stack`ed (see `over_layers`).
+    params: as declared, or with their layers stacked (`params.stack`).
+    tokens, positions: int32 [T], one flat, ragged batch. `attend` decides which tokens see which.
+    attend, adapters, reduce: the seams that models/common.py describes.
+    cache: handed to `attend` in the first layer; the model does not look into it.
     """
     T = tokens_T.shape[0]
     H, K, D, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps
@@ -117,33 +87,22 @@ def forward(
 
     def block(carry, p, layer):
         x_TxE, cache = carry
-
-        def project(x, name, bias=None):
-            y = linear(x, p[name])
-            if bias in p:
-                y = y + p[bias]
-            return y if adapters is None else y + adapters(name, layer, x)
+        project = projection(p, layer, adapters, reduce)
 
         h_TxE = rms_norm(x_TxE, p["attention_norm"], eps)
-        q_TxHxD = project(h_TxE, "wq", "bq").reshape(T, H, D)
-        k_TxKxD = project(h_TxE, "wk", "bk").reshape(T, K, D)
-        v_TxKxD = project(h_TxE, "wv", "bv").reshape(T, K, D)
+        q_TxHxD = project("wq", h_TxE).reshape(T, H, D)
+        k_TxKxD = project("wk", h_TxE).reshape(T, K, D)
+        v_TxKxD = project("wv", h_TxE).reshape(T, K, D)
         if config.qk_norm:
             q_TxHxD = rms_norm(q_TxHxD, p["q_norm"], eps)
             k_TxKxD = rms_norm(k_TxKxD, p["k_norm"], eps)
         q_TxHxD, k_TxKxD = apply_rope(q_TxHxD, cos, sin), apply_rope(k_TxKxD, cos, sin)
         out_TxHxD, cache = attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache)
-        x_TxE = x_TxE + reduce(project(out_TxHxD.reshape(T, H * D), "wo"))
+        x_TxE = x_TxE + project("wo", out_TxHxD.reshape(T, H * D))
 
         h_TxE = rms_norm(x_TxE, p["mlp_norm"], eps)
-        gated_TxF = jax.nn.silu(project(h_TxE, "w_gate")) * project(h_TxE, "w_up")
-        return x_TxE + reduce(project(gated_TxF, "w_down")), cache
+        gated_TxF = jax.nn.silu(project("w_gate", h_TxE)) * project("w_up", h_TxE)
+        return x_TxE + project("w_down", gated_TxF), cache
 
     x_TxE, cache = over_layers(block, (params["embed"][tokens_T], cache), params["layers"])
     return rms_norm(x_TxE, params["final_norm"], eps), cache
-
-
-def logits(params, config: ModelConfig, hidden):
-    """Next-token logits [T, V] in float32 from hidden states [T, E]."""
-    head = params["embed" if config.tie_word_embeddings else "lm_head"]
-    return linear(hidden, head, jnp.float32)

@@ -1,4 +1,4 @@
-"""One declaration per parameter serves initialisation, abstract shapes, sharding and loading."""
+"""Each parameter is declared once, for initialisation, abstract shapes, sharding and loading."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class Param:
     init:    'normal' (standard deviation `fan_in ** -0.5`), 'embed' (0.02), 'ones' or 'zeros'.
     hf_name: the tensor's name in a Hugging Face checkpoint.
     transpose: whether the checkpoint holds [in, out] where we hold [out, in].
-    part: (i, n) if the tensor holds n such parameters side by side in its last axis, this as the
-        i-th: GPT-2's fused queries, keys and values.
+    part: (i, n) if the tensor holds n parameters of this size side by side in its last axis and
+        this parameter is the i-th of them, as in GPT-2's fused queries, keys and values.
     """
 
     shape: tuple[int, ...]
@@ -33,12 +33,12 @@ class Param:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """The shape of this tensor."""
+        """The shape of the checkpoint's tensor."""
         *rest, last = self.shape[::-1] if self.transpose else self.shape
         return *rest, last * (self.part[1] if self.part else 1)
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
-        """What of this tensor is this parameter, as shaped here; shares its memory."""
+        """This parameter, in its own shape, as a view into the checkpoint's tensor."""
         if self.part is not None:
             tensor = np.split(tensor, self.part[1], axis=-1)[self.part[0]]
         return tensor.T if self.transpose else tensor
@@ -71,19 +71,22 @@ def init(declaration, key, dtype=jnp.float32):
 
 
 def abstract(declaration, dtype=jnp.float32):
-    """`jax.ShapeDtypeStruct`s of the parameters: for tracing and compiling without weights."""
+    """`jax.ShapeDtypeStruct`s of the parameters, for tracing and compiling without weights."""
     return jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, dtype), declaration, is_leaf=is_param
     )
 
 
 def stack(params):
-    """Parameters with one dict of arrays [L, ...] for their `layers`, a list of one dict each."""
+    """The parameters with their layers, a list of dicts, as one dict of arrays [L, ...]."""
     return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
 
 
 def partition_spec(param: Param, rules: Mapping[str, str | None]) -> PartitionSpec:
-    """From logical axes; an axis that `rules` does not name is replicated."""
+    """How the mesh splits the parameter.
+
+    rules: logical axis to mesh axis; other axes are not split.
+    """
     return PartitionSpec(*(rules.get(axis) for axis in param.axes))
 
 

@@ -9,7 +9,8 @@ from models.config import ModelConfig
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     """Rotary frequencies [D/2] in radians per position, float32, after scaling.
 
-    Rounded in the steps of Hugging Face's models: at position 3000, one bit is 2e-4 radians.
+    Intermediate results are rounded as in Hugging Face's models, because rounding shows: at
+    position 3000, one bit of a frequency is 2e-4 radians.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
     freqs = 1 / (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
@@ -19,7 +20,7 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     if scaling.kind == "linear":
         return freqs / np.float32(scaling.factor)
     assert scaling.kind == "llama3", scaling
-    # Short wavelengths stay, long ones are stretched by `factor`, those between are blended.
+    # Short wavelengths stay, long ones are stretched by `factor`, and the rest is blended.
     original = scaling.original_max_position_embeddings
     rotations = original / (2 * np.pi / freqs)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -28,13 +29,13 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def rope_tables(positions, config: ModelConfig):
-    """cos and sin [T, D/2], float32, for `positions` [T] int32."""
+    """Cosines and sines [T, D/2], float32, of the angles at `positions` [T] int32."""
     angles = positions[:, None].astype(jnp.float32) * inverse_frequencies(config)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def apply_rope(x_TxNxD, cos, sin):
-    """Rotate heads x [T, N, D] by `rope_tables`; computed in float32, result in x's dtype."""
+    """Rotates heads x [T, N, D] by `rope_tables`, in float32; the result has x's dtype."""
     a, b = jnp.split(x_TxNxD.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_TxNxD.dtype)

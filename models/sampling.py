@@ -1,7 +1,8 @@
 """Sampling next tokens on the device.
 
-The order is vLLM's: log-probabilities are of the model's own logits; then logit bias, penalties,
-temperature, min-p, top-k, top-p, and the draw. (transformers applies min-p after top-p.)
+The order is vLLM's: logit bias, penalties, temperature, min-p, top-k, top-p, and the draw.
+Log-probabilities are of the model's own logits, before all of these. (transformers applies min-p
+after top-p.)
 """
 
 import flax.struct
@@ -9,23 +10,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Array = jax.Array | np.ndarray  # the host fills numpy arrays, the device reads its own
-INVALID_TOKEN = -1  # what a row whose logits are not finite gives instead of a token
-MAX_LOGIT_BIAS = 300  # biased tokens of a request
-MAX_LOGPROBS = 20  # alternatives of a token whose log-probabilities are computed
-BEAM = 2
+Array = jax.Array | np.ndarray  # The host fills numpy arrays, and the device reads JAX arrays.
+INVALID_TOKEN = -1  # The result of a row whose logits are not finite.
+MAX_LOGIT_BIAS = 300  # The most tokens of a request that can have a bias.
+MAX_LOGPROBS = 20  # The alternatives to a token of which log-probabilities are computed.
+BEAM = 2  # `SamplingArrays.logprobs` of a row that is a beam.
 
 
 @flax.struct.dataclass
 class SamplingArrays:
-    """How each of S rows is sampled; all are [S].
+    """How each of S rows is sampled. All fields are [S].
 
-    temperature: float32, 0 is greedy.  top_k: int32, 0 is off.  top_p, min_p: float32, 1 and 0 are
-    off.  repetition_penalty, presence_penalty, frequency_penalty: float32; 1, 0 and 0 are off.
-    seed: uint32; with the position of the token to be sampled it makes up the row's random key, so
-    a request's tokens do not depend on its company in the batch.  prompt_length: int32 tokens that
-    count as prompt.  num_bias: int32 entries of the slot's logit bias.  logprobs: int32, not 0
-    where log-probabilities are asked for, BEAM for a beam, of which they are all that counts.
+    temperature: float32; 0 is greedy.
+    top_k: int32; 0 is off.
+    top_p, min_p: float32; 1 and 0 are off.
+    repetition_penalty, presence_penalty, frequency_penalty: float32; 1, 0 and 0 are off.
+    seed: uint32. The row's random key is made of the seed and the position of the token to be
+        sampled, so a request's tokens do not depend on the other requests in the batch.
+    prompt_length: int32, the number of tokens that count as prompt.
+    num_bias: int32, the number of entries in the slot's logit bias.
+    logprobs: int32; 0 where nobody asks for log-probabilities. It is `BEAM` for a beam, of which
+        only the log-probabilities are used, not the sampled token.
     """
 
     temperature: Array
@@ -42,14 +47,14 @@ class SamplingArrays:
 
     @classmethod
     def of_rows(cls, rows) -> "SamplingArrays":
-        """From int32 [S, n], bit for bit a `SAMPLING_ROW` each."""
+        """From rows int32 [S, n], each of which holds the bits of one `SAMPLING_ROW`."""
         columns = {}
         for i, name in enumerate(SAMPLING_ROW.names or ()):
             columns[name] = jax.lax.bitcast_convert_type(rows[:, i], SAMPLING_ROW[name])
         return cls(**columns)
 
 
-# One row of SamplingArrays as the host keeps it.
+# One row of `SamplingArrays`, as the host stores it.
 SAMPLING_ROW = np.dtype(
     [
         ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32),
@@ -64,11 +69,12 @@ GREEDY_ROW = np.array((0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0), SAMPLING_ROW)
 
 @flax.struct.dataclass
 class SamplingState:
-    """What sampling keeps of each slot on the device.
+    """What sampling keeps for each slot on the device.
 
-    history: [num_slots, C] int32 tokens by position, as far as sampling needs them: those that were
-    sampled, and all before them where `load_slot` brought them.  bias_tokens: [num_slots,
-    MAX_LOGIT_BIAS] int32 and bias_values: float32; `num_bias` of a row says how many count.
+    history: [num_slots, C] int32, tokens by position. It holds the sampled tokens, and those before
+        them where `load_slot` has written them, which penalties need.
+    bias_tokens: [num_slots, MAX_LOGIT_BIAS] int32; bias_values: the same shape, float32. Of these,
+        the first `SamplingArrays.num_bias` count.
     """
 
     history: jax.Array
@@ -85,7 +91,7 @@ class SamplingState:
         )
 
     def load_slot(self, slot, history_C, bias_tokens, bias_values) -> "SamplingState":
-        """With all of a slot replaced; a slot that does not exist changes nothing."""
+        """The state with one slot replaced. A slot out of range changes nothing."""
         return SamplingState(
             self.history.at[slot].set(history_C, mode="drop"),
             self.bias_tokens.at[slot].set(bias_tokens, mode="drop"),
@@ -95,8 +101,12 @@ class SamplingState:
 
 @flax.struct.dataclass
 class Logprobs:
-    """Natural log-probabilities of some tokens: chosen [...] float32, and the best alternatives,
-    top_tokens [..., A] int32 and top [..., A] float32, A = min(MAX_LOGPROBS, V)."""
+    """Natural log-probabilities of some tokens, with the most probable alternatives.
+
+    chosen: [...] float32, of the tokens themselves.
+    top_tokens: [..., A] int32, the alternatives in order, A = min(MAX_LOGPROBS, V).
+    top: [..., A] float32, their log-probabilities.
+    """
 
     chosen: Array
     top_tokens: Array
@@ -104,7 +114,7 @@ class Logprobs:
 
 
 def logprobs_of(logits, tokens) -> Logprobs:
-    """Log-probabilities of tokens [...] under logits [..., V]."""
+    """Log-probabilities of tokens int32 [...] under logits [..., V]."""
     logp = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     at = jnp.maximum(tokens, 0)[..., None]
     top, top_tokens = jax.lax.top_k(logp, min(MAX_LOGPROBS, logits.shape[-1]))
@@ -112,7 +122,7 @@ def logprobs_of(logits, tokens) -> Logprobs:
 
 
 def no_logprobs(shape: tuple[int, ...], vocab_size: int) -> Logprobs:
-    """Zeros in the place of `logprobs_of`, for steps in which nobody asks."""
+    """Zeros in the shapes of `logprobs_of`, for steps in which nobody asks for them."""
     alternatives = (*shape, min(MAX_LOGPROBS, vocab_size))
     return Logprobs(
         jnp.zeros(shape, jnp.float32),
@@ -128,7 +138,11 @@ def _biased(logits_SxV, num_bias_S, bias_tokens, bias_values):
 
 
 def _penalised(logits_SxV, how: SamplingArrays, history_SxC, position_S):
-    """Repetition (of prompt and output, multiplicative), frequency and presence (of output)."""
+    """Logits after the penalties.
+
+    Repetition counts tokens of prompt and output, and scales; frequency and presence count tokens
+    of the output, and subtract.
+    """
     S, C = history_SxC.shape
     rows, index = jnp.arange(S)[:, None], jnp.arange(C)
     exists = index < position_S[:, None]
@@ -152,9 +166,9 @@ def _keep_min_p(scaled_SxV, min_p_S):
 
 
 def _keep_top_k_top_p(scaled_SxV, top_k_S, top_p_S):
-    """Logits outside the top k, then outside the smallest set that holds mass p, become -inf.
+    """Logits outside the top k become -inf, then those outside the smallest set that holds mass p.
 
-    Ties with the last kept logit are kept.
+    Logits that equal the smallest kept one are kept too.
     """
     V = scaled_SxV.shape[-1]
     ordered = jnp.sort(scaled_SxV, axis=-1, descending=True)
@@ -163,7 +177,7 @@ def _keep_top_k_top_p(scaled_SxV, top_k_S, top_p_S):
     probs = jax.nn.softmax(ordered, where=in_top_k, axis=-1)
     mass_before = jnp.cumsum(probs, axis=-1) - probs
     top_p = top_p_S[:, None]
-    # Rounding may bring the mass to 1 early: top_p = 1 keeps all nevertheless.
+    # Rounding may bring the mass to 1 too early, but top_p = 1 must keep all.
     kept = in_top_k & ((mass_before < top_p) | (top_p >= 1) | (jnp.arange(V) == 0))
     threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(scaled_SxV >= threshold, scaled_SxV, -jnp.inf)
@@ -175,13 +189,16 @@ def _gumbel(seed, position, V):
 
 
 def _where_any(asks_S, change, x):
-    """change(x) in steps where some row asks for it: others do not pay for it."""
+    """`change(x)` if any row asks for it, else x, so that other steps do not spend the time."""
     return jax.lax.cond(jnp.any(asks_S), change, lambda x: x, x)
 
 
 def _argmax(x_SxV):
-    """The first index [S] int32 of the largest value: XLA vectorises two plain reductions on CPUs,
-    and jnp.argmax not: 0.3 ms and 2.5 ms for 32 rows of 32,000, on two cores."""
+    """The first index [S] int32 of the largest value in each row.
+
+    On CPUs XLA vectorises these two plain reductions, but not `jnp.argmax`: 0.3 ms instead of
+    2.5 ms for 32 rows of 32,000 on two cores.
+    """
     V = x_SxV.shape[-1]
     largest = x_SxV == x_SxV.max(-1, keepdims=True)
     return jnp.where(largest, jnp.arange(V, dtype=jnp.int32), V - 1).min(-1)
@@ -190,11 +207,12 @@ def _argmax(x_SxV):
 def sample(logits_SxV, how: SamplingArrays, position_S, state: SamplingState, slots_S):
     """Tokens [S] int32 from float32 logits [S, V]; `INVALID_TOKEN` where logits are not finite.
 
-    position: [S] int32 of the token to be sampled.  slots: [S] int32 rows of `state`; those of
-    padding rows may lie beyond it.
+    position: [S] int32, of the token to be sampled.
+    slots: [S] int32, each row's slot in `state`; slots of padding rows may be out of range.
 
-    Greedy rows take the argmax. Others take the argmax of logits / temperature plus Gumbel noise,
-    which draws from the softmax; filters leave the noise of the remaining tokens as it was.
+    Greedy rows take the argmax. Other rows take the argmax of logits / temperature plus Gumbel
+    noise, which is a draw from the softmax. The noise of a token does not depend on which other
+    tokens top-k, top-p and min-p leave.
     """
     rows = jnp.minimum(slots_S, state.history.shape[0] - 1)
     adjusted = _where_any(
@@ -222,6 +240,6 @@ def sample(logits_SxV, how: SamplingArrays, position_S, state: SamplingState, sl
         return jnp.where(how.temperature > 0, drawn, greedy)
 
     tokens = jax.lax.cond(jnp.any(how.temperature > 0), draw, lambda: greedy)
-    # Both extremes are finite where all are; not-a-number is its own extreme.
+    # If a logit is infinite or NaN, so is the maximum or the minimum.
     finite = jnp.isfinite(logits_SxV.max(-1)) & jnp.isfinite(logits_SxV.min(-1))
     return jnp.where(finite, tokens, INVALID_TOKEN)

@@ -1,5 +1,6 @@
-"""Checks of a frozen dataclass that a user makes, where it is made."""
+"""A frozen dataclass that a user makes: what its fields are, and checks where it is made."""
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Collection, Mapping
@@ -10,6 +11,17 @@ import numpy as np
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)  # above 0: a device may take less for 0
 LONGEST_SHOWN = 80  # characters of a refused value
+
+
+def described[T](default: T, help: str) -> T:
+    """A dataclass's field with this default, and a text that tells readers and users what it is."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def help_of(dataclass) -> dict[str, str]:
+    """The texts of its fields by name, of those that have one."""
+    fields = dataclasses.fields(dataclass)
+    return {field.name: field.metadata["help"] for field in fields if "help" in field.metadata}
 
 
 def is_bool(value) -> bool:

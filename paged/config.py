@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paged import checks
+from paged.checks import described
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import Capabilities
-from paged.requests.sequence import MAX_SEQUENCES
+from paged.requests.sampling_params import MAX_SEQUENCES
 
 MAX_STEP_TOKENS = 2**20
 MAX_MULTI_STEP = 1024
@@ -17,41 +18,44 @@ MAX_HOST_BYTES = 4 * 2**30  # 1,024 sequences of a million tokens
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """max_num_seqs: running sequences. max_num_batched_tokens: tokens of one step.
-    max_prefills_per_step: sequences that prefill in one step. max_model_len: tokens of one
-    sequence, prompt and output. chunked_prefill: whether a prompt may be spread over steps.
-    page_size: tokens of a page. kv_cache_tokens: tokens that all pages hold. watermark: share of
-    blocks that admission leaves free. policy: a key of `POLICIES`. run_ahead: dispatch a step
-    before reading the last one's tokens. multi_step: tokens that steps without prompts compute for
-    each sequence in one dispatch; ends are seen, and requests admitted, that much later.
-    prefix_caching: keep full blocks for later prompts that begin alike. preemption_mode:
-    'recompute', 'swap', or 'auto': swap groups of several sequences. admit_after_swap: whether new
-    requests wait until swapped ones have 'completed' (vLLM §4.5) or only 'resumed'.
-    tensor_parallel: devices that share the model's heads and MLP. seed: for requests that bring
-    none. kv_dtype: of keys and values in the cache; 'auto' is the dtype that the model computes in.
-    policy_options: the policy's own options, an instance of `POLICIES[policy].options`, or its
-    fields by name.
+    """How an engine runs: its memory, its steps and who shares them. Each field says what it is.
 
     Raises ValueError for values of the wrong type, and those that cannot work, alone or together.
     """
 
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
-    max_prefills_per_step: int = 8
-    max_model_len: int = 2048
-    chunked_prefill: bool = True
-    page_size: int = 16
-    kv_cache_tokens: int = 32_768
-    watermark: float = 0.01
-    policy: str = "vllm"
-    run_ahead: bool = True
-    multi_step: int = 1
-    prefix_caching: bool = False
-    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
-    admit_after_swap: Literal["completed", "resumed"] = "completed"
-    tensor_parallel: int = 1
-    seed: int = 0
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_num_seqs: int = described(32, "sequences that run at once")
+    max_num_batched_tokens: int = described(512, "tokens of one step")
+    max_prefills_per_step: int = described(8, "prompts that are prefilled in one step")
+    max_model_len: int = described(2048, "longest sequence in tokens, prompt and output together")
+    chunked_prefill: bool = described(True, "whether a prompt may be spread over steps")
+    page_size: int = described(16, "tokens of a KV page")
+    kv_cache_tokens: int = described(32_768, "tokens that all KV pages hold")
+    watermark: float = described(0.01, "share of KV blocks that admission leaves free")
+    policy: str = described("vllm", f"KV-cache policy: {', '.join(sorted(POLICIES))}")
+    run_ahead: bool = described(
+        True, "whether a step is dispatched before the last one's tokens are read"
+    )
+    multi_step: int = described(
+        1,
+        "tokens that a step without prompts computes for each sequence in one dispatch; ends are "
+        "seen, and requests admitted, that much later",
+    )
+    prefix_caching: bool = described(
+        False, "whether full KV blocks are kept for later prompts that begin alike"
+    )
+    preemption_mode: Literal["auto", "recompute", "swap"] = described(
+        "auto", "'recompute', 'swap', or 'auto': swap groups of several sequences"
+    )
+    admit_after_swap: Literal["completed", "resumed"] = described(
+        "completed",
+        "whether new requests wait until swapped ones 'completed' (vLLM §4.5) or only 'resumed'",
+    )
+    tensor_parallel: int = described(1, "devices that share the model's heads and MLP")
+    seed: int = described(0, "of requests that bring none")
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = described(
+        "auto", "of keys and values in the cache; 'auto' is the dtype that the model computes in"
+    )
+    # An instance of `POLICIES[policy].options`, the policy's own options, or its fields by name.
     policy_options: Any = None
 
     def __post_init__(self):

@@ -1,24 +1,51 @@
-"""The engine: requests in, tokens out. `EngineLoop` serves them; here is how to ask."""
+"""The engine: requests in, tokens out. Here is how to ask; `EngineLoop` serves."""
 
 from collections import deque
-from collections.abc import Iterator
 from collections.abc import Sequence as List
+from typing import Any
 
 from models.config import ModelConfig
+from paged.arrivals import Arrivals
 from paged.config import EngineConfig
-from paged.device.executor import DeviceExecutor
+from paged.device.executor import DeviceExecutor, Executor
 from paged.device.step import StepProgram
 from paged.device.step_inputs import Buckets
 from paged.device.tensor_parallel import Shards
 from paged.engine_loop import EngineLoop
+from paged.event_log import EventLog
 from paged.exclusive import exclusive
 from paged.kv_cache import POLICIES
-from paged.requests.sequence import RequestOutput, SamplingParams, SequenceGroup
-from paged.requests.validation import Prompt, check_model, check_sequence
+from paged.metrics import Metrics
+from paged.pinning import SAMPLING, Pinning
+from paged.requests.output_stream import OutputStream
+from paged.requests.registry import Requests
+from paged.requests.sampling_params import SamplingParams, changed_fields
+from paged.requests.sequence import RequestOutput, SequenceGroup
+from paged.requests.validation import Prompt, check_model, paired
+from paged.scheduling.scheduler import Scheduler
 
 
-class Engine(EngineLoop):
-    """Serves one model through one executor. `metrics` holds what happened."""
+class Engine:
+    """Serves one model through one executor, one call at a time (`exclusive`).
+
+    Its parts: `loop` schedules and runs steps, `requests` has ids, mailboxes and outputs,
+    `event_log` writes `events`, and `metrics` holds what happened.
+    """
+
+    def __init__(
+        self, model: ModelConfig, config: EngineConfig, executor: Executor, tokenizer=None
+    ):
+        check_model(model, config)
+        self.model, self.config, self.executor, self.tokenizer = model, config, executor, tokenizer
+        self.metrics = Metrics()
+        self.event_log = EventLog(self.metrics.events)
+        self.requests = Requests(self.metrics, executor.clock, tokenizer)
+        self.loop = EngineLoop(model, config, executor, self.requests, self.metrics, self.event_log)
+        self._arrivals = Arrivals(self.loop, self.requests, tokenizer)
+        self._pinning = Pinning(self.loop, self.requests, self.event_log)
+        self._owner: str | None = None  # the thread that is in a call: see `exclusive`
+        self._half_done = False  # a change has begun and not ended: see `_settle`
+        self.event_log.engine(config, model, executor.dtype)
 
     @classmethod
     def from_model(
@@ -31,10 +58,9 @@ class Engine(EngineLoop):
         is not for sequences of max_model_len tokens.
         """
         check_model(model, config)
-        policy = POLICIES[config.policy]
         shards = Shards(
             model, config.tensor_parallel, dtype=params["embed"].dtype,
-            head_order=policy.head_order(config, model),
+            head_order=POLICIES[config.policy].head_order(config, model),
         )  # fmt: skip
         executor = DeviceExecutor(
             params,
@@ -43,14 +69,129 @@ class Engine(EngineLoop):
         )
         return cls(model, config, executor, tokenizer)
 
+    @property
+    def events(self) -> list[dict]:
+        """All that came in and all that was done, in order: enough to do it again. `EventLog` says
+        which events there are. After `metrics.clear()` the rest cannot be replayed."""
+        return self.metrics.events
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Another one after a failure."""
+        return self.loop.scheduler
+
+    @property
+    def host_policy(self) -> Any:
+        """A `HostPolicy`, with what else the policy has; another one after a failure."""
+        return self.loop.host_policy
+
     @exclusive
     def warm_up(self, progress: bool = True) -> None:
         """Compile every declared step shape; afterwards nothing compiles."""
         self._half_done = True
-        self.executor.warm_up(progress)
+        self.loop.warm_up(progress)
         self._half_done = False
-        self.metrics.compilations_warmup = self.executor.compilations - self._compilations_at_start
-        self._compilations_at_start = self.executor.compilations
+
+    # Requests
+
+    @exclusive
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+        arrival_time: float | None = None,
+        stream: bool = False,
+        cache_salt: str = "",
+    ) -> str:
+        """Queue a request; returns its id.
+
+        prompt: text, or token ids. arrival_time: seconds on the engine's clock, now by default.
+        stream: have `step` return its output whenever it grows, not only at its end. cache_salt:
+        cached prefixes are shared only among requests of the same salt. Generation ends at
+        max_tokens or max_model_len, whichever comes first. Interrupted, it has queued nothing.
+
+        Raises ValueError, and queues nothing, if the prompt is empty, holds a token outside the
+        vocabulary, is longer than the model or the cache allows, if the id is that of a request
+        that is unfinished or has outputs that nobody has fetched, or if the arrival lies in the
+        future. This and all other calls raise RuntimeError while another thread's call runs.
+        """
+        sampling = SamplingParams() if sampling is None else sampling
+        tokens = self._arrivals.validated(prompt, sampling)
+        self._arrivals.check(request_id, arrival_time, stream)
+        group = self._arrivals.new_group(
+            tokens, sampling, request_id, arrival_time, cache_salt, bool(stream)
+        )
+        self._accept(group)
+        return group.request_id
+
+    def _accept(self, group: SequenceGroup) -> None:
+        """Queue a request: the last moment at which it could be left out."""
+        sampling = changed_fields(group.sampling) | {"seed": group.sequences[0].seed}
+        self._half_done = True
+        self.event_log.arrival(self.loop.round, group, sampling)
+        self.scheduler.add(group)
+        self.requests.add(group)
+        self._half_done = False
+
+    @exclusive
+    def abort(self, request_id: str) -> RequestOutput:
+        """End a request in whatever state it is; returns what it has. If that is interrupted,
+        `step` returns it.
+
+        Raises ValueError for an id that is unknown or has finished.
+        """
+        if not isinstance(request_id, str) or request_id not in self.requests.unfinished:
+            raise ValueError(f"request {request_id!r} is unknown or has finished")
+        group = self.requests.unfinished[request_id]
+        self._abort(group)
+        output = self.requests.final_output(group)
+        assert output is not None
+        # What it streamed and nobody has fetched is in this output.
+        self.requests.outputs = [
+            kept for kept in self.requests.outputs if kept.request_id != request_id
+        ]
+        return output
+
+    def _abort(self, group: SequenceGroup) -> None:
+        self._half_done = True
+        self.event_log.abort(self.executor.clock.now(), self.loop.round, group)
+        self.scheduler.abort(group)
+        self.requests.retire(group)
+        self._half_done = False
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything left to do or to return."""
+        requests = self.requests
+        return bool(
+            self._half_done or requests.unfinished or self.loop.is_in_flight or requests.outputs
+        )
+
+    def skip_rounds(self, count: int) -> None:
+        """Count rounds of an engine that has nothing to do, without running them."""
+        assert not self.has_unfinished()
+        self.loop.round += count
+
+    # Calls that serve requests
+
+    @exclusive
+    def step(self) -> list[RequestOutput]:
+        """Dispatch the next step, take in the previous one; outputs that ended, or grew if they
+        stream, but for those that a running `generate` or `stream` waits for.
+
+        If this or another call fails or is interrupted in the middle of its work, all requests end
+        with reason 'error', and the engine starts afresh: without cached and pinned prefixes. Their
+        outputs come as any others do, with the tokens so far; a text that the tokenizer cannot
+        decode is empty, and the last log-probabilities may be missing.
+        """
+        self._advance()
+        outputs, self.requests.outputs = self.requests.outputs, []
+        return outputs
+
+    def _advance(self) -> None:
+        self._half_done = True
+        self.loop.run_step()
+        self._half_done = False
 
     @exclusive
     def generate(
@@ -65,16 +206,9 @@ class Engine(EngineLoop):
         Raises ValueError as `add_request` does. Nothing is queued if one of them is refused, and
         nothing is left behind if the call is interrupted.
         """
-        check_sequence("prompts", "prompts", prompts)
-        sampling = SamplingParams() if sampling is None else sampling
-        if isinstance(sampling, SamplingParams):
-            sampling = [sampling] * len(prompts)
-        check_sequence("sampling", "SamplingParams", sampling)
-        if len(sampling) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts with {len(sampling)} sampling parameters")
-        valid = [(self._validated(p, how), how) for p, how in zip(prompts, sampling, strict=True)]
-        mailbox: deque[RequestOutput] = deque()
-        groups = [self._new_group(tokens, how, mailbox=mailbox) for tokens, how in valid]
+        arrivals, mailbox = self._arrivals, deque[RequestOutput]()
+        valid = [(arrivals.validated(p, how), how) for p, how in paired(prompts, sampling)]
+        groups = [arrivals.new_group(tokens, how, mailbox=mailbox) for tokens, how in valid]
         # If this call is interrupted nobody waits for them.
         self.requests.dropped.extend(groups)
         for group in groups:
@@ -89,7 +223,7 @@ class Engine(EngineLoop):
         return [done[group.request_id] for group in groups]
 
     @exclusive
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> "OutputStream":
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> OutputStream:
         """Queue a request; an iterator over its output each time it grows, a beam search's at its
         end alone. Other requests run on beside it.
 
@@ -97,15 +231,15 @@ class Engine(EngineLoop):
         the iterator, or dropping it, aborts the request.
         """
         how = SamplingParams() if sampling is None else sampling
-        stream = OutputStream(self)
-        group = self._new_group(self._validated(prompt, how), how, mailbox=stream.mailbox)
-        group.stream = True
+        tokens = self._arrivals.validated(prompt, how)
+        stream = OutputStream(self._next_output, self._close, self.requests.dropped)
+        group = self._arrivals.new_group(tokens, how, stream=True, mailbox=stream.mailbox)
         stream.group = group  # before it is queued: if nobody gets the stream, it is aborted
         self._accept(group)
         return stream
 
     @exclusive
-    def _next_output(self, stream: "OutputStream") -> RequestOutput:
+    def _next_output(self, stream: OutputStream) -> RequestOutput:
         group, mailbox = stream.group, stream.mailbox
         while not mailbox:
             if group is None or self.requests.unfinished.get(group.request_id) is not group:
@@ -116,7 +250,7 @@ class Engine(EngineLoop):
         return output
 
     @exclusive
-    def _close(self, stream: "OutputStream") -> None:
+    def _close(self, stream: OutputStream) -> None:
         stream.drop()
         self._settle()
 
@@ -129,57 +263,45 @@ class Engine(EngineLoop):
         finite, and while requests are unfinished: these were accepted for the memory that is there
         now.
         """
-        if not self.config.prefix_caching:
-            raise ValueError("pinning a prefix needs prefix_caching")
-        if self.requests.unfinished:
-            count = len(self.requests.unfinished)
-            raise ValueError(f"{count} requests are unfinished: pin prefixes before")
-        # The token that it generates is confirmed only with the whole prompt written.
-        how = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
-        tokens, mailbox = self._validated(prompt, how), deque[RequestOutput]()
+        self._pinning.check()
+        tokens, mailbox = self._arrivals.validated(prompt, SAMPLING), deque[RequestOutput]()
         length = len(tokens)
-        group = self._new_group(tokens, how, "pin", cache_salt=cache_salt, mailbox=mailbox)
+        group = self._arrivals.new_group(
+            tokens, SAMPLING, "pin", cache_salt=cache_salt, mailbox=mailbox
+        )
         group.pin = True
         self._accept(group)
         # Until the caller knows of the pin it is not there: all of this is one change.
         self._half_done = True
-        while not mailbox:
-            self._run_step()
-        if mailbox[0].finish_reason == "error":
-            self._half_done = False
-            raise ValueError("the prefix cannot be pinned: its logits are not finite")
-        now = self.executor.clock.now()
-        self.metrics.event("pin", now, round=self._round, prompt=tokens, cache_salt=cache_salt)
+        kept = self._pinning.run(group, tokens)
         self._half_done = False
+        if not kept:
+            raise ValueError("the prefix cannot be pinned: its logits are not finite")
         return length
 
+    # After an interruption
 
-class OutputStream(Iterator[RequestOutput]):
-    """The outputs of a request of `Engine.stream`. Asking for the next one drives the engine.
+    def _settle(self) -> None:
+        """Bring in order what was interrupted, and end the requests that nobody waits for.
 
-    After an interruption it goes on with what there is: an output with reason 'error', if the
-    request was ended.
-    """
+        It may be interrupted anywhere too: then it begins again when it is called next.
+        """
+        if self._half_done:
+            self._start_afresh()
+        dropped = self.requests.dropped
+        while dropped:
+            group = dropped[0]
+            if self.requests.unfinished.get(group.request_id) is group:
+                self._abort(group)
+            if group.mailbox is not None:
+                group.mailbox.clear()
+            del dropped[0]
 
-    group: SequenceGroup | None = None
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self.mailbox: deque[RequestOutput] = deque()
-
-    def __next__(self) -> RequestOutput:
-        return self._engine._next_output(self)
-
-    def close(self) -> None:
-        """Abort the request, if it runs, and forget its outputs."""
-        self._engine._close(self)
-
-    def drop(self) -> None:
-        """Have the request aborted, and its outputs forgotten, before the engine does anything
-        else."""
-        if self.group is not None and (self.mailbox or not self.group.finished):
-            self._engine.requests.dropped.append(self.group)
-
-    def __del__(self):
-        # Python may call this anywhere, in another thread's step too.
-        self.drop()
+    def _start_afresh(self) -> None:
+        """In the middle of a change host and device may disagree: end everything."""
+        for group in list(self.requests.unfinished.values()):
+            self.requests.fail(group, self.scheduler.slots)
+        # Only now: an interruption may have left a request in the log that is not among these.
+        self.event_log.failure(self.executor.clock.now(), self.loop.round)
+        self.loop.reset()
+        self._half_done = False

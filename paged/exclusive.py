@@ -2,8 +2,8 @@
 
 Ctrl-C raises KeyboardInterrupt wherever CPython looks for signals: where a function begins, after a
 call of C code returns, and where a loop goes round; threads change at the same points. In between,
-plain assignments and `del` stand together. So whoever hands something over does that as the last
-thing before its `return`, without a call in between.
+plain assignments, `+=` of lists and deques, and `del` stand together. So whoever hands something
+over does that as the last thing before its `return`, without a call in between.
 """
 
 import functools

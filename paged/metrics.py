@@ -1,5 +1,4 @@
-"""What the engine records: one row a step, one row a request, one event log. All grow for as long
-as the engine lives, or until `clear`."""
+"""What the engine records: one row a step, one row a request, and the events of `EventLog`."""
 
 from dataclasses import dataclass, field
 
@@ -82,9 +81,35 @@ def step_facts(step: ScheduledStep, scheduler: Scheduler) -> dict[str, int]:
     }
 
 
+def request_record(group: SequenceGroup, output: RequestOutput, finish_s: float) -> RequestRecord:
+    """The record of a request that ended at `finish_s`; output: its last."""
+    reason = group.sequences[0].finish_reason if group.search is None else output.finish_reason
+    assert reason is not None
+    # Of the sequences that were sampled, whichever are returned.
+    outputs = [s.tokens[group.num_prompt_tokens :] for s in group.sequences]
+    if group.search is not None:
+        outputs = [np.array(sequence.tokens) for sequence in output.sequences]
+    return RequestRecord(
+        request_id=group.request_id,
+        arrival_s=group.arrival_s,
+        first_token_s=group.first_token_s,
+        finish_s=finish_s,
+        prompt_tokens=group.num_prompt_tokens,
+        output_tokens=sum(map(len, outputs)),
+        preemptions=group.num_preemptions,
+        finish_reason=reason,
+        cached_tokens=group.num_cached_tokens,
+        sequences=len(outputs),
+    )
+
+
 @dataclass
 class Metrics:
-    """compilations_*: programs compiled in this process before and after the end of warm-up."""
+    """The records of an engine, which grow for as long as it lives, or until `clear`.
+
+    events: written by `EventLog`. compilations_*: programs compiled in this process before and
+    after the end of warm-up.
+    """
 
     steps: list[StepRecord] = field(default_factory=list)
     requests: list[RequestRecord] = field(default_factory=list)
@@ -92,42 +117,7 @@ class Metrics:
     compilations_warmup: int = 0
     compilations_after_warmup: int = 0
 
-    def event(self, event: str, time_s: float, **facts) -> None:
-        self.events.append({"event": event, "time_s": time_s, **facts})
-
-    def add_step(
-        self, record: StepRecord, step: ScheduledStep, sampled: np.ndarray, report=None
-    ) -> None:
-        """sampled: [I, n] tokens by iteration and scheduled row, some of them not asked for.
-        report: of the KV policy, if it has one."""
-        self.steps.append(record)
-        asked = np.arange(len(sampled))[:, None] < step.yields
-        tokens = np.where(asked, sampled, NO_TOKEN)
-        self.events.append({"event": "step", **vars(record), "tokens": tokens, "report": report})
-
     def clear(self) -> None:
         """Forget all records, of an engine that lives for long. What follows cannot be replayed."""
         for records in (self.steps, self.requests, self.events):
             records.clear()
-
-    def add_request(self, group: SequenceGroup, output: RequestOutput, finish_s: float) -> None:
-        reason = group.sequences[0].finish_reason if group.search is None else output.finish_reason
-        assert reason is not None
-        # Of the sequences that were sampled, whichever are returned.
-        outputs = [s.tokens[group.num_prompt_tokens :] for s in group.sequences]
-        if group.search is not None:
-            outputs = [np.array(sequence.tokens) for sequence in output.sequences]
-        record = RequestRecord(
-            request_id=group.request_id,
-            arrival_s=group.arrival_s,
-            first_token_s=group.first_token_s,
-            finish_s=finish_s,
-            prompt_tokens=group.num_prompt_tokens,
-            output_tokens=sum(map(len, outputs)),
-            preemptions=group.num_preemptions,
-            finish_reason=reason,
-            cached_tokens=group.num_cached_tokens,
-            sequences=len(outputs),
-        )
-        self.requests.append(record)
-        self.events.append({"event": "finish", "time_s": record.finish_s, **vars(record)})

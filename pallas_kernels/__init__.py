@@ -1,4 +1,4 @@
-"""Attention and cache-write kernels over arrays and index tables; knows no request and no model."""
+"""Attention and cache-write kernels over arrays and index tables, without requests or models."""
 
 from pallas_kernels import cuda_plugin
 

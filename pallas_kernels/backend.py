@@ -1,4 +1,4 @@
-"""Which implementation of an op runs where: one rule, in one place."""
+"""The rule by which each op chooses its implementation."""
 
 import contextlib
 import contextvars
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import jax
 
-MADE_FOR = {"mosaic_gpu": 9, "mosaic_gpu_ampere": 8}  # major compute capability of kernels
+# The major compute capability of the GPUs that each kernel is written for.
+MADE_FOR = {"mosaic_gpu": 9, "mosaic_gpu_ampere": 8}
 
 
 @dataclass(frozen=True)
 class GPU:
-    """What kernels ask of the device that they are made for."""
+    """The properties of a GPU that kernels depend on."""
 
     compute_capability: tuple[int, int]
     num_multiprocessors: int
@@ -26,7 +27,7 @@ _described_gpu: contextvars.ContextVar[GPU | None] = contextvars.ContextVar("gpu
 
 @contextlib.contextmanager
 def compiling_for(gpu: GPU) -> Iterator[None]:
-    """Functions traced inside are made for `gpu`, which this machine need not have."""
+    """Functions traced in this context are made for `gpu`, which this machine need not have."""
     token = _described_gpu.set(gpu)
     try:
         yield
@@ -35,8 +36,10 @@ def compiling_for(gpu: GPU) -> Iterator[None]:
 
 
 def current_gpu() -> GPU | None:
-    """The GPU of `compiling_for`, else this machine's first; None if JAX runs without one of
-    NVIDIA's."""
+    """The GPU of `compiling_for`, or else the first GPU of this machine.
+
+    None if JAX runs without an NVIDIA GPU.
+    """
     if described := _described_gpu.get():
         return described
     return _first_gpu() if jax.default_backend() == "gpu" else None
@@ -45,7 +48,7 @@ def current_gpu() -> GPU | None:
 @functools.cache
 def _first_gpu() -> GPU | None:
     device = jax.devices("gpu")[0]
-    version = re.fullmatch(r"(\d+)\.(\d+)", device.compute_capability)  # AMD's are gfx90a and so on
+    version = re.fullmatch(r"(\d+)\.(\d+)", device.compute_capability)  # AMD's differ: gfx90a
     return GPU((int(version[1]), int(version[2])), device.core_count) if version else None
 
 
@@ -57,11 +60,13 @@ def choose(
 ) -> Callable:
     """The implementation of `op` to run.
 
-    `refusal` tells why 'mosaic_gpu' cannot run the arguments at hand, or is None. An
-    `implementation` that is named runs, in Pallas's interpreter where there is no GPU; None picks
-    'mosaic_gpu' for arguments on a Hopper GPU that it can run, otherwise 'xla'.
+    implementations: those of the op, by name.
+    implementation: the name of the one to run; without a GPU, kernels run in Pallas's interpreter.
+        None chooses 'mosaic_gpu' on a Hopper GPU if it can run the arguments, and otherwise 'xla'.
+    refusal: why 'mosaic_gpu' cannot run the arguments, or None if it can.
 
-    Raises ValueError for a name that the op does not have, or that cannot run the arguments.
+    Raises ValueError if the op has no implementation of that name, or if that implementation cannot
+    run the arguments.
     """
     if implementation is not None:
         if implementation not in implementations:

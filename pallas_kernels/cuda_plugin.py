@@ -5,16 +5,16 @@ import logging
 import os
 
 SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-# Where JAX itself looks for a GPU, in containers and under Windows too.
+# The files by which JAX itself detects a GPU, also in containers and under Windows.
 GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
 def run_without_gpu() -> None:
-    """Let JAX come up on the CPU where its CUDA plugin is installed and no GPU is there.
+    """Let JAX start on the CPU where its CUDA plugin is installed but there is no GPU.
 
-    Must run before JAX looks for devices, so every package that computes with JAX calls it when it
-    is imported. The plugin asks CUDA's libraries for their versions: without a GPU's driver one of
-    them crashes the process, and where they are missing a traceback comes before all output.
+    This must run before JAX looks for devices, so it runs when `pallas_kernels` is imported. The
+    plugin asks CUDA's libraries for their versions. Without a GPU driver one of these libraries
+    crashes the process; where the libraries are missing, the plugin prints a traceback first.
     """
     if importlib.util.find_spec("jax_cuda13_plugin") is None or SKIP_CHECK in os.environ:
         return

@@ -1,4 +1,4 @@
-"""Pallas's Mosaic GPU backend: every private or version-dependent import is here, and only here."""
+"""Pallas's Mosaic GPU backend. All imports that are private or depend on the version are here."""
 
 import contextlib
 import contextvars
@@ -41,7 +41,7 @@ def _architecture() -> tuple[int, int]:
     return gpu.compute_capability if gpu else _installed_architecture()
 
 
-# Mosaic takes a machine without a GPU for one with a Hopper.
+# On a machine without a GPU, Mosaic assumes a Hopper.
 _mosaic_utils._infer_arch = _architecture
 
 
@@ -56,7 +56,7 @@ def kernel(body: Callable, **options) -> Callable:
 def interpreting() -> Iterator[Callable[[], bool]]:
     """Kernels traced inside run in the GPU interpreter, with its race detector.
 
-    Gives a function that tells whether the kernel that ran last had a race.
+    Yields a function that tells whether the last kernel that ran had a race.
     """
     token = _interpreting.set(True)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
@@ -64,7 +64,7 @@ def interpreting() -> Iterator[Callable[[], bool]]:
             yield lambda: gpu_callbacks.get_races().races_found
         finally:
             _interpreting.reset(token)
-            # What a failed kernel leaves behind would make all later ones fail.
+            # The state that a failed kernel leaves behind would make all later kernels fail.
             gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
@@ -74,21 +74,21 @@ def interpreted() -> bool:
 
 
 def tiled(columns: int) -> tuple:
-    """Transforms of shared memory: tiles of 8 rows of so many columns, one after the other."""
+    """Shared memory as tiles of 8 rows and `columns` columns, one tile after the other."""
     return (plgpu.TilingTransform((8, columns)),)
 
 
 def swizzled(columns: int) -> tuple:
-    """`tiled`, and free of bank conflicts where a row is 64 or 128 bytes, of 2-byte elements."""
+    """`tiled`, without bank conflicts if a row is 64 or 128 bytes of 2-byte elements."""
     return (*tiled(columns), plgpu.SwizzleTransform(2 * columns))
 
 
-# Before Hopper. The interpreter knows neither cp.async nor mma: there a copy ends at once, so it
-# cannot tell whether one is waited for.
+# The next four functions serve GPUs before Hopper. The interpreter knows neither cp.async nor mma.
+# In the interpreter a copy ends at once, so it cannot show whether a kernel waits for its copies.
 
 
 def copy_async(source, destination) -> None:
-    """Copy global to shared memory; `wait_copies` tells when it has ended."""
+    """Begin to copy global to shared memory. `wait_copies` waits for the end."""
     if interpreted():
         destination[...] = source[...]
     else:
@@ -96,7 +96,7 @@ def copy_async(source, destination) -> None:
 
 
 def wait_copies(newer: int) -> None:
-    """Wait until all copies have ended but the latest `newer`."""
+    """Wait until all copies except the latest `newer` have ended."""
     if not interpreted():
         plgpu.wait_gmem_to_smem(newer)
 
@@ -109,15 +109,15 @@ def mma(acc, a, b):
 
 
 def store(ref, x) -> None:
-    """Registers to global memory, in whatever layout they have."""
-    if hasattr(plgpu, "store"):  # JAX 0.12, where assigning refuses such a layout.
+    """Store registers of any layout to global memory."""
+    if hasattr(plgpu, "store"):  # JAX 0.12, which refuses to assign such a layout.
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x
 
 
 def kernel_seconds(jitted: Callable, arguments: tuple, repeats: int) -> list[float]:
-    """Of each of several calls, the time that the GPU spends in kernels, by its own clock."""
+    """The seconds that each of `repeats` calls spends in kernels, by the GPU's own clock."""
     _, milliseconds = profiler.measure(jitted, iterations=repeats)(*arguments)
     assert milliseconds is not None, "the function ran no kernel"
     return [m / 1e3 for m in milliseconds]

@@ -1,4 +1,4 @@
-"""Every op of the library, with its implementations and its named arguments."""
+"""A table of all ops, with their implementations and named arguments."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,11 +13,13 @@ from pallas_kernels.specs import Spec
 
 @dataclass(frozen=True)
 class Op:
+    """One op: its implementations by name, and its named arguments (specs.py)."""
+
     implementations: Mapping[str, Callable]
     specs: Mapping[str, Spec]
 
     def kernel_for(self, compute_capability: tuple[int, int]) -> str | None:
-        """The name of the implementation that is a kernel for such GPUs, or None."""
+        """The name of the kernel for GPUs of this compute capability, or None."""
         for name, major in MADE_FOR.items():
             if major == compute_capability[0] and name in self.implementations:
                 return name

@@ -1,7 +1,7 @@
 """Named arguments of the ops, in real models' shapes.
 
-Tests, ahead-of-time compilation and benchmarks share them. A spec is abstract: `arguments` draws
-its arrays, `jax.eval_shape` of that gives their shapes alone.
+Tests, ahead-of-time compilation and benchmarks share them. A spec holds no arrays: its function
+`arguments` draws them, and `Spec.shapes` gives only their shapes.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,9 +48,11 @@ class Cost:
 class Spec:
     """One call of an op.
 
-    op: its public function.  arguments: draws its arrays from a key, as keywords.
-    cost: of a call with such arrays.  options: its static keywords.
-    donated: names of the arrays that it may write in place.
+    op: its public function.
+    arguments: draws the arrays of the call from a random key, by keyword.
+    cost: the cost of a call with such arrays.
+    options: the static keywords of the call.
+    donated: the names of the arrays that the op may write in place.
     """
 
     op: Callable
@@ -65,10 +67,14 @@ class Spec:
 
 @dataclass(frozen=True)
 class Attention:
-    """Shapes of an attention op: its model's heads, `sequences` of up to `context` tokens in pages
-    of `page_size`; prefill computes the last `chunk` of them.
+    """The shapes of a call of an attention op.
 
-    Lengths are equal where `ragged` is false, else drawn; 0, 1 and one beyond a page among them.
+    heads: of the model.
+    sequences, context: the number of sequences, and the most tokens that each of them has.
+    chunk: how many of a sequence's last tokens a prefill computes.
+    page_size: tokens of a page.
+    ragged: whether lengths differ. They are then drawn, and 0, 1 and `page_size` + 1 are among
+        them. Otherwise every sequence has `context` tokens.
     """
 
     heads: Heads
@@ -86,7 +92,7 @@ class Attention:
         return {"sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
 
     def pages(self, key) -> dict[str, jax.Array]:
-        """Pools, and tables that list all their pages in random order."""
+        """Pools, and tables that list all pages of the pools in random order."""
         K, D = self.heads.K, self.heads.D
         M = -(-self.context // self.page_size)
         N = self.sequences * K * M
@@ -116,7 +122,7 @@ class Attention:
         return jax.random.normal(key, (count, self.heads.H, self.heads.D), self.dtype)
 
     def lengths(self, key) -> jax.Array:
-        """[S] int32"""
+        """The tokens of each sequence, [S] int32."""
         S = self.sequences
         if not self.ragged:
             return jnp.full(S, self.context, jnp.int32)

@@ -1,7 +1,9 @@
-"""Imports run one way: pallas_kernels <- models <- paged <- experiments."""
+"""Imports run one way: pallas_kernels <- models <- paged <- experiments, and never in a circle."""
 
 import ast
+import graphlib
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,57 @@ def test_every_form_of_import_is_seen(source: str) -> None:
 
 def test_relative_imports_and_mere_mentions_are_not_imports() -> None:
     assert imported_packages("from . import paged\nfrom .paged import x\n'import paged'") == set()
+
+
+# Types alone: what `EngineConfig` refuses asks the policies, whose functions take an EngineConfig.
+KNOWN_CYCLE = {
+    ("paged.kv_cache.dense", "paged.config"),
+    ("paged.kv_cache.orca", "paged.config"),
+}
+
+
+def first_party_modules() -> dict[str, Path]:
+    """Files by the names under which they are imported."""
+    files = [file for layer in LAYERS for file in (ROOT / layer).rglob("*.py")]
+    parts = {file: file.relative_to(ROOT).with_suffix("").parts for file in files}
+    return {".".join(p[:-1] if p[-1] == "__init__" else p): file for file, p in parts.items()}
+
+
+def imported_modules(source: str, modules: Collection[str]) -> set[str]:
+    """Those of `modules` that `source` names in its imports, wherever these stand. That a module's
+    packages are imported with it does not count: they may import what they hold."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "relative imports would not be seen"
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found.update(name if name in modules else node.module for name in whole)
+    return found.intersection(modules)
+
+
+def import_graph() -> dict[str, set[str]]:
+    modules = first_party_modules()
+    return {name: imported_modules(file.read_text(), modules) for name, file in modules.items()}
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """In functions and for types neither: an import there would only hide the circle."""
+    graph = import_graph()
+    for name, imported in KNOWN_CYCLE:
+        graph[name].remove(imported)  # KeyError: it is gone, and so may be its exception
+    graphlib.TopologicalSorter(graph).prepare()  # CycleError names the modules
+
+
+def test_a_circle_of_imports_is_seen() -> None:
+    modules = {"a", "a.b", "a.c"}
+    sources = {
+        "a": "from a.b import B",
+        "a.b": "if TYPE_CHECKING:\n    from a import c",
+        "a.c": "def f():\n    import a.b",
+    }
+    graph = {name: imported_modules(source, modules) for name, source in sources.items()}
+    assert graph == {"a": {"a.b"}, "a.b": {"a.c"}, "a.c": {"a.b"}}
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph).prepare()

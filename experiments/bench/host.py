@@ -36,9 +36,11 @@ from experiments.bench.host_work import (
     parts_us,
     work,
 )
-from experiments.lib import program, run_record
+from experiments.lib import run_record
+from experiments.lib.program import Options, Program, refusals
+from paged.checks import help_of
+from paged.config import EngineConfig
 
-FLAGS = flags.FLAGS
 TARGET_US = 200.0
 
 
@@ -180,16 +182,15 @@ def checked(load: Load, pools: Sequence[str]) -> list[int]:
     return [load.smallest_pool, *sorted(map(int, pools))]
 
 
-def main(names: Sequence[str]) -> None:
-    load = Load(FLAGS.num_seqs, FLAGS.steps, FLAGS.page_size, FLAGS.max_model_len)
-    with program.refusals():
-        pools = checked(load, FLAGS.pools)
-        run_record.check_output_dir(FLAGS.output_dir, "host.csv", "host.png")
-    rows, floor_us, size = run(load, pools, FLAGS.rounds, FLAGS.seed)
-    output_dir, environment = Path(FLAGS.output_dir), run_record.describe_environment()
+def main(options: Options) -> None:
+    load = Load(options.num_seqs, options.steps, options.page_size, options.max_model_len)
+    with refusals():
+        pools = checked(load, options.pools)
+    rows, floor_us, size = run(load, pools, options.rounds, options.seed)
+    output_dir, environment = Path(options.output_dir), run_record.describe_environment()
     facts = {
         "experiment": "bench_host",
-        "flags": {name: FLAGS[name].value for name in names},
+        "flags": vars(options),
         "rows": rows,
         "floor": f"{floor_us:.1f} µs: a fresh copy of what a step sends, {size} bytes",
     }
@@ -201,20 +202,18 @@ def main(names: Sequence[str]) -> None:
     print(f"{table(load, rows, floor_us)}\n({footer})")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
-    flags.DEFINE_integer("num_seqs", 256, "sequences that run at once", lower_bound=1)
+def define_flags() -> None:
+    described = help_of(EngineConfig)
+    flags.DEFINE_integer("num_seqs", 256, described["max_num_seqs"], lower_bound=1)
     flags.DEFINE_integer("steps", 200, "counted steps of a round", lower_bound=4)
     flags.DEFINE_integer("rounds", 5, "of all cases, in turn", lower_bound=1)
     flags.DEFINE_list("pools", ["10000", "100000", "1000000"], "blocks beside the smallest pool")
-    flags.DEFINE_integer("page_size", 16, "tokens of a KV page", lower_bound=1)
+    flags.DEFINE_integer("page_size", 16, described["page_size"], lower_bound=1)
     flags.DEFINE_integer("max_model_len", 2048, "of the block tables", lower_bound=2)
     flags.DEFINE_integer("seed", 0, "of the prompts", lower_bound=0)
-    flags.DEFINE_string("output_dir", "results/bench_host", "where the report goes")
-    return [
-        "num_seqs", "steps", "rounds", "pools", "page_size", "max_model_len", "seed", "output_dir",
-    ]  # fmt: skip
 
+
+PROGRAM = Program(main, define_flags, "results/bench_host", ("host.csv", "host.png"))
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

@@ -20,7 +20,7 @@ from paged.device.step_inputs import StepInputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
 from paged.kv_cache.moves import Moves
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
 LONGEST_PROMPT = 32
 MODES = ("plain", "prefix_caching", "full_cache", "churn")
@@ -187,11 +187,11 @@ class Stopwatch:
         self._since = 0.0
         watched: dict[str, tuple[tuple[Any, str], ...]] = {
             "schedule": ((engine.scheduler, "decodes"), (engine.scheduler, "schedule")),
-            "build": ((engine, "_dispatch"),),
-            "update": ((engine, "_take_in"),),
+            "build": ((engine.loop, "_dispatch"),),
+            "update": ((engine.loop, "_take_in"),),
             "records": (
-                (engine.metrics, "event"), (engine.metrics, "add_step"),
-                (engine.metrics, "add_request"), (engine.host_policy, "usage"),
+                (engine.event_log, "schedule"), (engine.event_log, "admit"),
+                (engine.event_log, "step"), (engine.host_policy, "usage"),
                 (engine.host_policy, "drain_operations"),
             ),
         }  # fmt: skip

@@ -32,8 +32,9 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.bench import floors
-from experiments.bench.vs_transformers import MODELS, RANDOM_100M, integers
-from experiments.lib import program, run_record
+from experiments.bench.vs_transformers import MODELS, MODELS_HELP, RANDOM_100M, integers
+from experiments.lib import run_record
+from experiments.lib.program import Options, Program, refusals
 from models import checkpoint, llama
 from models import params as parameters
 from models.config import ModelConfig
@@ -47,7 +48,6 @@ from paged.kv_cache.policy import ShardedModel
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
 
-FLAGS = flags.FLAGS
 PARTS = ("products", "gather", "attend", "kv write", "sampling", "rest")
 
 
@@ -275,18 +275,18 @@ def checked(models: Sequence[str], contexts: Sequence[str]) -> tuple[int, ...]:
     return span
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        span = checked(FLAGS.models, FLAGS.context_tokens)
+def main(options: Options) -> None:
+    with refusals():
+        span = checked(options.models, options.context_tokens)
     parts: list[Part] = []
     rates = {}
-    for name in FLAGS.models:
-        more, rates[name] = profile(name, FLAGS.batch, span, FLAGS.rounds, FLAGS.seed)
+    for name in options.models:
+        more, rates[name] = profile(name, options.batch, span, options.rounds, options.seed)
         parts += more
-    output_dir, environment = Path(FLAGS.output_dir), run_record.describe_environment()
+    output_dir, environment = Path(options.output_dir), run_record.describe_environment()
     facts = {
         "experiment": "step_profile",
-        "flags": {name: FLAGS[name].value for name in names},
+        "flags": vars(options),
         "parts": parts,
         "rates": rates,
     }
@@ -295,19 +295,18 @@ def main(names: Sequence[str]) -> None:
     run_record.write_json(output_dir, "report.json", facts | environment)
     run_record.write_summary(output_dir, summary(parts))
     plot(parts, output_dir / "parts.png", footer)
-    print(f"{table(parts, FLAGS.batch)}\n({footer})")
+    print(f"{table(parts, options.batch)}\n({footer})")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
-    flags.DEFINE_list("models", list(MODELS), f"some of {', '.join(MODELS)}")
+def define_flags() -> None:
+    flags.DEFINE_list("models", list(MODELS), MODELS_HELP)
     flags.DEFINE_integer("batch", 32, "sequences of the step", lower_bound=1)
     flags.DEFINE_list("context_tokens", ["64", "160"], "shortest and longest context")
     flags.DEFINE_integer("rounds", 30, "timed runs of the step and of each part", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "of the contexts and stand-in values", lower_bound=0)
-    flags.DEFINE_string("output_dir", "results/step_profile", "where the report goes")
-    return ["models", "batch", "context_tokens", "rounds", "seed", "output_dir"]
 
+
+PROGRAM = Program(main, define_flags, "results/step_profile", ("parts.csv", "parts.png"))
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

@@ -35,17 +35,19 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.bench import floors
-from experiments.lib import program, run_record
-from experiments.lib.flags import ENGINE_HELP, define_fields, values_of
+from experiments.lib import run_record
+from experiments.lib.flags import define_fields, fields_of
+from experiments.lib.program import Options, Program, refusals
 from models import checkpoint, llama
 from models import params as parameters
 from models.config import ModelConfig
+from models.hub import BUNDLED
 from paged.engine import Engine, EngineConfig
 from paged.metrics import StepRecord
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
-FLAGS = flags.FLAGS
 MODELS = ("bundled", "100m")
+MODELS_HELP = f"some of {', '.join(MODELS)}"
 SYSTEMS = ("ours", "static", "continuous")
 RANDOM_100M = ModelConfig(
     model_type="llama", vocab_size=32_000, hidden_size=768, intermediate_size=2048, num_layers=12,
@@ -131,17 +133,17 @@ def integers(name: str, values: Sequence[str]) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
 
-def read_settings() -> Settings:
+def read_settings(options: Options) -> Settings:
     """The flags, checked; raises ValueError."""
-    span = integers("prompt_tokens", FLAGS.prompt_tokens)
+    span = integers("prompt_tokens", options.prompt_tokens)
     if len(span) != 2:
         raise ValueError(f"--prompt_tokens are two numbers, shortest and longest, not {span}")
     return Settings(
-        tuple(FLAGS.models),
-        tuple(sorted(set(integers("batches", FLAGS.batches)))),
+        tuple(options.models),
+        tuple(sorted(set(integers("batches", options.batches)))),
         (span[0], span[1]),
-        FLAGS.output_tokens,
-        FLAGS.repeats,
+        options.output_tokens,
+        options.repeats,
     )
 
 
@@ -375,7 +377,7 @@ def write(
 def model_folder(name: str, scratch: Path, seed: int) -> Path:
     """The Hugging Face folder that all systems load; '100m' is written to `scratch`."""
     if name == "bundled":
-        return checkpoint.BUNDLED
+        return BUNDLED
     folder = scratch / name
     params = parameters.init(llama.declare(RANDOM_100M), jax.random.key(seed))
     checkpoint.save(folder, RANDOM_100M, params)
@@ -411,12 +413,11 @@ def run_model(
     return runs, step, rates
 
 
-def prepare() -> tuple[Settings, EngineConfig]:
+def prepare(options: Options) -> tuple[Settings, EngineConfig]:
     """What the flags ask for, checked before any work; raises ValueError."""
-    settings = read_settings()
-    config = EngineConfig(
-        max_model_len=settings.max_model_len, seed=FLAGS.seed, **values_of(ENGINE_HELP)
-    )
+    settings = read_settings(options)
+    fields = fields_of(EngineConfig, options) | {"max_model_len": settings.max_model_len}
+    config = EngineConfig(**fields)
     if settings.batches[-1] > config.max_num_seqs:
         raise ValueError(
             f"a batch of {settings.batches[-1]} exceeds max_num_seqs ({config.max_num_seqs})"
@@ -436,42 +437,43 @@ def prepare() -> tuple[Settings, EngineConfig]:
     return settings, config
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        settings, config = prepare()
+def main(options: Options) -> None:
+    with refusals():
+        settings, config = prepare(options)
     runs: list[Run] = []
     steps: list[StepTimes] = []
     rates = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in settings.models:
-            folder = model_folder(name, Path(scratch), FLAGS.seed)
+            folder = model_folder(name, Path(scratch), options.seed)
             more, step, rates[name] = run_model(name, folder, settings, config)
             runs += more
             steps.append(step)
     facts = {
         "experiment": "bench_vs_transformers",
-        "flags": values_of(names),
-        "seed": FLAGS.seed,
+        "flags": vars(options),
+        "seed": options.seed,
         "continuous": CONTINUOUS,
         "random_100m": asdict(RANDOM_100M),
         "rates": rates,
     }
-    print(write(Path(FLAGS.output_dir), runs, steps, facts))
-    print(f"runs.csv, report.json, summary.json and throughput.png are in {FLAGS.output_dir}/")
+    print(write(Path(options.output_dir), runs, steps, facts))
+    print(f"runs.csv, report.json, summary.json and throughput.png are in {options.output_dir}/")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
-    flags.DEFINE_list("models", list(MODELS), f"some of {', '.join(MODELS)}")
+def define_flags() -> None:
+    flags.DEFINE_list("models", list(MODELS), MODELS_HELP)
     flags.DEFINE_list("batches", ["1", "8", "32"], "requests that are generated together")
     flags.DEFINE_list("prompt_tokens", ["32", "128"], "shortest and longest prompt")
     flags.DEFINE_integer("output_tokens", 64, "tokens of each output")
     flags.DEFINE_integer("repeats", 5, "timed runs of each system, model and batch")
     flags.DEFINE_integer("seed", 0, "of prompts and random weights", lower_bound=0)
-    flags.DEFINE_string("output_dir", "results/bench_vs_transformers", "where the report goes")
-    names = ["models", "batches", "prompt_tokens", "output_tokens", "repeats", "seed", "output_dir"]
-    return names + define_fields(EngineConfig, ENGINE_HELP)
+    define_fields(EngineConfig, leave_out=("max_model_len", "seed"))
 
+
+PROGRAM = Program(
+    main, define_flags, "results/bench_vs_transformers", ("runs.csv", "throughput.png")
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

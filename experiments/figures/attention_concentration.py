@@ -1,13 +1,12 @@
-"""How concentrated a model's attention is: what selecting pages can gain, and lose.
+"""How concentrated a model's attention is, and so what selecting pages can gain and lose.
 
-Per layer and query head, over the rows that produce the answers of a task: the keys that hold 90 %
-of the attention mass, and the mass on the first 4 and on the last 64 tokens. A model whose
-strongest key is as good as all of them could not tell a good page selector from a bad one.
+For each layer and query head it measures, over the rows that produce the answers of a task, how
+many keys hold 90 % of the attention mass, and the mass on the first 4 and on the last 64 tokens. A
+model that needs only its strongest key cannot show whether a page selector is good.
 
     python -m experiments.figures.attention_concentration --model=bundled
 """
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.lib import program, run_record
+from experiments.lib import run_record
+from experiments.lib.flags import define_model
+from experiments.lib.program import Options, Program, refusals
 from experiments.tasks import tasks
 from models import checkpoint
 from models.config import ModelConfig
@@ -27,24 +28,20 @@ from models.families import family
 
 FIRST, LAST, SHARE = 4, 64, 0.9
 MEASURES = ("keys_for_90_percent", "mass_on_first_4", "mass_on_last_64")
-FLAGS = flags.FLAGS
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
-    flags.DEFINE_string("model", "bundled", "'bundled', a Hugging Face folder or a hub id")
+def define_flags() -> None:
+    define_model()
     flags.DEFINE_list(
         "tasks", "needle,multikey,values,count,vote,cot_long", "of experiments/tasks/tasks.py"
     )
     flags.DEFINE_integer("context_length", 1024, "tokens of prompt and answer", lower_bound=1)
     flags.DEFINE_integer("num_prompts", 8, "per task", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "of the prompts", lower_bound=0)
-    flags.DEFINE_string("output_dir", "results/attention_concentration", "where files are written")
-    return ["model", "tasks", "context_length", "num_prompts", "seed"]
 
 
 def measuring_attend(config: ModelConfig, num_rows: int):
-    """Plain causal attention that notes MEASURES of its last `num_rows` rows in the cache.
+    """Plain causal attention that writes MEASURES of its last `num_rows` rows to the cache.
 
     The cache is float32 [L, H, 3, num_rows].
     """
@@ -100,7 +97,7 @@ def table(task: str, measured: np.ndarray) -> list[dict]:
 
 
 def summarise(rows: list[dict]) -> dict[str, float]:
-    """Over layers and heads of each task: how far they spread, and how many need many keys."""
+    """For each task, how layers and heads differ, and how many heads need many keys."""
     summary: dict[str, float] = {}
     for task in dict.fromkeys(row["task"] for row in rows):
         keys = np.array([row["keys_median"] for row in rows if row["task"] == task])
@@ -116,7 +113,7 @@ def summarise(rows: list[dict]) -> dict[str, float]:
 
 
 def plot(rows: list[dict], path: Path, title: str) -> None:
-    """A map of heads for each task: layers down, heads across, keys as colour and number."""
+    """A map for each task: rows are layers, columns heads, colours and numbers the keys."""
     names = list(dict.fromkeys(row["task"] for row in rows))
     figure = Figure(
         figsize=(3.4 * min(3, len(names)), 2.4 * -(-len(names) // 3)), layout="constrained"
@@ -141,28 +138,28 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
     run_record.save_figure(figure, path, dpi=130)
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        output_dir = run_record.check_output_dir(FLAGS.output_dir, "attention.csv", "attention.png")
-        tokenizer = checkpoint.load_tokenizer(FLAGS.model)
+def main(options: Options) -> None:
+    output_dir = Path(options.output_dir)
+    with refusals():
+        tokenizer = checkpoint.load_tokenizer(options.model)
         prompts = {
             task: tasks.make_prompts(
-                task, FLAGS.context_length, FLAGS.num_prompts, FLAGS.seed, tokenizer
+                task, options.context_length, options.num_prompts, options.seed, tokenizer
             )
-            for task in FLAGS.tasks
+            for task in options.tasks
         }
         if not prompts:
             raise ValueError("--tasks must name at least one")
-        config, params = checkpoint.load(FLAGS.model)
+        config, params = checkpoint.load(options.model)
     rows = []
     for task in prompts:
         rows += table(task, measure(params, config, tokenizer, prompts[task]))
     run_record.write_csv(output_dir, "attention.csv", rows)
-    plot(rows, output_dir / "attention.png", f"{FLAGS.model}, {FLAGS.context_length} tokens")
+    plot(rows, output_dir / "attention.png", f"{options.model}, {options.context_length} tokens")
     summary = summarise(rows)
     report = dict(
-        flags={name: FLAGS[name].value for name in names},
-        weights_hash=checkpoint.weights_hash(FLAGS.model),
+        flags=vars(options),
+        weights_hash=checkpoint.weights_hash(options.model),
         environment=run_record.describe_environment(),
         rows=rows,
     )
@@ -172,7 +169,7 @@ def main(names: Sequence[str]) -> None:
         f"{'keys with 90 % of the attention mass':36}{'min':>7}{'median':>8}{'max':>7}"
         "  heads > 4 keys"
     )
-    for task in FLAGS.tasks:
+    for task in options.tasks:
         low, middle, high = (
             summary[f"{task}_keys_for_90_percent_{name}"] for name in ("min", "median", "max")
         )
@@ -180,5 +177,9 @@ def main(names: Sequence[str]) -> None:
         print(f"{task:36}{low:7.0f}{middle:8.1f}{high:7.0f}{many:16.0%}")
 
 
+PROGRAM = Program(
+    main, define_flags, "results/attention_concentration", ("attention.csv", "attention.png")
+)
+
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

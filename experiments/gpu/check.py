@@ -2,7 +2,8 @@
 
     python -m experiments.gpu.check --output_dir=experiments/results/h200
 
-It needs the repository and JAX with CUDA; what else is importable joins in as a peer. In order:
+It needs the repository and JAX with CUDA, and no absl: its flags are argparse's. What else is
+importable joins in as a peer. In order:
 
 1. every op and named argument spec against `reference` in float32, and twice to the same bits;
 2. this GPU's rates: bytes of a large array read or copied, FLOPs of a large bfloat16 product;
@@ -31,7 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.gpu import peers
-from experiments.lib import program, run_record
+from experiments.lib import run_record
+from experiments.lib.signals import interrupts
 from pallas_kernels import backend, mosaic
 from pallas_kernels.kv_write import specs as kv_write_specs
 from pallas_kernels.ops import OPS
@@ -343,5 +345,5 @@ def main(argv: list[str]) -> str | None:
 
 
 if __name__ == "__main__":
-    with program.interrupts():
+    with interrupts():
         sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,6 @@ Without a GPU to time them on, the compiler guesses which of its products are fa
 import math
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,10 +29,12 @@ from experiments.gpu.step_report import (
     report_of,
     show,
 )
-from experiments.lib import program, run_record
-from experiments.lib.flags import values_of
+from experiments.lib import run_record
+from experiments.lib.flags import define_dtype
+from experiments.lib.program import Options, Program, refusals
 from models import checkpoint
 from models.config import ModelConfig
+from paged.checks import help_of
 from paged.config import EngineConfig
 from paged.device.mover import UnitMover
 from paged.device.step import StepProgram, stacks
@@ -42,29 +43,21 @@ from pallas_kernels import backend
 from pallas_kernels.tools import aot
 from pallas_kernels.tools.targets import TARGETS
 
-FLAGS = flags.FLAGS
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 MEMORY_SHARE = 0.7  # of a GPU's memory, for weights and KV pools; JAX takes 0.75 by default
 
 
-def define_flags() -> list[str]:
+def define_flags() -> None:
     names = sorted(path.parent.name for path in MODELS.glob("*/config.json"))
     flags.DEFINE_enum("model", "llama-3-8b", names, "whose shapes; weights are not read")
     flags.DEFINE_integer("layers", None, "compile so many of its layers", lower_bound=3)
     flags.DEFINE_enum("target", "h200", sorted(TARGETS), "GPU")
-    flags.DEFINE_enum(
-        "dtype", "bfloat16", checkpoint.DTYPES, "of weights, computation and KV cache"
-    )
+    define_dtype("bfloat16")
     flags.DEFINE_integer("tensor_parallel", 1, "GPUs", lower_bound=1)
-    flags.DEFINE_integer("page_size", 16, "tokens of a KV page", lower_bound=1)
+    flags.DEFINE_integer("page_size", 16, help_of(EngineConfig)["page_size"], lower_bound=1)
     flags.DEFINE_integer("decodes", 64, "sequences that decode a token each", lower_bound=1)
     flags.DEFINE_integer("prefill_tokens", 0, "of a prompt beside them", lower_bound=0)
     flags.DEFINE_integer("context", 4096, "tokens of a sequence", lower_bound=2)
-    flags.DEFINE_string("output_dir", "", "where report.json and step.hlo go; empty for nowhere")
-    return [
-        "model", "layers", "target", "dtype", "tensor_parallel", "page_size", "decodes",
-        "prefill_tokens", "context",
-    ]  # fmt: skip
 
 
 def compile_step(
@@ -157,31 +150,37 @@ def _bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
-def main(names: Sequence[str]) -> None:
-    model = checkpoint.load_config(MODELS / FLAGS.model)
-    if FLAGS.layers:
-        model = model.replace(num_layers=FLAGS.layers)
-    step = Step(FLAGS.decodes, FLAGS.prefill_tokens, FLAGS.context)
-    with program.refusals():
-        if FLAGS.output_dir:
-            run_record.check_output_dir(FLAGS.output_dir, "step.hlo")
+def main(options: Options) -> None:
+    model = checkpoint.load_config(MODELS / options.model)
+    if options.layers:
+        model = model.replace(num_layers=options.layers)
+    step = Step(options.decodes, options.prefill_tokens, options.context)
+    with refusals():
         report, text = compile_step(
             model,
-            FLAGS.target,
+            options.target,
             step,
-            tensor_parallel=FLAGS.tensor_parallel,
-            page_size=FLAGS.page_size,
-            dtype=FLAGS.dtype,
+            tensor_parallel=options.tensor_parallel,
+            page_size=options.page_size,
+            dtype=options.dtype,
         )
     print(show(report))
-    if FLAGS.output_dir:
+    if options.output_dir:
         environment = run_record.describe_environment()
-        content = {"flags": values_of(names), **asdict(report), **environment}
-        run_record.write_json(FLAGS.output_dir, "report.json", content)
-        run_record.write_whole(Path(FLAGS.output_dir) / "step.hlo", text)
+        content = {"flags": vars(options), **asdict(report), **environment}
+        run_record.write_json(options.output_dir, "report.json", content)
+        run_record.write_whole(Path(options.output_dir) / "step.hlo", text)
     if report.faults:
         sys.exit("\n".join(f"error: {fault}" for fault in report.faults))
 
 
+PROGRAM = Program(
+    main,
+    define_flags,
+    "",
+    ("step.hlo",),
+    output_help="where report.json and step.hlo go; empty for nowhere",
+)
+
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

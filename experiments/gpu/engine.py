@@ -1,4 +1,4 @@
-"""The engine's decode step at a real model's shapes, with random checkpoint.
+"""The engine's decode step at a real model's shapes, with random weights.
 
 Apart from experiments.gpu.check because it needs the engine's packages, and not JAX alone.
 """

@@ -64,7 +64,7 @@ def _kinds_of(record: type) -> dict[str, Kind]:
     return {field.name: kinds[field.type] for field in dataclasses.fields(record)}
 
 
-# The fields of each event, all of them needed, as `EngineLoop` and `Metrics` write them.
+# The fields of each event, all of them needed, as `paged.event_log` writes them.
 FIELDS: dict[str, dict[str, Kind]] = {
     "engine": {"config": OBJECT, "model": OBJECT, "dtype": TEXT},
     "arrival": {

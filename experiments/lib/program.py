@@ -1,57 +1,128 @@
-"""How the programs of this folder start and end.
+"""How the programs of `experiments` start and end.
 
 Exit status: 0; 1 for what the user can mend, told in a line that begins with 'error: '; 130 and 143
 after SIGINT (Ctrl-C) and SIGTERM. Anything else is a fault of the program, and shows its traceback.
-Until `run` is called, while Python imports the modules, a signal ends it as it ends any program.
+Until `Program.run` is called, while Python imports the modules, a signal ends it as it ends any
+program.
 """
 
+import logging
 import os
-import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import NoReturn
 
-from absl import app
+from absl import app, flags
+
+from experiments.lib import run_record
+from experiments.lib.signals import interrupts
+
+flags.disclaim_key_flags()  # --help lists the flags as the program's own
+Options = SimpleNamespace  # the values of a program's flags, by name
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a program as Ctrl-C does."""
-
-
-def run(main: Callable[[Sequence[str]], None], define_flags: Callable[[], list[str]]) -> None:
-    """Define the flags, read the command line, and `call` main with the flags' names."""
-    with interrupts():
-        names = define_flags()
-        app.run(lambda argv: call(main, argv, names))
+class Refused(ValueError):
+    """What the user can mend: its message is all that a program says of it."""
 
 
 @contextmanager
-def interrupts() -> Iterator[None]:
-    """Within it, Ctrl-C and SIGTERM end the program with a line and their exit statuses."""
-    signal.signal(signal.SIGTERM, _terminate)
+def refusals() -> Iterator[None]:
+    """While the input is checked: a ValueError is what the user can mend."""
     try:
         yield
-    except KeyboardInterrupt as interrupt:
-        print("interrupted", file=sys.stderr)
-        number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
-        sys.exit(128 + number)
+    except ValueError as error:
+        raise Refused(str(error)) from error
 
 
-def call(main: Callable[[Sequence[str]], None], argv: Sequence[str], names: Sequence[str]) -> None:
-    """main(names), with the exit status of errors; argv: the command line without flags."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: flags are --name=value")
-    # Not every terminal can show every character of a prompt.
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        main(names)
-        sys.stdout.flush()
-    except OSError as error:
-        _give_up_broken_stdout()
-        sys.exit(f"error: {told(error)}")
+@dataclass(frozen=True)
+class Program:
+    """A program of one function, `main`. It gets the values of the flags that `define_flags` has
+    defined, and returns the exit status, None for 0.
+
+    output_dir: the default of --output_dir; None for a program without one. The folder is made
+    before `main` is called, and refused if it takes no files, or a folder stands where report.json,
+    summary.json or one of `files` would. Where the default is empty, nothing need be written.
+    takes_arguments: what is no flag is in `options.arguments`; otherwise it is refused.
+    error_status: of every error, where status 1 has another meaning.
+    """
+
+    main: Callable[[Options], int | None]
+    define_flags: Callable[[], None]
+    output_dir: str | None = None
+    files: tuple[str, ...] = ()
+    output_help: str = "where the report goes"
+    takes_arguments: bool = False
+    error_status: int = 1
+
+    def run(self) -> None:
+        """Run it as the command line says, and exit."""
+        # transformers would advise at every start to install torch, which nothing here needs.
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        # absl's log would show JAX looking for TPUs.
+        logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+        with interrupts():
+            self.start(self.define())
+
+    def define(self) -> list[str]:
+        """Define the flags; their names."""
+        before = set(flags.FLAGS)
+        self.define_flags()
+        if self.output_dir is not None:
+            flags.DEFINE_string("output_dir", self.output_dir, self.output_help)
+        return [name for name in flags.FLAGS if name not in before]
+
+    def start(self, names: Sequence[str], argv: list[str] | None = None) -> None:
+        """Run it with the flags of these names, read from argv (None: the command line)."""
+        try:
+            app.run(lambda rest: self._call(rest[1:], names), argv, flags_parser=self._parse)
+        except Exception:
+            traceback.print_exc()
+            sys.exit(self.error_status)
+
+    def _parse(self, argv: list[str]) -> list[str]:
+        try:
+            return flags.FLAGS(argv)
+        except flags.Error as error:
+            self._fail(f"{error}; --help lists the flags")
+
+    def _call(self, arguments: Sequence[str], names: Sequence[str]) -> int | None:
+        # Not every terminal can show every character of a prompt.
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
+        try:
+            status = self.main(self._checked(arguments, names))
+            sys.stdout.flush()
+            return status
+        except Refused as error:
+            self._fail(str(error))
+        except OSError as error:
+            _give_up_broken_stdout()
+            self._fail(told(error))
+
+    def _checked(self, arguments: Sequence[str], names: Sequence[str]) -> Options:
+        options = Options(**{name: flags.FLAGS[name].value for name in names})
+        if self.takes_arguments:
+            options.arguments = arguments
+        elif arguments:
+            raise Refused(f"unexpected argument {arguments[0]!r}: flags are --name=value")
+        if self.output_dir is not None and (self.output_dir or options.output_dir):
+            with refusals():
+                run_record.check_output_dir(options.output_dir, *self.files)
+        return options
+
+    def _fail(self, message: str) -> NoReturn:
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(self.error_status)
+
+
+def told(error: OSError) -> str:
+    """An error of the system in words: which file, and what is wrong."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def _give_up_broken_stdout() -> None:
@@ -61,51 +132,3 @@ def _give_up_broken_stdout() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """While the input is checked: a ValueError ends the program, and its message is all it says."""
-    try:
-        yield
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-
-
-def told(error: OSError) -> str:
-    """An error of the system in words: which file, and what is wrong."""
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
-
-
-class Stop:
-    """Within its `with`, the first SIGINT or SIGTERM is only noted: whoever works asks `requested`
-    now and then, and ends in good order. The next one interrupts as ever."""
-
-    def __init__(self):
-        self.signal: signal.Signals | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> "Stop":
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        self._handlers = {number: signal.signal(number, self._note) for number in numbers}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame) -> None:
-        self.signal = signal.Signals(number)
-        self.__exit__()
-
-    def requested(self) -> bool:
-        return self.signal is not None
-
-    @property
-    def cause(self) -> str | None:
-        """The name of the signal, if one came."""
-        return None if self.signal is None else self.signal.name
-
-
-def _terminate(number, frame):
-    raise Terminated

@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,14 +35,11 @@ from absl import flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.lib import program, run_record
-from experiments.lib.flags import (
-    define_engine_flags,
-    define_float,
-    engine_config,
-    load_engine,
-    values_of,
-)
+from experiments.lib import run_record
+from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.flags import define_engine_flags, define_float, fields_of, loading
+from experiments.lib.program import Options, Program, refusals
+from experiments.lib.signals import Stop
 from experiments.soak.checks import KINDS, Violation
 from experiments.soak.operations import OPERATIONS
 from experiments.soak.users import MOST_SEQUENCES, Users
@@ -49,15 +47,14 @@ from models import checkpoint
 from paged.config import EngineConfig
 from paged.kv_cache.dense import DenseHost
 
-FLAGS = flags.FLAGS
 SAMPLE_EVERY = 50  # steps
 HUNG_S = 600.0  # between two samples
 SETTLED = 0.25  # share of the run after which memory must not grow
 # A cache that all but never holds what is asked for.
-ENGINE_DEFAULTS = {
-    "max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 64,
-    "max_prefills_per_step": 4, "kv_cache_tokens": 448, "prefix_caching": True,
-}  # fmt: skip
+ENGINE_DEFAULTS = EngineConfig(
+    max_model_len=192, max_num_seqs=8, max_num_batched_tokens=64, max_prefills_per_step=4,
+    kv_cache_tokens=448, prefix_caching=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -237,38 +234,42 @@ def write(output_dir: str | Path, samples: Sequence[Sample], numbers: dict, fact
     plot(samples, Path(output_dir) / "soak.png", title, footer)
 
 
-def make_users() -> Users:
-    """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
-    run_record.check_output_dir(FLAGS.output_dir, "samples.csv", "soak.png")
-    config = engine_config(checkpoint.load_config(FLAGS.model))
-    tokenizer = checkpoint.load_tokenizer(FLAGS.model)
-    engines = [load_engine(c, tokenizer) for c in (config, reference_config(config))]
-    users = Users(
-        engines[0], engines[1], FLAGS.seed, FLAGS.check_share, interrupts=FLAGS.interrupts
-    )
+def make_users(
+    config: EngineConfig, seed: int, check_share: float, interrupts: float, **model: Any
+) -> Users:
+    """Users of an engine, warmed up. model: what `load_engine` takes by name.
+
+    Raises ValueError for what cannot be.
+    """
+    engine = load_engine(config, **model)
+    reference = load_engine(reference_config(config), **model)
+    users = Users(engine, reference, seed, check_share, interrupts=interrupts)
     # The reference first: compilations are counted for the whole process.
-    for engine in reversed(engines):
-        engine.warm_up()
+    reference.warm_up()
+    engine.warm_up()
     return users
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        users = make_users()
-    with program.Stop() as stop:
+def main(options: Options) -> int:
+    with refusals():
+        model = checkpoint.load_config(options.model)
+        config = engine_config(model, **fields_of(EngineConfig, options))
+        users = make_users(
+            config, options.seed, options.check_share, options.interrupts, **loading(options)
+        )
+    with Stop() as stop:
         samples, steps, wrong = run(
             users,
-            steps=FLAGS.steps,
-            minutes=FLAGS.minutes,
-            drain_every=FLAGS.drain_every,
+            steps=options.steps,
+            minutes=options.minutes,
+            drain_every=options.drain_every,
             stop_requested=stop.requested,
         )
         partial = stop.cause
         if not partial:  # a run that was cut short may not have settled
-            wrong = wrong or check_growth(growth(samples), FLAGS.max_rss_growth_mib)
-        finish(users, samples, steps, wrong, partial, names)
-    if stop.signal:
-        sys.exit(128 + stop.signal)
+            wrong = wrong or check_growth(growth(samples), options.max_rss_growth_mib)
+        finish(users, samples, steps, wrong, partial, options)
+    return 128 + stop.signal if stop.signal else 0
 
 
 def finish(
@@ -277,34 +278,33 @@ def finish(
     steps: int,
     wrong: Exception | None,
     partial: str | None,
-    names: Sequence[str],
+    options: Options,
 ) -> None:
     """Write and tell what came of it; partial: the signal that cut the run short. A violation ends
     the program."""
     numbers = summary(users, samples, steps, wrong) | {"partial": int(bool(partial))}
     facts = {
         "experiment": "soak",
-        "flags": values_of(names),
-        "seed": FLAGS.seed,
-        "weights_sha256": checkpoint.weights_hash(FLAGS.model),
+        "flags": vars(options),
+        "seed": options.seed,
+        "weights_sha256": checkpoint.weights_hash(options.model),
         "violation": wrong and f"{wrong}",
         "partial": partial,
     }
-    write(FLAGS.output_dir, samples, numbers, facts)
+    write(options.output_dir, samples, numbers, facts)
     for name, value in numbers.items():
         print(f"{name:28} {value:,.6g}" if isinstance(value, float) else f"{name:28} {value:,}")
     if wrong:
         traceback.print_exception(wrong)
         sys.exit(
-            f"violated in step {steps} with --seed={FLAGS.seed}: {wrong}\n"
+            f"violated in step {steps} with --seed={options.seed}: {wrong}\n"
             f"repeat with the same flags and --steps={steps + 1}"
         )
     ended = f"nothing lost until {partial}" if partial else "nothing lost"
-    print(f"{ended}; samples.csv, soak.png and more are in {FLAGS.output_dir}/")
+    print(f"{ended}; samples.csv, soak.png and more are in {options.output_dir}/")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
+def define_flags() -> None:
     define_float("minutes", 30.0, "how long", lower_bound=0.01)
     flags.DEFINE_integer("steps", 0, "how many steps instead, if not 0", lower_bound=0)
     flags.DEFINE_integer("drain_every", 500, "steps after which all requests end", lower_bound=1)
@@ -318,13 +318,10 @@ def define_flags() -> list[str]:
         lower_bound=0.0, upper_bound=1.0,
     )  # fmt: skip
     define_float("max_rss_growth_mib", 32.0, "in resident memory, after a quarter of the run")
-    flags.DEFINE_string("output_dir", "results/soak", "where the report goes")
-    own = ["minutes", "steps", "drain_every", "check_share", "interrupts", "max_rss_growth_mib"]
-    names = [*own, "output_dir", *define_engine_flags()]
-    for name, value in ENGINE_DEFAULTS.items():
-        FLAGS.set_default(name, value)
-    return names
+    define_engine_flags(ENGINE_DEFAULTS)
 
+
+PROGRAM = Program(main, define_flags, "results/soak", ("samples.csv", "soak.png"))
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

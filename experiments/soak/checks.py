@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paged.engine import Engine
-from paged.requests.sequence import RequestOutput, SamplingParams, SequenceOutput
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput, SequenceOutput
 from paged.requests.stopping import decode
 
 KINDS = (
@@ -134,17 +135,13 @@ def check_memory(engine: Engine) -> None:
 
 
 def check_slots(engine: Engine) -> None:
-    """A slot is active for a sequence that runs in it, held only for one whose donor does."""
+    """The slots are in order, and those of the sequences that run are all that are taken."""
     scheduler, slots = engine.scheduler, engine.scheduler.slots
-    running = [s for group in scheduler.running for s in group.unfinished]
-    if any(slots.owner[s.slot] is not s for s in running):
-        raise Violation("leaked_state", "a sequence that runs has no slot")
-    if not np.count_nonzero(slots.active) == len(running) == slots.num_slots - slots.num_free:
-        raise Violation(
-            "leaked_state",
-            f"{slots.num_slots - slots.num_free} slots are taken, and {len(running)} sequences run",
-        )
-    held = np.flatnonzero(slots.held & slots.active).tolist()
-    followers = [s.slot for s in scheduler._followers.held]
-    if sorted(followers) != held:
-        raise Violation("leaked_state", f"slots {held} are held, and followers are in {followers}")
+    try:
+        slots.check()
+    except AssertionError as error:
+        raise Violation("leaked_state", f"{error}") from error
+    running = sorted(s.slot for group in scheduler.running for s in group.unfinished)
+    taken = np.flatnonzero(slots.active).tolist()
+    if running != taken:
+        raise Violation("leaked_state", f"slots {taken} are taken, and sequences run in {running}")

@@ -11,7 +11,8 @@ import numpy as np
 from experiments.soak.checks import Asked
 from paged.engine import Engine
 from paged.requests.beam_search import BeamSearch
-from paged.requests.sequence import RequestOutput, SamplingParams, SequenceOutput, TokenLogprob
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
 from paged.requests.validation import token_limit
 
 LOGPROB_TOLERANCE = 1e-3

@@ -10,7 +10,7 @@ from typing import Any
 from experiments.soak.checks import Violation, holdings
 from experiments.soak.users import NUM_STREAMS, Operation, Users
 from paged.engine import Engine
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.requests.stopping import decode
 
 

@@ -27,7 +27,8 @@ from experiments.soak.comparison import compare
 from experiments.soak.interrupts import Interruption, Interrupts
 from paged.engine import Engine, OutputStream
 from paged.kv_cache.moves import Moves
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 from paged.requests.validation import token_limit
 
 # What requests are made of: each parameter is one of these. Output lengths are shares of the
@@ -206,7 +207,7 @@ class Users:
         if self._without_record > 2:
             raise Violation("stuck", f"{self._without_record} steps in which nothing was computed")
         self._check_oldest()
-        check_memory(engine, self._pins)
+        check_memory(engine)
         check_slots(engine)
 
     def drain(self) -> None:

@@ -1,8 +1,8 @@
 """Readable filler text from a small probabilistic grammar of English.
 
-Every story has a hero, a friend, an animal, a place and a thing that are introduced once and then
-recur, with pronouns that agree, so that a small language model has something to keep in mind.
-The text is a function of its seed: there is no corpus.
+Every story introduces a hero, a friend, an animal, a place and a thing, and then refers to them
+again, with pronouns that agree. So a small language model has something to keep in mind. The text
+depends only on its seed; there is no corpus.
 """
 
 import random
@@ -41,8 +41,8 @@ SEASONS = "spring summer autumn winter".split()
 NUMBERS = "two three four five six seven eight nine ten twelve".split()
 WAYS = "slowly quickly quietly carefully softly bravely gladly calmly proudly happily".split()
 
-# One list for each part of a story, told in this order. {H} hero, {F} friend; {he} {him} {his}
-# follow the hero and {she} {her} {hers} the friend, whatever their gender.
+# One list for each part of a story, in the order of the story. {H} is the hero and {F} the friend.
+# {he} {him} {his} refer to the hero and {she} {her} {hers} to the friend, of either gender.
 OPENINGS = (
     "One {weather} {time} {H} went to the {place} with a {look} {thing}.",
     "Once upon a time there was a child named {H} who lived near the {place}.",
@@ -106,7 +106,7 @@ PARTS = ((OPENINGS, 1, 1), (MEETINGS, 1, 2), (TROUBLES, 1, 2), (MIDDLES, 2, 5), 
 
 
 def story(rng: random.Random) -> str:
-    """One story of 6 to 12 sentences; every word, the first too, is preceded by one space."""
+    """One story of 6 to 12 sentences. One space precedes every word, also the first."""
     boy, friend_is_boy = rng.random() < 0.5, rng.random() < 0.5
     hero = rng.choice(BOYS if boy else GIRLS)
     friend = rng.choice([n for n in (BOYS if friend_is_boy else GIRLS) if n != hero])
@@ -131,7 +131,7 @@ def story(rng: random.Random) -> str:
 
 
 def text(num_characters: int, seed: int) -> str:
-    """At least num_characters of stories, one a line."""
+    """At least `num_characters` characters of stories, one story per line."""
     rng, stories, length = random.Random(seed), [], 0
     while length < num_characters:
         stories.append(story(rng) + "\n")
@@ -140,7 +140,7 @@ def text(num_characters: int, seed: int) -> str:
 
 
 def words() -> list[str]:
-    """The distinct words that stories are made of, sorted: the tokenizer's pieces."""
+    """The distinct words of all stories, sorted. They are the tokenizer's pieces."""
     sentences = " ".join(sentence for part, _, _ in PARTS for sentence in part)
     literal = {w.strip(".,") for w in sentences.split() if "{" not in w}
     lists: tuple[list[str], ...] = (

@@ -1,7 +1,7 @@
 """Synthetic tasks of graded difficulty with exact answers.
 
-Records stand scattered in filler stories, questions at the end; a record holds no space, so it is
-one token per character.
+A prompt consists of filler stories with records scattered in them, and a question at the end. A
+record contains no space, so each of its characters is one token.
 
 task      record     question          answer                      needs
 needle    #GR68673;  ?GR               68673;                      one key among stories
@@ -33,7 +33,7 @@ VALUE_DIGITS = 5
 
 @dataclass(frozen=True)
 class TaskPrompt:
-    """A prompt and the text that must follow it: `context_length` tokens together, with BOS."""
+    """A prompt and the text that must follow it, together `context_length` tokens with BOS."""
 
     prompt: str
     answer: str
@@ -45,7 +45,7 @@ class TaskPrompt:
 
 @dataclass
 class Problem:
-    """Records to scatter, and (question, answer) pairs to append in this order."""
+    """Records to scatter in the filler, and (question, answer) pairs to append in order."""
 
     records: list[str] = field(default_factory=list)
     queries: list[tuple[str, str]] = field(default_factory=list)
@@ -72,7 +72,7 @@ def needles(rng, n: int, key_length: int) -> Problem:
 
 
 def chains(rng, n: int, hops: int, key_length: int) -> Problem:
-    """n chains of `hops` aliases before the key that holds the value."""
+    """n chains, each of `hops` aliases and then the key that has the value."""
     keys, problem = _keys(rng, n * (hops + 1), key_length), Problem()
     for i in range(n):
         links, value = keys[i * (hops + 1) : (i + 1) * (hops + 1)], _digits(rng, VALUE_DIGITS)
@@ -83,7 +83,7 @@ def chains(rng, n: int, hops: int, key_length: int) -> Problem:
 
 
 def multiple_values(rng, n: int, least: int, most: int) -> Problem:
-    """n keys with least..most different two-digit values, answered in the order of the text."""
+    """n keys with `least` to `most` two-digit values. Answers are in the order of the text."""
     keys = [key for key in _keys(rng, n) for _ in range(rng.integers(least, most + 1))]
     keys, values = _shuffled(rng, keys), rng.choice(90, len(keys), replace=len(keys) > 90) + 10
     of: dict[str, list[str]] = {}
@@ -95,9 +95,9 @@ def multiple_values(rng, n: int, least: int, most: int) -> Problem:
 
 
 def ballots(rng, n: int, least: int, most: int, margin: int, ask: str = "*^") -> Problem:
-    """n keys with least..most votes each; '*' asks for their number, '^' for the winner.
+    """n keys with `least` to `most` votes each. '*' asks how many there are, '^' for the winner.
 
-    The winner is asked for only where it leads by `margin`, and a number only up to 9.
+    A winner is asked for only if it leads by `margin`, and a number only if it is at most 9.
     """
     problem, votes = Problem(), []
     for key in _keys(rng, n):
@@ -116,7 +116,7 @@ def ballots(rng, n: int, least: int, most: int, margin: int, ask: str = "*^") ->
 
 
 def chain_of_thought(rng, n: int) -> Problem:
-    """n statements name=name+digit (modulo 10); the answer works through all, 14 tokens each."""
+    """n statements name=name+digit (modulo 10). The answer computes all of them, 14 tokens each."""
     names, values = _keys(rng, n), {"0": 0}
     program, trace = "", ""
     for i, name in enumerate(names):
@@ -131,7 +131,7 @@ def chain_of_thought(rng, n: int) -> Problem:
 
 
 def evaluation_problem(task: str, rng, context_length: int) -> Problem:
-    """The problem that `task` asks at this length; its difficulty grows up to 1,024 tokens."""
+    """The problem that `task` asks at this length. Its difficulty grows up to 1,024 tokens."""
     size = min(context_length, 1024)
     match task:
         case "needle":
@@ -160,7 +160,7 @@ def _interleave(rng, filler: list[str], records: list[str]) -> list[str]:
 
 
 class PromptMaker:
-    """Prompts for evaluation; its filler and problems come from seeds that training never uses."""
+    """Makes prompts for evaluation, from seeds that training never uses."""
 
     def __init__(self, seed: int, count_tokens: Callable[[str], int] | None = None):
         self.seed, self.vocabulary = seed, Vocabulary()
@@ -175,7 +175,7 @@ class PromptMaker:
         return self.filler[start : start + n]
 
     def make(self, task: str, context_length: int, index: int) -> TaskPrompt:
-        """Prompt `index` of a task; ValueError if the task does not fit the context."""
+        """Prompt number `index` of a task. Raises ValueError if it does not fit the context."""
         rng = np.random.default_rng(
             [self.seed, 1, zlib.crc32(task.encode()), context_length, index]
         )
@@ -198,7 +198,7 @@ class PromptMaker:
             excess = self.count(prompt + answer) - context_length
             if excess <= 0 or room == 0:
                 break
-            # Another model's tokenizer cuts stories into more pieces than ours.
+            # The tokenizer of another model may cut stories into more tokens than ours does.
             room = min(room - 1, room * (context_length - used) // (context_length - used + excess))
         tokens = self.count(prompt + answer) - self.count(prompt)
         return TaskPrompt(prompt, answer, task, context_length, tokens, (answer[-1],))
@@ -210,7 +210,7 @@ class PromptMaker:
             i for i, piece in enumerate(self.filler[: -2 * context_length]) if piece == "\n"
         ]
         start = newlines[rng.integers(0, len(newlines))] + 1
-        # The first word is spelled in characters, since it has no space before it.
+        # No space precedes the first word, so each of its characters is a token.
         length = context_length - len(self.filler[start]) + 1
         pieces = self.filler[start : start + length]
         prompt = "".join(pieces[:-STORY_ANSWER])[1:]
@@ -221,9 +221,12 @@ class PromptMaker:
 def make_prompts(
     task: str, context_length: int, num: int, seed: int, tokenizer=None
 ) -> list[TaskPrompt]:
-    """`num` prompts, a function of the arguments; `tokenizer` (Hugging Face) only measures lengths.
+    """`num` prompts, which depend only on the arguments.
 
-    Without a tokenizer lengths are those of the bundled model's, and exact.
+    tokenizer: a Hugging Face tokenizer, which only measures lengths. By default lengths are those
+        of the bundled model's tokenizer, and exact.
+
+    Raises ValueError for an unknown task, and if a task does not fit the context.
     """
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")

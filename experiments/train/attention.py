@@ -1,7 +1,7 @@
 """Causal attention for training on CPUs, which stores no probabilities for the backward pass.
 
-It recomputes them, as FlashAttention does: the results of `models.full_attention.causal_attend`
-with a quarter less processor time at 1,024 tokens.
+It recomputes them, as FlashAttention does. The results are those of
+`models.full_attention.causal_attend`, with a quarter less processor time at 1,024 tokens.
 """
 
 import jax
@@ -11,12 +11,12 @@ from models.config import ModelConfig
 
 
 def _dot(a, b, axis_a: int, axis_b: int):
-    """Contraction of [N, .., ..] with [N, .., ..], batched over N."""
+    """The products of N pairs of matrices, contracted over the given axes."""
     return jax.lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((0,), (0,))))
 
 
 def _blocks(keys: int, group: int, block: int):
-    """(rows of queries, keys that these rows can see) per block; G rows of queries per key."""
+    """Blocks of queries as (rows, number of keys that they see). Each key has `group` rows."""
     for start in range(0, keys, block):
         stop = min(keys, start + block)
         yield slice(start * group, stop * group), stop
@@ -62,7 +62,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def batched_attend(config: ModelConfig, length: int, block: int = 128):
-    """An `attend` (see models/llama.py) over rows of `length` tokens in one flat batch."""
+    """An `attend` (models/common.py) over sequences of `length` tokens each in one flat batch."""
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     G = H // K
 

@@ -1,8 +1,8 @@
 """The bundled model's tokenizer: characters plus the words of `experiments.tasks.stories`.
 
-512 tokens: four specials, newline, the 95 printable ASCII characters, and 412 pieces ' word'.
-Every piece of more than one character begins with a space, so a string without spaces (keys,
-values, arithmetic) is one token per character.
+It has 512 tokens: four special tokens, newline, the 95 printable ASCII characters, and 412 words
+with a space before them. Every token of more than one character begins with a space, so strings
+without spaces (keys, values, arithmetic) have one token per character.
 """
 
 import json
@@ -19,13 +19,13 @@ PATTERN = r" ?[A-Za-z]+|\s|."
 
 
 def pieces() -> list[str]:
-    """Every token in the order of ids."""
+    """All tokens in the order of their ids."""
     characters = ["\n", *(chr(c) for c in range(32, 127))]
     return [*SPECIALS, *characters, *(" " + word for word in stories.words())]
 
 
 class Vocabulary:
-    """A plain twin of the Hugging Face tokenizer, without BOS, for the data generator."""
+    """Encodes as the Hugging Face tokenizer does, but without BOS, for the data generator."""
 
     def __init__(self):
         self.pieces = pieces()
@@ -37,7 +37,7 @@ class Vocabulary:
         return len(self.pieces)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of printable ASCII text; anything else becomes <unk>."""
+        """The ids of printable ASCII text. Anything else becomes <unk>."""
         out = []
         for chunk in re.findall(PATTERN, text):
             if chunk in self.ids:
@@ -63,7 +63,7 @@ class Vocabulary:
         return "".join(self.pieces[i] for i in ids if i >= len(SPECIALS))
 
     def story_tokens(self, num_characters: int, seed: int) -> np.ndarray:
-        """Filler: token ids int32 [about num_characters / 5] of `stories.text`."""
+        """Filler: the token ids of `stories.text`, int32 [about num_characters / 5]."""
         return np.array(self.encode(stories.text(num_characters, seed)), np.int32)
 
 

@@ -1,21 +1,18 @@
 """Train the bundled model: a small Qwen3-style decoder, on the tasks of `experiments.tasks.tasks`.
 
 Two CPU cores suffice. The same command resumes a run that was stopped.
-`models/bundled/training.json` holds the options and the log of the committed checkpoint.
+`models/bundled/training.json` holds the options and the log of the committed weights.
 
     python -m experiments.train.bundled --output_dir=results/bundled
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 from absl import flags
 
 from experiments.lib import program, run_record
-from experiments.lib.flags import define_float
+from experiments.lib.flags import define_fields, define_float, fields_of
 from experiments.train import build_tokenizer
 from experiments.train.trainer import Options, Trainer
 from models import checkpoint
@@ -43,43 +40,18 @@ OPTIONS = Options(
     rates="0:1;9420000:1;14600000:.17515924;15600000:.17515924;17600000:.01",
     jump_from=5652000,
 )
-OPTION_HELP = {
-    "tokens": "budget",
-    "lengths": "tokens seen:length=probability,...;...",
-    "mix": "tokens seen:training task=probability,...;...",
-    "batch_tokens": "tokens of a step (half as many below length 256)",
-    "muon_lr": "learning rate of matrices",
-    "adam_lr": "learning rate of all other parameters",
-    "rates": "tokens seen:factor on both learning rates;..., with lines between these points",
-    "max_position": "positions jump up to here, so that retrieval carries this far",
-    "jump_from": "tokens seen when jumps begin",
-    "seed": "of weights and data",
-    "corpus_characters": "of filler text",
-}
-FLAGS = flags.FLAGS
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
-    for name, text in OPTION_HELP.items():
-        value = getattr(OPTIONS, name)
-        if isinstance(value, str):
-            flags.DEFINE_string(name, value, text)
-        elif isinstance(value, int):
-            flags.DEFINE_integer(name, value, text)
-        else:
-            define_float(name, value, text, lower_bound=0)
-    flags.DEFINE_string("output_dir", "results/bundled", "checkpoint and Hugging Face folder")
+def define_flags() -> None:
+    define_fields(OPTIONS)
     define_float("minutes", 0.0, "stop (resumably) after this long; 0: no limit", 0)
     define_float("checkpoint_seconds", 120.0, "time between checkpoints", 0)
     define_float("evaluate_every", 1e6, "tokens between held-out evaluations", 1)
     flags.DEFINE_integer("evaluation_prompts", 16, "per task and length in those evaluations", 1)
-    own = ["output_dir", "minutes", "checkpoint_seconds", "evaluate_every", "evaluation_prompts"]
-    return [*OPTION_HELP, *own]
 
 
 def export(folder: Path, config: ModelConfig, p) -> None:
-    """Write the Hugging Face folder. float16 keeps 3 bits more than bfloat16 of such checkpoint."""
+    """Write the Hugging Face folder. float16 keeps 3 bits more than bfloat16 of such weights."""
     checkpoint.save(folder, config, p, dtype="float16")
     generation = dict(
         bos_token_id=config.bos_token_id,
@@ -91,19 +63,21 @@ def export(folder: Path, config: ModelConfig, p) -> None:
     build_tokenizer.build(folder)
 
 
-def main(names: Sequence[str]) -> None:
-    given: dict[str, Any] = {name: FLAGS[name].value for name in OPTION_HELP}
-    options = replace(OPTIONS, **given)
+def main(options: program.Options) -> None:
+    folder = Path(options.output_dir)
     with program.refusals():
-        folder = run_record.check_output_dir(FLAGS.output_dir)
-    trainer = Trainer(CONFIG, options, folder)
+        trained_by = Options(**fields_of(Options, options))
+    trainer = Trainer(CONFIG, trained_by, folder)
     count = sum(x.size for x in jax.tree.leaves(trainer.params))
     print(f"{count:,} parameters, from step {trainer.step}")
     trainer.run(
-        FLAGS.minutes, FLAGS.checkpoint_seconds, FLAGS.evaluate_every, FLAGS.evaluation_prompts
+        options.minutes,
+        options.checkpoint_seconds,
+        options.evaluate_every,
+        options.evaluation_prompts,
     )
     export(folder / "model", CONFIG, trainer.params)
-    exact = trainer.evaluate([256, 512, 1024, 2048, 4096], 2 * FLAGS.evaluation_prompts)
+    exact = trainer.evaluate([256, 512, 1024, 2048, 4096], 2 * options.evaluation_prompts)
     report = dict(
         phases=[row for row in trainer.log if "options" in row],
         tokens=trainer.tokens,
@@ -120,5 +94,12 @@ def main(names: Sequence[str]) -> None:
     run_record.write_summary(folder, numbers)
 
 
+PROGRAM = program.Program(
+    main,
+    define_flags,
+    "results/bundled",
+    output_help="checkpoint and Hugging Face folder",
+)
+
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

@@ -1,4 +1,4 @@
-"""Batches for training on the tasks of `experiments.tasks.tasks`, many questions to a sequence."""
+"""Training batches of the tasks in `experiments.tasks.tasks`, with many questions per sequence."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -47,10 +47,12 @@ def training_problem(task: str, rng, room: int) -> Problem:
 
 @dataclass(frozen=True)
 class Batch:
-    """One training step: inputs are tokens[:, :-1], labels tokens[:, 1:] with weights[:, 1:].
+    """One training step. Inputs are tokens[:, :-1], labels are tokens[:, 1:].
 
-    tokens: [B, T + 1] int32. weights: [B, T + 1] float32, 1 or more for answers, less for filler, 0
-    where nothing is to learn. positions: [B, T + 1] int32, with jumps.
+    tokens: [B, T + 1] int32.
+    weights: [B, T + 1] float32, of each token as a label: 1 or more for answers, less for filler, 0
+        for tokens that are not learnt.
+    positions: [B, T + 1] int32, with jumps.
     """
 
     tokens: np.ndarray
@@ -60,7 +62,7 @@ class Batch:
 
 
 class TrainingData:
-    """Batches for training: a function of the seed, the step and the arguments of `batch`."""
+    """Training batches. They depend only on the seed, the step and the arguments of `batch`."""
 
     def __init__(self, seed: int, filler_weight: float = 0.05, corpus_characters: int = 6_000_000):
         self.vocabulary, self.filler_weight, self.seed = Vocabulary(), filler_weight, seed
@@ -70,7 +72,7 @@ class TrainingData:
         return [self.vocabulary.ids[c] for c in text]
 
     def _segments(self, task: str, room: int) -> list[tuple[list[int], list[float]]]:
-        """(tokens, weights) that fill exactly `room` tokens but for a short rest."""
+        """Segments (tokens, weights) that fill `room` tokens, except for a short rest."""
         if task == "copy":
             text = self._spell(_digits_and_letters(self.rng, (room - 2) // 2))
             bar = self._spell("|")
@@ -110,8 +112,11 @@ class TrainingData:
     def _positions(
         self, lengths: list[int], total: int, max_position: int, share: float
     ) -> np.ndarray:
-        """0.. with up to three jumps between segments in `share` of the sequences, so that what is
-        learnt at a short length carries to distances up to max_position."""
+        """Positions from 0, with up to three jumps between segments in `share` of the sequences.
+
+        With jumps, what the model learns in short sequences holds for distances up to
+        `max_position`.
+        """
         steps, slack = np.ones(total, np.int32), max_position - total
         if slack > 0 and self.rng.random() < share:
             starts, n = np.cumsum(lengths)[:-1], int(self.rng.integers(1, 4))
@@ -124,7 +129,7 @@ class TrainingData:
     def batch(
         self, step: int, length: int, size: int, mix: dict[str, float], max_position=0, share=0.35
     ) -> Batch:
-        """`size` sequences of `length` labels, tasks drawn from `mix` (task -> probability)."""
+        """`size` sequences of `length` labels. `mix` gives the probability of each task."""
         self.rng = np.random.default_rng([self.seed, 0, step])
         names, total = list(mix), sum(mix.values())
         rows, tasks = [], []
@@ -156,13 +161,17 @@ def _digits_and_letters(rng, n: int) -> str:
 
 
 def _labelled(question: list[int], answer: list[int], task: str) -> tuple[list[int], list[float]]:
-    """Answers weigh 1, their first token 2, and what needs several keys or a sum more."""
+    """Question and answer with weights.
+
+    The tokens of an answer weigh 1, its first token 2, and tokens that need several keys or a sum
+    weigh more.
+    """
     weights = [2.0] + [1.0] * (len(answer) - 1)
     match task:
         case "count":
             weights[0] = 4.0
-        case "values":  # Whether there is one more value.
+        case "values":  # These tokens tell whether one more value follows.
             weights[2::3] = [3.0] * len(weights[2::3])
-        case "cot":  # The sums.
+        case "cot":  # These tokens are sums.
             weights[12:-4:14] = [3.0] * len(weights[12:-4:14])
     return question + answer, [0.0] * len(question) + weights

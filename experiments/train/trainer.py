@@ -1,7 +1,8 @@
 """The trainer of the bundled model: schedule, optimizer, step, checkpoints.
 
-Lengths, position jumps and learning rates are functions of the tokens seen so far, and a step's
-data one of seed and step: a run is repeatable, and a resumed run equals one that never stopped.
+Lengths, position jumps and learning rates depend only on the tokens seen so far, and the data of a
+step only on seed and step. So a run can be repeated, and a resumed run equals one that never
+stopped.
 """
 
 import json
@@ -27,23 +28,38 @@ from experiments.train.attention import batched_attend
 from experiments.train.data import Batch, TrainingData
 from models import llama, params
 from models.config import ModelConfig
+from paged import checks
+from paged.checks import described
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is a function of, besides the model's configuration."""
+    """What a run is a function of, besides the model's configuration. Each field says what it is.
 
-    tokens: float = 9.5e6
-    lengths: str = "0:128=1"
-    mix: str = "0:needles=1"
-    batch_tokens: int = 4096
-    muon_lr: float = 0.02
-    adam_lr: float = 3e-3
-    rates: str = "0:1;5e6:1;9.5e6:.02"
-    max_position: int = 4352
-    jump_from: float = 3.4e6
-    seed: int = 1
-    corpus_characters: int = 6_000_000
+    Raises ValueError for values of the wrong type and for negative numbers.
+    """
+
+    tokens: float = described(9.5e6, "budget")
+    lengths: str = described("0:128=1", "tokens seen:length=probability,...;...")
+    mix: str = described("0:needles=1", "tokens seen:training task=probability,...;...")
+    batch_tokens: int = described(4096, "tokens of a step (half as many below length 256)")
+    muon_lr: float = described(0.02, "learning rate of matrices")
+    adam_lr: float = described(3e-3, "learning rate of all other parameters")
+    rates: str = described(
+        "0:1;5e6:1;9.5e6:.02",
+        "tokens seen:factor on both learning rates;..., with lines between these points",
+    )
+    max_position: int = described(
+        4352, "positions jump up to here, so that retrieval carries this far"
+    )
+    jump_from: float = described(3.4e6, "tokens seen when jumps begin")
+    seed: int = described(1, "of weights and data")
+    corpus_characters: int = described(6_000_000, "of filler text")
+
+    def __post_init__(self):
+        checks.make_plain(self)
+        numbers = {name: x for name, x in vars(self).items() if not isinstance(x, str)}
+        checks.require(self, {name: (x >= 0, "at least 0") for name, x in numbers.items()})
 
 
 def shares_at(schedule: str, tokens: int) -> dict[str, float]:
@@ -54,14 +70,14 @@ def shares_at(schedule: str, tokens: int) -> dict[str, float]:
 
 
 def rate_at(step: int, tokens: int, rates: str) -> float:
-    """Factor on both learning rates: 50 steps of warm-up, times lines between the points of
-    'tokens:factor;...'."""
+    """The factor on both learning rates: a warm-up of 50 steps, times the value of the lines
+    between the points of 'tokens:factor;...'."""
     points = np.array([point.split(":") for point in rates.split(";")], float)
     return min(1.0, (step + 1) / 50) * float(np.interp(tokens, points[:, 0], points[:, 1]))
 
 
 def initialise(config: ModelConfig, key):
-    """Random parameters; QK gains of 1.5 make attention selective enough to learn copying early."""
+    """Random parameters. QK gains of 1.5 make attention selective, so copying is learnt early."""
     p = params.init(llama.declare(config), key)
     residual = (2 * config.num_layers) ** -0.5
     factors = {"q_norm": 1.5, "k_norm": 1.5, "wo": residual, "w_down": residual}
@@ -73,7 +89,7 @@ def initialise(config: ModelConfig, key):
 def make_optimizer(config: ModelConfig, muon_lr: float, adam_lr: float):
     """Muon for the layers' matrices, Adam for embeddings, head and gains.
 
-    One object for equal arguments, so that `_train_step` is traced once for all trainers.
+    Equal arguments give the same object, so that `_train_step` is traced once for all trainers.
     """
     declared = llama.declare(config)
     matrix = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
@@ -108,7 +124,7 @@ def predict(p, config: ModelConfig, tokens_BxT, positions_BxT):
 
 
 def loss_fn(p, config: ModelConfig, tokens, weights, positions):
-    """Weighted mean loss; and per sequence how many answer tokens were right, of how many."""
+    """The weighted mean loss; and for each sequence the answer tokens that are right, and all."""
     logits = predict(p, config, tokens[:, :-1], positions[:, :-1])
     labels, weights = tokens[:, 1:], weights[:, 1:]
     nll = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
@@ -137,7 +153,7 @@ def _argmax(config, p, tokens):
 
 
 def held_out(p, config: ModelConfig, names, lengths, num: int, seed: int = 0) -> dict[str, float]:
-    """Teacher-forced exact match {'task@length': share} on prompts that training never draws."""
+    """Exact match with teacher forcing, {'task@length': share}, on prompts not used in training."""
     result, vocabulary = {}, build_tokenizer.Vocabulary()
     for name, length in ((name, length) for length in lengths for name in names):
         if length < tasks.MIN_CONTEXT.get(name, 256):
@@ -200,14 +216,14 @@ class Trainer:
         shares = np.array(list(lengths.values()))
         rng = np.random.default_rng([self.options.seed, 2, step])
         length = int(list(lengths)[rng.choice(len(lengths), p=shares / shares.sum())])
-        # Half batches at first: induction needs many steps rather than many tokens.
+        # Batches are half as large at first, because induction needs many steps, not many tokens.
         budget = self.options.batch_tokens // (2 if length < 256 else 1)
         reach = self.options.max_position if tokens >= self.options.jump_from else 0
         mix = shares_at(self.options.mix, tokens)
         return self.data.batch(step, length, max(1, budget // length), mix, reach)
 
     def advance(self) -> tuple[Batch, float, tuple]:
-        """One step: its batch, loss and `loss_fn`'s counts. The next batch is drawn meanwhile."""
+        """Train one step and meanwhile draw the next batch. Returns batch, loss and counts."""
         batch = self.ahead.result() if self.ahead else self._draw(self.step, self.tokens)
         count = batch.tokens[:, 1:].size
         self.ahead = self.pool.submit(self._draw, self.step + 1, self.tokens + count)

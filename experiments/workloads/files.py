@@ -1,4 +1,4 @@
-"""Readers of the file formats that workloads come in. They know formats, not models.
+"""Readers of the file formats of workloads. They know formats, not models.
 
 Every reader raises ValueError, naming the file and the line, for what it cannot read.
 """
@@ -12,17 +12,20 @@ from experiments.lib.text_files import parse_json_line, read_csv, read_json_list
 
 PROMPT_FIELDS = {"prompt", "answer", "max_tokens", "stop", "task"}
 TRACE_COLUMNS = (
-    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),  # as Azure publishes it
-    ("arrived_at", "num_prefill_tokens", "num_decode_tokens"),  # as simulators process it, seconds
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),  # As published by Azure.
+    ("arrived_at", "num_prefill_tokens", "num_decode_tokens"),  # For simulators; in seconds.
 )
 
 
-# The longest wait for an arrival, about 31 years: beyond it clocks overflow or lose precision.
+# The latest arrival, after about 31 years. Clocks overflow or lose precision beyond it.
 MAX_ARRIVAL_S = 1e9
 
 
 def read_prompts(path: str) -> Iterator[tuple[str, dict]]:
-    """(where, entry) of each prompt: JSON lines if the file is .jsonl, else one prompt a line."""
+    """The prompts of a file as (place in the file, entry).
+
+    A .jsonl file holds JSON lines, and any other file one prompt per line.
+    """
     for number, line in enumerate(read_lines(path), 1):
         where = f"{path}:{number}"
         if not line.strip():
@@ -55,7 +58,7 @@ def _prompt_entry(entry: Any, where: str) -> dict:
 
 
 def read_sharegpt(path: str) -> Iterator[tuple[str, str]]:
-    """(prompt, answer): the first human turn that a gpt turn answers, of each conversation."""
+    """The (prompt, answer) of each conversation: its first human turn that a gpt turn follows."""
     for where, entry in read_json_list(path):
         turns = entry.get("conversations") if isinstance(entry, dict) else None
         if not isinstance(turns, list):
@@ -70,14 +73,14 @@ def read_sharegpt(path: str) -> Iterator[tuple[str, str]]:
 
 
 def read_alpaca(path: str) -> Iterator[tuple[str, str]]:
-    """(prompt, answer) of each instruction, with its input on a line of its own."""
+    """The (prompt, answer) of each instruction. An input is a second line of the prompt."""
     for where, entry in read_json_list(path):
         _check_texts(entry, ("instruction", "input", "output"), where)
         yield "\n".join(filter(None, (entry["instruction"], entry["input"]))), entry["output"]
 
 
 def read_trace(path: str) -> list[tuple[float, int, int]]:
-    """(arrival in s, prompt tokens, output tokens) of each row, by arrival; the first is at 0."""
+    """The rows as (arrival in s, prompt tokens, output tokens), by arrival; the first is at 0."""
     rows = []
     for where, columns, row in read_csv(path, *TRACE_COLUMNS):
         values = [row[c] for c in columns]

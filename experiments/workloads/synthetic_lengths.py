@@ -1,6 +1,6 @@
 """Prompt and output lengths with the means that the vLLM paper publishes (§6.1, Fig. 11).
 
-Only the means are published, so the shape is ours: log-normal, with a declared sigma.
+Only the means are published. The shape is our choice: log-normal, with a sigma that is declared.
 """
 
 import math
@@ -9,30 +9,32 @@ from typing import Any
 
 import numpy as np
 
-PUBLISHED_MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}  # prompt, output tokens
-# The paper tells no lengths of WMT16's sentences: English in, German out, as tokens of LLaMA.
+# Mean tokens of prompt and of output.
+PUBLISHED_MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
+# The paper gives no lengths for WMT16. Ours are for English to German, in tokens of LLaMA.
 MEANS = PUBLISHED_MEANS | {"translation": (30.0, 40.0)}
-MEAN_EARLIER_ROUNDS = 4  # of a chat; ours: the paper says that most reach its 1,024 tokens
+# Earlier rounds of a chat. The choice is ours: the paper says that most chats reach 1,024 tokens.
+MEAN_EARLIER_ROUNDS = 4
 QUANTILES = 4096
 
 
 def draw(
     count: int, dataset: str, sigma: float, limit: int, seed: int
 ) -> tuple[list[tuple[int, int]], dict[str, Any]]:
-    """`count` pairs of (prompt, output) tokens, at most `limit` together, and notes for the report.
+    """`count` pairs of (prompt, output) tokens, and notes for the report.
 
-    A prompt takes at most half of the limit and an output what the prompt left. Clipping would
-    lower the means, so the scale is raised until they are as published. A mean above half of its
-    cap is out of reach without piling lengths up there, and is lowered to that half; the notes
-    tell.
+    A pair has at most `limit` tokens. A prompt is clipped to half of the limit, and an output to
+    what the prompt leaves. Clipping lowers the means, so the scale is raised until the means are as
+    published. With a mean above half of its cap, many lengths would equal the cap, so such a mean
+    is lowered to half of the cap, and the notes say so.
 
-    Raises: ValueError if limit < 2.
+    Raises ValueError if limit < 2.
     """
     if limit < 2:
         raise ValueError(f"a context of {limit} tokens has no room for a prompt and an output")
     wanted_prompt, wanted_output = MEANS[dataset]
     normals = np.random.default_rng([seed, 1]).standard_normal((count, 2))
-    # The distribution has the published means; a sample of it differs by chance.
+    # The distribution has the published means. The means of a sample differ by chance.
     quantiles = np.array([NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES)])
     partners = np.random.default_rng(0).permutation(quantiles)
 
@@ -63,7 +65,7 @@ def draw(
 def draw_divided(
     count: int, dataset: str, sigma: float, limit: int, seed: int, divisor: int
 ) -> tuple[list[tuple[int, int]], dict[str, Any]]:
-    """As `draw`, with all lengths divided by `divisor`; then at most `limit` together."""
+    """As `draw`, with all lengths divided by `divisor`. A pair then has at most `limit` tokens."""
     pairs, notes = draw(count, dataset, sigma, limit * divisor, seed)
     if divisor == 1:
         return pairs, notes
@@ -76,8 +78,11 @@ def draw_divided(
 def draw_chats(
     count: int, sigma: float, limit: int, half: int, seed: int, divisor: int
 ) -> tuple[list[tuple[int, int]], dict[str, Any]]:
-    """As `draw_divided`, of the ends of conversations: rounds of ShareGPT's lengths, each at most
-    `limit` tokens, and a query, cut to their last `half` tokens; as many are generated at most."""
+    """As `draw_divided`, for the ends of conversations.
+
+    A conversation has rounds with ShareGPT's lengths, each of at most `limit` tokens, and then a
+    query. A prompt is its last `half` tokens, and an output has at most `half` tokens.
+    """
     rng = np.random.default_rng([seed, 3])
     earlier = rng.geometric(1 / (1 + MEAN_EARLIER_ROUNDS), count) - 1
     num_rounds = int((earlier + 1).sum())
@@ -96,7 +101,7 @@ def draw_chats(
 
 
 def _lengths(normals: np.ndarray, sigma: float, scale: float, caps: np.ndarray) -> np.ndarray:
-    """Whole lengths from standard normals, int64, between 1 and `caps`."""
+    """Lengths int64 from standard normals, clipped to between 1 and `caps`."""
     return np.clip(np.rint(scale * np.exp(sigma * normals)), 1, caps).astype(np.int64)
 
 

@@ -1,15 +1,15 @@
-"""What the server is asked: requests with arrival times, from files, tasks or statistics.
+"""Workloads: requests with arrival times, from files, tasks or statistics.
 
-`--workload` names a kind and, after a colon, where it comes from:
+`--workload` names a kind and, after a colon, its source:
 
-    prompts:FILE      .jsonl: {"prompt", "answer", "max_tokens", "stop", "task"} a line, all but the
-                      first optional; any other text: one prompt a line
+    prompts:FILE      .jsonl: an object {"prompt", "answer", "max_tokens", "stop", "task"} per line,
+                      of which only "prompt" is required; any other file: one prompt per line
     sharegpt:FILE     ShareGPT_V3 conversations (JSON): prompts and output lengths of real chats
-    alpaca:FILE       Stanford Alpaca instructions (JSON): the same
+    alpaca:FILE       Stanford Alpaca instructions (JSON): likewise
     trace:FILE        CSV of arrivals, prompt lengths and output lengths
     tasks:A,B         new prompts of the tasks in experiments/tasks/tasks.py, with their answers
     sharegpt, alpaca  synthetic lengths with the published means (vLLM §6.1)
-    translation       a prefix that all requests share, and a sentence each (vLLM §6.4)
+    translation       a prefix that all requests share, and then a sentence (vLLM §6.4)
     chatbot           the end of a long conversation (vLLM §6.5)
 
 Where only lengths are known, prompts are random ordinary tokens and EOS is ignored.
@@ -26,6 +26,7 @@ import numpy as np
 from experiments.tasks import tasks
 from experiments.workloads import files, synthetic_lengths
 from paged import checks
+from paged.checks import described
 from paged.requests.validation import check_stop_strings
 
 SYNTHETIC = ("sharegpt", "alpaca", "translation", "chatbot")
@@ -33,16 +34,19 @@ FORMS = (
     "prompts:FILE, sharegpt:FILE, alpaca:FILE, trace:FILE, tasks:NAMES, sharegpt, alpaca, "
     "translation or chatbot"
 )
-# The context of the models that the paper served, which bounds its workloads too.
+# The context of the models that the paper served. It bounds the paper's workloads, too.
 PAPER_CONTEXT = 2048
 # vLLM's serving benchmark drops pairs of texts that are shorter or longer than this.
 MIN_PAIR_TOKENS, MAX_PAIR_PROMPT = 4, 1024
-PREFIX_TOKENS = {1: 80, 5: 341}  # of a translation, by its examples (vLLM Fig. 16)
+PREFIX_TOKENS = {1: 80, 5: 341}  # Of translation, by number of examples (vLLM Fig. 16).
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request; arrival_s counts from the start of the workload, answer is the expected text."""
+    """One request.
+
+    arrival_s: seconds since the start of the workload.  answer: the expected text.
+    """
 
     arrival_s: float
     prompt: str | list[int]
@@ -55,7 +59,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests in order of arrival, and notes on how they were made (they go into report.json)."""
+    """Requests in order of arrival, and notes on their origin, which go into report.json."""
 
     requests: list[Request]
     notes: dict[str, Any] = field(default_factory=dict)
@@ -80,32 +84,26 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """How to make a workload; fields are flags of the same name.
-
-    num_requests: at most so many; a file may hold fewer.
-    request_rate: Poisson arrivals per second, inf for all at once.
-    max_tokens: output tokens for prompts that do not say.
-    context_length: tokens of a prompt of `tasks:`.
-    time_scale: multiplies a trace's arrival times.
-    overlong: what becomes of a trace's requests that exceed the context: error, clip or drop.
-    length_sigma: of the synthetic log-normal lengths.
-    length_divisor: divides all synthetic lengths, and the context of 2,048 tokens that bounds them.
-    num_shots: examples in the prefix of `translation`.
+    """How to make a workload; fields are flags of the same name, and each says what it is.
 
     Raises: ValueError naming the flag, on construction.
     """
 
-    workload: str
-    num_requests: int = 64
-    request_rate: float = math.inf
-    seed: int = 0
-    max_tokens: int = 64
-    context_length: int = 512
-    time_scale: float = 1.0
-    overlong: str = "error"
-    length_sigma: float = 1.0
-    length_divisor: int = 1
-    num_shots: int = 1
+    workload: str = field(metadata={"help": FORMS})
+    num_requests: int = described(64, "requests at most; a file may hold fewer")
+    request_rate: float = described(math.inf, "Poisson arrivals per second; inf for all at once")
+    seed: int = described(0, "of lengths, tokens and arrivals")
+    max_tokens: int = described(64, "output tokens for prompts that do not say")
+    context_length: int = described(512, "tokens of a prompt of --workload=tasks:...")
+    time_scale: float = described(1.0, "multiplies a trace's arrival times")
+    overlong: str = described("error", "a trace's requests beyond the context: error, clip or drop")
+    length_sigma: float = described(1.0, "spread of the synthetic log-normal lengths")
+    length_divisor: int = described(
+        1,
+        f"divides all synthetic lengths and the context, of {PAPER_CONTEXT:,} tokens, that bounds "
+        "them",
+    )
+    num_shots: int = described(1, "examples in the shared prefix of --workload=translation: 1 or 5")
 
     def __post_init__(self):
         checks.make_plain(self, unbounded=("request_rate", "time_scale"))
@@ -177,9 +175,12 @@ def poisson_arrivals(count: int, rate: float, seed: int) -> np.ndarray:
 
 
 def _arriving(workload: Workload, arrivals: Sequence[float], cause: str) -> Workload:
-    """The requests, arriving then; cause: what to blame for arrivals that no clock can wait for."""
+    """The workload with these arrivals.
+
+    cause: what to name in the error if an arrival is too late for any clock.
+    """
     last, most = arrivals[-1], files.MAX_ARRIVAL_S
-    if not last <= most:  # nor not a number
+    if not last <= most:  # This refuses NaN as well.
         raise ValueError(f"{cause}: the last request arrives at {last:g} s; at most {most:g} s")
     arrived = [replace(r, arrival_s=s) for r, s in zip(workload.requests, arrivals)]
     return replace(workload, requests=arrived)
@@ -212,7 +213,7 @@ def _tasks(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
 
 
 def task_entry(prompt: tasks.TaskPrompt) -> dict:
-    """A task's prompt as a line of a prompts file. A story may go on in many ways: no answer."""
+    """A task's prompt as a line of a prompts file. A story can go on in many ways: no answer."""
     answer = {} if prompt.task == "story" else {"answer": prompt.answer, "stop": list(prompt.stop)}
     return {"task": prompt.task, "prompt": prompt.prompt, "max_tokens": prompt.max_tokens} | answer
 
@@ -289,7 +290,7 @@ def _trace(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
 
 
 def _clip(prompt: int, output: int, limit: int) -> tuple[int, int]:
-    # The output yields only down to half of the context; the prompt gives the rest.
+    # The output is cut to half of the context at most, and then the prompt is cut.
     output = min(output, max(limit // 2, limit - prompt))
     return min(prompt, limit - output), output
 
@@ -303,7 +304,7 @@ def _synthetic(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
 
 
 def _translation(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
-    """The same instruction and examples, then a sentence: prompts of one shared prefix."""
+    """Prompts that share a prefix, the instruction and examples, before their sentences."""
     context = _context(config, vocabulary)
     prefix_tokens = max(1, PREFIX_TOKENS[config.num_shots] // config.length_divisor)
     if context < prefix_tokens + 2:
@@ -333,7 +334,7 @@ def _chatbot(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
 
 
 def _context(config: WorkloadConfig, vocabulary: Vocabulary) -> int:
-    """Tokens of the longest synthetic sequence."""
+    """The tokens of the longest synthetic sequence."""
     return min(PAPER_CONTEXT // config.length_divisor, vocabulary.max_model_len)
 
 

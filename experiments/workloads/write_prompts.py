@@ -5,23 +5,19 @@ python -m experiments.workloads.write_prompts --prompts=needle:256:8,story:160:4
 
 import json
 import random
-from collections.abc import Sequence
 
 from absl import flags
 
-from experiments.lib import program, run_record
+from experiments.lib import run_record
+from experiments.lib.program import Options, Program, refusals
 from experiments.tasks import tasks
 from experiments.workloads import workloads
 
-FLAGS = flags.FLAGS
 
-
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
+def define_flags() -> None:
     flags.DEFINE_list("prompts", None, "task:context length:number, ...", required=True)
     flags.DEFINE_string("output", None, "the file to write", required=True)
     flags.DEFINE_integer("seed", 0, "of the prompts and their order", lower_bound=0)
-    return ["prompts", "output", "seed"]
 
 
 def lines(wanted: list[str], seed: int) -> list[str]:
@@ -38,12 +34,14 @@ def lines(wanted: list[str], seed: int) -> list[str]:
     return [json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries]
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        made = lines(FLAGS.prompts, FLAGS.seed)
-    run_record.write_whole(FLAGS.output, "".join(made))
-    print(f"{len(made)} prompts in {FLAGS.output}")
+def main(options: Options) -> None:
+    with refusals():
+        made = lines(options.prompts, options.seed)
+    run_record.write_whole(options.output, "".join(made))
+    print(f"{len(made)} prompts in {options.output}")
 
+
+PROGRAM = Program(main, define_flags)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

@@ -4,14 +4,17 @@ import numpy as np
 
 from paged.blocks.prefix_cache import PrefixCache
 
-NULL_BLOCK = 0  # never allocated: what unused table entries name
+NULL_BLOCK = 0  # Never allocated. Unused entries of block tables name it.
 
 
 class BlockPool:
-    """`num_blocks` physical blocks, block 0 reserved; allocate and release cost O(blocks moved).
+    """`num_blocks` physical blocks, of which block 0 is reserved.
 
-    Free blocks form a stack, so the most recently used come back first. With a prefix cache,
-    published blocks stay in it when their last owner leaves, and are taken when the stack is empty.
+    Allocating or releasing n blocks takes time O(n). Free blocks form a stack, so the most recently
+    freed blocks are allocated first. With a prefix cache, a published block stays cached when its
+    last owner releases it, and is evicted only when the stack is empty.
+
+    Raises ValueError for fewer than 2 blocks.
     """
 
     def __init__(self, num_blocks: int, cache: PrefixCache | None = None):
@@ -28,12 +31,12 @@ class BlockPool:
 
     @property
     def capacity(self) -> int:
-        """Blocks that sequences can ever hold."""
+        """The number of blocks that sequences can hold."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Blocks without owners, those that are kept for their content included."""
+        """The number of blocks without owners, including those that the prefix cache keeps."""
         return self._num_stacked + (len(self.cache.idle) if self.cache else 0)
 
     @property
@@ -64,7 +67,7 @@ class BlockPool:
         self._num_stacked += len(blocks)
 
     def share(self, blocks: np.ndarray) -> None:
-        """One more owner for each of the distinct `blocks`, which have owners or are idle."""
+        """Add an owner to each of the distinct `blocks`, which have owners or are idle."""
         for block in blocks[self.refcounts[blocks] == 0].tolist():
             assert self.cache and block in self.cache.idle, f"shared the free block {block}"
             del self.cache.idle[block]
@@ -73,7 +76,7 @@ class BlockPool:
             self._operations.append(("share", blocks.copy()))
 
     def release(self, blocks: np.ndarray) -> None:
-        """One owner fewer for each of the distinct `blocks`, given in the order of their tokens."""
+        """Remove an owner of each of the distinct `blocks`, given in the order of their tokens."""
         assert (self.refcounts[blocks] > 0).all(), "released a free block"
         self.refcounts[blocks] -= 1
         if len(blocks):
@@ -81,7 +84,8 @@ class BlockPool:
         freed = blocks[self.refcounts[blocks] == 0]
         if self.cache:
             kept = np.array([block in self.cache for block in freed.tolist()], bool)
-            # The end of a prefix goes first when memory is needed: without it the rest is of use.
+            # The last block of a prefix is evicted first: the blocks before it stay useful without
+            # it, but it is not found without them.
             self.cache.idle.update(dict.fromkeys(freed[kept][::-1].tolist()))
             freed = freed[~kept]
         self._push(freed)
@@ -96,6 +100,6 @@ class BlockPool:
         assert np.array_equal(unowned, expected), "a block is lost, or free twice"
 
     def drain_operations(self) -> list[tuple[str, np.ndarray]]:
-        """(verb, blocks) of all that was done since the last call."""
+        """The operations since the last call, as (verb, blocks)."""
         operations, self._operations = self._operations, []
         return operations

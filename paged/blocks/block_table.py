@@ -1,8 +1,8 @@
 """Block tables: each sequence's logical blocks → physical blocks (vLLM §4.3, Fig. 6).
 
-Sequences are known by their slot. All that decoding methods need are the verbs `fork`, `append` and
-`free` (§5.2). Rows are numpy arrays, so that a step over hundreds of sequences costs a few vector
-operations plus a short loop over those that enter a new block.
+A sequence is named by its slot. All decoding methods are built from `fork`, `append` and `free`
+(§5.2). The tables are numpy arrays, so that a step over hundreds of sequences costs a few vector
+operations, and a short loop over the sequences that copy a block.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from paged.blocks.block_pool import NULL_BLOCK, BlockPool
 class SwappedTables:
     """Tables of sequences whose blocks are in the host's memory (§4.5, swapping).
 
-    blocks: the host blocks of each sequence, shared as they were.  num_tokens: of each sequence.
+    blocks: the host blocks of each sequence. Sequences share host blocks as they shared blocks.
+    num_tokens: the tokens of each sequence.
     """
 
     blocks: list[np.ndarray]
@@ -32,7 +33,7 @@ class BlockTables:
 
     blocks:     [num_slots, M] int32 physical blocks; `NULL_BLOCK` beyond num_blocks.
     num_blocks: [num_slots] logical blocks in use.
-    num_tokens: [num_slots] tokens for which there is room: all blocks but the last are full.
+    num_tokens: [num_slots] tokens for which there is room. All blocks but the last are full.
     """
 
     def __init__(self, pool: BlockPool, num_slots: int, max_tokens: int, page_size: int):
@@ -40,14 +41,14 @@ class BlockTables:
         self.blocks = np.full((num_slots, -(-max_tokens // page_size)), NULL_BLOCK, np.int32)
         self.num_blocks = np.zeros(num_slots, np.int64)
         self.num_tokens = np.zeros(num_slots, np.int64)
-        self._forked = False  # until then no last block is shared that is not full
+        self._forked = False  # Until a fork all shared blocks are full, so none is copied on write.
 
     def blocks_for(self, num_tokens):
-        """Blocks that hold `num_tokens` tokens (an int or an array)."""
+        """The number of blocks that hold `num_tokens` tokens (an int or an array)."""
         return -(-num_tokens // self.page_size)
 
     def _copies_tail(self, slots, num_tokens):
-        """Rows of `slots` that would write into a last block that has other owners."""
+        """The indices into `slots` whose last block has other owners and would be written."""
         if not self._forked:
             return np.zeros(0, np.int64)
         tails = self.blocks[slots, self.num_blocks[slots] - 1]
@@ -56,10 +57,10 @@ class BlockTables:
         return shared[(have % self.page_size > 0) & (num_tokens[shared] > have)]
 
     def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
-        """Whether `append` finds the blocks that it takes."""
+        """Whether there are enough free blocks for `append`."""
         if not len(slots):
             return True
-        # Most often there is enough for the worst case, which is cheaper to tell than the case.
+        # Most often there are enough blocks for the worst case, which is cheaper to compute.
         tokens = max(0, int((num_tokens - self.num_tokens[slots]).max()))
         if self.pool.can_allocate(len(slots) * (1 + self.blocks_for(tokens))):
             return True
@@ -67,7 +68,7 @@ class BlockTables:
         return self.pool.can_allocate(growth + self._num_copies(slots, num_tokens))
 
     def _num_copies(self, slots, num_tokens) -> int:
-        """Blocks that copies-on-write take: the last owner of a block writes into it as it is."""
+        """The blocks that copy-on-write takes. The last owner of a block writes without a copy."""
         writers = slots[self._copies_tail(slots, num_tokens)]
         tails, counts = np.unique(
             self.blocks[writers, self.num_blocks[writers] - 1], return_counts=True
@@ -77,20 +78,20 @@ class BlockTables:
     def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> list[tuple[int, int]]:
         """Make room for sequences `slots` [S] to hold `num_tokens` [S] tokens.
 
-        A last block that is shared and not full is replaced by a new one (copy-on-write, §4.4): the
-        (source, destination) pairs returned must be copied on the device before it is written.
+        A last block that is shared and not full is replaced by a new one (copy-on-write, §4.4).
+        Returns (source, destination) pairs of blocks, which the device must copy before it writes.
         """
         copies = []
         for slot in slots[self._copies_tail(slots, num_tokens)]:
             last = self.num_blocks[slot] - 1
             source = self.blocks[slot, last : last + 1].copy()
-            # The other owner may have copied, and so unshared it, a moment ago in this loop.
+            # An earlier iteration may have made this sequence the only owner.
             if self.pool.refcounts[source[0]] > 1:
                 self.blocks[slot, last] = self.pool.allocate(1)[0]
                 self.pool.release(source)
                 copies.append((int(source[0]), int(self.blocks[slot, last])))
         growth = self.blocks_for(num_tokens) - self.num_blocks[slots]
-        grows = np.flatnonzero(growth > 0)  # few of those that generate
+        grows = np.flatnonzero(growth > 0)  # Few, while sequences generate.
         if len(grows):
             growing, growth = slots[grows], growth[grows]
             have = self.num_blocks[growing]
@@ -102,13 +103,13 @@ class BlockTables:
         return copies
 
     def adopt(self, slot: int, blocks: np.ndarray, num_tokens: int) -> None:
-        """The empty `slot` becomes one more owner of `blocks`, which hold its first tokens."""
+        """Make the empty `slot` an owner of `blocks`, which hold its first `num_tokens` tokens."""
         self.pool.share(blocks)
         self._take(slot, blocks, num_tokens)
 
     def fork(self, parent: int, child: int, num_tokens: int | None = None) -> None:
-        """The empty slot `child` becomes one more owner of the blocks that hold the first
-        `num_tokens` tokens of `parent`, by default all."""
+        """Make the empty slot `child` an owner of the blocks with `parent`'s first `num_tokens`
+        tokens, by default all of them."""
         num_tokens = int(self.num_tokens[parent]) if num_tokens is None else num_tokens
         assert num_tokens <= self.num_tokens[parent], "a fork of tokens that are not there"
         blocks = self.blocks[parent, : self.blocks_for(num_tokens)].copy()
@@ -129,7 +130,7 @@ class BlockTables:
         self.num_blocks[slot] = self.num_tokens[slot] = 0
 
     def shared_room(self) -> int:
-        """Tokens for which last blocks have room, each counted once less than it has owners."""
+        """The room in last blocks that are shared, counted for all of their owners but one."""
         slots = np.flatnonzero(self.num_blocks) if self._forked else ()
         if not len(slots):
             return 0
@@ -138,15 +139,17 @@ class BlockTables:
         return int(room.sum() - room[np.unique(tails, return_index=True)[1]].sum())
 
     def num_distinct(self, slots: list[int]) -> int:
-        """Blocks that `slots` hold, one that they share counted once."""
+        """The number of blocks that `slots` hold. A block that they share counts once."""
         blocks = self.blocks[slots]
         return len(np.unique(blocks[blocks != NULL_BLOCK]))
 
     def swap_out(
         self, slots: list[int], host: BlockPool
     ) -> tuple[SwappedTables, list[tuple[int, int]]]:
-        """Give up all blocks of `slots` for blocks of the pool `host`; a block that they share
-        goes once. Also returns (block, host block) pairs to be copied before anything is written.
+        """Exchange all blocks of `slots` for blocks of the pool `host`.
+
+        A block that they share is swapped once. Returns the tables, and (block, host block) pairs,
+        which must be copied before anything is written.
         """
         tables = [self.blocks[slot, : self.num_blocks[slot]].copy() for slot in slots]
         blocks = np.unique(np.concatenate(tables))
@@ -160,7 +163,7 @@ class BlockTables:
     def swap_in(
         self, slots: list[int], swapped: SwappedTables, host: BlockPool
     ) -> list[tuple[int, int]]:
-        """Undo `swap_out` for the empty `slots`; (host block, block) pairs to be copied."""
+        """Undo `swap_out` for the empty `slots`. Returns the (host block, block) pairs to copy."""
         on_host = swapped.distinct
         taken, owned = self.pool.allocate(len(on_host)), np.zeros(len(on_host), bool)
         for slot, table, num_tokens in zip(slots, swapped.blocks, swapped.num_tokens, strict=True):
@@ -172,6 +175,6 @@ class BlockTables:
         return list(zip(on_host.tolist(), taken.tolist()))
 
     def filled(self, slot: int) -> np.ndarray:
-        """Tokens in each logical block of `slot`: the '# filled' of Fig. 6."""
+        """The tokens in each logical block of `slot`, called '# filled' in Fig. 6."""
         first = np.arange(self.num_blocks[slot]) * self.page_size
         return np.minimum(self.num_tokens[slot] - first, self.page_size)

@@ -1,21 +1,23 @@
-"""A buddy allocator: contiguous runs of blocks, each a power of two (vLLM §6.1, Baseline 2)."""
+"""A buddy allocator: contiguous runs of 2^k blocks (vLLM §6.1, Baseline 2)."""
 
 
 class BuddyAllocator:
-    """`size` blocks 0 .. size - 1, at first in the fewest runs of powers of two, the largest first.
+    """Blocks 0 to `size` - 1. At first they form as few runs as possible, the largest run first.
 
-    A run of 2^k blocks starts at a multiple of 2^k. Its halves are buddies: a run that is too large
-    is split into them, and they merge when both are free. The smallest run that is large enough
-    serves, the lowest of its kind.
+    A run of 2^k blocks starts at a multiple of 2^k. Its two halves are buddies: a run that is too
+    large is split into them, and they merge again when both are free. A request gets the smallest
+    free run that is large enough, and of these the one with the lowest start.
     """
 
     def __init__(self, size: int):
-        """Raises ValueError if there is no block."""
+        """Raises ValueError if `size` is less than 1."""
         if size < 1:
             raise ValueError(f"a buddy allocator needs at least 1 block, not {size}")
         self.size = size
-        self._free: list[set[int]] = [set() for _ in range(size.bit_length())]  # starts, by order
-        self._allocated: dict[int, int] = {}  # start -> order
+        # The order of a run of 2^k blocks is k: starts of free runs by order, and order by start of
+        # allocated runs.
+        self._free: list[set[int]] = [set() for _ in range(size.bit_length())]
+        self._allocated: dict[int, int] = {}
         start = 0
         for order in reversed(range(size.bit_length())):
             if size >> order & 1:
@@ -24,7 +26,7 @@ class BuddyAllocator:
 
     @property
     def largest_run(self) -> int:
-        """Blocks of the largest run that can ever be allocated."""
+        """The number of blocks in the largest run that can be allocated."""
         return 1 << (self.size.bit_length() - 1)
 
     @property
@@ -33,12 +35,12 @@ class BuddyAllocator:
 
     @staticmethod
     def run_size(n: int) -> int:
-        """Blocks of the run that serves a request for `n`: the next power of two."""
+        """The blocks of the run that a request for `n` gets: `n` rounded up to a power of two."""
         return 1 << (n - 1).bit_length()
 
     def stranded(self, n: int) -> int:
-        """Free blocks in runs too small for `n`: external fragmentation, as a request for so many
-        meets it."""
+        """The free blocks in runs too small for `n`: the external fragmentation that a request for
+        `n` blocks meets."""
         small = ((order, starts) for order, starts in enumerate(self._free) if 1 << order < n)
         return sum(len(starts) << order for order, starts in small)
 
@@ -60,7 +62,7 @@ class BuddyAllocator:
         """Give back the run that begins at `start`."""
         assert start in self._allocated, f"no run begins at block {start}"
         order = self._allocated.pop(start)
-        # Of a run that was whole at first the buddy lies outside, and is never free.
+        # A run that was whole at first has no buddy: the place of the buddy lies beyond `size`.
         while (buddy := start ^ 1 << order) in self._free[order]:
             self._free[order].remove(buddy)
             start = min(start, buddy)

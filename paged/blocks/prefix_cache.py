@@ -1,8 +1,8 @@
-"""Automatic prefix caching: full blocks found again by the tokens that they hold.
+"""Automatic prefix caching: sequences find full blocks again by the tokens that these hold.
 
-A block is known by a hash chained over the tokens of all blocks before it and its own, and its own
-tokens are compared as well. Blocks are published once their tokens are confirmed; without owners
-they stay until their memory is needed, the least recently used first.
+The key of a block is a hash of its own tokens and of the key of the block before it. The block's
+own tokens are compared as well. A block is published once its tokens are confirmed. A published
+block without owners stays until its memory is needed; the least recently used is evicted first.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def chain(tokens: np.ndarray, page_size: int, key: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(key, content) of each full block of `tokens`, which follow a prefix of key `key`."""
+    """The (key, content) of each full block of `tokens`, which follow a prefix with key `key`."""
     data, size = tokens.tobytes(), page_size * tokens.itemsize
     for end in range(size, len(data) + 1, size):
         content = data[end - size : end]
@@ -29,10 +29,10 @@ def root_key(salt: str) -> bytes:
 class PrefixCache:
     """Which blocks hold which prefix; the block pool owns their memory.
 
-    Pinned prefixes may end in the middle of a block: such a tail is found by the key of the full
-    blocks before it, and copied by whoever goes on from it (vLLM §4.4).
+    A pinned prefix may end in the middle of a block. Such a tail is found by the key of the full
+    block before it, and a sequence that continues it copies the block (vLLM §4.4).
 
-    idle: published blocks without owners, the least recently used first.
+    idle: the published blocks without owners, the least recently used first.
     """
 
     def __init__(self):
@@ -45,8 +45,8 @@ class PrefixCache:
         return block in self._entries
 
     def find(self, links: Iterable[tuple[bytes, bytes]]) -> tuple[list[int], bytes | None]:
-        """The longest run of published blocks along the `chain` of a prompt, and its key (None
-        of no block)."""
+        """The longest run of published blocks along the `chain` of a prompt, and the key of its
+        last block (None if there is no block)."""
         blocks, last = [], None
         for key, content in links:
             block = self._blocks.get(key)
@@ -57,7 +57,7 @@ class PrefixCache:
         return blocks, last
 
     def find_tail(self, key: bytes, content: bytes) -> tuple[int, int] | None:
-        """(block, its bytes) of the longest pinned tail after `key` that `content` begins with."""
+        """The longest pinned tail after `key` with which `content` begins, as (block, bytes)."""
         fits = [t for t in self._tails.get(key, ()) if content.startswith(t[0])]
         return max(((block, len(tail)) for tail, block in fits), key=lambda t: t[1], default=None)
 
@@ -65,14 +65,14 @@ class PrefixCache:
         self._tails.setdefault(key, []).append((content, block))
 
     def publish(self, block: int, key: bytes, content: bytes) -> None:
-        """Let others find `block`, unless another block with the same content is known."""
+        """Let other sequences find `block`, unless a block with the same key is known."""
         if key not in self._blocks:
             assert block not in self._entries, f"block {block} is published twice"
             self._blocks[key] = block
             self._entries[block] = key, content
 
     def evict(self) -> int:
-        """Forget the least recently used idle block; returns it."""
+        """Forget the least recently used idle block and return it."""
         block, _ = self.idle.popitem(last=False)
         key, _ = self._entries.pop(block)
         del self._blocks[key]

@@ -107,7 +107,8 @@ class UnitMover:
 
 
 class SlotMover:
-    """The state of slots, for policies that have it. In the host's memory it lies under keys."""
+    """The state of slots, for policies that have it. In the host's memory it lies under keys, which
+    are not negative."""
 
     def __init__(self, shards: Shards, policy: KVPolicy, num_slots: int):
         device: Any = policy
@@ -119,42 +120,55 @@ class SlotMover:
         self._import = shards.jit(
             slots.import_slots, (SPLIT, WHOLE, SPLIT_UNITS), SPLIT, donate_argnums=0
         )
-        self._exported: dict[int, tuple[Any, int]] = {}  # key: (content of a call, place in it)
+        self._exported: dict[int, Any] = {}  # the state of one slot by key
+        self._on_its_way: list[tuple[list[int], Any]] = []  # (keys, content) of each call
 
     def reset(self) -> None:
         self._exported.clear()
+        self._on_its_way.clear()
 
     def warm_up(self, cache):
         nowhere = self._nowhere
         cache = self.copy(cache, [(nowhere, nowhere)])
         return self.before(
             cache,
-            Moves(slot_exports=[(nowhere, -1)], released=[nowhere], slot_imports=[(-1, nowhere)]),
+            Moves(slot_exports=[(nowhere, 0)], released=[nowhere], slot_imports=[(0, nowhere)]),
         )
 
     def before(self, cache, moves: Moves):
         """Exports, releases and imports, in this order."""
+        if moves.slot_exports:
+            self._land()  # or what was exported before would stay on the device too
         for part in _parts(moves.slot_exports, SLOTS_PER_CALL, (self._nowhere, -1)):
             content = self._export(cache, part[:, 0].copy())
             for leaf in jax.tree.leaves(content):
                 leaf.copy_to_host_async()
-            for place, key in enumerate(part[:, 1].tolist()):
-                self._exported[key] = content, place
+            self._on_its_way.append((part[:, 1].tolist(), content))
         released = [(slot, slot) for slot in moves.released]
         for part in _parts(released, SLOTS_PER_CALL, (self._nowhere, self._nowhere)):
             cache = self._release(cache, part[:, 0].copy())
         some_key = moves.slot_imports[0][0] if moves.slot_imports else 0
         for part in _parts(moves.slot_imports, SLOTS_PER_CALL, (some_key, self._nowhere)):
             cache = self._import(cache, part[:, 1].copy(), self._content(part[:, 0].tolist()))
-        for key in [*moves.dropped, *(key for key, _ in moves.slot_imports)]:
-            self._exported.pop(key, None)
+        if gone := [*moves.dropped, *(key for key, _ in moves.slot_imports)]:
+            self._land()
+            for key in gone:
+                del self._exported[key]
         return cache
+
+    def _land(self) -> None:
+        """Wait for all that is on its way."""
+        for keys, content in self._on_its_way:
+            arrived = jax.tree.map(np.asarray, content)
+            for place, key in enumerate(keys):
+                if key >= 0:
+                    self._exported[key] = jax.tree.map(lambda x, i=place: x[i].copy(), arrived)
+        self._on_its_way.clear()
 
     def _content(self, keys: list[int]):
         """The states under these keys, as one export of them would have given."""
-        kept = [self._exported[key] for key in keys]
-        parts = [jax.tree.map(lambda x, i=i: np.asarray(x)[i], content) for content, i in kept]
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+        self._land()
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *(self._exported[k] for k in keys))
 
     def copy(self, cache, pairs: list[tuple[int, int]]):
         """(parent, child)"""

@@ -8,9 +8,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from models.common import Adapters, Reduce
 from models.config import ModelConfig
 from models.families import family
-from models.llama import Adapters, Reduce
 from models.sampling import (
     Array,
     Logprobs,

@@ -76,7 +76,7 @@ class Shards:
         return x if self.size == 1 else jax.device_put(x, self._sharding(param))
 
     def place_one(self, param: Param, x) -> jax.Array:
-        """One of them: what `weights.load` can do with each as it reads it."""
+        """One of them: what `checkpoint.load` can do with each as it reads it."""
         if self.size == 1:
             return jnp.asarray(x)
         K, D = self._whole.num_kv_heads, self._whole.head_dim
@@ -116,7 +116,7 @@ class Shards:
         return jnp.int32(0) if self.size == 1 else jax.lax.axis_index(AXIS)
 
     def reduce(self, y):
-        """The sum of what all shards give: the seam of models/llama.py."""
+        """The sum of what all shards give: the seam of models/common.py."""
         return y if self.size == 1 else jax.lax.psum(y, AXIS)
 
     def jit(self, function: Callable, in_specs, out_specs, donate_argnums=()) -> jax.stages.Wrapped:

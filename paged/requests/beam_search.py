@@ -1,10 +1,10 @@
-"""Which beams live on and which are finished, from the best next tokens of each (vLLM §4.4).
+"""Beam search: which beams live on, and which are finished (vLLM §4.4).
 
-The rules are those of transformers' `generate(num_beams=width)`: a step takes the best `width`
-continuations of all beams; those among them that end are finished hypotheses, and the best `width`
-continuations that do not end live on. Scores are added up in float32 as there, so that near ties
-go the same way. Of exact ties, which transformers leaves open, the better beam's and then its
-better token's comes first.
+The rules are those of transformers' `generate(num_beams=width)`. A step looks at the continuations
+of all beams by a next token. Those among the best `width` that end become finished hypotheses. The
+best `width` of those that do not end live on. Scores are added in float32 as in transformers, so
+that near ties have the same outcome. transformers does not define the order of exact ties; here the
+better beam comes first, and within a beam its better token.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """An output. tokens: [n] int32, an end-of-sequence token included; score: the sum of its
-    natural log-probabilities / n ** length_penalty; finish_reason: 'eos', 'length' or 'abort'."""
+    """An output.
+
+    tokens: [n] int32, including an end-of-sequence token.
+    score: the sum of the tokens' natural log-probabilities, divided by n ** length_penalty.
+    finish_reason: 'eos', 'length' or 'abort'.
+    """
 
     tokens: np.ndarray
     score: float
@@ -24,19 +28,21 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """The search of one prompt; it begins with one live beam, which has no output.
+    """The search for one prompt. It begins with one live beam, whose output is empty.
 
-    width: beams that live, and hypotheses that are kept; max_tokens: tokens of an output at most.
-    length_penalty: above 0 it favours long outputs, below 0 short ones. eos_token_ids: tokens that
-    end an output (none: all grow to max_tokens).
+    width: the number of live beams, and of finished hypotheses that are kept.
+    max_tokens: the most tokens of an output.
+    length_penalty: values above 0 favour long outputs, values below 0 short ones.
+    early_stopping: when the search ends, once `width` hypotheses are finished.
+        True: at once.
+        False: when the best live beam, if it ended now, would not beat the worst hypothesis.
+        "never": when no live beam can still beat the worst hypothesis, even if its remaining
+            tokens were certain and their number the best for length_penalty. Only with "never" the
+            search cannot miss a better output.
+    eos_token_ids: the tokens that end an output. Without any, all outputs grow to max_tokens.
 
-    early_stopping: when to end, once `width` hypotheses are finished. True: at once. False: when
-    the best live beam, were it to end now, would not be better than the worst of them. "never":
-    when it would not be even if the rest of its tokens were certain, and as many as suit
-    length_penalty best. (So all but "never" may miss the best outputs.)
-
-    scores: of live beams, best first: sums of natural log-probabilities, float32 values. Empty when
-    the search is over.
+    scores: the live beams' sums of natural log-probabilities, float32 values, best first. Empty
+        when the search is over.
     """
 
     def __init__(
@@ -50,31 +56,33 @@ class BeamSearch:
         self._width, self._max_tokens = width, max_tokens
         self._length_penalty, self._early_stopping = length_penalty, early_stopping
         self._eos = frozenset(eos_token_ids)
-        self._finished: list[Hypothesis] = []  # best first
+        self._finished: list[Hypothesis] = []  # The best comes first.
         self.scores: list[float] = [0.0]
 
     @property
     def num_candidates(self) -> int:
-        """Next tokens of each beam that decide a step: see `advance`."""
+        """How many of each beam's best next tokens `advance` needs."""
         return self._width + len(self._eos)
 
     def advance(
         self, outputs: Sequence[np.ndarray], top_tokens: np.ndarray, top: np.ndarray
     ) -> list[tuple[int, int]]:
-        """(parent, token) of the new live beams, best first; none when the search is over.
+        """The new live beams as (parent, token), best first; none when the search is over.
 
-        outputs: each live beam's output tokens [n]. top_tokens: [B, A] int32, each live beam's best
-        next tokens, best first, and top: float32, their natural log-probabilities; -inf is a token
-        that cannot follow. A must be `width` and the number of end-of-sequence tokens at least:
-        that many of a beam hold its best `width`, and its best `width` that do not end, so no
-        continuation beyond them can finish or live.
+        outputs: the output tokens [n] of each live beam.
+        top_tokens: [B, A] int32, the best next tokens of each live beam, best first.
+        top: [B, A] float32, their natural log-probabilities; -inf for a token that cannot follow.
+
+        A must be `num_candidates` at least, which is `width` plus the number of end-of-sequence
+        tokens. So many next tokens of a beam contain its best `width`, and its best `width` that do
+        not end. No other continuation can finish or live on.
         """
         B, A = top.shape
         assert 0 < B == len(self.scores) == len(outputs), "one row for each live beam"
         assert self.num_candidates <= A, "too few next tokens"
         length = len(outputs[0]) + 1
         scores = np.asarray(self.scores, np.float32)[:, None] + top.astype(np.float32)
-        # Each beam has one continuation per end-of-sequence token: `width` of these do not end.
+        # Each beam has one continuation per end-of-sequence token, so `width` of these do not end.
         num_candidates = self._width * (1 + len(self._eos))
         best = np.argsort(-scores, axis=None, kind="stable")[:num_candidates]
         live: list[tuple[int, int]] = []
@@ -101,8 +109,8 @@ class BeamSearch:
     def best(self, n: int, outputs: Sequence[np.ndarray] = ()) -> list[Hypothesis]:
         """The best n hypotheses, best first.
 
-        outputs: to end a search that is not over, each live beam's output tokens: these follow the
-        finished ones.
+        outputs: the output tokens of each live beam, if the search is ended before it is over. The
+            live beams follow the finished hypotheses.
         """
         live = [
             Hypothesis(np.asarray(tokens, np.int32), self._normalised(score, len(tokens)), "abort")
@@ -111,7 +119,7 @@ class BeamSearch:
         return [*self._finished, *live][:n]
 
     def _is_decided(self, best_live: float, length: int) -> bool:
-        """Whether the best live beam, of so many tokens, ends the search."""
+        """Whether the search is over, given the best live beam's score and number of tokens."""
         if len(self._finished) < self._width:
             return False
         if self._early_stopping is True:
@@ -121,5 +129,5 @@ class BeamSearch:
         return self._normalised(best_live, length) <= self._finished[-1].score
 
     def _normalised(self, score: float, length: int) -> float:
-        divisor = max(length, 1) ** self._length_penalty  # an empty output's score is 0
+        divisor = max(length, 1) ** self._length_penalty  # The score of an empty output is 0.
         return float(np.float32(score) / np.float32(divisor))

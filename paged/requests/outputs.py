@@ -1,4 +1,4 @@
-"""What a request gets back: its tokens, text and log-probabilities."""
+"""The outputs of requests: tokens, text and log-probabilities."""
 
 import math
 
@@ -19,7 +19,10 @@ from paged.scheduling.slots import Slots
 
 
 def request_output(group: SequenceGroup, tokenizer) -> RequestOutput:
-    """A request as it stands; without a tokenizer its text is empty, or what it has streamed."""
+    """The current output of a request.
+
+    Without a tokenizer, its text is empty, or the text that it has streamed so far.
+    """
     how = group.sampling
     prompt = group.sequences[0].tokens[: group.num_prompt_tokens]
     if group.search is not None:
@@ -27,7 +30,7 @@ def request_output(group: SequenceGroup, tokenizer) -> RequestOutput:
     else:
         outputs = [_sequence_output(s, tokenizer) for s in group.sequences]
         if how.ranks and group.finished:
-            # One that failed has fewer log-probabilities to its sum.
+            # Failed sequences come last: fewer log-probabilities make up their score.
             outputs.sort(key=lambda out: (out.finish_reason == "error", -(out.score or 0.0)))
     return RequestOutput(
         request_id=group.request_id,
@@ -56,7 +59,7 @@ def _sequence_output(sequence: Sequence, tokenizer) -> SequenceOutput:
 
 
 def _hypotheses(group: SequenceGroup, tokenizer) -> list[SequenceOutput]:
-    """The best of a beam search; of one that was ended from outside, as far as it came."""
+    """The best hypotheses of a beam search, with live beams if the search was ended early."""
     assert group.search is not None
     cut_short = group.sequences[0].finish_reason in ("abort", "error")
     live = [s.tokens[group.num_prompt_tokens :] for s in group.sequences]
@@ -77,8 +80,11 @@ def _token_logprob(token: int, all_: Logprobs, at, alternatives: int) -> TokenLo
 def record_logprobs(
     sequences: list[Sequence], tokens: np.ndarray, logprobs: Logprobs, at: list[tuple[int, int]]
 ) -> None:
-    """Keep the log-probabilities, at index `at` of [I, S], of the tokens that sequences got; nan is
-    of a simulated device, which has none but beams' candidates'."""
+    """Keep the log-probabilities of the tokens that sequences got.
+
+    at: the index of each sequence's token in the arrays [I, S] of `logprobs`. A simulated device
+        gives NaN, because it computes log-probabilities only for the candidates of beams.
+    """
     for sequence, token, where in zip(sequences, tokens.tolist(), at, strict=True):
         if math.isnan(logprobs.chosen[where]):
             continue
@@ -90,10 +96,10 @@ def record_logprobs(
 
 
 def record_prompt_logprobs(step: ScheduledStep, slots: Slots, logprobs: Logprobs | None) -> None:
-    """Keep what a step's prefill chunks tell of the prompt tokens that follow their own.
+    """Keep the log-probabilities of prompt tokens, each of which the token before it gives.
 
-    nan where a device has none: which are missing decides what a prompt takes from the prefix
-    cache, and that must not depend on the device.
+    They are NaN where a device computes none. A prompt takes from the prefix cache only what leaves
+    none of them missing, and that must not depend on the device.
     """
     at = 0
     for row in range(step.num_prefills):

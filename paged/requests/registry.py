@@ -2,24 +2,32 @@
 
 import itertools
 from collections import deque
+from collections.abc import MutableSequence
 from weakref import WeakValueDictionary
 
-from paged.requests.sequence import RequestOutput, SequenceGroup
+from paged.clock import VirtualClock, WallClock
+from paged.event_log import finish_event
+from paged.metrics import Metrics, request_record
+from paged.requests.outputs import request_output
+from paged.requests.sequence import RequestOutput, SequenceGroup, Status
+from paged.scheduling.slots import Slots
 
 
 class Requests:
-    """unfinished: by id. outputs: for whoever calls `step` next. dropped: requests for whose
-    outputs nobody waits, to be aborted at the next occasion; other threads may append to it.
+    """unfinished: by id; none of them has had its last output. outputs: for whoever calls `step`
+    next. dropped: requests for whose outputs nobody waits, to be aborted at the next occasion;
+    other threads may append to it.
 
     A request of `generate` or `stream` has a mailbox of its own, which its caller keeps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics, clock: WallClock | VirtualClock, tokenizer):
         self.unfinished: dict[str, SequenceGroup] = {}
         self.outputs: list[RequestOutput] = []
         self.dropped: deque[SequenceGroup] = deque()
         self._mailboxes: WeakValueDictionary[str, deque[RequestOutput]] = WeakValueDictionary()
         self._numbers = itertools.count()
+        self._metrics, self._clock, self._tokenizer = metrics, clock, tokenizer
 
     def in_use(self, request_id: str) -> bool:
         """Whether a request of that id is unfinished, or has outputs that nobody has fetched."""
@@ -38,11 +46,38 @@ class Requests:
             self._mailboxes[group.request_id] = group.mailbox
         self.unfinished[group.request_id] = group
 
-    def _box(self, group: SequenceGroup) -> list[RequestOutput] | deque[RequestOutput]:
+    def _box(self, group: SequenceGroup) -> MutableSequence[RequestOutput]:
         return self.outputs if group.mailbox is None else group.mailbox
 
-    def deliver(self, group: SequenceGroup, output: RequestOutput) -> None:
-        self._box(group).append(output)
+    def deliver(self, group: SequenceGroup) -> None:
+        """Hand over what an unfinished request has so far."""
+        self._box(group).append(request_output(group, self._tokenizer))
+
+    def retire(self, group: SequenceGroup, with_text: bool = True) -> None:
+        """Hand over the last output of a request whose sequences have ended, record the end, and
+        forget the request. Whatever interrupts or fails, either all of this is done or nothing."""
+        output = request_output(group, self._tokenizer if with_text else None)
+        record = request_record(group, output, self._clock.now())
+        event, box, metrics = finish_event(record), self._box(group), self._metrics
+        # No call, so no interruption, from here on: see `paged.exclusive`.
+        box += (output,)
+        metrics.requests += (record,)
+        metrics.events += (event,)
+        del self.unfinished[group.request_id]
+
+    def fail(self, group: SequenceGroup, slots: Slots) -> None:
+        """End a request with the tokens so far, in whatever state a failure has left it. Sequences
+        that had not ended get the reason 'error'."""
+        for sequence in group.sequences:
+            if (slot := sequence.slot) >= 0:
+                sequence.tokens, sequence.slot = slots.known_tokens(slot), -1
+            sequence.status = Status.FINISHED
+            if sequence.finish_reason is None:
+                sequence.finish_reason = "error"
+        try:
+            self.retire(group)
+        except Exception:  # the tokenizer's: it may be what has failed
+            self.retire(group, with_text=False)
 
     def final_output(self, group: SequenceGroup) -> RequestOutput | None:
         """The last output of a request, once it is delivered and as long as nobody fetched it."""

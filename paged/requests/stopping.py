@@ -1,4 +1,4 @@
-"""When a sequence ends, and the text that it gives."""
+"""When a sequence ends, and the text of its tokens."""
 
 import codecs
 import functools
@@ -7,25 +7,28 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-REPLACEMENT = "\ufffd"  # what decoding puts in place of bytes that are no character
-# Pieces of text that are decoded again with the next one. A character has at most 4 bytes, so the
-# last 3 may be unfinished, and 3 more may begin in the middle of one.
+REPLACEMENT = "\ufffd"  # Decoding gives it for bytes that form no character.
+# How many pieces of text are decoded again with the next piece. A character has at most 4 bytes, so
+# the last 3 pieces may be unfinished, and 3 before them may begin in the middle of a character.
 WINDOW = 8
 
 
 class StopChecker:
-    """Finds ends by token for many slots at once. Raises ValueError for an end that is no token."""
+    """Finds the sequences that end with their newest token, for many slots at once.
+
+    Raises ValueError for an end of sequence outside the vocabulary.
+    """
 
     def __init__(self, eos_token_ids: tuple[int, ...], vocab_size: int):
         for token in eos_token_ids:
             if not 0 <= token < vocab_size:
                 raise ValueError(f"eos token {token} is outside the vocabulary of {vocab_size}")
-        # One more at the end, where INVALID_TOKEN, -1, finds it.
+        # One more entry at the end, which INVALID_TOKEN finds as index -1.
         self._ends = np.zeros(vocab_size + 1, bool)
         self._ends[[*eos_token_ids, -1]] = True
 
     def ended(self, tokens, ignore_eos, known, limit) -> dict[int, str]:
-        """row -> why its sequence ends with its newest token; all arguments are [S]."""
+        """Why sequences end with their newest token, by row. All arguments are [S]."""
         reasons = {}
         for row in np.flatnonzero(self._ends[tokens] | (known >= limit)).tolist():
             if tokens[row] < 0:
@@ -38,38 +41,38 @@ class StopChecker:
 
 
 def decode(tokenizer, tokens) -> str:
-    """Text of token ids as the model wrote it: without special tokens, its spaces untouched."""
+    """The text of token ids, without special tokens and with its spaces unchanged."""
     return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def final_text(tokenizer, tokens, stop: tuple[str, ...]) -> str:
-    """Text of a sequence that has ended: `decode`, cut before the first stop string in it."""
+    """The text of a sequence that has ended: `decode`, cut before the first stop string."""
     text = decode(tokenizer, tokens)
     found = [at for string in stop if (at := text.find(string)) >= 0]
     return text[: min(found)] if found else text
 
 
 class TextStream:
-    """Text of one sequence as its tokens come, and the search for stop strings in it.
+    """The text of one sequence as its tokens come, and the search for stop strings in it.
 
-    `text` is `decode` of all tokens so far but for a character that is not finished: of one that
-    takes several tokens nothing is shown before the last of them, and U+FFFD at the end of the
-    text, which stands for such a character or for bytes that are none, is shown with the next
-    token. When the sequence ends, `final_text` shows what was held back.
+    `text` is `decode` of all tokens so far, without an unfinished character at the end: a character
+    of several tokens appears with the last of them. A U+FFFD at the end is held back too, since it
+    may stand for an unfinished character; it appears with the next token. When the sequence ends,
+    `final_text` has all that was held back.
 
     So the text only grows, with one exception. A tokenizer that falls back to bytes decodes a row
-    of byte tokens to one U+FFFD for each of them unless all of the row is UTF-8: a bad byte takes
-    back the characters of its row.
+    of byte tokens as characters only if the whole row is UTF-8, and otherwise as one U+FFFD for
+    each byte. So a bad byte takes back the characters of its row.
     """
 
     def __init__(self, tokenizer, stop: tuple[str, ...]):
         self._tokenizer, self._stop = tokenizer, stop
         self._skipped, self._byte_of = _vocabulary(tokenizer)
-        self._decoded = ""  # what `text` is the finished part of
-        # A token's text can depend on the tokens before it, of which some are decoded with it. Each
-        # piece is a token, or the byte tokens of one character.
+        self._decoded = ""  # `text`, with an unfinished character at its end.
+        # The last pieces of text. A piece is a token, or the byte tokens of one character. The text
+        # of a token can depend on the tokens before it, so it is decoded together with these.
         self._window: list[list[int]] = []
-        self._known = 0  # characters of the window's text that are in `text`
+        self._known = 0  # How many characters of the window's text are in `text`.
         self._row: _ByteRow | None = None
 
     @property
@@ -77,7 +80,7 @@ class TextStream:
         return self._decoded.removesuffix(REPLACEMENT)
 
     def push(self, token: int) -> bool:
-        """Add a token; True if `text` now holds a stop string, which it did not before."""
+        """Add a token. Returns whether `text` holds a new stop string."""
         if token in self._skipped:
             return False
         changed = len(self.text) if self._row is None else min(self._row.start, len(self.text))
@@ -134,8 +137,8 @@ class _ByteRow:
 
     start: int
     length: int = 0
-    is_utf8: bool = True  # so far
-    unfinished: list[int] = field(default_factory=list)  # after the last whole character
+    is_utf8: bool = True  # As far as it is known.
+    unfinished: list[int] = field(default_factory=list)  # The bytes after the last whole character.
     decoder: codecs.IncrementalDecoder = field(
         default_factory=codecs.getincrementaldecoder("utf-8")
     )
@@ -143,7 +146,7 @@ class _ByteRow:
 
 @functools.lru_cache(maxsize=4)
 def _vocabulary(tokenizer) -> tuple[frozenset[int], dict[int, bytes]]:
-    """The tokens that `decode` skips, and the byte of each token that is one by itself."""
+    """The tokens that `decode` skips, and the byte of each token that stands for one byte."""
     added = tokenizer.added_tokens_decoder.items()
     skipped = frozenset(i for i, token in added if token.special)
     ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])

@@ -1,4 +1,4 @@
-"""What a request must be before it may queue."""
+"""The checks that a request must pass before it queues."""
 
 from collections.abc import Sequence
 
@@ -10,27 +10,44 @@ from paged.checks import refusal, shown
 from paged.config import EngineConfig
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import HostPolicy
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
-# Sequences too, but nobody means prompts or tokens by them.
+# Python counts these as sequences, but nobody means a prompt or tokens by them.
 _BYTES = (bytes, bytearray, memoryview)
 
 
 def check_sequence(name: str, items: str, value) -> None:
-    """Raise ValueError for what is no list of `items` or other sequence of them."""
+    """Raise ValueError unless `value` is a list or another sequence of `items`."""
     if not isinstance(value, Sequence) or isinstance(value, (str, *_BYTES)):
         raise refusal(name, f"a list, tuple or other sequence of {items}", value)
 
 
+def paired(
+    prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Each of `prompts` with its own of `sampling`, or with the one of all.
+
+    Raises ValueError if they are no sequences, or not equally many.
+    """
+    check_sequence("prompts", "prompts", prompts)
+    sampling = SamplingParams() if sampling is None else sampling
+    if isinstance(sampling, SamplingParams):
+        sampling = [sampling] * len(prompts)
+    check_sequence("sampling", "SamplingParams", sampling)
+    if len(sampling) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts with {len(sampling)} sampling parameters")
+    return list(zip(prompts, sampling, strict=True))
+
+
 def token_limit(tokens: np.ndarray, sampling: SamplingParams, config: EngineConfig) -> int:
-    """Length (prompt and output) at which generation ends."""
+    """The number of tokens, of prompt and output, at which generation ends."""
     return min(len(tokens) + sampling.max_tokens, config.max_model_len)
 
 
 def check_model(model: ModelConfig, config: EngineConfig) -> None:
-    """Raise ValueError where the model is not for sequences as long as the engine's, or the policy
-    cannot serve it."""
+    """Raise ValueError if the model cannot take sequences of `max_model_len` tokens, or if the
+    policy cannot serve it."""
     if config.max_model_len > model.max_position_embeddings:
         raise ValueError(
             f"max_model_len ({config.max_model_len}) exceeds the model's max_position_embeddings "
@@ -64,14 +81,14 @@ def validated_prompt(
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer; pass token ids")
-        prompt.encode()  # raises ValueError for half a surrogate pair, which tokenizers do not
+        prompt.encode()  # Raises ValueError for half a surrogate pair; tokenizers do not.
         prompt = tokenizer.encode(prompt)
-    # numpy would take bytes for numbers, and the tokens behind a mask for tokens.
+    # numpy would accept bytes as numbers, and masked tokens as tokens.
     unfit = isinstance(prompt, (*_BYTES, np.ma.MaskedArray))
     tokens = np.asarray(prompt)
     if tokens.size == 0:
         raise ValueError("the prompt is empty")
-    # By its kind: numpy counts time spans among the integers.
+    # The kind is compared, because numpy counts time spans among the integers.
     if unfit or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError("a prompt of token ids must be a flat list of integers")
     bad = tokens[(tokens < 0) | (tokens >= model.vocab_size)]
@@ -95,16 +112,16 @@ def validated_prompt(
 
 
 def check_group(sampling: SamplingParams, model: ModelConfig, config: EngineConfig) -> None:
-    """Raise ValueError where the sequences of a request cannot run together."""
+    """Raise ValueError if the sequences of a request cannot run together."""
     count = sampling.num_sequences
     if count > config.max_num_seqs:
         raise ValueError(
             f"{count} sequences of a request must run side by side: max_num_seqs is "
             f"{config.max_num_seqs}"
         )
-    if sampling.is_beam_search and not config.capabilities.fork:
+    if sampling.is_beam_search and config.capabilities.fork == "no":
         raise ValueError(f"policy {config.policy!r} cannot fork a sequence: beam_width")
-    # Of each beam the device gives MAX_LOGPROBS candidates.
+    # The device gives MAX_LOGPROBS candidates for each beam.
     most = min(MAX_LOGPROBS, model.vocab_size) - len(model.eos_token_ids)
     if sampling.is_beam_search and count > most:
         raise ValueError(
@@ -114,7 +131,7 @@ def check_group(sampling: SamplingParams, model: ModelConfig, config: EngineConf
 
 
 def check_stop_strings(tokenizer, stop: tuple[str, ...]) -> None:
-    """Raise ValueError for stop strings that no text can hold, or that nothing can look for."""
+    """Raise ValueError for stop strings that no text can contain, or without a tokenizer."""
     if stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer")
     for string in stop:

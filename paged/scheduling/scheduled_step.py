@@ -53,3 +53,18 @@ class ScheduledStep:
     @functools.cached_property
     def iterations(self) -> int:
         return int(self.yields.max())
+
+
+def rows_of(
+    prefills: list[tuple[int, int]], decodes: np.ndarray, iterations: np.ndarray, forks: list[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(slots, counts, most) [n] of a step's rows: counts are the tokens that each computes, most
+    the tokens that it may sample. Forks compute nothing and sample one."""
+    if not prefills and not forks:
+        return decodes, iterations, iterations
+    chunks = np.array(prefills, np.int64).reshape(-1, 2)
+    slots = np.concatenate([chunks[:, 0], decodes, np.array(forks, np.int64)])
+    counts = np.concatenate([chunks[:, 1], iterations, np.zeros(len(forks), np.int64)])
+    most = np.maximum(counts, 1)
+    most[: len(chunks)] = 1
+    return slots, counts, most

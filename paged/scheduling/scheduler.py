@@ -16,7 +16,8 @@ from paged.kv_cache.policy import HostPolicy, PrefixCachingHost
 from paged.requests.sequence import Sequence, SequenceGroup, Status, share_prefixes
 from paged.scheduling.admission import AdmissionGate, OpenGate, PrefillRoom
 from paged.scheduling.groups import Followers
-from paged.scheduling.scheduled_step import ScheduledStep
+from paged.scheduling.preemption import swaps
+from paged.scheduling.scheduled_step import ScheduledStep, rows_of
 from paged.scheduling.slots import Slots
 
 
@@ -125,7 +126,7 @@ class Scheduler:
         for sequence in sequences:
             sequence.computed = int(self.slots.computed[sequence.slot])
         # A host pool as large as the device's can be full: groups grow before they are swapped out.
-        if self._swaps(len(slots)) and self.policy.can_swap_out(slots):
+        if swaps(self.config, len(slots)) and self.policy.can_swap_out(slots):
             group.swapped = self.policy.swap_out(slots)
             for sequence in sequences:
                 self._release(sequence, Status.SWAPPED)
@@ -139,13 +140,6 @@ class Scheduler:
         self.waiting.appendleft(group)
         group.num_preemptions += 1
         return group
-
-    def _swaps(self, num_sequences: int) -> bool:
-        """Whether a group of so many sequences is swapped out, not recomputed. Recomputation shares
-        less, and is no worse for one sequence (§7.3) if it gives the same tokens."""
-        if self.config.preemption_mode != "auto":
-            return self.config.preemption_mode == "swap"
-        return self._can.swap and (num_sequences > 1 or not self._can.recompute_exact)
 
     def _may_enter(self, group: SequenceGroup, room: PrefillRoom) -> bool:
         """Whether there are slots, and nobody else's turn; beams keep theirs while few are live."""
@@ -280,13 +274,7 @@ class Scheduler:
             iterations = self._iterations(decodes)
             self.policy.append(decodes, s.length[decodes] + iterations - 1)
 
-        slots, counts, most = decodes, iterations, iterations
-        if prefills or forks:
-            chunks = np.array(prefills, np.int64).reshape(-1, 2)
-            slots = np.concatenate([chunks[:, 0], decodes, np.array(forks, np.int64)])
-            counts = np.concatenate([chunks[:, 1], iterations, np.zeros(len(forks), np.int64)])
-            most = np.maximum(counts, 1)
-            most[: len(chunks)] = 1
+        slots, counts, most = rows_of(prefills, decodes, iterations, forks)
         starts, length = s.computed[slots], s.length[slots]
         ends = starts + counts
         samples = ends >= length

@@ -2,7 +2,8 @@
 
 A slot is a small integer that a sequence keeps from admission to its end or preemption; on the
 device the sequence's state lives under the same number. Arrays keep the per-step cost of hundreds
-of running sequences to a few vector operations.
+of running sequences to a few vector operations. The `slot_mapping` of the attention ops is named
+as in the literature, where a slot is the room for one token in the KV cache.
 """
 
 import numpy as np
@@ -28,10 +29,30 @@ def sampling_row(sequence: Sequence) -> np.ndarray:
 class Slots:
     """tokens: [num_slots, max_tokens] int32 prompt and output as far as `known`.
 
-    length:   tokens that exist once all dispatched steps have run (sampled ones included).
-    known:    tokens that the host has read; length - known are in flight.
+    length:   tokens that exist once all dispatched steps have run, sampled ones included.
+    known:    tokens that the host has read; the others are in flight.
     computed: tokens whose keys and values are written once all dispatched steps have run.
     limit:    length at which generation ends.
+
+    A sequence that generates while the host runs ahead:
+
+        0                             known                        length
+        |------ read by the host -----|-------- in flight ---------|
+        |--------------- keys and values written ---------------|
+                                                                computed
+
+    A sequence whose prompt is being computed:
+
+        0                                                          known = length
+        |-------------------- read by the host --------------------|
+        |--- keys and values written ---|
+                                        computed
+
+    Whoever has tokens in flight has computed all but the newest, which the next step computes.
+    Others have computed fewer, with two exceptions. A beam has computed all (computed = length)
+    once its step is dispatched, since the host chooses its next token. A sequence that is held has
+    computed what it shares with its donor, which the donor computes for both.
+
     generation: counts the slot's owners, so that results of an earlier owner can be told apart.
     watched:  whether each new token must be looked at: the first one, stop strings, stop tokens,
     streaming.
@@ -98,5 +119,38 @@ class Slots:
         self.generation[slot] += 1
         self._free.append(slot)
 
+    def sequence_in(self, slot: int) -> Sequence:
+        sequence = self.owner[slot]
+        assert sequence is not None, f"slot {slot} is free"
+        return sequence
+
     def known_tokens(self, slot: int) -> np.ndarray:
         return self.tokens[slot, : self.known[slot]].copy()
+
+    def check(self) -> None:
+        """Assert what is said above, and that each slot is free or one running sequence's. This
+        holds between any two calls of the engine."""
+        active = np.flatnonzero(self.active)
+        owned = [slot for slot in range(self.num_slots) if self.owner[slot] is not None]
+        assert owned == active.tolist(), f"slots {active.tolist()} are active, {owned} have owners"
+        assert sorted([*self._free, *owned]) == [*range(self.num_slots)], "a slot is lost or twice"
+        for slot in owned:
+            sequence = self.sequence_in(slot)
+            runs = sequence.slot == slot and sequence.status is Status.RUNNING
+            assert runs, f"slot {slot}: its sequence does not run in it"
+            donor = sequence.donor
+            held = bool(self.held[slot])
+            assert held == (donor is not None), f"slot {slot}: held is {held}, its donor {donor}"
+            assert donor is None or donor.status is Status.RUNNING, f"slot {slot}: no donor runs"
+
+        def require(good: np.ndarray, what: str) -> None:
+            bad = active[~good].tolist()
+            assert not bad, f"slots {bad}: not {what}"
+
+        length, known, computed = self.length[active], self.known[active], self.computed[active]
+        most = np.where(self.beam[active] | self.held[active], length, length - 1)
+        require(self.prompt_length[active] <= known, "prompt_length <= known")
+        require(known <= length, "known <= length")
+        require(length <= self.limit[active], "length <= limit")
+        require((computed >= 0) & (computed <= most), "0 <= computed < length")
+        require((known == length) | (computed == length - 1), "all but the newest computed")

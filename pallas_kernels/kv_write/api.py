@@ -1,11 +1,11 @@
-"""Public ops: check shapes and pick an implementation."""
+"""The public ops. They check shapes and choose an implementation."""
 
 from pallas_kernels import backend
 from pallas_kernels.kv_write import reference, write_sm90, xla
 
 WRITE = {"reference": reference.write, "xla": xla.write, "mosaic_gpu": write_sm90.write}
 COPY = {"reference": reference.copy, "xla": xla.copy, "mosaic_gpu": write_sm90.copy}
-DEFAULT = "xla"  # everywhere, until the kernels are measured to be faster
+DEFAULT = "xla"  # It stays so until the kernels are measured to be faster.
 
 
 def write_kv(
@@ -20,11 +20,12 @@ def write_kv(
     """Write each token's keys and values into the pools, in the pools' dtype (vLLM §5.1).
 
     k_pages, v_pages: [N, P, D]; k, v: [T, K, D].
-    slot_mapping: [T, K] int32, page * P + offset of each (token, KV head). Entries of N * P or more
-    write nothing (padding tokens); entries must be distinct and not negative.
+    slot_mapping: [T, K] int32, page * P + offset for each token and KV head. Entries must be
+        distinct and not negative. Entries of N * P or more, which padding tokens have, write
+        nothing.
 
-    Returns the two pools; donated ones are written in place. Raises ValueError on shapes that do
-    not fit together, or that a named implementation cannot run.
+    Returns the two pools; donated pools are written in place. Raises ValueError if the shapes do
+    not fit together, or if the named implementation cannot run them.
     """
     T, K, D = k_TxKxD.shape
     if k_pages_NxPxD.shape != v_pages_NxPxD.shape or k_pages_NxPxD.shape[2:] != (D,):
@@ -45,11 +46,14 @@ def write_kv(
 
 
 def copy_pages(pages_NxPxD, sources_C, destinations_C, *, implementation: str | None = None):
-    """Copy pages sources[i] → destinations[i] in one pass (copy-on-write, vLLM §4.4).
+    """Copy page sources[i] to page destinations[i] for all i at once (copy-on-write, vLLM §4.4).
 
-    Pairs with a destination of N or more copy nothing; real destinations must be distinct and be no
-    pair's source. int32 [C]. Returns the pool; a donated one is written in place. Raises ValueError
-    on shapes that do not fit together, or that a named implementation cannot run.
+    pages: [N, P, D].
+    sources, destinations: [C] int32. A pair with a destination of N or more copies nothing. The
+        other destinations must be distinct, and no pair may have one of them as its source.
+
+    Returns the pool; a donated pool is written in place. Raises ValueError if the shapes do not fit
+    together, or if the named implementation cannot run them.
     """
     if sources_C.shape != destinations_C.shape or sources_C.ndim != 1:
         raise ValueError(

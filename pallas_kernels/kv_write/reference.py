@@ -1,4 +1,4 @@
-"""Obviously right: one row, or page, after the other; those beyond the pool are dropped."""
+"""The definition of the ops: one row or page after the other. Those beyond the pool are dropped."""
 
 import jax
 

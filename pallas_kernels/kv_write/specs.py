@@ -10,7 +10,7 @@ from pallas_kernels.specs import HEADS, Cost, Heads, Spec
 def write(
     heads: Heads, tokens: int, *, num_pages: int = 65536, page_size: int = 16, dtype="bfloat16"
 ) -> Spec:
-    """Tokens go to distinct random places of the pools; the last one is padding."""
+    """Tokens go to distinct random places of the pools. The last token is padding."""
 
     def arguments(key):
         keys = jax.random.split(key, 5)
@@ -32,7 +32,7 @@ def write(
 
 
 def copy(D: int, pairs: int, *, num_pages: int = 65536, page_size: int = 16) -> Spec:
-    """The first half of shuffled pages is copied to the second; the last pair is padding."""
+    """One half of some random pages is copied to the other half. The last pair is padding."""
 
     def arguments(key):
         keys = jax.random.split(key, 2)

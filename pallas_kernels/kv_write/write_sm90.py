@@ -1,7 +1,7 @@
 """Kernels for Hopper that move rows and pages through shared memory, in place.
 
-Not timed yet against XLA's scatters, which stay the default.
-Floor: the new keys and values read once and written once; of a copy, the pages.
+They have not been timed yet against XLA's scatters, which stay the default.
+Floor: a write reads the new keys and values once and writes them once; a copy does so with pages.
 """
 
 import jax
@@ -10,14 +10,15 @@ from jax import lax
 
 from pallas_kernels.mosaic import kernel, pl, plgpu
 
-MOST_COPIED = 256  # elements along an axis, by one TMA
-SHARED_MEMORY = 226 * 1024  # bytes of a block, less room for barriers
+MOST_COPIED = 256  # The most elements along an axis that one TMA copies.
+SHARED_MEMORY = 226 * 1024  # Bytes of a thread block, without room for barriers.
 
 
 def unsupported(pages_NxPxD, buffers: list[tuple[int, int]], *new) -> str | None:
     """Why the kernels cannot run these arguments, or None.
 
-    buffers: shapes of what a block holds, each copied at once.  new: what is written, if not pages.
+    buffers: the shapes that a thread block holds in shared memory; one TMA copies each of them.
+    new: the keys and values to write, if any.
     """
     itemsize = pages_NxPxD.dtype.itemsize
     row_bytes = pages_NxPxD.shape[-1] * itemsize

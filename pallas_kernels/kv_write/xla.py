@@ -1,4 +1,4 @@
-"""Scatters; with donated pools they run in place."""
+"""Scatters, which run in place if the pools are donated."""
 
 import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""Public ops: check shapes, fill defaults, pick an implementation."""
+"""The public ops. They check shapes, fill in defaults and choose an implementation."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels import backend
 from pallas_kernels.paged_attention import decode_sm80, decode_sm90, prefill_sm90, reference, xla
 
-MOST_GROUP = 16  # query heads of a KV head that decode kernels take
+MOST_GROUP = 16  # The most query heads of a KV head that decode kernels take.
 DECODE = {
     "reference": reference.decode,
     "xla": xla.decode,
@@ -34,22 +34,24 @@ def paged_attention(
     return_lse: bool = False,
     implementation: str | None = None,
 ):
-    """Decode attention: one query per sequence over the pages that its table lists (vLLM eq. 4).
+    """Decode attention: one query per sequence over the pages of its table (vLLM §4.1, eq. 4).
 
     q:        [S, H, D] queries; head h reads with KV head h // G.
     k_pages, v_pages: [N, P, D] flat pools; a page holds P tokens of one KV head.
-    tables:   [S, K, M] int32 page ids in token order; entries beyond the length are never used but
-              must name a valid page.
-    lengths:  [S, K] int32 tokens to read, at most M * P; 0 gives zeros (a padding sequence).
+    tables:   [S, K, M] int32 page ids in token order. Entries beyond the length must name a valid
+              page, but what the page holds is never used.
+    lengths:  [S, K] int32 tokens to read, at most M * P. A length of 0, which padding sequences
+              have, gives zeros.
     page_offset: int32 scalar added to every page id, so that one table serves all layers.
     scale:    multiplies q·k; None means D ** -0.5.
-    sliding_window: read only the last that many tokens of a length.
+    sliding_window: how many of the last tokens are read; None means all.
     soft_cap: scores become soft_cap * tanh(score / soft_cap).
-    return_lse: give also the logarithm of the sum of the exponentials of the scores.
+    return_lse: whether to return the log-sum-exp of the scores too.
 
-    Returns [S, H, D] in q's dtype, and with return_lse also [S, H] float32: -inf where nothing is
-    read. Attention over parts of a sequence merges by it. The kernels have no derivative. Raises
-    ValueError on arguments that do not fit together, or that a named implementation cannot run.
+    Returns [S, H, D] in q's dtype. With return_lse it also returns the log-sum-exp [S, H] float32,
+    -inf where nothing is read, by which attention over several parts of a sequence can be merged.
+    The kernels have no derivative. Raises ValueError if arguments do not fit together, or if the
+    named implementation cannot run them.
     """
     K = _check_pools(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM)
     S, H, D = q_SxHxD.shape
@@ -87,15 +89,15 @@ def paged_prefill_attention(
 ):
     """Causal attention of ragged chunks over pages that already hold the chunks' own tokens.
 
-    q:        [T, H, D] queries; sequence s owns rows query_starts[s] .. query_starts[s + 1].
+    q:        [T, H, D] queries. Rows query_starts[s] to query_starts[s + 1] - 1 are sequence s's.
     k_pages, v_pages, tables [S, K, M], page_offset, scale, sliding_window, soft_cap: as in
               `paged_attention`.
-    query_starts: [S + 1] int32, non-decreasing from 0; rows beyond the last are padding.
-    lengths:  [S] int32 tokens of each sequence in the cache, the chunk's included: the chunk's last
-              query sees all of them, each earlier one sees one fewer.
+    query_starts: [S + 1] int32, non-decreasing from 0. Rows from query_starts[S] on are padding.
+    lengths:  [S] int32 tokens of each sequence in the cache, with those of the chunk. The last
+              query of a chunk sees all of them, and each query before it sees one fewer.
 
-    Returns [T, H, D] in q's dtype; padding rows are unspecified but finite. Raises ValueError on
-    shapes that do not fit together.
+    Returns [T, H, D] in q's dtype; padding rows hold any finite values. Raises ValueError if
+    arguments do not fit together, or if the named implementation cannot run them.
     """
     S = tables_SxKxM.shape[0]
     _check_pools(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM)

@@ -1,10 +1,10 @@
 """Paged decode attention for Ampere and Ada: split-KV, cp.async and mma.sync.
 
-No GPU has run it. It compiles for sm_80 without spills, and the interpreter finds its values right;
-but copies there end at once, so that they are waited for rests on a replay of their order. Nothing
-is known of its speed: only its name selects it.
+No GPU has run it, and its speed is unknown, so it runs only if it is named. It compiles for sm_80
+without spills, and its results in the interpreter are right. But copies end at once there, so a
+test replays the order of copies and waits to show that the kernel waits for its copies.
 
-Floor: 2 · tokens · K · D keys and values read once, in the pools' dtype.
+Floor: the 2 · tokens · K · D keys and values are read once, in the pools' dtype.
 """
 
 import functools
@@ -27,9 +27,10 @@ from pallas_kernels.mosaic import (
 from pallas_kernels.paged_attention import split_kv
 from pallas_kernels.paged_attention.split_kv import TILE
 
-STAGE_BYTES = 64 * 1024  # keys and values in flight, of one block
-BLOCKS_PER_MULTIPROCESSOR = 2  # by the shared memory that the stages take
-LHS = plgpu.Layout.MMA_LHS(jnp.bfloat16, m_warps=4)  # of both products, and in float16
+STAGE_BYTES = 64 * 1024  # Keys and values that a thread block has in flight.
+BLOCKS_PER_MULTIPROCESSOR = 2  # As shared memory allows.
+# Layouts of the operands of both products, for bfloat16 and float16.
+LHS = plgpu.Layout.MMA_LHS(jnp.bfloat16, m_warps=4)
 RHS = plgpu.Layout.MMA_RHS(jnp.bfloat16, m_warps=4)
 
 
@@ -40,12 +41,13 @@ def decode(
     _, P, _ = k_pages.shape
     _, K, M = tables.shape
     G, dtype = H // K, q.dtype
-    N = 8 * pl.cdiv(G, 8)  # columns of an mma
+    N = 8 * pl.cdiv(G, 8)  # The columns of an mma are a multiple of 8.
     stages = STAGE_BYTES // (2 * TILE * D * dtype.itemsize)
     pages_per_tile = max(1, TILE // P)
-    rows = min(P, TILE)  # of a page, in a tile
-    # Copies end in the order in which they began: keys, then values, tile by tile. By the number of
-    # tiles that follow, how many copies may have begun since a tile's keys, and since its values.
+    rows = min(P, TILE)  # Rows of a page in one tile.
+    # Copies end in the order in which they began: for each tile its keys, then its values. Entry n
+    # is for a tile that n others follow: the number of copies that may have begun after the copies
+    # of its keys, and after those of its values.
     after_keys = [(2 * n + 1) * pages_per_tile for n in range(stages)]
     after_values = [2 * n * pages_per_tile for n in range(stages)] + after_keys[-1:]
 
@@ -69,11 +71,11 @@ def decode(
             @pl.when(tile < end)
             def _():
                 slot = lax.rem(tile - begin, stages)
-                # The last tile may reach beyond the table; what it finds there is masked.
+                # The last tile may reach beyond the table. Tokens there are masked.
                 entries = [
                     jnp.minimum(lax.div(tile * TILE, P) + i, M - 1) for i in range(pages_per_tile)
                 ]
-                # All read before the first copy, so that none waits for another's.
+                # All entries are read before the first copy, or each read would wait for a copy.
                 pages = [tables_ref[s, h, entry] + offset for entry in entries]
                 source = pl.ds(pl.multiple_of(lax.rem(tile * TILE, P), rows), rows)
                 for i, page in enumerate(pages):
@@ -117,7 +119,8 @@ def decode(
             store(out_ref.at[s, h, split], out)
             store(lse_ref.at[s, h, split], lse)
 
-    # Half a row a tile: each of the four warps copies tiles of its own, of a page of 16 tokens too.
+    # Tiles are half a row wide, so that even for a page of 16 tokens each of the four warps copies
+    # tiles of its own.
     tiles = plgpu.SMEM((stages, TILE, D), dtype, transforms=swizzled(D // 2))
     out, lse = kernel(
         paged_decode,

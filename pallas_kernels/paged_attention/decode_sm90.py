@@ -1,6 +1,6 @@
-"""Paged decode attention for Hopper: split-KV, one TMA a page (vLLM §4.1; Flash-Decoding).
+"""Paged decode attention for Hopper: split-KV, one TMA per page (vLLM §4.1; Flash-Decoding).
 
-Floor: 2 · tokens · K · D keys and values read once, in the pools' dtype.
+Floor: the 2 · tokens · K · D keys and values are read once, in the pools' dtype.
 """
 
 import jax
@@ -11,7 +11,7 @@ from pallas_kernels.mosaic import kernel, pl, plgpu, swizzled
 from pallas_kernels.paged_attention import split_kv
 from pallas_kernels.paged_attention.split_kv import TILE
 
-STAGE_BYTES = 64 * 1024  # keys and values in flight, of one block
+STAGE_BYTES = 64 * 1024  # Keys and values that a thread block has in flight.
 
 
 def decode(
@@ -21,11 +21,11 @@ def decode(
     _, P, _ = k_pages.shape
     _, K, M = tables.shape
     G, dtype = H // K, q.dtype
-    N = 8 * pl.cdiv(G, 8)  # columns of a wgmma
+    N = 8 * pl.cdiv(G, 8)  # The columns of a wgmma are a multiple of 8.
     stages = STAGE_BYTES // (2 * TILE * D * dtype.itemsize)
     pages_per_tile = max(1, TILE // P)
-    rows = min(P, TILE)  # of a page, in a tile
-    blocks_per_multiprocessor = 3 if N == 8 else 2  # by the shared memory of one
+    rows = min(P, TILE)  # Rows of a page in one tile.
+    blocks_per_multiprocessor = 3 if N == 8 else 2  # As shared memory allows.
 
     first_tokens = split_kv.first_token(lengths, sliding_window)
     tiles_SxK = pl.cdiv(lengths, TILE) - first_tokens // TILE
@@ -45,11 +45,11 @@ def decode(
 
         def fetch(tile):
             slot = lax.rem(tile - begin, stages)
-            # The last tile may reach beyond the table; what it finds there is masked.
+            # The last tile may reach beyond the table. Tokens there are masked.
             entries = [
                 jnp.minimum(lax.div(tile * TILE, P) + i, M - 1) for i in range(pages_per_tile)
             ]
-            # All read before the first copy, so that none waits for another's.
+            # All entries are read before the first copy, or each read would wait for a copy.
             pages = [tables_ref[s, h, entry] + offset for entry in entries]
             source = pl.ds(pl.multiple_of(lax.rem(tile * TILE, P), rows), rows)
             for i, page in enumerate(pages):
@@ -118,7 +118,7 @@ def decode(
 
 
 def _product(shape, a, b):
-    """a·b in float32, complete."""
+    """a·b in float32, once the product has ended."""
 
     def run(acc):
         plgpu.wgmma(acc, a, b)

@@ -1,18 +1,20 @@
 """Causal attention of ragged chunks over a paged KV cache on Hopper (vLLM §4.1, §4.3).
 
 A chunk's keys and values are already in the cache, so its queries read everything through the
-table. A work item is a tile of up to 128 rows of one sequence, for one query head; two warpgroups
-take 64 rows each, a third one fetches. As in FlashAttention the item walks the visible keys in
-tiles of 128, keeping for each row a running maximum, a sum of weights and a weighted sum of values:
+table. A work item is a tile of up to 128 rows of one sequence, for one query head. Two warpgroups
+compute 64 rows each, and a third one fetches. As in FlashAttention, the item goes over the visible
+keys in tiles of 128, and keeps for each row a running maximum, a sum of weights and a weighted sum
+of values:
 
-    fetching warpgroup: pages of tile t --TMA--> shared memory, as soon as both readers left a slot
-    computing ones:     s = q·kᵀ;  p = exp2(s - max);  acc = acc * decay + p·v
+    fetching warpgroup:   pages of tile t --TMA--> a slot of shared memory that both have read
+    computing warpgroups: s = q·kᵀ;  p = exp2(s - max);  acc = acc * decay + p·v
 
-The two computing warpgroups take turns: while one multiplies, the other does its softmax.
+The two computing warpgroups take turns: while one multiplies, the other computes its softmax.
 
-Floor: 4 * D FLOPs a head for each visible (query, key) pair, at the tensor cores' 16-bit rate, or
-the bytes of q, of the output and of every visible key and value once, at the memory's rate. Beyond
-it go the masked halves of tiles on the diagonal and the unused rows of a sequence's last tile.
+Floor: 4 * D FLOPs per head for each visible pair of query and key, at the tensor cores' 16-bit
+rate; or q, the output, and every visible key and value moved once, at the memory's rate. The kernel
+does more than that in tiles on the diagonal, half of which is masked, and in a sequence's last
+tile, some rows of which are unused.
 """
 
 import math
@@ -24,23 +26,24 @@ from jax import lax
 
 from pallas_kernels.mosaic import kernel, pl, plgpu, swizzled
 
-ROWS = 64  # of one warpgroup: the M of a wgmma
-TILE = 2 * ROWS  # query rows of a work item
-KV_TILE = 128  # keys of a step; pages of up to this many tokens divide it
-STAGES = 2  # tiles of keys and values in flight: what shared memory holds at D = 128
-ALIGNMENT = 8  # rows of the swizzled layout's tile, so of where a TMA may start
-RUNS = (32, 16, 8, 4, 2, 1)  # rows: any count below ROWS is a sum of some of them
-NEG_INF = -1e30  # finite, so that a row which has seen nothing subtracts no infinities
+ROWS = 64  # Query rows of one warpgroup: the M of a wgmma.
+TILE = 2 * ROWS  # Query rows of a work item.
+KV_TILE = 128  # Keys of one step. The page size must divide it.
+STAGES = 2  # Tiles of keys and values in flight, as shared memory allows at D = 128.
+ALIGNMENT = 8  # A TMA starts at a multiple of so many rows: those of a swizzled tile.
+RUNS = (32, 16, 8, 4, 2, 1)  # Numbers of rows; any number below ROWS is a sum of some of them.
+NEG_INF = -1e30  # Finite, so that a row that has seen nothing does not subtract infinities.
 LAYOUT = plgpu.Layout.WGMMA
 
 
 def work_items(query_starts, lengths, T: int, sliding_window: int | None):
     """Tiles of rows that cover [0, T) for any query_starts [S + 1] and lengths [S]: [I, 8] int32.
 
-    Each: sequence; first row of the tile; the part lo .. hi of its rows that the sequence owns;
-    the position in the sequence of the tile's first row; tokens of the sequence; first tile of keys
-    that a row sees and the one after the last. Items that see most come first; items beyond the
-    last own nothing. Rows of padding are a sequence of their own, S, which sees nothing.
+    The eight fields of an item are: the sequence; the first row of the tile; lo and hi, where rows
+    lo to hi - 1 of the tile are the sequence's own; the position in the sequence of the tile's
+    first row; the tokens of the sequence; the first tile of keys that a row sees; the tile after
+    the last. Items that see the most keys come first. Items that are left over have no rows.
+    Padding rows count as one more sequence, which sees nothing.
     """
     S = lengths.shape[0]
     begin = query_starts
@@ -76,10 +79,10 @@ def prefill(
     q, k_pages, v_pages, tables, query_starts, lengths,
     *, page_offset, scale: float, sliding_window: int | None, soft_cap: float | None,
 ):  # fmt: skip
-    """As `paged_prefill_attention`, for shapes that the kernels take and a scale above 0.
+    """As `paged_prefill_attention`, for shapes that the kernels support and a positive scale.
 
-    A row that sees nothing gives zeros. What lies in a page beyond the sequence's length, or
-    before its window, is never used: it may be not-a-number.
+    A row that sees nothing gives zeros. Tokens of a page beyond the sequence's length or before its
+    window are never used, and may be NaN.
     """
     T, H, D = q.shape
     K = tables.shape[1]
@@ -99,7 +102,7 @@ def prefill(
     out = kernel(
         paged_prefill,
         out_type=jax.ShapeDtypeStruct((rows, H * D), q.dtype),
-        # The items of one KV head after another: its keys and values stay in the L2 cache.
+        # All items of one KV head come before the next head, so its keys stay in the L2 cache.
         grid=(K, items.shape[0], G),
         grid_names=("kv_head", "item", "group"),
         num_threads=3,
@@ -158,7 +161,7 @@ def _attend(
                 pl.when(t >= first_tile + STAGES)(partial(plgpu.barrier_wait, read.at[slot]))
                 pl.when(t < end_tile)(partial(copy, ids, pool, buffer.at[slot], filled.at[slot]))
 
-        # Beyond the last tile it only waits: no barrier may keep arrivals that nobody saw.
+        # After the last tile it only waits, because no barrier may end with arrivals unseen.
         lax.fori_loop(first_tile, end_tile + STAGES, fetch_tile, None)
 
     @pl.when((hi > lo) & (warpgroup < 2))
@@ -170,7 +173,7 @@ def _attend(
         columns = pl.ds(head * D, D)
         my_position = position + my_row
         oldest = _first_seen(position + lo, sliding_window)
-        # Scores are scaled to base 2 only within exp2, where it is part of a fused multiply-add.
+        # Scores are scaled to base 2 only inside exp2, as part of a fused multiply-add.
         to_base_2 = math.log2(math.e) * (scale if soft_cap is None else soft_cap)
 
         def take_turn():
@@ -186,7 +189,7 @@ def _attend(
             return jnp.where(seen, s, -jnp.inf)
 
         def clear_unheld(t, half):
-            # 0 · v is no zero where v is not a number.
+            # A weight of 0 times NaN is NaN, so values without a token are set to zero.
             token = plgpu.broadcasted_iota(jnp.int32, half.shape, 0, layout=LAYOUT)
             token += t * KV_TILE + my_row
             held = (token >= oldest) & (token < length)
@@ -267,7 +270,7 @@ def _attend(
         def store_rows():
             out_s[warpgroup] = acc
             plgpu.commit_smem()
-            # A TMA's length is static; runs of powers of two make up any count.
+            # The length of a TMA is static, so the rows are stored in runs of powers of two.
             row = first
             for run in RUNS:
                 part = count & run

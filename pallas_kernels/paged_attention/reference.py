@@ -1,4 +1,4 @@
-"""Obviously right and slow, in float32: gathers every page of every sequence, masks, softmax."""
+"""The definition of the ops in float32, slow: gather every page, mask, take the softmax."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def decode(
     if sliding_window is not None:
         seen &= index >= lengths[..., None] - sliding_window
     probs = jax.nn.softmax(scores, where=seen[:, :, None], axis=-1)
-    # A row that sees nothing has no distribution; by contract it gives zeros.
+    # The softmax of a row that sees nothing is undefined. The op promises zeros there.
     probs = jnp.where(seen[:, :, None], probs, 0.0)
     v = jnp.where(seen[..., None], v, 0.0)
     out = jnp.einsum("skgt,sktd->skgd", probs, v, precision="highest")
@@ -37,7 +37,7 @@ def prefill(
     q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window,
     soft_cap,
 ):  # fmt: skip
-    """Each query row is a decode query whose length ends at its own position."""
+    """Each query row becomes a decode query whose length ends at the row's own position."""
     T = q.shape[0]
     S, K, _ = tables.shape
     row = jnp.arange(T)

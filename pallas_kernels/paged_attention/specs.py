@@ -30,7 +30,7 @@ def decode(shapes: Attention) -> Spec:
 
 
 def prefill(shapes: Attention) -> Spec:
-    """Chunks one after the other without room between them; after ragged ones comes padding."""
+    """Chunks follow each other without gaps. Padding rows follow the last chunk if it is ragged."""
 
     def arguments(key):
         keys = jax.random.split(key, 4)
@@ -62,7 +62,7 @@ def prefill(shapes: Attention) -> Spec:
 
 
 _LLAMA = HEADS["llama-3-8b"]
-# What differs from a model's default: bfloat16 in pages of 16.
+# Changes to the default shapes, which are bfloat16 in pages of 16 tokens.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "page32": {"page_size": 32},
     "page64": {"page_size": 64},

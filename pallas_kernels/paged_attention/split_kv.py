@@ -1,9 +1,9 @@
-"""Split-KV decode attention, what its kernels share (Flash-Decoding).
+"""What the kernels of split-KV decode attention share (Flash-Decoding).
 
-A block reads one run of a sequence's tiles, TILE tokens each, for one KV head and all query heads
-of it. Tokens are the rows of both products, S = k·qᵀ and O = vᵀ·p, so the few query heads cost a
-product N = 8 or 16 columns wide and not 64 rows: decode moves bytes, and computes little. Partial
-results are merged through their log-sum-exp.
+The tokens of a sequence are cut into tiles of TILE tokens. A thread block reads one run of tiles,
+for one KV head and all query heads of it. Query heads are the columns of both products, S = k·qᵀ
+and O = vᵀ·p: as columns they need N = 8 or 16, where they would need 64 as rows. Partial results
+are merged through their log-sum-exp.
 """
 
 import math
@@ -14,23 +14,23 @@ from jax import lax
 from pallas_kernels import backend
 from pallas_kernels.mosaic import pl, plgpu
 
-TILE = 64  # KV tokens: 16 rows of a product for each of a block's four warps
-WAVES = 4  # blocks that a multiprocessor runs one after the other, so that none ends much later
-MIN_TILES = 4  # of a split: fewer would not pay for the merge
-MIN_SPLITS = 8  # that a long sequence among short ones may be cut into
+TILE = 64  # KV tokens: 16 rows of a product for each of the four warps of a thread block.
+WAVES = 4  # Thread blocks in sequence on a multiprocessor, so that all end at about one time.
+MIN_TILES = 4  # The fewest tiles of a split: with fewer, the merge would cost more than it saves.
+MIN_SPLITS = 8  # Splits that a long sequence may have in any case, even among short ones.
 NEG_INF = -1e30
 LOG2_E = math.log2(math.e)
 
 
 def first_token(lengths, sliding_window: int | None):
-    """The first token that a query behind `lengths` tokens attends to."""
+    """The first of a sequence's `lengths` tokens that its query attends to."""
     return jnp.maximum(lengths - (lengths if sliding_window is None else sliding_window), 0)
 
 
 def split(tiles_SxK, most_tiles: int, blocks_per_multiprocessor: int):
-    """How many blocks may share a sequence's head, and the tiles [S, K] that each of them reads.
+    """The most splits of a sequence's head, and the tiles [S, K] of each split.
 
-    Runs are about equally long over the whole batch, so that all multiprocessors end together.
+    Splits are about equally long over the whole batch, so that all multiprocessors end together.
     """
     S, K = tiles_SxK.shape
     gpu = backend.current_gpu()
@@ -43,7 +43,7 @@ def split(tiles_SxK, most_tiles: int, blocks_per_multiprocessor: int):
 
 
 def merge(out_SxKxBxDxG, lse_SxKxBxG, read_SxKxB):
-    """Attention [S, K, G, D] and log-sum-exp over all B runs, from those of each that was read."""
+    """Attention [S, K, G, D] and log-sum-exp [S, K, G] over those of B splits that were read."""
     read = read_SxKxB[..., None]
     lse = jnp.where(read, lse_SxKxBxG, -jnp.inf)
     top = jnp.maximum(lse.max(axis=2, keepdims=True), NEG_INF)
@@ -54,22 +54,25 @@ def merge(out_SxKxBxDxG, lse_SxKxBxG, read_SxKxB):
     return out.swapaxes(2, 3), top[:, :, 0] + jnp.log(total)
 
 
-# In a kernel. The results of its products have the layout WGMMA, which mma.sync shares.
+# The functions below run inside kernels. Products have the layout WGMMA, also those of mma.sync.
 
 
 def softmax_start(D: int, N: int):
-    """Running output [D, N], maximum [N] and sum [TILE, N] over no token."""
+    """The running output [D, N], maximum [N] and sum [TILE, N] before the first token."""
     return (
         plgpu.layout_cast(jnp.zeros((D, N), jnp.float32), plgpu.Layout.WGMMA),
         plgpu.layout_cast(jnp.full((N,), NEG_INF, jnp.float32), plgpu.Layout.WGMMA.reduce(0)),
-        # Summed over the tokens at the end: a sum across warps is slow.
+        # The tokens are summed only at the end, because a sum across warps is slow.
         plgpu.layout_cast(jnp.zeros((TILE, N), jnp.float32), plgpu.Layout.WGMMA),
     )
 
 
 def softmax_step(products_TxN, top_N, total_TxN, attended_TxN, scale, soft_cap):
-    """A tile's probabilities [TILE, N] below the new maximum; it, the sum, and what it scales
-    earlier ones by, [N]."""
+    """One step of the online softmax over a tile of tokens.
+
+    Returns the tile's weights exp(score - maximum) [TILE, N], the new maximum [N], the new sum
+    [TILE, N], and the factor [N] by which the step scales earlier results.
+    """
     scores = products_TxN * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -81,20 +84,22 @@ def softmax_step(products_TxN, top_N, total_TxN, attended_TxN, scale, soft_cap):
 
 
 def softmax_end(acc_DxN, top_N, total_TxN):
-    """Attention [D, N] and its log-sum-exp [N]."""
+    """Attention [D, N] and the log-sum-exp of its scores [N]."""
     total = total_TxN.sum(axis=0)
     return acc_DxN / columns(total, acc_DxN.shape), top_N / LOG2_E + jnp.log(total)
 
 
 def attended(tile, shape, first, length):
-    """Which rows of an array over a tile's tokens are of tokens `first` to `length`."""
+    """Which rows of an array over the tokens of a tile are tokens from `first` to `length` - 1."""
     token = tile * TILE + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
     return (token >= first) & (token < length)
 
 
 def clear_others(v_ref, tile, first, length):
-    """Zero the values of tokens not attended to: what others left there may be not-a-number, and
-    0 · NaN is NaN."""
+    """Set the values of tokens that are not attended to to zero.
+
+    A page's former owner may have left NaN there, and a weight of 0 times NaN is NaN.
+    """
 
     @pl.when((tile * TILE < first) | ((tile + 1) * TILE > length))
     def _():

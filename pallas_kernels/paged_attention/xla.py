@@ -1,20 +1,22 @@
-"""Fast jnp under jit: online softmax over chunks of pages, with trip counts that follow lengths.
+"""Fast jnp under jit: online softmax over chunks of pages, in as many iterations as lengths need.
 
-Work and memory traffic follow the real lengths, not the width M of the tables, so one compiled
-program serves every context length. An iteration costs about 30 µs of a CPU before it reads
-anything, so it should read much; what it gathers should stay in the cores' caches until it is used;
-and what it gathers beyond the lengths is lost. The sizes below were the best, or near, of 16 to 64
-tokens a chunk and 0.5 to 2 MB, for contexts of 100 and 1,000 tokens.
+Work and memory traffic depend on the real lengths, not on the width M of the tables, so one
+compiled program serves every context length.
+
+The sizes below are a compromise. An iteration costs about 30 µs on a CPU before it reads anything,
+so it should read much. What it gathers should stay in the cores' caches until it is used, and what
+it gathers beyond the lengths is wasted. Of 16 to 64 tokens per chunk and 0.5 to 2 MB per iteration,
+these sizes were the best or nearly so for contexts of 100 and 1,000 tokens.
 """
 
 import jax
 import jax.numpy as jnp
 
-DECODE_CHUNK = 16  # consecutive KV tokens of a sequence, or a page; decode gathers several chunks,
-DECODE_BYTES = 2**20  # up to so many bytes of keys,
-DECODE_TOKENS_PER_SEQUENCE = 128  # or fewer where there are few sequences
-PREFILL_CHUNK = 128  # KV tokens gathered at a time
-QUERY_TILE = 64  # prefill queries that share a gathered chunk
+DECODE_CHUNK = 16  # KV tokens of one sequence that lie in a row; at least a page.
+DECODE_BYTES = 2**20  # The most bytes of keys that an iteration of decode gathers.
+DECODE_TOKENS_PER_SEQUENCE = 128  # The most tokens that it gathers, times the number of sequences.
+PREFILL_CHUNK = 128  # KV tokens that an iteration of prefill gathers.
+QUERY_TILE = 64  # Prefill queries that share what an iteration gathers.
 NEG_INF = -1e30
 
 
@@ -25,11 +27,11 @@ def _pad_to_multiple(x, axis: int, multiple: int):
 
 
 def _read(k_pages_NxPxD, v_pages_NxPxD, ids):
-    """Keys and values [..., C, D] of the tokens of pages ids [..., m].
+    """Keys and values [..., C, D] of the tokens of the pages `ids` [..., m], which must be valid.
 
-    Two barriers, without which XLA on CPUs is twice as slow: it would compute the ids within the
-    copies, which then are not spread over the cores, and copy in the shape that follows, token by
-    token. A page as one row is copied in one run. The ids are valid by contract.
+    Without the two barriers, XLA on CPUs is twice as slow. Without the first it would compute the
+    ids inside the copies and not spread these over the cores. Without the second it would copy
+    token by token, while a page as one row is copied in one piece.
     """
     N, P, D = k_pages_NxPxD.shape
     flat_ids = jax.lax.optimization_barrier(ids.reshape(-1))
@@ -42,23 +44,26 @@ def _read(k_pages_NxPxD, v_pages_NxPxD, ids):
 
 
 def _scores(q, k, scale, soft_cap):
-    """[..., R, C] in float32. The products are scaled, as a scaled query would be rounded again."""
+    """Scores [..., R, C] in float32. A query that was scaled itself would be rounded once more."""
     products = jnp.einsum("...rd,...cd->...rc", q, k, preferred_element_type=jnp.float32)
     scores = products * scale
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
 def _weighted_sum(probs, v):
-    """probs [..., R, C] times v [..., C, D] over C: [..., R, D] in float32."""
+    """The product of probs [..., R, C] and v [..., C, D], in float32."""
     probs = probs.astype(v.dtype)
     return jnp.einsum("...rc,...cd->...rd", probs, v, preferred_element_type=jnp.float32)
 
 
 def _attended(scores, seen, v, top=NEG_INF):
-    """An online softmax over scores [..., R, C], where `seen`, of tokens with values v [..., C, D].
+    """One step of an online softmax over scores [..., R, C] of tokens with values v [..., C, D].
 
-    Returns acc [..., R, D], sums of values weighted by exp(score - top); top [..., R], the largest
-    score, or the given one if that is larger; and total [..., R], the sums of the weights.
+    seen: which scores count, [..., R, C].
+    top:  the largest score so far, [..., R].
+
+    Returns the sums of the values weighted by exp(score - top), [..., R, D]; the new largest score,
+    [..., R]; and the sums of the weights, [..., R].
     """
     scores = jnp.where(seen, scores, NEG_INF)
     top = jnp.maximum(top, scores.max(-1))
@@ -67,7 +72,7 @@ def _attended(scores, seen, v, top=NEG_INF):
 
 
 def _result(acc, top, total):
-    """acc / total, zeros for rows that have seen nothing, and their log-sum-exp [..., R]."""
+    """Attention [..., R, D], zeros for rows that have seen nothing, and log-sum-exp [..., R]."""
     return acc / jnp.maximum(total, 1e-30)[..., None], top + jnp.log(total)
 
 
@@ -78,9 +83,10 @@ def _first_tokens(lengths, sliding_window):
 
 
 def _ends(first, lengths, begin, end, P: int, sliding_window):
-    """Columns of a table that are read in part, [S, K, e], and their tokens `held` [S, K, e * P].
+    """The columns of a table that are read in part, [S, K, e].
 
-    Tokens `first` .. `lengths` [S, K] are read, and columns begin .. end of them whole.
+    A sequence reads its tokens `first` to `lengths` - 1 [S, K]; columns `begin` to `end` - 1 of its
+    table are read whole. The second result [S, K, e * P] tells which tokens of the others are read.
     """
     parts = [(end, jnp.maximum(first, end * P), lengths)]
     if sliding_window is not None:
@@ -94,18 +100,19 @@ def _ends(first, lengths, begin, end, P: int, sliding_window):
 def decode(
     q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap
 ):  # fmt: skip
-    """First, of all sequences at once, pages that are read in part; then whole pages in a loop.
+    """First pages that are read in part, of all sequences at once; then whole pages in a loop.
 
-    Only the former hold tokens of former owners, which may be not-a-number, and 0 · NaN is no zero.
-    Values are cleared there alone: in the loop it takes half as long as reading them.
+    Pages that are read in part may hold values of a former owner. These may be NaN, which a weight
+    of 0 does not remove, so they are set to zero. Whole pages need no such pass, which in the loop
+    would take half as long as reading the values.
     """
     S, H, D = q.shape
     _, P, _ = k_pages.shape
     K = tables.shape[1]
     pages = max(1, DECODE_CHUNK // P)
     tokens = min(DECODE_BYTES // (K * D * k_pages.dtype.itemsize), S * DECODE_TOKENS_PER_SEQUENCE)
-    # The chunks of all sequences, one sequence after the other, are taken W at a time: short
-    # sequences do not wait for long ones.
+    # The chunks of all sequences, one sequence after the other, form one list. An iteration takes W
+    # of them, so short sequences do not wait for long ones.
     W = max(1, tokens // (pages * P))
     q_SxKxGxD = q.reshape(S, K, H // K, D)
     first = _first_tokens(lengths, sliding_window)
@@ -124,14 +131,14 @@ def decode(
     first_column = begin.min(1)
     counts = jnp.maximum(end.max(1) - first_column + pages - 1, 0) // pages
     ends = jnp.cumsum(counts)
-    # A page that is read whole, if any is, stands in where a chunk has none.
+    # Where a chunk has no whole page, it gathers this one, which holds no NaN of a former owner.
     fullest = jnp.argmax(end - begin)
     whole_page = tables.reshape(S * K, -1)[fullest, begin.reshape(-1)[fullest]] + page_offset
 
     def body(i, state):
         acc, top, total = state
         w = i * W + jnp.arange(W)
-        # Chunks beyond the last become some of the last sequence, beyond its length.
+        # Chunks beyond the list count as chunks of the last sequence, beyond its length.
         s = jnp.minimum(jnp.searchsorted(ends, w, side="right", method="compare_all"), S - 1)
         start = first_column[s] + (w - (ends - counts)[s]) * pages
         columns = (start[:, None] + jnp.arange(pages))[:, None]
@@ -166,8 +173,8 @@ def prefill(
     tile = min(T, QUERY_TILE)
 
     tables = _pad_to_multiple(tables, 2, pages)
-    # A sequence's rows are cut into tiles; the last of them may reach into the next sequence's
-    # rows, which that sequence's own tiles, coming later, overwrite.
+    # A sequence's rows are cut into tiles. The last tile may write into rows of the next sequence,
+    # which that sequence's own tiles overwrite later.
     counts = query_starts[1:] - query_starts[:-1]
     tiles_before = jnp.cumsum((counts + tile - 1) // tile)
     queries = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
@@ -177,8 +184,7 @@ def prefill(
         start = query_starts[s] + (i - jnp.where(s > 0, tiles_before[s - 1], 0)) * tile
         q_t = jax.lax.dynamic_slice_in_dim(queries, start, tile)
         q_KxRxD = q_t.reshape(tile, K, G, D).transpose(1, 2, 0, 3).reshape(K, G * tile, D)
-        # Row r of the chunk sits at this position of its sequence; rows past the chunk see as
-        # much as its last one.
+        # The position of each row in its sequence. Rows beyond the chunk see as much as its last.
         position = lengths[s] - query_starts[s + 1] + start + jnp.arange(tile)
         position = jnp.minimum(position, lengths[s] - 1)
         first = _first_tokens(position + 1, sliding_window)
@@ -188,8 +194,7 @@ def prefill(
             index = j * chunk + jnp.arange(chunk)
             seen = (index <= position[:, None]) & (index >= first[:, None])
             held = (index < lengths[s]) & (index >= first[0])
-            # What is not held may be anything, not-a-number included: the rest of a page holds
-            # what a former owner left there.
+            # The other tokens of a page are what a former owner has left there, maybe NaN.
             k, v = _read(k_pages, v_pages, ids)
             v = jnp.where(held[:, None], v, 0)
             scores = _scores(q_KxRxD, k, scale, soft_cap)

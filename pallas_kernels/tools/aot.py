@@ -1,4 +1,4 @@
-"""GPUs that this machine lacks, as JAX devices: programs compile for them and never run."""
+"""GPUs that this machine lacks, as JAX devices. Programs can be compiled for them, but not run."""
 
 import importlib.util
 import logging
@@ -11,11 +11,12 @@ from pallas_kernels.tools.targets import TARGETS
 
 
 def devices(target: str, count: int = 1) -> list[jax.Device]:
-    """The first `count` GPUs of one machine with them; `target` is a key of `TARGETS`.
+    """`count` GPUs of the kind `target`, a key of `TARGETS`, in one machine.
 
-    Lower for one of them inside `backend.compiling_for(TARGETS[target].gpu)`.
+    Programs for them must be lowered inside `backend.compiling_for(TARGETS[target].gpu)`.
 
-    Raises ValueError for an unknown target, and where JAX's CUDA plugin is not installed.
+    Raises ValueError for an unknown target, for a count below 1, and if JAX's CUDA plugin is not
+    installed.
     """
     if target not in TARGETS:
         raise ValueError(f"unknown target {target!r}; allowed: {', '.join(sorted(TARGETS))}")
@@ -24,9 +25,9 @@ def devices(target: str, count: int = 1) -> list[jax.Device]:
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise ValueError("the extra `aot` is not installed: jax-cuda13-plugin is missing")
     _find_disassembler()
-    # Or JAX's plugin, loaded when devices are first looked for, would ask for CUDA's libraries.
+    # Otherwise JAX's plugin would ask for CUDA's libraries when it is loaded.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    # Or it would tell at length that there is no GPU.
+    # Otherwise JAX would warn at length that there is no GPU.
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from jax.experimental import topologies
@@ -38,9 +39,9 @@ def devices(target: str, count: int = 1) -> list[jax.Device]:
 
 
 def _find_disassembler() -> None:
-    """Tell Mosaic, which disassembles what it compiles, where nvidia-cuda-nvdisasm put the tool.
+    """Tell Mosaic where the package nvidia-cuda-nvdisasm has installed the disassembler.
 
-    Mosaic has taken it to be where a CUDA installation would have it.
+    Mosaic disassembles what it compiles, and looks only where a CUDA installation has the tool.
     """
     name = "MOSAIC_GPU_CUDA_ROOT"
     package = importlib.util.find_spec("nvidia")

@@ -1,12 +1,13 @@
-"""Compile the kernels for GPUs that this machine does not have, and show what the compiler says.
+"""Compile the kernels for GPUs that this machine does not have, and show the compiler's report.
 
     python -m pallas_kernels.tools.compile --target=h200 --op=paged_attention --spec=llama-3-8b
 
-compiles every op with every named argument spec, or those that are named, and prints for each the
-registers of a thread, the bytes that these spill, shared memory of a block, tensor-core and TMA
-instructions, temporary memory, and how much of the donated arrays is written in place. Exits with
-an error where a kernel spills, leaves no report, does not wait for what it reads
-(synchronization.py), or where a donated array is copied. Needs the extra `aot`, but no GPU.
+Without --op and --spec it compiles every op with every spec of its arguments. For each it prints
+the registers of a thread, the bytes that spill, the shared memory of a thread block, the numbers of
+tensor-core and TMA instructions, the temporary memory, and which part of the donated arrays is
+written in place. It exits with an error if a kernel spills, leaves no report, or does not wait for
+what it reads (synchronization.py), or if a donated array is copied. It needs the extra `aot`, and
+no GPU.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from pallas_kernels.tools.targets import TARGETS
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the compiler reports of one kernel; memory in bytes."""
+    """The compiler's report on one kernel. Memory is in bytes."""
 
     name: str
     registers: int
@@ -45,10 +46,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of one op and spec; memory in bytes.
+    """The result of compiling one op with one spec. Memory is in bytes.
 
-    unsynchronized: what synchronization.py says.  donated, aliased: bytes of the arrays that may be
-    written in place, and of those that are.
+    unsynchronized: the complaints of synchronization.py.
+    donated, aliased: the bytes that may be written in place, and those that are.
     """
 
     target: str
@@ -64,7 +65,7 @@ class Report:
 
     @property
     def faults(self) -> list[str]:
-        """Why it fails the gate; empty if it passes."""
+        """The reasons why the result is not acceptable; empty if it is."""
         faults = list(self.unsynchronized)
         if self.implementation != "xla" and not self.kernels:
             faults.append("the compiler left no report")
@@ -77,7 +78,7 @@ class Report:
 
 
 def compile_one(target: str, op: str, spec: str, implementation: str) -> Report:
-    """To run in a process of its own: what a process has compiled before leaves no report."""
+    """Compile in a new process: what a process has compiled before leaves no report again."""
     start = time.perf_counter()
     gpu = TARGETS[target].gpu
     call = OPS[op].specs[spec]
@@ -97,7 +98,7 @@ def compile_one(target: str, op: str, spec: str, implementation: str) -> Report:
         compiled = traced.lower().compile()
         kernels = _read_reports(Path(folder))
     memory = compiled.memory_analysis()
-    # What Ampere's copies wait for has no barrier that the check could follow.
+    # On Ampere copies have no barriers, so the check cannot follow them.
     followed = implementation != "xla" and gpu.compute_capability >= (9, 0)
     return Report(
         target,
@@ -114,7 +115,7 @@ def compile_one(target: str, op: str, spec: str, implementation: str) -> Report:
 
 
 def _implementations(target: str, op: str, spec: str) -> list[str]:
-    """The op's kernel; where there is none, or it writes in place, what XLA makes of it too."""
+    """The op's kernel. If there is none, or if the op writes in place, also its XLA version."""
     kernel = OPS[op].kernel_for(TARGETS[target].gpu.compute_capability)
     if kernel is None:
         return ["xla"]

@@ -1,19 +1,21 @@
-"""Whether a kernel waits for what it reads: a check of its jaxpr.
+"""A check of a kernel's jaxpr: does the kernel wait for what it reads?
 
-The interpreter does not notice a product that reads shared memory before the copy that fills it was
-waited for, or before what threads wrote there was committed: it gives the right numbers, and finds
-no race. So this check follows each thread of a kernel in program order and asks that
+The interpreter cannot tell. If a product reads shared memory before the kernel has waited for the
+copy that fills it, or before it has committed what threads wrote there, the interpreter still gives
+the right numbers and finds no race. So this check follows each thread of a kernel in program order
+and demands that
 
-- shared memory that a TMA copy fills is touched only after a wait on that copy's barrier,
+- the thread waits on a TMA copy's barrier before it touches the shared memory that the copy fills,
 - shared memory that was written from registers is committed before a wgmma or a TMA copy reads it,
-  and before the thread tells another that it is ready,
-- copies to global memory are waited for before the kernel ends.
+  and before the thread tells another thread that it is ready,
+- the kernel waits for its copies to global memory before it ends.
 
-It knows buffers and barriers, not their slots, and not whether a reader has finished when it hands
-memory back to who fills it: those are for the interpreter, which finds races.
+The check knows buffers and barriers, but not their slots. It does not check whether a reader has
+finished when it hands memory back to the writer. The interpreter finds both as races.
 
-Memory that some loop fills must be waited for in each iteration of every loop that reads it. What
-may happen in one branch of a condition counts as happening; what happens in all, as done.
+If a loop fills a buffer, every loop that reads it must wait in each iteration. Where the branches
+of a condition differ, a copy or a write in one branch counts, and a wait or a commit counts only if
+it is in all branches.
 """
 
 from collections.abc import Iterator
@@ -29,10 +31,11 @@ _LOOPS = {"while", "scan"}
 
 @dataclass
 class _State:
-    """What is open at a point of a thread's program.
+    """What is unfinished at some point of a thread's program.
 
-    unawaited: buffers that copies fill, with these copies' barriers.  uncommitted: buffers written
-    from registers.  storing: whether copies to global memory may be under way.
+    unawaited: buffers that copies fill, with the barriers of these copies.
+    uncommitted: buffers that were written from registers.
+    storing: whether copies to global memory may be under way.
     """
 
     unawaited: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -52,9 +55,9 @@ class _State:
 
 
 def check(jaxpr) -> list[str]:
-    """What the Mosaic kernels that a traced function calls do without waiting; empty if nothing.
+    """Where the Mosaic kernels of a traced function do not wait: one complaint each, or none.
 
-    jaxpr: of `jax.make_jaxpr`. Raises ValueError if it calls no kernel.
+    jaxpr: the result of `jax.make_jaxpr`. Raises ValueError if it calls no kernel.
     """
     kernels = list(_kernels(jaxpr))
     if not kernels:
@@ -78,13 +81,13 @@ class _Checker:
         self._filled_in_loops: dict[int, frozenset[int]] = {}
         filled: dict[int, frozenset[int]] = {}
         self._collect(jaxpr, {}, False, filled)
-        # Whatever copies fill starts unawaited: another thread may start them.
+        # All buffers that copies fill start as unawaited, because another thread may start copies.
         state = self._run(jaxpr, {}, _State(filled))
         if state.storing:
             self.complaints.append("the kernel may end before its copies to global memory")
 
     def _inner(self, eqn, sub, roots) -> dict:
-        """The roots of a sub-jaxpr's references: the identity of each where it was allocated."""
+        """For each reference of a sub-jaxpr, the identity of the buffer that was allocated."""
         skipped = {"cond": 1, "while": eqn.params.get("cond_nconsts", 0)}
         operands = eqn.invars[skipped.get(eqn.primitive.name, 0) :]
         inner = {v: roots[o] for v, o in zip(_inputs(sub), operands) if _known(o, roots)}
@@ -136,7 +139,7 @@ class _Checker:
             elif name in _LOOPS:
                 (body,) = subs
                 inner = self._inner(eqn, body, roots)
-                # Twice: what an iteration leaves open, the next one meets.
+                # Two passes, because an iteration begins with what the one before left unfinished.
                 for _ in range(2):
                     start = state.join(_State(self._filled_in_loops))
                     state = state.join(self._run(body, inner, start))
@@ -156,7 +159,7 @@ class _Checker:
 
 
 def _bodies(eqn) -> list:
-    """An equation's sub-jaxprs that may touch memory: a loop's condition does not."""
+    """The sub-jaxprs of an equation that may touch memory, so without a loop's condition."""
     return [eqn.params["body_jaxpr"]] if eqn.primitive.name == "while" else sub_jaxprs(eqn)
 
 

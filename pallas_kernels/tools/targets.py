@@ -23,7 +23,7 @@ class Target:
     def config(self) -> str:
         """XLA's GpuTargetConfigProto, as text."""
         major, minor = self.gpu.compute_capability
-        # Kernels with wgmma need the architecture's own features, sm_90a.
+        # Kernels with wgmma need the features that only this architecture has (sm_90a).
         features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
         return f"""
             gpu_device_info {{

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from experiments.train import build_tokenizer
-from models import checkpoint, llama
+from models import checkpoint, llama, load_tokenizer
 from models import params as parameters
 from models.config import ModelConfig
 
@@ -27,4 +27,4 @@ def tiny_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny_folder):
-    return checkpoint.load_tokenizer(tiny_folder)
+    return load_tokenizer(tiny_folder)

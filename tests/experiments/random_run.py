@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.lib.run_record import plain
 from paged.engine import Engine
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from tests.paged.tiny import TINY
 
 # A cache of 80 tokens holds such a request and 16 pinned tokens, whatever its pages; one of

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.lib import flags
+from experiments.lib import engines
 from models import llama
 from models import params as parameters
 from models.config import ModelConfig
 from models.full_attention import causal_attend
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
 MODEL = ModelConfig(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,
@@ -53,7 +53,7 @@ def test_the_engine_serves_with_mosaic_kernels(params):
 def test_too_few_threads_for_the_interpreter_are_refused(monkeypatch):
     monkeypatch.setenv("PJRT_NPROC", "2")
     with pytest.raises(ValueError, match=r"needs 8 threads, not 2: set .* PJRT_NPROC=8"):
-        flags.check_interpreter("mosaic_gpu")
-    flags.check_interpreter("xla")
+        engines.check_interpreter("mosaic_gpu")
+    engines.check_interpreter("xla")
     monkeypatch.setenv("PJRT_NPROC", "8")
-    flags.check_interpreter("mosaic_gpu")
+    engines.check_interpreter("mosaic_gpu")

@@ -14,15 +14,11 @@ ROOT = Path(__file__).parents[2]
 # and the imports.
 RUNNER = """
 import contextlib, importlib, io, json, sys
-from absl import app, flags
+from absl import flags
 from absl.testing import flagsaver
-from experiments.lib import program
 
-def run(module, argv):
-    return program.call(module.main, argv, names)
-
-module = importlib.import_module(sys.argv[1])
-names = module.define_flags()
+program = importlib.import_module(sys.argv[1]).PROGRAM
+names = program.define()
 flags.FLAGS(["program"])
 defaults = flagsaver.save_flag_values()
 for arguments in json.loads(sys.argv[2]):
@@ -31,7 +27,7 @@ for arguments in json.loads(sys.argv[2]):
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            app.run(lambda argv: run(module, argv), argv=["program", *arguments])
+            program.start(names, ["program", *arguments])
     except SystemExit as end:
         # A text is printed, and the exit status is 1.
         status, text = (1, end.code) if isinstance(end.code, str) else (end.code, said.getvalue())

@@ -20,7 +20,7 @@ from experiments.diff_events import first_difference, report
 from experiments.lib.event_log import read_log, write_log
 from paged.engine import Engine, EngineConfig
 from paged.metrics import RequestRecord, StepRecord
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from tests.experiments.random_run import random_run
 from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.tiny import TINY
@@ -176,13 +176,12 @@ import json, sys
 from absl import flags
 from experiments import diff_events
 
-diff_events.define_flags()
+names = diff_events.PROGRAM.define()
 for arguments in json.loads(sys.argv[1]):
     flags.FLAGS.unparse_flags()
-    sys.argv = ["diff_events", *arguments]
     status = 0
     try:
-        diff_events.run(diff_events.main)
+        diff_events.PROGRAM.start(names, ["diff_events", *arguments])
     except SystemExit as end:
         status = end.code
     print(f"\\nstatus {status or 0}", flush=True)

@@ -10,9 +10,10 @@ import pytest
 from experiments import evaluate
 from experiments.lib.bootstrap import mean_interval
 from experiments.tasks import tasks
-from models import checkpoint, llama
+from models import llama, load_tokenizer
 from models import params as parameters
 from models.config import ModelConfig
+from models.hub import BUNDLED
 from paged.engine import Engine, EngineConfig
 
 CONFIG = EngineConfig(
@@ -81,7 +82,7 @@ def test_a_random_model_is_evaluated_end_to_end(tmp_path):
         parameters.init(llama.declare(model), jax.random.key(0)),
         model,
         CONFIG,
-        checkpoint.load_tokenizer(checkpoint.BUNDLED),
+        load_tokenizer(BUNDLED),
     )
     answers = evaluate.evaluate(engine, [("needle", 256), ("vote", 256)], 3, 0, progress=False)
     rows = evaluate.accuracies(answers)

@@ -20,7 +20,7 @@ from experiments.replay import check_model, logged_config, num_tokens, replay, s
 from models import checkpoint, llama
 from models import params as parameters
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from tests.experiments import conftest
 from tests.experiments.random_run import as_json, random_run, without_times

@@ -19,7 +19,8 @@ from experiments.workloads import write_prompts
 from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig, load
 from models import checkpoint
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 from tests.experiments.conftest import TINY
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models import checkpoint
+from models import checkpoint, load_tokenizer
+from models.hub import BUNDLED
 
 GOLDEN = Path(__file__).parent / "golden"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -276,14 +277,14 @@ def test_dtypes_that_are_not_supported(dtype):
 
 def test_tokenizers_that_cannot_be_read(folder):
     with pytest.raises(ValueError, match=r"model has no tokenizer.json"):
-        checkpoint.load_tokenizer(folder)
-    whole = (checkpoint.BUNDLED / "tokenizer.json").read_bytes()
+        load_tokenizer(folder)
+    whole = (BUNDLED / "tokenizer.json").read_bytes()
     for broken in (b'{"version": "1.0"}', b"", whole[:-100], whole.replace(b'"model"', b'"m"')):
         (folder / "tokenizer.json").write_bytes(broken)
         with pytest.raises(ValueError, match=r"model: the tokenizer cannot be read"):
-            checkpoint.load_tokenizer(folder)
+            load_tokenizer(folder)
     (folder / "tokenizer.json").write_bytes(whole)
-    assert checkpoint.load_tokenizer(folder).encode("a b")
+    assert load_tokenizer(folder).encode("a b")
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"model: the tokenizer cannot be read"):
-        checkpoint.load_tokenizer(folder)
+        load_tokenizer(folder)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import checkpoint, llama
+from models import checkpoint, llama, load_tokenizer
 from models.full_attention import causal_attend
+from models.hub import BUNDLED, weight_files
 
 GOLDEN = Path(__file__).parent / "golden" / "bundled.npz"
 
@@ -24,7 +25,7 @@ def golden():
 
 
 def test_tokenizer(golden):
-    tokenizer = checkpoint.load_tokenizer("bundled")
+    tokenizer = load_tokenizer("bundled")
     text = str(golden["prompt"])
     tokens = golden["tokens"].tolist()
     assert tokenizer(text)["input_ids"] == tokens
@@ -49,7 +50,7 @@ def test_logits_at_the_start_and_far_into_the_context(golden):
 
 def test_the_tokenizer_is_that_of_the_model():
     config = checkpoint.load_config("bundled")
-    tokenizer = checkpoint.load_tokenizer("bundled")
+    tokenizer = load_tokenizer("bundled")
     assert len(tokenizer) <= config.vocab_size
     assert tokenizer.bos_token_id == config.bos_token_id
     assert tokenizer.eos_token_id in config.eos_token_ids
@@ -60,5 +61,5 @@ def test_what_later_work_needs_of_it():
     assert config.qk_norm and config.head_dim == 64
     assert config.num_kv_heads >= 4 and config.num_heads > config.num_kv_heads
     assert config.num_layers >= 4 and config.max_position_embeddings >= 2048
-    size = sum(path.stat().st_size for path in checkpoint.weight_files(checkpoint.BUNDLED))
+    size = sum(path.stat().st_size for path in weight_files(BUNDLED))
     assert size <= 16_000_000

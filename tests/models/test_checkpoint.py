@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from models import checkpoint, params
 from models.config import RopeScaling
 from models.families import family
+from models.hub import weight_files
 from tests.models.goldens import CASES, GOLDEN
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -62,7 +63,7 @@ def test_what_is_saved_loads_again(case, tmp_path):
     again_config, again = checkpoint.load(tmp_path / "model", "float32")
     assert again_config == config
     assert_same(again, loaded)
-    assert [p.name for p in checkpoint.weight_files(tmp_path / "model")] == ["model.safetensors"]
+    assert [p.name for p in weight_files(tmp_path / "model")] == ["model.safetensors"]
 
 
 def test_saving_casts(tmp_path):

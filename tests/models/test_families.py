@@ -29,8 +29,8 @@ def test_layers_in_a_list_compute_what_stacked_layers_do(case):
         traced.append(layer)
         return v.repeat(q.shape[1] // v.shape[1], axis=1) * (layer + 1), cache + layer
 
-    def adapters(name, layer, x):
-        return 0.1 * (layer + 1) * x.sum(-1, keepdims=True)
+    def adapters(name, layer, x, y):
+        return y + 0.1 * (layer + 1) * x.sum(-1, keepdims=True)
 
     zero = jnp.zeros((), jnp.int32)
     how = {"attend": attend, "adapters": adapters, "cache": zero}
@@ -78,22 +78,29 @@ def test_goldens_can_tell(case, change):
     assert np.abs(got - expected).max() > 5e-4
 
 
-@pytest.mark.parametrize("case", ["llama_gqa_tied", "opt_350m", "gpt2"])
-def test_adapters_equal_their_merged_weights(case):
-    config, weights_, tokens, base = golden(case)
+@pytest.mark.parametrize("form", [lambda params_: params_, params.stack], ids=["list", "stack"])
+@pytest.mark.parametrize("case", ["llama_gqa_tied", "qwen2", "opt_350m", "gpt2"])
+def test_adapters_compute_what_merged_weights_do(case, form):
+    """xAB with A [L, in, R] and B [L, R, out] of every projection, where layers differ."""
+    config, loaded, tokens, base = golden(case)
+    stacked = params.stack(loaded)
     rng = np.random.default_rng(1)
-    stacked = params.stack(weights_)
-    deltas = {
-        name: jnp.asarray(0.1 * rng.normal(size=stacked["layers"][name].shape), jnp.float32)
-        for name in family(config).PROJECTIONS
-    }
-    merged = {name: stacked["layers"][name] + delta for name, delta in deltas.items()}
-    got, _ = run(
-        config, weights_, tokens, adapters=lambda name, layer, x: x @ deltas[name][layer].T
-    )
+    A, B, merged = {}, {}, {}
+    for name in family(config).PROJECTIONS:
+        L, out, width = stacked["layers"][name].shape
+        A[name] = rng.normal(size=(L, width, 3)).astype(np.float32) / np.sqrt(width)
+        B[name] = 0.3 * rng.normal(size=(L, 3, out)).astype(np.float32)
+        merged[name] = stacked["layers"][name] + (A[name] @ B[name]).transpose(0, 2, 1)
+
+    def adapters(name, layer, x, y):
+        assert y.shape == (x.shape[0], B[name].shape[2])
+        return y + x @ jnp.asarray(A[name])[layer] @ jnp.asarray(B[name])[layer]
+
+    got, _ = run(config, form(loaded), tokens, adapters=adapters)
     expected, _ = run(config, stacked | {"layers": stacked["layers"] | merged}, tokens)
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
-    assert np.abs(got - base).max() > 1e-2
+    size = np.abs(expected).max()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * size)
+    assert np.abs(got - base).max() > 0.1 * size
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import checkpoint
+from models.hub import BUNDLED
 from tests.models.goldens import run
 
 pytest.importorskip("torch", reason="needs torch: make test-parity")
@@ -134,4 +135,4 @@ def test_random_configurations(family, data, seed, length):
 @pytest.mark.parametrize("start", [0, 4000])
 def test_the_bundled_model(start):
     config = checkpoint.load_config("bundled")
-    compare(checkpoint.BUNDLED, start, config.vocab_size, 64, start)
+    compare(BUNDLED, start, config.vocab_size, 64, start)

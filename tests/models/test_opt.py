@@ -8,6 +8,7 @@ from safetensors.numpy import load_file, save_file
 
 from models import checkpoint, gpt2, opt
 from models.config import ModelConfig
+from models.learned_positions import layer_norm
 from models.params import flatten
 from tests.models.goldens import GOLDEN, golden, run
 
@@ -18,9 +19,9 @@ def test_layer_norm_is_the_textbook_formula():
     rng = np.random.default_rng(0)
     x, gain, bias = (rng.normal(size=shape).astype(np.float32) for shape in ((5, 16), 16, 16))
     expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-2)
-    got = opt.layer_norm(x, gain, bias, 1e-2)
+    got = layer_norm(x, gain, bias, 1e-2)
     np.testing.assert_allclose(got, gain * expected + bias, rtol=0, atol=1e-5)
-    assert opt.layer_norm(x.astype(jnp.bfloat16), gain, bias, 1e-2).dtype == jnp.bfloat16
+    assert layer_norm(x.astype(jnp.bfloat16), gain, bias, 1e-2).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("case", ["opt", "gpt2"])
@@ -83,7 +84,7 @@ def test_fused_projections_are_split_on_load_and_joined_on_save(tmp_path):
 
 @pytest.mark.parametrize("case", ["gpt2", "opt"])
 def test_a_checkpoint_without_its_head_is_named_without_a_prefix(case, tmp_path):
-    """As GPT-2 is published, with the causal masks of each layer beside its checkpoint."""
+    """As GPT-2 is published, with the causal masks of each layer beside its weights."""
     stored = load_file(GOLDEN / case / "model.safetensors")
     short = {name.partition(".")[2]: tensor for name, tensor in stored.items()}
     if case == "gpt2":

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from experiments.lib.event_log import read_log, write_log
-from models import checkpoint
+from models import load_tokenizer
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.tiny import TINY
 
@@ -119,7 +119,7 @@ def test_options_of_a_request_may_be_numpys(tmp_path):
 
 
 def test_a_text_that_is_none_is_refused():
-    tokenizer = checkpoint.load_tokenizer("bundled")
+    tokenizer = load_tokenizer("bundled")
     model = TINY.replace(vocab_size=512)
     engine = Engine(model, CONFIG, SimulatedExecutor(vocab_size=512, first_token=3), tokenizer)
     with pytest.raises(ValueError, match="surrogates not allowed"):

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.workloads.workloads import WorkloadConfig
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from tests.paged.tiny import TINY
 
 A_FLOAT = "a finite number"

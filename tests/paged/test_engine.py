@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from models.sampling import INVALID_TOKEN
-from paged.engine import Engine, EngineConfig
+from paged import Engine, EngineConfig, SamplingParams
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.sequence import RequestOutput
 from tests.paged.tiny import TINY, padded
 
 SMALL = EngineConfig(
@@ -174,7 +174,7 @@ def test_non_finite_logits_end_their_request_and_no_other(tiny_params):
 def test_nothing_compiles_after_warm_up(tiny_params):
     engine = _engine(tiny_params, max_num_seqs=3, multi_step=2)
     engine.warm_up(progress=False)
-    assert engine.metrics.compilations_warmup >= len(engine._buckets.shapes())
+    assert engine.metrics.compilations_warmup >= len(engine.loop._buckets.shapes())
     engine.generate(_prompts(7), GREEDY)
     engine.generate([[5, 6]], SamplingParams(temperature=1.0, top_k=3, top_p=0.5))
     engine.generate([[5, 6]], SamplingParams(repetition_penalty=1.5, logprobs=2, prompt_logprobs=2))

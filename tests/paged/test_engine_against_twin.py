@@ -13,7 +13,8 @@ from paged.blocks.block_pool import NULL_BLOCK
 from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import SamplingParams, SequenceGroup
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import SequenceGroup
 from tests.paged.hashing_executor import (
     FIRST,
     VOCAB,
@@ -142,6 +143,7 @@ def test_every_request_gets_exactly_its_tokens(seed):
                 ended[output.request_id] = output
         orders = [g.order for g in engine.scheduler.running + list(engine.scheduler.waiting)]
         assert orders == sorted(orders)
+        engine.scheduler.slots.check()
         tables = DenseHost.of(engine.host_policy).block_tables
         refcounts = DenseHost.of(engine.host_policy).pool.refcounts
         held = tables.blocks[tables.blocks != NULL_BLOCK]

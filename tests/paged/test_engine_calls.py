@@ -15,7 +15,8 @@ from experiments.soak.checks import holdings
 from paged.device import compilations
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 from tests.paged.hashing_executor import HashingExecutor, generate
 from tests.paged.interrupts import interrupted_at
 from tests.paged.tiny import TINY

@@ -11,7 +11,7 @@ from models.families import family
 from models.full_attention import causal_attend
 from paged.device.step import CACHED_LAYER_BYTES
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from tests.models.goldens import golden, run
 
 MODELS = {

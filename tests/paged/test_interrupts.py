@@ -1,6 +1,7 @@
 """Ctrl-C anywhere in the engine: nothing is lost or doubled, and it goes on as if new."""
 
 import random
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 
@@ -10,7 +11,8 @@ from experiments.lib.event_log import EventLog
 from experiments.lib.run_record import plain
 from paged.engine import Engine, EngineConfig, OutputStream
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.interrupts import Points, interrupted_at
 from tests.paged.test_engine_against_twin import _expected_outputs, _how, _tokens
@@ -35,6 +37,7 @@ class User:
         self.shared = _tokens(self.rng, 20)
         self.accepted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.ended: dict[str, RequestOutput] = {}
+        self.finals: Counter[str] = Counter()  # last outputs by id
         self.streams: list[tuple[OutputStream, list[int], SamplingParams]] = []
         self.interruptions = 0
 
@@ -116,6 +119,7 @@ class User:
         assert name in self.accepted and name not in self.ended, "an output of nothing"
         if output.finished:
             self.ended[name] = output
+            self.finals[name] += 1
             check(output, *self.accepted[name])
 
     def drain(self) -> None:
@@ -131,6 +135,14 @@ class User:
             self.step()
         assert not self.engine.has_unfinished() and self.engine.step() == []
         assert self.ended.keys() == self.accepted.keys()
+        records = Counter(record.request_id for record in self.engine.metrics.requests)
+        assert (
+            self.finals
+            <= records
+            <= Counter(
+                event["request_id"] for event in self.engine.events if event["event"] == "arrival"
+            )
+        )
         self._check_that_nothing_is_held()
         prompt, how = [*self.shared, 7], SamplingParams(max_tokens=9, seed=3)
         check(self.engine.generate([prompt], how)[0], prompt, how)
@@ -144,6 +156,7 @@ class User:
         pinned = kinds[-1:] == ["pin"]
         assert policy.pool.num_used == (20 // engine.config.page_size if pinned else 0)
         assert not policy.host_pool.num_used and slots.num_free == slots.num_slots
+        slots.check()
         assert not engine.requests.unfinished and not engine.requests.dropped
         EventLog("log", plain(events))  # it can be read
 
@@ -210,6 +223,24 @@ def _step(engine: Engine, points: Points) -> None:
     engine.add_request([3, 4, 5], SamplingParams(max_tokens=2), "job")
     while engine.has_unfinished():
         points.call(engine.step)
+
+
+def test_wherever_it_is_interrupted_a_request_has_one_output_and_one_record():
+    point, interrupted = 0, True
+    while interrupted:
+        point += 1
+        engine = Engine(TINY, CONFIG, HashingExecutor(CONFIG))
+        engine.add_request([3, 4, 5], SamplingParams(max_tokens=2), "job")
+        outputs: list[RequestOutput] = []
+        with interrupted_at(point) as points:
+            while engine.has_unfinished():
+                with suppress(KeyboardInterrupt):
+                    outputs += points.call(engine.step)
+        ends = [(output.request_id, output.finish_reason) for output in outputs]
+        records = [(r.request_id, r.finish_reason) for r in engine.metrics.requests]
+        assert ends == records and len(ends) == 1, point
+        interrupted = bool(points.raised)
+    assert point > 20
 
 
 @pytest.mark.parametrize("act", [_add, _abort, _pin, _step])

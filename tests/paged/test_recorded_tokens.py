@@ -3,7 +3,7 @@
 import pytest
 
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.recorded import RecordedTokens
 from tests.paged.hashing_executor import HashingExecutor

@@ -1,5 +1,9 @@
 """A model that is small enough to compile and run in tests; its parameters are random."""
 
+import jax
+
+from models import llama
+from models import params as parameters
 from models.config import ModelConfig
 from paged.device.step_inputs import Buckets
 from paged.engine import Engine
@@ -11,11 +15,17 @@ TINY = ModelConfig(
 )  # fmt: skip
 
 
+def random_params():
+    params = parameters.init(llama.declare(TINY), jax.random.key(1))
+    # Larger embeddings give varied continuations instead of one token forever.
+    return params | {"embed": params["embed"] * 50}
+
+
 def padded(engine: Engine) -> Engine:
     """`engine`, with every step padded to the largest size that is declared.
 
     Two programs are compiled then, where all sizes would be many; `test_engine.py` runs them all.
     """
-    sizes = engine._buckets
-    engine._buckets = Buckets(sizes.prefill[-1:], sizes.decode[-1:], sizes.mixed[-1:])
+    sizes = engine.loop._buckets
+    engine.loop._buckets = Buckets(sizes.prefill[-1:], sizes.decode[-1:], sizes.mixed[-1:])
     return engine

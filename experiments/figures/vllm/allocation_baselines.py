@@ -1,20 +1,19 @@
-"""What a batch gains from paged memory: vLLM beside systems that reserve contiguous room.
+"""How many requests paged memory holds, compared with systems that reserve contiguous memory.
 
     python -m experiments.figures.vllm.allocation_baselines
     python -m experiments.figures.vllm.allocation_baselines --executor=simulated --length_divisor=1
 
-Requests with the lengths of ShareGPT and of Alpaca, all there at once, share the KV memory of
-OPT-13B (vLLM Table 1) under each policy of paged/kv_cache/orca.py and under vLLM's. The model is
-small, so all that is counted in tokens is divided by --length_divisor: lengths, context, memory and
-page.
+Requests with the lengths of ShareGPT and of Alpaca arrive all at once and share the KV memory of
+OPT-13B (vLLM Table 1), under vLLM's policy and under each policy of paged/kv_cache/orca.py. The
+model is small, so lengths, context, memory and page size are divided by --length_divisor.
 
-Averages are over the steps in which requests wait, so that memory and nothing else bounds a batch,
-but for the first quarter of them: what begins together is short together. Each step weighs the
-same, so they depend on no clock, and are the same on the device and simulated. The paper served
-requests at a fixed rate, at which not every system had some waiting.
+Averages are over the steps in which requests wait, because only memory bounds the batch there. The
+first quarter of these steps is left out: requests that begin together are all short at first. All
+steps have the same weight, so the averages depend on no clock, and are equal on the device and
+simulated. The paper served requests at a fixed rate, and in some systems none waited.
 
-Memory changes no answer: on the device every request must get the same tokens under every policy,
-but for logits that are nearly tied; anything else ends the program with status 1. Writes to
+The policy must change no answer. On the device every request must get the same tokens under every
+policy, except where logits are nearly tied; otherwise the program ends with status 1. Writes to
 --output_dir: baselines.csv, baselines.png, report.json, summary.json.
 """
 
@@ -29,15 +28,16 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments import serve
-from experiments.lib import program, report, run_record
+from experiments.lib import report, run_record
+from experiments.lib.engines import load_engine
 from experiments.lib.flags import (
     define_executor_flag,
     define_float,
     define_model_flags,
-    load_engine,
-    values_of,
+    loading,
 )
 from experiments.lib.plots import MEMORY_COLOURS
+from experiments.lib.program import Options, Program, refusals
 from experiments.soak.comparison import NEAR_TIE
 from experiments.workloads import workloads
 from experiments.workloads.synthetic_lengths import PUBLISHED_MEANS
@@ -46,16 +46,15 @@ from models import checkpoint
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import StepRecord
-from paged.requests.sequence import RequestOutput, SamplingParams
-from paged.simulator.executor import SimulatedExecutor
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 
-FLAGS = flags.FLAGS
 POLICIES = ("vllm", "orca_oracle", "orca_pow2", "orca_max", "fastertransformer")
-KV_SLOTS, PAGE_SIZE = 15_700, 16  # of OPT-13B (Table 1), of vLLM (§7.2)
-# So many that memory alone bounds a batch, and what a step may begin.
+KV_SLOTS, PAGE_SIZE = 15_700, 16  # Of OPT-13B (Table 1), and of vLLM (§7.2).
+# Limits so high that only memory bounds a batch.
 MAX_SEQS, MAX_PREFILLS, MAX_STEP_TOKENS = 320, 64, 4096
-# Percent of memory: token states, reserved, internal, external and others. The paper's text gives
-# Oracle's 25.2 no name that fits: who knows the output's length has no internal fragmentation.
+# Percent of memory: token states, reserved, internal fragmentation, external fragmentation and
+# others. We count Oracle's 25.2 as reserved: with known output lengths nothing is internal.
 FIGURE_2 = {
     "orca_max": (20.4, 13.3, 57.3, 8.9),
     "orca_pow2": (26.8, 17.9, 13.6, 41.6),
@@ -70,10 +69,17 @@ FIGURE_13 = {
 
 @dataclass(frozen=True)
 class Row:
-    """One policy under one workload. batch: requests that run; paper_batch: Fig. 13's, if it has
-    one. token_states, reserved, internal, external: shares of the memory in use; used: the share of
-    all memory that is. steps: that were averaged; max_batch: of them. near_ties: requests that
-    nearly tied logits sent another way than vLLM's; different: others that went one."""
+    """One policy under one workload.
+
+    batch: requests that run, mean over the steps.
+    paper_batch: the same in Fig. 13, None if it has no such bar.
+    token_states, reserved, internal, external: fractions of the memory in use.
+    used: the memory in use, as a fraction of all memory.
+    steps: how many steps were averaged.
+    max_batch: the most requests that ran in one of them.
+    near_ties: requests whose tokens differ from those under vLLM after nearly tied logits.
+    different: requests whose tokens differ otherwise.
+    """
 
     workload: str
     policy: str
@@ -91,7 +97,10 @@ class Row:
 
 
 def engine_config(length_divisor: int) -> EngineConfig:
-    """The paper's setting with all that counts tokens divided; ValueError for what cannot be."""
+    """The paper's setting, with all numbers of tokens divided.
+
+    Raises ValueError for a divisor that leaves no valid setting.
+    """
     return EngineConfig(
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=max(MAX_SEQS, MAX_STEP_TOKENS // length_divisor),
@@ -112,7 +121,7 @@ def load_requests(
 
 
 def run(base: Engine, requests: dict[str, list[Request]], progress: bool = True) -> list[Row]:
-    """Each workload under each policy, on the executor of `base`, which is vLLM's.
+    """Run each workload under each policy, on the executor of `base`, whose policy is vLLM's.
 
     Raises ValueError for requests that all fit at once.
     """
@@ -181,7 +190,7 @@ def compare(
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
-    """Flat numbers; those of the workloads other than ShareGPT have its name at their end."""
+    """Numbers by name. Those of workloads other than ShareGPT end with the workload's name."""
     numbers: dict[str, float] = {}
     for row in rows:
         at = row.policy if row.workload == "sharegpt" else f"{row.policy}_{row.workload}"
@@ -195,7 +204,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each workload and policy, the paper's values in brackets."""
+    """A line for each workload and policy, with the paper's values in brackets."""
     lines = [
         f"{'':28}{'batch (Fig. 13)':>18}"
         + "".join(f"{name:>21}" for name in ("states (Fig. 2), %", *report.MEMORY[1:]))
@@ -213,7 +222,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path, title: str, footer: str) -> None:
-    """For each workload: shares of the memory in use as in Fig. 2, batches as in Fig. 13."""
+    """For each workload, shares of the memory in use as in Fig. 2, and batches as in Fig. 13."""
     datasets = list(dict.fromkeys(row.workload for row in rows))
     figure = Figure(figsize=(12, 3.8 * len(datasets)), layout="constrained")
     for (memory, batches), dataset in zip(
@@ -257,31 +266,30 @@ def _draw_shares(axes, places: np.ndarray, shares: Sequence, hatch: str | None =
         bottom += heights
 
 
-def prepare() -> tuple[Engine, dict[str, list[Request]]]:
+def prepare(options: Options) -> tuple[Engine, dict[str, list[Request]]]:
     """What the flags ask for. Raises ValueError for what cannot be."""
-    run_record.check_output_dir(FLAGS.output_dir, "baselines.csv", "baselines.png")
-    model, tokenizer = checkpoint.load_config(FLAGS.model), checkpoint.load_tokenizer(FLAGS.model)
-    config = engine_config(FLAGS.length_divisor)
+    model = checkpoint.load_config(options.model)
+    tokenizer = checkpoint.load_tokenizer(options.model)
+    divisor = options.length_divisor
+    config = engine_config(divisor)
     vocabulary = Vocabulary(tokenizer, model.vocab_size, config.max_model_len)
     requests = {
-        dataset: load_requests(dataset, FLAGS.fill, FLAGS.length_divisor, FLAGS.seed, vocabulary)
+        dataset: load_requests(dataset, options.fill, divisor, options.seed, vocabulary)
         for dataset in FIGURE_13
     }
-    if FLAGS.executor == "device":
-        return load_engine(config, tokenizer), requests
-    return Engine(model, config, SimulatedExecutor(vocab_size=model.vocab_size)), requests
+    return load_engine(config, tokenizer, **loading(options)), requests
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        base, requests = prepare()
+def main(options: Options) -> None:
+    with refusals():
+        base, requests = prepare(options)
         base.warm_up()
         rows = run(base, requests)
-    output_dir, environment = Path(FLAGS.output_dir), run_record.describe_environment()
+    output_dir, environment = Path(options.output_dir), run_record.describe_environment()
     numbers = summary(rows)
     content = {
         "experiment": "allocation_baselines",
-        "flags": values_of(names),
+        "flags": vars(options),
         "engine": base.config,
         "requests": {dataset: len(wanted) for dataset, wanted in requests.items()},
         "rows": rows,
@@ -289,9 +297,9 @@ def main(names: Sequence[str]) -> None:
         **environment,
     }
     footer = "simulated"
-    if FLAGS.executor == "device":
+    if options.executor == "device":
         footer = run_record.hardware_line(environment)
-        content["weights_sha256"] = checkpoint.weights_hash(FLAGS.model)
+        content["weights_sha256"] = checkpoint.weights_hash(options.model)
     run_record.write_csv(output_dir, "baselines.csv", rows)
     run_record.write_json(output_dir, "report.json", content)
     run_record.write_summary(output_dir, numbers)
@@ -303,21 +311,23 @@ def main(names: Sequence[str]) -> None:
     print(f"{table(rows)}\n({title}; {footer})")
     if numbers["different"]:
         sys.exit(f"{numbers['different']} requests got other tokens than under vllm")
-    if FLAGS.executor == "device":
+    if options.executor == "device":
         print(f"the same tokens under all policies; {numbers['near_ties']} near ties")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
+def define_flags() -> None:
     flags.DEFINE_integer(
         "length_divisor", 8, "divides all that is counted in tokens", lower_bound=1, upper_bound=64
     )
     define_float("fill", 10.0, "how often the requests would fill the memory", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "of the requests", lower_bound=0)
-    flags.DEFINE_string("output_dir", "results/allocation_baselines", "where the report goes")
-    own = ["length_divisor", "fill", "seed", "output_dir"]
-    return [*define_executor_flag(), *own, *define_model_flags()]
+    define_executor_flag()
+    define_model_flags()
 
+
+PROGRAM = Program(
+    main, define_flags, "results/allocation_baselines", ("baselines.csv", "baselines.png")
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

@@ -1,11 +1,11 @@
-"""What paging costs attention, and what the block size does to latency (vLLM §7.1, §7.2, Fig. 18).
+"""How paging slows attention, and how the block size affects latency (vLLM §7.1, §7.2, Fig. 18).
 
 python -m experiments.figures.vllm.block_size
 
-(a) Decode attention through block tables, whose blocks lie anywhere, beside the same attention over
-contiguous keys and values: `jax.nn.dot_product_attention`, and a plain softmax(q·kᵀ)·v. (b) The
-mean normalised latency of requests with the lengths of ShareGPT and of Alpaca, at fixed rates, for
-each block size.
+(a) The time of decode attention through block tables, whose blocks lie anywhere, and of the same
+attention over contiguous keys and values: `jax.nn.dot_product_attention`, and a plain
+softmax(q·kᵀ)·v. (b) The mean normalised latency of requests with the lengths of ShareGPT and of
+Alpaca, at fixed rates, for each block size.
 
 Times of (a) are medians over rounds that alternate between the cases. Writes to --output_dir:
 kernels.csv, serving.csv, fig18.png, report.json and summary.json.
@@ -27,15 +27,15 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.figures.vllm import sweep
-from experiments.lib import program, run_record
-from experiments.lib.flags import values_of
-from experiments.workloads.workloads import Request
+from experiments.lib import run_record
+from experiments.lib.flags import loading
+from experiments.lib.program import Options, Program, refusals
+from experiments.workloads.workloads import Request, Vocabulary
 from models import checkpoint
 from models.config import ModelConfig
 from paged.engine import Engine
 from pallas_kernels.paged_attention import paged_attention
 
-FLAGS = flags.FLAGS
 BATCHES, CONTEXTS = (8, 32), (64, 128, 192, 256)  # of Fig. 18a
 WAYS = ("paged_us", "dot_product_us", "plain_us", "gather_us")
 DATASETS = ("sharegpt", "alpaca")
@@ -57,8 +57,11 @@ token are gathered token by token."""
 
 @dataclass(frozen=True)
 class Kernel:
-    """Medians of µs for one layer's attention; gather: for a copy of its blocks into a row, and
-    nothing else. overhead: paged over the faster contiguous one."""
+    """Median times in µs of one layer's attention.
+
+    gather_us: the time to only copy its blocks into contiguous memory.
+    overhead: the paged time, divided by the time of the faster contiguous attention.
+    """
 
     batch: int
     context: int
@@ -74,8 +77,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Serving:
-    """A workload with one block size. internal_fraction: of the allocated KV memory, what lies
-    unused at the ends of last blocks."""
+    """A workload with one block size.
+
+    internal_fraction: the unused part of last blocks, as a fraction of the allocated KV memory.
+    """
 
     dataset: str
     block_size: int
@@ -103,8 +108,10 @@ def gather(k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM):
 def attention_cases(
     model: ModelConfig, batch: int, context: int, block_size: int, seed: int
 ) -> dict[str, Callable[[], Any]]:
-    """WAYS, compiled, their inputs on the device: the same attention three times, [S, H, D] each,
-    and the gathered keys and values."""
+    """WAYS as compiled functions with their inputs on the device.
+
+    Three of them compute the same attention [S, H, D], and one gathers the keys and values.
+    """
     rng = np.random.default_rng([seed, batch, context])
     S, H, K, D = batch, model.num_heads, model.num_kv_heads, model.head_dim
     M = -(-context // block_size)
@@ -131,7 +138,7 @@ def attention_cases(
 def kernels(
     model: ModelConfig, block_size: int, rounds: int, seed: int, progress: bool = True
 ) -> list[Kernel]:
-    """(a): all batches and contexts of the figure."""
+    """(a): a row for each batch and context of the figure."""
     cases = {
         (batch, context): attention_cases(model, batch, context, block_size, seed)
         for batch in BATCHES
@@ -157,7 +164,7 @@ def kernels(
 def serving(
     engines: Sequence[Engine], workloads: dict[str, list[Request]], progress: bool = True
 ) -> list[Serving]:
-    """(b): every workload on every engine. Raises ValueError if block sizes change a token."""
+    """(b): each workload on each engine. Raises ValueError if the block size changes a token."""
     rows = []
     total = len(engines) * len(workloads)
     with tqdm(total=total, desc="serving", disable=not progress) as bar:
@@ -189,7 +196,7 @@ def best_sizes(rows: Sequence[Serving], dataset: str) -> list[int]:
 
 
 def summary(attended: Sequence[Kernel], served: Sequence[Serving]) -> dict[str, float]:
-    """Flat numbers: both panels, and the range of the overheads in percent."""
+    """Numbers by name: both panels, and the range of the overheads in percent."""
     percent = [100 * (row.overhead - 1) for row in attended]
     numbers = {
         "overhead_percent_least": min(percent),
@@ -208,7 +215,7 @@ def summary(attended: Sequence[Kernel], served: Sequence[Serving]) -> dict[str, 
 
 
 def table(attended: Sequence[Kernel], served: Sequence[Serving], numbers: dict[str, float]) -> str:
-    """A line a case, and what the paper says beside what was found."""
+    """A line for each case, and the paper's claims beside what was measured."""
     lines = [
         "µs of one layer's decode attention",
         f"{'batch':>6}{'context':>9}{'paged':>10}{'dot product':>13}{'plain':>10}{'overhead':>10}"
@@ -267,30 +274,34 @@ def plot(attended: Sequence[Kernel], served: Sequence[Serving], path: Path, foot
     run_record.save_figure(figure, path, dpi=130)
 
 
-def prepare() -> tuple[list[Engine], dict[str, list[Request]]]:
+def prepare(options: Options) -> tuple[list[Engine], dict[str, list[Request]]]:
     """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
-    run_record.check_output_dir(FLAGS.output_dir, "kernels.csv", "serving.csv", "fig18.png")
-    sizes = sweep.checked_sizes(FLAGS.block_sizes, FLAGS.kv_cache_tokens, FLAGS.max_model_len)
-    tokenizer = checkpoint.load_tokenizer(FLAGS.model)
-    rates = {"sharegpt": FLAGS.sharegpt_rate, "alpaca": FLAGS.alpaca_rate}
+    longest = options.max_model_len
+    sizes = sweep.checked_sizes(options.block_sizes, options.kv_cache_tokens, longest)
+    configs = [sweep.config_of(options, size) for size in sizes]
+    tokenizer = checkpoint.load_tokenizer(options.model)
+    vocabulary = Vocabulary(tokenizer, checkpoint.load_config(options.model).vocab_size, longest)
+    rates = {"sharegpt": options.sharegpt_rate, "alpaca": options.alpaca_rate}
     workloads = {
-        dataset: sweep.make_requests(dataset, rate, tokenizer) for dataset, rate in rates.items()
+        name: sweep.make_requests(name, rate, options.num_requests, options.seed, vocabulary)
+        for name, rate in rates.items()
     }
-    sizes_ = tqdm(sizes, "compiling for each block size")
-    return [sweep.make_engine(size, tokenizer) for size in sizes_], workloads
+    return sweep.make_engines(configs, tokenizer, **loading(options)), workloads
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        engines, workloads = prepare()
-        attended = kernels(engines[0].model, FLAGS.kernel_block_size, FLAGS.rounds, FLAGS.seed)
+def main(options: Options) -> None:
+    with refusals():
+        engines, workloads = prepare(options)
+        attended = kernels(
+            engines[0].model, options.kernel_block_size, options.rounds, options.seed
+        )
         served = serving(engines, workloads)
     numbers, environment = summary(attended, served), run_record.describe_environment()
-    output_dir, footer = Path(FLAGS.output_dir), run_record.hardware_line(environment)
+    output_dir, footer = Path(options.output_dir), run_record.hardware_line(environment)
     facts = {
         "experiment": "bench_block_size",
-        "flags": values_of(names),
-        "weights_sha256": checkpoint.weights_hash(FLAGS.model),
+        "flags": vars(options),
+        "weights_sha256": checkpoint.weights_hash(options.model),
         "paper": PAPER,
         "why_it_differs": WHY,
         "load_average": os.getloadavg(),
@@ -303,14 +314,16 @@ def main(names: Sequence[str]) -> None:
     print(f"{table(attended, served, numbers)}\n({footer})")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
-    names = sweep.define_flags(DEFAULTS, "results/bench_block_size")
+def define_flags() -> None:
+    sweep.define_flags(DEFAULTS)
     flags.DEFINE_integer("kernel_block_size", 16, "tokens of a block in (a)", lower_bound=1)
     flags.DEFINE_float("sharegpt_rate", 4.0, "ShareGPT-like requests a second")
     flags.DEFINE_float("alpaca_rate", 16.0, "Alpaca-like requests a second")
-    return [*names, "kernel_block_size", *(f"{dataset}_rate" for dataset in DATASETS)]
 
+
+PROGRAM = Program(
+    main, define_flags, "results/bench_block_size", ("kernels.csv", "serving.csv", "fig18.png")
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

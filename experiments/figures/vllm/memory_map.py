@@ -1,14 +1,15 @@
-"""Who holds which KV block, step by step: vLLM's Figs. 3 and 6 to 9 as they happen in this engine.
+"""Who owns which KV block in each step: vLLM's Figs. 3 and 6 to 9, from a run of this engine.
 
     python -m experiments.figures.vllm.memory_map
 
-Serves a few requests, one every --interval steps, in a cache too small for them, and draws its
-physical blocks over the steps: blocks of a request in its colour, a shade for each of its
-sequences; shared ones hatched, the darker the more owners they have; grey what the prefix cache
-keeps without an owner; below, the host's blocks of what is swapped out. --requests are
+Serves a few requests, one more every --interval steps, in a cache too small for all of them, and
+draws the physical blocks over the steps. Each request has a colour, and each of its sequences a
+shade. Shared blocks are hatched, and darker with more owners. Blocks that the prefix cache keeps
+without an owner are grey. Below are the host's blocks, which hold what is swapped out. --requests
+are
 
     plain      one sequence
-    prefix     one sequence; all of these begin with the same --prefix_tokens tokens
+    prefix     one sequence; all prefix requests begin with the same --prefix_tokens tokens
     parallelN  N samples of one prompt (Fig. 8)
     beamN      a beam search of width N (Fig. 9)
 
@@ -36,35 +37,35 @@ from matplotlib.patches import Patch
 from tqdm import tqdm
 
 from experiments.figures.vllm.sharing_savings import story_tokens
-from experiments.lib import program, run_record
+from experiments.lib import run_record
+from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import (
     define_engine_flags,
     define_executor_flag,
-    engine_config,
-    load_engine,
-    values_of,
+    fields_of,
+    loading,
 )
+from experiments.lib.program import Options, Program, refusals
 from models import checkpoint
-from paged.engine import Engine
+from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES
 from paged.kv_cache.dense import BLOCKS, DenseHost
 from paged.kv_cache.policy import ShardedModel
 from paged.metrics import StepRecord
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.requests.validation import validated_prompt
 
-FLAGS = flags.FLAGS
 # A cache of 48 small blocks shows all there is to see; the map of a large one would be a carpet.
-DEFAULTS = {
-    "page_size": 8,
-    "kv_cache_tokens": 384,
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 64,
-    "max_model_len": 256,
-    "prefix_caching": True,
-    # Or the tables would be shown with the step before taken in, not as the step finds them.
-    "run_ahead": False,
-}
+DEFAULTS = EngineConfig(
+    page_size=8,
+    kv_cache_tokens=384,
+    max_num_seqs=16,
+    max_num_batched_tokens=64,
+    max_model_len=256,
+    prefix_caching=True,
+    # Otherwise the tables would be shown with the step before taken in, not as the step finds them.
+    run_ahead=False,
+)
 TEMPLATE = Path(__file__).with_suffix(".html")
 IDLE = "#bdbdbd"
 
@@ -104,7 +105,7 @@ def _add(owners: dict[int, list[Owner]], blocks: np.ndarray, request: str, index
 
 
 def take(engine: Engine, step: int, happened: list[str]) -> Snapshot:
-    """The cache of an engine of the dense policy as it stands."""
+    """The current cache of an engine with the dense policy."""
     policy, scheduler = DenseHost.of(engine.host_policy), engine.scheduler
     tables = policy.block_tables
     device: dict[int, list[Owner]] = {}
@@ -134,7 +135,7 @@ def take(engine: Engine, step: int, happened: list[str]) -> Snapshot:
 
 
 def in_words(events: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What a round did, for a reader."""
+    """What a round did, in words."""
     words = []
     for event in events:
         if event["event"] in ("arrival", "admit", "preempt", "finish"):
@@ -154,8 +155,10 @@ def run(
     interval: int,
     progress: bool = True,
 ) -> list[Snapshot]:
-    """Serve the requests (prompt and sampling by id), one every `interval` steps; a snapshot of
-    each step."""
+    """Serve the requests (prompt and sampling by id), one more every `interval` steps.
+
+    Returns a snapshot of each step.
+    """
     coming, snapshots = deque(requests.items()), list[Snapshot]()
     rounds = 0
     with tqdm(desc="serving", unit="steps", disable=not progress) as bar:
@@ -178,7 +181,7 @@ def make_requests(
     kinds: Sequence[str], prompt_tokens: int, prefix_tokens: int, output_tokens: int, seed: int,
     tokenizer,
 ) -> dict[str, tuple[list[int], SamplingParams]]:  # fmt: skip
-    """Prompt and sampling parameters by a name that tells the kind.
+    """Prompts and sampling parameters by request id, which names the kind.
 
     Raises ValueError for an unknown kind, and for a prefix that leaves no token of a prompt.
     """
@@ -217,7 +220,7 @@ def colours(requests: Sequence[str]) -> dict[str, tuple[float, float, float]]:
 
 
 def shade(colour: tuple[float, float, float], owners: Sequence[Owner]) -> tuple:
-    """The colour of a block: by sequence if it has one owner, darker the more there are."""
+    """The colour of a block: a shade by sequence for one owner, darker for more owners."""
     hue, light, saturation = colorsys.rgb_to_hls(*colour)
     if len(owners) > 1:
         light *= max(0.3, 0.9 - 0.12 * len(owners))
@@ -227,7 +230,10 @@ def shade(colour: tuple[float, float, float], owners: Sequence[Owner]) -> tuple:
 
 
 def _draw(axes: Axes, held: Sequence[Mapping[int, list[Owner]]], idle, blocks: int, of) -> None:
-    """Blocks 1 to `blocks` over the steps. held, idle: by step; of: colours."""
+    """Draw blocks 1 to `blocks` over the steps.
+
+    held, idle: owned and idle blocks of each step.  of: the colours of requests.
+    """
     image = np.ones((blocks, len(held), 3))
     shared = np.zeros((blocks, len(held)))
     for step, owners_of in enumerate(held):
@@ -276,8 +282,11 @@ def plot(
 def page_data(
     snapshots: Sequence[Snapshot], requests: Sequence[str], page_size: int, title: str
 ) -> dict[str, Any]:
-    """What memory_map.html shows. A block is [its number, references, colour, [[request, sequence,
-    logical block, filled slots], …]], colours and requests by their places in lists."""
+    """The data of memory_map.html.
+
+    A block is [number, references, colour, [[request, sequence, logical block, filled tokens], …]].
+    Colours and requests are indices into lists.
+    """
     place = {name: i for i, name in enumerate(requests)}
     of, palette = colours(requests), {IDLE: 0}
 
@@ -313,13 +322,13 @@ def page_data(
 
 
 def write_page(path: Path, data: Mapping[str, Any]) -> None:
-    """The template with the data in it: one file that needs no other."""
+    """Write the template with the data in it, as one file that needs no other."""
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     run_record.write_whole(path, TEMPLATE.read_text("utf-8").replace("/*DATA*/", text))
 
 
 def summary(snapshots: Sequence[Snapshot], steps: Sequence[StepRecord]) -> dict[str, float]:
-    """What there is to see on the map."""
+    """Numbers that describe the map."""
     shared = [sum(len(owners) > 1 for owners in s.device.values()) for s in snapshots]
     return {
         "steps": len(snapshots),
@@ -352,43 +361,41 @@ def usage_row(record: StepRecord) -> UsageRow:
     return UsageRow(record.step, **{name: getattr(record, f"kv_{name}") for name in names})
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        output_dir = run_record.check_output_dir(
-            FLAGS.output_dir, "memory_map.png", "memory_map.html", "steps.csv"
-        )
-        tokenizer = checkpoint.load_tokenizer(FLAGS.model)
+def main(options: Options) -> None:
+    output_dir = Path(options.output_dir)
+    with refusals():
+        tokenizer = checkpoint.load_tokenizer(options.model)
         requests = make_requests(
-            FLAGS.requests, FLAGS.prompt_tokens, FLAGS.prefix_tokens, FLAGS.output_tokens,
-            FLAGS.seed, tokenizer,
+            options.requests, options.prompt_tokens, options.prefix_tokens, options.output_tokens,
+            options.seed, tokenizer,
         )  # fmt: skip
-        model = checkpoint.load_config(FLAGS.model)
-        config = engine_config(model)
+        model = checkpoint.load_config(options.model)
+        config = engine_config(model, **fields_of(EngineConfig, options))
         policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
         for prompt, how in requests.values():
             validated_prompt(prompt, how, tokenizer, model, config, policy)
-        engine = load_engine(config, tokenizer, FLAGS.executor)
+        engine = load_engine(config, tokenizer, **loading(options))
     engine.warm_up()
-    snapshots = run(engine, requests, FLAGS.interval)
+    snapshots = run(engine, requests, options.interval)
     title = (
-        f"{config.num_blocks - 1} blocks of {config.page_size} tokens, --executor={FLAGS.executor}"
+        f"{config.num_blocks - 1} blocks of {config.page_size} tokens, "
+        f"--executor={options.executor}"
     )
     environment = run_record.describe_environment()
-    footer = f"{FLAGS.model}, --requests={','.join(FLAGS.requests)}"
+    footer = f"{options.model}, --requests={','.join(options.requests)}"
     numbers = summary(snapshots, engine.metrics.steps)
     plot(snapshots, list(requests), output_dir / "memory_map.png", title, footer)
     page = page_data(snapshots, list(requests), config.page_size, title)
     write_page(output_dir / "memory_map.html", page)
     run_record.write_csv(output_dir, "steps.csv", list(map(usage_row, engine.metrics.steps)))
-    facts = {"experiment": "memory_map", "flags": values_of(names), "measured": numbers}
+    facts = {"experiment": "memory_map", "flags": vars(options), "measured": numbers}
     run_record.write_json(output_dir, "report.json", facts | environment)
     run_record.write_summary(output_dir, numbers)
     print("\n".join(f"{name.replace('_', ' '):20}{value:6}" for name, value in numbers.items()))
     print(f"memory_map.html and more are in {output_dir}/")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
+def define_flags() -> None:
     flags.DEFINE_list(
         "requests", "plain,prefix,parallel3,beam4,prefix,plain", "see the head of this file"
     )
@@ -396,15 +403,13 @@ def define_flags() -> list[str]:
     flags.DEFINE_integer("prefix_tokens", 32, "that `prefix` requests share", lower_bound=1)
     flags.DEFINE_integer("output_tokens", 48, "of each sequence", lower_bound=1)
     flags.DEFINE_integer("interval", 8, "steps between requests", lower_bound=1)
-    flags.DEFINE_string("output_dir", "results/memory_map", "where the map goes")
-    names = [*define_executor_flag(), *define_engine_flags()]
-    for name, value in DEFAULTS.items():
-        FLAGS.set_default(name, value)
-    return [
-        "requests", "prompt_tokens", "prefix_tokens", "output_tokens", "interval", "output_dir",
-        *names,
-    ]  # fmt: skip
+    define_executor_flag()
+    define_engine_flags(DEFAULTS)
 
+
+PROGRAM = Program(
+    main, define_flags, "results/memory_map", ("memory_map.png", "memory_map.html", "steps.csv")
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

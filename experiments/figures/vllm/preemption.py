@@ -2,14 +2,14 @@
 
 python -m experiments.figures.vllm.preemption
 
-(a) What it takes to move a sequence's blocks to the host's memory, and back, beside a prefill of
-the same tokens. (b) The mean normalised latency of requests that do not fit the KV cache together,
-with either way of preemption; all come at once, so that only the cost of the ways differs, and each
-request's tokens must be the same under both.
+(a) The time to move a sequence's blocks to the host's memory and back, and for comparison the time
+to prefill the same tokens. (b) The mean normalised latency of requests that do not fit the KV cache
+together, with each preemption mode. All requests come at once, so that only the costs of the modes
+differ, and each request must get the same tokens in both modes.
 
-Times are medians over rounds that alternate between the cases; the hardware is named where they
-are. On a CPU 'the device' and 'the host' share one memory: what the paper's curves show of PCIe
-cannot be seen there. Writes to --output_dir: micro.csv, serving.csv, fig19.png, report.json and
+Times are medians over rounds that alternate between the cases, and the hardware is named beside
+them. On a CPU 'the device' and 'the host' share one memory, so the effects of PCIe in the paper's
+curves cannot appear. Writes to --output_dir: micro.csv, serving.csv, fig19.png, report.json and
 summary.json.
 """
 
@@ -28,24 +28,24 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.figures.vllm import sweep
-from experiments.lib import program, run_record
-from experiments.lib.flags import values_of
-from experiments.workloads.workloads import Request
+from experiments.lib import run_record
+from experiments.lib.flags import loading
+from experiments.lib.program import Options, Program, refusals
+from experiments.workloads.workloads import Request, Vocabulary
 from models import checkpoint
 from paged.device.executor import DeviceExecutor
 from paged.engine import Engine
 from paged.kv_cache.dense import BLOCKS
 from paged.kv_cache.moves import Moves
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
-FLAGS = flags.FLAGS
 MODES: tuple[Literal["recompute", "swap"], ...] = ("recompute", "swap")
 DEFAULTS = {
     "kv_cache_tokens": 1024, "max_model_len": 640, "max_num_seqs": 4,
     "max_num_batched_tokens": 512, "num_requests": 8, "rounds": 7,
 }  # fmt: skip
-# Read off Fig. 19a: ms of swapping out and in, and of recomputation, with the smallest and the
-# largest blocks (OPT-13B on an A100).
+# Read off Fig. 19a (OPT-13B on an A100), in ms: swapping out and in with blocks of 1 and of 256
+# tokens, and recomputation.
 PAPER_SWAP_MS, PAPER_RECOMPUTE_MS = {1: 140.0, 256: 30.0}, 20.0
 WHY = """\
 On a CPU both memories are the same RAM: a transfer is a memcpy at its bandwidth, without PCIe's
@@ -56,8 +56,10 @@ what is copied can be padding."""
 
 @dataclass(frozen=True)
 class Micro:
-    """Medians of ms for one sequence of --sequence_tokens, in so many blocks; swap: out and in, one
-    after the other."""
+    """Median times in ms for one sequence of --sequence_tokens tokens.
+
+    blocks: how many blocks it has.  swap_ms: swapping out and then in.
+    """
 
     block_size: int
     blocks: int
@@ -69,8 +71,10 @@ class Micro:
 
 @dataclass(frozen=True)
 class Serving:
-    """A workload under one way of preemption. swapped_blocks: out and in; prefill_tokens: those
-    recomputed included."""
+    """A workload in one preemption mode.
+
+    swapped_blocks: swapped out and swapped in, together.  prefill_tokens: with recomputed ones.
+    """
 
     block_size: int
     mode: str
@@ -81,7 +85,7 @@ class Serving:
 
 
 def swapper(engine: Engine, tokens: int, rng: np.random.Generator) -> dict[str, Callable[[], None]]:
-    """What to time: each moves the blocks of a sequence, and returns when they are there."""
+    """The functions to time. Each moves the blocks of a sequence, and returns when that is done."""
     executor = engine.executor
     assert isinstance(executor, DeviceExecutor)
     count = -(-tokens // engine.config.page_size)
@@ -91,7 +95,7 @@ def swapper(engine: Engine, tokens: int, rng: np.random.Generator) -> dict[str, 
 
     def swap_out():
         executor.apply(Moves(exports={BLOCKS: list(zip(blocks, on_host))}))
-        # The transfer goes on behind the steps that follow; the next swap waits for it.
+        # The transfer continues during later steps. The next swap waits for it.
         executor.apply(Moves(exports={BLOCKS: []}))
 
     def swap_in():
@@ -108,7 +112,7 @@ def swapper(engine: Engine, tokens: int, rng: np.random.Generator) -> dict[str, 
 def micro(
     engines: Sequence[Engine], tokens: int, rounds: int, seed: int, progress: bool = True
 ) -> list[Micro]:
-    """(a): each engine's times for a sequence of so many tokens."""
+    """(a): each engine's times for a sequence of `tokens` tokens."""
     rng = np.random.default_rng(seed)
     prompt = rng.integers(3, engines[0].model.vocab_size, tokens).tolist()
     how = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -122,7 +126,7 @@ def micro(
             for name, work in case.items():
                 began = time.perf_counter()
                 work()
-                if round_:  # the first one warms up
+                if round_:  # The first round warms up.
                     measured[name].append(1e3 * (time.perf_counter() - began))
     rows = []
     for engine, measured in zip(engines, times):
@@ -135,7 +139,7 @@ def micro(
 def serving(
     engines: Sequence[Engine], requests: Sequence[Request], progress: bool = True
 ) -> list[Serving]:
-    """(b): a row for each engine and way. Raises ValueError if they disagree on a token."""
+    """(b): a row for each engine and mode. Raises ValueError if the modes give other tokens."""
     rows = []
     with tqdm(total=len(engines) * len(MODES), desc="serving", disable=not progress) as bar:
         for engine in engines:
@@ -160,7 +164,7 @@ def serving(
 
 
 def summary(moved: Sequence[Micro], served: Sequence[Serving]) -> dict[str, float]:
-    """Flat numbers: every curve of the figure, and its ratios."""
+    """Numbers by name: every curve of the figure, and ratios."""
     numbers: dict[str, float] = {}
     for row in moved:
         for name in ("swap_out_ms", "swap_in_ms", "swap_ms", "recompute_ms"):
@@ -181,7 +185,7 @@ def summary(moved: Sequence[Micro], served: Sequence[Serving]) -> dict[str, floa
 
 
 def latencies(served: Sequence[Serving]) -> dict[int, tuple[float, ...]]:
-    """Block size -> the normalised latency under each of MODES, ms a token."""
+    """The normalised latency in each of MODES in ms per token, by block size."""
     found = {(row.block_size, row.mode): row.normalised_latency_ms for row in served}
     return {size: tuple(found[size, mode] for mode in MODES) for size, _ in found}
 
@@ -189,7 +193,7 @@ def latencies(served: Sequence[Serving]) -> dict[int, tuple[float, ...]]:
 def table(
     moved: Sequence[Micro], served: Sequence[Serving], numbers: dict[str, float], tokens: int
 ) -> str:
-    """A line a block size, and what the paper says beside what was found."""
+    """A line for each block size, and the paper's claims beside what was measured."""
     first, last = moved[0], moved[-1]
     lines = [
         f"ms for a sequence of {tokens} tokens, and ms a token of requests that preempt each other",
@@ -223,7 +227,7 @@ def table(
 
 
 def plot(moved: Sequence[Micro], served: Sequence[Serving], path: Path, footer: str) -> None:
-    """Fig. 19: (a) the ways alone, (b) requests served."""
+    """Fig. 19: (a) one sequence, (b) requests that preempt each other."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     alone, together = figure.subplots(1, 2)
     sizes = [row.block_size for row in moved]
@@ -246,30 +250,34 @@ def plot(moved: Sequence[Micro], served: Sequence[Serving], path: Path, footer: 
     run_record.save_figure(figure, path, dpi=130)
 
 
-def prepare() -> tuple[list[Engine], list[Request]]:
+def prepare(options: Options) -> tuple[list[Engine], list[Request]]:
     """What the flags ask for, warmed up. Raises ValueError for what cannot be."""
-    run_record.check_output_dir(FLAGS.output_dir, "micro.csv", "serving.csv", "fig19.png")
-    most = FLAGS.max_model_len - 1
-    if FLAGS.sequence_tokens > most:
-        raise ValueError(f"sequence_tokens must be at most {most}, not {FLAGS.sequence_tokens}")
-    sizes = sweep.checked_sizes(FLAGS.block_sizes, FLAGS.kv_cache_tokens, FLAGS.max_model_len)
-    tokenizer = checkpoint.load_tokenizer(FLAGS.model)
-    requests = sweep.make_requests("sharegpt", float("inf"), tokenizer)
-    sizes_ = tqdm(sizes, "compiling for each block size")
-    return [sweep.make_engine(size, tokenizer) for size in sizes_], requests
+    longest = options.max_model_len
+    if options.sequence_tokens >= longest:
+        raise ValueError(
+            f"sequence_tokens must be at most {longest - 1}, not {options.sequence_tokens}"
+        )
+    sizes = sweep.checked_sizes(options.block_sizes, options.kv_cache_tokens, longest)
+    configs = [sweep.config_of(options, size) for size in sizes]
+    tokenizer = checkpoint.load_tokenizer(options.model)
+    vocabulary = Vocabulary(tokenizer, checkpoint.load_config(options.model).vocab_size, longest)
+    requests = sweep.make_requests(
+        "sharegpt", float("inf"), options.num_requests, options.seed, vocabulary
+    )
+    return sweep.make_engines(configs, tokenizer, **loading(options)), requests
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        engines, requests = prepare()
-        moved = micro(engines, FLAGS.sequence_tokens, FLAGS.rounds, FLAGS.seed)
+def main(options: Options) -> None:
+    with refusals():
+        engines, requests = prepare(options)
+        moved = micro(engines, options.sequence_tokens, options.rounds, options.seed)
         served = serving(engines, requests)
     numbers, environment = summary(moved, served), run_record.describe_environment()
-    output_dir, footer = Path(FLAGS.output_dir), run_record.hardware_line(environment)
+    output_dir, footer = Path(options.output_dir), run_record.hardware_line(environment)
     facts = {
         "experiment": "bench_preemption",
-        "flags": values_of(names),
-        "weights_sha256": checkpoint.weights_hash(FLAGS.model),
+        "flags": vars(options),
+        "weights_sha256": checkpoint.weights_hash(options.model),
         "paper": {"swap_ms": PAPER_SWAP_MS, "recompute_ms": PAPER_RECOMPUTE_MS},
         "why_it_differs": WHY,
         "load_average": os.getloadavg(),
@@ -279,17 +287,19 @@ def main(names: Sequence[str]) -> None:
     run_record.write_json(output_dir, "report.json", facts | environment)
     run_record.write_summary(output_dir, numbers)
     plot(moved, served, output_dir / "fig19.png", footer)
-    print(f"{table(moved, served, numbers, FLAGS.sequence_tokens)}\n({footer})")
+    print(f"{table(moved, served, numbers, options.sequence_tokens)}\n({footer})")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
-    names = sweep.define_flags(DEFAULTS, "results/bench_preemption")
+def define_flags() -> None:
+    sweep.define_flags(DEFAULTS)
     flags.DEFINE_integer(
         "sequence_tokens", 511, "of the sequence that is moved or recomputed", lower_bound=1
     )
-    return [*names, "sequence_tokens"]
 
+
+PROGRAM = Program(
+    main, define_flags, "results/bench_preemption", ("micro.csv", "serving.csv", "fig19.png")
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

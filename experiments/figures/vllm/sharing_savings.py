@@ -2,21 +2,22 @@
 
     python -m experiments.figures.vllm.sharing_savings
 
-Serves requests with the lengths of Alpaca and ShareGPT (synthetic, with the published means; their
-texts are made-up stories), as parallel sampling and as beam search of several sizes. The saving of
-a step is the paper's: blocks that sharing saves / blocks that there would be without sharing; a
-case's is the mean over its steps. What explains it is measured beside it: how much of the cache is
-prompts, how many of these fill no block, how soon all beams have a common ancestor, and what blocks
-of one token would save.
+Serves requests with the lengths of Alpaca and ShareGPT, as parallel sampling and as beam search of
+several sizes. The lengths are synthetic, with the published means, and the texts are made-up
+stories. The saving of a step is defined as in the paper: the blocks that sharing saves, divided by
+the blocks that there would be without sharing. The saving of a case is the mean over its steps. To
+explain it, the program also measures how much of the cache is prompts, how many prompts fill no
+block, how soon all beams have a common ancestor, and what blocks of one token would save.
 
---length_scale below 1 shortens all lengths, for a quick run: scale --page_size alike, or prompts
-are short beside blocks. Writes to --output_dir: savings.csv, savings.png, report.json, summary.json
-and genealogies.jsonl, the family tree of each beam search:
+--length_scale below 1 shortens all lengths for a quick run. Scale --page_size by the same factor,
+or too few prompts fill a block. Writes to --output_dir: savings.csv, savings.png, report.json,
+summary.json and genealogies.jsonl, the family tree of each beam search:
 
     {"dataset", "width", "request_id", "prompt_tokens", "parents": "00 00 10 …"}
 
-parents: a word for each step, from the prompt's on, and in it a digit (of base 36) for each live
-beam, best first: its parent's place among the beams before the step. Before the first there is one.
+parents: a word for each step, beginning with the step that ends the prompt. A word has a digit (of
+base 36) for each live beam, best first: the place of its parent among the beams before the step.
+Before the first step there is one beam.
 """
 
 import string
@@ -31,48 +32,51 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import serve
-from experiments.lib import program, run_record
+from experiments.lib import run_record
+from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import (
     define_engine_flags,
     define_executor_flag,
     define_float,
-    engine_config,
-    load_engine,
-    values_of,
+    fields_of,
+    loading,
 )
+from experiments.lib.program import Options, Program, refusals
 from experiments.tasks import stories
 from experiments.workloads import synthetic_lengths
-from experiments.workloads.workloads import PAPER_CONTEXT, Request
+from experiments.workloads.workloads import PAPER_CONTEXT, Request, WorkloadConfig
 from models import checkpoint
+from paged.checks import help_of
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import StepRecord
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 
-FLAGS = flags.FLAGS
 DATASETS, METHODS = ("alpaca", "sharegpt"), ("parallel", "beam")
-# Fig. 15: the savings of 2, 4 and 6 sequences; of ShareGPT the text tells only the range.
+# Fig. 15: the savings with 2, 4 and 6 sequences. For ShareGPT the paper's text gives only ranges.
 PAPER = {
     ("alpaca", "parallel"): {2: 0.0609, 4: 0.0853, 6: 0.0979},
     ("alpaca", "beam"): {2: 0.3756, 4: 0.5313, 6: 0.5516},
 }
 PAPER_RANGE = {("sharegpt", "parallel"): (0.162, 0.305), ("sharegpt", "beam"): (0.443, 0.663)}
-PAPER_PROMPT_SHARE = 0.12  # §1: of the total KV memory in the experiment with parallel sampling
+PAPER_PROMPT_SHARE = 0.12  # §1: of the KV memory in the experiment with parallel sampling.
 TITLES = {"parallel": "parallel sampling", "beam": "beam search"}
 LABELS = {"parallel": "output sequences", "beam": "beam width"}
 DIGITS = string.digits + string.ascii_lowercase
-MAX_CHARACTERS = 16  # of a token of the stories: more than any has
+MAX_CHARACTERS = 16  # More than any token of the stories has.
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case. All but counts are fractions or tokens.
+    """One case: a dataset, a method and a number of sequences.
 
-    saving: mean over steps; pooled_saving: of all steps' blocks together, so that steps that hold
-    much count for more; one_token_saving: the same if blocks held one token each; prompt_share: of
-    the tokens that would be held without sharing. short_prompts: share of prompts that fill no
-    block. unshared_tokens: tokens since a request's sequences parted, and length_tokens: tokens of
-    one of them, prompt included: means over its steps.
+    saving: the mean saving over the steps, a fraction.
+    pooled_saving: the saving of the blocks of all steps together, in which full steps count more.
+    one_token_saving: the pooled saving if blocks held one token each.
+    prompt_share: the fraction of prompts among the tokens that would be held without sharing.
+    short_prompts: the fraction of prompts that fill no block.
+    unshared_tokens: tokens of a sequence since the request's sequences parted, mean over steps.
+    length_tokens: tokens of a sequence with its prompt, mean over steps.
     """
 
     dataset: str
@@ -101,10 +105,12 @@ def story_tokens(tokenizer, length: int, seed: int) -> list[int]:
 def make_requests(
     dataset: str, num_requests: int, sigma: float, limit: int, scale: float, seed: int, tokenizer
 ) -> tuple[list[Request], dict[str, Any]]:
-    """Stories cut to lengths of the dataset's distribution times `scale`, at most `limit` tokens of
-    prompt and output, and notes on the lengths. Raises ValueError for a limit below 2 / scale + 2.
+    """Requests with stories as prompts, and notes on their lengths.
+
+    Lengths are the dataset's times `scale`, at most `limit` tokens of prompt and output together.
+    Raises ValueError for a limit below 2 / scale + 2.
     """
-    longest = min(PAPER_CONTEXT, int((limit - 2) / scale))  # each of two lengths may round up
+    longest = min(PAPER_CONTEXT, int((limit - 2) / scale))  # Both lengths may be rounded up.
     if longest < 2:
         raise ValueError(
             f"--kv_cache_tokens and --max_model_len leave {limit} tokens for each sequence of a "
@@ -120,14 +126,14 @@ def make_requests(
 
 
 def how_to_sample(method: str, sequences: int) -> SamplingParams:
-    """Raises ValueError for more sequences than a request may have."""
+    """The sampling of a case. Raises ValueError for more sequences than a request may have."""
     if method == "beam":
         return SamplingParams(beam_width=sequences, n=sequences)
     return SamplingParams(n=sequences, temperature=1.0)
 
 
 def savings(steps: Iterable[StepRecord], capacity: int) -> tuple[float, float]:
-    """Mean saving over the steps that hold anything, and the saving of all their blocks together.
+    """The mean saving over the steps that hold anything, and the saving of all blocks together.
 
     capacity: token slots. A block counts with all its token slots, as `Usage` does.
     """
@@ -145,7 +151,7 @@ def genealogies(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             prompts[event["request_id"]] = event["prompt_tokens"]
         elif event["event"] == "beams":
             of_request = parents.setdefault(event["request_id"], [])
-            if event["parents"]:  # or the search is over
+            if event["parents"]:  # Without parents, the search is over.
                 of_request.append([event["before"].index(slot) for slot in event["parents"]])
     return [
         {"request_id": name, "prompt_tokens": prompts[name], "parents": steps}
@@ -154,16 +160,19 @@ def genealogies(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def word(parents: Sequence[int]) -> str:
-    """A step's parents as genealogies.jsonl has them."""
+    """The parents of a step in the notation of genealogies.jsonl."""
     return "".join(DIGITS[parent] for parent in parents)
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Tokens held over a request's steps, a number a step.
+    """The tokens that a request holds in each of its steps.
 
-    length: of one sequence; logical: of all, without sharing; distinct: with it, in blocks of one
-    token; prompt: of the logical ones; unshared: of one sequence, since all parted.
+    length: of one sequence.
+    logical: of all sequences, without sharing.
+    distinct: of all sequences, with sharing in blocks of one token.
+    prompt: those of `logical` that belong to prompts.
+    unshared: of one sequence, since all sequences parted.
     """
 
     length: np.ndarray
@@ -174,8 +183,8 @@ class Sharing:
 
 
 def sharing(prompt_tokens: int, parents: Sequence[Sequence[int]]) -> Sharing:
-    """What sequences of this genealogy could share at best."""
-    paths = np.zeros((1, 0), np.int64)  # output tokens of each sequence, equal where shared
+    """The most that sequences of this genealogy can share."""
+    paths = np.zeros((1, 0), np.int64)  # Names of each sequence's output tokens, equal if shared.
     rows = [(*[prompt_tokens] * 4, 0)]
     names = 0
     for of_step in parents:
@@ -191,7 +200,7 @@ def sharing(prompt_tokens: int, parents: Sequence[Sequence[int]]) -> Sharing:
 
 
 def samples_sharing(prompt_tokens: int, output_tokens: int, sequences: int) -> Sharing:
-    """The same of sequences that share their prompt alone."""
+    """The most that sequences can share which have only their prompt in common."""
     prompt, output = np.full(output_tokens, prompt_tokens), np.arange(output_tokens)
     return Sharing(
         length=prompt + output,
@@ -206,7 +215,7 @@ def run_case(
     engine: Engine, dataset: str, method: str, sequences: int, requests: Sequence[Request],
     seed: int, progress: bool = True,
 ) -> tuple[Row, list[dict[str, Any]]]:  # fmt: skip
-    """Serve the requests; what was saved, and the genealogies if they are beam searches."""
+    """Serve the requests. Returns the savings, and the genealogies of beam searches."""
     engine.metrics.clear()
     config = engine.config
     serve.run(engine, requests, how_to_sample(method, sequences), seed, progress)
@@ -242,7 +251,7 @@ def run_case(
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
-    """Flat numbers; ShareGPT's with a suffix."""
+    """Numbers by name. Those of ShareGPT have a suffix."""
     numbers = {}
     for row in rows:
         suffix = "" if row.dataset == "alpaca" else f"_{row.dataset}"
@@ -261,7 +270,7 @@ def paper_text(row: Row) -> str:
 
 
 def table(rows: Sequence[Row], page_size: int) -> str:
-    """A line a case beside the paper's number, and what explains the difference."""
+    """A line for each case, with the paper's number, and explanations of the differences."""
     lines = [
         f"{'memory saved by sharing':24}{'ours':>8}{'paper':>16}{'pooled':>15}"
         f"{'1-token blocks':>16}{'prompt tokens':>15}{'since parted':>16}"
@@ -276,7 +285,7 @@ def table(rows: Sequence[Row], page_size: int) -> str:
 
 
 def explanation(rows: Sequence[Row], page_size: int) -> list[str]:
-    """What the savings follow from, a line each."""
+    """Lines that explain the savings."""
     lines = []
     for dataset in dict.fromkeys(row.dataset for row in rows):
         published = synthetic_lengths.PUBLISHED_MEANS[dataset]
@@ -295,7 +304,7 @@ def explanation(rows: Sequence[Row], page_size: int) -> list[str]:
 
 
 def why(row: Row) -> str:
-    """What a case could save at best."""
+    """Why a case cannot save more."""
     if row.method == "beam":
         return (
             f"beams of {row.length_tokens:.0f} tokens share all but their last "
@@ -353,37 +362,36 @@ def checked_sizes(texts: Sequence[str], config: EngineConfig) -> list[int]:
     return sizes
 
 
-def main(names: Sequence[str]) -> None:
-    with program.refusals():
-        output_dir = run_record.check_output_dir(
-            FLAGS.output_dir, "savings.csv", "genealogies.jsonl", "savings.png"
-        )
-        config = engine_config(checkpoint.load_config(FLAGS.model))
-        sizes = checked_sizes(FLAGS.sequences, config)
-        tokenizer = checkpoint.load_tokenizer(FLAGS.model)
+def main(options: Options) -> None:
+    output_dir = Path(options.output_dir)
+    with refusals():
+        model = checkpoint.load_config(options.model)
+        config = engine_config(model, **fields_of(EngineConfig, options))
+        sizes = checked_sizes(options.sequences, config)
+        tokenizer = checkpoint.load_tokenizer(options.model)
         room = config.kv_cache_tokens // sizes[-1] // config.page_size * config.page_size
-        counts = {"alpaca": FLAGS.num_requests, "sharegpt": FLAGS.num_sharegpt_requests}
+        counts = {"alpaca": options.num_requests, "sharegpt": options.num_sharegpt_requests}
         made = {
             dataset: make_requests(
-                dataset, count, FLAGS.length_sigma, min(config.max_model_len, room),
-                FLAGS.length_scale, FLAGS.seed, tokenizer,
+                dataset, count, options.length_sigma, min(config.max_model_len, room),
+                options.length_scale, options.seed, tokenizer,
             )
             for dataset, count in counts.items()
         }  # fmt: skip
-        engine = load_engine(config, tokenizer, FLAGS.executor)
+        engine = load_engine(config, tokenizer, **loading(options))
     engine.warm_up()
     rows: list[Row] = []
     trees: list[dict[str, Any]] = []
     for dataset, (requests, _) in made.items():
         for method in METHODS:
             for size in sizes:
-                row, of_case = run_case(engine, dataset, method, size, requests, FLAGS.seed)
+                row, of_case = run_case(engine, dataset, method, size, requests, options.seed)
                 rows.append(row)
                 trees += of_case
     environment = run_record.describe_environment()
     facts = {
         "experiment": "sharing_savings",
-        "flags": values_of(names),
+        "flags": vars(options),
         "lengths": {dataset: notes for dataset, (_, notes) in made.items()},
         "rows": [asdict(row) | {"paper": paper_text(row)} for row in rows],
         "explanation": explanation(rows, config.page_size),
@@ -394,26 +402,29 @@ def main(names: Sequence[str]) -> None:
     run_record.write_json(output_dir, "report.json", facts | environment)
     run_record.write_summary(output_dir, summary(rows))
     footer = (
-        f"{FLAGS.model}, {FLAGS.executor}; {' and '.join(map(str, counts.values()))} requests with "
-        f"lengths × {FLAGS.length_scale:g}, blocks of {config.page_size} tokens"
+        f"{options.model}, {options.executor}; {' and '.join(map(str, counts.values()))} requests "
+        f"with lengths × {options.length_scale:g}, blocks of {config.page_size} tokens"
     )
     plot(rows, output_dir / "savings.png", footer)
     print(f"{table(rows, config.page_size)}\n({footer})")
 
 
-def define_flags() -> list[str]:
-    """Define this program's flags; returns their names."""
+def define_flags() -> None:
     flags.DEFINE_list("sequences", ["2", "4", "6"], "samples of a prompt, and beam widths")
     flags.DEFINE_integer("num_requests", 48, "of a case with Alpaca's lengths", lower_bound=1)
     flags.DEFINE_integer("num_sharegpt_requests", 16, "with ShareGPT's, longer", lower_bound=1)
     define_float("length_scale", 1.0, "multiplies all lengths", lower_bound=0.01)
-    define_float("length_sigma", 1.0, "spread of the log-normal lengths", 0.0, 3.0)
-    flags.DEFINE_string("output_dir", "results/sharing_savings", "where the report goes")
-    return [
-        "sequences", "num_requests", "num_sharegpt_requests", "length_scale", "length_sigma",
-        "output_dir", *define_executor_flag(), *define_engine_flags(),
-    ]  # fmt: skip
+    define_float("length_sigma", 1.0, help_of(WorkloadConfig)["length_sigma"], 0.0, 3.0)
+    define_executor_flag()
+    define_engine_flags()
 
+
+PROGRAM = Program(
+    main,
+    define_flags,
+    "results/sharing_savings",
+    ("savings.csv", "genealogies.jsonl", "savings.png"),
+)
 
 if __name__ == "__main__":
-    program.run(main, define_flags)
+    PROGRAM.run()

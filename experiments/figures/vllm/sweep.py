@@ -1,50 +1,52 @@
-"""Engines that differ in their block size alone, and the latency of a workload on each.
+"""Engines that differ only in their block size, and the latency of a workload on each.
 
 Used by experiments/figures/vllm/preemption.py and experiments/figures/vllm/block_size.py.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from absl import flags
 from matplotlib.axes import Axes
+from tqdm import tqdm
 
 from experiments import serve
 from experiments.lib import report
-from experiments.lib.flags import define_model_flags, load_engine
+from experiments.lib.engines import load_engine
+from experiments.lib.flags import define_model_flags, fields_of
+from experiments.lib.program import Options
 from experiments.soak.comparison import NEAR_TIE
 from experiments.workloads import workloads
 from experiments.workloads.workloads import Request, Vocabulary, WorkloadConfig
-from models import checkpoint
+from paged.checks import help_of
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import RequestOutput, SamplingParams
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 
-FLAGS = flags.FLAGS
-HELP = {
-    "kv_cache_tokens": "tokens that all KV blocks hold",
-    "max_model_len": "longest sequence in tokens",
-    "max_num_seqs": "sequences that run at once",
-    "max_num_batched_tokens": "tokens of one step",
+flags.disclaim_key_flags()  # --help lists the flags as the program's own
+HELP = help_of(EngineConfig) | {
     "num_requests": "requests of a workload",
     "rounds": "of all cases in turn, of whose times the medians are taken",
 }
 
 
-def define_flags(defaults: dict[str, int], output_dir: str) -> list[str]:
-    """Define what both programs read, HELP with these defaults; returns the names."""
+def define_flags(defaults: dict[str, int]) -> None:
+    """Define what both programs read, HELP with these defaults."""
     sizes = [str(2**i) for i in range(9)]
     flags.DEFINE_list("block_sizes", sizes, "tokens of a KV block, each a case")
     for name, value in defaults.items():
         flags.DEFINE_integer(name, value, HELP[name], lower_bound=1)
     flags.DEFINE_integer("seed", 0, "of the workload and of the blocks' places", lower_bound=0)
-    flags.DEFINE_string("output_dir", output_dir, "where the report goes")
-    return ["block_sizes", *defaults, "seed", "output_dir", *define_model_flags()]
+    define_model_flags()
 
 
 def checked_sizes(texts: Sequence[str], kv_cache_tokens: int, max_model_len: int) -> list[int]:
-    """The block sizes, smallest first. ValueError for one with which no cache holds a sequence."""
+    """The block sizes, smallest first.
+
+    Raises ValueError for a size with which the cache cannot hold `max_model_len` tokens.
+    """
     for text in texts:
         if not text.isdigit() or int(text) < 1:
             raise ValueError(f"block_sizes must be whole numbers from 1, not {text!r}")
@@ -58,41 +60,45 @@ def checked_sizes(texts: Sequence[str], kv_cache_tokens: int, max_model_len: int
     return sorted({int(text) for text in texts})
 
 
-def make_engine(block_size: int, tokenizer) -> Engine:
-    """An engine over --model, warmed up. Raises ValueError for flags that cannot work."""
-    config = EngineConfig(
+def config_of(options: Options, block_size: int) -> EngineConfig:
+    """What the flags ask for. Raises ValueError for what cannot work."""
+    return EngineConfig(
         page_size=block_size,
-        kv_cache_tokens=FLAGS.kv_cache_tokens,
-        max_model_len=FLAGS.max_model_len,
-        max_num_seqs=FLAGS.max_num_seqs,
-        max_num_batched_tokens=FLAGS.max_num_batched_tokens,
-        max_prefills_per_step=min(4, FLAGS.max_num_seqs),
-        seed=FLAGS.seed,
+        max_prefills_per_step=min(4, options.max_num_seqs),
+        **fields_of(EngineConfig, options),
     )
-    engine = load_engine(config, tokenizer)
-    engine.warm_up(progress=False)
-    return engine
+
+
+def make_engines(configs: Sequence[EngineConfig], tokenizer, **model: Any) -> list[Engine]:
+    """An engine of each configuration, warmed up. model: what `load_engine` takes by name."""
+    engines = []
+    for config in tqdm(configs, "compiling for each block size"):
+        engines.append(load_engine(config, tokenizer, **model))
+        engines[-1].warm_up(progress=False)
+    return engines
 
 
 def with_mode(engine: Engine, preemption_mode: Literal["recompute", "swap"]) -> Engine:
-    """Another engine over the same device's programs and memory."""
+    """Another engine that uses the same programs and memory of the device."""
     config = replace(engine.config, preemption_mode=preemption_mode)
     return Engine(engine.model, config, engine.executor, engine.tokenizer)
 
 
-def make_requests(dataset: str, rate: float, tokenizer) -> list[Request]:
+def make_requests(
+    dataset: str, rate: float, num_requests: int, seed: int, vocabulary: Vocabulary
+) -> list[Request]:
     """Requests with the lengths of 'sharegpt' or 'alpaca'; rate: arrivals a second."""
-    wanted = WorkloadConfig(
-        dataset, num_requests=FLAGS.num_requests, request_rate=rate, seed=FLAGS.seed
-    )
-    vocabulary = checkpoint.load_config(FLAGS.model).vocab_size
-    return workloads.load(wanted, Vocabulary(tokenizer, vocabulary, FLAGS.max_model_len)).requests
+    wanted = WorkloadConfig(dataset, num_requests=num_requests, request_rate=rate, seed=seed)
+    return workloads.load(wanted, vocabulary).requests
 
 
 @dataclass(frozen=True)
 class Served:
-    """What came of a workload. Normalised latency: s/token, mean over requests (vLLM §6.1);
-    internal_fraction: of the allocated memory, what no token uses at the ends of last blocks."""
+    """The results of serving a workload.
+
+    normalised_latency_s: s/token, the mean over requests (vLLM §6.1).
+    internal_fraction: the unused part of last blocks, as a fraction of the allocated memory.
+    """
 
     outputs: list[RequestOutput]
     normalised_latency_s: float
@@ -103,7 +109,7 @@ class Served:
 
 
 def serve_requests(engine: Engine, requests: Sequence[Request]) -> Served:
-    """Serve them, all greedy, on an engine that has nothing else to do."""
+    """Serve the requests greedily, on an engine that has no others."""
     engine.metrics.clear()
     outputs = serve.run(engine, requests, SamplingParams(logprobs=2), progress=False)
     steps = engine.metrics.steps
@@ -135,7 +141,7 @@ def first_difference(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutp
 def over_block_sizes(
     axes: Axes, sizes: Sequence[int], curves: Mapping[str, Sequence[float]]
 ) -> None:
-    """Curves over the block size, on the scale of the paper's figures."""
+    """Draw curves over the block size, on the scale of the paper's figures."""
     for name, values in curves.items():
         axes.plot(sizes, values, "o-", label=name)
     axes.set_xscale("log", base=2)

@@ -4,7 +4,7 @@ import numpy as np
 
 from experiments.figures import attention_concentration as concentration
 from experiments.tasks import tasks
-from models import checkpoint, llama, params
+from models import checkpoint, llama, load_tokenizer, params
 from models.config import ModelConfig
 from models.full_attention import causal_attend
 
@@ -42,7 +42,7 @@ def test_one_key_and_uniform_attention_are_told_apart():
 def test_tables_and_the_picture_of_the_bundled_model(tmp_path):
     config, p = checkpoint.load("bundled")
     prompts = tasks.make_prompts("needle", 256, num=2, seed=0)
-    measured = concentration.measure(p, config, checkpoint.load_tokenizer("bundled"), prompts)
+    measured = concentration.measure(p, config, load_tokenizer("bundled"), prompts)
     assert measured.shape == (config.num_layers, config.num_heads, 3, 12)
     rows = concentration.table("needle", measured)
     assert len(rows) == config.num_layers * config.num_heads

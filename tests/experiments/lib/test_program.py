@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-START = "import os, signal, sys, time\nfrom experiments import program\n"
+START = "import os, signal, sys, time\nfrom experiments.lib import program, signals\n"
 
 
 def run(body: str, *arguments: str, stdout=subprocess.PIPE) -> subprocess.CompletedProcess:
     """A program whose main is `body`."""
-    main = "def main(names):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+    main = "def main(options):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+    source = f"{START}{main}\nprogram.Program(main, lambda: None).run()"
     return subprocess.run(
-        [sys.executable, "-c", f"{START}{main}\nprogram.run(main, lambda: [])", *arguments],
+        [sys.executable, "-c", source, *arguments],
         cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -31,7 +32,7 @@ def test_an_interrupt_is_told_in_a_line(number, status):
 def test_the_first_signal_is_noted_and_the_second_interrupts():
     done = run(
         """
-        with program.Stop() as stop:
+        with signals.Stop() as stop:
             assert not stop.requested()
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.requested() and stop.signal is signal.SIGTERM

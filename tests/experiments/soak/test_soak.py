@@ -18,7 +18,7 @@ from experiments.soak.operations import OPERATIONS, abort, submit
 from experiments.soak.users import SAMPLING, Users
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from tests.experiments.conftest import TINY
 from tests.paged.hashing_executor import HashingExecutor
 
@@ -140,9 +140,9 @@ class Starving(Engine):
 class Careless(Engine):
     """Counts a request before it looks at it."""
 
-    def _validated(self, prompt, sampling):
-        self.metrics.event("arrival", 0.0)
-        return super()._validated(prompt, sampling)
+    def add_request(self, prompt, *args, **kwargs):
+        self.events.append({"event": "arrival"})
+        return super().add_request(prompt, *args, **kwargs)
 
 
 class Lenient(Engine):

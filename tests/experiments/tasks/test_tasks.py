@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from experiments.tasks import tasks
 from experiments.train.build_tokenizer import Vocabulary
-from models import checkpoint
+from models import load_tokenizer
 
 VOCABULARY = Vocabulary()
 
@@ -78,7 +78,7 @@ def test_prompts_are_a_function_of_the_seed_and_begin_alike_for_any_number():
 
 
 def test_lengths_by_the_bundled_tokenizer_are_the_same():
-    tokenizer = checkpoint.load_tokenizer("bundled")
+    tokenizer = load_tokenizer("bundled")
     for task in ("count", "cot"):
         assert tasks.make_prompts(task, 300, 2, 5, tokenizer) == tasks.make_prompts(task, 300, 2, 5)
 

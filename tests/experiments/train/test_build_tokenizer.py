@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from experiments.tasks import stories
 from experiments.train import build_tokenizer
 from experiments.train.build_tokenizer import BOS, EOS, PAD, UNK, Vocabulary
-from models.checkpoint import BUNDLED
+from models.hub import BUNDLED
 
 PRINTABLE = "".join(chr(c) for c in range(32, 127)) + "\n"
 VOCABULARY = Vocabulary()

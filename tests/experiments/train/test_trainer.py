@@ -7,7 +7,7 @@ import pytest
 
 from experiments.train import bundled, trainer
 from experiments.train.trainer import Options, Trainer
-from models import checkpoint
+from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 
 CONFIG = ModelConfig(
@@ -60,7 +60,7 @@ def test_run_stops_at_the_budget_and_the_export_loads(tmp_path):
     assert config == CONFIG
     for a, b in zip(jax.tree.leaves(trainer.params), jax.tree.leaves(loaded)):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
-    assert checkpoint.load_tokenizer(tmp_path / "model")("a;")["input_ids"][0] == 1
+    assert load_tokenizer(tmp_path / "model")("a;")["input_ids"][0] == 1
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from paged.blocks.block_pool import BlockPool
 from paged.blocks.prefix_cache import PrefixCache, chain, root_key
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from tests.paged.hashing_executor import HashingExecutor, generate
 from tests.paged.tiny import TINY
 

@@ -20,10 +20,14 @@ import pytest
 
 from models.config import ModelConfig
 from models.families import family
+from models.full_attention import causal_attend
+from models.params import Param
+from paged import kv_cache
 from paged.device import executor, step
-from paged.device.tensor_parallel import Shards
+from paged.device.tensor_parallel import WHOLE, Shards
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.kv_cache.dense import VLLM
+from paged.requests.sampling_params import SamplingParams
 from tests.paged.tiny import TINY
 
 MODELS = {
@@ -36,7 +40,10 @@ MODELS = {
         "gpt2", 61, 32, 96, 3, 4, 4, 8, 48, 1e-5, tie_word_embeddings=True, activation="gelu_new"
     ),
 }  # fmt: skip
-SIZES = {"grouped": (1, 4, 8), "llama": (1, 2), "opt": (1, 8), "gpt2": (1, 4)}
+MODELS["reordered"] = MODELS["grouped"]
+HEAD_ORDER = np.array([[1, 0], [0, 1], [1, 0]])  # of each layer
+POLICIES = {"reordered": dataclasses.replace(VLLM, head_order=lambda config, model: HEAD_ORDER)}
+SIZES = {"reordered": (1, 4), "grouped": (1, 4, 8), "llama": (1, 2), "opt": (1, 8), "gpt2": (1, 4)}
 CASES = [(name, size) for name, sizes in SIZES.items() for size in sizes if size > 1]
 ALONE = EngineConfig(
     max_num_seqs=1, max_num_batched_tokens=16, max_prefills_per_step=1, max_model_len=48,
@@ -46,7 +53,7 @@ ALONE = EngineConfig(
 CROWDED = dataclasses.replace(
     ALONE, max_num_seqs=2, max_prefills_per_step=2, kv_cache_tokens=80, prefix_caching=True
 )
-CONFIGS = {"grouped": CROWDED, "llama": ALONE, "opt": ALONE, "gpt2": ALONE}
+CONFIGS = {"reordered": CROWDED, "grouped": CROWDED, "llama": ALONE, "opt": ALONE, "gpt2": ALONE}
 UNSTACKED = ("llama",)
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
@@ -79,7 +86,8 @@ def prompts_and_sampling():
 
 def facts(name: str, size: int) -> dict:
     """What the tests ask of one engine, once it has served."""
-    config = dataclasses.replace(CONFIGS[name], tensor_parallel=size)
+    policy = name if name in POLICIES else "vllm"
+    config = dataclasses.replace(CONFIGS[name], tensor_parallel=size, policy=policy)
     engine = Engine.from_model(random_params(MODELS[name]), MODELS[name], config)
     engine.warm_up(progress=False)
     outputs = engine.generate(*prompts_and_sampling())
@@ -99,8 +107,48 @@ def facts(name: str, size: int) -> dict:
         "compilations_after_warmup": engine.metrics.compilations_after_warmup,
         "collectives": [Counter(COLLECTIVE.findall(text)) for text in texts],
         "cache_bytes": list(bytes_of.values()),
+        "keys": np.asarray(jax.device_get(layer["wk"]))[..., 0].ravel().tolist(),
         "wo_bytes": layer["wo"].addressable_shards[0].data.nbytes,
+        "hidden_with_adapters": hidden_states(name, size, merged=False),
+        "hidden_merged": hidden_states(name, 1, merged=True) if size == 1 else None,
     }
+
+
+def hidden_states(name: str, size: int, merged: bool) -> list:
+    """[T, E] of one sequence with an adapter on every projection, or with the adapters merged.
+
+    A [L, R, in] and B [out, L, R] are split over the shards as the weights' axes are.
+    """
+    model, shards = MODELS[name], Shards(MODELS[name], size)
+    declared, params = family(model).declare(model), random_params(model)
+    rng = np.random.default_rng(2)
+    stacks: dict[str, tuple[jax.Array, jax.Array]] = {}
+    for projection in family(model).PROJECTIONS:
+        base: Param = declared["layers"][0][projection]
+        out, width = base.shape
+        A = rng.normal(size=(model.num_layers, 3, width)).astype(np.float32) / np.sqrt(width)
+        B = 0.3 * rng.normal(size=(out, model.num_layers, 3)).astype(np.float32)
+        for layer, p in enumerate(params["layers"]):
+            p[projection] += merged * B[:, layer] @ A[layer]
+        stacks[projection] = (
+            shards.place_one(Param(A.shape, ("layers", "rank", base.axes[1]), "normal", ""), A),
+            shards.place_one(Param(B.shape, (base.axes[0], "layers", "rank"), "normal", ""), B),
+        )
+
+    def run(params, stacks, tokens):
+        def adapters(projection, layer, x, y):
+            A, B = stacks[projection]
+            return y + x @ A[layer].T @ B[:, layer].T
+
+        hidden, _ = family(model).forward(
+            params, shards.model, tokens, jnp.arange(len(tokens)), causal_attend(shards.model),
+            adapters=None if merged else adapters, reduce=shards.reduce,
+        )  # fmt: skip
+        return hidden
+
+    placed = shards.place(params)
+    specs = shards.specs(placed), shards.specs(stacks), WHOLE
+    return shards.jit(run, specs, WHOLE)(placed, stacks, jnp.arange(3, 15)).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +157,7 @@ def served() -> dict:
     # Programs as small as these take longer to optimise than to run.
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.paged.test_tensor_parallel"],
+        [sys.executable, "-m", "tests.paged.device.test_tensor_parallel"],
         cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True, check=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
     )  # fmt: skip
@@ -126,6 +174,17 @@ def test_tokens_are_those_of_one_device(served, name, size):
     if CONFIGS[name] is CROWDED:
         assert several["preemptions"] == one["preemptions"] > 0
         assert several["cached_tokens"] == one["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("size", SIZES["reordered"])
+def test_the_order_of_heads_changes_no_token(served, size):
+    """A policy may order the heads of each layer; query heads and outputs go with them."""
+    ordered, plain = served["reordered"][str(size)], served["grouped"][str(size)]
+    assert ordered["tokens"] == plain["tokens"]
+    L, K = HEAD_ORDER.shape
+    keys, expected = (np.array(facts["keys"]).reshape(L, K, -1) for facts in (ordered, plain))
+    for layer, order in enumerate(HEAD_ORDER):
+        assert (keys[layer] == expected[layer][order]).all()
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
@@ -145,6 +204,14 @@ def test_a_shard_holds_the_pages_of_its_heads(served, name, size):
     share = whole // min(size, MODELS[name].num_kv_heads)
     assert several["cache_bytes"] == [share] * size
     assert several["wo_bytes"] == one["wo_bytes"] // size
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, 1) for name in SIZES] + CASES)
+def test_adapters_are_summed_over_the_shards_once(served, name, size):
+    """Split adapters beside split weights give what merged weights give on one device."""
+    got = np.array(served[name][str(size)]["hidden_with_adapters"])
+    expected = np.array(served[name]["1"]["hidden_merged"])
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(
@@ -170,6 +237,7 @@ def test_fewer_than_one_device_is_refused():
 
 
 if __name__ == "__main__":
+    kv_cache.POLICIES.update(POLICIES)
     result: dict[str, dict[int, dict]] = {}
     for name, sizes in SIZES.items():
         step.CACHED_LAYER_BYTES = 0 if name in UNSTACKED else 2**30

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, orca
 from paged.kv_cache.policy import HostPolicy, Policy, ShardedModel
-from paged.requests.sequence import SamplingParams, SequenceGroup
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import SequenceGroup
 from tests.paged.hashing_executor import FIRST, VOCAB, HashingExecutor, generate
 from tests.paged.tiny import TINY
 

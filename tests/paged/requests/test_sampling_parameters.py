@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from tests.paged.tiny import TINY, padded
 
 SMALL = EngineConfig(

@@ -10,7 +10,8 @@ import pytest
 from models.config import ModelConfig
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import RequestOutput, SamplingParams, SequenceGroup
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput, SequenceGroup
 from paged.simulator.executor import SimulatedExecutor
 from tests.models.goldens import BeamCase, beam_cases, golden
 from tests.paged.tiny import TINY, padded

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from models import checkpoint
+from models import load_tokenizer
+from models.hub import BUNDLED
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.requests.stopping import TextStream, decode, final_text
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.tiny import TINY
@@ -69,7 +70,7 @@ def test_tokens_that_decode_to_nothing_whole_do_not_disturb_the_others():
 
 def test_a_stop_string_ends_its_request_and_no_other():
     """The same tokens with and without: the text is cut before the stop string."""
-    tokenizer = checkpoint.load_tokenizer(checkpoint.BUNDLED)
+    tokenizer = load_tokenizer(BUNDLED)
     model = TINY.replace(vocab_size=len(tokenizer), eos_token_ids=())
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128)
 
@@ -93,7 +94,7 @@ def test_a_stop_string_ends_its_request_and_no_other():
 
 
 def test_a_stop_token_is_in_the_tokens_but_not_in_the_text():
-    tokenizer = checkpoint.load_tokenizer(checkpoint.BUNDLED)
+    tokenizer = load_tokenizer(BUNDLED)
     model = TINY.replace(vocab_size=len(tokenizer), eos_token_ids=())
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128)
     executor = SimulatedExecutor(vocab_size=len(tokenizer), first_token=4)
@@ -109,7 +110,7 @@ def test_a_stop_token_is_in_the_tokens_but_not_in_the_text():
 
 
 def test_a_special_token_as_stop_string_is_refused():
-    tokenizer = checkpoint.load_tokenizer(checkpoint.BUNDLED)
+    tokenizer = load_tokenizer(BUNDLED)
     executor = SimulatedExecutor(vocab_size=len(tokenizer))
     engine = Engine(TINY.replace(vocab_size=len(tokenizer)), EngineConfig(max_model_len=99),
                     executor, tokenizer)  # fmt: skip

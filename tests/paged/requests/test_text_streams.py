@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from models import checkpoint
+from models import load_tokenizer
+from models.hub import BUNDLED
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.requests.stopping import TextStream, decode, final_text
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.tiny import TINY
@@ -91,7 +92,7 @@ def _word_piece() -> Case:
 
 
 def _bundled() -> Case:
-    tokenizer = checkpoint.load_tokenizer(checkpoint.BUNDLED)
+    tokenizer = load_tokenizer(BUNDLED)
     special = frozenset(tokenizer.all_special_ids)
     return Case(tokenizer, list(range(len(tokenizer))), special)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
-from paged.requests.sequence import SamplingParams
+from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 from tests.paged.tiny import TINY
 
@@ -67,6 +67,7 @@ def test_every_request_ends_once_with_its_tokens(
         room = DenseHost.of(engine.host_policy).block_tables.num_blocks
         assert room.sum() == pool.num_used
         assert not room[~engine.scheduler.slots.active].any()
+        engine.scheduler.slots.check()
         if not pending and not engine.has_unfinished():
             break
     expected = {str(k): out for k, (_, out, _) in enumerate(requests) if k not in aborted}
@@ -112,7 +113,7 @@ def test_a_prompt_spread_over_steps_takes_the_budget_that_decodes_leave():
     assert chunks == [4, 15, 15, 10]
 
 
-def test_memory_is_accounted_to_the_last_token_slot():
+def test_memory_is_accounted_to_the_last_token():
     engine = _engine(kv_cache_tokens=160)
     for i in range(6):
         engine.add_request([3] * (5 + 6 * i), SamplingParams(max_tokens=20))

@@ -1,0 +1,90 @@
+"""Engines of the experiments: a model's weights, an executor, and checks that come before both."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from models import checkpoint
+from models.config import ModelConfig
+from paged.device.step import StepProgram
+from paged.device.step_inputs import Buckets
+from paged.device.tensor_parallel import Shards
+from paged.engine import Engine, EngineConfig
+from paged.requests.validation import check_model
+from paged.simulator.executor import SimulatedExecutor
+from pallas_kernels import backend
+
+COMPILATION_CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/paged_jax/compilations")
+INTERPRETER_THREADS = 8
+
+
+def engine_config(
+    model: ModelConfig, max_model_len: int | None = None, **fields: Any
+) -> EngineConfig:
+    """An EngineConfig of these fields for the model. max_model_len: None for the model's longest,
+    up to the default. Raises ValueError for what cannot work, before any weights are read."""
+    if max_model_len is None:
+        max_model_len = min(EngineConfig.max_model_len, model.max_position_embeddings)
+    config = EngineConfig(max_model_len=max_model_len, **fields)
+    check_model(model, config)
+    # What it refuses would otherwise be refused after the weights are read.
+    StepProgram.declare(config, Shards(model, config.tensor_parallel))
+    return config
+
+
+def load_engine(
+    config: EngineConfig,
+    tokenizer=None,
+    *,
+    model: str = "bundled",
+    dtype: str = "float32",
+    attention_implementation: str = "",
+    compilation_cache: str = COMPILATION_CACHE,
+    executor: str = "device",
+) -> Engine:
+    """An engine over a model's weights, not yet warmed up.
+
+    tokenizer: None for the model's own. model: 'bundled', a Hugging Face folder or a hub id.
+    dtype: of weights, computation and KV cache. attention_implementation: of the attention ops,
+    empty for the device's own. compilation_cache: a folder that keeps compiled programs for the
+    next process, empty for none. executor: 'device', or 'simulated', which reads no weights and
+    makes tokens up.
+
+    Raises ValueError where the attention implementation cannot run the model in this dtype.
+    """
+    declared = checkpoint.load_config(model)
+    if tokenizer is None:
+        tokenizer = checkpoint.load_tokenizer(model)
+    if executor == "simulated":
+        return Engine(
+            declared, config, SimulatedExecutor(vocab_size=declared.vocab_size), tokenizer
+        )
+    shards = Shards(declared, config.tensor_parallel, dtype=dtype)
+    implementation = attention_implementation or None
+    if implementation:  # Before the weights are read; the device's own runs anything.
+        check_interpreter(implementation)
+        program = StepProgram.declare(config, shards, implementation)
+        with_prompts, *_, decodes = Buckets.declare(config).shapes()
+        program.check(with_prompts, dtype)
+        program.check(decodes, dtype)
+    cache = str(Path(compilation_cache).expanduser()) if compilation_cache else None
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    loaded, params = checkpoint.load(model, dtype, shards.place_one)
+    return Engine.from_model(params, loaded, config, tokenizer, implementation)
+
+
+def check_interpreter(implementation: str) -> None:
+    """A warpgroup of an interpreted kernel takes a thread of JAX's while it waits for another, and
+    those of two kernels may run at once: with fewer threads they would wait for ever."""
+    if not implementation.startswith("mosaic_gpu") or backend.current_gpu() is not None:
+        return
+    threads = int(os.environ.get("PJRT_NPROC") or os.cpu_count() or 1)
+    if threads < INTERPRETER_THREADS:
+        raise ValueError(
+            f"--attention_implementation={implementation} is interpreted where there is no GPU, "
+            f"which needs {INTERPRETER_THREADS} threads, not {threads}: set the environment "
+            f"variable PJRT_NPROC={INTERPRETER_THREADS}"
+        )

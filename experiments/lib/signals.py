@@ -1,0 +1,57 @@
+"""SIGINT (Ctrl-C) and SIGTERM, which end a program in good order."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a program as Ctrl-C does."""
+
+
+@contextmanager
+def interrupts() -> Iterator[None]:
+    """Within it, Ctrl-C and SIGTERM end the program with a line and their exit statuses."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        print("interrupted", file=sys.stderr)
+        number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
+        sys.exit(128 + number)
+
+
+def _terminate(number, frame):
+    raise Terminated
+
+
+class Stop:
+    """Within its `with`, the first SIGINT or SIGTERM is only noted: whoever works asks `requested`
+    now and then, and ends in good order. The next one interrupts as ever."""
+
+    def __init__(self):
+        self.signal: signal.Signals | None = None
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Stop":
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self._handlers = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame) -> None:
+        self.signal = signal.Signals(number)
+        self.__exit__()
+
+    def requested(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def cause(self) -> str | None:
+        """The name of the signal, if one came."""
+        return None if self.signal is None else self.signal.name

@@ -1,0 +1,79 @@
+"""What the model families share: the seams to whoever serves a model, and the loop over layers.
+
+A family is a module with `declare`, `forward`, `logits` and `PROJECTIONS` (models/families.py).
+`forward` takes three functions, so that a model does not know how it is served:
+
+* `attend(layer, q, k, v, cache) -> (out, cache)` computes attention. q is [T, H, D], k and v are
+  [T, K, D], all after QK norm and rotary embedding; out is [T, H, D]. Behind it may be a paged
+  cache, sparse pages, quantised pages, or plain causal attention.
+* `adapters(name, layer, x, y) -> y` adds an adapter to a projection: from the input x [T, in] and
+  the product with the base weights y [T, out] it returns y + xAB, in y's dtype (LoRA; Punica §2.2
+  and §4). `name` is one of the family's `PROJECTIONS`. None serves the base model.
+* `reduce(y) -> y` sums y [T, E] over the shards of tensor parallelism (vLLM §4.6), where `params`
+  and `config` are one shard's share of the heads and of the MLP.
+
+`layer` is a traced int32 scalar: both functions index stacks of all layers with it.
+
+`projection` says in which order these apply. On a shard, x and y are the shard's own. Where shards
+split the output ('wq', 'wk', 'wv', 'w_gate', 'w_up'), B is split as the weights' output is, and A
+is whole. Where they split the input ('wo', 'w_down'), A is split as the weights' input is, and B is
+whole: xAB is then a part of a sum as y is, and one `reduce` completes both.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models.config import ModelConfig
+from models.linear import linear
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+Adapters = Callable[[str, jax.Array, jax.Array, jax.Array], jax.Array]
+Reduce = Callable[[jax.Array], jax.Array]
+
+INPUT_SPLIT = ("wo", "w_down")  # projections of which a shard has a part of the input
+
+
+def projection(p: dict, layer, adapters: Adapters | None, reduce: Reduce) -> Callable:
+    """`project(name, x)` of one layer with parameters p: x [T, in] to [T, out], in x's dtype.
+
+    The order is product, adapter, sum over shards, bias. Every shard has the whole bias of 'wo' and
+    'w_down', so it is added after the sum. The bias of 'wq' is 'bq', and so on, where p has it.
+    """
+
+    def project(name: str, x):
+        y = linear(x, p[name])
+        if adapters is not None:
+            y = adapters(name, layer, x, y)
+        if name in INPUT_SPLIT:
+            y = reduce(y)
+        bias = "b" + name.removeprefix("w")
+        return y + p[bias] if bias in p else y
+
+    return project
+
+
+def over_layers(block: Callable, carry, layers):
+    """`carry = block(carry, p, layer)` for each layer's parameters p; returns the last carry.
+
+    layers: a list of one dict of arrays for each layer, over which Python loops; or one dict of
+    arrays [L, ...] (`params.stack`), over which `lax.scan` loops. The scan compiles the block once,
+    but copies each layer's weights before it multiplies by them. In both forms `layer` is a traced
+    int32 scalar and the block is traced once.
+    """
+    if isinstance(layers, list):
+        block = jax.jit(block)
+        for layer, p in enumerate(layers):
+            carry = block(carry, p, jnp.int32(layer))
+        return carry
+    num_layers = jax.tree.leaves(layers)[0].shape[0]
+    numbers = jnp.arange(num_layers, dtype=jnp.int32)
+    return jax.lax.scan(lambda c, x: (block(c, *x), None), carry, (layers, numbers))[0]
+
+
+def logits(params, config: ModelConfig, hidden):
+    """Next-token logits [T, V] in float32 from hidden states [T, E]."""
+    head = params["embed" if config.tie_word_embeddings else "lm_head"]
+    return linear(hidden, head, jnp.float32)

@@ -1,0 +1,88 @@
+"""Where a model lies on disk.
+
+A model is named by 'bundled' (the one in this repository), by a folder (config.json, one or many
+safetensors files, a tokenizer), or by a Hugging Face hub id 'owner/name', which is downloaded.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+BUNDLED = Path(__file__).parent / "bundled"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+_DOWNLOADED = ("model*.safetensors", "*.json", "*.jinja", *TOKENIZER_FILES)
+
+
+def find(model: str | Path) -> Path:
+    """The folder of `model`, downloaded if it is a hub id. Raises ValueError if there is none."""
+    if model == "bundled":
+        return BUNDLED
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"{model} is a file; a model is a folder with config.json and weights")
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(model)):
+        raise ValueError(f"there is no folder {model}, and it is no hub id 'owner/name'")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=list(_DOWNLOADED)))
+    except Exception as error:  # The network, the hub and the disk have no common base class.
+        raise ValueError(
+            f"there is no folder {model}, and it could not be had from the Hugging Face hub: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def read_json(path: Path, parse):
+    """`parse` of the JSON object in the file.
+
+    Raises ValueError, with the file's name, if the file holds no object or `parse` raises one.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    try:
+        value = json.loads(path.read_text())
+        if not isinstance(value, dict):
+            raise ValueError(f"it should hold a JSON object, not {value!r:.40}")
+        return parse(value)
+    except (ValueError, RecursionError) as error:  # Very deep nesting raises RecursionError.
+        raise ValueError(f"{path}: {error}") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model's folder, sorted by name.
+
+    Raises ValueError if there are none, if one is missing, or if all weights are pickles.
+    """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = folder / INDEX
+    if index.is_file():
+        files = [folder / name for name in read_json(index, _shard_names)]
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"{index} names {file.name}, which is missing")
+        return files
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+    if pickled:
+        raise ValueError(
+            f"{folder} has its weights only as pickles ({', '.join(pickled)}), which may run any "
+            "code when they are read. If you trust them, convert them where torch is installed: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}")
+
+
+def _shard_names(index: dict[str, Any]) -> list[str]:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"weight_map should map tensors to files, but is {weight_map!r:.40}")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"weight_map names {name!r}, which is no file of this folder")
+    return names

@@ -1,0 +1,119 @@
+"""What an engine writes down so that its run can be done again: each event and its fields."""
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from models.config import ModelConfig
+from paged.config import EngineConfig
+from paged.metrics import NO_TOKEN, RequestRecord, StepRecord
+from paged.requests.sequence import SequenceGroup
+from paged.scheduling.scheduled_step import ScheduledStep
+
+
+class EventLog:
+    """Appends to `events`, a list of dicts, all that came in and all that was done, in order.
+
+    Each event has its name under 'event' and seconds on the engine's clock under 'time_s'. round:
+    calls of `Engine.step` that had begun. step: the number of a dispatched step. pages: what
+    happened to the units of the policy's pools since this was last said, as (pool, verb, units) in
+    order.
+
+    'engine' is the first event. 'arrival', 'abort' and 'pin' are what came in. 'preempt', 'admit'
+    and 'schedule' are what was decided for a step, 'step' is what came of it, and 'pages' is what
+    happened to pages after the last step. 'finish' is the end of a request. 'failure' ends all
+    requests: a call failed, or was interrupted, in the middle of its work.
+    """
+
+    def __init__(self, events: list[dict]):
+        self._events = events
+
+    def _add(self, event: str, time_s: float, **fields) -> None:
+        self._events.append({"event": event, "time_s": time_s, **fields})
+
+    def engine(self, config: EngineConfig, model: ModelConfig, dtype: str) -> None:
+        """dtype: what the model computes in."""
+        self._add("engine", 0.0, config=asdict(config), model=asdict(model), dtype=dtype)
+
+    def arrival(self, round_: int, group: SequenceGroup, sampling: dict) -> None:
+        """sampling: the parameters that are not the default ones, and the seed."""
+        self._add(
+            "arrival",
+            group.arrival_s,
+            round=round_,
+            request_id=group.request_id,
+            prompt_tokens=group.num_prompt_tokens,
+            prompt=group.sequences[0].tokens,
+            sampling=sampling,
+            stream=group.stream,
+            cache_salt=group.cache_salt,
+        )
+
+    def abort(self, time_s: float, round_: int, group: SequenceGroup) -> None:
+        self._add("abort", time_s, round=round_, request_id=group.request_id)
+
+    def pin(self, time_s: float, round_: int, prompt: np.ndarray, cache_salt: str) -> None:
+        self._add("pin", time_s, round=round_, prompt=prompt, cache_salt=cache_salt)
+
+    def failure(self, time_s: float, round_: int) -> None:
+        self._add("failure", time_s, round=round_)
+
+    def preempt(self, time_s: float, group: SequenceGroup) -> None:
+        self._add("preempt", time_s, request_id=group.request_id)
+
+    def admit(self, time_s: float, group: SequenceGroup) -> None:
+        """slots: of the group's sequences, in their order."""
+        slots = [sequence.slot for sequence in group.sequences if sequence.slot >= 0]
+        self._add("admit", time_s, request_id=group.request_id, slots=slots)
+
+    def schedule(self, time_s: float, number: int, step: ScheduledStep, pages: list) -> None:
+        """The fields are those of `ScheduledStep`."""
+        self._add(
+            "schedule",
+            time_s,
+            step=number,
+            slots=step.slots,
+            starts=step.starts,
+            counts=step.counts,
+            sources=step.sources,
+            moves=step.moves.facts(),
+            pages=pages,
+        )
+
+    def step(
+        self, record: StepRecord, step: ScheduledStep, sampled: np.ndarray, report: Any = None
+    ) -> None:
+        """sampled: [I, n] tokens by iteration and scheduled row. Where none was asked for the event
+        has NO_TOKEN. report: of the KV policy, if it makes any."""
+        asked = np.arange(len(sampled))[:, None] < step.yields
+        tokens = np.where(asked, sampled, NO_TOKEN)
+        self._events.append({"event": "step", **vars(record), "tokens": tokens, "report": report})
+
+    def beams(
+        self, time_s: float, number: int, group: SequenceGroup, *, before: list[int],
+        candidates: np.ndarray, candidate_logprobs: np.ndarray, parents: list[int],
+        slots: list[int],
+    ) -> None:  # fmt: skip
+        """One step of a beam search. before: the slots of its beams; candidates,
+        candidate_logprobs: [B, A] the best next tokens of each. slots: of the beams that go on,
+        none at the end of the search; parents: the slots in `before` that these come from."""
+        self._add(
+            "beams",
+            time_s,
+            step=number,
+            request_id=group.request_id,
+            before=before,
+            candidates=candidates,
+            candidate_logprobs=candidate_logprobs,
+            parents=parents,
+            slots=slots,
+        )
+
+    def pages(self, time_s: float, pages: list) -> None:
+        self._add("pages", time_s, pages=pages)
+
+
+def finish_event(record: RequestRecord) -> dict:
+    """The event 'finish'. `Requests.retire` appends it, as one change with the request's end."""
+    return {"event": "finish", "time_s": record.finish_s, **vars(record)}

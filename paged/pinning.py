@@ -1,0 +1,38 @@
+"""Prefixes that are computed before they are asked for, and kept for good (vLLM §4.4)."""
+
+import numpy as np
+
+from paged.engine_loop import EngineLoop
+from paged.event_log import EventLog
+from paged.requests.registry import Requests
+from paged.requests.sequence import SamplingParams, SequenceGroup
+
+# The token that it generates is confirmed only with the whole prompt written.
+SAMPLING = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
+
+
+class Pinning:
+    """Runs the request of a prompt whose blocks are to be kept; `Intake` keeps them at its end."""
+
+    def __init__(self, loop: EngineLoop, requests: Requests, event_log: EventLog):
+        self._loop, self._requests, self._event_log = loop, requests, event_log
+
+    def check(self) -> None:
+        """Raise ValueError without prefix caching, and while requests are unfinished."""
+        if not self._loop.config.prefix_caching:
+            raise ValueError("pinning a prefix needs prefix_caching")
+        if self._requests.unfinished:
+            count = len(self._requests.unfinished)
+            raise ValueError(f"{count} requests are unfinished: pin prefixes before")
+
+    def run(self, group: SequenceGroup, prompt: np.ndarray) -> bool:
+        """Compute the prompt of a queued group with `pin`, and whether it is kept: it is not if its
+        logits are not finite."""
+        assert group.pin and group.mailbox is not None
+        while not group.mailbox:
+            self._loop.run_step()
+        if group.mailbox[0].finish_reason == "error":
+            return False
+        now, round_ = self._loop.executor.clock.now(), self._loop.round
+        self._event_log.pin(now, round_, prompt, group.cache_salt)
+        return True

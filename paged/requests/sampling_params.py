@@ -1,0 +1,172 @@
+"""How a request is decoded: its sampling parameters."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from models.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from paged import checks
+from paged.checks import described, is_real, is_text, is_whole, refusal, shown
+
+MAX_SEQUENCES = 2**16  # that run side by side, of one request or of many
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request is decoded. Each field says what it is.
+
+    Reported log-probabilities are natural ones, of the model itself, before temperature, penalties
+    and bias; a simulated device has none to report. A beam search equals transformers' with
+    num_beams, length_penalty and early_stopping; its n best hypotheses are returned.
+
+    Raises ValueError for values of the wrong type or outside their range.
+    """
+
+    max_tokens: int = described(64, "tokens to generate at most")
+    temperature: float = described(0.0, "0 is greedy")
+    top_k: int = described(0, "sample among the k most probable tokens; 0 is off")
+    top_p: float = described(
+        1.0, "sample among the most probable tokens of this total probability; 1 is off"
+    )
+    min_p: float = described(
+        0.0, "leave out tokens less probable than this times the most probable one; 0 is off"
+    )
+    repetition_penalty: float = described(
+        1.0,
+        "divides positive logits, and multiplies negative ones, of tokens that the prompt or the "
+        "output holds; 1 is off",
+    )
+    presence_penalty: float = described(
+        0.0, "subtracted from the logits of tokens that the output holds; 0 is off"
+    )
+    frequency_penalty: float = described(
+        0.0, "subtracted from a token's logit for each time that the output holds it; 0 is off"
+    )
+    logit_bias: Mapping[int, float] = dataclasses.field(
+        default_factory=dict, hash=False, metadata={"help": "token → what is added to its logit"}
+    )
+    seed: int | None = described(
+        None,
+        "makes the request's tokens repeatable whatever else runs; None: the engine draws one, "
+        "another for each request",
+    )
+    stop: tuple[str, ...] = described((), "strings that end the output and are cut from it")
+    stop_token_ids: tuple[int, ...] = described(
+        (), "tokens that end the output and stay in it, though not in its text"
+    )
+    ignore_eos: bool = described(False, "whether to generate to max_tokens, past ends of sequence")
+    logprobs: int | None = described(
+        None,
+        "report the log-probability of each generated token, and of this many best alternatives "
+        f"(0 to {MAX_LOGPROBS}); None: report nothing",
+    )
+    prompt_logprobs: int | None = described(
+        None,
+        "report the log-probability of each prompt token, and of this many best alternatives "
+        f"(0 to {MAX_LOGPROBS}); None: report nothing",
+    )
+    n: int = described(1, "sequences of each request: sampled ones, or the best of a beam search")
+    best_of: int | None = described(
+        None,
+        "sequences to sample, of which the n with the highest cumulative log-probability are "
+        "returned; None: n",
+    )
+    beam_width: int = described(1, "beams of a search instead of sampling; 1 is off")
+    length_penalty: float = described(1.0, "of a beam search: above 0 it favours long outputs")
+    early_stopping: bool | Literal["never"] = described(
+        False, "of a beam search, when it ends: False, True or 'never', as in transformers"
+    )
+
+    def __post_init__(self):
+        checks.make_plain(self)
+        self._copy_collections()
+        most = (None, *range(MAX_LOGPROBS + 1))
+        checks.require(self, {
+            "max_tokens": (1 <= self.max_tokens < 2**31, "at least 1 and below 2^31"),
+            "temperature": (
+                self.temperature == 0 or self.temperature >= checks.SMALLEST,
+                f"0 (greedy) or at least {checks.SMALLEST:.3g}",
+            ),
+            "top_k": (0 <= self.top_k < 2**31, "0 (off) or more, and below 2^31"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
+            "repetition_penalty": (
+                0.01 <= self.repetition_penalty <= 100,
+                "from 0.01 to 100; 1 is off",
+            ),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "from -2 to 2; 0 is off"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "from -2 to 2; 0 is off"),
+            "seed": (self.seed is None or 0 <= self.seed < 2**32, "None or in [0, 2^32)"),
+            "logprobs": (self.logprobs in most, f"None or from 0 to {MAX_LOGPROBS}"),
+            "prompt_logprobs": (self.prompt_logprobs in most, f"None or from 0 to {MAX_LOGPROBS}"),
+            "n": (1 <= self.n <= MAX_SEQUENCES, f"from 1 to {MAX_SEQUENCES}"),
+            "best_of": (
+                self.best_of is None or self.n <= self.best_of <= MAX_SEQUENCES,
+                f"at least n ({self.n}) and at most {MAX_SEQUENCES}",
+            ),
+            "beam_width": (1 <= self.beam_width < MAX_LOGPROBS, f"from 1 to {MAX_LOGPROBS - 1}"),
+            "length_penalty": (-10 <= self.length_penalty <= 10, "from -10 to 10"),
+        })  # fmt: skip
+        if self.is_beam_search:
+            self._check_beam_search()
+        elif self.num_sequences > 1 and self.temperature == 0:
+            raise ValueError("n and best_of above 1 need a temperature above 0, or beam_width")
+
+    def _check_beam_search(self) -> None:
+        if self.n > self.beam_width:
+            raise ValueError(f"n ({self.n}) must be at most beam_width ({self.beam_width})")
+        plain = SamplingParams()
+        for name in ("best_of", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+                     "presence_penalty", "frequency_penalty", "logit_bias", "stop",
+                     "stop_token_ids", "logprobs"):  # fmt: skip
+            if getattr(self, name) != getattr(plain, name):
+                raise ValueError(f"beam search does not take {name} ({getattr(self, name)!r})")
+
+    def _copy_collections(self) -> None:
+        """Check collections and keep copies: nobody may change them behind the engine's back."""
+        stop, ids, bias = self.stop, self.stop_token_ids, self.logit_bias
+        if not isinstance(stop, tuple | list) or not all(is_text(s) and s for s in stop):
+            raise refusal("stop", "a tuple of non-empty strings", stop)
+        object.__setattr__(self, "stop", tuple(map(str, stop)))
+        if not isinstance(ids, tuple | list) or not all(map(is_whole, ids)):
+            raise refusal("stop_token_ids", "a tuple of token ids", ids)
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
+        if not isinstance(bias, Mapping):
+            raise refusal("logit_bias", "a map of token ids to numbers", bias)
+        if len(bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias may name {MAX_LOGIT_BIAS} tokens, not {len(bias)}")
+        for token, value in bias.items():
+            if not is_whole(token) or not is_real(value) or abs(value) > 100:
+                raise ValueError(
+                    f"logit_bias must map token ids to numbers from -100 to 100, not "
+                    f"{shown(token)} to {shown(value)}"
+                )
+        object.__setattr__(self, "logit_bias", {int(t): float(v) for t, v in bias.items()})
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether the tokens so far change the next one's logits otherwise than by the model."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1, 0, 0)
+
+    @property
+    def is_beam_search(self) -> bool:
+        return self.beam_width > 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run side by side at most."""
+        return self.beam_width if self.is_beam_search else self.best_of or self.n
+
+    @property
+    def ranks(self) -> bool:
+        """Whether sequences are sampled that are not returned."""
+        return self.num_sequences > self.n and not self.is_beam_search
+
+
+def changed_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """The fields that differ from their defaults."""
+    named = ((f.name, getattr(sampling, f.name)) for f in dataclasses.fields(sampling))
+    default = SamplingParams()
+    return {name: value for name, value in named if value != getattr(default, name)}

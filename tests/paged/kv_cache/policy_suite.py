@@ -1,0 +1,231 @@
+"""What the shared suite knows of a KV-cache policy, and engines to try it in.
+
+A policy joins the suite with a line in CASES.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import llama
+from models.full_attention import causal_attend
+from paged.device.executor import DeviceExecutor
+from paged.device.step import StepProgram
+from paged.device.step_inputs import Buckets
+from paged.device.tensor_parallel import Shards
+from paged.engine import Engine, EngineConfig
+from paged.kv_cache import POLICIES
+from paged.kv_cache.policy import Capabilities, Policy
+from paged.requests.sequence import SamplingParams, SequenceGroup
+from tests.paged.kv_cache.sink_window import SINK_WINDOW, Options, dense_attend
+from tests.paged.tiny import TINY, padded
+
+NEAR_TIE = 1e-4
+LONGEST = 64
+CONFIG: dict[str, Any] = {
+    "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_prefills_per_step": 4,
+    "max_model_len": LONGEST, "page_size": 4, "kv_cache_tokens": 124, "watermark": 0.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """name: under which the policy is registered. oracle: the `attend` of one whole sequence, given
+    the length of its prompt, that tells what the policy computes; None: it has only its twin, the
+    request alone. config: what its EngineConfig has otherwise than CONFIG."""
+
+    name: str
+    policy: Policy
+    oracle: Callable[[Any], Any] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def engine_config(self, **changes) -> EngineConfig:
+        return EngineConfig(**{**CONFIG, "policy": self.name, **self.config, **changes})
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.policy.capabilities(self.engine_config())
+
+    @property
+    def exact_modes(self) -> list[str]:
+        """Modes of preemption that leave tokens as they are, swapping last."""
+        can = self.capabilities
+        return ["auto"] + ["recompute"] * can.recompute_exact + ["swap"] * can.swap
+
+
+SINK_WINDOW_OPTIONS = Options(sink_tokens=8, window_tokens=10)
+CASES = [
+    Case("vllm", POLICIES["vllm"], lambda prompt: causal_attend(TINY)),
+    Case("orca_max", POLICIES["orca_max"], lambda prompt: causal_attend(TINY)),
+    Case(
+        "sink_window", SINK_WINDOW, functools.partial(dense_attend, TINY, SINK_WINDOW_OPTIONS),
+        {"policy_options": SINK_WINDOW_OPTIONS},
+    ),
+]  # fmt: skip
+by_policy = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """The policies of the suite are ones that an EngineConfig can name."""
+    before = dict(POLICIES)
+    POLICIES.update({case.name: case.policy for case in CASES})
+    try:
+        yield
+    finally:
+        POLICIES.clear()
+        POLICIES.update(before)
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: tuple[int, ...]
+    how: SamplingParams
+
+    @property
+    def limit(self) -> int:
+        return min(len(self.prompt) + self.how.max_tokens, LONGEST)
+
+    def suits(self, engine: Engine) -> bool:
+        """Whether the policy can hold and serve it."""
+        can = engine.config.capabilities
+        if self.how.is_beam_search and can.fork == "no":
+            return False
+        return engine.host_policy.fits(self.limit, self.how.num_sequences)
+
+
+def _catalogue() -> list[Request]:
+    """Requests of all kinds; few, so that what each gives alone is computed once."""
+    rng = np.random.default_rng(5)
+    every: dict[str, Any] = {"ignore_eos": True, "seed": 0}
+    greedy = [SamplingParams(max_tokens=n, **every) for n in (1, 7, 25, 60)]
+    sampled = SamplingParams(max_tokens=14, temperature=2.0, seed=11)
+    penalised = SamplingParams(max_tokens=20, frequency_penalty=1.5, **every)
+    several = [
+        dataclasses.replace(sampled, n=n, max_tokens=most) for n, most in ((2, 16), (3, 9), (3, 1))
+    ]
+    beams = [
+        SamplingParams(max_tokens=most, beam_width=width, n=width, **every)
+        for width, most in ((2, 12), (3, 7), (3, 1))
+    ]
+    kinds = [
+        (greedy[0], (1, 20)), (greedy[1], (1, 6, 33)), (greedy[2], (2, 9, 17)), (greedy[3], (3,)),
+        (sampled, (4, 12)), (penalised, (1, 5, 8)), (several[0], (2, 19)), (several[1], (1, 4, 13)),
+        (several[2], (7,)), (beams[0], (1, 5, 18)), (beams[1], (3, 12)), (beams[2], (6,)),
+    ]  # fmt: skip
+    return [
+        Request(tuple(rng.integers(3, TINY.vocab_size, length).tolist()), how)
+        for how, lengths in kinds
+        for length in lengths
+    ]
+
+
+CATALOGUE = _catalogue()
+# Together they exceed every policy's memory.
+CROWD = [r for r in CATALOGUE if r.how.max_tokens >= 12]
+
+
+class Bench:
+    """Engines of a model's parameters. Those whose programs are equal share an executor, so that
+    only the last one made may be used; each begins with an executor that was reset."""
+
+    def __init__(self, params):
+        self.params = params
+        self._executors: dict[tuple, DeviceExecutor] = {}
+        self._alone: dict[tuple[str, Request], list[list[int]]] = {}
+
+    def engine(self, case: Case, **changes) -> Engine:
+        config = case.engine_config(**changes)
+        shards = Shards(TINY, config.tensor_parallel, dtype=self.params["embed"].dtype)
+        program = StepProgram.declare(config, shards)
+        key = (
+            case.name, program.policy, program.pools, program.table_width, config.multi_step,
+            config.tensor_parallel,
+        )  # fmt: skip
+        if key not in self._executors:
+            shapes = Buckets.declare(config).shapes()
+            self._executors[key] = DeviceExecutor(self.params, program, shapes=shapes)
+        executor = self._executors[key]
+        executor.reset()
+        return padded(Engine(TINY, config, executor))
+
+    def alone(self, case: Case, request: Request) -> list[list[int]]:
+        """The tokens of each of its sequences, in a fresh engine with nobody else: a request for
+        several samples as so many requests for one."""
+        if (case.name, request) not in self._alone:
+            how, prompt = request.how, list(request.prompt)
+            if how.is_beam_search or how.n == 1:
+                (output,) = self.engine(case).generate([prompt], how)
+                tokens = [sequence.tokens for sequence in output.sequences]
+            else:
+                assert how.seed is not None
+                group = SequenceGroup("", 0, np.array(prompt), how, how.seed, request.limit)
+                singles = [dataclasses.replace(how, n=1, seed=s.seed) for s in group.sequences]
+                tokens = [self.alone(case, Request(request.prompt, one))[0] for one in singles]
+            self._alone[case.name, request] = tokens
+        return self._alone[case.name, request]
+
+    def check_oracle(self, case: Case, prompt: list[int], tokens: list[int]) -> None:
+        """Assert that greedy tokens are those of full recomputation, near ties aside."""
+        assert case.oracle is not None
+        whole = np.zeros(LONGEST, np.int32)
+        whole[: len(prompt) + len(tokens)] = [*prompt, *tokens]
+        logits = np.asarray(_full_logits(case.oracle)(self.params, whole, len(prompt)))
+        for i, token in enumerate(tokens):
+            row = logits[len(prompt) + i - 1]
+            assert row[token] >= row.max() - NEAR_TIE, (i, token, row.argmax())
+
+
+@functools.cache
+def _full_logits(oracle: Callable[[Any], Any]):
+    """Logits [LONGEST, V] of a whole sequence, computed in one piece."""
+
+    def run(params, tokens, prompt_length):
+        attend, at = oracle(prompt_length), jnp.arange(LONGEST)
+        hidden, _ = llama.forward(params, TINY, tokens, at, attend, cache=None)
+        return llama.logits(params, TINY, hidden)
+
+    return jax.jit(run)
+
+
+def drain(engine: Engine) -> dict[str, list[list[int]]]:
+    """Step until nothing is left; the tokens of each sequence by request. The policy's books are
+    checked after every step."""
+    ended: dict[str, list[list[int]]] = {}
+    while engine.has_unfinished():
+        take_step(engine, ended)
+    check_empty(engine)
+    return ended
+
+
+def take_step(engine: Engine, ended: dict[str, list[list[int]]]) -> None:
+    for output in engine.step():
+        if output.finished:
+            assert output.request_id not in ended
+            ended[output.request_id] = [sequence.tokens for sequence in output.sequences]
+    engine.host_policy.check()
+
+
+def check_empty(engine: Engine) -> None:
+    """Nothing is held by nobody."""
+    engine.host_policy.check()
+    assert not any(len(units) for units in engine.host_policy.held().values())
+    assert engine.scheduler.slots.num_free == engine.config.max_num_seqs
+
+
+def cache_bytes(policy: Policy, config: EngineConfig) -> tuple[int, int]:
+    """(bytes of all leaves of the cache on all shards, of these those of null units)."""
+    shards = Shards(TINY, 1)
+    sharded = dataclasses.replace(shards.sharded, dtype="float32")
+    device = policy.device(config, sharded, None)
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: device.init(jnp.float32, jnp.int32(0))))
+    null = sum(pool.unit_bytes for pool in policy.host(config, sharded).pools)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves), null

@@ -1,0 +1,38 @@
+"""The soak over a toy policy: python -m tests.paged.kv_cache.soak_toys --policy=sink_window
+
+Flags and results are those of experiments.soak.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from absl import flags
+
+from experiments.lib import program
+from experiments.soak import __main__ as soak
+from paged.kv_cache import POLICIES
+from tests.paged.kv_cache.sink_window import SINK_WINDOW, Options
+
+
+@dataclass(frozen=True)
+class LongerOptions(Options):
+    """Sinks of several blocks: sequences that began short exceed the pool as they grow."""
+
+    sink_tokens: int = 16
+    window_tokens: int = 32
+
+
+TOYS = {"sink_window": dataclasses.replace(SINK_WINDOW, options=LongerOptions)}
+DEFAULTS = {"policy": "sink_window", "page_size": 4, "prefix_caching": False}
+
+
+def define_flags() -> list[str]:
+    names = soak.define_flags()
+    for name, value in DEFAULTS.items():
+        flags.FLAGS.set_default(name, value)
+    return names
+
+
+if __name__ == "__main__":
+    POLICIES.update(TOYS)
+    program.run(soak.main, define_flags)

@@ -1,0 +1,31 @@
+"""The dense policy's dtype of keys and values."""
+
+import jax
+import numpy as np
+import pytest
+
+from paged.engine import Engine, EngineConfig
+from paged.requests.sampling_params import SamplingParams
+from tests.paged.tiny import TINY, padded
+
+CONFIG = EngineConfig(
+    max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, page_size=4, kv_cache_tokens=128
+)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16"])
+def test_keys_and_values_are_kept_in_kv_dtype(tiny_params, full_logits, kv_dtype):
+    """A 16-bit cache takes half of the bytes, and moves log-probabilities a little."""
+    config = EngineConfig(**{**vars(CONFIG), "kv_dtype": kv_dtype, "policy_options": None})
+    engine = padded(Engine.from_model(tiny_params, TINY, config))
+    how = SamplingParams(max_tokens=16, ignore_eos=True, logprobs=0)
+    (output,) = engine.generate([[5, 9, 40, 7]], how)
+    stored = {str(leaf.dtype) for leaf in jax.tree.leaves(engine.executor._cache)}
+    assert stored == {"float32" if kv_dtype == "auto" else "bfloat16"}
+    logits = full_logits(output.prompt_tokens + output.tokens)[3:-1]
+    exact = np.asarray(jax.nn.log_softmax(logits))[np.arange(16), output.tokens]
+    error = np.abs([p.logprob for p in output.logprobs] - exact).max()
+    assert error < 1e-4 if kv_dtype == "auto" else 1e-4 < error < 0.3
+    (used,) = {step.kv_bytes // step.kv_token_states for step in engine.metrics.steps[:1]}
+    values = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim
+    assert used == values * (4 if kv_dtype == "auto" else 2)

@@ -1,0 +1,64 @@
+"""The policies of the suite on two devices against one.
+
+A process counts its devices once: a second one, this file as a program, has two, and prints what
+the tests below look at.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paged.kv_cache.policy_suite import (
+    CASES,
+    CROWD,
+    Bench,
+    Case,
+    by_policy,
+    drain,
+    registered,
+)
+from tests.paged.tiny import random_params
+
+
+def facts(bench: Bench, case: Case, size: int) -> dict:
+    mode = case.exact_modes[-1]
+    engine = bench.engine(case, tensor_parallel=size, preemption_mode=mode)
+    for request in CROWD[::2]:
+        if request.suits(engine):
+            engine.add_request(list(request.prompt), request.how)
+    return {
+        "tokens": drain(engine),
+        "preemptions": sum(step.preemptions for step in engine.metrics.steps),
+    }
+
+
+@pytest.fixture(scope="module")
+def served() -> dict:
+    """`facts` by policy and number of devices."""
+    # Programs as small as these take longer to optimise than to run.
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.paged.kv_cache.test_policies_on_two_devices"],
+        cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True, check=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+@by_policy
+def test_tokens_are_those_of_one_device(served, case):
+    """Also where sequences are swapped out and in with all that belongs to them."""
+    one, two = served[case.name]["1"], served[case.name]["2"]
+    assert one["tokens"] and two["tokens"] == one["tokens"]
+    assert two["preemptions"] == one["preemptions"]
+    assert (two["preemptions"] > 0) == case.capabilities.swap
+
+
+if __name__ == "__main__":
+    with registered():
+        everything = Bench(random_params())
+        print(json.dumps({c.name: {n: facts(everything, c, n) for n in (1, 2)} for c in CASES}))

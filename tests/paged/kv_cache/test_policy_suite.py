@@ -1,0 +1,295 @@
+"""What every KV-cache policy must keep up, whatever it does with its pages.
+
+Each request must get the tokens that it gets alone in a fresh engine, and these must be the tokens
+of the policy's oracle, where it has one.
+"""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments import replay
+from experiments.diff_events import first_difference
+from experiments.lib.event_log import read_log, write_log
+from paged.engine import Engine, EngineConfig
+from paged.kv_cache import POLICIES
+from paged.kv_cache.policy import ShardedModel, kv_bytes_of_token
+from paged.requests.sequence import SamplingParams
+from paged.simulator.executor import SimulatedExecutor
+from tests.paged.interrupts import interrupted_at
+from tests.paged.kv_cache.policy_suite import (
+    CASES,
+    CATALOGUE,
+    CROWD,
+    Bench,
+    Case,
+    Request,
+    by_policy,
+    cache_bytes,
+    check_empty,
+    drain,
+    registered,
+    take_step,
+)
+from tests.paged.tiny import TINY
+
+SINGLE = [request for request in CATALOGUE if request.how.num_sequences == 1]
+GREEDY = [r for r in SINGLE if r.how.temperature == 0 and not r.how.uses_history]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def policies():
+    with registered():
+        yield
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_params):
+    return Bench(tiny_params)
+
+
+def add(engine: Engine, requests) -> dict[str, Request]:
+    """Those that suit the engine, by id."""
+    return {
+        engine.add_request(list(request.prompt), request.how): request
+        for request in requests
+        if request.suits(engine)
+    }
+
+
+def check_tokens(bench: Bench, case: Case, asked: dict[str, Request], ended) -> None:
+    assert ended.keys() == asked.keys()
+    for name, request in asked.items():
+        assert ended[name] == bench.alone(case, request), (name, request)
+
+
+def preemptions(engine: Engine) -> int:
+    return sum(step.preemptions for step in engine.metrics.steps)
+
+
+@by_policy
+def test_greedy_tokens_are_the_oracles(bench, case):
+    if case.oracle is None:
+        pytest.skip("its twin alone tells what it computes")
+    for request in GREEDY:
+        (tokens,) = bench.alone(case, request)
+        assert len(tokens) == request.how.max_tokens
+        bench.check_oracle(case, list(request.prompt), tokens)
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, len(CATALOGUE) - 1)),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("abort"), st.integers(0, 9)),
+    ),
+    max_size=24,
+)  # fmt: skip
+
+
+def random_operations(bench: Bench, case: Case, data, multi_step: int) -> None:
+    operations = data.draw(OPERATIONS)
+    changes = {
+        "multi_step": multi_step,
+        "run_ahead": data.draw(st.booleans()),
+        "preemption_mode": data.draw(st.sampled_from(case.exact_modes)),
+        "admit_after_swap": data.draw(st.sampled_from(["completed", "resumed"])),
+        "watermark": data.draw(st.sampled_from([0.0, 0.2])),
+    }
+    engine = bench.engine(case, **changes)
+    asked, ended, aborted = {}, {}, {}
+    for verb, number in operations:
+        if verb == "add":
+            asked |= add(engine, CATALOGUE[number : number + 1])
+        elif verb == "step":
+            for _ in range(number):
+                take_step(engine, ended)
+        elif alive := [name for name in asked if name not in ended and name not in aborted]:
+            name = alive[number % len(alive)]
+            aborted[name] = engine.abort(name)
+    ended |= drain(engine)
+    check_tokens(bench, case, {n: r for n, r in asked.items() if n not in aborted}, ended)
+    for name, output in aborted.items():
+        if not asked[name].how.is_beam_search:
+            for ours, alone in zip(output.sequences, bench.alone(case, asked[name])):
+                assert ours.tokens == alone[: len(ours.tokens)]
+
+
+@by_policy
+@pytest.mark.parametrize("multi_step", [1, 4])
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_random_operations_beside_a_twin(bench, case, multi_step, data):
+    random_operations(bench, case, data, multi_step)
+
+
+@pytest.mark.slow
+@by_policy
+@pytest.mark.parametrize("multi_step", [1, 3])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_many_random_operations_beside_a_twin(bench, case, multi_step, data):
+    random_operations(bench, case, data, multi_step)
+
+
+@by_policy
+@pytest.mark.parametrize("multi_step", [1, 4])
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_a_crowd_gets_the_tokens_of_each_alone(bench, case, multi_step, run_ahead):
+    mode = case.exact_modes[-1]
+    engine = bench.engine(case, multi_step=multi_step, run_ahead=run_ahead, preemption_mode=mode)
+    asked = add(engine, CROWD)
+    ended = drain(engine)
+    check_tokens(bench, case, asked, ended)
+    if case.capabilities.swap:
+        assert preemptions(engine) > 0
+        swapped_in = sum(step.swapped_in for step in engine.metrics.steps)
+        assert (swapped_in > 0) == (mode == "swap")
+
+
+@by_policy
+def test_slots_are_reused(bench, case):
+    """Each finds nothing of its predecessors, whether these ended or were aborted."""
+    engine = bench.engine(case)
+    for turn in range(3):
+        asked = add(engine, SINGLE[turn::3])
+        ended: dict[str, list[list[int]]] = {}
+        victim = next(iter(asked))
+        while victim in engine.requests.unfinished and len(engine.metrics.steps) < 10 * turn + 4:
+            take_step(engine, ended)
+        if victim in engine.requests.unfinished:
+            engine.abort(victim)
+            del asked[victim]
+        ended |= drain(engine)
+        check_tokens(bench, case, asked, ended)
+
+
+@by_policy
+def test_beams_that_fork_and_are_swapped_out_in_one_round(bench, case):
+    can = case.capabilities
+    if can.fork == "no" or not can.swap:
+        pytest.skip("it forks no beams, or swaps nothing")
+    engine = bench.engine(case, preemption_mode="swap")
+    oldest = Request(tuple(range(3, 25)), SamplingParams(max_tokens=40, ignore_eos=True, seed=0))
+    searches = [r for r in CATALOGUE if r.how.is_beam_search and r.how.max_tokens > 1]
+    asked = add(engine, [oldest, *searches])
+    ended = drain(engine)
+    check_tokens(bench, case, asked, ended)
+    forked, both = set(), 0
+    for event in engine.events:
+        if event["event"] == "schedule":
+            forked.clear()
+        elif event["event"] == "beams" and len(set(event["parents"])) < len(event["parents"]):
+            forked.add(event["request_id"])
+        elif event["event"] == "preempt":
+            both += event["request_id"] in forked
+    assert both > 0
+
+
+@by_policy
+def test_a_donor_that_ends_with_its_first_token(bench, case):
+    """Its followers go on from what it has computed."""
+    prompt = tuple(range(30, 47))
+    how = SamplingParams(n=3, temperature=2.0, max_tokens=12, seed=3, ignore_eos=True)
+    whole = bench.alone(case, Request(prompt, how))
+    stop = whole[0][0]
+    assert stop not in (whole[1][0], whole[2][0]), "another seed is needed"
+    request = Request(prompt, dataclasses.replace(how, stop_token_ids=(stop,)))
+    engine = bench.engine(case)
+    if not request.suits(engine):
+        pytest.skip("its memory holds no three sequences")
+    asked = add(engine, [request, *SINGLE[:4]])
+    ended = drain(engine)
+    assert ended[next(iter(asked))][0] == [stop]
+    check_tokens(bench, case, asked, ended)
+
+
+class Failing:
+    """Raises in the chosen call of an executor's method, once."""
+
+    def __init__(self, method, calls: int):
+        self._method, self._calls = method, calls
+
+    def __call__(self, *arguments):
+        self._calls -= 1
+        if self._calls == 0:
+            raise RuntimeError("the device failed")
+        return self._method(*arguments)
+
+
+@by_policy
+@pytest.mark.parametrize(("method", "call"), [("execute", 7), ("apply", 12), ("apply_after", 4)])
+def test_a_failure_and_then_all_slots_again(bench, case, monkeypatch, method, call):
+    engine = bench.engine(case)
+    failed = add(engine, CROWD)
+    original = getattr(engine.executor, method)
+    monkeypatch.setattr(engine.executor, method, Failing(original, call))
+    with pytest.raises(RuntimeError, match="the device failed"):
+        while True:
+            engine.step()
+    assert {o.finish_reason for o in engine.step()} == {"error"}
+    assert failed
+    check_empty(engine)
+    asked = add(engine, CROWD)
+    check_tokens(bench, case, asked, drain(engine))
+
+
+@by_policy
+@pytest.mark.parametrize("point", [150, 1777, 4001])
+def test_an_interrupt_and_then_all_slots_again(bench, case, point):
+    engine = bench.engine(case)
+    add(engine, CROWD)
+    with interrupted_at(point) as points, pytest.raises(KeyboardInterrupt):
+        while engine.has_unfinished():
+            points.call(engine.step)
+    while engine.has_unfinished():
+        engine.step()
+    check_empty(engine)
+    asked = add(engine, CROWD)
+    check_tokens(bench, case, asked, drain(engine))
+
+
+@by_policy
+@pytest.mark.parametrize("multi_step", [1, 4])
+def test_a_log_is_replayed(bench, case, multi_step, tmp_path):
+    """What the device has reported comes from the log."""
+    engine = bench.engine(case, multi_step=multi_step)
+    names = list(add(engine, CROWD))
+    for _ in range(9):
+        engine.step()
+    engine.abort(names[-1])
+    while engine.has_unfinished():
+        engine.step()
+    write_log(tmp_path, "events.jsonl", engine.events)
+    log = read_log(tmp_path / "events.jsonl")
+    events = replay.replay(replay.simulated_engine(log, TINY), log)
+    difference = first_difference(log, events)
+    assert difference is None, difference.describe("the log", "the replay")
+
+
+@by_policy
+@pytest.mark.parametrize("multi_step", [1, 4])
+def test_a_simulated_device_serves_the_same_requests(case, multi_step):
+    config = case.engine_config(multi_step=multi_step)
+    engine = Engine(TINY, config, SimulatedExecutor(vocab_size=61, first_token=3))
+    asked = add(engine, CATALOGUE)
+    for name, sequences in drain(engine).items():
+        how = asked.pop(name).how
+        assert len(sequences) == how.n
+        assert all(len(tokens) == how.max_tokens for tokens in sequences)
+    assert not asked
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *(c.name for c in CASES if c.name not in POLICIES)])
+@pytest.mark.parametrize("kv_cache_tokens", [256, 1000])
+def test_a_cache_takes_no_more_bytes_than_the_dense_ones_tokens(name, kv_cache_tokens):
+    changes = {case.name: case.config for case in CASES}.get(name, {})
+    config = EngineConfig(
+        max_num_seqs=4, max_model_len=64, page_size=4, kv_cache_tokens=kv_cache_tokens,
+        **({"policy": name} | changes),
+    )  # fmt: skip
+    total, null = cache_bytes(POLICIES[name], config)
+    token = kv_bytes_of_token(ShardedModel.split(TINY))
+    assert 0.8 * kv_cache_tokens * token < total - null <= kv_cache_tokens * token
