@@ -25,6 +25,7 @@ from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import Capabilities, Policy
 from paged.requests.sequence import SamplingParams, SequenceGroup
+from tests.paged.kv_cache.device_owned import DEVICE_OWNED
 from tests.paged.kv_cache.sink_window import SINK_WINDOW, Options, dense_attend
 from tests.paged.tiny import TINY, padded
 
@@ -69,6 +70,7 @@ CASES = [
         "sink_window", SINK_WINDOW, functools.partial(dense_attend, TINY, SINK_WINDOW_OPTIONS),
         {"policy_options": SINK_WINDOW_OPTIONS},
     ),
+    Case("device_owned", DEVICE_OWNED, lambda prompt: causal_attend(TINY)),
 ]  # fmt: skip
 by_policy = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,27 +17,21 @@ from hypothesis import strategies as st
 from experiments.diff_events import first_difference
 from experiments.lib.event_log import EventLog
 from experiments.replay import replay, simulated_engine
-from models import llama
-from models import params as parameters
 from paged.engine import Engine
-from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sequence import SamplingParams, SequenceGroup
 from tests.experiments.random_run import as_json
-from tests.paged.kv_cache.device_owned import DEVICE_OWNED, OwnedHost, snapshot
-from tests.paged.kv_cache.policy_suite import CATALOGUE, Bench, Case, Request
-from tests.paged.tiny import TINY
+from tests.paged.kv_cache.device_owned import OwnedHost, snapshot
+from tests.paged.kv_cache.policy_suite import CASES, CATALOGUE, CROWD, Bench, Request, registered
+from tests.paged.tiny import TINY, random_params
 
-NAME = "device_owned"
-OWNED, DENSE = Case(NAME, DEVICE_OWNED), Case("vllm", POLICIES["vllm"])
-# Together they exceed the cache.
-CROWD = [request for request in CATALOGUE if request.how.max_tokens >= 12]
+(OWNED,) = (case for case in CASES if case.name == "device_owned")
+(DENSE,) = (case for case in CASES if case.name == "vllm")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(POLICIES, NAME, DEVICE_OWNED)
+def policies():
+    with registered():
         yield
 
 
@@ -236,8 +229,7 @@ def test_a_cache_of_page_tables_alone_is_refused(tiny_params):
 
 
 def facts(size: int) -> dict:
-    params = parameters.init(llama.declare(TINY), jax.random.key(1))
-    bench = Bench(params | {"embed": params["embed"] * 50})
+    bench = Bench(random_params())
     engine = bench.engine(OWNED, tensor_parallel=size)
     tokens = serve(engine, CROWD)
     log = EventLog("log", as_json(engine.events))
@@ -277,5 +269,5 @@ def test_shards_own_their_pages_and_give_the_tokens_of_one_device(on_devices):
 
 
 if __name__ == "__main__":
-    POLICIES[NAME] = DEVICE_OWNED
-    print(json.dumps({size: facts(size) for size in (1, 2)}))
+    with registered():
+        print(json.dumps({size: facts(size) for size in (1, 2)}))
