@@ -75,9 +75,11 @@ class Moves:
         return slot
 
     def release(self, slot: int) -> None:
-        """The slot's owner has left: nothing needs to be copied into it."""
+        """The slot's owner has left: nothing needs to be copied into it. It is released once,
+        however many owners it had before the next step."""
         self.slot_copies = [pair for pair in self.slot_copies if pair[1] != slot]
-        self.released.append(slot)
+        if slot not in self.released:
+            self.released.append(slot)
 
     def facts(self) -> dict:
         """What the event log says of them: the fields that are not empty."""

@@ -26,6 +26,7 @@ from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import Capabilities, Policy
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
+from tests.paged.kv_cache.device_owned import DEVICE_OWNED
 from tests.paged.kv_cache.sink_window import SINK_WINDOW, Options, dense_attend
 from tests.paged.tiny import TINY, padded
 
@@ -70,6 +71,7 @@ CASES = [
         "sink_window", SINK_WINDOW, functools.partial(dense_attend, TINY, SINK_WINDOW_OPTIONS),
         {"policy_options": SINK_WINDOW_OPTIONS},
     ),
+    Case("device_owned", DEVICE_OWNED, lambda prompt: causal_attend(TINY)),
 ]  # fmt: skip
 by_policy = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

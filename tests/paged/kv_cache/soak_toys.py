@@ -10,6 +10,7 @@ from absl import flags
 
 from experiments.soak import __main__ as soak
 from paged.kv_cache import POLICIES
+from tests.paged.kv_cache.device_owned import DEVICE_OWNED
 from tests.paged.kv_cache.sink_window import SINK_WINDOW, Options
 
 
@@ -21,7 +22,10 @@ class LongerOptions(Options):
     window_tokens: int = 32
 
 
-TOYS = {"sink_window": dataclasses.replace(SINK_WINDOW, options=LongerOptions)}
+TOYS = {
+    "sink_window": dataclasses.replace(SINK_WINDOW, options=LongerOptions),
+    "device_owned": DEVICE_OWNED,
+}
 DEFAULTS = {"policy": "sink_window", "page_size": 4, "prefix_caching": False}
 
 
