@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,7 +84,8 @@ OPERATIONS = st.lists(
 def test_pages_are_a_partition_under_random_operations(bench, multi_step, run_ahead, operations):
     """Requests come, after each some steps, and every fourth time one is aborted."""
     engine = bench.engine(OWNED, multi_step=multi_step, run_ahead=run_ahead)
-    asked, ended = {}, {}
+    asked: dict[str, Any] = {}
+    ended: dict[str, Any] = {}
     for i, (request, steps, last) in enumerate(operations):
         engine.add_request(list(request.prompt), request.how, str(i))
         asked[str(i)] = request

@@ -5,6 +5,7 @@ of the policy's oracle, where it has one.
 """
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from experiments.lib.event_log import read_log, write_log
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES
 from paged.kv_cache.dense import DenseHost
-from paged.kv_cache.policy import ShardedModel, kv_bytes_of_token
+from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.interrupts import interrupted_at
@@ -60,7 +61,7 @@ def add(engine: Engine, requests) -> dict[str, Request]:
     }
 
 
-def check_tokens(bench: Bench, case: Case, asked: dict[str, Request], ended) -> None:
+def check_tokens(bench: Bench, case: Case, asked: dict[str, Any], ended) -> None:
     assert ended.keys() == asked.keys()
     for name, request in asked.items():
         assert ended[name] == bench.alone(case, request), (name, request)
@@ -100,7 +101,9 @@ def random_operations(bench: Bench, case: Case, data, multi_step: int) -> None:
         "watermark": data.draw(st.sampled_from([0.0, 0.2])),
     }
     engine = bench.engine(case, **changes)
-    asked, ended, aborted = {}, {}, {}
+    asked: dict[str, Any] = {}
+    ended: dict[str, Any] = {}
+    aborted = {}
     for verb, number in operations:
         if verb == "add":
             asked |= add(engine, CATALOGUE[number : number + 1])
@@ -180,7 +183,8 @@ def test_beams_that_fork_and_are_swapped_out_in_one_round(bench, case):
     asked = add(engine, [Request(tuple(range(20, 20 + n)), how) for n, how in lengths])
     ended = drain(engine)
     check_tokens(bench, case, asked, ended)
-    forked, both = set(), 0
+    forked: set[int] = set()
+    both = 0
     for event in engine.events:
         if event["event"] == "schedule":
             forked.clear()
@@ -309,5 +313,5 @@ def test_a_cache_takes_no_more_bytes_than_the_dense_ones_tokens(name, kv_cache_t
         **({"policy": name} | changes),
     )  # fmt: skip
     total, null = cache_bytes(POLICIES[name], config)
-    token = kv_bytes_of_token(ShardedModel.split(TINY))
+    token = ShardedModel.split(TINY).kv_token_bytes()
     assert 0.8 * kv_cache_tokens * token < total - null <= kv_cache_tokens * token

@@ -3,7 +3,6 @@ the user names it, and what cannot work is refused."""
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from paged.engine import Engine
@@ -105,7 +104,7 @@ def test_what_the_policy_or_the_configuration_cannot_do_is_refused():
     small = CASE.engine_config(kv_cache_tokens=32)
     engine = Engine(TINY, small, SimulatedExecutor(vocab_size=TINY.vocab_size))
     with pytest.raises(ValueError, match="exceed the cache"):
-        engine.add_request(np.arange(40))
+        engine.add_request(list(range(40)))
 
 
 def test_a_lossy_policy_that_cannot_swap_needs_recomputation_to_be_named(monkeypatch):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged.kv_cache import dense
-from paged.kv_cache.policy import CacheConfig, ShardedModel, kv_bytes_of_token
+from paged.kv_cache.policy import CacheConfig, ShardedModel
 
 PAGES = "pages"  # the name of the pool, whose unit slot * M + k is the k-th page of a slot
 NULL_PAGE = 0  # never free: what unused entries of tables name
@@ -22,7 +22,7 @@ def pages_of_slot(config: CacheConfig) -> int:
 def num_pages(config: CacheConfig, model: ShardedModel) -> int:
     """N, the pages of a shard, of which one is the null page. With the free stack, the tables and
     the counts of pages they take no more memory than kv_cache_tokens of the dense policy."""
-    token_bytes = kv_bytes_of_token(model, config.kv_dtype) // model.num_shards
+    token_bytes = model.kv_token_bytes(config.kv_dtype) // model.num_shards
     table_bytes = 4 * (config.max_num_seqs * (pages_of_slot(config) + 1) + 1)
     room = config.kv_cache_tokens * token_bytes - table_bytes
     return room // (config.page_size * token_bytes + 4)

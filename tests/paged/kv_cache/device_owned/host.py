@@ -7,7 +7,7 @@ import numpy as np
 
 from paged.blocks.block_pool import BlockPool
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.policy import CacheConfig, ShardedModel, Usage, kv_bytes_of_token
+from paged.kv_cache.policy import CacheConfig, ShardedModel, Usage
 from paged.requests.sequence import Sequence
 from tests.paged.kv_cache.device_owned.device import PAGES, num_pages, pages_of_slot
 
@@ -39,7 +39,7 @@ class OwnedHost:
             null_unit=num_units,
             units_per_call=16,
             most_copies=0,
-            unit_bytes=config.page_size * kv_bytes_of_token(model, config.kv_dtype),
+            unit_bytes=config.page_size * model.kv_token_bytes(config.kv_dtype),
         )
         self.pools = (self._pool,)
         self._watermark = int(config.watermark * self.capacity)

@@ -6,7 +6,7 @@ import numpy as np
 
 from paged.blocks.block_pool import NULL_BLOCK, BlockPool
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.policy import CacheConfig, ShardedModel, Usage, kv_bytes_of_token
+from paged.kv_cache.policy import CacheConfig, ShardedModel, Usage
 
 SINK, WINDOW = POOLS = "sink", "window"
 UNITS_PER_CALL = 8
@@ -43,7 +43,7 @@ class Layout:
         longest = -(-(config.max_model_len - options.sink_tokens) // P)
         window = min(-(-(options.window_tokens - 1 + in_step) // P) + 1, longest)
         of_sequence = options.sink_tokens // P, window
-        token = kv_bytes_of_token(model, config.kv_dtype)
+        token = model.kv_token_bytes(config.kv_dtype)
         shard = model.shard
         slot_values = shard.num_kv_heads * (shard.num_layers * shard.head_dim + 1)
         state = 4 * config.max_num_seqs * slot_values * model.num_shards
@@ -82,7 +82,7 @@ class SinkWindowHost:
     def __init__(self, config: CacheConfig, model: ShardedModel):
         self.layout, self._watermark = Layout.of(config, model), config.watermark
         on_host = config.policy_options.on_host(config)
-        unit_bytes = config.page_size * kv_bytes_of_token(model, config.kv_dtype)
+        unit_bytes = config.page_size * model.kv_token_bytes(config.kv_dtype)
         self.pools = tuple(
             Pool(
                 name, num_blocks, on_host * most + 1, NULL_BLOCK, UNITS_PER_CALL,
