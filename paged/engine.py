@@ -7,9 +7,9 @@ from typing import Any
 from models.config import ModelConfig
 from paged.arrivals import Arrivals
 from paged.config import EngineConfig
+from paged.device.buckets import Buckets
 from paged.device.executor import DeviceExecutor, Executor
 from paged.device.step import StepProgram
-from paged.device.step_inputs import Buckets
 from paged.device.tensor_parallel import Shards
 from paged.engine_loop import EngineLoop
 from paged.event_log import EventLog

@@ -11,8 +11,9 @@ import numpy as np
 
 from models.config import ModelConfig
 from paged.config import EngineConfig
+from paged.device.buckets import Buckets
 from paged.device.executor import Executor
-from paged.device.step_inputs import Buckets, build_step_inputs
+from paged.device.step_inputs import build_step_inputs
 from paged.event_log import EventLog
 from paged.in_flight import InFlight
 from paged.intake import Intake

@@ -8,8 +8,8 @@ import jax
 
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
+from paged.device.buckets import Buckets
 from paged.device.step import StepProgram
-from paged.device.step_inputs import Buckets
 from paged.device.tensor_parallel import Shards
 from paged.engine import Engine, EngineConfig
 from paged.requests.validation import check_model

@@ -5,7 +5,7 @@ import jax
 from models import llama
 from models import params as parameters
 from models.config import ModelConfig
-from paged.device.step_inputs import Buckets
+from paged.device.buckets import Buckets
 from paged.engine import Engine
 
 TINY = ModelConfig(

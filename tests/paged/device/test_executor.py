@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from models.sampling import SamplingState
 from paged.config import EngineConfig
+from paged.device.buckets import Buckets
 from paged.device.executor import DeviceExecutor
 from paged.device.step import step
-from paged.device.step_inputs import Buckets, empty_step_inputs
+from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine
 from paged.kv_cache import dense
 from paged.kv_cache.policy import ShardedModel

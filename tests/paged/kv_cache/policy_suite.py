@@ -17,9 +17,9 @@ import pytest
 
 from models import llama
 from models.full_attention import causal_attend
+from paged.device.buckets import Buckets
 from paged.device.executor import DeviceExecutor
 from paged.device.step import StepProgram
-from paged.device.step_inputs import Buckets
 from paged.device.tensor_parallel import Shards
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES
