@@ -261,6 +261,7 @@ def on_devices() -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_shards_own_their_pages_and_give_the_tokens_of_one_device(on_devices):
     one, two = on_devices["1"], on_devices["2"]
     assert two["tokens"] == one["tokens"]

@@ -23,6 +23,8 @@ from tests.paged.kv_cache.policy_suite import (
 )
 from tests.paged.tiny import random_params
 
+pytestmark = pytest.mark.slow  # each policy compiles anew for two devices
+
 
 def facts(bench: Bench, case: Case, size: int) -> dict:
     mode = case.exact_modes[-1]
