@@ -1,0 +1,24 @@
+"""What the moves around a step do about slots that change hands before it."""
+
+from paged.kv_cache.moves import Moves, Pool
+
+
+def test_a_slot_with_two_owners_before_a_step_is_released_once():
+    """Its pages would be given back twice; and nothing is copied for an owner that has left."""
+    moves = Moves(slot_copies=[(0, 1)])
+    moves.release(1)
+    moves.slot_copies.append((2, 1))
+    moves.release(1)
+    assert moves.released == [1] and moves.slot_copies == []
+
+
+def test_a_slot_whose_copy_is_pending_is_exported_from_its_source():
+    moves = Moves(slot_copies=[(0, 1), (1, 2)])
+    moves.export_slot(2, 7)
+    assert moves.slot_exports == [(0, 7)]
+
+
+def test_few_copies_are_not_padded_to_the_most():
+    pool = Pool("p", 9, 9, 0, units_per_call=4, most_copies=6, unit_bytes=1)
+    assert pool.copy_sizes == (4, 6)
+    assert Pool("p", 9, 9, 0, units_per_call=4, most_copies=3, unit_bytes=1).copy_sizes == (4,)
