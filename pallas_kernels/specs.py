@@ -45,6 +45,30 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """What a machine can do at best. dispatch_s: seconds to start a program and wait for it."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    dispatch_s: float = 0.0
+
+    @classmethod
+    def best(cls, measured: Mapping[str, float]) -> "Rates":
+        """The fastest of several measurements of each kind, which the ends of their names tell:
+        a floor must not rest on a slow program."""
+        bytes_per_s, flops_per_s = (
+            max(rate for name, rate in measured.items() if name.endswith(kind))
+            for kind in ("bytes_per_s", "flops_per_s")
+        )
+        return cls(bytes_per_s, flops_per_s, measured.get("dispatch_s", 0.0))
+
+    def floor_s(self, cost: Cost, dispatches: float = 1.0) -> float:
+        """Seconds; dispatches: programs that are started, a fraction if one runs several steps."""
+        longer = max(cost.bytes / self.bytes_per_s, cost.flops / self.flops_per_s)
+        return longer + dispatches * self.dispatch_s
+
+
+@dataclass(frozen=True)
 class Spec:
     """One call of an op.
 

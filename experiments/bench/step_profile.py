@@ -46,10 +46,10 @@ from paged.engine import Engine, EngineConfig
 from paged.kv_cache import dense
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator import roofline
-from paged.simulator.roofline import Rates, kv_bytes_of_token, step_cost
+from paged.simulator.roofline import kv_bytes_of_token, step_cost
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.specs import Cost
+from pallas_kernels.specs import Cost, Rates
 
 PARTS = ("products", "gather", "attend", "kv write", "sampling", "rest")
 

@@ -50,6 +50,7 @@ from models.hub import BUNDLED
 from paged.engine import Engine, EngineConfig
 from paged.metrics import StepRecord
 from paged.simulator import roofline
+from pallas_kernels.specs import Rates
 
 MODELS = ("bundled", "100m")
 MODELS_HELP = f"some of {', '.join(MODELS)}"
@@ -212,7 +213,7 @@ def run_model(
     contexts = [len(prompt) + settings.output_tokens // 2 for prompt in prompts]
     measured = roofline.measure(model, batch)
     cost = roofline.step_cost(model, contexts)
-    floor = roofline.Rates.best(measured).floor_s(cost, dispatches=1 / config.multi_step)
+    floor = Rates.best(measured).floor_s(cost, dispatches=1 / config.multi_step)
     step = StepTimes(
         name, batch, len(times), float(np.median(times)), float(np.median(host)), floor
     )

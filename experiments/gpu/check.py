@@ -34,12 +34,11 @@ import numpy as np
 from experiments.gpu import peers
 from experiments.lib import run_record
 from experiments.lib.signals import interrupts
-from paged.simulator.roofline import Rates
 from pallas_kernels import backend, mosaic
 from pallas_kernels.kv_write import specs as kv_write_specs
 from pallas_kernels.ops import OPS
 from pallas_kernels.paged_attention import specs as attention_specs
-from pallas_kernels.specs import Attention, Heads, Spec
+from pallas_kernels.specs import Attention, Heads, Rates, Spec
 
 TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3}
 REPEATS = 10

@@ -1,7 +1,8 @@
 """The roofline: the time below which a machine cannot compute a step.
 
 What a step must compute and move, its `Cost`, follows from the model and the lengths of the
-sequences. What a machine can do, its `Rates`, is measured. Arithmetic and memory traffic overlap at
+sequences. What a machine can do, its `Rates`, is measured here. (Both classes are those of the
+kernels' specs, which need JAX alone.) Arithmetic and memory traffic overlap at
 best, so the floor is the longer of the two, plus the time of dispatching programs that do nothing:
 
     floor = max(flops / flops_per_s, bytes / bytes_per_s) + dispatches * dispatch_s
@@ -10,7 +11,7 @@ best, so the floor is the longer of the two, plus the time of dispatching progra
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -23,30 +24,6 @@ from models.params import flatten
 from pallas_kernels.specs import Cost
 
 SQUARE = 2048  # rows of the square matrices
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a machine can do at best. dispatch_s: seconds to start a program and wait for it."""
-
-    bytes_per_s: float
-    flops_per_s: float
-    dispatch_s: float = 0.0
-
-    @classmethod
-    def best(cls, measured: Mapping[str, float]) -> "Rates":
-        """The fastest of several measurements of each kind, which the ends of their names tell:
-        a floor must not rest on a slow program."""
-        bytes_per_s, flops_per_s = (
-            max(rate for name, rate in measured.items() if name.endswith(kind))
-            for kind in ("bytes_per_s", "flops_per_s")
-        )
-        return cls(bytes_per_s, flops_per_s, measured.get("dispatch_s", 0.0))
-
-    def floor_s(self, cost: Cost, dispatches: float = 1.0) -> float:
-        """Seconds; dispatches: programs that are started, a fraction if one runs several steps."""
-        longer = max(cost.bytes / self.bytes_per_s, cost.flops / self.flops_per_s)
-        return longer + dispatches * self.dispatch_s
 
 
 def step_cost(

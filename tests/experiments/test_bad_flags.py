@@ -75,7 +75,7 @@ ENGINE = [
     ("--output_dir=", "--output_dir must name a folder, not ''"),
     ("--max_num_seqs=1000000000", "max_num_seqs must be from 1 to 65536, not 1000000000"),
     ("--max_model_len=1000000000", "need tables of 136.0 GiB in the host's memory"),
-    ("--kv_cache_tokens=2000000000", "exceed the slots that an int32 can name"),
+    ("--kv_cache_tokens=2000000000", "exceed the places that an int32 can name"),
     ("--modle=x", "Unknown command line flag 'modle'"),
     ("--flagfile=/no/such/file", "Unable to open flagfile"),
     ("model=x", "unexpected argument 'model=x': flags are --name=value"),

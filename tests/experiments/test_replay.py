@@ -86,7 +86,7 @@ def test_the_random_runs_hold_all_that_a_log_can():
     assert {e["finish_reason"] for e in events if e["event"] == "finish"} >= {
         "eos", "length", "stop", "abort",
     }  # fmt: skip
-    verbs = {verb for e in events if e["event"] == "schedule" for verb, _ in e["pages"]}
+    verbs = {verb for e in events if e["event"] == "schedule" for _, verb, _ in e["pages"]}
     assert verbs == {"allocate", "share", "release", "evict"}
     assert {len(e["tokens"]) for e in events if e["event"] == "step"} >= {0, 1, 4}
     unfinished = [

@@ -15,7 +15,8 @@ from experiments.bench.decode_inputs import fill_decodes
 from experiments.bench.step_profile import PARTS
 from models.config import ModelConfig
 from paged.device.step_inputs import empty_step_inputs
-from paged.simulator.roofline import Rates, step_cost
+from paged.simulator.roofline import step_cost
+from pallas_kernels.specs import Rates
 
 ROOT = Path(__file__).parents[3]
 MODEL = ModelConfig(

@@ -156,6 +156,8 @@ def test_a_crowd_gets_the_tokens_of_each_alone(bench, case, multi_step, run_ahea
 @by_policy
 def test_slots_are_reused(bench, case):
     """Each finds nothing of its predecessors, whether these ended or were aborted."""
+    for request in SINGLE:
+        bench.alone(case, request)  # not in between: the executor would be reset
     engine = bench.engine(case)
     for turn in range(3):
         asked = add(engine, SINGLE[turn::3])

@@ -9,8 +9,8 @@ from jax.extend.core import jaxprs_in_params
 from models import params as parameters
 from models.config import ModelConfig
 from models.families import family
-from paged.simulator.roofline import Rates, layer_bytes, measure, step_cost
-from pallas_kernels.specs import Cost
+from paged.simulator.roofline import layer_bytes, measure, step_cost
+from pallas_kernels.specs import Cost, Rates
 
 LLAMA = ModelConfig(
     vocab_size=50, hidden_size=24, intermediate_size=40, num_layers=3, num_heads=6, num_kv_heads=2,
