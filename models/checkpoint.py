@@ -61,7 +61,7 @@ def load(
     file and field or tensor, for what is missing, misshapen, truncated, not finite or not part of
     the model.
     """
-    dtype = _dtype(dtype)
+    dtype = checked_dtype(dtype)
     folder = find(model)
     config = load_config(folder)
     files = weight_files(folder)
@@ -93,7 +93,7 @@ def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
     shape than declared, or if `dtype` cannot hold a value.
     """
     hf = to_hf(config)
-    dtype = _dtype(params["embed"].dtype if dtype is None else dtype)
+    dtype = checked_dtype(params["embed"].dtype if dtype is None else dtype)
     tensors: dict[str, np.ndarray] = {}
 
     def add(param: Param, array):
@@ -127,7 +127,8 @@ def weights_hash(model: str | Path) -> str:
     return digest.hexdigest()
 
 
-def _dtype(dtype) -> np.dtype:
+def checked_dtype(dtype) -> np.dtype:
+    """One of `DTYPES`, by its name or as JAX takes it; ValueError if it is none of them."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:

@@ -92,6 +92,7 @@ class EngineConfig:
         elif not isinstance(options, kind):
             allowed = f"options of policy {self.policy!r} ({', '.join(sorted(names)) or 'none'})"
             raise checks.refusal("policy_options", allowed, options)
+        checks.make_plain(self.policy_options)
 
     def _check_ranges(self) -> None:
         checks.require(self, {

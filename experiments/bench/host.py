@@ -30,6 +30,7 @@ from experiments.bench.host_work import (
     PARTS,
     Load,
     copy_us,
+    engine_config,
     make_case,
     measure,
     microseconds,
@@ -179,7 +180,9 @@ def checked(load: Load, pools: Sequence[str]) -> list[int]:
                 f"pools must be numbers of blocks above {load.smallest_pool}, which hold the load, "
                 f"not {pool!r}"
             )
-    return [load.smallest_pool, *sorted(map(int, pools))]
+    sizes = [load.smallest_pool, *sorted(map(int, pools))]
+    engine_config("plain", sizes[-1], load)
+    return sizes
 
 
 def main(options: Options) -> None:

@@ -21,6 +21,7 @@ from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
 from paged.kv_cache.moves import Moves
 from paged.requests.sampling_params import SamplingParams
+from paged.requests.validation import check_model
 
 LONGEST_PROMPT = 32
 MODES = ("plain", "prefix_caching", "full_cache", "churn")
@@ -98,9 +99,8 @@ class Case:
     running: list[int] = field(default_factory=list)
 
 
-def make_case(mode: str, pool: int, load: Load) -> Case:
-    """An engine whose pool has `pool` blocks, the reserved one included."""
-    caching = mode in ("prefix_caching", "full_cache")
+def engine_config(mode: str, pool: int, load: Load) -> EngineConfig:
+    """Of a pool of `pool` blocks, the reserved one included. Raises ValueError if it cannot be."""
     config = EngineConfig(
         max_num_seqs=load.num_seqs,
         max_num_batched_tokens=load.num_seqs * LONGEST_PROMPT,
@@ -109,10 +109,16 @@ def make_case(mode: str, pool: int, load: Load) -> Case:
         page_size=load.page_size,
         kv_cache_tokens=(pool - 1) * load.page_size,
         watermark=0.0,
-        prefix_caching=caching,
+        prefix_caching=mode in ("prefix_caching", "full_cache"),
     )
+    check_model(MODEL, config)
+    return config
+
+
+def make_case(mode: str, pool: int, load: Load) -> Case:
+    """An engine whose pool has `pool` blocks, the reserved one included."""
     executor = FreeExecutor(2 * load.num_seqs)
-    engine = Engine(MODEL, config, executor)
+    engine = Engine(MODEL, engine_config(mode, pool, load), executor)
     if mode == "full_cache":
         fill_with_prefixes(engine)
     return Case(mode, pool, engine, executor)

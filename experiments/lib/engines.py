@@ -8,6 +8,7 @@ import jax
 
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
+from paged.checks import refusal
 from paged.device.buckets import Buckets
 from paged.device.step import StepProgram
 from paged.device.tensor_parallel import Shards
@@ -17,6 +18,7 @@ from paged.simulator.executor import SimulatedExecutor
 from pallas_kernels import backend
 
 COMPILATION_CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/paged_jax/compilations")
+EXECUTORS = ("device", "simulated")
 INTERPRETER_THREADS = 8
 
 
@@ -52,15 +54,18 @@ def load_engine(
     next process, empty for none. executor: 'device', or 'simulated', which reads no weights and
     makes tokens up.
 
-    Raises ValueError where the attention implementation cannot run the model in this dtype.
+    Raises ValueError for another executor or dtype, and where the attention implementation cannot
+    run the model in this dtype.
     """
+    if executor not in EXECUTORS:
+        raise refusal("executor", " or ".join(map(repr, EXECUTORS)), executor)
+    dtype = checkpoint.checked_dtype(dtype).name
     declared = checkpoint.load_config(model)
     if tokenizer is None:
         tokenizer = load_tokenizer(model)
     if executor == "simulated":
-        return Engine(
-            declared, config, SimulatedExecutor(vocab_size=declared.vocab_size), tokenizer
-        )
+        simulated = SimulatedExecutor(vocab_size=declared.vocab_size, dtype=dtype)
+        return Engine(declared, config, simulated, tokenizer)
     shards = Shards(declared, config.tensor_parallel, dtype=dtype)
     implementation = attention_implementation or None
     if implementation:  # Before the weights are read; the device's own runs anything.

@@ -12,6 +12,7 @@ from typing import Any
 
 from experiments.lib.run_record import write_json_lines
 from experiments.lib.text_files import parse_json_line, read_lines, shown
+from models.checkpoint import DTYPES
 from paged.metrics import NO_TOKEN, RequestRecord, StepRecord
 
 Event = Mapping[str, Any]
@@ -41,6 +42,7 @@ PAGE_VERBS = ("allocate", "share", "release", "evict")
 TEXT: Kind = "a text", lambda v: isinstance(v, str)
 TRUTH: Kind = "true or false", lambda v: isinstance(v, bool)
 ANYTHING: Kind = "anything", lambda v: True
+DTYPE: Kind = f"one of {', '.join(DTYPES)}", lambda v: v in DTYPES
 OBJECT: Kind = "an object", lambda v: isinstance(v, dict)
 INTEGER: Kind = "a whole number", _is_integer
 COUNT: Kind = "a whole number from 0", lambda v: type(v) is int and v >= 0
@@ -66,7 +68,7 @@ def _kinds_of(record: type) -> dict[str, Kind]:
 
 # The fields of each event, all of them needed, as `paged.event_log` writes them.
 FIELDS: dict[str, dict[str, Kind]] = {
-    "engine": {"config": OBJECT, "model": OBJECT, "dtype": TEXT},
+    "engine": {"config": OBJECT, "model": OBJECT, "dtype": DTYPE},
     "arrival": {
         "round": COUNT, "request_id": TEXT, "prompt_tokens": COUNT, "prompt": COUNTS,
         "sampling": OBJECT, "stream": TRUTH, "cache_salt": TEXT,

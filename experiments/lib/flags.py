@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from absl import flags
 
-from experiments.lib.engines import COMPILATION_CACHE
+from experiments.lib.engines import COMPILATION_CACHE, EXECUTORS
 from experiments.lib.program import Options
 from models import checkpoint
 from paged.checks import help_of
@@ -114,7 +114,7 @@ def define_dtype(default: str) -> None:
 
 def define_executor_flag() -> None:
     """Define --executor, which `loading` takes where it is defined."""
-    flags.DEFINE_enum("executor", "device", ["device", "simulated"], "what runs the steps")
+    flags.DEFINE_enum("executor", "device", EXECUTORS, "what runs the steps")
 
 
 def define_engine_flags(defaults: EngineConfig | None = None) -> None:

@@ -86,7 +86,7 @@ class Program:
     def _parse(self, argv: list[str]) -> list[str]:
         try:
             return flags.FLAGS(argv)
-        except flags.Error as error:
+        except (flags.Error, UnicodeDecodeError) as error:  # the second: a flagfile that is no text
             self._fail(f"{error}; --help lists the flags")
 
     def _call(self, arguments: Sequence[str], names: Sequence[str]) -> int | None:

@@ -78,6 +78,7 @@ ENGINE = [
     ("--kv_cache_tokens=2000000000", "exceed the places that an int32 can name"),
     ("--modle=x", "Unknown command line flag 'modle'"),
     ("--flagfile=/no/such/file", "Unable to open flagfile"),
+    ("--flagfile=FOLDER/binary.flags", "codec can't decode byte 0xff"),
     ("model=x", "unexpected argument 'model=x': flags are --name=value"),
 ]
 SERVE = [
@@ -165,6 +166,7 @@ def said(tiny_folder, tmp_path_factory):
         (folder / name).write_bytes((tiny_folder / name).read_bytes())
     prompts = [{"prompt": "a"}, {"prompt": "b", "stop": "</s>"}]
     (folder / "special.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    (folder / "binary.flags").write_bytes(b"--model=\xff\n")
     said = {}
     for program, cases in CASES.items():
         good = [f"--model={folder}"] + ["--contexts=256"] * (program == "evaluate")

@@ -157,6 +157,7 @@ def _first(kind: str, name: str, value: Any):
         (_change(ARRIVAL, "round", True), "2: arrival: round must be a whole number from 0"),
         (_change(ENGINE, "config", {}), "1: engine: needs whole numbers config.max_num_seqs"),
         (_change(ENGINE, "config", []), "1: engine: config must be an object"),
+        (_change(ENGINE, "dtype", "int8"), "1: engine: dtype must be one of float32, bfloat16, fl"),
         (_first("schedule", "step", 1), r"\d+: schedule: step 1 is scheduled where 0 must be"),
         (_first("schedule", "slots", [4]), r"\d+: schedule: slots must be distinct and below 4"),
         (_first("schedule", "counts", []), r"\d+: schedule: slots, starts and counts must be eq"),
@@ -178,6 +179,15 @@ def test_what_no_run_can_have_written_is_named_by_line(tmp_path, change, complai
     path = write_log(tmp_path, "events.jsonl", events)
     with pytest.raises(ValueError, match=rf"events\.jsonl:{complaint}"):
         read_log(path)
+
+
+@pytest.mark.parametrize("value", [5, "x", [], {"free": [[1]]}, [[1], [1, 2]], [10**30]])
+def test_a_report_that_the_policy_does_not_make_is_named_by_line(tmp_path, value):
+    events = copy.deepcopy(_real_log(0))
+    _first("step", "report", value)(events)
+    log = read_log(write_log(tmp_path, "events.jsonl", events))
+    with pytest.raises(ValueError, match=r"events\.jsonl:\d+: step: report must be null, not "):
+        replay(simulated_engine(log, TINY), log)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -136,6 +136,18 @@ def test_bad_loads_are_refused(steps, pools, complaint):
         host.checked(replace(LOAD, steps=steps), pools)
 
 
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        ({"num_seqs": 70_000}, "max_num_seqs must be from 1 to 65536, not 70000"),
+        ({"max_model_len": 2**21}, "exceeds the model's max_position_embeddings"),
+    ],
+)
+def test_loads_that_no_engine_takes_are_refused_before_any_is_made(change, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        host.checked(replace(LOAD, **change), ["10000000"])
+
+
 def test_bad_flags_come_in_a_line():
     done = program("--pools=100")
     assert done.returncode == 1 and done.stderr.startswith("error: pools must be numbers")

@@ -24,6 +24,30 @@ def test_an_engine_takes_text_with_the_models_own_tokenizer(tiny_folder, executo
     assert len(output.tokens) == 3
 
 
+def test_a_simulated_engine_counts_memory_in_its_dtype(tiny_folder):
+    used = []
+    for dtype in ("float32", "bfloat16"):
+        engine = load_engine(CONFIG, model=str(tiny_folder), dtype=dtype, executor="simulated")
+        engine.add_request([5] * 20)
+        engine.step()
+        used.append(engine.host_policy.usage().bytes["blocks"])
+        assert engine.events[0]["dtype"] == dtype
+    assert used[0] == 2 * used[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"executor": "simulate"}, "executor must be 'device' or 'simulated', not 'simulate'"),
+        ({"dtype": "tiny"}, "dtype 'tiny' is not among float32, bfloat16, float16"),
+        ({"attention_implementation": "cuda"}, "has no implementation 'cuda'; allowed: mosaic_gpu"),
+    ],
+)
+def test_an_engine_of_another_kind_is_refused(tiny_folder, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        load_engine(CONFIG, model=str(tiny_folder), compilation_cache="", **wrong)
+
+
 def test_the_longest_sequence_is_the_models_up_to_the_default():
     assert engine_config(ModelConfig(max_position_embeddings=300)).max_model_len == 300
     default = EngineConfig().max_model_len

@@ -84,6 +84,7 @@ def test_the_middle_of_a_sequence_is_given_back():
     [
         ({"host_sequences": 3}, r"host_sequences \(3\) must be at least max_num_seqs \(4\)"),
         ({"sink_tokens": 6}, r"sink_tokens \(6\) must be whole pages of 4 tokens"),
+        ({"sink_tokens": "8"}, r"sink_tokens must be a whole number, not '8'"),
         ({"window_tokens": 0}, r"window_tokens must be at least 1, not 0"),
     ],
 )
