@@ -60,7 +60,7 @@ def draw_kv_memory(axes: Axes, steps: Sequence[StepRecord]) -> None:
     if steps:
         axes.stackplot(times, *layers, labels=list(MEMORY_COLOURS), colors=colours, step="pre")
         axes.margins(x=0, y=0)
-    _label(axes, "KV memory", "time (s)", "token slots")
+    _label(axes, "KV memory", "time (s)", "tokens")
 
 
 def with_idle_time(steps: Sequence[StepRecord]) -> list[StepRecord]:

@@ -15,7 +15,7 @@ are
 
 Writes to --output_dir: memory_map.png; memory_map.html, which shows each block of the step under a
 slider (owners, logical block, filled slots, references) and each block table; steps.csv with what
-the cache's token slots hold in each step (`Usage`); report.json and summary.json.
+the cache's room for tokens holds in each step (`Usage`); report.json and summary.json.
 """
 
 import colorsys

@@ -108,7 +108,7 @@ def how_to_sample(method: str, sequences: int) -> SamplingParams:
 def savings(steps: Iterable[StepRecord], capacity: int) -> tuple[float, float]:
     """The mean saving over the steps that hold anything, and the saving of all blocks together.
 
-    capacity: token slots. A block counts with all its token slots, as `Usage` does.
+    capacity: in tokens. A block counts with all tokens that it has room for, as `Usage` does.
     """
     pairs = [(step.kv_shared, capacity - step.kv_free) for step in steps]
     shared, used = np.array([pair for pair in pairs if pair[1]], np.float64).T
