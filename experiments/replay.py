@@ -14,6 +14,7 @@ operations and tokens, 1 for a difference, 2 for any error, as with a log that c
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -243,6 +244,9 @@ def load(log: EventLog, options: Options) -> Engine:
 
 def main(options: Options) -> int:
     with refusals():
+        written = Path(options.output_dir) / "events.jsonl"
+        if written.resolve() == Path(options.log).resolve():
+            raise ValueError(f"--output_dir={options.output_dir}: the replay would replace its log")
         log = read_log(options.log)
         engine = load(log, options)
         engine.warm_up()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from paged import checks
 from paged.checks import described
 from paged.kv_cache import POLICIES
-from paged.kv_cache.policy import Capabilities
+from paged.kv_cache.policy import Capabilities, NoOptions
 from paged.requests.sampling_params import MAX_SEQUENCES
 
 MAX_STEP_TOKENS = 2**20
@@ -86,6 +86,10 @@ class EngineConfig:
 
     def _make_options(self) -> None:
         kind, options = POLICIES[self.policy].options, self.policy_options
+        if isinstance(
+            options, NoOptions
+        ):  # nobody gave any: the configuration was another policy's
+            options = None
         names = {field.name for field in dataclasses.fields(kind)}
         if options is None or (isinstance(options, Mapping) and set(options) <= names):
             object.__setattr__(self, "policy_options", kind(**(options or {})))

@@ -327,3 +327,10 @@ def test_the_program_refuses_a_bad_log_in_a_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert "none.jsonl: cannot be read: No such file" in done.stderr
+
+
+def test_a_replay_does_not_take_the_place_of_its_log(served):
+    before = served.read_bytes()
+    done = program(f"--log={served}", "--executor=simulated", f"--output_dir={served.parent}/")
+    assert done.returncode == 2 and "the replay would replace its log" in done.stderr
+    assert served.read_bytes() == before

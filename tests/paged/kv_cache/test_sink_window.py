@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from paged.engine import Engine
+from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.kv_cache.policy_suite import (
@@ -17,7 +17,7 @@ from tests.paged.kv_cache.policy_suite import (
     drain,
     registered,
 )
-from tests.paged.kv_cache.sink_window import CAPABILITIES, SINK_WINDOW
+from tests.paged.kv_cache.sink_window import CAPABILITIES, SINK_WINDOW, Options
 from tests.paged.tiny import TINY
 
 (CASE,) = (case for case in CASES if case.name == "sink_window")
@@ -91,6 +91,12 @@ def test_the_middle_of_a_sequence_is_given_back():
 def test_options_that_cannot_work_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         CASE.engine_config(policy_options=dataclasses.replace(SINK_WINDOW_OPTIONS, **changes))
+
+
+def test_a_configuration_without_options_becomes_one_with_the_defaults():
+    config = dataclasses.replace(EngineConfig(page_size=4), policy="sink_window")
+    assert config == EngineConfig(page_size=4, policy="sink_window")
+    assert config.policy_options == Options()
 
 
 def test_what_the_policy_or_the_configuration_cannot_do_is_refused():
