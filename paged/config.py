@@ -86,9 +86,8 @@ class EngineConfig:
 
     def _make_options(self) -> None:
         kind, options = POLICIES[self.policy].options, self.policy_options
-        if isinstance(
-            options, NoOptions
-        ):  # nobody gave any: the configuration was another policy's
+        # Nobody gave any: the configuration was that of another policy.
+        if isinstance(options, NoOptions):
             options = None
         names = {field.name for field in dataclasses.fields(kind)}
         if options is None or (isinstance(options, Mapping) and set(options) <= names):
