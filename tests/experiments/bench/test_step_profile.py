@@ -61,6 +61,7 @@ def test_floors_of_the_parts_cover_the_work_of_the_step():
     assert 1e-3 * sum(parts.values()) >= step and min(parts.values()) >= 0
 
 
+@pytest.mark.slow
 def test_the_program_writes_its_report(tmp_path):
     done = program(
         "--models=bundled", "--batch=2", "--context_tokens=3,40", "--rounds=2",

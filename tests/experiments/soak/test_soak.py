@@ -307,6 +307,7 @@ def program(*arguments: object) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_program_soaks_a_model_with_every_sampling_parameter(tiny_folder, tmp_path):
     done = program(
         f"--model={tiny_folder}", f"--output_dir={tmp_path}",

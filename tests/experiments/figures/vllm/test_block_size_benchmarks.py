@@ -106,6 +106,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, flags, files, names",
     [
