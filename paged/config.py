@@ -44,7 +44,9 @@ class EngineConfig:
         False, "whether full KV blocks are kept for later prompts that begin alike"
     )
     preemption_mode: Literal["auto", "recompute", "swap"] = described(
-        "auto", "'recompute', 'swap', or 'auto': swap groups of several sequences"
+        "auto",
+        "'recompute', 'swap', or 'auto': swap groups of several sequences, and all sequences of "
+        "policies that cannot recompute exactly",
     )
     admit_after_swap: Literal["completed", "resumed"] = described(
         "completed",

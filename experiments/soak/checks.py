@@ -1,6 +1,6 @@
 """What must hold of an engine's outputs and of its books, whatever its users do.
 
-Used by experiments/soak.py.
+Used by experiments/soak/__main__.py.
 """
 
 from collections import deque

@@ -1,6 +1,6 @@
 """Whether an output is what its request gives alone, or differs from that by a near tie only.
 
-Used by experiments/soak.py.
+Used by experiments/soak/__main__.py.
 """
 
 from collections.abc import Sequence

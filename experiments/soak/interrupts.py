@@ -1,6 +1,6 @@
 """Ctrl-C in the middle of an engine's calls, by a timer's signal.
 
-Used by experiments/soak.py.
+Used by experiments/soak/__main__.py.
 """
 
 import random

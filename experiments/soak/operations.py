@@ -1,6 +1,6 @@
 """What users do to an engine, each with a probability in every step: OPERATIONS.
 
-Used by experiments/soak.py. What an engine learns to do is one more line of the table.
+Used by experiments/soak/__main__.py. What an engine learns to do is one more line of the table.
 """
 
 import random

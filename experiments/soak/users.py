@@ -1,4 +1,4 @@
-"""Random users of an engine, who hold it to its promises; experiments/soak.py lets them loose.
+"""Random users of an engine, who hold it to its promises; `python -m experiments.soak` has them act.
 
 Whatever users do is drawn from the seed and the number of the step, so a run can be repeated up to
 any of its steps, at any speed.

@@ -14,15 +14,17 @@ CAPABILITIES = Capabilities(
 
 
 def check(config: CacheConfig, model: ModelConfig | None) -> None:
-    """Raises ValueError for a cache with more places for tokens than an int32 can name."""
+    """Raises ValueError for a cache with more places for tokens on a device than an int32 can
+    name."""
     if model is None:
         return
-    places = model.num_layers * model.num_kv_heads * config.num_blocks * config.page_size
+    shard = ShardedModel.split(model, config.tensor_parallel).shard
+    places = shard.num_layers * shard.num_kv_heads * config.num_blocks * config.page_size
     # Room above the pool is for padding tokens, each of which has a place of its own.
-    if places // config.tensor_parallel >= 2**31 - 2**24:
+    if places >= 2**31 - 2**24:
         raise ValueError(
-            f"kv_cache_tokens ({config.kv_cache_tokens}) over {model.num_layers} layers and "
-            f"{model.num_kv_heads} KV heads exceed the places that an int32 can name"
+            f"kv_cache_tokens ({config.kv_cache_tokens}) over {shard.num_layers} layers and "
+            f"{shard.num_kv_heads} KV heads exceed the places that an int32 can name"
         )
 
 

@@ -6,12 +6,8 @@ the tests below look at.
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +24,7 @@ from paged.device.tensor_parallel import WHOLE, Shards
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import VLLM
 from paged.requests.sampling_params import SamplingParams
+from tests.paged.devices import printed_with_devices
 from tests.paged.tiny import TINY
 
 MODELS = {
@@ -154,14 +151,7 @@ def hidden_states(name: str, size: int, merged: bool) -> list:
 @pytest.fixture(scope="module")
 def served() -> dict:
     """`facts` by model and number of devices."""
-    # Programs as small as these take longer to optimise than to run.
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.paged.device.test_tensor_parallel"],
-        cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True, check=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-    )  # fmt: skip
-    return json.loads(done.stdout)
+    return printed_with_devices("tests.paged.device.test_tensor_parallel", 8)
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)

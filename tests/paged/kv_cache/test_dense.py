@@ -1,11 +1,14 @@
 """The dense policy's dtype of keys and values."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
 from paged.device.executor import DeviceExecutor
 from paged.engine import Engine, EngineConfig
+from paged.kv_cache import dense
 from paged.requests.sampling_params import SamplingParams
 from tests.paged.tiny import TINY, padded
 
@@ -32,3 +35,11 @@ def test_keys_and_values_are_kept_in_kv_dtype(tiny_params, full_logits, kv_dtype
     (used,) = {step.kv_bytes // step.kv_token_states for step in engine.metrics.steps[:1]}
     values = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim
     assert used == values * (4 if kv_dtype == "auto" else 2)
+
+
+def test_a_shard_with_more_places_than_an_int32_names_is_refused():
+    """Of two KV heads each of four shards has one: half of the places, not a quarter."""
+    config = EngineConfig(kv_cache_tokens=1_500_000_000, page_size=1024, tensor_parallel=4)
+    with pytest.raises(ValueError, match="2 layers and 1 KV heads exceed the places"):
+        dense.check(config, TINY)
+    dense.check(replace(config, kv_cache_tokens=1_000_000_000), TINY)

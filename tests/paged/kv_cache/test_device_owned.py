@@ -4,10 +4,6 @@ A process counts its devices once: a second one, this file as a program, has two
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +19,7 @@ from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
 from tests.experiments.random_run import as_json
+from tests.paged.devices import printed_with_devices
 from tests.paged.kv_cache.device_owned import OwnedHost, snapshot
 from tests.paged.kv_cache.policy_suite import CASES, CATALOGUE, CROWD, Bench, Request, registered
 from tests.paged.tiny import TINY, random_params
@@ -252,13 +249,7 @@ def facts(size: int) -> dict:
 @pytest.fixture(scope="module")
 def on_devices() -> dict:
     """`facts` by number of devices."""
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.paged.kv_cache.test_device_owned"],
-        cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True, check=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-    )  # fmt: skip
-    return json.loads(done.stdout)
+    return printed_with_devices("tests.paged.kv_cache.test_device_owned", 2)
 
 
 @pytest.mark.slow

@@ -5,13 +5,10 @@ the tests below look at.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.paged.devices import printed_with_devices
 from tests.paged.kv_cache.policy_suite import (
     CASES,
     CROWD,
@@ -47,14 +44,7 @@ def policies():
 @pytest.fixture(scope="module")
 def served() -> dict:
     """`facts` by policy and number of devices."""
-    # Programs as small as these take longer to optimise than to run.
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.paged.kv_cache.test_policies_on_two_devices"],
-        cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True, check=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-    )  # fmt: skip
-    return json.loads(done.stdout)
+    return printed_with_devices("tests.paged.kv_cache.test_policies_on_two_devices", 2)
 
 
 @by_policy

@@ -1,0 +1,19 @@
+"""A second process with several CPU devices: a process counts its devices once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def printed_with_devices(module: str, count: int):
+    """The JSON that a module of the tests prints as a program, with so many devices."""
+    # Programs as small as the tests' take longer to optimise than to run.
+    flags = f"--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0"
+    done = subprocess.run(
+        [sys.executable, "-m", module],
+        cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, check=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+    )  # fmt: skip
+    return json.loads(done.stdout)
