@@ -1,4 +1,4 @@
-"""Random users of an engine, who hold it to its promises; `python -m experiments.soak` has them act.
+"""Random users of an engine, who hold it to its promises: `python -m experiments.soak` runs them.
 
 Whatever users do is drawn from the seed and the number of the step, so a run can be repeated up to
 any of its steps, at any speed.
