@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import jax.numpy as jnp
 from jax._src import core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.state.types import transform_type
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import profiler
 from jax.experimental.mosaic.gpu import utils as _mosaic_utils
@@ -29,6 +30,7 @@ __all__ = [
     "sub_jaxprs",
     "swizzled",
     "tiled",
+    "viewed",
     "wait_copies",
 ]
 
@@ -135,3 +137,22 @@ def is_barrier(aval) -> bool:
 def is_shared_memory(aval) -> bool:
     """Whether a value is a reference to data in shared memory."""
     return getattr(aval, "memory_space", None) == plgpu.SMEM and not is_barrier(aval)
+
+
+def viewed(eqn, operand: int):
+    """The shape and dtype of what an equation sees of its reference `operand`: that of a copy, or
+    of a product's accumulator and operands. A value in registers is seen whole."""
+    params, aval = eqn.params, eqn.invars[operand].aval
+    names = {
+        "copy_gmem_to_smem": ("src_transforms_treedef", "dst_transforms_treedef"),
+        "wgmma_ref": ("acc_transforms_tree", "a_transforms_tree", "b_transforms_tree"),
+    }[eqn.primitive.name]
+    first = len(names) + params.get("has_barrier", False)
+    for i, name in enumerate(names):
+        count = getattr(params[name], "num_leaves", 0)
+        if i == operand:
+            leaves = [getattr(v, "val", v) for v in eqn.invars[first : first + count]]
+            transforms = params[name].unflatten(leaves) if count or params[name] else ()
+            return transform_type(transforms, aval)
+        first += count
+    raise AssertionError(f"{eqn.primitive.name} has no reference {operand}")

@@ -29,11 +29,14 @@ SPECS = {
     "write_kv": kv_write.write(HEADS, 5, num_pages=12),
     "copy_pages": kv_write.copy(64, 4, num_pages=20),
 }
-WAITS = ("barrier_wait", "commit_smem", "wait_smem_to_gmem")
+WAITS = (
+    "barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_gmem", "wait_gmem_to_smem",
+)  # fmt: skip
 
 
 class LeaveOut:
-    """Replaces the calls that wait and commit; counts them, and leaves out that of `number`."""
+    """Replaces the calls that wait, arrive and commit; counts them, and leaves out that of
+    `number`."""
 
     def __init__(self, number: int = -1):
         self.calls = 0
