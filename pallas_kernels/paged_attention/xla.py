@@ -98,7 +98,8 @@ def _ends(first, lengths, begin, end, P: int, sliding_window):
 
 
 def decode(
-    q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap
+    q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap,
+    returns_scores=False, schedule=None,
 ):  # fmt: skip
     """First pages that are read in part, of all sequences at once; then whole pages in a loop.
 
@@ -120,23 +121,40 @@ def decode(
 
     def listed(s, columns):
         ids = tables.at[s[:, None, None], jnp.arange(K)[:, None], columns].get(mode="clip")
-        return ids + page_offset
+        return ids + page_offset[..., None]
+
+    def keep(all_scores, s, columns, seen, scores):
+        """Put the scores of columns [w, K or 1, c] in their places [S, K, G, M, P]."""
+        if not returns_scores:
+            return all_scores
+        scores = jnp.where(seen, scores, -jnp.inf)
+        scores = scores.reshape(*scores.shape[:3], -1, P).transpose(0, 1, 3, 2, 4)
+        # Columns that hold nothing seen are dropped: others of the list may have written them.
+        any_seen = seen.reshape(*seen.shape[:2], -1, P).any(-1)
+        columns = jnp.where(any_seen, columns, tables.shape[-1])
+        heads = jnp.arange(K)[:, None]
+        return all_scores.at[s[:, None, None], heads, :, columns].set(scores, mode="drop")
 
     columns, held = _ends(first, lengths, begin, end, P, sliding_window)
     ids = listed(jnp.arange(S), columns)
     k, v = _read(k_pages, v_pages, ids)
     v = jnp.where(held[..., None], v, 0)
-    state = _attended(_scores(q_SxKxGxD, k, scale, soft_cap), held[:, :, None], v)
+    scores = _scores(q_SxKxGxD, k, scale, soft_cap)
+    seen = held[:, :, None]
+    kept = jnp.full((S, K, H // K, tables.shape[-1] * returns_scores, P), -jnp.inf)
+    kept = keep(kept, jnp.arange(S), columns, seen, scores)
+    state = *_attended(scores, seen, v), kept
 
     first_column = begin.min(1)
     counts = jnp.maximum(end.max(1) - first_column + pages - 1, 0) // pages
     ends = jnp.cumsum(counts)
     # Where a chunk has no whole page, it gathers this one, which holds no NaN of a former owner.
     fullest = jnp.argmax(end - begin)
-    whole_page = tables.reshape(S * K, -1)[fullest, begin.reshape(-1)[fullest]] + page_offset
+    whole_page = tables.reshape(S * K, -1)[fullest, begin.reshape(-1)[fullest]]
+    whole_page += page_offset if page_offset.ndim == 0 else page_offset[fullest % K]
 
     def body(i, state):
-        acc, top, total = state
+        acc, top, total, kept = state
         w = i * W + jnp.arange(W)
         # Chunks beyond the list count as chunks of the last sequence, beyond its length.
         s = jnp.minimum(jnp.searchsorted(ends, w, side="right", method="compare_all"), S - 1)
@@ -148,16 +166,18 @@ def decode(
 
         k, v = _read(k_pages, v_pages, ids)
         scores = _scores(q_SxKxGxD[s], k, scale, soft_cap)
+        kept = keep(kept, s, columns, seen, scores)
         scores = jnp.where(seen, scores, NEG_INF)
         new_top = top.at[s].max(scores.max(-1))
         probs = jnp.where(seen, jnp.exp(scores - new_top[s][..., None]), 0.0)
         decay = jnp.exp(top - new_top)
         acc = (acc * decay[..., None]).at[s].add(_weighted_sum(probs, v))
-        return acc, new_top, (total * decay).at[s].add(probs.sum(-1))
+        return acc, new_top, (total * decay).at[s].add(probs.sum(-1)), kept
 
-    state = jax.lax.fori_loop(0, (ends[-1] + W - 1) // W, body, state)
+    *state, kept = jax.lax.fori_loop(0, (ends[-1] + W - 1) // W, body, state)
     out, lse = _result(*state)
-    return out.astype(q.dtype).reshape(S, H, D), lse.reshape(S, H)
+    out, lse = out.astype(q.dtype).reshape(S, H, D), lse.reshape(S, H)
+    return (out, lse, kept.reshape(S, H, -1)) if returns_scores else (out, lse)
 
 
 def prefill(
@@ -190,7 +210,7 @@ def prefill(
         first = _first_tokens(position + 1, sliding_window)
 
         def attend_chunk(j, state):
-            ids = jax.lax.dynamic_slice(tables, (s, 0, j * pages), (1, K, pages))[0] + page_offset
+            ids = jax.lax.dynamic_slice(tables, (s, 0, j * pages), (1, K, pages))[0] + page_offset[..., None]
             index = j * chunk + jnp.arange(chunk)
             seen = (index <= position[:, None]) & (index >= first[:, None])
             held = (index < lengths[s]) & (index >= first[0])
