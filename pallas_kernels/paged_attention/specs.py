@@ -83,9 +83,20 @@ def _named(default: Attention) -> dict[str, Attention]:
     return models | variants
 
 
-DECODE_SHAPES = _named(Attention(_LLAMA, sequences=64, context=4096))
+_LONG = 128 * 1024
+_ONE_LONG = (_LONG, *[1024] * 63)
+DECODE_SHAPES = _named(Attention(_LLAMA, sequences=64, context=4096)) | {
+    "llama-3-8b-256x512": Attention(_LLAMA, sequences=256, context=512),
+    "llama-2-13b-64x512": Attention(HEADS["llama-2-13b"], sequences=64, context=512),
+    # One long sequence among short ones, and a short one in a table for long ones.
+    "llama-3-8b-one-128k": Attention(_LLAMA, sequences=64, context=_LONG, tokens=_ONE_LONG),
+    "llama-3-8b-1x4k": Attention(_LLAMA, sequences=1, context=_LONG, tokens=(4096,)),
+}
+# Small chunks after long histories, beside the others.
 PREFILL_SHAPES = _named(Attention(_LLAMA, sequences=1, context=8192, chunk=8192)) | {
-    "llama-3-8b-chunks": Attention(_LLAMA, sequences=4, context=4096, chunk=512, ragged=True)
+    "llama-3-8b-chunks": Attention(_LLAMA, sequences=4, context=4096, chunk=512, ragged=True),
+    "llama-3-8b-128-of-32k": Attention(_LLAMA, sequences=1, context=32 * 1024, chunk=128),
+    "llama-3-8b-128-of-128k": Attention(_LLAMA, sequences=1, context=_LONG, chunk=128),
 }
 DECODE = {name: decode(shapes) for name, shapes in DECODE_SHAPES.items()}
 PREFILL = {name: prefill(shapes) for name, shapes in PREFILL_SHAPES.items()}

@@ -13,8 +13,8 @@ _ROWS, _COLUMNS = 64, 256  # the most of a product that one wgmma computes
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel's thread blocks, and what they do for one tile: in one pass through the loop that
-    copies most, and through the one that multiplies most.
+    """A kernel's thread blocks, and what they do for one tile: in one pass through the innermost
+    loop that copies most, and through the one that multiplies most.
 
     grid: thread blocks along each axis.
     warpgroups: of a thread block. If there are several, one only copies.
@@ -57,7 +57,8 @@ def launches(jaxpr) -> list[Launch]:
         passes: list[_Pass] = []
         _collect(body, {}, passes, _Pass())
         empty = _Pass()
-        copying = max(passes, key=lambda one: one.copied, default=empty)
+        inner = (one for one in passes if not any(other.copied for other in one.loops))
+        copying = max(inner, key=lambda one: one.copied, default=empty)
         multiplying = max(passes, key=lambda one: one.flops, default=empty)
         found.append(
             Launch(
@@ -86,8 +87,9 @@ def calls(jaxpr) -> Iterator:
 
 @dataclass
 class _Pass:
-    """One pass through a loop, without the loops inside it. filled: bytes by buffer."""
+    """One pass through a loop, without the `loops` inside it. filled: bytes by buffer."""
 
+    loops: list["_Pass"] = field(default_factory=list)
     filled: dict[int, int] = field(default_factory=dict)
     copied: int = 0
     flops: int = 0
@@ -122,6 +124,7 @@ def _collect(jaxpr, roots, passes: list[_Pass], here: _Pass, conditional: bool =
             if name in LOOPS:
                 inside = _Pass()
                 passes.append(inside)
+                here.loops.append(inside)
             guarded = name not in LOOPS and (conditional or name == "cond")
             _collect(sub, inner_roots(eqn, sub, roots), passes, inside, guarded)
 
