@@ -77,6 +77,9 @@ class Spec:
     cost: the cost of a call with such arrays.
     options: the static keywords of the call.
     donated: the names of the arrays that the op may write in place.
+    indices: the names of the arrays that `cost` and `plan` look at.
+    plan: what is made once for all layers of a step, as keywords of the call: from the arrays
+        `indices` and the name of the implementation, or None.
     """
 
     op: Callable
@@ -84,14 +87,22 @@ class Spec:
     cost: Callable[[dict[str, jax.Array]], Cost]
     options: Mapping[str, Any] = field(default_factory=dict)
     donated: tuple[str, ...] = ()
+    indices: tuple[str, ...] = ()
+    plan: Callable[[dict[str, jax.Array], str | None], dict[str, Any]] | None = None
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return jax.eval_shape(self.arguments, jax.random.key(0))
 
-    def drawn(self, *names: str) -> dict[str, jax.Array]:
-        """These arrays of `arguments`, without the memory for the others."""
-        draw = jax.jit(lambda key: {name: self.arguments(key)[name] for name in names})
+    def drawn_indices(self) -> dict[str, jax.Array]:
+        """The arrays `indices` of the first draw, without the memory for the others."""
+        draw = jax.jit(lambda key: {name: self.arguments(key)[name] for name in self.indices})
         return draw(jax.random.key(0))
+
+    def planned(self, arguments, implementation: str | None) -> dict[str, Any]:
+        """`plan` of these arguments; {} if there is nothing to plan."""
+        if self.plan is None:
+            return {}
+        return self.plan({name: arguments[name] for name in self.indices}, implementation)
 
 
 @dataclass(frozen=True)

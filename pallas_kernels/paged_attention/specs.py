@@ -7,7 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention.api import paged_attention, paged_prefill_attention
+from pallas_kernels.paged_attention.api import (
+    decode_schedule,
+    paged_attention,
+    paged_prefill_attention,
+)
 from pallas_kernels.specs import HEADS, Attention, Cost, Spec
 
 
@@ -26,7 +30,15 @@ def decode(shapes: Attention) -> Spec:
         visible = np.minimum(lengths, shapes.sliding_window or lengths)
         return shapes.cost(visible, read=visible)
 
-    return Spec(paged_attention, arguments, cost, shapes.options)
+    def plan(arguments, implementation):
+        schedule = decode_schedule(
+            arguments["lengths_SxK"], shapes.heads.D, jnp.dtype(shapes.dtype),
+            sliding_window=shapes.sliding_window, implementation=implementation,
+        )  # fmt: skip
+        return {"schedule": schedule}
+
+    indices = ("lengths_SxK",)
+    return Spec(paged_attention, arguments, cost, shapes.options, indices=indices, plan=plan)
 
 
 def prefill(shapes: Attention) -> Spec:
@@ -58,7 +70,8 @@ def prefill(shapes: Attention) -> Spec:
         read = np.where(counts > 0, np.minimum(lengths, window + counts - 1), 0)
         return shapes.cost(np.concatenate(visible), read)
 
-    return Spec(paged_prefill_attention, arguments, cost, shapes.options)
+    indices = ("query_starts", "lengths_S")
+    return Spec(paged_prefill_attention, arguments, cost, shapes.options, indices=indices)
 
 
 _LLAMA = HEADS["llama-3-8b"]

@@ -21,7 +21,7 @@ RESERVED_SHARED = 1024  # bytes of each thread block's shared memory that CUDA t
 
 READ_SHARE = 0.92  # of the nominal bandwidth that reads reach
 LATENCY_S = 1e-6  # of a read from memory that is busy
-L2_BYTES_PER_S = 5.5e12  # of reads from the L2 cache, all multiprocessors together
+L2_BYTES_PER_S = 7e12  # of reads from the L2 cache, all multiprocessors together
 SHARED_BYTES_PER_CLOCK = 128  # of a multiprocessor, for wgmma's operands, copies and threads alike
 SCHEDULERS = 4  # Each issues an instruction a clock, and has one warp of each warpgroup.
 LAUNCH_S = 1.5e-6  # from the end of a kernel to the start of the next
@@ -49,16 +49,16 @@ class Prediction:
     bound: what takes longest.
     in_flight: bytes that a multiprocessor's copies have under way.
     needed_in_flight: bytes under way at which memory is as fast as it can be, by Little's law.
-    bandwidth, tensor: what the loop over tiles reaches of the nominal bandwidth, and of the nominal
-        rate of the tensor cores; one of them is what the kernel is made for.
+    share, of: what the loop over tiles reaches of the nominal 'bandwidth', or, where copies come
+        from the L2 cache, of the nominal rate of the 'tensor' cores.
     """
 
     clocks: dict[str, float]
     bound: str
     in_flight: int
     needed_in_flight: int
-    bandwidth: float
-    tensor: float
+    share: float
+    of: str
 
 
 def occupancy(registers: int, threads: int, shared_memory: int, target: Target) -> Occupancy:
@@ -114,8 +114,8 @@ def predict(
         bound=bound,
         in_flight=in_flight,
         needed_in_flight=needed,
-        bandwidth=launch.copied / per_clock / clocks[bound],
-        tensor=tensor / clocks[bound],
+        share=(tensor if reused else launch.copied / per_clock) / clocks[bound],
+        of="tensor" if reused else "bandwidth",
     )
 
 

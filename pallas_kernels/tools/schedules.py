@@ -7,7 +7,6 @@ from pallas_kernels import backend
 from pallas_kernels.ops import OPS
 from pallas_kernels.paged_attention import specs as attention_specs
 from pallas_kernels.paged_attention import split_kv
-from pallas_kernels.paged_attention.api import decode_schedule
 from pallas_kernels.tools.balance import Balance, balance
 from pallas_kernels.tools.targets import TARGETS
 
@@ -19,18 +18,13 @@ def balance_of(op: str, spec: str, target: str) -> Balance | None:
     kernel = OPS[op].kernel_for(gpu.compute_capability)
     if op != "paged_attention" or kernel is None:
         return None
-    shapes = attention_specs.DECODE_SHAPES[spec]
+    shapes, named = attention_specs.DECODE_SHAPES[spec], OPS[op].specs[spec]
     heads, D = shapes.heads, shapes.heads.D
-    size = jnp.dtype(shapes.dtype).itemsize
-    (lengths_SxK,) = OPS[op].specs[spec].drawn("lengths_SxK").values()
+    drawn = named.drawn_indices()
     with backend.compiling_for(gpu):
-        schedule = decode_schedule(
-            lengths_SxK, D, jnp.dtype(shapes.dtype),
-            sliding_window=shapes.sliding_window, implementation=kernel,
-        )  # fmt: skip
-    assert schedule is not None
+        schedule = named.planned(drawn, kernel)["schedule"]
     items, bounds = np.asarray(schedule.items), np.asarray(schedule.block_items)
-    lengths = np.asarray(lengths_SxK, np.int64).reshape(-1)
+    lengths = np.asarray(drawn["lengths_SxK"], np.int64).reshape(-1)
     tile = split_kv.tile_tokens(D, jnp.dtype(shapes.dtype))
     first = np.maximum(lengths - (shapes.sliding_window or lengths), 0)
     N = split_kv.padded_group(heads.H // heads.K)
@@ -40,5 +34,5 @@ def balance_of(op: str, spec: str, target: str) -> Balance | None:
         bounds,
         places=len(bounds) - 1,
         partial_bytes=(D + 1) * N * 4,
-        kv_bytes=int((lengths - first).sum()) * 2 * D * size,
+        kv_bytes=int((lengths - first).sum()) * 2 * D * jnp.dtype(shapes.dtype).itemsize,
     )

@@ -56,13 +56,13 @@ def test_bytes_in_flight_by_littles_law():
 
 def test_prefill():
     found = predict.predict(PREFILL, _loop(500, PREFILL.flops), _loop(300, 0), 1, H200, True)
-    # 8.4 MFLOP at 4,096 a clock; 64 + 2 * (96 + 16) KB at 128 bytes; 64 KB of 5.5 TB/s.
+    # 8.4 MFLOP at 4,096 a clock; 64 + 2 * (96 + 16) KB at 128 bytes; 64 KB of 7 TB/s.
     assert found.clocks["tensor cores"] == 2048
     assert found.clocks["shared memory"] == 288 * 1024 / 128 == 2304
     assert found.clocks["issue"] == 2 * 500 + 300
-    assert found.clocks["L2"] == pytest.approx(2877, rel=1e-3)
-    assert found.bound == "L2"
-    assert found.tensor == pytest.approx(2048 / 2877, rel=1e-3)
+    assert found.clocks["L2"] == pytest.approx(2261, rel=1e-3)
+    assert found.bound == "shared memory"
+    assert (found.share, found.of) == (pytest.approx(2048 / 2304, rel=1e-3), "tensor")
 
 
 def test_decode_at_the_memorys_pace_and_issue_bound():
@@ -70,16 +70,16 @@ def test_decode_at_the_memorys_pace_and_issue_bound():
     # 32 KB of 36.4 KB/us, at 92 % and 1.83 GHz; 69 KB through shared memory.
     assert found.clocks["memory"] == pytest.approx(1791, rel=1e-3)
     assert found.clocks["shared memory"] == 69 * 1024 / 128
-    assert (found.bound, found.bandwidth) == ("memory", pytest.approx(0.92))
+    assert (found.bound, found.share, found.of) == ("memory", pytest.approx(0.92), "bandwidth")
     assert found.in_flight == 192 * 1024
     slow = predict.predict(DECODE, _loop(3582, DECODE.flops), None, 2, H200, False)
-    assert (slow.bound, slow.bandwidth) == ("issue", pytest.approx(0.46, rel=1e-3))
+    assert (slow.bound, slow.share) == ("issue", pytest.approx(0.46, rel=1e-3))
 
 
 def test_too_few_bytes_in_flight_slow_memory():
     shallow = Launch("d", (1,), 2, 16 * 1024, 32 * 1024, DECODE.flops, 0, 0)
     found = predict.predict(shallow, _loop(1, DECODE.flops), None, 1, H200, False)
-    assert found.bandwidth == pytest.approx(0.92 * 16 * 1024 / 33455, rel=1e-3)
+    assert found.share == pytest.approx(0.92 * 16 * 1024 / 33455, rel=1e-3)
 
 
 def test_an_unrolled_loop_counts_by_the_tile():
