@@ -15,13 +15,13 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention.schedule import DecodeSchedule
 
-MOST_GROUP = 16  # The most query heads of a KV head that decode kernels take.
 DECODE = {
     "reference": reference.decode,
     "xla": xla.decode,
     "mosaic_gpu": decode_sm90.decode,
     "mosaic_gpu_ampere": decode_sm80.decode,
 }
+DECODE_REFUSALS = {"mosaic_gpu": decode_sm90.refusal, "mosaic_gpu_ampere": decode_sm80.refusal}
 PREFILL = {
     "reference": reference.prefill,
     "xla": xla.prefill,
@@ -98,9 +98,8 @@ def paged_attention(
             f"{S} queries need tables [{S}, K, M] and lengths [{S}, {K}], "
             f"not {tables_SxKxM.shape} and {lengths_SxK.shape}"
         )
-    refusal = _refusal(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD)
-    if H // K > MOST_GROUP:
-        refusal = f"at most {MOST_GROUP} query heads may share a KV head, not {H // K}"
+    refuse = DECODE_REFUSALS.get(implementation or "mosaic_gpu")
+    refusal = refuse and refuse(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
     run = backend.choose("paged_attention", DECODE, implementation, refusal)
     page_offset = _offset(page_offset, K)
     out, lse, *scores = run(
@@ -147,7 +146,7 @@ def paged_prefill_attention(
             f"tables of {S} sequences need query_starts [{S + 1}] and lengths [{S}], "
             f"not {query_starts.shape} and {lengths_S.shape}"
         )
-    refusal = _refusal(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
+    refusal = prefill_sm90.refusal(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
     run = backend.choose("paged_prefill_attention", PREFILL, implementation, refusal)
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
     return run(
@@ -162,21 +161,6 @@ def _offset(page_offset, K: int) -> jax.Array:
     if offset.shape not in ((), (K,)):
         raise ValueError(f"page_offset must be a scalar or [{K}], not {offset.shape}")
     return offset
-
-
-def _refusal(q, k_pages, v_pages) -> str | None:
-    """Why the kernels cannot run these arguments, or None."""
-    D, P = q.shape[-1], k_pages.shape[1]
-    if not q.dtype == k_pages.dtype == v_pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
-        return (
-            f"queries and pages must all be bfloat16 or all float16, "
-            f"not {q.dtype}, {k_pages.dtype} and {v_pages.dtype}"
-        )
-    if D not in (64, 128):
-        return f"head dim must be 64 or 128, not {D}"
-    if P not in (16, 32, 64, 128):
-        return f"page size must be 16, 32, 64 or 128, not {P}"
-    return None
 
 
 def _check_pools(q, k_pages, v_pages, tables) -> int:

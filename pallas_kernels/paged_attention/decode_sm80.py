@@ -14,7 +14,6 @@ from jax import lax
 
 from pallas_kernels.mosaic import (
     copy_async,
-    kernel,
     mma,
     pl,
     plgpu,
@@ -24,12 +23,22 @@ from pallas_kernels.mosaic import (
     wait_copies,
 )
 from pallas_kernels.paged_attention import schedule as schedules
-from pallas_kernels.paged_attention import split_kv
+from pallas_kernels.paged_attention import split_kv, tiles
+from pallas_kernels.paged_attention.tiles import columns
 
+COPIED_AT_ONCE = 128  # Elements, one for each thread.
 STAGE_BYTES = 64 * 1024  # Keys and values that a thread block has in flight.
 # Layouts of the operands of both products, for bfloat16 and float16.
 LHS = plgpu.Layout.MMA_LHS(jnp.bfloat16, m_warps=4)
 RHS = plgpu.Layout.MMA_RHS(jnp.bfloat16, m_warps=4)
+
+
+def refusal(q, k_pages, v_pages, K: int) -> str | None:
+    """Why the kernel cannot run these arguments, or None."""
+    _, H, D = q.shape
+    if H // K * D < COPIED_AT_ONCE:
+        return f"the query heads of a KV head must have {COPIED_AT_ONCE} elements, not {H // K * D}"
+    return split_kv.refusal(q, k_pages, v_pages, K)
 
 
 def decode(
@@ -57,7 +66,7 @@ def decode(
         out_ref, lse_ref, partials_ref, lses_ref, *rest,
     ):  # fmt: skip
         scores_ref = rest[0] if returns_scores else None
-        q_s, k_s, v_s, p_s = rest[returns_scores:]
+        q_s, k_s, v_s, p_s, out_s = rest[returns_scores:]
         block = lax.axis_index("block")
 
         def run_item(item, _):
@@ -68,7 +77,9 @@ def decode(
                 @pl.when(tile_index < end)
                 def _():
                     slot = lax.rem(tile_index - begin, stages)
-                    pages = split_kv.page_ids(tables_ref, row, tile_index, tile, P, offset_ref)
+                    pages = tiles.page_ids(
+                        tables_ref.at[row], lax.rem(row, K), tile_index * tile, tile, P, offset_ref
+                    )
                     source = pl.ds(pl.multiple_of(lax.rem(tile_index * tile, P), rows), rows)
                     for i, page in enumerate(pages):
                         copy_async(pool.at[page, source], buffer.at[slot, pl.ds(i * rows, rows)])
@@ -82,7 +93,9 @@ def decode(
                 slot = lax.rem(tile_index - begin, stages)
                 wait(tile_index, after_keys)
                 k = plgpu.load(k_s.at[slot], layout=LHS)
-                scores = split_kv.scores_of(mma(_zeros((tile, N)), k, q), scale, soft_cap)
+                scores = split_kv.scores_of(
+                    mma(tiles.constant(0, (tile, N)), k, q), scale, soft_cap
+                )
                 fetch(tile_index + stages, k_ref, k_s)
                 if scores_ref is not None:
                     store(scores_ref.at[row, pl.ds(tile_index * tile, tile)], scores)
@@ -90,49 +103,59 @@ def decode(
                 probs, top, total, decay = split_kv.softmax_step(scores, top, total, attended)
                 p_s[...] = probs.astype(dtype)
                 wait(tile_index, after_values)
-                split_kv.clear_others(v_s.at[slot], tile_index, first, length)
+                split_kv.clear_unheld(v_s.at[slot], tile_index, first, length)
                 v = plgpu.load(v_s.at[slot].transpose((1, 0)), layout=LHS)
                 p = plgpu.load(p_s, layout=RHS)
-                acc = mma(acc * split_kv.columns(decay, (D, N)), v, p)
+                acc = mma(acc * columns(decay, (D, N)), v, p)
                 fetch(tile_index + stages, v_ref, v_s)
                 return acc, top, total
 
             for i in range(stages):
                 fetch(begin + i, k_ref, k_s)
                 fetch(begin + i, v_ref, v_s)
-            for g in range(G):
-                q_s[g] = q_ref[row, g]
+            for heads in _copied_at_once(G, D):
+                q_s[heads] = q_ref[row, heads]
             q = plgpu.load(q_s.transpose((1, 0)), layout=RHS, optimized=False)
             state = lax.fori_loop(
                 begin, end, functools.partial(step, q), split_kv.softmax_start(D, N, tile)
             )
             split_kv.end_item(
-                *state, row, place, functools.partial(_write, out_ref),
+                *state, row, place, functools.partial(_write, out_s, out_ref),
                 lse_ref, partials_ref, lses_ref,
             )  # fmt: skip
 
         lax.fori_loop(block_items_ref[block], block_items_ref[block + 1], run_item, None)
 
+    def write_merged(out_ref, row, attention, out_s):
+        _write(out_s, out_ref, row, attention)
+
     # Tiles are half a row wide, so that even for a page of 16 tokens each of the four warps copies
     # tiles of its own.
-    tiles = plgpu.SMEM((stages, tile, D), dtype, transforms=swizzled(D // 2))
+    out_s = plgpu.SMEM((D, N), jnp.float32)
+    stages_s = plgpu.SMEM((stages, tile, D), dtype, transforms=swizzled(D // 2))
     out, lse, scores = split_kv.launch(
-        paged_decode, _write, lambda G, N, D: (D, N), schedule,
+        paged_decode, write_merged, schedule,
         q, k_pages, v_pages, tables, lengths, page_offset=page_offset,
-        sliding_window=sliding_window, returns_scores=returns_scores, tile=tile, write_scratch=(),
+        sliding_window=sliding_window, returns_scores=returns_scores, tile=tile,
+        write_scratch=(out_s,),
         scratch_types=(
-            plgpu.SMEM((N, D), dtype), tiles, tiles,
-            plgpu.SMEM((tile, N), dtype, transforms=tiled(8)),
+            plgpu.SMEM((N, D), dtype), stages_s, stages_s,
+            plgpu.SMEM((tile, N), dtype, transforms=tiled(8)), out_s,
         ),
     )  # fmt: skip
-    out = out[..., :G].swapaxes(1, 2)
     return out.reshape(S, H, D), lse, *scores
 
 
-def _write(out_ref, row, attention_DxN):
-    # No TMA copies part of the columns: padding is written too.
-    store(out_ref.at[row], attention_DxN.astype(out_ref.dtype))
+def _write(out_s, out_ref, row, attention_DxN):
+    out_s[...] = attention_DxN
+    _, G, D = out_ref.shape
+    for heads in _copied_at_once(G, D):
+        layout = plgpu.Layout.WG_STRIDED((heads.size, D), vec_size=1)
+        rows = plgpu.load(out_s.transpose((1, 0)).at[heads], layout=layout, optimized=False)
+        out_ref[row, heads] = rows.astype(out_ref.dtype)
 
 
-def _zeros(shape):
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+def _copied_at_once(G: int, D: int) -> list:
+    """The query heads, as many at a time as give each thread an element. Parts may overlap."""
+    count = max(1, COPIED_AT_ONCE // D)
+    return [pl.ds(min(g, G - count), count) for g in range(0, G, count)]

@@ -13,11 +13,13 @@ from jax import lax
 
 from pallas_kernels.mosaic import pl, plgpu, store, swizzled
 from pallas_kernels.paged_attention import schedule as schedules
-from pallas_kernels.paged_attention import split_kv
+from pallas_kernels.paged_attention import split_kv, tiles
+from pallas_kernels.paged_attention.tiles import LAYOUT, columns
 
 BLOCK_BYTES = 112 * 1024  # Of shared memory, so that a multiprocessor holds two blocks.
-LAYOUT = plgpu.Layout.WGMMA
 QUERY_SLOTS = 2  # Items whose queries are in shared memory.
+
+refusal = split_kv.refusal
 
 
 def decode(
@@ -66,15 +68,15 @@ def decode(
 
             def fetch_tile(row, tile_index, n):
                 slot = lax.rem(n, stages)
-                pages = split_kv.page_ids(tables_ref, row, tile_index, tile, P, offset_ref)
+                pages = tiles.page_ids(
+                    tables_ref.at[row], lax.rem(row, K), tile_index * tile, tile, P, offset_ref
+                )
                 source = pl.ds(pl.multiple_of(lax.rem(tile_index * tile, P), rows), rows)
                 for pool, buffer, filled, read in (
                     (k_ref, k_s, k_filled, k_read),
                     (v_ref, v_s, v_filled, v_read),
                 ):
-                    pl.when(n >= stages)(
-                        functools.partial(plgpu.barrier_wait, read.at[slot])
-                    )
+                    pl.when(n >= stages)(functools.partial(plgpu.barrier_wait, read.at[slot]))
                     for i, page in enumerate(pages):
                         plgpu.copy_gmem_to_smem(
                             pool.at[page, source],
@@ -132,11 +134,11 @@ def decode(
                 probs, top, total, decay = split_kv.softmax_step(scores, top, total, attended)
                 p_s.transpose((1, 0))[...] = probs.astype(dtype)
                 plgpu.barrier_wait(v_filled.at[slot])
-                split_kv.clear_others(v_s.at[slot], tile_index, first, length)
+                split_kv.clear_unheld(v_s.at[slot], tile_index, first, length)
                 plgpu.commit_smem()
                 weighted = _product((D, N), v_s.at[slot].transpose((1, 0)), p_s.transpose((1, 0)))
                 plgpu.barrier_arrive(v_read.at[slot])
-                return n + 1, acc * split_kv.columns(decay, (D, N)) + weighted, top, total
+                return n + 1, acc * columns(decay, (D, N)) + weighted, top, total
 
             lax.fori_loop(first_item, end_item, run_item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
@@ -145,18 +147,19 @@ def decode(
         _write(out_s, out_ref, row, attention)
         plgpu.wait_smem_to_gmem(0)
 
-    tiles = plgpu.SMEM((stages, tile, D), dtype, transforms=swizzled(64))
+    stages_s = plgpu.SMEM((stages, tile, D), dtype, transforms=swizzled(64))
     out_s = plgpu.SMEM((N, D), dtype)
     filled = plgpu.Barrier(num_arrivals=max(1, tile // P), num_barriers=stages)
     read = plgpu.Barrier(num_barriers=stages)
     queries = plgpu.Barrier(num_barriers=QUERY_SLOTS)
     out, lse, scores = split_kv.launch(
-        paged_decode, write_merged, lambda G, N, D: (G, D), schedule,
+        paged_decode, write_merged, schedule,
         q, k_pages, v_pages, tables, lengths, page_offset=page_offset,
-        sliding_window=sliding_window, returns_scores=returns_scores, tile=tile, write_scratch=(out_s,),
+        sliding_window=sliding_window, returns_scores=returns_scores, tile=tile,
+        write_scratch=(out_s,),
         scratch_types=(
             plgpu.SMEM((QUERY_SLOTS, N, D), dtype),
-            plgpu.SMEM((N, D), dtype, transforms=swizzled(64)), tiles, tiles,
+            plgpu.SMEM((N, D), dtype, transforms=swizzled(64)), stages_s, stages_s,
             plgpu.SMEM((N, tile), dtype, transforms=swizzled(64)), out_s,
             queries, queries, filled, read, filled, read,
         ),

@@ -7,7 +7,6 @@ several items has a partial result of each, and a second kernel merges them thro
 log-sum-exp.
 """
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -15,11 +14,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.mosaic import kernel, pl, plgpu, store
+from pallas_kernels.paged_attention import tiles
 from pallas_kernels.paged_attention.schedule import DecodeSchedule, first_token
+from pallas_kernels.paged_attention.tiles import LAYOUT, LOG2_E, NEG_INF, columns, constant
 
 TILE_BYTES = 16 * 1024  # Keys of a tile. A tile has so many tokens that it is worth its waits.
-NEG_INF = -1e30
-LOG2_E = math.log2(math.e)
+MOST_GROUP = 16  # Query heads of a KV head.
+_COLUMNS = LAYOUT.reduce(0)
+
+
+def refusal(q, k_pages, v_pages, K: int) -> str | None:
+    """Why decode kernels cannot run these arguments with K KV heads, or None."""
+    G = q.shape[1] // K
+    if G > MOST_GROUP:
+        return f"at most {MOST_GROUP} query heads may share a KV head, not {G}"
+    return tiles.refusal(q, k_pages, v_pages)
 
 
 def tile_tokens(D: int, dtype) -> int:
@@ -32,7 +41,7 @@ def padded_group(G: int) -> int:
 
 
 def launch(
-    body: Callable, write: Callable, out_rows: Callable, schedule: DecodeSchedule,
+    body: Callable, write: Callable, schedule: DecodeSchedule,
     q, k_pages, v_pages, tables, lengths_SxK, *, page_offset, sliding_window,
     returns_scores: bool, tile: int, scratch_types, write_scratch, **options,
 ):  # fmt: skip
@@ -40,10 +49,9 @@ def launch(
 
     body: the kernel, of inputs (q [R, G, D], pools, tables [R, M], items, block_items, offsets), of
         outputs as in `Outputs`, and of its scratch memory.
-    write: writes a row's attention [D, N] to the output, with `write_scratch`.
-    out_rows: the output's shape of a row from (G, N, D).
+    write: writes a row's attention [D, N] to the output [R, G, D], with `write_scratch`.
 
-    Returns the output [R, *out_rows], the log-sum-exp [S, H], and, in a list, the scores
+    Returns the output [R, G, D], the log-sum-exp [S, H], and, in a list, the scores
     [S, H, M * P] if the kernel returns them.
     """
     S, H, D = q.shape
@@ -54,7 +62,7 @@ def launch(
     blocks = schedule.merges.shape[0]
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
     out_type = [
-        jax.ShapeDtypeStruct((R, *out_rows(G, N, D)), q.dtype),
+        jax.ShapeDtypeStruct((R, G, D), q.dtype),
         f32(R, N), f32(2 * blocks, D, N), f32(2 * blocks, N),
     ]  # fmt: skip
     if returns_scores:
@@ -94,14 +102,15 @@ def _merge(write, write_scratch, merges, partials, partial_lses, out, lse):
             new = plgpu.load(lses_ref.at[place], layout=_COLUMNS, optimized=False)
             new_top = jnp.maximum(top, new)
             decay, weight = jnp.exp(top - new_top), jnp.exp(new - new_top)
-            part = plgpu.load(partials_ref.at[place], layout=plgpu.Layout.WGMMA, optimized=False)
+            part = plgpu.load(partials_ref.at[place], layout=LAYOUT, optimized=False)
             acc = acc * columns(decay, (D, N)) + part * columns(weight, (D, N))
             return acc, new_top, total * decay + weight
 
         @pl.when(row >= 0)
         def _():
-            zeros = plgpu.layout_cast(jnp.zeros((N,), jnp.float32), _COLUMNS)
-            start = _of_wgmma(jnp.zeros((D, N), jnp.float32)), zeros + NEG_INF, zeros
+            start = (
+                constant(0, (D, N)), constant(NEG_INF, (N,), _COLUMNS), constant(0, (N,), _COLUMNS)
+            )  # fmt: skip
             acc, top, total = lax.fori_loop(begin, end, add, start)
             store(lse_ref.at[row], top + jnp.log(total))
             write(out_ref, row, acc / columns(total, acc.shape), *scratch)
@@ -117,9 +126,7 @@ def _merge(write, write_scratch, merges, partials, partial_lses, out, lse):
     return out[...], lse[...]
 
 
-# The functions below run inside kernels. Products have the layout WGMMA, also those of mma.sync.
-
-_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+# The functions below run inside kernels.
 
 
 def end_item(acc, top, total, row, place, write: Callable, lse_ref, partials_ref, lses_ref) -> None:
@@ -137,25 +144,13 @@ def end_item(acc, top, total, row, place, write: Callable, lse_ref, partials_ref
         store(partials_ref.at[place], acc)
 
 
-def page_ids(tables_ref, row, tile, tokens: int, P: int, offset_ref) -> list:
-    """The pages of a tile of `tokens` tokens, or the page that it is a part of."""
-    M = tables_ref.shape[-1]
-    (offsets,) = offset_ref.shape
-    offset = offset_ref[0 if offsets == 1 else lax.rem(row, offsets)]
-    # The last tile may reach beyond the table. Tokens there are masked.
-    first = lax.div(tile * tokens, P)
-    entries = [jnp.minimum(first + i, M - 1) for i in range(max(1, tokens // P))]
-    # All entries are read before the first copy, or each read would wait for a copy.
-    return [tables_ref[row, entry] + offset for entry in entries]
-
-
 def softmax_start(D: int, N: int, tile: int):
     """The running output [D, N], maximum [N] and sum [tile, N] before the first token."""
     return (
-        _of_wgmma(jnp.zeros((D, N), jnp.float32)),
-        plgpu.layout_cast(jnp.full((N,), NEG_INF, jnp.float32), _COLUMNS),
+        constant(0, (D, N)),
+        constant(NEG_INF, (N,), _COLUMNS),
         # The tokens are summed only at the end, because a sum across warps is slow.
-        _of_wgmma(jnp.zeros((tile, N), jnp.float32)),
+        constant(0, (tile, N)),
     )
 
 
@@ -184,30 +179,15 @@ def softmax_end(acc_DxN, top_N, total_TxN):
     return attention, top_N / LOG2_E + jnp.log(total)
 
 
-def attended(tile, shape, first, length):
+def attended(tile_index, shape, first, length):
     """Which rows of an array over the tokens of a tile are tokens from `first` to `length` - 1."""
-    token = tile * shape[0] + plgpu.broadcasted_iota(
-        jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA
-    )
-    return (token >= first) & (token < length)
+    return tiles.held(tiles.index_of(0, shape, tile_index * shape[0]), first, length)
 
 
-def clear_others(v_ref, tile, first, length):
-    """Set the values of tokens that are not attended to to zero.
+def clear_unheld(v_ref, tile_index, first, length) -> None:
+    """`tiles.clear_unheld` of a tile, where there is anything to clear."""
+    start, end = tile_index * v_ref.shape[0], (tile_index + 1) * v_ref.shape[0]
 
-    A page's former owner may have left NaN there, and a weight of 0 times NaN is NaN.
-    """
-    tokens, _ = v_ref.shape
-
-    @pl.when((tile * tokens < first) | ((tile + 1) * tokens > length))
+    @pl.when((start < first) | (end > length))
     def _():
-        v = plgpu.load(v_ref, layout=plgpu.Layout.WGMMA)
-        v_ref[...] = jnp.where(attended(tile, v.shape, first, length), v, jnp.zeros_like(v))
-
-
-def columns(x_N, shape):
-    return lax.broadcast_in_dim(x_N, shape, [1])
-
-
-def _of_wgmma(x):
-    return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+        tiles.clear_unheld(v_ref, start, first, length)

@@ -210,7 +210,10 @@ def prefill(
         first = _first_tokens(position + 1, sliding_window)
 
         def attend_chunk(j, state):
-            ids = jax.lax.dynamic_slice(tables, (s, 0, j * pages), (1, K, pages))[0] + page_offset[..., None]
+            ids = (
+                jax.lax.dynamic_slice(tables, (s, 0, j * pages), (1, K, pages))[0]
+                + page_offset[..., None]
+            )
             index = j * chunk + jnp.arange(chunk)
             seen = (index <= position[:, None]) & (index >= first[:, None])
             held = (index < lengths[s]) & (index >= first[0])
