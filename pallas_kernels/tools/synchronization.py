@@ -10,6 +10,7 @@ and demands that
 - a thread that only fills memory waits, before it does so again, at a barrier of those who read;
 - shared memory that was written from registers is committed before a wgmma or a TMA copy reads it,
   and before the thread tells another thread that it is ready;
+- products have ended before the memory that they read is written to or handed back;
 - the kernel waits for its copies to global memory before it ends;
 - somebody arrives at each barrier at which somebody waits.
 
@@ -28,7 +29,7 @@ under way. How many these may be depends on the tile, so the check takes each su
 the buffer that is read next, and one for all copies as one for all buffers.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pallas_kernels.mosaic import is_shared_memory, sub_jaxprs
 from pallas_kernels.tools.kernel_jaxpr import LOOPS, bodies, calls, inner_roots, known
@@ -46,16 +47,18 @@ class _State:
     unawaited: buffers that copies fill, with the barriers of these copies.
     uncommitted: buffers that were written from registers.
     storing: whether copies to global memory may be under way.
+    multiplying: the buffers that products under way read, the oldest product first.
     vouched: buffers of cp.async, the next one of which that is read has been waited for.
     """
 
     unawaited: dict[int, frozenset[int]] = field(default_factory=dict)
     uncommitted: frozenset[int] = frozenset()
     storing: bool = False
+    multiplying: tuple[frozenset[int], ...] = ()
     vouched: frozenset[int] = frozenset()
 
     def copy(self) -> "_State":
-        return _State(dict(self.unawaited), self.uncommitted, self.storing, self.vouched)
+        return replace(self, unawaited=dict(self.unawaited))
 
     def join(self, other: "_State") -> "_State":
         barriers = {
@@ -67,8 +70,13 @@ class _State:
             barriers,
             self.uncommitted | other.uncommitted,
             self.storing or other.storing,
+            max(self.multiplying, other.multiplying, key=len),
             self.vouched & other.vouched,
         )
+
+    @property
+    def multiplied(self) -> frozenset[int]:
+        return frozenset().union(*self.multiplying)
 
     def end_waits(self, barrier: int) -> None:
         left = {b: waits - {barrier} for b, waits in self.unawaited.items()}
@@ -153,6 +161,10 @@ class _Checker:
                 state.end_waits(barrier)
                 if barrier not in self._arrived:
                     self._complain(eqn, "waits at a barrier where nobody arrives")
+            elif name in ("wgmma_accumulator_deref_p", "wgmma_wait"):
+                newer = eqn.params.get("wait_n", eqn.params.get("n"))
+                if newer is not None:
+                    state.multiplying = state.multiplying[len(state.multiplying) - newer :]
             elif name == "wait_gmem_to_smem":
                 state.vouched = frozenset(b for b, f in self._filled.items() if _CP_ASYNC in f)
                 if eqn.params["n"] == 0:
@@ -163,11 +175,15 @@ class _Checker:
                 if state.uncommitted:
                     self._complain(eqn, "hands over shared memory before it is committed")
                 for buffer in self._handed_back.get(roots[eqn.invars[0]], ()):
+                    if buffer in state.multiplied:
+                        self._complain(eqn, "hands back shared memory that a product still reads")
                     state.unawaited[buffer] = self._filled[buffer]
             elif name == "copy_gmem_to_smem":
                 buffer, barrier = _filled_by(eqn, roots)
                 waits = state.unawaited.get(buffer, frozenset())
                 state.unawaited[buffer] = waits | {barrier}
+                if buffer in state.multiplied:
+                    self._complain(eqn, "fills shared memory that a product still reads")
                 state.vouched -= {buffer}
             elif name == "wait_smem_to_gmem":
                 state.storing = state.storing and eqn.params["n"] > 0
@@ -198,8 +214,12 @@ class _Checker:
                 self._complain(eqn, "touches shared memory before the copy into it is awaited")
         if name in _ASYNCHRONOUS_READS and buffers & state.uncommitted:
             self._complain(eqn, "reads shared memory before what was written is committed")
+        if name == "wgmma_ref":
+            state.multiplying += (frozenset(buffers),)
         if name in _WRITES:
             state.uncommitted |= buffers
+            if buffers & state.multiplied:
+                self._complain(eqn, "writes to shared memory that a product still reads")
         state.storing = state.storing or name == "copy_smem_to_gmem"
 
     def _complain(self, eqn, what: str) -> None:

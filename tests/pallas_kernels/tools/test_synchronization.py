@@ -122,6 +122,8 @@ def _persistent(order="arrive last", arrivals=True):
 
                     def multiply(ref):
                         plgpu.wgmma(ref, q_s, k_s.at[t % 2].transpose((1, 0)))
+                        if order == "arrive during the product":
+                            plgpu.barrier_arrive(k_read.at[t % 2])
                         return ref[...]
 
                     products = pl.run_scoped(multiply, plgpu.ACC((64, 64), jnp.float32))
@@ -167,6 +169,7 @@ def test_loops_over_tiles_inside_loops_over_items_are_followed(monkeypatch):
     ("changes", "complaint"),
     [
         ({"order": "arrive first"}, "touches shared memory before the copy into it is awaited"),
+        ({"order": "arrive during the product"}, "hands back shared memory that a product still"),
         ({"arrivals": False}, "waits at a barrier where nobody arrives"),
     ],
 )
