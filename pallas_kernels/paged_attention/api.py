@@ -13,7 +13,7 @@ from pallas_kernels.paged_attention import (
     split_kv,
     xla,
 )
-from pallas_kernels.paged_attention.schedule import DecodeSchedule
+from pallas_kernels.paged_attention.schedule import DecodeSchedule, PrefillSchedule
 
 DECODE = {
     "reference": reference.decode,
@@ -29,7 +29,7 @@ PREFILL = {
 }
 
 
-def decode_schedule(
+def plan_decode(
     lengths_SxK,
     head_dim: int,
     dtype,
@@ -48,6 +48,30 @@ def decode_schedule(
         return None
     tile = split_kv.tile_tokens(head_dim, dtype)
     return schedule.decode_schedule(lengths_SxK, tile, sliding_window)
+
+
+def plan_prefill(
+    query_starts,
+    lengths_S,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    sliding_window: int | None = None,
+    implementation: str | None = None,
+) -> PrefillSchedule | None:
+    """The schedule of `paged_prefill_attention` for these chunks, to be made once for all layers.
+
+    query_starts, lengths, sliding_window, implementation: as in `paged_prefill_attention`.
+    num_tokens, num_heads, num_kv_heads: T, H and K.
+
+    Returns None where the implementation works without one.
+    """
+    if not backend.runs_kernels(implementation):
+        return None
+    return prefill_sm90.schedule_of(
+        query_starts, lengths_S, num_tokens, num_heads, num_kv_heads, sliding_window
+    )
 
 
 def paged_attention(
@@ -81,7 +105,7 @@ def paged_attention(
     soft_cap: scores become soft_cap * tanh(score / soft_cap).
     return_lse: whether to return the log-sum-exp of the scores too.
     return_scores: whether to return the scores too.
-    schedule: `decode_schedule` of these lengths, made for an earlier layer; None means a new one.
+    schedule: `plan_decode` of these lengths, made for all layers; None makes one for this call.
 
     Returns [S, H, D] in q's dtype. With return_lse it also returns the log-sum-exp [S, H] float32,
     -inf where nothing is read, by which attention over several parts of a sequence can be merged.
@@ -124,6 +148,7 @@ def paged_prefill_attention(
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    schedule: PrefillSchedule | None = None,
     implementation: str | None = None,
 ):
     """Causal attention of ragged chunks over pages that already hold the chunks' own tokens.
@@ -134,6 +159,7 @@ def paged_prefill_attention(
     query_starts: [S + 1] int32, non-decreasing from 0. Rows from query_starts[S] on are padding.
     lengths:  [S] int32 tokens of each sequence in the cache, with those of the chunk. The last
               query of a chunk sees all of them, and each query before it sees one fewer.
+    schedule: `plan_prefill` of these chunks, made for all layers; None makes one for this call.
 
     Returns [T, H, D] in q's dtype; padding rows hold any finite values. Raises ValueError if
     arguments do not fit together, or if the named implementation cannot run them.
@@ -152,7 +178,7 @@ def paged_prefill_attention(
     return run(
         q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, query_starts, lengths_S,
         page_offset=_offset(page_offset, K), scale=scale, sliding_window=sliding_window,
-        soft_cap=soft_cap,
+        soft_cap=soft_cap, schedule=schedule,
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def decode(
 
 def prefill(
     q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window,
-    soft_cap,
+    soft_cap, schedule=None,
 ):  # fmt: skip
     """Each query row becomes a decode query whose length ends at the row's own position."""
     T = q.shape[0]

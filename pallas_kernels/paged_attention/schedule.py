@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 
+SCOPE = "attention_schedule"  # Names the plan's operations in compiled programs.
 BLOCKS_PER_MULTIPROCESSOR = 2  # Of decode kernels, as their shared memory allows.
 INTERPRETED_MULTIPROCESSORS = 2
 ALIGNMENT = 8  # A TMA starts at a multiple of so many rows: those of a swizzled tile.
@@ -42,6 +43,7 @@ class DecodeSchedule:
     merges: jax.Array
 
 
+@jax.named_scope(SCOPE)
 def decode_schedule(
     lengths_SxK, tile: int, sliding_window: int | None = None, blocks: int | None = None
 ) -> DecodeSchedule:
@@ -121,6 +123,7 @@ class PrefillSchedule:
     key_tiles: jax.Array | None = None
 
 
+@jax.named_scope(SCOPE)
 def prefill_schedule(
     query_starts, lengths, T: int, K: int, rows: int, tile: int,
     sliding_window: int | None = None, blocks: int | None = None,

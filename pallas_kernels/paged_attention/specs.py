@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.paged_attention.api import (
-    decode_schedule,
     paged_attention,
     paged_prefill_attention,
+    plan_decode,
+    plan_prefill,
 )
 from pallas_kernels.specs import HEADS, Attention, Cost, Spec
 
@@ -31,7 +32,7 @@ def decode(shapes: Attention) -> Spec:
         return shapes.cost(visible, read=visible)
 
     def plan(arguments, implementation):
-        schedule = decode_schedule(
+        schedule = plan_decode(
             arguments["lengths_SxK"], shapes.heads.D, jnp.dtype(shapes.dtype),
             sliding_window=shapes.sliding_window, implementation=implementation,
         )  # fmt: skip
@@ -70,8 +71,18 @@ def prefill(shapes: Attention) -> Spec:
         read = np.where(counts > 0, np.minimum(lengths, window + counts - 1), 0)
         return shapes.cost(np.concatenate(visible), read)
 
+    def plan(arguments, implementation):
+        schedule = plan_prefill(
+            **arguments, num_tokens=shapes.sequences * shapes.chunk, num_heads=shapes.heads.H,
+            num_kv_heads=shapes.heads.K, sliding_window=shapes.sliding_window,
+            implementation=implementation,
+        )  # fmt: skip
+        return {"schedule": schedule}
+
     indices = ("query_starts", "lengths_S")
-    return Spec(paged_prefill_attention, arguments, cost, shapes.options, indices=indices)
+    return Spec(
+        paged_prefill_attention, arguments, cost, shapes.options, indices=indices, plan=plan
+    )
 
 
 _LLAMA = HEADS["llama-3-8b"]

@@ -182,7 +182,7 @@ def decode(
 
 def prefill(
     q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window,
-    soft_cap,
+    soft_cap, schedule=None,
 ):  # fmt: skip
     T, H, D = q.shape
     _, P, _ = k_pages.shape

@@ -170,10 +170,10 @@ def _call(
     if balance is None or not over_tiles:
         return None
     gpu, call, (kernel,) = TARGETS[target], OPS[op].specs[spec], over_tiles
-    seconds = predict.seconds(
-        kernel.prediction, balance, kernel.occupancy.blocks, len(compiled.launches), gpu
-    )
     cost = call.cost(call.drawn_indices())
+    seconds = predict.seconds(
+        kernel.prediction, balance, kernel.occupancy.blocks, len(compiled.launches), cost.bytes, gpu
+    )
     floors = {
         "bandwidth": cost.bytes / gpu.memory_bandwidth,
         "tensor": cost.flops / gpu.tensor_flops,

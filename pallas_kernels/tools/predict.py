@@ -120,10 +120,12 @@ def predict(
 
 
 def seconds(
-    prediction: Prediction, balance: Balance, resident: int, launches: int, target: Target
-) -> float:
+    prediction: Prediction, balance: Balance, resident: int, launches: int, bytes: int,
+    target: Target,
+) -> float:  # fmt: skip
     """Of a whole call: until the last of its thread blocks has ended, with partial results written
-    and read again."""
+    and read again, and no sooner than all `bytes` that it needs have come from memory once."""
+    rate = READ_SHARE * target.memory_bandwidth
     tile_s = resident * prediction.clocks[prediction.bound] / target.tensor_clock
-    merge_s = 2 * balance.partial_bytes / (READ_SHARE * target.memory_bandwidth)
-    return balance.longest_tiles * tile_s + merge_s + launches * LAUNCH_S
+    busy_s = max(balance.longest_tiles * tile_s, bytes / rate)
+    return busy_s + 2 * balance.partial_bytes / rate + launches * LAUNCH_S

@@ -5,8 +5,13 @@ import numpy as np
 
 from pallas_kernels import backend
 from pallas_kernels.ops import OPS
-from pallas_kernels.paged_attention import prefill_sm90, schedule, split_kv
+from pallas_kernels.paged_attention import prefill_sm90, split_kv
 from pallas_kernels.paged_attention import specs as attention_specs
+from pallas_kernels.paged_attention.schedule import (
+    DecodeSchedule,
+    PrefillSchedule,
+    multiprocessors,
+)
 from pallas_kernels.specs import Attention
 from pallas_kernels.tools.balance import Balance, balance
 from pallas_kernels.tools.targets import TARGETS
@@ -24,13 +29,13 @@ def balance_of(op: str, spec: str, target: str) -> Balance | None:
     shapes_of, find = _BALANCES[op]
     named = OPS[op].specs[spec]
     with backend.compiling_for(gpu):
-        return find(shapes_of[spec], **named.drawn_indices())
+        drawn = named.drawn_indices()
+        return find(shapes_of[spec], named.planned(drawn, kernel)["schedule"], **drawn)
 
 
-def _decode(shapes: Attention, lengths_SxK) -> Balance:
+def _decode(shapes: Attention, found: DecodeSchedule, lengths_SxK) -> Balance:
     heads, D, dtype = shapes.heads, shapes.heads.D, jnp.dtype(shapes.dtype)
     tile = split_kv.tile_tokens(D, dtype)
-    found = schedule.decode_schedule(lengths_SxK, tile, shapes.sliding_window)
     lengths = np.asarray(lengths_SxK, np.int64).reshape(-1)
     first = np.maximum(lengths - (shapes.sliding_window or lengths), 0)
     N = split_kv.padded_group(heads.H // heads.K)
@@ -44,11 +49,10 @@ def _decode(shapes: Attention, lengths_SxK) -> Balance:
     )
 
 
-def _prefill(shapes: Attention, query_starts, lengths_S) -> Balance:
+def _prefill(shapes: Attention, found: PrefillSchedule, query_starts, lengths_S) -> Balance:
     """A thread block runs an item for the query heads that share a tile of rows."""
     (H, K, D), window = (shapes.heads.H, shapes.heads.K, shapes.heads.D), shapes.sliding_window
     T = shapes.sequences * shapes.chunk
-    found = prefill_sm90.schedule_of(query_starts, lengths_S, T, H, K, window)
     assert found.key_tiles is None
     sequence, head, base, lo, hi, position, _, begin, end, place = np.asarray(found.items).T
     _, at, row = np.unique(
@@ -69,7 +73,7 @@ def _prefill(shapes: Attention, query_starts, lengths_S) -> Balance:
         np.repeat(tiles, groups),
         items,
         np.arange(len(items) + 1),
-        places=schedule.multiprocessors(),
+        places=multiprocessors(),
         partial_bytes=2 * prefill_sm90.ROWS * (D + 1) * _FLOAT32,
         kv_bytes=int(read.sum()) * 2 * K * D * jnp.dtype(shapes.dtype).itemsize,
     )

@@ -1,5 +1,7 @@
 """The arithmetic of predictions, against numbers worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from pallas_kernels.tools import predict
@@ -91,11 +93,14 @@ def test_seconds_of_a_call():
     prediction = predict.predict(DECODE, _loop(400, DECODE.flops), None, 2, H200, False)
     even = Balance(264, 0.0, 1.0, 1.0, 264 * 100, 100, 0, 0.0)
     # 100 tiles on each of two thread blocks, 1,791 clocks at 1.829 GHz each, and three launches.
-    assert predict.seconds(prediction, even, 2, 3, H200) == pytest.approx(
+    assert predict.seconds(prediction, even, 2, 3, 0, H200) == pytest.approx(
         195.8e-6 + 4.5e-6, rel=1e-3
     )
-    merged = Balance(264, 0.0, 1.0, 1.0, 264 * 100, 100, 10**8, 0.1)
-    more = predict.seconds(prediction, merged, 2, 3, H200) - predict.seconds(
-        prediction, even, 2, 3, H200
+    merged = replace(even, partial_bytes=10**8)
+    more = predict.seconds(prediction, merged, 2, 3, 0, H200) - predict.seconds(
+        prediction, even, 2, 3, 0, H200
     )
     assert more == pytest.approx(2 * 10**8 / (0.92 * 4.8e12))
+    # No sooner than memory gives what the call needs.
+    floor = predict.seconds(prediction, even, 2, 0, 10**10, H200)
+    assert floor == pytest.approx(10**10 / (0.92 * 4.8e12))
