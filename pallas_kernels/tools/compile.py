@@ -15,19 +15,21 @@ tables:
   call. predict.py holds the arithmetic and its assumptions;
 - the same of others' kernels for the same shapes (peers.py), where they can be imported.
 
-It exits with an error if a kernel spills, leaves no report, takes so many registers or so much
-shared memory that fewer thread blocks fit than it is made for, or does not wait for what it reads
-(synchronization.py); if a donated array is copied; if decode launches more than three kernels; or
-if a schedule leaves thread blocks without work. It needs the extra `aot`, and no GPU.
+It exits with an error if a kernel does not compile within minutes, spills, leaves no report, takes
+so many registers or so much shared memory that fewer thread blocks fit than it is made for, or does
+not wait for what it reads (synchronization.py); if a donated array is copied; if decode launches
+more than three kernels; or if its schedule leaves thread blocks without work. It needs the extra
+`aot`, and no GPU.
 """
 
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -45,8 +47,9 @@ from pallas_kernels.tools.targets import TARGETS
 RESIDENT = {"paged_decode": 2, "paged_prefill": 1}
 MOST_LAUNCHES = {"paged_attention": 3}
 MOST_IDLE, MOST_LONGEST = 0.05, 1.2
-# Specs whose schedules must be balanced on Hopper, and the most bytes of partial results for each
-# byte of keys and values.
+MOST_SECONDS = 300
+# Specs of decode whose schedules must be balanced on Hopper, and the most bytes of partial results
+# for each byte of keys and values.
 BALANCED = {
     "llama-3-8b": 0.02,
     "llama-3-8b-256x512": 0.0,
@@ -73,25 +76,29 @@ class Report:
     launches: what the op runs on the device.
     donated, aliased: the bytes that may be written in place, and those that are.
     balance, call: of the op's schedule, and what it makes of the call; None without one.
+    problem: why there is nothing else to say of it.
     """
 
     target: str
     op: str
     spec: str
     implementation: str
-    kernels: list[Kernel]
-    unsynchronized: list[str]
-    launches: list[str]
-    temporaries: int
-    donated: int
-    aliased: int
-    seconds: float
+    kernels: list[Kernel] = field(default_factory=list)
+    unsynchronized: list[str] = field(default_factory=list)
+    launches: list[str] = field(default_factory=list)
+    temporaries: int = 0
+    donated: int = 0
+    aliased: int = 0
+    seconds: float = 0.0
     balance: Balance | None = None
     call: Call | None = None
+    problem: str | None = None
 
     @property
     def faults(self) -> list[str]:
         """The reasons why the result is not acceptable; empty if it is."""
+        if self.problem:
+            return [self.problem]
         faults = list(self.unsynchronized)
         if self.implementation != "xla" and not self.kernels:
             faults.append("the compiler left no report")
@@ -110,7 +117,8 @@ class Report:
         if most and self.implementation != "xla" and len(self.launches) > most:
             faults.append(f"{len(self.launches)} launches, more than {most}")
         hopper = TARGETS[self.target].gpu.compute_capability >= (9, 0)
-        if self.balance and hopper and self.spec in BALANCED:
+        decode = hopper and self.op == "paged_attention"
+        if self.balance and decode and self.spec in BALANCED:
             faults += _imbalance(self.balance, BALANCED[self.spec])
         return faults
 
@@ -128,6 +136,23 @@ def _imbalance(found: Balance, most_partials: float) -> list[str]:
 
 def compile_one(target: str, op: str, spec: str, implementation: str) -> Report:
     """Compile in a new process: what a process has compiled before leaves no report again."""
+    # Mosaic's inference of layouts may take for ever.
+    signal.signal(signal.SIGALRM, _give_up)
+    signal.alarm(MOST_SECONDS)
+    try:
+        return _compile(target, op, spec, implementation)
+    except Exception as error:  # One kernel's trouble must not hide the others' reports.
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return Report(target, op, spec, implementation, problem=problem)
+    finally:
+        signal.alarm(0)
+
+
+def _give_up(*_) -> None:
+    raise TimeoutError(f"not compiled after {MOST_SECONDS} s")
+
+
+def _compile(target: str, op: str, spec: str, implementation: str) -> Report:
     start = time.perf_counter()
     gpu, call = TARGETS[target], OPS[op].specs[spec]
     arguments = call.shapes()

@@ -73,6 +73,7 @@ PASSING = compile_gate.Report(
         ({"balance": replace(BALANCED, longest=1.3)}, "has 1.30 times the mean work"),
         ({"balance": replace(BALANCED, partials=0.03)}, "partial results are 3.0%"),
         ({"kernels": []}, "the compiler left no report"),
+        ({"problem": "TimeoutError: not compiled"}, "TimeoutError: not compiled"),
         ({"unsynchronized": ["reads too early"]}, "reads too early"),
         ({"aliased": 0}, "not written in place"),
         ({"temporaries": 65}, "not written in place"),
