@@ -78,8 +78,9 @@ def decode(
                 def _():
                     slot = lax.rem(tile_index - begin, stages)
                     pages = tiles.page_ids(
-                        tables_ref.at[row], lax.rem(row, K), tile_index * tile, tile, P, offset_ref
-                    )
+                        tables_ref.at[row], lax.rem(row, K), tile_index * tile, tile, first, length,
+                        P, offset_ref,
+                    )  # fmt: skip
                     source = pl.ds(pl.multiple_of(lax.rem(tile_index * tile, P), rows), rows)
                     for i, page in enumerate(pages):
                         copy_async(pool.at[page, source], buffer.at[slot, pl.ds(i * rows, rows)])

@@ -56,7 +56,8 @@ def decode(
         @pl.when(warpgroup == 1)
         def fetch():
             def fetch_item(item, n):
-                row, begin, end, _, _ = (items_ref[item, field] for field in range(5))
+                row, begin, end, _, length = (items_ref[item, field] for field in range(5))
+                first = schedules.first_token(length, sliding_window)
                 slot = query_slot(item)
                 pl.when(item >= first_item + QUERY_SLOTS)(
                     lambda: plgpu.barrier_wait(q_read.at[slot])
@@ -64,13 +65,16 @@ def decode(
                 plgpu.copy_gmem_to_smem(
                     q_ref.at[row], queries_s.at[slot, pl.ds(0, G)], q_filled.at[slot]
                 )
-                return lax.fori_loop(begin, end, functools.partial(fetch_tile, row), n)
+                return lax.fori_loop(
+                    begin, end, functools.partial(fetch_tile, row, first, length), n
+                )
 
-            def fetch_tile(row, tile_index, n):
+            def fetch_tile(row, first, length, tile_index, n):
                 slot = lax.rem(n, stages)
                 pages = tiles.page_ids(
-                    tables_ref.at[row], lax.rem(row, K), tile_index * tile, tile, P, offset_ref
-                )
+                    tables_ref.at[row], lax.rem(row, K), tile_index * tile, tile, first, length, P,
+                    offset_ref,
+                )  # fmt: skip
                 source = pl.ds(pl.multiple_of(lax.rem(tile_index * tile, P), rows), rows)
                 for pool, buffer, filled, read in (
                     (k_ref, k_s, k_filled, k_read),

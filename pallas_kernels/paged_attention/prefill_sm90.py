@@ -28,6 +28,14 @@ from jax import lax
 
 from pallas_kernels.mosaic import kernel, multiply_add, pl, plgpu, product_but, store, swizzled
 from pallas_kernels.paged_attention import tiles
+from pallas_kernels.paged_attention.prefill_rows import (
+    ROWS,
+    merge,
+    packed_heads,
+    padded_rows,
+    queries_of_warpgroup,
+    store_rows,
+)
 from pallas_kernels.paged_attention.schedule import (
     ALIGNMENT,
     PrefillSchedule,
@@ -37,31 +45,11 @@ from pallas_kernels.paged_attention.schedule import (
 )
 from pallas_kernels.paged_attention.tiles import LAYOUT, LOG2_E, NEG_INF, constant, rows
 
-ROWS = 64  # Rows of one warpgroup: the M of a wgmma.
 KV_TILE = 128  # Keys of one step. The page size must divide it.
 STAGES = 2  # Tiles of keys and values in flight, as shared memory allows at D = 128.
-FEW_TOKENS = 512  # With at most so many queries, rows of a tile may stay unused.
 FIELDS = 10  # Of an item.
 
 refusal = tiles.refusal
-
-
-def packed_heads(G: int, T: int) -> int:
-    """How many of G query heads share a tile of rows, so that they share what it reads.
-
-    A warpgroup has room for 64 // heads queries of each head, rounded down to whole TMA tiles.
-    """
-    if G in (1, 2, 4, 8) or (G < 8 and T <= FEW_TOKENS):
-        return G
-    return 8 if G % 8 == 0 else 1
-
-
-def queries_of_warpgroup(heads: int) -> int:
-    return ROWS // heads // ALIGNMENT * ALIGNMENT
-
-
-def padded_rows(T: int, G: int) -> int:
-    return max(T + -T % ALIGNMENT, 2 * queries_of_warpgroup(packed_heads(G, T)))
 
 
 def schedule_of(
@@ -135,66 +123,8 @@ def prefill(
         q.reshape(padded, H * D), k_pages, v_pages, tables, schedule.items, *lists,
         page_offset.reshape(-1),
     )  # fmt: skip
-    out = _merge(schedule, partials, lses, out, heads, queries)
+    out = merge(schedule, partials, lses, out, heads, queries)
     return out.reshape(padded, H, D)[:T]
-
-
-def _merge(schedule, partials, lses, out, heads: int, queries: int):
-    _, groups, _, _, D = partials.shape
-
-    def merge_partials(merges_ref, items_ref, partials_ref, lses_ref, out_ref, out_s):
-        merge, group, warpgroup = (lax.axis_index(x) for x in ("merge", "group", "warpgroup"))
-        item, begin, end = (merges_ref[merge, field] for field in range(3))
-
-        def add(place, carry):
-            acc, top, total = carry
-            where = place, group, warpgroup
-            new = plgpu.load(lses_ref.at[where], layout=LAYOUT.reduce(1), optimized=False)
-            new_top = jnp.maximum(top, new)
-            decay, weight = jnp.exp(top - new_top), jnp.exp(new - new_top)
-            part = plgpu.load(partials_ref.at[where], layout=LAYOUT, optimized=False)
-            acc = acc * rows(decay, acc.shape) + part * rows(weight, acc.shape)
-            return acc, new_top, total * decay + weight
-
-        @pl.when(item >= 0)
-        def _():
-            of_rows = partial(constant, shape=(ROWS,), layout=LAYOUT.reduce(1))
-            start = constant(0, (ROWS, D)), of_rows(NEG_INF), of_rows(0)
-            acc, _, total = lax.fori_loop(begin, end, add, start)
-            acc *= rows(1 / jnp.maximum(total, 1e-30), acc.shape)
-            first_head = (items_ref[item, 1] * groups + group) * heads
-            base, lo, hi = (items_ref[item, field] for field in (2, 3, 4))
-            _store_rows(acc, out_s, out_ref, base, lo, hi, first_head, warpgroup, heads, queries)
-            plgpu.wait_smem_to_gmem(0)
-
-    out = jax.new_ref(out)
-    kernel(
-        merge_partials,
-        out_type=(),
-        grid=(len(schedule.merges), groups, 2),
-        grid_names=("merge", "group", "warpgroup"),
-        scratch_types=[plgpu.SMEM((ROWS, D), out.dtype)],
-    )(schedule.merges, schedule.items, partials, lses, out)
-    return out[...]
-
-
-def _store_rows(
-    acc, out_s, out_ref, base, lo, hi, first_head, warpgroup, heads: int, queries: int
-) -> None:
-    """Store the rows of one warpgroup [ROWS, D] that are the sequence's own, by query head."""
-    D = out_s.shape[-1]
-    out_s[...] = acc.astype(out_s.dtype)
-    plgpu.commit_smem()
-    my_row = warpgroup * queries
-    first = jnp.maximum(lo - my_row, 0)
-    count = jnp.maximum(jnp.minimum(hi - my_row, queries) - first, 0)
-    for g in range(heads):
-        columns = pl.ds((first_head + g) * D, D)
-        tiles.copy_run(
-            out_s.at[pl.ds(g * queries, queries)],
-            out_ref.at[pl.ds(base + my_row, queries), columns],
-            first, count,
-        )  # fmt: skip
 
 
 def _attend(
@@ -213,6 +143,8 @@ def _attend(
     )
     first_head = (kv_head * lax.axis_size("group") + group) * heads
 
+    oldest = first_token(position + lo + 1, sliding_window)
+
     def key_tile(entry):
         return entry if key_tiles_ref is None else key_tiles_ref[entry]
 
@@ -225,7 +157,6 @@ def _attend(
         my_q, my_p = q_s.at[warpgroup], p_s.at[warpgroup]
         my_row = warpgroup * queries
         my_position = position + my_row
-        oldest = first_token(position + lo + 1, sliding_window)
         # Scores are scaled to base 2 only inside exp2, as part of a fused multiply-add.
         to_base_2 = LOG2_E * (scale if soft_cap is None else soft_cap)
 
@@ -313,7 +244,7 @@ def _attend(
         def finish(acc, top, total):
             @pl.when(place < 0)
             def _():
-                _store_rows(
+                store_rows(
                     acc, out_s.at[warpgroup], out_ref, base, lo, hi, first_head, warpgroup,
                     heads, queries,
                 )  # fmt: skip
@@ -352,7 +283,9 @@ def _attend(
             slot = slot_of(entry)
             first_key = key_tile(jnp.minimum(entry, end - 1)) * KV_TILE
             table_ref = tables_ref.at[sequence, kv_head]
-            ids = tiles.page_ids(table_ref, kv_head, first_key, KV_TILE, P, offset_ref)
+            ids = tiles.page_ids(
+                table_ref, kv_head, first_key, KV_TILE, oldest, length, P, offset_ref
+            )
             both_pools = (k_ref, k_s, k_filled, k_read), (v_ref, v_s, v_filled, v_read)
             for pool, buffer, filled, read in both_pools:
                 pl.when(entry >= begin + STAGES)(partial(plgpu.barrier_wait, read.at[slot]))
@@ -364,7 +297,7 @@ def _attend(
     @pl.when((hi > lo) & (begin == end) & (warpgroup < 2))
     def write_zeros():
         zeros = constant(0, (ROWS, D))
-        _store_rows(
+        store_rows(
             zeros, out_s.at[warpgroup], out_ref, base, lo, hi, first_head, warpgroup, heads, queries
         )
         plgpu.wait_smem_to_gmem(0)

@@ -33,16 +33,15 @@ def refusal(q, k_pages, v_pages) -> str | None:
     return None
 
 
-def page_ids(table_ref, head, first_token, tokens: int, P: int, offset_ref) -> list:
-    """The pages of `tokens` tokens from `first_token` on, or the page that they are a part of.
+def page_ids(table_ref, head, start, tokens: int, first, length, P: int, offset_ref) -> list:
+    """The pages of the `tokens` tokens from `start` on, or the page that they are a part of.
 
-    table_ref: [M], a row of the table. head: its KV head. offset_ref: [1] or [K].
+    table_ref: [M], a row of the table. head: its KV head. offset_ref: [1] or [K]. Entries without a
+    token from `first` to `length` - 1 are not read: another page takes their place, masked.
     """
-    (M,) = table_ref.shape
     offset = offset_ref[head if offset_ref.shape[0] > 1 else 0]
-    first = lax.div(first_token, P)
-    # The last tile may reach beyond the table. Tokens there are masked.
-    entries = [jnp.minimum(first + i, M - 1) for i in range(max(1, tokens // P))]
+    entry, least, most = (lax.div(x, P) for x in (start, first, length - 1))
+    entries = [jnp.clip(entry + i, least, most) for i in range(max(1, tokens // P))]
     # All entries are read before the first copy, or each read would wait for a copy.
     return [table_ref[entry] + offset for entry in entries]
 

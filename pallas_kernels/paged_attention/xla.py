@@ -20,12 +20,6 @@ QUERY_TILE = 64  # Prefill queries that share what an iteration gathers.
 NEG_INF = -1e30
 
 
-def _pad_to_multiple(x, axis: int, multiple: int):
-    padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, -x.shape[axis] % multiple)
-    return jnp.pad(x, padding)
-
-
 def _read(k_pages_NxPxD, v_pages_NxPxD, ids):
     """Keys and values [..., C, D] of the tokens of the pages `ids` [..., m], which must be valid.
 
@@ -136,7 +130,9 @@ def decode(
         return all_scores.at[s[:, None, None], heads, :, columns].set(scores, mode="drop")
 
     columns, held = _ends(first, lengths, begin, end, P, sliding_window)
-    ids = listed(jnp.arange(S), columns)
+    # An entry of the table without a token that is read may name no page.
+    some_held = held.reshape(*columns.shape, P).any(-1)
+    ids = jnp.where(some_held, listed(jnp.arange(S), columns), 0)
     k, v = _read(k_pages, v_pages, ids)
     v = jnp.where(held[..., None], v, 0)
     scores = _scores(q_SxKxGxD, k, scale, soft_cap)
@@ -152,6 +148,7 @@ def decode(
     fullest = jnp.argmax(end - begin)
     whole_page = tables.reshape(S * K, -1)[fullest, begin.reshape(-1)[fullest]]
     whole_page += page_offset if page_offset.ndim == 0 else page_offset[fullest % K]
+    whole_page = jnp.where((end > begin).any(), whole_page, 0)
 
     def body(i, state):
         acc, top, total, kept = state
@@ -192,7 +189,6 @@ def prefill(
     chunk = pages * P
     tile = min(T, QUERY_TILE)
 
-    tables = _pad_to_multiple(tables, 2, pages)
     # A sequence's rows are cut into tiles. The last tile may write into rows of the next sequence,
     # which that sequence's own tiles overwrite later.
     counts = query_starts[1:] - query_starts[:-1]
@@ -208,12 +204,12 @@ def prefill(
         position = lengths[s] - query_starts[s + 1] + start + jnp.arange(tile)
         position = jnp.minimum(position, lengths[s] - 1)
         first = _first_tokens(position + 1, sliding_window)
+        last_column = jnp.maximum(lengths[s] - 1, 0) // P
 
         def attend_chunk(j, state):
-            ids = (
-                jax.lax.dynamic_slice(tables, (s, 0, j * pages), (1, K, pages))[0]
-                + page_offset[..., None]
-            )
+            # An entry of the table without a token that is read may name no page.
+            columns = jnp.clip(j * pages + jnp.arange(pages), first[0] // P, last_column)
+            ids = tables[s][:, columns] + page_offset[..., None]
             index = j * chunk + jnp.arange(chunk)
             seen = (index <= position[:, None]) & (index >= first[:, None])
             held = (index < lengths[s]) & (index >= first[0])
