@@ -5,7 +5,7 @@ import numpy as np
 
 from pallas_kernels import backend
 from pallas_kernels.ops import OPS
-from pallas_kernels.paged_attention import prefill_sm90, split_kv
+from pallas_kernels.paged_attention import prefill_rows, prefill_sm90, split_kv
 from pallas_kernels.paged_attention import specs as attention_specs
 from pallas_kernels.paged_attention.schedule import (
     DecodeSchedule,
@@ -63,7 +63,7 @@ def _prefill(shapes: Attention, found: PrefillSchedule, query_starts, lengths_S)
     first = np.maximum((position + lo)[at] + 1 - (window or 2**30), 0)
     tile = prefill_sm90.KV_TILE
     tiles = np.where((hi > lo)[at], np.maximum(-(-keys // tile) - first // tile, 0), 0)
-    groups = H // K // prefill_sm90.packed_heads(H // K, T)
+    groups = H // K // prefill_rows.packed_heads(H // K, T)
     items = np.repeat(np.stack([row.reshape(-1), begin, end, place], axis=1), groups, axis=0)
     items[:, 0] = items[:, 0] * groups + np.tile(np.arange(groups), len(found.items))
     counts = np.diff(np.asarray(query_starts))
@@ -74,7 +74,7 @@ def _prefill(shapes: Attention, found: PrefillSchedule, query_starts, lengths_S)
         items,
         np.arange(len(items) + 1),
         places=multiprocessors(),
-        partial_bytes=2 * prefill_sm90.ROWS * (D + 1) * _FLOAT32,
+        partial_bytes=2 * prefill_rows.ROWS * (D + 1) * _FLOAT32,
         kv_bytes=int(read.sum()) * 2 * K * D * jnp.dtype(shapes.dtype).itemsize,
     )
 
