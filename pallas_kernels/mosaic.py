@@ -29,6 +29,7 @@ __all__ = [
     "pl",
     "plgpu",
     "product_but",
+    "products_left",
     "store",
     "sub_jaxprs",
     "swizzled",
@@ -153,6 +154,13 @@ def kernel_seconds(jitted: Callable, arguments: tuple, repeats: int) -> list[flo
 def sub_jaxprs(eqn) -> list:
     """The jaxprs that an equation calls, in the order of its parameters."""
     return list(core.jaxprs_in_params(eqn.params))
+
+
+def products_left(eqn) -> int | None:
+    """How many products may be under way after an equation that waits for the older ones; None of
+    one that does not wait."""
+    name = eqn.primitive.name.removesuffix("_p")  # as JAX 0.11 calls it
+    return eqn.params.get({"wgmma_accumulator_deref": "wait_n", "wgmma_wait": "n"}.get(name, ""))
 
 
 def is_barrier(aval) -> bool:

@@ -31,7 +31,7 @@ the buffer that is read next, and one for all copies as one for all buffers.
 
 from dataclasses import dataclass, field, replace
 
-from pallas_kernels.mosaic import is_shared_memory, sub_jaxprs
+from pallas_kernels.mosaic import is_shared_memory, products_left, sub_jaxprs
 from pallas_kernels.tools.kernel_jaxpr import LOOPS, bodies, calls, inner_roots, known
 
 _READS = {"get", "load", "wgmma_ref", "copy_smem_to_gmem"}
@@ -161,10 +161,8 @@ class _Checker:
                 state.end_waits(barrier)
                 if barrier not in self._arrived:
                     self._complain(eqn, "waits at a barrier where nobody arrives")
-            elif name in ("wgmma_accumulator_deref_p", "wgmma_wait"):
-                newer = eqn.params.get("wait_n", eqn.params.get("n"))
-                if newer is not None:
-                    state.multiplying = state.multiplying[len(state.multiplying) - newer :]
+            elif (newer := products_left(eqn)) is not None:
+                state.multiplying = state.multiplying[max(0, len(state.multiplying) - newer) :]
             elif name == "wait_gmem_to_smem":
                 state.vouched = frozenset(b for b, f in self._filled.items() if _CP_ASYNC in f)
                 if eqn.params["n"] == 0:
