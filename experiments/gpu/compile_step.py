@@ -31,6 +31,7 @@ from experiments.gpu.step_report import (
     show,
 )
 from experiments.lib import run_record
+from experiments.lib.engines import GPU_PAGE_SIZE
 from experiments.lib.flags import define_dtype
 from experiments.lib.program import Options, Program, refusals
 from models import checkpoint
@@ -58,14 +59,17 @@ def define_flags() -> None:
     define_dtype("bfloat16")
     flags.DEFINE_integer("tensor_parallel", 1, "GPUs", lower_bound=1)
     flags.DEFINE_bool("whole_products", False, "split no product along its contraction")
-    flags.DEFINE_integer("page_size", 16, help_of(EngineConfig)["page_size"], lower_bound=1)
+    flags.DEFINE_integer(
+        "page_size", GPU_PAGE_SIZE, help_of(EngineConfig)["page_size"], lower_bound=1
+    )
     flags.DEFINE_integer("decodes", 64, "sequences that decode a token each", lower_bound=1)
     flags.DEFINE_integer("prefill_tokens", 0, "of a prompt beside them", lower_bound=0)
     flags.DEFINE_integer("context", 4096, "tokens of a sequence", lower_bound=2)
 
 
 def compile_step(
-    model: ModelConfig, target: str, step: Step, *, tensor_parallel: int = 1, page_size: int = 16,
+    model: ModelConfig, target: str, step: Step, *, tensor_parallel: int = 1,
+    page_size: int = GPU_PAGE_SIZE,
     dtype="bfloat16", whole_products: bool = False,
 ) -> tuple[Report, str]:  # fmt: skip
     """The engine's step at the model's shapes, with KV pools that fill the GPU: what is to be said

@@ -83,11 +83,12 @@ def test_thread_blocks_have_equal_parts(lengths, has_partials, blocks):
         st.tuples(st.sampled_from([0, 1, 7, 64, 129]), st.sampled_from([0, 1, 127, 4095])),
         min_size=1, max_size=4,
     ),
-    window=st.sampled_from([None, 1, 300]), G=st.sampled_from([1, 3, 4, 16]),
-    blocks=st.sampled_from([1, 7, 132]), padding=st.sampled_from([0, 200]),
+    program=st.sampled_from(
+        [(None, 1, 132, 0), (1, 3, 7, 200), (300, 4, 132, 0), (None, 16, 1, 200), (None, 4, 7, 0)]
+    ),
 )  # fmt: skip
-def test_prefill_items_cover_each_row_and_what_it_sees(chunks, window, G, blocks, padding):
-    K, tile = 2, prefill_sm90.KV_TILE
+def test_prefill_items_cover_each_row_and_what_it_sees(chunks, program):
+    (window, G, blocks, padding), K, tile = program, 2, prefill_sm90.KV_TILE
     chunks += [(0, 0)] * (4 - len(chunks))  # As many in each example, for few programs.
     counts = [n for n, _ in chunks]
     starts = np.cumsum([0, *counts]).astype(np.int32)
