@@ -49,14 +49,19 @@ def compile_peer(target: str, peer: str) -> PeerReport:
         return PeerReport(target, peer, None, problem)
 
 
-def _attention(_: GPU) -> tuple[Callable, tuple]:
-    """q [1, chunk, H, D], k and v [1, chunk, K, D]; FlashAttention-3's schedule."""
+def jax_attention() -> Callable:
+    """JAX's own causal attention on Mosaic, with FlashAttention-3's schedule: of q [B, T, H, D],
+    and of k and v [B, T, K, D], in float16; T is a multiple of 128."""
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
+    config = module.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
+    return partial(module.attention, config=config)
+
+
+def _attention(_: GPU) -> tuple[Callable, tuple]:
     shapes = PREFILL_SHAPES[SPEC]
     H, K, D = shapes.heads.H, shapes.heads.K, shapes.heads.D
     q, k = (jax.ShapeDtypeStruct((1, shapes.chunk, heads, D), DTYPE) for heads in (H, K))
-    config = module.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
-    return partial(module.attention, config=config), (q, k, k)
+    return jax_attention(), (q, k, k)
 
 
 def _matmul(gpu: GPU) -> tuple[Callable, tuple]:
