@@ -28,17 +28,12 @@ from pallas_kernels.paged_attention.tiles import columns
 
 COPIED_AT_ONCE = 128  # Elements, one for each thread.
 STAGE_BYTES = 64 * 1024  # Keys and values that a thread block has in flight.
+
+refusal = split_kv.refusal
+
 # Layouts of the operands of both products, for bfloat16 and float16.
 LHS = plgpu.Layout.MMA_LHS(jnp.bfloat16, m_warps=4)
 RHS = plgpu.Layout.MMA_RHS(jnp.bfloat16, m_warps=4)
-
-
-def refusal(q, k_pages, v_pages, K: int) -> str | None:
-    """Why the kernel cannot run these arguments, or None."""
-    _, H, D = q.shape
-    if H // K * D < COPIED_AT_ONCE:
-        return f"the query heads of a KV head must have {COPIED_AT_ONCE} elements, not {H // K * D}"
-    return split_kv.refusal(q, k_pages, v_pages, K)
 
 
 def decode(
@@ -49,6 +44,13 @@ def decode(
     _, P, _ = k_pages.shape
     K, dtype = tables.shape[1], q.dtype
     G = H // K
+    if G * D < COPIED_AT_ONCE:  # A single head of 64 elements is computed twice.
+        found = decode(
+            jnp.repeat(q, 2, axis=1), k_pages, v_pages, tables, lengths, page_offset=page_offset,
+            scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, schedule=schedule,
+            returns_scores=returns_scores,
+        )  # fmt: skip
+        return tuple(x[:, ::2] for x in found)
     N, tile = split_kv.padded_group(G), split_kv.tile_tokens(D, dtype)
     if schedule is None:
         schedule = schedules.decode_schedule(lengths, tile, sliding_window)
@@ -120,10 +122,8 @@ def decode(
             state = lax.fori_loop(
                 begin, end, functools.partial(step, q), split_kv.softmax_start(D, N, tile)
             )
-            split_kv.end_item(
-                *state, row, place, functools.partial(_write, out_s, out_ref),
-                lse_ref, partials_ref, lses_ref,
-            )  # fmt: skip
+            write = functools.partial(_write, out_s, out_ref)
+            split_kv.end_item(state, row, place, write, lse_ref, partials_ref, lses_ref)
 
         lax.fori_loop(block_items_ref[block], block_items_ref[block + 1], run_item, None)
 

@@ -119,10 +119,8 @@ def decode(
                     begin, end, functools.partial(step, row, first, length),
                     (n, *split_kv.softmax_start(D, N, tile)),
                 )  # fmt: skip
-                split_kv.end_item(
-                    *state, row, place, functools.partial(_write, out_s, out_ref),
-                    lse_ref, partials_ref, lses_ref,
-                )  # fmt: skip
+                write = functools.partial(_write, out_s, out_ref)
+                split_kv.end_item(state, row, place, write, lse_ref, partials_ref, lses_ref)
                 return n
 
             def step(row, first, length, tile_index, carry):

@@ -87,12 +87,14 @@ def prefill(
     lists = () if schedule.key_tiles is None else (schedule.key_tiles,)
 
     def paged_prefill(*refs):
-        inputs = len(lists) + 6
-        key_tiles_ref = refs[5] if lists else None
-        _attend(
-            *refs[:5], key_tiles_ref, *refs[inputs - 1 :], heads=heads, queries=queries,
-            scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
-        )  # fmt: skip
+        if not lists:
+            refs = *refs[:5], None, *refs[5:]
+        run(*refs)
+
+    run = partial(
+        _attend, heads=heads, queries=queries, scale=scale, sliding_window=sliding_window,
+        soft_cap=soft_cap,
+    )  # fmt: skip
 
     pages = KV_TILE // k_pages.shape[1]
     filled = plgpu.Barrier(num_arrivals=pages, num_barriers=STAGES)

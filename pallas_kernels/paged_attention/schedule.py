@@ -68,8 +68,8 @@ def decode_schedule(
     begin, end = cuts - starts[row], next_cuts - starts[row]
     partial = (cuts < next_cuts) & ((begin > 0) | (next_cuts < ends[row]))
     place = jnp.where(partial, jnp.cumsum(partial) - 1, -1)
-    items = [row, first_tile[row] + begin, first_tile[row] + jnp.minimum(end, tiles[row])]
-    items = jnp.stack([*items, place, lengths[row]], axis=1)
+    first_read, after = first_tile[row] + begin, first_tile[row] + jnp.minimum(end, tiles[row])
+    items = jnp.stack([row, first_read, after, place, lengths[row]], axis=1)
 
     (first,) = jnp.nonzero(partial & (begin == 0), size=blocks, fill_value=-1)
     (last,) = jnp.nonzero(partial & (next_cuts == ends[row]), size=blocks, fill_value=-1)
@@ -183,13 +183,13 @@ def split_items(
     sequence, base, lo, hi, position, length = (x[row] for x in fields)
     begin_entry = first[row] + work[row] * part // parts[row]
     end_entry = first[row] + work[row] * (part + 1) // parts[row]
-    items = [
+    columns = [
         sequence, head[row], base, lo, jnp.where(left_over, lo, hi), position, length,
         begin_entry, jnp.where(left_over, begin_entry, end_entry),
         jnp.where(parts[row] > 1, place_start[row] + part, -1),
     ]  # fmt: skip
     order = jnp.lexsort((begin_entry - end_entry, head[row], left_over))
-    items = jnp.stack(items, axis=1)[order].astype(jnp.int32)
+    items = jnp.stack(columns, axis=1)[order].astype(jnp.int32)
 
     (split,) = jnp.nonzero(parts > 1, size=max(1, blocks // 2), fill_value=-1)
     an_item = jnp.argsort(order)[(parts_end - parts)[split]]

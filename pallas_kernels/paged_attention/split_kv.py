@@ -129,9 +129,9 @@ def _merge(write, write_scratch, merges, partials, partial_lses, out, lse):
 # The functions below run inside kernels.
 
 
-def end_item(acc, top, total, row, place, write: Callable, lse_ref, partials_ref, lses_ref) -> None:
+def end_item(state, row, place, write: Callable, lse_ref, partials_ref, lses_ref) -> None:
     """Hand over an item's attention: to `write` if the item is the whole row."""
-    acc, lse = softmax_end(acc, top, total)
+    acc, lse = softmax_end(*state)
 
     @pl.when(place < 0)
     def _():

@@ -229,7 +229,7 @@ def test_a_plan_serves_all_layers():
     tables = rng.integers(0, 30, (2, K, 20)).astype(np.int32)
     q, lengths = _queries(rng, 40, 3, "bfloat16"), np.array([300, 31], np.int32)
     per_head, starts = np.tile(lengths[:, None], (1, K)), np.array([0, 33, 40], np.int32)
-    how = {"implementation": "mosaic_gpu"}
+    how: dict = {"implementation": "mosaic_gpu"}
     decode = plan_decode(per_head, D, "bfloat16", **how)
     prefill = plan_prefill(starts, lengths, 40, K * 3, K, **how)
     for op, schedule, arguments in [
@@ -292,13 +292,13 @@ def test_prefill_over_a_list_of_key_tiles_reads_these_alone():
     fields, head = np.tile(fields, (K, 1)), np.repeat(np.arange(K), len(fields))
     lists, ends = [], [0]
     seen = np.zeros((T, K, length), bool)
-    for (_, base, _, _, position, _), h in zip(fields, head):
-        last = (position + rows - 1) // tile
+    for (_, base, _, _, position, _), kv_head in zip(fields, head):
+        last = int(position + rows - 1) // tile
         chosen = sorted({last, *rng.choice(last, 3, replace=False)})
         lists += chosen
         ends.append(len(lists))
         for t in chosen:
-            seen[base : base + rows, h, t * tile : (t + 1) * tile] = True
+            seen[base : base + rows, kv_head, t * tile : (t + 1) * tile] = True
     assert dense.key_tiles is None
     schedule = split_items(
         list(jnp.asarray(fields.T)), jnp.asarray(head), jnp.array(ends[:-1]), jnp.array(ends[1:]),

@@ -85,7 +85,7 @@ class DensePolicy:
         """Which thread block reads what, the same in each layer."""
         T, K = inputs.tokens.shape[0], self.num_kv_heads
         Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
-        how = {"sliding_window": self.sliding_window, "implementation": self.implementation}
+        how: dict = {"sliding_window": self.sliding_window, "implementation": self.implementation}
         schedules: dict = {}
         if Tp:
             schedules["prefill"] = plan_prefill(
