@@ -37,6 +37,10 @@ class Instruction:
         return self.is_one_of("UTMALDG", "UBLKCP", "LDGSTS")
 
     @property
+    def ends(self) -> bool:
+        return self.is_one_of(*_ENDS)
+
+    @property
     def is_wait(self) -> bool:
         return self.opcode.startswith("SYNCS.PHASECHK")
 
@@ -114,7 +118,7 @@ class _Graph:
         labels: dict[str, int] = {}
         for item in instructions(text):
             last = self.blocks[-1]
-            if last and (isinstance(item, str) or last[-1].target or _ends(last[-1])):
+            if last and (isinstance(item, str) or last[-1].target or last[-1].ends):
                 self.blocks.append([])
             if isinstance(item, str):
                 labels[item] = len(self.blocks) - 1
@@ -122,9 +126,9 @@ class _Graph:
                 self.blocks[-1].append(item)
         self.after: list[list[int]] = []
         for number, block in enumerate(self.blocks):
-            last = block[-1] if block else Instruction("NOP")
-            following = [labels[last.target]] if last.target in labels else []
-            goes_on = last.conditional or not (last.target or _ends(last))
+            end = block[-1] if block else Instruction("NOP")
+            following = [labels[end.target]] if end.target in labels else []
+            goes_on = end.conditional or not (end.target or end.ends)
             if goes_on and number + 1 < len(self.blocks):
                 following.append(number + 1)
             self.after.append(following)
@@ -225,7 +229,3 @@ class _Graph:
                 order.append(block)
                 stack.pop()
         return order[::-1]
-
-
-def _ends(instruction: Instruction) -> bool:
-    return instruction.is_one_of(*_ENDS)

@@ -10,7 +10,8 @@ and demands that
 - a thread that only fills memory waits, before it does so again, at a barrier of those who read;
 - shared memory that was written from registers is committed before a wgmma or a TMA copy reads it,
   and before the thread tells another thread that it is ready;
-- products have ended before the memory that they read is written to or handed back;
+- products have ended before the memory that they read is written to or handed back, and copies
+  to global memory before the memory that they read is written to;
 - the kernel waits for its copies to global memory before it ends;
 - somebody arrives at each barrier at which somebody waits.
 
@@ -47,6 +48,7 @@ class _State:
     unawaited: buffers that copies fill, with the barriers of these copies.
     uncommitted: buffers that were written from registers.
     storing: whether copies to global memory may be under way.
+    stored: the buffers that such copies may still read.
     multiplying: the buffers that products under way read, the oldest product first.
     vouched: buffers of cp.async, the next one of which that is read has been waited for.
     """
@@ -54,6 +56,7 @@ class _State:
     unawaited: dict[int, frozenset[int]] = field(default_factory=dict)
     uncommitted: frozenset[int] = frozenset()
     storing: bool = False
+    stored: frozenset[int] = frozenset()
     multiplying: tuple[frozenset[int], ...] = ()
     vouched: frozenset[int] = frozenset()
 
@@ -70,6 +73,7 @@ class _State:
             barriers,
             self.uncommitted | other.uncommitted,
             self.storing or other.storing,
+            self.stored | other.stored,
             max(self.multiplying, other.multiplying, key=len),
             self.vouched & other.vouched,
         )
@@ -184,7 +188,9 @@ class _Checker:
                     self._complain(eqn, "fills shared memory that a product still reads")
                 state.vouched -= {buffer}
             elif name == "wait_smem_to_gmem":
-                state.storing = state.storing and eqn.params["n"] > 0
+                if eqn.params["n"] == 0:
+                    state.stored = frozenset()
+                    state.storing = state.storing and eqn.params["wait_read_only"]
             elif name in _READS | _WRITES:
                 self._touch(eqn, name, buffers, state)
             elif name in LOOPS:
@@ -218,7 +224,11 @@ class _Checker:
             state.uncommitted |= buffers
             if buffers & state.multiplied:
                 self._complain(eqn, "writes to shared memory that a product still reads")
-        state.storing = state.storing or name == "copy_smem_to_gmem"
+            if buffers & state.stored:
+                self._complain(eqn, "writes to shared memory that a copy still reads")
+        if name == "copy_smem_to_gmem":
+            state.storing = True
+            state.stored |= buffers
 
     def _complain(self, eqn, what: str) -> None:
         complaint = f"{eqn.primitive.name} {what}: {eqn}"
