@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.gpu import peers
-from experiments.gpu.correctness import SHAPES, Check, check, specs_to_check
+from experiments.gpu.correctness import SHAPES, Check, check, jitted, specs_to_check
 from experiments.lib import run_record
 from experiments.lib.signals import interrupts
 from pallas_kernels import backend, mosaic
@@ -75,12 +75,12 @@ class Timing:
 def device_seconds(function: Callable, *arguments) -> float:
     """Median time that the GPU spends in the kernels of `function(*arguments)`; without a GPU, the
     time of one call, which tells nothing about any."""
-    jitted = jax.jit(function)
-    jax.block_until_ready(jitted(*arguments))
+    call = jitted(function)
+    jax.block_until_ready(call(*arguments))
     if backend.current_gpu() is not None:
-        return statistics.median(mosaic.kernel_seconds(jitted, arguments, REPEATS))
+        return statistics.median(mosaic.kernel_seconds(call, arguments, REPEATS))
     start = time.perf_counter()
-    jax.block_until_ready(jitted(*arguments))
+    jax.block_until_ready(call(*arguments))
     return time.perf_counter() - start
 
 

@@ -28,7 +28,7 @@ import os
 import signal
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -195,6 +195,7 @@ def _call(
     if balance is None or not over_tiles:
         return None
     gpu, call, (kernel,) = TARGETS[target], OPS[op].specs[spec], over_tiles
+    assert kernel.prediction is not None
     cost = call.cost(call.drawn_indices())
     seconds = predict.seconds(
         kernel.prediction, balance, kernel.occupancy.blocks, len(compiled.launches), cost.bytes, gpu
@@ -302,15 +303,18 @@ def main(argv: list[str]) -> str | None:
         for target, op, spec, _ in jobs
         for peer in peers.of(op, spec, TARGETS[target].gpu)
     ]
-    reports, others = [], []
+    reports: list[Report] = []
+    others: list[peers.PeerReport] = []
     with ProcessPoolExecutor(
         arguments.processes, get_context("spawn"), max_tasks_per_child=1
     ) as pool:
-        running = {pool.submit(compile_one, *job): job for job in jobs}
-        asked = {pool.submit(peers.compile_peer, *job): job for job in peer_jobs}
-        for number, done in enumerate(as_completed(running | asked), 1):
-            (reports if done in running else others).append(done.result())
-            name = " ".join((running | asked)[done])
+        running: dict[Future, tuple[str, ...]] = {
+            **{pool.submit(compile_one, *job): job for job in jobs},
+            **{pool.submit(peers.compile_peer, *job): job for job in peer_jobs},
+        }
+        for number, done in enumerate(as_completed(running), 1):
+            found, name = done.result(), " ".join(running[done])
+            (reports if isinstance(found, Report) else others).append(found)
             print(f"{number}/{len(jobs) + len(peer_jobs)} {name}", file=sys.stderr)
     reports.sort(key=lambda r: jobs.index((r.target, r.op, r.spec, r.implementation)))
     others.sort(key=lambda r: peer_jobs.index((r.target, r.peer)))
