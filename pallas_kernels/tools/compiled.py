@@ -123,5 +123,7 @@ def _read_report(path: Path, launch: kernel_jaxpr.Launch, gpu: Target, reused: b
         occupancy=occupancy,
         loop=loop,
         fetching=fetching,
-        prediction=loop and predict.predict(launch, loop, fetching, occupancy.blocks, gpu, reused),
+        prediction=(
+            predict.predict(launch, loop, fetching, occupancy.blocks, gpu, reused) if loop else None
+        ),
     )

@@ -1,5 +1,7 @@
 """The balance of the attention ops' own schedules for their named arguments."""
 
+from collections.abc import Callable, Mapping
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -79,7 +81,7 @@ def _prefill(shapes: Attention, found: PrefillSchedule, query_starts, lengths_S)
     )
 
 
-_BALANCES = {
+_BALANCES: dict[str, tuple[Mapping[str, Attention], Callable[..., Balance]]] = {
     "paged_attention": (attention_specs.DECODE_SHAPES, _decode),
     "paged_prefill_attention": (attention_specs.PREFILL_SHAPES, _prefill),
 }

@@ -16,7 +16,7 @@ from pallas_kernels.specs import Attention, Heads
 
 @pytest.mark.slow
 def test_checks_times_and_names_every_part(tmp_path, capsys):
-    names = "bundled,small,long-context,capped-logits,chunk-of-long"
+    names = "bundled,small,long-context,capped-logits"
     flags = ["--small", f"--spec={names}", "--minutes=60", f"--output_dir={tmp_path}"]
     assert gpu_check.main(flags) is None
     found = json.loads((tmp_path / "gpu_check.json").read_text())

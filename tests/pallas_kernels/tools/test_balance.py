@@ -54,6 +54,7 @@ def test_tiles_that_are_read_twice_or_not_at_all_are_refused(items, message):
 )
 def test_thread_blocks_of_decode_end_together(spec, most_partials):
     found = balance_of("paged_attention", spec, "h200")
+    assert found is not None
     assert found.idle <= 0.05
     assert found.longest <= 1.2
     assert found.partials <= most_partials
