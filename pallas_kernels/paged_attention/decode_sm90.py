@@ -96,10 +96,6 @@ def decode(
             n = lax.fori_loop(first_item, end_item, fetch_item, jnp.int32(0))
             # No barrier may end with arrivals unseen.
             lax.fori_loop(jnp.maximum(n - stages, 0), n, drain, None)
-            lax.fori_loop(
-                jnp.maximum(end_item - QUERY_SLOTS, first_item), end_item,
-                lambda item, _: plgpu.barrier_wait(q_read.at[query_slot(item)]), None,
-            )  # fmt: skip
 
         @pl.when(warpgroup == 0)
         def compute():
@@ -119,6 +115,8 @@ def decode(
                     begin, end, functools.partial(step, row, first, length),
                     (n, *split_kv.softmax_start(D, N, tile)),
                 )  # fmt: skip
+                # The copy of the item before may still read.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 write = functools.partial(_write, out_s, out_ref)
                 split_kv.end_item(state, row, place, write, lse_ref, partials_ref, lses_ref)
                 return n
@@ -171,9 +169,7 @@ def decode(
 
 
 def _write(out_s, out_ref, row, attention_DxN):
-    # The copy of the item before may still read.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    out_s.transpose((1, 0))[...] = attention_DxN.astype(out_s.dtype)
+    store(out_s.transpose((1, 0)), attention_DxN.astype(out_s.dtype))
     plgpu.commit_smem()
     G = out_ref.shape[1]
     plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, G)], out_ref.at[row])
