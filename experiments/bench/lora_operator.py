@@ -96,13 +96,14 @@ class Weights:
 
 def segments_of(case: Case) -> Segments:
     """The adapters' tokens lie side by side; one program serves all popularities."""
-    ends = np.cumsum(case.lengths)
-    padding = (0, case.batch - len(ends))
-    slots, starts, ends = (
-        jnp.asarray(np.pad(x, padding), jnp.int32)
-        for x in (np.arange(len(ends)), ends - case.lengths, ends)
-    )
-    return Segments(slots, starts, ends, jnp.array([len(case.lengths)], jnp.int32))
+    lengths = np.array(case.lengths)
+    ends = np.cumsum(lengths)
+
+    def padded(numbers):
+        return jnp.asarray(np.pad(numbers, (0, case.batch - len(lengths))), jnp.int32)
+
+    count = jnp.array([len(lengths)], jnp.int32)
+    return Segments(padded(np.arange(len(lengths))), padded(ends - lengths), padded(ends), count)
 
 
 @jax.jit
@@ -183,7 +184,8 @@ def medians_us(
 ) -> dict[str, float]:
     """Microseconds of a call of each. In a round each is called as often as fills `least_us`; the
     runs take turns, so that a slow spell of the machine meets them all."""
-    calls, times = {}, {name: [] for name in runs}
+    calls: dict[str, int] = {}
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for name, run in runs.items():
         jax.block_until_ready(run())
         calls[name] = max(1, int(least_us / _mean_us(run, 1)))

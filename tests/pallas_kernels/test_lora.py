@@ -56,8 +56,9 @@ def _segments(rng, lengths, gaps, S):
     return Segments(slots, starts, ends, np.array([len(lengths)], np.int32))
 
 
-def _expected(x, a, b, segments, pages, counts, v_dtype):
+def _expected(x, a, b, tables, v_dtype):
     """v [T, Q * 16] and the result [T, O], token by token in float64."""
+    segments, pages, counts = tables
     v = np.zeros((len(x), Q * 16))
     y = np.zeros((len(x), b.shape[-1]))
     x, a, b = (z.astype(np.float64) for z in (x, a, b))
@@ -104,6 +105,7 @@ def _assert_near(found, expected, atol):
 @every_run
 def test_each_token_gets_the_product_with_its_own_adapter(implementation, dtype):
     kernel = implementation == "mosaic_gpu"
+    programs: list[tuple[int, int, int, str | None]]
     if kernel:
         programs = [(160, 256, 256, None), (3, 512, 128, None)]
     else:
@@ -116,7 +118,7 @@ def test_each_token_gets_the_product_with_its_own_adapter(implementation, dtype)
     def check(runs, program, seed):
         v_dtype = program[-1] or dtype
         x, a, b, tables = _inputs(dtype, runs, program, seed)
-        v, y = _expected(x, a, b, *tables, v_dtype)
+        v, y = _expected(x, a, b, tables, v_dtype)
         layer, how = jnp.int32(LAYER), {"implementation": implementation}
         atol = max(ATOL[dtype], ATOL[v_dtype])
 
@@ -169,7 +171,7 @@ def test_parts_of_a_projection_give_what_the_whole_gives(implementation):
     where a part is narrower than the rank."""
     program = (40, 32, 24, None)
     x, a, b, tables = _inputs("float32", [(1, 0), (9, 1), (17, 0)], program, 5)
-    _, whole = _expected(x, a, b, *tables, "float32")
+    _, whole = _expected(x, a, b, tables, "float32")
 
     def part(x, a, b):
         return run(sgmv, x, a, b, jnp.int32(LAYER), *tables, implementation=implementation)
@@ -204,6 +206,7 @@ def test_a_step_copies_no_stack_and_makes_no_second_output():
     x = arguments.pop("x_TxI")
     compiled = jax.jit(step).lower(x, arguments).compile()
     text = compiled.as_text()
+    assert text
     for name in ("a_LxNx16xI", "b_LxNx16xO"):
         shape = ",".join(map(str, arguments[name].shape))
         assert f"f32[{shape}]" in text
