@@ -1,0 +1,144 @@
+"""The public ops. They check shapes, fill in defaults and choose an implementation."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+from pallas_kernels.lora import reference, xla
+from pallas_kernels.lora.segments import PAGE_RANKS, Segments
+
+SGMV = {"reference": reference.fused, "xla": xla.fused}
+SHRINK = {"reference": reference.shrink, "xla": xla.shrink}
+EXPAND = {"reference": reference.expand, "xla": xla.expand}
+
+
+def sgmv(
+    x_TxI,
+    a_LxNx16xI,
+    b_LxNx16xO,
+    layer: int | jax.Array,
+    segments: Segments,
+    rank_pages_AxQ,
+    num_rank_pages_A,
+    *,
+    v_dtype=None,
+    implementation: str | None = None,
+):
+    """What LoRA adds to a projection, x·A·B with the adapter of each token's segment (Punica §4).
+
+    x:        [T, I] inputs of the projection.
+    a, b:     [L, N, 16, I] and [L, N, 16, O] pools of rank pages, for all layers of one projection.
+              A page holds 16 ranks: as many columns of A, each one row here, and rows of B. The
+              factor alpha / rank is part of b. An adapter whose rank is not a multiple of 16 has
+              zeros in the rest of its last page.
+    layer:    int32 scalar, which may be traced. The stacks are indexed and never copied.
+    segments: which tokens use which adapter slot; tokens of no segment get zeros.
+    rank_pages: [A, Q] int32 pages of the adapter in each slot. Entries that count must be valid;
+              the others, and what their pages hold, are never used.
+    num_rank_pages: [A] int32 how many entries of each row count, from 0 to Q. Ranks may differ: an
+              adapter costs as much as it has pages.
+    v_dtype:  dtype that x·A is rounded to before it is multiplied with B. None means x's dtype;
+              the paper has 16 bits.
+
+    Returns [T, O] in x's dtype. Products are summed in float32. Under tensor parallelism, a device
+    passes its own part of a and b and of what they are multiplied with: over parts of I the results
+    add up to that of the whole, and parts of O are parts of the result. Neither need be as wide as
+    the rank. Raises ValueError if arguments do not fit together, or if the named implementation
+    cannot run them.
+    """
+    _check("x", x_TxI, "a", a_LxNx16xI, segments, rank_pages_AxQ, num_rank_pages_A)
+    if a_LxNx16xI.shape[:3] != b_LxNx16xO.shape[:3] or b_LxNx16xO.ndim != 4:
+        raise ValueError(
+            f"b must be {[*a_LxNx16xI.shape[:3]]} by O as a is by I, not {b_LxNx16xO.shape}"
+        )
+    if not segments.slots.shape[0]:
+        return jnp.zeros((x_TxI.shape[0], b_LxNx16xO.shape[3]), x_TxI.dtype)
+    run = backend.choose("sgmv", SGMV, implementation)
+    return run(
+        x_TxI, a_LxNx16xI, b_LxNx16xO, layer, segments, rank_pages_AxQ, num_rank_pages_A,
+        v_dtype=jnp.dtype(x_TxI.dtype if v_dtype is None else v_dtype),
+    )  # fmt: skip
+
+
+def sgmv_shrink(
+    x_TxI,
+    a_LxNx16xI,
+    layer: int | jax.Array,
+    segments: Segments,
+    rank_pages_AxQ,
+    num_rank_pages_A,
+    *,
+    v_dtype=None,
+    implementation: str | None = None,
+):
+    """The first half of `sgmv`, v = x·A: [T, Q * 16] in `v_dtype`, or in x's dtype if it is None.
+
+    Columns 16q to 16q + 15 are the product with the q-th page of the token's adapter, and zeros
+    where the adapter has fewer pages. Arguments and errors are those of `sgmv`.
+    """
+    _check("x", x_TxI, "a", a_LxNx16xI, segments, rank_pages_AxQ, num_rank_pages_A)
+    v_dtype = jnp.dtype(x_TxI.dtype if v_dtype is None else v_dtype)
+    if not segments.slots.shape[0]:
+        return jnp.zeros((x_TxI.shape[0], rank_pages_AxQ.shape[1] * PAGE_RANKS), v_dtype)
+    run = backend.choose("sgmv_shrink", SHRINK, implementation)
+    return run(
+        x_TxI, a_LxNx16xI, layer, segments, rank_pages_AxQ, num_rank_pages_A, v_dtype=v_dtype
+    )  # fmt: skip
+
+
+def sgmv_expand(
+    v_TxR,
+    b_LxNx16xO,
+    layer: int | jax.Array,
+    segments: Segments,
+    rank_pages_AxQ,
+    num_rank_pages_A,
+    *,
+    dtype=None,
+    implementation: str | None = None,
+):
+    """The second half of `sgmv`, v·B: [T, O] in `dtype`, or in v's dtype if it is None.
+
+    v: [T, Q * 16] as `sgmv_shrink` returns it; columns of pages that an adapter does not have are
+    ignored. The other arguments and the errors are those of `sgmv`.
+    """
+    R = rank_pages_AxQ.shape[-1] * PAGE_RANKS
+    if v_TxR.ndim != 2 or v_TxR.shape[1] != R:
+        raise ValueError(
+            f"v must be [T, {R}], {PAGE_RANKS} ranks for each of the pages in rank_pages "
+            f"{rank_pages_AxQ.shape}, not {v_TxR.shape}"
+        )
+    _check("v", v_TxR, "b", b_LxNx16xO, segments, rank_pages_AxQ, num_rank_pages_A)
+    dtype = jnp.dtype(v_TxR.dtype if dtype is None else dtype)
+    if not segments.slots.shape[0]:
+        return jnp.zeros((v_TxR.shape[0], b_LxNx16xO.shape[3]), dtype)
+    run = backend.choose("sgmv_expand", EXPAND, implementation)
+    return run(
+        v_TxR, b_LxNx16xO, layer, segments, rank_pages_AxQ, num_rank_pages_A, dtype=dtype
+    )  # fmt: skip
+
+
+def _check(name, x, weights_name, weights, segments, rank_pages, num_rank_pages) -> None:
+    if x.ndim != 2 or 0 in x.shape:
+        raise ValueError(f"{name} must have two axes, none empty, not {x.shape}")
+    if weights.ndim != 4 or weights.shape[2] != PAGE_RANKS or 0 in weights.shape:
+        raise ValueError(
+            f"{weights_name} must be [L, N, {PAGE_RANKS}, width], none empty, not {weights.shape}"
+        )
+    if name == "x" and x.shape[1] != weights.shape[3]:
+        raise ValueError(f"x {x.shape} and a {weights.shape} must have the same last axis")
+    if rank_pages.ndim != 2 or 0 in rank_pages.shape:
+        raise ValueError(f"rank_pages must be [A, Q], no axis empty, not {rank_pages.shape}")
+    if num_rank_pages.shape != rank_pages.shape[:1]:
+        raise ValueError(
+            f"rank_pages {rank_pages.shape} need num_rank_pages [{rank_pages.shape[0]}], "
+            f"not {num_rank_pages.shape}"
+        )
+    S = segments.slots.shape
+    if len(S) != 1 or not segments.starts.shape == segments.ends.shape == S:
+        raise ValueError(
+            f"slots, starts and ends must all be [S], "
+            f"not {S}, {segments.starts.shape} and {segments.ends.shape}"
+        )
+    if S[0] and segments.count.shape != (1,):
+        raise ValueError(f"count must be [1], not {segments.count.shape}")

@@ -1,0 +1,42 @@
+"""Which tokens of a batch use which adapter (Punica §4: the segment indices s)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PAGE_RANKS = 16  # Ranks of a page: the least that a tensor core multiplies at once.
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Segments:
+    """Runs of tokens that share an adapter; arrays of int32, the same for all layers of a step.
+
+    slots: [S] the adapter slot of each run, a row of `rank_pages`.
+    starts, ends: [S] a run holds the tokens starts[s] to ends[s] - 1, and may be empty. Runs must
+        not overlap. Their order is free.
+    count: [1] how many runs there are; entries from there on are ignored.
+
+    Tokens of no run have no adapter. S = 0 says that there is none in the whole batch.
+    """
+
+    slots: Any
+    starts: Any
+    ends: Any
+    count: Any
+
+
+def slot_of_tokens(segments: Segments, T: int):
+    """The adapter slot of each token [T], and whether it has one [T]."""
+    token, run = jnp.arange(T)[:, None], jnp.arange(segments.slots.shape[0])
+    inside = (token >= segments.starts) & (token < segments.ends) & (run < segments.count[0])
+    return segments.slots[jnp.argmax(inside, 1)], inside.any(1)
+
+
+def pages_of_tokens(segments: Segments, T: int, rank_pages_AxQ, num_rank_pages_A):
+    """The rank pages of each token's adapter [T, Q], and which of them it has [T, Q]."""
+    slot, has_adapter = slot_of_tokens(segments, T)
+    held = jnp.arange(rank_pages_AxQ.shape[1]) < num_rank_pages_A[slot][:, None]
+    return rank_pages_AxQ[slot], held & has_adapter[:, None]
