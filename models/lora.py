@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
+from models.checkpoint import cast
 from models.config import ModelConfig
 from models.families import family
 from models.params import Param
@@ -61,7 +62,8 @@ def declare(config: ModelConfig, pages: int | None = None) -> dict[str, dict[str
 
 def page(lora: Lora, config: ModelConfig, number: int, dtype) -> dict[str, dict[str, np.ndarray]]:
     """Page `number` of an adapter, as `declare(config)` says, in `dtype`: without the projections
-    that have no ranks there. What is left of a page is zero."""
+    that have no ranks there. What is left of a page is zero. Raises ValueError for values beyond
+    `dtype`."""
     ranks = slice(number * PAGE_RANKS, (number + 1) * PAGE_RANKS)
     content = {}
     for name, declared in declare(config).items():
@@ -70,7 +72,7 @@ def page(lora: Lora, config: ModelConfig, number: int, dtype) -> dict[str, dict[
         content[name] = {key: np.zeros(param.shape, dtype) for key, param in declared.items()}
         for layer, pair in enumerate(lora.weights[name]):
             for key, matrix in zip(("a", "b"), pair or ()):
-                part = matrix[ranks]
+                part = cast(matrix[ranks], jnp.dtype(dtype), f"{name}, layer {layer}")
                 content[name][key][layer, : len(part)] = part
     return content
 

@@ -4,6 +4,8 @@ from collections import deque
 
 import numpy as np
 
+from paged.adapters.adapter import Adapter
+from paged.adapters.known import KnownAdapters
 from paged.checks import is_bool, is_real, is_text, refusal
 from paged.engine_loop import EngineLoop
 from paged.requests.registry import Requests
@@ -15,13 +17,14 @@ from paged.requests.validation import Prompt, token_limit, validated_prompt
 
 class Arrivals:
     """Checks requests, numbers them in the order of their arrival, and gives them the ids and the
-    seeds that they do not bring."""
+    seeds that they do not bring. adapters: those that they may name."""
 
     def __init__(self, loop: EngineLoop, requests: Requests, tokenizer):
         self._loop, self._requests, self._tokenizer = loop, requests, tokenizer
         self._clock = loop.executor.clock
         self._rng = np.random.default_rng(loop.config.seed)
         self._num_requests = 0
+        self.adapters = KnownAdapters(loop.model, loop.config)
 
     def validated(self, prompt: Prompt, sampling: SamplingParams) -> np.ndarray:
         """The prompt as token ids [n] int32. Raises ValueError as `validated_prompt` does."""
@@ -47,7 +50,7 @@ class Arrivals:
     def new_group(
         self, tokens: np.ndarray, sampling: SamplingParams, request_id: str | None = None,
         arrival_time: float | None = None, cache_salt: str = "", stream: bool = False,
-        mailbox: deque[RequestOutput] | None = None,
+        mailbox: deque[RequestOutput] | None = None, adapter: Adapter | None = None,
     ) -> SequenceGroup:  # fmt: skip
         """A request that is not queued yet. tokens: its prompt, validated; mailbox: where its
         outputs go, if not to `step`.
@@ -66,6 +69,7 @@ class Arrivals:
         group = SequenceGroup(request_id, order, tokens, sampling, seed, limit, eos)
         group.arrival_s = self._clock.now() if arrival_time is None else float(arrival_time)
         group.cache_salt, group.stream, group.mailbox = cache_salt, stream, mailbox
+        group.adapter = adapter
         if self._tokenizer is not None and not group.search and (sampling.stop or stream):
             for sequence in group.sequences:
                 sequence.text_stream = TextStream(self._tokenizer, sampling.stop)

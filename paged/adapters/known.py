@@ -1,0 +1,53 @@
+"""The adapters that requests may name."""
+
+from models import peft
+from models.config import ModelConfig
+from paged.adapters.adapter import Adapter
+from paged.checks import is_text, refusal, shown
+from paged.config import EngineConfig
+
+MOST_SHOWN = 10  # adapters that an error message names
+
+
+class KnownAdapters:
+    """By name; `add` gives a name another content, which later requests get.
+
+    by_content: all that there have been, by name and content hash.
+    """
+
+    def __init__(self, model: ModelConfig, config: EngineConfig):
+        self._model, self._config = model, config
+        self._by_name: dict[str, Adapter] = {}
+        self.by_content: dict[tuple[str, str], Adapter] = {}
+
+    def read(self, name: str, folder: str) -> Adapter:
+        """The adapter of a PEFT folder, not known yet.
+
+        Raises ValueError for what `peft.load` refuses, a rank above max_adapter_rank, a name that
+        is empty or no text, and where no adapters are configured.
+        """
+        if not self._config.adapter_slots:
+            raise ValueError("adapters need adapter_slots, which is 0")
+        if not is_text(name) or not name:
+            raise refusal("name", "a text that is not empty", name)
+        weights, content_hash = peft.load(folder, self._model)
+        if weights.rank > self._config.max_adapter_rank:
+            raise ValueError(
+                f"{folder}: the adapter's rank {weights.rank} is above max_adapter_rank "
+                f"({self._config.max_adapter_rank})"
+            )
+        return Adapter(name, str(folder), content_hash, weights.rank)
+
+    def add(self, adapter: Adapter) -> None:
+        known = self.by_content.setdefault((adapter.name, adapter.content_hash), adapter)
+        self._by_name[adapter.name] = known
+
+    def named(self, name: str | None) -> Adapter | None:
+        """None for None. Raises ValueError for a name that is not known."""
+        if name is None:
+            return None
+        if not isinstance(name, str) or name not in self._by_name:
+            names = [*map(repr, self._by_name)]
+            listed = ", ".join(names[:MOST_SHOWN] + ["…"] * (len(names) > MOST_SHOWN)) or "none yet"
+            raise ValueError(f"adapter {shown(name)} is not known; known are: {listed}")
+        return self._by_name[name]
