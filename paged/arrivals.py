@@ -5,7 +5,6 @@ from collections import deque
 import numpy as np
 
 from paged.adapters.adapter import Adapter
-from paged.adapters.known import KnownAdapters
 from paged.checks import is_bool, is_real, is_text, refusal
 from paged.engine_loop import EngineLoop
 from paged.requests.registry import Requests
@@ -17,14 +16,13 @@ from paged.requests.validation import Prompt, token_limit, validated_prompt
 
 class Arrivals:
     """Checks requests, numbers them in the order of their arrival, and gives them the ids and the
-    seeds that they do not bring. adapters: those that they may name."""
+    seeds that they do not bring."""
 
     def __init__(self, loop: EngineLoop, requests: Requests, tokenizer):
         self._loop, self._requests, self._tokenizer = loop, requests, tokenizer
         self._clock = loop.executor.clock
         self._rng = np.random.default_rng(loop.config.seed)
         self._num_requests = 0
-        self.adapters = KnownAdapters(loop.model, loop.config)
 
     def validated(self, prompt: Prompt, sampling: SamplingParams) -> np.ndarray:
         """The prompt as token ids [n] int32. Raises ValueError as `validated_prompt` does."""

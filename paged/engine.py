@@ -6,6 +6,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from paged.adapters.adapter import Adapter
+from paged.adapters.known import KnownAdapters
 from paged.arrivals import Arrivals
 from paged.config import EngineConfig
 from paged.device.buckets import Buckets
@@ -30,7 +31,8 @@ class Engine:
     """Serves one model through one executor, one call at a time (`exclusive`).
 
     Its parts: `loop` schedules and runs steps, `requests` has ids, mailboxes and outputs,
-    `event_log` writes `events`, and `metrics` holds what happened.
+    `event_log` writes `events`, `adapters` are those that requests may name, and `metrics` holds
+    what happened.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Engine:
         self.event_log = EventLog(self.metrics.events)
         self.requests = Requests(self.metrics, executor.clock, tokenizer)
         self.loop = EngineLoop(model, config, executor, self.requests, self.metrics, self.event_log)
+        self.adapters = KnownAdapters(model, config)
         self._arrivals = Arrivals(self.loop, self.requests, tokenizer)
         self._pinning = Pinning(self.loop, self.requests, self.event_log)
         self._owner: str | None = None  # the thread that is in a call: see `exclusive`
@@ -102,12 +105,13 @@ class Engine:
         Raises ValueError, naming file and field or tensor, for what cannot be served with this
         model, and where no adapters are configured.
         """
-        self._add_adapter(self._arrivals.adapters.read(name, folder))
+        self.add_known_adapter(self.adapters.read(name, folder))
 
-    def _add_adapter(self, adapter: Adapter) -> None:
+    def add_known_adapter(self, adapter: Adapter) -> None:
+        """One that a replay has from a log; its folder is read when it is loaded."""
         self._half_done = True
         self.event_log.adapter(self.executor.clock.now(), self.loop.round, adapter)
-        self._arrivals.adapters.add(adapter)
+        self.adapters.add(adapter)
         self._half_done = False
 
     # Requests
@@ -141,7 +145,7 @@ class Engine:
         sampling = SamplingParams() if sampling is None else sampling
         tokens = self._arrivals.validated(prompt, sampling)
         self._arrivals.check(request_id, arrival_time, stream)
-        known = self._arrivals.adapters.named(adapter)
+        known = self.adapters.named(adapter)
         group = self._arrivals.new_group(
             tokens, sampling, request_id, arrival_time, cache_salt, bool(stream), adapter=known
         )
@@ -232,7 +236,7 @@ class Engine:
         """
         arrivals, mailbox = self._arrivals, deque[RequestOutput]()
         valid = [(arrivals.validated(p, how), how) for p, how in paired(prompts, sampling)]
-        known = [arrivals.adapters.named(name) for name in each_adapter(adapters, len(valid))]
+        known = [self.adapters.named(name) for name in each_adapter(adapters, len(valid))]
         groups = [
             arrivals.new_group(tokens, how, mailbox=mailbox, adapter=adapter)
             for (tokens, how), adapter in zip(valid, known, strict=True)
@@ -262,7 +266,7 @@ class Engine:
         """
         how = SamplingParams() if sampling is None else sampling
         tokens = self._arrivals.validated(prompt, how)
-        known = self._arrivals.adapters.named(adapter)
+        known = self.adapters.named(adapter)
         stream = OutputStream(self._next_output, self._close, self.requests.dropped)
         group = self._arrivals.new_group(
             tokens, how, stream=True, mailbox=stream.mailbox, adapter=known
@@ -298,7 +302,7 @@ class Engine:
         """
         self._pinning.check()
         tokens, mailbox = self._arrivals.validated(prompt, SAMPLING), deque[RequestOutput]()
-        length, known = len(tokens), self._arrivals.adapters.named(adapter)
+        length, known = len(tokens), self.adapters.named(adapter)
         group = self._arrivals.new_group(
             tokens, SAMPLING, "pin", cache_salt=cache_salt, mailbox=mailbox, adapter=known
         )
