@@ -44,7 +44,7 @@ from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.recorded import RecordedTokens
 
-INPUTS = ("adapter", "loaded", "arrival", "abort", "pin")  # events of what comes from outside
+INPUTS = ("adapter", "arrival", "abort", "pin")  # events of what comes from outside
 
 
 def logged_config(log: EventLog) -> EngineConfig:
@@ -186,8 +186,10 @@ def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
 def _inputs(log: EventLog) -> list[tuple[int, int, dict]]:
     """(number of the event, rounds run before, event) of all that came in before a failure.
 
-    A pin stands for its request too, which arrived right before and ran alone.
+    A pin stands for its request too, which arrived right before and ran alone. The first 'loaded'
+    of a round stands for all: the round takes them in, see `RecordedLoads`.
     """
+    loaded: set[int] = set()  # rounds
     inputs: list[tuple[int, int, dict]] = []
     for number, event in enumerate(map(untimed, log)):
         if event["event"] == "failure":
@@ -200,6 +202,10 @@ def _inputs(log: EventLog) -> list[tuple[int, int, dict]]:
                 if not inputs or inputs[-1][2].get("prompt") != event["prompt"]:
                     raise ValueError("pin: its request did not arrive before it")
             inputs[-1] = (*inputs[-1][:2], event)
+        elif event["event"] == "loaded":
+            if event["round"] not in loaded:
+                inputs.append((number, event["round"], event))
+            loaded.add(event["round"])
         elif event["event"] in INPUTS:
             inputs.append((number, event["round"], event))
     return inputs
@@ -214,7 +220,7 @@ def _bring_in(engine: Engine, event: Event) -> None:
         elif event["event"] == "adapter":
             _add_adapter(engine, event)
         elif event["event"] == "loaded":
-            pass  # the next round takes it in: see `RecordedLoads`
+            pass  # the next round takes it in
         else:
             engine.add_request(
                 event["prompt"],

@@ -38,6 +38,10 @@ class KnownAdapters:
             )
         return Adapter(name, str(folder), content_hash, weights.rank)
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
     def add(self, adapter: Adapter) -> None:
         known = self.by_content.setdefault((adapter.name, adapter.content_hash), adapter)
         self._by_name[adapter.name] = known
@@ -47,7 +51,7 @@ class KnownAdapters:
         if name is None:
             return None
         if not isinstance(name, str) or name not in self._by_name:
-            names = [*map(repr, self._by_name)]
+            names = [*map(repr, self.names)]
             listed = ", ".join(names[:MOST_SHOWN] + ["…"] * (len(names) > MOST_SHOWN)) or "none yet"
             raise ValueError(f"adapter {shown(name)} is not known; known are: {listed}")
         return self._by_name[name]

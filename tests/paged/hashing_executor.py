@@ -216,7 +216,6 @@ class TwinLoads:
         self._coming: dict[Adapter, int] = {}  # rounds to come
 
     def begin(self, adapter: Adapter) -> None:
-        assert adapter not in self._coming
         self._coming[adapter] = int(self._rng.integers(0, 9))
 
     def finished(self, round_: int) -> list[tuple[Adapter, str | None]]:
