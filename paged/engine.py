@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence as List
+from pathlib import Path
 from typing import Any
 
 from models.config import ModelConfig
@@ -98,7 +99,7 @@ class Engine:
         self._half_done = False
 
     @exclusive
-    def add_adapter(self, name: str, folder: str) -> None:
+    def add_adapter(self, name: str, folder: str | Path) -> None:
         """Let requests name a LoRA adapter, a folder that PEFT wrote. It comes to the device when a
         request needs it. A name that is known gets the new content for later requests.
 

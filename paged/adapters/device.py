@@ -111,7 +111,7 @@ class DeviceAdapters:
             self._host[key] = self._read(adapter)
         self._host.move_to_end(key)
         pages = self._host[key]
-        while len(self._host) > 1 and sum(map(_bytes_of, self._host.values())) > self._host_bytes:
+        while self._host and sum(map(_bytes_of, self._host.values())) > self._host_bytes:
             self._host.popitem(last=False)
         place = self._shards.place_layers
         placed = [

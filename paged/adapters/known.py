@@ -1,5 +1,7 @@
 """The adapters that requests may name."""
 
+from pathlib import Path
+
 from models import peft
 from models.config import ModelConfig
 from paged.adapters.adapter import Adapter
@@ -20,7 +22,7 @@ class KnownAdapters:
         self._by_name: dict[str, Adapter] = {}
         self.by_content: dict[tuple[str, str], Adapter] = {}
 
-    def read(self, name: str, folder: str) -> Adapter:
+    def read(self, name: str, folder: str | Path) -> Adapter:
         """The adapter of a PEFT folder, not known yet.
 
         Raises ValueError for what `peft.load` refuses, a rank above max_adapter_rank, a name that
