@@ -110,6 +110,7 @@ class Engine:
 
     def add_known_adapter(self, adapter: Adapter) -> None:
         """One that a replay has from a log; its folder is read when it is loaded."""
+        self.adapters.check(adapter)
         self._half_done = True
         self.event_log.adapter(self.executor.clock.now(), self.loop.round, adapter)
         self.adapters.add(adapter)

@@ -243,8 +243,6 @@ class _Run:
 
     def _check_adapter(self, kind: str, event: Event) -> None:
         if kind == "adapter":
-            if event["rank"] < 1:
-                raise ValueError("rank must be at least 1")
             self.adapters.add((event["name"], event["content_hash"]))
             return
         which = event["adapter"], event["content_hash"]

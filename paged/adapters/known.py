@@ -25,20 +25,25 @@ class KnownAdapters:
     def read(self, name: str, folder: str | Path) -> Adapter:
         """The adapter of a PEFT folder, not known yet.
 
-        Raises ValueError for what `peft.load` refuses, a rank above max_adapter_rank, a name that
-        is empty or no text, and where no adapters are configured.
+        Raises ValueError for what `peft.load` and `check` refuse, and a name that is empty or no
+        text.
         """
-        if not self._config.adapter_slots:
-            raise ValueError("adapters need adapter_slots, which is 0")
         if not is_text(name) or not name:
             raise refusal("name", "a text that is not empty", name)
         weights, content_hash = peft.load(folder, self._model)
-        if weights.rank > self._config.max_adapter_rank:
+        adapter = Adapter(name, str(folder), content_hash, weights.rank)
+        self.check(adapter)
+        return adapter
+
+    def check(self, adapter: Adapter) -> None:
+        """Raise ValueError for an adapter that has no room."""
+        if not self._config.adapter_slots:
+            raise ValueError("adapters need adapter_slots, which is 0")
+        if not 1 <= adapter.rank <= self._config.max_adapter_rank:
             raise ValueError(
-                f"{folder}: the adapter's rank {weights.rank} is above max_adapter_rank "
-                f"({self._config.max_adapter_rank})"
+                f"adapter {shown(adapter.name)}: its rank {shown(adapter.rank)} is not from 1 to "
+                f"max_adapter_rank ({self._config.max_adapter_rank})"
             )
-        return Adapter(name, str(folder), content_hash, weights.rank)
 
     @property
     def names(self) -> list[str]:

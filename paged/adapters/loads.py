@@ -65,7 +65,8 @@ class SimulatedLoads:
 class RecordedLoads:
     """Loads that come when, and fail as, they did in the run of `events`, whatever they take now.
 
-    The adapters are those of `known`, by name and content hash.
+    The adapters are those of `known`, by name and content hash. What has not begun does not come:
+    the run then went another way.
     """
 
     def __init__(
@@ -73,20 +74,31 @@ class RecordedLoads:
         known: Mapping[tuple[str, str], Adapter],
     ):  # fmt: skip
         self._loads, self._known = loads, known
+        self._begun: set[Adapter] = set()
+        self._round = 0
         self._events: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
             if event["event"] == "loaded":
                 self._events.setdefault(event["round"], []).append(event)
 
     def begin(self, adapter: Adapter) -> None:
+        self._begun.add(adapter)
         self._loads.begin(adapter)
 
     def finished(self, round_: int) -> list[tuple[Adapter, str | None]]:
-        came = self._events.get(round_, [])
-        return [(self._known[e["adapter"], e["content_hash"]], e["error"]) for e in came]
+        self._round = round_
+        came = []
+        for event in self._events.get(round_, ()):
+            adapter = self._known.get((event["adapter"], event["content_hash"]))
+            if adapter in self._begun:
+                self._begun.remove(adapter)
+                came.append((adapter, event["error"]))
+        return came
 
     def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
         self._loads.install(adapter, slot, pages)
 
     def wait(self) -> None:
-        """The next round is the one that the log has next."""
+        """Raises ValueError unless something came in the next round: the run had waited for it."""
+        if self._round + 1 not in self._events:
+            raise ValueError(f"round {self._round + 1} waits for an adapter, and none is 'loaded'")
