@@ -213,7 +213,7 @@ def test_a_run_that_failed_replays_up_to_there():
         assert again.has_unfinished()
 
 
-PIN = {"event": "pin", "time_s": 0.0, "round": 0, "prompt": [3], "cache_salt": ""}
+PIN = {"event": "pin", "time_s": 0.0, "round": 0, "prompt": [3], "cache_salt": "", "adapter": None}
 
 
 def _set(log: list[dict], number: int, name: str, key: str, value) -> list[dict]:
