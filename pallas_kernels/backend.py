@@ -97,6 +97,14 @@ def choose(
     return on_either_device
 
 
+def runs_kernels(implementation: str | None) -> bool:
+    """Whether `choose` may give a kernel for this name, or for None by the rule."""
+    if implementation is not None:
+        return implementation in MADE_FOR
+    gpu = current_gpu()
+    return gpu is not None and gpu.compute_capability[0] == MADE_FOR["mosaic_gpu"]
+
+
 @functools.cache
 def _say_once(message: str) -> None:
     logging.getLogger("pallas_kernels").warning(message)

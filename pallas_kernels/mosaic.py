@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import jax.numpy as jnp
 from jax._src import core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.primitives import wgmma_accumulator_load
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import profiler
 from jax.experimental.mosaic.gpu import utils as _mosaic_utils
@@ -23,8 +24,10 @@ __all__ = [
     "kernel",
     "kernel_seconds",
     "mma",
+    "multiply_add",
     "pl",
     "plgpu",
+    "product_but",
     "store",
     "sub_jaxprs",
     "swizzled",
@@ -81,6 +84,28 @@ def tiled(columns: int) -> tuple:
 def swizzled(columns: int) -> tuple:
     """`tiled`, without bank conflicts if a row is 64 or 128 bytes of 2-byte elements."""
     return (*tiled(columns), plgpu.SwizzleTransform(2 * columns))
+
+
+def multiply_add(value, a, b, meanwhile: Callable):
+    """(value + a·b, what `meanwhile` gives), where `meanwhile` runs during the product.
+
+    The interpreter cannot begin a product with a value, so there the sum is taken afterwards.
+    """
+
+    def run(acc_ref):
+        if not interpreted():
+            acc_ref[...] = value
+        plgpu.wgmma(acc_ref, a, b)
+        found = meanwhile()
+        acc = acc_ref[...]
+        return (value + acc if interpreted() else acc), found
+
+    return pl.run_scoped(run, plgpu.ACC(value.shape, value.dtype))
+
+
+def product_but(newer: int, acc_ref):
+    """A product that has begun before the latest `newer` ones, once it has ended."""
+    return wgmma_accumulator_load(acc_ref, wait_n=newer)
 
 
 # The next four functions serve GPUs before Hopper. The interpreter knows neither cp.async nor mma.

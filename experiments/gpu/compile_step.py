@@ -8,7 +8,9 @@ each product read and its output written once. Ends with an error if the program
 GPU, does not update both KV pools in place, sends anything but two all-reduces a layer, reads a
 weight twice, or has a kernel that only copies much. Needs the extra `aot`, but no GPU.
 
-Without a GPU to time them on, the compiler guesses which of its products are fast.
+Without a GPU to time them on, the compiler guesses which of its products are fast. It splits many
+along the contraction, and their partial sums, which fit a GPU's L2 cache, are then most of what a
+decode step moves beyond the floor. --whole_products has none, to count what else there is.
 """
 
 import math
@@ -29,6 +31,7 @@ from experiments.gpu.step_report import (
     show,
 )
 from experiments.lib import run_record
+from experiments.lib.engines import GPU_PAGE_SIZE
 from experiments.lib.flags import define_dtype
 from experiments.lib.program import Options, Program, refusals
 from models import checkpoint
@@ -36,7 +39,7 @@ from models.config import ModelConfig
 from paged.checks import help_of
 from paged.config import EngineConfig
 from paged.device.mover import UnitMover
-from paged.device.step import StepProgram, stacks
+from paged.device.step import GPU_OPTIONS, StepProgram, stacks
 from paged.device.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
 from paged.simulator.roofline import kv_bytes_of_token
 from pallas_kernels import backend
@@ -44,6 +47,7 @@ from pallas_kernels.tools import aot
 from pallas_kernels.tools.targets import TARGETS
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
+WHOLE_PRODUCTS = {"xla_gpu_experimental_force_split_k": 1}
 MEMORY_SHARE = 0.7  # of a GPU's memory, for weights and KV pools; JAX takes 0.75 by default
 
 
@@ -54,15 +58,19 @@ def define_flags() -> None:
     flags.DEFINE_enum("target", "h200", sorted(TARGETS), "GPU")
     define_dtype("bfloat16")
     flags.DEFINE_integer("tensor_parallel", 1, "GPUs", lower_bound=1)
-    flags.DEFINE_integer("page_size", 16, help_of(EngineConfig)["page_size"], lower_bound=1)
+    flags.DEFINE_bool("whole_products", False, "split no product along its contraction")
+    flags.DEFINE_integer(
+        "page_size", GPU_PAGE_SIZE, help_of(EngineConfig)["page_size"], lower_bound=1
+    )
     flags.DEFINE_integer("decodes", 64, "sequences that decode a token each", lower_bound=1)
     flags.DEFINE_integer("prefill_tokens", 0, "of a prompt beside them", lower_bound=0)
     flags.DEFINE_integer("context", 4096, "tokens of a sequence", lower_bound=2)
 
 
 def compile_step(
-    model: ModelConfig, target: str, step: Step, *, tensor_parallel: int = 1, page_size: int = 16,
-    dtype="bfloat16",
+    model: ModelConfig, target: str, step: Step, *, tensor_parallel: int = 1,
+    page_size: int = GPU_PAGE_SIZE,
+    dtype="bfloat16", whole_products: bool = False,
 ) -> tuple[Report, str]:  # fmt: skip
     """The engine's step at the model's shapes, with KV pools that fill the GPU: what is to be said
     of it, and the program's text.
@@ -103,7 +111,8 @@ def compile_step(
     began = time.perf_counter()
     with backend.compiling_for(gpu.gpu):
         shape = step.prefill_tokens, step.decodes
-        compiled = program.compile(shape, abstract, None, cache, state)
+        options = GPU_OPTIONS | (WHOLE_PRODUCTS if whole_products else {})
+        compiled = program.compile(shape, abstract, None, cache, state, options)
     seconds = time.perf_counter() - began
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
@@ -163,6 +172,7 @@ def main(options: Options) -> None:
             tensor_parallel=options.tensor_parallel,
             page_size=options.page_size,
             dtype=options.dtype,
+            whole_products=options.whole_products,
         )
     print(show(report))
     if options.output_dir:

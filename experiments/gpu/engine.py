@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.decode_inputs import fill_decodes
+from experiments.lib.engines import GPU_PAGE_SIZE
 from models import checkpoint
 from models import params as parameters
 from models.config import ModelConfig
@@ -22,7 +23,6 @@ from paged.simulator.roofline import step_cost
 from pallas_kernels.specs import Cost
 
 LLAMA = Path(__file__).parents[2] / "configs" / "models" / "llama-3-8b"
-PAGE_SIZE = 16
 STEPS = 20  # dispatched one after the other, waited for at the end
 
 
@@ -42,8 +42,8 @@ def _seconds_and_cost(model: ModelConfig, decodes: int, context: int, dtype) -> 
         max_num_seqs=decodes,
         max_num_batched_tokens=decodes,
         max_model_len=context,
-        page_size=PAGE_SIZE,
-        kv_cache_tokens=decodes * context + PAGE_SIZE,
+        page_size=GPU_PAGE_SIZE,
+        kv_cache_tokens=decodes * context + GPU_PAGE_SIZE,
         watermark=0.0,
     )
     program = StepProgram.declare(config, Shards(model))
@@ -51,7 +51,7 @@ def _seconds_and_cost(model: ModelConfig, decodes: int, context: int, dtype) -> 
     params = parameters.init(declared, jax.random.key(0), dtype)
     cache, state = program.init(dtype)()
     inputs = program.empty_inputs((0, decodes))
-    fill_decodes(inputs, [context] * decodes, PAGE_SIZE, np.random.default_rng(0))
+    fill_decodes(inputs, [context] * decodes, GPU_PAGE_SIZE, np.random.default_rng(0))
     compiled = program.compile((0, decodes), params, None, cache, state)
 
     def run(steps, cache, state):

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from experiments.gpu import hlo
 from models.config import ModelConfig
 from paged.simulator.roofline import kv_bytes_of_token, layer_bytes
+from pallas_kernels.paged_attention.schedule import SCOPE
 from pallas_kernels.tools.targets import Target
 
 MOST_TEMPORARY = 0.05  # of one of the pools
 MOST_MOVED = 0.02  # of a layer's floor, by a kernel that computes nothing
 LAYER = r"params\['layers'\]\[(\d+)\]"  # begins the name of an argument
+KERNELS_OF_ATTENTION = 2  # One reads pages, and one merges partial results.
 MOSAIC = "mosaic_gpu_v2"  # the custom call of a Pallas kernel
 
 
@@ -45,6 +47,7 @@ class Kernel:
 class Report:
     """What a compiled step is, of each device. memory and floor: bytes by what they are for.
     collectives, mosaic_kernels: instructions of the whole step, by opcode and in all.
+    plan_kernels: of the whole step, which tell thread blocks of attention what to read.
     kernels: of one layer.  faults: what should not be."""
 
     kv_cache_tokens: int
@@ -52,6 +55,7 @@ class Report:
     memory: dict[str, int]
     collectives: dict[str, int]
     mosaic_kernels: int
+    plan_kernels: int
     kernels: list[Kernel]
     floor: dict[str, int]
     faults: list[str]
@@ -72,7 +76,8 @@ def report_of(
         traffic = program.traffic(op, pool)
         read = traffic.read
         if traffic.pools:
-            decodes = f"[{step.decodes}," in op.shape  # else it computes the prompt
+            # Else it computes the prompt.
+            decodes = f"[{step.decodes * model.num_kv_heads}," in op.shape
             tokens = step.decodes * step.context if decodes else step.prefill_tokens
             read += tokens * kv_bytes * traffic.pools // 2
         kernels.append(Kernel(op.name, program.kind(op), read, traffic.written))
@@ -83,6 +88,7 @@ def report_of(
         memory,
         {name: collectives[name] for name in hlo.COLLECTIVES if collectives[name]},
         mosaic_kernels=sum(MOSAIC in op.text for op in program if op.opcode == "custom-call"),
+        plan_kernels=sum(SCOPE in op.text for op in program.kernels()),
         kernels=kernels,
         floor=layer_bytes(model, *step.lengths, dtype),
         faults=[],
@@ -114,10 +120,14 @@ def _faults(
     expected = {"all-reduce": 2 * L} if tensor_parallel > 1 else {}
     check(report.collectives == expected, f"collectives {report.collectives}, not {expected}")
     attentions = (2 if step.prefill_tokens else 1) if gpu.gpu.compute_capability[0] == 9 else 0
+    expected_kernels = KERNELS_OF_ATTENTION * attentions
     check(
-        report.mosaic_kernels == attentions * L,
-        f"{report.mosaic_kernels} Mosaic kernels, not {attentions} in each of {L} layers",
+        report.mosaic_kernels == expected_kernels * L,
+        f"{report.mosaic_kernels} Mosaic kernels, not {expected_kernels} in each of {L} layers",
     )
+    planning = [op.name for op in _layer(program, L - 2) if SCOPE in op.text]
+    check(not planning, f"a layer plans again: {', '.join(planning)}")
+    check((report.plan_kernels > 0) == (attentions > 0), f"{report.plan_kernels} kernels of a plan")
     readers: dict[str, list[str]] = {}
     most = MOST_MOVED * sum(report.floor.values())
     for kernel in program.kernels():
@@ -156,7 +166,7 @@ def show(report: Report) -> str:
         f"GB on each device: {memory}",
         f"KV cache: {report.kv_cache_tokens} tokens",
         f"collectives: {report.collectives or 'none'}",
-        f"Mosaic kernels: {report.mosaic_kernels}",
+        f"Mosaic kernels: {report.mosaic_kernels}; of the step's plan: {report.plan_kernels}",
         f"compiled in {report.seconds_to_compile:.0f} s",
         "",
         f"{'kernel of a layer':<36} {'kind':<14} {'MB read':>9} {'written':>9}",

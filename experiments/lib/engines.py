@@ -20,16 +20,24 @@ from pallas_kernels import backend
 COMPILATION_CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/paged_jax/compilations")
 EXECUTORS = ("device", "simulated")
 INTERPRETER_THREADS = 8
+# A tile of decode attention is then one copy of keys and one of values.
+GPU_PAGE_SIZE = 64
 
 
 def engine_config(
-    model: ModelConfig, max_model_len: int | None = None, **fields: Any
+    model: ModelConfig,
+    max_model_len: int | None = None,
+    page_size: int | None = None,
+    **fields: Any,
 ) -> EngineConfig:
     """An EngineConfig of these fields for the model. max_model_len: None for the model's longest,
-    up to the default. Raises ValueError for what cannot work, before any weights are read."""
+    up to the default. page_size: None for the default, or GPU_PAGE_SIZE on a GPU. Raises ValueError
+    for what cannot work, before any weights are read."""
     if max_model_len is None:
         max_model_len = min(EngineConfig.max_model_len, model.max_position_embeddings)
-    config = EngineConfig(max_model_len=max_model_len, **fields)
+    if page_size is None:
+        page_size = GPU_PAGE_SIZE if backend.current_gpu() else EngineConfig.page_size
+    config = EngineConfig(max_model_len=max_model_len, page_size=page_size, **fields)
     check_model(model, config)
     # What it refuses would otherwise be refused after the weights are read.
     StepProgram.declare(config, Shards(model, config.tensor_parallel))

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from absl import flags
 
-from experiments.lib.engines import COMPILATION_CACHE, EXECUTORS
+from experiments.lib.engines import COMPILATION_CACHE, EXECUTORS, GPU_PAGE_SIZE
 from experiments.lib.program import Options
 from models import checkpoint
 from paged.checks import help_of
@@ -119,13 +119,14 @@ def define_executor_flag() -> None:
 
 def define_engine_flags(defaults: EngineConfig | None = None) -> None:
     """Define the fields of EngineConfig, of which --seed is the workload's too, and what `loading`
-    takes. defaults: None for those of EngineConfig, with the model's longest sequence."""
+    takes. defaults: None for those of EngineConfig, with the model's longest sequence and the
+    device's page size."""
     define_model_flags()
-    text, longest = help_of(EngineConfig)["max_model_len"], None
+    longest, page_size = help_of(EngineConfig)["max_model_len"], help_of(EngineConfig)["page_size"]
     if defaults is None:
-        text += f"; the model's by default, up to {EngineConfig.max_model_len}"
-    else:
-        longest = defaults.max_model_len
-    flags.DEFINE_integer("max_model_len", longest, text)
+        longest += f"; the model's by default, up to {EngineConfig.max_model_len}"
+        page_size += f"; by default {EngineConfig.page_size}, and {GPU_PAGE_SIZE} on GPUs"
+    flags.DEFINE_integer("max_model_len", getattr(defaults, "max_model_len", None), longest)
+    flags.DEFINE_integer("page_size", getattr(defaults, "page_size", None), page_size)
     flags.DEFINE_integer("seed", 0, "of the workload and of sampling", lower_bound=0)
-    define_fields(defaults or EngineConfig, leave_out=("max_model_len", "seed"))
+    define_fields(defaults or EngineConfig, leave_out=("max_model_len", "page_size", "seed"))

@@ -208,13 +208,13 @@ class StepProgram:
         )
 
     def compile(
-        self, shape: tuple[int, int], params, adapters, cache, state
+        self, shape: tuple[int, int], params, adapters, cache, state, gpu_options=GPU_OPTIONS
     ) -> jax.stages.Compiled:
         """(params, adapters, cache, state, packed) -> (cache, state, StepOutputs), with cache and
         state donated; the arguments may be `ShapeDtypeStruct`s that say where they lie."""
         packed = self.empty_inputs(shape).packed
         lowered = self._jit(shape, params, adapters).lower(params, adapters, cache, state, packed)
-        return lowered.compile(GPU_OPTIONS if self.shards.platform == "gpu" else None)
+        return lowered.compile(gpu_options if self.shards.platform == "gpu" else None)
 
     def check(self, shape: tuple[int, int], dtype) -> None:
         """Raises ValueError if the attention ops cannot compute in `dtype`."""

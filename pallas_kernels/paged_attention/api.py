@@ -4,20 +4,74 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.paged_attention import decode_sm80, decode_sm90, prefill_sm90, reference, xla
+from pallas_kernels.paged_attention import (
+    decode_sm80,
+    decode_sm90,
+    prefill_sm90,
+    reference,
+    schedule,
+    split_kv,
+    xla,
+)
+from pallas_kernels.paged_attention.schedule import DecodeSchedule, PrefillSchedule
 
-MOST_GROUP = 16  # The most query heads of a KV head that decode kernels take.
 DECODE = {
     "reference": reference.decode,
     "xla": xla.decode,
     "mosaic_gpu": decode_sm90.decode,
     "mosaic_gpu_ampere": decode_sm80.decode,
 }
+DECODE_REFUSALS = {"mosaic_gpu": decode_sm90.refusal, "mosaic_gpu_ampere": decode_sm80.refusal}
 PREFILL = {
     "reference": reference.prefill,
     "xla": xla.prefill,
     "mosaic_gpu": prefill_sm90.prefill,
 }
+
+
+def plan_decode(
+    lengths_SxK,
+    head_dim: int,
+    dtype,
+    *,
+    sliding_window: int | None = None,
+    implementation: str | None = None,
+) -> DecodeSchedule | None:
+    """The schedule of `paged_attention` for these lengths, to be made once for all layers.
+
+    lengths, sliding_window, implementation: as in `paged_attention`.
+    head_dim, dtype: of the pools.
+
+    Returns None where the implementation works without one.
+    """
+    if not backend.runs_kernels(implementation):
+        return None
+    tile = split_kv.tile_tokens(head_dim, dtype)
+    return schedule.decode_schedule(lengths_SxK, tile, sliding_window)
+
+
+def plan_prefill(
+    query_starts,
+    lengths_S,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    sliding_window: int | None = None,
+    implementation: str | None = None,
+) -> PrefillSchedule | None:
+    """The schedule of `paged_prefill_attention` for these chunks, to be made once for all layers.
+
+    query_starts, lengths, sliding_window, implementation: as in `paged_prefill_attention`.
+    num_tokens, num_heads, num_kv_heads: T, H and K.
+
+    Returns None where the implementation works without one.
+    """
+    if not backend.runs_kernels(implementation):
+        return None
+    return prefill_sm90.schedule_of(
+        query_starts, lengths_S, num_tokens, num_heads, num_kv_heads, sliding_window
+    )
 
 
 def paged_attention(
@@ -32,6 +86,8 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     return_lse: bool = False,
+    return_scores: bool = False,
+    schedule: DecodeSchedule | None = None,
     implementation: str | None = None,
 ):
     """Decode attention: one query per sequence over the pages of its table (vLLM §4.1, eq. 4).
@@ -42,14 +98,19 @@ def paged_attention(
               page, but what the page holds is never used.
     lengths:  [S, K] int32 tokens to read, at most M * P. A length of 0, which padding sequences
               have, gives zeros.
-    page_offset: int32 scalar added to every page id, so that one table serves all layers.
+    page_offset: int32 added to every page id, so that one table serves all layers: a scalar, or [K]
+              where KV heads have pages of their own.
     scale:    multiplies q·k; None means D ** -0.5.
     sliding_window: how many of the last tokens are read; None means all.
     soft_cap: scores become soft_cap * tanh(score / soft_cap).
     return_lse: whether to return the log-sum-exp of the scores too.
+    return_scores: whether to return the scores too.
+    schedule: `plan_decode` of these lengths, made for all layers; None makes one for this call.
 
     Returns [S, H, D] in q's dtype. With return_lse it also returns the log-sum-exp [S, H] float32,
     -inf where nothing is read, by which attention over several parts of a sequence can be merged.
+    With return_scores it also returns, last, the scores [S, H, M * P] float32 in the order of the
+    table, -inf for tokens that are not read: exp(score - log-sum-exp) is a token's probability.
     The kernels have no derivative. Raises ValueError if arguments do not fit together, or if the
     named implementation cannot run them.
     """
@@ -61,16 +122,18 @@ def paged_attention(
             f"{S} queries need tables [{S}, K, M] and lengths [{S}, {K}], "
             f"not {tables_SxKxM.shape} and {lengths_SxK.shape}"
         )
-    refusal = _refusal(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD)
-    if H // K > MOST_GROUP:
-        refusal = f"at most {MOST_GROUP} query heads may share a KV head, not {H // K}"
+    refuse = DECODE_REFUSALS.get(implementation or "mosaic_gpu")
+    refusal = refuse and refuse(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
     run = backend.choose("paged_attention", DECODE, implementation, refusal)
-    out, lse = run(
+    page_offset = _offset(page_offset, K)
+    out, lse, *scores = run(
         q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, lengths_SxK,
         page_offset=page_offset, scale=D**-0.5 if scale is None else scale,
-        sliding_window=sliding_window, soft_cap=soft_cap,
+        sliding_window=sliding_window, soft_cap=soft_cap, returns_scores=return_scores,
+        schedule=schedule,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    results = out, *[lse] * return_lse, *scores
+    return results if len(results) > 1 else out
 
 
 def paged_prefill_attention(
@@ -85,6 +148,7 @@ def paged_prefill_attention(
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    schedule: PrefillSchedule | None = None,
     implementation: str | None = None,
 ):
     """Causal attention of ragged chunks over pages that already hold the chunks' own tokens.
@@ -95,40 +159,34 @@ def paged_prefill_attention(
     query_starts: [S + 1] int32, non-decreasing from 0. Rows from query_starts[S] on are padding.
     lengths:  [S] int32 tokens of each sequence in the cache, with those of the chunk. The last
               query of a chunk sees all of them, and each query before it sees one fewer.
+    schedule: `plan_prefill` of these chunks, made for all layers; None makes one for this call.
 
     Returns [T, H, D] in q's dtype; padding rows hold any finite values. Raises ValueError if
     arguments do not fit together, or if the named implementation cannot run them.
     """
     S = tables_SxKxM.shape[0]
-    _check_pools(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM)
+    K = _check_pools(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM)
     _check_options(scale, sliding_window, soft_cap)
     if query_starts.shape != (S + 1,) or lengths_S.shape != (S,):
         raise ValueError(
             f"tables of {S} sequences need query_starts [{S + 1}] and lengths [{S}], "
             f"not {query_starts.shape} and {lengths_S.shape}"
         )
-    refusal = _refusal(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
+    refusal = prefill_sm90.refusal(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
     run = backend.choose("paged_prefill_attention", PREFILL, implementation, refusal)
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
     return run(
         q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, query_starts, lengths_S,
-        page_offset=page_offset, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
+        page_offset=_offset(page_offset, K), scale=scale, sliding_window=sliding_window,
+        soft_cap=soft_cap, schedule=schedule,
     )  # fmt: skip
 
 
-def _refusal(q, k_pages, v_pages) -> str | None:
-    """Why the kernels cannot run these arguments, or None."""
-    D, P = q.shape[-1], k_pages.shape[1]
-    if not q.dtype == k_pages.dtype == v_pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
-        return (
-            f"queries and pages must all be bfloat16 or all float16, "
-            f"not {q.dtype}, {k_pages.dtype} and {v_pages.dtype}"
-        )
-    if D not in (64, 128):
-        return f"head dim must be 64 or 128, not {D}"
-    if P not in (16, 32, 64, 128):
-        return f"page size must be 16, 32, 64 or 128, not {P}"
-    return None
+def _offset(page_offset, K: int) -> jax.Array:
+    offset = jnp.asarray(page_offset, jnp.int32)
+    if offset.shape not in ((), (K,)):
+        raise ValueError(f"page_offset must be a scalar or [{K}], not {offset.shape}")
+    return offset
 
 
 def _check_pools(q, k_pages, v_pages, tables) -> int:

@@ -9,13 +9,11 @@ Floor: the 2 · tokens · K · D keys and values are read once, in the pools' dt
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.mosaic import (
     copy_async,
-    kernel,
     mma,
     pl,
     plgpu,
@@ -24,124 +22,141 @@ from pallas_kernels.mosaic import (
     tiled,
     wait_copies,
 )
-from pallas_kernels.paged_attention import split_kv
-from pallas_kernels.paged_attention.split_kv import TILE
+from pallas_kernels.paged_attention import schedule as schedules
+from pallas_kernels.paged_attention import split_kv, tiles
+from pallas_kernels.paged_attention.tiles import columns
 
+COPIED_AT_ONCE = 128  # Elements, one for each thread.
 STAGE_BYTES = 64 * 1024  # Keys and values that a thread block has in flight.
-BLOCKS_PER_MULTIPROCESSOR = 2  # As shared memory allows.
+
+refusal = split_kv.refusal
+
 # Layouts of the operands of both products, for bfloat16 and float16.
 LHS = plgpu.Layout.MMA_LHS(jnp.bfloat16, m_warps=4)
 RHS = plgpu.Layout.MMA_RHS(jnp.bfloat16, m_warps=4)
 
 
 def decode(
-    q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap
+    q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap,
+    schedule=None, returns_scores=False,
 ):  # fmt: skip
     S, H, D = q.shape
     _, P, _ = k_pages.shape
-    _, K, M = tables.shape
-    G, dtype = H // K, q.dtype
-    N = 8 * pl.cdiv(G, 8)  # The columns of an mma are a multiple of 8.
-    stages = STAGE_BYTES // (2 * TILE * D * dtype.itemsize)
-    pages_per_tile = max(1, TILE // P)
-    rows = min(P, TILE)  # Rows of a page in one tile.
+    K, dtype = tables.shape[1], q.dtype
+    G = H // K
+    if G * D < COPIED_AT_ONCE:  # A single head of 64 elements is computed twice.
+        found = decode(
+            jnp.repeat(q, 2, axis=1), k_pages, v_pages, tables, lengths, page_offset=page_offset,
+            scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, schedule=schedule,
+            returns_scores=returns_scores,
+        )  # fmt: skip
+        return tuple(x[:, ::2] for x in found)
+    N, tile = split_kv.padded_group(G), split_kv.tile_tokens(D, dtype)
+    if schedule is None:
+        schedule = schedules.decode_schedule(lengths, tile, sliding_window)
+    stages = STAGE_BYTES // (2 * tile * D * dtype.itemsize)
+    copies = max(1, tile // P)  # Of the keys of a tile.
+    rows = min(P, tile)  # Rows of a page in one tile.
     # Copies end in the order in which they began: for each tile its keys, then its values. Entry n
     # is for a tile that n others follow: the number of copies that may have begun after the copies
     # of its keys, and after those of its values.
-    after_keys = [(2 * n + 1) * pages_per_tile for n in range(stages)]
-    after_values = [2 * n * pages_per_tile for n in range(stages)] + after_keys[-1:]
-
-    first_tokens = split_kv.first_token(lengths, sliding_window)
-    tiles_SxK = pl.cdiv(lengths, TILE) - first_tokens // TILE
-    splits, tiles_per_split = split_kv.split(
-        tiles_SxK, pl.cdiv(M * P, TILE), BLOCKS_PER_MULTIPROCESSOR
-    )
+    after_keys = [(2 * n + 1) * copies for n in range(stages)]
+    after_values = [2 * n * copies for n in range(stages)] + after_keys[-1:]
 
     def paged_decode(
-        q_ref, k_ref, v_ref, tables_ref, lengths_ref, tiles_ref, offset_ref, out_ref, lse_ref,
-        k_s, v_s, p_s,
+        q_ref, k_ref, v_ref, tables_ref, items_ref, block_items_ref, offset_ref,
+        out_ref, lse_ref, partials_ref, lses_ref, *rest,
     ):  # fmt: skip
-        s, h = lax.axis_index("s"), lax.axis_index("h")
-        length, offset = lengths_ref[s, h], offset_ref[0]
-        first = split_kv.first_token(length, sliding_window)
-        begin = lax.div(first, TILE) + lax.axis_index("split") * tiles_ref[s, h]
-        end = jnp.minimum(pl.cdiv(length, TILE), begin + tiles_ref[s, h])
+        scores_ref = rest[0] if returns_scores else None
+        q_s, k_s, v_s, p_s, out_s = rest[returns_scores:]
+        block = lax.axis_index("block")
 
-        def fetch(tile, pool, buffer):
-            @pl.when(tile < end)
-            def _():
-                slot = lax.rem(tile - begin, stages)
-                # The last tile may reach beyond the table. Tokens there are masked.
-                entries = [
-                    jnp.minimum(lax.div(tile * TILE, P) + i, M - 1) for i in range(pages_per_tile)
-                ]
-                # All entries are read before the first copy, or each read would wait for a copy.
-                pages = [tables_ref[s, h, entry] + offset for entry in entries]
-                source = pl.ds(pl.multiple_of(lax.rem(tile * TILE, P), rows), rows)
-                for i, page in enumerate(pages):
-                    copy_async(pool.at[page, source], buffer.at[slot, pl.ds(i * rows, rows)])
+        def run_item(item, _):
+            row, begin, end, place, length = (items_ref[item, field] for field in range(5))
+            first = schedules.first_token(length, sliding_window)
 
-        def wait(tile, newer_copies):
-            following = jnp.minimum(end - 1 - tile, len(newer_copies) - 1)
-            lax.switch(following, [functools.partial(wait_copies, n) for n in newer_copies])
+            def fetch(tile_index, pool, buffer):
+                @pl.when(tile_index < end)
+                def _():
+                    slot = lax.rem(tile_index - begin, stages)
+                    pages = tiles.page_ids(
+                        tables_ref.at[row], lax.rem(row, K), tile_index * tile, tile, first, length,
+                        P, offset_ref,
+                    )  # fmt: skip
+                    source = pl.ds(pl.multiple_of(lax.rem(tile_index * tile, P), rows), rows)
+                    for i, page in enumerate(pages):
+                        copy_async(pool.at[page, source], buffer.at[slot, pl.ds(i * rows, rows)])
 
-        def step(q, tile, carry):
-            acc, top, total = carry
-            slot = lax.rem(tile - begin, stages)
-            wait(tile, after_keys)
-            k = plgpu.load(k_s.at[slot], layout=LHS)
-            products = mma(_zeros((TILE, N)), k, q)
-            fetch(tile + stages, k_ref, k_s)
-            attended = split_kv.attended(tile, (TILE, N), first, length)
-            probs, top, total, decay = split_kv.softmax_step(
-                products, top, total, attended, scale, soft_cap
-            )
-            p_s[...] = probs.astype(dtype)
-            wait(tile, after_values)
-            split_kv.clear_others(v_s.at[slot], tile, first, length)
-            v = plgpu.load(v_s.at[slot].transpose((1, 0)), layout=LHS)
-            p = plgpu.load(p_s, layout=RHS)
-            acc = mma(acc * split_kv.columns(decay, (D, N)), v, p)
-            fetch(tile + stages, v_ref, v_s)
-            return acc, top, total
+            def wait(tile_index, newer_copies):
+                following = jnp.minimum(end - 1 - tile_index, len(newer_copies) - 1)
+                lax.switch(following, [functools.partial(wait_copies, n) for n in newer_copies])
 
-        @pl.when(begin < end)
-        def _():
+            def step(q, tile_index, carry):
+                acc, top, total = carry
+                slot = lax.rem(tile_index - begin, stages)
+                wait(tile_index, after_keys)
+                k = plgpu.load(k_s.at[slot], layout=LHS)
+                scores = split_kv.scores_of(
+                    mma(tiles.constant(0, (tile, N)), k, q), scale, soft_cap
+                )
+                fetch(tile_index + stages, k_ref, k_s)
+                if scores_ref is not None:
+                    store(scores_ref.at[row, pl.ds(tile_index * tile, tile)], scores)
+                attended = split_kv.attended(tile_index, (tile, N), first, length)
+                probs, top, total, decay = split_kv.softmax_step(scores, top, total, attended)
+                p_s[...] = probs.astype(dtype)
+                wait(tile_index, after_values)
+                split_kv.clear_unheld(v_s.at[slot], tile_index, first, length)
+                v = plgpu.load(v_s.at[slot].transpose((1, 0)), layout=LHS)
+                p = plgpu.load(p_s, layout=RHS)
+                acc = mma(acc * columns(decay, (D, N)), v, p)
+                fetch(tile_index + stages, v_ref, v_s)
+                return acc, top, total
+
             for i in range(stages):
                 fetch(begin + i, k_ref, k_s)
                 fetch(begin + i, v_ref, v_s)
-            q = plgpu.load(q_ref.at[s, h].transpose((1, 0)), layout=RHS, optimized=False)
-            carry = lax.fori_loop(
-                begin, end, functools.partial(step, q), split_kv.softmax_start(D, N)
+            for heads in _copied_at_once(G, D):
+                q_s[heads] = q_ref[row, heads]
+            q = plgpu.load(q_s.transpose((1, 0)), layout=RHS, optimized=False)
+            state = lax.fori_loop(
+                begin, end, functools.partial(step, q), split_kv.softmax_start(D, N, tile)
             )
-            out, lse = split_kv.softmax_end(*carry)
-            split = lax.axis_index("split")
-            store(out_ref.at[s, h, split], out)
-            store(lse_ref.at[s, h, split], lse)
+            write = functools.partial(_write, out_s, out_ref)
+            split_kv.end_item(state, row, place, write, lse_ref, partials_ref, lses_ref)
+
+        lax.fori_loop(block_items_ref[block], block_items_ref[block + 1], run_item, None)
+
+    def write_merged(out_ref, row, attention, out_s):
+        _write(out_s, out_ref, row, attention)
 
     # Tiles are half a row wide, so that even for a page of 16 tokens each of the four warps copies
     # tiles of its own.
-    tiles = plgpu.SMEM((stages, TILE, D), dtype, transforms=swizzled(D // 2))
-    out, lse = kernel(
-        paged_decode,
-        out_type=(
-            jax.ShapeDtypeStruct((S, K, splits, D, N), jnp.float32),
-            jax.ShapeDtypeStruct((S, K, splits, N), jnp.float32),
-        ),
-        grid=(splits, K, S),
-        grid_names=("split", "h", "s"),
+    out_s = plgpu.SMEM((D, N), jnp.float32)
+    stages_s = plgpu.SMEM((stages, tile, D), dtype, transforms=swizzled(D // 2))
+    out, lse, scores = split_kv.launch(
+        paged_decode, write_merged, schedule,
+        q, k_pages, v_pages, tables, lengths, page_offset=page_offset,
+        sliding_window=sliding_window, returns_scores=returns_scores, tile=tile,
+        write_scratch=(out_s,),
         scratch_types=(
-            tiles, tiles, plgpu.SMEM((TILE, N), dtype, transforms=tiled(8)),
+            plgpu.SMEM((N, D), dtype), stages_s, stages_s,
+            plgpu.SMEM((tile, N), dtype, transforms=tiled(8)), out_s,
         ),
-    )(
-        jnp.pad(q.reshape(S, K, G, D), ((0, 0), (0, 0), (0, N - G), (0, 0))),
-        k_pages, v_pages, tables, lengths, tiles_per_split,
-        jnp.asarray(page_offset, jnp.int32)[None],
     )  # fmt: skip
-    read = jnp.arange(splits) * tiles_per_split[..., None] < tiles_SxK[..., None]
-    out, lse = split_kv.merge(out[..., :G], lse[..., :G], read)
-    return out.reshape(S, H, D).astype(dtype), lse.reshape(S, H)
+    return out.reshape(S, H, D), lse, *scores
 
 
-def _zeros(shape):
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+def _write(out_s, out_ref, row, attention_DxN):
+    out_s[...] = attention_DxN
+    _, G, D = out_ref.shape
+    for heads in _copied_at_once(G, D):
+        layout = plgpu.Layout.WG_STRIDED((heads.size, D), vec_size=1)
+        rows = plgpu.load(out_s.transpose((1, 0)).at[heads], layout=layout, optimized=False)
+        out_ref[row, heads] = rows.astype(out_ref.dtype)
+
+
+def _copied_at_once(G: int, D: int) -> list:
+    """The query heads, as many at a time as give each thread an element. Parts may overlap."""
+    count = max(1, COPIED_AT_ONCE // D)
+    return [pl.ds(min(g, G - count), count) for g in range(0, G, count)]

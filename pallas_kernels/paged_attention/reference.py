@@ -10,11 +10,12 @@ def _gather(pages_NxPxD, tables_SxKxM):
 
 
 def decode(
-    q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap
+    q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap,
+    returns_scores=False, schedule=None,
 ):  # fmt: skip
     S, H, D = q.shape
     K = tables.shape[1]
-    tables = tables + page_offset
+    tables = tables + page_offset[..., None]
     k, v = _gather(k_pages, tables), _gather(v_pages, tables)
     q_SxKxGxD = q.astype(jnp.float32).reshape(S, K, H // K, D)
     scores = jnp.einsum("skgd,sktd->skgt", q_SxKxGxD, k, precision="highest") * scale
@@ -30,12 +31,15 @@ def decode(
     v = jnp.where(seen[..., None], v, 0.0)
     out = jnp.einsum("skgt,sktd->skgd", probs, v, precision="highest")
     lse = jax.nn.logsumexp(scores, where=seen[:, :, None], axis=-1)
-    return out.reshape(S, H, D).astype(q.dtype), lse.reshape(S, H)
+    out, lse = out.reshape(S, H, D).astype(q.dtype), lse.reshape(S, H)
+    if not returns_scores:
+        return out, lse
+    return out, lse, jnp.where(seen[:, :, None], scores, -jnp.inf).reshape(S, H, -1)
 
 
 def prefill(
     q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window,
-    soft_cap,
+    soft_cap, schedule=None,
 ):  # fmt: skip
     """Each query row becomes a decode query whose length ends at the row's own position."""
     T = q.shape[0]

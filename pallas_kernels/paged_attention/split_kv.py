@@ -1,82 +1,171 @@
 """What the kernels of split-KV decode attention share (Flash-Decoding).
 
-The tokens of a sequence are cut into tiles of TILE tokens. A thread block reads one run of tiles,
-for one KV head and all query heads of it. Query heads are the columns of both products, S = k·qᵀ
-and O = vᵀ·p: as columns they need N = 8 or 16, where they would need 64 as rows. Partial results
-are merged through their log-sum-exp.
+A thread block goes through its items of the schedule (schedule.py), and through an item's tokens in
+tiles, for one KV head and all query heads of it. Query heads are the columns of both products,
+S = k·qᵀ and O = vᵀ·p: as columns they need N = 8 or 16, where they would need 64 as rows. A row in
+several items has a partial result of each, and a second kernel merges them through their
+log-sum-exp.
 """
 
-import math
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import backend
-from pallas_kernels.mosaic import pl, plgpu
+from pallas_kernels.mosaic import kernel, pl, plgpu, store
+from pallas_kernels.paged_attention import tiles
+from pallas_kernels.paged_attention.schedule import DecodeSchedule, first_token
+from pallas_kernels.paged_attention.tiles import LAYOUT, LOG2_E, NEG_INF, columns, constant
 
-TILE = 64  # KV tokens: 16 rows of a product for each of the four warps of a thread block.
-WAVES = 4  # Thread blocks in sequence on a multiprocessor, so that all end at about one time.
-MIN_TILES = 4  # The fewest tiles of a split: with fewer, the merge would cost more than it saves.
-MIN_SPLITS = 8  # Splits that a long sequence may have in any case, even among short ones.
-NEG_INF = -1e30
-LOG2_E = math.log2(math.e)
-
-
-def first_token(lengths, sliding_window: int | None):
-    """The first of a sequence's `lengths` tokens that its query attends to."""
-    return jnp.maximum(lengths - (lengths if sliding_window is None else sliding_window), 0)
+TILE_BYTES = 16 * 1024  # Keys of a tile. A tile has so many tokens that it is worth its waits.
+MOST_GROUP = 16  # Query heads of a KV head.
+_COLUMNS = LAYOUT.reduce(0)
 
 
-def split(tiles_SxK, most_tiles: int, blocks_per_multiprocessor: int):
-    """The most splits of a sequence's head, and the tiles [S, K] of each split.
+def refusal(q, k_pages, v_pages, K: int) -> str | None:
+    """Why decode kernels cannot run these arguments with K KV heads, or None."""
+    G = q.shape[1] // K
+    if G > MOST_GROUP:
+        return f"at most {MOST_GROUP} query heads may share a KV head, not {G}"
+    return tiles.refusal(q, k_pages, v_pages)
 
-    Splits are about equally long over the whole batch, so that all multiprocessors end together.
+
+def tile_tokens(D: int, dtype) -> int:
+    return TILE_BYTES // (D * jnp.dtype(dtype).itemsize)
+
+
+def padded_group(G: int) -> int:
+    """The columns of a product for G query heads: a multiple of 8."""
+    return 8 * pl.cdiv(G, 8)
+
+
+def launch(
+    body: Callable, write: Callable, schedule: DecodeSchedule,
+    q, k_pages, v_pages, tables, lengths_SxK, *, page_offset, sliding_window,
+    returns_scores: bool, tile: int, scratch_types, write_scratch, **options,
+):  # fmt: skip
+    """Run a decode kernel over a schedule, then the merge of rows that are in several items.
+
+    body: the kernel, of inputs (q [R, G, D], pools, tables [R, M], items, block_items, offsets), of
+        outputs as in `Outputs`, and of its scratch memory.
+    write: writes a row's attention [D, N] to the output [R, G, D], with `write_scratch`.
+
+    Returns the output [R, G, D], the log-sum-exp [S, H], and, in a list, the scores
+    [S, H, M * P] if the kernel returns them.
     """
-    S, K = tiles_SxK.shape
-    gpu = backend.current_gpu()
-    multiprocessors = gpu.num_multiprocessors if gpu else 1
-    blocks = multiprocessors * blocks_per_multiprocessor * WAVES
-    splits = min(max(pl.cdiv(blocks, S * K), MIN_SPLITS), pl.cdiv(most_tiles, MIN_TILES))
-    run = jnp.maximum(pl.cdiv(tiles_SxK.sum(), blocks), MIN_TILES)
-    counts = jnp.clip(pl.cdiv(tiles_SxK, run), 1, splits)
-    return splits, pl.cdiv(tiles_SxK, counts)
+    S, H, D = q.shape
+    _, K, M = tables.shape
+    P = k_pages.shape[1]
+    R, G = S * K, H // K
+    N = padded_group(G)
+    blocks = schedule.merges.shape[0]
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    out_type = [
+        jax.ShapeDtypeStruct((R, G, D), q.dtype),
+        f32(R, N), f32(2 * blocks, D, N), f32(2 * blocks, N),
+    ]  # fmt: skip
+    if returns_scores:
+        out_type.append(f32(R, pl.cdiv(M * P, tile) * tile, N))
+    out, lse, partials, partial_lses, *scores = kernel(
+        body,
+        out_type=out_type,
+        grid=(blocks,),
+        grid_names=("block",),
+        scratch_types=scratch_types,
+        **options,
+    )(
+        q.reshape(R, G, D), k_pages, v_pages, tables.reshape(R, M), schedule.items,
+        schedule.block_items, jnp.asarray(page_offset, jnp.int32).reshape(-1),
+    )  # fmt: skip
+    out, lse = _merge(write, write_scratch, schedule.merges, partials, partial_lses, out, lse)
+    lse = lse[:, :G].reshape(S, H)
+    if not returns_scores:
+        return out, lse, []
+    scores_RxGxt = scores[0][:, : M * P, :G].swapaxes(1, 2)
+    # The rows of tiles that no item reads are not written.
+    token = jnp.arange(M * P)
+    length = lengths_SxK.reshape(R, 1)
+    read = (token >= first_token(length, sliding_window)) & (token < length)
+    scores_RxGxt = jnp.where(read[:, None], scores_RxGxt, -jnp.inf)
+    return out, lse, [scores_RxGxt.reshape(S, H, M * P)]
 
 
-def merge(out_SxKxBxDxG, lse_SxKxBxG, read_SxKxB):
-    """Attention [S, K, G, D] and log-sum-exp [S, K, G] over those of B splits that were read."""
-    read = read_SxKxB[..., None]
-    lse = jnp.where(read, lse_SxKxBxG, -jnp.inf)
-    top = jnp.maximum(lse.max(axis=2, keepdims=True), NEG_INF)
-    weights = jnp.exp(lse - top)
-    total = weights.sum(axis=2)
-    out = jnp.where(read[..., None], out_SxKxBxDxG, 0.0) * weights[..., None, :]
-    out = out.sum(axis=2) / jnp.maximum(total, 1e-30)[:, :, None]
-    return out.swapaxes(2, 3), top[:, :, 0] + jnp.log(total)
+def _merge(write, write_scratch, merges, partials, partial_lses, out, lse):
+    _, D, N = partials.shape
+
+    def merge_partials(merges_ref, partials_ref, lses_ref, out_ref, lse_ref, *scratch):
+        row, begin, end = (merges_ref[lax.axis_index("merge"), field] for field in range(3))
+
+        def add(place, carry):
+            acc, top, total = carry
+            new = plgpu.load(lses_ref.at[place], layout=_COLUMNS, optimized=False)
+            new_top = jnp.maximum(top, new)
+            decay, weight = jnp.exp(top - new_top), jnp.exp(new - new_top)
+            part = plgpu.load(partials_ref.at[place], layout=LAYOUT, optimized=False)
+            acc = acc * columns(decay, (D, N)) + part * columns(weight, (D, N))
+            return acc, new_top, total * decay + weight
+
+        @pl.when(row >= 0)
+        def _():
+            start = (
+                constant(0, (D, N)), constant(NEG_INF, (N,), _COLUMNS), constant(0, (N,), _COLUMNS)
+            )  # fmt: skip
+            acc, top, total = lax.fori_loop(begin, end, add, start)
+            store(lse_ref.at[row], top + jnp.log(total))
+            write(out_ref, row, acc / columns(total, acc.shape), *scratch)
+
+    out, lse = jax.new_ref(out), jax.new_ref(lse)
+    kernel(
+        merge_partials,
+        out_type=(),
+        grid=(len(merges),),
+        grid_names=("merge",),
+        scratch_types=write_scratch,
+    )(merges, partials, partial_lses, out, lse)
+    return out[...], lse[...]
 
 
-# The functions below run inside kernels. Products have the layout WGMMA, also those of mma.sync.
+# The functions below run inside kernels.
 
 
-def softmax_start(D: int, N: int):
-    """The running output [D, N], maximum [N] and sum [TILE, N] before the first token."""
+def end_item(state, row, place, write: Callable, lse_ref, partials_ref, lses_ref) -> None:
+    """Hand over an item's attention: to `write` if the item is the whole row."""
+    acc, lse = softmax_end(*state)
+
+    @pl.when(place < 0)
+    def _():
+        store(lse_ref.at[row], lse)
+        write(row, acc)
+
+    @pl.when(place >= 0)
+    def _():
+        store(lses_ref.at[place], lse)
+        store(partials_ref.at[place], acc)
+
+
+def softmax_start(D: int, N: int, tile: int):
+    """The running output [D, N], maximum [N] and sum [tile, N] before the first token."""
     return (
-        plgpu.layout_cast(jnp.zeros((D, N), jnp.float32), plgpu.Layout.WGMMA),
-        plgpu.layout_cast(jnp.full((N,), NEG_INF, jnp.float32), plgpu.Layout.WGMMA.reduce(0)),
+        constant(0, (D, N)),
+        constant(NEG_INF, (N,), _COLUMNS),
         # The tokens are summed only at the end, because a sum across warps is slow.
-        plgpu.layout_cast(jnp.zeros((TILE, N), jnp.float32), plgpu.Layout.WGMMA),
+        constant(0, (tile, N)),
     )
 
 
-def softmax_step(products_TxN, top_N, total_TxN, attended_TxN, scale, soft_cap):
+def scores_of(products_TxN, scale, soft_cap):
+    scores = products_TxN * scale
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def softmax_step(scores_TxN, top_N, total_TxN, attended_TxN):
     """One step of the online softmax over a tile of tokens.
 
-    Returns the tile's weights exp(score - maximum) [TILE, N], the new maximum [N], the new sum
-    [TILE, N], and the factor [N] by which the step scales earlier results.
+    Returns the tile's weights exp(score - maximum) [tile, N], the new maximum [N], the new sum
+    [tile, N], and the factor [N] by which the step scales earlier results.
     """
-    scores = products_TxN * scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    scores = jnp.where(attended_TxN, scores * LOG2_E, NEG_INF)
+    scores = jnp.where(attended_TxN, scores_TxN * LOG2_E, NEG_INF)
     new_top = jnp.maximum(top_N, scores.max(axis=0))
     decay = jnp.exp2(top_N - new_top)
     probs = jnp.exp2(scores - columns(new_top, scores.shape))
@@ -84,28 +173,21 @@ def softmax_step(products_TxN, top_N, total_TxN, attended_TxN, scale, soft_cap):
 
 
 def softmax_end(acc_DxN, top_N, total_TxN):
-    """Attention [D, N] and the log-sum-exp of its scores [N]."""
+    """Attention [D, N], and the log-sum-exp of its scores [N]: 0 and -inf without any token."""
     total = total_TxN.sum(axis=0)
-    return acc_DxN / columns(total, acc_DxN.shape), top_N / LOG2_E + jnp.log(total)
+    attention = acc_DxN / columns(jnp.maximum(total, 1e-30), acc_DxN.shape)
+    return attention, top_N / LOG2_E + jnp.log(total)
 
 
-def attended(tile, shape, first, length):
+def attended(tile_index, shape, first, length):
     """Which rows of an array over the tokens of a tile are tokens from `first` to `length` - 1."""
-    token = tile * TILE + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-    return (token >= first) & (token < length)
+    return tiles.held(tiles.index_of(0, shape, tile_index * shape[0]), first, length)
 
 
-def clear_others(v_ref, tile, first, length):
-    """Set the values of tokens that are not attended to to zero.
+def clear_unheld(v_ref, tile_index, first, length) -> None:
+    """`tiles.clear_unheld` of a tile, where there is anything to clear."""
+    start, end = tile_index * v_ref.shape[0], (tile_index + 1) * v_ref.shape[0]
 
-    A page's former owner may have left NaN there, and a weight of 0 times NaN is NaN.
-    """
-
-    @pl.when((tile * TILE < first) | ((tile + 1) * TILE > length))
+    @pl.when((start < first) | (end > length))
     def _():
-        v = plgpu.load(v_ref, layout=plgpu.Layout.WGMMA)
-        v_ref[...] = jnp.where(attended(tile, v.shape, first, length), v, jnp.zeros_like(v))
-
-
-def columns(x_N, shape):
-    return lax.broadcast_in_dim(x_N, shape, [1])
+        tiles.clear_unheld(v_ref, start, first, length)

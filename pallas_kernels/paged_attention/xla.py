@@ -20,12 +20,6 @@ QUERY_TILE = 64  # Prefill queries that share what an iteration gathers.
 NEG_INF = -1e30
 
 
-def _pad_to_multiple(x, axis: int, multiple: int):
-    padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, -x.shape[axis] % multiple)
-    return jnp.pad(x, padding)
-
-
 def _read(k_pages_NxPxD, v_pages_NxPxD, ids):
     """Keys and values [..., C, D] of the tokens of the pages `ids` [..., m], which must be valid.
 
@@ -98,7 +92,8 @@ def _ends(first, lengths, begin, end, P: int, sliding_window):
 
 
 def decode(
-    q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap
+    q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap,
+    returns_scores=False, schedule=None,
 ):  # fmt: skip
     """First pages that are read in part, of all sequences at once; then whole pages in a loop.
 
@@ -120,23 +115,43 @@ def decode(
 
     def listed(s, columns):
         ids = tables.at[s[:, None, None], jnp.arange(K)[:, None], columns].get(mode="clip")
-        return ids + page_offset
+        return ids + page_offset[..., None]
+
+    def keep(all_scores, s, columns, seen, scores):
+        """Put the scores of columns [w, K or 1, c] in their places [S, K, G, M, P]."""
+        if not returns_scores:
+            return all_scores
+        scores = jnp.where(seen, scores, -jnp.inf)
+        scores = scores.reshape(*scores.shape[:3], -1, P).transpose(0, 1, 3, 2, 4)
+        # Columns that hold nothing seen are dropped: others of the list may have written them.
+        any_seen = seen.reshape(*seen.shape[:2], -1, P).any(-1)
+        columns = jnp.where(any_seen, columns, tables.shape[-1])
+        heads = jnp.arange(K)[:, None]
+        return all_scores.at[s[:, None, None], heads, :, columns].set(scores, mode="drop")
 
     columns, held = _ends(first, lengths, begin, end, P, sliding_window)
-    ids = listed(jnp.arange(S), columns)
+    # An entry of the table without a token that is read may name no page.
+    some_held = held.reshape(*columns.shape, P).any(-1)
+    ids = jnp.where(some_held, listed(jnp.arange(S), columns), 0)
     k, v = _read(k_pages, v_pages, ids)
     v = jnp.where(held[..., None], v, 0)
-    state = _attended(_scores(q_SxKxGxD, k, scale, soft_cap), held[:, :, None], v)
+    scores = _scores(q_SxKxGxD, k, scale, soft_cap)
+    seen = held[:, :, None]
+    kept = jnp.full((S, K, H // K, tables.shape[-1] * returns_scores, P), -jnp.inf)
+    kept = keep(kept, jnp.arange(S), columns, seen, scores)
+    state = *_attended(scores, seen, v), kept
 
     first_column = begin.min(1)
     counts = jnp.maximum(end.max(1) - first_column + pages - 1, 0) // pages
     ends = jnp.cumsum(counts)
     # Where a chunk has no whole page, it gathers this one, which holds no NaN of a former owner.
     fullest = jnp.argmax(end - begin)
-    whole_page = tables.reshape(S * K, -1)[fullest, begin.reshape(-1)[fullest]] + page_offset
+    whole_page = tables.reshape(S * K, -1)[fullest, begin.reshape(-1)[fullest]]
+    whole_page += page_offset if page_offset.ndim == 0 else page_offset[fullest % K]
+    whole_page = jnp.where((end > begin).any(), whole_page, 0)
 
     def body(i, state):
-        acc, top, total = state
+        acc, top, total, kept = state
         w = i * W + jnp.arange(W)
         # Chunks beyond the list count as chunks of the last sequence, beyond its length.
         s = jnp.minimum(jnp.searchsorted(ends, w, side="right", method="compare_all"), S - 1)
@@ -148,21 +163,23 @@ def decode(
 
         k, v = _read(k_pages, v_pages, ids)
         scores = _scores(q_SxKxGxD[s], k, scale, soft_cap)
+        kept = keep(kept, s, columns, seen, scores)
         scores = jnp.where(seen, scores, NEG_INF)
         new_top = top.at[s].max(scores.max(-1))
         probs = jnp.where(seen, jnp.exp(scores - new_top[s][..., None]), 0.0)
         decay = jnp.exp(top - new_top)
         acc = (acc * decay[..., None]).at[s].add(_weighted_sum(probs, v))
-        return acc, new_top, (total * decay).at[s].add(probs.sum(-1))
+        return acc, new_top, (total * decay).at[s].add(probs.sum(-1)), kept
 
-    state = jax.lax.fori_loop(0, (ends[-1] + W - 1) // W, body, state)
+    *state, kept = jax.lax.fori_loop(0, (ends[-1] + W - 1) // W, body, state)
     out, lse = _result(*state)
-    return out.astype(q.dtype).reshape(S, H, D), lse.reshape(S, H)
+    out, lse = out.astype(q.dtype).reshape(S, H, D), lse.reshape(S, H)
+    return (out, lse, kept.reshape(S, H, -1)) if returns_scores else (out, lse)
 
 
 def prefill(
     q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window,
-    soft_cap,
+    soft_cap, schedule=None,
 ):  # fmt: skip
     T, H, D = q.shape
     _, P, _ = k_pages.shape
@@ -172,7 +189,6 @@ def prefill(
     chunk = pages * P
     tile = min(T, QUERY_TILE)
 
-    tables = _pad_to_multiple(tables, 2, pages)
     # A sequence's rows are cut into tiles. The last tile may write into rows of the next sequence,
     # which that sequence's own tiles overwrite later.
     counts = query_starts[1:] - query_starts[:-1]
@@ -188,9 +204,12 @@ def prefill(
         position = lengths[s] - query_starts[s + 1] + start + jnp.arange(tile)
         position = jnp.minimum(position, lengths[s] - 1)
         first = _first_tokens(position + 1, sliding_window)
+        last_column = jnp.maximum(lengths[s] - 1, 0) // P
 
         def attend_chunk(j, state):
-            ids = jax.lax.dynamic_slice(tables, (s, 0, j * pages), (1, K, pages))[0] + page_offset
+            # An entry of the table without a token that is read may name no page.
+            columns = jnp.clip(j * pages + jnp.arange(pages), first[0] // P, last_column)
+            ids = tables[s][:, columns] + page_offset[..., None]
             index = j * chunk + jnp.arange(chunk)
             seen = (index <= position[:, None]) & (index >= first[:, None])
             held = (index < lengths[s]) & (index >= first[0])

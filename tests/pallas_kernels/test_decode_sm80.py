@@ -1,11 +1,12 @@
 """What the interpreter cannot tell of the Ampere kernel, as its copies end at once there."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.paged_attention import decode_sm80, paged_attention, split_kv
-from pallas_kernels.paged_attention.split_kv import TILE
+from pallas_kernels.paged_attention import decode_sm80, paged_attention, schedule, split_kv
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 9])
@@ -15,7 +16,9 @@ def test_every_product_finds_its_copies_ended_and_no_copy_overwrites_what_is_yet
 ):
     """The kernel's copies, waits and products in the order of a run, by the rule of cp.async:
     after wait(n), all copies begun before have ended but the latest n."""
-    monkeypatch.setattr(split_kv, "MIN_TILES", tiles)  # one block reads all
+    one_block = functools.partial(schedule.decode_schedule, blocks=1)
+    monkeypatch.setattr(schedule, "decode_schedule", one_block)
+    tile = split_kv.tile_tokens(D, jnp.bfloat16)
     events = []
 
     def recorded(name):
@@ -30,23 +33,23 @@ def test_every_product_finds_its_copies_ended_and_no_copy_overwrites_what_is_yet
 
     for name in ("copy_async", "wait_copies", "mma"):
         recorded(name)
-    M = tiles * TILE // P
+    M = tiles * tile // P
     pages = jnp.zeros((M, P, D), jnp.bfloat16)
     paged_attention(
-        jnp.zeros((1, 1, D), jnp.bfloat16), pages, pages,
-        jnp.arange(M, dtype=jnp.int32)[None, None], jnp.full((1, 1), tiles * TILE, jnp.int32),
+        jnp.zeros((1, 2, D), jnp.bfloat16), pages, pages,
+        jnp.arange(M, dtype=jnp.int32)[None, None], jnp.full((1, 1), tiles * tile, jnp.int32),
         implementation="mosaic_gpu_ampere",
     )  # fmt: skip
     jax.effects_barrier()
 
-    stages = decode_sm80.STAGE_BYTES // (2 * TILE * D * pages.dtype.itemsize)
+    stages = decode_sm80.STAGE_BYTES // (2 * tile * D * pages.dtype.itemsize)
     assert sum(name == "mma" for name, _ in events) == 2 * tiles
-    assert _in_order(events, TILE // P, 2 * stages)
+    assert _in_order(events, tile // P, 2 * stages)
     # Waits for keys and for values take turns; neither can be left out.
     waits = [i for i, (name, _) in enumerate(events) if name == "wait_copies"]
     for left_out in (waits[::2], waits[1::2]):
         fewer = [event for i, event in enumerate(events) if i not in left_out]
-        assert not _in_order(fewer, TILE // P, 2 * stages)
+        assert not _in_order(fewer, tile // P, 2 * stages)
 
 
 def _in_order(events, copies: int, slots: int) -> bool:

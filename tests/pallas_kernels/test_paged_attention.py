@@ -9,7 +9,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention, specs
+from pallas_kernels.paged_attention import (
+    paged_attention,
+    paged_prefill_attention,
+    plan_decode,
+    plan_prefill,
+    prefill_sm90,
+    specs,
+)
+from pallas_kernels.paged_attention.schedule import split_items
 from pallas_kernels.specs import Attention, Heads
 from tests.pallas_kernels.interpreted import run, run_spec
 
@@ -26,6 +34,7 @@ DECODE_RUNS = [
 ]  # fmt: skip
 every_run = pytest.mark.parametrize(("implementation", "dtype"), RUNS)
 WINDOWS = [None, 40, None, 1, None, 130]
+GARBAGE = 2**30  # No page's id.
 SOFT_CAPS = [None, None, 2.0, 2.0, None, None]
 
 
@@ -82,7 +91,8 @@ def _queries(rng, rows, G, dtype):
 
 
 def _tokens(pages, table_M, length):
-    return pages[table_M].reshape(-1, D)[:length]
+    """The first `length` tokens; what entries name that are no page is not used."""
+    return pages[table_M % len(pages)].reshape(-1, D)[:length]
 
 
 def _assert_near(found, expected, dtype):
@@ -113,19 +123,33 @@ def test_decode_matches_dense_softmax(implementation, dtype):
         tables = rng.integers(0, N, (S, K, M)).astype(np.int32)
         per_head = np.array([[n, max(n - 3, 0)] for n in lengths], np.int32)
         q = _queries(rng, S, G, dtype)
-        out, lse = run(
+        for s, h in np.ndindex(S, K):
+            # Entries that hold no token that is read name no page.
+            last = max(per_head[s, h] - 1, 0) // P
+            first = max(per_head[s, h] - (window or per_head[s, h]), 0) // P
+            tables[s, h, last + bool(per_head[s, h]) :] = GARBAGE
+            tables[s, h, :first] = GARBAGE
+        out, lse, scores = run(
             paged_attention, q, k_pages, v_pages, tables, per_head,
-            sliding_window=window, soft_cap=soft_cap, return_lse=True,
+            sliding_window=window, soft_cap=soft_cap, return_lse=True, return_scores=True,
             implementation=implementation,
         )  # fmt: skip
         assert out.dtype == dtype
-        assert lse.dtype == np.float32
+        assert lse.dtype == scores.dtype == np.float32
+        probs = np.exp(scores - np.maximum(lse, -1e9)[..., None])
+        np.testing.assert_allclose(probs.sum(-1), np.isfinite(lse), atol=1e-4)
         for s in range(S):
             keys = [_tokens(k_pages, tables[s, h], per_head[s, h]) for h in range(K)]
             values = [_tokens(v_pages, tables[s, h], per_head[s, h]) for h in range(K)]
             expected, expected_lse = _dense(q[s], keys, values, window, soft_cap)
             _assert_near(out[s], expected, dtype)
             _assert_near(lse[s], expected_lse, dtype)
+            for h in range(K * G):
+                # Values weighted by probabilities of the scores are the attention again.
+                value = _tokens(v_pages, tables[s, h // G], per_head[s, h // G])
+                weighted = probs[s, h, : len(value)] @ np.asarray(value, np.float64)
+                _assert_near(weighted, expected[h], dtype)
+                assert (probs[s, h, len(value) :] == 0).all()
 
     check()
 
@@ -173,8 +197,9 @@ def test_prefill_matches_dense_softmax(implementation, dtype):
     check()
 
 
+@pytest.mark.parametrize("offset", [10, np.array([3, 10], np.int32)], ids=["all", "by_head"])
 @every_run
-def test_a_page_offset_is_added_to_every_page_id(implementation, dtype):
+def test_a_page_offset_is_added_to_every_page_id(implementation, dtype, offset):
     rng = np.random.default_rng(2)
     k_pages, v_pages = _pools(rng, 30, 16, dtype)
     tables = rng.integers(0, 20, (3, K, 4)).astype(np.int32)
@@ -186,10 +211,110 @@ def test_a_page_offset_is_added_to_every_page_id(implementation, dtype):
         (paged_attention, q[:3], (per_head,)),
         (paged_prefill_attention, q, (starts, lengths)),
     ]:
+
+        def shifted(*arguments, op=op, **options):
+            return op(*arguments, page_offset=offset, **options)
+
         pools = (first, k_pages, v_pages)
-        shifted = run(op, *pools, tables, *where, page_offset=10, implementation=implementation)
-        expected = run(op, *pools, tables + 10, *where, implementation=implementation)
-        np.testing.assert_array_equal(shifted, expected)
+        found = run(shifted, *pools, tables, *where, implementation=implementation)
+        there = tables + np.asarray(offset)[..., None]
+        expected = run(op, *pools, there, *where, implementation=implementation)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_plan_serves_all_layers():
+    """Kernels with a plan made beforehand, and without, to the same bits."""
+    rng = np.random.default_rng(5)
+    k_pages, v_pages = _pools(rng, 30, 16, "bfloat16")
+    tables = rng.integers(0, 30, (2, K, 20)).astype(np.int32)
+    q, lengths = _queries(rng, 40, 3, "bfloat16"), np.array([300, 31], np.int32)
+    per_head, starts = np.tile(lengths[:, None], (1, K)), np.array([0, 33, 40], np.int32)
+    how: dict = {"implementation": "mosaic_gpu"}
+    decode = plan_decode(per_head, D, "bfloat16", **how)
+    prefill = plan_prefill(starts, lengths, 40, K * 3, K, **how)
+    for op, schedule, arguments in [
+        (paged_attention, decode, (q[:2], k_pages, v_pages, tables, per_head)),
+        (paged_prefill_attention, prefill, (q, k_pages, v_pages, tables, starts, lengths)),
+    ]:
+        assert schedule is not None
+
+        def planned(*arguments, op=op, schedule=schedule, **options):
+            return op(*arguments, schedule=schedule, **options)
+
+        np.testing.assert_array_equal(run(planned, *arguments, **how), run(op, *arguments, **how))
+    assert plan_decode(per_head, D, "bfloat16", implementation="xla") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("history", [0, 1, 4095])
+@pytest.mark.parametrize("chunk", [1, 127, 128, 129])
+@pytest.mark.parametrize(("G", "dim"), [(4, 128), (16, 64)])
+def test_prefill_kernel_at_the_edges_of_tiles(history, chunk, G, dim):
+    """Chunks and histories around tiles, long ones split over thread blocks, NaN where no token
+    is, and tables of 8,192 entries, with repeated pages and ids that name none."""
+    rng = np.random.default_rng(history + chunk)
+    P, N, length = 16, 40, history + chunk
+    k_pages, v_pages = (
+        np.asarray(jnp.asarray(x, "bfloat16")) for x in rng.standard_normal((2, N, P, dim))
+    )
+    last = (length - 1) // P
+    tables = np.full((1, 1, 8192), GARBAGE, np.int32)
+    tables[..., :last] = rng.integers(0, N - 1, last)
+    tables[..., last] = N - 1  # Alone in a sequence's last page, as its end is NaN.
+    for pages in (k_pages, v_pages):
+        pages[N - 1, (length - 1) % P + 1 :] = np.nan
+    q = np.asarray(jnp.asarray(rng.standard_normal((chunk, G, dim)), "bfloat16"))
+    starts, lengths = np.array([0, chunk], np.int32), np.array([length], np.int32)
+    arguments = q, k_pages, v_pages, tables, starts, lengths
+    found = run(paged_prefill_attention, *arguments, implementation="mosaic_gpu")
+    expected = run(paged_prefill_attention, *arguments, implementation="xla")
+    _assert_near(found, np.asarray(expected, np.float64), "bfloat16")
+    per_head = lengths[:, None]
+    decoded = run(
+        paged_attention, q[-1:], k_pages, v_pages, tables, per_head, implementation="mosaic_gpu"
+    )
+    _assert_near(decoded, np.asarray(expected[-1:], np.float64), "bfloat16")
+
+
+def test_prefill_over_a_list_of_key_tiles_reads_these_alone():
+    """As a sparse policy would: each tile of rows and head has a list of its own."""
+    rng = np.random.default_rng(3)
+    P, G, T, tile = 64, 4, 96, prefill_sm90.KV_TILE
+    history, N = 900, 20
+    length = history + T
+    k_pages, v_pages = _pools(rng, N, P, "bfloat16")
+    tables = rng.integers(0, N, (1, K, -(-length // P))).astype(np.int32)
+    q = _queries(rng, T, G, "bfloat16")
+    starts, lengths = np.array([0, T], np.int32), np.array([length], np.int32)
+    dense = prefill_sm90.schedule_of(starts, lengths, T, K * G, K, None)
+    rows = 2 * prefill_sm90.queries_of_warpgroup(G)
+    fields = np.array([[0, base, 0, rows, history + base, length] for base in range(0, T, rows)])
+    fields, head = np.tile(fields, (K, 1)), np.repeat(np.arange(K), len(fields))
+    lists, ends = [], [0]
+    seen = np.zeros((T, K, length), bool)
+    for (_, base, _, _, position, _), kv_head in zip(fields, head):
+        last = int(position + rows - 1) // tile
+        chosen = sorted({last, *rng.choice(last, 3, replace=False)})
+        lists += chosen
+        ends.append(len(lists))
+        for t in chosen:
+            seen[base : base + rows, kv_head, t * tile : (t + 1) * tile] = True
+    assert dense.key_tiles is None
+    schedule = split_items(
+        list(jnp.asarray(fields.T)), jnp.asarray(head), jnp.array(ends[:-1]), jnp.array(ends[1:]),
+        key_tiles=jnp.array(lists, jnp.int32),
+    )  # fmt: skip
+    found = run(
+        lambda *arguments, **how: paged_prefill_attention(*arguments, schedule=schedule, **how),
+        q, k_pages, v_pages, tables, starts, lengths, implementation="mosaic_gpu",
+    )  # fmt: skip
+    for i in range(T):
+        for h in range(K):
+            read = seen[i, h] & (np.arange(length) <= history + i)
+            keys, values = (_tokens(p, tables[0, h], length)[read] for p in (k_pages, v_pages))
+            mine = q[i, h * G : (h + 1) * G]
+            expected, _ = _dense(np.repeat(mine, K, 0), [keys] * K, [values] * K, None, None)
+            _assert_near(found[i, h * G : (h + 1) * G], expected[::K], "bfloat16")
 
 
 @pytest.mark.parametrize("window", [None, 17])

@@ -33,6 +33,7 @@ def device(
 ) -> DensePolicy:
     return DensePolicy(
         model.shard.num_layers,
+        model.shard.num_heads,
         model.shard.num_kv_heads,
         model.shard.head_dim,
         config.num_blocks,

@@ -12,7 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_write import copy_pages, write_kv
-from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
+from pallas_kernels.paged_attention import (
+    paged_attention,
+    paged_prefill_attention,
+    plan_decode,
+    plan_prefill,
+)
+from pallas_kernels.paged_attention.schedule import DecodeSchedule, PrefillSchedule
 
 
 @flax.struct.dataclass
@@ -29,12 +35,15 @@ class DensePlan:
 
     tables: [S, K, M] page ids.  slot_mapping: [T, K] where each token's keys and values go.
     written: [T] whether the token is real.  lengths: [S] tokens in the cache after this step.
+    decode, prefill: schedules of the attention ops, or None.
     """
 
     tables: jax.Array
     slot_mapping: jax.Array
     written: jax.Array
     lengths: jax.Array
+    decode: DecodeSchedule | None = None
+    prefill: PrefillSchedule | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,7 @@ class DensePolicy:
     ops."""
 
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     num_blocks: int
@@ -67,8 +77,24 @@ class DensePolicy:
             slot_mapping=page * P + (inputs.positions % P)[:, None],
             written=inputs.token_rows < S,
             lengths=inputs.lengths,
+            **self._schedules(inputs, cache.k_pages.dtype),
         )
         return cache, plan
+
+    def _schedules(self, inputs, dtype) -> dict:
+        """Which thread block reads what, the same in each layer."""
+        T, K = inputs.tokens.shape[0], self.num_kv_heads
+        Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
+        how: dict = {"sliding_window": self.sliding_window, "implementation": self.implementation}
+        schedules: dict = {}
+        if Tp:
+            schedules["prefill"] = plan_prefill(
+                inputs.query_starts, inputs.lengths[:Sp], Tp, self.num_heads, K, **how
+            )
+        if Tp < T:
+            lengths = jnp.broadcast_to(inputs.lengths[Sp:, None], (T - Tp, K))
+            schedules["decode"] = plan_decode(lengths, self.head_dim, dtype, **how)
+        return schedules
 
     def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: DenseCache, plan: DensePlan, inputs):
         N, P, _ = cache.k_pages.shape
@@ -95,6 +121,7 @@ class DensePolicy:
                 plan.lengths[:Sp],
                 page_offset=page_offset,
                 sliding_window=window,
+                schedule=plan.prefill,
                 implementation=implementation,
             )
             outs.append(out)
@@ -107,6 +134,7 @@ class DensePolicy:
                 jnp.broadcast_to(plan.lengths[Sp:, None], (T - Tp, K)),
                 page_offset=page_offset,
                 sliding_window=window,
+                schedule=plan.decode,
                 implementation=implementation,
             )
             outs.append(out)

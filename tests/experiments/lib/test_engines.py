@@ -2,11 +2,13 @@
 
 import pytest
 
-from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.engines import GPU_PAGE_SIZE, engine_config, load_engine
 from models import load_tokenizer
 from models.config import ModelConfig
 from paged.engine import EngineConfig
 from paged.requests.sampling_params import SamplingParams
+from pallas_kernels import backend
+from pallas_kernels.tools.targets import TARGETS
 
 CONFIG = EngineConfig(
     max_num_seqs=1, max_num_batched_tokens=64, max_prefills_per_step=1, max_model_len=64,
@@ -54,3 +56,11 @@ def test_the_longest_sequence_is_the_models_up_to_the_default():
     assert engine_config(ModelConfig(max_position_embeddings=10**6)).max_model_len == default
     with pytest.raises(ValueError, match=r"max_model_len \(301\) exceeds the model's"):
         engine_config(ModelConfig(max_position_embeddings=300), max_model_len=301)
+
+
+def test_pages_are_larger_on_a_gpu_unless_a_size_is_given():
+    model = ModelConfig()
+    assert engine_config(model).page_size == EngineConfig.page_size
+    with backend.compiling_for(TARGETS["h100"].gpu):
+        assert engine_config(model).page_size == GPU_PAGE_SIZE
+        assert engine_config(model, page_size=8).page_size == 8

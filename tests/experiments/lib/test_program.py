@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-START = "import os, signal, sys, time\nfrom experiments.lib import program, signals\n"
+# A shell starts what runs in the background with SIGINT ignored, and so may these tests.
+START = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from experiments.lib import program, signals
+"""
 
 
 def run(

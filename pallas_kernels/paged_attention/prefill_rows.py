@@ -1,0 +1,94 @@
+"""The rows of prefill on Hopper: which query heads share a tile, how rows are stored and merged.
+
+A warpgroup has ROWS rows: as many queries of each of the query heads that share them, head by head.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mosaic import kernel, pl, plgpu
+from pallas_kernels.paged_attention import tiles
+from pallas_kernels.paged_attention.schedule import ALIGNMENT
+from pallas_kernels.paged_attention.tiles import LAYOUT, NEG_INF, constant, rows
+
+ROWS = 64  # Rows of one warpgroup: the M of a wgmma.
+FEW_TOKENS = 512  # With at most so many queries, rows of a tile may stay unused.
+
+
+def packed_heads(G: int, T: int) -> int:
+    """How many of G query heads share a tile of rows, so that they share what it reads.
+
+    A warpgroup has room for 64 // heads queries of each head, rounded down to whole TMA tiles.
+    """
+    if G in (1, 2, 4, 8) or (G < 8 and T <= FEW_TOKENS):
+        return G
+    return 8 if G % 8 == 0 else 1
+
+
+def queries_of_warpgroup(heads: int) -> int:
+    return ROWS // heads // ALIGNMENT * ALIGNMENT
+
+
+def padded_rows(T: int, G: int) -> int:
+    return max(T + -T % ALIGNMENT, 2 * queries_of_warpgroup(packed_heads(G, T)))
+
+
+def merge(schedule, partials, lses, out, heads: int, queries: int):
+    _, groups, _, _, D = partials.shape
+
+    def merge_partials(merges_ref, items_ref, partials_ref, lses_ref, out_ref, out_s):
+        merge, group, warpgroup = (lax.axis_index(x) for x in ("merge", "group", "warpgroup"))
+        item, begin, end = (merges_ref[merge, field] for field in range(3))
+
+        def add(place, carry):
+            acc, top, total = carry
+            where = place, group, warpgroup
+            new = plgpu.load(lses_ref.at[where], layout=LAYOUT.reduce(1), optimized=False)
+            new_top = jnp.maximum(top, new)
+            decay, weight = jnp.exp(top - new_top), jnp.exp(new - new_top)
+            part = plgpu.load(partials_ref.at[where], layout=LAYOUT, optimized=False)
+            acc = acc * rows(decay, acc.shape) + part * rows(weight, acc.shape)
+            return acc, new_top, total * decay + weight
+
+        @pl.when(item >= 0)
+        def _():
+            of_rows = partial(constant, shape=(ROWS,), layout=LAYOUT.reduce(1))
+            start = constant(0, (ROWS, D)), of_rows(NEG_INF), of_rows(0)
+            acc, _, total = lax.fori_loop(begin, end, add, start)
+            acc *= rows(1 / jnp.maximum(total, 1e-30), acc.shape)
+            first_head = (items_ref[item, 1] * groups + group) * heads
+            base, lo, hi = (items_ref[item, field] for field in (2, 3, 4))
+            store_rows(acc, out_s, out_ref, base, lo, hi, first_head, warpgroup, heads, queries)
+            plgpu.wait_smem_to_gmem(0)
+
+    out = jax.new_ref(out)
+    kernel(
+        merge_partials,
+        out_type=(),
+        grid=(len(schedule.merges), groups, 2),
+        grid_names=("merge", "group", "warpgroup"),
+        scratch_types=[plgpu.SMEM((ROWS, D), out.dtype)],
+    )(schedule.merges, schedule.items, partials, lses, out)
+    return out[...]
+
+
+def store_rows(
+    acc, out_s, out_ref, base, lo, hi, first_head, warpgroup, heads: int, queries: int
+) -> None:
+    """Store the rows of one warpgroup [ROWS, D] that are the sequence's own, by query head."""
+    D = out_s.shape[-1]
+    out_s[...] = acc.astype(out_s.dtype)
+    plgpu.commit_smem()
+    my_row = warpgroup * queries
+    first = jnp.maximum(lo - my_row, 0)
+    count = jnp.maximum(jnp.minimum(hi - my_row, queries) - first, 0)
+    for g in range(heads):
+        columns = pl.ds((first_head + g) * D, D)
+        tiles.copy_run(
+            out_s.at[pl.ds(g * queries, queries)],
+            out_ref.at[pl.ds(base + my_row, queries), columns],
+            first, count,
+        )  # fmt: skip
