@@ -14,6 +14,7 @@ LAYER = 1
 ATOL = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 5e-3}
 RUNS = [
     ("reference", "float32"), ("xla", "float32"), ("xla", "bfloat16"), ("xla", "float16"),
+    ("mosaic_gpu", "bfloat16"), pytest.param("mosaic_gpu", "float16", marks=pytest.mark.slow),
 ]  # fmt: skip
 every_run = pytest.mark.parametrize(("implementation", "dtype"), RUNS)
 
@@ -102,11 +103,15 @@ def _check(implementation, dtype, runs, program, seed):
 
 @every_run
 def test_each_token_gets_the_product_with_its_own_adapter(implementation, dtype):
-    programs = [(160, 128, 192, None), (4, 64, 128, None), (1, 64, 64, "bfloat16")]
+    kernel = implementation == "mosaic_gpu"
+    if kernel:
+        programs = [(160, 256, 256, None), (3, 512, 128, None)]
+    else:
+        programs = [(160, 128, 192, None), (4, 8, 128, None), (1, 64, 8, "bfloat16")]
 
-    @example(runs=[(1, 0)] * 6, program=(160, 128, 192, None), seed=0)
-    @example(runs=[(120, 5), (30, 0)], program=(160, 128, 192, None), seed=0)
-    @settings(max_examples=15, deadline=None)
+    @example(runs=[(1, 0)] * 6, program=programs[0], seed=0)
+    @example(runs=[(120, 5), (30, 0)], program=programs[0], seed=0)
+    @settings(max_examples=6 if kernel else 15, deadline=None)
     @given(runs=RUNS_OF_TOKENS, program=st.sampled_from(programs), seed=st.integers(0, 99))
     def check(runs, program, seed):
         _check(implementation, dtype, runs, program, seed)
