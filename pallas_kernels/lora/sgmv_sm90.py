@@ -46,7 +46,7 @@ def unsupported(rank_pages, *dtypes, a=None, b=None) -> str | None:
     """
     found = [jnp.dtype(d) for d in (*dtypes, *(w.dtype for w in (a, b) if w is not None))]
     if len(set(found)) > 1 or found[0] not in (jnp.bfloat16, jnp.float16):
-        names = ", ".join(map(str, found))
+        names = ", ".join(dict.fromkeys(map(str, found)))
         return f"what is multiplied must all be bfloat16 or all float16, not {names}"
     if rank_pages.shape[1] > MOST_PAGES:
         return f"an adapter may have at most {MOST_PAGES} rank pages, not {rank_pages.shape[1]}"
@@ -136,7 +136,7 @@ def _shrink(
     rows_s, columns_s, out_s, sums_s, filled, *, steps_per_split: int,
 ):  # fmt: skip
     split, q = lax.axis_index("split"), lax.axis_index("page")
-    slot, base, lo, hi = (items_ref[lax.axis_index("item"), field] for field in range(4))
+    slot, base, lo, hi, alone = (items_ref[lax.axis_index("item"), field] for field in range(5))
     _, num_chunks, chunk = chunks_ref.shape
     begin = split * steps_per_split
     end = jnp.minimum(begin + steps_per_split, num_chunks // CHUNKS)
@@ -156,7 +156,7 @@ def _shrink(
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         return lax.fori_loop(begin, end, step, zero)
 
-    @pl.when(works & (hi - lo == 1))
+    @pl.when(works & (alone != 0))
     def one_token():
         page, layer, token = pages_ref[slot, q], layer_ref[0], base + lo
 
@@ -190,7 +190,7 @@ def _shrink(
         plgpu.copy_smem_to_gmem(sums_s, out_ref.at[split, token, q])
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(works & (hi - lo > 1))
+    @pl.when(works & (alone == 0))
     def several_tokens():
         page, layer = pages_ref[slot, q], layer_ref[0]
 
@@ -253,7 +253,7 @@ def _expand(
     v_ref, b_ref, items_ref, pages_ref, num_pages_ref, layer_ref, out_ref,
     v_s, b_s, out_s, token_s, page_s, row_s, filled,
 ):  # fmt: skip
-    slot, base, lo, hi = (items_ref[lax.axis_index("item"), field] for field in range(4))
+    slot, base, lo, hi, alone = (items_ref[lax.axis_index("item"), field] for field in range(5))
     Q, _, tile = page_s.shape
     first_column = lax.axis_index("tile") * tile
     columns = pl.ds(first_column, tile)
@@ -276,7 +276,7 @@ def _expand(
 
         plgpu.barrier_wait(filled)
 
-    @pl.when(hi - lo == 1)
+    @pl.when((hi > lo) & (alone != 0))
     def one_token():
         fetch(base + lo, token_s, page_s)
 
@@ -291,7 +291,7 @@ def _expand(
         plgpu.copy_smem_to_gmem(row_s, out_ref.at[base + lo, columns])
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(hi - lo > 1)
+    @pl.when((hi > lo) & (alone == 0))
     def several_tokens():
         fetch(pl.ds(pl.multiple_of(base, ALIGNMENT), ROWS), v_s, b_s)
 

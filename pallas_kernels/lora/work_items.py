@@ -15,10 +15,11 @@ def padded(T: int) -> int:
 
 
 def work_items(segments: Segments, T: int):
-    """Tiles that cover all live segments of an array with T rows, T as `padded`: [n, 4] int32.
+    """Tiles that cover all live segments of an array with T rows, T as `padded`: [n, 5] int32.
 
-    The four fields of an item are: the adapter slot; the first row of the tile; lo and hi, where
-    rows lo to hi - 1 of the tile are the segment's own. Items that are left over have no rows.
+    The five fields of an item are: the adapter slot; the first row of the tile; lo and hi, where
+    rows lo to hi - 1 of the tile are the segment's own; whether the segment has only one token.
+    Items that are left over have no rows.
     """
     S = segments.slots.shape[0]
     live = jnp.arange(S) < segments.count[0]
@@ -33,4 +34,5 @@ def work_items(segments: Segments, T: int):
     base = jnp.minimum(first_row, T - ROWS)  # A tile never leaves the array.
     lo = jnp.maximum(begin[s], first_row) - base
     hi = jnp.where(i < counts_end[-1], jnp.minimum(end[s], first_row + ROWS) - base, lo)
-    return jnp.stack([segments.slots[s], base, lo, hi], axis=-1).astype(jnp.int32)
+    alone = end[s] - begin[s] == 1
+    return jnp.stack([segments.slots[s], base, lo, hi, alone], axis=-1).astype(jnp.int32)
