@@ -14,7 +14,7 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.lora.segments import PAGE_RANKS
+from pallas_kernels.lora.segments import PAGE_RANKS, slot_of_tokens
 
 # Rows of one product. The rows of a block beyond the segment are computed for nothing, but each
 # block reads the adapter's pages once more.
@@ -92,6 +92,10 @@ def _over_blocks(x, zero, dtype, product, segments, rank_pages, num_rank_pages):
         kinds = [one_row, partial(blocks, SHORT), partial(blocks, LONG)]
         return lax.switch(kind, kinds, slot, start, end, y)
 
+    if T == 1:  # At most one segment is of any use, and a loop would take longer than it.
+        (slot,), (has_adapter,) = slot_of_tokens(segments, 1)
+        has_adapter &= num_rank_pages[slot] > 0
+        return lax.cond(has_adapter, lambda: rows_of(slot, 0, 1), lambda: zero)
     return lax.fori_loop(0, segments.count[0], one_segment, zero)
 
 
