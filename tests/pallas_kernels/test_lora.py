@@ -110,7 +110,7 @@ def test_each_token_gets_the_product_with_its_own_adapter(implementation, dtype)
 
     @example(runs=[(1, 0), (7, 2), (65, 15), (64, 0)], program=programs[0], seed=0)
     @example(runs=[(1, 0)] * 6, program=programs[0], seed=2)
-    @settings(max_examples=2 if kernel else 15, deadline=None)
+    @settings(max_examples=1 if kernel else 10, deadline=None)
     @given(runs=RUNS_OF_TOKENS, program=st.sampled_from(programs), seed=st.integers(0, 99))
     def check(runs, program, seed):
         v_dtype = program[-1] or dtype
