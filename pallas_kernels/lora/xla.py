@@ -22,49 +22,57 @@ SHORT, LONG = 8, 32
 
 
 def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
-    def place(v, rows, page, q):
-        part = _shrunk(rows, a, layer, page).astype(v_dtype)
+    R = rank_pages.shape[1] * PAGE_RANKS
+
+    def product(rows, page, q):
+        return _shrunk(rows, a, layer, page).astype(v_dtype)
+
+    def place(v, part, q):
+        v = jnp.pad(part, ((0, 0), (0, R - PAGE_RANKS))) if v is None else v
         return lax.dynamic_update_slice_in_dim(v, part, q * PAGE_RANKS, 1)
 
-    zero = jnp.zeros((x.shape[0], rank_pages.shape[1] * PAGE_RANKS), v_dtype)
-    return _over_blocks(x, zero, v_dtype, place, segments, rank_pages, num_rank_pages)
+    zero = jnp.zeros((x.shape[0], R), v_dtype)
+    return _over_blocks(x, zero, product, place, segments, rank_pages, num_rank_pages)
 
 
 def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype):
-    def add(y, rows, page, q):
+    def product(rows, page, q):
         part = lax.dynamic_slice_in_dim(rows, q * PAGE_RANKS, PAGE_RANKS, 1)
-        return y + _expanded(part, b, layer, page)
+        return _expanded(part, b, layer, page)
 
     zero = jnp.zeros((v.shape[0], b.shape[-1]), dtype)
-    return _over_blocks(v, zero, jnp.float32, add, segments, rank_pages, num_rank_pages)
+    return _over_blocks(v, zero, product, _add, segments, rank_pages, num_rank_pages)
 
 
 def fused(x, a, b, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
-    def add(y, rows, page, q):
-        v = _shrunk(rows, a, layer, page).astype(v_dtype)
-        return y + _expanded(v, b, layer, page)
+    def product(rows, page, q):
+        return _expanded(_shrunk(rows, a, layer, page).astype(v_dtype), b, layer, page)
 
     zero = jnp.zeros((x.shape[0], b.shape[-1]), x.dtype)
-    return _over_blocks(x, zero, jnp.float32, add, segments, rank_pages, num_rank_pages)
+    return _over_blocks(x, zero, product, _add, segments, rank_pages, num_rank_pages)
 
 
-def _over_blocks(x, zero, dtype, product, segments, rank_pages, num_rank_pages):
+def _add(y, part, q):
+    return part if y is None else y + part
+
+
+def _over_blocks(x, zero, product, join, segments, rank_pages, num_rank_pages):
     """`zero` [T, O], with the rows of live segments replaced.
 
-    product(out, rows, page, q): what out [n, O] of `dtype` becomes by the q-th page of an adapter,
-        for rows [n, I] of x.
+    product(rows, page, q): what the q-th page of an adapter makes of rows [n, I] of x.
+    join(out, part, q): what out [n, O] becomes by it; out is None before the first page.
     """
     T, Q = x.shape[0], rank_pages.shape[1]
 
     def rows_of(slot, at, rows):
         x_rows = lax.dynamic_slice_in_dim(x, at, rows)
 
-        def add_page(q, out):
-            return product(out, x_rows, rank_pages[slot, q], q)
+        def join_page(q, out):
+            return join(out, product(x_rows, rank_pages[slot, q], q), q)
 
-        out = add_page(0, jnp.zeros((rows, zero.shape[1]), dtype))
+        out = join_page(0, None)
         # Most adapters have one page, and a loop costs as much as a small product.
-        out = lax.fori_loop(1, num_rank_pages[slot], add_page, out) if Q > 1 else out
+        out = lax.fori_loop(1, num_rank_pages[slot], join_page, out) if Q > 1 else out
         return out.astype(zero.dtype)
 
     def one_row(slot, start, end, y):
