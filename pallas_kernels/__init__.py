@@ -1,4 +1,4 @@
-"""Attention and cache-write kernels over arrays and index tables, without requests or models."""
+"""Attention, LoRA and cache-write kernels over arrays and index tables, without requests."""
 
 from pallas_kernels import cuda_plugin
 

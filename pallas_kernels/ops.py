@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pallas_kernels.backend import MADE_FOR
 from pallas_kernels.kv_write import api as kv_write
 from pallas_kernels.kv_write import specs as kv_write_specs
+from pallas_kernels.lora import api as lora
+from pallas_kernels.lora import specs as lora_specs
 from pallas_kernels.paged_attention import api as paged_attention
 from pallas_kernels.paged_attention import specs as paged_attention_specs
 from pallas_kernels.specs import Spec
@@ -31,4 +33,5 @@ OPS = {
     "paged_prefill_attention": Op(paged_attention.PREFILL, paged_attention_specs.PREFILL),
     "write_kv": Op(kv_write.WRITE, kv_write_specs.WRITE),
     "copy_pages": Op(kv_write.COPY, kv_write_specs.COPY),
+    "sgmv": Op(lora.SGMV, lora_specs.SGMV),
 }

@@ -36,6 +36,7 @@ from experiments.lib import run_record
 from experiments.lib.signals import interrupts
 from pallas_kernels import backend, mosaic
 from pallas_kernels.kv_write import specs as kv_write_specs
+from pallas_kernels.lora import specs as lora_specs
 from pallas_kernels.ops import OPS
 from pallas_kernels.paged_attention import specs as attention_specs
 from pallas_kernels.specs import Attention, Heads, Rates, Spec
@@ -220,6 +221,8 @@ def _moves(op: str, small: bool) -> dict[str, Spec]:
         return dict(OPS[op].specs)
     if op == "write_kv":
         return {"small": kv_write_specs.write(Heads(8, 4, 64), 9, num_pages=12)}
+    if op == "sgmv":
+        return {"small": lora_specs.make(lora_specs.Lora(256, 128, (1, 3), ranks=(16, 32)))}
     return {"small": kv_write_specs.copy(64, 4, num_pages=20)}
 
 

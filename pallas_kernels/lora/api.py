@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.lora import reference, xla
+from pallas_kernels.lora import reference, sgmv_sm90, xla
 from pallas_kernels.lora.segments import PAGE_RANKS, Segments
 
-SGMV = {"reference": reference.fused, "xla": xla.fused}
-SHRINK = {"reference": reference.shrink, "xla": xla.shrink}
-EXPAND = {"reference": reference.expand, "xla": xla.expand}
+SGMV = {"reference": reference.fused, "xla": xla.fused, "mosaic_gpu": sgmv_sm90.fused}
+SHRINK = {"reference": reference.shrink, "xla": xla.shrink, "mosaic_gpu": sgmv_sm90.shrink}
+EXPAND = {"reference": reference.expand, "xla": xla.expand, "mosaic_gpu": sgmv_sm90.expand}
 
 
 def sgmv(
@@ -53,10 +53,14 @@ def sgmv(
         )
     if not segments.slots.shape[0]:
         return jnp.zeros((x_TxI.shape[0], b_LxNx16xO.shape[3]), x_TxI.dtype)
-    run = backend.choose("sgmv", SGMV, implementation)
+    v_dtype = jnp.dtype(x_TxI.dtype if v_dtype is None else v_dtype)
+    refusal = sgmv_sm90.unsupported(
+        rank_pages_AxQ, x_TxI.dtype, v_dtype, a=a_LxNx16xI, b=b_LxNx16xO
+    )
+    run = backend.choose("sgmv", SGMV, implementation, refusal)
     return run(
         x_TxI, a_LxNx16xI, b_LxNx16xO, layer, segments, rank_pages_AxQ, num_rank_pages_A,
-        v_dtype=jnp.dtype(x_TxI.dtype if v_dtype is None else v_dtype),
+        v_dtype=v_dtype,
     )  # fmt: skip
 
 
@@ -80,7 +84,8 @@ def sgmv_shrink(
     v_dtype = jnp.dtype(x_TxI.dtype if v_dtype is None else v_dtype)
     if not segments.slots.shape[0]:
         return jnp.zeros((x_TxI.shape[0], rank_pages_AxQ.shape[1] * PAGE_RANKS), v_dtype)
-    run = backend.choose("sgmv_shrink", SHRINK, implementation)
+    refusal = sgmv_sm90.unsupported(rank_pages_AxQ, x_TxI.dtype, a=a_LxNx16xI)
+    run = backend.choose("sgmv_shrink", SHRINK, implementation, refusal)
     return run(
         x_TxI, a_LxNx16xI, layer, segments, rank_pages_AxQ, num_rank_pages_A, v_dtype=v_dtype
     )  # fmt: skip
@@ -112,7 +117,8 @@ def sgmv_expand(
     dtype = jnp.dtype(v_TxR.dtype if dtype is None else dtype)
     if not segments.slots.shape[0]:
         return jnp.zeros((v_TxR.shape[0], b_LxNx16xO.shape[3]), dtype)
-    run = backend.choose("sgmv_expand", EXPAND, implementation)
+    refusal = sgmv_sm90.unsupported(rank_pages_AxQ, v_TxR.dtype, b=b_LxNx16xO)
+    run = backend.choose("sgmv_expand", EXPAND, implementation, refusal)
     return run(
         v_TxR, b_LxNx16xO, layer, segments, rank_pages_AxQ, num_rank_pages_A, dtype=dtype
     )  # fmt: skip

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.kv_write import specs as kv_write
+from pallas_kernels.lora import specs as lora
 from pallas_kernels.mosaic import plgpu
 from pallas_kernels.paged_attention import specs as paged_attention
 from pallas_kernels.specs import Attention, Heads
@@ -28,6 +29,8 @@ SPECS = {
     "paged_prefill_attention": paged_attention.prefill(replace(ATTENTION, chunk=200)),
     "write_kv": kv_write.write(HEADS, 5, num_pages=12),
     "copy_pages": kv_write.copy(64, 4, num_pages=20),
+    # More steps than a block has stages, segments of one token and of several, and mixed ranks.
+    "sgmv": lora.make(lora.Lora(2048, 128, (1, 70, 1, 3), ranks=(16, 32))),
 }
 WAITS = ("barrier_wait", "commit_smem", "wait_smem_to_gmem")
 

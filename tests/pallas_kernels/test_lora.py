@@ -1,19 +1,24 @@
 """Every implementation of SGMV against a product per token in numpy."""
 
+import re
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.lora import Segments, sgmv, sgmv_expand, sgmv_shrink
-from tests.pallas_kernels.interpreted import run
+from pallas_kernels.lora import Segments, sgmv, sgmv_expand, sgmv_shrink, specs
+from tests.pallas_kernels.interpreted import run, run_spec
 
 L, N, A, Q = 2, 12, 5, 4  # layers, rank pages, adapter slots, most pages of an adapter
 LAYER = 1
 ATOL = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 5e-3}
 RUNS = [
     ("reference", "float32"), ("xla", "float32"), ("xla", "bfloat16"), ("xla", "float16"),
+    ("mosaic_gpu", "bfloat16"), pytest.param("mosaic_gpu", "float16", marks=pytest.mark.slow),
 ]  # fmt: skip
 every_run = pytest.mark.parametrize(("implementation", "dtype"), RUNS)
 
@@ -70,45 +75,185 @@ def _expected(x, a, b, segments, pages, counts, v_dtype):
 # Numbers of tokens, and of tokens without an adapter before them.
 RUNS_OF_TOKENS = st.lists(
     st.tuples(
-        st.sampled_from([0, 1, 1, 2, 7, 8, 9, 63, 64, 65]), st.sampled_from([0, 0, 0, 1, 3, 13])
+        st.sampled_from([0, 1, 1, 2, 7, 8, 9, 33, 63, 64, 65]), st.sampled_from([0, 0, 0, 1, 3, 13])
     ),
     max_size=6,
 )
 
 
-def _check(implementation, dtype, runs, program, seed):
+def _inputs(dtype, runs, program, seed):
+    """x, a, b and the tables of a call; as many of the runs of tokens as its T tokens can hold."""
     rng = np.random.default_rng(seed)
-    T, width_in, width_out, v_dtype = program
+    T, width_in, width_out, _ = program
     while sum(map(sum, runs)) > T:
         runs = runs[:-1]
     x = _cast(rng.standard_normal((T, width_in)), dtype)
     a, b = _pools(rng, width_in, width_out, dtype)
     pages, counts = _adapters(rng)
-    segments = _segments(rng, *zip(*runs, strict=True), 7) if runs else _segments(rng, (), (), 7)
-    v_dtype = v_dtype or dtype
-    v, y = _expected(x, a, b, segments, pages, counts, v_dtype)
-    tables = jnp.int32(LAYER), segments, pages, counts
-    how = {"implementation": implementation}
-    found = run(sgmv, x, a, b, *tables, v_dtype=v_dtype, **how)
-    found_v = run(sgmv_shrink, x, a, *tables, v_dtype=v_dtype, **how)
-    found_y = run(sgmv_expand, found_v, b, *tables, dtype=dtype, **how)
-    assert found.dtype == found_y.dtype == dtype
-    assert found_v.dtype == v_dtype
-    atol = max(ATOL[dtype], ATOL[v_dtype])
-    for f, e in ((found, y), (found_v, v), (found_y, y)):
-        np.testing.assert_allclose(np.asarray(f, np.float64), e, atol=atol, rtol=atol)
-    assert not np.asarray(found, np.float32)[~y.any(1)].any()
+    segments = _segments(rng, [n for n, _ in runs], [gap for _, gap in runs], 7)
+    return x, a, b, (segments, pages, counts)
+
+
+def _assert_near(found, expected, atol):
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=atol, rtol=atol)
+    # Exactly zero, where there is no adapter.
+    assert not np.asarray(found, np.float32)[~expected.any(1)].any()
 
 
 @every_run
 def test_each_token_gets_the_product_with_its_own_adapter(implementation, dtype):
-    programs = [(160, 128, 192, None), (4, 64, 128, None), (1, 64, 64, "bfloat16")]
+    kernel = implementation == "mosaic_gpu"
+    if kernel:
+        programs = [(160, 256, 256, None), (3, 512, 128, None)]
+    else:
+        programs = [(160, 128, 192, None), (4, 8, 128, None), (1, 64, 8, "bfloat16")]
 
-    @example(runs=[(1, 0)] * 6, program=(160, 128, 192, None), seed=0)
-    @example(runs=[(120, 5), (30, 0)], program=(160, 128, 192, None), seed=0)
-    @settings(max_examples=15, deadline=None)
+    @example(runs=[(1, 0), (7, 2), (65, 15), (64, 0)], program=programs[0], seed=0)
+    @example(runs=[(1, 0)] * 6, program=programs[0], seed=2)
+    @settings(max_examples=1 if kernel else 10, deadline=None)
     @given(runs=RUNS_OF_TOKENS, program=st.sampled_from(programs), seed=st.integers(0, 99))
     def check(runs, program, seed):
-        _check(implementation, dtype, runs, program, seed)
+        v_dtype = program[-1] or dtype
+        x, a, b, tables = _inputs(dtype, runs, program, seed)
+        v, y = _expected(x, a, b, *tables, v_dtype)
+        layer, how = jnp.int32(LAYER), {"implementation": implementation}
+        atol = max(ATOL[dtype], ATOL[v_dtype])
+
+        found_v = run(sgmv_shrink, x, a, layer, *tables, v_dtype=v_dtype, **how)
+        assert found_v.dtype == v_dtype
+        _assert_near(found_v, v, atol)
+        found_y = run(sgmv_expand, _cast(v, v_dtype), b, layer, *tables, dtype=dtype, **how)
+        assert found_y.dtype == dtype
+        _assert_near(found_y, y, atol)
+        if not kernel:  # whose two halves are all that it is
+            found = run(sgmv, x, a, b, layer, *tables, v_dtype=v_dtype, **how)
+            assert found.dtype == dtype
+            _assert_near(found, y, atol)
 
     check()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_parts_of_a_projection_give_what_the_whole_gives(implementation):
+    """Tensor parallelism: parts of the inputs add up, parts of the outputs lie side by side, also
+    where a part is narrower than the rank."""
+    program = (40, 32, 24, None)
+    x, a, b, tables = _inputs("float32", [(1, 0), (9, 1), (17, 0)], program, 5)
+    _, whole = _expected(x, a, b, *tables, "float32")
+
+    def part(x, a, b):
+        return run(sgmv, x, a, b, jnp.int32(LAYER), *tables, implementation=implementation)
+
+    columns = [slice(at, at + 8) for at in range(0, 32, 8)]
+    np.testing.assert_allclose(sum(part(x[:, c], a[..., c], b) for c in columns), whole, atol=2e-5)
+    found = np.concatenate([part(x, a, b[..., c]) for c in columns[:3]], axis=1)
+    np.testing.assert_allclose(found, whole, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_batch_without_adapters_gets_zeros(implementation):
+    x, a, b, (_, *tables) = _inputs("float32", [], (4, 32, 24, None), 5)
+    none, one = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    for segments in (Segments(none, none, none, none), Segments(one, one, one + 4, one)):
+        found = run(sgmv, x, a, b, jnp.int32(0), segments, *tables, implementation=implementation)
+        np.testing.assert_array_equal(found, np.zeros((4, 24)))
+
+
+def test_a_step_copies_no_stack_and_makes_no_second_output():
+    """In a loop over layers, as a model has it: the stacks lie outside, and `layer` is traced."""
+    spec = specs.make(specs.Lora(128, 128, (1, 1, 70), ranks=(16, 64), dtype="float32"))
+    arguments = spec.shapes()
+    layer = arguments.pop("layer")
+
+    def step(x, arguments):
+        def one_layer(x, layer):
+            return x + spec.op(x_TxI=x, layer=layer, implementation="xla", **arguments), None
+
+        return jax.lax.scan(one_layer, x, jnp.arange(2, dtype=layer.dtype))[0]
+
+    x = arguments.pop("x_TxI")
+    compiled = jax.jit(step).lower(x, arguments).compile()
+    text = compiled.as_text()
+    for name in ("a_LxNx16xI", "b_LxNx16xO"):
+        shape = ",".join(map(str, arguments[name].shape))
+        assert f"f32[{shape}]" in text
+        assert not re.search(rf"= f32\[{shape}\]\S* (copy|fusion|dynamic-slice)\(", text)
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 8 * x.size * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(1, 1, 2, 40), (1,)])
+@pytest.mark.parametrize("name", ["llama-2-7b-down", "llama-2-70b-part-k", "llama-2-70b-part-o"])
+def test_kernels_in_a_models_widths_are_near_reference(name, lengths):
+    shapes = replace(specs.SHAPES[name], lengths=lengths, ranks=(16, 8), without=2)
+    spec = specs.make(replace(shapes, outputs=min(shapes.outputs, 512)))
+    arguments = spec.arguments(jax.random.key(0))
+    found = run_spec(spec, arguments, "mosaic_gpu")
+    expected = run_spec(spec, arguments, "reference")
+    np.testing.assert_allclose(
+        np.asarray(found, np.float32), np.asarray(expected, np.float32), atol=ATOL["bfloat16"]
+    )
+
+
+def test_popularities_are_those_of_the_paper():
+    assert specs.segment_lengths("distinct", 5) == [1] * 5
+    assert specs.segment_lengths("uniform", 32) == [6, 6, 5, 5, 5, 5]
+    assert specs.segment_lengths("skewed", 64) == [1, 1, 2, 3, 5, 7, 11, 17, 17]
+    assert specs.segment_lengths("identical", 5) == [5]
+    for popularity in specs.POPULARITIES:
+        assert specs.segment_lengths(popularity, 1) == [1]
+    with pytest.raises(ValueError, match="one of distinct, uniform, skewed, identical, not 'zipf'"):
+        specs.segment_lengths("zipf", 5)
+
+
+def test_cost_counts_each_adapter_once_and_only_the_ranks_it_has():
+    shapes = specs.Lora(64, 32, (1, 3), ranks=(8, 40), without=2, dtype="float32")
+    assert shapes.cost.bytes == 4 * (6 * (64 + 32) + (1 + 3) * 16 * (64 + 32))
+    assert shapes.cost.flops == 2 * 16 * (64 + 32) * (1 * 1 + 3 * 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"implementation": "cuda"}, "no implementation 'cuda'; allowed: mosaic_gpu"),
+        ({"implementation": "mosaic_gpu"}, "all be bfloat16 or all float16, not float32"),
+        ({"x_TxI": np.zeros((0, 64), np.float32)}, "x must have two axes, none empty"),
+        ({"x_TxI": np.zeros((5, 32), np.float32)}, "must have the same last axis"),
+        ({"a_LxNx16xI": np.zeros((1, 3, 8, 64), np.float32)}, r"a must be \[L, N, 16, width\]"),
+        ({"b_LxNx16xO": np.zeros((1, 2, 16, 32), np.float32)}, "b must be .* as a is by I"),
+        ({"rank_pages_AxQ": np.zeros((2, 0), np.int32)}, r"\[A, Q\], no axis empty"),
+        ({"num_rank_pages_A": np.zeros(3, np.int32)}, r"need num_rank_pages \[2\]"),
+        ({"starts": np.zeros(3, np.int32)}, "slots, starts and ends must all be"),
+        ({"count": np.int32(1)}, r"count must be \[1\]"),
+    ],
+)
+def test_bad_arguments_are_refused(change, message):
+    spec = specs.make(specs.Lora(64, 32, (1, 2), ranks=(16, 32), dtype="float32"))
+    arguments = spec.arguments(jax.random.key(0)) | change
+    with pytest.raises(ValueError, match=message):
+        spec.op(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (specs.Lora(320, 128, (1,)), "a's width must be a multiple of 256, not 320"),
+        (specs.Lora(256, 192, (1,)), "b's width must be a multiple of 128, not 192"),
+        (specs.Lora(256, 128, (1,), ranks=(144,)), "at most 8 rank pages, not 9"),
+    ],
+)
+def test_what_the_kernels_cannot_run_is_refused_and_run_as_xla(shapes, message):
+    spec = specs.make(shapes)
+    arguments = spec.arguments(jax.random.key(0))
+    with pytest.raises(ValueError, match=message):
+        spec.op(**arguments, implementation="mosaic_gpu")
+    assert jax.jit(spec.op)(**arguments).shape == (1, shapes.outputs)
+
+
+def test_v_of_another_width_is_refused():
+    spec = specs.make(specs.Lora(64, 32, (1, 2), ranks=(16, 32), dtype="float32"))
+    _, _, b, layer, *segments, pages, counts = spec.arguments(jax.random.key(0)).values()
+    with pytest.raises(ValueError, match=r"v must be \[T, 32\]"):
+        sgmv_expand(np.zeros((3, 16), np.float32), b, layer, Segments(*segments), pages, counts)

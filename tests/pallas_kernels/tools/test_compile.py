@@ -12,7 +12,7 @@ pytest.importorskip("jax_cuda13_plugin", reason="needs the extra aot (make test-
 from pallas_kernels.ops import OPS
 from pallas_kernels.tools import compile as compile_gate
 
-ONE_SPEC_PER_OP = "llama-3-8b,llama-3-8b-decode,page16"
+ONE_SPEC_PER_OP = "llama-3-8b,llama-3-8b-decode,page16,llama-2-7b-distinct"
 
 
 def _run(*flags):

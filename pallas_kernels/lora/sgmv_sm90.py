@@ -1,0 +1,339 @@
+"""SGMV for Hopper: shrink with split-K, and expand over tiles of columns (Punica §4).
+
+A work item is a tile of up to 64 tokens that share an adapter. Each kernel has two schedules:
+
+    one token       matrix-vector products, which are bound by reading the rank pages
+    several tokens  products on tensor cores, tokens as rows
+
+Shrink, one token: four chunks of a page's columns are the 64 rows of a product, 16 ranks each, and
+eight chunks of the token are its columns. A page is so read from shared memory by the tensor core
+alone, and never passes through registers; of the 8 columns of a row, the one of its own chunk
+counts. Expand, one token: the row of the result is a sum of rows of B, on CUDA cores.
+
+The thread blocks of shrink write partial sums over parts of the columns, which XLA adds up.
+
+Floor: x, the rank pages of every segment's adapter and the output are moved once. Shrink reads x
+once more for each further page of an adapter, from the L2 cache.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import backend
+from pallas_kernels.lora.segments import PAGE_RANKS, pages_of_tokens, slot_of_tokens
+from pallas_kernels.lora.work_items import ALIGNMENT, ROWS, RUNS, padded, work_items
+from pallas_kernels.mosaic import kernel, pl, plgpu, swizzled
+
+CHUNKS = ROWS // PAGE_RANKS  # Chunks of a page that one product takes in the schedule of one token.
+TOKEN_CHUNKS = 8  # Chunks of a token that are copied at once: the columns of that product.
+CHUNK = 64, 32  # Columns of a chunk: the first of these of which a multiple of 8 chunks fits.
+STAGES = 6  # Tiles that a thread block of shrink has in flight.
+WAVES = 4  # Thread blocks of shrink, as a multiple of the number of multiprocessors.
+MIN_STEPS = 2  # The fewest steps of a thread block of shrink.
+TILES = 256, 128  # Columns of the result of a thread block of expand: the first of these that fits.
+MOST_HELD = 512  # Columns of all pages that it holds, if it can.
+PART = 64  # Columns of them that tensor cores compute at once: more would need many registers.
+MOST_PAGES = 8  # Rank pages of an adapter that expand has in shared memory.
+
+
+def unsupported(rank_pages, *dtypes, a=None, b=None) -> str | None:
+    """Why the kernels cannot run these arguments, or None.
+
+    dtypes: of what is multiplied with a or b, which are given if the call has them.
+    """
+    found = [jnp.dtype(d) for d in (*dtypes, *(w.dtype for w in (a, b) if w is not None))]
+    if len(set(found)) > 1 or found[0] not in (jnp.bfloat16, jnp.float16):
+        names = ", ".join(dict.fromkeys(map(str, found)))
+        return f"what is multiplied must all be bfloat16 or all float16, not {names}"
+    if rank_pages.shape[1] > MOST_PAGES:
+        return f"an adapter may have at most {MOST_PAGES} rank pages, not {rank_pages.shape[1]}"
+    if a is not None and _chunk(a.shape[-1]) is None:
+        return f"a's width must be a multiple of {TOKEN_CHUNKS * CHUNK[-1]}, not {a.shape[-1]}"
+    if b is not None and _tile(b.shape[-1], rank_pages.shape[1]) is None:
+        return f"b's width must be a multiple of {TILES[-1]}, not {b.shape[-1]}"
+    return None
+
+
+def _chunk(width: int) -> int | None:
+    return next((chunk for chunk in CHUNK if width % (TOKEN_CHUNKS * chunk) == 0), None)
+
+
+def _tile(width: int, Q: int) -> int | None:
+    """The columns of a thread block of expand, few where it holds many pages: several blocks must
+    fit into a multiprocessor's shared memory."""
+    fits = [
+        tile for tile in TILES if width % tile == 0 and (Q * tile <= MOST_HELD or tile == TILES[-1])
+    ]
+    return next(iter(fits), None)
+
+
+def fused(x, a, b, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
+    tables = segments, rank_pages, num_rank_pages
+    v = shrink(x, a, layer, *tables, v_dtype=v_dtype)
+    return expand(v, b, layer, *tables, dtype=x.dtype)
+
+
+def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
+    T, width = x.shape
+    Q = rank_pages.shape[1]
+    rows, chunk = padded(T), _chunk(width)
+    assert chunk
+    x = jnp.pad(x, ((0, rows - T), (0, 0)))
+    items = work_items(segments, rows)
+    splits, steps_per_split = _split(items.shape[0] * Q, width // (CHUNKS * chunk))
+
+    def sgmv_shrink(*refs):
+        _shrink(*refs, steps_per_split=steps_per_split)
+
+    parts = kernel(
+        sgmv_shrink,
+        out_type=jax.ShapeDtypeStruct((splits, rows, Q, CHUNKS * PAGE_RANKS), jnp.float32),
+        grid=(splits, Q, items.shape[0]),
+        grid_names=("split", "page", "item"),
+        scratch_types=(
+            plgpu.SMEM((STAGES, ROWS, chunk), x.dtype, transforms=swizzled(chunk)),
+            plgpu.SMEM((STAGES, PAGE_RANKS, chunk), x.dtype, transforms=swizzled(chunk)),
+            plgpu.SMEM((ROWS, PAGE_RANKS), jnp.float32),
+            plgpu.SMEM((ROWS,), jnp.float32),
+            # In both schedules the rows come in as many copies, and what they are multiplied with
+            # in one.
+            plgpu.Barrier(num_arrivals=CHUNKS + 1, num_barriers=STAGES),
+        ),
+    )(
+        x, x.reshape(rows, width // chunk, chunk), a, items, rank_pages, num_rank_pages,
+        jnp.asarray(layer, jnp.int32)[None],
+    )  # fmt: skip
+    # Only the schedule of one token writes a sum for each of four chunks.
+    parts = parts[:, :T].reshape(splits, T, Q, CHUNKS, PAGE_RANKS)
+    _, held = pages_of_tokens(segments, T, rank_pages, num_rank_pages)
+    alone = _is_alone(segments, T)
+    written = held[..., None] & (alone[:, None, None] | (jnp.arange(CHUNKS) == 0))
+    v = jnp.where(written[..., None], parts, 0).sum((0, 3))
+    return v.reshape(T, Q * PAGE_RANKS).astype(v_dtype)
+
+
+def _split(blocks: int, steps: int) -> tuple[int, int]:
+    """The parts that `steps` are cut into, where `blocks` thread blocks would do all of them, and
+    the steps of a part."""
+    gpu = backend.current_gpu()
+    wanted = pl.cdiv((gpu.num_multiprocessors if gpu else 1) * WAVES, blocks)
+    steps_per_split = max(pl.cdiv(steps, wanted), min(MIN_STEPS, steps))
+    return pl.cdiv(steps, steps_per_split), steps_per_split
+
+
+def _is_alone(segments, T: int):
+    """Whether each token is the only one of its segment [T]."""
+    token = jnp.arange(T)[:, None]
+    run = jnp.arange(segments.slots.shape[0]) < segments.count[0]
+    return ((token == segments.starts) & (token + 1 == segments.ends) & run).any(1)
+
+
+def _shrink(
+    x_ref, chunks_ref, a_ref, items_ref, pages_ref, num_pages_ref, layer_ref, out_ref,
+    rows_s, columns_s, out_s, sums_s, filled, *, steps_per_split: int,
+):  # fmt: skip
+    split, q = lax.axis_index("split"), lax.axis_index("page")
+    slot, base, lo, hi, alone = (items_ref[lax.axis_index("item"), field] for field in range(5))
+    _, num_chunks, chunk = chunks_ref.shape
+    begin = split * steps_per_split
+    end = jnp.minimum(begin + steps_per_split, num_chunks // CHUNKS)
+    works = (hi > lo) & (q < num_pages_ref[slot])
+
+    def in_stages(begin, end, fetch, product, shape):
+        """The sum of the products of steps `begin` to `end` - 1."""
+        for i in range(STAGES):
+            pl.when(begin + i < end)(partial(fetch, begin + i, i))
+
+        def step(k, acc):
+            stage = lax.rem(k - begin, STAGES)
+            acc += product(k, stage)
+            pl.when(k + STAGES < end)(lambda: fetch(k + STAGES, stage))
+            return acc
+
+        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        return lax.fori_loop(begin, end, step, zero)
+
+    @pl.when(works & (alone != 0))
+    def one_token():
+        page, layer, token = pages_ref[slot, q], layer_ref[0], base + lo
+
+        def fetch(k, stage):
+            for c in range(CHUNKS):
+                columns = pl.ds((k * CHUNKS + c) * chunk, chunk)
+                destination = rows_s.at[stage, pl.ds(c * PAGE_RANKS, PAGE_RANKS)]
+                plgpu.copy_gmem_to_smem(
+                    a_ref.at[layer, page, :, columns], destination, filled.at[stage]
+                )
+            first = pl.multiple_of(lax.div(k * CHUNKS, TOKEN_CHUNKS) * TOKEN_CHUNKS, TOKEN_CHUNKS)
+            plgpu.copy_gmem_to_smem(
+                chunks_ref.at[token, pl.ds(first, TOKEN_CHUNKS)],
+                columns_s.at[stage, pl.ds(0, TOKEN_CHUNKS)],
+                filled.at[stage],
+            )
+
+        def product(k, stage):
+            plgpu.barrier_wait(filled.at[stage])
+            tokens = columns_s.at[stage, pl.ds(0, TOKEN_CHUNKS)]
+            sums = _product((ROWS, TOKEN_CHUNKS), rows_s.at[stage], tokens.transpose((1, 0)))
+            row, column = (
+                plgpu.broadcasted_iota(jnp.int32, sums.shape, axis, layout=plgpu.Layout.WGMMA)
+                for axis in (0, 1)
+            )
+            own = column == lax.div(row, PAGE_RANKS) + lax.rem(k * CHUNKS, TOKEN_CHUNKS)
+            return jnp.where(own, sums, 0.0)
+
+        sums_s[...] = in_stages(begin, end, fetch, product, (ROWS, TOKEN_CHUNKS)).sum(axis=1)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(sums_s, out_ref.at[split, token, q])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(works & (alone == 0))
+    def several_tokens():
+        page, layer = pages_ref[slot, q], layer_ref[0]
+
+        def fetch(k, stage):
+            columns = pl.ds(k * chunk, chunk)
+            for c in range(CHUNKS):
+                part = pl.ds(c * PAGE_RANKS, PAGE_RANKS)
+                rows = pl.ds(pl.multiple_of(base + c * PAGE_RANKS, ALIGNMENT), PAGE_RANKS)
+                plgpu.copy_gmem_to_smem(
+                    x_ref.at[rows, columns], rows_s.at[stage, part], filled.at[stage]
+                )
+            plgpu.copy_gmem_to_smem(
+                a_ref.at[layer, page, :, columns], columns_s.at[stage], filled.at[stage]
+            )
+
+        def product(k, stage):
+            plgpu.barrier_wait(filled.at[stage])
+            page_s = columns_s.at[stage]
+            return _product((ROWS, PAGE_RANKS), rows_s.at[stage], page_s.transpose((1, 0)))
+
+        out_s[...] = in_stages(begin * CHUNKS, end * CHUNKS, fetch, product, (ROWS, PAGE_RANKS))
+        ranks = pl.ds(0, PAGE_RANKS)
+        _store_rows(out_s, lambda rows: out_ref.at[split, rows, q, ranks], base, lo, hi)
+
+
+def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype):
+    T = v.shape[0]
+    Q = rank_pages.shape[1]
+    width = b.shape[-1]
+    rows, tile = padded(T), _tile(width, Q)
+    assert tile
+    v = jnp.pad(v, ((0, rows - T), (0, 0)))
+    items = work_items(segments, rows)
+
+    def sgmv_expand(*refs):
+        _expand(*refs)
+
+    out = kernel(
+        sgmv_expand,
+        out_type=jax.ShapeDtypeStruct((rows, width), dtype),
+        grid=(width // tile, items.shape[0]),
+        grid_names=("tile", "item"),
+        scratch_types=(
+            plgpu.SMEM((Q, ROWS, PAGE_RANKS), v.dtype, transforms=swizzled(PAGE_RANKS)),
+            plgpu.SMEM((Q, PAGE_RANKS, tile), v.dtype, transforms=swizzled(PAGE_RANKS)),
+            plgpu.SMEM((ROWS, PART), dtype),
+            plgpu.SMEM((Q, PAGE_RANKS), v.dtype),
+            plgpu.SMEM((Q, PAGE_RANKS, tile), v.dtype),
+            plgpu.SMEM((tile,), dtype),
+            plgpu.Barrier(num_arrivals=2 * Q),
+        ),
+    )(
+        v, b, items, rank_pages, num_rank_pages, jnp.asarray(layer, jnp.int32)[None]
+    )  # fmt: skip
+    _, has_adapter = slot_of_tokens(segments, T)
+    return jnp.where(has_adapter[:, None], out[:T], 0)
+
+
+def _expand(
+    v_ref, b_ref, items_ref, pages_ref, num_pages_ref, layer_ref, out_ref,
+    v_s, b_s, out_s, token_s, page_s, row_s, filled,
+):  # fmt: skip
+    slot, base, lo, hi, alone = (items_ref[lax.axis_index("item"), field] for field in range(5))
+    Q, _, tile = page_s.shape
+    first_column = lax.axis_index("tile") * tile
+    columns = pl.ds(first_column, tile)
+    num_pages, layer = num_pages_ref[slot], layer_ref[0]
+
+    def fetch(v_rows, v_buffer, b_buffer):
+        for q in range(Q):
+            ranks = pl.ds(q * PAGE_RANKS, PAGE_RANKS)
+
+            @pl.when(q < num_pages)
+            def copy(q=q, ranks=ranks):
+                page = pages_ref[slot, q]
+                plgpu.copy_gmem_to_smem(v_ref.at[v_rows, ranks], v_buffer.at[q], filled)
+                plgpu.copy_gmem_to_smem(b_ref.at[layer, page, :, columns], b_buffer.at[q], filled)
+
+            @pl.when(q >= num_pages)
+            def skip():
+                plgpu.barrier_arrive(filled)
+                plgpu.barrier_arrive(filled)
+
+        plgpu.barrier_wait(filled)
+
+    @pl.when((hi > lo) & (alone != 0))
+    def one_token():
+        fetch(base + lo, token_s, page_s)
+
+        def add_page(q, acc):
+            for r in range(PAGE_RANKS):
+                acc += token_s[q, r].astype(jnp.float32) * page_s[q, r].astype(jnp.float32)
+            return acc
+
+        zero = jnp.zeros((tile,), jnp.float32)
+        row_s[...] = lax.fori_loop(0, num_pages, add_page, zero).astype(row_s.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(row_s, out_ref.at[base + lo, columns])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when((hi > lo) & (alone == 0))
+    def several_tokens():
+        fetch(pl.ds(pl.multiple_of(base, ALIGNMENT), ROWS), v_s, b_s)
+
+        def compute_part(part, _):
+            in_tile = pl.ds(pl.multiple_of(part * PART, PART), PART)
+
+            def add_pages(acc):
+                def add_page(q, _):
+                    plgpu.wgmma(acc, v_s.at[q], b_s.at[q, :, in_tile])
+
+                lax.fori_loop(0, num_pages, add_page, None)
+                return acc[...]
+
+            sums = pl.run_scoped(add_pages, plgpu.ACC((ROWS, PART), jnp.float32))
+            out_s[...] = sums.astype(out_s.dtype)
+            columns = pl.ds(first_column + part * PART, PART)
+            _store_rows(out_s, lambda rows: out_ref.at[rows, columns], base, lo, hi)
+
+        lax.fori_loop(0, tile // PART, compute_part, None)
+
+
+def _product(shape, a, b):
+    """a·b in float32, once the product has ended."""
+
+    def run(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+
+def _store_rows(source, destination, base, lo, hi) -> None:
+    """Copy rows lo to hi - 1 of a tile, which registers have written, to destination(rows)."""
+    plgpu.commit_smem()
+    count, row = hi - lo, lo
+
+    def store(row, run):
+        plgpu.copy_smem_to_gmem(source.at[pl.ds(row, run)], destination(pl.ds(base + row, run)))
+
+    # The length of a TMA is static, so the rows are stored in runs of powers of two.
+    for run in RUNS:
+        part = count & run
+        pl.when(part != 0)(partial(store, row, run))
+        row += part
+    plgpu.wait_smem_to_gmem(0)

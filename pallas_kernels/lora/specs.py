@@ -1,0 +1,149 @@
+"""Named arguments of SGMV: the projections of Llama-2 and how tokens share adapters (Punica §7)."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.lora.api import sgmv
+from pallas_kernels.lora.segments import PAGE_RANKS, Segments
+from pallas_kernels.specs import Cost, Spec
+
+SKEW = 1.5  # How many times as popular an adapter is as the next one, where popularity is skewed.
+POPULARITIES = ("distinct", "uniform", "skewed", "identical")
+
+
+def segment_lengths(popularity: str, tokens: int) -> list[int]:
+    """How many of `tokens` tokens each adapter has, by popularity (Punica §7).
+
+    'distinct': one each. 'uniform': the same number for ⌈√tokens⌉ adapters, or one more. 'skewed':
+    the i-th least popular adapter has ⌊1.5^i⌋, and the most popular one what is left. 'identical':
+    one adapter has all. Raises ValueError for another popularity.
+    """
+    if popularity == "distinct":
+        return [1] * tokens
+    if popularity == "uniform":
+        return [len(part) for part in np.array_split(range(tokens), math.ceil(math.sqrt(tokens)))]
+    if popularity == "skewed":
+        counts = [math.floor(SKEW**i) for i in range(tokens)]
+        ends = [min(end, tokens) for end in itertools.accumulate(counts)]
+        return [
+            after - before for before, after in itertools.pairwise([0, *ends]) if after > before
+        ]
+    if popularity == "identical":
+        return [tokens]
+    raise ValueError(f"popularity must be one of {', '.join(POPULARITIES)}, not {popularity!r}")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The shapes of a call of SGMV.
+
+    inputs, outputs: width of the projection.
+    lengths: tokens of each segment, which has an adapter of its own.
+    ranks: of the adapters, in turn.
+    without: tokens without an adapter, behind the others.
+    """
+
+    inputs: int
+    outputs: int
+    lengths: tuple[int, ...]
+    ranks: tuple[int, ...] = (16,)
+    without: int = 0
+    dtype: str = "bfloat16"
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths) + self.without
+
+    @property
+    def pages(self) -> np.ndarray:
+        """The rank pages of each segment's adapter, [S]."""
+        ranks = itertools.islice(itertools.cycle(self.ranks), len(self.lengths))
+        return np.array([-(-rank // PAGE_RANKS) for rank in ranks], np.int32)
+
+    @property
+    def cost(self) -> Cost:
+        """Inputs, outputs and the pages of all adapters are moved once."""
+        per_token = 2 * PAGE_RANKS * (self.inputs + self.outputs)
+        moved = self.tokens * (self.inputs + self.outputs) + per_token // 2 * int(self.pages.sum())
+        return Cost(
+            bytes=moved * jnp.dtype(self.dtype).itemsize,
+            flops=per_token * int(self.pages @ np.array(self.lengths)),
+        )
+
+
+def sgmv_of_arrays(*, slots, starts, ends, count, **arguments):
+    """`sgmv`, with the arrays of its segments by name."""
+    return sgmv(segments=Segments(slots, starts, ends, count), **arguments)
+
+
+def make(shapes: Lora) -> Spec:
+    """Two layers, of which the second one is used. Adapters lie in random slots and pages."""
+
+    def arguments(key):
+        keys = jax.random.split(key, 5)
+        pages = shapes.pages
+        S, N, Q = len(pages), int(pages.sum()), int(pages.max())
+        ends = np.cumsum(shapes.lengths, dtype=np.int32)
+        slots = jax.random.permutation(keys[0], S).astype(jnp.int32)
+        # The pages of an adapter begin where those of the adapter before it end.
+        first = np.cumsum(pages) - pages
+        listed = jax.random.permutation(keys[1], N)[first[:, None] + np.arange(Q)]
+        a = jax.random.normal(keys[2], (2, N, PAGE_RANKS, shapes.inputs)) * shapes.inputs**-0.5
+        b = (
+            jax.random.normal(keys[3], (2, N, PAGE_RANKS, shapes.outputs))
+            * (PAGE_RANKS * Q) ** -0.5
+        )
+        return {
+            "x_TxI": jax.random.normal(keys[4], (shapes.tokens, shapes.inputs), shapes.dtype),
+            "a_LxNx16xI": a.astype(shapes.dtype),
+            "b_LxNx16xO": b.astype(shapes.dtype),
+            "layer": jnp.int32(1),
+            "slots": slots,
+            "starts": jnp.asarray(ends - np.array(shapes.lengths, np.int32)),
+            "ends": jnp.asarray(ends),
+            "count": jnp.array([S], jnp.int32),
+            "rank_pages_AxQ": jnp.zeros((S, Q), jnp.int32).at[slots].set(listed.astype(jnp.int32)),
+            "num_rank_pages_A": jnp.zeros(S, jnp.int32).at[slots].set(pages),
+        }
+
+    return Spec(sgmv_of_arrays, arguments, lambda arguments: shapes.cost)
+
+
+# Inputs and outputs of the projections whose widths differ; of 70B also the part of one of 8 GPUs.
+WIDTHS: Mapping[str, Mapping[str, tuple[int, int]]] = {
+    "llama-2-7b": {"q": (4096, 4096), "up": (4096, 11008), "down": (11008, 4096)},
+    "llama-2-13b": {"q": (5120, 5120), "up": (5120, 13824), "down": (13824, 5120)},
+    "llama-2-70b": {"q": (8192, 8192), "k": (8192, 1024), "down": (28672, 8192)},
+    "llama-2-70b-part": {
+        "q": (8192, 1024), "k": (8192, 128), "o": (1024, 8192), "up": (8192, 3584),
+        "down": (3584, 8192),
+    },
+}  # fmt: skip
+BATCH = 64
+
+
+def _of(popularity: str) -> tuple[int, ...]:
+    return tuple(segment_lengths(popularity, BATCH))
+
+
+_PREFILL = (512, *[1] * 31)
+SHAPES = {
+    f"{model}-{name}": Lora(*widths, _of("skewed"))
+    for model, projections in WIDTHS.items()
+    for name, widths in projections.items()
+}
+SHAPES |= {f"llama-2-7b-{kind}": Lora(4096, 4096, _of(kind)) for kind in POPULARITIES}
+SHAPES |= {
+    "llama-2-7b-one": Lora(4096, 4096, (1,)),
+    "llama-2-7b-prefill": Lora(4096, 4096, _PREFILL, without=9),
+    "llama-2-7b-rank64": Lora(4096, 4096, _of("skewed"), ranks=(64,)),
+    "llama-2-7b-mixed": Lora(4096, 4096, _of("uniform"), ranks=(8, 16, 64, 128), without=7),
+    "llama-2-7b-f16": Lora(4096, 4096, _of("skewed"), dtype="float16"),
+}
+SGMV = {name: make(shapes) for name, shapes in SHAPES.items()}

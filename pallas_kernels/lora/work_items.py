@@ -1,0 +1,38 @@
+"""What thread blocks of the kernels work on: tiles of tokens that share an adapter."""
+
+import jax.numpy as jnp
+
+from pallas_kernels.lora.segments import Segments
+
+ROWS = 64  # Tokens of a tile: the M of a wgmma.
+ALIGNMENT = 8  # A TMA starts at a multiple of so many rows: those of a swizzled tile.
+RUNS = (64, 32, 16, 8, 4, 2, 1)  # Any number of rows of a tile is a sum of some of them.
+
+
+def padded(T: int) -> int:
+    """The rows that arrays of T tokens need, so that no tile leaves them."""
+    return max(T + -T % ALIGNMENT, ROWS)
+
+
+def work_items(segments: Segments, T: int):
+    """Tiles that cover all live segments of an array with T rows, T as `padded`: [n, 5] int32.
+
+    The five fields of an item are: the adapter slot; the first row of the tile; lo and hi, where
+    rows lo to hi - 1 of the tile are the segment's own; whether the segment has only one token.
+    Items that are left over have no rows.
+    """
+    S = segments.slots.shape[0]
+    live = jnp.arange(S) < segments.count[0]
+    begin, end = segments.starts, jnp.where(live, segments.ends, segments.starts)
+    aligned = begin // ALIGNMENT * ALIGNMENT
+    counts = jnp.where(end > begin, (end - aligned + ROWS - 1) // ROWS, 0)
+    counts_end = jnp.cumsum(counts)
+    # n rows take at most (n + ALIGNMENT - 1 + ROWS - 1) // ROWS tiles.
+    i = jnp.arange((T + min(S, T) * (ALIGNMENT + ROWS - 2)) // ROWS)
+    s = jnp.minimum(jnp.searchsorted(counts_end, i, side="right", method="compare_all"), S - 1)
+    first_row = aligned[s] + (i - (counts_end - counts)[s]) * ROWS
+    base = jnp.minimum(first_row, T - ROWS)  # A tile never leaves the array.
+    lo = jnp.maximum(begin[s], first_row) - base
+    hi = jnp.where(i < counts_end[-1], jnp.minimum(end[s], first_row + ROWS) - base, lo)
+    alone = end[s] - begin[s] == 1
+    return jnp.stack([segments.slots[s], base, lo, hi, alone], axis=-1).astype(jnp.int32)
