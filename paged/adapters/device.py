@@ -5,6 +5,7 @@ A thread reads and starts the copy to the device; the engine's thread only insta
 
 from collections import OrderedDict
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -70,7 +71,7 @@ class DeviceAdapters:
 
     def _set(self, number: int, content: Pages) -> None:
         pages = self._install(self.resident.pages, np.int32(number), content)
-        self.resident = self.resident.replace(pages=pages)
+        self.resident = replace(self.resident, pages=pages)
 
     def begin(self, adapter: Adapter) -> None:
         self._announced.discard(adapter)
@@ -81,7 +82,8 @@ class DeviceAdapters:
         for adapter, future in list(self._coming.items()):
             if future.done() and adapter not in self._announced:
                 error = future.exception()
-                done.append((adapter, error and (str(error) or type(error).__name__)))
+                why = None if error is None else str(error) or type(error).__name__
+                done.append((adapter, why))
                 self._announced.add(adapter)
         return done
 
@@ -97,7 +99,7 @@ class DeviceAdapters:
             sum(name in page for page in content) for name in self._names
         ]
         rank_pages, num_rank_pages = self._tables()
-        self.resident = self.resident.replace(rank_pages=rank_pages, num_rank_pages=num_rank_pages)
+        self.resident = replace(self.resident, rank_pages=rank_pages, num_rank_pages=num_rank_pages)
 
     def wait(self) -> None:
         wait(

@@ -172,7 +172,7 @@ class DeviceExecutor:
     @property
     def _lora(self) -> ResidentAdapters | None:
         """What a step reads and never donates."""
-        return self.adapters and self.adapters.resident
+        return self.adapters.resident if self.adapters else None
 
     def execute(self, inputs: StepInputs) -> _DeviceOutputs:
         shape = inputs.num_prefill_tokens, inputs.tokens.shape[0] - inputs.num_prefill_tokens

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -17,7 +18,7 @@ from tests.models.peft_folders import tensor
 ATTENTION = ["q_proj", "v_proj"]
 Q1 = "model.layers.1.self_attn.q_proj"
 # checkpoint, what is unlike an adapter of rank 8 on all modules
-CASES = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama_gqa_tied", {}),
     "some modules": ("llama_gqa_tied", {"targets": ATTENTION, "lora_alpha": 3.5}),
     "rslora": ("qwen2", {"rank": 3, "use_rslora": True}),
@@ -219,7 +220,7 @@ def test_adapter_config_is_what_peft_writes(tmp_path):
     config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
     folder = peft_folders.write(tmp_path, config, targets=ATTENTION)
     path = folder / "adapter_config.json"
-    written = {
+    written: dict[str, Any] = {
         "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None,
         "auto_mapping": None, "base_model_name_or_path": "x", "bias": "none",
         "corda_config": None, "ensure_weight_tying": False, "eva_config": None,

@@ -56,16 +56,16 @@ def test_every_request_gets_exactly_its_tokens(case, eos_rate, failing):
     for step in range(5000):
         while todo and todo[0][1].arrival <= step:
             i, call = todo.popleft()
-            name, how, adapter = str(i), call.how, None
-            if config.adapter_slots and call.adapter is not None:
-                adapter = ADAPTERS[call.adapter]
-            named = adapter and adapter.name
+            name, how = str(i), call.how
+            which = call.adapter if config.adapter_slots else None
+            asked = None if which is None else ADAPTERS[which]
+            named = None if asked is None else asked.name
             try:
                 engine.add_request(call.prompt, how, name, stream=call.stream, adapter=named)
             except ValueError as error:
                 assert how.num_sequences > 1 and "exceed the cache" in str(error)
                 continue
-            requests[name] = call.prompt, how, adapter
+            requests[name] = call.prompt, how, asked
         for name in sorted(requests.keys() - ended.keys() - aborted.keys()):
             call = calls[int(name)]
             if call.abort_after is not None and call.arrival + call.abort_after <= step:
@@ -102,13 +102,13 @@ def test_every_request_gets_exactly_its_tokens(case, eos_rate, failing):
     assert DenseHost.of(engine.host_policy).host_pool.num_used == 0
     assert engine.scheduler.slots.num_free == config.max_num_seqs
     failed = {e["adapter"] for e in engine.events if e["event"] == "loaded" and e["error"]}
-    for name, (prompt, how, adapter) in requests.items():
+    for name, (prompt, how, asked) in requests.items():
         limit = min(len(prompt) + how.max_tokens, config.max_model_len)
         assert how.seed is not None
-        expected = expected_outputs(prompt, how, limit, eos_rate, adapter)
+        expected = expected_outputs(prompt, how, limit, eos_rate, asked)
         if name in ended and ended[name].finish_reason == "error":
-            assert adapter is not None
-            assert adapter.name in failed
+            assert asked is not None
+            assert asked.name in failed
         elif name in ended:
             assert [sequence.tokens for sequence in ended[name].sequences] == expected
         elif how.num_sequences == 1:

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ MIXED = dataclasses.replace(
     ALONE, max_num_seqs=8, max_prefills_per_step=4, kv_cache_tokens=168, watermark=0.0,
     prefix_caching=True, multi_step=4, adapter_slots=4, adapter_pages=9, max_overtakes=3,
 )  # fmt: skip
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "one device": {},
     "two devices": {"tensor_parallel": 2},
     "recomputing": {"preemption_mode": "recompute", "multi_step": 1, "run_ahead": False},
@@ -64,9 +65,10 @@ def write_adapters(folder: Path) -> None:
 
 def mixed(params, folder: Path, changes: dict) -> dict:
     engine = padded(Engine.from_model(params, TINY, dataclasses.replace(MIXED, **changes)))
-    for name in NAMES[1:]:
+    for name in filter(None, NAMES):
         engine.add_adapter(name, folder / name)
     outputs = engine.generate(*requests())
+    assert engine.loop.adapter_store is not None
     engine.loop.adapter_store.check()
     loads = [event for event in engine.events if event["event"] == "load"]
     return {

@@ -10,6 +10,7 @@ import pytest
 from models import lora, peft
 from paged import Engine, EngineConfig, SamplingParams
 from paged.adapters.device import DeviceAdapters
+from paged.requests.sequence import RequestOutput
 from tests.models import peft_folders
 from tests.paged.tiny import TINY, padded
 
@@ -53,7 +54,9 @@ def expected(tiny_params, folders):
 
 def run(engine: Engine, *names) -> list:
     outputs = engine.generate([PROMPT] * len(names), HOW, list(names))
-    engine.loop.adapter_store.check()
+    store = engine.loop.adapter_store
+    assert store is not None
+    store.check()
     return outputs
 
 
@@ -79,7 +82,7 @@ def test_a_slow_load_holds_nobody_else_up_and_may_be_aborted(tiny_params, folder
     loads._read = lambda adapter: (may_read.wait(60), read(adapter))[1]  # type: ignore
     waits = engine.add_request(PROMPT, HOW, adapter="a0")
     other = engine.add_request(PROMPT, HOW)
-    ended = []
+    ended: list[RequestOutput] = []
     while not ended:
         ended += engine.step()
     assert [(o.request_id, o.tokens) for o in ended] == [(other, expected[None])]

@@ -115,7 +115,7 @@ def test_a_failed_load_gives_its_place_back():
 
 def admitted(waiting, store, most, returning=(), stop=10**9) -> list[str]:
     """Ids of those that enter while there is room for `stop` of them."""
-    entered = []
+    entered: list[str] = []
     for one in candidates(waiting, store, returning, most):
         if len(entered) == stop:
             break
