@@ -11,7 +11,7 @@ from paged.adapters.adapter import Adapter
 from paged.adapters.store import AdapterStore, Resident
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
-from paged.scheduling.admission import candidates
+from paged.scheduling.admission import candidates, in_turn
 
 ADAPTERS = [Adapter(f"a{i}", "", "", rank) for i, rank in enumerate((1, 16, 17, 64, 8, 40, 33))]
 
@@ -146,3 +146,14 @@ def test_new_requests_are_skipped_while_swapped_ones_return():
     waiting[2].num_preemptions = 1
     assert admitted(waiting, store, 0, returning=[waiting[2]]) == ["2"]
     assert [one.overtaken for one in waiting] == [0, 0, 0]
+
+
+def test_the_adapters_of_swapped_groups_are_loaded_first():
+    """Or a new request, which may not enter before them, would keep the only slot from them."""
+    store = AdapterStore(1, 4)
+    new, swapped = group(0, ADAPTERS[1]), group(2, ADAPTERS[2])
+    swapped.num_preemptions = 1
+    for returning, first in (([swapped], swapped), ([], new)):
+        (load,) = store.plan(one.adapter for one in in_turn([new, swapped], returning))
+        assert load.adapter is first.adapter
+        store.fail(load.adapter)
