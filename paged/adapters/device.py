@@ -67,7 +67,7 @@ class DeviceAdapters:
 
     def warm_up(self) -> None:
         """Compile what installs a page."""
-        self._set(0, self._zeros)
+        self._set(self._pool.num_pages, self._zeros)  # beyond the last: any other may be in use
 
     def _set(self, number: int, content: Pages) -> None:
         pages = self._install(self.resident.pages, np.int32(number), content)

@@ -86,5 +86,8 @@ class AdapterPool:
 
 
 def install(pages: Pages, number, content: Pages) -> Pages:
-    """The pool with page `number`, an int32 scalar, replaced in all projections."""
-    return jax.tree.map(lambda pool, page: pool.at[:, number].set(page), pages, content)
+    """The pool with page `number`, an int32 scalar, replaced in all projections; as it is, if there
+    is no such page."""
+    return jax.tree.map(
+        lambda pool, page: pool.at[:, number].set(page, mode="drop"), pages, content
+    )

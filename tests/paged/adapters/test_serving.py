@@ -10,6 +10,7 @@ import pytest
 from models import lora, peft
 from paged import Engine, EngineConfig, SamplingParams
 from paged.adapters.device import DeviceAdapters
+from paged.device.executor import DeviceExecutor
 from paged.requests.sequence import RequestOutput
 from tests.models import peft_folders
 from tests.paged.tiny import TINY, padded
@@ -157,9 +158,14 @@ def test_an_interrupted_install_leaves_an_engine_that_serves(
     assert [o.tokens for o in outputs] == [expected[name] for name in ("a0", "a1", None)]
 
 
-def test_a_stream_names_an_adapter(tiny_params, folders, expected):
+def test_a_stream_names_an_adapter_which_stays_through_warm_up(tiny_params, folders, expected):
     engine = make(tiny_params, folders)
     assert [*engine.stream(PROMPT, HOW, adapter="a2")][-1].tokens == expected["a2"]
+    assert isinstance(engine.executor, DeviceExecutor)
+    assert engine.executor.adapters is not None
+    engine.executor.adapters.warm_up()
+    assert run(engine, "a2")[0].tokens == expected["a2"]
+    assert sum(event["event"] == "load" for event in engine.events) == 1
 
 
 def test_bad_adapters_are_refused_and_queue_nothing(tiny_params, folders, tmp_path):
