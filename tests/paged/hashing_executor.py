@@ -21,6 +21,7 @@ from paged.device.step import StepOutputs
 from paged.requests.beam_search import BeamSearch
 
 EOS, FIRST, VOCAB = 2, 3, 61
+TAG = 2**20  # stands above any token
 
 
 def next_token(tokens, seed: int, eos_rate: float) -> int:
@@ -156,12 +157,14 @@ class HashingExecutor:
             assert place[0] != 0, "wrote to the null block"
             assert place not in written, "two tokens of a step share a place"
             written.add(place)
-            self._memory[place] = token + VOCAB * tags[t]
+            self._memory[place] = token + TAG * tags[t]
         for row in np.flatnonzero((inputs.lengths > 0) & (inputs.iterations > done)):
             n = int(inputs.lengths[row]) + done
             memory = self._memory[inputs.tables[row, : -(-n // page_size)]].reshape(-1)[:n]
-            seen, tag = memory % VOCAB, tags[inputs.last_tokens[row]]
-            assert (memory // VOCAB == tag).all(), "another adapter's keys and values"
+            seen, tag = memory, tags[inputs.last_tokens[row]]
+            if len(inputs.num_segments):
+                seen = memory % TAG
+                assert (memory // TAG == tag).all(), "another adapter's keys and values"
             assert inputs.positions[inputs.last_tokens[row]] + done == n - 1
             how = inputs.sampling.view(SAMPLING_ROW)[row, 0]
             if inputs.samples[row] and how["repetition_penalty"] != 1:
