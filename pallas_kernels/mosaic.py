@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax._src import core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.primitives import wgmma_accumulator_load
+from jax._src.state.types import transform_type
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import profiler
 from jax.experimental.mosaic.gpu import utils as _mosaic_utils
@@ -28,10 +29,12 @@ __all__ = [
     "pl",
     "plgpu",
     "product_but",
+    "products_left",
     "store",
     "sub_jaxprs",
     "swizzled",
     "tiled",
+    "viewed",
     "wait_copies",
 ]
 
@@ -153,6 +156,13 @@ def sub_jaxprs(eqn) -> list:
     return list(core.jaxprs_in_params(eqn.params))
 
 
+def products_left(eqn) -> int | None:
+    """How many products may be under way after an equation that waits for the older ones; None of
+    one that does not wait."""
+    name = eqn.primitive.name.removesuffix("_p")  # as JAX 0.11 calls it
+    return eqn.params.get({"wgmma_accumulator_deref": "wait_n", "wgmma_wait": "n"}.get(name, ""))
+
+
 def is_barrier(aval) -> bool:
     return str(getattr(aval, "dtype", "")) == "barrier"
 
@@ -160,3 +170,22 @@ def is_barrier(aval) -> bool:
 def is_shared_memory(aval) -> bool:
     """Whether a value is a reference to data in shared memory."""
     return getattr(aval, "memory_space", None) == plgpu.SMEM and not is_barrier(aval)
+
+
+def viewed(eqn, operand: int):
+    """The shape and dtype of what an equation sees of its reference `operand`: that of a copy, or
+    of a product's accumulator and operands. A value in registers is seen whole."""
+    params, aval = eqn.params, eqn.invars[operand].aval
+    names = {
+        "copy_gmem_to_smem": ("src_transforms_treedef", "dst_transforms_treedef"),
+        "wgmma_ref": ("acc_transforms_tree", "a_transforms_tree", "b_transforms_tree"),
+    }[eqn.primitive.name]
+    first = len(names) + params.get("has_barrier", False)
+    for i, name in enumerate(names):
+        count = getattr(params[name], "num_leaves", 0)
+        if i == operand:
+            leaves = [getattr(v, "val", v) for v in eqn.invars[first : first + count]]
+            transforms = params[name].unflatten(leaves) if count or params[name] else ()
+            return transform_type(transforms, aval)
+        first += count
+    raise AssertionError(f"{eqn.primitive.name} has no reference {operand}")

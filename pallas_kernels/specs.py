@@ -77,6 +77,9 @@ class Spec:
     cost: the cost of a call with such arrays.
     options: the static keywords of the call.
     donated: the names of the arrays that the op may write in place.
+    indices: the names of the arrays that `cost` and `plan` look at.
+    plan: what is made once for all layers of a step, as keywords of the call: from the arrays
+        `indices` and the name of the implementation, or None.
     """
 
     op: Callable
@@ -84,9 +87,22 @@ class Spec:
     cost: Callable[[dict[str, jax.Array]], Cost]
     options: Mapping[str, Any] = field(default_factory=dict)
     donated: tuple[str, ...] = ()
+    indices: tuple[str, ...] = ()
+    plan: Callable[[dict[str, jax.Array], str | None], dict[str, Any]] | None = None
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return jax.eval_shape(self.arguments, jax.random.key(0))
+
+    def drawn_indices(self) -> dict[str, jax.Array]:
+        """The arrays `indices` of the first draw, without the memory for the others."""
+        draw = jax.jit(lambda key: {name: self.arguments(key)[name] for name in self.indices})
+        return draw(jax.random.key(0))
+
+    def planned(self, arguments, implementation: str | None) -> dict[str, Any]:
+        """`plan` of these arguments; {} if there is nothing to plan."""
+        if self.plan is None:
+            return {}
+        return self.plan({name: arguments[name] for name in self.indices}, implementation)
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,11 @@ class Attention:
     page_size: tokens of a page.
     ragged: whether lengths differ. They are then drawn, and 0, 1 and `page_size` + 1 are among
         them. Otherwise every sequence has `context` tokens.
+    tokens: those of each sequence, where they are neither drawn nor all the same. Tables have room
+        for `context` tokens all the same.
+    scores_std: the standard deviation of scores, before a cap.
+
+    Raises ValueError if `tokens` does not fit the other fields.
     """
 
     heads: Heads
@@ -110,24 +131,43 @@ class Attention:
     sliding_window: int | None = None
     soft_cap: float | None = None
     ragged: bool = False
+    tokens: tuple[int, ...] | None = None
+    scores_std: float = 1.0
+
+    def __post_init__(self):
+        if self.tokens is not None and (
+            self.ragged
+            or len(self.tokens) != self.sequences
+            or not all(0 <= tokens <= self.context for tokens in self.tokens)
+        ):
+            raise ValueError(
+                f"{self.sequences} sequences of at most {self.context} tokens, "
+                f"ragged={self.ragged}, cannot have {self.tokens} tokens"
+            )
 
     @property
     def options(self) -> dict[str, Any]:
         return {"sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
 
     def pages(self, key) -> dict[str, jax.Array]:
-        """Pools, and tables that list all pages of the pools in random order."""
+        """Pools, and tables that list all pages of the pools in random order. Where sequences have
+        `tokens`, there are no pages beyond these, and the rest of each table names page 0."""
         K, D = self.heads.K, self.heads.D
         M = -(-self.context // self.page_size)
-        N = self.sequences * K * M
+        held = np.full(self.sequences, M)
+        if self.tokens is not None:
+            held = -(-np.array(self.tokens) // self.page_size)
+        N = max(1, K * int(held.sum()))
         keys = jax.random.split(key, 3)
         pool = (N, self.page_size, D)
+        pages = jax.random.permutation(keys[2], N).astype(jnp.int32)
+        entry = np.broadcast_to(np.arange(M), (self.sequences, K, M))
+        ends = np.cumsum(np.repeat(held, K)).reshape(self.sequences, K, 1)
+        place = np.minimum(ends - held[:, None, None] + entry, N - 1)
         return {
             "k_pages_NxPxD": jax.random.normal(keys[0], pool, self.dtype),
             "v_pages_NxPxD": jax.random.normal(keys[1], pool, self.dtype),
-            "tables_SxKxM": jax.random.permutation(keys[2], N)
-            .astype(jnp.int32)
-            .reshape(self.sequences, K, M),
+            "tables_SxKxM": jnp.where(entry < held[:, None, None], pages[place], 0),
         }
 
     def cost(self, visible, read) -> Cost:
@@ -143,11 +183,14 @@ class Attention:
         )
 
     def queries(self, key, count: int) -> jax.Array:
-        return jax.random.normal(key, (count, self.heads.H, self.heads.D), self.dtype)
+        drawn = jax.random.normal(key, (count, self.heads.H, self.heads.D), self.dtype)
+        return drawn * jnp.asarray(self.scores_std, self.dtype)
 
     def lengths(self, key) -> jax.Array:
         """The tokens of each sequence, [S] int32."""
         S = self.sequences
+        if self.tokens is not None:
+            return jnp.array(self.tokens, jnp.int32)
         if not self.ragged:
             return jnp.full(S, self.context, jnp.int32)
         drawn = jax.random.randint(key, (S,), 1, self.context + 1, jnp.int32)

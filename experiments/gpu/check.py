@@ -6,6 +6,7 @@ It needs the repository and JAX with CUDA, and no absl: its flags are argparse's
 importable joins in as a peer. In order:
 
 1. every op and named argument spec against `reference` in float32, and twice to the same bits;
+   also long contexts, large logits, and chunks after long histories (correctness.py);
 2. this GPU's rates: bytes of a large array read or copied, FLOPs of a large bfloat16 product;
 3. the median time of every kernel and spec on the device, beside its floor at these rates;
 4. the engine's decode step at Llama-3-8B's shapes beside its weights and KV cache, where the
@@ -24,49 +25,34 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments.gpu import peers
+from experiments.gpu.correctness import SHAPES, Check, check, jitted, specs_to_check
 from experiments.lib import run_record
 from experiments.lib.signals import interrupts
 from pallas_kernels import backend, mosaic
-from pallas_kernels.kv_write import specs as kv_write_specs
-from pallas_kernels.lora import specs as lora_specs
 from pallas_kernels.ops import OPS
-from pallas_kernels.paged_attention import specs as attention_specs
-from pallas_kernels.specs import Attention, Heads, Rates, Spec
+from pallas_kernels.specs import Rates, Spec
 
-TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3}
 REPEATS = 10
 L2_BYTES = 64 * 2**20  # at least what any GPU has that the kernels run on
 MAX_SETS = 32
-SHAPES = {
-    "paged_attention": (attention_specs.DECODE_SHAPES, attention_specs.decode),
-    "paged_prefill_attention": (attention_specs.PREFILL_SHAPES, attention_specs.prefill),
-}
-
-
-@dataclass(frozen=True)
-class Check:
-    """largest_error: over all results, absolute."""
-
-    op: str
-    spec: str
-    implementation: str
-    largest_error: float
-    tolerance: float
-    repeats_to_the_bit: bool
-
-    @property
-    def passes(self) -> bool:
-        # XLA's scatters may add in any order.
-        repeats = self.repeats_to_the_bit or self.implementation == "xla"
-        return self.largest_error <= self.tolerance and repeats
+# The specs whose times matter most are timed first.
+FIRST = (
+    "llama-3-8b",
+    "llama-3-8b-page64",
+    "llama-3-8b-256x512",
+    "llama-3-8b-one-128k",
+    "llama-3-8b-128-of-32k",
+    "llama-3-8b-128-of-128k",
+    "llama-2-13b-64x512",
+    "llama-3-8b-1x4k",
+)
 
 
 @dataclass(frozen=True)
@@ -89,12 +75,12 @@ class Timing:
 def device_seconds(function: Callable, *arguments) -> float:
     """Median time that the GPU spends in the kernels of `function(*arguments)`; without a GPU, the
     time of one call, which tells nothing about any."""
-    jitted = jax.jit(function)
-    jax.block_until_ready(jitted(*arguments))
+    call = jitted(function)
+    jax.block_until_ready(call(*arguments))
     if backend.current_gpu() is not None:
-        return statistics.median(mosaic.kernel_seconds(jitted, arguments, REPEATS))
+        return statistics.median(mosaic.kernel_seconds(call, arguments, REPEATS))
     start = time.perf_counter()
-    jax.block_until_ready(jitted(*arguments))
+    jax.block_until_ready(call(*arguments))
     return time.perf_counter() - start
 
 
@@ -120,43 +106,17 @@ def kernel_of(op: str) -> str | None:
     return OPS[op].kernel_for(gpu.compute_capability if gpu else (9, 0))
 
 
-def check(op: str, name: str, spec: Spec, implementation: str) -> Check:
-    arguments = spec.arguments(jax.random.key(0))
-    rows = arguments["query_starts"][-1] if "query_starts" in arguments else None
-
-    def run(call, arguments):
-        return [np.asarray(x, np.float32)[:rows] for x in jax.tree.leaves(call(**arguments))]
-
-    wide = {
-        name: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        for name, x in arguments.items()
-    }
-    expected = run(jax.jit(partial(spec.op, implementation="reference", **spec.options)), wide)
-    call = jax.jit(partial(spec.op, implementation=implementation, **spec.options))
-    found, again = run(call, arguments), run(call, arguments)
-    errors = [np.max(np.abs(f - e)) for f, e in zip(found, expected)]
-    dtype = next(str(x.dtype) for x in arguments.values() if x.dtype.itemsize == 2)
-    return Check(
-        op,
-        name,
-        implementation,
-        largest_error=float(np.max(errors)),
-        # What only moves numbers changes none.
-        tolerance=0.0 if spec.donated else TOLERANCE[dtype],
-        repeats_to_the_bit=all(np.array_equal(f, a) for f, a in zip(found, again)),
-    )
-
-
 def time_spec(
     op: str, name: str, spec: Spec, implementation: str, rates: Rates, most_sets: int
 ) -> Timing:
     first = spec.arguments(jax.random.key(0))
     cost = spec.cost(first)
     pools = [first.pop(name) for name in spec.donated]
-    sets = [first]
+    plan = jax.jit(lambda arguments: spec.planned(arguments, implementation))
+    sets = [first | plan(first)]
     for i in range(1, min(most_sets, -(-4 * L2_BYTES // cost.bytes))):
         more = spec.arguments(jax.random.key(i))
-        sets.append({name: more[name] for name in first})
+        sets.append({name: more[name] for name in first} | plan(more))
     call = partial(spec.op, implementation=implementation, **spec.options)
     if pools:
         seconds = _seconds_in_place(spec.donated, call, pools, sets)
@@ -190,40 +150,12 @@ def time_engine(small: bool, rates: Rates) -> Timing:
     return Timing("engine step", name, "engine", seconds, floor, **dataclasses.asdict(cost))
 
 
-def specs_to_check(small: bool) -> list[tuple[str, str, Spec]]:
-    """Every op and spec, shortened so that `reference` has the memory and the time for it."""
-
-    def shorten(shapes: Attention) -> Attention:
-        if small:
-            heads = Heads(2 * shapes.heads.H // shapes.heads.K, 2, shapes.heads.D)
-            return replace(shapes, heads=heads, sequences=2, context=100, ragged=True)
-        return replace(shapes, sequences=6, context=1000, ragged=True)
-
-    found = []
-    for op, (shapes, make) in SHAPES.items():
-        for name, one in shapes.items():
-            short = shorten(one)
-            chunk = min(short.chunk, 40 if small else 150)
-            found.append((op, name, make(replace(short, chunk=chunk))))
-    for op in OPS.keys() - SHAPES:
-        found += [(op, name, spec) for name, spec in _moves(op, small).items()]
-    return found
-
-
 def specs_to_time(small: bool) -> list[tuple[str, str, Spec]]:
     if small:
         return specs_to_check(small)
-    return [(op, name, spec) for op in OPS for name, spec in OPS[op].specs.items()]
-
-
-def _moves(op: str, small: bool) -> dict[str, Spec]:
-    if not small:
-        return dict(OPS[op].specs)
-    if op == "write_kv":
-        return {"small": kv_write_specs.write(Heads(8, 4, 64), 9, num_pages=12)}
-    if op == "sgmv":
-        return {"small": lora_specs.make(lora_specs.Lora(256, 128, (1, 3), ranks=(16, 32)))}
-    return {"small": kv_write_specs.copy(64, 4, num_pages=20)}
+    specs = [(op, name, spec) for op in OPS for name, spec in OPS[op].specs.items()]
+    order = {name: i for i, name in enumerate(FIRST)}
+    return sorted(specs, key=lambda one: order.get(one[1], len(order)))
 
 
 class Results:

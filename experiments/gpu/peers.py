@@ -1,7 +1,7 @@
 """Others' attention for the shapes of ours, where they can be imported: what to compare times with.
 
-Not all of them read pages: cuDNN and torch get the keys and values of each sequence contiguous,
-which is less work than ours.
+Not all of them read pages: JAX's on Mosaic, cuDNN and torch get the keys and values of each
+sequence contiguous, which is less work than ours.
 """
 
 import importlib
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.specs import Attention
+from pallas_kernels.tools.peers import jax_attention
 
 SPECS = ("llama-2-7b", "llama-3-8b", "qwen2.5-7b")  # many peers are slow to compile
 REPEATS = 10
@@ -93,6 +94,11 @@ def _jax_triton(shapes: Attention, device_seconds) -> float:
     )  # fmt: skip
 
 
+def _jax_mosaic(shapes: Attention, device_seconds) -> float:
+    q, k, v = _contiguous(replace(shapes, dtype="float16"), shapes.chunk)
+    return device_seconds(jax_attention(), q, k, v)
+
+
 def _cudnn(queries: Callable[[Attention], int]):
     def run(shapes: Attention, device_seconds) -> float:
         q, k, v = _contiguous(shapes, queries(shapes))
@@ -167,6 +173,7 @@ PEERS: dict[tuple[str, str], Callable] = {
     ("paged_attention", "FlashInfer"): _flashinfer_decode,
     ("paged_attention", "cuDNN, contiguous"): _cudnn(lambda shapes: 1),
     ("paged_attention", "torch SDPA, contiguous"): _torch_sdpa(lambda shapes: 1),
+    ("paged_prefill_attention", "JAX Mosaic, contiguous float16"): _jax_mosaic,
     ("paged_prefill_attention", "FlashInfer, contiguous"): _flashinfer_prefill,
     ("paged_prefill_attention", "cuDNN, contiguous"): _cudnn(lambda shapes: shapes.chunk),
     ("paged_prefill_attention", "torch SDPA, contiguous"): _torch_sdpa(lambda shapes: shapes.chunk),

@@ -4,10 +4,10 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from experiments.gpu import hlo
 from models.config import ModelConfig
 from paged.simulator.roofline import kv_bytes_of_token, layer_bytes
 from pallas_kernels.paged_attention.schedule import SCOPE
+from pallas_kernels.tools import hlo
 from pallas_kernels.tools.targets import Target
 
 MOST_TEMPORARY = 0.05  # of one of the pools

@@ -34,5 +34,6 @@ def work_items(segments: Segments, T: int):
     base = jnp.minimum(first_row, T - ROWS)  # A tile never leaves the array.
     lo = jnp.maximum(begin[s], first_row) - base
     hi = jnp.where(i < counts_end[-1], jnp.minimum(end[s], first_row + ROWS) - base, lo)
+    slot = jnp.where(hi > lo, segments.slots[s], 0)
     alone = end[s] - begin[s] == 1
-    return jnp.stack([segments.slots[s], base, lo, hi, alone], axis=-1).astype(jnp.int32)
+    return jnp.stack([slot, base, lo, hi, alone], axis=-1).astype(jnp.int32)

@@ -9,6 +9,7 @@ copies pages that tokens share), products of the whole batch with each adapter, 
 times; the same time if one adapter has all tokens), `lax.ragged_dot` (more than 10 times).
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax.numpy as jnp
@@ -97,7 +98,7 @@ def _over_blocks(x, zero, product, join, segments, rank_pages, num_rank_pages):
         end = jnp.where(num_rank_pages[slot] > 0, segments.ends[s], start)
         tokens = end - start
         kind = (tokens != 1).astype(jnp.int32) + (tokens >= LONG)
-        kinds = [one_row, partial(blocks, SHORT), partial(blocks, LONG)]
+        kinds: list[Callable] = [one_row, partial(blocks, SHORT), partial(blocks, LONG)]
         return lax.switch(kind, kinds, slot, start, end, y)
 
     if T == 1:  # At most one segment is of any use, and a loop would take longer than it.

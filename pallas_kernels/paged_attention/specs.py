@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention.api import paged_attention, paged_prefill_attention
+from pallas_kernels.paged_attention.api import (
+    paged_attention,
+    paged_prefill_attention,
+    plan_decode,
+    plan_prefill,
+)
 from pallas_kernels.specs import HEADS, Attention, Cost, Spec
 
 
@@ -26,7 +31,15 @@ def decode(shapes: Attention) -> Spec:
         visible = np.minimum(lengths, shapes.sliding_window or lengths)
         return shapes.cost(visible, read=visible)
 
-    return Spec(paged_attention, arguments, cost, shapes.options)
+    def plan(arguments, implementation):
+        schedule = plan_decode(
+            arguments["lengths_SxK"], shapes.heads.D, jnp.dtype(shapes.dtype),
+            sliding_window=shapes.sliding_window, implementation=implementation,
+        )  # fmt: skip
+        return {"schedule": schedule}
+
+    indices = ("lengths_SxK",)
+    return Spec(paged_attention, arguments, cost, shapes.options, indices=indices, plan=plan)
 
 
 def prefill(shapes: Attention) -> Spec:
@@ -58,7 +71,18 @@ def prefill(shapes: Attention) -> Spec:
         read = np.where(counts > 0, np.minimum(lengths, window + counts - 1), 0)
         return shapes.cost(np.concatenate(visible), read)
 
-    return Spec(paged_prefill_attention, arguments, cost, shapes.options)
+    def plan(arguments, implementation):
+        schedule = plan_prefill(
+            **arguments, num_tokens=shapes.sequences * shapes.chunk, num_heads=shapes.heads.H,
+            num_kv_heads=shapes.heads.K, sliding_window=shapes.sliding_window,
+            implementation=implementation,
+        )  # fmt: skip
+        return {"schedule": schedule}
+
+    indices = ("query_starts", "lengths_S")
+    return Spec(
+        paged_prefill_attention, arguments, cost, shapes.options, indices=indices, plan=plan
+    )
 
 
 _LLAMA = HEADS["llama-3-8b"]
@@ -83,9 +107,20 @@ def _named(default: Attention) -> dict[str, Attention]:
     return models | variants
 
 
-DECODE_SHAPES = _named(Attention(_LLAMA, sequences=64, context=4096))
+_LONG = 128 * 1024
+_ONE_LONG = (_LONG, *[1024] * 63)
+DECODE_SHAPES = _named(Attention(_LLAMA, sequences=64, context=4096)) | {
+    "llama-3-8b-256x512": Attention(_LLAMA, sequences=256, context=512),
+    "llama-2-13b-64x512": Attention(HEADS["llama-2-13b"], sequences=64, context=512),
+    # One long sequence among short ones, and a short one in a table for long ones.
+    "llama-3-8b-one-128k": Attention(_LLAMA, sequences=64, context=_LONG, tokens=_ONE_LONG),
+    "llama-3-8b-1x4k": Attention(_LLAMA, sequences=1, context=_LONG, tokens=(4096,)),
+}
+# Small chunks after long histories, beside the others.
 PREFILL_SHAPES = _named(Attention(_LLAMA, sequences=1, context=8192, chunk=8192)) | {
-    "llama-3-8b-chunks": Attention(_LLAMA, sequences=4, context=4096, chunk=512, ragged=True)
+    "llama-3-8b-chunks": Attention(_LLAMA, sequences=4, context=4096, chunk=512, ragged=True),
+    "llama-3-8b-128-of-32k": Attention(_LLAMA, sequences=1, context=32 * 1024, chunk=128),
+    "llama-3-8b-128-of-128k": Attention(_LLAMA, sequences=1, context=_LONG, chunk=128),
 }
 DECODE = {name: decode(shapes) for name, shapes in DECODE_SHAPES.items()}
 PREFILL = {name: prefill(shapes) for name, shapes in PREFILL_SHAPES.items()}

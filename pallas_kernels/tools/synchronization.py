@@ -5,28 +5,40 @@ copy that fills it, or before it has committed what threads wrote there, the int
 the right numbers and finds no race. So this check follows each thread of a kernel in program order
 and demands that
 
-- the thread waits on a TMA copy's barrier before it touches the shared memory that the copy fills,
+- the thread waits for a copy, at its barrier, before it touches the shared memory that it fills,
+  and again after the thread has handed that memory back;
+- a thread that only fills memory waits, before it does so again, at a barrier of those who read;
 - shared memory that was written from registers is committed before a wgmma or a TMA copy reads it,
-  and before the thread tells another thread that it is ready,
-- the kernel waits for its copies to global memory before it ends.
+  and before the thread tells another thread that it is ready;
+- products have ended before the memory that they read is written to or handed back, and copies
+  to global memory before the memory that they read is written to;
+- the kernel waits for its copies to global memory before it ends;
+- somebody arrives at each barrier at which somebody waits.
 
-The check knows buffers and barriers, but not their slots. It does not check whether a reader has
-finished when it hands memory back to the writer. The interpreter finds both as races.
+The check knows buffers and barriers, but not their slots, nor how often a barrier is waited at. If
+a reader hands memory back too early, it finds this only where that reader reads it once more. The
+interpreter finds the rest as races, or never ends.
 
-If a loop fills a buffer, every loop that reads it must wait in each iteration. Where the branches
-of a condition differ, a copy or a write in one branch counts, and a wait or a commit counts only if
-it is in all branches.
+Loops of several threads belong together if they lie equally deep: a loop over items, and in it one
+over their tiles. If a loop fills a buffer, every loop as deep or less deep that reads it must wait
+in each iteration. Where the branches of a condition differ, a copy or a write in one branch counts,
+and a wait or a commit counts only if it is in all branches; but a thread that fills memory may skip
+its wait, as it does for the first tiles.
+
+Copies before Hopper (cp.async) have no barriers: a thread waits until only its latest ones are
+under way. How many these may be depends on the tile, so the check takes each such wait as one for
+the buffer that is read next, and one for all copies as one for all buffers.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pallas_kernels.mosaic import is_barrier, is_shared_memory, sub_jaxprs
+from pallas_kernels.mosaic import is_shared_memory, products_left, sub_jaxprs
+from pallas_kernels.tools.kernel_jaxpr import LOOPS, bodies, calls, inner_roots, known
 
 _READS = {"get", "load", "wgmma_ref", "copy_smem_to_gmem"}
 _ASYNCHRONOUS_READS = {"wgmma_ref", "copy_smem_to_gmem"}
 _WRITES = {"swap", "store", "addupdate"}
-_LOOPS = {"while", "scan"}
+_CP_ASYNC = 0  # stands for a barrier, where copies have none
 
 
 @dataclass
@@ -36,14 +48,20 @@ class _State:
     unawaited: buffers that copies fill, with the barriers of these copies.
     uncommitted: buffers that were written from registers.
     storing: whether copies to global memory may be under way.
+    stored: the buffers that such copies may still read.
+    multiplying: the buffers that products under way read, the oldest product first.
+    vouched: buffers of cp.async, the next one of which that is read has been waited for.
     """
 
     unawaited: dict[int, frozenset[int]] = field(default_factory=dict)
     uncommitted: frozenset[int] = frozenset()
     storing: bool = False
+    stored: frozenset[int] = frozenset()
+    multiplying: tuple[frozenset[int], ...] = ()
+    vouched: frozenset[int] = frozenset()
 
     def copy(self) -> "_State":
-        return _State(dict(self.unawaited), self.uncommitted, self.storing)
+        return replace(self, unawaited=dict(self.unawaited))
 
     def join(self, other: "_State") -> "_State":
         barriers = {
@@ -51,7 +69,22 @@ class _State:
             | other.unawaited.get(buffer, frozenset())
             for buffer in self.unawaited | other.unawaited
         }
-        return _State(barriers, self.uncommitted | other.uncommitted, self.storing or other.storing)
+        return _State(
+            barriers,
+            self.uncommitted | other.uncommitted,
+            self.storing or other.storing,
+            self.stored | other.stored,
+            max(self.multiplying, other.multiplying, key=len),
+            self.vouched & other.vouched,
+        )
+
+    @property
+    def multiplied(self) -> frozenset[int]:
+        return frozenset().union(*self.multiplying)
+
+    def end_waits(self, barrier: int) -> None:
+        left = {b: waits - {barrier} for b, waits in self.unawaited.items()}
+        self.unawaited = {b: waits for b, waits in left.items() if waits}
 
 
 def check(jaxpr) -> list[str]:
@@ -59,92 +92,117 @@ def check(jaxpr) -> list[str]:
 
     jaxpr: the result of `jax.make_jaxpr`. Raises ValueError if it calls no kernel.
     """
-    kernels = list(_kernels(jaxpr))
+    kernels = [body for call in calls(jaxpr) for body in sub_jaxprs(call)]
     if not kernels:
         raise ValueError("the function calls no Mosaic kernel")
     return [complaint for kernel in kernels for complaint in _Checker(kernel).complaints]
 
 
-def _kernels(jaxpr) -> Iterator:
-    for eqn in jaxpr.eqns:
-        subs = sub_jaxprs(eqn)
-        if eqn.primitive.name == "mpmd_map":
-            yield from subs
-        else:
-            for sub in subs:
-                yield from _kernels(sub)
-
-
 class _Checker:
+    """handed_back: the buffers that a barrier hands back to the thread that fills them."""
+
     def __init__(self, jaxpr):
         self.complaints: list[str] = []
-        self._filled_in_loops: dict[int, frozenset[int]] = {}
-        filled: dict[int, frozenset[int]] = {}
-        self._collect(jaxpr, {}, False, filled)
+        self._filled: dict[int, frozenset[int]] = {}
+        self._fill_depth: dict[int, int] = {}
+        self._arrived: set[int] = set()
+        self._handed_back: dict[int, set[int]] = {}
+        self._collect(jaxpr, {}, 0)
+        self._check_fills(jaxpr, {}, None, set(), None)
         # All buffers that copies fill start as unawaited, because another thread may start copies.
-        state = self._run(jaxpr, {}, _State(filled))
+        state = self._run(jaxpr, {}, _State(dict(self._filled)), 0)
         if state.storing:
             self.complaints.append("the kernel may end before its copies to global memory")
 
-    def _inner(self, eqn, sub, roots) -> dict:
-        """For each reference of a sub-jaxpr, the identity of the buffer that was allocated."""
-        skipped = {"cond": 1, "while": eqn.params.get("cond_nconsts", 0)}
-        operands = eqn.invars[skipped.get(eqn.primitive.name, 0) :]
-        inner = {v: roots[o] for v, o in zip(_inputs(sub), operands) if _known(o, roots)}
-        for v in _inputs(sub):
-            if (is_shared_memory(v.aval) or is_barrier(v.aval)) and v not in inner:
-                inner[v] = id(v)
-        return inner
-
-    def _collect(self, jaxpr, roots, in_loop, filled) -> None:
+    def _collect(self, jaxpr, roots, depth: int) -> None:
+        """What is filled, and how deep in loops; which barriers somebody arrives at."""
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "copy_gmem_to_smem":
-                buffer, barrier = (roots[v] for v in eqn.invars[1:3])
-                maps = [filled, self._filled_in_loops] if in_loop else [filled]
-                for m in maps:
-                    m[buffer] = m.get(buffer, frozenset()) | {barrier}
-            loop = in_loop or eqn.primitive.name in _LOOPS
-            for sub in _bodies(eqn):
-                self._collect(sub, self._inner(eqn, sub, roots), loop, filled)
+                buffer, barrier = _filled_by(eqn, roots)
+                self._filled[buffer] = self._filled.get(buffer, frozenset()) | {barrier}
+                self._fill_depth[buffer] = max(depth, self._fill_depth.get(buffer, 0))
+                self._arrived.add(barrier)
+            elif eqn.primitive.name == "barrier_arrive":
+                self._arrived.add(roots[eqn.invars[0]])
+            for sub in bodies(eqn):
+                inner = inner_roots(eqn, sub, roots)
+                self._collect(sub, inner, depth + (eqn.primitive.name in LOOPS))
 
-    def _run(self, jaxpr, roots, state: _State) -> _State:
+    def _check_fills(self, jaxpr, roots, latest: int | None, read: set[int], loop) -> int | None:
+        """Whether a loop that fills what it does not read waits before. Returns the barrier at
+        which the thread waited last in this iteration, from `latest` on.
+
+        read: the buffers that the iteration reads. loop: the loop, or None outside of all.
+        """
         for eqn in jaxpr.eqns:
-            name, subs = eqn.primitive.name, _bodies(eqn)
-            buffers = {
-                roots[v] for v in eqn.invars if _known(v, roots) and is_shared_memory(v.aval)
-            }
+            name = eqn.primitive.name
+            if name == "barrier_wait":
+                latest = roots[eqn.invars[0]]
+            elif name == "copy_gmem_to_smem" and loop is not None:
+                buffer, _ = _filled_by(eqn, roots)
+                if latest is not None and buffer not in read:
+                    self._handed_back.setdefault(latest, set()).add(buffer)
+                elif buffer not in read:
+                    self._complain(eqn, "fills shared memory again before it was handed back")
+            elif name in LOOPS:
+                (body,) = bodies(eqn)
+                inner = inner_roots(eqn, body, roots)
+                self._check_fills(body, inner, None, _read(body, inner), eqn)
+            else:
+                ends = [
+                    self._check_fills(sub, inner_roots(eqn, sub, roots), latest, read, loop)
+                    for sub in bodies(eqn)
+                ]
+                latest = next((end for end in ends if end != latest), latest)
+        return latest
+
+    def _run(self, jaxpr, roots, state: _State, depth: int) -> _State:
+        for eqn in jaxpr.eqns:
+            name, subs = eqn.primitive.name, bodies(eqn)
+            buffers = {roots[v] for v in eqn.invars if known(v, roots) and is_shared_memory(v.aval)}
             if name == "barrier_wait":
                 barrier = roots[eqn.invars[0]]
-                left = {b: waits - {barrier} for b, waits in state.unawaited.items()}
-                state.unawaited = {b: waits for b, waits in left.items() if waits}
+                state.end_waits(barrier)
+                if barrier not in self._arrived:
+                    self._complain(eqn, "waits at a barrier where nobody arrives")
+            elif (newer := products_left(eqn)) is not None:
+                state.multiplying = state.multiplying[max(0, len(state.multiplying) - newer) :]
+            elif name == "wait_gmem_to_smem":
+                state.vouched = frozenset(b for b, f in self._filled.items() if _CP_ASYNC in f)
+                if eqn.params["n"] == 0:
+                    state.end_waits(_CP_ASYNC)
             elif name == "commit_smem":
                 state.uncommitted = frozenset()
             elif name == "barrier_arrive":
                 if state.uncommitted:
                     self._complain(eqn, "hands over shared memory before it is committed")
+                for buffer in self._handed_back.get(roots[eqn.invars[0]], ()):
+                    if buffer in state.multiplied:
+                        self._complain(eqn, "hands back shared memory that a product still reads")
+                    state.unawaited[buffer] = self._filled[buffer]
             elif name == "copy_gmem_to_smem":
-                buffer, barrier = (roots[v] for v in eqn.invars[1:3])
+                buffer, barrier = _filled_by(eqn, roots)
                 waits = state.unawaited.get(buffer, frozenset())
                 state.unawaited[buffer] = waits | {barrier}
+                if buffer in state.multiplied:
+                    self._complain(eqn, "fills shared memory that a product still reads")
+                state.vouched -= {buffer}
             elif name == "wait_smem_to_gmem":
-                state.storing = state.storing and eqn.params["n"] > 0
+                if eqn.params["n"] == 0:
+                    state.stored = frozenset()
+                    state.storing = state.storing and eqn.params["wait_read_only"]
             elif name in _READS | _WRITES:
-                if buffers & set(state.unawaited):
-                    self._complain(eqn, "touches shared memory before the copy into it is awaited")
-                if name in _ASYNCHRONOUS_READS and buffers & state.uncommitted:
-                    self._complain(eqn, "reads shared memory before what was written is committed")
-                if name in _WRITES:
-                    state.uncommitted |= buffers
-                state.storing = state.storing or name == "copy_smem_to_gmem"
-            elif name in _LOOPS:
+                self._touch(eqn, name, buffers, state)
+            elif name in LOOPS:
                 (body,) = subs
-                inner = self._inner(eqn, body, roots)
+                inner = inner_roots(eqn, body, roots)
+                again = {b: f for b, f in self._filled.items() if self._fill_depth[b] > depth}
                 # Two passes, because an iteration begins with what the one before left unfinished.
                 for _ in range(2):
-                    start = state.join(_State(self._filled_in_loops))
-                    state = state.join(self._run(body, inner, start))
+                    start = state.join(_State(again))
+                    state = state.join(self._run(body, inner, start, depth + 1))
             elif subs:
-                ends = [self._run(s, self._inner(eqn, s, roots), state.copy()) for s in subs]
+                ends = [self._run(s, inner_roots(eqn, s, roots), state.copy(), depth) for s in subs]
                 state = ends[0]
                 for end in ends[1:]:
                     state = state.join(end)
@@ -152,20 +210,44 @@ class _Checker:
                 assert not buffers, f"{name} touches shared memory, unknown to this check"
         return state
 
+    def _touch(self, eqn, name: str, buffers: set[int], state: _State) -> None:
+        for buffer in buffers & set(state.unawaited):
+            if buffer in state.vouched:
+                state.vouched = frozenset({buffer})
+            else:
+                self._complain(eqn, "touches shared memory before the copy into it is awaited")
+        if name in _ASYNCHRONOUS_READS and buffers & state.uncommitted:
+            self._complain(eqn, "reads shared memory before what was written is committed")
+        if name == "wgmma_ref":
+            state.multiplying += (frozenset(buffers),)
+        if name in _WRITES:
+            state.uncommitted |= buffers
+            if buffers & state.multiplied:
+                self._complain(eqn, "writes to shared memory that a product still reads")
+            if buffers & state.stored:
+                self._complain(eqn, "writes to shared memory that a copy still reads")
+        if name == "copy_smem_to_gmem":
+            state.storing = True
+            state.stored |= buffers
+
     def _complain(self, eqn, what: str) -> None:
         complaint = f"{eqn.primitive.name} {what}: {eqn}"
         if complaint not in self.complaints:
             self.complaints.append(complaint)
 
 
-def _bodies(eqn) -> list:
-    """The sub-jaxprs of an equation that may touch memory, so without a loop's condition."""
-    return [eqn.params["body_jaxpr"]] if eqn.primitive.name == "while" else sub_jaxprs(eqn)
+def _filled_by(eqn, roots) -> tuple[int, int]:
+    """The buffer that a copy fills, and the barrier at which it arrives."""
+    barrier = roots[eqn.invars[2]] if eqn.params["has_barrier"] else _CP_ASYNC
+    return roots[eqn.invars[1]], barrier
 
 
-def _inputs(jaxpr) -> list:
-    return [*jaxpr.constvars, *jaxpr.invars]
-
-
-def _known(v, roots) -> bool:
-    return not hasattr(v, "val") and v in roots
+def _read(jaxpr, roots) -> set[int]:
+    """The buffers that are read anywhere in a jaxpr."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _READS:
+            found |= {roots[v] for v in eqn.invars if known(v, roots) and is_shared_memory(v.aval)}
+        for sub in bodies(eqn):
+            found |= _read(sub, inner_roots(eqn, sub, roots))
+    return found

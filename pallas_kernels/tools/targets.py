@@ -8,7 +8,11 @@ from pallas_kernels.backend import GPU
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU as its data sheet and CUDA describe it; sizes in bytes, rates in bytes/s and GHz."""
+    """A GPU as its data sheet and CUDA describe it; sizes in bytes, rates in bytes/s and GHz.
+
+    tensor_flops: of dense products of 16-bit numbers, per second.
+    tensor_flops_per_clock: of a multiprocessor.
+    """
 
     name: str
     gpu: GPU
@@ -19,6 +23,14 @@ class Target:
     fpus_per_multiprocessor: int
     shared_memory: int  # of a multiprocessor
     shared_memory_of_block: int
+    tensor_flops: int
+    tensor_flops_per_clock: int
+
+    @property
+    def tensor_clock(self) -> float:
+        """Clocks per second at which the multiprocessors reach `tensor_flops`."""
+        flops = self.gpu.num_multiprocessors * self.tensor_flops_per_clock
+        return self.tensor_flops / flops
 
     def config(self) -> str:
         """XLA's GpuTargetConfigProto, as text."""
@@ -57,6 +69,8 @@ _HOPPER: dict[str, Any] = {
     "fpus_per_multiprocessor": 128,
     "shared_memory": 233472,
     "shared_memory_of_block": 232448,
+    "tensor_flops": 989 * 10**12,
+    "tensor_flops_per_clock": 4096,
 }
 TARGETS = {
     "h200": Target(
@@ -69,5 +83,6 @@ TARGETS = {
         "NVIDIA A100-SXM4-80GB", GPU((8, 0), 108), 85 * 10**9, 2039 * 10**9, 40 * 2**20,
         clock=1.41, fpus_per_multiprocessor=64,
         shared_memory=167936, shared_memory_of_block=166912,
+        tensor_flops=312 * 10**12, tensor_flops_per_clock=2048,
     ),
 }  # fmt: skip

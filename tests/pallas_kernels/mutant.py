@@ -32,11 +32,14 @@ SPECS = {
     # More steps than a block has stages, segments of one token and of several, and mixed ranks.
     "sgmv": lora.make(lora.Lora(2048, 128, (1, 70, 1, 3), ranks=(16, 32))),
 }
-WAITS = ("barrier_wait", "commit_smem", "wait_smem_to_gmem")
+WAITS = (
+    "barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_gmem", "wait_gmem_to_smem",
+)  # fmt: skip
 
 
 class LeaveOut:
-    """Replaces the calls that wait and commit; counts them, and leaves out that of `number`."""
+    """Replaces the calls that wait, arrive and commit; counts them, and leaves out that of
+    `number`."""
 
     def __init__(self, number: int = -1):
         self.calls = 0

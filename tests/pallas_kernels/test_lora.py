@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.lora import Segments, sgmv, sgmv_expand, sgmv_shrink, specs
+from pallas_kernels.lora.work_items import padded, work_items
 from tests.pallas_kernels.interpreted import run, run_spec
 
 L, N, A, Q = 2, 12, 5, 4  # layers, rank pages, adapter slots, most pages of an adapter
@@ -131,6 +132,35 @@ def test_each_token_gets_the_product_with_its_own_adapter(implementation, dtype)
             _assert_near(found, y, atol)
 
     check()
+
+
+@given(runs=RUNS_OF_TOKENS, seed=st.integers(0, 99))
+@settings(max_examples=50, deadline=None)
+def test_work_items_cover_each_token_with_an_adapter_once(runs, seed):
+    T = padded(500)
+    segments = _segments(
+        np.random.default_rng(seed), [n for n, _ in runs], [gap for _, gap in runs], 7
+    )
+    segments.slots[len(runs) :] = 10**6
+    slot_of = np.full(T, -1)
+    for slot, base, lo, hi, alone in np.asarray(jax.jit(work_items, static_argnums=1)(segments, T)):
+        assert lo <= hi and 0 <= slot < A
+        if lo == hi:
+            continue
+        assert base % 8 == 0 and 0 <= base <= T - 64 and lo >= 0 and hi <= 64
+        assert (slot_of[base + lo : base + hi] == -1).all()
+        slot_of[base + lo : base + hi] = slot
+        (tokens,) = (end - start for start, end in _live(segments) if start <= base + lo < end)
+        assert alone == (tokens == 1)
+    expected = np.full(T, -1)
+    for s, (start, end) in enumerate(_live(segments)):
+        expected[start:end] = segments.slots[s]
+    np.testing.assert_array_equal(slot_of, expected)
+
+
+def _live(segments):
+    count = segments.count[0]
+    return list(zip(segments.starts[:count].tolist(), segments.ends[:count].tolist()))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])

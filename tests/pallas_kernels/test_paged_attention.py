@@ -374,6 +374,7 @@ def _small(shapes):
         heads=Heads(G, 1, D),
         sequences=3,
         context=150,
+        tokens=None,
         chunk=min(shapes.chunk, 70),
         ragged=True,
         sliding_window=shapes.sliding_window and 40,

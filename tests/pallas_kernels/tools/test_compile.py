@@ -11,6 +11,10 @@ pytest.importorskip("jax_cuda13_plugin", reason="needs the extra aot (make test-
 
 from pallas_kernels.ops import OPS
 from pallas_kernels.tools import compile as compile_gate
+from pallas_kernels.tools.balance import Balance
+from pallas_kernels.tools.compiled import Kernel
+from pallas_kernels.tools.kernel_jaxpr import Launch
+from pallas_kernels.tools.predict import Occupancy
 
 ONE_SPEC_PER_OP = "llama-3-8b,llama-3-8b-decode,page16,llama-2-7b-distinct"
 
@@ -24,7 +28,8 @@ def _run(*flags):
 def test_one_spec_of_each_op_passes(target, tmp_path):
     done = _run(f"--target={target}", f"--spec={ONE_SPEC_PER_OP}", f"--json={tmp_path / 'r.json'}")
     assert done.returncode == 0, done.stdout + done.stderr
-    reports = json.loads((tmp_path / "r.json").read_text())
+    written = json.loads((tmp_path / "r.json").read_text())
+    reports = written["reports"]
     assert {report["op"] for report in reports} == set(OPS)
     for report in reports:
         for kernel in report["kernels"]:
@@ -33,24 +38,42 @@ def test_one_spec_of_each_op_passes(target, tmp_path):
         if report["donated"]:
             assert report["aliased"] == report["donated"]
     attention = next(report for report in reports if report["op"] == "paged_attention")
-    (kernel,) = attention["kernels"]
+    kernel, _merge = attention["kernels"]
     assert kernel["tensor_core_instructions"] > 0
     assert kernel["shared_memory"] > 0
-    assert attention["spec"] in done.stdout
+    # A tile's two products: of 16 KB of keys or values each, with 8 columns of queries.
+    assert kernel["loop"]["flops"] == kernel["launch"]["flops"] == 2 * 2 * 8 * 16384 / 2
+    assert kernel["launch"]["copied"] == 2 * 16384
+    assert kernel["prediction"]["in_flight"] >= kernel["prediction"]["needed_in_flight"]
+    assert 0.5 < attention["call"]["share"] < 1
+    assert attention["spec"] in done.stdout and written["assumptions"] in done.stdout
+    # Others' kernels are named, whether they compile or not.
+    named = [peer for peer in written["peers"] if peer["kernel"] or peer["problem"]]
+    assert len(named) == len(written["peers"]) == (3 if target == "h200" else 0)
 
 
+LAUNCH = Launch("paged_decode", (264,), 2, 98304, 32768, 262144, 36864, 1024)
+KERNEL = Kernel("paged_decode_0", 90, 0, 0, 1024, 16, 2, LAUNCH, Occupancy(2, "registers"))
+BALANCED = Balance(264, 0.0, 1.0, 1.03, 32768, 128, 0, 0.0)
 PASSING = compile_gate.Report(
-    "h200", "write_kv", "x", "mosaic_gpu", [compile_gate.Kernel("k", 90, 0, 0, 1024, 0, 2)],
-    unsynchronized=[], temporaries=0, donated=64, aliased=64, seconds=1.0,
+    "h200", "paged_attention", "llama-3-8b", "mosaic_gpu", [KERNEL], unsynchronized=[],
+    launches=["mosaic_gpu_v2"] * 2, temporaries=0, donated=64, aliased=64, seconds=1.0,
+    balance=BALANCED,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"kernels": [replace(PASSING.kernels[0], spills=8)]}, "k spills 8 bytes"),
-        ({"kernels": [replace(PASSING.kernels[0], local_memory_instructions=1)]}, "k spills"),
+        ({"kernels": [replace(KERNEL, spills=8)]}, "paged_decode_0 spills 8 bytes"),
+        ({"kernels": [replace(KERNEL, local_memory_instructions=1)]}, "spills 0 bytes"),
+        ({"kernels": [replace(KERNEL, occupancy=Occupancy(1, "registers"))]}, "not 2, for want of"),
+        ({"launches": ["fusion"] * 4}, "4 launches, more than 3"),
+        ({"balance": replace(BALANCED, idle=0.06)}, "6% of the thread blocks have no work"),
+        ({"balance": replace(BALANCED, longest=1.3)}, "has 1.30 times the mean work"),
+        ({"balance": replace(BALANCED, partials=0.03)}, "partial results are 3.0%"),
         ({"kernels": []}, "the compiler left no report"),
+        ({"problem": "TimeoutError: not compiled"}, "TimeoutError: not compiled"),
         ({"unsynchronized": ["reads too early"]}, "reads too early"),
         ({"aliased": 0}, "not written in place"),
         ({"temporaries": 65}, "not written in place"),

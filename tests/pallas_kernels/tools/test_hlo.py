@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.gpu.hlo import Program, Traffic
+from pallas_kernels.tools.hlo import Program, Traffic
 
 TEXT = """
 HloModule jit_run, is_scheduled=true

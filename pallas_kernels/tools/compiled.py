@@ -1,0 +1,129 @@
+"""What the compiler made of a function for a GPU that this machine lacks."""
+
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from pallas_kernels import backend
+from pallas_kernels.tools import aot, hlo, kernel_jaxpr, predict, sass
+from pallas_kernels.tools.targets import TARGETS, Target
+
+_BARRIER = 8  # bytes
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The compiler's report on one Mosaic kernel, and what follows from it. Memory is in bytes.
+
+    shared_memory: of a thread block.
+    loop, fetching: of a warp that multiplies tiles, and of one that only fetches them.
+    prediction: None for a kernel without a loop over tiles.
+    """
+
+    name: str
+    registers: int
+    spills: int
+    local_memory_instructions: int
+    shared_memory: int
+    tensor_core_instructions: int
+    tma_instructions: int
+    launch: kernel_jaxpr.Launch
+    occupancy: predict.Occupancy
+    loop: sass.Loop | None = None
+    fetching: sass.Loop | None = None
+    prediction: predict.Prediction | None = None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """jaxpr: of the function.  launches: what it runs on the device, a name each."""
+
+    jaxpr: Any
+    kernels: list[Kernel]
+    launches: list[str]
+    temporaries: int
+    aliased: int
+
+
+def compile_function(
+    function: Callable, donated, arguments, target: str, *, reused: bool
+) -> Compiled:
+    """Compile `function(donated, arguments)`, pytrees of shapes, in a process that has not compiled
+    the same kernels before: they would leave no report again.
+
+    reused: whether thread blocks read the same keys, or other operands.
+    """
+    gpu = TARGETS[target]
+    sharding = SingleDeviceSharding(aot.devices(target)[0])
+
+    def placed(tree):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+    with tempfile.TemporaryDirectory() as folder, backend.compiling_for(gpu.gpu):
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        traced = jax.jit(function, donate_argnums=0).trace(placed(donated), placed(arguments))
+        compiled = traced.lower().compile()
+        kernels = _read_reports(Path(folder), kernel_jaxpr.launches(traced.jaxpr), gpu, reused)
+    memory, program = compiled.memory_analysis(), hlo.Program(compiled.as_text())
+    return Compiled(
+        traced.jaxpr,
+        kernels,
+        [program.kind(kernel) for kernel in program.kernels()],
+        temporaries=memory.temp_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+    )
+
+
+def _read_reports(
+    folder: Path, launches: list[kernel_jaxpr.Launch], gpu: Target, reused: bool
+) -> list[Kernel]:
+    """In the order of the launches."""
+    found = {path.stem.rsplit("_", 1)[0]: path for path in sorted(folder.glob("*.ptxas"))}
+    by_name = {launch.name: launch for launch in launches}
+    return [
+        _read_report(found[name], launch, gpu, reused)
+        for name, launch in by_name.items()
+        if name in found
+    ]
+
+
+def _read_report(path: Path, launch: kernel_jaxpr.Launch, gpu: Target, reused: bool) -> Kernel:
+    def number(pattern: str, text: str) -> int:
+        found = re.search(pattern, text)
+        assert found, f"no {pattern!r} in the compiler's report:\n{text}"
+        return int(found[1])
+
+    text, code = path.read_text(), path.with_suffix(".sass_ctrl").read_text()
+    resources = path.with_suffix(".resources.txt").read_text()
+    barriers = re.findall(r"num_barriers=(\d+)[^)]*\): (\d+)", resources)
+    registers = number(r"Used (\d+) registers", text)
+    shared_memory = number(r"smem_scratch_bytes=(\d+)", resources) + _BARRIER * sum(
+        int(count) * int(times) for count, times in barriers
+    )
+    occupancy = predict.occupancy(registers, launch.threads, shared_memory, gpu)
+    loop, fetching = sass.loops(code)
+    return Kernel(
+        name=path.stem,
+        registers=registers,
+        spills=number(r"(\d+) bytes spill stores", text) + number(r"(\d+) bytes spill loads", text),
+        local_memory_instructions=len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        shared_memory=shared_memory,
+        tensor_core_instructions=len(re.findall(r"\bH?G?MMA\b", code)),
+        tma_instructions=len(re.findall(r"\b(?:UTMA(?:LDG|STG)|UBLKCP)\b", code)),
+        launch=launch,
+        occupancy=occupancy,
+        loop=loop,
+        fetching=fetching,
+        prediction=(
+            predict.predict(launch, loop, fetching, occupancy.blocks, gpu, reused) if loop else None
+        ),
+    )

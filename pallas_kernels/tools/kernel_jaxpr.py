@@ -1,0 +1,158 @@
+"""What a kernel does, from its jaxpr: its thread blocks, and its work for one tile."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pallas_kernels.mosaic import is_barrier, is_shared_memory, sub_jaxprs, viewed
+
+LOOPS = {"while", "scan"}
+WARPGROUP = 128  # threads
+_ROWS, _COLUMNS = 64, 256  # the most of a product that one wgmma computes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel's thread blocks, and what they do for one tile: in one pass through the innermost
+    loop that copies most, and through the one that multiplies most.
+
+    grid: thread blocks along each axis.
+    warpgroups: of a thread block. If there are several, one only copies.
+    in_flight: bytes of shared memory that the copies of these loops fill: the most that can be
+        under way at a time.
+    copied: bytes from global to shared memory, by all warpgroups.
+    flops: of one warpgroup.
+    operands: bytes of shared memory that one warpgroup reads, most of them as operands of wgmma.
+    stored: bytes that one warpgroup writes to shared memory.
+    """
+
+    name: str
+    grid: tuple[int, ...]
+    warpgroups: int
+    in_flight: int
+    copied: int
+    flops: int
+    operands: int
+    stored: int
+
+    @property
+    def blocks(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * self.warpgroups
+
+    @property
+    def multiplying(self) -> int:
+        """Warpgroups that multiply."""
+        return max(1, self.warpgroups - 1)
+
+
+def launches(jaxpr) -> list[Launch]:
+    """The Mosaic kernels that a traced function calls, in order."""
+    found = []
+    for eqn in calls(jaxpr):
+        (mesh,), (body,) = eqn.params["meshes"], sub_jaxprs(eqn)
+        passes: list[_Pass] = []
+        _collect(body, {}, passes, _Pass())
+        empty = _Pass()
+        inner = (one for one in passes if not any(other.copied for other in one.loops))
+        copying = max(inner, key=lambda one: one.copied, default=empty)
+        multiplying = max(passes, key=lambda one: one.flops, default=empty)
+        found.append(
+            Launch(
+                name=eqn.params["name"],
+                grid=tuple(mesh.grid),
+                warpgroups=mesh.num_threads or 1,
+                in_flight=sum(copying.filled.values()),
+                copied=copying.copied,
+                flops=multiplying.flops,
+                operands=multiplying.operands,
+                stored=multiplying.stored,
+            )
+        )
+    return found
+
+
+def calls(jaxpr) -> Iterator:
+    """The equations of a traced function that call Mosaic kernels."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "mpmd_map":
+            yield eqn
+        else:
+            for sub in sub_jaxprs(eqn):
+                yield from calls(sub)
+
+
+@dataclass
+class _Pass:
+    """One pass through a loop, without the `loops` inside it. filled: bytes by buffer."""
+
+    loops: list["_Pass"] = field(default_factory=list)
+    filled: dict[int, int] = field(default_factory=dict)
+    copied: int = 0
+    flops: int = 0
+    operands: int = 0
+    stored: int = 0
+
+
+def _collect(jaxpr, roots, passes: list[_Pass], here: _Pass, conditional: bool = False) -> None:
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "copy_gmem_to_smem":
+            here.copied += _bytes(viewed(eqn, 1))
+            here.filled[roots[eqn.invars[1]]] = _bytes(eqn.invars[1].aval)
+        elif name == "wgmma_ref":
+            acc, a, b = (viewed(eqn, i) for i in range(3))
+            (M, N), K = acc.shape, a.shape[1]
+            here.flops += 2 * M * N * K
+            # Each wgmma reads its own operands.
+            here.operands += math.ceil(M / _ROWS) * _bytes(b)
+            if is_shared_memory(eqn.invars[1].aval):
+                here.operands += math.ceil(N / _COLUMNS) * _bytes(a)
+        elif name == "mma":
+            _, a, b = (x.aval for x in eqn.invars)
+            here.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        # What a condition guards is for some tiles only, unless it copies or multiplies.
+        elif name in ("get", "load") and is_shared_memory(eqn.invars[0].aval):
+            here.operands += 0 if conditional else _bytes(eqn.outvars[0].aval)
+        elif name == "swap" and is_shared_memory(eqn.invars[0].aval):
+            here.stored += 0 if conditional else _bytes(eqn.invars[1].aval)
+        for sub in bodies(eqn):
+            inside = here
+            if name in LOOPS:
+                inside = _Pass()
+                passes.append(inside)
+                here.loops.append(inside)
+            guarded = name not in LOOPS and (conditional or name == "cond")
+            _collect(sub, inner_roots(eqn, sub, roots), passes, inside, guarded)
+
+
+def _bytes(aval) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def bodies(eqn) -> list:
+    """The sub-jaxprs of an equation that may touch memory, so without a loop's condition."""
+    return [eqn.params["body_jaxpr"]] if eqn.primitive.name == "while" else sub_jaxprs(eqn)
+
+
+def inner_roots(eqn, sub, roots) -> dict:
+    """For each reference of a sub-jaxpr, the identity of the buffer or barrier it was allocated
+    as."""
+    skipped = {"cond": 1, "while": eqn.params.get("cond_nconsts", 0)}
+    operands = eqn.invars[skipped.get(eqn.primitive.name, 0) :]
+    inner = {v: roots[o] for v, o in zip(_inputs(sub), operands) if known(o, roots)}
+    for v in _inputs(sub):
+        if (is_shared_memory(v.aval) or is_barrier(v.aval)) and v not in inner:
+            inner[v] = id(v)
+    return inner
+
+
+def known(v, roots) -> bool:
+    return not hasattr(v, "val") and v in roots
+
+
+def _inputs(jaxpr) -> list:
+    return [*jaxpr.constvars, *jaxpr.invars]

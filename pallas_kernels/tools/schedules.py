@@ -1,0 +1,87 @@
+"""The balance of the attention ops' own schedules for their named arguments."""
+
+from collections.abc import Callable, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import backend
+from pallas_kernels.ops import OPS
+from pallas_kernels.paged_attention import prefill_rows, prefill_sm90, split_kv
+from pallas_kernels.paged_attention import specs as attention_specs
+from pallas_kernels.paged_attention.schedule import (
+    DecodeSchedule,
+    PrefillSchedule,
+    multiprocessors,
+)
+from pallas_kernels.specs import Attention
+from pallas_kernels.tools.balance import Balance, balance
+from pallas_kernels.tools.targets import TARGETS
+
+_FLOAT32 = 4  # bytes
+
+
+def balance_of(op: str, spec: str, target: str) -> Balance | None:
+    """The balance of a call of `op` with the named arguments `spec` on a GPU `target`; None for an
+    op without a schedule."""
+    gpu = TARGETS[target].gpu
+    kernel = OPS[op].kernel_for(gpu.compute_capability)
+    if kernel is None or op not in _BALANCES:
+        return None
+    shapes_of, find = _BALANCES[op]
+    named = OPS[op].specs[spec]
+    with backend.compiling_for(gpu):
+        drawn = named.drawn_indices()
+        return find(shapes_of[spec], named.planned(drawn, kernel)["schedule"], **drawn)
+
+
+def _decode(shapes: Attention, found: DecodeSchedule, lengths_SxK) -> Balance:
+    heads, D, dtype = shapes.heads, shapes.heads.D, jnp.dtype(shapes.dtype)
+    tile = split_kv.tile_tokens(D, dtype)
+    lengths = np.asarray(lengths_SxK, np.int64).reshape(-1)
+    first = np.maximum(lengths - (shapes.sliding_window or lengths), 0)
+    N = split_kv.padded_group(heads.H // heads.K)
+    return balance(
+        -(-lengths // tile) - first // tile,
+        found.items,
+        found.block_items,
+        places=len(found.block_items) - 1,
+        partial_bytes=(D + 1) * N * _FLOAT32,
+        kv_bytes=int((lengths - first).sum()) * 2 * D * dtype.itemsize,
+    )
+
+
+def _prefill(shapes: Attention, found: PrefillSchedule, query_starts, lengths_S) -> Balance:
+    """A thread block runs an item for the query heads that share a tile of rows."""
+    (H, K, D), window = (shapes.heads.H, shapes.heads.K, shapes.heads.D), shapes.sliding_window
+    T = shapes.sequences * shapes.chunk
+    assert found.key_tiles is None
+    sequence, head, base, lo, hi, position, _, begin, end, place = np.asarray(found.items).T
+    _, at, row = np.unique(
+        np.stack([sequence, head, base, lo]), axis=1, return_index=True, return_inverse=True
+    )
+    # The rows of an item see keys up to that of their last, from the first that the first sees.
+    keys = np.maximum(position + hi, 0)[at]
+    first = np.maximum((position + lo)[at] + 1 - (window or 2**30), 0)
+    tile = prefill_sm90.KV_TILE
+    tiles = np.where((hi > lo)[at], np.maximum(-(-keys // tile) - first // tile, 0), 0)
+    groups = H // K // prefill_rows.packed_heads(H // K, T)
+    items = np.repeat(np.stack([row.reshape(-1), begin, end, place], axis=1), groups, axis=0)
+    items[:, 0] = items[:, 0] * groups + np.tile(np.arange(groups), len(found.items))
+    counts = np.diff(np.asarray(query_starts))
+    lengths = np.asarray(lengths_S, np.int64)
+    read = np.where(counts > 0, np.minimum(lengths, (window or lengths) + counts - 1), 0)
+    return balance(
+        np.repeat(tiles, groups),
+        items,
+        np.arange(len(items) + 1),
+        places=multiprocessors(),
+        partial_bytes=2 * prefill_rows.ROWS * (D + 1) * _FLOAT32,
+        kv_bytes=int(read.sum()) * 2 * K * D * jnp.dtype(shapes.dtype).itemsize,
+    )
+
+
+_BALANCES: dict[str, tuple[Mapping[str, Attention], Callable[..., Balance]]] = {
+    "paged_attention": (attention_specs.DECODE_SHAPES, _decode),
+    "paged_prefill_attention": (attention_specs.PREFILL_SHAPES, _prefill),
+}

@@ -1,0 +1,53 @@
+"""Named arguments: sequences with lengths of their own, and what is planned from them."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import specs
+from pallas_kernels.specs import Attention, Heads
+
+SHAPES = Attention(Heads(4, 2, 64), sequences=3, context=100, tokens=(100, 0, 17))
+
+
+def test_sequences_have_their_own_tokens_and_pages_for_no_more():
+    arguments = specs.decode(SHAPES).arguments(jax.random.key(0))
+    assert arguments["lengths_SxK"].tolist() == [[100] * 2, [0] * 2, [17] * 2]
+    tables = np.asarray(arguments["tables_SxKxM"])
+    assert tables.shape == (3, 2, 7)
+    held = [tables[s, k, :pages] for s, pages in enumerate([7, 0, 2]) for k in range(2)]
+    pools = arguments["k_pages_NxPxD"].shape[0]
+    assert sorted(np.concatenate(held)) == list(range(pools)) == list(range(2 * (7 + 2)))
+    assert tables.max() < pools and (tables[1] == 0).all()
+
+
+@pytest.mark.parametrize("make", [specs.decode, specs.prefill])
+def test_indices_can_be_drawn_alone(make):
+    spec = make(replace(SHAPES, tokens=None, ragged=True, chunk=10))
+    drawn, arguments = spec.drawn_indices(), spec.arguments(jax.random.key(0))
+    assert set(drawn) == set(spec.indices)
+    for name, found in drawn.items():
+        np.testing.assert_array_equal(found, arguments[name])
+    assert spec.cost(drawn) == spec.cost(arguments)
+
+
+@pytest.mark.parametrize("make", [specs.decode, specs.prefill])
+def test_plans_are_arguments_of_the_op(make):
+    spec = make(replace(SHAPES, chunk=10))
+    arguments = spec.arguments(jax.random.key(0))
+    assert spec.planned(arguments, "xla") == {"schedule": None}
+    plan = jax.eval_shape(lambda a: spec.planned(a, "mosaic_gpu"), arguments)
+    out = jax.eval_shape(
+        lambda a, p: spec.op(**a, **p, **spec.options, implementation="mosaic_gpu"), arguments, plan
+    )
+    assert out.shape == next(iter(arguments.values())).shape
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokens": (1, 2)}, {"tokens": (101, 1, 1)}, {"tokens": (1, 1, 1), "ragged": True}]
+)
+def test_tokens_that_do_not_fit_are_refused(change):
+    with pytest.raises(ValueError, match="3 sequences of at most 100 tokens"):
+        replace(SHAPES, **change)

@@ -1,0 +1,106 @@
+"""The arithmetic of predictions, against numbers worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from pallas_kernels.tools import predict
+from pallas_kernels.tools.balance import Balance
+from pallas_kernels.tools.kernel_jaxpr import Launch
+from pallas_kernels.tools.sass import Loop
+from pallas_kernels.tools.targets import TARGETS
+
+H200, A100 = TARGETS["h200"], TARGETS["a100"]
+# 128 queries of two warpgroups times 128 keys, at head dim 128: both products read both operands
+# from shared memory, and probabilities go through it.
+PREFILL = Launch(
+    "prefill", (8, 66, 4), warpgroups=3, in_flight=128 * 1024, copied=64 * 1024,
+    flops=2 * 2 * 64 * 128 * 128, operands=2 * (16 + 32) * 1024, stored=16 * 1024,
+)  # fmt: skip
+DECODE = Launch(
+    "decode", (264,), warpgroups=2, in_flight=96 * 1024, copied=32 * 1024,
+    flops=2 * 2 * 64 * 8 * 128, operands=36 * 1024, stored=1024,
+)  # fmt: skip
+
+
+def _loop(instructions, flops):
+    return Loop(instructions, 0, 0, products=16, copies=0, flops=flops)
+
+
+@pytest.mark.parametrize(
+    ("registers", "threads", "shared", "target", "blocks", "bound"),
+    [
+        (95, 128, 75816, H200, 3, "shared memory"),  # 3 * (75,816 + 1,024) of 233,472 bytes
+        (96, 256, 1024, H200, 2, "registers"),  # 65,536 / (96 * 256) = 2.7
+        (90, 256, 1024, H200, 2, "registers"),  # 90 counts as 96
+        (32, 1024, 0, H200, 2, "registers"),  # as many as threads allow
+        (16, 1024, 0, H200, 2, "threads"),
+        (16, 32, 0, H200, 32, "blocks"),
+        (143, 128, 68608, A100, 2, "shared memory"),
+        (168, 384, 231424, A100, 0, "shared memory"),
+    ],
+)
+def test_occupancy(registers, threads, shared, target, blocks, bound):
+    assert predict.occupancy(registers, threads, shared, target) == (
+        predict.Occupancy(blocks, bound)
+    )
+
+
+def test_clocks_are_those_at_which_data_sheets_count_tensor_rates():
+    assert H200.tensor_clock == pytest.approx(1.829e9, rel=1e-3)
+    assert A100.tensor_clock == pytest.approx(1.411e9, rel=1e-3)
+
+
+def test_bytes_in_flight_by_littles_law():
+    # 4.8 TB/s over 132 multiprocessors is 36,364 bytes in a microsecond, of which reads reach 92 %.
+    assert predict.needed_in_flight(H200) == pytest.approx(33455, abs=1)
+
+
+def test_prefill():
+    found = predict.predict(PREFILL, _loop(500, PREFILL.flops), _loop(300, 0), 1, H200, True)
+    # 8.4 MFLOP at 4,096 a clock; 64 + 2 * (96 + 16) KB at 128 bytes; 64 KB of 7 TB/s.
+    assert found.clocks["tensor cores"] == 2048
+    assert found.clocks["shared memory"] == 288 * 1024 / 128 == 2304
+    assert found.clocks["issue"] == 2 * 500 + 300
+    assert found.clocks["L2"] == pytest.approx(2261, rel=1e-3)
+    assert found.bound == "shared memory"
+    assert (found.share, found.of) == (pytest.approx(2048 / 2304, rel=1e-3), "tensor")
+
+
+def test_decode_at_the_memorys_pace_and_issue_bound():
+    found = predict.predict(DECODE, _loop(400, DECODE.flops), None, 2, H200, False)
+    # 32 KB of 36.4 KB/us, at 92 % and 1.83 GHz; 69 KB through shared memory.
+    assert found.clocks["memory"] == pytest.approx(1791, rel=1e-3)
+    assert found.clocks["shared memory"] == 69 * 1024 / 128
+    assert (found.bound, found.share, found.of) == ("memory", pytest.approx(0.92), "bandwidth")
+    assert found.in_flight == 192 * 1024
+    slow = predict.predict(DECODE, _loop(3582, DECODE.flops), None, 2, H200, False)
+    assert (slow.bound, slow.share) == ("issue", pytest.approx(0.46, rel=1e-3))
+
+
+def test_too_few_bytes_in_flight_slow_memory():
+    shallow = Launch("d", (1,), 2, 16 * 1024, 32 * 1024, DECODE.flops, 0, 0)
+    found = predict.predict(shallow, _loop(1, DECODE.flops), None, 1, H200, False)
+    assert found.share == pytest.approx(0.92 * 16 * 1024 / 33455, rel=1e-3)
+
+
+def test_an_unrolled_loop_counts_by_the_tile():
+    found = predict.predict(DECODE, _loop(800, 2 * DECODE.flops), None, 2, H200, False)
+    assert found.clocks["issue"] == 400
+
+
+def test_seconds_of_a_call():
+    prediction = predict.predict(DECODE, _loop(400, DECODE.flops), None, 2, H200, False)
+    even = Balance(264, 0.0, 1.0, 1.0, 264 * 100, 100, 0, 0.0)
+    # 100 tiles on each of two thread blocks, 1,791 clocks at 1.829 GHz each, and three launches.
+    assert predict.seconds(prediction, even, 2, 3, 0, H200) == pytest.approx(
+        195.8e-6 + 4.5e-6, rel=1e-3
+    )
+    merged = replace(even, partial_bytes=10**8)
+    more = predict.seconds(prediction, merged, 2, 3, 0, H200) - predict.seconds(
+        prediction, even, 2, 3, 0, H200
+    )
+    assert more == pytest.approx(2 * 10**8 / (0.92 * 4.8e12))
+    # No sooner than memory gives what the call needs.
+    floor = predict.seconds(prediction, even, 2, 0, 10**10, H200)
+    assert floor == pytest.approx(10**10 / (0.92 * 4.8e12))
