@@ -75,7 +75,7 @@ class RecordedLoads:
     ):  # fmt: skip
         self._loads, self._known = loads, known
         self._begun: set[Adapter] = set()
-        self._round = 0
+        self._waited = False
         self._events: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
             if event["event"] == "loaded":
@@ -86,8 +86,9 @@ class RecordedLoads:
         self._loads.begin(adapter)
 
     def finished(self, round_: int) -> list[tuple[Adapter, str | None]]:
-        self._round = round_
-        came = []
+        if self._waited and round_ not in self._events:
+            raise ValueError(f"round {round_} needs an adapter, and none is 'loaded' in it")
+        self._waited, came = False, []
         for event in self._events.get(round_, ()):
             adapter = self._known.get((event["adapter"], event["content_hash"]))
             if adapter in self._begun:
@@ -99,6 +100,6 @@ class RecordedLoads:
         self._loads.install(adapter, slot, pages)
 
     def wait(self) -> None:
-        """Raises ValueError unless something came in the next round: the run had waited for it."""
-        if self._round + 1 not in self._events:
-            raise ValueError(f"round {self._round + 1} waits for an adapter, and none is 'loaded'")
+        """The run had waited until something came, so `finished` raises ValueError if in the next
+        round, should there be one, nothing does."""
+        self._waited = True
