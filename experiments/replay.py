@@ -32,6 +32,8 @@ from experiments.lib.program import Options, Program, refusals
 from experiments.lib.text_files import shown
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
+from paged.adapters.adapter import Adapter
+from paged.adapters.loads import RecordedLoads
 from paged.checks import refusal
 from paged.config import EngineConfig
 from paged.engine import Engine
@@ -42,7 +44,7 @@ from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.recorded import RecordedTokens
 
-INPUTS = ("arrival", "abort", "pin")  # events of what comes from outside
+INPUTS = ("adapter", "arrival", "abort", "pin")  # events of what comes from outside
 
 
 def logged_config(log: EventLog) -> EngineConfig:
@@ -133,6 +135,8 @@ def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
     if len(engine.events) != 1:
         raise ValueError("a replay needs an engine that has done nothing yet")
     inputs, failed = _inputs(log), failed_round(log)
+    if engine.loop.loads is not None:
+        engine.loop.loads = RecordedLoads(engine.loop.loads, log, engine.adapters.by_content)
     rounds = same = 0
     with tqdm(total=len(log), desc="replaying", unit="events", disable=not progress) as bar:
 
@@ -182,17 +186,26 @@ def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
 def _inputs(log: EventLog) -> list[tuple[int, int, dict]]:
     """(number of the event, rounds run before, event) of all that came in before a failure.
 
-    A pin stands for its request too, which arrived right before and ran alone.
+    A pin stands for its request too, which arrived right before and ran alone. The first 'loaded'
+    of a round stands for all: the round takes them in, see `RecordedLoads`.
     """
+    loaded: set[int] = set()  # rounds
     inputs: list[tuple[int, int, dict]] = []
     for number, event in enumerate(map(untimed, log)):
         if event["event"] == "failure":
             break
         if event["event"] == "pin":
+            # What was loaded for it came in rounds of its own.
+            while inputs and inputs[-1][2]["event"] == "loaded":
+                inputs.pop()
             with log.at(number):
                 if not inputs or inputs[-1][2].get("prompt") != event["prompt"]:
                     raise ValueError("pin: its request did not arrive before it")
             inputs[-1] = (*inputs[-1][:2], event)
+        elif event["event"] == "loaded":
+            if event["round"] not in loaded:
+                inputs.append((number, event["round"], event))
+            loaded.add(event["round"])
         elif event["event"] in INPUTS:
             inputs.append((number, event["round"], event))
     return inputs
@@ -203,7 +216,11 @@ def _bring_in(engine: Engine, event: Event) -> None:
         if event["event"] == "abort":
             engine.abort(event["request_id"])
         elif event["event"] == "pin":
-            engine.pin_prefix(event["prompt"], event["cache_salt"])
+            engine.pin_prefix(event["prompt"], event["cache_salt"], event["adapter"])
+        elif event["event"] == "adapter":
+            _add_adapter(engine, event)
+        elif event["event"] == "loaded":
+            pass  # the next round takes it in
         else:
             engine.add_request(
                 event["prompt"],
@@ -211,9 +228,16 @@ def _bring_in(engine: Engine, event: Event) -> None:
                 event["request_id"],
                 stream=event["stream"],
                 cache_salt=event["cache_salt"],
+                adapter=event["adapter"],
             )
     except ValueError as error:
         raise ValueError(f"{event['event']}: {error}") from error
+
+
+def _add_adapter(engine: Engine, event: Event) -> None:
+    """As the log says: only a device that loads it reads the folder, and then compares the hash."""
+    names = {field.name for field in fields(Adapter)}
+    engine.add_known_adapter(Adapter(**{name: event[name] for name in names}))
 
 
 def _sampling(logged: Mapping[str, Any]) -> SamplingParams:

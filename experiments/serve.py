@@ -17,14 +17,17 @@ from typing import Any
 from absl import flags
 from tqdm import tqdm
 
-from experiments.lib import event_log, plots, report, run_record
+from experiments.lib import adapters, event_log, plots, report, run_record
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import define_engine_flags, define_fields, fields_of, loading
 from experiments.lib.program import Options, Program, refusals, told
 from experiments.lib.signals import Stop
-from experiments.workloads import workloads
+from experiments.workloads import popularity, workloads
+from experiments.workloads.popularity import POPULARITIES
 from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig
 from models import checkpoint, load_tokenizer
+from paged.adapters.adapter import Adapter
+from paged.adapters.known import KnownAdapters
 from paged.checks import help_of
 from paged.clock import WallClock
 from paged.engine import Engine, EngineConfig
@@ -44,6 +47,12 @@ def define_flags() -> None:
     define_fields(WorkloadConfig, leave_out=("seed",))
     define_fields(SamplingParams, leave_out=NO_FLAGS)
     define_engine_flags()
+    flags.DEFINE_string(
+        "adapters", "", "folder of LoRA adapters as PEFT writes them, one a folder; empty for none"
+    )
+    flags.DEFINE_enum(
+        "popularity", "distinct", POPULARITIES, "how requests choose among the adapters (Punica §7)"
+    )
 
 
 def prepare(options: Options) -> tuple[Engine, Workload, SamplingParams]:
@@ -68,7 +77,19 @@ def prepare(options: Options) -> tuple[Engine, Workload, SamplingParams]:
             validated_prompt(request.prompt, how, tokenizer, model, config, policy)
         except ValueError as error:
             raise ValueError(f"request {i + 1} of --workload={options.workload}: {error}") from None
-    return load_engine(config, tokenizer, **loading(options)), workload, sampling
+    served: list[Adapter] = []
+    if options.adapters:
+        known, found = KnownAdapters(model, config), popularity.folders(options.adapters)
+        served = [known.read(name, folder) for name, folder in found.items()]
+        count = len(workload.requests)
+        names = popularity.assign([*found], options.popularity, count, options.seed)
+        asked = zip(workload.requests, names, strict=True)
+        requests = [replace(request, adapter=name) for request, name in asked]
+        workload = replace(workload, requests=requests)
+    engine = load_engine(config, tokenizer, **loading(options))
+    for adapter in served:
+        engine.add_known_adapter(adapter)
+    return engine, workload, sampling
 
 
 def sampling_of(request: Request, sampling: SamplingParams, seed: int, i: int) -> SamplingParams:
@@ -126,7 +147,10 @@ def serve(
                     request = requests[i]
                     how = sampling_of(request, sampling, seed, i)
                     arrival = start + request.arrival_s
-                    index[engine.add_request(request.prompt, how, arrival_time=arrival)] = i
+                    added = engine.add_request(
+                        request.prompt, how, arrival_time=arrival, adapter=request.adapter
+                    )
+                    index[added] = i
                 if not engine.has_unfinished():
                     arrival = start + requests[coming[0]].arrival_s
                     clock.wait_until(min(arrival, clock.now() + LONGEST_WAIT_S))
@@ -185,14 +209,16 @@ def write(
     if not isinstance(engine.executor.clock, WallClock):
         hardware = "simulated time"
     measured, answers = report.measure(engine.metrics), report.answers_exact(answered)
-    content = facts | {
+    content: dict[str, Any] = facts | {
         "measured_on": hardware,
         "workload": workload.notes | report.describe_requests(answered),
         "measured": measured,
+        "adapters": adapters.measure(engine.events),
         "exact_answers": {task: f"{right}/{total}" for task, (right, total) in answers.items()},
         **environment,
     }
     numbers = report.summary(measured, answers) | {"partial": int(bool(partial))}
+    numbers |= {f"adapter_{name}": value for name, value in (content["adapters"] or {}).items()}
     rows = list(map(report.request_row, engine.metrics.requests))
     failures += run_record.write_all([
         lambda: run_record.write_csv(output_dir, "requests.csv", rows),
@@ -206,6 +232,7 @@ def write(
     title += ", interrupted" * bool(partial)
     failures += plots.save(engine.metrics, output_dir, title, hardware)
     table = report.show(answered) + "\n\n" + report.table(measured, answers, hardware)
+    table += adapters.line(content["adapters"])
     if partial:
         table += (
             f"\nPARTIAL       {partial['interrupted_by']}: of {partial['requests']} requests "

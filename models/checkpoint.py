@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from models.params import Param, flatten, is_param
 Place = Callable[[Param, np.ndarray], jax.Array]
 DTYPES = ("float32", "bfloat16", "float16")
 
-_STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 # Tensors in which old checkpoints store constants.
 _CONSTANTS = re.compile(r".*rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 
@@ -66,7 +66,7 @@ def load(
     config = load_config(folder)
     files = weight_files(folder)
     with ExitStack() as stack:
-        tensors = _tensors({path: _open(path, stack) for path in files})
+        tensors = _tensors({path: open_file(path, stack) for path in files})
         if config.num_layers > len(tensors):  # Refused before so many are declared.
             count = f"{config.num_layers} layers, but there are {len(tensors)} tensors in all"
             raise ValueError(f"{folder}: config.json asks for {count}")
@@ -102,7 +102,7 @@ def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
         name = param.hf_name
         if name not in tensors:
             tensors[name] = np.empty(param.hf_shape, dtype)
-        param.view(tensors[name])[...] = _cast(np.asarray(array), dtype, name)
+        param.view(tensors[name])[...] = cast(np.asarray(array), dtype, name)
 
     jax.tree.map(add, family(config).declare(config), params, is_leaf=is_param)
     folder = Path(folder)
@@ -119,8 +119,13 @@ def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
 
 def weights_hash(model: str | Path) -> str:
     """SHA-256, in hex, of the bytes of the safetensors files in the order of their names."""
+    return files_hash(weight_files(find(model)))
+
+
+def files_hash(paths: Iterable[Path]) -> str:
+    """SHA-256, in hex, of the bytes of files, one after the other."""
     digest = hashlib.sha256()
-    for path in weight_files(find(model)):
+    for path in paths:
         with path.open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
@@ -138,7 +143,8 @@ def checked_dtype(dtype) -> np.dtype:
     return found
 
 
-def _open(path: Path, stack: ExitStack):
+def open_file(path: Path, stack: ExitStack):
+    """A safetensors file, opened for as long as `stack`. Raises ValueError if it is none."""
     try:
         return stack.enter_context(safe_open(path, framework="numpy"))
     except SafetensorError as error:
@@ -188,10 +194,10 @@ def _check(tensors, declaration, folder: Path) -> None:
                 f"{path}: tensor {name} has shape {tuple(stored.get_shape())}, "
                 f"but config.json asks for {shape}"
             )
-        if stored.get_dtype() not in _STORED_DTYPES:
+        if stored.get_dtype() not in STORED_DTYPES:
             raise ValueError(
                 f"{path}: tensor {name} has dtype {stored.get_dtype()}, "
-                f"which is not among {', '.join(_STORED_DTYPES)}"
+                f"which is not among {', '.join(STORED_DTYPES)}"
             )
     embedding = declaration["embed"].hf_name
     for name in sorted(tensors.keys() - declared.keys()):
@@ -213,10 +219,10 @@ def _read(param: Param, path: Path, dtype: np.dtype) -> np.ndarray:
     # this process until the file is closed.
     with safe_open(path, framework="numpy") as shard:
         tensor = param.view(shard.get_tensor(param.hf_name))
-    return _cast(tensor, dtype, f"{path}: tensor {param.hf_name}")
+    return cast(tensor, dtype, f"{path}: tensor {param.hf_name}")
 
 
-def _cast(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+def cast(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     """The tensor in `dtype`. Raises ValueError unless it is finite before and after."""
     with np.errstate(over="ignore"):
         out = tensor.astype(dtype, copy=False)

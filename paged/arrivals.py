@@ -4,6 +4,7 @@ from collections import deque
 
 import numpy as np
 
+from paged.adapters.adapter import Adapter
 from paged.checks import is_bool, is_real, is_text, refusal
 from paged.engine_loop import EngineLoop
 from paged.requests.registry import Requests
@@ -47,7 +48,7 @@ class Arrivals:
     def new_group(
         self, tokens: np.ndarray, sampling: SamplingParams, request_id: str | None = None,
         arrival_time: float | None = None, cache_salt: str = "", stream: bool = False,
-        mailbox: deque[RequestOutput] | None = None,
+        mailbox: deque[RequestOutput] | None = None, adapter: Adapter | None = None,
     ) -> SequenceGroup:  # fmt: skip
         """A request that is not queued yet. tokens: its prompt, validated; mailbox: where its
         outputs go, if not to `step`.
@@ -66,6 +67,7 @@ class Arrivals:
         group = SequenceGroup(request_id, order, tokens, sampling, seed, limit, eos)
         group.arrival_s = self._clock.now() if arrival_time is None else float(arrival_time)
         group.cache_salt, group.stream, group.mailbox = cache_salt, stream, mailbox
+        group.adapter = adapter
         if self._tokenizer is not None and not group.search and (sampling.stop or stream):
             for sequence in group.sequences:
                 sequence.text_stream = TextStream(self._tokenizer, sampling.stop)

@@ -5,14 +5,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from models.lora import num_pages
 from paged import checks
 from paged.checks import described
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import Capabilities, NoOptions
 from paged.requests.sampling_params import MAX_SEQUENCES
+from pallas_kernels.lora import PAGE_RANKS
 
 MAX_STEP_TOKENS = 2**20
 MAX_MULTI_STEP = 1024
+MAX_ADAPTER_SLOTS = 4096
+MAX_ADAPTER_RANK = 1024
 MAX_HOST_BYTES = 4 * 2**30  # 1,024 sequences of a million tokens
 
 
@@ -56,6 +60,19 @@ class EngineConfig:
     seed: int = described(0, "of requests that bring none")
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = described(
         "auto", "of keys and values in the cache; 'auto' is the dtype that the model computes in"
+    )
+    adapter_slots: int = described(0, "LoRA adapters on the device at a time; 0 for none at all")
+    max_adapter_rank: int = described(64, "largest rank of an adapter")
+    adapter_pages: int = described(
+        0,
+        f"pages of {PAGE_RANKS} ranks that the adapters on the device share; 0 for the most that "
+        "adapter_slots can need",
+    )
+    adapter_host_bytes: int = described(
+        2**30, "bytes of adapters that the host's memory keeps, so that they need not be read again"
+    )
+    max_overtakes: int = described(
+        32, "later requests that may start before one whose adapter is not on the device"
     )
     # An instance of `POLICIES[policy].options`, the policy's own options, or its fields by name.
     policy_options: Any = None
@@ -116,6 +133,15 @@ class EngineConfig:
             "multi_step": (1 <= self.multi_step <= MAX_MULTI_STEP, f"from 1 to {MAX_MULTI_STEP}"),
             "tensor_parallel": (1 <= self.tensor_parallel < 2**31, "at least 1 and below 2^31"),
             "seed": (0 <= self.seed < 2**32, "in [0, 2^32)"),
+            "adapter_slots": (
+                0 <= self.adapter_slots <= MAX_ADAPTER_SLOTS, f"from 0 to {MAX_ADAPTER_SLOTS}"
+            ),
+            "max_adapter_rank": (
+                1 <= self.max_adapter_rank <= MAX_ADAPTER_RANK, f"from 1 to {MAX_ADAPTER_RANK}"
+            ),
+            "adapter_pages": (0 <= self.adapter_pages < 2**31, "at least 0 and below 2^31"),
+            "adapter_host_bytes": (0 <= self.adapter_host_bytes < 2**63, "from 0 to 2^63 - 1"),
+            "max_overtakes": (0 <= self.max_overtakes < 2**31, "at least 0 and below 2^31"),
             "policy": (self.policy in POLICIES, f"one of {', '.join(sorted(POLICIES))}"),
         })  # fmt: skip
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -127,6 +153,11 @@ class EngineConfig:
             raise ValueError(
                 f"kv_cache_tokens ({self.kv_cache_tokens}) must hold at least one page of "
                 f"{self.page_size} tokens"
+            )
+        if 0 < self.adapter_pages < num_pages(self.max_adapter_rank):
+            raise ValueError(
+                f"adapter_pages ({self.adapter_pages}) of {PAGE_RANKS} ranks must hold an adapter "
+                f"of max_adapter_rank ({self.max_adapter_rank})"
             )
         if self._host_bytes > MAX_HOST_BYTES:
             raise ValueError(
@@ -144,6 +175,10 @@ class EngineConfig:
         rows = 2 * self.max_num_seqs + self.max_prefills_per_step
         tables = rows * blocks_each + self.max_num_seqs * self.max_model_len
         return 4 * (tables + 4 * self.num_blocks)
+
+    @property
+    def num_adapter_pages(self) -> int:
+        return self.adapter_pages or self.adapter_slots * num_pages(self.max_adapter_rank)
 
     @property
     def capabilities(self) -> Capabilities:

@@ -2,9 +2,12 @@
 
 from collections import deque
 from collections.abc import Sequence as List
+from pathlib import Path
 from typing import Any
 
 from models.config import ModelConfig
+from paged.adapters.adapter import Adapter
+from paged.adapters.known import KnownAdapters
 from paged.arrivals import Arrivals
 from paged.config import EngineConfig
 from paged.device.buckets import Buckets
@@ -21,7 +24,7 @@ from paged.requests.output_stream import OutputStream
 from paged.requests.registry import Requests
 from paged.requests.sampling_params import SamplingParams, changed_fields
 from paged.requests.sequence import RequestOutput, SequenceGroup
-from paged.requests.validation import Prompt, check_model, paired
+from paged.requests.validation import Prompt, check_model, each_adapter, paired
 from paged.scheduling.scheduler import Scheduler
 
 
@@ -29,7 +32,8 @@ class Engine:
     """Serves one model through one executor, one call at a time (`exclusive`).
 
     Its parts: `loop` schedules and runs steps, `requests` has ids, mailboxes and outputs,
-    `event_log` writes `events`, and `metrics` holds what happened.
+    `event_log` writes `events`, `adapters` are those that requests may name, and `metrics` holds
+    what happened.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Engine:
         self.event_log = EventLog(self.metrics.events)
         self.requests = Requests(self.metrics, executor.clock, tokenizer)
         self.loop = EngineLoop(model, config, executor, self.requests, self.metrics, self.event_log)
+        self.adapters = KnownAdapters(model, config)
         self._arrivals = Arrivals(self.loop, self.requests, tokenizer)
         self._pinning = Pinning(self.loop, self.requests, self.event_log)
         self._owner: str | None = None  # the thread that is in a call: see `exclusive`
@@ -66,6 +71,7 @@ class Engine:
             params,
             StepProgram.declare(config, shards, implementation),
             shapes=Buckets.declare(config).shapes(),
+            adapter_host_bytes=config.adapter_host_bytes,
         )
         return cls(model, config, executor, tokenizer)
 
@@ -92,6 +98,24 @@ class Engine:
         self.loop.warm_up(progress)
         self._half_done = False
 
+    @exclusive
+    def add_adapter(self, name: str, folder: str | Path) -> None:
+        """Let requests name a LoRA adapter, a folder that PEFT wrote. It comes to the device when a
+        request needs it. A name that is known gets the new content for later requests.
+
+        Raises ValueError, naming file and field or tensor, for what cannot be served with this
+        model, and where no adapters are configured.
+        """
+        self.add_known_adapter(self.adapters.read(name, folder))
+
+    def add_known_adapter(self, adapter: Adapter) -> None:
+        """One that a replay has from a log; its folder is read when it is loaded."""
+        self.adapters.check(adapter)
+        self._half_done = True
+        self.event_log.adapter(self.executor.clock.now(), self.loop.round, adapter)
+        self.adapters.add(adapter)
+        self._half_done = False
+
     # Requests
 
     @exclusive
@@ -103,24 +127,29 @@ class Engine:
         arrival_time: float | None = None,
         stream: bool = False,
         cache_salt: str = "",
+        adapter: str | None = None,
     ) -> str:
         """Queue a request; returns its id.
 
         prompt: text, or token ids. arrival_time: seconds on the engine's clock, now by default.
         stream: have `step` return its output whenever it grows, not only at its end. cache_salt:
-        cached prefixes are shared only among requests of the same salt. Generation ends at
-        max_tokens or max_model_len, whichever comes first. Interrupted, it has queued nothing.
+        cached prefixes are shared only among requests of the same salt and adapter. adapter: by its
+        name, None for the model as it is; if it cannot be loaded the request ends with 'error'.
+        Generation ends at max_tokens or max_model_len, whichever comes first. Interrupted, it has
+        queued nothing.
 
         Raises ValueError, and queues nothing, if the prompt is empty, holds a token outside the
         vocabulary, is longer than the model or the cache allows, if the id is that of a request
-        that is unfinished or has outputs that nobody has fetched, or if the arrival lies in the
-        future. This and all other calls raise RuntimeError while another thread's call runs.
+        that is unfinished or has outputs that nobody has fetched, if the arrival lies in the
+        future, or if the adapter is unknown. This and all other calls raise RuntimeError while
+        another thread's call runs.
         """
         sampling = SamplingParams() if sampling is None else sampling
         tokens = self._arrivals.validated(prompt, sampling)
         self._arrivals.check(request_id, arrival_time, stream)
+        known = self.adapters.named(adapter)
         group = self._arrivals.new_group(
-            tokens, sampling, request_id, arrival_time, cache_salt, bool(stream)
+            tokens, sampling, request_id, arrival_time, cache_salt, bool(stream), adapter=known
         )
         self._accept(group)
         return group.request_id
@@ -198,17 +227,22 @@ class Engine:
         self,
         prompts: List[Prompt],
         sampling: SamplingParams | List[SamplingParams] | None = None,
+        adapters: List[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Outputs of `prompts` in order; other requests run on beside them.
 
         prompts: a list, tuple or other sequence; sampling: of all, or such a sequence with each
-        one's.
+        one's; adapters: each one's name or None.
         Raises ValueError as `add_request` does. Nothing is queued if one of them is refused, and
         nothing is left behind if the call is interrupted.
         """
         arrivals, mailbox = self._arrivals, deque[RequestOutput]()
         valid = [(arrivals.validated(p, how), how) for p, how in paired(prompts, sampling)]
-        groups = [arrivals.new_group(tokens, how, mailbox=mailbox) for tokens, how in valid]
+        known = [self.adapters.named(name) for name in each_adapter(adapters, len(valid))]
+        groups = [
+            arrivals.new_group(tokens, how, mailbox=mailbox, adapter=adapter)
+            for (tokens, how), adapter in zip(valid, known, strict=True)
+        ]
         # If this call is interrupted nobody waits for them.
         self.requests.dropped.extend(groups)
         for group in groups:
@@ -223,7 +257,9 @@ class Engine:
         return [done[group.request_id] for group in groups]
 
     @exclusive
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> OutputStream:
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str | None = None
+    ) -> OutputStream:
         """Queue a request; an iterator over its output each time it grows, a beam search's at its
         end alone. Other requests run on beside it.
 
@@ -232,8 +268,11 @@ class Engine:
         """
         how = SamplingParams() if sampling is None else sampling
         tokens = self._arrivals.validated(prompt, how)
+        known = self.adapters.named(adapter)
         stream = OutputStream(self._next_output, self._close, self.requests.dropped)
-        group = self._arrivals.new_group(tokens, how, stream=True, mailbox=stream.mailbox)
+        group = self._arrivals.new_group(
+            tokens, how, stream=True, mailbox=stream.mailbox, adapter=known
+        )
         stream.group = group  # before it is queued: if nobody gets the stream, it is aborted
         self._accept(group)
         return stream
@@ -255,7 +294,7 @@ class Engine:
         self._settle()
 
     @exclusive
-    def pin_prefix(self, prompt: Prompt, cache_salt: str = "") -> int:
+    def pin_prefix(self, prompt: Prompt, cache_salt: str = "", adapter: str | None = None) -> int:
         """Compute a prompt that many requests will begin with, and keep its blocks for good (vLLM
         §4.4, shared prefix); whoever goes on from its last one copies it. Returns its length.
 
@@ -265,9 +304,9 @@ class Engine:
         """
         self._pinning.check()
         tokens, mailbox = self._arrivals.validated(prompt, SAMPLING), deque[RequestOutput]()
-        length = len(tokens)
+        length, known = len(tokens), self.adapters.named(adapter)
         group = self._arrivals.new_group(
-            tokens, SAMPLING, "pin", cache_salt=cache_salt, mailbox=mailbox
+            tokens, SAMPLING, "pin", cache_salt=cache_salt, mailbox=mailbox, adapter=known
         )
         group.pin = True
         self._accept(group)
@@ -276,7 +315,10 @@ class Engine:
         kept = self._pinning.run(group, tokens)
         self._half_done = False
         if not kept:
-            raise ValueError("the prefix cannot be pinned: its logits are not finite")
+            raise ValueError(
+                "the prefix cannot be pinned: its logits are not finite, or its adapter cannot be "
+                "loaded"
+            )
         return length
 
     # After an interruption

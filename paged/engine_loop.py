@@ -10,6 +10,8 @@ import time
 import numpy as np
 
 from models.config import ModelConfig
+from paged.adapters.loads import AdapterLoads
+from paged.adapters.store import AdapterStore
 from paged.config import EngineConfig
 from paged.device.buckets import Buckets
 from paged.device.executor import Executor
@@ -22,6 +24,7 @@ from paged.kv_cache.policy import ShardedModel
 from paged.metrics import Metrics, StepRecord, step_facts
 from paged.requests.outputs import record_prompt_logprobs
 from paged.requests.registry import Requests
+from paged.scheduling.admission import in_turn
 from paged.scheduling.scheduled_step import ScheduledStep
 from paged.scheduling.scheduler import Scheduler
 
@@ -40,6 +43,7 @@ class EngineLoop:
         self.model, self.config, self.executor = model, config, executor
         self.metrics, self.event_log = metrics, event_log
         self.round = 0
+        self.loads = executor.adapters  # another one in a replay
         self._requests = requests
         self._buckets = Buckets.declare(config)
         self._num_steps = 0
@@ -49,9 +53,13 @@ class EngineLoop:
         self._start()
 
     def _start(self) -> None:
-        sharded = ShardedModel.split(self.model, self.config.tensor_parallel, self.executor.dtype)
-        self.host_policy = POLICIES[self.config.policy].host(self.config, sharded)
-        self.scheduler = Scheduler(self.config, self.host_policy)
+        config, gate = self.config, None
+        if config.adapter_slots:
+            gate = AdapterStore(config.adapter_slots, config.num_adapter_pages)
+        self.adapter_store: AdapterStore | None = gate
+        sharded = ShardedModel.split(self.model, config.tensor_parallel, self.executor.dtype)
+        self.host_policy = POLICIES[config.policy].host(config, sharded)
+        self.scheduler = Scheduler(config, self.host_policy, gate)
         self._intake = Intake(self.model, self.scheduler, self._requests, self.event_log)
         self._in_flight: InFlight | None = None
 
@@ -75,6 +83,8 @@ class EngineLoop:
     def run_step(self) -> None:
         """Dispatch the next step, if there is anything to compute, and take in the previous one."""
         began, self._waited_s = time.perf_counter(), 0.0
+        if self.adapter_store:
+            self._take_in_adapters(self.adapter_store)
         self.round += 1
         previous, decodes = self._in_flight, None
         # Beams cannot run ahead, and the others in their step wait for them: or beams would be left
@@ -85,18 +95,44 @@ class EngineLoop:
         if previous and decodes is None:
             self._take_in(previous)
             previous = None
+        if self.adapter_store:
+            self._begin_loads(self.adapter_store)
         step = self.scheduler.schedule(self._num_steps, decodes)
         self._in_flight = None if step is None else self._dispatch(step)
         if previous:
             self._take_in(previous)
-        elif step is None and self.scheduler.gate.loading:
-            self.scheduler.gate.wait()
-        elif step is None:
-            assert not self.scheduler.has_unfinished(), "requests are left and nothing can run"
+        elif step is None and self.scheduler.has_unfinished():
+            assert self.scheduler.gate.loading, "requests are left and nothing can run"
+            self._loads.wait()
         if self._in_flight is None and (pages := self.host_policy.drain_operations()):
             self.event_log.pages(self.executor.clock.now(), pages)
         if self._in_flight:
             self._in_flight.host_s = time.perf_counter() - began - self._waited_s
+
+    @property
+    def _loads(self) -> AdapterLoads:
+        assert self.loads is not None, "the executor has no adapters"
+        return self.loads
+
+    def _take_in_adapters(self, store: AdapterStore) -> None:
+        """What has come to the device. Only here, so that a replay can do it in the same round."""
+        for adapter, error in self._loads.finished(self.round):
+            now = self.executor.clock.now()
+            self.event_log.loaded(now, self.round, adapter, error)
+            if error is None:
+                resident = store.arrive(adapter)
+                self._loads.install(adapter, resident.slot, resident.pages)
+                continue
+            store.fail(adapter)
+            for group in [g for g in self.scheduler.waiting if g.adapter is adapter]:
+                self.scheduler.abort(group, "error")
+                self._requests.retire(group)
+
+    def _begin_loads(self, store: AdapterStore) -> None:
+        queue = in_turn(self.scheduler.waiting, self.scheduler.returning)
+        for load in store.plan(group.adapter for group in queue):
+            self.event_log.load(self.executor.clock.now(), load)
+            self._loads.begin(load.adapter)
 
     def _dispatch(self, step: ScheduledStep) -> InFlight:
         scheduler, now = self.scheduler, self.executor.clock.now()
@@ -119,6 +155,7 @@ class EngineLoop:
             self.host_policy,
             self._buckets,
             self.config.max_prefills_per_step,
+            adapters=self.adapter_store is not None,
         )
         facts = step_facts(step, scheduler)
         outputs = self.executor.execute(inputs)

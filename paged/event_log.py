@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 
 from models.config import ModelConfig
+from paged.adapters.adapter import Adapter
+from paged.adapters.store import Load
 from paged.config import EngineConfig
 from paged.metrics import NO_TOKEN, RequestRecord, StepRecord
 from paged.requests.sequence import SequenceGroup
@@ -20,10 +22,11 @@ class EventLog:
     happened to the units of the policy's pools since this was last said, as (pool, verb, units) in
     order.
 
-    'engine' is the first event. 'arrival', 'abort' and 'pin' are what came in. 'preempt', 'admit'
-    and 'schedule' are what was decided for a step, 'step' is what came of it, and 'pages' is what
-    happened to pages after the last step. 'finish' is the end of a request. 'failure' ends all
-    requests: a call failed, or was interrupted, in the middle of its work.
+    'engine' is the first event. 'adapter', 'arrival', 'abort' and 'pin' are what came in. So is
+    'loaded': after a 'load', an adapter's weights came to the device, or failed to. 'preempt',
+    'admit' and 'schedule' are what was decided for a step, 'step' is what came of it, and 'pages'
+    is what happened to pages after the last step. 'finish' is the end of a request. 'failure' ends
+    all requests: a call failed, or was interrupted, in the middle of its work.
     """
 
     def __init__(self, events: list[dict]):
@@ -48,13 +51,46 @@ class EventLog:
             sampling=sampling,
             stream=group.stream,
             cache_salt=group.cache_salt,
+            adapter=group.adapter and group.adapter.name,
+        )
+
+    def adapter(self, time_s: float, round_: int, adapter: Adapter) -> None:
+        self._add("adapter", time_s, round=round_, **vars(adapter))
+
+    def load(self, time_s: float, load: Load) -> None:
+        """evicted: the adapters that made room, by name."""
+        self._add(
+            "load",
+            time_s,
+            adapter=load.adapter.name,
+            content_hash=load.adapter.content_hash,
+            slot=load.slot,
+            pages=load.pages,
+            evicted=[adapter.name for adapter in load.evicted],
+        )
+
+    def loaded(self, time_s: float, round_: int, adapter: Adapter, error: str | None) -> None:
+        self._add(
+            "loaded",
+            time_s,
+            round=round_,
+            adapter=adapter.name,
+            content_hash=adapter.content_hash,
+            error=error,
         )
 
     def abort(self, time_s: float, round_: int, group: SequenceGroup) -> None:
         self._add("abort", time_s, round=round_, request_id=group.request_id)
 
-    def pin(self, time_s: float, round_: int, prompt: np.ndarray, cache_salt: str) -> None:
-        self._add("pin", time_s, round=round_, prompt=prompt, cache_salt=cache_salt)
+    def pin(self, time_s: float, round_: int, prompt: np.ndarray, group: SequenceGroup) -> None:
+        self._add(
+            "pin",
+            time_s,
+            round=round_,
+            prompt=prompt,
+            cache_salt=group.cache_salt,
+            adapter=group.adapter and group.adapter.name,
+        )
 
     def failure(self, time_s: float, round_: int) -> None:
         self._add("failure", time_s, round=round_)

@@ -76,7 +76,7 @@ class Intake:
             # The last moment at which it has its blocks.
             prompt = sequence.tokens[: sequence.num_prompt_tokens]
             policy = cast(PrefixCachingHost, self._scheduler.policy)
-            policy.pin(sequence.slot, prompt, sequence.group.cache_salt)
+            policy.pin(sequence.slot, prompt, sequence.group.cache_root)
         self._scheduler.finish(sequence, reason)
         if sequence.group.finished:
             self._requests.retire(sequence.group)

@@ -28,12 +28,12 @@ class Pinning:
 
     def run(self, group: SequenceGroup, prompt: np.ndarray) -> bool:
         """Compute the prompt of a queued group with `pin`, and whether it is kept: it is not if its
-        logits are not finite."""
+        logits are not finite, or its adapter cannot be had."""
         assert group.pin and group.mailbox is not None
         while not group.mailbox:
             self._loop.run_step()
         if group.mailbox[0].finish_reason == "error":
             return False
         now, round_ = self._loop.executor.clock.now(), self._loop.round
-        self._event_log.pin(now, round_, prompt, group.cache_salt)
+        self._event_log.pin(now, round_, prompt, group)
         return True

@@ -40,7 +40,7 @@ class _Ready:
 class FreeExecutor:
     """A device that takes no time: its tokens were made beforehand."""
 
-    compilations, dtype = 0, "float32"
+    compilations, dtype, adapters = 0, "float32", None
 
     def __init__(self, rows: int):
         self.clock = VirtualClock()

@@ -40,6 +40,7 @@ def _is_pages(value: Any) -> bool:
 
 PAGE_VERBS = ("allocate", "share", "release", "evict")
 TEXT: Kind = "a text", lambda v: isinstance(v, str)
+NAME: Kind = "a text or null", lambda v: v is None or isinstance(v, str)
 TRUTH: Kind = "true or false", lambda v: isinstance(v, bool)
 ANYTHING: Kind = "anything", lambda v: True
 DTYPE: Kind = f"one of {', '.join(DTYPES)}", lambda v: v in DTYPES
@@ -71,10 +72,18 @@ FIELDS: dict[str, dict[str, Kind]] = {
     "engine": {"config": OBJECT, "model": OBJECT, "dtype": DTYPE},
     "arrival": {
         "round": COUNT, "request_id": TEXT, "prompt_tokens": COUNT, "prompt": COUNTS,
-        "sampling": OBJECT, "stream": TRUTH, "cache_salt": TEXT,
+        "sampling": OBJECT, "stream": TRUTH, "cache_salt": TEXT, "adapter": NAME,
     },
+    "adapter": {
+        "round": COUNT, "name": TEXT, "folder": TEXT, "content_hash": TEXT, "rank": COUNT,
+    },
+    "load": {
+        "adapter": TEXT, "content_hash": TEXT, "slot": COUNT, "pages": COUNTS,
+        "evicted": _list_of(TEXT),
+    },
+    "loaded": {"round": COUNT, "adapter": TEXT, "content_hash": TEXT, "error": NAME},
     "abort": {"round": COUNT, "request_id": TEXT},
-    "pin": {"round": COUNT, "prompt": COUNTS, "cache_salt": TEXT},
+    "pin": {"round": COUNT, "prompt": COUNTS, "cache_salt": TEXT, "adapter": NAME},
     "failure": {"round": COUNT},
     "preempt": {"request_id": TEXT},
     "admit": {"request_id": TEXT, "slots": COUNTS},
@@ -188,6 +197,8 @@ class _Run:
         self.unfinished: dict[str, Event] = {}  # arrivals
         self.in_flight: dict[int, int] = {}  # rows of each step whose tokens are to come
         self.last_step = -1  # whose tokens came
+        self.adapters: set[tuple[str, str]] = set()  # by name and content hash
+        self.loading: set[tuple[str, str]] = set()
         self.may_skip_step = False  # a failure may have hit one before it was written down
 
     def go_on(self, event: Event) -> None:
@@ -210,8 +221,11 @@ class _Run:
                 self.unfinished.clear()
                 self.in_flight.clear()
                 self.may_skip_step = True
+                self.loading.clear()
             elif kind == "admit":
                 self._check_slots(event["slots"])
+            elif kind in ("adapter", "load", "loaded"):
+                self._check_adapter(kind, event)
             elif kind == "schedule":
                 self._schedule(event)
             elif kind == "step":
@@ -226,6 +240,18 @@ class _Run:
             raise ValueError(f"request {shown(event['request_id'])} is there and unfinished")
         self._check_tokens(event["prompt"])
         self.unfinished[event["request_id"]] = event
+
+    def _check_adapter(self, kind: str, event: Event) -> None:
+        if kind == "adapter":
+            self.adapters.add((event["name"], event["content_hash"]))
+            return
+        which = event["adapter"], event["content_hash"]
+        if which not in self.adapters:
+            raise ValueError(f"there is no adapter {shown(which[0])} of that content")
+        if (which in self.loading) == (kind == "load"):
+            so = "already" if kind == "load" else "not"
+            raise ValueError(f"adapter {shown(which[0])} is {so} being loaded")
+        self.loading ^= {which}
 
     def _schedule(self, event: Event) -> None:
         number = event["step"]

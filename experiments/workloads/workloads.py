@@ -45,7 +45,8 @@ PREFIX_TOKENS = {1: 80, 5: 341}  # Of translation, by number of examples (vLLM F
 class Request:
     """One request.
 
-    arrival_s: seconds since the start of the workload.  answer: the expected text.
+    arrival_s: seconds since the start of the workload.  answer: the expected text.  adapter: its
+    name, None for the model as it is.
     """
 
     arrival_s: float
@@ -55,6 +56,7 @@ class Request:
     answer: str | None = None
     stop: tuple[str, ...] = ()
     task: str | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,11 @@ def chain(tokens: np.ndarray, page_size: int, key: bytes) -> Iterator[tuple[byte
         yield key, content
 
 
-def root_key(salt: str) -> bytes:
-    """The key of the empty prefix. Sequences share blocks only under equal salts."""
-    return hashlib.blake2b(salt.encode(), digest_size=16).digest()
+def root_key(*parts: str) -> bytes:
+    """The key of the empty prefix. Sequences share blocks only under equal parts: their salt, and
+    the name and the content hash of their adapter, if they have one."""
+    data = b"".join(len(part.encode()).to_bytes(8) + part.encode() for part in parts)
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class PrefixCache:

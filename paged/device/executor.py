@@ -12,6 +12,9 @@ from tqdm import tqdm
 
 from models.params import stack
 from models.sampling import MAX_LOGIT_BIAS, SAMPLING_ROW, SamplingState
+from paged.adapters.device import DeviceAdapters
+from paged.adapters.loads import AdapterLoads
+from paged.adapters.pool import ResidentAdapters
 from paged.clock import VirtualClock, WallClock
 from paged.device import compilations
 from paged.device.mover import SlotMover, UnitMover
@@ -45,6 +48,11 @@ class Executor(Protocol):
     @property
     def dtype(self) -> str:
         """What the model computes in."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterLoads | None:
+        """What brings adapters to the device, if any are configured."""
         ...
 
     def apply(self, moves: Moves) -> None:
@@ -87,9 +95,13 @@ class DeviceExecutor:
 
     params: as declared by the whole model, in the dtype to compute and cache in. shapes: the
     (Tp, Sd) of `Buckets.shapes`, compiled by `warm_up`, or without it when first met.
+    adapter_host_bytes: of adapters that are kept in the host's memory.
     """
 
-    def __init__(self, params, program: StepProgram, *, shapes: list[tuple[int, int]]):
+    def __init__(
+        self, params, program: StepProgram, *, shapes: list[tuple[int, int]],
+        adapter_host_bytes: int = 0,
+    ):  # fmt: skip
         self.clock = WallClock()
         self._program = program
         shards, policy = program.shards, program.policy
@@ -99,9 +111,12 @@ class DeviceExecutor:
         if stacks(shards.platform, layer_bytes):
             params = stack(params)
         self._params = params
-        self._adapters: Any = None  # resident adapters, which a step reads and never donates
         self._shapes = shapes
-        self._empty = program.init(params["embed"].dtype)
+        dtype = params["embed"].dtype
+        self.adapters: DeviceAdapters | None = None
+        if program.adapters:
+            self.adapters = DeviceAdapters(shards, program.adapters, dtype, adapter_host_bytes)
+        self._empty = program.init(dtype)
         self._load = shards.jit(SamplingState.load_slot, (WHOLE,) * 5, WHOLE, donate_argnums=0)
         self._pools = {pool.name: UnitMover(shards, policy, pool) for pool in program.pools}
         self._slots = SlotMover(shards, policy, program.num_slots) if program.slot_state else None
@@ -115,6 +130,8 @@ class DeviceExecutor:
         self._state: Any = None
         for mover in self._movers():
             mover.reset()
+        if self.adapters:
+            self.adapters.reset()
         self._cache, self._state = self._empty()
 
     def _movers(self) -> list["UnitMover | SlotMover"]:
@@ -142,13 +159,20 @@ class DeviceExecutor:
             self.execute(self._program.empty_inputs(shape)).wait()
         for mover in self._movers():
             self._cache = mover.warm_up(self._cache)
+        if self.adapters:
+            self.adapters.warm_up()
         # A slot beyond the last: any other may be in use.
         self.load_slot(self._state.history.shape[0], np.zeros(0, np.int32), {})
         jax.block_until_ready(self._cache)
 
     def _compile(self, shape: tuple[int, int]) -> jax.stages.Compiled:
         assert shape in self._shapes, f"step shape {shape} is not declared"
-        return self._program.compile(shape, self._params, self._adapters, self._cache, self._state)
+        return self._program.compile(shape, self._params, self._lora, self._cache, self._state)
+
+    @property
+    def _lora(self) -> ResidentAdapters | None:
+        """What a step reads and never donates."""
+        return self.adapters.resident if self.adapters else None
 
     def execute(self, inputs: StepInputs) -> _DeviceOutputs:
         shape = inputs.num_prefill_tokens, inputs.tokens.shape[0] - inputs.num_prefill_tokens
@@ -156,7 +180,7 @@ class DeviceExecutor:
             self._programs[shape] = self._compile(shape)
         program = self._programs[shape]
         self._cache, self._state, outputs = program(
-            self._params, self._adapters, self._cache, self._state, inputs.packed
+            self._params, self._lora, self._cache, self._state, inputs.packed
         )
         return _DeviceOutputs(outputs, inputs)
 

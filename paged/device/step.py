@@ -1,6 +1,5 @@
 """The step of an engine: one pass of the model or several, as one program on the device."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from models.sampling import (
     no_logprobs,
     sample,
 )
+from paged.adapters.pool import AdapterPool
 from paged.config import EngineConfig
 from paged.device.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
 from paged.device.tensor_parallel import SPLIT, WHOLE, Shards
@@ -157,14 +157,10 @@ def step(
     return cache, state, outputs
 
 
-# The model's hook of a step from the resident adapters and the step's inputs.
-AdapterHook = Callable[[Any, StepInputs], Adapters]
-
-
 @dataclass(frozen=True)
 class StepProgram:
     """The step as an engine's configuration declares it, to be compiled for each shape (Tp, Sd) of
-    `Buckets.shapes`; holds no arrays. adapter_hook: None where no adapters are configured."""
+    `Buckets.shapes`; holds no arrays. adapters: None where none are configured."""
 
     shards: Shards
     policy: KVPolicy
@@ -175,13 +171,13 @@ class StepProgram:
     prefill_rows: int
     max_tokens: int
     multi_step: int
-    adapter_hook: AdapterHook | None = None
+    adapters: AdapterPool | None = None
 
     @classmethod
     def declare(
         cls, config: EngineConfig, shards: Shards, implementation: str | None = None
     ) -> "StepProgram":
-        """`implementation` goes to the attention ops."""
+        """`implementation` goes to the attention ops, and to those of adapters."""
         policy = POLICIES[config.policy]
         host = policy.host(config, shards.sharded)
         return cls(
@@ -194,6 +190,7 @@ class StepProgram:
             prefill_rows=config.max_prefills_per_step,
             max_tokens=config.max_model_len,
             multi_step=config.multi_step,
+            adapters=AdapterPool.declare(config, implementation),
         )
 
     def init(self, dtype) -> jax.stages.Wrapped:
@@ -206,7 +203,9 @@ class StepProgram:
         return self.shards.jit(empty, (), (SPLIT, WHOLE))
 
     def empty_inputs(self, shape: tuple[int, int]) -> StepInputs:
-        return empty_step_inputs(*shape, self.prefill_rows, self.num_slots, self.table_width)
+        return empty_step_inputs(
+            *shape, self.prefill_rows, self.num_slots, self.table_width, self.adapters is not None
+        )
 
     def compile(
         self, shape: tuple[int, int], params, adapters, cache, state, gpu_options=GPU_OPTIONS
@@ -214,22 +213,23 @@ class StepProgram:
         """(params, adapters, cache, state, packed) -> (cache, state, StepOutputs), with cache and
         state donated; the arguments may be `ShapeDtypeStruct`s that say where they lie."""
         packed = self.empty_inputs(shape).packed
-        lowered = self._jit(shape, params).lower(params, adapters, cache, state, packed)
+        lowered = self._jit(shape, params, adapters).lower(params, adapters, cache, state, packed)
         return lowered.compile(gpu_options if self.shards.platform == "gpu" else None)
 
     def check(self, shape: tuple[int, int], dtype) -> None:
         """Raises ValueError if the attention ops cannot compute in `dtype`."""
         params, caches = self.shards.abstract_params(dtype), jax.eval_shape(self.init(dtype))
         packed = self.empty_inputs(shape).packed
-        jax.eval_shape(self._jit(shape, params), params, None, *caches, packed)
+        adapters = self.adapters and self.adapters.abstract(self.shards, dtype)
+        jax.eval_shape(self._jit(shape, params, adapters), params, adapters, *caches, packed)
 
-    def _jit(self, shape: tuple[int, int], params) -> jax.stages.Wrapped:
-        adapted = self.adapter_hook is not None
-        shapes = step_shapes(*shape, self.prefill_rows, self.table_width, adapted)
+    def _jit(self, shape: tuple[int, int], params, adapters) -> jax.stages.Wrapped:
+        pool = self.adapters
+        shapes = step_shapes(*shape, self.prefill_rows, self.table_width, pool is not None)
 
         def run(params, adapters, cache, state, packed):
             inputs = unpack(packed, shapes)
-            hook = self.adapter_hook(adapters, inputs) if self.adapter_hook else None
+            hook = pool.hook(self.shards.model, adapters, inputs) if pool else None
             cache, state, outputs = step(
                 params, cache, state, inputs, self.shards.model, self.policy, self.multi_step, hook,
                 self.shards.reduce,
@@ -237,7 +237,7 @@ class StepProgram:
             report = jax.tree.map(lambda x: x[None], self.policy.report(cache))
             return cache, state, replace(outputs, report=report)
 
-        specs = self.shards.specs(params), WHOLE, SPLIT, WHOLE, WHOLE
+        specs = self.shards.specs(params), self.shards.specs(adapters), SPLIT, WHOLE, WHOLE
         whole: Any = WHOLE
         outputs = StepOutputs(whole, whole, whole, SPLIT)
         return self.shards.jit(run, specs, (SPLIT, WHOLE, outputs), donate_argnums=(2, 3))

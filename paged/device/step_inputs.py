@@ -63,14 +63,20 @@ class StepInputs:
 
 
 def build_step_inputs(
-    step: ScheduledStep, slots: Slots, policy: HostPolicy, buckets: Buckets, prefill_rows: int
+    step: ScheduledStep,
+    slots: Slots,
+    policy: HostPolicy,
+    buckets: Buckets,
+    prefill_rows: int,
+    adapters: bool = False,
 ) -> tuple[StepInputs, np.ndarray]:
-    """A scheduled step padded to its bucket, and the row of each of its sequences [n].
+    """A scheduled step padded to its bucket, and the row of each of its sequences [n]. adapters:
+    whether any are configured.
 
     Arrays are fresh: the device may read them after the next step is scheduled.
     """
     Tp, Sd = buckets.pick(step.num_prefill_tokens, step.num_decodes)
-    inputs = empty_step_inputs(Tp, Sd, prefill_rows, slots.num_slots, policy.table_width)
+    inputs = empty_step_inputs(Tp, Sd, prefill_rows, slots.num_slots, policy.table_width, adapters)
     n, num_prefills, Sp = len(step.slots), step.num_prefills, inputs.num_prefill_rows
     num_decodes = n - num_prefills
 
@@ -113,6 +119,8 @@ def build_step_inputs(
         inputs.query_starts[row + 1 :] = at
         inputs.last_tokens[row] = at - 1
 
+    if adapters:
+        _write_segments(step, slots, Tp, inputs)
     if len(step.sources):
         forks, num_computing = rows[-len(step.sources) :], num_decodes - len(step.sources)
         inputs.last_tokens[forks] = inputs.last_tokens[rows[step.sources]]
@@ -120,6 +128,27 @@ def build_step_inputs(
         inputs.tokens[padding] = inputs.positions[padding] = 0
         inputs.token_rows[padding] = len(inputs.lengths)
     return inputs, rows
+
+
+def _write_segments(step: ScheduledStep, slots: Slots, Tp: int, inputs: StepInputs) -> None:
+    """Runs of tokens that share an adapter (Punica §6): rows lie in the order of adapters. The last
+    prefill row and the first decode row are of one run only where no padding lies between."""
+    rows = slice(len(step.slots) - len(step.sources))  # forks compute nothing
+    adapter, num_prefills = slots.adapter[step.slots[rows]], step.num_prefills
+    counts = np.ones(len(adapter), np.int64)
+    counts[:num_prefills] = step.counts[:num_prefills]
+    ends = np.cumsum(counts)
+    ends[num_prefills:] += Tp - step.num_prefill_tokens
+    starts = ends - counts
+    last = np.append((adapter[1:] != adapter[:-1]) | (starts[1:] != ends[:-1]), True)
+    first = np.append(True, last[:-1])
+    adapter, starts, ends = adapter[first], starts[first], ends[last]
+    real = adapter >= 0
+    count = np.count_nonzero(real)
+    inputs.segment_slots[:count] = adapter[real]
+    inputs.segment_starts[:count] = starts[real]
+    inputs.segment_ends[:count] = ends[real]
+    inputs.num_segments[0] = count
 
 
 @functools.lru_cache(maxsize=256)
@@ -161,8 +190,10 @@ def unpack(packed, shapes: dict[str, tuple]) -> StepInputs:
 
 
 @functools.lru_cache(maxsize=16)
-def _padding(Tp: int, Sd: int, prefill_rows: int, num_slots: int, table_width: int) -> np.ndarray:
-    shapes = step_shapes(Tp, Sd, prefill_rows, table_width)
+def _padding(
+    Tp: int, Sd: int, prefill_rows: int, num_slots: int, table_width: int, adapters: bool
+) -> np.ndarray:
+    shapes = step_shapes(Tp, Sd, prefill_rows, table_width, adapters)
     packed = np.zeros(sum(map(math.prod, shapes.values())), np.int32)
     inputs = unpack(packed, shapes)
     inputs.token_rows[:] = len(inputs.lengths)
@@ -173,8 +204,8 @@ def _padding(Tp: int, Sd: int, prefill_rows: int, num_slots: int, table_width: i
 
 
 def empty_step_inputs(
-    Tp: int, Sd: int, prefill_rows: int, num_slots: int, table_width: int
+    Tp: int, Sd: int, prefill_rows: int, num_slots: int, table_width: int, adapters: bool = False
 ) -> StepInputs:
     """A step in which all is padding: what warm-up runs."""
-    padding = _padding(Tp, Sd, prefill_rows, num_slots, table_width)
-    return unpack(padding.copy(), step_shapes(Tp, Sd, prefill_rows, table_width))
+    padding = _padding(Tp, Sd, prefill_rows, num_slots, table_width, adapters)
+    return unpack(padding.copy(), step_shapes(Tp, Sd, prefill_rows, table_width, adapters))

@@ -67,42 +67,60 @@ class Shards:
         return placed
 
     def _ordered(self, param: Param, x: jax.Array, order: np.ndarray) -> jax.Array:
-        """With the heads of each axis that has any in the policy's order, and split as before."""
-        for axis, name in enumerate(param.axes):
-            if name in ("heads", "kv_heads"):
-                shape = x.shape
-                by_head = x.reshape(*shape[:axis], len(order), -1, *shape[axis + 1 :])
-                x = jnp.take(by_head, order, axis=axis).reshape(shape)
+        """With its heads in the policy's order, and split as before."""
+        x = _in_order(param.axes, x, order)
         return x if self.size == 1 else jax.device_put(x, self._sharding(param))
+
+    def place_layers(self, param: Param, x: np.ndarray) -> jax.Array:
+        """A stack of all layers, [L, ...], placed as `place` does its base weights."""
+        if self._head_order is not None:
+            layers = zip(x, self._head_order, strict=True)
+            x = np.stack([_in_order(param.axes[1:], each, order) for each, order in layers])
+        return self.place_one(param, x)
+
+    def place_whole(self, x: np.ndarray) -> jax.Array:
+        """The same on every shard."""
+        return jnp.asarray(x) if self.size == 1 else jax.device_put(x, self._named(WHOLE))
 
     def place_one(self, param: Param, x) -> jax.Array:
         """One of them: what `checkpoint.load` can do with each as it reads it."""
         if self.size == 1:
             return jnp.asarray(x)
-        K, D = self._whole.num_kv_heads, self._whole.head_dim
-        if "kv_heads" in param.axes and self.size > K and x.shape == param.shape:
-            by_head = x.reshape(K, D, *x.shape[1:])
-            x = by_head.repeat(self.size // K, axis=0).reshape(-1, *x.shape[1:])
+        K, shape = self._whole.num_kv_heads, x.shape
+        if "kv_heads" in param.axes and self.size > K and shape == param.shape:
+            axis = param.axes.index("kv_heads")
+            by_head = x.reshape(*shape[:axis], K, -1, *shape[axis + 1 :])
+            x = by_head.repeat(self.size // K, axis).reshape(*shape[:axis], -1, *shape[axis + 1 :])
         return jax.device_put(x, self._sharding(param))
 
+    def _named(self, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(self._mesh, spec)
+
     def _sharding(self, param: Param) -> NamedSharding:
-        return NamedSharding(self._mesh, partition_spec(param, RULES))
+        return self._named(partition_spec(param, RULES))
+
+    def declared_specs(self, declaration):
+        """How parameters are split that lie as they are declared."""
+        return jax.tree.map(lambda p: partition_spec(p, RULES), declaration, is_leaf=is_param)
 
     def abstract_params(self, dtype):
         """What `place` gives for parameters in `dtype`, as `ShapeDtypeStruct`s."""
+        return self.abstract_declared(family(self._whole).declare(self._whole), dtype)
+
+    def abstract_declared(self, declaration, dtype):
+        """What placing gives for what is declared."""
         copies = max(1, self.size // self._whole.num_kv_heads)
 
         def abstract(param: Param):
-            first, *rest = param.shape
-            shape = first * (copies if "kv_heads" in param.axes else 1), *rest
+            sizes = zip(param.shape, param.axes, strict=True)
+            shape = tuple(n * (copies if axis == "kv_heads" else 1) for n, axis in sizes)
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding(param))
 
-        declaration = family(self._whole).declare(self._whole)
         return jax.tree.map(abstract, declaration, is_leaf=is_param)
 
     def abstract(self, tree, spec: PartitionSpec):
         """`ShapeDtypeStruct`s of arrays that lie on the shards as `spec` says."""
-        sharding = NamedSharding(self._mesh, spec)
+        sharding = self._named(spec)
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
@@ -129,3 +147,13 @@ class Shards:
                 function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
             )
         return jax.jit(function, donate_argnums=donate_argnums)
+
+
+def _in_order(axes: tuple[str, ...], x, order: np.ndarray):
+    """An array of NumPy or JAX with the heads of each axis that has any in another order."""
+    for axis, name in enumerate(axes):
+        if name in ("heads", "kv_heads"):
+            shape = x.shape
+            by_head = x.reshape(*shape[:axis], len(order), -1, *shape[axis + 1 :])
+            x = by_head.take(order, axis=axis).reshape(shape)
+    return x

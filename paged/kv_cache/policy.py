@@ -253,8 +253,9 @@ class PrefixCachingHost(HostPolicy, Protocol):
         written, or will be before any later step: others may share them."""
         ...
 
-    def pin(self, slot: int, tokens: np.ndarray, salt: str) -> None:
-        """Keep in the cache for good the blocks of the prompt `tokens`, which `slot` holds."""
+    def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> None:
+        """Keep in the cache for good the blocks of the prompt `tokens`, which `slot` holds. root:
+        the group's `cache_root`."""
         ...
 
 

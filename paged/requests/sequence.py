@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from paged.adapters.adapter import Adapter
+from paged.blocks.prefix_cache import root_key
 from paged.requests.beam_search import BeamSearch
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.stopping import TextStream
@@ -104,12 +106,22 @@ class SequenceGroup:
         self.num_cached_tokens = 0  # taken from the prefix cache instead of computed
         self.swapped: Any = None  # what the policy keeps of it in the host's memory
         self.cache_salt = ""  # shares cached prefixes only with its like
+        self.adapter: Adapter | None = None
+        self.adapter_slot = -1  # on the device, while it runs
+        self.overtaken = 0  # how often later ones started before it, as its adapter was absent
         self.stream = False
         self.pin = False  # its prompt's blocks are to be kept
         self.mailbox: deque[RequestOutput] | None = None  # where outputs go that `step` leaves out
         # Where they are asked for.
         asked = 0 if sampling.prompt_logprobs is None else len(prompt)
         self.prompt_logprobs: list[TokenLogprob | None] = [None] * asked
+
+    @property
+    def cache_root(self) -> bytes:
+        """The key of the empty prefix, for those with which it may share cached prefixes."""
+        if self.adapter is None:
+            return root_key(self.cache_salt)
+        return root_key(self.cache_salt, self.adapter.name, self.adapter.content_hash)
 
     @property
     def misses_prompt_logprobs(self) -> bool:

@@ -40,6 +40,16 @@ def paired(
     return list(zip(prompts, sampling, strict=True))
 
 
+def each_adapter(adapters: Sequence[str | None] | None, count: int) -> Sequence[str | None]:
+    """Each prompt's adapter. Raises ValueError if they are no sequence, or not `count`."""
+    if adapters is None:
+        return [None] * count
+    check_sequence("adapters", "names or None", adapters)
+    if len(adapters) != count:
+        raise ValueError(f"{count} prompts with {len(adapters)} adapters")
+    return adapters
+
+
 def token_limit(tokens: np.ndarray, sampling: SamplingParams, config: EngineConfig) -> int:
     """The number of tokens, of prompt and output, at which generation ends."""
     return min(len(tokens) + sampling.max_tokens, config.max_model_len)

@@ -1,5 +1,6 @@
 """What limits the requests that enter a step: room for their prompts, and a gate of its own."""
 
+from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
 from paged.config import EngineConfig
@@ -47,9 +48,15 @@ class AdmissionGate(Protocol):
 
     def admits(self, group: SequenceGroup) -> bool: ...
 
-    def wait(self) -> None:
-        """Until the next arrival."""
+    def slot_of(self, group: SequenceGroup) -> int:
+        """Of the adapter of a group that it admits, -1 for none."""
         ...
+
+    def enter(self, group: SequenceGroup) -> None:
+        """The group runs from here on, and needs its adapter until it leaves."""
+        ...
+
+    def leave(self, group: SequenceGroup) -> None: ...
 
 
 class OpenGate:
@@ -60,5 +67,45 @@ class OpenGate:
     def admits(self, group: SequenceGroup) -> bool:
         return True
 
-    def wait(self) -> None:
-        raise AssertionError("nothing is on its way")
+    def slot_of(self, group: SequenceGroup) -> int:
+        return -1
+
+    def enter(self, group: SequenceGroup) -> None:
+        pass
+
+    def leave(self, group: SequenceGroup) -> None:
+        pass
+
+
+def in_turn(
+    waiting: Iterable[SequenceGroup], returning: Collection[SequenceGroup]
+) -> Iterable[SequenceGroup]:
+    """The queue as it will enter: new groups after those that were preempted, while any that were
+    swapped out return (vLLM §4.5)."""
+    if not returning:
+        return waiting
+    return sorted(waiting, key=lambda group: group.num_preemptions == 0)
+
+
+def candidates(
+    waiting: Iterable[SequenceGroup], gate: AdmissionGate, returning: Collection[SequenceGroup],
+    max_overtakes: int,
+) -> Iterator[SequenceGroup]:  # fmt: skip
+    """The groups that may enter, one after the other; who asks for another has admitted the last.
+
+    Groups that wait for their adapter are passed over, and each is overtaken at most
+    `max_overtakes` times. While groups that were swapped out return, new ones have to wait; they
+    are passed over too, because those that return need not come before them.
+    """
+    passed: list[SequenceGroup] = []
+    for group in waiting:
+        if returning and group.num_preemptions == 0:
+            continue
+        if gate.admits(group):
+            yield group
+            for before in passed:
+                before.overtaken += 1
+        else:
+            passed.append(group)
+        if any(before.overtaken >= max_overtakes for before in passed):
+            return

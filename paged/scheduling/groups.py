@@ -1,7 +1,7 @@
 """Sequences of a group that wait for another one of it to compute the tokens that they share."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paged.requests.sequence import Sequence, SequenceGroup
 from paged.scheduling.slots import Slots
@@ -15,9 +15,9 @@ class Released:
     the step themselves, from what their donors compute in it; sources: the rows of these donors.
     """
 
-    shares: list[tuple[int, int, int]]
-    forks: list[int]
-    sources: list[int]
+    shares: list[tuple[int, int, int]] = field(default_factory=list)
+    forks: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
 
 
 class Followers:
@@ -43,7 +43,7 @@ class Followers:
 
     def release(self, rows: list[tuple[int, int]]) -> Released:
         """Let those go on whose donors are computed after a step of `rows` (slot, tokens)."""
-        released, waiting = Released([], [], []), []
+        released, waiting = Released(), []
         row_of = {slot: row for row, (slot, _) in enumerate(rows)}
         for follower in self.held:
             assert follower.donor is not None

@@ -55,6 +55,18 @@ class ScheduledStep:
         return int(self.yields.max())
 
 
+def by_adapter(
+    prefills: list[tuple[int, int]], decodes: np.ndarray, adapter: np.ndarray, num_adapters: int
+) -> np.ndarray:
+    """Bring rows of one adapter together, in place in `prefills`, and in the `decodes` that it
+    returns; these begin with the last prefill's adapter (Punica §6). adapter: of each slot,
+    -1 for none."""
+    prefills.sort(key=lambda row: adapter[row[0]])
+    last = adapter[prefills[-1][0]] if prefills else -1
+    after_last = (adapter[decodes] - last) % (num_adapters + 1)
+    return decodes[np.argsort(after_last, kind="stable")]
+
+
 def rows_of(
     prefills: list[tuple[int, int]], decodes: np.ndarray, iterations: np.ndarray, forks: list[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

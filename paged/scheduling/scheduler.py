@@ -1,11 +1,13 @@
 """Iteration-level scheduling: who runs next, and with how many tokens (vLLM §4.3, §4.5).
 
 First come, first served. Each step takes all running sequences that generate, then chunks of
-prompts under a token budget, then new requests while blocks and slots allow. When blocks run out
-the latest arrivals are preempted, with all sequences of their group; they keep their place in the
-order, and are recomputed or swapped in again.
+prompts under a token budget, then new requests while blocks and slots allow; those whose adapter
+is not on the device may be overtaken. When blocks run out the latest arrivals are preempted, with
+all sequences of their group; they keep their place, and are recomputed or swapped in again.
 """
 
+import bisect
+import operator
 from collections import deque
 from typing import cast
 
@@ -14,11 +16,13 @@ import numpy as np
 from paged.config import EngineConfig
 from paged.kv_cache.policy import HostPolicy, PrefixCachingHost
 from paged.requests.sequence import Sequence, SequenceGroup, Status, share_prefixes
-from paged.scheduling.admission import AdmissionGate, OpenGate, PrefillRoom
-from paged.scheduling.groups import Followers
+from paged.scheduling.admission import AdmissionGate, OpenGate, PrefillRoom, candidates
+from paged.scheduling.groups import Followers, Released
 from paged.scheduling.preemption import swaps
-from paged.scheduling.scheduled_step import ScheduledStep, rows_of
+from paged.scheduling.scheduled_step import ScheduledStep, by_adapter, rows_of
 from paged.scheduling.slots import Slots
+
+ARRIVAL = operator.attrgetter("order")
 
 
 class Scheduler:
@@ -32,12 +36,12 @@ class Scheduler:
         self.gate: AdmissionGate = gate or OpenGate()
         self.slots = Slots(config.max_num_seqs, config.max_model_len)
         self.waiting: deque[SequenceGroup] = deque()  # by arrival order
-        self.running: list[SequenceGroup] = []  # by arrival order, all before those that wait
+        self.running: list[SequenceGroup] = []  # by arrival order
         self._running_slots: np.ndarray | None = None
         self._beams: list[SequenceGroup] = []  # searches that run
         self._followers = Followers(self.slots)
         # Swapped groups that have not completed, or not even come back: see `admit_after_swap`.
-        self._returning: set[SequenceGroup] = set()
+        self.returning: set[SequenceGroup] = set()
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
@@ -52,12 +56,12 @@ class Scheduler:
     def add(self, group: SequenceGroup) -> None:
         self.waiting.append(group)
 
-    def abort(self, group: SequenceGroup) -> None:
+    def abort(self, group: SequenceGroup, reason: str = "abort") -> None:
         """End a group that waits or runs."""
         if group in self.waiting:
             self.waiting.remove(group)
         for sequence in group.unfinished:
-            self.finish(sequence, "abort")
+            self.finish(sequence, reason)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End one sequence; its blocks are free at once. A step in flight may still write them,
@@ -70,12 +74,14 @@ class Scheduler:
 
     def _retire(self, group: SequenceGroup) -> None:
         self._leave_device(group)
-        self._returning.discard(group)
+        self.returning.discard(group)
         if group.swapped is not None:
             self.policy.drop_swapped(group.swapped)
             group.swapped = None
 
     def _leave_device(self, group: SequenceGroup) -> None:
+        if group in self.running:
+            self.gate.leave(group)
         for groups in (self.running, self._beams):
             if group in groups:
                 groups.remove(group)
@@ -127,36 +133,33 @@ class Scheduler:
             group.swapped = self.policy.swap_out(slots)
             for sequence in sequences:
                 self._release(sequence, Status.SWAPPED)
-            self._returning.add(group)
+            self.returning.add(group)
         else:
             named = self.config.preemption_mode == "recompute"
             assert self._can.recompute_exact or named, "no room to swap to, and tokens would change"
             for sequence in sequences:
                 self._free(sequence, Status.WAITING)
         self._leave_device(group)
-        self.waiting.appendleft(group)
+        bisect.insort(self.waiting, group, key=ARRIVAL)
         group.num_preemptions += 1
         return group
 
-    def _may_enter(self, group: SequenceGroup, room: PrefillRoom) -> bool:
-        """Whether there are slots, and nobody else's turn; beams keep theirs while few are live."""
-        if self._returning and group.num_preemptions == 0:
-            return False
+    def _admit(self, group: SequenceGroup, room: PrefillRoom) -> bool:
+        """Bring a group of the queue to the device; False if there is no room. Beams keep their
+        slots while few are live."""
         reserved = sum(g.sampling.beam_width - len(g.sequences) for g in self._beams)
         wanted = max(len(group.unfinished), group.sampling.beam_width if group.search else 0)
-        return wanted <= self.slots.num_free - reserved and not room.refused
-
-    def _admit(self, group: SequenceGroup, room: PrefillRoom) -> bool:
-        """Bring a group of the queue to the device; False if there is no room."""
-        if not self._may_enter(group, room):
+        if wanted > self.slots.num_free - reserved or room.refused:
             return False
         enter = self._compute if group.swapped is None else self._swap_in
+        group.adapter_slot = self.gate.slot_of(group)
         if not enter(group, room):
             return False
+        self.gate.enter(group)
         self._followers.add([s for s in group.unfinished if s.donor is not None])
         if group.search:
             self._beams.append(group)
-        self.running.append(group)
+        bisect.insort(self.running, group, key=ARRIVAL)
         self._running_slots = None
         return True
 
@@ -191,7 +194,7 @@ class Scheduler:
         self.policy.swap_in(group.swapped, sequences)
         group.swapped = None
         if self.config.admit_after_swap == "resumed":
-            self._returning.discard(group)
+            self.returning.discard(group)
         return True
 
     def _add_prefill(self, slot: int, room: PrefillRoom) -> None:
@@ -225,17 +228,14 @@ class Scheduler:
         admitted: list[SequenceGroup] = []
         # Requests wait in a step that preempts, or they would take what was just set free.
         closed = bool(preempted) or (self._can.static_batching and bool(self.running))
-        place = 0  # in the queue: before it are requests that the gate holds back
-        while not closed and place < len(self.waiting):
-            group = self.waiting[place]
-            if not self.gate.admits(group):
-                place += 1
-                continue
+        most = self.config.max_overtakes
+        for group in candidates(() if closed else self.waiting, self.gate, self.returning, most):
             if not self._admit(group, room):
                 break
-            del self.waiting[place]
             admitted.append(group)
             decodes = np.append(decodes, self._start(group, room))
+        for group in admitted:
+            self.waiting.remove(group)
 
         if not room.rows and not len(decodes):
             assert not preempted, "preempted everything"
@@ -260,17 +260,17 @@ class Scheduler:
         self, number: int, prefills: list[tuple[int, int]], decodes: np.ndarray,
         preempted: list[SequenceGroup], admitted: list[SequenceGroup],
     ) -> ScheduledStep:  # fmt: skip
-        s, released, forks, sources = self.slots, None, [], []
+        s, released = self.slots, Released()
+        if self.config.adapter_slots:
+            decodes = by_adapter(prefills, decodes, s.adapter, self.config.adapter_slots)
         if self._followers:
-            rows = [*prefills, *((int(slot), 1) for slot in decodes)]
-            released = self._followers.release(rows)
-            forks, sources = released.forks, released.sources
+            released = self._followers.release([*prefills, *((int(slot), 1) for slot in decodes)])
         iterations = np.ones(len(decodes), np.int64)
-        if self.config.multi_step > 1 and not prefills and not forks:
+        if self.config.multi_step > 1 and not prefills and not released.forks:
             iterations = self._iterations(decodes)
             self.policy.append(decodes, s.length[decodes] + iterations - 1)
 
-        slots, counts, most = rows_of(prefills, decodes, iterations, forks)
+        slots, counts, most = rows_of(prefills, decodes, iterations, released.forks)
         starts, length = s.computed[slots], s.length[slots]
         ends = starts + counts
         samples = ends >= length
@@ -280,7 +280,7 @@ class Scheduler:
         s.computed[slots] = ends
         s.length[slots] = length + yields
         self.policy.advance(number, slots, starts, ends)
-        for donor, follower, shared in released.shares if released else ():
+        for donor, follower, shared in released.shares:
             self.policy.computed(donor, follower, shared)
         return ScheduledStep(
             slots=slots,
@@ -290,7 +290,7 @@ class Scheduler:
             yields=yields,
             generations=s.generation[slots],
             num_prefills=len(prefills),
-            sources=np.array(sources, np.int64),
+            sources=np.array(released.sources, np.int64),
             moves=self.policy.take_moves(),
             has_beams=bool(self._beams) and bool(s.beam[slots].any()),
             preempted=preempted,

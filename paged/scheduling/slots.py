@@ -58,6 +58,7 @@ class Slots:
     streaming.
     beam: whether it is a beam, whose next token its group's search decides.
     held: whether it waits for its donor to be computed.
+    adapter: the slot of its adapter on the device, -1 for none.
     sampling: how the next token is sampled, a `SAMPLING_ROW` each; sampling_bits: [num_slots, n]
     int32, the same memory.
     """
@@ -75,6 +76,7 @@ class Slots:
         self.watched = np.zeros(num_slots, bool)
         self.beam = np.zeros(num_slots, bool)
         self.held = np.zeros(num_slots, bool)
+        self.adapter = np.full(num_slots, -1)
         self.prompt_logprobs = np.zeros(num_slots, bool)
         self.ignore_eos = np.zeros(num_slots, bool)
         self.sampling = np.full(num_slots, GREEDY_ROW)
@@ -107,6 +109,7 @@ class Slots:
         self.watched[slot] = True  # at least until its first token
         self.beam[slot] = group.search is not None
         self.held[slot] = sequence.donor is not None
+        self.adapter[slot] = group.adapter_slot
         self.prompt_logprobs[slot] = group.misses_prompt_logprobs
         self.ignore_eos[slot] = how.ignore_eos
         self.sampling[slot] = sampling_row(sequence)

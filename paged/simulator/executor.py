@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
+from paged.adapters.loads import SimulatedLoads
 from paged.clock import VirtualClock
 from paged.device.step import StepOutputs
 from paged.device.step_inputs import StepInputs
@@ -45,6 +46,7 @@ class SimulatedExecutor:
     raises ValueError if it lacks one. Otherwise they are a function of the row's seed and position
     alone, and never below `first_token`, so that with special tokens below it lengths follow the
     request's `max_tokens`. dtype: what the model would compute in.
+    adapter_page_s: as `SimulatedLoads` takes it.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class SimulatedExecutor:
         first_token: int = 0,
         recorded: RecordedTokens | None = None,
         dtype: str = "float32",
+        adapter_page_s: float = 2e-3,
     ):
         self.clock = VirtualClock()
+        self.adapters = SimulatedLoads(self.clock, adapter_page_s)
         self.compilations = 0
         self.dtype = dtype
         self._cost = cost or LinearCost()
@@ -113,6 +117,7 @@ class SimulatedExecutor:
 
     def reset(self) -> None:
         self._device_free_s = self.clock.now()
+        self.adapters.reset()
 
 
 def _lengths_by_iteration(inputs: StepInputs) -> np.ndarray:

@@ -1,5 +1,6 @@
 """A random run of an engine: all that can come in, at random rounds."""
 
+import contextlib
 import json
 import random
 from typing import Any
@@ -20,9 +21,10 @@ def chance(rng: random.Random, percent: int) -> bool:
 
 
 def random_run(engine: Engine, rng: random.Random, rounds: int, rich: bool = False) -> list[dict]:
-    """The log of a run, as JSON has it. rich: with all sampling parameters that change tokens."""
+    """The log of a run, as JSON has it, with the adapters that `engine` knows. rich: with all
+    sampling parameters that change tokens."""
     shared = [[rng.randint(3, TINY.vocab_size - 1) for _ in range(16)] for _ in range(2)]
-    salts = ["", "b"]
+    salts, adapters = ["", "b"], [None, *engine.adapters.names]
 
     def request() -> tuple[list[int], SamplingParams]:
         prompt = [rng.randint(3, TINY.vocab_size - 1) for _ in range(rng.randint(1, 8))]
@@ -53,14 +55,15 @@ def random_run(engine: Engine, rng: random.Random, rounds: int, rich: bool = Fal
         return prompt, SamplingParams(**how)
 
     if engine.config.prefix_caching and chance(rng, 60):
-        engine.pin_prefix(shared[0], rng.choice(salts))
+        with contextlib.suppress(ValueError):  # its adapter could not be loaded
+            engine.pin_prefix(shared[0], rng.choice(salts), rng.choice(adapters))
     names: set[str] = set()
     for _ in range(rounds):
         while chance(rng, 35):
             names.add(f"user-{len(names)}")
             engine.add_request(
                 *request(), f"user-{len(names) - 1}", stream=chance(rng, 30),
-                cache_salt=rng.choice(salts),
+                cache_salt=rng.choice(salts), adapter=rng.choice(adapters),
             )  # fmt: skip
         unfinished = names - {record.request_id for record in engine.metrics.requests}
         if unfinished and chance(rng, 10):

@@ -17,6 +17,7 @@ from paged.engine import Engine, EngineConfig
 from paged.simulator.executor import SimulatedExecutor
 from tests.experiments.random_run import random_run
 from tests.paged.tiny import TINY
+from tests.paged.twin_cases import ADAPTERS
 
 VALUES: list[Any] = [
     None, True, -1, 0, 1, 2, 7, 2**31, 2**64, 10**400, -0.5, 1e308, "", "user-0", "beams", "\u2028",
@@ -29,9 +30,13 @@ def _real_log(number: int) -> list[dict]:
     config = EngineConfig(
         max_num_seqs=4, max_num_batched_tokens=17, max_model_len=90, page_size=4,
         kv_cache_tokens=200, prefix_caching=number % 2 == 0, multi_step=1 + number % 2,
+        adapter_slots=number // 2,
     )  # fmt: skip
     executor = SimulatedExecutor(vocab_size=TINY.vocab_size)
-    return random_run(Engine(TINY, config, executor), random.Random(number), rounds=25)
+    engine = Engine(TINY, config, executor)
+    for adapter in ADAPTERS if config.adapter_slots else ():
+        engine.add_known_adapter(adapter)
+    return random_run(engine, random.Random(number), rounds=25)
 
 
 def _places(value: Any, above: tuple = ()) -> list[tuple]:

@@ -24,9 +24,10 @@ from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from tests.experiments import conftest
 from tests.experiments.random_run import as_json, chance, random_run, without_times
-from tests.paged.hashing_executor import HashingExecutor
+from tests.paged.hashing_executor import HashingExecutor, TwinLoads
 from tests.paged.requests.test_sampling_parameters import SMALL, WAYS
 from tests.paged.tiny import TINY, padded
+from tests.paged.twin_cases import ADAPTERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,16 +47,23 @@ def _config(rng: random.Random) -> EngineConfig:
         prefix_caching=chance(rng, 60),
         preemption_mode=rng.choice(["auto", "recompute", "swap"]),
         seed=rng.randrange(9),
+        adapter_slots=rng.choice([0, 1, 3]),
+        max_overtakes=rng.choice([0, 2, 32]),
     )
 
 
 def _hashing(config: EngineConfig) -> Engine:
-    return Engine(TINY, config, HashingExecutor(config, eos_rate=0.03))
+    executor = HashingExecutor(config, eos_rate=0.03)
+    executor.adapters = TwinLoads(executor, failing=0.1)
+    return Engine(TINY, config, executor)
 
 
 def _log(rng: random.Random, **changes) -> EventLog:
     config = dataclasses.replace(_config(rng), **changes)
-    return EventLog("log", random_run(_hashing(config), rng, rounds=40))
+    engine = _hashing(config)
+    for adapter in ADAPTERS if config.adapter_slots else ():
+        engine.add_known_adapter(adapter)
+    return EventLog("log", random_run(engine, rng, rounds=40))
 
 
 def _log_of(engine: Engine) -> EventLog:
@@ -81,10 +89,12 @@ def test_the_random_runs_hold_all_that_a_log_can():
     events = [event for log in logs for event in log]
     assert {event["event"] for event in events} == {
         "engine", "arrival", "abort", "pin", "admit", "preempt", "schedule", "step", "finish",
-        "pages", "beams",
+        "pages", "beams", "adapter", "load", "loaded",
     }  # fmt: skip
+    assert any(e["evicted"] for e in events if e["event"] == "load")
+    assert {e["error"] for e in events if e["event"] == "loaded"} == {None, "broken"}
     assert {e["finish_reason"] for e in events if e["event"] == "finish"} >= {
-        "eos", "length", "stop", "abort",
+        "eos", "length", "stop", "abort", "error",
     }  # fmt: skip
     verbs = {verb for e in events if e["event"] == "schedule" for _, verb, _ in e["pages"]}
     assert verbs == {"allocate", "share", "release", "evict"}
@@ -203,7 +213,7 @@ def test_a_run_that_failed_replays_up_to_there():
         assert again.has_unfinished()
 
 
-PIN = {"event": "pin", "time_s": 0.0, "round": 0, "prompt": [3], "cache_salt": ""}
+PIN = {"event": "pin", "time_s": 0.0, "round": 0, "prompt": [3], "cache_salt": "", "adapter": None}
 
 
 def _set(log: list[dict], number: int, name: str, key: str, value) -> list[dict]:

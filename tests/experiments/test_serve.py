@@ -13,16 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import serve
-from experiments.lib import event_log, run_record
-from experiments.workloads import write_prompts
+from experiments import replay, serve
+from experiments.diff_events import first_difference
+from experiments.lib import adapters, event_log, run_record
+from experiments.workloads import popularity, write_prompts
 from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig, load
 from models import checkpoint
+from paged.adapters.adapter import Adapter
 from paged.engine import Engine, EngineConfig
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 from tests.experiments.conftest import TINY
+from tests.models import peft_folders
 
 ROOT = Path(__file__).parents[2]
 SMALL = EngineConfig(
@@ -289,3 +292,34 @@ def test_flag_errors_come_in_a_line_and_before_the_weights(tiny_folder, tmp_path
     assert done.returncode == 1
     assert done.stderr.strip().startswith("error: ") and complaint in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_workload_over_adapters_is_counted_and_replays(tokenizer, tmp_path):
+    executor = SimulatedExecutor(LinearCost(), vocab_size=TINY.vocab_size, first_token=4)
+    engine = Engine(TINY, replace(SMALL, adapter_slots=2), executor, tokenizer)
+    names = [f"a{i}" for i in range(3)]
+    for name in names:
+        engine.add_known_adapter(Adapter(name, "", name, rank=16))
+    requests = [
+        Request(i / 9, [5, 6, 7], 4, ignore_eos=True, adapter=name)
+        for i, name in enumerate(popularity.assign(names, "distinct", 12))
+    ]
+    serve.run(engine, requests, progress=False)
+    counted = adapters.measure(engine.events)
+    assert counted is not None
+    # Three adapters in turn, and room for two: the one that comes next has always just left.
+    assert (counted["requests"], counted["used"], counted["loads"]) == (12, 3, 12)
+    assert counted["hit_rate"] == 0
+    assert 2e-3 <= counted["load_s"] < 0.1
+    path = event_log.write_log(tmp_path, "events.jsonl", engine.events)
+    log = event_log.read_log(path)
+    replayed = replay.replay(replay.simulated_engine(log, TINY), log)
+    assert first_difference(log, replayed) is None
+    assert adapters.measure([]) is None
+
+
+def test_adapters_need_slots_and_are_checked_before_the_weights(tiny_folder, tmp_path):
+    folder = peft_folders.write(tmp_path / "adapters" / "a0", TINY)
+    refused = call(f"--model={tiny_folder}", f"--adapters={folder.parent}")
+    assert refused.returncode == 1
+    assert refused.stderr.strip() == "error: adapters need adapter_slots, which is 0"

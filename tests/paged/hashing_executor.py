@@ -15,11 +15,13 @@ import jax
 import numpy as np
 
 from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
+from paged.adapters.adapter import Adapter
 from paged.clock import VirtualClock
 from paged.device.step import StepOutputs
 from paged.requests.beam_search import BeamSearch
 
 EOS, FIRST, VOCAB = 2, 3, 61
+TAG = 2**20  # stands above any token
 
 
 def next_token(tokens, seed: int, eos_rate: float) -> int:
@@ -66,8 +68,16 @@ def beam_search(prompt, how, limit: int) -> list[list[int]]:
     return [hypothesis.tokens.tolist() for hypothesis in search.best(how.n)]
 
 
+def tag_of(adapter: Adapter) -> int:
+    """What stands before all tokens that are computed with an adapter."""
+    return 1 + zlib.crc32(f"{adapter.name} {adapter.content_hash}".encode()) % 1000
+
+
 class HashingExecutor:
+    """Memory holds a token and the tag of the adapter that it was computed with."""
+
     compilations, dtype = 0, "float32"
+    adapters: "TwinLoads | None" = None
 
     def __init__(self, config, eos_rate: float = 0.0):
         self.clock = VirtualClock()
@@ -79,6 +89,11 @@ class HashingExecutor:
         self._memory = np.full((config.num_blocks, config.page_size), -1, np.int64)
         self._history = np.full((config.max_num_seqs, config.max_model_len), -1, np.int64)
         self._host_memory = np.full((config.num_blocks, config.page_size), -1, np.int64)
+        # The tag and the place in its adapter of each rank page, and the pages of each slot.
+        self._rank_pages: dict[int, tuple[int, int]] = {}
+        self._adapter_slots: dict[int, list[int]] = {}
+        if self.adapters is not None:
+            self.adapters = TwinLoads(self, self.adapters.failing)
         self._queue: list[_Pending | Callable[[], None]] = []
 
     def warm_up(self, progress: bool = True) -> None:
@@ -129,7 +144,7 @@ class HashingExecutor:
 
     def _iterate(self, inputs, done: int, sampled: np.ndarray, logprobs: Logprobs) -> None:
         S, page_size = len(inputs.lengths), self._memory.shape[1]
-        written = set()
+        written, tags = set(), self._tags(inputs)
         for t, row in enumerate(inputs.token_rows):
             if row == S or inputs.iterations[row] <= done:
                 continue
@@ -142,14 +157,20 @@ class HashingExecutor:
             assert place[0] != 0, "wrote to the null block"
             assert place not in written, "two tokens of a step share a place"
             written.add(place)
-            self._memory[place] = token
+            self._memory[place] = token + TAG * tags[t]
         for row in np.flatnonzero((inputs.lengths > 0) & (inputs.iterations > done)):
             n = int(inputs.lengths[row]) + done
-            seen = self._memory[inputs.tables[row, : -(-n // page_size)]].reshape(-1)[:n]
+            memory = self._memory[inputs.tables[row, : -(-n // page_size)]].reshape(-1)[:n]
+            seen, tag = memory, tags[inputs.last_tokens[row]]
+            if len(inputs.num_segments):
+                seen = memory % TAG
+                assert (memory // TAG == tag).all(), "another adapter's keys and values"
             assert inputs.positions[inputs.last_tokens[row]] + done == n - 1
             how = inputs.sampling.view(SAMPLING_ROW)[row, 0]
             if inputs.samples[row] and how["repetition_penalty"] != 1:
                 assert (self._history[inputs.slots[row], :n] == seen).all(), "a wrong history"
+            if tag:
+                seen = np.append(tag, seen)
             sampled[row] = next_token(seen, int(how["seed"]), self._eos_rate)
             logprobs.chosen[row] = logprob_of(seen, sampled[row])
             if how["logprobs"] == BEAM:
@@ -158,6 +179,28 @@ class HashingExecutor:
             if inputs.samples[row] and n < self._history.shape[1]:
                 self._history[inputs.slots[row], n] = sampled[row]
 
+    def _tags(self, inputs) -> np.ndarray:
+        """Of each token's adapter, 0 for none."""
+        tags = np.zeros(len(inputs.tokens), np.int64)
+        count, end = int(inputs.num_segments[0]) if len(inputs.num_segments) else 0, 0
+        for slot, start, stop in zip(
+            inputs.segment_slots[:count], inputs.segment_starts, inputs.segment_ends
+        ):
+            assert end <= start < stop, "segments overlap"
+            end, pages = stop, self._adapter_slots[slot]
+            owners = [self._rank_pages[page] for page in pages]
+            assert owners == [(owners[0][0], i) for i in range(len(pages))], "another's rank page"
+            tags[start:stop] = owners[0][0]
+        return tags
+
+    def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
+        def write():
+            self._adapter_slots[slot] = list(pages)
+            for i, page in enumerate(pages):
+                self._rank_pages[page] = tag_of(adapter), i
+
+        self._queue.append(write)
+
     def _check_prompt_targets(self, inputs) -> None:
         asked = np.flatnonzero(inputs.prompt_targets >= 0)
         rows = inputs.token_rows[asked]
@@ -165,6 +208,31 @@ class HashingExecutor:
         assert (after < inputs.sampling.view(SAMPLING_ROW)["prompt_length"][rows, 0]).all()
         within = after < np.array(inputs.lengths)[rows]
         assert (inputs.tokens[asked[within] + 1] == inputs.prompt_targets[asked[within]]).all()
+
+
+class TwinLoads:
+    """Loads that take a few rounds, one passing the other; failing: the share of those that do."""
+
+    def __init__(self, executor: HashingExecutor, failing: float = 0.0, seed: int = 0):
+        self._executor, self.failing = executor, failing
+        self._rng = np.random.default_rng(seed)
+        self._coming: dict[Adapter, int] = {}  # rounds to come
+
+    def begin(self, adapter: Adapter) -> None:
+        self._coming[adapter] = int(self._rng.integers(0, 9))
+
+    def finished(self, round_: int) -> list[tuple[Adapter, str | None]]:
+        self._coming = {adapter: rounds - 1 for adapter, rounds in self._coming.items()}
+        done = [adapter for adapter, rounds in self._coming.items() if rounds < 0]
+        for adapter in done:
+            del self._coming[adapter]
+        return [(a, "broken" if self._rng.random() < self.failing else None) for a in done]
+
+    def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
+        self._executor.install(adapter, slot, pages)
+
+    def wait(self) -> None:
+        self._coming[min(self._coming, key=lambda adapter: self._coming[adapter])] = 0
 
 
 def _move(source: np.ndarray, destination: np.ndarray, pairs) -> None:

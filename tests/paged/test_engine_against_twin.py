@@ -1,146 +1,23 @@
 """Random requests through scheduler, tables and step inputs, token for token against a twin."""
 
 from collections import Counter, deque
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from paged.adapters.adapter import Adapter
 from paged.blocks.block_pool import NULL_BLOCK
 from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
 from paged.requests.sampling_params import SamplingParams
-from paged.requests.sequence import RequestOutput, SequenceGroup
-from tests.paged.hashing_executor import (
-    FIRST,
-    VOCAB,
-    HashingExecutor,
-    beam_search,
-    generate,
-    logprob_of,
-)
+from paged.requests.sequence import RequestOutput
+from tests.paged.hashing_executor import HashingExecutor, TwinLoads, generate
 from tests.paged.tiny import TINY
-
-LONGEST = 96
-EARLY_STOPPING: list[bool | Literal["never"]] = [True, False, "never"]
-
-
-def _tokens(start: int, n: int) -> list[int]:
-    """n tokens; those from another start are others."""
-    return [FIRST + (start + 7 * i) % (VOCAB - FIRST) for i in range(n)]
-
-
-SHARED = _tokens(0, 40), _tokens(29, 40)  # what prompts may begin with
-
-
-@dataclass(frozen=True)
-class Call:
-    """A request that comes in before a step, `arrival`; abort_after: so many steps later, if it is
-    still there."""
-
-    arrival: int
-    prompt: list[int]
-    how: SamplingParams
-    stream: bool = False
-    abort_after: int | None = None
-
-
-@st.composite
-def _configs(draw) -> EngineConfig:
-    chunked = draw(st.sampled_from([False, True, True]))
-    slots = draw(st.integers(1, 10))
-    most = draw(st.sampled_from([96, 17, 7, 6]))
-    return EngineConfig(
-        max_num_seqs=slots,
-        max_num_batched_tokens=max(most, slots) if chunked else LONGEST + 4,
-        max_prefills_per_step=draw(st.sampled_from([1, 2, 8])),
-        max_model_len=draw(st.sampled_from([90, LONGEST])),
-        chunked_prefill=chunked,
-        page_size=draw(st.sampled_from([1, 2, 3, 4, 16])),
-        kv_cache_tokens=draw(st.sampled_from([1000, 160, 130, 112])),
-        watermark=draw(st.sampled_from([0, 0, 0, 0.01, 0.2, 0.9])),
-        run_ahead=draw(st.sampled_from([False, True, True, True])),
-        multi_step=draw(st.sampled_from([1, 1, 2, 3, 8])),
-        prefix_caching=draw(st.booleans()),
-        preemption_mode=draw(st.sampled_from(["auto", "recompute", "swap"])),
-        admit_after_swap=draw(st.sampled_from(["completed", "resumed"])),
-    )
-
-
-@st.composite
-def _hows(draw, most: int) -> SamplingParams:
-    """Parameters of a request of at most so many sequences."""
-    lengths = st.sampled_from([st.just(1), st.integers(1, 40), st.integers(20, 40)])
-    plain: dict[str, Any] = {
-        "max_tokens": draw(draw(lengths)),
-        "seed": draw(st.integers(0, 99)),
-        "ignore_eos": draw(st.sampled_from([False, False, True])),
-        "prompt_logprobs": draw(st.sampled_from([None, None, 0])),
-    }
-    kind = draw(st.sampled_from(["one", "parallel", "beam"])) if most > 1 else "one"
-    if kind == "beam":
-        width = draw(st.integers(2, most))
-        return SamplingParams(
-            beam_width=width,
-            n=draw(st.integers(1, width)),
-            length_penalty=draw(st.sampled_from([0.0, 1.0, 2.0])),
-            early_stopping=draw(st.sampled_from(EARLY_STOPPING)),
-            **plain,
-        )
-    plain |= {
-        "repetition_penalty": draw(st.sampled_from([1, 2])),
-        "stop_token_ids": draw(st.sampled_from([(), (), (5, 6, 30)])),
-    }
-    if kind == "parallel":
-        best_of = draw(st.integers(1, most))
-        n = draw(st.integers(1, best_of))
-        return SamplingParams(temperature=1, best_of=best_of, n=n, **plain)
-    return SamplingParams(**plain)
-
-
-@st.composite
-def _cases(draw) -> tuple[EngineConfig, list[Call]]:
-    config = draw(_configs())
-    last = draw(st.sampled_from([0, 10, 30]))
-    calls = []
-    for _ in range(draw(st.integers(1, 20))):
-        beginning = draw(st.sampled_from(SHARED))[: draw(st.sampled_from([0, 0, 7, 20, 40]))]
-        own = draw(st.integers(0, VOCAB - FIRST - 1)), draw(st.sampled_from([1, 1, 2, 2, 10, 40]))
-        calls.append(
-            Call(
-                draw(st.integers(0, last)),
-                beginning + _tokens(*own),
-                draw(_hows(min(config.max_num_seqs, 4))),
-                stream=draw(st.sampled_from([False, False, True])),
-                abort_after=draw(st.sampled_from([None] * 9 + [0, 5, 25])),
-            )
-        )
-    return config, calls
-
-
-def _expected_outputs(prompt, how: SamplingParams, limit: int, eos_rate: float) -> list[list[int]]:
-    """The sequences that a request must return."""
-    if how.is_beam_search:
-        return beam_search(prompt, how, limit)
-    assert how.seed is not None
-    group = SequenceGroup("", 0, np.array(prompt), how, how.seed, limit)
-    outputs = []
-    for sequence in group.sequences:
-        tokens = generate(prompt, sequence.seed, limit, eos_rate, how.ignore_eos)
-        stops = [i for i, token in enumerate(tokens) if token in how.stop_token_ids]
-        outputs.append(tokens[: stops[0] + 1] if stops else tokens)
-    if how.ranks:
-        scores = [
-            sum(logprob_of([*prompt, *output[:i]], token) for i, token in enumerate(output))
-            for output in outputs
-        ]
-        outputs = [outputs[i] for i in np.argsort(-np.array(scores), kind="stable")]
-    return outputs[: how.n]
-
+from tests.paged.twin_cases import ADAPTERS, SHARED, Call, cases, expected_outputs, tokens
 
 BEAMS = SamplingParams(beam_width=2, seed=0, length_penalty=0.0, early_stopping=True)
 # A search is preempted, and recomputed alone: the prefix cache holds what its beams have in common.
@@ -152,22 +29,27 @@ RECOMPUTED_BEAMS = (
     ),
     [
         Call(0, prompt, replace(BEAMS, beam_width=width, max_tokens=new))
-        for prompt, width, new in ((_tokens(0, 10), 2, 13), ([*_tokens(0, 7), 3], 3, 10))
+        for prompt, width, new in ((tokens(0, 10), 2, 13), ([*tokens(0, 7), 3], 3, 10))
     ],
 )  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
-@given(_cases(), st.sampled_from([0, 0.02, 0.1]))
-@example(RECOMPUTED_BEAMS, 0)
-def test_every_request_gets_exactly_its_tokens(case, eos_rate):
+@given(cases(), st.sampled_from([0, 0.02, 0.1]), st.sampled_from([0, 0.2]))
+@example(RECOMPUTED_BEAMS, 0, 0)
+def test_every_request_gets_exactly_its_tokens(case, eos_rate, failing):
+    """failing: share of the loads of adapters that fail."""
     config, calls = case
-    engine = Engine(TINY, config, HashingExecutor(config, eos_rate))
+    executor = HashingExecutor(config, eos_rate)
+    executor.adapters = TwinLoads(executor, failing)
+    engine = Engine(TINY, config, executor)
+    for adapter in ADAPTERS if config.adapter_slots else ():
+        engine.add_known_adapter(adapter)
     if config.prefix_caching and config.kv_cache_tokens == 1000:
         engine.pin_prefix(SHARED[0])
     pinned = DenseHost.of(engine.host_policy).pool.refcounts.copy()
     todo = deque(sorted(enumerate(calls), key=lambda item: item[1].arrival))
-    requests: dict[str, tuple[list[int], SamplingParams]] = {}
+    requests: dict[str, tuple[list[int], SamplingParams, Adapter | None]] = {}
     ended: dict[str, RequestOutput] = {}
     aborted: dict[str, RequestOutput] = {}
     grown: Counter[str] = Counter()  # tokens that were streamed
@@ -175,12 +57,15 @@ def test_every_request_gets_exactly_its_tokens(case, eos_rate):
         while todo and todo[0][1].arrival <= step:
             i, call = todo.popleft()
             name, how = str(i), call.how
+            which = call.adapter if config.adapter_slots else None
+            asked = None if which is None else ADAPTERS[which]
+            named = None if asked is None else asked.name
             try:
-                engine.add_request(call.prompt, how, name, stream=call.stream)
+                engine.add_request(call.prompt, how, name, stream=call.stream, adapter=named)
             except ValueError as error:
                 assert how.num_sequences > 1 and "exceed the cache" in str(error)
                 continue
-            requests[name] = call.prompt, how
+            requests[name] = call.prompt, how, asked
         for name in sorted(requests.keys() - ended.keys() - aborted.keys()):
             call = calls[int(name)]
             if call.abort_after is not None and call.arrival + call.abort_after <= step:
@@ -193,9 +78,16 @@ def test_every_request_gets_exactly_its_tokens(case, eos_rate):
             else:
                 assert output.request_id not in ended
                 ended[output.request_id] = output
-        orders = [g.order for g in engine.scheduler.running + list(engine.scheduler.waiting)]
-        assert orders == sorted(orders)
+        running, waiting = engine.scheduler.running, list(engine.scheduler.waiting)
+        together = [running, waiting] if config.adapter_slots else [running + waiting]
+        for orders in ([group.order for group in groups] for groups in together):
+            assert orders == sorted(orders)
+        assert all(group.overtaken <= config.max_overtakes for group in running + waiting)
         engine.scheduler.slots.check()
+        if store := engine.loop.adapter_store:
+            store.check()
+            pinned_by = {g.adapter for g in engine.scheduler.running if g.adapter}
+            assert {a for a, resident in store.residents.items() if resident.pins} == pinned_by
         tables = DenseHost.of(engine.host_policy).block_tables
         refcounts = DenseHost.of(engine.host_policy).pool.refcounts
         held = tables.blocks[tables.blocks != NULL_BLOCK]
@@ -209,11 +101,15 @@ def test_every_request_gets_exactly_its_tokens(case, eos_rate):
     assert DenseHost.of(engine.host_policy).pool.num_used == (pinned > 0).sum()
     assert DenseHost.of(engine.host_policy).host_pool.num_used == 0
     assert engine.scheduler.slots.num_free == config.max_num_seqs
-    for name, (prompt, how) in requests.items():
+    failed = {e["adapter"] for e in engine.events if e["event"] == "loaded" and e["error"]}
+    for name, (prompt, how, asked) in requests.items():
         limit = min(len(prompt) + how.max_tokens, config.max_model_len)
         assert how.seed is not None
-        expected = _expected_outputs(prompt, how, limit, eos_rate)
-        if name in ended:
+        expected = expected_outputs(prompt, how, limit, eos_rate, asked)
+        if name in ended and ended[name].finish_reason == "error":
+            assert asked is not None
+            assert asked.name in failed
+        elif name in ended:
             assert [sequence.tokens for sequence in ended[name].sequences] == expected
         elif how.num_sequences == 1:
             assert aborted[name].tokens == expected[0][: len(aborted[name].tokens)]

@@ -15,8 +15,8 @@ from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.interrupts import Points, interrupted_at
-from tests.paged.test_engine_against_twin import _expected_outputs, _tokens
 from tests.paged.tiny import TINY
+from tests.paged.twin_cases import expected_outputs, tokens
 
 CONFIG = EngineConfig(
     max_num_seqs=4, max_num_batched_tokens=24, max_prefills_per_step=2, max_model_len=64,
@@ -45,7 +45,7 @@ class User:
         self.call = points.call
         self.rng = random.Random(seed)
         self.engine = Engine(TINY, config, HashingExecutor(config, EOS_RATE))
-        self.shared = _tokens(0, 20)
+        self.shared = tokens(0, 20)
         self.accepted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.ended: dict[str, RequestOutput] = {}
         self.finals: Counter[str] = Counter()  # last outputs by id
@@ -53,7 +53,7 @@ class User:
         self.interruptions = 0
 
     def _request(self) -> tuple[list[int], SamplingParams]:
-        own = _tokens(self.rng.randrange(50), 3)
+        own = tokens(self.rng.randrange(50), 3)
         how, most = self.rng.choice(HOWS), self.rng.choice([1, self.rng.randint(1, 12), 12])
         how = replace(how, max_tokens=most, seed=self.rng.randrange(100))
         return self.shared[: self.rng.choice([0, 8, 20])] + own, how
@@ -178,7 +178,7 @@ def check(output: RequestOutput, prompt: list[int], how: SamplingParams) -> None
     assert output.prompt_tokens == prompt
     limit = min(len(prompt) + how.max_tokens, CONFIG.max_model_len)
     every = replace(how, n=how.num_sequences) if how.ranks else how
-    expected = _expected_outputs(prompt, every, limit, EOS_RATE)
+    expected = expected_outputs(prompt, every, limit, EOS_RATE)
     tokens = [sequence.tokens for sequence in output.sequences]
     if {s.finish_reason for s in output.sequences} & {"abort", "error"}:
         if how.num_sequences == 1:

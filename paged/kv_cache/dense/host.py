@@ -101,9 +101,9 @@ class DenseHost:
         assert self.prefixes is not None, "confirmed without a prefix cache"
         self.prefixes.confirm(slots, num_tokens, tokens)
 
-    def pin(self, slot: int, tokens, salt: str) -> None:
+    def pin(self, slot: int, tokens, root: bytes) -> None:
         assert self.prefixes is not None, "pinned without a prefix cache"
-        self.prefixes.pin(slot, tokens, salt)
+        self.prefixes.pin(slot, tokens, root)
 
     def can_append(self, slots, num_tokens) -> bool:
         return self.block_tables.can_append(slots, num_tokens)

@@ -4,7 +4,7 @@ import numpy as np
 
 from paged.blocks.block_pool import NULL_BLOCK, BlockPool
 from paged.blocks.block_table import BlockTables
-from paged.blocks.prefix_cache import PrefixCache, chain, root_key
+from paged.blocks.prefix_cache import PrefixCache, chain
 from paged.requests.sequence import Sequence
 
 
@@ -26,7 +26,7 @@ class Prefixes:
     def find(self, sequence: Sequence) -> tuple[np.ndarray, bytes]:
         """Full blocks that hold a prefix of the sequence, and its key. They leave out the last
         token: it must be computed, for what comes after it."""
-        root = root_key(sequence.group.cache_salt)
+        root = sequence.group.cache_root
         # A prompt whose log-probabilities are asked for must be computed in full.
         if sequence.group.misses_prompt_logprobs:
             return np.zeros(0, np.int32), root
@@ -56,7 +56,7 @@ class Prefixes:
 
     def restart(self, slot: int, sequence: Sequence) -> None:
         """Nothing of it is published: what others have published already is found so."""
-        self._published[slot], self._keys[slot] = 0, root_key(sequence.group.cache_salt)
+        self._published[slot], self._keys[slot] = 0, sequence.group.cache_root
 
     def fork(self, parent: int, child: int) -> None:
         self._published[child], self._keys[child] = self._published[parent], self._keys[parent]
@@ -74,16 +74,16 @@ class Prefixes:
                 self._keys[slot] = key
         self._published[slots[rows]] = full[rows]
 
-    def pin(self, slot: int, tokens, salt: str) -> None:
+    def pin(self, slot: int, tokens, root: bytes) -> None:
         cache, page_size = self._cache, self._tables.page_size
-        found, key = cache.find(chain(tokens, page_size, root_key(salt)))
+        found, key = cache.find(chain(tokens, page_size, root))
         full = len(tokens) // page_size
         assert len(found) == full, f"only {len(found)} of {full} blocks are published"
         tail, held = tokens[full * page_size :].tobytes(), np.array(found, np.int32)
-        _, pinned = cache.find_tail(key or root_key(salt), tail) or (NULL_BLOCK, 0)
+        _, pinned = cache.find_tail(key or root, tail) or (NULL_BLOCK, 0)
         if pinned < len(tail):
             block = self._tables.blocks[slot, full]
-            cache.pin_tail(key or root_key(salt), tail, int(block))
+            cache.pin_tail(key or root, tail, int(block))
             held = np.append(held, block)
         owners = self._pool.refcounts[held] - np.isin(held, self._tables.blocks[slot])
         self.num_pinned += int((owners == 0).sum())

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import lora
 from models.config import ModelConfig
 from models.families import family
 from models.full_attention import causal_attend
@@ -106,9 +107,33 @@ def facts(name: str, size: int) -> dict:
         "cache_bytes": list(bytes_of.values()),
         "keys": np.asarray(jax.device_get(layer["wk"]))[..., 0].ravel().tolist(),
         "wo_bytes": layer["wo"].addressable_shards[0].data.nbytes,
+        "adapters_split_otherwise": adapters_split_otherwise(name, device._program.shards),
         "hidden_with_adapters": hidden_states(name, size, merged=False),
         "hidden_merged": hidden_states(name, 1, merged=True) if size == 1 else None,
     }
+
+
+def adapters_split_otherwise(name: str, shards: Shards) -> list[str]:
+    """The projections of which a page of an adapter is not split, copied and put in order as the
+    base weights are. Each number says where in the axis of the base weights it was."""
+    model, wrong = MODELS[name], []
+    for projection, page in lora.declare(model).items():
+        for key, declared in page.items():
+            places = np.arange(declared.shape[-1], dtype=np.float32)
+            numbers = places + 1000 * np.arange(model.num_layers, dtype=np.float32)[:, None]
+            params = random_params(model)
+            for layer, row in zip(params["layers"], numbers, strict=True):
+                row = row if key == "a" else row[:, None]
+                layer[projection] = jnp.broadcast_to(row, layer[projection].shape)
+            content = np.broadcast_to(numbers[:, None], declared.shape).copy()
+            placed = shards.place_layers(declared, content).addressable_shards
+            for number, layer in enumerate(shards.place(params)["layers"]):
+                for shard, base in zip(placed, layer[projection].addressable_shards, strict=True):
+                    w = np.asarray(base.data)
+                    expected = w[0] if key == "a" else w[:, 0]
+                    if not np.array_equal(np.asarray(shard.data)[number, 0], expected):
+                        wrong.append(f"{projection} {key}")
+    return wrong
 
 
 def hidden_states(name: str, size: int, merged: bool) -> list:
@@ -194,6 +219,11 @@ def test_a_shard_holds_the_pages_of_its_heads(served, name, size):
     share = whole // min(size, MODELS[name].num_kv_heads)
     assert several["cache_bytes"] == [share] * size
     assert several["wo_bytes"] == one["wo_bytes"] // size
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, 1) for name in SIZES] + CASES)
+def test_adapters_are_split_as_their_base_weights(served, name, size):
+    assert served[name][str(size)]["adapters_split_otherwise"] == []
 
 
 @pytest.mark.parametrize(("name", "size"), [(name, 1) for name in SIZES] + CASES)

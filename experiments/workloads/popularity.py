@@ -1,0 +1,41 @@
+"""Which adapter each request of a workload names (Punica §7)."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from models.peft import CONFIG
+
+SKEW = 1.5  # what the paper calls Zipf-1.5: each adapter is asked for so much less than the last
+POPULARITIES = ("distinct", "uniform", "skewed", "identical")
+
+
+def folders(root: str | Path) -> dict[str, Path]:
+    """The PEFT folders in `root` by their names. Raises ValueError if there are none."""
+    found = sorted(path.parent for path in Path(root).expanduser().glob(f"*/{CONFIG}"))
+    if not found:
+        raise ValueError(f"--adapters={root}: no folder in it has an {CONFIG}")
+    return {folder.name: folder for folder in found}
+
+
+def assign(names: Sequence[str], popularity: str, count: int, seed: int = 0) -> list[str]:
+    """The adapter of each of `count` requests.
+
+    'distinct': all adapters in turn; 'uniform': the first ⌈√count⌉ of them equally often; 'skewed':
+    the i-th in proportion to 1.5^-i; 'identical': the first alone.
+    """
+    rng = np.random.default_rng(seed)
+    match popularity:
+        case "distinct":
+            return [names[i % len(names)] for i in range(count)]
+        case "uniform":
+            used = names[: math.ceil(math.sqrt(count))]
+            return [used[i % len(used)] for i in rng.permutation(count)]
+        case "skewed":
+            shares = SKEW ** -np.arange(len(names), dtype=float)
+            return [names[i] for i in rng.choice(len(names), count, p=shares / shares.sum())]
+        case "identical":
+            return [names[0]] * count
+    raise ValueError(f"popularity must be one of {', '.join(POPULARITIES)}, not {popularity!r}")

@@ -1,0 +1,225 @@
+"""LoRA adapters from folders that PEFT wrote, without torch and without PEFT.
+
+A folder holds adapter_config.json and adapter_model.safetensors. Names, patterns and scales mean
+what PEFT makes of them (`LoraConfig`).
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.checkpoint import STORED_DTYPES, cast, files_hash, open_file
+from models.config import ModelConfig
+from models.families import family
+from models.hf_fields import HfConfig, flag, integer, number
+from models.hub import read_json
+from models.lora import Lora, Pair
+from models.params import Param, flatten
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+# Fields that change nothing once an adapter is trained. PEFT itself corrects fan_in_fan_out, which
+# only says how the base weights lie.
+_IGNORED = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out",
+    "inference_mode", "loftq_config", "lora_dropout", "megatron_config", "megatron_core",
+    "peft_version", "qalora_group_size", "revision", "runtime_config",
+}  # fmt: skip
+_READ = {
+    "alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "layers_to_transform",
+    "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules", "task_type", "use_rslora",
+}  # fmt: skip
+# The supported values of fields that have few.
+_ONLY: dict[str, tuple] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "bias": ("none", None),
+    # Others change the base weights too.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+}
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A linear module of the Hugging Face model, which may hold several projections."""
+
+    layer: int
+    projections: dict[str, Param]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """(in, out)."""
+        param = next(iter(self.projections.values()))
+        return param.hf_shape if param.transpose else param.hf_shape[::-1]  # type: ignore
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """How a module is adapted. scale: of BA."""
+
+    rank: int
+    scale: float
+
+
+def load(folder: str | Path, model: ModelConfig) -> tuple[Lora, str]:
+    """The adapter of a folder for `model`, and the SHA-256, in hex, of the folder's content.
+
+    Raises ValueError, naming file and field or tensor, for what is missing, broken, misshapen, not
+    finite, not supported, or not for this model.
+    """
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}")
+    modules, others = _modules(model)
+    adapted = read_json(folder / CONFIG, lambda hf: _adapted(hf, modules, others))
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; adapters are read from safetensors only")
+    weights: dict[str, list[Pair | None]] = {}
+    with ExitStack() as stack:
+        file = open_file(path, stack)
+        _check(file, path, modules, adapted)
+        for name, how in adapted.items():
+            a = cast(file.get_tensor(_tensor(name, "A")), np.dtype("float32"), f"{path}: {name} A")
+            b = cast(file.get_tensor(_tensor(name, "B")), np.dtype("float32"), f"{path}: {name} B")
+            for projection, param in modules[name].projections.items():
+                part, parts = param.part or (0, 1)
+                rows = np.split(b, parts)[part]
+                layers = weights.setdefault(projection, [None] * model.num_layers)
+                layers[modules[name].layer] = a, np.ascontiguousarray(rows.T) * how.scale
+    return Lora(weights), files_hash([folder / CONFIG, path])
+
+
+def _modules(model: ModelConfig) -> tuple[dict[str, _Module], set[str]]:
+    """The modules that can be adapted, by PEFT's names, and the names of other matrices."""
+    declaration, names = family(model).declare(model), family(model).PROJECTIONS
+    modules: dict[str, _Module] = {}
+    for number_, layer in enumerate(declaration["layers"]):
+        for name in names:
+            module = layer[name].hf_name.removesuffix(".weight")
+            modules.setdefault(module, _Module(number_, {})).projections[name] = layer[name]
+    matrices = (param for param in flatten(declaration).values() if len(param.shape) == 2)
+    others = {param.hf_name.removesuffix(".weight") for param in matrices} - modules.keys()
+    return modules, others | {"lm_head"}
+
+
+def _adapted(hf: HfConfig, modules: Mapping[str, _Module], others: set[str]) -> dict[str, _Adapted]:
+    """The modules that a configuration adapts, and how."""
+    for field, allowed in _ONLY.items():
+        if not any(hf.get(field) is value or hf.get(field) == value for value in allowed):
+            raise ValueError(f"{field} {hf[field]!r} is not supported; allowed: {allowed}")
+    for field in sorted(hf.keys() - _IGNORED - _READ):
+        if hf[field]:
+            raise ValueError(f"{field} {hf[field]!r:.60} is not supported")
+    rank, alpha = integer(hf, "r"), number(hf, "lora_alpha")
+    ranks, alphas = _pattern(hf, "rank_pattern", integer), _pattern(hf, "alpha_pattern", number)
+    rslora = flag(hf, "use_rslora", False)
+    adapted = {}
+    for name in _targets(hf, modules, others):
+        r, a = _first(ranks, name, rank), _first(alphas, name, alpha)
+        if r < 1:
+            raise ValueError(f"r and rank_pattern must be at least 1, not {r} ({name})")
+        adapted[name] = _Adapted(r, a / (r**0.5 if rslora else r))
+    return adapted
+
+
+def _pattern[T](hf: HfConfig, field: str, read: Callable[[HfConfig, str], T]) -> dict[str, T]:
+    """The values of a field that maps regular expressions to numbers."""
+    pattern = hf.get(field) or {}
+    if not isinstance(pattern, dict):
+        raise ValueError(f"{field} must map names to numbers, not {pattern!r:.60}")
+    for key in pattern:
+        _compiled(field, key)
+    try:
+        return {key: read(pattern, key) for key in pattern}
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
+
+
+def _first[T](pattern: Mapping[str, T], module: str, default: T) -> T:
+    """The value of the first expression that matches the end of the module's name."""
+    found = (value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(found, default)
+
+
+def _targets(hf: HfConfig, modules: Mapping[str, _Module], others: set[str]) -> list[str]:
+    """The modules that target_modules names and nothing else takes away."""
+    field, target = "target_modules", hf.get("target_modules")
+    allowed = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
+    targeted: list[str] = []
+    # A string is one regular expression.
+    for one in [target] if isinstance(target, str) else _names(field, target):
+        if target == "all-linear":
+            found, wrong = list(modules), []
+        else:
+            found = [name for name in modules if _matches(field, target, one, name)]
+            wrong = sorted(name for name in others if _matches(field, target, one, name))
+        if wrong or not found:
+            what = f"names {wrong[0]}, which is" if wrong else "is"
+            raise ValueError(f"{field} {one!r} {what} no projection of a layer; allowed: {allowed}")
+        targeted += found
+    excluded = hf.get("exclude_modules") or []
+    for one in [excluded] if isinstance(excluded, str) else _names("exclude_modules", excluded):
+        targeted = [n for n in targeted if not _matches("exclude_modules", excluded, one, n)]
+    layers = hf.get("layers_to_transform")
+    if layers is not None and layers != []:
+        layers = layers if isinstance(layers, list) else [layers]
+        targeted = [name for name in targeted if modules[name].layer in layers]
+    if not targeted:
+        raise ValueError(f"{field}, exclude_modules and layers_to_transform leave nothing to adapt")
+    return sorted(set(targeted))
+
+
+def _names(field: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{field} must be a text or a list of texts, not {value!r:.60}")
+    return value
+
+
+def _matches(field: str, given: Any, pattern: str, module: str) -> bool:
+    """Whether one of the names of a field, or its regular expression, means `module`."""
+    if isinstance(given, str):
+        return _compiled(field, pattern).fullmatch(module) is not None
+    return module == pattern or module.endswith(f".{pattern}")
+
+
+def _compiled(field: str, pattern: str) -> re.Pattern:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{field} {pattern!r} is no regular expression: {error}") from None
+
+
+def _tensor(module: str, which: str) -> str:
+    return f"base_model.model.{module}.lora_{which}.weight"
+
+
+def _check(file, path: Path, modules: Mapping[str, _Module], adapted: Mapping[str, _Adapted]):
+    """Raises ValueError unless the file's tensors are those of the adapted modules."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, how in adapted.items():
+        width, fan_out = modules[name].widths
+        expected[_tensor(name, "A")] = how.rank, width
+        expected[_tensor(name, "B")] = fan_out, how.rank
+    present = set(file.keys())
+    for name in sorted(present - expected.keys()):
+        raise ValueError(f"{path}: tensor {name} is of no module that {CONFIG} adapts")
+    for name, shape in expected.items():
+        if name not in present:
+            raise ValueError(f"{path}: tensor {name} of shape {shape} is missing")
+        stored = file.get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            raise ValueError(
+                f"{path}: tensor {name} has shape {tuple(stored.get_shape())}, but the model and "
+                f"{CONFIG} (r, rank_pattern) ask for {shape}"
+            )
+        if stored.get_dtype() not in STORED_DTYPES:
+            raise ValueError(
+                f"{path}: tensor {name} has dtype {stored.get_dtype()}, which is not among "
+                f"{', '.join(STORED_DTYPES)}"
+            )

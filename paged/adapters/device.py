@@ -1,0 +1,137 @@
+"""Adapters on their way to the device: from the disk, through the host's memory, into the pool.
+
+A thread reads and starts the copy to the device; the engine's thread only installs what is there.
+"""
+
+from collections import OrderedDict
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from models import lora, peft
+from models.families import family
+from models.params import is_param
+from paged.adapters.adapter import Adapter
+from paged.adapters.pool import AdapterPool, Pages, ResidentAdapters, install
+from paged.device.tensor_parallel import WHOLE, Shards
+
+HostPages = list[dict[str, dict[str, np.ndarray]]]
+
+
+class DeviceAdapters:
+    """The pool of a device, or of several shards, and what is on its way there.
+
+    resident: what a step reads, from `reset` on; steps never donate it. host_bytes: of the host
+    tier, which keeps the adapters that were used last ready to be copied; the disk has all of them.
+    """
+
+    resident: ResidentAdapters
+
+    def __init__(self, shards: Shards, pool: AdapterPool, dtype, host_bytes: int):
+        self._shards, self._pool, self._dtype, self._host_bytes = shards, pool, dtype, host_bytes
+        self._model = shards.sharded.whole
+        self._names = family(self._model).PROJECTIONS
+        self._page = lora.declare(self._model)
+        specs = shards.declared_specs(lora.declare(self._model, pool.num_pages))
+        page_specs = shards.declared_specs(self._page)
+        self._empty = shards.jit(lambda: pool.empty(shards.model, dtype), (), specs)
+        self._install = shards.jit(install, (specs, WHOLE, page_specs), specs, donate_argnums=0)
+        # A page's part in projections that its adapter leaves alone.
+        self._zeros: Pages = jax.tree.map(
+            lambda param: shards.place_layers(param, np.zeros(param.shape, dtype)), self._page,
+            is_leaf=is_param,
+        )  # fmt: skip
+        self._thread = ThreadPoolExecutor(1, "adapters")
+        # Of the thread alone: the host tier by content, the least recently used first.
+        self._host: OrderedDict[str, HostPages] = OrderedDict()
+        self._coming: dict[Adapter, Future[list[Pages]]] = {}
+
+    def reset(self) -> None:
+        """Start afresh with an empty pool; an interrupted call may have lost the old one."""
+        for future in self._coming.values():
+            future.cancel()
+        self._coming = {}
+        self._announced: set[Adapter] = set()
+        pool = self._pool
+        self._rank_pages = np.zeros((pool.num_slots, pool.max_pages), np.int32)
+        self._num_rank_pages = np.zeros((len(self._names), pool.num_slots), np.int32)
+        self.resident = None  # type: ignore[assignment]  # what is left of it makes room first
+        self.resident = ResidentAdapters(self._empty(), *self._tables())
+
+    def _tables(self) -> tuple[jax.Array, jax.Array]:
+        # Copies, because JAX may read them later.
+        whole = self._shards.place_whole
+        return whole(self._rank_pages.copy()), whole(self._num_rank_pages.copy())
+
+    def warm_up(self) -> None:
+        """Compile what installs a page."""
+        self._set(self._pool.num_pages, self._zeros)  # beyond the last: any other may be in use
+
+    def _set(self, number: int, content: Pages) -> None:
+        pages = self._install(self.resident.pages, np.int32(number), content)
+        self.resident = replace(self.resident, pages=pages)
+
+    def begin(self, adapter: Adapter) -> None:
+        self._announced.discard(adapter)
+        self._coming[adapter] = self._thread.submit(self._bring, adapter)
+
+    def finished(self, round_: int) -> list[tuple[Adapter, str | None]]:
+        done: list[tuple[Adapter, str | None]] = []
+        for adapter, future in list(self._coming.items()):
+            if future.done() and adapter not in self._announced:
+                error = future.exception()
+                why = None if error is None else str(error) or type(error).__name__
+                done.append((adapter, why))
+                self._announced.add(adapter)
+        return done
+
+    def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
+        try:
+            content = self._coming.pop(adapter).result()
+        except Exception as error:
+            raise ValueError(f"adapter {adapter.name!r} cannot be loaded: {error}") from error
+        for number, page in zip(pages, content, strict=True):
+            self._set(number, self._zeros | page)
+        self._rank_pages[slot, : len(pages)] = pages
+        self._num_rank_pages[:, slot] = [
+            sum(name in page for page in content) for name in self._names
+        ]
+        rank_pages, num_rank_pages = self._tables()
+        self.resident = replace(self.resident, rank_pages=rank_pages, num_rank_pages=num_rank_pages)
+
+    def wait(self) -> None:
+        wait(
+            [f for a, f in self._coming.items() if a not in self._announced], None, FIRST_COMPLETED
+        )
+
+    def _bring(self, adapter: Adapter) -> list[Pages]:
+        """The adapter's pages on the device; in the thread."""
+        key = adapter.content_hash
+        if key not in self._host:
+            self._host[key] = self._read(adapter)
+        self._host.move_to_end(key)
+        pages = self._host[key]
+        while self._host and sum(map(_bytes_of, self._host.values())) > self._host_bytes:
+            self._host.popitem(last=False)
+        place = self._shards.place_layers
+        placed = [
+            {
+                name: {key: place(self._page[name][key], x) for key, x in matrices.items()}
+                for name, matrices in page.items()
+            }
+            for page in pages
+        ]
+        return jax.block_until_ready(placed)
+
+    def _read(self, adapter: Adapter) -> HostPages:
+        weights, content_hash = peft.load(adapter.folder, self._model)
+        if content_hash != adapter.content_hash:
+            raise ValueError(f"{adapter.folder} has changed since the adapter was added")
+        pages = range(adapter.num_pages)
+        return [lora.page(weights, self._model, number, self._dtype) for number in pages]
+
+
+def _bytes_of(pages: HostPages) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(pages))

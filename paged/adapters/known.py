@@ -1,0 +1,64 @@
+"""The adapters that requests may name."""
+
+from pathlib import Path
+
+from models import peft
+from models.config import ModelConfig
+from paged.adapters.adapter import Adapter
+from paged.checks import is_text, refusal, shown
+from paged.config import EngineConfig
+
+MOST_SHOWN = 10  # adapters that an error message names
+
+
+class KnownAdapters:
+    """By name; `add` gives a name another content, which later requests get.
+
+    by_content: all that there have been, by name and content hash.
+    """
+
+    def __init__(self, model: ModelConfig, config: EngineConfig):
+        self._model, self._config = model, config
+        self._by_name: dict[str, Adapter] = {}
+        self.by_content: dict[tuple[str, str], Adapter] = {}
+
+    def read(self, name: str, folder: str | Path) -> Adapter:
+        """The adapter of a PEFT folder, not known yet.
+
+        Raises ValueError for what `peft.load` and `check` refuse, and a name that is empty or no
+        text.
+        """
+        if not is_text(name) or not name:
+            raise refusal("name", "a text that is not empty", name)
+        weights, content_hash = peft.load(folder, self._model)
+        adapter = Adapter(name, str(folder), content_hash, weights.rank)
+        self.check(adapter)
+        return adapter
+
+    def check(self, adapter: Adapter) -> None:
+        """Raise ValueError for an adapter that has no room."""
+        if not self._config.adapter_slots:
+            raise ValueError("adapters need adapter_slots, which is 0")
+        if not 1 <= adapter.rank <= self._config.max_adapter_rank:
+            raise ValueError(
+                f"adapter {shown(adapter.name)}: its rank {shown(adapter.rank)} is not from 1 to "
+                f"max_adapter_rank ({self._config.max_adapter_rank})"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def add(self, adapter: Adapter) -> None:
+        known = self.by_content.setdefault((adapter.name, adapter.content_hash), adapter)
+        self._by_name[adapter.name] = known
+
+    def named(self, name: str | None) -> Adapter | None:
+        """None for None. Raises ValueError for a name that is not known."""
+        if name is None:
+            return None
+        if not isinstance(name, str) or name not in self._by_name:
+            names = [*map(repr, self.names)]
+            listed = ", ".join(names[:MOST_SHOWN] + ["…"] * (len(names) > MOST_SHOWN)) or "none yet"
+            raise ValueError(f"adapter {shown(name)} is not known; known are: {listed}")
+        return self._by_name[name]

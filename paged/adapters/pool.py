@@ -1,0 +1,93 @@
+"""The device's pool of rank pages, which all layers of a step read (Punica §4, §5.2)."""
+
+from dataclasses import dataclass
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from models import lora
+from models.common import Adapters
+from models.config import ModelConfig
+from models.families import family
+from paged.config import EngineConfig
+from paged.device.step_inputs import StepInputs
+from paged.device.tensor_parallel import WHOLE, Shards
+from pallas_kernels.lora import Segments, sgmv
+
+Pages = dict[str, dict[str, jax.Array]]
+
+
+@flax.struct.dataclass
+class ResidentAdapters:
+    """pages: {projection: {'a': [L, N, 16, in], 'b': [L, N, 16, out]}}, a shard's own part of what
+    its base weights split. rank_pages: [A, Q] int32, the pages of the adapter in each slot.
+    num_rank_pages: [projections, A] int32, how many of them count for a projection."""
+
+    pages: Pages
+    rank_pages: jax.Array
+    num_rank_pages: jax.Array
+
+
+@dataclass(frozen=True)
+class AdapterPool:
+    """Sizes of the pool: A slots, N pages, Q of them for an adapter at most.
+
+    implementation: of the ops, as `StepProgram.declare` takes it.
+    """
+
+    num_slots: int
+    num_pages: int
+    max_pages: int
+    implementation: str | None = None
+
+    @classmethod
+    def declare(cls, config: EngineConfig, implementation: str | None) -> "AdapterPool | None":
+        """None where the engine has no adapters."""
+        if not config.adapter_slots:
+            return None
+        most = lora.num_pages(config.max_adapter_rank)
+        return cls(config.adapter_slots, config.num_adapter_pages, most, implementation)
+
+    def empty(self, model: ModelConfig, dtype) -> Pages:
+        """The pages of `model`, or of a shard's part of one: zeros."""
+        return {
+            name: {key: jnp.zeros(param.shape, dtype) for key, param in matrices.items()}
+            for name, matrices in lora.declare(model, self.num_pages).items()
+        }
+
+    def abstract(self, shards: Shards, dtype) -> ResidentAdapters:
+        """What a step reads, as `ShapeDtypeStruct`s, to compile without weights."""
+        model = shards.sharded.whole
+        tables = (self.num_slots, self.max_pages), (len(family(model).PROJECTIONS), self.num_slots)
+        rank_pages, num_rank_pages = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in tables)
+        return ResidentAdapters(
+            shards.abstract_declared(lora.declare(model, self.num_pages), dtype),
+            shards.abstract(rank_pages, WHOLE),
+            shards.abstract(num_rank_pages, WHOLE),
+        )
+
+    def hook(self, model: ModelConfig, adapters: ResidentAdapters, inputs: StepInputs) -> Adapters:
+        """The model's seam: each token's own adapter, added to every projection."""
+        names = family(model).PROJECTIONS
+        segments = Segments(
+            inputs.segment_slots, inputs.segment_starts, inputs.segment_ends, inputs.num_segments
+        )
+
+        def add(name: str, layer, x, y):
+            delta = sgmv(
+                x, adapters.pages[name]["a"], adapters.pages[name]["b"], layer, segments,
+                adapters.rank_pages, adapters.num_rank_pages[names.index(name)],
+                implementation=self.implementation,
+            )  # fmt: skip
+            return y + delta.astype(y.dtype)
+
+        return add
+
+
+def install(pages: Pages, number, content: Pages) -> Pages:
+    """The pool with page `number`, an int32 scalar, replaced in all projections; as it is, if there
+    is no such page."""
+    return jax.tree.map(
+        lambda pool, page: pool.at[:, number].set(page, mode="drop"), pages, content
+    )

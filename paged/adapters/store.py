@@ -1,0 +1,147 @@
+"""Which adapters are on the device, and which come next: integers, no tensors (Punica §5.2)."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from paged.adapters.adapter import Adapter
+from paged.requests.sequence import SequenceGroup
+
+
+@dataclass
+class Resident:
+    """An adapter's place on the device. pages: its rank pages, in order. ready: whether its weights
+    are there; otherwise they are on their way. pins: running groups that use it."""
+
+    slot: int
+    pages: list[int]
+    ready: bool = False
+    pins: int = 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """An adapter that is to be brought to a slot and pages. evicted: those that made room."""
+
+    adapter: Adapter
+    slot: int
+    pages: list[int]
+    evicted: list[Adapter] = field(default_factory=list)
+
+
+class AdapterStore:
+    """The slots and rank pages of the device, and the gate of requests whose adapter is absent.
+
+    Running groups pin their adapter. Wanted are the pinned adapters, and then those of waiting
+    requests, in their order, as many as fit. `plan` evicts what nobody wants, the least recently
+    used first. It begins from nothing in every round, so no reservation can leak.
+    """
+
+    def __init__(self, num_slots: int, num_pages: int):
+        self.num_slots, self.num_pages = num_slots, num_pages
+        # The least recently used first.
+        self.residents: OrderedDict[Adapter, Resident] = OrderedDict()
+        self._pinned: dict[Adapter, None] = {}
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._free_pages = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def loading(self) -> bool:
+        return any(not resident.ready for resident in self.residents.values())
+
+    def admits(self, group: SequenceGroup) -> bool:
+        if group.adapter is None:
+            return True
+        resident = self.residents.get(group.adapter)
+        return resident is not None and resident.ready
+
+    def slot_of(self, group: SequenceGroup) -> int:
+        return -1 if group.adapter is None else self.residents[group.adapter].slot
+
+    def enter(self, group: SequenceGroup) -> None:
+        if group.adapter is not None:
+            resident = self.residents[group.adapter]
+            assert resident.ready, f"adapter {group.adapter.name!r} is not there"
+            resident.pins += 1
+            self._pinned[group.adapter] = None
+            self.residents.move_to_end(group.adapter)
+
+    def leave(self, group: SequenceGroup) -> None:
+        if group.adapter is not None:
+            resident = self.residents[group.adapter]
+            resident.pins -= 1
+            if not resident.pins:
+                del self._pinned[group.adapter]
+            self.residents.move_to_end(group.adapter)
+
+    def plan(self, waiting: Iterable[Adapter | None]) -> list[Load]:
+        """Loads to begin now, for the adapters of requests in the order in which these may run."""
+        wanted = dict(self._pinned)
+        pages = sum(adapter.num_pages for adapter in wanted)
+        for adapter in waiting:
+            if adapter is None or adapter in wanted:
+                continue
+            pages += adapter.num_pages
+            if len(wanted) == self.num_slots or pages > self.num_pages:
+                break
+            wanted[adapter] = None
+        loads = []
+        for adapter in wanted:
+            if adapter not in self.residents:
+                evicted = self._make_room(adapter.num_pages, wanted)
+                if evicted is None:
+                    break
+                resident = self._place(adapter)
+                loads.append(Load(adapter, resident.slot, resident.pages, evicted))
+        return loads
+
+    def _make_room(self, num_pages: int, wanted: dict[Adapter, None]) -> list[Adapter] | None:
+        """Evict for one slot and `num_pages`; None, and nothing evicted, where that is not enough:
+        what is being loaded stays."""
+        slots, pages = len(self._free_slots), len(self._free_pages)
+        victims = []
+        for adapter, resident in self.residents.items():
+            if slots and pages >= num_pages:
+                break
+            if resident.ready and not resident.pins and adapter not in wanted:
+                victims.append(adapter)
+                slots, pages = slots + 1, pages + len(resident.pages)
+        if not slots or pages < num_pages:
+            return None
+        for adapter in victims:
+            self._remove(adapter)
+        return victims
+
+    def _place(self, adapter: Adapter) -> Resident:
+        pages = [self._free_pages.pop() for _ in range(adapter.num_pages)]
+        self.residents[adapter] = resident = Resident(self._free_slots.pop(), pages)
+        return resident
+
+    def _remove(self, adapter: Adapter) -> None:
+        resident = self.residents.pop(adapter)
+        assert not resident.pins
+        self._free_slots.append(resident.slot)
+        self._free_pages.extend(reversed(resident.pages))
+
+    def arrive(self, adapter: Adapter) -> Resident:
+        """The weights of an adapter that was being loaded are there."""
+        resident = self.residents[adapter]
+        assert not resident.ready
+        resident.ready = True
+        return resident
+
+    def fail(self, adapter: Adapter) -> None:
+        """They cannot be had."""
+        assert not self.residents[adapter].ready
+        self._remove(adapter)
+
+    def check(self) -> None:
+        """Assert that each slot and each page is free or one adapter's."""
+        slots = [resident.slot for resident in self.residents.values()]
+        assert sorted([*self._free_slots, *slots]) == [*range(self.num_slots)], "a slot is lost"
+        pages = [page for resident in self.residents.values() for page in resident.pages]
+        assert sorted([*self._free_pages, *pages]) == [*range(self.num_pages)], "a page is lost"
+        for adapter, resident in self.residents.items():
+            assert len(resident.pages) == adapter.num_pages
+            assert bool(resident.pins) == (adapter in self._pinned)
+            assert resident.ready or not resident.pins, f"{adapter.name!r} runs and is not there"

@@ -1,0 +1,239 @@
+"""PEFT's folders, read and computed with, against checkpoints that hold the merged weights."""
+
+import json
+import shutil
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models import checkpoint, lora, peft
+from tests.models import peft_folders
+from tests.models.goldens import GOLDEN, golden, run
+from tests.models.peft_folders import tensor
+
+ATTENTION = ["q_proj", "v_proj"]
+Q1 = "model.layers.1.self_attn.q_proj"
+# checkpoint, what is unlike an adapter of rank 8 on all modules
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama_gqa_tied", {}),
+    "some modules": ("llama_gqa_tied", {"targets": ATTENTION, "lora_alpha": 3.5}),
+    "rslora": ("qwen2", {"rank": 3, "use_rslora": True}),
+    "patterns": (
+        "llama_gqa_tied",
+        {
+            "ranks": {Q1: 20, "model.layers.0.mlp.down_proj": 2, "model.layers.1.mlp.down_proj": 2},
+            "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 20, "down_proj": 2},
+            "alpha_pattern": {"down_proj": 32, r".*\.0\..*k_proj": 1},
+        },
+    ),
+    "opt": ("opt", {"rank": 17}),
+    "bfloat16": ("opt_350m", {"dtype": ml_dtypes.bfloat16}),
+    "gpt2": ("gpt2", {"fan_in_fan_out": True}),
+    "gpt2 attention": ("gpt2_untied", {"targets": ["c_attn"], "lora_alpha": 16}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_computes_what_a_merged_checkpoint_does(case, tmp_path):
+    source, how = CASES[case]
+    config, params, tokens, base = golden(source)
+    folder = peft_folders.write(tmp_path / "adapter", config, **how)
+    adapter, _ = peft.load(folder, config)
+    shutil.copytree(GOLDEN / source, tmp_path / "merged")
+    path = tmp_path / "merged" / "model.safetensors"
+    save_file(peft_folders.merged(path, folder, config), path, metadata={"format": "pt"})
+    expected, _ = run(config, checkpoint.load(tmp_path / "merged")[1], tokens)
+    got, _ = run(config, lora.merge(params, adapter), tokens)
+    size = np.abs(expected).max()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * size)
+    assert np.abs(got - base).max() > 0.05 * size
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"target_modules": r".*\.(q|v)_proj"},
+        {"target_modules": ["self_attn.q_proj", "v_proj"]},
+        {"target_modules": "all-linear", "exclude_modules": r".*(k|o|gate|up|down)_proj"},
+        {"target_modules": [*ATTENTION, "k_proj"], "exclude_modules": ["k_proj"]},
+    ],
+)
+def test_ways_to_name_the_same_modules(given, tmp_path):
+    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
+    folder = peft_folders.write(tmp_path, config, targets=ATTENTION, **given)
+    adapter, _ = peft.load(folder, config)
+    assert adapter.weights.keys() == {"wq", "wv"}
+
+
+def test_layers_may_be_left_out(tmp_path):
+    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
+    folder = peft_folders.write(tmp_path, config, targets=ATTENTION, layers_to_transform=1)
+    edit(folder, lambda tensors: [tensors.pop(n) for n in [*tensors] if ".layers.0." in n])
+    adapter, _ = peft.load(folder, config)
+    assert adapter.weights["wq"][0] is None
+    assert adapter.rank_of("wq") == adapter.rank == 8
+    assert adapter.rank_of("wo") == 0
+
+
+def test_the_hash_is_that_of_the_content(tmp_path):
+    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
+    first, again = (
+        peft.load(peft_folders.write(tmp_path / name, config), config)[1] for name in "ab"
+    )
+    assert first == again
+    other = peft.load(peft_folders.write(tmp_path / "a", config, seed=1), config)[1]
+    scaled = peft.load(peft_folders.write(tmp_path / "b", config, lora_alpha=9), config)[1]
+    assert len({first, other, scaled}) == 3
+
+
+def test_pages_hold_all_ranks_and_zeros():
+    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
+    declared = lora.declare(config)
+    rng = np.random.default_rng(0)
+    _, _, width = declared["wq"]["a"].shape
+    _, _, fan_out = declared["wq"]["b"].shape
+    pairs = [
+        (rng.random((r, width), np.float32), rng.random((r, fan_out), np.float32)) for r in (20, 3)
+    ]
+    adapter = lora.Lora({"wq": [pairs[0], pairs[1]], "wk": [None, None]})
+    assert lora.num_pages(adapter.rank) == 2
+    pages = [lora.page(adapter, config, number, "float32") for number in range(2)]
+    assert all(page.keys() == {"wq"} for page in pages)
+    for which, key in enumerate(("a", "b")):
+        together = np.concatenate([page["wq"][key] for page in pages], axis=1)
+        for layer, pair in enumerate(pairs):
+            ranks = len(pair[0])
+            assert np.array_equal(together[layer, :ranks], pair[which])
+            assert not together[layer, ranks:].any()
+
+
+def edit(folder, change):
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+        ({"task_type": "SEQ_CLS"}, "task_type 'SEQ_CLS' is not supported"),
+        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"bias": "lora_only"}, "bias 'lora_only' is not supported"),
+        ({"lora_bias": True}, "lora_bias True is not supported"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\] is not supported"),
+        ({"layers_pattern": "h"}, "layers_pattern 'h' is not supported"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"from_next_year": 1}, "from_next_year 1 is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
+        ({"target_modules": ["q_proj", "qproj"]}, "target_modules 'qproj' is no projection"),
+        (
+            {"target_modules": ["q_proj", "lm_head"]},
+            "'lm_head' names lm_head, which is no projection of a layer; allowed: down_proj, gate",
+        ),
+        ({"target_modules": ".*(q_proj|embed_tokens)"}, "names model.embed_tokens, which is no"),
+        ({"target_modules": "("}, "is no regular expression"),
+        ({"target_modules": None}, "target_modules must be a text or a list of texts, not None"),
+        ({"exclude_modules": ATTENTION}, "leave nothing to adapt"),
+        ({"layers_to_transform": [7]}, "leave nothing to adapt"),
+        ({"r": 0}, "must be at least 1, not 0"),
+        ({"r": "8"}, "r must be an integer"),
+        ({"lora_alpha": None}, "lora_alpha is missing or null"),
+        ({"rank_pattern": {"q_proj": 2.5}}, "rank_pattern: q_proj must be an integer"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern must map names to numbers"),
+        ({"alpha_pattern": {"*": 2}}, "alpha_pattern .*is no regular expression"),
+        ({"r": 4}, r"q_proj.lora_A.weight has shape \(8, 24\), but the model and .* \(4, 24\)"),
+        ({"target_modules": ["q_proj"]}, "v_proj.lora_A.weight is of no module that"),
+        ({"target_modules": [*ATTENTION, "k_proj"]}, r"k_proj.lora_A.weight of shape .* is missin"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(fields, error, tmp_path):
+    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
+    folder = peft_folders.write(tmp_path, config, targets=ATTENTION, **fields)
+    with pytest.raises(ValueError, match=error) as raised:
+        peft.load(folder, config)
+    assert str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda folder: shutil.rmtree(folder), "there is no folder"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "config.json is missing"),
+        (lambda folder: (folder / "adapter_config.json").write_text("["), "adapter_config.json: "),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "safetensors is missing"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x"), "is damaged"),
+        (
+            lambda folder: edit(
+                folder, lambda tensors: tensors[tensor(Q1, "B")].fill(np.inf)
+            ),
+            "q_proj B has values that are NaN or infinite",
+        ),
+        (
+            lambda folder: edit(
+                folder,
+                lambda tensors: tensors.update({tensor(Q1, "A"): np.zeros((8, 24), np.int32)}),
+            ),
+            "has dtype I32",
+        ),
+        (
+            lambda folder: edit(
+                folder, lambda tensors: tensors.update({tensor(Q1, "magnitude"): np.zeros(1)})
+            ),
+            "lora_magnitude.weight is of no module",
+        ),
+    ],
+)  # fmt: skip
+def test_a_broken_folder_is_refused(spoil, error, tmp_path):
+    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
+    folder = peft_folders.write(tmp_path / "adapter", config)
+    spoil(folder)
+    with pytest.raises(ValueError, match=error):
+        peft.load(folder, config)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path):
+    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
+    folder = peft_folders.write(tmp_path, config.replace(hidden_size=48), targets=ATTENTION)
+    with pytest.raises(ValueError, match=r"the model and adapter_config.json .* ask for"):
+        peft.load(folder, config)
+    with pytest.raises(ValueError, match="no projection of a layer; allowed: c_attn, c_fc, c_proj"):
+        peft.load(folder, checkpoint.load_config(GOLDEN / "gpt2"))
+
+
+def test_merging_keeps_the_dtype():
+    config, params, _, _ = golden("llama_gqa_tied")
+    half = {"layers": [{"wq": layer["wq"].astype(jnp.bfloat16)} for layer in params["layers"]]}
+    fan_out, width = half["layers"][0]["wq"].shape
+    pair = np.ones((1, width), np.float32), np.ones((1, fan_out), np.float32)
+    merged = lora.merge(half, lora.Lora({"wq": [pair] * config.num_layers}))
+    assert merged["layers"][0]["wq"].dtype == jnp.bfloat16
+
+
+def test_adapter_config_is_what_peft_writes(tmp_path):
+    """The reader's fields are those of a real file, not only of this module."""
+    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
+    folder = peft_folders.write(tmp_path, config, targets=ATTENTION)
+    path = folder / "adapter_config.json"
+    written: dict[str, Any] = {
+        "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None,
+        "auto_mapping": None, "base_model_name_or_path": "x", "bias": "none",
+        "corda_config": None, "ensure_weight_tying": False, "eva_config": None,
+        "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True,
+        "init_lora_weights": True, "layer_replication": None, "layers_pattern": None,
+        "layers_to_transform": None, "loftq_config": {}, "lora_alpha": 16, "lora_bias": False,
+        "lora_dropout": 0.05, "megatron_config": None, "megatron_core": "megatron.core",
+        "modules_to_save": None, "peft_type": "LORA", "peft_version": "0.18.0",
+        "qalora_group_size": 16, "r": 8, "rank_pattern": {}, "revision": None,
+        "target_modules": ["q_proj", "v_proj"], "target_parameters": None,
+        "task_type": "CAUSAL_LM", "trainable_token_indices": None, "use_dora": False,
+        "use_qalora": False, "use_rslora": False,
+    }  # fmt: skip
+    path.write_text(json.dumps(written))
+    adapter, _ = peft.load(folder, config)
+    assert adapter.rank == 8
