@@ -40,7 +40,7 @@ class EventLog:
         """sampling: the parameters that are not the default ones, and the seed. known: what it
         brings along of each sequence, without log-probabilities; empty if nothing."""
         start = group.num_prompt_tokens
-        known = [
+        known: list[dict[str, Any]] = [
             {
                 "tokens": sequence.tokens[start:],
                 "finish_reason": sequence.finish_reason,

@@ -1,6 +1,7 @@
 """A request goes on in another engine from what it has got in a first one."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -120,7 +121,7 @@ def test_the_log_tells_it_and_replays(tmp_path):
 
 
 ONE = SequenceOutput([7, 8], "", None)
-REFUSED = {
+REFUSED: dict[str, tuple[SamplingParams, Any]] = {
     "must be a list": (SAMPLED, ONE),
     "must be of SequenceOutput": (SAMPLED, [[7, 8]]),
     "of 2 sequences, and the request has 1": (SAMPLED, [ONE, ONE]),
