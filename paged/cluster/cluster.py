@@ -1,7 +1,8 @@
 """The cluster: accepts requests, places them on runners and moves them (Punica §5.1, §5.3)."""
 
 import bisect
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,20 +40,38 @@ class Arrival:
     adapter: str | None = None
 
 
+@dataclass(frozen=True)
+class ClusterRecord:
+    """One request that has ended. Times in seconds on the cluster's clock; first_token_s is None if
+    it ended before its first token, and for beam searches. placements: how often it was placed."""
+
+    request_id: str
+    adapter: str | None
+    arrival_s: float
+    first_token_s: float | None
+    finish_s: float
+    prompt_tokens: int
+    output_tokens: int
+    placements: int
+    finish_reason: str
+
+
 class Cluster:
     """Applies what runners report to the scheduler's state, and does what it decides.
 
-    It knows neither time nor threads: `LiveCluster` and `SimulatedCluster` bring events to it. All
-    runners serve one model under one configuration, which has the batch limit (`max_num_seqs`).
+    It knows no threads: `LiveCluster` and `SimulatedCluster` bring events to it. All runners serve
+    one model under one configuration, which has the batch limit (`max_num_seqs`). now: gives the
+    time in seconds.
 
     outputs: of requests that have ended, until somebody takes them. refused: what an engine said
-    of requests that it did not take, which end with reason 'error'. num_tokens: generated so far,
-    of sampled sequences. num_evictions, num_consolidations, num_recoveries: moves by their cause.
+    of requests that it did not take, which end with reason 'error'. records: of all requests that
+    have ended. num_tokens: generated so far, of sampled sequences. num_evictions,
+    num_consolidations, num_recoveries: moves by their cause.
     """
 
     def __init__(
         self, runners: Mapping[str, Runner], model: ModelConfig, config: EngineConfig,
-        tokenizer=None,
+        tokenizer=None, now: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
         """Raises ValueError without runners, or if the model and the configuration do not fit."""
         if not runners:
@@ -61,13 +80,14 @@ class Cluster:
         self._model, self._config, self._tokenizer = model, config, tokenizer
         self._policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
         self._rng = np.random.default_rng(config.seed)
-        self._runners = dict(runners)
+        self._runners, self._now = dict(runners), now
         limits = Limits.of(config)
         gpus = {uuid: Gpu(uuid, limits, limits.kv_tokens) for uuid in self._runners}
         self.state = ClusterState(limits, gpus)
         self.jobs: dict[str, Job] = {}  # unfinished, by id
         self.outputs: dict[str, RequestOutput] = {}
         self.refused: dict[str, str] = {}
+        self.records: list[ClusterRecord] = []
         self._num_requests = 0
         self.num_tokens = self.num_evictions = self.num_consolidations = self.num_recoveries = 0
 
@@ -76,7 +96,7 @@ class Cluster:
 
     def submit(
         self, prompt: Prompt, sampling: SamplingParams | None = None, request_id: str | None = None,
-        *, arrival_s: float = 0.0, adapter: str | None = None, cache_salt: str = "",
+        *, adapter: str | None = None, cache_salt: str = "",
     ) -> str:  # fmt: skip
         """Accept a request, and place it if a GPU has room; its id. Its output will be in
         `outputs`.
@@ -101,7 +121,7 @@ class Cluster:
         if how.seed is None:
             how = replace(how, seed=int(self._rng.integers(2**32)))
         request = ClusterRequest(
-            name, number, arrival_s, tuple(tokens.tolist()), how, adapter, cache_salt
+            name, number, self._now(), tuple(tokens.tolist()), how, adapter, cache_salt
         )
         job = self.jobs[name] = Job(request)
         self._queue(job)
@@ -176,6 +196,8 @@ class Cluster:
         for growth in event.growth:
             job.grow(growth)
             self.num_tokens += len(growth.output.tokens)
+        if job.first_token_s is None and job.has_output:
+            job.first_token_s = self._now()
         if event.refused is not None:
             self.refused[event.request_id] = event.refused
         output = _so_far(job, "error") if event.refused is not None else event.output
@@ -217,8 +239,23 @@ class Cluster:
             self.state.queue.clear()
 
     def _end(self, job: Job, output: RequestOutput) -> None:
-        del self.jobs[job.request.request_id]
-        self.outputs[job.request.request_id] = output
+        request = job.request
+        assert output.finish_reason is not None
+        self.records.append(
+            ClusterRecord(
+                request_id=request.request_id,
+                adapter=request.adapter,
+                arrival_s=request.arrival_s,
+                first_token_s=job.first_token_s,
+                finish_s=self._now(),
+                prompt_tokens=len(request.prompt),
+                output_tokens=sum(len(sequence.tokens) for sequence in output.sequences),
+                placements=job.attempt,
+                finish_reason=output.finish_reason,
+            )
+        )
+        del self.jobs[request.request_id]
+        self.outputs[request.request_id] = output
 
 
 def _so_far(job: Job, reason: str) -> RequestOutput:

@@ -44,7 +44,7 @@ class LiveCluster:
         tokenizer=None, *, rebalance_s: float = 10.0, heartbeat_s: float = 1.0,
         silence_s: float = 30.0, start_s: float = 600.0,
     ):  # fmt: skip
-        self.cluster = Cluster(runners, model, config, tokenizer)
+        self.cluster = Cluster(runners, model, config, tokenizer, self.now)
         self._runners = dict(runners)
         self._mail: queue.SimpleQueue[tuple[str, list[Event]]] = queue.SimpleQueue()
         self._rebalance_s, self._heartbeat_s = rebalance_s, heartbeat_s
@@ -128,7 +128,7 @@ class LiveCluster:
             while coming and arrivals[coming[0]].arrival_s <= now:
                 arrival = arrivals[coming[0]]
                 names[coming.popleft()] = self.cluster.submit(
-                    arrival.prompt, arrival.sampling, arrival_s=self.now(), adapter=arrival.adapter
+                    arrival.prompt, arrival.sampling, adapter=arrival.adapter
                 )
             if now >= next_observation_s:
                 observe(now)

@@ -57,6 +57,7 @@ class Job:
     request: ClusterRequest
     attempt: int = 0
     gpu: str | None = None
+    first_token_s: float | None = None
     known: list[SequenceOutput] = field(default_factory=list)
 
     def __post_init__(self):

@@ -29,7 +29,7 @@ class SimulatedCluster:
         tokenizer=None, *, rebalance_s: float = 10.0, keep_records: bool = False,
     ):  # fmt: skip
         self._runners = {uuid: EngineRunner(engine) for uuid, engine in engines.items()}
-        self.cluster = Cluster(self._runners, model, config, tokenizer)
+        self.cluster = Cluster(self._runners, model, config, tokenizer, lambda: self.now)
         self._rebalance_s, self._keep_records = rebalance_s, keep_records
         self.now = 0.0
 
@@ -47,7 +47,7 @@ class SimulatedCluster:
 
         def arrive(i: int, arrival: Arrival) -> None:
             names[i] = self.cluster.submit(
-                arrival.prompt, arrival.sampling, arrival_s=self.now, adapter=arrival.adapter
+                arrival.prompt, arrival.sampling, adapter=arrival.adapter
             )
 
         def again(period_s: float, what: Callable[[], Any]) -> None:
