@@ -77,8 +77,7 @@ def simulated(options: Options, model: ModelConfig, config: EngineConfig) -> Sim
 
 
 def threads(options: Options, model: ModelConfig, config: EngineConfig) -> LiveCluster:
-    """Engines on JAX's devices; on a CPU it is asked for as many as there are to be."""
-    jax.config.update("jax_num_cpu_devices", options.num_gpus)
+    """Engines on JAX's devices."""
     devices = jax.devices()[: options.num_gpus]
     if len(devices) < options.num_gpus:
         raise ValueError(f"--num_gpus ({options.num_gpus}): JAX sees {len(devices)} devices")
@@ -140,18 +139,22 @@ def prepare(options: Options) -> tuple[ModelConfig, EngineConfig, list[ramp.Ramp
         raise ValueError(
             f"--peak_rate={options.peak_rate} over --duration_s={options.duration_s} is no request"
         )
+    if options.tensor_parallel > 1:
+        raise ValueError("--tensor_parallel: each engine of a cluster has one device")
     if options.runners == "ray":
-        import_ray()
+        try:
+            import_ray()
+        except ImportError as error:
+            raise ValueError(f"--runners=ray: {error}") from error
     return model, config, requests
 
 
 def main(options: Options) -> None:
-    try:
-        with refusals():
-            model, config, requests = prepare(options)
-            cluster = MAKE[options.runners](options, model, config)
-    except ImportError as error:
-        raise SystemExit(f"error: {error}") from error
+    if options.runners == "threads":  # a CPU is as many devices as it is told to be at first
+        jax.config.update("jax_num_cpu_devices", options.num_gpus)
+    with refusals():
+        model, config, requests = prepare(options)
+        cluster = MAKE[options.runners](options, model, config)
     arrivals = [
         Arrival(
             each.arrival_s, each.prompt,  # type: ignore[arg-type]

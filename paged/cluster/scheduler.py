@@ -85,9 +85,11 @@ class Job:
         """Append what a runner has generated."""
         known, new = self.known[growth.index], growth.output
         assert len(known.tokens) == growth.start, "a token is lost or repeated"
-        logprobs = None if new.logprobs is None else [*(known.logprobs or []), *new.logprobs]
         known.tokens.extend(new.tokens)
-        self.known[growth.index] = replace(new, tokens=known.tokens, logprobs=logprobs)
+        # Most tokens change nothing else, and there are many.
+        if (new.finish_reason, new.logprobs, new.score) != (None, None, None):
+            logprobs = None if new.logprobs is None else [*(known.logprobs or []), *new.logprobs]
+            self.known[growth.index] = replace(new, tokens=known.tokens, logprobs=logprobs)
 
     def as_it_is(self) -> ClusterRequest:
         """The request with the output so far, which later tokens leave unchanged."""
