@@ -89,17 +89,18 @@ def summary(cluster: Cluster, samples: Sequence[Sample], max_batch: int) -> dict
         "max_queued": max(sample.queued for sample in samples),
         "evictions": cluster.num_evictions,
         "consolidations": cluster.num_consolidations,
-        "moved_requests": float(np.mean(moved)),
+        "moved_requests": float(sum(moved) / max(1, len(moved))),
     }
     shares = {
-        "mean_batch_busy": (batches[busy], np.mean),
-        "busy_full": (packed >= FULL * max_batch, np.mean),
-        "idle_stays_idle": (idle_later[idle_now], np.mean),
-        "normalised_latency_s_mean": (np.array(latency), np.mean),
-        "normalised_latency_s_p99": (np.array(latency), lambda x: np.percentile(x, 99)),
-        "first_token_s_mean": (np.array(first), np.mean),
+        "mean_batch_busy": batches[busy],
+        "busy_full": packed >= FULL * max_batch,
+        "idle_stays_idle": idle_later[idle_now],
+        "normalised_latency_s_mean": np.array(latency),
+        "first_token_s_mean": np.array(first),
     }
-    numbers |= {name: float(f(values)) for name, (values, f) in shares.items() if values.size}
+    numbers |= {name: float(values.mean()) for name, values in shares.items() if values.size}
+    if latency:
+        numbers["normalised_latency_s_p99"] = float(np.percentile(latency, 99))
     if busy.any():
         numbers["gpus_over_needed"] = float(busy.sum() * max_batch / batches.sum())
     return numbers

@@ -47,7 +47,8 @@ class RooflineCost:
         S = inputs.lengths.shape[0]
         new = np.bincount(np.minimum(inputs.token_rows, S), minlength=S)[:S]
         rows = np.flatnonzero((new > 0) & (np.asarray(inputs.lengths) > 0))
-        cost = step_cost(self.model, inputs.lengths[rows], new[rows], self.dtype)
+        contexts = np.asarray(inputs.lengths)[rows].tolist()
+        cost = step_cost(self.model, contexts, new[rows].tolist(), self.dtype)
         return self.rates.floor_s(cost) + self.more_s
 
 

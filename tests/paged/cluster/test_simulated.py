@@ -94,7 +94,8 @@ def test_tokens_are_those_of_each_request_alone(changes):
 def test_the_same_arrivals_give_the_same_run():
     asked, runs = arrivals(30, 4.0, 1), []
     for _ in range(2):
-        cluster, seen = hashing_cluster(3, rebalance_s=0.5), []
+        cluster = hashing_cluster(3, rebalance_s=0.5)
+        seen: list[tuple[float, list[int]]] = []
 
         def observe(now, cluster=cluster, seen=seen):
             seen.append((now, [gpu.batch for gpu in cluster.cluster.state.gpus.values()]))
@@ -121,7 +122,8 @@ def simulated(count: int) -> SimulatedCluster:
 
 def test_an_idle_gpu_stays_idle_under_steady_light_load():
     """Two sequences run on average, of eight that a GPU takes."""
-    cluster, used = simulated(4), set()
+    cluster = simulated(4)
+    used: set[str] = set()
 
     def observe(now: float) -> None:
         used.update(uuid for uuid, gpu in cluster.cluster.state.gpus.items() if gpu.working_set)

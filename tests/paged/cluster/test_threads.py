@@ -60,9 +60,12 @@ def test_a_runner_that_says_nothing_is_dead():
             release.wait()
             return super().execute(inputs)
 
+    def make_engine(executor: type[SimulatedExecutor]) -> Engine:
+        return Engine(TINY, CONFIG, executor(vocab_size=61))
+
     runners = {
-        uuid: ThreadRunner(lambda kind=kind: Engine(TINY, CONFIG, kind(vocab_size=61)))
-        for uuid, kind in {"a": SimulatedExecutor, "b": Stuck}.items()
+        "a": ThreadRunner(partial(make_engine, SimulatedExecutor)),
+        "b": ThreadRunner(partial(make_engine, Stuck)),
     }
     with LiveCluster(runners, TINY, CONFIG, heartbeat_s=0.05, silence_s=0.5) as live:
         outputs = live.serve([Arrival(0.0, [5, 6], SamplingParams(max_tokens=3, seed=0))] * 4)
