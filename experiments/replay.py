@@ -212,7 +212,7 @@ def _bring_in(engine: Engine, event: Event) -> None:
                 event["request_id"],
                 stream=event["stream"],
                 cache_salt=event["cache_salt"],
-                known=[SequenceOutput(text="", **each) for each in event["known"]] or None,
+                known_output=[SequenceOutput(text="", **each) for each in event["known"]] or None,
             )
     except ValueError as error:
         raise ValueError(f"{event['event']}: {error}") from error

@@ -56,10 +56,11 @@ class Arrivals:
     def new_group(
         self, tokens: np.ndarray, sampling: SamplingParams, request_id: str | None = None,
         arrival_time: float | None = None, cache_salt: str = "", stream: bool = False,
-        mailbox: deque[RequestOutput] | None = None, known: Sequence[SequenceOutput] | None = None,
+        mailbox: deque[RequestOutput] | None = None,
+        known_output: Sequence[SequenceOutput] | None = None,
     ) -> SequenceGroup:  # fmt: skip
         """A request that is not queued yet. tokens: its prompt, validated; mailbox: where its
-        outputs go, if not to `step`; known: output that it brings along, checked.
+        outputs go, if not to `step`; known_output: what it brings along, checked.
 
         Raises ValueError for a cache_salt that is no text.
         """
@@ -78,6 +79,6 @@ class Arrivals:
         if self._tokenizer is not None and not group.search and (sampling.stop or stream):
             for sequence in group.sequences:
                 sequence.text_stream = TextStream(self._tokenizer, sampling.stop)
-        if known is not None:
-            go_on(group, known)
+        if known_output is not None:
+            go_on(group, known_output)
         return group

@@ -103,7 +103,7 @@ class Engine:
         arrival_time: float | None = None,
         stream: bool = False,
         cache_salt: str = "",
-        known: List[SequenceOutput] | None = None,
+        known_output: List[SequenceOutput] | None = None,
     ) -> str:
         """Queue a request; returns its id.
 
@@ -111,9 +111,9 @@ class Engine:
         stream: have `step` return its output whenever it grows, not only at its end. cache_salt:
         cached prefixes are shared only among requests of the same salt. Generation ends at
         max_tokens or max_model_len, whichever comes first. Interrupted, it has queued nothing.
-        known: what another engine has generated of each sequence, as its stream of the request gave
-        it (`RequestOutput.sequences`): the request goes on from there, with the tokens that it
-        would have had there (Punica §5.3).
+        known_output: what another engine has generated of each sequence, as its stream of the
+        request gave it (`RequestOutput.sequences`): the request goes on from there, with the tokens
+        that it would have had there (Punica §5.3).
 
         Raises ValueError, and queues nothing, if the prompt is empty, holds a token outside the
         vocabulary, is longer than the model or the cache allows, if the id is that of a request
@@ -126,11 +126,12 @@ class Engine:
         sampling = SamplingParams() if sampling is None else sampling
         tokens = self._arrivals.validated(prompt, sampling)
         self._arrivals.check(request_id, arrival_time, stream)
-        if known is not None:
-            self._arrivals.check_known(known, tokens, sampling)
+        if known_output is not None:
+            self._arrivals.check_known(known_output, tokens, sampling)
         group = self._arrivals.new_group(
-            tokens, sampling, request_id, arrival_time, cache_salt, bool(stream), known=known
-        )
+            tokens, sampling, request_id, arrival_time, cache_salt, bool(stream),
+            known_output=known_output,
+        )  # fmt: skip
         self._accept(group)
         return group.request_id
 

@@ -25,8 +25,8 @@ class LiveRunner(Runner, Protocol):
         to do a status comes every `heartbeat_s` seconds."""
         ...
 
-    def close(self) -> None:
-        """End the runner; it posts nothing more."""
+    def close(self, wait_s: float = 60.0) -> None:
+        """End the runner, and wait for that so long at most; it posts nothing more."""
         ...
 
 
@@ -112,7 +112,7 @@ class LiveCluster:
     def _bury(self, uuid: str, reason: str) -> None:
         self.deaths[uuid] = reason
         self.cluster.receive(uuid, [Lost(reason)])
-        self._runners[uuid].close()
+        self._runners[uuid].close(wait_s=0)
 
     def serve(
         self, arrivals: Sequence[Arrival],

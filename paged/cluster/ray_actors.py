@@ -87,7 +87,8 @@ class RayRunner:
         self.actor.deliver.remote(self._num_sent, name, *arguments)
         self._num_sent += 1
 
-    def close(self) -> None:
+    def close(self, wait_s: float = 60.0) -> None:
+        """At once."""
         self._closed = True
         if self.actor is not None:
             self._ray.kill(self.actor)

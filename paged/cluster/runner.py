@@ -103,7 +103,7 @@ class EngineRunner:
         try:
             self.engine.add_request(
                 request.prompt, request.sampling, request.request_id,
-                cache_salt=request.cache_salt, known=request.known or None, **more,
+                cache_salt=request.cache_salt, known_output=request.known or None, **more,
             )  # fmt: skip
         except ValueError as error:
             refusal = Progress(request.request_id, attempt, refused=str(error))

@@ -48,10 +48,10 @@ class ThreadRunner:
         assert self._runner is not None, "the cluster waits until a runner has started"
         return self._runner
 
-    def close(self) -> None:
-        """Ends after the step that runs."""
+    def close(self, wait_s: float = 60.0) -> None:
+        """It ends after the step that runs."""
         self._closed = True
         if self._runner is not None:
             self._runner.close()
         if self._thread is not None:
-            self._thread.join(timeout=60)
+            self._thread.join(wait_s)

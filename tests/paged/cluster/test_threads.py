@@ -68,8 +68,10 @@ def test_a_runner_that_says_nothing_is_dead():
         "b": ThreadRunner(partial(make_engine, Stuck)),
     }
     with LiveCluster(runners, TINY, CONFIG, heartbeat_s=0.05, silence_s=0.5) as live:
-        outputs = live.serve([Arrival(0.0, [5, 6], SamplingParams(max_tokens=3, seed=0))] * 4)
-        release.set()
+        try:
+            outputs = live.serve([Arrival(0.0, [5, 6], SamplingParams(max_tokens=3, seed=0))] * 4)
+        finally:
+            release.set()
         assert list(live.deaths) == ["b"] and "silent" in live.deaths["b"]
     assert [len(output.tokens) for output in outputs] == [3] * 4
 

@@ -32,7 +32,7 @@ def engine_of(config: EngineConfig = CONFIG, eos_rate: float = 0.0) -> Engine:
 
 def outputs(engine: Engine, prompt, how: SamplingParams, known=None) -> list[RequestOutput]:
     """Each output of the request's stream."""
-    request_id = engine.add_request(prompt, how, stream=True, known=known)
+    request_id = engine.add_request(prompt, how, stream=True, known_output=known)
     found: list[RequestOutput] = []
     while engine.has_unfinished():
         found += engine.step()
@@ -144,7 +144,7 @@ def test_refusals(message):
     how, known = REFUSED[message]
     engine = engine_of()
     with pytest.raises(ValueError, match=message):
-        engine.add_request(PROMPT, how, known=known)
+        engine.add_request(PROMPT, how, known_output=known)
     assert not engine.has_unfinished()
 
 
@@ -153,6 +153,6 @@ def test_a_policy_that_cannot_recompute_exactly_refuses_it_unless_it_is_named():
         exact = replace(CONFIG, policy="sink_window", max_num_seqs=1)
         executor = SimulatedExecutor(vocab_size=TINY.vocab_size)
         with pytest.raises(ValueError, match="cannot recompute known output exactly"):
-            Engine(TINY, exact, executor).add_request(PROMPT, SAMPLED, known=[ONE])
+            Engine(TINY, exact, executor).add_request(PROMPT, SAMPLED, known_output=[ONE])
         engine = Engine(TINY, replace(exact, preemption_mode="recompute"), executor)
         assert outputs(engine, PROMPT, SAMPLED, [ONE])[-1].tokens[:2] == [7, 8]
