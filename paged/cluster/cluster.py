@@ -175,8 +175,8 @@ class Cluster:
             self._start(queue.pop(0), uuid)
 
     def _start(self, job: Job, uuid: str) -> None:
-        job.attempt += 1
         job.gpu = uuid
+        job.placements += 1
         self.state.gpus[uuid].add(job)
         self._runners[uuid].add(job.as_it_is(), job.attempt)
 
@@ -188,10 +188,11 @@ class Cluster:
         self._runners[job.gpu].cancel(job.request.request_id, job.attempt)
         self.state.gpus[job.gpu].remove(job)
         job.gpu = None
+        job.attempt += 1
 
     def _progress(self, uuid: str, event: Progress) -> None:
         job = self.jobs.get(event.request_id)
-        if job is None or job.gpu != uuid or job.attempt != event.attempt:
+        if job is None or job.attempt != event.attempt:
             return
         for growth in event.growth:
             job.grow(growth)
@@ -228,6 +229,7 @@ class Cluster:
         del self.state.gpus[gpu.uuid]
         for job in gpu.working_set.values():
             job.gpu = None
+            job.attempt += 1
             if self.state.gpus and (self.state.limits.moves or not job.has_output):
                 self._queue(job)
                 self.num_recoveries += 1
@@ -250,7 +252,7 @@ class Cluster:
                 finish_s=self._now(),
                 prompt_tokens=len(request.prompt),
                 output_tokens=sum(len(sequence.tokens) for sequence in output.sequences),
-                placements=job.attempt,
+                placements=job.placements,
                 finish_reason=output.finish_reason,
             )
         )

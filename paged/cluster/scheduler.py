@@ -50,13 +50,14 @@ class Limits:
 class Job:
     """A request that the cluster has accepted, with what is known of its output by now.
 
-    attempt: counts its placements; whatever comes from an earlier one is dropped. gpu: where it is,
-    None in the queue.
+    attempt: the next one begins when it is taken away; whatever comes from an earlier one is
+    dropped. gpu: where it is, None in the queue.
     """
 
     request: ClusterRequest
-    attempt: int = 0
+    attempt: int = 1
     gpu: str | None = None
+    placements: int = 0
     first_token_s: float | None = None
     known: list[SequenceOutput] = field(default_factory=list)
 
