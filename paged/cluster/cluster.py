@@ -1,6 +1,7 @@
 """The cluster: accepts requests, places them on runners and moves them (Punica §5.1, §5.3)."""
 
 import bisect
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,7 +64,8 @@ class Cluster:
     one model under one configuration, which has the batch limit (`max_num_seqs`). now: gives the
     time in seconds.
 
-    outputs: of requests that have ended, until somebody takes them. refused: what an engine said
+    jobs: unfinished requests by id. outputs: of those that have ended, until somebody takes them.
+    refused: what an engine said
     of requests that it did not take, which end with reason 'error'. records: of all requests that
     have ended. num_tokens: generated so far, of sampled sequences. num_evictions,
     num_consolidations, num_recoveries: moves by their cause.
@@ -84,11 +86,12 @@ class Cluster:
         limits = Limits.of(config)
         gpus = {uuid: Gpu(uuid, limits, limits.kv_tokens) for uuid in self._runners}
         self.state = ClusterState(limits, gpus)
-        self.jobs: dict[str, Job] = {}  # unfinished, by id
+        self.jobs: dict[str, Job] = {}
         self.outputs: dict[str, RequestOutput] = {}
         self.refused: dict[str, str] = {}
         self.records: list[ClusterRecord] = []
         self._num_requests = 0
+        self._attempts = itertools.count(1)
         self.num_tokens = self.num_evictions = self.num_consolidations = self.num_recoveries = 0
 
     def has_unfinished(self) -> bool:
@@ -98,12 +101,14 @@ class Cluster:
         self, prompt: Prompt, sampling: SamplingParams | None = None, request_id: str | None = None,
         *, adapter: str | None = None, cache_salt: str = "",
     ) -> str:  # fmt: skip
-        """Accept a request, and place it if a GPU has room; its id. Its output will be in
-        `outputs`.
+        """Accept a request, and place it if a GPU has room; its id. Until it ends `jobs` has what
+        is known of its output, then `outputs` has all of it.
 
         Raises ValueError, and accepts nothing, for what no runner could serve, and for an id that
-        is unfinished or has an output that nobody has taken.
+        is unfinished or has an output that nobody has taken; RuntimeError if all runners have died.
         """
+        if not self.state.gpus:
+            raise RuntimeError("all runners have died")
         how = SamplingParams() if sampling is None else sampling
         tokens = validated_prompt(
             prompt, how, self._tokenizer, self._model, self._config, self._policy
@@ -175,7 +180,7 @@ class Cluster:
             self._start(queue.pop(0), uuid)
 
     def _start(self, job: Job, uuid: str) -> None:
-        job.gpu = uuid
+        job.gpu, job.attempt = uuid, next(self._attempts)
         job.placements += 1
         self.state.gpus[uuid].add(job)
         self._runners[uuid].add(job.as_it_is(), job.attempt)
@@ -187,8 +192,7 @@ class Cluster:
             return
         self._runners[job.gpu].cancel(job.request.request_id, job.attempt)
         self.state.gpus[job.gpu].remove(job)
-        job.gpu = None
-        job.attempt += 1
+        job.gpu, job.attempt = None, 0
 
     def _progress(self, uuid: str, event: Progress) -> None:
         job = self.jobs.get(event.request_id)
@@ -228,8 +232,7 @@ class Cluster:
         """A runner has died, which is a move of all it had (§5.3)."""
         del self.state.gpus[gpu.uuid]
         for job in gpu.working_set.values():
-            job.gpu = None
-            job.attempt += 1
+            job.gpu, job.attempt = None, 0
             if self.state.gpus and (self.state.limits.moves or not job.has_output):
                 self._queue(job)
                 self.num_recoveries += 1

@@ -50,12 +50,12 @@ class Limits:
 class Job:
     """A request that the cluster has accepted, with what is known of its output by now.
 
-    attempt: the next one begins when it is taken away; whatever comes from an earlier one is
-    dropped. gpu: where it is, None in the queue.
+    attempt: the number of its placement among all of the cluster's, 0 in the queue; whatever comes
+    from another one is dropped. gpu: where it is, None in the queue. placements: how many so far.
     """
 
     request: ClusterRequest
-    attempt: int = 1
+    attempt: int = 0
     gpu: str | None = None
     placements: int = 0
     first_token_s: float | None = None
