@@ -108,18 +108,21 @@ def summary(cluster: Cluster, samples: Sequence[Sample], max_batch: int) -> dict
 
 def table(numbers: Mapping[str, float], max_batch: int) -> str:
     """The paper's claims beside ours. Figure 13 has no numbers, so these are in words."""
-    full = numbers.get("busy_full", float("nan"))
-    stays = numbers.get("idle_stays_idle", float("nan"))
+    full, stays = "none", "none"  # where there was nothing to count
+    if "busy_full" in numbers:
+        full = f"{numbers['busy_full']:.0%}"
+    if "idle_stays_idle" in numbers:
+        stays = f"{numbers['idle_stays_idle']:.1%}"
     lines = [
         ("Punica §7.3", "here"),
         (
             f"GPUs usually run with the maximum batch ({max_batch}) when not idle",
-            f"{full:.0%} of busy GPU time at {FULL * max_batch:.0f} or more; mean "
+            f"{full} of busy GPU time at {FULL * max_batch:.1f} or more; mean "
             f"{numbers.get('mean_batch_busy', 0):.1f}",
         ),
         (
             "an idle GPU is likely to stay idle",
-            f"{stays:.1%} are idle {STAYS_S:.0f} s later",
+            f"{stays} are idle {STAYS_S:.0f} s later",
         ),
         (
             "occasionally a GPU runs out of KvCache and migrates requests",

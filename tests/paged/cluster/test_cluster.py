@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged.cluster.cluster import Cluster
-from paged.cluster.messages import Lost
+from paged.cluster.messages import Growth, Lost, Progress, Status
 from paged.cluster.scheduler import place
 from paged.config import EngineConfig
 from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import SequenceOutput
 from tests.paged.cluster.toy_runner import ToyRunner, whole_output
 from tests.paged.tiny import TINY
 
@@ -121,6 +122,48 @@ def test_the_newest_moves_when_memory_runs_out():
             cluster.receive(uuid, each.outbox.popleft())
     assert cluster.num_evictions == 1
     assert [name for name, _ in runners["gpu-0"].added] == ["request-1"]
+
+
+def two_on_one_gpu() -> tuple[Cluster, Status]:
+    """And what its runner would say if memory ran out."""
+    cluster, _ = cluster_of(1)
+    for _ in range(2):
+        cluster.submit([5] * 40, SamplingParams(max_tokens=8))
+    jobs = cluster.jobs.values()
+    working_set = frozenset((job.request.request_id, job.attempt) for job in jobs)
+    return cluster, Status(working_set, free_tokens=8, newest="request-1")
+
+
+def test_a_cancelled_steps_tokens_are_dropped():
+    cluster, starved = two_on_one_gpu()
+    job = cluster.jobs["request-1"]
+    late = Progress("request-1", job.attempt, (Growth(0, 0, SequenceOutput([7], "", None)),))
+    cluster.receive("gpu-0", [starved, late])
+    assert cluster.state.queue == [job] and job.known[0].tokens == []
+
+
+def test_one_is_evicted_until_the_runner_has_seen_it():
+    cluster, starved = two_on_one_gpu()
+    cluster.submit([5], SamplingParams(max_tokens=8))
+    starved = replace(starved, working_set=starved.working_set | {("request-2", 3)})
+    cluster.receive("gpu-0", [starved])
+    cluster.receive("gpu-0", [starved])
+    assert cluster.num_evictions == 1
+
+
+def test_what_a_runner_counts_is_not_promised_as_well():
+    cluster, told = two_on_one_gpu()
+    assert cluster.state.gpus["gpu-0"].room == 104 - 2 * 44
+    cluster.receive("gpu-0", [replace(told, free_tokens=16, newest=None)])
+    assert cluster.state.gpus["gpu-0"].room == 16
+
+
+def test_what_an_engine_refuses_ends_and_says_why():
+    cluster, _ = two_on_one_gpu()
+    attempt = cluster.jobs["request-0"].attempt
+    cluster.receive("gpu-0", [Progress("request-0", attempt, refused="an unknown adapter")])
+    assert cluster.outputs["request-0"].finish_reason == "error"
+    assert cluster.refused == {"request-0": "an unknown adapter"}
 
 
 def test_without_exact_recomputation_nothing_moves_and_what_a_dead_runner_began_fails():
