@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from experiments.lib import cluster_report, run_record
 from experiments.lib.cluster_report import Sample
-from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.engines import engine_config, keep_compilations, load_engine
 from experiments.lib.flags import define_engine_flags, define_float, fields_of, loading
 from experiments.lib.program import Options, Program, refusals
 from experiments.workloads import ramp
@@ -81,6 +81,7 @@ def threads(options: Options, model: ModelConfig, config: EngineConfig) -> LiveC
     devices = jax.devices()[: options.num_gpus]
     if len(devices) < options.num_gpus:
         raise ValueError(f"--num_gpus ({options.num_gpus}): JAX sees {len(devices)} devices")
+    keep_compilations(options.compilation_cache)
     _, params = checkpoint.load(options.model, options.dtype)
     implementation = options.attention_implementation or None
 
