@@ -63,7 +63,8 @@ def test_the_simulation_says_so_and_repeats(tmp_path):
 def test_real_engines(tmp_path):
     said, numbers = run(tmp_path, BUNDLED)
     assert "simulated" not in said
-    assert numbers["failed"] == 0 and numbers["max_busy_gpus"] == 2
+    assert numbers["failed"] == 0 and numbers["requests"] == len(rows(tmp_path, "requests.csv")) > 5
+    assert 1 <= numbers["max_busy_gpus"] <= 2
     assert (tmp_path / "cluster.png").stat().st_size > 10_000
 
 
