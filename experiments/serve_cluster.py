@@ -129,6 +129,8 @@ MAKE: dict[str, Callable[[Options, ModelConfig, EngineConfig], Any]] = {
 
 def prepare(options: Options) -> tuple[ModelConfig, EngineConfig, list[ramp.RampRequest]]:
     """What the flags ask for. Raises ValueError for what cannot be."""
+    if options.tensor_parallel > 1:
+        raise ValueError("--tensor_parallel: each engine of a cluster has one device")
     model = checkpoint.load_config(options.model)
     config = engine_config(model, **fields_of(EngineConfig, options))
     longest = min(config.max_model_len, config.num_blocks * config.page_size - config.page_size)
@@ -140,8 +142,6 @@ def prepare(options: Options) -> tuple[ModelConfig, EngineConfig, list[ramp.Ramp
         raise ValueError(
             f"--peak_rate={options.peak_rate} over --duration_s={options.duration_s} is no request"
         )
-    if options.tensor_parallel > 1:
-        raise ValueError("--tensor_parallel: each engine of a cluster has one device")
     if options.runners == "ray":
         try:
             import_ray()

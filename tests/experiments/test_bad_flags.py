@@ -152,7 +152,7 @@ CLUSTER = [
     ("--num_gpus=0", "flag --num_gpus=0"),
     ("--duration_s=nan", "flag --duration_s=nan: nan is not a finite number"),
     ("--duration_s=1 --peak_rate=0.001", "--peak_rate=0.001 over --duration_s=1.0 is no request"),
-    ("--runners=threads --num_gpus=1 --tensor_parallel=1 --max_model_len=1", "max_model_len must"),
+    ("--tensor_parallel=2", "--tensor_parallel: each engine of a cluster has one device"),
 ]
 CASES = {
     "soak.__main__": SOAK,
