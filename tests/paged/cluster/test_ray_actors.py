@@ -54,6 +54,8 @@ def test_without_ray_the_error_names_the_extra():
 def local_ray(monkeypatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    # On a busy machine a worker's start takes longer than Ray would wait.
+    monkeypatch.setenv("RAY_worker_register_timeout_seconds", "600")
     ray.init(
         num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20,
         logging_level="WARNING", log_to_driver=False,
