@@ -41,6 +41,7 @@ from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import ShardedModel
 from paged.metrics import NO_TOKEN
 from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import SequenceOutput
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.recorded import RecordedTokens
 
@@ -229,6 +230,7 @@ def _bring_in(engine: Engine, event: Event) -> None:
                 stream=event["stream"],
                 cache_salt=event["cache_salt"],
                 adapter=event["adapter"],
+                known_output=[SequenceOutput(text="", **each) for each in event["known"]] or None,
             )
     except ValueError as error:
         raise ValueError(f"{event['event']}: {error}") from error

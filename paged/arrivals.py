@@ -1,15 +1,17 @@
 """What users ask for, made into sequence groups."""
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from paged.adapters.adapter import Adapter
 from paged.checks import is_bool, is_real, is_text, refusal
 from paged.engine_loop import EngineLoop
+from paged.requests.known_output import check_known, go_on
 from paged.requests.registry import Requests
 from paged.requests.sampling_params import SamplingParams
-from paged.requests.sequence import RequestOutput, SequenceGroup
+from paged.requests.sequence import RequestOutput, SequenceGroup, SequenceOutput
 from paged.requests.stopping import TextStream
 from paged.requests.validation import Prompt, token_limit, validated_prompt
 
@@ -45,13 +47,21 @@ class Arrivals:
         if arrival_time is not None and arrival_time > now:
             raise ValueError(f"arrival_time {arrival_time} is in the future: it is {now}")
 
+    def check_known(
+        self, known: Sequence[SequenceOutput], prompt: np.ndarray, sampling: SamplingParams
+    ) -> None:
+        """Raise ValueError if a request of this prompt, validated, cannot go on from `known`."""
+        loop = self._loop
+        check_known(known, prompt, sampling, self._tokenizer, loop.model, loop.config)
+
     def new_group(
         self, tokens: np.ndarray, sampling: SamplingParams, request_id: str | None = None,
         arrival_time: float | None = None, cache_salt: str = "", stream: bool = False,
         mailbox: deque[RequestOutput] | None = None, adapter: Adapter | None = None,
+        known_output: Sequence[SequenceOutput] | None = None,
     ) -> SequenceGroup:  # fmt: skip
         """A request that is not queued yet. tokens: its prompt, validated; mailbox: where its
-        outputs go, if not to `step`.
+        outputs go, if not to `step`; known_output: what it brings along, checked.
 
         Raises ValueError for a cache_salt that is no text.
         """
@@ -71,4 +81,6 @@ class Arrivals:
         if self._tokenizer is not None and not group.search and (sampling.stop or stream):
             for sequence in group.sequences:
                 sequence.text_stream = TextStream(self._tokenizer, sampling.stop)
+        if known_output is not None:
+            go_on(group, known_output)
         return group

@@ -23,7 +23,7 @@ from paged.pinning import SAMPLING, Pinning
 from paged.requests.output_stream import OutputStream
 from paged.requests.registry import Requests
 from paged.requests.sampling_params import SamplingParams, changed_fields
-from paged.requests.sequence import RequestOutput, SequenceGroup
+from paged.requests.sequence import RequestOutput, SequenceGroup, SequenceOutput
 from paged.requests.validation import Prompt, check_model, each_adapter, paired
 from paged.scheduling.scheduler import Scheduler
 
@@ -128,6 +128,7 @@ class Engine:
         stream: bool = False,
         cache_salt: str = "",
         adapter: str | None = None,
+        known_output: List[SequenceOutput] | None = None,
     ) -> str:
         """Queue a request; returns its id.
 
@@ -136,21 +137,28 @@ class Engine:
         cached prefixes are shared only among requests of the same salt and adapter. adapter: by its
         name, None for the model as it is; if it cannot be loaded the request ends with 'error'.
         Generation ends at max_tokens or max_model_len, whichever comes first. Interrupted, it has
-        queued nothing.
+        queued nothing. known_output: what another engine has generated of each sequence, as its
+        stream of the request gave it (`RequestOutput.sequences`): the request goes on from there,
+        with the tokens that it would have had there (Punica §5.3).
 
         Raises ValueError, and queues nothing, if the prompt is empty, holds a token outside the
         vocabulary, is longer than the model or the cache allows, if the id is that of a request
         that is unfinished or has outputs that nobody has fetched, if the arrival lies in the
-        future, or if the adapter is unknown. This and all other calls raise RuntimeError while
-        another thread's call runs.
+        future, if the adapter is unknown, or if the request cannot go on from known output: of a
+        beam search, of sequences that have all ended, without the seed that it was sampled with, or
+        under a policy that does not recompute exactly, unless preemption_mode names recomputation.
+        This and all other calls raise RuntimeError while another thread's call runs.
         """
         sampling = SamplingParams() if sampling is None else sampling
         tokens = self._arrivals.validated(prompt, sampling)
         self._arrivals.check(request_id, arrival_time, stream)
         known = self.adapters.named(adapter)
+        if known_output is not None:
+            self._arrivals.check_known(known_output, tokens, sampling)
         group = self._arrivals.new_group(
-            tokens, sampling, request_id, arrival_time, cache_salt, bool(stream), adapter=known
-        )
+            tokens, sampling, request_id, arrival_time, cache_salt, bool(stream), adapter=known,
+            known_output=known_output,
+        )  # fmt: skip
         self._accept(group)
         return group.request_id
 

@@ -40,18 +40,29 @@ class EventLog:
         self._add("engine", 0.0, config=asdict(config), model=asdict(model), dtype=dtype)
 
     def arrival(self, round_: int, group: SequenceGroup, sampling: dict) -> None:
-        """sampling: the parameters that are not the default ones, and the seed."""
+        """sampling: the parameters that are not the default ones, and the seed. known: what it
+        brings along of each sequence, without log-probabilities; empty if nothing."""
+        start = group.num_prompt_tokens
+        known: list[dict[str, Any]] = [
+            {
+                "tokens": sequence.tokens[start:],
+                "finish_reason": sequence.finish_reason,
+                "score": sequence.cumulative_logprob,
+            }
+            for sequence in group.sequences
+        ]
         self._add(
             "arrival",
             group.arrival_s,
             round=round_,
             request_id=group.request_id,
             prompt_tokens=group.num_prompt_tokens,
-            prompt=group.sequences[0].tokens,
+            prompt=group.sequences[0].tokens[:start],
             sampling=sampling,
             stream=group.stream,
             cache_salt=group.cache_salt,
             adapter=group.adapter and group.adapter.name,
+            known=known if any(len(each["tokens"]) for each in known) else [],
         )
 
     def adapter(self, time_s: float, round_: int, adapter: Adapter) -> None:

@@ -49,8 +49,8 @@ class StepRecord:
 @dataclass(frozen=True)
 class RequestRecord:
     """One finished request. Times in seconds on the engine's clock; first_token_s is None if it
-    ended before its first token. output_tokens: of all its sequences. cached_tokens: taken from the
-    prefix cache, also when recomputed after a preemption."""
+    ended before its first token. output_tokens: of all its sequences, with those that it brought
+    along. cached_tokens: taken from the prefix cache, also when recomputed after a preemption."""
 
     request_id: str
     arrival_s: float

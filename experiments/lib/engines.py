@@ -82,11 +82,16 @@ def load_engine(
         with_prompts, *_, decodes = Buckets.declare(config).shapes()
         program.check(with_prompts, dtype)
         program.check(decodes, dtype)
-    cache = str(Path(compilation_cache).expanduser()) if compilation_cache else None
-    jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    keep_compilations(compilation_cache)
     loaded, params = checkpoint.load(model, dtype, shards.place_one)
     return Engine.from_model(params, loaded, config, tokenizer, implementation)
+
+
+def keep_compilations(folder: str) -> None:
+    """Keep compiled programs in this folder for the next process; nowhere if it is empty."""
+    cache = str(Path(folder).expanduser()) if folder else None
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def check_interpreter(implementation: str) -> None:

@@ -57,6 +57,20 @@ PAGES = _list_of(
 )
 
 
+def _is_known(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"tokens", "finish_reason", "score"}:
+        return False
+    reason = value["finish_reason"]
+    return (
+        COUNTS[1](value["tokens"])
+        and (reason is None or isinstance(reason, str))
+        and _is_number(value["score"])
+    )
+
+
+KNOWN: Kind = "an object of tokens, finish_reason and score", _is_known
+
+
 def _kinds_of(record: type) -> dict[str, Kind]:
     kinds: dict[Any, Kind] = {
         int: COUNT,
@@ -73,6 +87,7 @@ FIELDS: dict[str, dict[str, Kind]] = {
     "arrival": {
         "round": COUNT, "request_id": TEXT, "prompt_tokens": COUNT, "prompt": COUNTS,
         "sampling": OBJECT, "stream": TRUTH, "cache_salt": TEXT, "adapter": NAME,
+        "known": _list_of(KNOWN),
     },
     "adapter": {
         "round": COUNT, "name": TEXT, "folder": TEXT, "content_hash": TEXT, "rank": COUNT,
@@ -238,7 +253,8 @@ class _Run:
     def _arrive(self, event: Event) -> None:
         if event["request_id"] in self.unfinished:
             raise ValueError(f"request {shown(event['request_id'])} is there and unfinished")
-        self._check_tokens(event["prompt"])
+        for tokens in (event["prompt"], *(each["tokens"] for each in event["known"])):
+            self._check_tokens(tokens)
         self.unfinished[event["request_id"]] = event
 
     def _check_adapter(self, kind: str, event: Event) -> None:

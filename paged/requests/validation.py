@@ -93,17 +93,9 @@ def validated_prompt(
             raise ValueError("a text prompt needs a tokenizer; pass token ids")
         prompt.encode()  # Raises ValueError for half a surrogate pair; tokenizers do not.
         prompt = tokenizer.encode(prompt)
-    # numpy would accept bytes as numbers, and masked tokens as tokens.
-    unfit = isinstance(prompt, (*_BYTES, np.ma.MaskedArray))
-    tokens = np.asarray(prompt)
-    if tokens.size == 0:
+    if np.asarray(prompt).size == 0:
         raise ValueError("the prompt is empty")
-    # The kind is compared, because numpy counts time spans among the integers.
-    if unfit or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError("a prompt of token ids must be a flat list of integers")
-    bad = tokens[(tokens < 0) | (tokens >= model.vocab_size)]
-    if len(bad):
-        raise ValueError(f"token {bad[0]} is outside the vocabulary [0, {model.vocab_size - 1}]")
+    tokens = token_ids("a prompt", prompt, model.vocab_size)
     if len(tokens) >= config.max_model_len:
         raise ValueError(
             f"the prompt has {len(tokens)} tokens; max_model_len ({config.max_model_len}) "
@@ -118,7 +110,21 @@ def validated_prompt(
             f"the cache: kv_cache_tokens ({config.kv_cache_tokens}) in whole pages of "
             f"{config.page_size}"
         )
-    return tokens.astype(np.int32)
+    return tokens
+
+
+def token_ids(what: str, tokens, vocab_size: int) -> np.ndarray:
+    """The token ids of a list or array, [n] int32; ValueError if they are none. what: whose."""
+    # numpy would accept bytes as numbers, and masked tokens as tokens.
+    unfit = isinstance(tokens, (*_BYTES, np.ma.MaskedArray))
+    ids = np.asarray(tokens)
+    # The kind is compared, because numpy counts time spans among the integers.
+    if unfit or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"{what} of token ids must be a flat list of integers")
+    bad = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(bad):
+        raise ValueError(f"token {bad[0]} is outside the vocabulary [0, {vocab_size - 1}]")
+    return ids.astype(np.int32)
 
 
 def check_group(sampling: SamplingParams, model: ModelConfig, config: EngineConfig) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from models.config import ModelConfig
 from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
 from paged.adapters.loads import SimulatedLoads
 from paged.clock import VirtualClock
@@ -13,6 +14,8 @@ from paged.device.step import StepOutputs
 from paged.device.step_inputs import StepInputs
 from paged.kv_cache.moves import Moves
 from paged.simulator.recorded import RecordedTokens
+from paged.simulator.roofline import step_cost
+from pallas_kernels.specs import Rates
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,27 @@ class LinearCost:
         rows = inputs.token_rows[inputs.token_rows < inputs.lengths.shape[0]]
         tokens = int((inputs.lengths[rows] > 0).sum())
         return self.step_s + self.token_s * tokens + self.cached_token_s * int(inputs.lengths.sum())
+
+
+@dataclass(frozen=True)
+class RooflineCost:
+    """The time of a step on a simulated device: its floor, and `more_s` seconds.
+
+    rates: what kernels achieve there, rather than its data sheet's. dtype: of weights and KV cache.
+    """
+
+    model: ModelConfig
+    rates: Rates
+    dtype: str = "float32"
+    more_s: float = 0.0
+
+    def __call__(self, inputs: StepInputs) -> float:
+        S = inputs.lengths.shape[0]
+        new = np.bincount(np.minimum(inputs.token_rows, S), minlength=S)[:S]
+        rows = np.flatnonzero((new > 0) & (np.asarray(inputs.lengths) > 0))
+        contexts = np.asarray(inputs.lengths)[rows].tolist()
+        cost = step_cost(self.model, contexts, new[rows].tolist(), self.dtype)
+        return self.rates.floor_s(cost) + self.more_s
 
 
 class _SimulatedOutputs:

@@ -148,12 +148,19 @@ SOAK = [
     ("--minutes=-1", "flag --minutes=-1"),
     ("--check_share=nan", "flag --check_share=nan: nan is not a finite number"),
 ]
+CLUSTER = [
+    ("--num_gpus=0", "flag --num_gpus=0"),
+    ("--duration_s=nan", "flag --duration_s=nan: nan is not a finite number"),
+    ("--duration_s=1 --peak_rate=0.001", "--peak_rate=0.001 over --duration_s=1.0 is no request"),
+    ("--tensor_parallel=2", "--tensor_parallel: each engine of a cluster has one device"),
+]
 CASES = {
     "soak.__main__": SOAK,
     "figures.vllm.sharing_savings": SAVINGS,
     "figures.vllm.memory_map": MEMORY_MAP,
     "figures.attention_concentration": CONCENTRATION,
     "serve": SERVE + ENGINE,
+    "serve_cluster": CLUSTER,
     "evaluate": EVALUATE + ENGINE,
 }
 

@@ -1,0 +1,63 @@
+"""A load that rises and falls, of requests for many adapters (Punica §7.3, Fig. 13)."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from experiments.workloads import synthetic_lengths
+
+ALPHA = 1.5  # requests for an adapter over those for the next most popular one (Punica §7)
+
+
+@dataclass(frozen=True)
+class RampRequest:
+    """arrival_s: seconds after the start. prompt: int32 [n] token ids, drawn without regard to
+    their meaning; max_tokens of output follow, whatever they are."""
+
+    arrival_s: float
+    prompt: np.ndarray
+    max_tokens: int
+    adapter: str
+
+
+def rate(time_s, duration_s: float, peak_rate: float):
+    """Requests a second: from 0 to `peak_rate` at half of the time, and back to 0."""
+    return peak_rate * (1 - np.abs(2 * np.asarray(time_s) / duration_s - 1))
+
+
+def arrivals(duration_s: float, peak_rate: float, rng: np.random.Generator) -> np.ndarray:
+    """Times of a Poisson process of this rate, float64 [n], ascending."""
+    expected = peak_rate * duration_s / 2
+    # A process of rate 1 has its events where the integral of the rate has these values.
+    count = int(expected + 10 * math.sqrt(expected) + 10)
+    events = np.cumsum(rng.exponential(1.0, count))
+    events = events[events < expected]
+    rising = events < expected / 2
+    from_edge = np.where(rising, events, expected - events)
+    times = np.sqrt(from_edge * duration_s / peak_rate)
+    return np.where(rising, times, duration_s - times)
+
+
+def requests(
+    duration_s: float, peak_rate: float, vocab_size: int, longest: int, length_divisor: int,
+    seed: int,
+) -> list[RampRequest]:  # fmt: skip
+    """Requests of ShareGPT's lengths over `length_divisor`, prompt and output within `longest`
+    tokens. Of ⌈√n⌉ adapters each has `ALPHA` times the requests of the next."""
+    rng = np.random.default_rng([seed, 4])
+    times = arrivals(duration_s, peak_rate, rng)
+    if not len(times):
+        return []
+    lengths, _ = synthetic_lengths.draw_divided(
+        len(times), "sharegpt", 1.0, longest, seed, length_divisor
+    )
+    popularity = ALPHA ** -np.arange(math.ceil(math.sqrt(len(times))), dtype=float)
+    adapters = rng.choice(len(popularity), len(times), p=popularity / popularity.sum())
+    return [
+        RampRequest(
+            float(time), rng.integers(vocab_size, size=prompt, dtype=np.int32), output,
+            f"lora-{adapter}",
+        )
+        for time, (prompt, output), adapter in zip(times, lengths, adapters, strict=True)
+    ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Many engines under one scheduler, which packs, moves and consolidates requests (Punica §5)."""

@@ -1,0 +1,276 @@
+"""The cluster: accepts requests, places them on runners and moves them (Punica §5.1, §5.3)."""
+
+import bisect
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from models.config import ModelConfig
+from paged.checks import is_text, refusal
+from paged.cluster.messages import ClusterRequest, Event, Lost, Progress, Status
+from paged.cluster.runner import Runner
+from paged.cluster.scheduler import (
+    ClusterState,
+    Gpu,
+    Hints,
+    Job,
+    Limits,
+    hints,
+    newest,
+    place,
+    rebalance,
+)
+from paged.config import EngineConfig
+from paged.kv_cache import POLICIES
+from paged.kv_cache.policy import ShardedModel
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput, SequenceOutput
+from paged.requests.validation import Prompt, check_model, validated_prompt
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request that is to come. arrival_s: seconds after the start."""
+
+    arrival_s: float
+    prompt: Prompt
+    sampling: SamplingParams
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class ClusterRecord:
+    """One request that has ended. Times in seconds on the cluster's clock; first_token_s is None if
+    it ended before its first token, and for beam searches. placements: how often it was placed."""
+
+    request_id: str
+    adapter: str | None
+    arrival_s: float
+    first_token_s: float | None
+    finish_s: float
+    prompt_tokens: int
+    output_tokens: int
+    placements: int
+    finish_reason: str
+
+
+class Cluster:
+    """Applies what runners report to the scheduler's state, and does what it decides.
+
+    It knows no threads: `LiveCluster` and `SimulatedCluster` bring events to it. All runners serve
+    one model under one configuration, which has the batch limit (`max_num_seqs`). now: gives the
+    time in seconds.
+
+    jobs: unfinished requests by id. outputs: of those that have ended, until somebody takes them.
+    refused: what an engine said
+    of requests that it did not take, which end with reason 'error'. records: of all requests that
+    have ended. num_tokens: generated so far, of sampled sequences. num_evictions,
+    num_consolidations, num_recoveries: moves by their cause.
+    """
+
+    def __init__(
+        self, runners: Mapping[str, Runner], model: ModelConfig, config: EngineConfig,
+        tokenizer=None, now: Callable[[], float] = time.monotonic,
+    ):  # fmt: skip
+        """Raises ValueError without runners, or if the model and the configuration do not fit."""
+        if not runners:
+            raise ValueError("a cluster needs at least one runner")
+        check_model(model, config)
+        self._model, self._config, self._tokenizer = model, config, tokenizer
+        self._policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
+        self._rng = np.random.default_rng(config.seed)
+        self._runners, self._now = dict(runners), now
+        limits = Limits.of(config)
+        gpus = {uuid: Gpu(uuid, limits, limits.kv_tokens) for uuid in self._runners}
+        self.state = ClusterState(limits, gpus)
+        self.jobs: dict[str, Job] = {}
+        self.outputs: dict[str, RequestOutput] = {}
+        self.refused: dict[str, str] = {}
+        self.records: list[ClusterRecord] = []
+        self._num_requests = 0
+        self._attempts = itertools.count(1)
+        self.num_tokens = self.num_evictions = self.num_consolidations = self.num_recoveries = 0
+
+    def has_unfinished(self) -> bool:
+        return bool(self.jobs)
+
+    def submit(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, request_id: str | None = None,
+        *, adapter: str | None = None, cache_salt: str = "",
+    ) -> str:  # fmt: skip
+        """Accept a request, and place it if a GPU has room; its id. Until it ends `jobs` has what
+        is known of its output, then `outputs` has all of it.
+
+        Raises ValueError, and accepts nothing, for what no runner could serve, and for an id that
+        is unfinished or has an output that nobody has taken; RuntimeError if all runners have died.
+        """
+        if not self.state.gpus:
+            raise RuntimeError("all runners have died")
+        how = SamplingParams() if sampling is None else sampling
+        tokens = validated_prompt(
+            prompt, how, self._tokenizer, self._model, self._config, self._policy
+        )
+        for name, text in (("adapter", adapter or ""), ("cache_salt", cache_salt)):
+            if not is_text(text):
+                raise refusal(name, "a text", text)
+        number = self._num_requests
+        name = f"request-{number}" if request_id is None else request_id
+        if not is_text(name):
+            raise refusal("request_id", "a text", name)
+        if name in self.jobs or name in self.outputs:
+            raise ValueError(f"request id {name!r} is in use")
+        self._num_requests += 1
+        if how.seed is None:
+            how = replace(how, seed=int(self._rng.integers(2**32)))
+        request = ClusterRequest(
+            name, number, self._now(), tuple(tokens.tolist()), how, adapter, cache_salt
+        )
+        job = self.jobs[name] = Job(request)
+        self._queue(job)
+        self._place_queued()
+        return name
+
+    def cancel(self, request_id: str) -> RequestOutput:
+        """End a request wherever it is; what it has.
+
+        Raises ValueError for an id that is unknown or has ended.
+        """
+        if request_id not in self.jobs:
+            raise ValueError(f"request {request_id!r} is unknown or has ended")
+        job = self.jobs[request_id]
+        self._take_away(job)
+        self._end(job, _so_far(job, "abort"))
+        self._place_queued()
+        return self.outputs.pop(request_id)
+
+    def receive(self, uuid: str, events: Sequence[Event]) -> None:
+        """Apply what a runner has told, and do what follows."""
+        for event in events:
+            if uuid not in self.state.gpus:  # it was given up before
+                return
+            if isinstance(event, Progress):
+                self._progress(uuid, event)
+            elif isinstance(event, Status):
+                self._status(self.state.gpus[uuid], event)
+            elif isinstance(event, Lost):
+                self._lose(self.state.gpus[uuid])
+        self._place_queued()
+
+    def rebalance(self) -> None:
+        """Once a period: empty a lightly loaded GPU, if its requests fit on busy ones."""
+        for request_id, _, target in rebalance(self.state):
+            job = self.jobs[request_id]
+            self._take_away(job)
+            self._start(job, target)
+            self.num_consolidations += 1
+
+    def hints(self) -> Hints:
+        return hints(self.state)
+
+    def _queue(self, job: Job) -> None:
+        bisect.insort(self.state.queue, job, key=lambda job: job.request.order)
+
+    def _place_queued(self) -> None:
+        """First come, first served: nobody is placed before the head of the queue."""
+        queue = self.state.queue
+        while queue and (uuid := place(self.state, queue[0])) is not None:
+            self._start(queue.pop(0), uuid)
+
+    def _start(self, job: Job, uuid: str) -> None:
+        job.gpu, job.attempt = uuid, next(self._attempts)
+        job.placements += 1
+        self.state.gpus[uuid].add(job)
+        self._runners[uuid].add(job.as_it_is(), job.attempt)
+
+    def _take_away(self, job: Job) -> None:
+        """From its GPU or from the queue."""
+        if job.gpu is None:
+            self.state.queue.remove(job)
+            return
+        self._runners[job.gpu].cancel(job.request.request_id, job.attempt)
+        self.state.gpus[job.gpu].remove(job)
+        job.gpu, job.attempt = None, 0
+
+    def _progress(self, uuid: str, event: Progress) -> None:
+        job = self.jobs.get(event.request_id)
+        if job is None or job.attempt != event.attempt:
+            return
+        for growth in event.growth:
+            job.grow(growth)
+            self.num_tokens += len(growth.output.tokens)
+        if job.first_token_s is None and job.has_output:
+            job.first_token_s = self._now()
+        if event.refused is not None:
+            self.refused[event.request_id] = event.refused
+        output = _so_far(job, "error") if event.refused is not None else event.output
+        if output is not None:
+            told, how = [known.tokens for known in job.known], job.request.sampling
+            if event.output is not None and not how.is_beam_search and not how.ranks:
+                whole = [sequence.tokens for sequence in event.output.sequences]
+                assert whole == told, "a token is lost or repeated"
+            self.state.gpus[uuid].remove(job)
+            self._end(job, output)
+
+    def _status(self, gpu: Gpu, status: Status) -> None:
+        gpu.free_tokens = status.free_tokens
+        for counted in status.working_set & gpu.promised.keys():
+            del gpu.promised[counted]
+        # While it has not seen a cancellation, its memory will be freed without another one.
+        ours = {(name, job.attempt) for name, job in gpu.working_set.items()}
+        victim = newest(gpu)
+        if status.newest is None or victim is None or not status.working_set <= ours:
+            return
+        if self.state.limits.moves:
+            self._take_away(victim)
+            self._queue(victim)
+            self.num_evictions += 1
+
+    def _lose(self, gpu: Gpu) -> None:
+        """A runner has died, which is a move of all it had (§5.3)."""
+        del self.state.gpus[gpu.uuid]
+        for job in gpu.working_set.values():
+            job.gpu, job.attempt = None, 0
+            if self.state.gpus and (self.state.limits.moves or not job.has_output):
+                self._queue(job)
+                self.num_recoveries += 1
+            else:
+                self._end(job, _so_far(job, "error"))
+        if not self.state.gpus:
+            for job in self.state.queue:
+                self._end(job, _so_far(job, "error"))
+            self.state.queue.clear()
+
+    def _end(self, job: Job, output: RequestOutput) -> None:
+        request = job.request
+        assert output.finish_reason is not None
+        self.records.append(
+            ClusterRecord(
+                request_id=request.request_id,
+                adapter=request.adapter,
+                arrival_s=request.arrival_s,
+                first_token_s=job.first_token_s,
+                finish_s=self._now(),
+                prompt_tokens=len(request.prompt),
+                output_tokens=sum(len(sequence.tokens) for sequence in output.sequences),
+                placements=job.placements,
+                finish_reason=output.finish_reason,
+            )
+        )
+        del self.jobs[request.request_id]
+        self.outputs[request.request_id] = output
+
+
+def _so_far(job: Job, reason: str) -> RequestOutput:
+    """The output of a request that is ended where it stands."""
+    known = job.known or [SequenceOutput([], "", None)]
+    return RequestOutput(
+        request_id=job.request.request_id,
+        prompt_tokens=list(job.request.prompt),
+        sequences=[
+            replace(output, finish_reason=output.finish_reason or reason) for output in known
+        ],
+        finished=True,
+    )

@@ -1,0 +1,139 @@
+"""The cluster in real time: runners in threads or on other machines, which tell what is new."""
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, Self
+
+from models.config import ModelConfig
+from paged.cluster.cluster import Arrival, Cluster
+from paged.cluster.messages import Event, Lost
+from paged.cluster.runner import Runner
+from paged.config import EngineConfig
+from paged.requests.sequence import RequestOutput
+
+Post = Callable[[list[Event]], None]
+
+
+class LiveRunner(Runner, Protocol):
+    """A runner that works by itself. It posts events, `Lost` as the last one if it dies."""
+
+    def start(self, post: Post, heartbeat_s: float) -> None:
+        """Make the engine, then serve; the first post says that it is ready. While there is nothing
+        to do a status comes every `heartbeat_s` seconds."""
+        ...
+
+    def close(self, wait_s: float = 60.0) -> None:
+        """End the runner, and wait for that so long at most; it posts nothing more."""
+        ...
+
+
+class LiveCluster:
+    """Drives a `Cluster` by what its runners, by UUID, post. Use it in a `with` statement, which
+    starts the runners and closes them; calls come from one thread.
+
+    rebalance_s: the period of consolidation. A runner that is silent for `silence_s` seconds counts
+    as dead, though not before it has posted first, for which it has `start_s` seconds. None of them
+    should step for so long: engines are made warm.
+    """
+
+    def __init__(
+        self, runners: Mapping[str, LiveRunner], model: ModelConfig, config: EngineConfig,
+        tokenizer=None, *, rebalance_s: float = 10.0, heartbeat_s: float = 1.0,
+        silence_s: float = 30.0, start_s: float = 600.0,
+    ):  # fmt: skip
+        self.cluster = Cluster(runners, model, config, tokenizer, self.now)
+        self._runners = dict(runners)
+        self._mail: queue.SimpleQueue[tuple[str, list[Event]]] = queue.SimpleQueue()
+        self._rebalance_s, self._heartbeat_s = rebalance_s, heartbeat_s
+        self._silence_s, self._start_s = silence_s, start_s
+        self._origin = time.monotonic()
+        self._next_rebalance_s = rebalance_s
+        self.deaths: dict[str, str] = {}  # why, by UUID
+
+    def __enter__(self) -> Self:
+        """Raises RuntimeError if no runner could be started."""
+        for uuid, runner in self._runners.items():
+            runner.start(partial(self._post, uuid), self._heartbeat_s)
+        self._heard_s = dict.fromkeys(self._runners, self.now() + self._start_s)
+        waited_for = set(self._runners)
+        while waited_for:
+            waited_for -= set(self.step(self._heartbeat_s)) | self.deaths.keys()
+        if not self.cluster.state.gpus:
+            self.close()
+            reasons = "; ".join(f"{uuid}: {why}" for uuid, why in self.deaths.items())
+            raise RuntimeError(f"no runner could be started: {reasons}")
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for runner in self._runners.values():
+            runner.close()
+
+    def now(self) -> float:
+        """Seconds since the cluster was made."""
+        return time.monotonic() - self._origin
+
+    def _post(self, uuid: str, events: list[Event]) -> None:
+        self._mail.put((uuid, events))
+
+    def step(self, timeout_s: float) -> list[str]:
+        """Take in what runners have posted, waiting for it at most so long, and do what is due. The
+        UUIDs of those that posted."""
+        heard = []
+        try:
+            heard.append(self._take(timeout_s))
+            while not self._mail.empty():
+                heard.append(self._take(0))
+        except queue.Empty:
+            pass
+        now = self.now()
+        for uuid in [*self.cluster.state.gpus]:
+            if now - self._heard_s[uuid] > self._silence_s:
+                self._bury(uuid, f"it was silent for {now - self._heard_s[uuid]:.0f} s")
+        if now >= self._next_rebalance_s:
+            self._next_rebalance_s = now + self._rebalance_s
+            self.cluster.rebalance()
+        return heard
+
+    def _take(self, timeout_s: float) -> str:
+        uuid, events = self._mail.get(timeout=max(timeout_s, 1e-6))
+        self._heard_s[uuid] = self.now()
+        for event in events:
+            if isinstance(event, Lost) and uuid not in self.deaths:
+                self.deaths[uuid] = event.reason
+        self.cluster.receive(uuid, events)
+        return uuid
+
+    def _bury(self, uuid: str, reason: str) -> None:
+        self.deaths[uuid] = reason
+        self.cluster.receive(uuid, [Lost(reason)])
+        self._runners[uuid].close(wait_s=0)
+
+    def serve(
+        self, arrivals: Sequence[Arrival],
+        observe: Callable[[float], Any] = lambda now: None, period_s: float = 1.0,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """Serve all as they arrive, in seconds from now on; their outputs, in the same order.
+        observe: called about every `period_s` seconds."""
+        start, names = self.now(), dict[int, str]()
+        coming = deque(sorted(range(len(arrivals)), key=lambda i: arrivals[i].arrival_s))
+        next_observation_s = 0.0
+        while coming or self.cluster.has_unfinished():
+            now = self.now() - start
+            while coming and arrivals[coming[0]].arrival_s <= now:
+                arrival = arrivals[coming[0]]
+                names[coming.popleft()] = self.cluster.submit(
+                    arrival.prompt, arrival.sampling, adapter=arrival.adapter
+                )
+            if now >= next_observation_s:
+                observe(now)
+                next_observation_s = now + period_s
+            due_s = [next_observation_s, now + self._heartbeat_s]
+            due_s += [arrivals[i].arrival_s for i in [*coming][:1]]
+            self.step(min(due_s) - now)
+        return [self.cluster.outputs.pop(names[i]) for i in range(len(arrivals))]

@@ -1,0 +1,73 @@
+"""What the cluster and its runners tell each other."""
+
+from dataclasses import dataclass
+
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput, SequenceOutput
+
+
+@dataclass(frozen=True)
+class ClusterRequest:
+    """A request as it travels; any runner can go on with it.
+
+    order: of arrival, which moves do not change. arrival_s: on the cluster's clock. prompt: token
+    ids. sampling: with its seed, drawn before the request is placed, so that its tokens do not
+    depend on where it runs. adapter: the LoRA adapter's name. known: the output so far, one entry
+    for each sequence; empty if there is none. A beam search has none: moved, it begins again.
+    """
+
+    request_id: str
+    order: int
+    arrival_s: float
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    adapter: str | None = None
+    cache_salt: str = ""
+    known: tuple[SequenceOutput, ...] = ()
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What sequence `index` of a request got after its first `start` output tokens. output: the new
+    tokens and their log-probabilities alone; its score so far, and why it ended, if it did."""
+
+    index: int
+    start: int
+    output: SequenceOutput
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Of one attempt at a request. output: all of it, once it has ended. refused: why the engine
+    did not take it, if so."""
+
+    request_id: str
+    attempt: int
+    growth: tuple[Growth, ...] = ()
+    output: RequestOutput | None = None
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Status:
+    """A runner after a step, and from time to time while it idles.
+
+    working_set: (request id, attempt) of all that it has taken and not ended. free_tokens: of its
+    KV memory, once all of these are admitted. newest: where KV memory has run out, its latest
+    request, which should move; otherwise None. resident_adapters: names of those on its device.
+    """
+
+    working_set: frozenset[tuple[str, int]]
+    free_tokens: int
+    newest: str | None = None
+    resident_adapters: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The last event of a runner that has died: nothing more will come. reason: for people."""
+
+    reason: str
+
+
+Event = Progress | Status | Lost

@@ -1,0 +1,170 @@
+"""A runner: one engine behind an inbox, called from one thread (Punica §6)."""
+
+import contextlib
+import queue
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from paged.cluster.messages import ClusterRequest, Event, Growth, Progress, Status
+from paged.engine import Engine
+from paged.requests.sequence import Sequence, SequenceGroup, SequenceOutput
+
+MakeEngine = Callable[[], Engine]  # a warm one
+
+
+class Runner(Protocol):
+    """What the cluster asks of a runner, wherever that is; both calls return at once.
+
+    A move is `cancel` there and `add` here with the next attempt.
+    """
+
+    def add(self, request: ClusterRequest, attempt: int) -> None: ...
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Give its memory back; what its last step sampled is dropped. Nothing happens if the
+        attempt has ended."""
+        ...
+
+
+@dataclass
+class _Attempt:
+    """sent: output tokens that were told of each sequence. ended: which ends were."""
+
+    request: ClusterRequest
+    number: int
+    group: SequenceGroup
+    sent: list[int]
+    ended: list[bool]
+
+
+class EngineRunner:
+    """Runs an engine; other threads may call `add`, `cancel` and `close`, which the engine sees
+    between two steps.
+
+    adapters: gives the names of those on the engine's device, where it takes any; otherwise the
+    names of requests' adapters go no further.
+    """
+
+    def __init__(self, engine: Engine, adapters: Callable[[], Iterable[str]] | None = None):
+        self.engine = engine
+        self._adapters = adapters
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._events: list[Event] = []  # that nobody has been told yet
+        self._attempts: dict[str, _Attempt] = {}
+        self._closed = False
+
+    def add(self, request: ClusterRequest, attempt: int) -> None:
+        self._inbox.put(lambda: self._add(request, attempt))
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        self._inbox.put(lambda: self._cancel(request_id, attempt))
+
+    def close(self) -> None:
+        """End `run`."""
+        self._inbox.put(None)
+
+    def run(self, heartbeat_s: float) -> Iterator[list[Event]]:
+        """Serve until `close`; what is new after each step, and a status at least so often as long
+        as there is nothing to do."""
+        while not self._closed:
+            if not self.has_work:
+                with contextlib.suppress(queue.Empty):
+                    self._take(self._inbox.get(timeout=heartbeat_s))
+            yield self.step()
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_unfinished() or not self._inbox.empty()
+
+    def step(self) -> list[Event]:
+        """Empty the inbox, run a step if there is any work; what is new, the status last."""
+        while not self._inbox.empty():
+            self._take(self._inbox.get())
+        outputs = self.engine.step() if self.engine.has_unfinished() else []
+        ended = {output.request_id: output for output in outputs}
+        for request_id, attempt in list(self._attempts.items()):
+            growth, output = tuple(self._growth(attempt)), ended.get(request_id)
+            if growth or output is not None:
+                self._events.append(Progress(request_id, attempt.number, growth, output))
+            if output is not None:
+                del self._attempts[request_id]
+        events, self._events = self._events, []
+        return [*events, self._status()]
+
+    def _take(self, call: Callable[[], None] | None) -> None:
+        if call is None:
+            self._closed = True
+        else:
+            call()
+
+    def _add(self, request: ClusterRequest, attempt: int) -> None:
+        more: dict[str, Any] = {} if self._adapters is None else {"adapter": request.adapter}
+        try:
+            self.engine.add_request(
+                request.prompt, request.sampling, request.request_id,
+                cache_salt=request.cache_salt, known_output=request.known or None, **more,
+            )  # fmt: skip
+        except ValueError as error:
+            refusal = Progress(request.request_id, attempt, refused=str(error))
+            self._events.append(refusal)
+            return
+        group = self.engine.requests.unfinished[request.request_id]
+        sent = [len(self._tokens(sequence)) for sequence in group.sequences]
+        ended = [sequence.finish_reason is not None for sequence in group.sequences]
+        self._attempts[request.request_id] = _Attempt(request, attempt, group, sent, ended)
+
+    def _cancel(self, request_id: str, attempt: int) -> None:
+        running = self._attempts.get(request_id)
+        if running is not None and running.number == attempt:
+            del self._attempts[request_id]
+            self.engine.abort(request_id)
+
+    def _known(self, sequence: Sequence) -> int:
+        slots = self.engine.scheduler.slots
+        known = slots.known[sequence.slot] if sequence.slot >= 0 else len(sequence.tokens)
+        return int(known) - sequence.num_prompt_tokens
+
+    def _tokens(self, sequence: Sequence, start: int = 0) -> list[int]:
+        """Its output from token `start` on."""
+        slots, first = self.engine.scheduler.slots, sequence.num_prompt_tokens + start
+        if sequence.slot < 0:
+            return sequence.tokens[first:].tolist()
+        return slots.tokens[sequence.slot, first : slots.known[sequence.slot]].tolist()
+
+    def _growth(self, attempt: _Attempt) -> Iterator[Growth]:
+        group = attempt.group
+        if group.search is not None:  # its beams may come from each other: its end tells
+            return
+        for i, sequence in enumerate(group.sequences):
+            start, count = attempt.sent[i], self._known(sequence)
+            if count == start and (sequence.finish_reason is None or attempt.ended[i]):
+                continue
+            attempt.sent[i], attempt.ended[i] = count, sequence.finish_reason is not None
+            asked = group.sampling.logprobs is not None
+            output = SequenceOutput(
+                tokens=self._tokens(sequence, start),
+                text="",
+                finish_reason=sequence.finish_reason,
+                logprobs=sequence.logprobs[start:] if asked else None,
+                score=sequence.cumulative_logprob if group.sampling.ranks else None,
+            )
+            yield Growth(i, start, output)
+
+    def _status(self) -> Status:
+        engine, page_size = self.engine, self.engine.config.page_size
+        waiting, attempts = engine.scheduler.waiting, self._attempts.values()
+        free = engine.host_policy.usage().free
+        for group in waiting:
+            width = 1 if group.search is None else group.sampling.beam_width
+            pages = sum(len(s.tokens) // page_size + 1 for s in group.unfinished)
+            free -= width * pages * page_size
+        newest = None
+        if any(group.num_preemptions for group in waiting) and len(attempts) > 1:
+            newest = max(attempts, key=lambda attempt: attempt.request.order).request.request_id
+        return Status(
+            working_set=frozenset((each.request.request_id, each.number) for each in attempts),
+            free_tokens=free,
+            newest=newest,
+            resident_adapters=frozenset(self._adapters() if self._adapters else ()),
+        )

@@ -1,0 +1,57 @@
+"""Runners in this process: an engine in a thread of its own, on a JAX device of its own."""
+
+import threading
+import traceback
+
+import jax
+
+from paged.cluster.live import Post
+from paged.cluster.messages import ClusterRequest, Lost
+from paged.cluster.runner import EngineRunner, MakeEngine
+
+
+class ThreadRunner:
+    """make_engine: is called in the thread, with `device` as JAX's default. Parameters that it
+    hands to the engine should lie there already (`jax.device_put`), or what compiles in other
+    threads would be for the first device."""
+
+    def __init__(self, make_engine: MakeEngine, device: jax.Device | None = None):
+        self._make_engine, self._device = make_engine, device
+        self._runner: EngineRunner | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def start(self, post: Post, heartbeat_s: float) -> None:
+        self._thread = threading.Thread(target=self._run, args=(post, heartbeat_s), daemon=True)
+        self._thread.start()
+
+    def _run(self, post: Post, heartbeat_s: float) -> None:
+        try:
+            with jax.default_device(self._device):
+                self._runner = EngineRunner(self._make_engine())
+                for events in self._runner.run(heartbeat_s):
+                    if self._closed:
+                        return
+                    post(events)
+        except Exception as error:
+            traceback.print_exc()
+            post([Lost(f"{type(error).__name__}: {error}")])
+
+    def add(self, request: ClusterRequest, attempt: int) -> None:
+        self._ready.add(request, attempt)
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        self._ready.cancel(request_id, attempt)
+
+    @property
+    def _ready(self) -> EngineRunner:
+        assert self._runner is not None, "the cluster waits until a runner has started"
+        return self._runner
+
+    def close(self, wait_s: float = 60.0) -> None:
+        """It ends after the step that runs."""
+        self._closed = True
+        if self._runner is not None:
+            self._runner.close()
+        if self._thread is not None:
+            self._thread.join(wait_s)

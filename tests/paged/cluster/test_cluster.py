@@ -1,0 +1,231 @@
+"""Whatever happens, and in whatever order it is heard of, no token is lost or repeated."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged.cluster.cluster import Cluster
+from paged.cluster.messages import Growth, Lost, Progress, Status
+from paged.cluster.scheduler import place
+from paged.config import EngineConfig
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import SequenceOutput
+from tests.paged.cluster.toy_runner import ToyRunner, whole_output
+from tests.paged.tiny import TINY
+
+CONFIG = EngineConfig(
+    max_num_seqs=6, max_model_len=48, page_size=4, kv_cache_tokens=104, watermark=0.06
+)
+
+
+def cluster_of(count: int, config: EngineConfig = CONFIG) -> tuple[Cluster, dict[str, ToyRunner]]:
+    runners: dict[str, ToyRunner] = {}
+    cluster = Cluster({f"gpu-{i}": ToyRunner(None) for i in range(count)}, TINY, config)  # type: ignore[arg-type]
+    for uuid in cluster.state.gpus:
+        runners[uuid] = cluster._runners[uuid] = ToyRunner(cluster.state.limits)
+    return cluster, runners
+
+
+def check(cluster: Cluster) -> None:
+    """Never over capacity, in order, and nobody waits for whom there is room; nobody was placed for
+    the first time before one who came earlier."""
+    placed = [job for gpu in cluster.state.gpus.values() for job in gpu.working_set.values()]
+    queue = cluster.state.queue
+    assert sorted(job.request.order for job in [*placed, *queue]) == sorted(
+        job.request.order for job in cluster.jobs.values()
+    ), "a request is lost, or in two places"
+    for gpu in cluster.state.gpus.values():
+        assert gpu.batch <= gpu.limits.max_batch
+        assert all(job.gpu == gpu.uuid for job in gpu.working_set.values())
+    assert [j.request.order for j in queue] == sorted(j.request.order for j in queue)
+    assert not queue or place(cluster.state, queue[0]) is None
+    new = [job.request.order for job in queue if not job.placements]
+    old = [job.request.order for job in cluster.jobs.values() if job.placements]
+    assert not new or max(old, default=-1) < min(new)
+
+
+VERBS = ["submit"] * 4 + ["step"] * 9 + ["hear"] * 9 + ["rebalance", "rebalance", "cancel"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_every_request_gets_its_tokens(count, seed):
+    """Requests come and are cancelled, runners step, die and are heard late, GPUs are emptied."""
+    cluster, runners = cluster_of(count)
+    rng = random.Random(seed)
+    num_acts, killed_at = rng.randint(100, 400), rng.randrange(400)
+    requests, cancelled = {}, {}
+    for number in range(num_acts):
+        lull = number // 50 % 2
+        verb, uuids = rng.choice(VERBS[4 * lull :]), sorted(cluster.state.gpus)
+        uuid = rng.choice(uuids)
+        if verb == "submit":
+            n, most = rng.choice([1, 1, 2, 3]), rng.randint(1, 12)
+            how = SamplingParams(max_tokens=most, n=n, temperature=1.0)
+            name = cluster.submit([5] * rng.randint(1, 20), how)
+            requests[name] = cluster.jobs[name].request
+        elif verb == "step":
+            runners[uuid].step()
+        elif verb == "hear" and runners[uuid].outbox:
+            cluster.receive(uuid, runners[uuid].outbox.popleft())
+        elif verb == "rebalance":
+            cluster.rebalance()
+        elif verb == "cancel" and cluster.jobs:
+            name = rng.choice(sorted(cluster.jobs))
+            cancelled[name] = cluster.cancel(name)
+        if number == killed_at and len(uuids) > 1:
+            cluster.receive(uuid, [Lost("killed")])
+        check(cluster)
+    for _ in range(10_000):
+        if not cluster.has_unfinished():
+            break
+        for uuid in cluster.state.gpus:
+            runners[uuid].step()
+            while runners[uuid].outbox:
+                cluster.receive(uuid, runners[uuid].outbox.popleft())
+                check(cluster)
+    assert cluster.outputs.keys() | cancelled.keys() == requests.keys()
+    for name, request in requests.items():
+        whole = whole_output(request)
+        if name in cancelled:
+            for got, all_ in zip(cancelled[name].sequences, whole, strict=True):
+                assert got.tokens == all_[: len(got.tokens)]
+        else:
+            assert [s.tokens for s in cluster.outputs[name].sequences] == whole
+
+
+def test_first_come_first_served():
+    """A small request does not overtake a large one that waits for room."""
+    cluster, runners = cluster_of(1, replace(CONFIG, kv_cache_tokens=72))
+    for prompt in (30, 40, 1, 1):
+        cluster.submit([5] * prompt, SamplingParams(max_tokens=4))
+    assert [name for name, _ in runners["gpu-0"].added] == ["request-0"]
+    while cluster.has_unfinished():
+        runners["gpu-0"].step()
+        cluster.receive("gpu-0", runners["gpu-0"].outbox.popleft())
+    assert [name for name, _ in runners["gpu-0"].added] == [f"request-{i}" for i in range(4)]
+
+
+def test_the_newest_moves_when_memory_runs_out():
+    cluster, runners = cluster_of(2, replace(CONFIG, kv_cache_tokens=72))
+    runner = runners["gpu-1"]
+    cluster.submit([5] * 30, SamplingParams(max_tokens=12, seed=1))
+    cluster.submit([5] * 27, SamplingParams(max_tokens=12, seed=2))
+    assert [name for name, _ in runner.added] == ["request-0", "request-1"]
+    while cluster.has_unfinished():
+        for uuid, each in runners.items():
+            each.step()
+            cluster.receive(uuid, each.outbox.popleft())
+    assert cluster.num_evictions == 1
+    assert [name for name, _ in runners["gpu-0"].added] == ["request-1"]
+
+
+def two_on_one_gpu() -> tuple[Cluster, Status]:
+    """And what its runner would say if memory ran out."""
+    cluster, _ = cluster_of(1)
+    for _ in range(2):
+        cluster.submit([5] * 40, SamplingParams(max_tokens=8))
+    jobs = cluster.jobs.values()
+    working_set = frozenset((job.request.request_id, job.attempt) for job in jobs)
+    return cluster, Status(working_set, free_tokens=8, newest="request-1")
+
+
+def test_a_cancelled_steps_tokens_are_dropped():
+    cluster, starved = two_on_one_gpu()
+    job = cluster.jobs["request-1"]
+    late = Progress("request-1", job.attempt, (Growth(0, 0, SequenceOutput([7], "", None)),))
+    cluster.receive("gpu-0", [starved, late])
+    assert cluster.state.queue == [job] and job.known[0].tokens == []
+
+
+def test_one_is_evicted_until_the_runner_has_seen_it():
+    cluster, starved = two_on_one_gpu()
+    cluster.submit([5], SamplingParams(max_tokens=8))
+    starved = replace(starved, working_set=starved.working_set | {("request-2", 3)})
+    cluster.receive("gpu-0", [starved])
+    cluster.receive("gpu-0", [starved])
+    assert cluster.num_evictions == 1
+
+
+def test_what_a_runner_counts_is_not_promised_as_well():
+    cluster, told = two_on_one_gpu()
+    assert cluster.state.gpus["gpu-0"].room == 104 - 2 * 44
+    cluster.receive("gpu-0", [replace(told, free_tokens=16, newest=None)])
+    assert cluster.state.gpus["gpu-0"].room == 16
+
+
+def test_what_an_engine_refuses_ends_and_says_why():
+    cluster, _ = two_on_one_gpu()
+    attempt = cluster.jobs["request-0"].attempt
+    cluster.receive("gpu-0", [Progress("request-0", attempt, refused="an unknown adapter")])
+    assert cluster.outputs["request-0"].finish_reason == "error"
+    assert cluster.refused == {"request-0": "an unknown adapter"}
+
+
+def test_without_exact_recomputation_nothing_moves_and_what_a_dead_runner_began_fails():
+    cluster, runners = cluster_of(2)
+    cluster.state.limits = replace(cluster.state.limits, moves=False)
+    how = SamplingParams(max_tokens=8, seed=1)
+    for _ in range(6):
+        cluster.submit([5], how)
+    runners["gpu-1"].step()
+    cluster.receive("gpu-1", runners["gpu-1"].outbox.popleft())
+    cluster.submit([5], how)
+    assert cluster.state.gpus["gpu-0"].batch == 1
+    cluster.rebalance()
+    assert cluster.num_consolidations == 0
+    cluster.receive("gpu-1", [Lost("killed")])
+    reasons = [output.finish_reason for output in cluster.outputs.values()]
+    assert reasons == ["error"] * 6 and all(o.tokens for o in cluster.outputs.values())
+    assert list(cluster.jobs) == ["request-6"], "it had no output, and was not there"
+
+
+def test_with_the_last_runner_all_requests_end():
+    cluster, _ = cluster_of(1)
+    for width in (1, 1, 1, 1, 1, 1, 2):
+        cluster.submit([5], SamplingParams(max_tokens=8, beam_width=width))
+    cluster.receive("gpu-0", [Lost("killed")])
+    assert not cluster.has_unfinished()
+    assert {output.finish_reason for output in cluster.outputs.values()} == {"error"}
+    with pytest.raises(RuntimeError, match="all runners have died"):
+        cluster.submit([5])
+
+
+def test_an_id_that_comes_again_gets_nothing_of_its_first_request():
+    cluster, runners = cluster_of(1)
+    runner = runners["gpu-0"]
+    for seed in (1, 2):
+        cluster.submit([5], SamplingParams(max_tokens=3, seed=seed, temperature=1.0), "a")
+        request = cluster.jobs["a"].request
+        if seed == 1:
+            runner.step()
+            cluster.cancel("a")
+    while cluster.has_unfinished():
+        runner.step()
+        cluster.receive("gpu-0", runner.outbox.popleft())
+    assert [s.tokens for s in cluster.outputs["a"].sequences] == whole_output(request)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "the prompt is empty": {"prompt": []},
+    "outside the vocabulary": {"prompt": [61]},
+    "exceed the cache": {"prompt": [5] * 40, "sampling": SamplingParams(n=3, temperature=1.0)},
+    "must run side by side": {"prompt": [5], "sampling": SamplingParams(n=7, temperature=1.0)},
+    "adapter must be a text": {"prompt": [5], "adapter": 3},
+    "is in use": {"prompt": [5], "request_id": "taken"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_no_runner_can_serve_is_refused(message):
+    cluster, _ = cluster_of(1)
+    cluster.submit([5], SamplingParams(max_tokens=8), "taken")
+    with pytest.raises(ValueError, match=message):
+        cluster.submit(**REFUSED[message])
+    assert list(cluster.jobs) == ["taken"]
+    with pytest.raises(ValueError, match="unknown or has ended"):
+        cluster.cancel("nobody")

@@ -1,0 +1,94 @@
+"""Engines in Ray actors, one of which is killed in the middle. `make test-cluster` brings Ray."""
+
+import os
+from functools import partial
+
+import numpy as np
+import pytest
+
+from experiments.lib.engines import load_engine
+from experiments.lib.near_ties import differences
+from paged.cluster.cluster import Arrival
+from paged.cluster.live import LiveCluster
+from paged.cluster.ray_actors import RayRunner
+from paged.config import EngineConfig
+from paged.engine import Engine
+from paged.requests.sampling_params import SamplingParams
+
+try:
+    import ray
+except ImportError:
+    ray = None
+
+CONFIG = EngineConfig(
+    max_num_seqs=8, max_num_batched_tokens=64, max_prefills_per_step=2, max_model_len=128,
+    kv_cache_tokens=1024,
+)  # fmt: skip
+COUNT = 15
+
+
+def make_engine(cache: str) -> Engine:
+    engine = load_engine(CONFIG, compilation_cache=cache)
+    engine.warm_up(progress=False)
+    return engine
+
+
+def asked() -> list[Arrival]:
+    rng = np.random.default_rng(0)
+    return [
+        Arrival(
+            0.02 * i, rng.integers(5, 500, rng.integers(8, 40)).tolist(),
+            SamplingParams(max_tokens=48, ignore_eos=True),
+        )
+        for i in range(COUNT)
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(ray is not None, reason="Ray is installed")
+def test_without_ray_the_error_names_the_extra():
+    with pytest.raises(ImportError, match="extra 'cluster'"):
+        RayRunner(partial(make_engine, ""))
+
+
+@pytest.fixture
+def local_ray(monkeypatch):
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    # On a busy machine a worker's start takes longer than Ray would wait.
+    monkeypatch.setenv("RAY_worker_register_timeout_seconds", "600")
+    ray.init(
+        num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20,
+        logging_level="WARNING", log_to_driver=False,
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ray is None, reason="needs Ray: make test-cluster")
+def test_a_killed_runner_loses_nothing(local_ray):
+    """Every request ends with the tokens of an undisturbed engine; other batches may turn near ties
+    around."""
+    cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    requests = asked()
+    alone = make_engine(cache)
+    expected = alone.generate(
+        [request.prompt for request in requests], [request.sampling for request in requests]
+    )
+    runners = {f"gpu-{i}": RayRunner(partial(make_engine, cache)) for i in range(3)}
+    with LiveCluster(runners, alone.model, CONFIG, silence_s=120) as live:
+        killed: list[str] = []
+
+        def kill_one(now: float) -> None:
+            """The one with the most requests, once it has generated."""
+            cluster = live.cluster
+            if not killed and cluster.num_tokens > 100:
+                gpu = max(cluster.state.gpus.values(), key=lambda gpu: gpu.batch)
+                killed.append(gpu.uuid)
+                ray.kill(runners[gpu.uuid].actor)
+
+        outputs = live.serve(requests, kill_one, period_s=0.01)
+        assert list(live.deaths) == killed and killed
+        assert live.cluster.num_recoveries > 0
+    found = differences(alone, expected, outputs)
+    assert all(difference.near_tie for difference in found), found

@@ -1,0 +1,97 @@
+"""One engine behind an inbox: what it tells, and what it does with what it is told."""
+
+from dataclasses import replace
+
+from paged.cluster.messages import ClusterRequest, Progress, Status
+from paged.cluster.runner import EngineRunner
+from paged.config import EngineConfig
+from paged.engine import Engine
+from paged.requests.sampling_params import SamplingParams
+from tests.paged.hashing_executor import HashingExecutor, generate
+from tests.paged.tiny import TINY
+
+CONFIG = EngineConfig(
+    max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, page_size=4, kv_cache_tokens=80,
+    watermark=0.0,
+)  # fmt: skip
+HOW = SamplingParams(max_tokens=8, ignore_eos=True, seed=1)
+
+
+def runner_of(**changes) -> EngineRunner:
+    config = replace(CONFIG, **changes)
+    return EngineRunner(Engine(TINY, config, HashingExecutor(config)))
+
+
+def request(name: str, order: int = 0, prompt: int = 5, how: SamplingParams = HOW):
+    return ClusterRequest(name, order, 0.0, (7,) * prompt, how)
+
+
+def step(runner: EngineRunner) -> tuple[list[Progress], Status]:
+    *progress, status = runner.step()
+    assert isinstance(status, Status)
+    return [event for event in progress if isinstance(event, Progress)], status
+
+
+def test_growth_is_the_output_piece_by_piece():
+    runner = runner_of()
+    runner.add(request("a"), 3)
+    got: list[int] = []
+    output = None
+    while runner.has_work:
+        for event in step(runner)[0]:
+            assert (event.request_id, event.attempt) == ("a", 3)
+            for growth in event.growth:
+                assert growth.start == len(got)
+                got += growth.output.tokens
+            output = event.output or output
+    assert output is not None and output.finish_reason == "length"
+    assert got == output.tokens == generate([7] * 5, 1, 13, 0.0, True)
+
+
+def test_memory_of_what_waits_is_not_free():
+    """Two requests of 44 and 40 tokens do not fit 80 together."""
+    runner = runner_of()
+    runner.add(request("a", 0, 43), 1)
+    runner.add(request("b", 1, 39), 2)
+    _, status = step(runner)
+    assert status.working_set == {("a", 1), ("b", 2)}
+    assert status.free_tokens == 80 - 44 - 40
+    assert status.newest is None, "one that never ran does not tell that memory has run out"
+
+
+def test_memory_that_runs_out_names_the_newest():
+    """By the cluster's order, whichever came to this runner last."""
+    runner = runner_of()
+    runner.add(request("newest", 9, 35), 1)
+    runner.add(request("older", 3, 31), 2)
+    named = set()
+    while runner.has_work:
+        named.add(step(runner)[1].newest)
+    assert named == {None, "newest"}
+
+
+def test_a_cancelled_attempt_says_nothing_more():
+    runner = runner_of()
+    runner.add(request("a"), 1)
+    step(runner)
+    runner.cancel("a", 1)
+    progress, status = step(runner)
+    assert not progress and not status.working_set and status.free_tokens == 80
+    runner.cancel("a", 1)
+    runner.cancel("nobody", 1)
+    step(runner)
+
+
+def test_a_cancellation_is_of_its_attempt_alone():
+    runner = runner_of()
+    runner.add(request("a"), 2)
+    runner.cancel("a", 1)
+    assert step(runner)[1].working_set == {("a", 2)}
+
+
+def test_a_refusal_is_told():
+    runner = runner_of()
+    runner.add(request("a", prompt=64), 1)
+    progress, status = step(runner)
+    assert len(progress) == 1 and "max_model_len" in str(progress[0].refused)
+    assert not status.working_set

@@ -1,0 +1,146 @@
+"""Engines under the cluster in simulated time: the tokens of each request alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paged.cluster.cluster import Arrival
+from paged.cluster.simulated import SimulatedCluster
+from paged.config import EngineConfig
+from paged.engine import Engine
+from paged.requests.sampling_params import SamplingParams
+from paged.simulator.executor import LinearCost, SimulatedExecutor
+from tests.paged.hashing_executor import HashingExecutor, beam_search, generate, logprob_of
+from tests.paged.tiny import TINY
+
+CONFIG = EngineConfig(
+    max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64, page_size=4, kv_cache_tokens=208,
+    watermark=0.05,
+)  # fmt: skip
+
+
+class TimedHashing(HashingExecutor):
+    """Each step takes a tenth of a second."""
+
+    def execute(self, inputs):
+        pending = super().execute(inputs)
+        ends_s = self.clock.now() + 0.1
+        take = pending.wait
+
+        def wait():
+            self.clock.wait_until(ends_s)
+            return take()
+
+        pending.wait = wait  # type: ignore[method-assign]
+        return pending
+
+
+def hashing_cluster(count: int, config: EngineConfig = CONFIG, **options) -> SimulatedCluster:
+    engines = {f"gpu-{i}": Engine(TINY, config, TimedHashing(config)) for i in range(count)}
+    return SimulatedCluster(engines, TINY, config, **options)
+
+
+def arrivals(count: int, rate: float, seed: int) -> list[Arrival]:
+    rng = np.random.default_rng(seed)
+    times = np.cumsum(rng.exponential(1 / rate, count))
+    kinds = [
+        SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, n=2, logprobs=1),
+        SamplingParams(temperature=1.0, n=1, best_of=3), SamplingParams(beam_width=2, n=2),
+    ]  # fmt: skip
+    return [
+        Arrival(
+            float(time), rng.integers(3, 61, rng.integers(1, 25)).tolist(),
+            replace(kinds[rng.choice(4, p=[0.7, 0.1, 0.1, 0.1])],
+                    max_tokens=int(rng.integers(1, 35)), seed=int(rng.integers(1000))),
+        )
+        for time in times
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"multi_step": 3, "prefix_caching": True}, {"preemption_mode": "recompute"},
+])  # fmt: skip
+def test_tokens_are_those_of_each_request_alone(changes):
+    """Through evictions, consolidations and restarts of beam searches."""
+    config = replace(CONFIG, **changes)
+    causes = np.zeros(2, int)
+    for seed in range(4):
+        asked = arrivals(60, 4.0, seed)
+        cluster = hashing_cluster(3, config, rebalance_s=0.5)
+        outputs = cluster.serve(asked)
+        for arrival, output in zip(asked, outputs, strict=True):
+            how, prompt = arrival.sampling, arrival.prompt
+            limit = min(len(prompt) + how.max_tokens, config.max_model_len)
+            if how.is_beam_search:
+                assert [s.tokens for s in output.sequences] == beam_search(prompt, how, limit)
+                continue
+            assert how.seed is not None
+            alone = generate(prompt, how.seed, limit, 0.0, False)
+            if not how.ranks:
+                assert output.tokens == alone
+            if how.logprobs is not None:
+                expected = [
+                    logprob_of([*prompt, *alone[:i]], token) for i, token in enumerate(alone)
+                ]
+                assert [each.logprob for each in output.logprobs or []] == expected
+        for runner in cluster._runners.values():
+            runner.engine.host_policy.check()
+            assert not runner.engine.has_unfinished()
+        causes += [cluster.cluster.num_evictions, cluster.cluster.num_consolidations]
+    assert (causes > 0).all(), "nothing moved, so nothing was tested"
+
+
+def test_the_same_arrivals_give_the_same_run():
+    asked, runs = arrivals(30, 4.0, 1), []
+    for _ in range(2):
+        cluster = hashing_cluster(3, rebalance_s=0.5)
+        seen: list[tuple[float, list[int]]] = []
+
+        def observe(now, cluster=cluster, seen=seen):
+            seen.append((now, [gpu.batch for gpu in cluster.cluster.state.gpus.values()]))
+
+        runs.append(([o.tokens for o in cluster.serve(asked, observe, 0.25)], seen))
+    assert runs[0] == runs[1]
+
+
+def steady(rate: float, seconds: float) -> list[Arrival]:
+    rng = np.random.default_rng(0)
+    times = np.cumsum(rng.exponential(1 / rate, int(rate * seconds)))
+    how = SamplingParams(max_tokens=20, ignore_eos=True, seed=0)
+    return [Arrival(float(time), [5, 6, 7], how) for time in times]
+
+
+def simulated(count: int) -> SimulatedCluster:
+    config = replace(CONFIG, kv_cache_tokens=2000)
+    engines = {
+        f"gpu-{i}": Engine(TINY, config, SimulatedExecutor(LinearCost(0.1), vocab_size=61))
+        for i in range(count)
+    }
+    return SimulatedCluster(engines, TINY, config, rebalance_s=1.0)
+
+
+def test_an_idle_gpu_stays_idle_under_steady_light_load():
+    """Two sequences run on average, of eight that a GPU takes."""
+    cluster = simulated(4)
+    used: set[str] = set()
+
+    def observe(now: float) -> None:
+        used.update(uuid for uuid, gpu in cluster.cluster.state.gpus.items() if gpu.working_set)
+
+    cluster.serve(steady(1.0, 200), observe, 0.2)
+    assert used == {"gpu-3"}
+    assert cluster.cluster.hints().release == ["gpu-0", "gpu-1", "gpu-2"]
+
+
+def test_after_a_peak_the_load_is_on_few_gpus():
+    """Long requests that the peak has left on one GPU move to another, without new arrivals."""
+    cluster = simulated(2)
+    short = SamplingParams(max_tokens=5, ignore_eos=True, seed=0)
+    long = replace(short, max_tokens=50)
+    asked = [Arrival(0.0, [5], long if i in (0, 8) else short) for i in range(16)]
+    batches: list[list[int]] = []
+    cluster.serve(
+        asked, lambda now: batches.append([g.batch for g in cluster.cluster.state.gpus.values()])
+    )
+    assert batches[2] == [0, 2] and cluster.cluster.num_consolidations == 1

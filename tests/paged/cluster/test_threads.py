@@ -1,0 +1,130 @@
+"""Engines on devices of their own, in threads of one process.
+
+A process counts its devices once: a second one, this file as a program, has three.
+"""
+
+import json
+import threading
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from paged.cluster.cluster import Arrival
+from paged.cluster.live import LiveCluster
+from paged.cluster.threads import ThreadRunner
+from paged.config import EngineConfig
+from paged.engine import Engine
+from paged.requests.sampling_params import SamplingParams
+from paged.simulator.executor import SimulatedExecutor
+from tests.paged.devices import printed_with_devices
+from tests.paged.tiny import TINY, padded, random_params
+
+CONFIG = EngineConfig(
+    max_num_seqs=4, max_num_batched_tokens=16, max_prefills_per_step=2, max_model_len=96,
+    page_size=4, kv_cache_tokens=144, watermark=0.03,
+)  # fmt: skip
+
+
+def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
+    rng = np.random.default_rng(3)
+    plain = SamplingParams(max_tokens=40, ignore_eos=True)
+    kinds = [
+        plain, replace(plain, temperature=0.8), replace(plain, frequency_penalty=0.7),
+        replace(plain, n=2, temperature=1.0),
+    ]  # fmt: skip
+    return [
+        (rng.integers(3, 61, rng.integers(1, 20)).tolist(), replace(kinds[i % 4], seed=i))
+        for i in range(count)
+    ]
+
+
+@pytest.mark.slow  # four engines compile
+def test_tokens_are_those_of_an_undisturbed_engine():
+    """Through evictions and the death of a runner."""
+    printed = printed_with_devices("tests.paged.cluster.test_threads", 3)
+    assert printed["devices"] == {f"gpu-{i}": [i] for i in range(3)}
+    assert printed["served"] == printed["undisturbed"]
+    assert printed["evictions"] and printed["recoveries"]
+    assert printed["deaths"] == {"gpu-2": "RuntimeError: the device is gone"}
+
+
+def test_a_runner_that_says_nothing_is_dead():
+    """Its requests go to the others."""
+    release = threading.Event()
+
+    class Stuck(SimulatedExecutor):
+        def execute(self, inputs):
+            release.wait()
+            return super().execute(inputs)
+
+    def make_engine(executor: type[SimulatedExecutor]) -> Engine:
+        return Engine(TINY, CONFIG, executor(vocab_size=61))
+
+    runners = {
+        "a": ThreadRunner(partial(make_engine, SimulatedExecutor)),
+        "b": ThreadRunner(partial(make_engine, Stuck)),
+    }
+    with LiveCluster(runners, TINY, CONFIG, heartbeat_s=0.05, silence_s=0.5) as live:
+        try:
+            outputs = live.serve([Arrival(0.0, [5, 6], SamplingParams(max_tokens=3, seed=0))] * 4)
+        finally:
+            release.set()
+        assert list(live.deaths) == ["b"] and "silent" in live.deaths["b"]
+    assert [len(output.tokens) for output in outputs] == [3] * 4
+
+
+def test_no_runner_that_starts():
+    def make_engine() -> Engine:
+        raise OSError("no such checkpoint")
+
+    live = LiveCluster({"gpu-0": ThreadRunner(make_engine)}, TINY, CONFIG)
+    with pytest.raises(RuntimeError, match="gpu-0: OSError: no such checkpoint"), live:
+        pass
+
+
+def main() -> None:
+    engines: dict[str, Engine] = {}
+    prompts, hows = zip(*requests(24))
+
+    def make_engine(uuid: str, device: jax.Device) -> Engine:
+        params = jax.device_put(random_params(), device)
+        engine = engines[uuid] = padded(Engine.from_model(params, TINY, CONFIG))
+        engine.generate([[5] * 20])  # what serves compiles nothing
+        execute, left = engine.executor.execute, [60]
+
+        def mortal(inputs):
+            left[0] -= 1
+            if uuid == "gpu-2" and left[0] == 0:
+                raise RuntimeError("the device is gone")
+            return execute(inputs)
+
+        engine.executor.execute = mortal  # type: ignore[method-assign]
+        return engine
+
+    runners = {
+        f"gpu-{i}": ThreadRunner(partial(make_engine, f"gpu-{i}", device), device)
+        for i, device in enumerate(jax.devices())
+    }
+    with LiveCluster(runners, TINY, CONFIG, rebalance_s=0.02, silence_s=600) as live:
+        outputs = live.serve([Arrival(0.01 * i, *asked) for i, asked in enumerate(requests(24))])
+    undisturbed = engines["gpu-0"].generate(prompts, hows)
+    pools = {uuid: jax.tree.leaves(each.executor._cache) for uuid, each in engines.items()}  # type: ignore[attr-defined]
+    cluster = live.cluster
+    print(json.dumps({
+        "devices": {
+            uuid: sorted({device.id for leaf in leaves for device in leaf.devices()})
+            for uuid, leaves in pools.items()
+        },
+        "served": [[s.tokens for s in output.sequences] for output in outputs],
+        "undisturbed": [[s.tokens for s in output.sequences] for output in undisturbed],
+        "evictions": cluster.num_evictions,
+        "recoveries": cluster.num_recoveries,
+        "deaths": live.deaths,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
