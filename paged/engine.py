@@ -32,8 +32,7 @@ class Engine:
     """Serves one model through one executor, one call at a time (`exclusive`).
 
     Its parts: `loop` schedules and runs steps, `requests` has ids, mailboxes and outputs,
-    `event_log` writes `events`, `adapters` are those that requests may name, and `metrics` holds
-    what happened.
+    `adapters` are those that requests may name, `event_log` writes, `metrics` tells what happened.
     """
 
     def __init__(
@@ -136,18 +135,15 @@ class Engine:
         stream: have `step` return its output whenever it grows, not only at its end. cache_salt:
         cached prefixes are shared only among requests of the same salt and adapter. adapter: by its
         name, None for the model as it is; if it cannot be loaded the request ends with 'error'.
-        Generation ends at max_tokens or max_model_len, whichever comes first. Interrupted, it has
-        queued nothing. known_output: what another engine has generated of each sequence, as its
-        stream of the request gave it (`RequestOutput.sequences`): the request goes on from there,
-        with the tokens that it would have had there (Punica §5.3).
+        known_output: of each sequence, as another engine's stream gave it: the request goes on from
+        there (Punica §5.3). Generation ends at max_tokens or max_model_len, whichever comes first.
+        Interrupted, it has queued nothing.
 
         Raises ValueError, and queues nothing, if the prompt is empty, holds a token outside the
         vocabulary, is longer than the model or the cache allows, if the id is that of a request
         that is unfinished or has outputs that nobody has fetched, if the arrival lies in the
-        future, if the adapter is unknown, or if the request cannot go on from known output: of a
-        beam search, of sequences that have all ended, without the seed that it was sampled with, or
-        under a policy that does not recompute exactly, unless preemption_mode names recomputation.
-        This and all other calls raise RuntimeError while another thread's call runs.
+        future, if the adapter is unknown, or for known output that `known_output.check_known`
+        refuses. This and all other calls raise RuntimeError while another thread's call runs.
         """
         sampling = SamplingParams() if sampling is None else sampling
         tokens = self._arrivals.validated(prompt, sampling)
@@ -307,8 +303,7 @@ class Engine:
         §4.4, shared prefix); whoever goes on from its last one copies it. Returns its length.
 
         Raises ValueError without prefix caching, for a bad prompt or one whose logits are not
-        finite, and while requests are unfinished: these were accepted for the memory that is there
-        now.
+        finite, and while requests are unfinished: these were accepted for the memory that is there.
         """
         self._pinning.check()
         tokens, mailbox = self._arrivals.validated(prompt, SAMPLING), deque[RequestOutput]()
@@ -323,10 +318,8 @@ class Engine:
         kept = self._pinning.run(group, tokens)
         self._half_done = False
         if not kept:
-            raise ValueError(
-                "the prefix cannot be pinned: its logits are not finite, or its adapter cannot be "
-                "loaded"
-            )
+            reason = "its logits are not finite, or its adapter cannot be loaded"
+            raise ValueError(f"the prefix cannot be pinned: {reason}")
         return length
 
     # After an interruption

@@ -46,6 +46,11 @@ class AdapterStore:
         self._free_pages = list(range(num_pages - 1, -1, -1))
 
     @property
+    def ready(self) -> list[str]:
+        """The names of the adapters that are there."""
+        return [adapter.name for adapter, resident in self.residents.items() if resident.ready]
+
+    @property
     def loading(self) -> bool:
         return any(not resident.ready for resident in self.residents.values())
 

@@ -2,9 +2,9 @@
 
 import contextlib
 import queue
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from paged.cluster.messages import ClusterRequest, Event, Growth, Progress, Status
 from paged.engine import Engine
@@ -40,15 +40,10 @@ class _Attempt:
 
 class EngineRunner:
     """Runs an engine; other threads may call `add`, `cancel` and `close`, which the engine sees
-    between two steps.
+    between two steps. The adapters that requests name are the engine's (`Engine.add_adapter`)."""
 
-    adapters: gives the names of those on the engine's device, where it takes any; otherwise the
-    names of requests' adapters go no further.
-    """
-
-    def __init__(self, engine: Engine, adapters: Callable[[], Iterable[str]] | None = None):
+    def __init__(self, engine: Engine):
         self.engine = engine
-        self._adapters = adapters
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events: list[Event] = []  # that nobody has been told yet
         self._attempts: dict[str, _Attempt] = {}
@@ -99,11 +94,11 @@ class EngineRunner:
             call()
 
     def _add(self, request: ClusterRequest, attempt: int) -> None:
-        more: dict[str, Any] = {} if self._adapters is None else {"adapter": request.adapter}
         try:
             self.engine.add_request(
                 request.prompt, request.sampling, request.request_id,
-                cache_salt=request.cache_salt, known_output=request.known or None, **more,
+                cache_salt=request.cache_salt, adapter=request.adapter,
+                known_output=request.known or None,
             )  # fmt: skip
         except ValueError as error:
             refusal = Progress(request.request_id, attempt, refused=str(error))
@@ -159,12 +154,12 @@ class EngineRunner:
             width = 1 if group.search is None else group.sampling.beam_width
             pages = sum(len(s.tokens) // page_size + 1 for s in group.unfinished)
             free -= width * pages * page_size
-        newest = None
+        newest, store = None, engine.loop.adapter_store
         if any(group.num_preemptions for group in waiting) and len(attempts) > 1:
             newest = max(attempts, key=lambda attempt: attempt.request.order).request.request_id
         return Status(
             working_set=frozenset((each.request.request_id, each.number) for each in attempts),
             free_tokens=free,
             newest=newest,
-            resident_adapters=frozenset(self._adapters() if self._adapters else ()),
+            resident_adapters=frozenset(store.ready if store else ()),
         )

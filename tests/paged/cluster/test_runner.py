@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+from paged.adapters.adapter import Adapter
 from paged.cluster.messages import ClusterRequest, Progress, Status
 from paged.cluster.runner import EngineRunner
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
-from tests.paged.hashing_executor import HashingExecutor, generate
+from tests.paged.hashing_executor import HashingExecutor, TwinLoads, generate
 from tests.paged.tiny import TINY
 
 CONFIG = EngineConfig(
@@ -95,3 +96,24 @@ def test_a_refusal_is_told():
     progress, status = step(runner)
     assert len(progress) == 1 and "max_model_len" in str(progress[0].refused)
     assert not status.working_set
+
+
+def test_a_request_brings_its_adapters_name_and_the_status_tells_which_are_there():
+    config = replace(CONFIG, adapter_slots=1, max_adapter_rank=16)
+    executor = HashingExecutor(config)
+    executor.adapters = TwinLoads(executor)
+    engine = Engine(TINY, config, executor)
+    engine.add_known_adapter(Adapter("poems", "", "content", rank=8))
+    runner = EngineRunner(engine)
+    runner.add(replace(request("a"), adapter="poems"), 1)
+    runner.add(replace(request("b"), adapter="prose"), 1)
+    progress, status = step(runner)
+    (refused,) = [event for event in progress if event.refused]
+    assert refused.request_id == "b" and "adapter 'prose' is not known" in refused.refused
+    outputs = []
+    while runner.has_work:
+        progress, status = step(runner)
+        outputs += [event.output for event in progress if event.output]
+    (output,) = outputs
+    assert output.finish_reason == "length" and output.tokens != generate([7] * 5, 1, 13, 0.0, True)
+    assert status.resident_adapters == {"poems"}
