@@ -122,6 +122,10 @@ def paged_attention(
             f"{S} queries need tables [{S}, K, M] and lengths [{S}, {K}], "
             f"not {tables_SxKxM.shape} and {lengths_SxK.shape}"
         )
+    q_SxHxD, k_pages_NxPxD, v_pages_NxPxD = (
+        jnp.asarray(x) for x in (q_SxHxD, k_pages_NxPxD, v_pages_NxPxD)
+    )
+    tables_SxKxM, lengths_SxK = _integers(tables_SxKxM, lengths_SxK)
     refuse = DECODE_REFUSALS.get(implementation or "mosaic_gpu")
     refusal = refuse and refuse(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
     run = backend.choose("paged_attention", DECODE, implementation, refusal)
@@ -172,6 +176,10 @@ def paged_prefill_attention(
             f"tables of {S} sequences need query_starts [{S + 1}] and lengths [{S}], "
             f"not {query_starts.shape} and {lengths_S.shape}"
         )
+    q_TxHxD, k_pages_NxPxD, v_pages_NxPxD = (
+        jnp.asarray(x) for x in (q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
+    )
+    tables_SxKxM, query_starts, lengths_S = _integers(tables_SxKxM, query_starts, lengths_S)
     refusal = prefill_sm90.refusal(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
     run = backend.choose("paged_prefill_attention", PREFILL, implementation, refusal)
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
@@ -180,6 +188,11 @@ def paged_prefill_attention(
         page_offset=_offset(page_offset, K), scale=scale, sliding_window=sliding_window,
         soft_cap=soft_cap, schedule=schedule,
     )  # fmt: skip
+
+
+def _integers(*arrays) -> tuple:
+    """JAX arrays of int32, of NumPy arrays and of other integers too."""
+    return tuple(jnp.asarray(x, jnp.int32) for x in arrays)
 
 
 def _offset(page_offset, K: int) -> jax.Array:

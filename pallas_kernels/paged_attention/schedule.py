@@ -52,7 +52,7 @@ def decode_schedule(
     blocks: thread blocks; None means as many as this GPU runs at the same time.
     """
     blocks = blocks or multiprocessors() * BLOCKS_PER_MULTIPROCESSOR
-    lengths = lengths_SxK.reshape(-1).astype(jnp.int32)
+    lengths = jnp.asarray(lengths_SxK, jnp.int32).reshape(-1)
     first_tile = first_token(lengths, sliding_window) // tile
     tiles = (lengths + tile - 1) // tile - first_tile
     # A row without tokens is an item too, which writes zeros.
@@ -135,6 +135,7 @@ def prefill_schedule(
 
     Padding rows count as one more sequence, which sees nothing.
     """
+    query_starts, lengths = (jnp.asarray(x, jnp.int32) for x in (query_starts, lengths))
     S = lengths.shape[0]
     begin = query_starts
     end = jnp.append(query_starts[1:], T)
@@ -191,7 +192,7 @@ def split_items(
     order = jnp.lexsort((begin_entry - end_entry, head[row], left_over))
     items = jnp.stack(columns, axis=1)[order].astype(jnp.int32)
 
-    (split,) = jnp.nonzero(parts > 1, size=max(1, blocks // 2), fill_value=-1)
+    (split,) = jnp.nonzero(parts > 1, size=(blocks + 1) // 2, fill_value=-1)
     an_item = jnp.argsort(order)[(parts_end - parts)[split]]
     merges = jnp.stack([an_item, place_start[split], place_end[split]], axis=1)
     merges = jnp.where(split[:, None] < 0, -1, merges).astype(jnp.int32)

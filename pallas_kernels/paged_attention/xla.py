@@ -141,14 +141,17 @@ def decode(
     kept = keep(kept, jnp.arange(S), columns, seen, scores)
     state = *_attended(scores, seen, v), kept
 
-    first_column = begin.min(1)
-    counts = jnp.maximum(end.max(1) - first_column + pages - 1, 0) // pages
+    # A head without a whole page, which may lie far from those of others, adds nothing to the list.
+    some_whole = end > begin
+    first_column = jnp.where(some_whole, begin, tables.shape[-1]).min(1)
+    end_column = jnp.where(some_whole, end, 0).max(1)
+    counts = jnp.maximum(end_column - first_column + pages - 1, 0) // pages
     ends = jnp.cumsum(counts)
     # Where a chunk has no whole page, it gathers this one, which holds no NaN of a former owner.
     fullest = jnp.argmax(end - begin)
     whole_page = tables.reshape(S * K, -1)[fullest, begin.reshape(-1)[fullest]]
     whole_page += page_offset if page_offset.ndim == 0 else page_offset[fullest % K]
-    whole_page = jnp.where((end > begin).any(), whole_page, 0)
+    whole_page = jnp.where(some_whole.any(), whole_page, 0)
 
     def body(i, state):
         acc, top, total, kept = state

@@ -353,6 +353,35 @@ def test_what_a_former_owner_left_in_a_page_reaches_no_prefill(implementation, d
         _assert_same_over_garbage(prefill, rng, dtype, before=window and 20 - 12 + 1 - window)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_numpy_arrays_serve_eagerly_and_as_constants_of_a_program(implementation):
+    rng = np.random.default_rng(4)
+    k_pages, v_pages = _pools(rng, 9, 16, "float32")
+    q = _queries(rng, 2, 1, "float32")
+    tables, lengths = np.full((2, K, 3), 5, np.int32), np.array([33, 40])
+    per_head, starts = np.tile(lengths[:, None], (1, K)), np.array([0, 1, 2])
+    for op, where in [(paged_attention, (per_head,)), (paged_prefill_attention, (starts, lengths))]:
+
+        def attend(q, op=op, where=where):
+            return op(q, k_pages, v_pages, tables, *where, implementation=implementation)
+
+        np.testing.assert_allclose(attend(q), jax.jit(attend)(q), atol=1e-5)
+
+
+def test_a_window_of_heads_without_a_whole_page_reads_no_other_page():
+    """Nor does the loop over whole pages: page 0, which is no one's, holds NaN."""
+    rng = np.random.default_rng(6)
+    k_pages, v_pages = (x.copy() for x in _pools(rng, 6, 16, "float32"))
+    k_pages[0] = v_pages[0] = np.nan
+    tables, lengths = np.full((1, K, 3), 3, np.int32), np.array([[5, 40]], np.int32)
+    arguments = _queries(rng, 1, 1, "float32"), k_pages, v_pages, tables, lengths
+    found, expected = (
+        run(paged_attention, *arguments, sliding_window=10, implementation=implementation)
+        for implementation in ("xla", "reference")
+    )
+    _assert_near(found, expected, "float32")
+
+
 TWO_PAGES = np.zeros((1, K, 2), np.int32) + np.array([1, 2], np.int32)
 
 

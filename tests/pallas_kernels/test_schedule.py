@@ -127,3 +127,15 @@ def test_a_short_chunk_over_a_long_history_is_spread_over_the_gpu():
     items = np.asarray(plan.items)
     work = (items[:, 8] - items[:, 7])[items[:, 4] > items[:, 3]]
     assert 120 <= len(work) <= 132 and work.max() <= 1.05 * work.mean()
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 11])
+def test_an_odd_number_of_thread_blocks_has_places_for_all_partial_results(blocks):
+    """One tile of rows for all of them, as 12 query heads on 132 multiprocessors may have."""
+    work = jnp.array([schedule.MIN_TILES * blocks])
+    zero = jnp.zeros(1, jnp.int32)
+    fields = [zero, zero, zero, zero + 16, work * 128 - 16, work * 128]
+    plan = schedule.split_items(fields, zero, zero, work, blocks)
+    assert int(plan.items[:, 9].max()) < 2 * len(plan.merges)
+    parts = int((plan.items[:, 4] > plan.items[:, 3]).sum())
+    assert parts == blocks
