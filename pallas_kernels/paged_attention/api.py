@@ -44,6 +44,8 @@ def plan_decode(
 
     Returns None where the implementation works without one.
     """
+    if lengths_SxK.ndim != 2:
+        raise ValueError(f"lengths must be [S, K], not {lengths_SxK.shape}")
     if not backend.runs_kernels(implementation):
         return None
     tile = split_kv.tile_tokens(head_dim, dtype)
@@ -125,7 +127,10 @@ def paged_attention(
     q_SxHxD, k_pages_NxPxD, v_pages_NxPxD = (
         jnp.asarray(x) for x in (q_SxHxD, k_pages_NxPxD, v_pages_NxPxD)
     )
-    tables_SxKxM, lengths_SxK = _integers(tables_SxKxM, lengths_SxK)
+    tables_SxKxM, lengths_SxK = _integers(tables=tables_SxKxM, lengths=lengths_SxK)
+    _check_schedule(schedule, DecodeSchedule, backend.runs_kernels(implementation))
+    if schedule is not None and len(schedule.items) - len(schedule.merges) != S * K:
+        raise ValueError(f"the schedule is not one of {S} sequences and {K} KV heads")
     refuse = DECODE_REFUSALS.get(implementation or "mosaic_gpu")
     refusal = refuse and refuse(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
     run = backend.choose("paged_attention", DECODE, implementation, refusal)
@@ -179,7 +184,10 @@ def paged_prefill_attention(
     q_TxHxD, k_pages_NxPxD, v_pages_NxPxD = (
         jnp.asarray(x) for x in (q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
     )
-    tables_SxKxM, query_starts, lengths_S = _integers(tables_SxKxM, query_starts, lengths_S)
+    tables_SxKxM, query_starts, lengths_S = _integers(
+        tables=tables_SxKxM, query_starts=query_starts, lengths=lengths_S
+    )
+    _check_schedule(schedule, PrefillSchedule, backend.runs_kernels(implementation))
     refusal = prefill_sm90.refusal(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
     run = backend.choose("paged_prefill_attention", PREFILL, implementation, refusal)
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
@@ -190,9 +198,19 @@ def paged_prefill_attention(
     )  # fmt: skip
 
 
-def _integers(*arrays) -> tuple:
+def _integers(**arrays) -> tuple:
     """JAX arrays of int32, of NumPy arrays and of other integers too."""
-    return tuple(jnp.asarray(x, jnp.int32) for x in arrays)
+    for name, x in arrays.items():
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} must be integers, not {x.dtype}")
+    return tuple(jnp.asarray(x, jnp.int32) for x in arrays.values())
+
+
+def _check_schedule(schedule, kind: type, runs_kernel: bool) -> None:
+    if schedule is not None and not isinstance(schedule, kind):
+        raise ValueError(f"schedule must be a {kind.__name__} or None, not {type(schedule)}")
+    if getattr(schedule, "key_tiles", None) is not None and not runs_kernel:
+        raise ValueError("a schedule over a list of key tiles needs a kernel")
 
 
 def _offset(page_offset, K: int) -> jax.Array:
@@ -220,8 +238,8 @@ def _check_pools(q, k_pages, v_pages, tables) -> int:
 
 
 def _check_options(scale, sliding_window, soft_cap) -> None:
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window must be at least 1, not {sliding_window}")
+    if sliding_window is not None and not 1 <= sliding_window < 2**31:
+        raise ValueError(f"sliding_window must be from 1 to 2^31 - 1, not {sliding_window}")
     for name, value in (("scale", scale), ("soft_cap", soft_cap)):
         if value is not None and value <= 0:
             raise ValueError(f"{name} must be positive, not {value}")

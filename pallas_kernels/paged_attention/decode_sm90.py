@@ -96,6 +96,10 @@ def decode(
             n = lax.fori_loop(first_item, end_item, fetch_item, jnp.int32(0))
             # No barrier may end with arrivals unseen.
             lax.fori_loop(jnp.maximum(n - stages, 0), n, drain, None)
+            lax.fori_loop(
+                jnp.maximum(end_item - QUERY_SLOTS, first_item), end_item,
+                lambda item, _: plgpu.barrier_wait(q_read.at[query_slot(item)]), None,
+            )  # fmt: skip
 
         @pl.when(warpgroup == 0)
         def compute():

@@ -147,32 +147,36 @@ def decode(
     end_column = jnp.where(some_whole, end, 0).max(1)
     counts = jnp.maximum(end_column - first_column + pages - 1, 0) // pages
     ends = jnp.cumsum(counts)
-    # Where a chunk has no whole page, it gathers this one, which holds no NaN of a former owner.
-    fullest = jnp.argmax(end - begin)
-    whole_page = tables.reshape(S * K, -1)[fullest, begin.reshape(-1)[fullest]]
-    whole_page += page_offset if page_offset.ndim == 0 else page_offset[fullest % K]
-    whole_page = jnp.where(some_whole.any(), whole_page, 0)
+    # Where a head of a chunk has no whole page, it gathers one of its sequence: another's may hold
+    # NaN, which no weight removes.
+    fullest = jnp.argmax(end - begin, axis=1)
+    own = jnp.arange(S), fullest, begin[jnp.arange(S), fullest]
+    whole_page = tables.at[own].get(mode="clip")
+    whole_page += page_offset if page_offset.ndim == 0 else page_offset[fullest]
+    whole_page = jnp.where(some_whole.any(1), whole_page, 0)
 
     def body(i, state):
         acc, top, total, kept = state
         w = i * W + jnp.arange(W)
-        # Chunks beyond the list count as chunks of the last sequence, beyond its length.
-        s = jnp.minimum(jnp.searchsorted(ends, w, side="right", method="compare_all"), S - 1)
+        # Chunks beyond the list add to no sequence.
+        sequence = jnp.searchsorted(ends, w, side="right", method="compare_all")
+        s = jnp.minimum(sequence, S - 1)
         start = first_column[s] + (w - (ends - counts)[s]) * pages
         columns = (start[:, None] + jnp.arange(pages))[:, None]
         whole = (columns >= begin[s][..., None]) & (columns < end[s][..., None])
         seen = jnp.repeat(whole, P, axis=-1)[:, :, None]
-        ids = jnp.where(whole, listed(s, columns), whole_page)
+        ids = jnp.where(whole, listed(s, columns), whole_page[s][:, None, None])
 
         k, v = _read(k_pages, v_pages, ids)
         scores = _scores(q_SxKxGxD[s], k, scale, soft_cap)
         kept = keep(kept, s, columns, seen, scores)
         scores = jnp.where(seen, scores, NEG_INF)
-        new_top = top.at[s].max(scores.max(-1))
+        new_top = top.at[sequence].max(scores.max(-1), mode="drop")
         probs = jnp.where(seen, jnp.exp(scores - new_top[s][..., None]), 0.0)
         decay = jnp.exp(top - new_top)
-        acc = (acc * decay[..., None]).at[s].add(_weighted_sum(probs, v))
-        return acc, new_top, (total * decay).at[s].add(probs.sum(-1)), kept
+        acc = (acc * decay[..., None]).at[sequence].add(_weighted_sum(probs, v), mode="drop")
+        total = (total * decay).at[sequence].add(probs.sum(-1), mode="drop")
+        return acc, new_top, total, kept
 
     *state, kept = jax.lax.fori_loop(0, (ends[-1] + W - 1) // W, body, state)
     out, lse = _result(*state)

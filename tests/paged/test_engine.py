@@ -34,9 +34,9 @@ GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"page_size": 1},
+        pytest.param({"page_size": 1}, marks=pytest.mark.slow),
         {"page_size": 16, "max_num_seqs": 1, "kv_cache_tokens": 128},
-        {"page_size": 64, "max_num_batched_tokens": 16},
+        pytest.param({"page_size": 64, "max_num_batched_tokens": 16}, marks=pytest.mark.slow),
         {"chunked_prefill": False, "max_num_batched_tokens": 128, "run_ahead": False},
         {"page_size": 4, "multi_step": 4},
     ],

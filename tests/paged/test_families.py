@@ -35,7 +35,13 @@ def make(config):
     return made | {name: made[name] * 20 for name in ("embed", "positions") if name in made}
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=name, marks=[pytest.mark.slow] * (name == "wide"))
+        for name, config in MODELS.items()
+    ],
+)
 def test_greedy_tokens_equal_full_recomputation(config):
     params, model = make(config), family(config)
 

@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention import (
     prefill_sm90,
     specs,
 )
-from pallas_kernels.paged_attention.schedule import split_items
+from pallas_kernels.paged_attention.schedule import decode_schedule, split_items
 from pallas_kernels.specs import Attention, Heads
 from tests.pallas_kernels.interpreted import run, run_spec
 
@@ -29,7 +29,8 @@ RUNS = [
     ("mosaic_gpu", "bfloat16"), pytest.param("mosaic_gpu", "float16", marks=pytest.mark.slow),
 ]  # fmt: skip
 DECODE_RUNS = [
-    *RUNS, ("mosaic_gpu_ampere", "bfloat16"),
+    *RUNS,
+    pytest.param("mosaic_gpu_ampere", "bfloat16", marks=pytest.mark.slow),
     pytest.param("mosaic_gpu_ampere", "float16", marks=pytest.mark.slow),
 ]  # fmt: skip
 every_run = pytest.mark.parametrize(("implementation", "dtype"), RUNS)
@@ -197,7 +198,13 @@ def test_prefill_matches_dense_softmax(implementation, dtype):
     check()
 
 
-@pytest.mark.parametrize("offset", [10, np.array([3, 10], np.int32)], ids=["all", "by_head"])
+@pytest.mark.parametrize(
+    "offset",
+    [
+        pytest.param(10, id="all", marks=pytest.mark.slow),
+        pytest.param(np.array([3, 10], np.int32), id="by_head"),
+    ],
+)
 @every_run
 def test_a_page_offset_is_added_to_every_page_id(implementation, dtype, offset):
     rng = np.random.default_rng(2)
@@ -222,6 +229,7 @@ def test_a_page_offset_is_added_to_every_page_id(implementation, dtype, offset):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_a_plan_serves_all_layers():
     """Kernels with a plan made beforehand, and without, to the same bits."""
     rng = np.random.default_rng(5)
@@ -395,6 +403,27 @@ def _assert_same_over_garbage(attend, rng, dtype, before):
     np.testing.assert_array_equal(attend(k_pages, v_pages), clean)
 
 
+@pytest.mark.parametrize(("implementation", "dtype"), DECODE_RUNS)
+def test_a_sequence_that_holds_nan_harms_no_other(implementation, dtype):
+    """One whose values have overflowed, between others: the longest, and then the last."""
+    rng = np.random.default_rng(4)
+    k_pages, v_pages = (x.copy() for x in _pools(rng, 20, 16, dtype))
+    tables = np.arange(1, 19, dtype=np.int32).reshape(3, K, 3)
+    q = _queries(rng, 3, 3, dtype)
+    for bad, lengths in [(0, [48, 40, 20]), (2, [40, 20, 48])]:
+        per_head = np.array(lengths, np.int32)[:, None] - np.array([0, 2], np.int32)
+        clean = run(
+            paged_attention, q, k_pages, v_pages, tables, per_head, implementation=implementation
+        )
+        poisoned = v_pages.copy()
+        poisoned[tables[bad]] = np.nan
+        found = run(
+            paged_attention, q, k_pages, poisoned, tables, per_head, implementation=implementation
+        )
+        others = [s for s in range(3) if s != bad]
+        np.testing.assert_array_equal(np.asarray(found)[others], np.asarray(clean)[others])
+
+
 def _small(shapes):
     """The same kind of heads and pages, with what the interpreter can do in a second."""
     G, D = shapes.heads.H // shapes.heads.K, shapes.heads.D
@@ -449,7 +478,11 @@ def _compare_with_reference(spec):
         ({"implementation": "mosaic_gpu"}, "must all be bfloat16 or all float16, not float32"),
         ({"q_SxHxD": np.zeros((6, D), np.float32)}, "queries must have three axes, none empty"),
         ({"tables_SxKxM": np.zeros((2, 0, 1), np.int32)}, "tables must have three axes, none"),
-        ({"sliding_window": 0}, "sliding_window must be at least 1, not 0"),
+        ({"sliding_window": 0}, r"sliding_window must be from 1 to 2\^31 - 1, not 0"),
+        ({"sliding_window": 2**31}, r"sliding_window must be from 1 to 2\^31 - 1, not 2147483648"),
+        ({"lengths_SxK": np.ones((2, K))}, "lengths must be integers, not float64"),
+        ({"schedule": 3}, "schedule must be a DecodeSchedule or None"),
+        ({"schedule": decode_schedule(np.ones((3, K), np.int32), 64)}, "not one of 2 sequences"),
         ({"scale": -1.0}, r"scale must be positive, not -1\.0"),
         ({"soft_cap": 0.0}, r"soft_cap must be positive, not 0\.0"),
         ({"lengths_SxK": np.ones((3, K), np.int32)}, r"lengths \[2, 2\]"),

@@ -105,6 +105,7 @@ def served():
     return printed_with_devices("tests.paged.adapters.test_mixed_batches", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_mixed_batch_gives_what_merged_weights_give_alone(served, way):
     assert served[way]["tokens"] == served["alone"]

@@ -65,6 +65,7 @@ def errors(engine: Engine) -> list[str]:
     return [e["error"] for e in engine.events if e["event"] == "loaded" and e["error"]]
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warm_up(tiny_params, folders, expected):
     engine = Engine.from_model(tiny_params, TINY, CONFIG)
     engine.warm_up(progress=False)

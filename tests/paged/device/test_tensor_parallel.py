@@ -28,6 +28,8 @@ from paged.requests.sampling_params import SamplingParams
 from tests.paged.devices import printed_with_devices
 from tests.paged.tiny import TINY
 
+pytestmark = pytest.mark.slow  # Its second process compiles for minutes.
+
 MODELS = {
     "grouped": ModelConfig("qwen3", 61, 32, 48, 3, 8, 2, 8, 48, qk_norm=True, qkv_bias=True),
     "llama": ModelConfig("llama", 61, 32, 48, 3, 8, 8, 8, 48, sliding_window=9),

@@ -55,7 +55,9 @@ def _run(engine: Engine) -> dict[str, RequestOutput]:
     return ended
 
 
-@pytest.mark.parametrize("preemption_mode", ["none", "swap", "recompute"])
+@pytest.mark.parametrize(
+    "preemption_mode", [pytest.param("none", marks=pytest.mark.slow), "swap", "recompute"]
+)
 def test_beams_are_those_of_transformers(preemption_mode):
     """Alone, and as the latest arrivals in company that takes their memory away."""
     preemptions = swaps = 0

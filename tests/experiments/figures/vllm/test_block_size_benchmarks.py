@@ -49,6 +49,7 @@ def test_a_sequence_comes_back_as_it_was_swapped_out(engine):
         assert (by_head.sum(1) == 4).all() and len(by_head) == TINY.num_layers * TINY.num_kv_heads
 
 
+@pytest.mark.slow
 def test_both_ways_preempt_and_give_the_same_tokens(engine):
     requests = [Request(0.0, [5 + i, 9, 7], 40, ignore_eos=True) for i in range(3)]
     rows = preemption.serving([engine], requests, progress=False)
