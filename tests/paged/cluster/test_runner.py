@@ -109,7 +109,8 @@ def test_a_request_brings_its_adapters_name_and_the_status_tells_which_are_there
     runner.add(replace(request("b"), adapter="prose"), 1)
     progress, status = step(runner)
     (refused,) = [event for event in progress if event.refused]
-    assert refused.request_id == "b" and "adapter 'prose' is not known" in refused.refused
+    assert refused.request_id == "b" and refused.refused is not None
+    assert "adapter 'prose' is not known" in refused.refused
     outputs = []
     while runner.has_work:
         progress, status = step(runner)
