@@ -34,7 +34,7 @@ SPECS = {
     "write_kv": kv_write.write(HEADS, 5, num_pages=12),
     "copy_pages": kv_write.copy(64, 4, num_pages=20),
     # More steps than a block has stages, segments of one token and of several, and mixed ranks.
-    "sgmv": lora.make(lora.Lora(2048, 128, (1, 70, 1, 3), ranks=(16, 32))),
+    "sgmv": lora.make(lora.Lora(2048, 128, (1, 70, 1, 3, 1, 5), ranks=(16, 32, 0))),
 }
 WAITS = (
     "barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_gmem", "wait_gmem_to_smem",
