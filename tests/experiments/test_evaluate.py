@@ -75,6 +75,7 @@ def test_bad_settings_are_refused(names, contexts, message):
         evaluate.settings(names, contexts, CONFIG)
 
 
+@pytest.mark.slow
 def test_a_random_model_is_evaluated_end_to_end(tmp_path):
     """Accuracy comes from the engine's own text: it equals a recount from the written answers."""
     model = ModelConfig(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)

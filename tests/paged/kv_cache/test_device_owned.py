@@ -75,7 +75,10 @@ OPERATIONS = st.lists(
 )
 
 
-@pytest.mark.parametrize(("multi_step", "run_ahead"), [(1, True), (4, True), (1, False)])
+@pytest.mark.parametrize(
+    ("multi_step", "run_ahead"),
+    [pytest.param(1, True, marks=pytest.mark.slow), (4, True), (1, False)],
+)
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(operations=OPERATIONS)
 def test_pages_are_a_partition_under_random_operations(bench, multi_step, run_ahead, operations):

@@ -58,6 +58,7 @@ def test_the_papers_numbers_are_near(rows):
     )
 
 
+@pytest.mark.slow
 def test_the_device_gives_the_same_tokens_under_all_policies(tiny_folder):
     model, params = checkpoint.load(tiny_folder)
     config = replace(
