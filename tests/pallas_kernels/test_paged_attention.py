@@ -1,5 +1,6 @@
 """Every implementation of the paged attention ops against a per-sequence dense softmax."""
 
+import itertools
 from dataclasses import replace
 
 import jax
@@ -253,10 +254,15 @@ def test_a_plan_serves_all_layers():
     assert plan_decode(per_head, D, "bfloat16", implementation="xla") is None
 
 
+SHAPES_IN_TURN = [(4, 128), (16, 64), (1, 64), (8, 128), (7, 64)]
+EDGES = [
+    (history, chunk, *SHAPES_IN_TURN[i % len(SHAPES_IN_TURN)])
+    for i, (history, chunk) in enumerate(itertools.product([0, 1, 4095], [1, 127, 128, 129]))
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("history", [0, 1, 4095])
-@pytest.mark.parametrize("chunk", [1, 127, 128, 129])
-@pytest.mark.parametrize(("G", "dim"), [(4, 128), (16, 64)])
+@pytest.mark.parametrize(("history", "chunk", "G", "dim"), EDGES)
 def test_prefill_kernel_at_the_edges_of_tiles(history, chunk, G, dim):
     """Chunks and histories around tiles, long ones split over thread blocks, NaN where no token
     is, and tables of 8,192 entries, with repeated pages and ids that name none."""
