@@ -254,9 +254,10 @@ def test_a_plan_serves_all_layers():
     assert plan_decode(per_head, D, "bfloat16", implementation="xla") is None
 
 
-SHAPES_IN_TURN = [(4, 128), (16, 64), (1, 64), (8, 128), (7, 64)]
+HEADS_IN_TURN = [(4, 128), (16, 64), (7, 64), (8, 128)]
 EDGES = [
-    (history, chunk, *SHAPES_IN_TURN[i % len(SHAPES_IN_TURN)])
+    # The interpreter takes a minute for a long history of many heads.
+    (history, chunk, *((1, 64) if history > 1 else HEADS_IN_TURN[i % 4]))
     for i, (history, chunk) in enumerate(itertools.product([0, 1, 4095], [1, 127, 128, 129]))
 ]
 
@@ -269,7 +270,7 @@ def test_prefill_kernel_at_the_edges_of_tiles(history, chunk, G, dim):
     rng = np.random.default_rng(history + chunk)
     P, N, length = 16, 40, history + chunk
     k_pages, v_pages = (
-        np.asarray(jnp.asarray(x, "bfloat16")) for x in rng.standard_normal((2, N, P, dim))
+        np.array(jnp.asarray(x, "bfloat16")) for x in rng.standard_normal((2, N, P, dim))
     )
     last = (length - 1) // P
     tables = np.full((1, 1, 8192), GARBAGE, np.int32)
