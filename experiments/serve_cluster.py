@@ -4,8 +4,8 @@
     python -m experiments.serve_cluster --flagfile=configs/cluster_bundled.flags
 
 Arrivals are a Poisson process whose rate rises from 0 to --peak_rate and falls again over
---duration_s seconds. Each request names an adapter, the popularity of which is skewed as in the
-paper; the engines compute without. --runners is 'simulated' (the engines' own schedulers over the
+--duration_s seconds. Other than the paper's, its requests ask for no adapters: the model alone
+serves them. --runners is 'simulated' (the engines' own schedulers over the
 time that a roofline says; not a measurement of any GPU), 'threads' (an engine on each of JAX's
 devices) or 'ray' (an engine in each Ray actor; extra `cluster`).
 
@@ -159,7 +159,7 @@ def main(options: Options) -> None:
     arrivals = [
         Arrival(
             each.arrival_s, each.prompt,  # type: ignore[arg-type]
-            SamplingParams(max_tokens=each.max_tokens, ignore_eos=True, seed=i), each.adapter,
+            SamplingParams(max_tokens=each.max_tokens, ignore_eos=True, seed=i),
         )
         for i, each in enumerate(requests)
     ]  # fmt: skip
