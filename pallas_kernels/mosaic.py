@@ -36,6 +36,7 @@ __all__ = [
     "tiled",
     "viewed",
     "wait_copies",
+    "whole_product",
 ]
 
 _interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
@@ -87,6 +88,16 @@ def tiled(columns: int) -> tuple:
 def swizzled(columns: int) -> tuple:
     """`tiled`, without bank conflicts if a row is 64 or 128 bytes of 2-byte elements."""
     return (*tiled(columns), plgpu.SwizzleTransform(2 * columns))
+
+
+def whole_product(shape, a, b):
+    """a·b in float32, once the product has ended."""
+
+    def run(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
 
 def multiply_add(value, a, b, meanwhile: Callable):

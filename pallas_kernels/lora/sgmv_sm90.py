@@ -25,7 +25,7 @@ from jax import lax
 from pallas_kernels import backend
 from pallas_kernels.lora.segments import PAGE_RANKS, pages_of_tokens, slot_of_tokens
 from pallas_kernels.lora.work_items import ALIGNMENT, ROWS, RUNS, padded, work_items
-from pallas_kernels.mosaic import kernel, pl, plgpu, swizzled
+from pallas_kernels.mosaic import kernel, pl, plgpu, swizzled, whole_product
 
 CHUNKS = ROWS // PAGE_RANKS  # Chunks of a page that one product takes in the schedule of one token.
 TOKEN_CHUNKS = 8  # Chunks of a token that are copied at once: the columns of that product.
@@ -177,7 +177,7 @@ def _shrink(
         def product(k, stage):
             plgpu.barrier_wait(filled.at[stage])
             tokens = columns_s.at[stage, pl.ds(0, TOKEN_CHUNKS)]
-            sums = _product((ROWS, TOKEN_CHUNKS), rows_s.at[stage], tokens.transpose((1, 0)))
+            sums = whole_product((ROWS, TOKEN_CHUNKS), rows_s.at[stage], tokens.transpose((1, 0)))
             row, column = (
                 plgpu.broadcasted_iota(jnp.int32, sums.shape, axis, layout=plgpu.Layout.WGMMA)
                 for axis in (0, 1)
@@ -209,7 +209,7 @@ def _shrink(
         def product(k, stage):
             plgpu.barrier_wait(filled.at[stage])
             page_s = columns_s.at[stage]
-            return _product((ROWS, PAGE_RANKS), rows_s.at[stage], page_s.transpose((1, 0)))
+            return whole_product((ROWS, PAGE_RANKS), rows_s.at[stage], page_s.transpose((1, 0)))
 
         out_s[...] = in_stages(begin * CHUNKS, end * CHUNKS, fetch, product, (ROWS, PAGE_RANKS))
         ranks = pl.ds(0, PAGE_RANKS)
@@ -311,16 +311,6 @@ def _expand(
             _store_rows(out_s, lambda rows: out_ref.at[rows, columns], base, lo, hi)
 
         lax.fori_loop(0, tile // PART, compute_part, None)
-
-
-def _product(shape, a, b):
-    """a·b in float32, once the product has ended."""
-
-    def run(acc):
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
 
 def _store_rows(source, destination, base, lo, hi) -> None:

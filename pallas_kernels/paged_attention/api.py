@@ -42,7 +42,8 @@ def plan_decode(
     lengths, sliding_window, implementation: as in `paged_attention`.
     head_dim, dtype: of the pools.
 
-    Returns None where the implementation works without one.
+    Returns None where the implementation works without one. Raises ValueError if lengths are not
+    [S, K].
     """
     if lengths_SxK.ndim != 2:
         raise ValueError(f"lengths must be [S, K], not {lengths_SxK.shape}")
@@ -96,8 +97,8 @@ def paged_attention(
 
     q:        [S, H, D] queries; head h reads with KV head h // G.
     k_pages, v_pages: [N, P, D] flat pools; a page holds P tokens of one KV head.
-    tables:   [S, K, M] int32 page ids in token order. Entries beyond the length must name a valid
-              page, but what the page holds is never used.
+    tables:   [S, K, M] int32 page ids in token order. Entries without a token that is read,
+              beyond the length or before the window, may be anything.
     lengths:  [S, K] int32 tokens to read, at most M * P. A length of 0, which padding sequences
               have, gives zeros.
     page_offset: int32 added to every page id, so that one table serves all layers: a scalar, or [K]
@@ -128,7 +129,7 @@ def paged_attention(
         jnp.asarray(x) for x in (q_SxHxD, k_pages_NxPxD, v_pages_NxPxD)
     )
     tables_SxKxM, lengths_SxK = _integers(tables=tables_SxKxM, lengths=lengths_SxK)
-    _check_schedule(schedule, DecodeSchedule, backend.runs_kernels(implementation))
+    _check_schedule(schedule, DecodeSchedule)
     if schedule is not None and len(schedule.items) - len(schedule.merges) != S * K:
         raise ValueError(f"the schedule is not one of {S} sequences and {K} KV heads")
     refuse = DECODE_REFUSALS.get(implementation or "mosaic_gpu")
@@ -187,8 +188,11 @@ def paged_prefill_attention(
     tables_SxKxM, query_starts, lengths_S = _integers(
         tables=tables_SxKxM, query_starts=query_starts, lengths=lengths_S
     )
-    _check_schedule(schedule, PrefillSchedule, backend.runs_kernels(implementation))
     refusal = prefill_sm90.refusal(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
+    _check_schedule(schedule, PrefillSchedule)
+    lists = schedule is not None and schedule.key_tiles is not None
+    if lists and (refusal or not backend.runs_kernels(implementation)):
+        raise ValueError(f"a list of key tiles needs a kernel: {refusal or 'none is chosen'}")
     run = backend.choose("paged_prefill_attention", PREFILL, implementation, refusal)
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
     return run(
@@ -206,11 +210,9 @@ def _integers(**arrays) -> tuple:
     return tuple(jnp.asarray(x, jnp.int32) for x in arrays.values())
 
 
-def _check_schedule(schedule, kind: type, runs_kernel: bool) -> None:
+def _check_schedule(schedule, kind: type) -> None:
     if schedule is not None and not isinstance(schedule, kind):
         raise ValueError(f"schedule must be a {kind.__name__} or None, not {type(schedule)}")
-    if getattr(schedule, "key_tiles", None) is not None and not runs_kernel:
-        raise ValueError("a schedule over a list of key tiles needs a kernel")
 
 
 def _offset(page_offset, K: int) -> jax.Array:

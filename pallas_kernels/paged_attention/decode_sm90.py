@@ -11,7 +11,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic import pl, plgpu, store, swizzled
+from pallas_kernels.mosaic import pl, plgpu, store, swizzled, whole_product
 from pallas_kernels.paged_attention import schedule as schedules
 from pallas_kernels.paged_attention import split_kv, tiles
 from pallas_kernels.paged_attention.tiles import LAYOUT, columns
@@ -129,7 +129,7 @@ def decode(
                 n, acc, top, total = carry
                 slot = lax.rem(n, stages)
                 plgpu.barrier_wait(k_filled.at[slot])
-                products = _product((tile, N), k_s.at[slot], q_s.transpose((1, 0)))
+                products = whole_product((tile, N), k_s.at[slot], q_s.transpose((1, 0)))
                 plgpu.barrier_arrive(k_read.at[slot])
                 scores = split_kv.scores_of(products, scale, soft_cap)
                 if scores_ref is not None:
@@ -140,7 +140,9 @@ def decode(
                 plgpu.barrier_wait(v_filled.at[slot])
                 split_kv.clear_unheld(v_s.at[slot], tile_index, first, length)
                 plgpu.commit_smem()
-                weighted = _product((D, N), v_s.at[slot].transpose((1, 0)), p_s.transpose((1, 0)))
+                weighted = whole_product(
+                    (D, N), v_s.at[slot].transpose((1, 0)), p_s.transpose((1, 0))
+                )
                 plgpu.barrier_arrive(v_read.at[slot])
                 return n + 1, acc * columns(decay, (D, N)) + weighted, top, total
 
@@ -177,13 +179,3 @@ def _write(out_s, out_ref, row, attention_DxN):
     plgpu.commit_smem()
     G = out_ref.shape[1]
     plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, G)], out_ref.at[row])
-
-
-def _product(shape, a, b):
-    """a·b in float32, once the product has ended."""
-
-    def run(acc):
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))

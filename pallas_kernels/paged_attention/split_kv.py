@@ -47,8 +47,10 @@ def launch(
 ):  # fmt: skip
     """Run a decode kernel over a schedule, then the merge of rows that are in several items.
 
-    body: the kernel, of inputs (q [R, G, D], pools, tables [R, M], items, block_items, offsets), of
-        outputs as in `Outputs`, and of its scratch memory.
+    body: the kernel, of q [R, G, D], pools, tables [R, M], items, block_items and page offsets; of
+        its outputs, which are the attention [R, G, D] and log-sum-exp [R, N] of whole rows, partial
+        results [2 * B, D, N] and their log-sum-exp [2 * B, N], and scores [R, t, N] if it returns
+        these; and of its scratch memory.
     write: writes a row's attention [D, N] to the output [R, G, D], with `write_scratch`.
 
     Returns the output [R, G, D], the log-sum-exp [S, H], and, in a list, the scores

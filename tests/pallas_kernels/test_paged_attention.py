@@ -1,9 +1,6 @@
 """Every implementation of the paged attention ops against a per-sequence dense softmax."""
 
-from dataclasses import replace
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -12,17 +9,20 @@ from hypothesis import strategies as st
 from pallas_kernels.paged_attention import (
     paged_attention,
     paged_prefill_attention,
-    plan_decode,
-    plan_prefill,
-    prefill_sm90,
-    specs,
 )
-from pallas_kernels.paged_attention.schedule import decode_schedule, split_items
-from pallas_kernels.specs import Attention, Heads
-from tests.pallas_kernels.interpreted import run, run_spec
+from pallas_kernels.paged_attention.schedule import decode_schedule
+from tests.pallas_kernels.dense_softmax import (
+    GARBAGE,
+    D,
+    K,
+    assert_near,
+    dense,
+    pools,
+    queries,
+    tokens,
+)
+from tests.pallas_kernels.interpreted import run
 
-K, D = 2, 64
-ATOL = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
 # The interpreted kernels take long, and differ by dtype in the products' types alone.
 RUNS = [
     ("reference", "float32"), ("xla", "float32"), ("xla", "bfloat16"), ("xla", "float16"),
@@ -35,7 +35,6 @@ DECODE_RUNS = [
 ]  # fmt: skip
 every_run = pytest.mark.parametrize(("implementation", "dtype"), RUNS)
 WINDOWS = [None, 40, None, 1, None, 130]
-GARBAGE = 2**30  # No page's id.
 SOFT_CAPS = [None, None, 2.0, 2.0, None, None]
 
 
@@ -63,44 +62,6 @@ def _examples(implementation):
     return settings(max_examples=6 if kernel else 15, deadline=None)
 
 
-def _dense(q_HxD, k_KxtxD, v_KxtxD, window, soft_cap):
-    """One query over whole keys in float64: attention [H, D], and log-sum-exp [H]."""
-    out, lses, heads = [], [], len(q_HxD)
-    for h in range(heads):
-        k, v = (np.asarray(x[h * K // heads], np.float64) for x in (k_KxtxD, v_KxtxD))
-        if window is not None:
-            k, v = k[-window:], v[-window:]
-        if len(k) == 0:
-            out.append(np.zeros(q_HxD.shape[1]))
-            lses.append(-np.inf)
-            continue
-        scores = k @ np.asarray(q_HxD[h], np.float64) * q_HxD.shape[1] ** -0.5
-        if soft_cap is not None:
-            scores = soft_cap * np.tanh(scores / soft_cap)
-        probs = np.exp(scores - scores.max())
-        out.append(probs / probs.sum() @ v)
-        lses.append(scores.max() + np.log(probs.sum()))
-    return np.stack(out), np.array(lses)
-
-
-def _pools(rng, N, P, dtype):
-    return tuple(np.asarray(jnp.asarray(x, dtype)) for x in rng.standard_normal((2, N, P, D)))
-
-
-def _queries(rng, rows, G, dtype):
-    return np.asarray(jnp.asarray(rng.standard_normal((rows, K * G, D)), dtype))
-
-
-def _tokens(pages, table_M, length):
-    """The first `length` tokens; what entries name that are no page is not used."""
-    return pages[table_M % len(pages)].reshape(-1, D)[:length]
-
-
-def _assert_near(found, expected, dtype):
-    rtol = 1e-4 if dtype == "float32" else 0
-    np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=ATOL[dtype], rtol=rtol)
-
-
 LENGTHS = st.lists(
     st.sampled_from([0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 700]),
     min_size=1, max_size=5,
@@ -119,11 +80,11 @@ def test_decode_matches_dense_softmax(implementation, dtype):
         P, window, soft_cap, G = program
         lengths = _rows(implementation, lengths, 5, 0)
         S, N, M = len(lengths), 50, -(-700 // P)
-        k_pages, v_pages = _pools(rng, N, P, dtype)
+        k_pages, v_pages = pools(rng, N, P, dtype)
         # Tables are unordered and repeat pages, within a sequence and across sequences and heads.
         tables = rng.integers(0, N, (S, K, M)).astype(np.int32)
         per_head = np.array([[n, max(n - 3, 0)] for n in lengths], np.int32)
-        q = _queries(rng, S, G, dtype)
+        q = queries(rng, S, G, dtype)
         for s, h in np.ndindex(S, K):
             # Entries that hold no token that is read name no page.
             last = max(per_head[s, h] - 1, 0) // P
@@ -140,16 +101,16 @@ def test_decode_matches_dense_softmax(implementation, dtype):
         probs = np.exp(scores - np.maximum(lse, -1e9)[..., None])
         np.testing.assert_allclose(probs.sum(-1), np.isfinite(lse), atol=1e-4)
         for s in range(S):
-            keys = [_tokens(k_pages, tables[s, h], per_head[s, h]) for h in range(K)]
-            values = [_tokens(v_pages, tables[s, h], per_head[s, h]) for h in range(K)]
-            expected, expected_lse = _dense(q[s], keys, values, window, soft_cap)
-            _assert_near(out[s], expected, dtype)
-            _assert_near(lse[s], expected_lse, dtype)
+            keys = [tokens(k_pages, tables[s, h], per_head[s, h]) for h in range(K)]
+            values = [tokens(v_pages, tables[s, h], per_head[s, h]) for h in range(K)]
+            expected, expected_lse = dense(q[s], keys, values, window, soft_cap)
+            assert_near(out[s], expected, dtype)
+            assert_near(lse[s], expected_lse, dtype)
             for h in range(K * G):
                 # Values weighted by probabilities of the scores are the attention again.
-                value = _tokens(v_pages, tables[s, h // G], per_head[s, h // G])
+                value = tokens(v_pages, tables[s, h // G], per_head[s, h // G])
                 weighted = probs[s, h, : len(value)] @ np.asarray(value, np.float64)
-                _assert_near(weighted, expected[h], dtype)
+                assert_near(weighted, expected[h], dtype)
                 assert (probs[s, h, len(value) :] == 0).all()
 
     check()
@@ -176,11 +137,11 @@ def test_prefill_matches_dense_softmax(implementation, dtype):
         S, N, M = len(chunks), 50, -(-260 // P)
         total = sum(n for n, _ in chunks)
         T = 256 if total <= 256 else 523
-        k_pages, v_pages = _pools(rng, N, P, dtype)
+        k_pages, v_pages = pools(rng, N, P, dtype)
         tables = rng.integers(0, N, (S, K, M)).astype(np.int32)
         starts = np.cumsum([0] + [n for n, _ in chunks]).astype(np.int32)
         lengths = np.array([n + cached if n else 0 for n, cached in chunks], np.int32)
-        q = _queries(rng, T, G, dtype)
+        q = queries(rng, T, G, dtype)
         out = run(
             paged_prefill_attention, q, k_pages, v_pages, tables, starts, lengths,
             sliding_window=window, soft_cap=soft_cap, implementation=implementation,
@@ -190,10 +151,10 @@ def test_prefill_matches_dense_softmax(implementation, dtype):
         for s, (n, cached) in enumerate(chunks):
             for i in sorted({0, n // 2, n - 1} & set(range(n))):
                 visible = cached + i + 1
-                keys = [_tokens(k_pages, tables[s, h], visible) for h in range(K)]
-                values = [_tokens(v_pages, tables[s, h], visible) for h in range(K)]
-                expected, _ = _dense(q[starts[s] + i], keys, values, window, soft_cap)
-                _assert_near(out[starts[s] + i], expected, dtype)
+                keys = [tokens(k_pages, tables[s, h], visible) for h in range(K)]
+                values = [tokens(v_pages, tables[s, h], visible) for h in range(K)]
+                expected, _ = dense(q[starts[s] + i], keys, values, window, soft_cap)
+                assert_near(out[starts[s] + i], expected, dtype)
 
     check()
 
@@ -208,9 +169,9 @@ def test_prefill_matches_dense_softmax(implementation, dtype):
 @every_run
 def test_a_page_offset_is_added_to_every_page_id(implementation, dtype, offset):
     rng = np.random.default_rng(2)
-    k_pages, v_pages = _pools(rng, 30, 16, dtype)
+    k_pages, v_pages = pools(rng, 30, 16, dtype)
     tables = rng.integers(0, 20, (3, K, 4)).astype(np.int32)
-    q = _queries(rng, 30, 3, dtype)
+    q = queries(rng, 30, 3, dtype)
     lengths = np.array([50, 64, 7], np.int32)
     starts = np.array([0, 20, 25, 30], np.int32)
     per_head = np.tile(lengths[:, None], (1, K))
@@ -222,114 +183,11 @@ def test_a_page_offset_is_added_to_every_page_id(implementation, dtype, offset):
         def shifted(*arguments, op=op, **options):
             return op(*arguments, page_offset=offset, **options)
 
-        pools = (first, k_pages, v_pages)
-        found = run(shifted, *pools, tables, *where, implementation=implementation)
+        inputs = (first, k_pages, v_pages)
+        found = run(shifted, *inputs, tables, *where, implementation=implementation)
         there = tables + np.asarray(offset)[..., None]
-        expected = run(op, *pools, there, *where, implementation=implementation)
+        expected = run(op, *inputs, there, *where, implementation=implementation)
         np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.slow
-def test_a_plan_serves_all_layers():
-    """Kernels with a plan made beforehand, and without, to the same bits."""
-    rng = np.random.default_rng(5)
-    k_pages, v_pages = _pools(rng, 30, 16, "bfloat16")
-    tables = rng.integers(0, 30, (2, K, 20)).astype(np.int32)
-    q, lengths = _queries(rng, 40, 3, "bfloat16"), np.array([300, 31], np.int32)
-    per_head, starts = np.tile(lengths[:, None], (1, K)), np.array([0, 33, 40], np.int32)
-    how: dict = {"implementation": "mosaic_gpu"}
-    decode = plan_decode(per_head, D, "bfloat16", **how)
-    prefill = plan_prefill(starts, lengths, 40, K * 3, K, **how)
-    for op, schedule, arguments in [
-        (paged_attention, decode, (q[:2], k_pages, v_pages, tables, per_head)),
-        (paged_prefill_attention, prefill, (q, k_pages, v_pages, tables, starts, lengths)),
-    ]:
-        assert schedule is not None
-
-        def planned(*arguments, op=op, schedule=schedule, **options):
-            return op(*arguments, schedule=schedule, **options)
-
-        np.testing.assert_array_equal(run(planned, *arguments, **how), run(op, *arguments, **how))
-    assert plan_decode(per_head, D, "bfloat16", implementation="xla") is None
-
-
-HEADS_IN_TURN = [(4, 128), (16, 64), (7, 64), (8, 128)]
-# The interpreter takes long: each history and each chunk, but not all pairs of short histories, and
-# few heads over the long one.
-PAIRS = [(0, 1), (0, 128), (1, 127), (1, 129)]
-EDGES = [(*pair, *heads) for pair, heads in zip(PAIRS, HEADS_IN_TURN)] + [
-    (4095, chunk, 1, 64) for chunk in (1, 127, 128, 129)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("history", "chunk", "G", "dim"), EDGES)
-def test_prefill_kernel_at_the_edges_of_tiles(history, chunk, G, dim):
-    """Chunks and histories around tiles, long ones split over thread blocks, NaN where no token
-    is, and tables of 8,192 entries, with repeated pages and ids that name none."""
-    rng = np.random.default_rng(history + chunk)
-    P, N, length = 16, 40, history + chunk
-    k_pages, v_pages = (
-        np.array(jnp.asarray(x, "bfloat16")) for x in rng.standard_normal((2, N, P, dim))
-    )
-    last = (length - 1) // P
-    tables = np.full((1, 1, 8192), GARBAGE, np.int32)
-    tables[..., :last] = rng.integers(0, N - 1, last)
-    tables[..., last] = N - 1  # Alone in a sequence's last page, as its end is NaN.
-    for pages in (k_pages, v_pages):
-        pages[N - 1, (length - 1) % P + 1 :] = np.nan
-    q = np.asarray(jnp.asarray(rng.standard_normal((chunk, G, dim)), "bfloat16"))
-    starts, lengths = np.array([0, chunk], np.int32), np.array([length], np.int32)
-    arguments = q, k_pages, v_pages, tables, starts, lengths
-    found = run(paged_prefill_attention, *arguments, implementation="mosaic_gpu")
-    expected = run(paged_prefill_attention, *arguments, implementation="xla")
-    _assert_near(found, np.asarray(expected, np.float64), "bfloat16")
-    per_head = lengths[:, None]
-    decoded = run(
-        paged_attention, q[-1:], k_pages, v_pages, tables, per_head, implementation="mosaic_gpu"
-    )
-    _assert_near(decoded, np.asarray(expected[-1:], np.float64), "bfloat16")
-
-
-def test_prefill_over_a_list_of_key_tiles_reads_these_alone():
-    """As a sparse policy would: each tile of rows and head has a list of its own."""
-    rng = np.random.default_rng(3)
-    P, G, T, tile = 64, 4, 96, prefill_sm90.KV_TILE
-    history, N = 900, 20
-    length = history + T
-    k_pages, v_pages = _pools(rng, N, P, "bfloat16")
-    tables = rng.integers(0, N, (1, K, -(-length // P))).astype(np.int32)
-    q = _queries(rng, T, G, "bfloat16")
-    starts, lengths = np.array([0, T], np.int32), np.array([length], np.int32)
-    dense = prefill_sm90.schedule_of(starts, lengths, T, K * G, K, None)
-    rows = 2 * prefill_sm90.queries_of_warpgroup(G)
-    fields = np.array([[0, base, 0, rows, history + base, length] for base in range(0, T, rows)])
-    fields, head = np.tile(fields, (K, 1)), np.repeat(np.arange(K), len(fields))
-    lists, ends = [], [0]
-    seen = np.zeros((T, K, length), bool)
-    for (_, base, _, _, position, _), kv_head in zip(fields, head):
-        last = int(position + rows - 1) // tile
-        chosen = sorted({last, *rng.choice(last, 3, replace=False)})
-        lists += chosen
-        ends.append(len(lists))
-        for t in chosen:
-            seen[base : base + rows, kv_head, t * tile : (t + 1) * tile] = True
-    assert dense.key_tiles is None
-    schedule = split_items(
-        list(jnp.asarray(fields.T)), jnp.asarray(head), jnp.array(ends[:-1]), jnp.array(ends[1:]),
-        key_tiles=jnp.array(lists, jnp.int32),
-    )  # fmt: skip
-    found = run(
-        lambda *arguments, **how: paged_prefill_attention(*arguments, schedule=schedule, **how),
-        q, k_pages, v_pages, tables, starts, lengths, implementation="mosaic_gpu",
-    )  # fmt: skip
-    for i in range(T):
-        for h in range(K):
-            read = seen[i, h] & (np.arange(length) <= history + i)
-            keys, values = (_tokens(p, tables[0, h], length)[read] for p in (k_pages, v_pages))
-            mine = q[i, h * G : (h + 1) * G]
-            expected, _ = _dense(np.repeat(mine, K, 0), [keys] * K, [values] * K, None, None)
-            _assert_near(found[i, h * G : (h + 1) * G], expected[::K], "bfloat16")
 
 
 @pytest.mark.parametrize("window", [None, 17])
@@ -339,7 +197,7 @@ def test_what_a_former_owner_left_in_a_page_reaches_no_decode(implementation, dt
     rng = np.random.default_rng(1)
     lengths = np.full((1, K), 20, np.int32)
     for G in (1, 3):
-        q = _queries(rng, 1, G, dtype)
+        q = queries(rng, 1, G, dtype)
 
         def decode(k_pages, v_pages, q=q):
             return run(
@@ -357,7 +215,7 @@ def test_what_a_former_owner_left_in_a_page_reaches_no_prefill(implementation, d
     rng = np.random.default_rng(1)
     starts, total = np.array([0, 12], np.int32), np.array([20], np.int32)
     for G in (1, 3):
-        q = _queries(rng, 12, G, dtype)
+        q = queries(rng, 12, G, dtype)
 
         def prefill(k_pages, v_pages, q=q):
             return run(
@@ -371,8 +229,8 @@ def test_what_a_former_owner_left_in_a_page_reaches_no_prefill(implementation, d
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_numpy_arrays_serve_eagerly_and_as_constants_of_a_program(implementation):
     rng = np.random.default_rng(4)
-    k_pages, v_pages = _pools(rng, 9, 16, "float32")
-    q = _queries(rng, 2, 1, "float32")
+    k_pages, v_pages = pools(rng, 9, 16, "float32")
+    q = queries(rng, 2, 1, "float32")
     tables, lengths = np.full((2, K, 3), 5, np.int32), np.array([33, 40])
     per_head, starts = np.tile(lengths[:, None], (1, K)), np.array([0, 1, 2])
     for op, where in [(paged_attention, (per_head,)), (paged_prefill_attention, (starts, lengths))]:
@@ -386,15 +244,15 @@ def test_numpy_arrays_serve_eagerly_and_as_constants_of_a_program(implementation
 def test_a_window_of_heads_without_a_whole_page_reads_no_other_page():
     """Nor does the loop over whole pages: page 0, which is no one's, holds NaN."""
     rng = np.random.default_rng(6)
-    k_pages, v_pages = (x.copy() for x in _pools(rng, 6, 16, "float32"))
+    k_pages, v_pages = (x.copy() for x in pools(rng, 6, 16, "float32"))
     k_pages[0] = v_pages[0] = np.nan
     tables, lengths = np.full((1, K, 3), 3, np.int32), np.array([[5, 40]], np.int32)
-    arguments = _queries(rng, 1, 1, "float32"), k_pages, v_pages, tables, lengths
+    arguments = queries(rng, 1, 1, "float32"), k_pages, v_pages, tables, lengths
     found, expected = (
         run(paged_attention, *arguments, sliding_window=10, implementation=implementation)
         for implementation in ("xla", "reference")
     )
-    _assert_near(found, expected, "float32")
+    assert_near(found, expected, "float32")
 
 
 TWO_PAGES = np.zeros((1, K, 2), np.int32) + np.array([1, 2], np.int32)
@@ -402,7 +260,7 @@ TWO_PAGES = np.zeros((1, K, 2), np.int32) + np.array([1, 2], np.int32)
 
 def _assert_same_over_garbage(attend, rng, dtype, before):
     """Of 20 tokens in pages 1 and 2, all beyond, and the first so many, become not-a-number."""
-    k_pages, v_pages = _pools(rng, 4, 16, dtype)
+    k_pages, v_pages = pools(rng, 4, 16, dtype)
     clean = attend(k_pages, v_pages)
     k_pages, v_pages = k_pages.copy(), v_pages.copy()
     k_pages[2, 4:] = v_pages[2, 4:] = np.nan
@@ -414,9 +272,9 @@ def _assert_same_over_garbage(attend, rng, dtype, before):
 def test_a_sequence_that_holds_nan_harms_no_other(implementation, dtype):
     """One whose values have overflowed, between others: the longest, and then the last."""
     rng = np.random.default_rng(4)
-    k_pages, v_pages = (x.copy() for x in _pools(rng, 20, 16, dtype))
+    k_pages, v_pages = (x.copy() for x in pools(rng, 20, 16, dtype))
     tables = np.arange(1, 19, dtype=np.int32).reshape(3, K, 3)
-    q = _queries(rng, 3, 3, dtype)
+    q = queries(rng, 3, 3, dtype)
     for bad, lengths in [(0, [48, 40, 20]), (2, [40, 20, 48])]:
         per_head = np.array(lengths, np.int32)[:, None] - np.array([0, 2], np.int32)
         clean = run(
@@ -429,53 +287,6 @@ def test_a_sequence_that_holds_nan_harms_no_other(implementation, dtype):
         )
         others = [s for s in range(3) if s != bad]
         np.testing.assert_array_equal(np.asarray(found)[others], np.asarray(clean)[others])
-
-
-def _small(shapes):
-    """The same kind of heads and pages, with what the interpreter can do in a second."""
-    G, D = shapes.heads.H // shapes.heads.K, shapes.heads.D
-    return replace(
-        shapes,
-        heads=Heads(G, 1, D),
-        sequences=3,
-        context=150,
-        tokens=None,
-        chunk=min(shapes.chunk, 70),
-        ragged=True,
-        sliding_window=shapes.sliding_window and 40,
-        soft_cap=shapes.soft_cap and 2.0,
-    )
-
-
-def _distinct(shapes):
-    """Names by small shapes: many models differ only in their number of heads."""
-    named: dict[Attention, list[str]] = {}
-    for name, one in shapes.items():
-        named.setdefault(_small(one), []).append(name)
-    return [pytest.param(small, id=names[0]) for small, names in named.items()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shapes", _distinct(specs.DECODE_SHAPES))
-def test_decode_kernel_in_a_models_shapes_is_near_reference(shapes):
-    _compare_with_reference(specs.decode(shapes))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shapes", _distinct(specs.PREFILL_SHAPES))
-def test_prefill_kernel_in_a_models_shapes_is_near_reference(shapes):
-    _compare_with_reference(specs.prefill(shapes))
-
-
-def _compare_with_reference(spec):
-    arguments = spec.arguments(jax.random.key(0))
-    found = run_spec(spec, arguments, "mosaic_gpu")
-    wide = {
-        name: x.astype(jnp.float32) if x.dtype.itemsize == 2 else x for name, x in arguments.items()
-    }
-    expected = run_spec(spec, wide, "reference")
-    rows = slice(arguments["query_starts"][-1]) if "query_starts" in arguments else slice(None)
-    _assert_near(found[rows], np.asarray(expected)[rows], str(found.dtype))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,180 @@
+"""What is the kernels' own: plans, lists of key tiles, edges of tiles, and models' shapes."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import (
+    paged_attention,
+    paged_prefill_attention,
+    plan_decode,
+    plan_prefill,
+    prefill_sm90,
+    specs,
+)
+from pallas_kernels.paged_attention.schedule import split_items
+from pallas_kernels.specs import Attention, Heads
+from tests.pallas_kernels.dense_softmax import (
+    GARBAGE,
+    D,
+    K,
+    assert_near,
+    dense,
+    pools,
+    queries,
+    tokens,
+)
+from tests.pallas_kernels.interpreted import run, run_spec
+
+
+@pytest.mark.slow
+def test_a_plan_serves_all_layers():
+    """Kernels with a plan made beforehand, and without, to the same bits."""
+    rng = np.random.default_rng(5)
+    k_pages, v_pages = pools(rng, 30, 16, "bfloat16")
+    tables = rng.integers(0, 30, (2, K, 20)).astype(np.int32)
+    q, lengths = queries(rng, 40, 3, "bfloat16"), np.array([300, 31], np.int32)
+    per_head, starts = np.tile(lengths[:, None], (1, K)), np.array([0, 33, 40], np.int32)
+    how: dict = {"implementation": "mosaic_gpu"}
+    decode = plan_decode(per_head, D, "bfloat16", **how)
+    prefill = plan_prefill(starts, lengths, 40, K * 3, K, **how)
+    for op, schedule, arguments in [
+        (paged_attention, decode, (q[:2], k_pages, v_pages, tables, per_head)),
+        (paged_prefill_attention, prefill, (q, k_pages, v_pages, tables, starts, lengths)),
+    ]:
+        assert schedule is not None
+
+        def planned(*arguments, op=op, schedule=schedule, **options):
+            return op(*arguments, schedule=schedule, **options)
+
+        np.testing.assert_array_equal(run(planned, *arguments, **how), run(op, *arguments, **how))
+    assert plan_decode(per_head, D, "bfloat16", implementation="xla") is None
+
+
+HEADS_IN_TURN = [(4, 128), (16, 64), (7, 64), (8, 128)]
+# The interpreter takes long: each history and each chunk, but not all pairs of short histories, and
+# few heads over the long one.
+PAIRS = [(0, 1), (0, 128), (1, 127), (1, 129)]
+EDGES = [(*pair, *heads) for pair, heads in zip(PAIRS, HEADS_IN_TURN)] + [
+    (4095, chunk, 1, 64) for chunk in (1, 127, 128, 129)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("history", "chunk", "G", "dim"), EDGES)
+def test_prefill_kernel_at_the_edges_of_tiles(history, chunk, G, dim):
+    """Chunks and histories around tiles, long ones split over thread blocks, NaN where no token
+    is, and tables of 8,192 entries, with repeated pages and ids that name none."""
+    rng = np.random.default_rng(history + chunk)
+    P, N, length = 16, 40, history + chunk
+    k_pages, v_pages = (
+        np.array(jnp.asarray(x, "bfloat16")) for x in rng.standard_normal((2, N, P, dim))
+    )
+    last = (length - 1) // P
+    tables = np.full((1, 1, 8192), GARBAGE, np.int32)
+    tables[..., :last] = rng.integers(0, N - 1, last)
+    tables[..., last] = N - 1  # Alone in a sequence's last page, as its end is NaN.
+    for pages in (k_pages, v_pages):
+        pages[N - 1, (length - 1) % P + 1 :] = np.nan
+    q = np.asarray(jnp.asarray(rng.standard_normal((chunk, G, dim)), "bfloat16"))
+    starts, lengths = np.array([0, chunk], np.int32), np.array([length], np.int32)
+    arguments = q, k_pages, v_pages, tables, starts, lengths
+    found = run(paged_prefill_attention, *arguments, implementation="mosaic_gpu")
+    expected = run(paged_prefill_attention, *arguments, implementation="xla")
+    assert_near(found, np.asarray(expected, np.float64), "bfloat16")
+    per_head = lengths[:, None]
+    decoded = run(
+        paged_attention, q[-1:], k_pages, v_pages, tables, per_head, implementation="mosaic_gpu"
+    )
+    assert_near(decoded, np.asarray(expected[-1:], np.float64), "bfloat16")
+
+
+def test_prefill_over_a_list_of_key_tiles_reads_these_alone():
+    """As a sparse policy would: each tile of rows and head has a list of its own."""
+    rng = np.random.default_rng(3)
+    P, G, T, tile = 64, 4, 96, prefill_sm90.KV_TILE
+    history, N = 900, 20
+    length = history + T
+    k_pages, v_pages = pools(rng, N, P, "bfloat16")
+    tables = rng.integers(0, N, (1, K, -(-length // P))).astype(np.int32)
+    q = queries(rng, T, G, "bfloat16")
+    starts, lengths = np.array([0, T], np.int32), np.array([length], np.int32)
+    whole = prefill_sm90.schedule_of(starts, lengths, T, K * G, K, None)
+    rows = 2 * prefill_sm90.queries_of_warpgroup(G)
+    fields = np.array([[0, base, 0, rows, history + base, length] for base in range(0, T, rows)])
+    fields, head = np.tile(fields, (K, 1)), np.repeat(np.arange(K), len(fields))
+    lists, ends = [], [0]
+    seen = np.zeros((T, K, length), bool)
+    for (_, base, _, _, position, _), kv_head in zip(fields, head):
+        last = int(position + rows - 1) // tile
+        chosen = sorted({last, *rng.choice(last, 3, replace=False)})
+        lists += chosen
+        ends.append(len(lists))
+        for t in chosen:
+            seen[base : base + rows, kv_head, t * tile : (t + 1) * tile] = True
+    assert whole.key_tiles is None
+    schedule = split_items(
+        list(jnp.asarray(fields.T)), jnp.asarray(head), jnp.array(ends[:-1]), jnp.array(ends[1:]),
+        key_tiles=jnp.array(lists, jnp.int32),
+    )  # fmt: skip
+    found = run(
+        lambda *arguments, **how: paged_prefill_attention(*arguments, schedule=schedule, **how),
+        q, k_pages, v_pages, tables, starts, lengths, implementation="mosaic_gpu",
+    )  # fmt: skip
+    for i in range(T):
+        for h in range(K):
+            read = seen[i, h] & (np.arange(length) <= history + i)
+            keys, values = (tokens(p, tables[0, h], length)[read] for p in (k_pages, v_pages))
+            mine = q[i, h * G : (h + 1) * G]
+            expected, _ = dense(np.repeat(mine, K, 0), [keys] * K, [values] * K, None, None)
+            assert_near(found[i, h * G : (h + 1) * G], expected[::K], "bfloat16")
+
+
+def _small(shapes):
+    """The same kind of heads and pages, with what the interpreter can do in a second."""
+    G, D = shapes.heads.H // shapes.heads.K, shapes.heads.D
+    return replace(
+        shapes,
+        heads=Heads(G, 1, D),
+        sequences=3,
+        context=150,
+        tokens=None,
+        chunk=min(shapes.chunk, 70),
+        ragged=True,
+        sliding_window=shapes.sliding_window and 40,
+        soft_cap=shapes.soft_cap and 2.0,
+    )
+
+
+def _distinct(shapes):
+    """Names by small shapes: many models differ only in their number of heads."""
+    named: dict[Attention, list[str]] = {}
+    for name, one in shapes.items():
+        named.setdefault(_small(one), []).append(name)
+    return [pytest.param(small, id=names[0]) for small, names in named.items()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shapes", _distinct(specs.DECODE_SHAPES))
+def test_decode_kernel_in_a_models_shapes_is_near_reference(shapes):
+    _compare_with_reference(specs.decode(shapes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shapes", _distinct(specs.PREFILL_SHAPES))
+def test_prefill_kernel_in_a_models_shapes_is_near_reference(shapes):
+    _compare_with_reference(specs.prefill(shapes))
+
+
+def _compare_with_reference(spec):
+    arguments = spec.arguments(jax.random.key(0))
+    found = run_spec(spec, arguments, "mosaic_gpu")
+    wide = {
+        name: x.astype(jnp.float32) if x.dtype.itemsize == 2 else x for name, x in arguments.items()
+    }
+    expected = run_spec(spec, wide, "reference")
+    rows = slice(arguments["query_starts"][-1]) if "query_starts" in arguments else slice(None)
+    assert_near(found[rows], np.asarray(expected)[rows], str(found.dtype))
