@@ -25,8 +25,9 @@ from tests.pallas_kernels.interpreted import run
 
 # The interpreted kernels take long, and differ by dtype in the products' types alone.
 RUNS = [
-    ("reference", "float32"), ("xla", "float32"), ("xla", "bfloat16"), ("xla", "float16"),
-    ("mosaic_gpu", "bfloat16"), pytest.param("mosaic_gpu", "float16", marks=pytest.mark.slow),
+    ("reference", "float32"), ("xla", "float32"), ("xla", "bfloat16"), ("mosaic_gpu", "bfloat16"),
+    pytest.param("xla", "float16", marks=pytest.mark.slow),
+    pytest.param("mosaic_gpu", "float16", marks=pytest.mark.slow),
 ]  # fmt: skip
 DECODE_RUNS = [
     *RUNS,

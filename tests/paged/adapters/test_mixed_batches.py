@@ -19,6 +19,8 @@ from tests.models import peft_folders
 from tests.paged.devices import printed_with_devices
 from tests.paged.tiny import TINY, padded, random_params
 
+pytestmark = pytest.mark.slow  # five engines compile, one for two devices
+
 RANKS = (1, 8, 16, 64, 3, 32, 17, 8, 40)
 NAMES = [None, *(f"a{i}" for i in range(len(RANKS)))]
 ALONE = EngineConfig(
@@ -105,7 +107,6 @@ def served():
     return printed_with_devices("tests.paged.adapters.test_mixed_batches", 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_mixed_batch_gives_what_merged_weights_give_alone(served, way):
     assert served[way]["tokens"] == served["alone"]

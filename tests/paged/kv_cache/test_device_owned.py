@@ -77,7 +77,11 @@ OPERATIONS = st.lists(
 
 @pytest.mark.parametrize(
     ("multi_step", "run_ahead"),
-    [pytest.param(1, True, marks=pytest.mark.slow), (4, True), (1, False)],
+    [
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(4, True, marks=pytest.mark.slow),
+        (1, False),
+    ],
 )
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(operations=OPERATIONS)
