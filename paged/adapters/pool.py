@@ -13,7 +13,7 @@ from models.families import family
 from paged.config import EngineConfig
 from paged.device.step_inputs import StepInputs
 from paged.device.tensor_parallel import WHOLE, Shards
-from pallas_kernels.lora import Segments, sgmv
+from pallas_kernels.lora import Segments, plan_sgmv, sgmv
 
 Pages = dict[str, dict[str, jax.Array]]
 
@@ -73,12 +73,13 @@ class AdapterPool:
         segments = Segments(
             inputs.segment_slots, inputs.segment_starts, inputs.segment_ends, inputs.num_segments
         )
+        schedule = plan_sgmv(segments, len(inputs.tokens), implementation=self.implementation)
 
         def add(name: str, layer, x, y):
             delta = sgmv(
                 x, adapters.pages[name]["a"], adapters.pages[name]["b"], layer, segments,
                 adapters.rank_pages, adapters.num_rank_pages[names.index(name)],
-                implementation=self.implementation,
+                schedule=schedule, implementation=self.implementation,
             )  # fmt: skip
             return y + delta.astype(y.dtype)
 

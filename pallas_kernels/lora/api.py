@@ -6,10 +6,22 @@ import jax.numpy as jnp
 from pallas_kernels import backend
 from pallas_kernels.lora import reference, sgmv_sm90, xla
 from pallas_kernels.lora.segments import PAGE_RANKS, Segments
+from pallas_kernels.lora.work_items import SgmvSchedule, sgmv_schedule
 
 SGMV = {"reference": reference.fused, "xla": xla.fused, "mosaic_gpu": sgmv_sm90.fused}
 SHRINK = {"reference": reference.shrink, "xla": xla.shrink, "mosaic_gpu": sgmv_sm90.shrink}
 EXPAND = {"reference": reference.expand, "xla": xla.expand, "mosaic_gpu": sgmv_sm90.expand}
+
+
+def plan_sgmv(
+    segments: Segments, num_tokens: int, *, implementation: str | None = None
+) -> SgmvSchedule | None:
+    """The schedule of `sgmv` for these segments of `num_tokens` tokens, to be made once for all
+    layers and projections (Punica §6). None where the implementation works without one, or where
+    there are no segments (S = 0)."""
+    if not backend.runs_kernels(implementation) or not segments.slots.shape[0]:
+        return None
+    return sgmv_schedule(segments, num_tokens)
 
 
 def sgmv(
@@ -22,6 +34,7 @@ def sgmv(
     num_rank_pages_A,
     *,
     v_dtype=None,
+    schedule: SgmvSchedule | None = None,
     implementation: str | None = None,
 ):
     """What LoRA adds to a projection, x·A·B with the adapter of each token's segment (Punica §4).
@@ -39,6 +52,7 @@ def sgmv(
               adapter costs as much as it has pages.
     v_dtype:  dtype that x·A is rounded to before it is multiplied with B. None means x's dtype;
               the paper has 16 bits.
+    schedule: `plan_sgmv` of these segments; None makes one for this call.
 
     Returns [T, O] in x's dtype. Products are summed in float32. Under tensor parallelism, a device
     passes its own part of a and b and of what they are multiplied with: over parts of I the results
@@ -54,13 +68,14 @@ def sgmv(
     if not segments.slots.shape[0]:
         return jnp.zeros((x_TxI.shape[0], b_LxNx16xO.shape[3]), x_TxI.dtype)
     v_dtype = jnp.dtype(x_TxI.dtype if v_dtype is None else v_dtype)
+    _check_schedule(schedule, segments, x_TxI.shape[0])
     refusal = sgmv_sm90.unsupported(
         rank_pages_AxQ, x_TxI.dtype, v_dtype, a=a_LxNx16xI, b=b_LxNx16xO
     )
     run = backend.choose("sgmv", SGMV, implementation, refusal)
     return run(
         x_TxI, a_LxNx16xI, b_LxNx16xO, layer, segments, rank_pages_AxQ, num_rank_pages_A,
-        v_dtype=v_dtype,
+        v_dtype=v_dtype, schedule=schedule,
     )  # fmt: skip
 
 
@@ -148,3 +163,15 @@ def _check(name, x, weights_name, weights, segments, rank_pages, num_rank_pages)
         )
     if S[0] and segments.count.shape != (1,):
         raise ValueError(f"count must be [1], not {segments.count.shape}")
+
+
+def _check_schedule(schedule, segments, T: int) -> None:
+    if schedule is None:
+        return
+    if not isinstance(schedule, SgmvSchedule):
+        raise ValueError(f"schedule must be a SgmvSchedule or None, not {type(schedule)}")
+    wanted = jax.eval_shape(lambda segments: sgmv_schedule(segments, T), segments)
+    if jax.tree.map(jnp.shape, schedule) != jax.tree.map(jnp.shape, wanted):
+        raise ValueError(
+            f"the schedule is not one of {T} tokens and {segments.slots.shape[0]} segments"
+        )

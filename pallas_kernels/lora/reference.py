@@ -2,12 +2,12 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.lora.segments import PAGE_RANKS, pages_of_tokens
+from pallas_kernels.lora.segments import PAGE_RANKS, pages_held, slot_of_tokens
 
 
 def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
     T, Q = x.shape[0], rank_pages.shape[1]
-    pages, held = pages_of_tokens(segments, T, rank_pages, num_rank_pages)
+    pages, held = _pages_of_tokens(segments, T, rank_pages, num_rank_pages)
     a_TxQx16xI = a[layer][pages].astype(jnp.float32)
     v = jnp.einsum("ti,tqri->tqr", x.astype(jnp.float32), a_TxQx16xI, precision="highest")
     return jnp.where(held[..., None], v, 0).reshape(T, Q * PAGE_RANKS).astype(v_dtype)
@@ -15,7 +15,7 @@ def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
 
 def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype):
     T, Q = v.shape[0], rank_pages.shape[1]
-    pages, held = pages_of_tokens(segments, T, rank_pages, num_rank_pages)
+    pages, held = _pages_of_tokens(segments, T, rank_pages, num_rank_pages)
     # Pages that a token's adapter does not have may hold anything, not-a-number included.
     held = held[..., None]
     b_TxQx16xO = jnp.where(held[..., None], b[layer][pages].astype(jnp.float32), 0)
@@ -23,7 +23,13 @@ def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype):
     return jnp.einsum("tqr,tqro->to", v_TxQx16, b_TxQx16xO, precision="highest").astype(dtype)
 
 
-def fused(x, a, b, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
+def fused(x, a, b, layer, segments, rank_pages, num_rank_pages, *, v_dtype, schedule=None):
     tables = segments, rank_pages, num_rank_pages
     v = shrink(x, a, layer, *tables, v_dtype=v_dtype)
     return expand(v, b, layer, *tables, dtype=x.dtype)
+
+
+def _pages_of_tokens(segments, T: int, rank_pages, num_rank_pages):
+    """The rank pages of each token's adapter [T, Q], and which of them it has [T, Q]."""
+    slot, has_adapter = slot_of_tokens(segments, T)
+    return rank_pages[slot], pages_held(slot, has_adapter, rank_pages.shape[1], num_rank_pages)

@@ -35,8 +35,6 @@ def slot_of_tokens(segments: Segments, T: int):
     return segments.slots[jnp.argmax(inside, 1)], inside.any(1)
 
 
-def pages_of_tokens(segments: Segments, T: int, rank_pages_AxQ, num_rank_pages_A):
-    """The rank pages of each token's adapter [T, Q], and which of them it has [T, Q]."""
-    slot, has_adapter = slot_of_tokens(segments, T)
-    held = jnp.arange(rank_pages_AxQ.shape[1]) < num_rank_pages_A[slot][:, None]
-    return rank_pages_AxQ[slot], held & has_adapter[:, None]
+def pages_held(slot_T, has_adapter_T, Q: int, num_rank_pages_A):
+    """Which of Q rank pages each token's adapter has [T, Q]."""
+    return (jnp.arange(Q) < num_rank_pages_A[slot_T][:, None]) & has_adapter_T[:, None]

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import backend
-from pallas_kernels.lora.segments import PAGE_RANKS, pages_of_tokens, slot_of_tokens
-from pallas_kernels.lora.work_items import ALIGNMENT, ROWS, RUNS, padded, work_items
+from pallas_kernels.lora.segments import PAGE_RANKS, pages_held
+from pallas_kernels.lora.work_items import ALIGNMENT, ROWS, RUNS, padded, sgmv_schedule
 from pallas_kernels.mosaic import kernel, pl, plgpu, swizzled, whole_product
 
 CHUNKS = ROWS // PAGE_RANKS  # Chunks of a page that one product takes in the schedule of one token.
@@ -70,23 +70,33 @@ def _tile(width: int, Q: int) -> int | None:
     return next(iter(fits), None)
 
 
-def fused(x, a, b, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
-    tables = segments, rank_pages, num_rank_pages
-    v = shrink(x, a, layer, *tables, v_dtype=v_dtype)
-    return expand(v, b, layer, *tables, dtype=x.dtype)
+def fused(x, a, b, layer, segments, rank_pages, num_rank_pages, *, v_dtype, schedule=None):
+    schedule = schedule or sgmv_schedule(segments, x.shape[0])
+    v = _shrink(x, a, layer, schedule, rank_pages, num_rank_pages, v_dtype)
+    return _expand(v, b, layer, schedule, rank_pages, num_rank_pages, x.dtype)
 
 
 def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
+    schedule = sgmv_schedule(segments, x.shape[0])
+    return _shrink(x, a, layer, schedule, rank_pages, num_rank_pages, v_dtype)
+
+
+def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype):
+    schedule = sgmv_schedule(segments, v.shape[0])
+    return _expand(v, b, layer, schedule, rank_pages, num_rank_pages, dtype)
+
+
+def _shrink(x, a, layer, schedule, rank_pages, num_rank_pages, v_dtype):
     T, width = x.shape
     Q = rank_pages.shape[1]
     rows, chunk = padded(T), _chunk(width)
     assert chunk
     x = jnp.pad(x, ((0, rows - T), (0, 0)))
-    items = work_items(segments, rows)
+    items = schedule.items
     splits, steps_per_split = _split(items.shape[0] * Q, width // (CHUNKS * chunk))
 
     def sgmv_shrink(*refs):
-        _shrink(*refs, steps_per_split=steps_per_split)
+        _shrink_items(*refs, steps_per_split=steps_per_split)
 
     parts = kernel(
         sgmv_shrink,
@@ -108,9 +118,8 @@ def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
     )  # fmt: skip
     # Only the schedule of one token writes a sum for each of four chunks.
     parts = parts[:, :T].reshape(splits, T, Q, CHUNKS, PAGE_RANKS)
-    _, held = pages_of_tokens(segments, T, rank_pages, num_rank_pages)
-    alone = _is_alone(segments, T)
-    written = held[..., None] & (alone[:, None, None] | (jnp.arange(CHUNKS) == 0))
+    held = pages_held(schedule.slots, schedule.has_adapter, Q, num_rank_pages)
+    written = held[..., None] & (schedule.alone[:, None, None] | (jnp.arange(CHUNKS) == 0))
     v = jnp.where(written[..., None], parts, 0).sum((0, 3))
     return v.reshape(T, Q * PAGE_RANKS).astype(v_dtype)
 
@@ -124,14 +133,7 @@ def _split(blocks: int, steps: int) -> tuple[int, int]:
     return pl.cdiv(steps, steps_per_split), steps_per_split
 
 
-def _is_alone(segments, T: int):
-    """Whether each token is the only one of its segment [T]."""
-    token = jnp.arange(T)[:, None]
-    run = jnp.arange(segments.slots.shape[0]) < segments.count[0]
-    return ((token == segments.starts) & (token + 1 == segments.ends) & run).any(1)
-
-
-def _shrink(
+def _shrink_items(
     x_ref, chunks_ref, a_ref, items_ref, pages_ref, num_pages_ref, layer_ref, out_ref,
     rows_s, columns_s, out_s, sums_s, filled, *, steps_per_split: int,
 ):  # fmt: skip
@@ -216,17 +218,17 @@ def _shrink(
         _store_rows(out_s, lambda rows: out_ref.at[split, rows, q, ranks], base, lo, hi)
 
 
-def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype):
+def _expand(v, b, layer, schedule, rank_pages, num_rank_pages, dtype):
     T = v.shape[0]
     Q = rank_pages.shape[1]
     width = b.shape[-1]
     rows, tile = padded(T), _tile(width, Q)
     assert tile
     v = jnp.pad(v, ((0, rows - T), (0, 0)))
-    items = work_items(segments, rows)
+    items = schedule.items
 
     def sgmv_expand(*refs):
-        _expand(*refs)
+        _expand_items(*refs)
 
     out = kernel(
         sgmv_expand,
@@ -245,11 +247,10 @@ def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype):
     )(
         v, b, items, rank_pages, num_rank_pages, jnp.asarray(layer, jnp.int32)[None]
     )  # fmt: skip
-    _, has_adapter = slot_of_tokens(segments, T)
-    return jnp.where(has_adapter[:, None], out[:T], 0)
+    return jnp.where(schedule.has_adapter[:, None], out[:T], 0)
 
 
-def _expand(
+def _expand_items(
     v_ref, b_ref, items_ref, pages_ref, num_pages_ref, layer_ref, out_ref,
     v_s, b_s, out_s, token_s, page_s, row_s, filled,
 ):  # fmt: skip

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.lora.api import sgmv
+from pallas_kernels.lora.api import plan_sgmv, sgmv
 from pallas_kernels.lora.segments import PAGE_RANKS, Segments
 from pallas_kernels.specs import Cost, Spec
 
@@ -112,7 +112,14 @@ def make(shapes: Lora) -> Spec:
             "num_rank_pages_A": jnp.zeros(S, jnp.int32).at[slots].set(pages),
         }
 
-    return Spec(sgmv_of_arrays, arguments, lambda arguments: shapes.cost)
+    def plan(arguments, implementation):
+        schedule = plan_sgmv(Segments(**arguments), shapes.tokens, implementation=implementation)
+        return {"schedule": schedule}
+
+    indices = ("slots", "starts", "ends", "count")
+    return Spec(
+        sgmv_of_arrays, arguments, lambda arguments: shapes.cost, indices=indices, plan=plan
+    )
 
 
 # Inputs and outputs of the projections whose widths differ; of 70B also the part of one of 8 GPUs.

@@ -1,12 +1,41 @@
-"""What thread blocks of the kernels work on: tiles of tokens that share an adapter."""
+"""What thread blocks of the kernels work on: tiles of tokens that share an adapter.
 
+That follows from the segments alone, so it is made once a step, for all layers and projections.
+"""
+
+from dataclasses import dataclass
+
+import jax
 import jax.numpy as jnp
 
-from pallas_kernels.lora.segments import Segments
+from pallas_kernels.lora.segments import Segments, slot_of_tokens
 
 ROWS = 64  # Tokens of a tile: the M of a wgmma.
 ALIGNMENT = 8  # A TMA starts at a multiple of so many rows: those of a swizzled tile.
 RUNS = (64, 32, 16, 8, 4, 2, 1)  # Any number of rows of a tile is a sum of some of them.
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SgmvSchedule:
+    """items: [n, 5] int32, as `work_items` has them.
+    slots: [T] int32, the adapter slot of each token. has_adapter: [T] bool, whether it counts.
+    alone: [T] bool, whether the token is the only one of its segment.
+    """
+
+    items: jax.Array
+    slots: jax.Array
+    has_adapter: jax.Array
+    alone: jax.Array
+
+
+def sgmv_schedule(segments: Segments, T: int) -> SgmvSchedule:
+    """For an array of T tokens."""
+    slots, has_adapter = slot_of_tokens(segments, T)
+    token, run = jnp.arange(T)[:, None], jnp.arange(segments.slots.shape[0])
+    only = (token == segments.starts) & (token + 1 == segments.ends)
+    alone = (only & (run < segments.count[0])).any(1)
+    return SgmvSchedule(work_items(segments, padded(T)), slots, has_adapter, alone)
 
 
 def padded(T: int) -> int:

@@ -45,7 +45,7 @@ def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype):
     return _over_blocks(v, zero, product, _add, segments, rank_pages, num_rank_pages)
 
 
-def fused(x, a, b, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
+def fused(x, a, b, layer, segments, rank_pages, num_rank_pages, *, v_dtype, schedule=None):
     def product(rows, page, q):
         return _expanded(_shrunk(rows, a, layer, page).astype(v_dtype), b, layer, page)
 

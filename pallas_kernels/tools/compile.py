@@ -75,7 +75,8 @@ class Report:
     unsynchronized: the complaints of synchronization.py.
     launches: what the op runs on the device.
     donated, aliased: the bytes that may be written in place, and those that are.
-    balance, call: of the op's schedule, and what it makes of the call; None without one.
+    balance: of the op's schedule; None without one. call: what a kernel with a loop over tiles can
+        make of the call.
     problem: why there is nothing else to say of it.
     """
 
@@ -192,7 +193,7 @@ def _call(
     target: str, op: str, spec: str, compiled: Compiled, balance: Balance | None
 ) -> Call | None:
     over_tiles = [kernel for kernel in compiled.kernels if kernel.prediction]
-    if balance is None or not over_tiles:
+    if not over_tiles:
         return None
     gpu, call, (kernel,) = TARGETS[target], OPS[op].specs[spec], over_tiles
     assert kernel.prediction is not None
@@ -254,11 +255,13 @@ def _loops_table(reports: list[Report]) -> str:
 
 def _schedule_columns(report: Report) -> list[str]:
     found, call = report.balance, report.call
-    if found is None or call is None:
-        return ["-"] * 7
-    shares = f"{found.idle:.1%}", f"{found.waves:.1f}", f"{found.longest:.2f}"
-    of = f"{call.share:.0%} of {call.bound}"
-    return [str(found.blocks), *shares, f"{found.partials:.2%}", f"{1e6 * call.seconds:.0f}", of]
+    columns = ["-"] * 5
+    if found is not None:
+        shares = f"{found.idle:.1%}", f"{found.waves:.1f}", f"{found.longest:.2f}"
+        columns = [str(found.blocks), *shares, f"{found.partials:.2%}"]
+    if call is None:
+        return [*columns, "-", "-"]
+    return [*columns, f"{1e6 * call.seconds:.0f}", f"{call.share:.0%} of {call.bound}"]
 
 
 def _aligned(rows: list[list[str]]) -> str:

@@ -24,7 +24,7 @@ class Kernel:
 
     shared_memory: of a thread block.
     loop, fetching: of a warp that multiplies tiles, and of one that only fetches them.
-    prediction: None for a kernel without a loop over tiles.
+    prediction: None for a kernel without a loop that fetches tiles.
     """
 
     name: str
@@ -124,6 +124,8 @@ def _read_report(path: Path, launch: kernel_jaxpr.Launch, gpu: Target, reused: b
         loop=loop,
         fetching=fetching,
         prediction=(
-            predict.predict(launch, loop, fetching, occupancy.blocks, gpu, reused) if loop else None
+            predict.predict(launch, loop, fetching, occupancy.blocks, gpu, reused)
+            if loop and launch.copied
+            else None
         ),
     )

@@ -120,11 +120,14 @@ def predict(
 
 
 def seconds(
-    prediction: Prediction, balance: Balance, resident: int, launches: int, bytes: int,
+    prediction: Prediction, balance: Balance | None, resident: int, launches: int, bytes: int,
     target: Target,
 ) -> float:  # fmt: skip
     """Of a whole call: until the last of its thread blocks has ended, with partial results written
-    and read again, and no sooner than all `bytes` that it needs have come from memory once."""
+    and read again, and no sooner than all `bytes` that it needs have come from memory once. Without
+    a balance all of them come as fast as the loop over tiles reads."""
+    if balance is None:
+        return bytes / (prediction.share * target.memory_bandwidth) + launches * LAUNCH_S
     rate = READ_SHARE * target.memory_bandwidth
     tile_s = resident * prediction.clocks[prediction.bound] / target.tensor_clock
     busy_s = max(balance.longest_tiles * tile_s, bytes / rate)

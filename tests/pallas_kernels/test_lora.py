@@ -11,11 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.lora import Segments, sgmv, sgmv_expand, sgmv_shrink, specs
-from pallas_kernels.lora.work_items import padded, work_items
+from pallas_kernels.lora.work_items import padded, sgmv_schedule, work_items
 from tests.pallas_kernels.interpreted import run, run_spec
 
 L, N, A, Q = 2, 12, 5, 4  # layers, rank pages, adapter slots, most pages of an adapter
 LAYER = 1
+ONE_RUN = Segments(*np.zeros((3, 1), np.int32), np.ones(1, np.int32))
 ATOL = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 5e-3}
 RUNS = [
     ("reference", "float32"), ("xla", "float32"), ("xla", "bfloat16"), ("xla", "float16"),
@@ -223,7 +224,9 @@ def test_kernels_in_a_models_widths_are_near_reference(name, lengths):
     shapes = replace(specs.SHAPES[name], lengths=lengths, ranks=(16, 8), without=2)
     spec = specs.make(replace(shapes, outputs=min(shapes.outputs, 512)))
     arguments = spec.arguments(jax.random.key(0))
-    found = run_spec(spec, arguments, "mosaic_gpu")
+    planned = spec.planned(arguments, "mosaic_gpu")
+    assert planned["schedule"] is not None
+    found = run_spec(spec, arguments | planned, "mosaic_gpu")
     expected = run_spec(spec, arguments, "reference")
     np.testing.assert_allclose(
         np.asarray(found, np.float32), np.asarray(expected, np.float32), atol=ATOL["bfloat16"]
@@ -260,6 +263,8 @@ def test_cost_counts_each_adapter_once_and_only_the_ranks_it_has():
         ({"num_rank_pages_A": np.zeros(3, np.int32)}, r"need num_rank_pages \[2\]"),
         ({"starts": np.zeros(3, np.int32)}, "slots, starts and ends must all be"),
         ({"count": np.int32(1)}, r"count must be \[1\]"),
+        ({"schedule": 3}, "schedule must be a SgmvSchedule or None"),
+        ({"schedule": sgmv_schedule(ONE_RUN, 4)}, "is not one of 3 tokens and 2 segments"),
     ],
 )
 def test_bad_arguments_are_refused(change, message):

@@ -104,3 +104,6 @@ def test_seconds_of_a_call():
     # No sooner than memory gives what the call needs.
     floor = predict.seconds(prediction, even, 2, 0, 10**10, H200)
     assert floor == pytest.approx(10**10 / (0.92 * 4.8e12))
+    # Without a balance, as fast as the loop reads.
+    alone = predict.seconds(prediction, None, 2, 3, 10**10, H200)
+    assert alone == pytest.approx(10**10 / (prediction.share * 4.8e12) + 4.5e-6)
