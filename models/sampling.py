@@ -31,6 +31,7 @@ class SamplingArrays:
     num_bias: int32, the number of entries in the slot's logit bias.
     logprobs: int32; 0 where nobody asks for log-probabilities. It is `BEAM` for a beam, of which
         only the log-probabilities are used, not the sampled token.
+    forced: int32; tokens of lower positions are those of the slot's history, whatever is sampled.
     """
 
     temperature: Array
@@ -44,6 +45,7 @@ class SamplingArrays:
     prompt_length: Array
     num_bias: Array
     logprobs: Array
+    forced: Array
 
     @classmethod
     def of_rows(cls, rows) -> "SamplingArrays":
@@ -61,10 +63,10 @@ SAMPLING_ROW = np.dtype(
         ("min_p", np.float32), ("repetition_penalty", np.float32),
         ("presence_penalty", np.float32), ("frequency_penalty", np.float32),
         ("seed", np.uint32), ("prompt_length", np.int32), ("num_bias", np.int32),
-        ("logprobs", np.int32),
+        ("logprobs", np.int32), ("forced", np.int32),
     ]
 )  # fmt: skip
-GREEDY_ROW = np.array((0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0), SAMPLING_ROW)
+GREEDY_ROW = np.array((0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0), SAMPLING_ROW)
 
 
 @flax.struct.dataclass
@@ -72,7 +74,8 @@ class SamplingState:
     """What sampling keeps for each slot on the device.
 
     history: [num_slots, C] int32, tokens by position. It holds the sampled tokens, and those before
-        them where `load_slot` has written them, which penalties need.
+        them where `load_slot` has written them, which penalties need, and behind them those that
+        are forced.
     bias_tokens: [num_slots, MAX_LOGIT_BIAS] int32; bias_values: the same shape, float32. Of these,
         the first `SamplingArrays.num_bias` count.
     """
@@ -240,6 +243,9 @@ def sample(logits_SxV, how: SamplingArrays, position_S, state: SamplingState, sl
         return jnp.where(how.temperature > 0, drawn, greedy)
 
     tokens = jax.lax.cond(jnp.any(how.temperature > 0), draw, lambda: greedy)
+    is_forced = position_S < how.forced
+    forced = state.history.at[rows, position_S].get(mode="clip")
+    tokens = jnp.where(is_forced, forced, tokens)
     # If a logit is infinite or NaN, so is the maximum or the minimum.
     finite = jnp.isfinite(logits_SxV.max(-1)) & jnp.isfinite(logits_SxV.min(-1))
     return jnp.where(finite, tokens, INVALID_TOKEN)

@@ -148,7 +148,8 @@ class EngineLoop:
             how = group.sampling
             for sequence in group.sequences:
                 if sequence.slot >= 0 and (how.uses_history or how.logit_bias):
-                    self.executor.load_slot(sequence.slot, sequence.tokens, how.logit_bias)
+                    tokens = np.append(sequence.tokens, np.int32(sequence.still_forced))
+                    self.executor.load_slot(sequence.slot, tokens, how.logit_bias)
         inputs, rows = build_step_inputs(
             step,
             scheduler.slots,

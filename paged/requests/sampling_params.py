@@ -51,6 +51,9 @@ class SamplingParams:
         "makes the request's tokens repeatable whatever else runs; None: the engine draws one, "
         "another for each request",
     )
+    forced_output: tuple[int, ...] = dataclasses.field(
+        default=(), metadata={"help": "tokens that the output begins with, whatever is sampled"}
+    )
     stop: tuple[str, ...] = described((), "strings that end the output and are cut from it")
     stop_token_ids: tuple[int, ...] = described(
         (), "tokens that end the output and stay in it, though not in its text"
@@ -119,19 +122,26 @@ class SamplingParams:
         plain = SamplingParams()
         for name in ("best_of", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
                      "presence_penalty", "frequency_penalty", "logit_bias", "stop",
-                     "stop_token_ids", "logprobs"):  # fmt: skip
+                     "stop_token_ids", "logprobs", "forced_output"):  # fmt: skip
             if getattr(self, name) != getattr(plain, name):
                 raise ValueError(f"beam search does not take {name} ({getattr(self, name)!r})")
 
     def _copy_collections(self) -> None:
         """Check collections and keep copies: nobody may change them behind the engine's back."""
-        stop, ids, bias = self.stop, self.stop_token_ids, self.logit_bias
+        stop, bias = self.stop, self.logit_bias
         if not isinstance(stop, tuple | list) or not all(is_text(s) and s for s in stop):
             raise refusal("stop", "a tuple of non-empty strings", stop)
         object.__setattr__(self, "stop", tuple(map(str, stop)))
-        if not isinstance(ids, tuple | list) or not all(map(is_whole, ids)):
-            raise refusal("stop_token_ids", "a tuple of token ids", ids)
-        object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
+        for name in ("stop_token_ids", "forced_output"):
+            ids = getattr(self, name)
+            if not isinstance(ids, tuple | list) or not all(map(is_whole, ids)):
+                raise refusal(name, "a tuple of token ids", ids)
+            object.__setattr__(self, name, tuple(map(int, ids)))
+        if len(self.forced_output) > self.max_tokens:
+            raise ValueError(
+                f"forced_output has {len(self.forced_output)} tokens, more than max_tokens "
+                f"({self.max_tokens})"
+            )
         if not isinstance(bias, Mapping):
             raise refusal("logit_bias", "a map of token ids to numbers", bias)
         if len(bias) > MAX_LOGIT_BIAS:
@@ -146,9 +156,9 @@ class SamplingParams:
 
     @property
     def uses_history(self) -> bool:
-        """Whether the tokens so far change the next one's logits otherwise than by the model."""
+        """Whether the next token depends on others than by the model."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-        return penalties != (1, 0, 0)
+        return penalties != (1, 0, 0) or bool(self.forced_output)
 
     @property
     def is_beam_search(self) -> bool:

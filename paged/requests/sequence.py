@@ -62,6 +62,11 @@ class Sequence:
     def num_prompt_tokens(self) -> int:
         return self.group.num_prompt_tokens
 
+    @property
+    def still_forced(self) -> tuple[int, ...]:
+        """What is left of the forced output."""
+        return self.group.sampling.forced_output[len(self.tokens) - self.num_prompt_tokens :]
+
 
 def _seed_of(seed: int, index: int) -> int:
     """The first sequence of a group samples as it would alone, the others each otherwise."""

@@ -81,7 +81,7 @@ def validated_prompt(
     if not isinstance(sampling, SamplingParams):
         raise ValueError(f"sampling must be SamplingParams, not {sampling!r}")
     check_stop_strings(tokenizer, sampling.stop)
-    for name in ("stop_token_ids", "logit_bias"):
+    for name in ("stop_token_ids", "logit_bias", "forced_output"):
         for token in getattr(sampling, name):
             if not 0 <= token < model.vocab_size:
                 raise ValueError(
@@ -100,6 +100,11 @@ def validated_prompt(
         raise ValueError(
             f"the prompt has {len(tokens)} tokens; max_model_len ({config.max_model_len}) "
             f"allows {config.max_model_len - 1}, and one to generate"
+        )
+    if len(tokens) + len(sampling.forced_output) > config.max_model_len:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens and forced_output {len(sampling.forced_output)}; "
+            f"max_model_len is {config.max_model_len}"
         )
     count = sampling.num_sequences
     check_group(sampling, model, config)

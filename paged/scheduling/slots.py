@@ -22,6 +22,8 @@ def sampling_row(sequence: Sequence) -> np.ndarray:
     row["seed"] = sequence.seed
     row["prompt_length"] = sequence.num_prompt_tokens
     row["num_bias"] = len(how.logit_bias)
+    if how.forced_output:
+        row["forced"] = sequence.num_prompt_tokens + len(how.forced_output)
     row["logprobs"] = BEAM if how.is_beam_search else how.logprobs is not None or how.ranks
     return row
 

@@ -82,8 +82,11 @@ def test_log_probabilities_equal_full_recomputation(tiny_params, full_logits, wa
                        prompt_logprobs=p)
         for i, (t, n, p) in enumerate([(0.0, 0, 3), (1.3, 5, None), (0.7, 20, 0), (1.0, None, 20)])
     ]  # fmt: skip
+    forced = tuple(np.random.default_rng(6).integers(3, 61, 14).tolist())
+    how[0], how[2] = (dataclasses.replace(how[i], forced_output=forced) for i in (0, 2))
     prompts = _prompts(4)
     for asked, output in zip(how, engine.generate(prompts, how), strict=True):
+        assert tuple(output.tokens[: len(asked.forced_output)]) == asked.forced_output
         tokens = output.prompt_tokens + output.tokens
         expected = _log_softmax(full_logits(tokens))
         first = len(output.prompt_tokens)
