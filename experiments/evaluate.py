@@ -2,37 +2,45 @@
 
 python -m experiments.evaluate --model=bundled --tasks=needle,chain --contexts=256,1024
 
+Beside exact answers it reports the log-probability of the reference answers (see lib/reference.py).
 Prompts are a function of task, context and --seed alone, so two runs (two models, two policies)
-answer the same ones: `--compare_with=<prompts.csv of the other run>` gives their paired difference.
-Writes to --output_dir: accuracy.csv, prompts.csv (each answer), accuracy.png, report.json and
-summary.json.
+answer the same ones: `--compare_with=<prompts.csv of the other run>` gives paired differences, and
+the divergence of the distributions along the answers from the other run's, for each setting and for
+all together. Writes to --output_dir: accuracy.csv, prompts.csv (each answer), distributions.npz,
+accuracy.png, report.json and summary.json.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from experiments.lib import report, run_record
+from experiments.lib import reference, report, run_record
 from experiments.lib.bootstrap import mean_interval
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import define_engine_flags, fields_of, loading
 from experiments.lib.program import Options, Program, refusals
+from experiments.lib.reference import Distributions, Key
 from experiments.lib.text_files import read_csv, shown
 from experiments.tasks import tasks
 from models import checkpoint
+from models.sampling import MAX_LOGPROBS
 from paged.engine import Engine, EngineConfig
 from paged.requests.sampling_params import SamplingParams
 
 EXACT_TASKS = [task for task in tasks.TASKS if task != "story"]
+ALL = "all"  # the task of what is pooled over settings, with context 0
+Interval = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt's result; `index` names the prompt within its task and context."""
+    """One prompt's result; `index` names the prompt within its task and context. logprob: of the
+    expected answer, by token."""
 
     task: str
     context: int
@@ -40,12 +48,22 @@ class Answer:
     exact: bool
     expected: str
     text: str
+    logprob: float
+
+    @property
+    def key(self) -> Key:
+        return self.task, self.context, self.index
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Share of exact answers, low and high of its 95 % bootstrap interval; `difference` has the
-    same of the paired difference to another run on the same prompts, if one was given."""
+    """Share of exact answers, low and high of its 95 % bootstrap interval, and the mean
+    log-probability of the expected answers, by token.
+
+    difference, logprob_difference: the same of the paired differences to another run on the same
+    prompts, if one was given; divergence: from its distributions, in nats by token. Each is a mean
+    with low and high of its interval.
+    """
 
     task: str
     context: int
@@ -53,7 +71,18 @@ class Accuracy:
     exact: float
     low: float
     high: float
-    difference: tuple[float, float, float] | None = None
+    logprob: float
+    difference: Interval | None = None
+    logprob_difference: Interval | None = None
+    divergence: Interval | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Answers, and the distributions along the expected ones, by prompt."""
+
+    answers: list[Answer]
+    distributions: dict[Key, Distributions]
 
 
 def settings(
@@ -78,85 +107,126 @@ def settings(
 
 def evaluate(
     engine: Engine, pairs: Sequence[tuple[str, int]], prompts: int, seed: int, progress: bool = True
-) -> list[Answer]:
+) -> Evaluation:
     """Greedy answers of `engine` to `prompts` prompts of each (task, context)."""
-    answers = []
+    answers: list[Answer] = []
+    distributions: dict[Key, Distributions] = {}
     bar = tqdm(total=len(pairs) * prompts, desc="answering", unit=" prompts", disable=not progress)
     for task, context in pairs:
         asked = tasks.make_prompts(task, context, prompts, seed, engine.tokenizer)
-        how = [SamplingParams(max_tokens=p.max_tokens, stop=p.stop) for p in asked]
+        how = [
+            SamplingParams(max_tokens=p.max_tokens, stop=p.stop, logprobs=MAX_LOGPROBS)
+            for p in asked
+        ]
         outputs = engine.generate([p.prompt for p in asked], how)
+        along = reference.of_answers(
+            engine, [p.prompt for p in asked], [p.answer for p in asked], outputs
+        )
         for index, (prompt, output) in enumerate(zip(asked, outputs, strict=True)):
             exact = report.is_exact(output.text, prompt.answer, prompt.stop)
-            answers.append(Answer(task, context, index, exact, prompt.answer, output.text))
+            logprob = float(along[index].logprobs.mean())
+            answer = Answer(task, context, index, exact, prompt.answer, output.text, logprob)
+            answers.append(answer)
+            distributions[answer.key] = along[index]
         bar.update(len(asked))
         right = sum(a.exact for a in answers[-len(asked) :])
         bar.set_postfix_str(f"{task} at {context}: {right}/{len(asked)}")
     bar.close()
-    return answers
+    return Evaluation(answers, distributions)
 
 
-def accuracies(
-    answers: Sequence[Answer], others: dict[tuple[str, int, int], bool] | None = None
-) -> list[Accuracy]:
-    """Accuracy by (task, context), in order of appearance.
+def accuracies(ours: Evaluation, others: Evaluation | None = None) -> list[Accuracy]:
+    """Accuracy by (task, context), in order of appearance, and of all together, if there are more.
 
-    others: another run's results by (task, context, index). Raises ValueError if it lacks a prompt.
+    others: another run. Raises ValueError if it lacks a prompt, or has another answer to it.
     """
     groups: dict[tuple[str, int], list[Answer]] = {}
-    for answer in answers:
+    for answer in ours.answers:
         groups.setdefault((answer.task, answer.context), []).append(answer)
+    if len(groups) > 1:
+        groups[ALL, 0] = ours.answers
+    theirs = None if others is None else {answer.key: answer for answer in others.answers}
     rows = []
     for (task, context), group in groups.items():
         exact, low, high = mean_interval([a.exact for a in group])
-        difference = None
-        if others is not None:
-            missing = [a.index for a in group if (task, context, a.index) not in others]
-            if missing:
-                raise ValueError(
-                    f"the run to compare with lacks {len(missing)} prompts of {task} at {context}"
-                )
-            theirs = [others[task, context, a.index] for a in group]
-            difference = mean_interval([a.exact - other for a, other in zip(group, theirs)])
-        rows.append(Accuracy(task, context, len(group), exact, low, high, difference))
+        row = task, context, len(group), exact, low, high
+        logprob = float(np.mean([a.logprob for a in group]))
+        if others is None or theirs is None:
+            rows.append(Accuracy(*row, logprob))
+            continue
+        missing = [a for a in group if a.key not in theirs or a.key not in others.distributions]
+        if missing:
+            raise ValueError(
+                f"the run to compare with lacks {len(missing)} prompts of {missing[0].task} at "
+                f"{missing[0].context}"
+            )
+        paired = [(a, theirs[a.key]) for a in group]
+        if any(a.expected != other.expected for a, other in paired):
+            raise ValueError(f"the run to compare with had other prompts of {task} at {context}")
+        rows.append(
+            Accuracy(
+                *row, logprob,
+                difference=mean_interval([float(a.exact) - other.exact for a, other in paired]),
+                logprob_difference=mean_interval([a.logprob - b.logprob for a, b in paired]),
+                divergence=mean_interval([
+                    reference.divergence(ours.distributions[a.key], others.distributions[a.key])
+                    for a in group
+                ]),
+            )
+        )  # fmt: skip
     return rows
 
 
-def read_answers(path: str) -> dict[tuple[str, int, int], bool]:
-    """A run's prompts.csv by (task, context, index); ValueError, by line, if it is none."""
-    answers = {}
-    for where, _, row in read_csv(path, ("task", "context", "index", "exact")):
+def read(path: str) -> Evaluation:
+    """A run by its prompts.csv, and the distributions.npz beside it; ValueError, by line, if it is
+    none."""
+    answers = []
+    columns = "task", "context", "index", "exact", "expected", "text", "logprob"
+    for where, _, row in read_csv(path, columns):
         try:
-            key = row["task"], int(row["context"]), int(row["index"])
+            context, index, logprob = int(row["context"]), int(row["index"]), float(row["logprob"])
         except ValueError:
-            raise ValueError(f"{where}: context and index must be numbers") from None
+            raise ValueError(f"{where}: context, index and logprob must be numbers") from None
         if row["exact"] not in ("True", "False"):
             raise ValueError(f"{where}: exact must be True or False, not {shown(row['exact'])}")
-        answers[key] = row["exact"] == "True"
-    return answers
+        exact = row["exact"] == "True"
+        answers.append(
+            Answer(row["task"], context, index, exact, row["expected"], row["text"], logprob)
+        )
+    return Evaluation(answers, reference.read(Path(path).parent / "distributions.npz"))
 
 
 def table(rows: Sequence[Accuracy]) -> str:
     """Markdown: a line a task, a column a context, accuracy in percent with its interval."""
-    contexts = sorted({row.context for row in rows})
+    single = [row for row in rows if row.task != ALL]
+    contexts = sorted({row.context for row in single})
     cells = {(r.task, r.context): f"{100 * r.exact:.1f} ({100 * r.low:.0f}–{100 * r.high:.0f})"
-             for r in rows}  # fmt: skip
+             for r in single}  # fmt: skip
     lines = [
         "| task | " + " | ".join(map(str, contexts)) + " |",
         "|---" * (len(contexts) + 1) + "|",
     ]
-    for task in dict.fromkeys(row.task for row in rows):
+    for task in dict.fromkeys(row.task for row in single):
         lines.append(
             f"| {task} | " + " | ".join(cells.get((task, c), "–") for c in contexts) + " |"
         )
     for row in rows:
-        if row.difference is not None:
-            mean, low, high = (100 * x for x in row.difference)
-            lines.append(
-                f"{row.task} at {row.context}: {mean:+.1f} points ({low:+.1f} to {high:+.1f}) "
-                "against the other run"
+        name = "all" if row.task == ALL else f"{row.task} at {row.context}"
+        line = f"{name}: log-probability of the answers {row.logprob:.4f} by token"
+        if row.difference and row.logprob_difference and row.divergence:
+            points = 100 * np.array(row.difference)
+            line += (
+                f"; against the other run {_shown(points, '.1f')} points, "
+                f"{_shown(row.logprob_difference, '.4f')} log-probability, "
+                f"divergence {row.divergence[0]:.2e} nats"
             )
+        lines.append(line)
     return "\n".join(lines)
+
+
+def _shown(interval, digits: str) -> str:
+    mean, low, high = (format(x, "+" + digits) for x in interval)
+    return f"{mean} ({low} to {high})"
 
 
 def plot(rows: Sequence[Accuracy], path: Path, footer: str) -> None:
@@ -164,6 +234,7 @@ def plot(rows: Sequence[Accuracy], path: Path, footer: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    rows = [row for row in rows if row.task != ALL]
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for task in dict.fromkeys(row.task for row in rows):
         mine = [row for row in rows if row.task == task]
@@ -180,14 +251,26 @@ def plot(rows: Sequence[Accuracy], path: Path, footer: str) -> None:
     plt.close(figure)
 
 
-def write(output_dir: Path, rows: Sequence[Accuracy], answers: Sequence[Answer], facts: dict):
+def summary(rows: Sequence[Accuracy]) -> dict[str, float]:
+    """Flat numbers: of each setting, and without a context of all together."""
+    numbers: dict[str, float] = {}
+    for row in rows:
+        at = ALL if row.task == ALL else f"{row.task}_{row.context}"
+        numbers |= {f"exact_{at}": row.exact, f"logprob_{at}": row.logprob}
+        for name in ("difference", "logprob_difference", "divergence"):
+            if interval := getattr(row, name):
+                numbers |= {f"{name}_{at}": interval[0], f"{name}_low_{at}": interval[1]}
+    return numbers
+
+
+def write(output_dir: Path, rows: Sequence[Accuracy], found: Evaluation, facts: Mapping):
     """All files of an evaluation."""
     environment = run_record.describe_environment()
     run_record.write_csv(output_dir, "accuracy.csv", rows)
-    run_record.write_csv(output_dir, "prompts.csv", answers)
-    run_record.write_json(output_dir, "report.json", facts | {"accuracy": rows} | environment)
-    summary = {f"exact_{row.task}_{row.context}": row.exact for row in rows}
-    run_record.write_summary(output_dir, summary)
+    run_record.write_csv(output_dir, "prompts.csv", found.answers)
+    reference.write(output_dir / "distributions.npz", found.distributions)
+    run_record.write_json(output_dir, "report.json", {**facts, "accuracy": rows, **environment})
+    run_record.write_summary(output_dir, summary(rows))
     plot(rows, output_dir / "accuracy.png", run_record.hardware_line(environment))
 
 
@@ -197,18 +280,18 @@ def main(options: Options) -> None:
             checkpoint.load_config(options.model), **fields_of(EngineConfig, options)
         )
         pairs = settings(options.tasks, options.contexts, config)
-        others = read_answers(options.compare_with) if options.compare_with else None
+        others = read(options.compare_with) if options.compare_with else None
         engine = load_engine(config, **loading(options))
         engine.warm_up()
-        answers = evaluate(engine, pairs, options.num_prompts, options.seed)
-        rows = accuracies(answers, others)
+        found = evaluate(engine, pairs, options.num_prompts, options.seed)
+        rows = accuracies(found, others)
     facts = {
         "experiment": "evaluate",
         "flags": vars(options),
         "seed": options.seed,
         "weights_sha256": checkpoint.weights_hash(options.model),
     }
-    write(Path(options.output_dir), rows, answers, facts)
+    write(Path(options.output_dir), rows, found, facts)
     print(table(rows))
     print(f"accuracy.csv, prompts.csv, accuracy.png and more are in {options.output_dir}/")
 
@@ -222,7 +305,10 @@ def define_flags() -> None:
 
 
 PROGRAM = Program(
-    main, define_flags, "results/evaluate", ("accuracy.csv", "prompts.csv", "accuracy.png")
+    main,
+    define_flags,
+    "results/evaluate",
+    ("accuracy.csv", "prompts.csv", "distributions.npz", "accuracy.png"),
 )
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ class EngineLoop:
             how = group.sampling
             for sequence in group.sequences:
                 if sequence.slot >= 0 and (how.uses_history or how.logit_bias):
-                    tokens = np.append(sequence.tokens, np.int32(sequence.still_forced))
+                    tokens = np.append(sequence.tokens, np.array(sequence.still_forced, np.int32))
                     self.executor.load_slot(sequence.slot, tokens, how.logit_bias)
         inputs, rows = build_step_inputs(
             step,

@@ -9,12 +9,14 @@ import pytest
 
 from experiments import evaluate
 from experiments.lib.bootstrap import mean_interval
+from experiments.lib.reference import Distributions, divergence
 from experiments.tasks import tasks
 from models import llama, load_tokenizer
 from models import params as parameters
 from models.config import ModelConfig
 from models.hub import BUNDLED
 from paged.engine import Engine, EngineConfig
+from tests.models import goldens
 
 CONFIG = EngineConfig(
     max_num_seqs=4, max_num_batched_tokens=256, max_prefills_per_step=2, max_model_len=512,
@@ -42,21 +44,70 @@ def test_pairing_narrows_the_interval_of_a_difference():
     assert high - low < 0.6 * (unpaired_high - unpaired_low)
 
 
+def _evaluation(rng, exact, shift=0.0):
+    """Ten answers of three tokens over a vocabulary of 30, of which a few hold most of the mass;
+    shift: of the logits of token 3."""
+    logits = 4 * rng.standard_normal((10, 3, 30))
+    logits[..., 3] += shift
+    logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    answers, along = [], {}
+    for i, logp in enumerate(logps):
+        answer = evaluate.Answer("needle", 256, i, exact(i), "1;", "1", float(logp[:, 5].mean()))
+        answers.append(answer)
+        order = np.argsort(-logp, -1)[:, :20].astype(np.int32)
+        tops = np.take_along_axis(logp, order, -1)
+        along[answer.key] = Distributions(logp[:, 5], order, tops)
+    return evaluate.Evaluation(answers, along), logps
+
+
 def test_accuracies_against_another_run_are_paired_by_prompt(tmp_path):
-    answers = [evaluate.Answer("needle", 256, i, i % 2 == 0, "1;", "1") for i in range(10)]
-    better = [dataclasses.replace(a, exact=True) for a in answers]
+    ours, _ = _evaluation(np.random.default_rng(0), lambda i: i % 2 == 0, shift=2.0)
+    better, _ = _evaluation(np.random.default_rng(0), lambda i: True)
     evaluate.write(tmp_path, evaluate.accuracies(better), better, {})
-    others = evaluate.read_answers(str(tmp_path / "prompts.csv"))
-    row = evaluate.accuracies(answers, others)[0]
+    others = evaluate.read(str(tmp_path / "prompts.csv"))
+    (row,) = evaluate.accuracies(ours, others)
     assert row.exact == 0.5
-    assert row.difference is not None
+    assert row.difference and row.logprob_difference and row.divergence
     mean, low, high = row.difference
     assert mean == -0.5
     assert low < mean < high < 0
+    gain = [a.logprob - b.logprob for a, b in zip(ours.answers, better.answers)]
+    assert row.logprob_difference[0] == pytest.approx(np.mean(gain))
+    assert row.divergence[1] > 0
+    (same,) = evaluate.accuracies(better, others)
+    assert same.difference == (0, 0, 0)
+    assert same.divergence == pytest.approx((0, 0, 0), abs=1e-6)
+    more = dataclasses.replace(ours.answers[0], index=10)
     with pytest.raises(ValueError, match="lacks 1 prompts of needle at 256"):
-        evaluate.accuracies([*answers, dataclasses.replace(answers[0], index=10)], others)
+        evaluate.accuracies(evaluate.Evaluation([more], ours.distributions), others)
+    odd = dataclasses.replace(ours.answers[0], expected="2;")
+    with pytest.raises(ValueError, match="had other prompts of needle"):
+        evaluate.accuracies(evaluate.Evaluation([odd], ours.distributions), others)
     with pytest.raises(ValueError, match=r"accuracy\.csv:1: has columns .* expected task,c"):
-        evaluate.read_answers(str(tmp_path / "accuracy.csv"))
+        evaluate.read(str(tmp_path / "accuracy.csv"))
+    (tmp_path / "distributions.npz").write_bytes(b"PK no")
+    with pytest.raises(ValueError, match=r"distributions\.npz: no distributions of an evaluation"):
+        evaluate.read(str(tmp_path / "prompts.csv"))
+
+
+def test_several_settings_are_pooled():
+    one, _ = _evaluation(np.random.default_rng(0), lambda i: i < 4)
+    another = [dataclasses.replace(a, task="vote", exact=True) for a in one.answers]
+    *rows, pooled = evaluate.accuracies(evaluate.Evaluation([*one.answers, *another], {}))
+    assert [(row.task, row.exact) for row in rows] == [("needle", 0.4), ("vote", 1.0)]
+    assert (pooled.task, pooled.prompts, pooled.exact) == ("all", 20, 0.7)
+    assert set(evaluate.summary([*rows, pooled])) >= {"exact_needle_256", "exact_all"}
+
+
+def test_divergence_is_that_of_whole_distributions_but_for_what_is_rare():
+    ours, q = _evaluation(np.random.default_rng(3), bool)
+    theirs, p = _evaluation(np.random.default_rng(3), bool, shift=2.0)
+    whole = (np.exp(p) * (p - q)).sum(-1).mean(-1)
+    found = [
+        divergence(ours.distributions[a.key], theirs.distributions[a.key]) for a in ours.answers
+    ]
+    assert (np.array(found) <= whole + 1e-9).all()
+    np.testing.assert_allclose(np.sum(found), whole.sum(), rtol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -79,21 +130,26 @@ def test_bad_settings_are_refused(names, contexts, message):
 def test_a_random_model_is_evaluated_end_to_end(tmp_path):
     """Accuracy comes from the engine's own text: it equals a recount from the written answers."""
     model = ModelConfig(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)
-    engine = Engine.from_model(
-        parameters.init(llama.declare(model), jax.random.key(0)),
-        model,
-        CONFIG,
-        load_tokenizer(BUNDLED),
-    )
-    answers = evaluate.evaluate(engine, [("needle", 256), ("vote", 256)], 3, 0, progress=False)
-    rows = evaluate.accuracies(answers)
-    evaluate.write(tmp_path, rows, answers, {})
+    params = parameters.init(llama.declare(model), jax.random.key(0))
+    engine = Engine.from_model(params, model, CONFIG, load_tokenizer(BUNDLED))
+    found = evaluate.evaluate(engine, [("needle", 256), ("vote", 256)], 3, 0, progress=False)
+    rows = evaluate.accuracies(found)
+    evaluate.write(tmp_path, rows, found, {})
     with open(tmp_path / "prompts.csv", newline="") as file:
         written = list(csv.DictReader(file))
     prompts = tasks.make_prompts("needle", 256, 3, 0, engine.tokenizer)
     assert [w["expected"] for w in written[:3]] == [p.answer for p in prompts]
-    for row in rows:
+    for row in rows[:2]:
         mine = [w for w in written if w["task"] == row.task]
         exact = [w["text"] + ";" == w["expected"] for w in mine]
         assert row.exact == sum(exact) / 3
+    # What it says of an answer that it would not give is what the model alone says.
+    tokenizer = engine.tokenizer
+    for w, prompt in zip(written[:3], prompts):
+        before, both = (
+            tokenizer.encode(text) for text in (prompt.prompt, prompt.prompt + prompt.answer)
+        )
+        logits, _ = goldens.run(model, params, both)
+        logp = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(both) - 1), both[1:]]
+        assert float(w["logprob"]) == pytest.approx(logp[len(before) - 1 :].mean(), abs=1e-4)
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000

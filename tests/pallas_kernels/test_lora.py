@@ -16,7 +16,8 @@ from tests.pallas_kernels.interpreted import run, run_spec
 
 L, N, A, Q = 2, 12, 5, 4  # layers, rank pages, adapter slots, most pages of an adapter
 LAYER = 1
-ONE_RUN = Segments(*np.zeros((3, 1), np.int32), np.ones(1, np.int32))
+NOTHING = np.zeros(1, np.int32)
+ONE_RUN = Segments(NOTHING, NOTHING, NOTHING, np.ones(1, np.int32))
 ATOL = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 5e-3}
 RUNS = [
     ("reference", "float32"), ("xla", "float32"), ("xla", "bfloat16"), ("xla", "float16"),
