@@ -32,7 +32,8 @@ from models.sampling import MAX_LOGPROBS
 from paged.engine import Engine, EngineConfig
 from paged.requests.sampling_params import SamplingParams
 
-EXACT_TASKS = [task for task in tasks.TASKS if task != "story"]
+DEFAULT_TASKS = [task for task in tasks.TASKS if task != "story"]
+EXACT_TASKS = [*DEFAULT_TASKS, *tasks.HARD_TASKS]
 ALL = "all"  # the task of what is pooled over settings, with context 0
 Interval = tuple[float, float, float]
 
@@ -297,7 +298,7 @@ def main(options: Options) -> None:
 
 
 def define_flags() -> None:
-    flags.DEFINE_list("tasks", EXACT_TASKS, "comma-separated tasks of experiments/tasks/tasks.py")
+    flags.DEFINE_list("tasks", DEFAULT_TASKS, "comma-separated tasks of experiments/tasks/tasks.py")
     flags.DEFINE_list("contexts", ["256", "512", "1024", "2048"], "prompt and answer, in tokens")
     flags.DEFINE_integer("num_prompts", 100, "prompts of each task and context", lower_bound=1)
     flags.DEFINE_string("compare_with", "", "prompts.csv of another run, for paired differences")

@@ -13,6 +13,10 @@ vote      ~k3;       ^k                3;                          the most freq
 cot       -          @b=0+4;c=b+3;!c@  b=0+4:00+4=b4;c=b+3:b4+3=c7;!c7.  what it wrote
 cot_long  as cot, with 24 statements: 340 tokens to generate
 story     -          the beginning of a text     its continuation (for perplexity)
+
+The hard ones are of the same kinds, and as large as the bundled model can still do: multikey_96 has
+96 keys, values_24 24 keys with three or four values each, chain_17 17 chains, and cot_32 and cot_40
+as many statements. They tell apart policies that the others cannot.
 """
 
 import zlib
@@ -26,7 +30,11 @@ from experiments.train.build_tokenizer import Vocabulary
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 TASKS = ("needle", "multikey", "chain", "values", "count", "vote", "cot", "cot_long", "story")
-MIN_CONTEXT = {"cot_long": 512}
+HARD_TASKS = ("multikey_96", "values_24", "chain_17", "cot_32", "cot_40")
+MIN_CONTEXT = {
+    "cot_long": 512, "multikey_96": 1024, "values_24": 512, "chain_17": 512, "cot_32": 1024,
+    "cot_40": 1024,
+}  # fmt: skip
 STORY_ANSWER = 64
 VALUE_DIGITS = 5
 
@@ -150,7 +158,21 @@ def evaluation_problem(task: str, rng, context_length: int) -> Problem:
             return chain_of_thought(rng, 10)
         case "cot_long":
             return chain_of_thought(rng, 24)
-    raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
+        case "multikey_96":
+            return needles(rng, 96, 2)
+        case "values_24":
+            return multiple_values(rng, 24, 3, 4)
+        case "chain_17":
+            return chains(rng, 17, 2, 1)
+        case "cot_32":
+            return chain_of_thought(rng, 32)
+        case "cot_40":
+            return chain_of_thought(rng, 40)
+    raise ValueError(_unknown(task))
+
+
+def _unknown(task: str) -> str:
+    return f"unknown task {task!r}; known: {', '.join(TASKS + HARD_TASKS)}"
 
 
 def _interleave(rng, filler: list[str], records: list[str]) -> list[str]:
@@ -228,8 +250,8 @@ def make_prompts(
 
     Raises ValueError for an unknown task, and if a task does not fit the context.
     """
-    if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
+    if task not in TASKS + HARD_TASKS:
+        raise ValueError(_unknown(task))
     count = None if tokenizer is None else (lambda text: len(tokenizer(text)["input_ids"]))
     maker = PromptMaker(seed, count)
     return [maker.make(task, context_length, i) for i in range(num)]

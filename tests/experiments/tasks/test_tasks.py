@@ -14,6 +14,7 @@ VOCABULARY = Vocabulary()
 
 def solve(task: str, prompt: str) -> str:
     """The answer, read from the text of the prompt alone."""
+    task = task.partition("_")[0]
     if task in ("needle", "multikey"):
         values = dict(re.findall(r"#([A-Za-z]{1,2})(\d{5});", prompt))
         return values[prompt.rpartition("?")[2]] + ";"
@@ -54,9 +55,23 @@ def test_answers_follow_from_the_prompts_and_lengths_are_exact(task, context_len
         assert (p.task, p.context_length) == (task, context_length)
 
 
+@pytest.mark.parametrize("task", tasks.HARD_TASKS)
+def test_hard_problems_have_the_size_of_their_name(task):
+    for p in tasks.make_prompts(task, max(1024, tasks.MIN_CONTEXT[task]), num=5, seed=7):
+        assert p.answer == solve(task, p.prompt)
+        kind, _, size = task.partition("_")
+        found = {
+            "multikey": re.findall(r"#[A-Za-z]{2}\d{5};", p.prompt),
+            "values": set(re.findall(r"\$([A-Za-z])\d\d;", p.prompt)),
+            "chain": re.findall(r"#[A-Za-z]\d{5};", p.prompt),
+            "cot": re.findall(r"[A-Za-z]=[A-Za-z0]\+\d;", p.prompt),
+        }
+        assert len(found[kind]) == int(size)
+
+
 @pytest.mark.parametrize("context_length", [256, 4096])
 def test_shortest_and_longest_contexts(context_length):
-    for task in tasks.TASKS:
+    for task in tasks.TASKS + tasks.HARD_TASKS:
         if context_length < tasks.MIN_CONTEXT.get(task, 256):
             continue
         (p,) = tasks.make_prompts(task, context_length, num=1, seed=0)
