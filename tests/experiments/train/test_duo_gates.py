@@ -1,0 +1,87 @@
+"""Gates of a random model: what they mix, what they learn, and the file that holds them."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.train import duo_gates
+from experiments.train.attention import Window, batched_attend
+from experiments.train.data import TrainingData
+from models import llama
+from models import params as parameters
+from models.config import ModelConfig
+
+MODEL = ModelConfig(
+    vocab_size=512, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=8, qk_norm=True, model_type="qwen3",
+)  # fmt: skip
+WINDOW = Window(16, 16, 16)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return parameters.init(llama.declare(MODEL), jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def data():
+    return TrainingData(0, corpus_characters=20_000)
+
+
+def test_gates_of_one_and_zero_are_full_and_streaming_attention():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((128, n, 8)), jnp.float32) for n in (4, 2, 2))
+    gates = jnp.array([[0.5, 0.5], [1.0, 0.0]])
+    mixed, _ = duo_gates.mixed_attend(MODEL, 128, WINDOW, gates)(1, q, k, v, None)
+    full, _ = batched_attend(MODEL, 128)(1, q, k, v, None)
+    near, _ = batched_attend(MODEL, 128, window=WINDOW)(1, q, k, v, None)
+    np.testing.assert_allclose(mixed[:, :2], full[:, :2], atol=1e-6)
+    np.testing.assert_allclose(mixed[:, 2:], near[:, 2:], atol=1e-6)
+    assert np.abs(full - near).max() > 0.1
+
+
+def test_heads_that_need_no_more_than_the_window_lose_their_gates(params, data):
+    """And a run is repeated from its seed."""
+    how = dict(lengths=[96], mix={"needles": 1.0}, rate=0.1, progress=False)
+    wide, rows = duo_gates.train(
+        MODEL, params, data, steps=15, window=Window(64, 64, 64), **how
+    )  # sees all
+    assert wide.max() < 0.2 and rows[-1]["moved"] < 1e-6
+    narrow, rows = duo_gates.train(MODEL, params, data, steps=15, window=WINDOW, **how)
+    assert rows[-1]["moved"] > 1e-5
+    assert ((narrow >= 0) & (narrow <= 1)).all() and narrow.min() > wide.max()
+    again, _ = duo_gates.train(MODEL, params, data, steps=15, window=WINDOW, **how)
+    np.testing.assert_array_equal(narrow, again)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sink": 100}, "--sink must be whole pages of 64 tokens"),
+        ({"lengths": ["448"]}, r"longer than the window \(448 tokens\), not \['448'\]"),
+        ({"lengths": []}, "longer than the window"),
+        ({"mix": ["needles"]}, "--mix is task=share"),
+        ({"mix": ["needles=-1"]}, "shares above 0"),
+    ],
+)
+def test_bad_flags_are_refused(change, message):
+    good = dict(sink=128, local=256, page_size=64, lengths=["1024"], mix=["needles=1"])
+    with pytest.raises(ValueError, match=message):
+        duo_gates.checked(SimpleNamespace(**good | change))
+
+
+@pytest.mark.slow
+def test_the_program_writes_its_gates(tmp_path):
+    options = SimpleNamespace(
+        output_dir=str(tmp_path), steps=2, lengths=["512"], mix=["needles=1"], sink=64, local=64,
+        page_size=64, rate=0.02, seed=3,
+    )  # fmt: skip
+    duo_gates.main(options)
+    stored = json.loads((tmp_path / "gates.json").read_text())
+    assert np.array(stored["gates"]).shape == (4, 4)
+    assert len(stored["weights_sha256"]) == 64
+    assert (tmp_path / "gates.png").stat().st_size > 5000
