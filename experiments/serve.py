@@ -7,9 +7,8 @@ requests.csv, outputs.jsonl, events.jsonl, and pictures.
 """
 
 import sys
-import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,13 @@ from typing import Any
 from absl import flags
 from tqdm import tqdm
 
-from experiments.lib import adapters, event_log, plots, report, run_record
+from experiments.lib import adapters, event_log, plots, report, run_record, serving
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import define_engine_flags, define_fields, fields_of, loading
-from experiments.lib.program import Options, Program, refusals, told
-from experiments.lib.signals import Stop
+from experiments.lib.program import Options, Program, refusals
 from experiments.workloads import popularity, workloads
-from experiments.workloads.popularity import POPULARITIES
 from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig
 from models import checkpoint, load_tokenizer
-from paged.adapters.adapter import Adapter
-from paged.adapters.known import KnownAdapters
 from paged.checks import help_of
 from paged.clock import WallClock
 from paged.engine import Engine, EngineConfig
@@ -47,12 +42,7 @@ def define_flags() -> None:
     define_fields(WorkloadConfig, leave_out=("seed",))
     define_fields(SamplingParams, leave_out=NO_FLAGS)
     define_engine_flags()
-    flags.DEFINE_string(
-        "adapters", "", "folder of LoRA adapters as PEFT writes them, one a folder; empty for none"
-    )
-    flags.DEFINE_enum(
-        "popularity", "distinct", POPULARITIES, "how requests choose among the adapters (Punica §7)"
-    )
+    adapters.define_flags("distinct")
 
 
 def prepare(options: Options) -> tuple[Engine, Workload, SamplingParams]:
@@ -77,12 +67,10 @@ def prepare(options: Options) -> tuple[Engine, Workload, SamplingParams]:
             validated_prompt(request.prompt, how, tokenizer, model, config, policy)
         except ValueError as error:
             raise ValueError(f"request {i + 1} of --workload={options.workload}: {error}") from None
-    served: list[Adapter] = []
-    if options.adapters:
-        known, found = KnownAdapters(model, config), popularity.folders(options.adapters)
-        served = [known.read(name, folder) for name, folder in found.items()]
-        count = len(workload.requests)
-        names = popularity.assign([*found], options.popularity, count, options.seed)
+    served = adapters.asked_for(options, model, config)
+    if served:
+        count, given = len(workload.requests), [adapter.name for adapter in served]
+        names = popularity.assign(given, options.popularity, count, options.seed)
         asked = zip(workload.requests, names, strict=True)
         requests = [replace(request, adapter=name) for request, name in asked]
         workload = replace(workload, requests=requests)
@@ -167,23 +155,6 @@ def serve(
                 served[index[output.request_id]] = output
 
 
-def missing(
-    workload: Workload, served: Mapping[int, RequestOutput], cause: str | None
-) -> dict[str, Any] | None:
-    """What an interrupt or a failure, if there was a cause, left out, for report.json; None if
-    every request has ended."""
-    ended = sum(output.finish_reason in report.COMPLETE for output in served.values())
-    if cause is None or ended == len(workload.requests):
-        return None
-    return {
-        "interrupted_by": cause,
-        "requests": len(workload.requests),
-        "ended": ended,
-        "cut_off": len(served) - ended,
-        "not_served": len(workload.requests) - len(served),
-    }
-
-
 def write(
     output_dir: str | Path,
     engine: Engine,
@@ -233,13 +204,7 @@ def write(
     failures += plots.save(engine.metrics, output_dir, title, hardware)
     table = report.show(answered) + "\n\n" + report.table(measured, answers, hardware)
     table += adapters.line(content["adapters"])
-    if partial:
-        table += (
-            f"\nPARTIAL       {partial['interrupted_by']}: of {partial['requests']} requests "
-            f"{partial['ended']} ended, {partial['cut_off']} were cut off and "
-            f"{partial['not_served']} not served"
-        )
-    return table, failures
+    return table + serving.partial_line(partial), failures
 
 
 def serve_and_write(
@@ -250,33 +215,22 @@ def serve_and_write(
     output_dir: str,
     facts: dict[str, Any],
 ) -> int:
-    """Serve, until the end or the first signal or failure, then write and tell what was served;
-    the exit status."""
+    """As `serving.serve_and_write`."""
     served: dict[int, RequestOutput] = {}
-    error: Exception | None = None
-    with Stop() as stop:
-        try:
-            serve(engine, workload.requests, served, sampling, seed, stop_requested=stop.requested)
-        except Exception as raised:
-            error = raised
-        except KeyboardInterrupt:  # the second signal: what was served is written all the same
-            pass
-        cause = f"{type(error).__name__}: {error}" if error else stop.cause
+
+    def serve_until(stop_requested: Callable[[], bool]) -> None:
+        serve(engine, workload.requests, served, sampling, seed, stop_requested=stop_requested)
+
+    def write_served(cause: str | None) -> tuple[str, list[OSError]]:
         arrived = sorted(served)
         asked = replace(workload, requests=[workload.requests[i] for i in arrived])
         outputs = [served[i] for i in arrived]
-        facts = facts | {"partial": missing(workload, served, cause)}
-        table, failures = write(output_dir, engine, asked, outputs, facts)
-        print(table)
-        for failure in failures:
-            print(f"error: {told(failure)}", file=sys.stderr)
-        if not failures:
-            print(f"report.json, summary.json, pictures and more are in {output_dir}/")
-    if error:
-        traceback.print_exception(error)
-        print(f"error: {cause}", file=sys.stderr)
-        return 1
-    return 128 + stop.signal if stop.signal else int(bool(failures))
+        reasons = [output.finish_reason for output in outputs]
+        partial = serving.missing(cause, len(workload.requests), reasons)
+        return write(output_dir, engine, asked, outputs, facts | {"partial": partial})
+
+    files = f"report.json, summary.json, pictures and more are in {output_dir}/"
+    return serving.serve_and_write(serve_until, write_served, files)
 
 
 def main(options: Options) -> int:

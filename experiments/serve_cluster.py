@@ -4,15 +4,18 @@
     python -m experiments.serve_cluster --flagfile=configs/cluster_bundled.flags
 
 Arrivals are a Poisson process whose rate rises from 0 to --peak_rate and falls again over
---duration_s seconds. Other than the paper's, its requests ask for no adapters: the model alone
-serves them. --runners is 'simulated' (the engines' own schedulers over the
-time that a roofline says; not a measurement of any GPU), 'threads' (an engine on each of JAX's
-devices) or 'ray' (an engine in each Ray actor; extra `cluster`).
+--duration_s seconds. Requests ask for --adapters by the paper's --popularity, and each runner loads
+those that its requests ask for into --adapter_slots. --runners is 'simulated' (the engines' own
+schedulers over the time that a roofline says; not a measurement of any GPU), 'threads' (an engine
+on each of JAX's devices) or 'ray' (an engine in each Ray actor; extra `cluster`).
 
 The seed gives the requests, and in simulated time the whole run. Writes to --output_dir:
-report.json, summary.json, working_sets.csv (each second), requests.csv and cluster.png.
+report.json, summary.json, working_sets.csv (each second), requests.csv, cluster.png, and random
+adapters, if such are served. Ctrl-C, SIGTERM and a failure end it as they end `experiments.serve`.
 """
 
+import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -23,15 +26,16 @@ import jax
 from absl import flags
 from tqdm import tqdm
 
-from experiments.lib import cluster_report, run_record
+from experiments.lib import adapters, cluster_report, run_record, serving
 from experiments.lib.cluster_report import Sample
 from experiments.lib.engines import engine_config, keep_compilations, load_engine
 from experiments.lib.flags import define_engine_flags, define_float, fields_of, loading
 from experiments.lib.program import Options, Program, refusals
-from experiments.workloads import ramp
+from experiments.workloads import popularity, ramp
 from models import checkpoint
 from models.config import ModelConfig
-from paged.cluster.cluster import Arrival, Cluster
+from paged.adapters.adapter import Adapter
+from paged.cluster.cluster import Arrival
 from paged.cluster.live import LiveCluster
 from paged.cluster.ray_actors import RayRunner, import_ray
 from paged.cluster.simulated import SimulatedCluster
@@ -44,22 +48,22 @@ from pallas_kernels.specs import Rates
 
 RUNNERS = ("simulated", "threads", "ray")
 PERIOD_S = 1.0  # of samples
+AnyCluster = SimulatedCluster | LiveCluster
 
 
 def serve(
-    cluster: SimulatedCluster | LiveCluster, arrivals: Sequence[Arrival], progress: bool = True
-) -> list[Sample]:
-    """Serve all; a sample each second."""
-    samples: list[Sample] = []
+    cluster: AnyCluster, arrivals: Sequence[Arrival], samples: list[Sample],
+    stop_requested: Callable[[], bool] = lambda: False, progress: bool = True,
+) -> None:  # fmt: skip
+    """Serve all, until `stop_requested`; a sample each second."""
     with tqdm(total=len(arrivals), desc="serving", unit="req", disable=not progress) as bar:
 
         def observe(now: float) -> None:
             samples.append(Sample.of(now, cluster.cluster))
             bar.update(samples[-1].ended - bar.n)
 
-        cluster.serve(arrivals, observe, PERIOD_S)
-        bar.update(len(arrivals) - bar.n)
-    return samples
+        cluster.serve(arrivals, observe, PERIOD_S, stop_requested)
+        bar.update(len(cluster.cluster.records) - bar.n)
 
 
 def simulated(options: Options, model: ModelConfig, config: EngineConfig) -> SimulatedCluster:
@@ -120,14 +124,14 @@ def uuids(count: int) -> list[str]:
     return [f"gpu-{i:02}" for i in range(count)]
 
 
-MAKE: dict[str, Callable[[Options, ModelConfig, EngineConfig], Any]] = {
+MAKE: dict[str, Callable[[Options, ModelConfig, EngineConfig], AnyCluster]] = {
     "simulated": simulated,
     "threads": threads,
     "ray": ray_actors,
 }
 
 
-def prepare(options: Options) -> tuple[ModelConfig, EngineConfig, list[ramp.RampRequest]]:
+def prepare(options: Options) -> tuple[ModelConfig, EngineConfig, list[Adapter], list[Arrival]]:
     """What the flags ask for. Raises ValueError for what cannot be."""
     if options.tensor_parallel > 1:
         raise ValueError("--tensor_parallel: each engine of a cluster has one device")
@@ -147,35 +151,65 @@ def prepare(options: Options) -> tuple[ModelConfig, EngineConfig, list[ramp.Ramp
             import_ray()
         except ImportError as error:
             raise ValueError(f"--runners=ray: {error}") from error
-    return model, config, requests
-
-
-def main(options: Options) -> None:
-    if options.runners == "threads":  # a CPU is as many devices as it is told to be at first
-        jax.config.update("jax_num_cpu_devices", options.num_gpus)
-    with refusals():
-        model, config, requests = prepare(options)
-        cluster = MAKE[options.runners](options, model, config)
+    served = adapters.asked_for(options, model, config, simulated=options.runners == "simulated")
+    names: Sequence[str | None] = [None] * len(requests)
+    if served:
+        given = [adapter.name for adapter in served]
+        names = popularity.assign(given, options.popularity, len(requests), options.seed)
     arrivals = [
         Arrival(
             each.arrival_s, each.prompt,  # type: ignore[arg-type]
-            SamplingParams(max_tokens=each.max_tokens, ignore_eos=True, seed=i),
+            SamplingParams(max_tokens=each.max_tokens, ignore_eos=True, seed=i), name,
         )
-        for i, each in enumerate(requests)
+        for i, (each, name) in enumerate(zip(requests, names, strict=True))
     ]  # fmt: skip
-    if isinstance(cluster, LiveCluster):
-        with cluster:
-            samples = serve(cluster, arrivals)
-    else:
-        samples = serve(cluster, arrivals)
-    write(options, model, config, cluster.cluster, samples)
+    return model, config, served, arrivals
+
+
+def main(options: Options) -> int:
+    if options.runners == "threads":  # a CPU is as many devices as it is told to be at first
+        jax.config.update("jax_num_cpu_devices", options.num_gpus)
+    with refusals():
+        model, config, served, arrivals = prepare(options)
+        cluster = MAKE[options.runners](options, model, config)
+    for adapter in served:
+        cluster.cluster.add_known_adapter(adapter)
+    facts = {"flags": vars(options), "model": asdict(model), "engine": config}
+    with cluster if isinstance(cluster, LiveCluster) else contextlib.nullcontext():
+        return serve_and_write(options, cluster, arrivals, facts)
+
+
+def serve_and_write(
+    options: Options, cluster: AnyCluster, arrivals: Sequence[Arrival], facts: dict[str, Any]
+) -> int:
+    """As `serving.serve_and_write`."""
+    samples: list[Sample] = []
+
+    def write_served(cause: str | None) -> tuple[str, list[OSError]]:
+        cluster.cluster.cancel_all()  # a failure may have left some
+        reasons = [record.finish_reason for record in cluster.cluster.records]
+        missing = serving.missing(cause, len(arrivals), reasons)
+        if not samples:
+            samples.append(Sample.of(0.0, cluster.cluster))
+        return write(options, cluster, samples, facts | {"partial": missing})
+
+    files = f"report.json, summary.json, cluster.png and more are in {options.output_dir}/"
+    serve_until = partial(serve, cluster, arrivals, samples)
+    return serving.serve_and_write(serve_until, write_served, files)
 
 
 def write(
-    options: Options, model: ModelConfig, config: EngineConfig, cluster: Cluster,
-    samples: Sequence[Sample],
-) -> None:  # fmt: skip
-    """Write every file, and print the table."""
+    options: Options, served: AnyCluster, samples: Sequence[Sample], facts: dict[str, Any]
+) -> tuple[str, list[OSError]]:
+    """Write every file; the table, and what could not be written."""
+    folder, cluster, max_batch = options.output_dir, served.cluster, options.max_num_seqs
+    failures = run_record.write_all([
+        lambda: run_record.write_csv(folder, "requests.csv", cluster.records)
+    ])  # fmt: skip
+    missing = facts["partial"]
+    if missing:
+        cause = missing["interrupted_by"]
+        print(f"{cause}: writing the report on what was served", file=sys.stderr)
     environment = run_record.describe_environment()
     footer = run_record.hardware_line(environment)
     if options.runners == "simulated":
@@ -183,29 +217,30 @@ def write(
             f"simulated time: roofline of {options.gigabytes_per_s:g} GB/s and "
             f"{options.teraflops_per_s:g} TFLOP/s, {1e3 * options.more_s:g} ms more a step"
         )
-    numbers = cluster_report.summary(cluster, samples, config.max_num_seqs)
-    table = cluster_report.table(numbers, config.max_num_seqs)
-    facts = {
+    numbers = cluster_report.summary(cluster, samples, max_batch)
+    table = cluster_report.table(numbers, max_batch)
+    content = {
         "experiment": "serve_cluster",
-        "flags": vars(options),
+        **facts,
         "measured_on": footer,
-        "model": asdict(model),
-        "engine": config,
         "measured": numbers,
+        "deaths": served.deaths if isinstance(served, LiveCluster) else {},
+        "refused": cluster.refused,
         "claims": table.splitlines(),
     }
-    folder = options.output_dir
-    run_record.write_csv(folder, "requests.csv", cluster.records)
-    run_record.write_csv(folder, "working_sets.csv", [sample.row() for sample in samples])
-    run_record.write_json(folder, "report.json", facts | environment)
-    run_record.write_summary(folder, numbers)
     title = f"{options.num_gpus} {'simulated GPUs' * (options.runners == 'simulated') or 'engines'}"
+    title += f", {options.model}" + ", interrupted" * bool(missing)
     offered = partial(ramp.rate, duration_s=options.duration_s, peak_rate=options.peak_rate)
-    cluster_report.plot(
-        samples, offered, config.max_num_seqs, Path(folder) / "cluster.png",
-        f"{title}, {options.model}", footer,
-    )  # fmt: skip
-    print(f"{table}\n({footer})")
+    numbers = numbers | {"partial": int(bool(missing))}
+    failures += run_record.write_all([
+        lambda: run_record.write_csv(folder, "working_sets.csv", [each.row() for each in samples]),
+        lambda: run_record.write_json(folder, "report.json", content | environment),
+        lambda: run_record.write_summary(folder, numbers),
+        lambda: cluster_report.plot(
+            samples, offered, max_batch, Path(folder) / "cluster.png", title, footer
+        ),
+    ])  # fmt: skip
+    return f"{table}\n({footer}){serving.partial_line(missing)}", failures
 
 
 def define_flags() -> None:
@@ -218,6 +253,7 @@ def define_flags() -> None:
     define_float("gigabytes_per_s", 1244.0, "of memory, on simulated GPUs", lower_bound=1e-3)
     define_float("teraflops_per_s", 218.0, "on simulated GPUs", lower_bound=1e-3)
     define_float("more_s", 0.0, "of each step on simulated GPUs, beside its roofline", 0.0)
+    adapters.define_flags("skewed")
     define_engine_flags()
 
 

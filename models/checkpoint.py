@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
@@ -28,7 +28,9 @@ from models.params import Param, flatten, is_param
 Place = Callable[[Param, np.ndarray], jax.Array]
 DTYPES = ("float32", "bfloat16", "float16")
 
-STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+STORED_DTYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16
+}  # fmt: skip
 # Tensors in which old checkpoints store constants.
 _CONSTANTS = re.compile(r".*rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 
@@ -149,9 +151,21 @@ def open_file(path: Path, stack: ExitStack):
         return stack.enter_context(safe_open(path, framework="numpy"))
     except SafetensorError as error:
         with path.open("rb") as file:
-            pointer = file.read(24).startswith(b"version https://git-lfs")
-        why = "a Git LFS pointer: run `git lfs pull`" if pointer else f"damaged: {error}"
-        raise ValueError(f"{path} is {why}") from None
+            raise ValueError(f"{path} is {_what_it_is(file.read(24), error)}") from None
+
+
+def tensors_of(content: bytes, path: Path) -> dict[str, dict[str, Any]]:
+    """The shape, dtype and data of each tensor in a safetensors file's content, by name. Raises
+    ValueError if it is none."""
+    try:
+        return dict(deserialize(content))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is {_what_it_is(content, error)}") from None
+
+
+def _what_it_is(content: bytes, error: SafetensorError) -> str:
+    pointer = content.startswith(b"version https://git-lfs")
+    return "a Git LFS pointer: run `git lfs pull`" if pointer else f"damaged: {error}"
 
 
 def _tensors(shards: dict[Path, Any]) -> dict[str, tuple[Path, Any]]:

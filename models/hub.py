@@ -38,14 +38,19 @@ def find(model: str | Path) -> Path:
 
 
 def read_json(path: Path, parse):
-    """`parse` of the JSON object in the file.
-
-    Raises ValueError, with the file's name, if the file holds no object or `parse` raises one.
-    """
+    """`parse` of the JSON object in the file. Raises ValueError as `parse_json` does."""
     if not path.is_file():
         raise ValueError(f"{path} is missing")
+    return parse_json(path.read_bytes(), path, parse)
+
+
+def parse_json(content: bytes, path: Path, parse):
+    """`parse` of the JSON object that a file holds.
+
+    Raises ValueError, with the file's name, if it holds no object or `parse` raises one.
+    """
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(content.decode())
         if not isinstance(value, dict):
             raise ValueError(f"it should hold a JSON object, not {value!r:.40}")
         return parse(value)

@@ -4,20 +4,20 @@ A folder holds adapter_config.json and adapter_model.safetensors. Names, pattern
 what PEFT makes of them (`LoraConfig`).
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from models.checkpoint import STORED_DTYPES, cast, files_hash, open_file
+from models.checkpoint import STORED_DTYPES, cast, tensors_of
 from models.config import ModelConfig
 from models.families import family
 from models.hf_fields import HfConfig, flag, integer, number
-from models.hub import read_json
+from models.hub import parse_json
 from models.lora import Lora, Pair
 from models.params import Param, flatten
 
@@ -76,23 +76,35 @@ def load(folder: str | Path, model: ModelConfig) -> tuple[Lora, str]:
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
     modules, others = _modules(model)
-    adapted = read_json(folder / CONFIG, lambda hf: _adapted(hf, modules, others))
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; adapters are read from safetensors only")
+    path, given = folder / WEIGHTS, _content(folder / CONFIG)
+    adapted = parse_json(given, folder / CONFIG, lambda hf: _adapted(hf, modules, others))
+    content = _content(path, "; adapters are read from safetensors only")
+    stored = tensors_of(content, path)
+    _check(stored, path, modules, adapted)
+
+    def matrix(name: str, which: str) -> np.ndarray:
+        tensor = stored[_tensor(name, which)]
+        array = np.frombuffer(tensor["data"], STORED_DTYPES[tensor["dtype"]])
+        array = array.reshape(tensor["shape"])
+        return cast(array, np.dtype("float32"), f"{path}: {name} {which}")
+
     weights: dict[str, list[Pair | None]] = {}
-    with ExitStack() as stack:
-        file = open_file(path, stack)
-        _check(file, path, modules, adapted)
-        for name, how in adapted.items():
-            a = cast(file.get_tensor(_tensor(name, "A")), np.dtype("float32"), f"{path}: {name} A")
-            b = cast(file.get_tensor(_tensor(name, "B")), np.dtype("float32"), f"{path}: {name} B")
-            for projection, param in modules[name].projections.items():
-                part, parts = param.part or (0, 1)
-                rows = np.split(b, parts)[part]
-                layers = weights.setdefault(projection, [None] * model.num_layers)
-                layers[modules[name].layer] = a, np.ascontiguousarray(rows.T) * how.scale
-    return Lora(weights), files_hash([folder / CONFIG, path])
+    for name, how in adapted.items():
+        a, b = matrix(name, "A"), matrix(name, "B")
+        for projection, param in modules[name].projections.items():
+            part, parts = param.part or (0, 1)
+            rows = np.split(b, parts)[part]
+            layers = weights.setdefault(projection, [None] * model.num_layers)
+            layers[modules[name].layer] = a, np.ascontiguousarray(rows.T) * how.scale
+    return Lora(weights), hashlib.sha256(given + content).hexdigest()
+
+
+def _content(path: Path, hint: str = "") -> bytes:
+    """All of a file at once: while it is served an adapter may be written anew, or be cut short,
+    which would end a process that has it mapped."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing{hint}")
+    return path.read_bytes()
 
 
 def _modules(model: ModelConfig) -> tuple[dict[str, _Module], set[str]]:
@@ -199,27 +211,29 @@ def _tensor(module: str, which: str) -> str:
     return f"base_model.model.{module}.lora_{which}.weight"
 
 
-def _check(file, path: Path, modules: Mapping[str, _Module], adapted: Mapping[str, _Adapted]):
+def _check(
+    stored: Mapping[str, Any], path: Path, modules: Mapping[str, _Module],
+    adapted: Mapping[str, _Adapted],
+) -> None:  # fmt: skip
     """Raises ValueError unless the file's tensors are those of the adapted modules."""
     expected: dict[str, tuple[int, ...]] = {}
     for name, how in adapted.items():
         width, fan_out = modules[name].widths
         expected[_tensor(name, "A")] = how.rank, width
         expected[_tensor(name, "B")] = fan_out, how.rank
-    present = set(file.keys())
-    for name in sorted(present - expected.keys()):
+    for name in sorted(stored.keys() - expected.keys()):
         raise ValueError(f"{path}: tensor {name} is of no module that {CONFIG} adapts")
     for name, shape in expected.items():
-        if name not in present:
+        if name not in stored:
             raise ValueError(f"{path}: tensor {name} of shape {shape} is missing")
-        stored = file.get_slice(name)
-        if tuple(stored.get_shape()) != shape:
+        found, dtype = tuple(stored[name]["shape"]), stored[name]["dtype"]
+        if found != shape:
             raise ValueError(
-                f"{path}: tensor {name} has shape {tuple(stored.get_shape())}, but the model and "
+                f"{path}: tensor {name} has shape {found}, but the model and "
                 f"{CONFIG} (r, rank_pattern) ask for {shape}"
             )
-        if stored.get_dtype() not in STORED_DTYPES:
+        if dtype not in STORED_DTYPES:
             raise ValueError(
-                f"{path}: tensor {name} has dtype {stored.get_dtype()}, which is not among "
+                f"{path}: tensor {name} has dtype {dtype}, which is not among "
                 f"{', '.join(STORED_DTYPES)}"
             )

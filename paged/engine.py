@@ -97,18 +97,21 @@ class Engine:
         self.loop.warm_up(progress)
         self._half_done = False
 
-    @exclusive
     def add_adapter(self, name: str, folder: str | Path) -> None:
         """Let requests name a LoRA adapter, a folder that PEFT wrote. It comes to the device when a
         request needs it. A name that is known gets the new content for later requests.
+        The folder is read here, to check it. Where steps are not to wait for that, another thread
+        calls `adapters.read`, and the engine's `add_known_adapter` with what that gave.
 
         Raises ValueError, naming file and field or tensor, for what cannot be served with this
         model, and where no adapters are configured.
         """
         self.add_known_adapter(self.adapters.read(name, folder))
 
+    @exclusive
     def add_known_adapter(self, adapter: Adapter) -> None:
-        """One that a replay has from a log; its folder is read when it is loaded."""
+        """One that was read before, here or for another engine; its folder is read when it is
+        loaded. Raises ValueError if it has no room, or no adapters are configured."""
         self.adapters.check(adapter)
         self._half_done = True
         self.event_log.adapter(self.executor.clock.now(), self.loop.round, adapter)
@@ -119,16 +122,10 @@ class Engine:
 
     @exclusive
     def add_request(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        request_id: str | None = None,
-        arrival_time: float | None = None,
-        stream: bool = False,
-        cache_salt: str = "",
-        adapter: str | None = None,
-        known_output: List[SequenceOutput] | None = None,
-    ) -> str:
+        self, prompt: Prompt, sampling: SamplingParams | None = None, request_id: str | None = None,
+        arrival_time: float | None = None, stream: bool = False, cache_salt: str = "",
+        adapter: str | None = None, known_output: List[SequenceOutput] | None = None,
+    ) -> str:  # fmt: skip
         """Queue a request; returns its id.
 
         prompt: text, or token ids. arrival_time: seconds on the engine's clock, now by default.

@@ -14,9 +14,11 @@ decode step moves beyond the floor. --whole_products has none, to count what els
 """
 
 import math
+import os
 import sys
+import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
@@ -36,6 +38,7 @@ from experiments.lib.flags import define_dtype
 from experiments.lib.program import Options, Program, refusals
 from models import checkpoint
 from models.config import ModelConfig
+from paged.adapters.pool import AdapterPool
 from paged.checks import help_of
 from paged.config import EngineConfig
 from paged.device.mover import UnitMover
@@ -44,6 +47,7 @@ from paged.device.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
 from paged.simulator.roofline import kv_bytes_of_token
 from pallas_kernels import backend
 from pallas_kernels.tools import aot
+from pallas_kernels.tools.compiled import spilled_bytes
 from pallas_kernels.tools.targets import TARGETS
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -65,12 +69,13 @@ def define_flags() -> None:
     flags.DEFINE_integer("decodes", 64, "sequences that decode a token each", lower_bound=1)
     flags.DEFINE_integer("prefill_tokens", 0, "of a prompt beside them", lower_bound=0)
     flags.DEFINE_integer("context", 4096, "tokens of a sequence", lower_bound=2)
+    flags.DEFINE_integer("adapter_slots", 0, help_of(EngineConfig)["adapter_slots"], lower_bound=0)
+    flags.DEFINE_integer("adapter_rank", 16, "of each adapter", lower_bound=1)
 
 
 def compile_step(
     model: ModelConfig, target: str, step: Step, *, tensor_parallel: int = 1,
-    page_size: int = GPU_PAGE_SIZE,
-    dtype="bfloat16", whole_products: bool = False,
+    page_size: int = GPU_PAGE_SIZE, dtype="bfloat16", whole_products: bool = False,
 ) -> tuple[Report, str]:  # fmt: skip
     """The engine's step at the model's shapes, with KV pools that fill the GPU: what is to be said
     of it, and the program's text.
@@ -86,7 +91,20 @@ def compile_step(
     abstract = shards.abstract_params(dtype)
     weight_bytes = sum(map(_bytes_on_device, jax.tree.leaves(abstract)))
     token_bytes = kv_bytes_of_token(shards.model, dtype) * model.num_layers
-    kv_cache_tokens = int(MEMORY_SHARE * gpu.memory - weight_bytes) // token_bytes
+    config = EngineConfig(
+        max_num_seqs=step.decodes,
+        max_num_batched_tokens=max(step.prefill_tokens, step.decodes),
+        max_model_len=step.context,
+        page_size=page_size,
+        tensor_parallel=tensor_parallel,
+        adapter_slots=step.adapters,
+        max_adapter_rank=step.rank,
+    )
+    slots = AdapterPool.declare(config, None)
+    adapters = slots and slots.abstract(shards, dtype)
+    adapter_bytes = sum(map(_bytes_on_device, jax.tree.leaves(adapters)))
+    room = int(MEMORY_SHARE * gpu.memory) - weight_bytes - adapter_bytes
+    kv_cache_tokens = room // token_bytes
     needed = step.decodes * step.context + step.prefill_tokens
     if needed > kv_cache_tokens:
         raise ValueError(
@@ -94,14 +112,7 @@ def compile_step(
             f"{step.prefill_tokens} need a KV cache of {needed} tokens, but {target} has room for "
             f"{max(0, kv_cache_tokens)}"
         )
-    config = EngineConfig(
-        max_num_seqs=step.decodes,
-        max_num_batched_tokens=max(step.prefill_tokens, step.decodes),
-        max_model_len=step.context,
-        page_size=page_size,
-        kv_cache_tokens=kv_cache_tokens,
-        tensor_parallel=tensor_parallel,
-    )
+    config = replace(config, kv_cache_tokens=kv_cache_tokens)
     layer_bytes = weight_bytes // model.num_layers
     assert not stacks(shards.platform, layer_bytes), "layers in a loop are not told apart"
     program = StepProgram.declare(config, shards)
@@ -109,16 +120,21 @@ def compile_step(
     cache, state = shards.abstract(cache, SPLIT), shards.abstract(state, WHOLE)
 
     began = time.perf_counter()
-    with backend.compiling_for(gpu.gpu):
+    with tempfile.TemporaryDirectory() as folder, backend.compiling_for(gpu.gpu):
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         shape = step.prefill_tokens, step.decodes
         options = GPU_OPTIONS | (WHOLE_PRODUCTS if whole_products else {})
-        compiled = program.compile(shape, abstract, None, cache, state, options)
+        compiled = program.compile(shape, abstract, adapters, cache, state, options)
+        reports = [path.read_text() for path in Path(folder).glob("*.ptxas")]
+    del os.environ["MOSAIC_GPU_DUMP_TO"]
+    assert reports or gpu.gpu.compute_capability[0] < 9, "the compiler has left no reports"
     seconds = time.perf_counter() - began
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
     pool = _bytes_on_device(cache.k_pages)
     sizes = {
         "weights": weight_bytes,
+        "adapters": adapter_bytes,
         "pools": 2 * pool,
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
@@ -126,8 +142,9 @@ def compile_step(
         "temporary": memory.temp_size_in_bytes,
     }
     report = report_of(
-        text, shards.model, gpu, step, dtype, kv_cache_tokens, tensor_parallel, seconds, sizes
-    )
+        text, shards.model, gpu, step, dtype, kv_cache_tokens, tensor_parallel, seconds, sizes,
+        spilled=sum(map(spilled_bytes, reports)),
+    )  # fmt: skip
     moves = _block_moves(program, cache)
     for name, (aliased, temporary) in moves.items():
         report.memory[f"temporary, {name}"] = temporary
@@ -163,7 +180,8 @@ def main(options: Options) -> None:
     model = checkpoint.load_config(MODELS / options.model)
     if options.layers:
         model = model.replace(num_layers=options.layers)
-    step = Step(options.decodes, options.prefill_tokens, options.context)
+    adapters = options.adapter_slots, options.adapter_rank
+    step = Step(options.decodes, options.prefill_tokens, options.context, *adapters)
     with refusals():
         report, text = compile_step(
             model,

@@ -1,11 +1,17 @@
 """What a compiled step is: its memory, its kernels beside the floor of a layer, and its faults."""
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
+from models import lora
 from models.config import ModelConfig
+from models.families import family
 from paged.simulator.roofline import kv_bytes_of_token, layer_bytes
+from pallas_kernels.lora import PAGE_RANKS
 from pallas_kernels.paged_attention.schedule import SCOPE
 from pallas_kernels.tools import hlo
 from pallas_kernels.tools.targets import Target
@@ -14,17 +20,27 @@ MOST_TEMPORARY = 0.05  # of one of the pools
 MOST_MOVED = 0.02  # of a layer's floor, by a kernel that computes nothing
 LAYER = r"params\['layers'\]\[(\d+)\]"  # begins the name of an argument
 KERNELS_OF_ATTENTION = 2  # One reads pages, and one merges partial results.
+KERNELS_OF_SGMV = 2  # x·A and v·B
 MOSAIC = "mosaic_gpu_v2"  # the custom call of a Pallas kernel
 
 
 @dataclass(frozen=True)
 class Step:
     """What is compiled: a decode token each of `decodes` sequences of `context` tokens and, if
-    there are any, the `prefill_tokens` of a prompt."""
+    there are any, the `prefill_tokens` of a prompt. adapters: slots for LoRA adapters of `rank`; as
+    many sequences as there are slots use one each."""
 
     decodes: int
     prefill_tokens: int
     context: int
+    adapters: int = 0
+    rank: int = 16
+
+    @property
+    def adapter_pages(self) -> int:
+        """Rank pages that the step reads of each projection."""
+        sequences = self.decodes + (self.prefill_tokens > 0)
+        return min(self.adapters, sequences) * lora.num_pages(self.rank)
 
     @property
     def lengths(self) -> tuple[list[int], list[int]]:
@@ -46,7 +62,8 @@ class Kernel:
 @dataclass(frozen=True)
 class Report:
     """What a compiled step is, of each device. memory and floor: bytes by what they are for.
-    collectives, mosaic_kernels: instructions of the whole step, by opcode and in all.
+    collectives, mosaic_kernels: instructions of the whole step, by opcode and in all; sgmv_kernels:
+    those of the latter that add adapters. spilled: bytes, by all Mosaic kernels.
     plan_kernels: of the whole step, which tell thread blocks of attention what to read.
     kernels: of one layer.  faults: what should not be."""
 
@@ -55,6 +72,8 @@ class Report:
     memory: dict[str, int]
     collectives: dict[str, int]
     mosaic_kernels: int
+    sgmv_kernels: int
+    spilled: int
     plan_kernels: int
     kernels: list[Kernel]
     floor: dict[str, int]
@@ -63,7 +82,7 @@ class Report:
 
 def report_of(
     text: str, model: ModelConfig, gpu: Target, step: Step, dtype, kv_cache_tokens: int,
-    tensor_parallel: int, seconds: float, memory: dict[str, int],
+    tensor_parallel: int, seconds: float, memory: dict[str, int], spilled: int,
 ) -> Report:  # fmt: skip
     """`model` is what one device computes."""
     program, pool, kv_bytes = (
@@ -71,7 +90,8 @@ def report_of(
         memory["pools"] // 2,
         kv_bytes_of_token(model, dtype),
     )
-    kernels = []
+    kernels, stacks = [], _stacks(model, step)
+    sizes = {op.argument: op.bytes for op in program.entry.values() if op.opcode == "parameter"}
     for op in _layer(program, model.num_layers - 2):
         traffic = program.traffic(op, pool)
         read = traffic.read
@@ -80,21 +100,49 @@ def report_of(
             decodes = f"[{step.decodes * model.num_kv_heads}," in op.shape
             tokens = step.decodes * step.context if decodes else step.prefill_tokens
             read += tokens * kv_bytes * traffic.pools // 2
+        for name in program.arguments(op):
+            if name in stacks:  # all layers and slots are an operand, of which few pages are read
+                read += math.prod(stacks[name]) * jnp.dtype(dtype).itemsize - sizes[name]
         kernels.append(Kernel(op.name, program.kind(op), read, traffic.written))
+    mosaic = [op for op in program if op.opcode == "custom-call" and MOSAIC in op.text]
     collectives = Counter(op.opcode.removesuffix("-start") for op in program)
     report = Report(
         kv_cache_tokens,
         seconds,
         memory,
         {name: collectives[name] for name in hlo.COLLECTIVES if collectives[name]},
-        mosaic_kernels=sum(MOSAIC in op.text for op in program if op.opcode == "custom-call"),
+        mosaic_kernels=len(mosaic),
+        sgmv_kernels=sum("/sgmv_" in op.text for op in mosaic),
+        spilled=spilled,
         plan_kernels=sum(SCOPE in op.text for op in program.kernels()),
         kernels=kernels,
-        floor=layer_bytes(model, *step.lengths, dtype),
+        floor=layer_bytes(model, *step.lengths, dtype) | _adapter_bytes(model, step, dtype),
         faults=[],
     )
     report.faults.extend(_faults(report, program, model, gpu, step, tensor_parallel))
     return report
+
+
+def _stacks(model: ModelConfig, step: Step) -> dict[str, tuple[int, ...]]:
+    """Of the arguments that hold adapters, by name, the shape of what a layer reads: [N, 16, W]."""
+    declared = lora.declare(model, max(1, step.adapter_pages)) if step.adapters else {}
+    return {
+        f"adapters.pages['{name}']['{which}']": param.shape[1:]
+        for name, matrices in declared.items()
+        for which, param in matrices.items()
+    }
+
+
+def _adapter_bytes(model: ModelConfig, step: Step, dtype) -> dict[str, int]:
+    """The floor of LoRA in a layer: adapters; and what goes into x·A and v·B and comes out."""
+    stacks, itemsize = _stacks(model, step), jnp.dtype(dtype).itemsize
+    if not stacks:
+        return {}
+    columns = sum(shape[-1] + lora.num_pages(step.rank) * PAGE_RANKS for shape in stacks.values())
+    return {
+        "adapters": sum(map(math.prod, stacks.values())) * itemsize,
+        "LoRA activations": sum(step.lengths[1]) * columns * itemsize,
+    }
 
 
 def _faults(
@@ -121,10 +169,13 @@ def _faults(
     check(report.collectives == expected, f"collectives {report.collectives}, not {expected}")
     attentions = (2 if step.prefill_tokens else 1) if gpu.gpu.compute_capability[0] == 9 else 0
     expected_kernels = KERNELS_OF_ATTENTION * attentions
+    if step.adapters and attentions:
+        expected_kernels += KERNELS_OF_SGMV * len(family(model).PROJECTIONS)
     check(
         report.mosaic_kernels == expected_kernels * L,
         f"{report.mosaic_kernels} Mosaic kernels, not {expected_kernels} in each of {L} layers",
     )
+    check(not report.spilled, f"Mosaic kernels spill {report.spilled} bytes")
     planning = [op.name for op in _layer(program, L - 2) if SCOPE in op.text]
     check(not planning, f"a layer plans again: {', '.join(planning)}")
     check((report.plan_kernels > 0) == (attentions > 0), f"{report.plan_kernels} kernels of a plan")
@@ -166,7 +217,8 @@ def show(report: Report) -> str:
         f"GB on each device: {memory}",
         f"KV cache: {report.kv_cache_tokens} tokens",
         f"collectives: {report.collectives or 'none'}",
-        f"Mosaic kernels: {report.mosaic_kernels}; of the step's plan: {report.plan_kernels}",
+        f"Mosaic kernels: {report.mosaic_kernels}, of SGMV {report.sgmv_kernels}; they spill "
+        f"{report.spilled} bytes; of the step's plan: {report.plan_kernels}",
         f"compiled in {report.seconds_to_compile:.0f} s",
         "",
         f"{'kernel of a layer':<36} {'kind':<14} {'MB read':>9} {'written':>9}",

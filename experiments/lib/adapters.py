@@ -1,36 +1,116 @@
-"""What a run's events say of its adapters."""
+"""The adapters that a program serves, and what a run's events say of them."""
 
+import bisect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from absl import flags
+
+from experiments.lib import random_adapters
+from experiments.lib.program import Options
+from experiments.workloads import popularity
+from models.config import ModelConfig
+from paged.adapters.adapter import Adapter
+from paged.adapters.known import KnownAdapters
+from paged.config import EngineConfig
+
+
+def define_flags(default_popularity: str) -> None:
+    flags.DEFINE_string(
+        "adapters",
+        "",
+        "folder of LoRA adapters as PEFT writes them, one a folder; or a number, of random ones of "
+        f"rank {random_adapters.RANK} that are written to --output_dir; empty for none",
+    )
+    flags.DEFINE_enum(
+        "popularity",
+        default_popularity,
+        popularity.POPULARITIES,
+        "how requests choose among the adapters (Punica §7)",
+    )
+
+
+def asked_for(
+    options: Options, model: ModelConfig, config: EngineConfig, simulated: bool = False
+) -> list[Adapter]:
+    """Those of --adapters, each read and checked; random ones that nobody is to read (simulated)
+    are not written. Raises ValueError for what `KnownAdapters.read` refuses, or no adapter."""
+    given, known = options.adapters, KnownAdapters(model, config)
+    if not given.isdecimal():
+        found = popularity.folders(given) if given else {}
+        return [known.read(name, folder) for name, folder in found.items()]
+    if not int(given):
+        raise ValueError("--adapters=0: at least one, or empty for none")
+    names = [f"lora-{i:03}" for i in range(int(given))]
+    random = [Adapter(name, "", name, random_adapters.RANK) for name in names]
+    known.check(random[0])
+    if simulated:
+        return random
+    root = Path(options.output_dir) / "adapters"
+    return [
+        known.read(name, random_adapters.write(root / name, model, options.seed + i))
+        for i, name in enumerate(names)
+    ]
 
 
 def measure(events: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     """What became of requests that named an adapter; None if none did.
 
     hit_rate: of those that started, the share for which no load had to begin. load_s: mean seconds
-    from the beginning of a load to its arrival.
+    from the beginning of a load to its arrival; hidden: the share of them in which the device was
+    busy with steps. most_overtaken: see there.
     """
     named = {e["request_id"] for e in events if e["event"] == "arrival" and e["adapter"]}
     if not named:
         return None
     started = named & {e["request_id"] for e in events if e["event"] == "admit"}
     began: dict[tuple[str, str], float] = {}
-    seconds = []
+    spans: list[tuple[float, float]] = []
     for event in events:
         if event["event"] == "load":
             began[event["adapter"], event["content_hash"]] = event["time_s"]
         elif event["event"] == "loaded":
-            seconds.append(event["time_s"] - began[event["adapter"], event["content_hash"]])
+            start = began[event["adapter"], event["content_hash"]]
+            spans.append((start, event["time_s"]))
+    seconds = sum(end - start for start, end in spans)
     loads = sum(event["event"] == "load" for event in events)
     return {
         "requests": len(named),
         "used": len({e["adapter"] for e in events if e["event"] == "arrival"} - {None}),
         "loads": loads,
         "hit_rate": max(0.0, 1 - loads / len(started)) if started else 0.0,
-        "load_s": float(np.mean(seconds)) if seconds else 0.0,
+        "load_s": seconds / max(1, len(spans)),
+        "hidden": _busy_within(events, spans) / seconds if seconds else 1.0,
+        "most_overtaken": most_overtaken(events),
     }
+
+
+def _busy_within(
+    events: Sequence[Mapping[str, Any]], spans: Sequence[tuple[float, float]]
+) -> float:
+    """Seconds of these spans in which a step ran."""
+    steps = [(e["time_s"] - e["device_s"], e["time_s"]) for e in events if e["event"] == "step"]
+    times = np.maximum.accumulate(np.array([[0.0, 0.0], *steps]).ravel())
+    busy = np.cumsum(np.diff(times, prepend=0.0) * (np.arange(len(times)) % 2))  # until each time
+    within = np.diff(np.interp(np.array(spans), times, busy))
+    return float(within.sum())
+
+
+def most_overtaken(events: Sequence[Mapping[str, Any]]) -> int:
+    """The most later requests that started before one that started too, and named an adapter."""
+    arrivals = [e for e in events if e["event"] == "arrival"]
+    order = {event["request_id"]: i for i, event in enumerate(arrivals)}
+    started = list(dict.fromkeys(e["request_id"] for e in events if e["event"] == "admit"))
+    before: list[int] = []  # of those that started so far, in order
+    most = 0
+    for request_id in started:
+        number = order[request_id]
+        if arrivals[number]["adapter"]:
+            most = max(most, len(before) - bisect.bisect(before, number))
+        bisect.insort(before, number)
+    return most
 
 
 def line(numbers: Mapping[str, float] | None) -> str:
@@ -39,5 +119,6 @@ def line(numbers: Mapping[str, float] | None) -> str:
         return ""
     return (
         f"\nadapters      {numbers['used']} in {numbers['requests']} requests; {numbers['loads']} "
-        f"loads of {1e3 * numbers['load_s']:,.1f} ms on average, hit rate {numbers['hit_rate']:.2f}"
+        f"loads of {1e3 * numbers['load_s']:,.1f} ms on average, {numbers['hidden']:.0%} of it "
+        f"beside steps, hit rate {numbers['hit_rate']:.2f}"
     )

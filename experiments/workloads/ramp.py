@@ -1,4 +1,4 @@
-"""A load that rises and falls, of requests for many adapters (Punica §7.3, Fig. 13)."""
+"""A load that rises and falls (Punica §7.3, Fig. 13)."""
 
 import math
 from dataclasses import dataclass
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from experiments.workloads import synthetic_lengths
-
-ALPHA = 1.5  # requests for an adapter over those for the next most popular one (Punica §7)
 
 
 @dataclass(frozen=True)
@@ -18,7 +16,6 @@ class RampRequest:
     arrival_s: float
     prompt: np.ndarray
     max_tokens: int
-    adapter: str
 
 
 def rate(time_s, duration_s: float, peak_rate: float):
@@ -44,7 +41,7 @@ def requests(
     seed: int,
 ) -> list[RampRequest]:  # fmt: skip
     """Requests of ShareGPT's lengths over `length_divisor`, prompt and output within `longest`
-    tokens. Of ⌈√n⌉ adapters each has `ALPHA` times the requests of the next."""
+    tokens."""
     rng = np.random.default_rng([seed, 4])
     times = arrivals(duration_s, peak_rate, rng)
     if not len(times):
@@ -52,12 +49,7 @@ def requests(
     lengths, _ = synthetic_lengths.draw_divided(
         len(times), "sharegpt", 1.0, longest, seed, length_divisor
     )
-    popularity = ALPHA ** -np.arange(math.ceil(math.sqrt(len(times))), dtype=float)
-    adapters = rng.choice(len(popularity), len(times), p=popularity / popularity.sum())
     return [
-        RampRequest(
-            float(time), rng.integers(vocab_size, size=prompt, dtype=np.int32), output,
-            f"lora-{adapter}",
-        )
-        for time, (prompt, output), adapter in zip(times, lengths, adapters, strict=True)
-    ]  # fmt: skip
+        RampRequest(float(time), rng.integers(vocab_size, size=prompt, dtype=np.int32), output)
+        for time, (prompt, output) in zip(times, lengths, strict=True)
+    ]

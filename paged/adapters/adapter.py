@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from models.lora import num_pages
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Adapter:
     """Its name, what it holds, and where it lies on the disk.
 
-    content_hash: SHA-256 of the folder's content, in hex. There is one object for each name and
-    content, so that adapters are compared by identity.
+    content_hash: SHA-256 of the folder's content, in hex. An engine has one object for each name
+    and content, so that adapters are compared by identity; only its folder may change.
     """
 
     name: str

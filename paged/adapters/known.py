@@ -51,7 +51,15 @@ class KnownAdapters:
 
     def add(self, adapter: Adapter) -> None:
         known = self.by_content.setdefault((adapter.name, adapter.content_hash), adapter)
+        known.folder = adapter.folder  # the same content may have moved
         self._by_name[adapter.name] = known
+
+    def means(self, adapter: Adapter) -> bool:
+        """Whether who asks for its name gets this content, from this folder."""
+        known = self._by_name.get(adapter.name)
+        return known is not None and (known.content_hash, known.folder) == (
+            adapter.content_hash, adapter.folder
+        )  # fmt: skip
 
     def named(self, name: str | None) -> Adapter | None:
         """None for None. Raises ValueError for a name that is not known."""

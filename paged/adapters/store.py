@@ -34,7 +34,8 @@ class AdapterStore:
 
     Running groups pin their adapter. Wanted are the pinned adapters, and then those of waiting
     requests, in their order, as many as fit. `plan` evicts what nobody wants, the least recently
-    used first. It begins from nothing in every round, so no reservation can leak.
+    used first. It begins from nothing in every round, so no reservation can leak. num_loads: so
+    many it has begun.
     """
 
     def __init__(self, num_slots: int, num_pages: int):
@@ -42,6 +43,7 @@ class AdapterStore:
         # The least recently used first.
         self.residents: OrderedDict[Adapter, Resident] = OrderedDict()
         self._pinned: dict[Adapter, None] = {}
+        self.num_loads = 0
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._free_pages = list(range(num_pages - 1, -1, -1))
 
@@ -120,6 +122,7 @@ class AdapterStore:
     def _place(self, adapter: Adapter) -> Resident:
         pages = [self._free_pages.pop() for _ in range(adapter.num_pages)]
         self.residents[adapter] = resident = Resident(self._free_slots.pop(), pages)
+        self.num_loads += 1
         return resident
 
     def _remove(self, adapter: Adapter) -> None:

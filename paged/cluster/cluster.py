@@ -5,10 +5,13 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from models.config import ModelConfig
+from paged.adapters.adapter import Adapter
+from paged.adapters.known import KnownAdapters
 from paged.checks import is_text, refusal
 from paged.cluster.messages import ClusterRequest, Event, Lost, Progress, Status
 from paged.cluster.runner import Runner
@@ -90,12 +93,30 @@ class Cluster:
         self.outputs: dict[str, RequestOutput] = {}
         self.refused: dict[str, str] = {}
         self.records: list[ClusterRecord] = []
+        self.adapters = KnownAdapters(model, config)
         self._num_requests = 0
         self._attempts = itertools.count(1)
         self.num_tokens = self.num_evictions = self.num_consolidations = self.num_recoveries = 0
+        self.num_adapter_loads = 0
 
     def has_unfinished(self) -> bool:
         return bool(self.jobs)
+
+    def add_adapter(self, name: str, folder: str | Path) -> None:
+        """Let requests name a LoRA adapter, a folder that PEFT wrote. Whichever runner serves one
+        reads the folder itself. A name that is known gets the new content for later requests; those
+        that came before keep the old one, wherever they move.
+
+        Raises ValueError as `Engine.add_adapter` does.
+        """
+        self.add_known_adapter(self.adapters.read(name, folder))
+
+    def add_known_adapter(self, adapter: Adapter) -> None:
+        """As `Engine.add_known_adapter`."""
+        self.adapters.check(adapter)
+        # A runner in another process may work in another folder.
+        folder = str(Path(adapter.folder).expanduser().absolute())
+        self.adapters.add(replace(adapter, folder=folder))
 
     def submit(
         self, prompt: Prompt, sampling: SamplingParams | None = None, request_id: str | None = None,
@@ -113,9 +134,9 @@ class Cluster:
         tokens = validated_prompt(
             prompt, how, self._tokenizer, self._model, self._config, self._policy
         )
-        for name, text in (("adapter", adapter or ""), ("cache_salt", cache_salt)):
-            if not is_text(text):
-                raise refusal(name, "a text", text)
+        known = self.adapters.named(adapter)
+        if not is_text(cache_salt):
+            raise refusal("cache_salt", "a text", cache_salt)
         number = self._num_requests
         name = f"request-{number}" if request_id is None else request_id
         if not is_text(name):
@@ -126,7 +147,7 @@ class Cluster:
         if how.seed is None:
             how = replace(how, seed=int(self._rng.integers(2**32)))
         request = ClusterRequest(
-            name, number, self._now(), tuple(tokens.tolist()), how, adapter, cache_salt
+            name, number, self._now(), tuple(tokens.tolist()), how, known, cache_salt
         )
         job = self.jobs[name] = Job(request)
         self._queue(job)
@@ -145,6 +166,12 @@ class Cluster:
         self._end(job, _so_far(job, "abort"))
         self._place_queued()
         return self.outputs.pop(request_id)
+
+    def cancel_all(self) -> None:
+        """End every request wherever it is; what they have is in `outputs`."""
+        # Those in the queue first, or they would take the places of the others.
+        for request_id in sorted(self.jobs, key=lambda name: self.jobs[name].gpu is not None):
+            self.outputs[request_id] = self.cancel(request_id)
 
     def receive(self, uuid: str, events: Sequence[Event]) -> None:
         """Apply what a runner has told, and do what follows."""
@@ -216,6 +243,8 @@ class Cluster:
 
     def _status(self, gpu: Gpu, status: Status) -> None:
         gpu.free_tokens = status.free_tokens
+        self.num_adapter_loads += status.adapter_loads - gpu.adapter_loads
+        gpu.adapter_loads = status.adapter_loads
         for counted in status.working_set & gpu.promised.keys():
             del gpu.promised[counted]
         # While it has not seen a cancellation, its memory will be freed without another one.
@@ -249,7 +278,7 @@ class Cluster:
         self.records.append(
             ClusterRecord(
                 request_id=request.request_id,
-                adapter=request.adapter,
+                adapter=request.adapter and request.adapter.name,
                 arrival_s=request.arrival_s,
                 first_token_s=job.first_token_s,
                 finish_s=self._now(),

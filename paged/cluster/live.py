@@ -117,13 +117,15 @@ class LiveCluster:
     def serve(
         self, arrivals: Sequence[Arrival],
         observe: Callable[[float], Any] = lambda now: None, period_s: float = 1.0,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> list[RequestOutput]:  # fmt: skip
         """Serve all as they arrive, in seconds from now on; their outputs, in the same order.
-        observe: called about every `period_s` seconds."""
+        observe: called about every `period_s` seconds. Once `stop_requested` those that run end
+        with reason 'abort', and those that had not arrived have no output."""
         start, names = self.now(), dict[int, str]()
         coming = deque(sorted(range(len(arrivals)), key=lambda i: arrivals[i].arrival_s))
         next_observation_s = 0.0
-        while coming or self.cluster.has_unfinished():
+        while (coming or self.cluster.has_unfinished()) and not stop_requested():
             now = self.now() - start
             while coming and arrivals[coming[0]].arrival_s <= now:
                 arrival = arrivals[coming[0]]
@@ -136,4 +138,5 @@ class LiveCluster:
             due_s = [next_observation_s, now + self._heartbeat_s]
             due_s += [arrivals[i].arrival_s for i in [*coming][:1]]
             self.step(min(due_s) - now)
-        return [self.cluster.outputs.pop(names[i]) for i in range(len(arrivals))]
+        self.cluster.cancel_all()
+        return [self.cluster.outputs.pop(names[i]) for i in sorted(names)]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from paged.adapters.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceOutput
 
@@ -12,8 +13,9 @@ class ClusterRequest:
 
     order: of arrival, which moves do not change. arrival_s: on the cluster's clock. prompt: token
     ids. sampling: with its seed, drawn before the request is placed, so that its tokens do not
-    depend on where it runs. adapter: the LoRA adapter's name. known: the output so far, one entry
-    for each sequence; empty if there is none. A beam search has none: moved, it begins again.
+    depend on where it runs. adapter: the one that its name meant when it came; runners read its
+    folder themselves. known: the output so far, one entry for each sequence; empty if there is
+    none. A beam search has none: moved, it begins again.
     """
 
     request_id: str
@@ -21,7 +23,7 @@ class ClusterRequest:
     arrival_s: float
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    adapter: str | None = None
+    adapter: Adapter | None = None
     cache_salt: str = ""
     known: tuple[SequenceOutput, ...] = ()
 
@@ -61,6 +63,7 @@ class Status:
     free_tokens: int
     newest: str | None = None
     resident_adapters: frozenset[str] = frozenset()
+    adapter_loads: int = 0
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,11 @@ class _Attempt:
 
 class EngineRunner:
     """Runs an engine; other threads may call `add`, `cancel` and `close`, which the engine sees
-    between two steps. The adapters that requests name are the engine's (`Engine.add_adapter`)."""
+    between two steps. keep_records: whether the engine keeps the records of all that it has done.
+    """
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
+    def __init__(self, engine: Engine, keep_records: bool = False):
+        self.engine, self._keep_records = engine, keep_records
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events: list[Event] = []  # that nobody has been told yet
         self._attempts: dict[str, _Attempt] = {}
@@ -84,6 +85,8 @@ class EngineRunner:
                 self._events.append(Progress(request_id, attempt.number, growth, output))
             if output is not None:
                 del self._attempts[request_id]
+        if not self._keep_records:
+            self.engine.metrics.clear()
         events, self._events = self._events, []
         return [*events, self._status()]
 
@@ -94,17 +97,21 @@ class EngineRunner:
             call()
 
     def _add(self, request: ClusterRequest, attempt: int) -> None:
+        engine, adapter = self.engine, request.adapter
         try:
-            self.engine.add_request(
+            # Another may have had its name since: also after this request was placed first.
+            if adapter is not None and not engine.adapters.means(adapter):
+                engine.add_known_adapter(adapter)
+            engine.add_request(
                 request.prompt, request.sampling, request.request_id,
-                cache_salt=request.cache_salt, adapter=request.adapter,
+                cache_salt=request.cache_salt, adapter=adapter and adapter.name,
                 known_output=request.known or None,
             )  # fmt: skip
         except ValueError as error:
             refusal = Progress(request.request_id, attempt, refused=str(error))
             self._events.append(refusal)
             return
-        group = self.engine.requests.unfinished[request.request_id]
+        group = engine.requests.unfinished[request.request_id]
         sent = [len(self._tokens(sequence)) for sequence in group.sequences]
         ended = [sequence.finish_reason is not None for sequence in group.sequences]
         self._attempts[request.request_id] = _Attempt(request, attempt, group, sent, ended)
@@ -162,4 +169,5 @@ class EngineRunner:
             free_tokens=free,
             newest=newest,
             resident_adapters=frozenset(store.ready if store else ()),
+            adapter_loads=store.num_loads if store else 0,
         )

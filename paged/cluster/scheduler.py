@@ -102,8 +102,8 @@ class Job:
 class Gpu:
     """One GPU as the scheduler sees it.
 
-    free_tokens: of its KV memory, as its runner said last. promised: tokens of those requests, by
-    (id, attempt), that it has been given and the runner did not count yet.
+    free_tokens: of its KV memory, and adapter_loads, as its runner said last. promised: tokens of
+    those requests, by (id, attempt), that it has been given and the runner did not count yet.
     """
 
     uuid: str
@@ -111,6 +111,7 @@ class Gpu:
     free_tokens: int
     working_set: dict[str, Job] = field(default_factory=dict)
     promised: dict[tuple[str, int], int] = field(default_factory=dict)
+    adapter_loads: int = 0
 
     @property
     def batch(self) -> int:

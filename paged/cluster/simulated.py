@@ -28,16 +28,19 @@ class SimulatedCluster:
         self, engines: Mapping[str, Engine], model: ModelConfig, config: EngineConfig,
         tokenizer=None, *, rebalance_s: float = 10.0, keep_records: bool = False,
     ):  # fmt: skip
-        self._runners = {uuid: EngineRunner(engine) for uuid, engine in engines.items()}
+        self._runners = {
+            uuid: EngineRunner(engine, keep_records) for uuid, engine in engines.items()
+        }
         self.cluster = Cluster(self._runners, model, config, tokenizer, lambda: self.now)
-        self._rebalance_s, self._keep_records = rebalance_s, keep_records
+        self._rebalance_s = rebalance_s
         self.now = 0.0
 
     def serve(
         self, arrivals: Sequence[Arrival],
         observe: Callable[[float], Any] = lambda now: None, period_s: float = 1.0,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> list[RequestOutput]:  # fmt: skip
-        """Serve all; their outputs, in the same order. observe: called every `period_s` seconds."""
+        """As `LiveCluster.serve`; observe: called every `period_s` seconds."""
         numbers = itertools.count()  # events of one time happen in the order of their making
         heap: list[tuple[float, int, Callable[[], None]]] = []
         names: dict[int, str] = {}
@@ -64,7 +67,7 @@ class SimulatedCluster:
         at(self._rebalance_s, partial(again, self._rebalance_s, self.cluster.rebalance))
         for i, arrival in enumerate(arrivals):
             at(arrival.arrival_s, partial(arrive, i, arrival))
-        while heap:
+        while heap and not stop_requested():
             self.now, _, what = heapq.heappop(heap)
             what()
             for uuid, runner in self._runners.items():
@@ -72,7 +75,8 @@ class SimulatedCluster:
                     steps.add(uuid)
                     when, events = self._step(runner)
                     at(when, partial(report, uuid, events))
-        return [self.cluster.outputs.pop(names[i]) for i in range(len(arrivals))]
+        self.cluster.cancel_all()
+        return [self.cluster.outputs.pop(names[i]) for i in sorted(names)]
 
     def _step(self, runner: EngineRunner) -> tuple[float, list[Event]]:
         """The next step of a runner from now on: when it has ended, and what it tells."""
@@ -81,6 +85,4 @@ class SimulatedCluster:
         assert isinstance(clock, VirtualClock), "the engine's time is not simulated"
         clock.wait_until(self.now)
         events = runner.step()
-        if not self._keep_records:
-            engine.metrics.clear()
         return clock.now(), events

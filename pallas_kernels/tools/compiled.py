@@ -97,16 +97,11 @@ def _read_reports(
 
 
 def _read_report(path: Path, launch: kernel_jaxpr.Launch, gpu: Target, reused: bool) -> Kernel:
-    def number(pattern: str, text: str) -> int:
-        found = re.search(pattern, text)
-        assert found, f"no {pattern!r} in the compiler's report:\n{text}"
-        return int(found[1])
-
     text, code = path.read_text(), path.with_suffix(".sass_ctrl").read_text()
     resources = path.with_suffix(".resources.txt").read_text()
     barriers = re.findall(r"num_barriers=(\d+)[^)]*\): (\d+)", resources)
-    registers = number(r"Used (\d+) registers", text)
-    shared_memory = number(r"smem_scratch_bytes=(\d+)", resources) + _BARRIER * sum(
+    registers = _number(r"Used (\d+) registers", text)
+    shared_memory = _number(r"smem_scratch_bytes=(\d+)", resources) + _BARRIER * sum(
         int(count) * int(times) for count, times in barriers
     )
     occupancy = predict.occupancy(registers, launch.threads, shared_memory, gpu)
@@ -114,7 +109,7 @@ def _read_report(path: Path, launch: kernel_jaxpr.Launch, gpu: Target, reused: b
     return Kernel(
         name=path.stem,
         registers=registers,
-        spills=number(r"(\d+) bytes spill stores", text) + number(r"(\d+) bytes spill loads", text),
+        spills=spilled_bytes(text),
         local_memory_instructions=len(re.findall(r"\b(?:LDL|STL)\b", code)),
         shared_memory=shared_memory,
         tensor_core_instructions=len(re.findall(r"\bH?G?MMA\b", code)),
@@ -129,3 +124,15 @@ def _read_report(path: Path, launch: kernel_jaxpr.Launch, gpu: Target, reused: b
             else None
         ),
     )
+
+
+def spilled_bytes(report: str) -> int:
+    """What a kernel spills, as ptxas reports it."""
+    parts = r"(\d+) bytes spill stores", r"(\d+) bytes spill loads"
+    return sum(_number(part, report) for part in parts)
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found, f"no {pattern!r} in the compiler's report:\n{text}"
+    return int(found[1])

@@ -15,7 +15,7 @@ import pytest
 
 from experiments import replay, serve
 from experiments.diff_events import first_difference
-from experiments.lib import adapters, event_log, run_record
+from experiments.lib import adapters, event_log, run_record, serving
 from experiments.workloads import popularity, write_prompts
 from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig, load
 from models import checkpoint
@@ -88,8 +88,9 @@ def test_a_stopped_run_has_what_it_has(tokenizer, tmp_path):
         1: ("length", 2), 2: ("abort", 7),
     }  # fmt: skip
     assert not engine.has_unfinished()
-    assert serve.missing(Workload(requests), served, None) is None
-    facts = {"partial": serve.missing(Workload(requests), served, "SIGINT")}
+    reasons = [output.finish_reason for output in served.values()]
+    assert serving.missing(None, 3, reasons) is None
+    facts = {"partial": serving.missing("SIGINT", 3, reasons)}
     workload, outputs = Workload([requests[1], requests[2]]), [served[1], served[2]]
     table, failures = serve.write(tmp_path, engine, workload, outputs, facts)
     assert "SIGINT: of 3 requests 1 ended, 1 were cut off and 1 not served" in table

@@ -3,17 +3,26 @@
 import csv
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from experiments import serve_cluster
 from experiments.lib import cluster_report
 from experiments.lib.cluster_report import Sample
-from paged.cluster.cluster import Cluster
+from experiments.lib.program import Options
+from paged.cluster.cluster import Arrival, Cluster
 from paged.cluster.scheduler import Limits
+from paged.cluster.simulated import SimulatedCluster
 from paged.config import EngineConfig
+from paged.engine import Engine
+from paged.requests.sampling_params import SamplingParams
+from paged.simulator.executor import LinearCost, SimulatedExecutor
 from tests.paged.cluster.toy_runner import ToyRunner
 from tests.paged.tiny import TINY
 
@@ -22,11 +31,12 @@ SIMULATED = [
     "--runners=simulated", "--model=configs/models/llama-2-7b", "--dtype=float16", "--num_gpus=4",
     "--duration_s=30", "--peak_rate=20", "--length_divisor=4", "--rebalance_s=3",
     "--max_num_seqs=8", "--max_prefills_per_step=1", "--kv_cache_tokens=1536",
+    "--adapters=12", "--adapter_slots=4",
 ]  # fmt: skip
 BUNDLED = [
     "--runners=threads", "--num_gpus=2", "--duration_s=5", "--peak_rate=8", "--rebalance_s=1",
     "--length_divisor=16", "--max_model_len=128", "--max_num_seqs=4", "--kv_cache_tokens=256",
-    "--max_num_batched_tokens=32",
+    "--max_num_batched_tokens=32", "--adapters=6", "--adapter_slots=2", "--max_adapter_rank=16",
 ]  # fmt: skip
 
 
@@ -55,6 +65,8 @@ def test_the_simulation_says_so_and_repeats(tmp_path):
     assert numbers["failed"] == 0 and len(requests) == numbers["requests"]
     assert numbers["tokens"] == sum(int(request["output_tokens"]) for request in requests)
     assert numbers["evictions"] > 0 and numbers["consolidations"] > 0
+    assert {request["adapter"] for request in requests} > {"lora-000", "lora-001", "lora-002"}
+    assert numbers["adapter_loads"] > 4 and 0.5 < numbers["adapter_hit_rate"] < 1
     for sample in rows(tmp_path / "one", "working_sets.csv"):
         assert all(0 <= int(sample[f"gpu-0{i}"]) <= 8 for i in range(4))
 
@@ -64,6 +76,9 @@ def test_real_engines(tmp_path):
     said, numbers = run(tmp_path, BUNDLED)
     assert "simulated" not in said
     assert numbers["failed"] == 0 and numbers["requests"] == len(rows(tmp_path, "requests.csv")) > 5
+    served = {request["adapter"] for request in rows(tmp_path, "requests.csv")}
+    assert served <= {folder.name for folder in (tmp_path / "adapters").iterdir()}
+    assert numbers["adapters_used"] == len(served) <= numbers["adapter_loads"]
     # Samples are taken by the clock: a fast machine may be idle at each of them.
     assert numbers["max_busy_gpus"] <= 2
     assert (tmp_path / "cluster.png").stat().st_size > 10_000
@@ -88,3 +103,60 @@ def test_numbers_of_a_run():
     assert numbers["gpus_over_needed"] == 6 * 8 / 34
     assert numbers["tokens_per_s_peak"] == 20.0
     assert numbers["seconds"] == 25.0
+
+
+@pytest.mark.slow
+def test_an_interrupted_program_writes_what_was_served(tmp_path):
+    stderr, out = tmp_path / "stderr", tmp_path / "out"
+    with subprocess.Popen(
+        [sys.executable, "-m", "experiments.serve_cluster", *BUNDLED, "--duration_s=600",
+         f"--output_dir={out}"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr.open("w"), text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    ) as serving:  # fmt: skip
+        try:
+            while not re.search(r" [1-9]\d*/\d+ \[", stderr.read_text()):
+                assert serving.poll() is None, stderr.read_text()
+                time.sleep(0.1)
+            serving.send_signal(signal.SIGTERM)
+            printed, _ = serving.communicate(timeout=120)
+        finally:
+            serving.kill()
+    said = stderr.read_text()
+    assert serving.returncode == 143, said
+    assert "Traceback" not in said and "SIGTERM: writing the report on what was served" in said
+    partial = json.loads((out / "report.json").read_text())["partial"]
+    assert partial["interrupted_by"] == "SIGTERM" and partial["ended"] > 0
+    assert json.loads((out / "summary.json").read_text())["partial"] == 1
+    reasons = [request["finish_reason"] for request in rows(out, "requests.csv")]
+    assert reasons.count("length") == partial["ended"]
+    assert reasons.count("abort") == partial["cut_off"] == len(reasons) - partial["ended"]
+    assert f"SIGTERM: of {partial['requests']} requests {partial['ended']} ended" in printed
+    assert (out / "cluster.png").exists() and (out / "working_sets.csv").exists()
+
+
+def test_a_failure_is_told_after_what_was_served_is_written(tmp_path, capsys):
+    class Failing(SimulatedExecutor):
+        def execute(self, inputs):
+            if self.clock.now() > 1:
+                raise RuntimeError("the device is gone")
+            return super().execute(inputs)
+
+    config = EngineConfig(max_num_seqs=8, max_model_len=64)
+    engine = Engine(TINY, config, Failing(LinearCost(0.1), vocab_size=TINY.vocab_size))
+    cluster = SimulatedCluster({"gpu-00": engine}, TINY, config)
+    how = SamplingParams(max_tokens=5, ignore_eos=True)
+    arrivals = [Arrival(0.4 * i, [5], how) for i in range(9)]
+    options = Options(
+        output_dir=str(tmp_path), runners="simulated", gigabytes_per_s=1.0, teraflops_per_s=1.0,
+        more_s=0.0, num_gpus=1, model="tiny", duration_s=4.0, peak_rate=2.0, max_num_seqs=8,
+    )  # fmt: skip
+    assert serve_cluster.serve_and_write(options, cluster, arrivals, {}) == 1
+    requests = rows(tmp_path, "requests.csv")
+    assert [request["finish_reason"] for request in requests] == ["length", "length", "abort"]
+    assert json.loads((tmp_path / "report.json").read_text())["partial"] == {
+        "interrupted_by": "RuntimeError: the device is gone",
+        "requests": 9, "ended": 2, "cut_off": 1, "not_served": 6,
+    }  # fmt: skip
+    said = capsys.readouterr().err
+    assert "Traceback" in said and said.endswith("error: RuntimeError: the device is gone\n")

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +17,7 @@ from models import checkpoint, lora, peft
 from tests.models import peft_folders
 from tests.models.goldens import GOLDEN, golden, run
 from tests.models.peft_folders import tensor
+from tests.paged.tiny import TINY
 
 ATTENTION = ["q_proj", "v_proj"]
 Q1 = "model.layers.1.self_attn.q_proj"
@@ -237,3 +241,40 @@ def test_adapter_config_is_what_peft_writes(tmp_path):
     path.write_text(json.dumps(written))
     adapter, _ = peft.load(folder, config)
     assert adapter.rank == 8
+
+
+WRITTEN_MEANWHILE = """
+import sys, threading
+from pathlib import Path
+from models import peft
+from tests.paged.tiny import TINY
+folder = Path(sys.argv[1])
+path, ended = folder / "adapter_model.safetensors", threading.Event()
+whole, content = path.read_bytes(), peft.load(folder, TINY)[1]
+def write():
+    while not ended.is_set():
+        path.write_bytes(whole[: len(whole) // 2])
+        path.write_bytes(whole)
+        ended.wait(1e-3)
+threading.Thread(target=write).start()
+came = 0
+for _ in range(600):
+    try:
+        assert peft.load(folder, TINY)[1] == content
+        came += 1
+    except ValueError:
+        pass
+ended.set()
+print(came)
+"""
+
+
+@pytest.mark.slow
+def test_who_writes_an_adapter_anew_ends_no_process_that_reads_it(tmp_path):
+    folder = peft_folders.write(tmp_path / "a", TINY, 64)
+    done = subprocess.run(
+        [sys.executable, "-c", WRITTEN_MEANWHILE, str(folder)],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0

@@ -93,7 +93,7 @@ class HashingExecutor:
         self._rank_pages: dict[int, tuple[int, int]] = {}
         self._adapter_slots: dict[int, list[int]] = {}
         if self.adapters is not None:
-            self.adapters = TwinLoads(self, self.adapters.failing)
+            self.adapters.reset()
         self._queue: list[_Pending | Callable[[], None]] = []
 
     def warm_up(self, progress: bool = True) -> None:
@@ -216,6 +216,9 @@ class TwinLoads:
     def __init__(self, executor: HashingExecutor, failing: float = 0.0, seed: int = 0):
         self._executor, self.failing = executor, failing
         self._rng = np.random.default_rng(seed)
+        self.reset()
+
+    def reset(self) -> None:
         self._coming: dict[Adapter, int] = {}  # rounds to come
 
     def begin(self, adapter: Adapter) -> None:

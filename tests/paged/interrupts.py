@@ -4,6 +4,7 @@ That is where a function begins, after a call of C code, and where a loop goes r
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,8 @@ class Points:
             self._pass()
 
     def _pass(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # signals are the main thread's
         self.passed += self._inside
         if self._inside and self.passed in self._raise_at:
             self.raised += 1

@@ -9,11 +9,12 @@ import pytest
 
 from experiments.lib.event_log import EventLog
 from experiments.lib.run_record import plain
+from paged.adapters.adapter import Adapter
 from paged.engine import Engine, EngineConfig, OutputStream
 from paged.kv_cache.dense import DenseHost
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
-from tests.paged.hashing_executor import HashingExecutor
+from tests.paged.hashing_executor import HashingExecutor, TwinLoads
 from tests.paged.interrupts import Points, interrupted_at
 from tests.paged.tiny import TINY
 from tests.paged.twin_cases import expected_outputs, tokens
@@ -34,6 +35,7 @@ HOWS = [
     SamplingParams(beam_width=3, n=1, length_penalty=2.0),
     SamplingParams(beam_width=3, n=3, length_penalty=0.0, early_stopping="never"),
 ]
+Asked = tuple[list[int], SamplingParams, Adapter | None]
 # A stream that is dropped as an interruption lands in its finalizer: Python tells of it.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -44,24 +46,32 @@ class User:
     def __init__(self, seed: int, config: EngineConfig, points: Points):
         self.call = points.call
         self.rng = random.Random(seed)
-        self.engine = Engine(TINY, config, HashingExecutor(config, EOS_RATE))
+        executor = HashingExecutor(config, EOS_RATE)
+        if config.adapter_slots:
+            executor.adapters = TwinLoads(executor, seed=seed)
+        self.engine = Engine(TINY, config, executor)
+        if config.adapter_slots:
+            for i, rank in enumerate((8, 16, 40, 64)):
+                self.engine.add_known_adapter(Adapter(f"a{i}", "", "", rank))
         self.shared = tokens(0, 20)
-        self.accepted: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.accepted: dict[str, Asked] = {}
         self.ended: dict[str, RequestOutput] = {}
         self.finals: Counter[str] = Counter()  # last outputs by id
-        self.streams: list[tuple[OutputStream, list[int], SamplingParams]] = []
+        self.streams: list[tuple[OutputStream, Asked]] = []
         self.interruptions = 0
 
-    def _request(self) -> tuple[list[int], SamplingParams]:
+    def _request(self) -> Asked:
         own = tokens(self.rng.randrange(50), 3)
         how, most = self.rng.choice(HOWS), self.rng.choice([1, self.rng.randint(1, 12), 12])
         how = replace(how, max_tokens=most, seed=self.rng.randrange(100))
-        return self.shared[: self.rng.choice([0, 8, 20])] + own, how
+        known = self.engine.adapters
+        adapter = known.named(self.rng.choice([None, *known.names]))
+        return self.shared[: self.rng.choice([0, 8, 20])] + own, how, adapter
 
     def act(self) -> None:
         operations = [
             self.add, self.add, self.abort, self.open_stream, self.pull, self.pull,
-            self.close_stream, self.drop_stream, self.generate, self.pin, self.refuse,
+            self.close_stream, self.drop_stream, self.generate, self.pin, self.refuse, self.replace,
             *[self.step] * 6,
         ]  # fmt: skip
         try:
@@ -70,15 +80,16 @@ class User:
             self.interruptions += 1
 
     def add(self) -> None:
-        prompt, how = self._request()
+        prompt, how, adapter = self._request()
         name = self.rng.choice([None, f"mine-{len(self.accepted)}", f"request-{len(self.ended)}"])
         with suppress(ValueError):  # the id may be in use
             name = self.call(
-                self.engine.add_request, prompt, how, name, stream=self.rng.random() < 0.3
-            )
+                self.engine.add_request, prompt, how, name, stream=self.rng.random() < 0.3,
+                adapter=adapter and adapter.name,
+            )  # fmt: skip
             assert name not in self.accepted or name in self.ended
             self.ended.pop(name, None)
-            self.accepted[name] = prompt, how
+            self.accepted[name] = prompt, how, adapter
 
     def abort(self) -> None:
         running = [name for name in self.accepted if name not in self.ended]
@@ -86,8 +97,9 @@ class User:
             self.take(self.call(self.engine.abort, self.rng.choice(running or ["nobody"])))
 
     def open_stream(self) -> None:
-        prompt, how = self._request()
-        self.streams.append((self.call(self.engine.stream, prompt, how), prompt, how))
+        prompt, how, adapter = self._request()
+        stream = self.call(self.engine.stream, prompt, how, adapter and adapter.name)
+        self.streams.append((stream, (prompt, how, adapter)))
 
     def pull(self) -> None:
         if self.streams:
@@ -95,7 +107,7 @@ class User:
             output = self.call(next, entry[0])
             if output.finished:
                 self.streams.remove(entry)
-                check(output, *entry[1:])
+                check(output, *entry[1])
 
     def close_stream(self) -> None:
         if self.streams:
@@ -108,11 +120,12 @@ class User:
 
     def generate(self) -> None:
         asked = [self._request() for _ in range(2)]
-        prompts, hows = [p for p, _ in asked], [how for _, how in asked]
-        outputs = self.call(self.engine.generate, prompts, hows)
-        for output, (prompt, how) in zip(outputs, asked, strict=True):
+        prompts, hows, adapters = map(list, zip(*asked))
+        names = [adapter and adapter.name for adapter in adapters]
+        outputs = self.call(self.engine.generate, prompts, hows, names)
+        for output, one in zip(outputs, asked, strict=True):
             assert output.finish_reason not in ("abort", "error")
-            check(output, prompt, how)
+            check(output, *one)
 
     def pin(self) -> None:
         with suppress(ValueError):  # requests may be unfinished
@@ -121,6 +134,12 @@ class User:
     def refuse(self) -> None:
         with pytest.raises(ValueError, match="empty"):
             self.call(self.engine.add_request, [])
+
+    def replace(self) -> None:
+        if names := self.engine.adapters.names:
+            content, rank = str(self.rng.randrange(9)), self.rng.choice([8, 17])
+            adapter = Adapter(self.rng.choice(names), "", content, rank)
+            self.call(self.engine.add_known_adapter, adapter)
 
     def step(self) -> None:
         for output in self.call(self.engine.step):
@@ -136,10 +155,10 @@ class User:
 
     def drain(self) -> None:
         """Undisturbed; then nothing may be left."""
-        for stream, prompt, how in self.streams:
+        for stream, asked in self.streams:
             *_, last = stream
             assert last.finished
-            check(last, prompt, how)
+            check(last, *asked)
         self.streams.clear()
         for _ in range(2000):
             if not self.engine.has_unfinished():
@@ -170,15 +189,20 @@ class User:
         assert not policy.host_pool.num_used and slots.num_free == slots.num_slots
         slots.check()
         assert not engine.requests.unfinished and not engine.requests.dropped
+        if store := engine.loop.adapter_store:
+            store.check()
+            assert not any(resident.pins for resident in store.residents.values())
         EventLog("log", plain(events))  # it can be read
 
 
-def check(output: RequestOutput, prompt: list[int], how: SamplingParams) -> None:
+def check(
+    output: RequestOutput, prompt: list[int], how: SamplingParams, adapter: Adapter | None = None
+) -> None:
     """A whole output is that of the request alone; one that was cut short is its beginning."""
     assert output.prompt_tokens == prompt
     limit = min(len(prompt) + how.max_tokens, CONFIG.max_model_len)
     every = replace(how, n=how.num_sequences) if how.ranks else how
-    expected = expected_outputs(prompt, every, limit, EOS_RATE)
+    expected = expected_outputs(prompt, every, limit, EOS_RATE, adapter)
     tokens = [sequence.tokens for sequence in output.sequences]
     if {s.finish_reason for s in output.sequences} & {"abort", "error"}:
         if how.num_sequences == 1:
@@ -200,8 +224,13 @@ def run(seed: int, config: EngineConfig, *points: int) -> tuple[User, int]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"preemption_mode": "swap", "multi_step": 3}, {"run_ahead": False, "page_size": 5}],
-    ids=["plain", "swap", "alone"],
+    [
+        {},
+        {"preemption_mode": "swap", "multi_step": 3},
+        {"run_ahead": False, "page_size": 5},
+        {"adapter_slots": 2, "adapter_pages": 6},
+    ],
+    ids=["plain", "swap", "alone", "adapters"],
 )
 def test_interrupts_anywhere_lose_and_double_nothing(changes):
     config, rng = replace(CONFIG, **changes), random.Random(repr(changes))

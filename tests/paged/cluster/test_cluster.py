@@ -215,7 +215,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "outside the vocabulary": {"prompt": [61]},
     "exceed the cache": {"prompt": [5] * 40, "sampling": SamplingParams(n=3, temperature=1.0)},
     "must run side by side": {"prompt": [5], "sampling": SamplingParams(n=7, temperature=1.0)},
-    "adapter must be a text": {"prompt": [5], "adapter": 3},
+    "adapter 3 is not known; known are: none yet": {"prompt": [5], "adapter": 3},
     "is in use": {"prompt": [5], "request_id": "taken"},
 }
 

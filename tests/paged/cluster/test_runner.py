@@ -8,7 +8,7 @@ from paged.cluster.runner import EngineRunner
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
-from tests.paged.hashing_executor import HashingExecutor, TwinLoads, generate
+from tests.paged.hashing_executor import HashingExecutor, TwinLoads, generate, tag_of
 from tests.paged.tiny import TINY
 
 CONFIG = EngineConfig(
@@ -98,23 +98,54 @@ def test_a_refusal_is_told():
     assert not status.working_set
 
 
-def test_a_request_brings_its_adapters_name_and_the_status_tells_which_are_there():
-    config = replace(CONFIG, adapter_slots=1, max_adapter_rank=16)
+POEMS = Adapter("poems", "", "content", rank=8)
+
+
+def adapter_runner(slots: int) -> EngineRunner:
+    config = replace(CONFIG, adapter_slots=slots, max_adapter_rank=16)
     executor = HashingExecutor(config)
     executor.adapters = TwinLoads(executor)
-    engine = Engine(TINY, config, executor)
-    engine.add_known_adapter(Adapter("poems", "", "content", rank=8))
-    runner = EngineRunner(engine)
-    runner.add(replace(request("a"), adapter="poems"), 1)
-    runner.add(replace(request("b"), adapter="prose"), 1)
+    return EngineRunner(Engine(TINY, config, executor))
+
+
+def served(runner: EngineRunner) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    while runner.has_work:
+        for event in step(runner)[0]:
+            assert event.refused is None
+            if event.output:
+                tokens[event.request_id] = event.output.tokens
+    return tokens
+
+
+def alone(adapter: Adapter) -> list[int]:
+    return generate([tag_of(adapter), *[7] * 5], 1, 14, 0.0, True)
+
+
+def test_a_request_brings_its_adapter_and_the_status_tells_which_are_there():
+    runner = adapter_runner(1)
+    runner.add(replace(request("a"), adapter=POEMS), 1)
+    runner.add(replace(request("b"), adapter=replace(POEMS, name="prose", rank=17)), 1)
     progress, status = step(runner)
     (refused,) = [event for event in progress if event.refused]
     assert refused.request_id == "b" and refused.refused is not None
-    assert "adapter 'prose' is not known" in refused.refused
-    outputs = []
-    while runner.has_work:
-        progress, status = step(runner)
-        outputs += [event.output for event in progress if event.output]
-    (output,) = outputs
-    assert output.finish_reason == "length" and output.tokens != generate([7] * 5, 1, 13, 0.0, True)
-    assert status.resident_adapters == {"poems"}
+    assert "adapter 'prose': its rank 17 is not from 1 to" in refused.refused
+    assert served(runner) == {"a": alone(POEMS)}
+    status = step(runner)[1]
+    assert (status.resident_adapters, status.adapter_loads) == ({"poems"}, 1)
+
+
+def test_a_request_keeps_the_adapter_that_its_name_meant_when_it_came():
+    """One that moves here may be older than what has the name here."""
+    runner, other = adapter_runner(2), replace(POEMS, content_hash="other")
+    for name, adapter in (("a", POEMS), ("b", other), ("c", POEMS)):
+        runner.add(replace(request(name), adapter=adapter), 1)
+    assert served(runner) == {"a": alone(POEMS), "b": alone(other), "c": alone(POEMS)}
+
+
+def test_what_a_runner_has_done_is_forgotten():
+    runner = runner_of()
+    runner.add(request("a"), 1)
+    served(runner)
+    metrics = runner.engine.metrics
+    assert not metrics.events and not metrics.steps and not metrics.requests

@@ -5,13 +5,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from paged.adapters.adapter import Adapter
 from paged.cluster.cluster import Arrival
 from paged.cluster.simulated import SimulatedCluster
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
-from tests.paged.hashing_executor import HashingExecutor, beam_search, generate, logprob_of
+from tests.paged.hashing_executor import (
+    HashingExecutor,
+    TwinLoads,
+    beam_search,
+    generate,
+    logprob_of,
+    tag_of,
+)
 from tests.paged.tiny import TINY
 
 CONFIG = EngineConfig(
@@ -22,6 +30,11 @@ CONFIG = EngineConfig(
 
 class TimedHashing(HashingExecutor):
     """Each step takes a tenth of a second."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.adapter_slots:
+            self.adapters = TwinLoads(self)
 
     def execute(self, inputs):
         pending = super().execute(inputs)
@@ -41,7 +54,7 @@ def hashing_cluster(count: int, config: EngineConfig = CONFIG, **options) -> Sim
     return SimulatedCluster(engines, TINY, config, **options)
 
 
-def arrivals(count: int, rate: float, seed: int) -> list[Arrival]:
+def arrivals(count: int, rate: float, seed: int, adapters=(None,)) -> list[Arrival]:
     rng = np.random.default_rng(seed)
     times = np.cumsum(rng.exponential(1 / rate, count))
     kinds = [
@@ -53,6 +66,7 @@ def arrivals(count: int, rate: float, seed: int) -> list[Arrival]:
             float(time), rng.integers(3, 61, rng.integers(1, 25)).tolist(),
             replace(kinds[rng.choice(4, p=[0.7, 0.1, 0.1, 0.1])],
                     max_tokens=int(rng.integers(1, 35)), seed=int(rng.integers(1000))),
+            adapters[int(time * 7) % len(adapters)],
         )
         for time in times
     ]  # fmt: skip
@@ -144,3 +158,51 @@ def test_after_a_peak_the_load_is_on_few_gpus():
         asked, lambda now: batches.append([g.batch for g in cluster.cluster.state.gpus.values()])
     )
     assert batches[2] == [0, 2] and cluster.cluster.num_consolidations == 1
+
+
+def test_with_adapters_the_tokens_are_those_of_the_request_alone():
+    """Through evictions and consolidations, while adapters get other contents: a request keeps the
+    one that its adapter had when it came, wherever it moves."""
+    config = replace(CONFIG, adapter_slots=3, max_adapter_rank=32, prefix_caching=True)
+    moved = 0
+    for seed in range(4):
+        cluster = hashing_cluster(3, config, rebalance_s=0.5)
+        ranks = {"a": 8, "b": 32, "c": 16, "d": 1, "e": 16}
+        asked = arrivals(60, 4.0, seed, [None, *ranks])
+        meant: dict[int, Adapter | None] = {}
+
+        def observe(now, cluster=cluster.cluster, ranks=ranks, meant=meant):
+            for name, rank in ranks.items():
+                cluster.add_known_adapter(Adapter(name, "", f"{name} {int(now) // 4}", rank))
+            meant |= {job.request.order: job.request.adapter for job in cluster.jobs.values()}
+
+        outputs = cluster.serve(asked, observe, 0.05)
+        for i, (arrival, output) in enumerate(zip(asked, outputs, strict=True)):
+            how, prompt, adapter = arrival.sampling, list(arrival.prompt), meant[i]
+            assert (adapter and adapter.name) == arrival.adapter
+            tag = [] if adapter is None else [tag_of(adapter)]
+            limit = min(len(prompt) + how.max_tokens, config.max_model_len) + len(tag)
+            if how.is_beam_search:
+                expected = beam_search([*tag, *prompt], how, limit)
+                assert [s.tokens for s in output.sequences] == expected
+            elif not how.ranks:
+                assert output.tokens == generate([*tag, *prompt], how.seed or 0, limit, 0.0, False)
+        for runner in cluster._runners.values():
+            store = runner.engine.loop.adapter_store
+            assert store is not None
+            store.check()
+            runner.engine.host_policy.check()
+            assert not any(resident.pins for resident in store.residents.values())
+        moved += cluster.cluster.num_evictions + cluster.cluster.num_consolidations
+        assert cluster.cluster.num_adapter_loads > 20
+    assert moved > 8
+
+
+def test_a_run_that_is_stopped_has_what_it_has():
+    cluster = hashing_cluster(2, rebalance_s=0.5)
+    asked = arrivals(60, 4.0, 1)
+    outputs = cluster.serve(asked, stop_requested=lambda: len(cluster.cluster.records) > 20)
+    reasons = [output.finish_reason for output in outputs]
+    assert len(asked) > len(outputs) > 20 and "abort" in reasons and "length" in reasons
+    assert not cluster.cluster.has_unfinished() and not cluster.cluster.state.queue
+    assert sorted(reasons) == sorted(record.finish_reason for record in cluster.cluster.records)
