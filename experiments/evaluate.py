@@ -7,11 +7,12 @@ Prompts are a function of task, context and --seed alone, so two runs (two model
 answer the same ones: `--compare_with=<prompts.csv of the other run>` gives paired differences, and
 the divergence of the distributions along the answers from the other run's, for each setting and for
 all together. Writes to --output_dir: accuracy.csv, prompts.csv (each answer), distributions.npz,
-accuracy.png, report.json and summary.json.
+accuracy.png, report.json and summary.json. Ctrl-C ends it after the setting that runs: those that
+were answered are written, and marked as partial.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
@@ -19,7 +20,7 @@ import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from experiments.lib import reference, report, run_record
+from experiments.lib import reference, report, run_record, serving
 from experiments.lib.bootstrap import mean_interval
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import define_engine_flags, fields_of, loading
@@ -82,8 +83,8 @@ class Accuracy:
 class Evaluation:
     """Answers, and the distributions along the expected ones, by prompt."""
 
-    answers: list[Answer]
-    distributions: dict[Key, Distributions]
+    answers: list[Answer] = field(default_factory=list)
+    distributions: dict[Key, Distributions] = field(default_factory=dict)
 
 
 def settings(
@@ -107,13 +108,17 @@ def settings(
 
 
 def evaluate(
-    engine: Engine, pairs: Sequence[tuple[str, int]], prompts: int, seed: int, progress: bool = True
-) -> Evaluation:
-    """Greedy answers of `engine` to `prompts` prompts of each (task, context)."""
-    answers: list[Answer] = []
-    distributions: dict[Key, Distributions] = {}
+    engine: Engine, pairs: Sequence[tuple[str, int]], prompts: int, seed: int,
+    progress: bool = True, found: Evaluation | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Evaluation:  # fmt: skip
+    """Greedy answers of `engine` to `prompts` prompts of each (task, context), until all are there
+    or `stopped` says so. found: what they are added to, a setting at a time."""
+    found = Evaluation() if found is None else found
     bar = tqdm(total=len(pairs) * prompts, desc="answering", unit=" prompts", disable=not progress)
     for task, context in pairs:
+        if stopped():
+            break
         asked = tasks.make_prompts(task, context, prompts, seed, engine.tokenizer)
         how = [
             SamplingParams(max_tokens=p.max_tokens, stop=p.stop, logprobs=MAX_LOGPROBS)
@@ -127,19 +132,20 @@ def evaluate(
             exact = report.is_exact(output.text, prompt.answer, prompt.stop)
             logprob = float(along[index].logprobs.mean())
             answer = Answer(task, context, index, exact, prompt.answer, output.text, logprob)
-            answers.append(answer)
-            distributions[answer.key] = along[index]
+            found.answers.append(answer)
+            found.distributions[answer.key] = along[index]
         bar.update(len(asked))
-        right = sum(a.exact for a in answers[-len(asked) :])
+        right = sum(a.exact for a in found.answers[-len(asked) :])
         bar.set_postfix_str(f"{task} at {context}: {right}/{len(asked)}")
     bar.close()
-    return Evaluation(answers, distributions)
+    return found
 
 
 def accuracies(ours: Evaluation, others: Evaluation | None = None) -> list[Accuracy]:
     """Accuracy by (task, context), in order of appearance, and of all together, if there are more.
 
-    others: another run. Raises ValueError if it lacks a prompt, or has another answer to it.
+    others: another run, which `require_all` has accepted. Raises ValueError if a prompt of it had
+    another answer.
     """
     groups: dict[tuple[str, int], list[Answer]] = {}
     for answer in ours.answers:
@@ -155,12 +161,6 @@ def accuracies(ours: Evaluation, others: Evaluation | None = None) -> list[Accur
         if others is None or theirs is None:
             rows.append(Accuracy(*row, logprob))
             continue
-        missing = [a for a in group if a.key not in theirs or a.key not in others.distributions]
-        if missing:
-            raise ValueError(
-                f"the run to compare with lacks {len(missing)} prompts of {missing[0].task} at "
-                f"{missing[0].context}"
-            )
         paired = [(a, theirs[a.key]) for a in group]
         if any(a.expected != other.expected for a, other in paired):
             raise ValueError(f"the run to compare with had other prompts of {task} at {context}")
@@ -195,6 +195,17 @@ def read(path: str) -> Evaluation:
             Answer(row["task"], context, index, exact, row["expected"], row["text"], logprob)
         )
     return Evaluation(answers, reference.read(Path(path).parent / "distributions.npz"))
+
+
+def require_all(others: Evaluation, pairs: Sequence[tuple[str, int]], prompts: int) -> None:
+    """Raise ValueError if the run to compare with lacks a prompt, before any is answered."""
+    keys = {answer.key for answer in others.answers} & others.distributions.keys()
+    for task, context in pairs:
+        lacking = sum((task, context, index) not in keys for index in range(prompts))
+        if lacking:
+            raise ValueError(
+                f"the run to compare with lacks {lacking} prompts of {task} at {context}"
+            )
 
 
 def table(rows: Sequence[Accuracy]) -> str:
@@ -264,37 +275,53 @@ def summary(rows: Sequence[Accuracy]) -> dict[str, float]:
     return numbers
 
 
-def write(output_dir: Path, rows: Sequence[Accuracy], found: Evaluation, facts: Mapping):
-    """All files of an evaluation."""
+def write(
+    folder: Path, rows: Sequence[Accuracy], found: Evaluation, facts: Mapping
+) -> list[OSError]:
+    """All files of an evaluation; what could not be written."""
     environment = run_record.describe_environment()
-    run_record.write_csv(output_dir, "accuracy.csv", rows)
-    run_record.write_csv(output_dir, "prompts.csv", found.answers)
-    reference.write(output_dir / "distributions.npz", found.distributions)
-    run_record.write_json(output_dir, "report.json", {**facts, "accuracy": rows, **environment})
-    run_record.write_summary(output_dir, summary(rows))
-    plot(rows, output_dir / "accuracy.png", run_record.hardware_line(environment))
+    facts = {**facts, "accuracy": rows, **environment}
+    return run_record.write_all([
+        lambda: run_record.write_csv(folder, "accuracy.csv", rows),
+        lambda: run_record.write_csv(folder, "prompts.csv", found.answers),
+        lambda: reference.write(folder / "distributions.npz", found.distributions),
+        lambda: run_record.write_json(folder, "report.json", facts),
+        lambda: run_record.write_summary(folder, summary(rows)),
+        lambda: plot(rows, folder / "accuracy.png", run_record.hardware_line(environment)),
+    ])  # fmt: skip
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
     with refusals():
         config = engine_config(
             checkpoint.load_config(options.model), **fields_of(EngineConfig, options)
         )
         pairs = settings(options.tasks, options.contexts, config)
         others = read(options.compare_with) if options.compare_with else None
+        if others is not None:
+            require_all(others, pairs, options.num_prompts)
         engine = load_engine(config, **loading(options))
-        engine.warm_up()
-        found = evaluate(engine, pairs, options.num_prompts, options.seed)
-        rows = accuracies(found, others)
+    engine.warm_up()
     facts = {
         "experiment": "evaluate",
         "flags": vars(options),
         "seed": options.seed,
         "weights_sha256": checkpoint.weights_hash(options.model),
     }
-    write(Path(options.output_dir), rows, found, facts)
-    print(table(rows))
-    print(f"accuracy.csv, prompts.csv, accuracy.png and more are in {options.output_dir}/")
+    found = Evaluation()
+
+    def answer(stopped: Callable[[], bool]) -> None:
+        evaluate(engine, pairs, options.num_prompts, options.seed, found=found, stopped=stopped)
+
+    def write_found(cause: str | None) -> tuple[str, list[OSError]]:
+        rows = accuracies(found, others)
+        total = len(pairs) * options.num_prompts
+        missing = serving.missing(cause, total, ["stop"] * len(found.answers))
+        failures = write(Path(options.output_dir), rows, found, facts | {"partial": missing})
+        return table(rows) + serving.partial_line(missing), failures
+
+    files = f"accuracy.csv, prompts.csv, accuracy.png and more are in {options.output_dir}/"
+    return serving.serve_and_write(answer, write_found, files)
 
 
 def define_flags() -> None:

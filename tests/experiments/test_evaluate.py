@@ -77,9 +77,9 @@ def test_accuracies_against_another_run_are_paired_by_prompt(tmp_path):
     (same,) = evaluate.accuracies(better, others)
     assert same.difference == (0, 0, 0)
     assert same.divergence == pytest.approx((0, 0, 0), abs=1e-6)
-    more = dataclasses.replace(ours.answers[0], index=10)
+    evaluate.require_all(others, [("needle", 256)], 10)
     with pytest.raises(ValueError, match="lacks 1 prompts of needle at 256"):
-        evaluate.accuracies(evaluate.Evaluation([more], ours.distributions), others)
+        evaluate.require_all(others, [("needle", 256)], 11)
     odd = dataclasses.replace(ours.answers[0], expected="2;")
     with pytest.raises(ValueError, match="had other prompts of needle"):
         evaluate.accuracies(evaluate.Evaluation([odd], ours.distributions), others)
