@@ -1,4 +1,4 @@
-"""The committed adapters of the bundled model: in one mixed batch, each tenant's answers are its own.
+"""The committed adapters of the bundled model: in one batch, each tenant's answers are its own.
 
 Prompts are of a seed that nothing else uses: no adapter was trained, stopped or chosen by them.
 """
