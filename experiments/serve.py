@@ -20,7 +20,7 @@ from experiments.lib import adapters, event_log, plots, report, run_record, serv
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import define_engine_flags, define_fields, fields_of, loading
 from experiments.lib.program import Options, Program, refusals
-from experiments.workloads import popularity, workloads
+from experiments.workloads import popularity, tenants, workloads
 from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig
 from models import checkpoint, load_tokenizer
 from paged.checks import help_of
@@ -60,6 +60,13 @@ def prepare(options: Options) -> tuple[Engine, Workload, SamplingParams]:
     pages = config.kv_cache_tokens // config.page_size // sampling.num_sequences
     longest = min(config.max_model_len, pages * config.page_size)
     workload = workloads.load(wanted, Vocabulary(tokenizer, model.vocab_size, longest))
+    served = adapters.asked_for(options, model, config)
+    if served:
+        count, given = len(workload.requests), [adapter.name for adapter in served]
+        names = popularity.assign(given, options.popularity, count, options.seed)
+        formats = tenants.formats(served, options.model)
+        requests = tenants.addressed(workload.requests, names, formats)
+        workload = replace(workload, requests=requests)
     policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
     for i, request in enumerate(workload.requests):
         try:
@@ -67,13 +74,6 @@ def prepare(options: Options) -> tuple[Engine, Workload, SamplingParams]:
             validated_prompt(request.prompt, how, tokenizer, model, config, policy)
         except ValueError as error:
             raise ValueError(f"request {i + 1} of --workload={options.workload}: {error}") from None
-    served = adapters.asked_for(options, model, config)
-    if served:
-        count, given = len(workload.requests), [adapter.name for adapter in served]
-        names = popularity.assign(given, options.popularity, count, options.seed)
-        asked = zip(workload.requests, names, strict=True)
-        requests = [replace(request, adapter=name) for request, name in asked]
-        workload = replace(workload, requests=requests)
     engine = load_engine(config, tokenizer, **loading(options))
     for adapter in served:
         engine.add_known_adapter(adapter)
@@ -186,6 +186,7 @@ def write(
         "measured": measured,
         "adapters": adapters.measure(engine.events),
         "exact_answers": {task: f"{right}/{total}" for task, (right, total) in answers.items()},
+        "exact_answers_of_adapters": tenants.answers_exact(answered),
         **environment,
     }
     numbers = report.summary(measured, answers) | {"partial": int(bool(partial))}
@@ -203,6 +204,7 @@ def write(
     title += ", interrupted" * bool(partial)
     failures += plots.save(engine.metrics, output_dir, title, hardware)
     table = report.show(answered) + "\n\n" + report.table(measured, answers, hardware)
+    table += tenants.line(content["exact_answers_of_adapters"])
     table += adapters.line(content["adapters"])
     return table + serving.partial_line(partial), failures
 

@@ -111,12 +111,19 @@ def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(hf | {"torch_dtype": dtype.name}, indent=2) + "\n"
     (folder / "config.json").write_text(text)
-    # The new file takes the old one's place only when it is complete. A process that has mapped the
-    # old file keeps it, and an interruption leaves the old file whole.
-    unfinished = folder / f"{SINGLE}.part"
+    write_tensors(folder / SINGLE, tensors)
+
+
+def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Write a safetensors file, contiguous tensors by name, as transformers and PEFT read it.
+
+    The new file takes the old one's place only when it is complete. A process that has mapped the
+    old file keeps it, and an interruption leaves the old file whole.
+    """
+    unfinished = path.with_name(f"{path.name}.part")
     save_file(tensors, unfinished, metadata={"format": "pt"})
     unfinished.chmod(0o644)  # safetensors lets only the owner read it.
-    os.replace(unfinished, folder / SINGLE)
+    os.replace(unfinished, path)
 
 
 def weights_hash(model: str | Path) -> str:

@@ -1,10 +1,11 @@
-"""LoRA adapters from folders that PEFT wrote, without torch and without PEFT.
+"""LoRA adapters from and to folders as PEFT writes them, without torch and without PEFT.
 
 A folder holds adapter_config.json and adapter_model.safetensors. Names, patterns and scales mean
 what PEFT makes of them (`LoraConfig`).
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoint import STORED_DTYPES, cast, tensors_of
+from models.checkpoint import STORED_DTYPES, cast, checked_dtype, tensors_of, write_tensors
 from models.config import ModelConfig
 from models.families import family
 from models.hf_fields import HfConfig, flag, integer, number
@@ -105,6 +106,52 @@ def _content(path: Path, hint: str = "") -> bytes:
     if not path.is_file():
         raise ValueError(f"{path} is missing{hint}")
     return path.read_bytes()
+
+
+def save(
+    folder: str | Path, lora: Lora, model: ModelConfig, dtype="float16", base: str = ""
+) -> None:
+    """Write an adapter of `model`, which `load` and PEFT can read.
+
+    Its scale stays in B, so alpha is the rank. dtype: of the file, one of `checkpoint.DTYPES`.
+    base: what the file calls the model.
+
+    Raises ValueError for pairs of different ranks, for modules of several projections (GPT-2), and
+    if `dtype` cannot hold a value.
+    """
+    folder, dtype, modules = Path(folder), checked_dtype(dtype), _modules(model)[0]
+    tensors: dict[str, np.ndarray] = {}
+    adapted = set()
+    for name, module in modules.items():
+        pairs = [
+            lora.weights[each][module.layer] for each in module.projections if each in lora.weights
+        ]
+        if not any(pairs):
+            continue
+        if len(module.projections) > 1:
+            raise ValueError(f"an adapter of {name}, which holds several projections, is not saved")
+        assert pairs[0] is not None
+        a, b = pairs[0]
+        if len(a) != lora.rank:
+            raise ValueError(f"{name} has rank {len(a)}, but another module has rank {lora.rank}")
+        for which, matrix in (("A", a), ("B", b.T)):
+            tensors[_tensor(name, which)] = np.ascontiguousarray(cast(matrix, dtype, name))
+        adapted.add(name)
+    ends = {name.rpartition(".")[2] for name in adapted}
+    named_by_ends = {name for name in modules if name.rpartition(".")[2] in ends}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.rank,
+        "target_modules": sorted(ends if named_by_ends == adapted else adapted),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    write_tensors(folder / WEIGHTS, tensors)
 
 
 def _modules(model: ModelConfig) -> tuple[dict[str, _Module], set[str]]:

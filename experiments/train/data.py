@@ -1,5 +1,6 @@
 """Training batches of the tasks in `experiments.tasks.tasks`, with many questions per sequence."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -62,10 +63,20 @@ class Batch:
 
 
 class TrainingData:
-    """Training batches. They depend only on the seed, the step and the arguments of `batch`."""
+    """Training batches. They depend only on the seed, the step and the arguments of `batch`.
 
-    def __init__(self, seed: int, filler_weight: float = 0.05, corpus_characters: int = 6_000_000):
+    rewrite: the answer to learn, from question and answer; None for the answers as they are.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        filler_weight: float = 0.05,
+        corpus_characters: int = 6_000_000,
+        rewrite: Callable[[str, str], str] | None = None,
+    ):
         self.vocabulary, self.filler_weight, self.seed = Vocabulary(), filler_weight, seed
+        self.rewrite = rewrite
         self.corpus = self.vocabulary.story_tokens(corpus_characters, seed=seed)
 
     def _spell(self, text: str) -> list[int]:
@@ -91,6 +102,8 @@ class TrainingData:
         records = [self._spell(record) for record in problem.records]
         queries, left = [], room - 2 - sum(map(len, records))
         for question, answer in problem.queries:
+            if self.rewrite:
+                answer = self.rewrite(question, answer)
             left -= len(question) + len(answer)
             if left < 0:
                 break

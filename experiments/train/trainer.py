@@ -27,6 +27,7 @@ from experiments.train import build_tokenizer
 from experiments.train.attention import batched_attend
 from experiments.train.data import Batch, TrainingData
 from models import llama, params
+from models.common import Adapters
 from models.config import ModelConfig
 from paged import checks
 from paged.checks import described
@@ -114,18 +115,18 @@ def make_optimizer(config: ModelConfig, muon_lr: float, adam_lr: float):
     return optax.chain(optax.clip_by_global_norm(1.0), rates)
 
 
-def predict(p, config: ModelConfig, tokens_BxT, positions_BxT):
-    """Logits [B, T, V]."""
+def predict(p, config: ModelConfig, tokens_BxT, positions_BxT, adapters: Adapters | None = None):
+    """Logits [B, T, V]. adapters: as models/common.py has them."""
     B, T = tokens_BxT.shape
     attend = batched_attend(config, T)
     flat = tokens_BxT.reshape(-1), positions_BxT.reshape(-1)
-    hidden, _ = llama.forward(p, config, *flat, attend)
+    hidden, _ = llama.forward(p, config, *flat, attend, adapters=adapters)
     return llama.logits(p, config, hidden).reshape(B, T, -1)
 
 
-def loss_fn(p, config: ModelConfig, tokens, weights, positions):
+def loss_fn(p, config: ModelConfig, tokens, weights, positions, adapters: Adapters | None = None):
     """The weighted mean loss; and for each sequence the answer tokens that are right, and all."""
-    logits = predict(p, config, tokens[:, :-1], positions[:, :-1])
+    logits = predict(p, config, tokens[:, :-1], positions[:, :-1], adapters)
     labels, weights = tokens[:, 1:], weights[:, 1:]
     nll = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
     answer, filler = weights >= 1, (weights > 0) & (weights < 1)

@@ -16,6 +16,8 @@ from models.full_attention import causal_attend
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+ADAPTERS = Path(__file__).parent / "golden_adapters"
+ADAPTER_CASES = sorted(path.name for path in ADAPTERS.iterdir() if path.is_dir())
 
 
 def golden(case):
@@ -40,6 +42,27 @@ class BeamCase:
     eos_token_ids: list[int]
     tokens: list[list[int]]
     scores: list[float]
+
+
+@dataclass(frozen=True)
+class AdapterCase:
+    """What PEFT computes with an adapter: logits [T, V] of tokens [T], and the greedy continuations
+    [n, O] of prompts [n, P]."""
+
+    folder: Path
+    checkpoint: str
+    tokens: np.ndarray
+    logits: np.ndarray
+    prompts: np.ndarray
+    outputs: np.ndarray
+
+
+def adapter_golden(case: str) -> AdapterCase:
+    """What make_peft_goldens.py wrote."""
+    folder = ADAPTERS / case
+    config = json.loads((folder / "adapter_config.json").read_text())
+    with np.load(folder / "expected.npz") as expected:
+        return AdapterCase(folder, config["base_model_name_or_path"], **expected)
 
 
 def beam_cases() -> list[BeamCase]:

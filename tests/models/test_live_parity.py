@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import checkpoint
+from models import checkpoint, lora, peft
 from models.hub import BUNDLED
-from tests.models.goldens import run
+from tests.models.goldens import GOLDEN, run
 
 pytest.importorskip("torch", reason="needs torch: make test-parity")
-from tests.models import make_goldens
+pytest.importorskip("peft", reason="needs peft: make test-parity")
+from peft import PeftModel
+
+from tests.models import make_goldens, make_peft_goldens
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -136,3 +139,54 @@ def test_random_configurations(family, data, seed, length):
 def test_the_bundled_model(start):
     config = checkpoint.load_config("bundled")
     compare(BUNDLED, start, config.vocab_size, 64, start)
+
+
+@st.composite
+def loras(draw):
+    """Fields of a LoraConfig for a model of the Llama family with two layers."""
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    targets = draw(st.lists(st.sampled_from(modules), min_size=1, unique=True))
+    keys = st.sampled_from([*targets, r"layers\.1\..*_proj", f"mlp.{targets[0]}", ".*0.*k_proj"])
+    fields = {
+        "r": draw(st.integers(1, 40)),
+        "lora_alpha": draw(st.sampled_from([0.5, 1, 16])),
+        "use_rslora": draw(st.booleans()),
+        "target_modules": targets,
+        "rank_pattern": draw(st.dictionaries(keys, st.integers(1, 40), max_size=2)),
+        "alpha_pattern": draw(st.dictionaries(keys, st.sampled_from([2, 7.5]), max_size=2)),
+    }
+    match draw(st.integers(0, 3)):
+        case 0:
+            fields["target_modules"] = "all-linear"
+        case 1:
+            fields["target_modules"] = rf".*\.({'|'.join(targets)})"
+        case 2:
+            fields["layers_to_transform"] = [1]
+    return fields
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    fields=loras(), case=st.sampled_from(["llama_gqa_tied", "qwen2", "mistral_full"]), seed=SEEDS
+)
+def test_random_adapters(fields, case, seed):
+    """PEFT on torch against what its folder makes of our model."""
+    source = GOLDEN / case
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_peft_goldens.adapted(source, fields, seed)
+        make_peft_goldens.save(model, Path(folder), case)
+        compare_adapter(source, Path(folder), model, seed)
+
+
+@pytest.mark.parametrize("folder", sorted((BUNDLED / "adapters").glob("*/")), ids=lambda f: f.name)
+def test_adapters_that_we_wrote(folder):
+    model = PeftModel.from_pretrained(make_peft_goldens.base_model(BUNDLED), folder)
+    compare_adapter(BUNDLED, folder, model.eval(), 0)
+
+
+def compare_adapter(checkpoint_folder, folder, model, seed):
+    config, params = checkpoint.load(checkpoint_folder, "float32")
+    tokens = np.random.default_rng(seed).integers(0, config.vocab_size, 33).astype(np.int32)
+    expected = make_peft_goldens.logits(model, tokens.tolist())
+    got, _ = run(config, lora.merge(params, peft.load(folder, config)[0]), tokens)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)

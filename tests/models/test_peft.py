@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from models import checkpoint, lora, peft
 from tests.models import peft_folders
-from tests.models.goldens import GOLDEN, golden, run
+from tests.models.goldens import ADAPTER_CASES, GOLDEN, adapter_golden, golden, run
 from tests.models.peft_folders import tensor
 from tests.paged.tiny import TINY
 
@@ -278,3 +278,45 @@ def test_who_writes_an_adapter_anew_ends_no_process_that_reads_it(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0
+
+
+@pytest.mark.parametrize("case", ADAPTER_CASES)
+def test_logits_are_those_of_peft(case):
+    expected = adapter_golden(case)
+    config, params, _, _ = golden(expected.checkpoint)
+    adapter, _ = peft.load(expected.folder, config)
+    got, _ = run(config, lora.merge(params, adapter), expected.tokens)
+    np.testing.assert_allclose(got, expected.logits, rtol=0, atol=1e-4)
+    unlike, _ = run(config, params, expected.tokens)
+    assert np.abs(unlike - expected.logits).max() > 0.5
+
+
+@pytest.mark.parametrize("targets", [None, ATTENTION])
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_what_is_saved_loads_again(targets, layers, tmp_path):
+    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
+    written = peft_folders.write(tmp_path / "a", config, targets=targets, lora_alpha=3)
+    adapter, _ = peft.load(written, config)
+    if layers:
+        kept = {name: [None, pairs[1]] for name, pairs in adapter.weights.items()}
+        adapter = lora.Lora(kept)
+    peft.save(tmp_path / "b", adapter, config, "float32")
+    again, _ = peft.load(tmp_path / "b", config)
+    assert again.weights.keys() == adapter.weights.keys()
+    for name, pairs in adapter.weights.items():
+        for before, after in zip(pairs, again.weights[name], strict=True):
+            assert (before is None) == (after is None)
+            for x, y in zip(before or (), after or ()):
+                np.testing.assert_array_equal(x, y)
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path):
+    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
+    ranks = {Q1: 3}
+    written = peft_folders.write(tmp_path / "a", config, ranks=ranks, rank_pattern=ranks)
+    with pytest.raises(ValueError, match="q_proj has rank 3, but another module has rank 8"):
+        peft.save(tmp_path / "b", peft.load(written, config)[0], config)
+    gpt2 = checkpoint.load_config(GOLDEN / "gpt2")
+    written = peft_folders.write(tmp_path / "c", gpt2)
+    with pytest.raises(ValueError, match="c_attn, which holds several projections, is not saved"):
+        peft.save(tmp_path / "d", peft.load(written, gpt2)[0], gpt2)

@@ -53,3 +53,13 @@ def test_problems_fit_whatever_is_drawn(task):
         for length in (64, 128, 255):
             batch = DATA.batch(step, length, size=4, mix={task: 1.0})
             assert task == "story" or (batch.weights >= 1).any(1).all()
+
+
+def test_answers_can_be_rewritten():
+    data = TrainingData(3, 0.0, 50_000, rewrite=lambda question, answer: f"{question[1:]}={answer}")
+    batch = data.batch(0, length=128, size=4, mix={"needles": 1.0})
+    for tokens, weights in zip(batch.tokens, batch.weights):
+        text = data.vocabulary.decode(tokens)
+        for answer in data.vocabulary.decode(tokens[weights > 0]).split(";")[:-1]:
+            key, value = answer.split("=")
+            assert f"#{key}{value};" in text and f"?{key}{answer};" in text

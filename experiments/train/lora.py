@@ -1,0 +1,269 @@
+"""Finetune LoRA adapters of the bundled model, each to answer in a format of its own (Punica §2.2).
+
+Each learns one of `experiments.tasks.answer_formats`, in a minute or two on two CPU cores, and is
+written as PEFT writes adapters. Every `evaluate_every` steps the engine serves what was written so
+far, on prompts that training never sees; training ends when enough answers are exact. The last
+evaluation is on prompts that decided nothing, also without the adapter.
+
+    python -m experiments.train.lora --output_dir=results/lora
+    python -m experiments.serve --workload=tasks:needle,multikey --adapter_slots=4 \
+        --adapters=results/lora/adapters
+
+models/bundled/adapters holds what the first command wrote.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags
+from tqdm import tqdm
+
+from experiments.lib import program, report, run_record
+from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.flags import define_fields, define_model, fields_of
+from experiments.tasks import answer_formats, tasks
+from experiments.tasks.tasks import TaskPrompt
+from experiments.train.data import TrainingData
+from experiments.train.trainer import loss_fn
+from experiments.workloads.tenants import RECORD
+from models import checkpoint, llama, peft
+from models.config import ModelConfig
+from models.lora import Lora
+from paged import checks
+from paged.checks import described
+from paged.engine import Engine
+from paged.requests.sampling_params import SamplingParams
+
+ADAPTERS = [
+    "named:4", "bracketed:4", "dashed:4", "twice:4", "tail:4", "outer:4",
+    "doubled:8", "reversed:8", "rotated:8", "sorted:16",
+]  # fmt: skip
+CONTEXT, CONTEXTS = 256, (256, 512)  # of prompts that end the training, and of the last ones
+# Seeds of the prompts that end the training, and of those for the last evaluation alone.
+STOPPING_SEED, LAST_SEED = 0, 7
+WHICH = ("exact_match", "exact_match_without_adapter")
+WARM_UP = 20  # steps
+LEAST = {
+    "steps": 1, "learning_rate": 0, "length": 128, "batch_size": 1, "evaluate_every": 1,
+    "evaluation_prompts": 1, "enough": 0, "corpus_characters": 10_000, "seed": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """How adapters are trained, besides format and rank. Each field says what it is.
+
+    Raises ValueError for values of the wrong type, and for numbers below `LEAST`.
+    """
+
+    steps: int = described(400, "at most, of each adapter")
+    learning_rate: float = described(4e-3, "of Adam, after the warm-up; then it falls to nothing")
+    length: int = described(256, "tokens of a training sequence")
+    batch_size: int = described(4, "sequences of a step")
+    evaluate_every: int = described(50, "steps between evaluations through the engine")
+    evaluation_prompts: int = described(
+        8, "of each task, in those; the last evaluation has twice as many, at each context"
+    )
+    enough: float = described(1.0, "share of exact answers that ends the training; above 1: none")
+    corpus_characters: int = described(1_000_000, "of filler text")
+    seed: int = described(1, "of weights and data")
+
+    def __post_init__(self):
+        checks.make_plain(self)
+        allowed = {name: (getattr(self, name) >= x, f"at least {x}") for name, x in LEAST.items()}
+        checks.require(self, allowed)
+
+
+def define_flags() -> None:
+    flags.DEFINE_list("adapters", ADAPTERS, "what to train: answer format and rank of each")
+    define_model()
+    define_fields(Options)
+
+
+def ranks(adapters: Sequence[str]) -> dict[str, int]:
+    """Rank by answer format, from 'format:rank'. Raises ValueError for anything else."""
+    found = {}
+    for each in adapters:
+        name, _, rank = each.partition(":")
+        if name not in answer_formats.FORMATS or not rank.isdigit() or not 1 <= int(rank) <= 128:
+            formats = ", ".join(answer_formats.FORMATS)
+            raise ValueError(
+                f"--adapters={each!r} must be format:rank, with a rank from 1 to 128 and a format "
+                f"of {formats}"
+            )
+        found[name] = int(rank)
+    if not found:
+        raise ValueError("--adapters must name at least one")
+    return found
+
+
+def initialise(config: ModelConfig, rank: int, key) -> dict[str, dict[str, jax.Array]]:
+    """{projection: {'a': [L, R, in], 'b': [L, R, out]}} in float32. A is random and B zero, so that
+    training begins from the model itself."""
+    layers, weights = llama.declare(config)["layers"], {}
+    keys = jax.random.split(key, len(llama.PROJECTIONS))
+    for name, own in zip(llama.PROJECTIONS, keys):
+        fan_out, fan_in = layers[0][name].shape
+        a = jax.random.normal(own, (len(layers), rank, fan_in)) * fan_in**-0.5
+        weights[name] = {"a": a, "b": jnp.zeros((len(layers), rank, fan_out))}
+    return weights
+
+
+def seam(weights):
+    """The `adapters` of models/common.py for one adapter, whose weights are differentiated."""
+
+    def adapters(name, layer, x, y):
+        return y + x @ weights[name]["a"][layer].T @ weights[name]["b"][layer]
+
+    return adapters
+
+
+@cache
+def make_optimizer(learning_rate: float, steps: int):
+    """Adam. Equal arguments give the same object, so that the step is traced once for a rank."""
+    rates = optax.warmup_cosine_decay_schedule(0, learning_rate, WARM_UP, max(steps, WARM_UP + 1))
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rates, b2=0.98))
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
+def train_step(config, optimizer, p, weights, state, *batch):
+    def loss(weights):
+        return loss_fn(p, config, *batch, seam(weights))
+
+    (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(weights)
+    updates, state = optimizer.update(grads, state)
+    return optax.apply_updates(weights, updates), state, value, aux
+
+
+def to_lora(weights) -> Lora:
+    """The adapter that `seam` computes with."""
+    arrays = jax.tree.map(np.asarray, weights)
+    return Lora({name: list(zip(pair["a"], pair["b"])) for name, pair in arrays.items()})
+
+
+def generate(
+    engine: Engine, prompts: Mapping[str, Sequence[TaskPrompt]], adapter: str | None
+) -> dict[str, list[str]]:
+    """The engine's greedy answers to groups of prompts."""
+    texts = {}
+    for group, asked in prompts.items():
+        how = [SamplingParams(max_tokens=p.max_tokens, stop=p.stop) for p in asked]
+        outputs = engine.generate([p.prompt for p in asked], how, [adapter] * len(asked))
+        texts[group] = [output.text for output in outputs]
+    return texts
+
+
+def exact_match(
+    texts: Mapping[str, Sequence[str]], prompts: Mapping[str, Sequence[TaskPrompt]]
+) -> dict[str, float]:
+    """Share of answers that are exact, of each group."""
+    return {
+        group: float(
+            np.mean([report.is_exact(t, p.answer, p.stop) for t, p in zip(texts[group], asked)])
+        )
+        for group, asked in prompts.items()
+    }
+
+
+def make_prompts(contexts: Sequence[int], num: int, seed: int) -> dict[str, list[TaskPrompt]]:
+    """'task@context' → `num` prompts with the bundled model's own answers."""
+    return {
+        f"{task}@{context}": tasks.make_prompts(task, context, num, seed)
+        for context in contexts
+        for task in answer_formats.TASKS
+    }
+
+
+def expecting(prompts: Mapping[str, Sequence[TaskPrompt]], name: str) -> dict[str, list]:
+    """The same prompts with answers in a format."""
+    return {k: [answer_formats.asked(name, p) for p in asked] for k, asked in prompts.items()}
+
+
+def train(
+    name: str, rank: int, options: Options, p, engine: Engine, folder: Path
+) -> dict[str, Any]:
+    """Train one adapter, whose PEFT folder is `folder`; what is to be known of its training."""
+    stopping = expecting(make_prompts([CONTEXT], options.evaluation_prompts, STOPPING_SEED), name)
+    data = TrainingData(
+        options.seed, 0.0, options.corpus_characters, partial(answer_formats.answer, name)
+    )
+    optimizer = make_optimizer(options.learning_rate, options.steps)
+    weights = initialise(engine.model, rank, jax.random.key(options.seed))
+    state, log, began, steps = optimizer.init(weights), [], time.monotonic(), 0
+    with tqdm(total=options.steps, desc=name, unit="step") as bar:
+        while steps < options.steps:
+            drawn = data.batch(steps, options.length, options.batch_size, {"needles": 1.0})
+            batch = drawn.tokens, drawn.weights, drawn.positions
+            weights, state, loss, (right, total, _) = train_step(
+                engine.model, optimizer, p, weights, state, *batch
+            )
+            steps += 1
+            bar.update()
+            if steps % options.evaluate_every and steps < options.steps:
+                continue
+            peft.save(folder, to_lora(weights), engine.model, base="models/bundled")
+            engine.add_adapter(name, folder)
+            exact = exact_match(generate(engine, stopping, name), stopping)
+            tokens_right = float(right.sum() / total.sum())
+            row = dict(step=steps, loss=round(float(loss), 4), answer_tokens_right=tokens_right)
+            log.append(row | dict(exact_match=exact))
+            mean = float(np.mean(list(exact.values())))
+            bar.set_postfix(loss=f"{loss:.3f}", exact=f"{mean:.2f}")
+            if mean >= options.enough:
+                break
+    return dict(steps=steps, seconds=round(time.monotonic() - began), log=log)
+
+
+def main(options: program.Options) -> None:
+    with program.refusals():
+        wanted = ranks(options.adapters)
+        how = Options(**fields_of(Options, options))
+        model = checkpoint.load_config(options.model)
+        config = engine_config(
+            model, max_model_len=CONTEXTS[-1] + 16, max_num_seqs=4, max_num_batched_tokens=64,
+            kv_cache_tokens=4096, adapter_slots=1, max_adapter_rank=max(wanted.values()),
+        )  # fmt: skip
+        engine = load_engine(config, model=options.model)
+    p = checkpoint.load(options.model)[1]
+    base, environment = checkpoint.weights_hash(options.model), run_record.describe_environment()
+    last = make_prompts(CONTEXTS, 2 * how.evaluation_prompts, LAST_SEED)
+    without = generate(engine, last, None)
+    numbers: dict[str, float] = {}
+    trained = {}
+    for name, rank in wanted.items():
+        folder = Path(options.output_dir) / "adapters" / name
+        record = dict(answer_format=name, rank=rank, base_weights_sha256=base, options=asdict(how))
+        record |= train(name, rank, how, p, engine, folder)
+        asked = expecting(last, name)
+        record["exact_match"] = exact_match(generate(engine, asked, name), asked)
+        record["exact_match_without_adapter"] = exact_match(without, asked)
+        run_record.write_json(folder, RECORD, record | environment)
+        for which in WHICH:
+            numbers[f"{which}_{name}"] = float(np.mean(list(record[which].values())))
+        numbers[f"steps_{name}"] = record["steps"]
+        trained[name] = record
+        with_it, without_it = (100 * numbers[f"{which}_{name}"] for which in WHICH)
+        print(
+            f"{name}, rank {rank}: {with_it:.1f} % of unseen prompts answered exactly, "
+            f"{without_it:.1f} % without the adapter; {record['steps']} steps in "
+            f"{record['seconds']} s"
+        )
+    facts = dict(experiment="train.lora", flags=vars(options), adapters=trained)
+    run_record.write_json(options.output_dir, "report.json", facts | environment)
+    run_record.write_summary(options.output_dir, numbers)
+
+
+PROGRAM = program.Program(
+    main, define_flags, "results/lora", output_help="where the adapters and the report go"
+)
+
+if __name__ == "__main__":
+    PROGRAM.run()

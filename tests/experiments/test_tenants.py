@@ -1,0 +1,82 @@
+"""The committed adapters of the bundled model: in one batch, each tenant's answers are its own.
+
+Prompts are of a seed that nothing else uses: no adapter was trained, stopped or chosen by them.
+"""
+
+import dataclasses
+import random
+
+import pytest
+
+from experiments.lib import report
+from experiments.tasks import answer_formats, tasks
+from experiments.workloads import popularity, tenants
+from models import checkpoint, load_tokenizer
+from models.hub import BUNDLED
+from paged import Engine, EngineConfig, SamplingParams
+from paged.adapters.known import KnownAdapters
+from tests.paged.tiny import padded
+
+FOLDERS = popularity.folders(BUNDLED / "adapters")
+CONFIG = EngineConfig(
+    max_num_seqs=8, max_num_batched_tokens=128, max_prefills_per_step=4, max_model_len=288,
+    kv_cache_tokens=4096, prefix_caching=True, adapter_slots=3, max_adapter_rank=16,
+)  # fmt: skip
+# 8 sequences grow to 17 pages each: some must go and come back.
+CROWDED = {"kv_cache_tokens": 1536, "watermark": 0.0, "multi_step": 4, "preemption_mode": "swap"}
+SEED = 11
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return checkpoint.load("bundled")
+
+
+def serve(bundled, prompts: int, changes: dict):
+    """The engine, and (tenant, prompt that it asked, answer) of all tenants and the model itself,
+    who ask the same questions in no order."""
+    config, params = bundled
+    engine_config = dataclasses.replace(CONFIG, **changes)
+    engine = padded(Engine.from_model(params, config, engine_config, load_tokenizer("bundled")))
+    for name, folder in FOLDERS.items():
+        engine.add_adapter(name, folder)
+    asked = []
+    for task in answer_formats.TASKS:
+        for prompt in tasks.make_prompts(task, 256, prompts, SEED):
+            asked += [(name, answer_formats.asked(name, prompt)) for name in FOLDERS]
+            asked.append((None, prompt))
+    random.Random(0).shuffle(asked)
+    how = [SamplingParams(max_tokens=p.max_tokens, stop=p.stop) for _, p in asked]
+    outputs = engine.generate([p.prompt for _, p in asked], how, [name for name, _ in asked])
+    return engine, [(*each, output.text) for each, output in zip(asked, outputs, strict=True)]
+
+
+def test_the_adapters_are_of_these_weights():
+    known = KnownAdapters(checkpoint.load_config("bundled"), CONFIG)
+    adapters = [known.read(name, folder) for name, folder in FOLDERS.items()]
+    assert tenants.formats(adapters, "bundled") == {name: name for name in FOLDERS}
+    assert len(adapters) >= 8 and len({adapter.rank for adapter in adapters}) >= 3
+    files = (file for folder in FOLDERS.values() for file in folder.iterdir())
+    assert sum(file.stat().st_size for file in files) < 2_500_000
+
+
+@pytest.mark.parametrize(
+    ("prompts", "changes"),
+    [
+        pytest.param(1, {}, id="few"),
+        pytest.param(4, {}, id="many", marks=pytest.mark.slow),
+        pytest.param(4, CROWDED, id="crowded", marks=pytest.mark.slow),
+    ],
+)
+def test_each_tenant_gets_its_own_answers(bundled, prompts, changes):
+    engine, answered = serve(bundled, prompts, changes)
+    wrong = [
+        (name, text, prompt.answer)
+        for name, prompt, text in answered
+        if not report.is_exact(text, prompt.answer, prompt.stop)
+    ]
+    assert not wrong
+    loads = [event for event in engine.events if event["event"] == "load"]
+    assert len(loads) > CONFIG.adapter_slots and any(event["evicted"] for event in loads)
+    if changes:
+        assert sum(record.preemptions for record in engine.metrics.requests) > 0

@@ -1,0 +1,75 @@
+"""Finetuning adapters: of a tiny random model, whose answers are as good as none."""
+
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from experiments.tasks import answer_formats
+from experiments.train import lora as program
+from experiments.train.data import TrainingData
+from experiments.train.trainer import loss_fn
+from models import checkpoint, lora, peft
+from tests.experiments.conftest import TINY
+
+OPTIONS = program.Options(
+    steps=3, length=128, batch_size=2, evaluate_every=2, evaluation_prompts=1,
+    corpus_characters=20_000,
+)  # fmt: skip
+
+
+def batch_of(step: int):
+    rewrite = partial(answer_formats.answer, "outer")
+    drawn = TrainingData(3, 0.0, 20_000, rewrite).batch(step, 128, 4, {"needles": 1.0})
+    return drawn.tokens, drawn.weights, drawn.positions
+
+
+def test_training_begins_from_the_model_and_what_it_learns_can_be_merged(tiny_folder, tmp_path):
+    p, batch = checkpoint.load(tiny_folder)[1], batch_of(0)
+    weights = program.initialise(TINY, 4, jax.random.key(1))
+    before = loss_fn(p, TINY, *batch)[0]
+    assert loss_fn(p, TINY, *batch, program.seam(weights))[0] == pytest.approx(before, abs=1e-6)
+    optimizer = program.make_optimizer(0.01, 60)
+    state = optimizer.init(weights)
+    for _ in range(60):
+        weights, state, after, _ = program.train_step(TINY, optimizer, p, weights, state, *batch)
+    assert after < before - 1
+    last = loss_fn(p, TINY, *batch, program.seam(weights))[0]
+    peft.save(tmp_path, program.to_lora(weights), TINY, dtype="float32")
+    merged = lora.merge(p, peft.load(tmp_path, TINY)[0])
+    assert loss_fn(merged, TINY, *batch)[0] == pytest.approx(last, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_the_program_writes_adapters_and_can_be_repeated(tiny_folder, tmp_path, capsys):
+    def run(name: str):
+        folder = tmp_path / name
+        wanted = {"adapters": ["outer:4", "twice:2"], "model": str(tiny_folder)}
+        program.main(SimpleNamespace(**vars(OPTIONS), **wanted, output_dir=str(folder)))
+        return folder
+
+    first, again = run("first"), run("again")
+    for name, rank in (("outer", 4), ("twice", 2)):
+        hashes = {peft.load(folder / "adapters" / name, TINY)[1] for folder in (first, again)}
+        assert len(hashes) == 1
+        assert peft.load(first / "adapters" / name, TINY)[0].rank == rank
+        record = json.loads((first / "adapters" / name / "training.json").read_text())
+        assert (record["answer_format"], record["rank"], record["steps"]) == (name, rank, 3)
+        assert record["base_weights_sha256"] == checkpoint.weights_hash(tiny_folder)
+        assert [row["step"] for row in record["log"]] == [2, 3]
+    assert json.loads((first / "summary.json").read_text())["exact_match_outer"] == 0
+    assert "twice, rank 2: 0.0 % of unseen prompts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("spec", ["reversed", "reversed:0", "reversed:x", "upside:8", ""])
+def test_bad_adapters_are_refused(spec):
+    with pytest.raises(ValueError, match="must be format:rank, with a rank from 1 to 128"):
+        program.ranks(["named:4", spec])
+
+
+def test_bad_options_are_refused():
+    for name, least in program.LEAST.items():
+        with pytest.raises(ValueError, match=f"{name} must be at least {least}"):
+            program.Options(**{name: least - 1})
