@@ -140,10 +140,14 @@ def _attend(
     _, P, _ = k_ref.shape
     warpgroup, group = lax.axis_index("warpgroup"), lax.axis_index("group")
     item = lax.axis_index("item")
-    sequence, kv_head, base, lo, hi, position, length, begin, end, place = (
-        items_ref[item, field] for field in range(FIELDS)
-    )
-    first_head = (kv_head * lax.axis_size("group") + group) * heads
+
+    def fields():
+        return tuple(items_ref[item, field] for field in range(FIELDS))
+
+    sequence, kv_head, base, lo, hi, position, length, begin, end, _ = fields()
+
+    def first_head_of(kv_head):
+        return (kv_head * lax.axis_size("group") + group) * heads
 
     oldest = first_token(position + lo + 1, sliding_window)
 
@@ -153,7 +157,6 @@ def _attend(
     def slot_of(entry):
         return lax.rem(entry - begin, jnp.int32(STAGES))
 
-    @pl.when((hi > lo) & (begin < end) & (warpgroup < 2))
     def compute():
         plgpu.set_max_registers(232, action="increase")
         my_q, my_p = q_s.at[warpgroup], p_s.at[warpgroup]
@@ -186,6 +189,7 @@ def _attend(
                 plgpu.barrier_wait(cleared)
 
         my_rows = pl.ds(pl.multiple_of(base + my_row, ALIGNMENT), queries)
+        first_head = first_head_of(kv_head)
         for g in range(heads):
             plgpu.copy_gmem_to_smem(
                 q_ref.at[my_rows, pl.ds((first_head + g) * D, D)],
@@ -244,6 +248,10 @@ def _attend(
             return s_ref[...]
 
         def finish(acc, top, total):
+            # Read again, because registers that hold them through the loop would be too many.
+            _, kv_head, base, lo, hi, _, _, _, _, place = fields()
+            first_head = first_head_of(kv_head)
+
             @pl.when(place < 0)
             def _():
                 store_rows(
@@ -273,7 +281,6 @@ def _attend(
         finish(acc * rows(1 / jnp.maximum(total, 1e-30), acc.shape), top, total)
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when((hi > lo) & (begin < end) & (warpgroup == 2))
     def fetch():
         plgpu.set_max_registers(48, action="decrease")
 
@@ -296,10 +303,19 @@ def _attend(
         # After the last tile it only waits, because no barrier may end with arrivals unseen.
         lax.fori_loop(begin, end + STAGES, fetch_tile, None)
 
-    @pl.when((hi > lo) & (begin == end) & (warpgroup < 2))
     def write_zeros():
         zeros = constant(0, (ROWS, D))
         store_rows(
-            zeros, out_s.at[warpgroup], out_ref, base, lo, hi, first_head, warpgroup, heads, queries
-        )
+            zeros, out_s.at[warpgroup], out_ref, base, lo, hi, first_head_of(kv_head), warpgroup,
+            heads, queries,
+        )  # fmt: skip
         plgpu.wait_smem_to_gmem(0)
+
+    # As branches that exclude each other, so that none holds what another one needs in registers.
+    @pl.when(hi > lo)
+    def run():
+        lax.cond(
+            begin < end,
+            lambda: lax.cond(warpgroup < 2, compute, fetch),
+            lambda: pl.when(warpgroup < 2)(write_zeros),
+        )
