@@ -136,8 +136,9 @@ def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
     if len(engine.events) != 1:
         raise ValueError("a replay needs an engine that has done nothing yet")
     inputs, failed = _inputs(log), failed_round(log)
-    if engine.loop.loads is not None:
-        engine.loop.loads = RecordedLoads(engine.loop.loads, log, engine.adapters.by_content)
+    loads = engine.loop.loads
+    if loads is not None:
+        loads = engine.loop.loads = RecordedLoads(loads, log, engine.adapters.by_content)
     rounds = same = 0
     with tqdm(total=len(log), desc="replaying", unit="events", disable=not progress) as bar:
 
@@ -176,6 +177,8 @@ def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
                 if goes_on():
                     raise
                 break  # a prefix that is pinned runs its own rounds, and these went another way
+            if loads is not None and event["event"] != "loaded":
+                loads.waited = False
             rounds = event["round"]
         while (failed is None or rounds < failed - 1) and goes_on() and same < len(log):
             if run_round():

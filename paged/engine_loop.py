@@ -32,7 +32,8 @@ from paged.scheduling.scheduler import Scheduler
 class EngineLoop:
     """Serves what `scheduler` has, through one executor; nobody but the engine calls it.
 
-    round: calls of `run_step` so far, and rounds that were skipped. After an exception from
+    round: calls of `run_step` so far, and rounds that were skipped, without those that only waited
+    for an adapter, in vain: how many of these there are is the clock's. After an exception from
     `run_step` host and device may disagree, and only `reset` helps.
     """
 
@@ -83,8 +84,9 @@ class EngineLoop:
     def run_step(self) -> None:
         """Dispatch the next step, if there is anything to compute, and take in the previous one."""
         began, self._waited_s = time.perf_counter(), 0.0
+        changed = False
         if self.adapter_store:
-            self._take_in_adapters(self.adapter_store)
+            changed = self._take_in_adapters(self.adapter_store)
         self.round += 1
         previous, decodes = self._in_flight, None
         # Beams cannot run ahead, and the others in their step wait for them: or beams would be left
@@ -94,18 +96,22 @@ class EngineLoop:
         # What is in flight may end sequences that would otherwise be preempted for lack of blocks.
         if previous and decodes is None:
             self._take_in(previous)
-            previous = None
+            previous, changed = None, True
         if self.adapter_store:
-            self._begin_loads(self.adapter_store)
+            changed |= self._begin_loads(self.adapter_store)
         step = self.scheduler.schedule(self._num_steps, decodes)
         self._in_flight = None if step is None else self._dispatch(step)
+        waits = not previous and step is None and self.scheduler.has_unfinished()
         if previous:
             self._take_in(previous)
-        elif step is None and self.scheduler.has_unfinished():
+        if waits:
             assert self.scheduler.gate.loading, "requests are left and nothing can run"
-            self._loads.wait()
+            changed |= self._loads.wait()
         if self._in_flight is None and (pages := self.host_policy.drain_operations()):
             self.event_log.pages(self.executor.clock.now(), pages)
+            changed = True
+        if waits and not changed:
+            self.round -= 1
         if self._in_flight:
             self._in_flight.host_s = time.perf_counter() - began - self._waited_s
 
@@ -114,9 +120,11 @@ class EngineLoop:
         assert self.loads is not None, "the executor has no adapters"
         return self.loads
 
-    def _take_in_adapters(self, store: AdapterStore) -> None:
-        """What has come to the device. Only here, so that a replay can do it in the same round."""
-        for adapter, error in self._loads.finished(self.round):
+    def _take_in_adapters(self, store: AdapterStore) -> bool:
+        """What has come to the device. Only here, so that a replay can do it in the same round.
+        Whether anything has."""
+        finished = self._loads.finished(self.round)
+        for adapter, error in finished:
             now = self.executor.clock.now()
             self.event_log.loaded(now, self.round, adapter, error)
             if error is None:
@@ -127,12 +135,16 @@ class EngineLoop:
             for group in [g for g in self.scheduler.waiting if g.adapter is adapter]:
                 self.scheduler.abort(group, "error")
                 self._requests.retire(group)
+        return bool(finished)
 
-    def _begin_loads(self, store: AdapterStore) -> None:
+    def _begin_loads(self, store: AdapterStore) -> bool:
+        """Whether any had to begin."""
         queue = in_turn(self.scheduler.waiting, self.scheduler.returning)
-        for load in store.plan(group.adapter for group in queue):
+        loads = store.plan(group.adapter for group in queue)
+        for load in loads:
             self.event_log.load(self.executor.clock.now(), load)
             self._loads.begin(load.adapter)
+        return bool(loads)
 
     def _dispatch(self, step: ScheduledStep) -> InFlight:
         scheduler, now = self.scheduler, self.executor.clock.now()

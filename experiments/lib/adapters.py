@@ -17,19 +17,21 @@ from paged.adapters.known import KnownAdapters
 from paged.config import EngineConfig
 
 
-def define_flags(default_popularity: str) -> None:
+def define_flags(default_popularity: str | None = None) -> None:
+    """--adapters, and --popularity where it has a default."""
     flags.DEFINE_string(
         "adapters",
         "",
         "folder of LoRA adapters as PEFT writes them, one a folder; or a number, of random ones of "
         f"rank {random_adapters.RANK} that are written to --output_dir; empty for none",
     )
-    flags.DEFINE_enum(
-        "popularity",
-        default_popularity,
-        popularity.POPULARITIES,
-        "how requests choose among the adapters (Punica §7)",
-    )
+    if default_popularity is not None:
+        flags.DEFINE_enum(
+            "popularity",
+            default_popularity,
+            popularity.POPULARITIES,
+            "how requests choose among the adapters (Punica §7)",
+        )
 
 
 def asked_for(

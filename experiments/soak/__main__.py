@@ -5,8 +5,9 @@ python -m experiments.soak --minutes=30
 Requests of all kinds come at random, for one sequence, for several samples, and beam searches; they
 are aborted in any state, stream, share and pin prefixes and stop at strings, in a KV cache so small
 that they preempt each other (--preemption_mode: and are recomputed or swapped); bad ones are
-refused, and Ctrl-C comes in the middle of some calls (--interrupts). Every --drain_every steps all
-of them end, and the engine must be as it was at first.
+refused, and Ctrl-C comes in the middle of some calls (--interrupts). They may name --adapters, more
+than there are --adapter_slots. Every --drain_every steps all of them end, and the engine must be as
+it was at first.
 
 Checked: each request gets one final output, whose sequences' tokens, texts and reasons fit the
 request; --check_share of them equal the run of the request alone; whoever came first always
@@ -35,7 +36,7 @@ from absl import flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.lib import run_record
+from experiments.lib import adapters, run_record
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import define_engine_flags, define_float, fields_of, loading
 from experiments.lib.program import Options, Program, refusals
@@ -44,6 +45,7 @@ from experiments.soak.checks import KINDS, Violation
 from experiments.soak.operations import OPERATIONS
 from experiments.soak.users import MOST_SEQUENCES, Users
 from models import checkpoint
+from paged.adapters.adapter import Adapter
 from paged.config import EngineConfig
 from paged.kv_cache.dense import DenseHost
 
@@ -235,14 +237,19 @@ def write(output_dir: str | Path, samples: Sequence[Sample], numbers: dict, fact
 
 
 def make_users(
-    config: EngineConfig, seed: int, check_share: float, interrupts: float, **model: Any
-) -> Users:
-    """Users of an engine, warmed up. model: what `load_engine` takes by name.
+    config: EngineConfig, seed: int, check_share: float, interrupts: float,
+    served: Sequence[Adapter] = (), **model: Any,
+) -> Users:  # fmt: skip
+    """Users of an engine, warmed up. served: the adapters that they name. model: what `load_engine`
+    takes by name.
 
     Raises ValueError for what cannot be.
     """
     engine = load_engine(config, **model)
     reference = load_engine(reference_config(config), **model)
+    for adapter in served:
+        engine.add_known_adapter(adapter)
+        reference.add_known_adapter(adapter)
     users = Users(engine, reference, seed, check_share, interrupts=interrupts)
     # The reference first: compilations are counted for the whole process.
     reference.warm_up()
@@ -255,8 +262,9 @@ def main(options: Options) -> int:
         model = checkpoint.load_config(options.model)
         config = engine_config(model, **fields_of(EngineConfig, options))
         users = make_users(
-            config, options.seed, options.check_share, options.interrupts, **loading(options)
-        )
+            config, options.seed, options.check_share, options.interrupts,
+            adapters.asked_for(options, model, config), **loading(options),
+        )  # fmt: skip
     with Stop() as stop:
         samples, steps, wrong = run(
             users,
@@ -318,6 +326,7 @@ def define_flags() -> None:
         lower_bound=0.0, upper_bound=1.0,
     )  # fmt: skip
     define_float("max_rss_growth_mib", 32.0, "in resident memory, after a quarter of the run")
+    adapters.define_flags()
     define_engine_flags(ENGINE_DEFAULTS)
 
 

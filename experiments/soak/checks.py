@@ -40,6 +40,7 @@ class Asked:
     seen: list[list[int]] = field(default_factory=list)
     aborted: bool = False
     interrupted: bool = False
+    adapter: str | None = None
 
 
 def takes_back(output: RequestOutput, asked: Asked) -> bool:
@@ -135,10 +136,15 @@ def check_memory(engine: Engine) -> None:
 
 
 def check_slots(engine: Engine) -> None:
-    """The slots are in order, and those of the sequences that run are all that are taken."""
-    scheduler, slots = engine.scheduler, engine.scheduler.slots
+    """The slots are in order, and those of the sequences that run are all that are taken; so are
+    those of adapters."""
+    scheduler, slots, store = engine.scheduler, engine.scheduler.slots, engine.loop.adapter_store
     try:
         slots.check()
+        if store is not None:
+            store.check()
+            pins = sum(resident.pins for resident in store.residents.values())
+            assert pins == sum(g.adapter is not None for g in scheduler.running), "a pin is lost"
     except AssertionError as error:
         raise Violation("leaked_state", f"{error}") from error
     running = sorted(s.slot for group in scheduler.running for s in group.unfinished)

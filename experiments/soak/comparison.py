@@ -3,6 +3,7 @@
 Used by experiments/soak/__main__.py.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,7 +34,7 @@ def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine):
     if how.ranks:
         # All of them in the order in which they are sampled, and what they are ranked by.
         how = replace(how, n=how.num_sequences, logprobs=how.logprobs or 0)
-    alone = reference.generate([asked.prompt], how)[0]
+    alone = reference.generate([asked.prompt], how, [asked.adapter])[0]
     if not _close(output.prompt_logprobs, alone.prompt_logprobs):
         return f"prompt's {output.prompt_logprobs}, not {alone.prompt_logprobs}", 0
     near_ties, left = 0, dict(enumerate(alone.sequences))
@@ -48,7 +49,8 @@ def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine):
             continue
         beginning = ours.tokens[: num_common(ours.tokens, theirs.tokens) + 1]
         differs = beginning != theirs.tokens[: len(beginning)]
-        if not differs or not nearly_tied(reference, asked.prompt, beginning, how, i):
+        tied = functools.partial(nearly_tied, reference, asked.prompt, beginning)
+        if not differs or not tied(how, i, asked.adapter):
             return _otherwise(output, alone), 0
         near_ties += 1
     # Those left out must not be better than those returned.
@@ -103,7 +105,7 @@ def _otherwise(output: RequestOutput, alone: RequestOutput) -> str:
 def _compare_beams(output: RequestOutput, asked: Asked, reference: Engine):
     assert not asked.aborted, "how far it came cannot be asked of the reference"
     first = len(reference.events)
-    alone = reference.generate([asked.prompt], asked.how)[0]
+    alone = reference.generate([asked.prompt], asked.how, [asked.adapter])[0]
     ours, theirs = (
         [(s.tokens, s.text, s.finish_reason) for s in o.sequences] for o in (output, alone)
     )

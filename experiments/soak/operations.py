@@ -26,8 +26,11 @@ def submit(users: Users, rng: random.Random) -> None:
         again = users.engine.tokenizer.encode(text)
         if 0 < len(again) <= len(prompt) and max(again) < users.engine.model.vocab_size:
             given, prompt = text, again
-    request_id = users.engine.add_request(given, how, stream=stream, cache_salt=salt)
-    users.expect(request_id, prompt, how, rng)
+    adapter = users.adapter(rng)
+    request_id = users.engine.add_request(
+        given, how, stream=stream, cache_salt=salt, adapter=adapter
+    )
+    users.expect(request_id, prompt, how, rng, adapter)
 
 
 def burst(users: Users, rng: random.Random) -> None:
@@ -54,9 +57,10 @@ def open_stream(users: Users, rng: random.Random) -> None:
     if len(users.streams) == NUM_STREAMS or not users.has_room:
         return
     prompt, how = users.request(rng)
-    stream = users.engine.stream(prompt, how)
+    adapter = users.adapter(rng)
+    stream = users.engine.stream(prompt, how, adapter)
     first = next(stream)
-    users.expect(first.request_id, prompt, how, rng)
+    users.expect(first.request_id, prompt, how, rng, adapter)
     if not first.finished:
         users.streams[first.request_id] = stream
     users.take(first)
@@ -82,11 +86,13 @@ def close_stream(users: Users, rng: random.Random) -> None:
 def generate(users: Users, rng: random.Random) -> None:
     """A call that waits for its requests while the others run on."""
     asked = [users.request(rng) for _ in range(rng.randint(1, 3))]
-    outputs = users.engine.generate([prompt for prompt, _ in asked], [how for _, how in asked])
+    adapters = [users.adapter(rng) for _ in asked]
+    prompts, hows = [prompt for prompt, _ in asked], [how for _, how in asked]
+    outputs = users.engine.generate(prompts, hows, adapters)
     if len(outputs) != len(asked):
         raise Violation("lost", f"{len(asked)} prompts gave {len(outputs)} outputs")
-    for (prompt, how), output in zip(asked, outputs, strict=True):
-        users.expect(output.request_id, prompt, how, rng)
+    for (prompt, how), adapter, output in zip(asked, adapters, outputs, strict=True):
+        users.expect(output.request_id, prompt, how, rng, adapter)
         users.take(output)
 
 
@@ -125,6 +131,7 @@ REFUSED: dict[str, Callable[[Users], Any]] = {
     "a long prompt": lambda u: u.engine.add_request([5] * u.engine.config.max_model_len),
     "an id in use": _add_twice,
     "an unknown id to abort": lambda u: u.engine.abort("nobody"),
+    "an unknown adapter": lambda u: u.engine.add_request([5], adapter="nobody"),
     "a future arrival": lambda u: u.engine.add_request([5], arrival_time=1e12),
     "a bad prompt among good ones": lambda u: u.engine.generate([[5], []]),
     "a bad prompt to stream": lambda u: u.engine.stream([]),

@@ -62,7 +62,7 @@ COUNTED = (
     "requests", "parallel_samples", "beam_searches", "prompt_tokens", "output_tokens",
     "cached_tokens", "copied_blocks", "preemptions", "swapped_out", "swapped_in", "engine_steps",
     "ended_eos", "ended_length", "ended_stop", "ended_abort", "closed", "refused",
-    "pinned_prefixes", "compared", "near_ties", "interrupted",
+    "pinned_prefixes", "compared", "near_ties", "interrupted", "adapted",
 )  # fmt: skip
 
 
@@ -179,12 +179,21 @@ class Users:
     def _tokens(self, rng: random.Random, n: int) -> list[int]:
         return rng.choices(self._ordinary, k=n)
 
-    def expect(self, request_id: str, prompt, how: SamplingParams, rng: random.Random) -> None:
+    def adapter(self, rng: random.Random) -> str | None:
+        """The name of one that the engine knows, or None."""
+        names = self.engine.adapters.names
+        return rng.choice([None, *names]) if names else None
+
+    def expect(
+        self, request_id: str, prompt, how: SamplingParams, rng: random.Random,
+        adapter: str | None = None,
+    ) -> None:  # fmt: skip
         """Await the output of a request that the engine has accepted."""
         repeatable = how.temperature == 0 or how.seed is not None
         alone = repeatable and rng.random() < self._check_share
-        self.asked[request_id] = Asked(prompt, how, alone)
+        self.asked[request_id] = Asked(prompt, how, alone, adapter=adapter)
         self.counts["requests"] += 1
+        self.counts["adapted"] += adapter is not None
         self.counts["beam_searches"] += how.is_beam_search
         self.counts["parallel_samples"] += how.num_sequences > 1 and not how.is_beam_search
         self.counts["prompt_tokens"] += len(prompt)
@@ -200,7 +209,7 @@ class Users:
         for output in engine.step():
             self.take(output)
         records = len(engine.metrics.steps)
-        in_vain = busy and records == self._records
+        in_vain = busy and records == self._records and not engine.scheduler.gate.loading
         self._records = records
         self._without_record = self._without_record + 1 if in_vain else 0
         # The first step after a pause has nothing to take in yet.
@@ -312,9 +321,14 @@ class Users:
         unfinished = [*scheduler.running, *scheduler.waiting]
         group = min(unfinished, key=lambda group: group.order, default=None)
         name = group.request_id if group else ""
-        self._oldest_for = self._oldest_for + 1 if name == self._oldest else 0
-        self._oldest = name
-        if group and self._oldest_for > group.limit * group.sampling.num_sequences + 8:
+        same = name == self._oldest and group is not None and scheduler.gate.admits(group)
+        self._oldest, self._oldest_for = name, self._oldest_for + 1 if same else 0
+        if group is None:
+            return
+        most = group.limit * group.sampling.num_sequences + 8
+        if group.overtaken:  # while it waited for its adapter: those run to their ends first
+            most += 2 * self.engine.config.max_model_len
+        if self._oldest_for > most:
             raise Violation("stuck", f"{name} is the oldest for {self._oldest_for} steps")
 
     def check_at_rest(self) -> None:

@@ -14,6 +14,7 @@ from models import lora, peft
 from models.families import family
 from models.params import is_param
 from paged.adapters.adapter import Adapter
+from paged.adapters.loads import MOST_WAIT_S
 from paged.adapters.pool import AdapterPool, Pages, ResidentAdapters, install
 from paged.device.tensor_parallel import WHOLE, Shards
 
@@ -44,6 +45,7 @@ class DeviceAdapters:
             is_leaf=is_param,
         )  # fmt: skip
         self._thread = ThreadPoolExecutor(1, "adapters")
+        self._device = jax.config.jax_default_device  # of the thread that makes it
         # Of the thread alone: the host tier by content, the least recently used first.
         self._host: OrderedDict[str, HostPages] = OrderedDict()
         self._coming: dict[Adapter, Future[list[Pages]]] = {}
@@ -101,10 +103,9 @@ class DeviceAdapters:
         rank_pages, num_rank_pages = self._tables()
         self.resident = replace(self.resident, rank_pages=rank_pages, num_rank_pages=num_rank_pages)
 
-    def wait(self) -> None:
-        wait(
-            [f for a, f in self._coming.items() if a not in self._announced], None, FIRST_COMPLETED
-        )
+    def wait(self) -> bool:
+        coming = [f for a, f in self._coming.items() if a not in self._announced]
+        return bool(wait(coming, MOST_WAIT_S, FIRST_COMPLETED).done)
 
     def _bring(self, adapter: Adapter) -> list[Pages]:
         """The adapter's pages on the device; in the thread."""
@@ -116,14 +117,15 @@ class DeviceAdapters:
         while self._host and sum(map(_bytes_of, self._host.values())) > self._host_bytes:
             self._host.popitem(last=False)
         place = self._shards.place_layers
-        placed = [
-            {
-                name: {key: place(self._page[name][key], x) for key, x in matrices.items()}
-                for name, matrices in page.items()
-            }
-            for page in pages
-        ]
-        return jax.block_until_ready(placed)
+        with jax.default_device(self._device):
+            placed = [
+                {
+                    name: {key: place(self._page[name][key], x) for key, x in matrices.items()}
+                    for name, matrices in page.items()
+                }
+                for page in pages
+            ]
+            return jax.block_until_ready(placed)
 
     def _read(self, adapter: Adapter) -> HostPages:
         weights, content_hash = peft.load(adapter.folder, self._model)

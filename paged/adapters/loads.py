@@ -6,6 +6,8 @@ from typing import Any, Protocol
 from paged.adapters.adapter import Adapter
 from paged.clock import VirtualClock
 
+MOST_WAIT_S = 0.01
+
 
 class AdapterLoads(Protocol):
     """Brings adapters to the device while steps run. Nothing here waits for a step, and no step
@@ -26,8 +28,9 @@ class AdapterLoads(Protocol):
         """
         ...
 
-    def wait(self) -> None:
-        """Until one more has come or failed."""
+    def wait(self) -> bool:
+        """Until one more has come or failed, but no longer than `MOST_WAIT_S` seconds: requests may
+        come that need not wait, and aborts of those that do. Whether one has."""
         ...
 
 
@@ -58,15 +61,18 @@ class SimulatedLoads:
     def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
         pass
 
-    def wait(self) -> None:
-        self._clock.wait_until(min(self._coming.values()))
+    def wait(self) -> bool:
+        comes_s = min(self._coming.values())
+        self._clock.wait_until(min(comes_s, self._clock.now() + MOST_WAIT_S))
+        return comes_s <= self._clock.now()
 
 
 class RecordedLoads:
     """Loads that come when, and fail as, they did in the run of `events`, whatever they take now.
 
     The adapters are those of `known`, by name and content hash. What has not begun does not come:
-    the run then went another way.
+    the run then went another way. waited: whether the last round did, and nothing has come in
+    since; whoever brings in something else says so.
     """
 
     def __init__(
@@ -75,7 +81,7 @@ class RecordedLoads:
     ):  # fmt: skip
         self._loads, self._known = loads, known
         self._begun: set[Adapter] = set()
-        self._waited = False
+        self.waited = False
         self._events: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
             if event["event"] == "loaded":
@@ -86,9 +92,9 @@ class RecordedLoads:
         self._loads.begin(adapter)
 
     def finished(self, round_: int) -> list[tuple[Adapter, str | None]]:
-        if self._waited and round_ not in self._events:
+        if self.waited and round_ not in self._events:
             raise ValueError(f"round {round_} needs an adapter, and none is 'loaded' in it")
-        self._waited, came = False, []
+        self.waited, came = False, []
         for event in self._events.get(round_, ()):
             adapter = self._known.get((event["adapter"], event["content_hash"]))
             if adapter in self._begun:
@@ -99,7 +105,8 @@ class RecordedLoads:
     def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
         self._loads.install(adapter, slot, pages)
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """The run had waited until something came, so `finished` raises ValueError if in the next
         round, should there be one, nothing does."""
-        self._waited = True
+        self.waited = True
+        return True

@@ -162,7 +162,10 @@ class EngineRunner:
             pages = sum(len(s.tokens) // page_size + 1 for s in group.unfinished)
             free -= width * pages * page_size
         newest, store = None, engine.loop.adapter_store
-        if any(group.num_preemptions for group in waiting) and len(attempts) > 1:
+        # Who waits for its adapter does not wait for memory.
+        admits = engine.scheduler.gate.admits
+        starved = any(group.num_preemptions and admits(group) for group in waiting)
+        if starved and len(attempts) > 1:
             newest = max(attempts, key=lambda attempt: attempt.request.order).request.request_id
         return Status(
             working_set=frozenset((each.request.request_id, each.number) for each in attempts),

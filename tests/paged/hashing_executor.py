@@ -234,8 +234,9 @@ class TwinLoads:
     def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
         self._executor.install(adapter, slot, pages)
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         self._coming[min(self._coming, key=lambda adapter: self._coming[adapter])] = 0
+        return True
 
 
 def _move(source: np.ndarray, destination: np.ndarray, pairs) -> None:

@@ -20,7 +20,8 @@ from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
 from paged.requests.sampling_params import SamplingParams
 from tests.experiments.conftest import TINY
-from tests.paged.hashing_executor import HashingExecutor
+from tests.paged.hashing_executor import HashingExecutor, TwinLoads
+from tests.paged.twin_cases import ADAPTERS
 
 ROOT = Path(__file__).parents[3]
 CONFIG = EngineConfig(
@@ -33,13 +34,23 @@ PARAMETERS = {name: values for name, values in SAMPLING.items() if name != "prom
 WITHOUT_HISTORY = {name: values for name, values in PARAMETERS.items() if "penalty" not in name}
 
 
+def twin(config: EngineConfig) -> HashingExecutor:
+    executor = HashingExecutor(config, eos_rate=0.03)
+    if config.adapter_slots:
+        executor.adapters = TwinLoads(executor)
+    return executor
+
+
 def make_users(
     tokenizer, engine_class=Engine, seed=0, sampling=PARAMETERS, config=CONFIG, interrupts=0.0
 ) -> Users:
     """Over a twin of the device whose tokens depend on all that a request's pages hold."""
     alone = soak.reference_config(config)
-    engine = engine_class(TINY, config, HashingExecutor(config, eos_rate=0.03), tokenizer)
-    reference = Engine(TINY, alone, HashingExecutor(alone, eos_rate=0.03), tokenizer)
+    engine = engine_class(TINY, config, twin(config), tokenizer)
+    reference = Engine(TINY, alone, twin(alone), tokenizer)
+    for adapter in ADAPTERS if config.adapter_slots else ():
+        engine.add_known_adapter(adapter)
+        reference.add_known_adapter(adapter)
     return Users(engine, reference, seed, 0.3, sampling=sampling, interrupts=interrupts)
 
 
@@ -56,6 +67,7 @@ def run(users: Users, steps=300, drain_every=100, operations=OPERATIONS):
         {"preemption_mode": "swap", "admit_after_swap": "resumed", "page_size": 3},
         {"preemption_mode": "auto", "multi_step": 3},
         {"preemption_mode": "swap", "run_ahead": False, "page_size": 8},
+        {"preemption_mode": "auto", "adapter_slots": 2, "adapter_pages": 6},
     ],
 )
 def test_nothing_is_lost_in_a_cache_that_is_too_small(tokenizer, changes):
@@ -72,6 +84,7 @@ def test_nothing_is_lost_in_a_cache_that_is_too_small(tokenizer, changes):
         assert numbers[name] > 0, name
     swaps = changes["preemption_mode"] != "recompute"
     assert (numbers["swapped_out"] >= numbers["swapped_in"] > 0) == swaps
+    assert (numbers["adapted"] > 0) == ("adapter_slots" in changes)
     assert numbers["pinned_prefixes"] == 2 and numbers["near_ties"] == 0
     assert all(numbers[kind] == 0 for kind in soak.KINDS)
     ended = sum(count for name, count in numbers.items() if name.startswith("ended_"))

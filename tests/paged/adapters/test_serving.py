@@ -81,8 +81,11 @@ def test_a_slow_load_holds_nobody_else_up_and_may_be_aborted(tiny_params, folder
     loads, may_read = engine.executor.adapters, threading.Event()
     assert isinstance(loads, DeviceAdapters)
     read = loads._read
-    loads._read = lambda adapter: (may_read.wait(60), read(adapter))[1]  # type: ignore
+    loads._read = lambda adapter: (may_read.wait(900), read(adapter))[1]  # type: ignore
     waits = engine.add_request(PROMPT, HOW, adapter="a0")
+    for _ in range(9):  # whoever calls may do something else meanwhile
+        assert engine.step() == []
+    assert engine.loop.round == 1, "rounds that wait in vain are the clock's"
     other = engine.add_request(PROMPT, HOW)
     ended: list[RequestOutput] = []
     while not ended:
@@ -114,6 +117,18 @@ def test_a_failed_load_ends_its_requests_alone(tiny_params, folders, expected, t
     output = run(engine, "a2")[0]
     assert output.finish_reason == "length"
     assert output.tokens != expected["a2"]
+
+
+def test_an_adapter_that_has_moved_is_read_where_it_was_added_last(
+    tiny_params, folders, expected, tmp_path
+):
+    shutil.copytree(folders, tmp_path / "adapters")
+    engine = make(tiny_params, tmp_path / "adapters")
+    (tmp_path / "adapters").rename(tmp_path / "moved")
+    engine.add_adapter("a1", tmp_path / "moved" / "a1")
+    outputs = run(engine, "a1", "a0")
+    assert outputs[0].tokens == expected["a1"]
+    assert outputs[1].finish_reason == "error"
 
 
 @pytest.mark.parametrize(("host_bytes", "reason"), [(2**30, "length"), (0, "error")])

@@ -149,3 +149,16 @@ def test_what_a_runner_has_done_is_forgotten():
     served(runner)
     metrics = runner.engine.metrics
     assert not metrics.events and not metrics.steps and not metrics.requests
+
+
+def test_who_was_preempted_and_waits_for_its_adapter_does_not_tell_that_memory_has_run_out():
+    runner = adapter_runner(1)
+    for i, name in enumerate("ab"):
+        runner.add(replace(request(name, i), adapter=POEMS), 1)
+    assert not step(runner)[1].resident_adapters
+    runner.engine.requests.unfinished["a"].num_preemptions = 1
+    assert runner._status().newest is None
+    store = runner.engine.loop.adapter_store
+    assert store is not None
+    store.arrive(next(iter(store.residents)))
+    assert runner._status().newest == "b"

@@ -4,14 +4,17 @@ A process counts its devices once: a second one, this file as a program, has thr
 """
 
 import json
+import tempfile
 import threading
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from paged.adapters.device import DeviceAdapters
 from paged.cluster.cluster import Arrival
 from paged.cluster.live import LiveCluster
 from paged.cluster.threads import ThreadRunner
@@ -19,12 +22,13 @@ from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
+from tests.models import peft_folders
 from tests.paged.devices import printed_with_devices
 from tests.paged.tiny import TINY, padded, random_params
 
 CONFIG = EngineConfig(
     max_num_seqs=4, max_num_batched_tokens=16, max_prefills_per_step=2, max_model_len=96,
-    page_size=4, kv_cache_tokens=144, watermark=0.03,
+    page_size=4, kv_cache_tokens=144, watermark=0.03, adapter_slots=2, max_adapter_rank=16,
 )  # fmt: skip
 
 
@@ -43,9 +47,10 @@ def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
 
 @pytest.mark.slow  # four engines compile
 def test_tokens_are_those_of_an_undisturbed_engine():
-    """Through evictions and the death of a runner."""
+    """Through evictions and the death of a runner, over adapters in one folder."""
     printed = printed_with_devices("tests.paged.cluster.test_threads", 3)
     assert printed["devices"] == {f"gpu-{i}": [i] for i in range(3)}
+    assert printed["brought_to"] == printed["devices"]
     assert printed["served"] == printed["undisturbed"]
     assert printed["evictions"] and printed["recoveries"]
     assert printed["deaths"] == {"gpu-2": "RuntimeError: the device is gone"}
@@ -87,13 +92,27 @@ def test_no_runner_that_starts():
 
 def main() -> None:
     engines: dict[str, Engine] = {}
+    brought_to: dict[str, set[int]] = {}  # devices of adapters
     prompts, hows = zip(*requests(24))
+    root = Path(tempfile.mkdtemp())
+    folders = {f"a{i}": peft_folders.write(root / f"a{i}", TINY, 9, seed=i) for i in range(3)}
+    names = [[None, *folders][i % 4] for i in range(24)]
 
     def make_engine(uuid: str, device: jax.Device) -> Engine:
         params = jax.device_put(random_params(), device)
         engine = engines[uuid] = padded(Engine.from_model(params, TINY, CONFIG))
         engine.generate([[5] * 20])  # what serves compiles nothing
         execute, left = engine.executor.execute, [60]
+        assert isinstance(engine.executor.adapters, DeviceAdapters)
+        bring = engine.executor.adapters._bring
+
+        def watched(adapter):
+            pages = bring(adapter)
+            devices = {device for leaf in jax.tree.leaves(pages) for device in leaf.devices()}
+            brought_to.setdefault(uuid, set()).update(device.id for device in devices)
+            return pages
+
+        engine.executor.adapters._bring = watched  # type: ignore[method-assign]
 
         def mortal(inputs):
             left[0] -= 1
@@ -109,8 +128,15 @@ def main() -> None:
         for i, device in enumerate(jax.devices())
     }
     with LiveCluster(runners, TINY, CONFIG, rebalance_s=0.02, silence_s=600) as live:
-        outputs = live.serve([Arrival(0.01 * i, *asked) for i, asked in enumerate(requests(24))])
-    undisturbed = engines["gpu-0"].generate(prompts, hows)
+        for name, folder in folders.items():
+            live.cluster.add_adapter(name, folder)
+        outputs = live.serve([
+            Arrival(0.01 * i, *asked, name)
+            for i, (asked, name) in enumerate(zip(requests(24), names, strict=True))
+        ])  # fmt: skip
+    for name, folder in folders.items():  # its own runner may have seen few of them
+        engines["gpu-0"].add_adapter(name, folder)
+    undisturbed = engines["gpu-0"].generate(prompts, hows, names)
     pools = {uuid: jax.tree.leaves(each.executor._cache) for uuid, each in engines.items()}  # type: ignore[attr-defined]
     cluster = live.cluster
     print(json.dumps({
@@ -118,6 +144,7 @@ def main() -> None:
             uuid: sorted({device.id for leaf in leaves for device in leaf.devices()})
             for uuid, leaves in pools.items()
         },
+        "brought_to": {uuid: sorted(devices) for uuid, devices in brought_to.items()},
         "served": [[s.tokens for s in output.sequences] for output in outputs],
         "undisturbed": [[s.tokens for s in output.sequences] for output in undisturbed],
         "evictions": cluster.num_evictions,
