@@ -138,6 +138,24 @@ def test_each_token_gets_the_product_with_its_own_adapter(implementation, dtype)
     check()
 
 
+# Gaps before single tokens, and how long the last run is.
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "gaps, last", [((0,) * 7, 1), ((1, 0, 0, 2), 1), ((0, 1, 0), 3), ((5,), 1)]
+)
+def test_a_step_of_decodes_whose_tokens_have_adapters_of_their_own(dtype, gaps, last):
+    """As many rows of segments as tokens: xla computes single tokens at once, if they are many."""
+    runs = [(1, gap) for gap in gaps[:-1]] + [(last, gaps[-1])]
+    for width_in, width_out, seed in ((384, 24, 0), (10, 40, 1)):
+        program = (7, width_in, width_out, None)
+        x, a, b, tables = _inputs(dtype, runs, program, seed)
+        v, y = _expected(x, a, b, tables, dtype)
+        layer, how = jnp.int32(LAYER), {"implementation": "xla"}
+        _assert_near(run(sgmv_shrink, x, a, layer, *tables, **how), v, ATOL[dtype])
+        _assert_near(run(sgmv_expand, _cast(v, dtype), b, layer, *tables, **how), y, ATOL[dtype])
+        _assert_near(run(sgmv, x, a, b, layer, *tables, **how), y, ATOL[dtype])
+
+
 @given(runs=RUNS_OF_TOKENS, seed=st.integers(0, 99))
 @settings(max_examples=50, deadline=None)
 def test_work_items_cover_each_token_with_an_adapter_once(runs, seed):
