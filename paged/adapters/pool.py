@@ -90,7 +90,8 @@ class AdapterPool:
 
         # A step without adapters should cost what it costs without a pool. On a GPU a condition
         # would cost more than it saves.
-        return add if backend.current_gpu() else add_if_any
+        kernels = backend.current_gpu() or backend.runs_kernels(self.implementation)
+        return add if kernels else add_if_any
 
 
 def install(pages: Pages, number, content: Pages) -> Pages:

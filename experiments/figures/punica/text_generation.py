@@ -1,12 +1,12 @@
 """Text generation for many LoRA tenants, beside systems that batch one at a time (Punica §7.2).
 
-    python -m experiments.figures.punica.text_generation
-    python -m experiments.figures.punica.text_generation --flagfile=configs/text_generation_70b.flags
+python -m experiments.figures.punica.text_generation
 
-Fig. 11, one GPU, is measured; Fig. 12, a model of 70 billion parameters on eight GPUs, is
-simulated: the engine's own scheduler over the time that a roofline says, not a measurement of any
-GPU. All requests are there from the start, have the lengths of ShareGPT, divided by
---length_divisor, and are served first come, first served, in batches of up to --max_num_seqs:
+Fig. 11, one GPU, is measured; Fig. 12, a model of 70 billion parameters on eight GPUs
+(--flagfile=configs/text_generation_70b.flags), is simulated: the engine's own scheduler over the
+time that a roofline says, not a measurement of any GPU. All requests are there from the start, have
+the lengths of ShareGPT, divided by --length_divisor, and are served first come, first served, in
+batches of up to --max_num_seqs:
 
     punica             LoRA; a batch has requests of any adapters
     one_adapter        the same engine with LoRA, but a batch has requests of one adapter only
@@ -219,7 +219,7 @@ def make_engines(
         keep_compilations(options.compilation_cache)
         where = model_folder("100m", folder, options.seed) if _is_random(options) else options.model
         _, params = checkpoint.load(where, options.dtype)
-        random_adapters.write(folder / "adapter", model, options.rank, options.seed)
+        random_adapters.write(folder / "adapter", model, options.seed, options.rank)
 
         def make(config: EngineConfig) -> Engine:
             implementation = options.attention_implementation or None

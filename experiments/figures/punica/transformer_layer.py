@@ -1,4 +1,4 @@
-"""The latency of one transformer layer with LoRA, over popularities and batch sizes (Punica Fig. 10).
+"""The latency of a transformer layer with LoRA, over popularities and batches (Punica Fig. 10).
 
 python -m experiments.figures.punica.transformer_layer
 
