@@ -14,7 +14,6 @@ In one process, with the same weights, prompts and lengths, take turns:
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -125,8 +124,10 @@ class Floor:
     floor_s: float
 
 
-def contestants(params, model: ModelConfig, settings: Settings, scratch: Path) -> dict[str, Any]:
-    """The systems that are engines, and 'folders': of the adapters by name, written to scratch."""
+def contestants(
+    params, model: ModelConfig, settings: Settings, scratch: Path
+) -> tuple[dict[str, Contestant], dict[str, Path]]:
+    """The systems that are engines, and the folders of their adapters by name, in scratch."""
     base = Engine.from_model(params, model, settings.config)
     lora = Engine.from_model(params, model, settings.lora_config)
     folders = {

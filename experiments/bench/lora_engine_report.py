@@ -90,9 +90,9 @@ def table(runs: Sequence[Run], floors: Sequence[Floor]) -> str:
             floor = next((f for f in floors if (f.model, f.system) == (model, system)), None)
             line = f"{model:9}{system:14}{_cell(values['decode_tokens_per_s'], 13, 1)}"
             line += _cell(values["step_s"], 9, 2, 1e3)
-            line += _cell(floor and floor.floor_s, 9, 2, 1e3)
-            line += _cell(floor and floor.adapter_bytes, 13, 1, 1e-6)
-            line += _cell(floor and floor.adapter_flops, 8, 0, 1e-6)
+            line += _cell(floor.floor_s if floor else None, 9, 2, 1e3)
+            line += _cell(floor.adapter_bytes if floor else None, 13, 1, 1e-6)
+            line += _cell(floor.adapter_flops if floor else None, 8, 0, 1e-6)
             line += _cell(values["seconds"], 8, 2) + _cell(values["cpu_s"], 8, 2)
             same = f"{SAME_AS[system]} {values['equal']:.1%}" if system in SAME_AS else ""
             lines.append(f"{line}{same:>22}")

@@ -234,8 +234,8 @@ def make_engines(
             adapters = [replace(read, name=name) for name in names]
         for adapter in adapters:
             lora.add_known_adapter(adapter)
-    for engine in filter(None, (lora, backbone)):
-        engine.warm_up()
+    for base in filter(None, (lora, backbone)):
+        base.warm_up()
     for system in options.systems:
         engine = lora if system in WITH_LORA else backbone
         assert engine is not None

@@ -121,7 +121,7 @@ def programs(
         hidden, held[0] = layer(params, adapters, held[0], inputs, with_lora)
         return hidden
 
-    runs = {}
+    runs: dict[str, Callable[[], jax.Array]] = {}
     for popularity in (BASE, *popularities):
         rows = empty_step_inputs(0, batch, batch, batch, width, adapters=True)
         fill_decodes(rows, [length] * batch, config.page_size)

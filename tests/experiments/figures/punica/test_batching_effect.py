@@ -8,6 +8,7 @@ from models import checkpoint
 from pallas_kernels.specs import Rates
 
 
+@pytest.mark.slow
 def test_each_batch_is_prefilled_in_one_step_and_decodes_together(tiny_folder, tmp_path):
     model, params = checkpoint.load(tiny_folder)
     rows = batching_effect.measure(

@@ -31,6 +31,7 @@ def test_rows_of_a_batch_have_the_adapters_of_their_popularity():
     np.testing.assert_allclose(hidden["identical"][0], hidden["distinct"][0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_covers_all_cases(tmp_path):
     rows = transformer_layer.run(
         MODEL, [1, 2], [4, 20], 8, ("distinct", "identical"), rounds=1, seed=0,
