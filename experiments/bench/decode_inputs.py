@@ -29,3 +29,12 @@ def fill_decodes(
         rng.shuffle(blocks)
     for row, held in zip(inputs.tables, np.split(blocks, ends[:-1])):
         row[: len(held)] = held
+
+
+def fill_segments(inputs: StepInputs, lengths: Sequence[int]) -> None:
+    """Give the rows of a decode step adapters, side by side: `lengths` of them in slots 0, 1, …"""
+    count, ends = len(lengths), np.cumsum(lengths)
+    inputs.segment_slots[:count] = np.arange(count)
+    inputs.segment_starts[:count] = ends - lengths
+    inputs.segment_ends[:count] = ends
+    inputs.num_segments[0] = count

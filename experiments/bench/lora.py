@@ -1,39 +1,43 @@
-"""The LoRA operator over popularities, batch sizes and ranks (Punica §7.1, Figs. 7 to 9).
+"""LoRA adapters of many tenants in one batch: the operator alone, and whole engines (Punica §7).
 
-python -m experiments.bench.lora
+    python -m experiments.bench.lora
 
-SGMV, as this machine runs it, beside what the paper compares it with: a loop over adapters, and
-gathering the weights of every token for one batched product; and beside `jax.lax.ragged_dot`, and
-the projection that LoRA adds to. Tokens have adapters by the paper's four popularities. All take
-turns within a run, and medians count; FLOPs and I/O are counted by the paper's formulas, and floors
-rest on the machine's measured rates, caches warm or not.
+engine: an engine decodes a batch of requests that all have the same adapter or each its own, beside
+an engine without adapters, the same requests one at a time, and transformers with PEFT, of which
+experiments/bench/lora_engine.py says more. On the bundled model and a random Llama of 110 million
+parameters, with random adapters of all projections.
 
-Claims (a CPU has neither the paper's launches nor its tensor cores, so the shape is to be compared,
-not microseconds): SGMV is the fastest of the four in all popularities; with shared adapters its
-time hardly grows with the batch. Where it is not so, the ratios below 1 show it. Writes to
---output_dir: lora.csv, report.json, summary.json, implementations.png (Fig. 8), ranks.png (Fig. 9)
-and roofline.png (Fig. 7).
+operator: x·A·B alone, over popularities, batch sizes and ranks (§7.1, Figs. 7 to 9): SGMV, as this
+machine runs it, beside what the paper compares it with, a loop over adapters, and gathering the
+weights of every token for one batched product; and beside `jax.lax.ragged_dot`, and the projection
+that LoRA adds to.
+
+All take turns, and medians count. Claims, of float32 on a CPU, batch 32, rank 16: decoding with 32
+adapters is at least 0.85 times as fast as with one and 0.75 times as fast as the base model at 110
+million parameters, 0.75 times as fast as with one on the bundled model; 4.5 times as fast as one
+request at a time, 3 times as fast as PEFT; adapters that no request uses cost at most a tenth of
+CPU time. (A CPU has neither the paper's launches nor its tensor cores, so of the operator the shape
+is to be compared, not microseconds.)
+
+summary.json holds these six ratios, null where one was not measured, or, with --levels=operator,
+those of the operator. PEFT takes part where it and torch are installed (the extra `parity`). Also
+written to --output_dir: report.json, engine.csv and engine.png; operator.csv, implementations.png
+(Fig. 8), ranks.png (Fig. 9) and roofline.png (Fig. 7).
 """
 
+import importlib.metadata
+import importlib.util
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import flags
-from matplotlib.figure import Figure
-from tqdm import tqdm
 
-from experiments.bench.lora_operator import (
-    IMPLEMENTATIONS,
-    Case,
-    Weights,
-    cases,
-    expand_program,
-    medians_us,
-    programs,
-)
+from experiments.bench import lora_engine, lora_engine_report, lora_operator_report
+from experiments.bench.lora_operator import Case, cases
+from experiments.bench.vs_transformers import MODELS, MODELS_HELP, integers, model_folder
 from experiments.lib import run_record
 from experiments.lib.program import Options, Program, refusals
 from models.config import ModelConfig
@@ -41,184 +45,11 @@ from paged.simulator import roofline
 from pallas_kernels.lora.specs import POPULARITIES
 from pallas_kernels.specs import Rates
 
-EXPAND = "expand"  # an SGMV alone, of the paper's roofline
-# Microseconds on an A100 at 4096 × 4096 in 16 bits, from batch 1 to 64 (§7.1).
-PAPER_RANK_16 = {
-    "distinct": (37, 116),
-    "uniform": (37, 46),
-    "skewed": (37, 46),
-    "identical": (37, 40),
-}
-PAPER_DISTINCT_64 = {8: 72, 16: 75, 32: 89, 64: 118}
-FILES = ("lora.csv", "implementations.png", "ranks.png", "roofline.png")
+LEVELS = ("engine", "operator")
+PEER_PACKAGES = ("torch", "peft")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One call. us: median. flops, io_bytes: by the paper's formulas, of the rank itself; `base`
-    has those of the LoRA that would be added to it. floor_us: of these at the measured rates."""
-
-    implementation: str
-    popularity: str
-    batch: int
-    rank: int
-    adapters: int
-    us: float
-    flops: int
-    io_bytes: int
-    floor_us: float
-
-
-def run(
-    listed: Sequence[Case], rounds: int, seed: int, rates: Rates, progress: bool = True
-) -> list[Row]:
-    """All implementations of each case, and its `expand`."""
-    rows: list[Row] = []
-    drawn: tuple[tuple[int, int], Weights] | None = None
-    for case in tqdm(listed, "measuring", unit=" cases", disable=not progress):
-        if drawn is None or drawn[0] != (case.batch, case.rank):
-            drawn = (case.batch, case.rank), Weights.draw(case, seed)
-        runs = programs(case, drawn[1]) | {EXPAND: expand_program(case, drawn[1])}
-        for name, us in medians_us(runs, rounds).items():
-            cost = case.expand_cost if name == EXPAND else case.cost
-            rows.append(
-                Row(
-                    name, case.popularity, case.batch, case.rank, len(case.lengths), us,
-                    cost.flops, cost.bytes, 1e6 * rates.floor_s(cost),
-                )
-            )  # fmt: skip
-    return rows
-
-
-def find(rows: Sequence[Row], implementation: str, popularity: str, rank: int) -> list[Row]:
-    """By batch size."""
-    key = implementation, popularity, rank
-    mine = [r for r in rows if (r.implementation, r.popularity, r.rank) == key]
-    return sorted(mine, key=lambda row: row.batch)
-
-
-def summary(rows: Sequence[Row]) -> dict[str, float]:
-    """At the largest batch: how many times SGMV's time each other takes, by popularity and rank;
-    SGMV over the projection; and how SGMV's time grows from the smallest batch to the largest."""
-    numbers: dict[str, float] = {}
-    for popularity in dict.fromkeys(row.popularity for row in rows):
-        for rank in sorted({row.rank for row in rows}):
-            mine = find(rows, "sgmv", popularity, rank)
-            at = f"{popularity}_r{rank}_b{mine[-1].batch}"
-            for name in IMPLEMENTATIONS[1:-1]:
-                other = find(rows, name, popularity, rank)[-1]
-                numbers[f"{name}_over_sgmv_{at}"] = other.us / mine[-1].us
-            numbers[f"sgmv_over_base_{at}"] = (
-                mine[-1].us / find(rows, "base", popularity, rank)[-1].us
-            )
-            numbers[f"sgmv_growth_{at}"] = mine[-1].us / mine[0].us
-            numbers[f"sgmv_share_of_floor_{at}"] = mine[-1].floor_us / mine[-1].us
-    return numbers
-
-
-def table(rows: Sequence[Row]) -> str:
-    """A line for each popularity, rank and batch size, and what the paper has."""
-    lines = [
-        "µs of x·A·B:" + f"{'rank':>14}{'batch':>7}{'n':>4}"
-        + "".join(f"{name:>12}" for name in IMPLEMENTATIONS) + f"{'floor':>10}"
-    ]  # fmt: skip
-    for row in (row for row in rows if row.implementation == "sgmv"):
-        mine = [
-            next(r for r in find(rows, name, row.popularity, row.rank) if r.batch == row.batch)
-            for name in IMPLEMENTATIONS
-        ]
-        lines.append(
-            f"{row.popularity:12}{row.rank:14}{row.batch:7}{row.adapters:4}"
-            + "".join(f"{r.us:12,.0f}" for r in mine) + f"{row.floor_us:10,.0f}"
-        )  # fmt: skip
-    lines.append("Punica on an A100, 4096 × 4096, batch 1 → 64, µs of SGMV:")
-    lines.append(
-        "  rank 16 (Fig. 8): "
-        + ", ".join(f"{name} {first} → {last}" for name, (first, last) in PAPER_RANK_16.items())
-    )
-    lines.append(
-        "  distinct at batch 64 (Fig. 9): "
-        + ", ".join(f"rank {rank} {us}" for rank, us in PAPER_DISTINCT_64.items())
-        + "; other popularities 42 to 45 at all ranks"
-    )
-    return "\n".join(lines)
-
-
-def draw_implementations(rows: Sequence[Row], rank: int, path: Path, footer: str) -> None:
-    """Fig. 8: a panel for each popularity."""
-    popularities = list(dict.fromkeys(row.popularity for row in rows))
-    figure, panels = _panels(len(popularities), f"The LoRA operator, rank {rank}")
-    for axes, popularity in zip(panels, popularities):
-        for name in IMPLEMENTATIONS:
-            mine = find(rows, name, popularity, rank)
-            style = "--" if name == "base" else "o-"
-            axes.plot([r.batch for r in mine], [r.us for r in mine], style, label=name)
-        mine = find(rows, "sgmv", popularity, rank)
-        axes.plot(
-            [r.batch for r in mine], [r.floor_us for r in mine], ":", c="#888888", label="floor"
-        )
-        axes.set(title=popularity, yscale="log", xlabel="batch size")
-    panels[0].set_ylabel("µs")
-    panels[0].legend(frameon=False, fontsize="small")
-    _save(figure, path, footer)
-
-
-def draw_ranks(rows: Sequence[Row], path: Path, footer: str) -> None:
-    """Fig. 9: a panel for each rank."""
-    ranks = sorted({row.rank for row in rows})
-    figure, panels = _panels(len(ranks), "SGMV by rank")
-    for axes, rank in zip(panels, ranks):
-        for popularity in dict.fromkeys(row.popularity for row in rows):
-            mine = find(rows, "sgmv", popularity, rank)
-            axes.plot([r.batch for r in mine], [r.us for r in mine], "o-", label=popularity)
-        axes.set(title=f"rank {rank}", xlabel="batch size", ylim=(0, None))
-    panels[0].set_ylabel("µs")
-    panels[0].legend(frameon=False, fontsize="small")
-    _save(figure, path, footer)
-
-
-def draw_roofline(rows: Sequence[Row], rank: int, rates: Rates, path: Path, footer: str) -> None:
-    """Fig. 7: FLOPs a second of one SGMV over its FLOPs a byte, a line for each popularity."""
-    figure = Figure(figsize=(6, 4.2), layout="constrained")
-    axes = figure.subplots()
-    spread: set[float] = set()
-    for popularity in dict.fromkeys(row.popularity for row in rows):
-        mine = find(rows, EXPAND, popularity, rank)
-        intensity = [r.flops / r.io_bytes for r in mine]
-        spread |= set(intensity)
-        axes.plot(intensity, [r.flops / r.us / 1e3 for r in mine], "o-", label=popularity)
-    ends = sorted([min(spread) / 2, rates.flops_per_s / rates.bytes_per_s, 4 * max(spread)])
-    roof = [min(x * rates.bytes_per_s, rates.flops_per_s) / 1e9 for x in ends]
-    axes.plot(ends, roof, ":", c="#888888", label="measured rates")
-    axes.set(
-        xscale="log", yscale="log", xlabel="FLOPs a byte", ylabel="GFLOP/s",
-        title=f"Roofline of SGMV expand, rank {rank}",
-    )  # fmt: skip
-    axes.legend(frameon=False, fontsize="small")
-    _save(figure, path, footer)
-
-
-def _panels(count: int, title: str):
-    figure = Figure(figsize=(3.2 * count, 3.4), layout="constrained")
-    figure.suptitle(title)
-    return figure, list(figure.subplots(1, count, sharey=True, squeeze=False)[0])
-
-
-def _save(figure: Figure, path: Path, footer: str) -> None:
-    figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    run_record.save_figure(figure, path, dpi=130)
-
-
-def measured_rates(like: Case, batch: int) -> dict[str, float]:
-    """What this machine can do, products of the projection's own shape included."""
-    shape = ModelConfig(
-        vocab_size=1, hidden_size=like.inputs, intermediate_size=like.outputs, num_layers=1,
-        num_heads=1, num_kv_heads=1, head_dim=2,
-    )  # fmt: skip
-    return roofline.measure(shape, batch)
-
-
-def checked(options: Options) -> list[Case]:
+def operator_cases(options: Options) -> list[Case]:
     """The cases of the flags. ValueError for what cannot be."""
     numbers = {}
     for name in ("batches", "ranks"):
@@ -236,48 +67,122 @@ def checked(options: Options) -> list[Case]:
     return cases(options.popularities, numbers["batches"], numbers["ranks"], like)
 
 
+def engine_settings(options: Options) -> lora_engine.Settings:
+    """What the flags ask for. ValueError for what cannot be."""
+    unknown = set(options.models) - set(MODELS)
+    if unknown or not options.models:
+        raise ValueError(f"--models are {MODELS_HELP}, not {options.models}")
+    span = integers("prompt_tokens", options.prompt_tokens)
+    if len(span) != 2:
+        raise ValueError(f"--prompt_tokens are two numbers, shortest and longest, not {span}")
+    return lora_engine.Settings(
+        options.batch, options.rank, (span[0], span[1]), options.output_tokens, options.repeats,
+        options.multi_step, options.seed,
+    )  # fmt: skip
+
+
+def measure_operator(
+    options: Options, listed: list[Case], folder: Path, footer: str
+) -> tuple[dict[str, Any], str]:
+    """The operator's part of report.json, and what is printed of it."""
+    shape = ModelConfig(
+        vocab_size=1, hidden_size=options.inputs, intermediate_size=options.outputs, num_layers=1,
+        num_heads=1, num_kv_heads=1, head_dim=2,
+    )  # fmt: skip
+    measured = roofline.measure(shape, max(case.batch for case in listed))
+    rates = Rates.best(measured)
+    rows = lora_operator_report.run(listed, options.rounds, options.seed, rates)
+    footer = f"{options.inputs} × {options.outputs}, {listed[0].dtype}; {footer}"
+    found = lora_operator_report.write(folder, rows, rates, footer)
+    table = lora_operator_report.table(rows)
+    return found | {"rates": measured}, f"{table}\n({footer})"
+
+
+def measure_engines(
+    options: Options, settings: lora_engine.Settings, folder: Path, footer: str
+) -> tuple[dict[str, Any], dict[str, float | None], str]:
+    """The engines' part of report.json, the numbers of summary.json, and what is printed."""
+    missing = [name for name in PEER_PACKAGES if importlib.util.find_spec(name) is None]
+    runs: list[lora_engine.Run] = []
+    floors: list[lora_engine.Floor] = []
+    rates = {}
+    for name in options.models:
+        with tempfile.TemporaryDirectory() as scratch:
+            model = model_folder(name, Path(scratch), options.seed)
+            peft = name == "bundled" and not missing
+            more, least, rates[name] = lora_engine.run_model(
+                name, model, settings, Path(scratch) / "adapters", peft
+            )
+        runs += more
+        floors += least
+    found = lora_engine_report.write(folder, runs, floors, footer)
+    versions = {p: importlib.metadata.version(p) for p in PEER_PACKAGES if p not in missing}
+    lines = [
+        f"batch {settings.batch}, rank {settings.rank}, float32; {footer}",
+        lora_engine_report.table(runs, floors),
+    ]
+    if missing:
+        lines.append(
+            f"PEFT took no part, as {' and '.join(missing)} cannot be imported: `make test-parity` "
+            "installs both into .venv-parity"
+        )
+    facts = found | {"rates": rates, "settings": settings, "peer_versions": versions}
+    return facts, lora_engine_report.summary(runs), "\n".join(lines)
+
+
 def main(options: Options) -> None:
     with refusals():
-        listed = checked(options)
-    began = time.perf_counter()
-    measured = measured_rates(listed[0], max(case.batch for case in listed))
-    rates = Rates.best(measured)
-    rows = run(listed, options.rounds, options.seed, rates)
-    output_dir, environment = Path(options.output_dir), run_record.describe_environment()
-    facts = {
-        "experiment": "bench_lora",
-        "flags": vars(options),
-        "rows": rows,
-        "rates": measured,
-        "seconds": time.perf_counter() - began,
-    }
-    footer = f"{options.inputs} × {options.outputs}, {listed[0].dtype}; "
-    footer += run_record.hardware_line(environment)
-    rank = min({row.rank for row in rows}, key=lambda rank: abs(rank - 16))  # the paper's
-    run_record.write_csv(output_dir, "lora.csv", rows)
-    run_record.write_json(output_dir, "report.json", facts | environment)
-    run_record.write_summary(output_dir, summary(rows))
-    draw_implementations(rows, rank, output_dir / "implementations.png", footer)
-    draw_ranks(rows, output_dir / "ranks.png", footer)
-    draw_roofline(rows, rank, rates, output_dir / "roofline.png", footer)
-    print(f"{table(rows)}\n({footer})")
+        unknown = set(options.levels) - set(LEVELS)
+        if unknown or not options.levels:
+            raise ValueError(f"--levels are some of {', '.join(LEVELS)}, not {options.levels}")
+        listed, settings = operator_cases(options), engine_settings(options)
+    began, environment = time.perf_counter(), run_record.describe_environment()
+    folder, footer = Path(options.output_dir), run_record.hardware_line(environment)
+    facts: dict[str, Any] = {"experiment": "bench_lora", "flags": vars(options)}
+    ratios: dict[str, float | None] = {}
+    printed = []
+    if "engine" in options.levels:
+        facts["engine"], ratios, text = measure_engines(options, settings, folder, footer)
+        printed.append(text)
+    if "operator" in options.levels:
+        facts["operator"], text = measure_operator(options, listed, folder, footer)
+        ratios = ratios or facts["operator"]["summary"]
+        printed.append(text)
+    facts |= {"summary": ratios, "seconds": time.perf_counter() - began}
+    run_record.write_json(folder, "report.json", facts | environment)
+    run_record.write_json(folder, "summary.json", ratios)
+    print("\n\n".join(printed))
 
 
 def define_flags() -> None:
-    flags.DEFINE_list("popularities", list(POPULARITIES), "of adapters (§7)")
-    flags.DEFINE_list("batches", ["1", "4", "16", "32", "64"], "tokens of a call")
-    flags.DEFINE_list("ranks", ["8", "16", "32", "64"], "of all adapters of a call")
-    flags.DEFINE_integer("inputs", 4096, "width of the projection's input", lower_bound=1)
-    flags.DEFINE_integer("outputs", 4096, "width of the projection's output", lower_bound=1)
+    flags.DEFINE_list("levels", list(LEVELS), f"some of {', '.join(LEVELS)}")
+    flags.DEFINE_list("models", list(MODELS), f"engine: {MODELS_HELP}")
+    flags.DEFINE_integer("batch", 32, "engine: requests, and adapters", lower_bound=1)
+    flags.DEFINE_integer("rank", 16, "engine: of the adapters", lower_bound=1)
+    flags.DEFINE_list("prompt_tokens", ["4", "12"], "engine: shortest and longest prompt")
+    flags.DEFINE_integer("output_tokens", 40, "engine: tokens of each output", lower_bound=1)
+    flags.DEFINE_integer("multi_step", 8, "engine: tokens of a dispatch", lower_bound=1)
+    flags.DEFINE_integer("repeats", 5, "engine: timed runs of each system", lower_bound=1)
+    flags.DEFINE_list("popularities", list(POPULARITIES), "operator: of adapters (§7)")
+    flags.DEFINE_list("batches", ["1", "4", "16", "32", "64"], "operator: tokens of a call")
+    flags.DEFINE_list("ranks", ["8", "16", "32", "64"], "operator: of all adapters of a call")
+    flags.DEFINE_integer("inputs", 4096, "operator: width of the input", lower_bound=1)
+    flags.DEFINE_integer("outputs", 4096, "operator: width of the output", lower_bound=1)
     flags.DEFINE_enum(
         "dtype", None, ["float32", "bfloat16", "float16"],
-        "of all arrays; by default float32 on a CPU, where no other is fast, and else bfloat16",
+        "operator: of all arrays; by default float32 on a CPU, where no other is fast, and else "
+        "bfloat16",
     )  # fmt: skip
-    flags.DEFINE_integer("rounds", 5, "of all implementations, in turn", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "of the weights", lower_bound=0)
+    flags.DEFINE_integer("rounds", 5, "operator: of all implementations, in turn", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "of weights, adapters and prompts", lower_bound=0)
 
 
-PROGRAM = Program(main, define_flags, "results/bench_lora", FILES)
+PROGRAM = Program(
+    main,
+    define_flags,
+    "results/bench_lora",
+    (*lora_engine_report.FILES, *lora_operator_report.FILES),
+)
 
 if __name__ == "__main__":
     PROGRAM.run()

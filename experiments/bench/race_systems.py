@@ -1,7 +1,7 @@
-"""The systems that race in experiments/bench/vs_transformers.py."""
+"""The systems that race in experiments/bench/vs_transformers.py and experiments/bench/lora.py."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ CONTINUOUS: dict[str, Any] = {
 }
 
 
-def ours(engine: Engine) -> System:
+def ours(engine: Engine, adapters: Sequence[str] | None = None) -> System:
+    """adapters: of each prompt, by name."""
+
     def run(prompts: Tokens, output_tokens: int) -> Tokens:
         how = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
-        return [output.tokens for output in engine.generate(prompts, how)]
+        return [output.tokens for output in engine.generate(prompts, how, adapters)]
 
     return run
 
@@ -47,8 +49,11 @@ def load_torch(folder: Path):
     return model
 
 
-def static(model) -> System:
+def static(model, adapters: Sequence[str] | None = None) -> System:
+    """adapters: of each prompt, by name, where the model has any."""
     import torch
+
+    which = {"adapter_names": list(adapters)} if adapters else {}
 
     def run(prompts: Tokens, output_tokens: int) -> Tokens:
         longest = max(map(len, prompts))
@@ -57,10 +62,24 @@ def static(model) -> System:
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = 1
-        out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=output_tokens)
+        out = model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=output_tokens, **which
+        )
         return out[:, longest:].tolist()
 
     return run
+
+
+def with_peft(model, folders: Mapping[str, Path]):
+    """The model with LoRA adapters of PEFT, by name, that `static` may mix in a batch."""
+    from peft import PeftModel
+
+    adapters = iter(folders.items())
+    name, folder = next(adapters)
+    peft = PeftModel.from_pretrained(model, folder, adapter_name=name)
+    for name, folder in adapters:
+        peft.load_adapter(folder, adapter_name=name)
+    return peft.eval()
 
 
 def continuous(model, max_batch: int, max_model_len: int) -> tuple[System, Callable[[], None]]:

@@ -13,6 +13,7 @@ from models.families import family
 from paged.config import EngineConfig
 from paged.device.step_inputs import StepInputs
 from paged.device.tensor_parallel import WHOLE, Shards
+from pallas_kernels import backend
 from pallas_kernels.lora import Segments, plan_sgmv, sgmv
 
 Pages = dict[str, dict[str, jax.Array]]
@@ -83,7 +84,14 @@ class AdapterPool:
             )  # fmt: skip
             return y + delta.astype(y.dtype)
 
-        return add
+        def add_if_any(name: str, layer, x, y):
+            any_adapter = inputs.num_segments[0] > 0
+            return jax.lax.cond(any_adapter, lambda: add(name, layer, x, y), lambda: y)
+
+        # A step without adapters should cost what it costs without a pool. On a GPU a condition
+        # would cost more than it saves.
+        kernels = backend.current_gpu() or backend.runs_kernels(self.implementation)
+        return add if kernels else add_if_any
 
 
 def install(pages: Pages, number, content: Pages) -> Pages:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models import lora
 from models.config import ModelConfig
 from models.families import family
 from models.params import flatten
@@ -62,6 +63,18 @@ def step_cost(
         + len(context) * weights.sequence_flops
         + 2 * 2 * L * model.num_heads * model.head_dim * seen,  # q·k, and its weights times v
     )
+
+
+def lora_cost(model: ModelConfig, rank: int, adapters: int, tokens: int, dtype="float32") -> Cost:
+    """What LoRA adapters of one rank, of all projections, add to a step (Punica §4).
+
+    tokens: of the step that have an adapter. adapters: how many different ones they have, each of
+    which is read once, in whole pages of ranks.
+    """
+    declared = lora.declare(model).values()
+    of_page = sum(math.prod(param.shape) for matrices in declared for param in matrices.values())
+    numbers = lora.num_pages(rank) * of_page
+    return Cost(adapters * numbers * jnp.dtype(dtype).itemsize, 2 * tokens * numbers)
 
 
 def _seen_up_to(position: np.ndarray, window: int) -> np.ndarray:

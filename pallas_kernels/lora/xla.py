@@ -1,11 +1,16 @@
-"""Fast jnp under jit: a loop over the segments that are live, in blocks of a few rows.
+"""Fast jnp under jit: single tokens all at once, longer segments one after the other.
 
 Work and memory traffic depend on the segments and on the ranks of their adapters. Where no segment
-is live, the loop has no iteration, and all that is left is an output of zeros.
+is live, no loop has an iteration, and all that is left is an output of zeros.
 
-The forms of the field were measured against it on a CPU, and are slower in all popularities: gather
-the pages of every token and multiply in one batch (1.3 to 6 times the time at batch 32, for it
-copies pages that tokens share), products of the whole batch with each adapter, masked (up to 7
+A step of decodes, in which many tokens have an adapter of their own, is bound by reading these.
+Such tokens are computed at once, as sums whose terms XLA reads where they lie, on all cores. In a
+loop it copies every page before it multiplies by it, on one core, and takes 1.2 to 1.8 times as
+long (widths of 128 to 4,096, 32 tokens). Other segments go in blocks of a few rows.
+
+The forms of the field were measured against the loop on a CPU, and are slower in all popularities:
+gather the pages of every token and multiply in one batch (1.3 to 6 times the time at batch 32, for
+it copies pages that tokens share), products of the whole batch with each adapter, masked (up to 7
 times; the same time if one adapter has all tokens), `lax.ragged_dot` (more than 10 times).
 """
 
@@ -15,25 +20,27 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.lora.segments import PAGE_RANKS, slot_of_tokens
+from pallas_kernels.lora.segments import PAGE_RANKS, run_of_tokens, slot_of_tokens
 
 # Rows of one product. The rows of a block beyond the segment are computed for nothing, but each
 # block reads the adapter's pages once more.
 SHORT, LONG = 8, 32
+FEW_SHARE = 4  # Single tokens are few where they are no more than a fourth of all tokens.
+TERMS, COLUMNS = 16, 128  # The most terms of a sum of columns, and the fewest columns.
 
 
 def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
     R = rank_pages.shape[1] * PAGE_RANKS
 
     def product(rows, page, q):
-        return _shrunk(rows, a, layer, page).astype(v_dtype)
+        return _shrunk(rows, a, layer, page)
 
     def place(v, part, q):
         v = jnp.pad(part, ((0, 0), (0, R - PAGE_RANKS))) if v is None else v
         return lax.dynamic_update_slice_in_dim(v, part, q * PAGE_RANKS, 1)
 
     zero = jnp.zeros((x.shape[0], R), v_dtype)
-    return _over_blocks(x, zero, product, place, segments, rank_pages, num_rank_pages)
+    return _over_segments(x, zero, product, place, segments, rank_pages, num_rank_pages)
 
 
 def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype):
@@ -42,7 +49,7 @@ def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype):
         return _expanded(part, b, layer, page)
 
     zero = jnp.zeros((v.shape[0], b.shape[-1]), dtype)
-    return _over_blocks(v, zero, product, _add, segments, rank_pages, num_rank_pages)
+    return _over_segments(v, zero, product, _add, segments, rank_pages, num_rank_pages)
 
 
 def fused(x, a, b, layer, segments, rank_pages, num_rank_pages, *, v_dtype, schedule=None):
@@ -50,20 +57,21 @@ def fused(x, a, b, layer, segments, rank_pages, num_rank_pages, *, v_dtype, sche
         return _expanded(_shrunk(rows, a, layer, page).astype(v_dtype), b, layer, page)
 
     zero = jnp.zeros((x.shape[0], b.shape[-1]), x.dtype)
-    return _over_blocks(x, zero, product, _add, segments, rank_pages, num_rank_pages)
+    return _over_segments(x, zero, product, _add, segments, rank_pages, num_rank_pages)
 
 
 def _add(y, part, q):
     return part if y is None else y + part
 
 
-def _over_blocks(x, zero, product, join, segments, rank_pages, num_rank_pages):
+def _over_segments(x, zero, product, join, segments, rank_pages, num_rank_pages):
     """`zero` [T, O], with the rows of live segments replaced.
 
-    product(rows, page, q): what the q-th page of an adapter makes of rows [n, I] of x.
+    product(rows, page, q): what the q-th page of an adapter makes of rows [n, I] of x, in float32;
+    page: of all of them, or [n], of each its own.
     join(out, part, q): what out [n, O] becomes by it; out is None before the first page.
     """
-    T, Q = x.shape[0], rank_pages.shape[1]
+    T, Q, S = x.shape[0], rank_pages.shape[1], segments.slots.shape[0]
 
     def rows_of(slot, at, rows):
         x_rows = lax.dynamic_slice_in_dim(x, at, rows)
@@ -94,18 +102,40 @@ def _over_blocks(x, zero, product, join, segments, rank_pages, num_rank_pages):
         return lax.fori_loop(0, (end - start + rows - 1) // rows, block, y)
 
     def one_segment(s, y):
-        slot, start = segments.slots[s], segments.starts[s]
-        end = jnp.where(num_rank_pages[slot] > 0, segments.ends[s], start)
+        slot, start, end = segments.slots[s], segments.starts[s], segments.ends[s]
+        left_out = (num_rank_pages[slot] == 0) | (many & (end - start == 1))
+        end = jnp.where(left_out, start, end)
         tokens = end - start
         kind = (tokens != 1).astype(jnp.int32) + (tokens >= LONG)
         kinds: list[Callable] = [one_row, partial(blocks, SHORT), partial(blocks, LONG)]
         return lax.switch(kind, kinds, slot, start, end, y)
 
+    def single_tokens():
+        """`zero` with the rows of segments of one token, all at once."""
+        run, in_one = run_of_tokens(segments, T)
+        slot = segments.slots[run]
+        pages = jnp.where(in_one & (lengths[run] == 1), num_rank_pages[slot], 0)
+
+        def join_page(q, out):
+            held = q < pages
+            part = product(x, jnp.where(held, rank_pages[slot, q], 0), q)
+            return join(out, jnp.where(held[:, None], part, 0), q)
+
+        out = jnp.zeros(zero.shape, jnp.float32)
+        out = lax.fori_loop(0, jnp.where(many, pages.max(), 0), join_page, out)
+        return out.astype(zero.dtype)
+
     if T == 1:  # At most one segment is of any use, and a loop would take longer than it.
         (slot,), (has_adapter,) = slot_of_tokens(segments, 1)
         has_adapter &= num_rank_pages[slot] > 0
         return lax.cond(has_adapter, lambda: rows_of(slot, 0, 1), lambda: zero)
-    return lax.fori_loop(0, segments.count[0], one_segment, zero)
+    many, count = jnp.bool_(False), segments.count[0]
+    if T == S:  # a step of decodes
+        lengths = jnp.where(jnp.arange(S) < count, segments.ends - segments.starts, 0)
+        many = (lengths == 1).sum() * FEW_SHARE > T
+        zero = single_tokens()
+        count = jnp.where(many & (lengths.max() <= 1), 0, count)
+    return lax.fori_loop(0, count, one_segment, zero)
 
 
 def _page(stack, layer, page):
@@ -114,11 +144,35 @@ def _page(stack, layer, page):
 
 
 def _shrunk(rows, a, layer, page):
+    if jnp.ndim(page):
+        return _shrunk_each(rows, a, layer, page)
     contract = ((1,), (1,)), ((), ())
     weights = _page(a, layer, page).astype(rows.dtype)
     return lax.dot_general(rows, weights, contract, preferred_element_type=jnp.float32)
 
 
 def _expanded(v, b, layer, page):
-    weights = _page(b, layer, page)
-    return jnp.dot(v.astype(weights.dtype), weights, preferred_element_type=jnp.float32)
+    v = v.astype(b.dtype)
+    if jnp.ndim(page):
+        return _expanded_each(v, b, layer, page)
+    return jnp.dot(v, _page(b, layer, page), preferred_element_type=jnp.float32)
+
+
+def _shrunk_each(rows, a, layer, pages):
+    """Each row with its own page. XLA vectorises sums of terms, but no sum over an array's last
+    axis that it reads through an index: as few columns as fill its vectors are summed last."""
+    _, N, R, width = a.shape
+    terms = max(
+        n for n in range(1, TERMS + 1) if width % n == 0 and (n == 1 or width // n >= COLUMNS)
+    )
+    x = rows.astype(jnp.float32).reshape(len(rows), 1, terms, -1)
+    parts = a.reshape(-1, R, terms, width // terms)
+    each = (parts.at[layer * N + pages, :, i].get(mode="promise_in_bounds") for i in range(terms))
+    columns = sum(x[:, :, i] * part for i, part in enumerate(each))
+    return lax.optimization_barrier(columns).sum(-1)
+
+
+def _expanded_each(v, b, layer, pages):
+    """Each row with its own page: a sum of the page's rows."""
+    each = (b.at[layer, pages, r].get(mode="promise_in_bounds") for r in range(PAGE_RANKS))
+    return sum(v[:, r, None].astype(jnp.float32) * row for r, row in enumerate(each))

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +137,21 @@ def test_each_token_gets_the_product_with_its_own_adapter(implementation, dtype)
             _assert_near(found, y, atol)
 
     check()
+
+
+@pytest.mark.parametrize("dtype, widths", [("float32", (384, 24)), ("bfloat16", (10, 40))])
+def test_a_step_of_decodes_whose_tokens_have_adapters_of_their_own(dtype, widths):
+    """As many rows of segments as tokens: xla computes single tokens at once, if they are many."""
+    shrink = jax.jit(partial(sgmv_shrink, implementation="xla"))
+    expand = jax.jit(partial(sgmv_expand, implementation="xla"))
+    both = jax.jit(partial(sgmv, implementation="xla"))
+    # (tokens, gap before them) of each run
+    for runs in ([(1, 0)] * 7, [(1, 1), (1, 0), (1, 2)], [(1, 0), (1, 1), (3, 0)], [(1, 5)]):
+        x, a, b, tables = _inputs(dtype, runs, (7, *widths, None), len(runs))
+        v, y = _expected(x, a, b, tables, dtype)
+        _assert_near(shrink(x, a, LAYER, *tables), v, ATOL[dtype])
+        _assert_near(expand(_cast(v, dtype), b, LAYER, *tables), y, ATOL[dtype])
+        _assert_near(both(x, a, b, LAYER, *tables), y, ATOL[dtype])
 
 
 @given(runs=RUNS_OF_TOKENS, seed=st.integers(0, 99))

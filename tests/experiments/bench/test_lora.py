@@ -1,15 +1,17 @@
-"""The benchmark of the LoRA operator: what it counts, and that all it times is right; no times."""
+"""The benchmark of LoRA: what it counts, and that all it times is right; no times."""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments.bench import lora
+from experiments.bench import lora_engine, lora_engine_report, lora_operator_report
+from experiments.bench.lora_engine import Run, Settings
 from experiments.bench.lora_operator import (
     IMPLEMENTATIONS,
     Case,
@@ -64,28 +66,102 @@ def test_segments_of_all_popularities_have_one_shape():
 
 def test_a_run_times_all_implementations_of_all_cases():
     listed = cases(("distinct", "identical"), [1, 4], [8], Case("distinct", 1, 1, 32, 16))
-    rows = lora.run(listed, rounds=1, seed=0, rates=Rates(1e9, 1e9), progress=False)
-    names = {*IMPLEMENTATIONS, lora.EXPAND}
+    rows = lora_operator_report.run(listed, rounds=1, seed=0, rates=Rates(1e9, 1e9), progress=False)
+    names = {*IMPLEMENTATIONS, lora_operator_report.EXPAND}
     found = {(row.implementation, row.popularity, row.batch) for row in rows}
     assert len(rows) == len(found) == len(names) * len(listed)
     assert all(row.us > 0 for row in rows)
     assert {row.adapters for row in rows if row.batch == 4} == {1, 4}
-    numbers = lora.summary(rows)
+    numbers = lora_operator_report.summary(rows)
     assert {name.split("_over_")[0] for name in numbers if "_over_sgmv_" in name} == {
         "loop", "gather_bmm", "ragged_dot"
     }  # fmt: skip
-    assert "identical" in lora.table(rows)
+    assert "identical" in lora_operator_report.table(rows)
+
+
+SETTINGS = Settings(
+    batch=4, rank=8, prompt_tokens=(2, 5), output_tokens=6, repeats=2, multi_step=2, seed=1
+)
+
+
+def test_engines_take_turns_and_give_the_same_tokens_with_the_same_adapters(tiny_folder, tmp_path):
+    runs, floors, rates = lora_engine.run_model(
+        "bundled", tiny_folder, SETTINGS, tmp_path, peft=False, progress=False
+    )
+    ours = [name for name in lora_engine.SYSTEMS if name != lora_engine.PEFT]
+    assert [(run.system, run.repeat) for run in runs] == [(s, r) for r in (0, 1) for s in ours]
+    assert {run.output_tokens for run in runs} == {24}
+    assert min(min(run.seconds, run.cpu_s, run.step_s or 0) for run in runs) > 0
+    # Other adapters would change nearly every token; near ties change few.
+    assert min(run.equal for run in runs) > 0.8
+    floor = {each.system: each for each in floors}
+    assert floor["idle"].adapter_bytes == floor["base"].adapter_bytes == 0
+    assert floor["distinct"].adapter_bytes == 4 * floor["identical"].adapter_bytes > 0
+    assert floor["distinct"].adapter_flops == floor["identical"].adapter_flops
+    assert floor["one_at_a_time"].bytes < floor["identical"].bytes and rates["dispatch_s"] > 0
+
+    found = lora_engine_report.write(tmp_path, runs, floors, "here")
+    assert found["measured"]["seconds_distinct_bundled"] > 0
+    numbers = lora_engine_report.summary(runs)
+    assert list(numbers) == list(lora_engine_report.GOALS)
+    not_measured = {name for name, value in numbers.items() if value is None}
+    assert not_measured == {name for name in numbers if "100m" in name or "peft" in name}
+    printed = lora_engine_report.table(runs, floors)
+    assert "one_at_a_time" in printed and "not measured" in printed
+    for name in lora_engine_report.FILES:
+        assert (tmp_path / name).stat().st_size > 0
+
+
+def test_ratios_are_of_medians_of_what_they_name():
+    step_s = {"base": 1.0, "idle": 1.0, "identical": 1.25, "distinct": 1.6, "one_at_a_time": 0.25}
+    runs = [
+        # The third repeat is an outlier, which medians leave out.
+        Run(
+            model, system, repeat, slow * 10, overhead if system == "idle" else 2.0, 320,
+            1 if system == "one_at_a_time" else 32, slow * seconds, 1.0,
+        )
+        for model, overhead in (("bundled", 2.2), ("100m", 2.1))
+        for repeat, slow in enumerate((1, 1, 9))
+        for system, seconds in step_s.items()
+    ]  # fmt: skip
+    runs += [Run("bundled", lora_engine.PEFT, i, 45.0, 9.0, 320, 32, None, 1.0) for i in range(3)]
+    assert lora_engine_report.summary(runs) == pytest.approx({
+        "distinct_over_identical_100m": 1.25 / 1.6,
+        "distinct_over_base_100m": 1 / 1.6,
+        "speedup_over_one_at_a_time_100m": 32 * 0.25 / 1.6,
+        "distinct_over_identical_bundled": 1.25 / 1.6,
+        "speedup_over_peft_bundled": 4.5,
+        "idle_lora_overhead": 1.1,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_tokens": (5, 4)}, "the shortest and the longest, not 5,4"),
+        ({"output_tokens": 5}, "must be at least 2 more than two steps of --multi_step"),
+        ({"rank": 2000}, "max_adapter_rank must be from 1 to 1024, not 2000"),
+    ],
+)
+def test_bad_settings_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SETTINGS, **change)
 
 
 @pytest.mark.slow
 def test_the_program_writes_its_files(tmp_path):
     flags = ["--inputs=32", "--outputs=16", "--batches=1,4", "--ranks=8", "--rounds=1"]
+    flags += ["--models=bundled", "--batch=2", "--output_tokens=6", "--multi_step=2", "--repeats=1"]
     done = _program(*flags, f"--output_dir={tmp_path}")
     assert done.returncode == 0, done.stderr
-    for name in (*lora.FILES, "report.json", "summary.json"):
+    files = (*lora_engine_report.FILES, *lora_operator_report.FILES, "report.json", "summary.json")
+    for name in files:
         assert (tmp_path / name).stat().st_size > 0
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["flags"]["batches"] == ["1", "4"] and report["rates"]["read_bytes_per_s"] > 0
+    numbers = json.loads((tmp_path / "summary.json").read_text())
+    assert report["flags"]["batches"] == ["1", "4"] and report["summary"] == numbers
+    assert list(numbers) == list(lora_engine_report.GOALS)
+    assert numbers["distinct_over_base_100m"] is None < numbers["idle_lora_overhead"]
 
 
 @pytest.mark.slow
@@ -94,6 +170,8 @@ def test_the_program_writes_its_files(tmp_path):
     [
         ("--batches=1,0", "--batches must be whole numbers from 1"),
         ("--ranks=", "--ranks must be whole numbers from 1"),
+        ("--models=gpt", "--models are some of bundled, 100m"),
+        ("--levels=", "--levels are some of engine, operator"),
         ("--popularities=zipf", "--popularities are some of distinct, uniform, skewed, identical"),
     ],
 )

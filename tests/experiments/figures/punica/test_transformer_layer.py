@@ -1,0 +1,58 @@
+"""The layer of Fig. 10: popularities give what their adapters give; no times."""
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.figures.punica import transformer_layer
+from experiments.figures.punica.transformer_layer import BASE, config_of, one_layer
+from models import params as parameters
+from models.families import family
+from paged.adapters.pool import AdapterPool
+from pallas_kernels.lora.specs import POPULARITIES
+from pallas_kernels.specs import Rates
+from tests.experiments.conftest import TINY
+
+MODEL = one_layer(TINY)
+
+
+def test_rows_of_a_batch_have_the_adapters_of_their_popularity():
+    config = config_of(4, 20, rank=8)
+    pool = AdapterPool.declare(config, None)
+    assert pool is not None
+    params = parameters.init(family(MODEL).declare(MODEL), jax.random.key(0))
+    adapters = transformer_layer.draw_adapters(MODEL, pool, seed=1)
+    runs = transformer_layer.programs(params, adapters, MODEL, config, 20, POPULARITIES)
+    hidden = {name: np.asarray(run()) for name, run in runs.items()}
+    # All rows have the same token and history, so they differ by their adapters alone.
+    different = {name: len(np.unique(rows.round(4), axis=0)) for name, rows in hidden.items()}
+    assert different == {BASE: 1, "distinct": 4, "uniform": 2, "skewed": 3, "identical": 1}
+    assert not np.allclose(hidden[BASE][0], hidden["identical"][0], atol=1e-3)
+    np.testing.assert_allclose(hidden["identical"][0], hidden["distinct"][0], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_covers_all_cases(tmp_path):
+    rows = transformer_layer.run(
+        MODEL, [1, 2], [4, 20], 8, ("distinct", "identical"), rounds=1, seed=0,
+        rates=Rates(1e9, 1e9), progress=False,
+    )  # fmt: skip
+    assert len(rows) == 2 * 2 * 3 and all(row.ms > 0 for row in rows)
+    numbers = transformer_layer.summary(rows)
+    at = [row for row in rows if row.length == 20 and row.popularity == "distinct"]
+    assert [row.adapters for row in at] == [1, 2]
+    assert numbers["growth_distinct_20"] == pytest.approx(at[1].ms / at[0].ms)
+    assert "× 1.72" in transformer_layer.table(rows)
+    transformer_layer.plot(rows, tmp_path / "layer.png", "here")
+    assert (tmp_path / "layer.png").stat().st_size > 0
+
+
+def test_floors_count_each_adapter_once():
+    rows = transformer_layer.run(
+        MODEL, [2], [4], 8, ("distinct", "identical"), rounds=1, seed=0, rates=Rates(1e9, 1e30),
+        progress=False,
+    )  # fmt: skip
+    floor = {row.popularity: row.floor_ms for row in rows}
+    assert floor[BASE] < floor["identical"] < floor["distinct"]
+    added = floor["identical"] - floor[BASE]
+    assert floor["distinct"] - floor[BASE] == pytest.approx(2 * added)
