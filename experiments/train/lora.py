@@ -134,9 +134,9 @@ def make_optimizer(learning_rate: float, steps: int):
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
-def train_step(config, optimizer, p, weights, state, *batch):
+def train_step(config, optimizer, p, weights, state, tokens, label_weights, positions):
     def loss(weights):
-        return loss_fn(p, config, *batch, seam(weights))
+        return loss_fn(p, config, tokens, label_weights, positions, seam(weights))
 
     (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(weights)
     updates, state = optimizer.update(grads, state)
@@ -240,7 +240,9 @@ def main(options: program.Options) -> None:
     trained = {}
     for name, rank in wanted.items():
         folder = Path(options.output_dir) / "adapters" / name
-        record = dict(answer_format=name, rank=rank, base_weights_sha256=base, options=asdict(how))
+        record: dict[str, Any] = dict(
+            answer_format=name, rank=rank, base_weights_sha256=base, options=asdict(how)
+        )
         record |= train(name, rank, how, p, engine, folder)
         asked = expecting(last, name)
         record["exact_match"] = exact_match(generate(engine, asked, name), asked)

@@ -47,7 +47,8 @@ from pallas_kernels.paged_attention.tiles import LAYOUT, LOG2_E, NEG_INF, consta
 
 KV_TILE = 128  # Keys of one step. The page size must divide it.
 STAGES = 2  # Tiles of keys and values in flight, as shared memory allows at D = 128.
-FIELDS = 10  # Of an item.
+FIELDS = 10  # Of an item, the last of which is the place of its partial result.
+PLACE = FIELDS - 1
 
 refusal = tiles.refusal
 
@@ -140,11 +141,9 @@ def _attend(
     _, P, _ = k_ref.shape
     warpgroup, group = lax.axis_index("warpgroup"), lax.axis_index("group")
     item = lax.axis_index("item")
-
-    def fields():
-        return tuple(items_ref[item, field] for field in range(FIELDS))
-
-    sequence, kv_head, base, lo, hi, position, length, begin, end, _ = fields()
+    sequence, kv_head, base, lo, hi, position, length, begin, end, _ = (
+        items_ref[item, field] for field in range(FIELDS)
+    )
 
     def first_head_of(kv_head):
         return (kv_head * lax.axis_size("group") + group) * heads
@@ -249,7 +248,7 @@ def _attend(
 
         def finish(acc, top, total):
             # Read again, because registers that hold them through the loop would be too many.
-            _, kv_head, base, lo, hi, _, _, _, _, place = fields()
+            kv_head, base, lo, hi, place = (items_ref[item, i] for i in (1, 2, 3, 4, PLACE))
             first_head = first_head_of(kv_head)
 
             @pl.when(place < 0)

@@ -40,7 +40,7 @@ def serve(bundled, prompts: int, changes: dict):
     engine = padded(Engine.from_model(params, config, engine_config, load_tokenizer("bundled")))
     for name, folder in FOLDERS.items():
         engine.add_adapter(name, folder)
-    asked = []
+    asked: list[tuple[str | None, tasks.TaskPrompt]] = []
     for task in answer_formats.TASKS:
         for prompt in tasks.make_prompts(task, 256, prompts, SEED):
             asked += [(name, answer_formats.asked(name, prompt)) for name in FOLDERS]

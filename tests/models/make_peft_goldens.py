@@ -108,7 +108,8 @@ def write_case(name: str, seed: int) -> None:
     save(model, folder, checkpoint)
     rng, vocab_size = np.random.default_rng(seed), model.config.vocab_size
     tokens = rng.integers(0, vocab_size, LENGTH)
-    prompts, outputs = [], []
+    prompts: list[list[int]] = []
+    outputs: list[list[int]] = []
     while len(prompts) < PROMPTS:
         prompt = rng.integers(0, vocab_size, PROMPT).tolist()
         output = continuation(model, prompt)

@@ -85,7 +85,7 @@ class User:
         with suppress(ValueError):  # the id may be in use
             name = self.call(
                 self.engine.add_request, prompt, how, name, stream=self.rng.random() < 0.3,
-                adapter=adapter and adapter.name,
+                adapter=adapter.name if adapter else None,
             )  # fmt: skip
             assert name not in self.accepted or name in self.ended
             self.ended.pop(name, None)
@@ -98,7 +98,7 @@ class User:
 
     def open_stream(self) -> None:
         prompt, how, adapter = self._request()
-        stream = self.call(self.engine.stream, prompt, how, adapter and adapter.name)
+        stream = self.call(self.engine.stream, prompt, how, adapter.name if adapter else None)
         self.streams.append((stream, (prompt, how, adapter)))
 
     def pull(self) -> None:

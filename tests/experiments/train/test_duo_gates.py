@@ -1,6 +1,7 @@
 """Gates of a random model: what they mix, what they learn, and the file that holds them."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -46,15 +47,16 @@ def test_gates_of_one_and_zero_are_full_and_streaming_attention():
 
 def test_heads_that_need_no_more_than_the_window_lose_their_gates(params, data):
     """And a run is repeated from its seed."""
-    how = dict(lengths=[96], mix={"needles": 1.0}, rate=0.1, progress=False)
-    wide, rows = duo_gates.train(
-        MODEL, params, data, steps=15, window=Window(64, 64, 64), **how
-    )  # sees all
+    train = partial(
+        duo_gates.train, MODEL, params, data, steps=15, lengths=[96], mix={"needles": 1.0},
+        rate=0.1, progress=False,
+    )  # fmt: skip
+    wide, rows = train(window=Window(64, 64, 64))  # sees all
     assert wide.max() < 0.2 and rows[-1]["moved"] < 1e-6
-    narrow, rows = duo_gates.train(MODEL, params, data, steps=15, window=WINDOW, **how)
+    narrow, rows = train(window=WINDOW)
     assert rows[-1]["moved"] > 1e-5
     assert ((narrow >= 0) & (narrow <= 1)).all() and narrow.min() > wide.max()
-    again, _ = duo_gates.train(MODEL, params, data, steps=15, window=WINDOW, **how)
+    again, _ = train(window=WINDOW)
     np.testing.assert_array_equal(narrow, again)
 
 

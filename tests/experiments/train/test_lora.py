@@ -28,18 +28,23 @@ def batch_of(step: int):
 
 def test_training_begins_from_the_model_and_what_it_learns_can_be_merged(tiny_folder, tmp_path):
     p, batch = checkpoint.load(tiny_folder)[1], batch_of(0)
+    tokens, label_weights, positions = batch
+
+    def loss(p, seam=None) -> float:
+        return float(loss_fn(p, TINY, tokens, label_weights, positions, seam)[0])
+
     weights = program.initialise(TINY, 4, jax.random.key(1))
-    before = loss_fn(p, TINY, *batch)[0]
-    assert loss_fn(p, TINY, *batch, program.seam(weights))[0] == pytest.approx(before, abs=1e-6)
+    before = loss(p)
+    assert loss(p, program.seam(weights)) == pytest.approx(before, abs=1e-6)
     optimizer = program.make_optimizer(0.01, 60)
     state = optimizer.init(weights)
     for _ in range(60):
         weights, state, after, _ = program.train_step(TINY, optimizer, p, weights, state, *batch)
     assert after < before - 1
-    last = loss_fn(p, TINY, *batch, program.seam(weights))[0]
+    last = loss(p, program.seam(weights))
     peft.save(tmp_path, program.to_lora(weights), TINY, dtype="float32")
     merged = lora.merge(p, peft.load(tmp_path, TINY)[0])
-    assert loss_fn(merged, TINY, *batch)[0] == pytest.approx(last, abs=1e-4)
+    assert loss(merged) == pytest.approx(last, abs=1e-4)
 
 
 @pytest.mark.slow
