@@ -247,8 +247,10 @@ def _attend(
             return s_ref[...]
 
         def finish(acc, top, total):
-            # Read again, because registers that hold them through the loop would be too many.
-            kv_head, base, lo, hi, place = (items_ref[item, i] for i in (1, 2, 3, 4, PLACE))
+            # Read again, because registers that hold them through the loop would be too many, and
+            # so would be those that hold their address: the compiler does not see that it is that.
+            again = item + jnp.minimum(end - begin, 0)
+            kv_head, base, lo, hi, place = (items_ref[again, i] for i in (1, 2, 3, 4, PLACE))
             first_head = first_head_of(kv_head)
 
             @pl.when(place < 0)
