@@ -33,7 +33,7 @@ class EngineLoop:
     """Serves what `scheduler` has, through one executor; nobody but the engine calls it.
 
     round: calls of `run_step` so far, and rounds that were skipped, without those that only waited
-    for an adapter, in vain: how many of these there are is the clock's. After an exception from
+    for an adapter: how many of these there are is the clock's. After an exception from
     `run_step` host and device may disagree, and only `reset` helps.
     """
 
@@ -106,11 +106,11 @@ class EngineLoop:
             self._take_in(previous)
         if waits:
             assert self.scheduler.gate.loading, "requests are left and nothing can run"
-            changed |= self._loads.wait()
+            self._loads.wait()
         if self._in_flight is None and (pages := self.host_policy.drain_operations()):
             self.event_log.pages(self.executor.clock.now(), pages)
             changed = True
-        if waits and not changed:
+        if waits and not changed:  # it has only waited
             self.round -= 1
         if self._in_flight:
             self._in_flight.host_s = time.perf_counter() - began - self._waited_s

@@ -103,9 +103,9 @@ class DeviceAdapters:
         rank_pages, num_rank_pages = self._tables()
         self.resident = replace(self.resident, rank_pages=rank_pages, num_rank_pages=num_rank_pages)
 
-    def wait(self) -> bool:
+    def wait(self) -> None:
         coming = [f for a, f in self._coming.items() if a not in self._announced]
-        return bool(wait(coming, MOST_WAIT_S, FIRST_COMPLETED).done)
+        wait(coming, MOST_WAIT_S, FIRST_COMPLETED)
 
     def _bring(self, adapter: Adapter) -> list[Pages]:
         """The adapter's pages on the device; in the thread."""

@@ -28,9 +28,9 @@ class AdapterLoads(Protocol):
         """
         ...
 
-    def wait(self) -> bool:
+    def wait(self) -> None:
         """Until one more has come or failed, but no longer than `MOST_WAIT_S` seconds: requests may
-        come that need not wait, and aborts of those that do. Whether one has."""
+        come that need not wait, and aborts of those that do."""
         ...
 
 
@@ -61,10 +61,8 @@ class SimulatedLoads:
     def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
         pass
 
-    def wait(self) -> bool:
-        comes_s = min(self._coming.values())
-        self._clock.wait_until(min(comes_s, self._clock.now() + MOST_WAIT_S))
-        return comes_s <= self._clock.now()
+    def wait(self) -> None:
+        self._clock.wait_until(min(self._clock.now() + MOST_WAIT_S, *self._coming.values()))
 
 
 class RecordedLoads:
@@ -105,8 +103,7 @@ class RecordedLoads:
     def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
         self._loads.install(adapter, slot, pages)
 
-    def wait(self) -> bool:
+    def wait(self) -> None:
         """The run had waited until something came, so `finished` raises ValueError if in the next
         round, should there be one, nothing does."""
         self.waited = True
-        return True

@@ -278,7 +278,7 @@ class Cluster:
         self.records.append(
             ClusterRecord(
                 request_id=request.request_id,
-                adapter=request.adapter.name if request.adapter else None,
+                adapter=None if request.adapter is None else request.adapter.name,
                 arrival_s=request.arrival_s,
                 first_token_s=job.first_token_s,
                 finish_s=self._now(),

@@ -104,7 +104,7 @@ class EngineRunner:
                 engine.add_known_adapter(adapter)
             engine.add_request(
                 request.prompt, request.sampling, request.request_id,
-                cache_salt=request.cache_salt, adapter=adapter.name if adapter else None,
+                cache_salt=request.cache_salt, adapter=None if adapter is None else adapter.name,
                 known_output=request.known or None,
             )  # fmt: skip
         except ValueError as error:

@@ -324,3 +324,24 @@ def test_adapters_need_slots_and_are_checked_before_the_weights(tiny_folder, tmp
     refused = call(f"--model={tiny_folder}", f"--adapters={folder.parent}")
     assert refused.returncode == 1
     assert refused.stderr.strip() == "error: adapters need adapter_slots, which is 0"
+
+
+@pytest.mark.parametrize("load_s", [0.025, 0.1])
+def test_a_run_replays_whose_loads_take_longer_than_an_engine_waits_at_a_time(
+    tokenizer, tmp_path, load_s
+):
+    executor = SimulatedExecutor(vocab_size=TINY.vocab_size, first_token=4, adapter_page_s=load_s)
+    engine = Engine(TINY, replace(SMALL, adapter_slots=2), executor, tokenizer)
+    for name in "abc":
+        engine.add_known_adapter(Adapter(name, "", name, rank=16))
+    times = {"a": 0.0, "b": 0.005, None: 0.022, "c": 0.024}
+    requests = [
+        Request(time, [5, 6, 7], 4, ignore_eos=True, adapter=name) for name, time in times.items()
+    ]
+    serve.run(engine, requests, progress=False)
+    ended = {record.request_id: record.finish_s for record in engine.metrics.requests}
+    if load_s == 0.1:
+        assert min(ended, key=lambda name: ended[name]) == "request-2", "it needs no adapter"
+    log = event_log.read_log(event_log.write_log(tmp_path, "events.jsonl", engine.events))
+    replayed = replay.replay(replay.simulated_engine(log, TINY), log)
+    assert first_difference(log, replayed) is None

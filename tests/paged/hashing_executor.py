@@ -234,9 +234,8 @@ class TwinLoads:
     def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
         self._executor.install(adapter, slot, pages)
 
-    def wait(self) -> bool:
+    def wait(self) -> None:
         self._coming[min(self._coming, key=lambda adapter: self._coming[adapter])] = 0
-        return True
 
 
 def _move(source: np.ndarray, destination: np.ndarray, pairs) -> None:

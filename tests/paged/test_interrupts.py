@@ -85,7 +85,7 @@ class User:
         with suppress(ValueError):  # the id may be in use
             name = self.call(
                 self.engine.add_request, prompt, how, name, stream=self.rng.random() < 0.3,
-                adapter=adapter.name if adapter else None,
+                adapter=name_of(adapter),
             )  # fmt: skip
             assert name not in self.accepted or name in self.ended
             self.ended.pop(name, None)
@@ -98,7 +98,7 @@ class User:
 
     def open_stream(self) -> None:
         prompt, how, adapter = self._request()
-        stream = self.call(self.engine.stream, prompt, how, adapter.name if adapter else None)
+        stream = self.call(self.engine.stream, prompt, how, name_of(adapter))
         self.streams.append((stream, (prompt, how, adapter)))
 
     def pull(self) -> None:
@@ -121,7 +121,7 @@ class User:
     def generate(self) -> None:
         asked = [self._request() for _ in range(2)]
         prompts, hows, adapters = map(list, zip(*asked))
-        names = [adapter and adapter.name for adapter in adapters]
+        names = [name_of(adapter) for adapter in adapters]
         outputs = self.call(self.engine.generate, prompts, hows, names)
         for output, one in zip(outputs, asked, strict=True):
             assert output.finish_reason not in ("abort", "error")
@@ -193,6 +193,10 @@ class User:
             store.check()
             assert not any(resident.pins for resident in store.residents.values())
         EventLog("log", plain(events))  # it can be read
+
+
+def name_of(adapter: Adapter | None) -> str | None:
+    return None if adapter is None else adapter.name
 
 
 def check(

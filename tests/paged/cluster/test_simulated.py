@@ -206,4 +206,5 @@ def test_a_run_that_is_stopped_has_what_it_has():
     reasons = [output.finish_reason for output in outputs]
     assert len(asked) > len(outputs) > 20 and "abort" in reasons and "length" in reasons
     assert not cluster.cluster.has_unfinished() and not cluster.cluster.state.queue
-    assert Counter(reasons) == Counter(r.finish_reason for r in cluster.cluster.records)
+    recorded = [record.finish_reason for record in cluster.cluster.records]
+    assert Counter(reasons) == Counter(recorded)
