@@ -84,6 +84,7 @@ SETTINGS = Settings(
 )
 
 
+@pytest.mark.slow
 def test_engines_take_turns_and_give_the_same_tokens_with_the_same_adapters(tiny_folder, tmp_path):
     runs, floors, rates = lora_engine.run_model(
         "bundled", tiny_folder, SETTINGS, tmp_path, peft=False, progress=False
@@ -112,6 +113,7 @@ def test_engines_take_turns_and_give_the_same_tokens_with_the_same_adapters(tiny
         assert (tmp_path / name).stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_peft_mixes_the_same_adapters_and_gives_the_same_tokens(tiny_folder, tmp_path):
     pytest.importorskip("torch", reason="needs torch: make test-parity")
     pytest.importorskip("peft", reason="needs PEFT: make test-parity")
