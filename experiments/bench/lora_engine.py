@@ -90,7 +90,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Run:
-    """One timed run. seconds, cpu_s: wall and CPU time, prompts included. step_s: the mean time
+    """One timed run. seconds, cpu_s: wall and CPU time, prompts included. step_s: the median time
     from one decode step's end to the next one's, for each token of a sequence; None for peers.
     sequences: of these steps. equal: share of the tokens that are those of `SAME_AS`."""
 
@@ -188,7 +188,7 @@ def race(
         runs.append(
             Run(
                 name, system, repeat, seconds, cpu_s, len(prompts) * settings.output_tokens,
-                contestant.sequences, float(np.mean(times)) if times else None,
+                contestant.sequences, float(np.median(times)) if times else None,
                 equal_share(outputs, expected),
             )
         )  # fmt: skip

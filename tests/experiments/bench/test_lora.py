@@ -84,6 +84,7 @@ SETTINGS = Settings(
 )
 
 
+@pytest.mark.slow
 def test_engines_take_turns_and_give_the_same_tokens_with_the_same_adapters(tiny_folder, tmp_path):
     runs, floors, rates = lora_engine.run_model(
         "bundled", tiny_folder, SETTINGS, tmp_path, peft=False, progress=False
@@ -110,6 +111,21 @@ def test_engines_take_turns_and_give_the_same_tokens_with_the_same_adapters(tiny
     assert "one_at_a_time" in printed and "not measured" in printed
     for name in lora_engine_report.FILES:
         assert (tmp_path / name).stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_peft_mixes_the_same_adapters_and_gives_the_same_tokens(tiny_folder, tmp_path):
+    pytest.importorskip("torch", reason="needs torch: make test-parity")
+    pytest.importorskip("peft", reason="needs PEFT: make test-parity")
+    settings = replace(SETTINGS, repeats=1)
+    runs, floors, _ = lora_engine.run_model(
+        "bundled", tiny_folder, settings, tmp_path, peft=True, progress=False
+    )
+    (peft,) = [run for run in runs if run.system == lora_engine.PEFT]
+    assert peft.step_s is None and peft.equal > 0.8
+    assert lora_engine.PEFT not in {floor.system for floor in floors}
+    assert lora_engine_report.summary(runs)["speedup_over_peft_bundled"]
+    assert "distinct" in lora_engine_report.table(runs, floors)
 
 
 def test_ratios_are_of_medians_of_what_they_name():

@@ -47,6 +47,7 @@ def test_a_run_covers_all_cases(tmp_path):
     assert (tmp_path / "layer.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_floors_count_each_adapter_once():
     rows = transformer_layer.run(
         MODEL, [2], [4], 8, ("distinct", "identical"), rounds=1, seed=0, rates=Rates(1e9, 1e30),
