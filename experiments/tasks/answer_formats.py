@@ -10,7 +10,6 @@ dashed     6-8-6-7-3;     something between the digits
 doubled    6688667733;    each digit twice
 twice      68673,68673;   the value twice
 reversed   37686;         another order
-rotated    73686;         the last two digits first
 outer      63;            the first digit and the last
 tail       73;            the last two digits
 sorted     36678;         an order that the digits decide
@@ -29,7 +28,6 @@ FORMATS: dict[str, Callable[[str, str], str]] = {
     "doubled": lambda key, value: "".join(digit + digit for digit in value) + ";",
     "twice": lambda key, value: f"{value},{value};",
     "reversed": lambda key, value: f"{value[::-1]};",
-    "rotated": lambda key, value: f"{value[-2:]}{value[:-2]};",
     "outer": lambda key, value: f"{value[0]}{value[-1]};",
     "tail": lambda key, value: f"{value[-2:]};",
     "sorted": lambda key, value: "".join(sorted(value)) + ";",

@@ -12,7 +12,6 @@ EXPECTED = {
     "doubled": "6688667733;",
     "twice": "68673,68673;",
     "reversed": "37686;",
-    "rotated": "73686;",
     "outer": "63;",
     "tail": "73;",
     "sorted": "36678;",
