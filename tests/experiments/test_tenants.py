@@ -23,7 +23,12 @@ CONFIG = EngineConfig(
     kv_cache_tokens=4096, prefix_caching=True, adapter_slots=3, max_adapter_rank=16,
 )  # fmt: skip
 # 8 sequences grow to 17 pages each: some must go and come back.
-CROWDED = {"kv_cache_tokens": 1536, "watermark": 0.0, "multi_step": 4, "preemption_mode": "swap"}
+CROWDED = {
+    "kv_cache_tokens": 1536,
+    "watermark": 0.0,
+    "multi_step": 4,
+    "preemption_mode": "recompute",
+}
 SEED = 11
 
 
@@ -71,11 +76,15 @@ def test_the_adapters_are_of_these_weights():
 def test_each_tenant_gets_its_own_answers(bundled, prompts, changes):
     engine, answered = serve(bundled, prompts, changes)
     exact = [report.is_exact(text, prompt.answer, prompt.stop) for _, prompt, text in answered]
-    # An adapter errs now and then, but never as another one answers.
+    # An adapter errs now and then, but never by answering as another one does.
     assert sum(exact) >= 0.9 * len(exact)
     for (name, prompt, text), right in zip(answered, exact):
-        same = [p.answer[:-1] for n, p, _ in answered if p.prompt == prompt.prompt and n != name]
-        assert right or text not in same, (name, text, prompt.answer)
+        others = {
+            p.answer[:-1]
+            for other, p, _ in answered
+            if p.prompt == prompt.prompt and other not in (name, None)
+        }
+        assert right or text not in others, (name, text, prompt.answer)
     loads = [event for event in engine.events if event["event"] == "load"]
     assert len(loads) > CONFIG.adapter_slots and any(event["evicted"] for event in loads)
     if changes:
