@@ -177,7 +177,7 @@ def test_the_program_writes_its_files(tmp_path):
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert report["flags"]["batches"] == ["1", "4"] and report["summary"] == numbers
     assert list(numbers) == list(lora_engine_report.GOALS)
-    assert numbers["distinct_over_base_100m"] is None < numbers["idle_lora_overhead"]
+    assert numbers["distinct_over_base_100m"] is None and numbers["idle_lora_overhead"] > 0
 
 
 @pytest.mark.slow
