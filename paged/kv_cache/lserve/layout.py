@@ -165,8 +165,8 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
 
 
 def _blocks(layout: Layout, config: CacheConfig, model: ShardedModel) -> tuple[int, int]:
-    """Blocks of the two pools. Memory is shared so that as many sequences of the most tokens as
-    possible fit; what streaming heads could never use goes to the dense ones."""
+    """Blocks of the two pools: windows for all slots, as far as half of the memory holds them. They
+    are short, and without one no sequence can run; all else is for dense heads."""
     dense, streaming = (
         size // model.num_shards for size in layout.unit_bytes(model, config.kv_dtype)
     )
@@ -174,8 +174,7 @@ def _blocks(layout: Layout, config: CacheConfig, model: ShardedModel) -> tuple[i
     room = max(0, room - state_bytes(layout, config.policy_options, model))
     if not streaming:
         return room // dense + 1, 0
-    longest = layout.most * dense + layout.window * streaming
-    windows = layout.window * max(0, room - layout.chunks * streaming) // longest + 1
-    most = layout.num_slots * layout.window
-    num_streaming = min(layout.chunks + min(windows, most), room // streaming)
+    useful = layout.num_slots * layout.window + layout.chunks
+    half = max(room // 2 // streaming, layout.window + layout.chunks)
+    num_streaming = min(useful, half, room // streaming)
     return (room - num_streaming * streaming) // dense + 1, num_streaming + 1

@@ -1,6 +1,5 @@
 """What LServe's policy computes, keeps and refuses. The suite of all policies runs it too."""
 
-import dataclasses
 import json
 from dataclasses import replace
 
@@ -27,7 +26,8 @@ from tests.paged.tiny import TINY
 NEVER_SELECTS = {"budget": 64, "logical_page": 2, "sink": 4, "local": 8}
 SELECTS = NEVER_SELECTS | {"budget": 12, "reuse": 2}
 BOTH_LAYERS = ((0.9, 0.2, 0.9, 0.9), (0.1, 0.3, 0.2, 0.9), (0.9, 0.9, 0.9, 0.9))
-WIDE = dataclasses.replace(TINY, num_layers=3, num_heads=8, num_kv_heads=4)
+ALL_STREAM = replace(CASE.config["policy_options"], streaming_share=1.0)
+WIDE = replace(TINY, num_layers=3, num_heads=8, num_kv_heads=4)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -234,13 +234,11 @@ def test_options_that_cannot_work_are_refused(changes, message):
     [
         ({"sliding_window": 8}, {}, "the model's cannot be served"),
         ({"num_layers": 3}, {}, "gates are of 2 layers of 2 KV heads, but the model has 3 of 2"),
-        ({}, {"streaming_share": 1.0}, "must leave a head dense of the 4 that there are"),
+        ({}, {"policy_options": ALL_STREAM}, "must leave a head dense of the 4 that there are"),
         ({}, {"kv_cache_tokens": 20}, "hold no sequence: streaming heads alone need a window of 4"),
     ],
 )
 def test_what_the_policy_cannot_serve_is_refused_at_the_start(model, changes, message):
-    options = dataclasses.asdict(CASE.config["policy_options"])
-    tokens = changes.pop("kv_cache_tokens", 150)
-    config = CASE.engine_config(policy_options=options | changes, kv_cache_tokens=tokens)
+    config = CASE.engine_config(**changes)
     with pytest.raises(ValueError, match=message):
         POLICIES["lserve"].check(config, TINY.replace(**model))
