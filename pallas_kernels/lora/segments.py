@@ -28,17 +28,11 @@ class Segments:
     count: Any
 
 
-def run_of_tokens(segments: Segments, T: int):
-    """The run of each token [T], and whether it is in one [T]."""
-    token, run = jnp.arange(T)[:, None], jnp.arange(segments.slots.shape[0])
-    inside = (token >= segments.starts) & (token < segments.ends) & (run < segments.count[0])
-    return jnp.argmax(inside, 1), inside.any(1)
-
-
 def slot_of_tokens(segments: Segments, T: int):
     """The adapter slot of each token [T], and whether it has one [T]."""
-    run, in_one = run_of_tokens(segments, T)
-    return segments.slots[run], in_one
+    token, run = jnp.arange(T)[:, None], jnp.arange(segments.slots.shape[0])
+    inside = (token >= segments.starts) & (token < segments.ends) & (run < segments.count[0])
+    return segments.slots[jnp.argmax(inside, 1)], inside.any(1)
 
 
 def pages_held(slot_T, has_adapter_T, Q: int, num_rank_pages_A):

@@ -20,7 +20,7 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.lora.segments import PAGE_RANKS, run_of_tokens, slot_of_tokens
+from pallas_kernels.lora.segments import PAGE_RANKS, slot_of_tokens
 
 # Rows of one product. The rows of a block beyond the segment are computed for nothing, but each
 # block reads the adapter's pages once more.
@@ -112,9 +112,10 @@ def _over_segments(x, zero, product, join, segments, rank_pages, num_rank_pages)
 
     def single_tokens():
         """`zero` with the rows of segments of one token, all at once."""
-        run, in_one = run_of_tokens(segments, T)
-        slot = segments.slots[run]
-        pages = jnp.where(in_one & (lengths[run] == 1), num_rank_pages[slot], 0)
+        here = (jnp.arange(T)[:, None] == segments.starts) & (lengths == 1)
+        after = jnp.where(here, segments.slots + 1, 0).sum(1)  # its slot is the one before
+        slot = jnp.maximum(after - 1, 0)
+        pages = jnp.where(after > 0, num_rank_pages[slot], 0)
 
         def join_page(q, out):
             held = q < pages
