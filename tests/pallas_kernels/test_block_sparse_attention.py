@@ -68,7 +68,8 @@ def test_streaming_heads_see_sink_and_window(sink, local, implementation):
     )
     for s, (first, count) in enumerate(CHUNKS):
         rows = slice(starts[s], starts[s] + count)
-        expected = masked(q[rows], *sequences[s], first, sink, local)
+        keys, values = sequences[s]
+        expected = masked(q[rows], keys, values, first, sink, local)
         np.testing.assert_allclose(out[rows], expected, atol=1e-5)
 
 

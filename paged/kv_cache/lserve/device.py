@@ -24,7 +24,7 @@ from pallas_kernels.paged_attention import paged_attention, paged_prefill_attent
 class LServeCache:
     """k_pages, v_pages: [N, P, D], pages of dense heads and then of streaming heads.
     page_base: [L, K] int32, the page of block 0 of each head.  num_dense: [L] int32.
-    statistics: [N_dense, C, 2D] of the keys of dense heads.  selected: [num_slots, L, K', B - 1]
+    statistics: [N_dense, C * 2D] of the keys of dense heads.  selected: [num_slots, L, K', B - 1]
     int32 logical pages, the newest one aside, by heads or query heads.  selected_at: [num_slots]
     int32, the position whose query selected. Without rows that could select, the statistics and
     selections are None.
@@ -71,7 +71,7 @@ class LServePolicy:
         )
         if not layout.selects:
             return cache
-        statistics = layout.dense_pages, layout.page_size // layout.logical, 2 * D
+        statistics = layout.dense_pages, layout.page_size // layout.logical * 2 * D
         selected = layout.num_slots, self.num_layers, self.selectors, layout.selected - 1
         return replace(
             cache,
@@ -112,14 +112,19 @@ class LServePolicy:
 
     def _write_statistics(self, cache: LServeCache, k_TxKxD, slots, plan, Tp: int) -> LServeCache:
         """Pages of streaming heads come after those that have statistics."""
-        statistics, logical = cache.statistics, self.layout.logical
+        statistics, logical = self._statistics(cache), self.layout.logical
         if Tp:
             statistics = write_key_statistics(
                 statistics, k_TxKxD[:Tp], slots[:Tp], logical=logical, runs=plan.prefill.runs
             )
         if Tp < len(k_TxKxD):
             statistics = write_key_statistics(statistics, k_TxKxD[Tp:], slots[Tp:], logical=logical)
-        return replace(cache, statistics=statistics)
+        return replace(cache, statistics=statistics.reshape(len(statistics), -1))
+
+    def _statistics(self, cache: LServeCache) -> jax.Array:
+        """[N, C, 2D]. An axis of one logical page would make XLA copy the stored array."""
+        assert cache.statistics is not None
+        return cache.statistics.reshape(len(cache.statistics), -1, 2 * self.head_dim)
 
     def _prefill(self, layer, q_TxHxD, cache: LServeCache, plan: PrefillPlan, inputs):
         """The heads of a kind at once; how many a layer has of each decides the program."""
@@ -192,9 +197,10 @@ class LServePolicy:
         fresh = plan.fresh & (layer >= self.dense_layers)
         num_pages = jnp.broadcast_to(plan.positions[:, None] // self.layout.page_size + 1, (S, J))
         new = select_pages(
-            q_RxGxD, cache.statistics, pages_SxJxM.reshape(S * J, M), num_pages.reshape(-1),
+            q_RxGxD, self._statistics(cache), pages_SxJxM.reshape(S * J, M), num_pages.reshape(-1),
             self.layout.selected - 1, selects_R=(fresh[:, None] & ~streams).reshape(-1),
         )  # fmt: skip
+        assert cache.selected is not None
         slots = jnp.where(fresh, plan.slots, self.layout.num_slots)
         new = new.reshape(S, J, -1)
         selected = cache.selected.at[slots, layer].set(new, mode="drop")
@@ -242,7 +248,10 @@ class LServePolicy:
         pairs = (self._pages(pool, units).reshape(-1) for units in (sources, destinations))
         of, to = pairs
         paged = self._paged(cache, pool)
-        return replace(cache, **{name: copy_pages(x, of, to) for name, x in paged.items()})
+        return replace(cache, **{
+            name: copy_pages(x.reshape(len(x), -1, self.head_dim), of, to).reshape(x.shape)
+            for name, x in paged.items()
+        })  # fmt: skip
 
     def release_slots(self, cache: LServeCache, slots) -> LServeCache:
         return replace(cache, selected_at=cache.selected_at.at[slots].set(NEVER, mode="drop"))

@@ -58,7 +58,8 @@ def read_gates(path: str, weights_hash: Callable[[], str]) -> Gates:
 def _table(text: str) -> list[Sequence[float]]:
     """The numbers of a tab-separated file. Trained gates may lie beyond [0, 1] by a rounding, and
     DuoAttention clips them as it reads them."""
-    return [np.clip([float(x) for x in line.split()], 0, 1) for line in text.splitlines() if line]
+    rows = [[float(x) for x in line.split()] for line in text.splitlines() if line]
+    return [np.clip(row, 0, 1).tolist() for row in rows]
 
 
 def streaming_heads(gates: Gates, share: float) -> np.ndarray:
@@ -78,7 +79,7 @@ def dense_first(streams: np.ndarray, num_groups: int) -> np.ndarray:
     L, K = streams.shape
     size, order, next_odd = K // num_groups, np.empty((L, K), int), 0
     for layer in range(L):
-        dense, streaming = (list(np.flatnonzero(x)) for x in (~streams[layer], streams[layer]))
+        dense, streaming = (np.flatnonzero(x).tolist() for x in (~streams[layer], streams[layer]))
         each, odd = divmod(len(dense), num_groups)
         row: list[int] = []
         for group in range(num_groups):

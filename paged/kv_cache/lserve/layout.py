@@ -6,6 +6,7 @@ and head, and then those of the streaming pool. page = base of (layer, head) + b
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -83,7 +84,7 @@ class Layout:
 
     def column(self, page):
         """Where a table has a page of streaming heads, an int or an array."""
-        where = jnp.where if isinstance(page, jnp.ndarray) else np.where
+        where: Any = jnp.where if isinstance(page, jnp.ndarray) else np.where
         return where(page < self.sink, page, self.sink + (page - self.sink) % self.ring)
 
     def bases(self) -> np.ndarray:

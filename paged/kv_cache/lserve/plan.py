@@ -94,7 +94,9 @@ def _plan_prefill(
     for dense in layout.dense_counts:
         of_dense = schedule(starts, lengths, dense) if dense else None
         streaming = layout.heads - dense
-        of_streaming = schedule(lists.starts, lists.lengths, streaming) if streaming else None
+        of_streaming = (
+            schedule(lists.starts, lists.lengths, streaming) if lists and streaming else None
+        )
         schedules[dense] = of_dense, of_streaming
     return PrefillPlan(lists, blocks, schedules, runs)
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from absl import flags as absl_flags
@@ -87,7 +87,7 @@ def test_options_of_the_chosen_policy_are_flags(tmp_path):
     gates.write_text("0.5\t1.0\n0.25\t0\n")
     given = Options(policy="lserve", lserve_budget=512, lserve_reuse=4, lserve_gates=str(gates))
     values = flags.fields_of(EngineConfig, given)
-    options = {"budget": 512, "gates": ((0.5, 1.0), (0.25, 0.0))}
+    options: dict[str, Any] = {"budget": 512, "gates": ((0.5, 1.0), (0.25, 0.0))}
     assert values == {"policy": "lserve", "policy_options": options}
     assert EngineConfig(**values).policy_options == LServeOptions(**options)
     given.policy = "vllm"

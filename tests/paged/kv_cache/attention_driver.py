@@ -80,7 +80,7 @@ class Driver:
         assert not self.host.take_moves().facts()
         for row, slot in enumerate(np.asarray(inputs.slots).tolist()):
             if slot < self._config.max_num_seqs:
-                self.host.tables(np.array([slot]), inputs.tables[row : row + 1])
+                self.host.tables(np.array([slot]), np.asarray(inputs.tables)[row : row + 1])
         arrays = [np.zeros((x.shape[0], Tp + Sd, *x.shape[2:]), np.float32) for x in self._qkv[0]]
         for slot, place in places.items():
             start = self._computed[slot]

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from tests.paged.kv_cache.policy_suite import CASES, CATALOGUE, Bench, drain, re
 from tests.paged.tiny import TINY
 
 (CASE,) = (case for case in CASES if case.name == "lserve")
-NEVER_SELECTS = {"budget": 64, "logical_page": 2, "sink": 4, "local": 8}
+NEVER_SELECTS: dict[str, Any] = {"budget": 64, "logical_page": 2, "sink": 4, "local": 8}
 SELECTS = NEVER_SELECTS | {"budget": 12, "reuse": 2}
 BOTH_LAYERS = ((0.9, 0.2, 0.9, 0.9), (0.1, 0.3, 0.2, 0.9), (0.9, 0.9, 0.9, 0.9))
 ALL_STREAM = replace(CASE.config["policy_options"], streaming_share=1.0)
@@ -82,6 +83,7 @@ def test_attention_is_that_of_masks_over_all_keys(options):
         np.testing.assert_allclose(ours, expected(prompt, *padded)[:, :n], atol=1e-5)
 
 
+@pytest.mark.slow  # two policies compile
 def test_with_the_whole_context_and_no_streaming_heads_it_is_vllm(tiny_params):
     bench = Bench(tiny_params)
     options = lserve.Options(**NEVER_SELECTS)
