@@ -4,6 +4,7 @@ A program defines its flags in a function that `program.Program` calls, so that 
 be imported together. Only `program` reads flags: all else gets plain values.
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import fields
@@ -17,6 +18,7 @@ from experiments.lib.program import Options
 from models import checkpoint
 from paged.checks import help_of
 from paged.engine import EngineConfig
+from paged.kv_cache import POLICIES
 from pallas_kernels.paged_attention.api import DECODE, PREFILL
 
 flags.disclaim_key_flags()  # --help lists the flags as the program's own
@@ -76,9 +78,49 @@ def _kind(hint) -> type | None:
 
 
 def fields_of(dataclass: type, options: Options) -> dict[str, Any]:
-    """The values of the flags that are called like its fields."""
+    """The values of the flags that are called like its fields, and of EngineConfig the options of
+    --policy too.
+
+    Raises ValueError for the option of another policy, and for a file of options that holds none.
+    """
     named = {field.name for field in fields(dataclass)}
-    return {name: value for name, value in vars(options).items() if name in named}
+    values = {name: value for name, value in vars(options).items() if name in named}
+    if "policy_options" in named and (chosen := _policy_options(options)):
+        values["policy_options"] = chosen
+    return values
+
+
+def _define_policy_flags() -> None:
+    """Define a flag --POLICY_FIELD for each option of a KV policy that has a help text. Where its
+    metadata have a function under "read", the flag names a file."""
+    for policy, declared in POLICIES.items():
+        hints = get_type_hints(declared.options)
+        for each in fields(declared.options):
+            name, text = f"{policy}_{each.name}", each.metadata.get("help")
+            if text and "read" in each.metadata:
+                flags.DEFINE_string(name, "", text)
+            elif text and (kind := _kind(hints[each.name])):
+                _DEFINE[kind](name, each.default, text)
+
+
+def _policy_options(options: Options) -> dict[str, Any]:
+    """Those that flags change, by name; the files that they name are read."""
+    values = {}
+    for policy, declared in POLICIES.items():
+        for each in fields(declared.options):
+            read = each.metadata.get("read")
+            default = "" if read else each.default
+            value = getattr(options, f"{policy}_{each.name}", default)
+            if value == default:
+                continue
+            if policy != options.policy:
+                raise ValueError(
+                    f"--{policy}_{each.name} is an option of --policy={policy}, not of "
+                    f"--policy={options.policy}"
+                )
+            weights_hash = functools.partial(checkpoint.weights_hash, getattr(options, "model", ""))
+            values[each.name] = read(value, weights_hash) if read else value
+    return values
 
 
 def loading(options: Options) -> dict[str, Any]:
@@ -130,3 +172,4 @@ def define_engine_flags(defaults: EngineConfig | None = None) -> None:
     flags.DEFINE_integer("page_size", getattr(defaults, "page_size", None), page_size)
     flags.DEFINE_integer("seed", 0, "of the workload and of sampling", lower_bound=0)
     define_fields(defaults or EngineConfig, leave_out=("max_model_len", "page_size", "seed"))
+    _define_policy_flags()

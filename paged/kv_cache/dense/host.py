@@ -36,7 +36,7 @@ class DenseHost:
 
     def __init__(self, pool: Pool, config: CacheConfig):
         cache = PrefixCache() if config.prefix_caching else None
-        self.pools = (pool,)
+        self.pools, self._name = (pool,), pool.name
         self.pool = BlockPool(pool.num_units, cache)
         self.block_tables = BlockTables(
             self.pool, config.max_num_seqs, config.max_model_len, config.page_size
@@ -110,7 +110,7 @@ class DenseHost:
 
     def append(self, slots, num_tokens) -> None:
         if copies := self.block_tables.append(slots, num_tokens):
-            self._moves.copy(BLOCKS, copies)
+            self._moves.copy(self._name, copies)
 
     def fork(self, parent: int, child: int) -> None:
         self.block_tables.fork(parent, child)
@@ -133,7 +133,7 @@ class DenseHost:
 
     def swap_out(self, slots: list[int]) -> SwappedTables:
         swapped, pairs = self.block_tables.swap_out(slots, self.host_pool)
-        self._moves.export(BLOCKS, pairs)
+        self._moves.export(self._name, pairs)
         self._computed[slots] = 0
         return swapped
 
@@ -148,7 +148,7 @@ class DenseHost:
         if self.prefixes:
             for sequence in sequences:
                 self.prefixes.restart(sequence.slot, sequence)
-        self._moves.bring(BLOCKS, self.block_tables.swap_in(slots, swapped, self.host_pool))
+        self._moves.bring(self._name, self.block_tables.swap_in(slots, swapped, self.host_pool))
         self._computed[slots] = [sequence.computed for sequence in sequences]
 
     def drop_swapped(self, swapped: SwappedTables) -> None:
@@ -178,12 +178,12 @@ class DenseHost:
             internal=internal,
             external=0,
             free=self.pool.num_free * page_size,
-            bytes={BLOCKS: used * self.pools[0].unit_bytes},
+            bytes={self._name: used * self.pools[0].unit_bytes},
         )
 
     def held(self) -> dict[str, np.ndarray]:
         on_host = np.flatnonzero(self.host_pool.refcounts)
-        return {BLOCKS: np.flatnonzero(self.pool.refcounts), f"host {BLOCKS}": on_host}
+        return {self._name: np.flatnonzero(self.pool.refcounts), f"host {self._name}": on_host}
 
     def check(self) -> None:
         blocks = self.block_tables.blocks
@@ -196,4 +196,4 @@ class DenseHost:
         self.host_pool.check()
 
     def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
-        return [(BLOCKS, *operation) for operation in self.pool.drain_operations()]
+        return [(self._name, *operation) for operation in self.pool.drain_operations()]

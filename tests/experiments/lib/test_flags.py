@@ -4,7 +4,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from absl import flags as absl_flags
@@ -15,6 +15,7 @@ from experiments.train.trainer import Options as TrainerOptions
 from experiments.workloads.workloads import WorkloadConfig
 from paged.checks import described, help_of
 from paged.engine import EngineConfig
+from paged.kv_cache.lserve import Options as LServeOptions
 from paged.requests.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[3]
@@ -73,10 +74,25 @@ def test_values_go_back_to_the_fields():
     assert flags.loading(options) == loaded
 
 
-@pytest.mark.parametrize("config", [EngineConfig, SamplingParams, WorkloadConfig, TrainerOptions])
+@pytest.mark.parametrize(
+    "config", [EngineConfig, SamplingParams, WorkloadConfig, TrainerOptions, LServeOptions]
+)
 def test_every_field_that_users_set_says_what_it_is(config):
     silent = {each.name for each in fields(config)} - help_of(config).keys()
     assert silent <= {"policy_options"}
+
+
+def test_options_of_the_chosen_policy_are_flags(tmp_path):
+    gates = tmp_path / "full_attention_heads.tsv"
+    gates.write_text("0.5\t1.0\n0.25\t0\n")
+    given = Options(policy="lserve", lserve_budget=512, lserve_reuse=4, lserve_gates=str(gates))
+    values = flags.fields_of(EngineConfig, given)
+    options: dict[str, Any] = {"budget": 512, "gates": ((0.5, 1.0), (0.25, 0.0))}
+    assert values == {"policy": "lserve", "policy_options": options}
+    assert EngineConfig(**values).policy_options == LServeOptions(**options)
+    given.policy = "vllm"
+    with pytest.raises(ValueError, match="--lserve_budget is an option of --policy=lserve, not of"):
+        flags.fields_of(EngineConfig, given)
 
 
 def test_help_lists_what_the_libraries_define():

@@ -22,11 +22,13 @@ from paged.device.executor import DeviceExecutor
 from paged.device.step import StepProgram
 from paged.device.tensor_parallel import Shards
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache import POLICIES
+from paged.kv_cache import POLICIES, lserve
+from paged.kv_cache.lserve.gates import streaming_heads
 from paged.kv_cache.policy import Capabilities, Policy
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
 from tests.paged.kv_cache.device_owned import DEVICE_OWNED
+from tests.paged.kv_cache.lserve_oracle import masked_attend
 from tests.paged.kv_cache.sink_window import SINK_WINDOW, Options, dense_attend
 from tests.paged.tiny import TINY, padded
 
@@ -64,12 +66,23 @@ class Case:
 
 
 SINK_WINDOW_OPTIONS = Options(sink_tokens=8, window_tokens=10)
+# A head of each layer streams, not the same one; the others read three pages of up to sixteen.
+LSERVE_OPTIONS = lserve.Options(
+    budget=12, reuse=2, logical_page=2, sink=4, local=8, streaming_share=0.5,
+    gates=((0.1, 0.9), (0.8, 0.7)),
+)  # fmt: skip
+LSERVE_STREAMS = streaming_heads(LSERVE_OPTIONS.gates, LSERVE_OPTIONS.streaming_share)
 CASES = [
     Case("vllm", POLICIES["vllm"], lambda prompt: causal_attend(TINY)),
     Case("orca_max", POLICIES["orca_max"], lambda prompt: causal_attend(TINY)),
     Case(
         "sink_window", SINK_WINDOW, functools.partial(dense_attend, TINY, SINK_WINDOW_OPTIONS),
         {"policy_options": SINK_WINDOW_OPTIONS},
+    ),
+    Case(
+        "lserve", POLICIES["lserve"],
+        functools.partial(masked_attend, TINY, LSERVE_OPTIONS, LSERVE_STREAMS, 4),
+        {"policy_options": LSERVE_OPTIONS, "kv_cache_tokens": 140},
     ),
     Case("device_owned", DEVICE_OWNED, lambda prompt: causal_attend(TINY)),
 ]  # fmt: skip
@@ -147,7 +160,10 @@ class Bench:
 
     def engine(self, case: Case, **changes) -> Engine:
         config = case.engine_config(**changes)
-        shards = Shards(TINY, config.tensor_parallel, dtype=self.params["embed"].dtype)
+        shards = Shards(
+            TINY, config.tensor_parallel, dtype=self.params["embed"].dtype,
+            head_order=case.policy.head_order(config, TINY),
+        )  # fmt: skip
         program = StepProgram.declare(config, shards)
         key = (
             case.name, program.policy, program.pools, program.table_width, config.multi_step,

@@ -1,0 +1,71 @@
+"""LServe's policy: streaming heads, pages that dense heads select, and a cache for each of the two.
+
+DuoAttention and Quest are settings of it: configs/duo_attention.flags, configs/quest.flags.
+"""
+
+import numpy as np
+
+from models.config import ModelConfig
+from paged.kv_cache.lserve.device import LServePolicy
+from paged.kv_cache.lserve.host import LServeHost
+from paged.kv_cache.lserve.layout import layout_of, order_of, selectors, split
+from paged.kv_cache.lserve.options import Options, check_options
+from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+
+__all__ = ["LSERVE", "LServeHost", "LServePolicy", "Options", "device"]
+
+
+def capabilities(config: CacheConfig) -> Capabilities:
+    """Generated tokens that have selected pages would be prefilled with all of them: recomputing is
+    exact only where nobody selects. Prefixes are not shared, because a window that has moved on
+    lacks the pages that a later prompt would need."""
+    options: Options = config.policy_options
+    never_selects = max(options.budget, options.sparse_from) >= config.max_model_len
+    return Capabilities(
+        fork="computed", swap=True, chunked_prefill=True, recompute=True,
+        recompute_exact=never_selects, slot_state=True,
+    )  # fmt: skip
+
+
+def check(config: CacheConfig, model: ModelConfig | None) -> None:
+    """Raises ValueError for options that cannot work, and for a cache too small or too large."""
+    check_options(config.policy_options, config.page_size, model)
+    if model is None:
+        return
+    layout = layout_of(config, ShardedModel.split(model, config.tensor_parallel))
+    dense, streaming = layout.num_blocks
+    if dense < 2 or (layout.streams and streaming - 1 < layout.window + layout.chunks):
+        raise ValueError(
+            f"kv_cache_tokens ({config.kv_cache_tokens}) hold no sequence: streaming heads alone "
+            f"need a window of {layout.window} pages and {layout.chunks} for the chunks of a step"
+        )
+    # Room above the pool is for padding tokens, each of which has a place of its own.
+    if layout.num_pages * layout.page_size >= 2**31 - 2**24:
+        raise ValueError(
+            f"kv_cache_tokens ({config.kv_cache_tokens}) exceed the places that an int32 can name"
+        )
+
+
+def head_order(config: CacheConfig, model: ModelConfig) -> np.ndarray | None:
+    sharded = ShardedModel.split(model, config.tensor_parallel)
+    streams = split(config.policy_options, sharded)
+    return order_of(streams, config.tensor_parallel) if streams.any() else None
+
+
+def device(
+    config: CacheConfig, model: ShardedModel, implementation: str | None = None
+) -> LServePolicy:
+    options: Options = config.policy_options
+    return LServePolicy(
+        layout_of(config, model),
+        model.shard.num_layers,
+        model.shard.num_heads,
+        model.shard.head_dim,
+        selectors(options, model),
+        options.dense_layers,
+        None if config.kv_dtype == "auto" else config.kv_dtype,
+        implementation,
+    )
+
+
+LSERVE = Policy(capabilities, LServeHost, device, check, Options, head_order)

@@ -1,0 +1,279 @@
+"""Device half of LServe's policy: streaming heads read their window, dense heads what they select.
+
+Heads are in the order of `head_order`, the dense ones of a layer first. Attention is that of the
+ops over pages, with shorter tables: a table for each page of queries in prefill, and in decode one
+for each row and head, so that short ones do not wait for long ones.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paged.kv_cache.lserve.layout import DENSE, Layout
+from paged.kv_cache.lserve.plan import NEVER, DecodePlan, LServePlan, PrefillPlan, make_plan
+from pallas_kernels.block_sparse_attention import block_sparse_prefill_attention
+from pallas_kernels.kv_write import copy_pages, write_kv
+from pallas_kernels.page_selection import select_pages, write_key_statistics
+from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
+
+
+@flax.struct.dataclass
+class LServeCache:
+    """k_pages, v_pages: [N, P, D], pages of dense heads and then of streaming heads.
+    page_base: [L, K] int32, the page of block 0 of each head.  num_dense: [L] int32.
+    statistics: [N_dense, C * 2D] of the keys of dense heads.  selected: [num_slots, L, K', B - 1]
+    int32 logical pages, the newest one aside, by heads or query heads.  selected_at: [num_slots]
+    int32, the position whose query selected. Without rows that could select, the statistics and
+    selections are None.
+    """
+
+    k_pages: jax.Array
+    v_pages: jax.Array
+    page_base: jax.Array
+    num_dense: jax.Array
+    selected_at: jax.Array
+    statistics: jax.Array | None = None
+    selected: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class LServePolicy:
+    """num_layers, num_heads, head_dim: of a shard. selectors: heads that select by themselves.
+    dense_layers: first ones in which none does. bases: [shards][L][K], page of block 0. kv_dtype:
+    of the pages, where it is not the compute dtype. implementation: of the attention ops."""
+
+    layout: Layout
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    selectors: int
+    dense_layers: int
+    kv_dtype: str | None = None
+    implementation: str | None = None
+    bases: tuple = field(init=False, repr=False)
+
+    def __post_init__(self):
+        nested = tuple(tuple(map(tuple, shard)) for shard in self.layout.bases().tolist())
+        object.__setattr__(self, "bases", nested)
+
+    def init(self, dtype, shard) -> LServeCache:
+        layout, D, dtype = self.layout, self.head_dim, self.kv_dtype or dtype
+        pages = (layout.num_pages, layout.page_size, D)
+        cache = LServeCache(
+            k_pages=jnp.zeros(pages, dtype),
+            v_pages=jnp.zeros(pages, dtype),
+            page_base=jnp.asarray(np.array(self.bases, np.int32))[shard],
+            num_dense=jnp.asarray(np.array(layout.num_dense, np.int32))[shard],
+            selected_at=jnp.full(layout.num_slots, NEVER, jnp.int32),
+        )
+        if not layout.selects:
+            return cache
+        statistics = layout.dense_pages, layout.page_size // layout.logical * 2 * D
+        selected = layout.num_slots, self.num_layers, self.selectors, layout.selected - 1
+        return replace(
+            cache,
+            statistics=jnp.zeros(statistics, dtype),
+            selected=jnp.zeros(selected, jnp.int32),
+        )
+
+    def begin_step(self, cache: LServeCache, inputs) -> tuple[LServeCache, LServePlan]:
+        G = self.num_heads // self.layout.heads
+        return cache, make_plan(self.layout, G, cache.selected_at, inputs, self.implementation)
+
+    def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: LServeCache, plan, inputs):
+        P, Tp = self.layout.page_size, inputs.num_prefill_tokens
+        T, K, _ = k_TxKxD.shape
+        dtype, compute_dtype = cache.k_pages.dtype, q_TxHxD.dtype
+        q_TxHxD, k_TxKxD, v_TxKxD = (x.astype(dtype) for x in (q_TxHxD, k_TxKxD, v_TxKxD))
+        base, streams = cache.page_base[layer], jnp.arange(K) >= cache.num_dense[layer]
+        slots = plan.dense_slots[:, None]
+        if self.layout.streams:
+            slots = jnp.where(streams, plan.streaming_slots[:, None], slots)
+        # Padding goes beyond the pool, each entry to a place of its own: the scatter's indices are
+        # promised to be distinct.
+        places = len(cache.k_pages) * P
+        nowhere = places + jnp.arange(T * K, dtype=jnp.int32).reshape(T, K)
+        slots = jnp.where(plan.written[:, None], slots + base * P, nowhere)
+        k_pages, v_pages = write_kv(cache.k_pages, cache.v_pages, k_TxKxD, v_TxKxD, slots)
+        cache = replace(cache, k_pages=k_pages, v_pages=v_pages)
+        if self.layout.selects:
+            cache = self._write_statistics(cache, k_TxKxD, slots, plan, Tp)
+        outs = []
+        if Tp:
+            outs.append(self._prefill(layer, q_TxHxD[:Tp], cache, plan.prefill, inputs))
+        if Tp < T:
+            tables = inputs.tables[inputs.num_prefill_rows :, : self.layout.most]
+            out, cache = self._decode(layer, q_TxHxD[Tp:], cache, plan.decode, tables)
+            outs.append(out)
+        return jnp.concatenate(outs).astype(compute_dtype), cache
+
+    def _write_statistics(self, cache: LServeCache, k_TxKxD, slots, plan, Tp: int) -> LServeCache:
+        """Pages of streaming heads come after those that have statistics."""
+        statistics, logical = self._statistics(cache), self.layout.logical
+        if Tp:
+            statistics = write_key_statistics(
+                statistics, k_TxKxD[:Tp], slots[:Tp], logical=logical, runs=plan.prefill.runs
+            )
+        if Tp < len(k_TxKxD):
+            statistics = write_key_statistics(statistics, k_TxKxD[Tp:], slots[Tp:], logical=logical)
+        return replace(cache, statistics=statistics.reshape(len(statistics), -1))
+
+    def _statistics(self, cache: LServeCache) -> jax.Array:
+        """[N, C, 2D]. An axis of one logical page would make XLA copy the stored array."""
+        assert cache.statistics is not None
+        return cache.statistics.reshape(len(cache.statistics), -1, 2 * self.head_dim)
+
+    def _prefill(self, layer, q_TxHxD, cache: LServeCache, plan: PrefillPlan, inputs):
+        """The heads of a kind at once; how many a layer has of each decides the program."""
+        K, Sp = self.layout.heads, inputs.num_prefill_rows
+        G = self.num_heads // K
+        tables, lengths = inputs.tables[:Sp, : self.layout.most], inputs.lengths[:Sp]
+        base = cache.page_base[layer]
+
+        def with_dense(dense: int):
+            outs, (of_dense, of_streaming) = [], plan.schedules[dense]
+            if dense:
+                out = paged_prefill_attention(
+                    q_TxHxD[:, : dense * G], cache.k_pages, cache.v_pages, _by_head(tables, dense),
+                    inputs.query_starts, lengths, page_offset=base[:dense], schedule=of_dense,
+                    implementation=self.implementation,
+                )  # fmt: skip
+                outs.append(out)
+            if dense < K:
+                assert plan.lists is not None and plan.blocks is not None
+                out = block_sparse_prefill_attention(
+                    q_TxHxD[:, dense * G :], cache.k_pages, cache.v_pages,
+                    _by_head(plan.blocks, K - dense), plan.lists, page_offset=base[dense:],
+                    schedule=of_streaming, implementation=self.implementation,
+                )  # fmt: skip
+                outs.append(out)
+            return jnp.concatenate(outs, axis=1)
+
+        counts = self.layout.dense_counts
+        if len(counts) == 1:
+            return with_dense(counts[0])
+        which = jnp.searchsorted(jnp.array(counts), cache.num_dense[layer])
+        return jax.lax.switch(which, [lambda dense=dense: with_dense(dense) for dense in counts])
+
+    def _decode(self, layer, q_SxHxD, cache: LServeCache, plan: DecodePlan, tables_SxM):
+        """(attention [Sd, H, D], cache), each row's heads as rows of one KV head."""
+        layout, P, J = self.layout, self.layout.page_size, self.selectors
+        S, H, D = q_SxHxD.shape
+        M = layout.most
+        head = jnp.arange(J) * layout.heads // J  # the KV head of each of the J that select
+        streams = head >= cache.num_dense[layer]
+        base = cache.page_base[layer][head][:, None]
+        q_RxGxD = q_SxHxD.reshape(S * J, H // J, D)
+        pages = tables_SxM[:, None] + base  # [S, J, M]
+        lengths = jnp.broadcast_to(plan.lengths[:, None], (S, J))
+        if layout.selects:
+            cache, chosen = self._select(layer, q_RxGxD, cache, plan, pages, streams)
+            sparse = (plan.sparse & (layer >= self.dense_layers))[:, None, None]
+            newest = jnp.broadcast_to((plan.positions // P)[:, None, None], (S, J, 1))
+            chosen = jnp.concatenate([chosen, newest], axis=2)
+            of_chosen = jnp.take_along_axis(pages, chosen, axis=2)
+            of_chosen = jnp.pad(of_chosen, ((0, 0), (0, 0), (0, M - layout.selected)))
+            pages = jnp.where(sparse, of_chosen, pages)
+            length = (layout.selected - 1) * P + plan.positions % P + 1
+            lengths = jnp.where(sparse[:, :, 0], length[:, None], lengths)
+        if layout.streams:
+            assert plan.blocks is not None and plan.lengths_in_window is not None
+            blocks = plan.blocks[:, :M]
+            blocks = jnp.pad(blocks, ((0, 0), (0, M - blocks.shape[1])))
+            pages = jnp.where(streams[:, None], blocks[:, None] + base, pages)
+            lengths = jnp.where(streams, plan.lengths_in_window[:, None], lengths)
+        out = paged_attention(
+            q_RxGxD, cache.k_pages, cache.v_pages, pages.reshape(S * J, 1, M),
+            lengths.reshape(S * J, 1), implementation=self.implementation,
+        )  # fmt: skip
+        return out.reshape(S, H, D), cache
+
+    def _select(self, layer, q_RxGxD, cache: LServeCache, plan: DecodePlan, pages_SxJxM, streams):
+        """Pages [S, J, B - 1] of each row, selected now or before (§3.5.3, reusable selection)."""
+        S, J, M = pages_SxJxM.shape
+        fresh = plan.fresh & (layer >= self.dense_layers)
+        num_pages = jnp.broadcast_to(plan.positions[:, None] // self.layout.page_size + 1, (S, J))
+        new = select_pages(
+            q_RxGxD, self._statistics(cache), pages_SxJxM.reshape(S * J, M), num_pages.reshape(-1),
+            self.layout.selected - 1, selects_R=(fresh[:, None] & ~streams).reshape(-1),
+        )  # fmt: skip
+        assert cache.selected is not None
+        slots = jnp.where(fresh, plan.slots, self.layout.num_slots)
+        new = new.reshape(S, J, -1)
+        selected = cache.selected.at[slots, layer].set(new, mode="drop")
+        chosen = selected.at[plan.slots, layer].get(mode="clip")
+        return replace(cache, selected=selected), chosen
+
+    def end_step(self, cache: LServeCache, plan: LServePlan, inputs) -> LServeCache:
+        if plan.decode is None:
+            return cache
+        slots = jnp.where(plan.decode.fresh, plan.decode.slots, self.layout.num_slots)
+        at = cache.selected_at.at[slots].set(plan.decode.positions, mode="drop")
+        return replace(cache, selected_at=at)
+
+    def report(self, cache: LServeCache) -> None:
+        """The host half owns all blocks, so it knows."""
+
+    def _pages(self, pool: str, blocks):
+        """Pages [C, heads] of blocks [C]."""
+        layout = self.layout
+        kind = 0 if pool == DENSE else 1
+        first = 0 if pool == DENSE else layout.dense_pages
+        heads = jnp.arange(layout.most_heads[kind], dtype=jnp.int32)
+        return first + blocks[:, None] + heads * layout.num_blocks[kind]
+
+    def _paged(self, cache: LServeCache, pool: str) -> dict[str, jax.Array]:
+        """The arrays that have a part of each of the pool's units."""
+        names = ["k_pages", "v_pages"]
+        if pool == DENSE and self.layout.selects:
+            names.append("statistics")
+        return {name: getattr(cache, name) for name in names}
+
+    def export_units(self, cache: LServeCache, pool: str, units):
+        pages = self._pages(pool, units)
+        return {name: x[pages] for name, x in self._paged(cache, pool).items()}
+
+    def import_units(self, cache: LServeCache, pool: str, units, content) -> LServeCache:
+        pages = self._pages(pool, units)
+        paged = self._paged(cache, pool)
+        return replace(cache, **{
+            name: x.at[pages].set(content[name], mode="promise_in_bounds")
+            for name, x in paged.items()
+        })  # fmt: skip
+
+    def copy_units(self, cache: LServeCache, pool: str, sources, destinations) -> LServeCache:
+        pairs = (self._pages(pool, units).reshape(-1) for units in (sources, destinations))
+        of, to = pairs
+        paged = self._paged(cache, pool)
+        return replace(cache, **{
+            name: copy_pages(x.reshape(len(x), -1, self.head_dim), of, to).reshape(x.shape)
+            for name, x in paged.items()
+        })  # fmt: skip
+
+    def release_slots(self, cache: LServeCache, slots) -> LServeCache:
+        return replace(cache, selected_at=cache.selected_at.at[slots].set(NEVER, mode="drop"))
+
+    def copy_slots(self, cache: LServeCache, parents, children) -> LServeCache:
+        return self.import_slots(cache, children, self.export_slots(cache, parents))
+
+    def export_slots(self, cache: LServeCache, slots) -> dict[str, jax.Array]:
+        state = {"selected_at": cache.selected_at.at[slots].get(mode="clip")[:, None]}
+        if cache.selected is not None:
+            state["selected"] = cache.selected.at[slots].get(mode="clip").swapaxes(1, 2)
+        return state
+
+    def import_slots(self, cache: LServeCache, slots, content) -> LServeCache:
+        at = cache.selected_at.at[slots].set(content["selected_at"][:, 0], mode="drop")
+        cache = replace(cache, selected_at=at)
+        if cache.selected is None:
+            return cache
+        selected = content["selected"].swapaxes(1, 2)
+        return replace(cache, selected=cache.selected.at[slots].set(selected, mode="drop"))
+
+
+def _by_head(tables, K: int):
+    """Tables [S, M] of all K heads alike."""
+    return jnp.broadcast_to(tables[:, None], (tables.shape[0], K, tables.shape[1]))

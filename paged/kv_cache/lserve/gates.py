@@ -1,0 +1,91 @@
+"""Which KV heads stream: gates of a model's heads, cut at a quantile (LServe §3.3, DuoAttention).
+
+A gate is in [0, 1]; values near 1 are of retrieval heads, which stay dense. DuoAttention publishes
+gates as `full_attention_heads.tsv`, a line a layer. Ours are JSON, beside the model that they were
+made for: {"weights_sha256": HASH, "gates": [[...], ...]}.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from paged.checks import shown
+
+Gates = tuple[tuple[float, ...], ...]  # [L][K]
+
+
+def checked_gates(gates) -> Gates:
+    """Rows of numbers as tuples, so that they are compared and hashed by value. Raises ValueError
+    if they are not equally long rows of numbers from 0 to 1."""
+    try:
+        rows = tuple(tuple(float(gate) for gate in row) for row in gates)
+    except (TypeError, ValueError):
+        rows = ((),)
+    if not rows or len({len(row) for row in rows}) > 1 or not all(rows):
+        raise ValueError(f"gates must be a row of numbers for each layer, not {shown(gates)}")
+    for layer, row in enumerate(rows):
+        for head, gate in enumerate(row):
+            if not 0 <= gate <= 1:
+                raise ValueError(
+                    f"gates must be from 0 to 1, not {gate} of layer {layer}, head {head}"
+                )
+    return rows
+
+
+def read_gates(path: str, weights_hash: Callable[[], str]) -> Gates:
+    """The gates in a file. weights_hash: gives the SHA-256 of the weights that they are to serve.
+
+    Raises ValueError, naming the file, if it holds no gates, or those of other weights.
+    """
+    try:
+        text = Path(path).read_text()
+        if not path.endswith(".json"):
+            return checked_gates(_table(text))
+        stored = json.loads(text)
+        if not isinstance(stored, dict) or not {"weights_sha256", "gates"} <= stored.keys():
+            raise ValueError('needs "weights_sha256" and "gates"')
+        if stored["weights_sha256"] != (served := weights_hash()):
+            raise ValueError(
+                f"is for weights of SHA-256 {shown(stored['weights_sha256'])}, not {served}"
+            )
+        return checked_gates(stored["gates"])
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _table(text: str) -> list[Sequence[float]]:
+    """The numbers of a tab-separated file. Trained gates may lie beyond [0, 1] by a rounding, and
+    DuoAttention clips them as it reads them."""
+    rows = [[float(x) for x in line.split()] for line in text.splitlines() if line]
+    return [np.clip(row, 0, 1).tolist() for row in rows]
+
+
+def streaming_heads(gates: Gates, share: float) -> np.ndarray:
+    """[L, K] bool: the `share` of all heads with the lowest gates, rounded; of equal gates those of
+    lower layers, and of lower heads, come first."""
+    flat = np.array(gates).reshape(-1)
+    count = int(share * len(flat) + 0.5)
+    streams = np.zeros(len(flat), bool)
+    streams[np.argsort(flat, kind="stable")[:count]] = True
+    return streams.reshape(len(gates), -1)
+
+
+def dense_first(streams: np.ndarray, num_groups: int) -> np.ndarray:
+    """[L, K], the head at each place: in each layer `num_groups` runs of K / num_groups heads, a
+    shard's each, with the dense heads of a run first. A layer's dense heads are dealt out evenly,
+    and the odd ones of all layers too."""
+    L, K = streams.shape
+    size, order, next_odd = K // num_groups, np.empty((L, K), int), 0
+    for layer in range(L):
+        dense, streaming = (np.flatnonzero(x).tolist() for x in (~streams[layer], streams[layer]))
+        each, odd = divmod(len(dense), num_groups)
+        row: list[int] = []
+        for group in range(num_groups):
+            count = each + ((group - next_odd) % num_groups < odd)
+            row += dense[:count] + streaming[: size - count]
+            del dense[:count], streaming[: size - count]
+        order[layer] = row
+        next_odd = (next_odd + odd) % num_groups
+    return order

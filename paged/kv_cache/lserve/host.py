@@ -1,0 +1,188 @@
+"""Host half of LServe's policy: the two-way paged KV cache (§3.2), a pool for each kind of head.
+
+The dense pool is the dense policy's own, with another unit, and the streaming pool has windows.
+Besides, sequences have state on the device under their slots: the pages that they have selected.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from paged.blocks.block_pool import NULL_BLOCK
+from paged.blocks.block_table import SwappedTables
+from paged.kv_cache.dense.host import MOVED_TOKENS_PER_CALL, DenseHost
+from paged.kv_cache.lserve.layout import DENSE, STREAMING, Layout, layout_of
+from paged.kv_cache.lserve.streaming import StreamingHost, SwappedWindow
+from paged.kv_cache.moves import Moves, Pool
+from paged.kv_cache.policy import CacheConfig, ShardedModel, Usage
+from paged.requests.sequence import Sequence
+
+
+class Swapped(NamedTuple):
+    """Sequences in the host's memory: what each pool knows of them, the keys of their slots'
+    states, and the tokens that they had when they were admitted."""
+
+    dense: SwappedTables
+    streaming: list[SwappedWindow]
+    keys: list[int]
+    at_admission: list[int]
+
+
+def pools_of(config: CacheConfig, model: ShardedModel, layout: Layout) -> tuple[Pool, ...]:
+    """Nothing is recomputed unless users name it, so the host's memory holds what all slots can."""
+    sizes = layout.num_blocks, layout.unit_bytes(model, config.kv_dtype)
+    held = layout.most, layout.sink + layout.local + 1
+    return tuple(
+        Pool(
+            name=name,
+            num_units=num_blocks,
+            num_host_units=config.max_num_seqs * most + 1,
+            null_unit=NULL_BLOCK,
+            units_per_call=-(-MOVED_TOKENS_PER_CALL // config.page_size),
+            most_copies=config.max_num_seqs,
+            unit_bytes=unit_bytes,
+        )
+        for name, num_blocks, unit_bytes, most in zip((DENSE, STREAMING), *sizes, held)
+        if num_blocks
+    )
+
+
+class LServeHost:
+    def __init__(self, config: CacheConfig, model: ShardedModel):
+        self.layout = layout_of(config, model)
+        self.pools = pools_of(config, model, self.layout)
+        self.dense = DenseHost(self.pools[0], config)
+        self.streaming = StreamingHost(self.pools[1], self.layout) if self.layout.streams else None
+        self._at_admission = np.zeros(config.max_num_seqs, np.int32)
+        self._moves, self._keys = Moves(), itertools.count()
+
+    @property
+    def _parts(self) -> tuple[DenseHost | StreamingHost, ...]:
+        return (self.dense,) if self.streaming is None else (self.dense, self.streaming)
+
+    @property
+    def table_width(self) -> int:
+        return self.layout.table_width
+
+    def observe(self, number: int, report) -> None:
+        raise AssertionError("the device half reports nothing")
+
+    def simulated_report(self, number: int) -> None:
+        """The device half reports nothing."""
+
+    def fits(self, num_tokens: int, num_sequences: int) -> bool:
+        return all(part.fits(num_tokens, num_sequences) for part in self._parts)
+
+    def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
+        dense = self.dense.can_admit(sequences, keep_watermark)
+        return dense and (self.streaming is None or self.streaming.can_admit(sequences))
+
+    def admit(self, slot: int, sequence: Sequence) -> int:
+        self._at_admission[slot] = len(sequence.tokens)
+        if self.streaming:
+            self.streaming.admit(slot, sequence)
+        return self.dense.admit(slot, sequence)
+
+    def can_append(self, slots, num_tokens) -> bool:
+        dense = self.dense.can_append(slots, num_tokens)
+        return dense and (self.streaming is None or self.streaming.can_append())
+
+    def append(self, slots, num_tokens) -> None:
+        self.dense.append(slots, num_tokens)
+
+    def fork(self, parent: int, child: int) -> None:
+        for part in self._parts:
+            part.fork(parent, child)
+        self._at_admission[child] = self._at_admission[parent]
+        self._moves.slot_copies.append((self._moves.source_of(parent), child))
+
+    def advance(self, number: int, slots, starts, ends) -> None:
+        self.dense.advance(number, slots, starts, ends)
+        if self.streaming:
+            self.streaming.advance(slots, starts, ends)
+
+    def computed(self, parent: int, child: int, num_tokens: int) -> None:
+        self.dense.computed(parent, child, num_tokens)
+        if self.streaming:
+            computed = int(self.streaming.computed[parent])
+            assert computed == num_tokens, "only what is computed can be shared"
+            self.streaming.share(parent, child)
+        self._moves.after.append((parent, child))
+
+    def free(self, slot: int) -> None:
+        for part in self._parts:
+            part.free(slot)
+        self._moves.release(slot)
+
+    def can_swap_out(self, slots: list[int]) -> bool:
+        return all(part.can_swap_out(slots) for part in self._parts)
+
+    def swap_out(self, slots: list[int]) -> Swapped:
+        keys = [next(self._keys) for _ in slots]
+        for slot, key in zip(slots, keys):
+            self._moves.export_slot(slot, key)
+        dense = self.dense.swap_out(slots)
+        streaming = self.streaming.swap_out(slots) if self.streaming else []
+        for slot in slots:
+            self._moves.release(slot)
+        return Swapped(dense, streaming, keys, self._at_admission[slots].tolist())
+
+    def can_swap_in(self, swapped: Swapped, keep_watermark: bool) -> bool:
+        dense = self.dense.can_swap_in(swapped.dense, keep_watermark)
+        return dense and (self.streaming is None or self.streaming.can_swap_in(swapped.streaming))
+
+    def swap_in(self, swapped: Swapped, sequences: list[Sequence]) -> None:
+        slots = [sequence.slot for sequence in sequences]
+        self.dense.swap_in(swapped.dense, sequences)
+        if self.streaming:
+            self.streaming.swap_in(swapped.streaming, slots)
+        self._at_admission[slots] = swapped.at_admission
+        self._moves.slot_imports += zip(swapped.keys, slots)
+
+    def drop_swapped(self, swapped: Swapped) -> None:
+        self.dense.drop_swapped(swapped.dense)
+        if self.streaming:
+            self.streaming.drop_swapped(swapped.streaming)
+        self._moves.dropped += swapped.keys
+
+    def take_moves(self) -> Moves:
+        moves, self._moves = self._moves, Moves()
+        parts = [self.dense.take_moves()]
+        if self.streaming:
+            parts.append(self.streaming.moves)
+            self.streaming.moves = Moves()
+        for part in parts:  # of pools of their own
+            moves.exports |= part.exports
+            moves.imports |= part.imports
+            moves.copies |= part.copies
+        return moves
+
+    def tables(self, slots, out: np.ndarray) -> None:
+        most = self.layout.most
+        out[:, :most] = self.dense.block_tables.blocks[slots]
+        if self.streaming:
+            out[:, most:-1] = self.streaming.blocks[slots]
+        out[:, -1] = self._at_admission[slots]
+
+    def usage(self) -> Usage:
+        dense, *rest = (part.usage() for part in self._parts)
+        if not rest:
+            return dense
+        (streaming,) = rest
+        counts = {
+            name: value + getattr(streaming, name)
+            for name, value in vars(dense).items()
+            if name != "bytes"
+        }
+        return Usage(**counts, bytes={**dense.bytes, **streaming.bytes})
+
+    def held(self) -> dict[str, np.ndarray]:
+        return {name: units for part in self._parts for name, units in part.held().items()}
+
+    def check(self) -> None:
+        for part in self._parts:
+            part.check()
+
+    def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
+        return [operation for part in self._parts for operation in part.drain_operations()]

@@ -1,0 +1,181 @@
+"""What both halves of LServe's policy know of memory: units of its pools, and where pages lie.
+
+A block of the dense pool is a page in each dense head of each layer, and one of the streaming pool
+a page in each streaming head. All pages of a shard are one array: those of the dense pool, by layer
+and head, and then those of the streaming pool. page = base of (layer, head) + block.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from paged.kv_cache.lserve.gates import dense_first, streaming_heads
+from paged.kv_cache.lserve.options import Options
+from paged.kv_cache.policy import CacheConfig, ShardedModel
+
+DENSE, STREAMING = "dense", "streaming"
+LEAST_SELECTED = 3  # pages: fewer would leave no choice beside the newest one
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Counts are of pages or blocks, but for those of tokens: page_size, reuse and logical.
+
+    num_dense: by shard and layer, the dense heads, which come first. sink, local: as
+    `streaming_blocks` takes them. selected: that a query of a dense head reads; all_below: rows of
+    so many pages read all. window: that a sequence's streaming heads hold at most between steps.
+    chunks: that the chunks of a step need beyond this. ring: places of a slot's table for what
+    comes after the sink. num_blocks: of the two pools, with the null block; 0 where no head is of
+    the kind.
+    """
+
+    page_size: int
+    num_slots: int
+    heads: int  # KV heads of a shard
+    num_dense: tuple[tuple[int, ...], ...]
+    most: int  # of a sequence
+    sink: int
+    local: int
+    selected: int
+    all_below: int
+    reuse: int
+    logical: int
+    window: int
+    chunks: int
+    ring: int
+    num_blocks: tuple[int, int]
+
+    @property
+    def selects(self) -> bool:
+        """Whether any row is long enough to select pages."""
+        return self.all_below < self.most
+
+    @property
+    def most_heads(self) -> tuple[int, int]:
+        """Dense and streaming heads of all layers together, of the shard that has most of them."""
+        dense = [sum(layers) for layers in self.num_dense]
+        return max(dense), len(self.num_dense[0]) * self.heads - min(dense)
+
+    @property
+    def dense_counts(self) -> list[int]:
+        """The numbers of dense heads that layers have."""
+        return sorted({count for layers in self.num_dense for count in layers})
+
+    @property
+    def streams(self) -> bool:
+        return self.most_heads[1] > 0
+
+    @property
+    def dense_pages(self) -> int:
+        """Of a shard: the place of the first page of a streaming head."""
+        return self.most_heads[0] * self.num_blocks[0]
+
+    @property
+    def num_pages(self) -> int:
+        """N, of a shard."""
+        return self.dense_pages + self.most_heads[1] * self.num_blocks[1]
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of dense heads, of the sink and of the ring, and the tokens at admission."""
+        return self.most + (self.sink + self.ring if self.streams else 0) + 1
+
+    def column(self, page):
+        """Where a table has a page of streaming heads, an int or an array."""
+        where: Any = jnp.where if isinstance(page, jnp.ndarray) else np.where
+        return where(page < self.sink, page, self.sink + (page - self.sink) % self.ring)
+
+    def bases(self) -> np.ndarray:
+        """[shards, L, K] int32, the page of block 0 of each head."""
+        num_dense = np.array(self.num_dense)[..., None]
+        head = np.arange(self.heads)
+        before = np.cumsum(num_dense, axis=1) - num_dense
+        streams_before = np.cumsum(self.heads - num_dense, axis=1) - (self.heads - num_dense)
+        dense = (before + head) * self.num_blocks[0]
+        streaming = self.dense_pages + (streams_before + head - num_dense) * self.num_blocks[1]
+        return np.where(head < num_dense, dense, streaming).astype(np.int32)
+
+    def page_bytes(self, model: ShardedModel, kv_dtype: str) -> tuple[int, int]:
+        """Of a page of a dense head, with statistics if rows select, and of a streaming head."""
+        size = jnp.dtype(model.dtype if kv_dtype == "auto" else kv_dtype).itemsize
+        D, P = model.shard.head_dim, self.page_size
+        statistics = P // self.logical * 2 * D * size if self.selects else 0
+        return 2 * P * D * size + statistics, 2 * P * D * size
+
+    def unit_bytes(self, model: ShardedModel, kv_dtype: str) -> tuple[int, int]:
+        """Of a block of each pool, on all shards."""
+        pages = self.page_bytes(model, kv_dtype)
+        dense, streaming = (
+            model.num_shards * heads * page for heads, page in zip(self.most_heads, pages)
+        )
+        return dense, streaming
+
+
+def split(options: Options, model: ShardedModel) -> np.ndarray:
+    """[L, K] bool: which KV heads of the whole model stream."""
+    L, K = model.whole.num_layers, model.whole.num_kv_heads
+    if not options.gates:
+        return np.zeros((L, K), bool)
+    return streaming_heads(options.gates, options.streaming_share)
+
+
+def order_of(streams: np.ndarray, num_shards: int) -> np.ndarray:
+    """[L, K], the heads as shards have them. With more shards than heads, several have the same."""
+    return dense_first(streams, min(num_shards, streams.shape[1]))
+
+
+def selectors(options: Options, model: ShardedModel) -> int:
+    """Heads of a shard that select by themselves."""
+    shard = model.shard
+    return shard.num_kv_heads if options.select_per == "kv_head" else shard.num_heads
+
+
+def state_bytes(layout: Layout, options: Options, model: ShardedModel) -> int:
+    """Of a shard: all that does not lie in pages."""
+    L, K = model.shard.num_layers, model.shard.num_kv_heads
+    selections = L * selectors(options, model) * (layout.selected - 1) if layout.selects else 0
+    return 4 * (L * K + L + layout.num_slots * (selections + 1))
+
+
+def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
+    options: Options = config.policy_options
+    P, shards = config.page_size, model.num_shards
+    streams = split(options, model)
+    streams = np.take_along_axis(streams, order_of(streams, shards), axis=1)
+    groups = np.split(~streams, min(shards, streams.shape[1]), axis=1)
+    copies = shards // len(groups)
+    num_dense = [tuple(group.sum(1).tolist()) for group in groups for _ in range(copies)]
+
+    most, sink, local = -(-config.max_model_len // P), options.sink // P, options.local // P
+    # Tokens of several iterations may begin a page each.
+    window = min(most, sink + local + 1 + -(-(config.multi_step - 1) // P))
+    rows, tokens = config.max_prefills_per_step, config.max_num_batched_tokens
+    longest = max(tokens, config.multi_step)
+    selected = max(LEAST_SELECTED, options.budget // P)
+    layout = Layout(
+        page_size=P, num_slots=config.max_num_seqs, heads=model.shard.num_kv_heads,
+        num_dense=tuple(num_dense), most=most, sink=sink, local=local, selected=selected,
+        all_below=max(selected, -(-options.sparse_from // P)), reuse=options.reuse,
+        logical=options.logical_page, window=window,
+        chunks=min(tokens // P + rows, rows * (most - window)),
+        ring=max(1, min(most - sink, local + 1 + (longest + P - 2) // P)), num_blocks=(0, 0),
+    )  # fmt: skip
+    return replace(layout, num_blocks=_blocks(layout, config, model))
+
+
+def _blocks(layout: Layout, config: CacheConfig, model: ShardedModel) -> tuple[int, int]:
+    """Blocks of the two pools: windows for all slots, as far as half of the memory holds them. They
+    are short, and without one no sequence can run; all else is for dense heads."""
+    dense, streaming = (
+        size // model.num_shards for size in layout.unit_bytes(model, config.kv_dtype)
+    )
+    room = config.kv_cache_tokens * model.kv_token_bytes(config.kv_dtype) // model.num_shards
+    room = max(0, room - state_bytes(layout, config.policy_options, model))
+    if not streaming:
+        return room // dense + 1, 0
+    useful = layout.num_slots * layout.window + layout.chunks
+    half = max(room // 2 // streaming, layout.window + layout.chunks)
+    num_streaming = min(useful, half, room // streaming)
+    return (room - num_streaming * streaming) // dense + 1, num_streaming + 1

@@ -1,0 +1,81 @@
+"""The options of LServe's policy, and what it refuses."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from models.config import ModelConfig
+from paged import checks
+from paged.checks import described
+from paged.kv_cache.lserve.gates import Gates, checked_gates, read_gates, streaming_heads
+
+
+@dataclass(frozen=True)
+class Options:
+    """Each field says what it is; counts are of tokens. The defaults are the paper's, but that
+    without gates no head streams.
+
+    Raises ValueError for gates that are none.
+    """
+
+    budget: int = described(4096, "tokens that a query of a dense head reads, whole pages of them")
+    sparse_from: int = described(0, "context below which dense heads read all pages")
+    dense_layers: int = described(0, "first layers whose dense heads read all pages")
+    reuse: int = described(4, "consecutive tokens that share a selection of pages")
+    logical_page: int = described(16, "tokens whose keys share statistics")
+    select_per: Literal["kv_head", "query_head"] = described(
+        "kv_head", "whether the query heads of a KV head share a selection"
+    )
+    sink: int = described(128, "first tokens that streaming heads read")
+    local: int = described(256, "tokens before a query's own page that streaming heads read")
+    streaming_share: float = described(0.5, "share of KV heads that stream, those of lowest gates")
+    gates: Gates = field(
+        default=(),
+        metadata={
+            "help": "file of a gate for each KV head: full_attention_heads.tsv of DuoAttention, or "
+            "JSON; without one no head streams",
+            "read": read_gates,
+        },
+    )
+
+    def __post_init__(self):
+        object.__setattr__(self, "gates", checked_gates(self.gates) if self.gates else ())
+
+
+def check_options(options: Options, page_size: int, model: ModelConfig | None) -> None:
+    """Raises ValueError for options that cannot work, alone, with these pages or with the model."""
+    checks.require(options, {
+        "budget": (options.budget >= 1, "at least 1"),
+        "sparse_from": (0 <= options.sparse_from < 2**31, "at least 0 and below 2^31"),
+        "dense_layers": (options.dense_layers >= 0, "at least 0"),
+        "reuse": (
+            options.reuse >= 1 and page_size % options.reuse == 0,
+            f"a divisor of page_size ({page_size}), or a new page would be missed",
+        ),
+        "logical_page": (
+            options.logical_page >= 1 and page_size % options.logical_page == 0,
+            f"a divisor of page_size ({page_size})",
+        ),
+        "sink": (
+            options.sink >= 0 and options.sink % page_size == 0, f"whole pages of {page_size}"
+        ),
+        "local": (
+            options.local >= page_size and options.local % page_size == 0,
+            f"whole pages of {page_size}, at least one",
+        ),
+        "streaming_share": (0 <= options.streaming_share <= 1, "from 0 to 1"),
+    })  # fmt: skip
+    if model is None:
+        return
+    if model.sliding_window is not None:
+        raise ValueError("policy 'lserve' has windows of its own: the model's cannot be served")
+    shape = model.num_layers, model.num_kv_heads
+    if options.gates and (len(options.gates), len(options.gates[0])) != shape:
+        raise ValueError(
+            f"gates are of {len(options.gates)} layers of {len(options.gates[0])} KV heads, but "
+            f"the model has {shape[0]} of {shape[1]}"
+        )
+    if options.gates and streaming_heads(options.gates, options.streaming_share).all():
+        raise ValueError(
+            f"streaming_share ({options.streaming_share}) must leave a head dense of the "
+            f"{shape[0] * shape[1]} that there are"
+        )

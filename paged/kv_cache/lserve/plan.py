@@ -1,0 +1,128 @@
+"""What a step of LServe's device half knows before its layers: tables, and who selects pages."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from paged.kv_cache.lserve.layout import Layout
+from pallas_kernels.block_sparse_attention import BlockLists, streaming_blocks, streaming_lists
+from pallas_kernels.page_selection import KeyRuns, key_runs
+from pallas_kernels.paged_attention import plan_prefill
+from pallas_kernels.paged_attention.schedule import PrefillSchedule
+
+NEVER = -1  # where the owner of a slot has not selected
+
+
+@flax.struct.dataclass
+class PrefillPlan:
+    """lists: of streaming heads, [I, B], and blocks: [I, B] of the pool.  schedules: of the dense
+    and the streaming heads' attention by the number of dense heads.  runs: of the chunks' keys."""
+
+    lists: BlockLists | None
+    blocks: jax.Array | None
+    schedules: dict[int, tuple[PrefillSchedule | None, PrefillSchedule | None]]
+    runs: KeyRuns | None
+
+
+@flax.struct.dataclass
+class DecodePlan:
+    """slots: [Sd], num_slots where nothing is computed.  positions: [Sd].  lengths: [Sd] tokens, 0
+    where nothing is computed.  sparse: [Sd] whether the row reads selected pages, and fresh: [Sd]
+    whether it selects them now.  blocks: [Sd, W] of the window, lengths_in_window: [Sd] its tokens.
+    """
+
+    slots: jax.Array
+    positions: jax.Array
+    lengths: jax.Array
+    sparse: jax.Array
+    fresh: jax.Array
+    blocks: jax.Array | None
+    lengths_in_window: jax.Array | None
+
+
+@flax.struct.dataclass
+class LServePlan:
+    """What does not depend on the layer. dense_slots, streaming_slots: [T] where a token goes in
+    pages of each kind of head, block * P + offset.  written: [T] whether the token is real."""
+
+    dense_slots: jax.Array
+    streaming_slots: jax.Array | None
+    written: jax.Array
+    prefill: PrefillPlan | None
+    decode: DecodePlan | None
+
+
+def make_plan(layout: Layout, group: int, selected_at, inputs, implementation) -> LServePlan:
+    """group: query heads of a KV head. selected_at [num_slots] int32: at which position each slot's
+    owner has selected its pages, or `NEVER`. implementation: of the attention ops."""
+    P, Tp = layout.page_size, inputs.num_prefill_tokens
+    T, S = len(inputs.tokens), len(inputs.lengths)
+    written = inputs.token_rows < S
+    row = jnp.minimum(inputs.token_rows, S - 1)
+    page, offset = inputs.positions // P, inputs.positions % P
+    dense_slots = inputs.tables[row, page] * P + offset
+    streaming_slots = prefill = decode = None
+    if layout.streams:
+        blocks = inputs.tables[row, layout.most + layout.column(page)]
+        streaming_slots = blocks * P + offset
+    if Tp:
+        prefill = _plan_prefill(
+            layout, group, inputs, dense_slots[:Tp], written[:Tp], implementation
+        )
+    if Tp < T:
+        decode = _plan_decode(layout, selected_at, inputs, written[Tp:])
+    return LServePlan(dense_slots, streaming_slots, written, prefill, decode)
+
+
+def _plan_prefill(
+    layout: Layout, G: int, inputs, dense_slots, written, implementation
+) -> PrefillPlan:
+    Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
+    starts, lengths = inputs.query_starts, inputs.lengths[:Sp]
+    lists = blocks = runs = None
+    if layout.streams:
+        lists = streaming_lists(starts, lengths, Tp, layout.page_size, layout.sink, layout.local)
+        columns = layout.most + layout.column(lists.blocks)
+        blocks = inputs.tables[lists.rows[:, None], columns]
+    if layout.selects:
+        runs = key_runs(dense_slots, written, layout.logical, Sp)
+
+    def schedule(starts, lengths, heads: int):
+        return plan_prefill(starts, lengths, Tp, heads * G, heads, implementation=implementation)
+
+    schedules: dict = {}
+    for dense in layout.dense_counts:
+        of_dense = schedule(starts, lengths, dense) if dense else None
+        streaming = layout.heads - dense
+        of_streaming = (
+            schedule(lists.starts, lists.lengths, streaming) if lists and streaming else None
+        )
+        schedules[dense] = of_dense, of_streaming
+    return PrefillPlan(lists, blocks, schedules, runs)
+
+
+def _plan_decode(layout: Layout, selected_at, inputs, computes) -> DecodePlan:
+    """Forks and padding have lengths too: only tokens tell which rows compute."""
+    P, Tp, Sp = layout.page_size, inputs.num_prefill_tokens, inputs.num_prefill_rows
+    positions, tables = inputs.positions[Tp:], inputs.tables[Sp:]
+    slots = jnp.where(computes, inputs.slots[Sp:], layout.num_slots)
+    # A prompt's last token may be computed here: it reads all pages, as it would in a chunk.
+    generated = positions >= tables[:, -1]
+    sparse = computes & generated & (positions // P >= layout.all_below)
+    before = selected_at.at[slots].get(mode="fill", fill_value=NEVER)
+    reused = before // layout.reuse == positions // layout.reuse
+    blocks = in_window = None
+    if layout.streams:
+        pages, counts = streaming_blocks(positions // P, layout.sink, layout.local)
+        columns = layout.most + layout.column(pages)
+        blocks = jnp.take_along_axis(tables, columns, axis=1)
+        in_window = jnp.where(computes, (counts - 1) * P + positions % P + 1, 0)
+    return DecodePlan(
+        slots=slots,
+        positions=positions,
+        lengths=jnp.where(computes, positions + 1, 0),
+        sparse=sparse,
+        fresh=sparse & ~reused,
+        blocks=blocks,
+        lengths_in_window=in_window,
+    )

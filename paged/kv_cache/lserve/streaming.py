@@ -1,0 +1,204 @@
+"""The streaming pool of LServe's host half: sinks, and windows that move on.
+
+A sequence holds its first pages and its last ones; the pages between are given back as soon as no
+later query reads them, `page < sink or page >= query's page - local`. Its table is the sink and a
+ring, so that a page stays where it is while it is held.
+
+The whole window of a sequence is promised when it is admitted, so it never asks for more. What the
+chunks of a step need beyond windows is set aside, and is given back before the next step takes any.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paged.blocks.block_pool import NULL_BLOCK, BlockPool
+from paged.kv_cache.lserve.layout import Layout
+from paged.kv_cache.moves import Moves, Pool
+from paged.kv_cache.policy import Usage
+from paged.requests.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class SwappedWindow:
+    """A sequence in the host's memory: its blocks there in the order of its pages, the first page
+    of its window and the page after the last, tokens that are computed, and blocks promised."""
+
+    blocks: np.ndarray
+    first: int
+    end: int
+    computed: int
+    promised: int
+
+
+class StreamingHost:
+    """One pool's part of `HostPolicy`. Arrays are by slot.
+
+    blocks: [num_slots, sink + ring] int32. first: the first page of the window, at least sink. end:
+    the page after the last one held. computed: tokens that are written once all dispatched steps
+    have run. promised: blocks that the sequence may hold between steps.
+    """
+
+    def __init__(self, pool: Pool, layout: Layout):
+        self._name, self._unit_bytes, self._layout = pool.name, pool.unit_bytes, layout
+        self.pool, self.host_pool = BlockPool(pool.num_units), BlockPool(pool.num_host_units)
+        self._usable = self.pool.capacity - layout.chunks
+        num_slots = layout.num_slots
+        self.blocks = np.full((num_slots, layout.sink + layout.ring), NULL_BLOCK, np.int32)
+        self.first = np.full(num_slots, layout.sink)
+        self.end, self.computed, self.promised = np.zeros((3, num_slots), np.int64)
+        self.moves = Moves()
+
+    def _needs(self, num_tokens: int) -> int:
+        return min(-(-num_tokens // self._layout.page_size), self._layout.window)
+
+    def _has_room(self, blocks: int) -> bool:
+        return int(self.promised.sum()) + blocks <= self._usable
+
+    def fits(self, num_tokens: int, num_sequences: int) -> bool:
+        return num_sequences * self._needs(num_tokens) <= self._usable
+
+    def can_admit(self, sequences: list[Sequence]) -> bool:
+        return self._has_room(sum(self._needs(sequence.group.limit) for sequence in sequences))
+
+    def admit(self, slot: int, sequence: Sequence) -> None:
+        self.promised[slot] = self._needs(sequence.group.limit)
+
+    def can_append(self) -> bool:
+        """Only forks promise more than there is."""
+        return self._has_room(0)
+
+    def fork(self, parent: int, child: int) -> None:
+        self.promised[child] = self.promised[parent]
+        self.share(parent, child)
+
+    def share(self, parent: int, child: int) -> None:
+        """The empty `child` becomes an owner of all that `parent` holds."""
+        assert self.end[child] == 0, f"slot {child} is not empty"
+        self.pool.share(self.held_by(parent))
+        for array in (self.blocks, self.first, self.end, self.computed):
+            array[child] = array[parent]
+
+    def _pages(self, slot: int) -> np.ndarray:
+        """Logical pages that a slot holds, in order."""
+        end = int(self.end[slot])
+        sinks = np.arange(min(self._layout.sink, end))
+        return np.concatenate([sinks, np.arange(self.first[slot], max(end, self.first[slot]))])
+
+    def held_by(self, slot: int) -> np.ndarray:
+        """Blocks of a slot, in the order of its pages."""
+        return self.blocks[slot, self._layout.column(self._pages(slot))]
+
+    def _trim(self) -> None:
+        """Give back what no later query reads. A step in flight may still read it, but it runs
+        before the next owner writes."""
+        layout = self._layout
+        first = np.maximum(self.computed // layout.page_size - layout.local, layout.sink)
+        for slot in np.flatnonzero(first > self.first).tolist():
+            columns = layout.column(np.arange(self.first[slot], first[slot]))
+            self.pool.release(self.blocks[slot, columns])
+            self.blocks[slot, columns] = NULL_BLOCK
+            self.first[slot] = first[slot]
+
+    def advance(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        P = self._layout.page_size
+        self._trim()
+        computes = ends > starts  # the blocks of a fork may be still to come
+        slots, starts, ends = slots[computes], starts[computes], ends[computes]
+        assert (starts == self.computed[slots]).all(), "tokens are missing"
+        begun = np.flatnonzero(starts % P)
+        columns = self._layout.column(starts[begun] // P)
+        shared = self.pool.refcounts[self.blocks[slots[begun], columns]] > 1
+        for slot, column in zip(slots[begun][shared].tolist(), columns[shared].tolist()):
+            self._unshare(slot, column)
+        last = -(-ends // P)
+        for i in np.flatnonzero(last > self.end[slots]).tolist():
+            columns = self._layout.column(np.arange(self.end[slots[i]], last[i]))
+            self.blocks[slots[i], columns] = self.pool.allocate(len(columns))
+        self.end[slots], self.computed[slots] = np.maximum(self.end[slots], last), ends
+
+    def _unshare(self, slot: int, column: int) -> None:
+        """Copy-on-write; the last owner of a block writes without a copy."""
+        source = self.blocks[slot, column : column + 1].copy()
+        if self.pool.refcounts[source[0]] > 1:
+            self.blocks[slot, column] = self.pool.allocate(1)[0]
+            self.pool.release(source)
+            self.moves.copy(self._name, [(int(source[0]), int(self.blocks[slot, column]))])
+
+    def free(self, slot: int) -> None:
+        self.pool.release(self.held_by(slot))
+        self.blocks[slot], self.first[slot] = NULL_BLOCK, self._layout.sink
+        self.end[slot] = self.computed[slot] = self.promised[slot] = 0
+
+    def can_swap_out(self, slots: list[int]) -> bool:
+        self._trim()
+        distinct = np.unique(np.concatenate([self.held_by(slot) for slot in slots]))
+        return self.host_pool.can_allocate(len(distinct))
+
+    def swap_out(self, slots: list[int]) -> list[SwappedWindow]:
+        """A block that they share is moved once."""
+        self._trim()
+        held = [self.held_by(slot) for slot in slots]
+        blocks = np.unique(np.concatenate(held))
+        taken = self.host_pool.allocate(len(blocks))
+        self.moves.export(self._name, zip(blocks.tolist(), taken.tolist()))
+        swapped = []
+        for slot, table in zip(slots, held):
+            on_host = taken[np.searchsorted(blocks, table)]
+            self.host_pool.share(on_host)
+            state = (self.first, self.end, self.computed, self.promised)
+            swapped.append(SwappedWindow(on_host, *(int(array[slot]) for array in state)))
+            self.free(slot)
+        self.host_pool.release(taken)
+        return swapped
+
+    def can_swap_in(self, swapped: list[SwappedWindow]) -> bool:
+        return self._has_room(sum(window.promised for window in swapped))
+
+    def swap_in(self, swapped: list[SwappedWindow], slots: list[int]) -> None:
+        on_host = np.unique(np.concatenate([window.blocks for window in swapped]))
+        taken = self.pool.allocate(len(on_host))
+        self.moves.bring(self._name, zip(on_host.tolist(), taken.tolist()))
+        for slot, window in zip(slots, swapped, strict=True):
+            assert self.end[slot] == 0, f"slot {slot} is not empty"
+            self.first[slot], self.end[slot] = window.first, window.end
+            self.computed[slot], self.promised[slot] = window.computed, window.promised
+            blocks = taken[np.searchsorted(on_host, window.blocks)]
+            self.pool.share(blocks)
+            self.blocks[slot, self._layout.column(self._pages(slot))] = blocks
+        self.pool.release(taken)
+        self.drop_swapped(swapped)
+
+    def drop_swapped(self, swapped: list[SwappedWindow]) -> None:
+        for window in swapped:
+            self.host_pool.release(window.blocks)
+
+    def usage(self) -> Usage:
+        """A block with several owners counts once."""
+        layout, P = self._layout, self._layout.page_size
+        in_window = np.maximum(self.end - self.first, 0)
+        held = P * int((np.minimum(self.end, layout.sink) + in_window).sum())
+        used = P * self.pool.num_used
+        sinks = np.minimum(self.computed, layout.sink * P)
+        tokens = int((sinks + np.maximum(self.computed - self.first * P, 0)).sum())
+        return Usage(
+            token_states=min(tokens, used), reserved=0, internal=used - min(tokens, used),
+            external=0, free=P * self.pool.num_free, shared=held - used,
+            bytes={self._name: self.pool.num_used * self._unit_bytes},
+        )  # fmt: skip
+
+    def held(self) -> dict[str, np.ndarray]:
+        on_host = np.flatnonzero(self.host_pool.refcounts)
+        return {self._name: np.flatnonzero(self.pool.refcounts), f"host {self._name}": on_host}
+
+    def check(self) -> None:
+        tables = self.blocks[self.blocks != NULL_BLOCK]
+        owners = np.bincount(tables, minlength=self.pool.num_blocks)
+        assert (owners == self.pool.refcounts).all(), "blocks have other owners than are counted"
+        for slot in np.flatnonzero(self.end).tolist():
+            assert (self.held_by(slot) != NULL_BLOCK).all(), "a page of a window has no block"
+        self.pool.check()
+        self.host_pool.check()
+
+    def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
+        return [(self._name, *operation) for operation in self.pool.drain_operations()]

@@ -1,0 +1,44 @@
+"""The public op."""
+
+import jax
+
+from pallas_kernels.block_sparse_attention.lists import BlockLists
+from pallas_kernels.paged_attention import paged_prefill_attention
+from pallas_kernels.paged_attention.schedule import PrefillSchedule
+
+
+def block_sparse_prefill_attention(
+    q_TxHxD,
+    k_pages_NxPxD,
+    v_pages_NxPxD,
+    pages_IxKxB,
+    lists: BlockLists,
+    *,
+    page_offset: int | jax.Array = 0,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    schedule: PrefillSchedule | None = None,
+    implementation: str | None = None,
+):
+    """Causal attention of ragged chunks in which each page of queries attends to the pages of its
+    list alone (LServe §3.1, §3.4). The work is that of the pages that are kept.
+
+    q:        [T, H, D] queries; head h reads with KV head h // G.
+    k_pages, v_pages [N, P, D], page_offset, scale, soft_cap: as in `paged_prefill_attention`.
+    pages:    [I, K, B] int32, the page ids of `lists.blocks`; all heads keep the same number.
+    lists:    of the queries' chunks, for pages of P tokens.
+    schedule: `plan_prefill` of `lists.starts` and `lists.lengths`; None makes one for this call.
+    implementation: of `paged_prefill_attention`, which runs the tiles as chunks.
+
+    Returns [T, H, D] in q's dtype; padding rows hold any finite values. Raises ValueError if
+    arguments do not fit together, or if the named implementation cannot run them.
+    """
+    if pages_IxKxB.ndim != 3 or pages_IxKxB.shape[::2] != lists.blocks.shape:
+        raise ValueError(
+            f"lists {lists.blocks.shape} need pages [I, K, B], not {pages_IxKxB.shape}"
+        )
+    return paged_prefill_attention(
+        q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, pages_IxKxB, lists.starts, lists.lengths,
+        page_offset=page_offset, scale=scale, soft_cap=soft_cap, schedule=schedule,
+        implementation=implementation,
+    )  # fmt: skip

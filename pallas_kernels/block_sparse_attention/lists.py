@@ -1,0 +1,79 @@
+"""Index tables: the pages of keys that each page of queries attends to (LServe §3.4, §3.6).
+
+A tile is a page of a sequence's queries against a page of its keys, and is computed or skipped as a
+whole. For each tile of queries there is a list: entry j names the page of keys of step j. Only the
+last entry, the page of the queries themselves, is causal; all others are seen by every query. So a
+tile of queries is to its list what a chunk is to its history, and dense attention runs it as it is,
+with a shorter table. Lists depend on positions alone: one for a step serves all layers.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockLists:
+    """Lists of the tiles of queries of a step's chunks.
+
+    starts: [I + 1] int32, the first query of each tile; tile i ends where the next begins. Tiles
+        that are left over are empty.
+    rows: [I] int32, the sequence of each tile.
+    blocks: [I, B] int32, the pages of keys that the tile attends to, as logical page numbers in
+        ascending order. Entries beyond the list may be anything.
+    lengths: [I] int32, the tokens of the list up to the tile's last query; 0 for an empty tile.
+    """
+
+    starts: jax.Array
+    rows: jax.Array
+    blocks: jax.Array
+    lengths: jax.Array
+
+
+def streaming_blocks(query_blocks, sink: int, local: int):
+    """The list of a streaming head (§3.1, Fig. 4c): sink pages, then the last pages.
+
+    query_blocks: [...] int32, pages of queries. sink: how many first pages are kept. local: how
+    many pages are kept before the query's own.
+
+    Returns the list [..., sink + local + 1] int32, whose entries beyond its length may be anything,
+    and its length [...]. A page is kept if `page < sink or page >= query_block - local`, which is
+    the same for every cut of a prompt into chunks.
+    """
+    skipped = jnp.maximum(query_blocks - local - sink, 0)
+    entry = jnp.arange(sink + local + 1, dtype=jnp.int32)
+    blocks = jnp.where(entry < sink, entry, entry + skipped[..., None])
+    return blocks, query_blocks + 1 - skipped
+
+
+def streaming_lists(
+    query_starts, lengths_S, num_tokens: int, page_size: int, sink: int, local: int
+) -> BlockLists:
+    """The lists of streaming heads for ragged chunks.
+
+    query_starts [S + 1], lengths [S]: as in `paged_prefill_attention`. num_tokens: T of its
+    queries. sink, local: pages, as in `streaming_blocks`.
+    """
+    S = len(lengths_S)
+    counts = query_starts[1:] - query_starts[:-1]
+    first = lengths_S - counts  # the position of each chunk's first query
+    tiles = (lengths_S + page_size - 1) // page_size - first // page_size
+    tiles = jnp.where(counts > 0, tiles, 0)
+    ends = jnp.cumsum(tiles)
+    # A chunk of n tokens touches n / page_size + 2 pages at most.
+    i = jnp.arange(min(num_tokens, num_tokens // page_size + 2 * S), dtype=jnp.int32)
+    sequence = jnp.searchsorted(ends, i, side="right", method="compare_all").astype(jnp.int32)
+    row, left_over = jnp.minimum(sequence, S - 1), sequence == S
+    block = first[row] // page_size + i - (ends - tiles)[row]
+    begin = jnp.maximum(first[row], block * page_size)
+    end = jnp.minimum(lengths_S[row], (block + 1) * page_size)
+    start = jnp.where(left_over, query_starts[-1], query_starts[row] + begin - first[row])
+    blocks, count = streaming_blocks(jnp.where(left_over, 0, block), sink, local)
+    return BlockLists(
+        starts=jnp.append(start, query_starts[-1]),
+        rows=row,
+        blocks=blocks,
+        lengths=jnp.where(left_over, 0, (count - 1) * page_size + end - block * page_size),
+    )

@@ -1,0 +1,121 @@
+"""The public ops. They check shapes and choose an implementation.
+
+A page of P tokens, the physical page, has C = P / N_L logical pages of N_L tokens. The statistics
+of a logical page are the largest and the smallest value of its keys in each channel, side by side:
+[max | min], 2 * D values (§3.5.2).
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+from pallas_kernels.page_selection import reference, xla
+
+WRITE = {"reference": reference.write, "xla": xla.write}
+SELECT = {"reference": reference.select, "xla": xla.select}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KeyRuns:
+    """Runs of a step's tokens that lie in one logical page.
+
+    first: [I] int32, the first token of each run.  counts: [I] int32, its tokens; 0 if the run is
+    left over.
+    """
+
+    first: jax.Array
+    counts: jax.Array
+
+
+def key_runs(slots_T, written_T, logical: int, num_rows: int) -> KeyRuns:
+    """The runs of ragged chunks, to be found once for all layers and heads.
+
+    slots: [T] int32, page * P + offset of each token in one layer and head. written: [T] bool,
+    false for padding. logical: N_L. num_rows: of chunks at most.
+    """
+    T = len(slots_T)
+    previous = jnp.concatenate([jnp.full(1, -2, slots_T.dtype), slots_T[:-1]])
+    continues = (slots_T == previous + 1) & (slots_T % logical > 0)
+    continues &= jnp.concatenate([jnp.zeros(1, bool), written_T[:-1]])
+    # A chunk of n tokens touches n / N_L + 2 logical pages at most.
+    size = min(T, T // logical + 2 * num_rows)
+    (first,) = jnp.nonzero(written_T & ~continues, size=size, fill_value=T)
+    run = jnp.cumsum(written_T & ~continues) - 1
+    counts = jnp.zeros(size, jnp.int32).at[jnp.where(written_T, run, size)].add(1, mode="drop")
+    return KeyRuns(first.astype(jnp.int32), counts)
+
+
+def write_key_statistics(
+    statistics_NxCx2D,
+    k_TxKxD,
+    slots_TxK,
+    *,
+    logical: int,
+    runs: KeyRuns | None = None,
+    implementation: str | None = None,
+):
+    """Bring new keys into the statistics of their logical pages (§3.5.2).
+
+    The token at offset 0 of a logical page sets its statistics and the others widen them, so that a
+    page which gets a new owner needs no reset.
+
+    statistics: [N, C, 2D]. k: [T, K, D]; of one sequence the tokens lie in order.
+    slots: [T, K] int32, page * P + offset, not negative. Slots of N * P or more, which padding and
+        heads without statistics have, write nothing.
+    logical: N_L, the tokens of a logical page.
+    runs: of these tokens; None if no two of them lie in one logical page, as in decode.
+
+    Returns the statistics; a donated array is written in place. Raises ValueError if the shapes do
+    not fit together.
+    """
+    T, K, D = k_TxKxD.shape
+    if statistics_NxCx2D.ndim != 3 or statistics_NxCx2D.shape[2] != 2 * D:
+        raise ValueError(f"statistics must be [N, C, {2 * D}], not {statistics_NxCx2D.shape}")
+    if slots_TxK.shape != (T, K):
+        raise ValueError(f"keys {k_TxKxD.shape} need slots [{T}, {K}], not {slots_TxK.shape}")
+    run = backend.choose("write_key_statistics", WRITE, implementation)
+    return run(statistics_NxCx2D, k_TxKxD, slots_TxK, runs, logical)
+
+
+def select_pages(
+    q_RxGxD,
+    statistics_NxCx2D,
+    tables_RxM,
+    num_pages_R,
+    count: int,
+    *,
+    selects_R=None,
+    implementation: str | None = None,
+):
+    """The pages that matter most to each row's queries, the newest one aside (§3.5.2, eq. 2).
+
+    A logical page's score is the sum over channels of max(q * k_max, q * k_min), the largest that
+    q·k could be in it. A page's score is the largest of its logical pages and of the row's queries.
+
+    q: [R, G, D]; a row is a sequence's KV head with all of its query heads, or one query head.
+    statistics: [N, C, 2D].
+    tables: [R, M] int32 page ids in token order.
+    num_pages: [R] int32 pages of the row with tokens. The last of them is not scored: attention
+        always reads it.
+    count: how many pages are selected; a row that selects must have more.
+    selects: [R] bool, which rows select; None means all. The work is theirs alone.
+
+    Returns entries of the table [R, count] int32, best first, ties by the lower entry; anything for
+    rows that do not select. Raises ValueError if the shapes do not fit together.
+    """
+    R, _, D = q_RxGxD.shape
+    if statistics_NxCx2D.ndim != 3 or statistics_NxCx2D.shape[2] != 2 * D:
+        raise ValueError(f"statistics must be [N, C, {2 * D}], not {statistics_NxCx2D.shape}")
+    if tables_RxM.ndim != 2 or len(tables_RxM) != R or num_pages_R.shape != (R,):
+        raise ValueError(
+            f"{R} rows need tables [{R}, M] and num_pages [{R}], not {tables_RxM.shape} and "
+            f"{num_pages_R.shape}"
+        )
+    if not 1 <= count <= tables_RxM.shape[1]:
+        raise ValueError(f"count must be from 1 to {tables_RxM.shape[1]}, not {count}")
+    selects_R = jnp.ones(R, bool) if selects_R is None else selects_R
+    run = backend.choose("select_pages", SELECT, implementation)
+    return run(q_RxGxD, statistics_NxCx2D, tables_RxM, num_pages_R, count, selects_R)

@@ -1,0 +1,246 @@
+"""What LServe's policy computes, keeps and refuses. The suite of all policies runs it too."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.sampling import SamplingState
+from paged.device.step import step
+from paged.device.step_inputs import empty_step_inputs
+from paged.engine import Engine, EngineConfig
+from paged.kv_cache import POLICIES, lserve
+from paged.kv_cache.lserve.gates import dense_first, read_gates, streaming_heads
+from paged.kv_cache.lserve.layout import layout_of
+from paged.kv_cache.policy import ShardedModel
+from paged.simulator.executor import SimulatedExecutor
+from tests.paged.kv_cache.attention_driver import Driver
+from tests.paged.kv_cache.lserve_oracle import masked_attend
+from tests.paged.kv_cache.policy_suite import CASES, CATALOGUE, Bench, drain, registered
+from tests.paged.tiny import TINY
+
+(CASE,) = (case for case in CASES if case.name == "lserve")
+NEVER_SELECTS: dict[str, Any] = {"budget": 64, "logical_page": 2, "sink": 4, "local": 8}
+SELECTS = NEVER_SELECTS | {"budget": 12, "reuse": 2}
+BOTH_LAYERS = ((0.9, 0.2, 0.9, 0.9), (0.1, 0.3, 0.2, 0.9), (0.9, 0.9, 0.9, 0.9))
+ALL_STREAM = replace(CASE.config["policy_options"], streaming_share=1.0)
+WIDE = replace(TINY, num_layers=3, num_heads=8, num_kv_heads=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def policies():
+    with registered():
+        yield
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        NEVER_SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3},
+        SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3},
+        SELECTS | {"select_per": "query_head", "reuse": 1, "dense_layers": 1, "sparse_from": 22},
+    ],
+    ids=["streaming", "both", "quest"],
+)
+def test_attention_is_that_of_masks_over_all_keys(options):
+    """Two prompts in chunks of all sizes beside each other, then tokens one by one; the second
+    prompt's last token is computed as a generated one is."""
+    config = EngineConfig(
+        max_num_seqs=2, max_num_batched_tokens=16, max_prefills_per_step=2, max_model_len=64,
+        page_size=4, kv_cache_tokens=240, policy="lserve", policy_options=options,
+    )  # fmt: skip
+    rng, (L, H, K, D) = np.random.default_rng(3), (3, 8, 4, 8)
+    lengths, prompts = (64, 48), [30, 21]
+    qkv = [[rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in lengths]
+    driver = Driver(WIDE, config, qkv, prompts)
+    streams, chosen = np.zeros((L, K), bool), config.policy_options
+    if chosen.gates:
+        streams = streaming_heads(chosen.gates, chosen.streaming_share)
+        assert sorted(streams.sum(1)) == [0, 1, 3]
+    steps = [[(0, 11)], [(0, 5), (1, 9)], [(0, 12), (1, 3)], [(0, 2), (1, 8)], [(1, 1)]]
+    steps += [[(0, 1), (1, 1)] for _ in range(27)] + [[(0, 1)] for _ in range(7)]
+    found: list[list[np.ndarray]] = [[], []]
+    for chunks in steps:
+        for slot, out in driver.step(chunks, Tp=16, Sd=2).items():
+            found[slot].append(out)
+        driver.host.check()
+
+    @jax.jit
+    def expected(prompt, *qkv):
+        attend = masked_attend(WIDE, config.policy_options, streams, 4, prompt)
+        of_layer = lambda x: attend(x[0], *x[1:], None)[0]  # noqa: E731
+        return jax.lax.map(of_layer, (jnp.arange(L), *qkv))
+
+    for slot, (n, prompt) in enumerate(zip(lengths, prompts)):
+        padded = [np.zeros((L, 64, *x.shape[2:]), np.float32) for x in qkv[slot]]
+        for array, x in zip(padded, qkv[slot]):
+            array[:, :n] = x
+        ours = np.concatenate(found[slot], axis=1)
+        np.testing.assert_allclose(ours, expected(prompt, *padded)[:, :n], atol=1e-5)
+
+
+@pytest.mark.slow  # two policies compile
+def test_with_the_whole_context_and_no_streaming_heads_it_is_vllm(tiny_params):
+    bench = Bench(tiny_params)
+    options = lserve.Options(**NEVER_SELECTS)
+    engine = bench.engine(CASE, policy_options=options, kv_cache_tokens=300)
+    assert engine.config.capabilities.recompute_exact
+    asked = {engine.add_request(list(r.prompt), r.how): r for r in CATALOGUE[:12]}
+    vllm = next(case for case in CASES if case.name == "vllm")
+    for name, tokens in drain(engine).items():
+        assert tokens == bench.alone(vllm, asked[name])
+
+
+@pytest.mark.parametrize(("Tp", "Sd", "multi_step"), [(64, 4, 1), (0, 4, 4)])
+def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step):
+    """All pools and the statistics are aliased from input to output, and no temporary comes near
+    their size. The cache is large, so that the state of slots is small beside it."""
+    config = EngineConfig(
+        max_num_seqs=4, max_model_len=256, kv_cache_tokens=65536, page_size=16,
+        multi_step=multi_step, policy="lserve",
+        policy_options=lserve.Options(
+            budget=64, gates=CASE.config["policy_options"].gates, streaming_share=0.25
+        ),
+    )  # fmt: skip
+    policy = lserve.device(config, ShardedModel.split(TINY))
+    cache = jax.eval_shape(lambda: policy.init(np.float32, jnp.int32(0)))
+    state = jax.eval_shape(lambda: SamplingState.empty(4, 256))
+    width = policy.layout.table_width
+    inputs = replace(empty_step_inputs(Tp, Sd, 2, num_slots=4, table_width=width), packed=None)
+    program = jax.jit(step, static_argnums=(4, 5, 6), donate_argnums=(1, 2))
+    memory = (
+        program.lower(tiny_params, cache, state, inputs, TINY, policy, multi_step)
+        .compile()
+        .memory_analysis()
+    )
+    assert memory is not None
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes >= total
+    statistics = cache.statistics
+    assert statistics is not None
+    assert memory.temp_size_in_bytes < statistics.size * statistics.dtype.itemsize / 2
+
+
+def simulated(**changes) -> Engine:
+    config = CASE.engine_config(**changes)
+    return Engine(TINY, config, SimulatedExecutor(vocab_size=TINY.vocab_size, first_token=3))
+
+
+def test_what_leaves_the_window_is_given_back():
+    engine = simulated(max_num_seqs=1)
+    layout = engine.host_policy.layout
+    engine.add_request(list(range(3, 40)), next(r for r in CATALOGUE if r.limit == 63).how)
+    most = 0
+    while engine.has_unfinished():
+        engine.step()
+        most = max(most, len(engine.host_policy.held()["streaming"]))
+        engine.host_policy.check()
+    # One page of the sink, two of the window and the query's own; chunks of 16 tokens for a step.
+    assert layout.window == 4 and most <= 4 + 16 // 4 < 63 // 4
+    assert engine.metrics.steps[-2].kv_bytes > 0
+
+
+def test_recomputing_is_exact_where_no_query_selects_pages():
+    config = CASE.engine_config()
+    assert not config.capabilities.recompute_exact and config.preemption_mode == "auto"
+    exact = CASE.engine_config(policy_options=lserve.Options(**NEVER_SELECTS))
+    assert exact.capabilities.recompute_exact
+    named = CASE.engine_config(preemption_mode="recompute")
+    assert named.preemption_mode == "recompute"
+
+
+def test_a_page_takes_the_bytes_of_its_tokens_and_statistics():
+    """16-bit keys and values; [max | min] of 16 tokens are as large as a token of the 16."""
+    model = ShardedModel.split(WIDE, 2, "bfloat16")
+    config = EngineConfig(
+        page_size=64, policy="lserve", max_model_len=256, kv_cache_tokens=8192,
+        policy_options=lserve.Options(
+            budget=128, local=64, sink=64, gates=BOTH_LAYERS, streaming_share=1 / 3
+        ),
+    )  # fmt: skip
+    layout = layout_of(config, model)
+    page = 64 * 2 * 8 * 2
+    assert layout.page_bytes(model, "auto") == (page + page // 16, page)
+    # Of eight dense and four streaming heads each shard has half.
+    assert layout.most_heads == (4, 2)
+    assert layout.unit_bytes(model, "auto") == (8 * (page + page // 16), 4 * page)
+
+
+def test_each_shard_has_its_dense_heads_first():
+    rng = np.random.default_rng(0)
+    for L, K, groups in ((5, 8, 2), (5, 8, 4), (3, 4, 1), (4, 6, 3)):
+        streams = rng.random((L, K)) < 0.5
+        order = dense_first(streams, groups)
+        assert (np.sort(order, axis=1) == np.arange(K)).all()
+        kinds = np.take_along_axis(streams, order, axis=1).reshape(L, groups, -1)
+        assert (np.diff(kinds.astype(int), axis=2) >= 0).all()
+        counts = (~kinds).sum(2)
+        assert np.ptp(counts, axis=1).max() <= 1 and np.ptp(counts.sum(0)) <= 1
+
+
+def test_gates_are_cut_at_a_quantile():
+    gates = ((0.5, 0.9, 0.5), (0.5, 0.1, 1.0))
+    names = [np.argwhere(streaming_heads(gates, share)).tolist() for share in (0, 0.5, 0.34, 1)]
+    # Of equal gates the first ones stream.
+    assert names[:3] == [[], [[0, 0], [0, 2], [1, 1]], [[0, 0], [1, 1]]]
+    assert len(names[3]) == 6
+
+
+def test_gates_are_read_from_both_formats(tmp_path):
+    table, ours = tmp_path / "full_attention_heads.tsv", tmp_path / "gates.json"
+    table.write_text("1.0000001\t0.25\n-1e-8\t0.5\n")
+    assert read_gates(str(table), lambda: "") == ((1.0, 0.25), (0.0, 0.5))
+    ours.write_text(json.dumps({"weights_sha256": "ab", "gates": [[1, 0.25], [0, 0.5]]}))
+    assert read_gates(str(ours), lambda: "ab") == ((1.0, 0.25), (0.0, 0.5))
+    with pytest.raises(ValueError, match=r"gates.json: is for weights of SHA-256 'ab', not cd"):
+        read_gates(str(ours), lambda: "cd")
+    for text, message in (
+        ("0.5\tx\n", "could not convert"), ("0.5\n0.5\t1\n", "a row of numbers for each layer"),
+        ("", "a row of numbers"), ("nan\n", "must be from 0 to 1"),
+    ):  # fmt: skip
+        table.write_text(text)
+        with pytest.raises(ValueError, match=rf"full_attention_heads.tsv: .*{message}"):
+            read_gates(str(table), lambda: "")
+    ours.write_text('{"gates": []}')
+    with pytest.raises(ValueError, match='needs "weights_sha256" and "gates"'):
+        read_gates(str(ours), lambda: "ab")
+    with pytest.raises(ValueError, match=r"none\.json: No such file"):
+        read_gates(str(tmp_path / "none.json"), lambda: "ab")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"budget": 0}, "budget must be at least 1, not 0"),
+        ({"reuse": 3}, r"reuse must be a divisor of page_size \(4\), or a new page would be"),
+        ({"logical_page": 8}, r"logical_page must be a divisor of page_size \(4\)"),
+        ({"sink": 6}, "sink must be whole pages of 4, not 6"),
+        ({"local": 0}, "local must be whole pages of 4, at least one, not 0"),
+        ({"streaming_share": 1.5}, "streaming_share must be from 0 to 1"),
+        ({"select_per": "layer"}, "select_per must be 'kv_head' or 'query_head', not 'layer'"),
+        ({"gates": ((0.5, 2.0), (0.1, 0.1))}, "gates must be from 0 to 1, not 2.0"),
+        ({"gates": ((0.5,), (0.1, 0.1))}, "gates must be a row of numbers for each layer"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        CASE.engine_config(policy_options={**SELECTS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ({"sliding_window": 8}, {}, "the model's cannot be served"),
+        ({"num_layers": 3}, {}, "gates are of 2 layers of 2 KV heads, but the model has 3 of 2"),
+        ({}, {"policy_options": ALL_STREAM}, "must leave a head dense of the 4 that there are"),
+        ({}, {"kv_cache_tokens": 20}, "hold no sequence: streaming heads alone need a window of 4"),
+    ],
+)
+def test_what_the_policy_cannot_serve_is_refused_at_the_start(model, changes, message):
+    config = CASE.engine_config(**changes)
+    with pytest.raises(ValueError, match=message):
+        POLICIES["lserve"].check(config, TINY.replace(**model))
