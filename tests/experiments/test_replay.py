@@ -109,7 +109,10 @@ def test_the_random_runs_hold_all_that_a_log_can():
 # The programs of those tests' configurations are compiled once in a test run.
 @pytest.mark.parametrize(
     "way, changes",
-    [("preempting", {"prefix_caching": True}), ("prefix-cached", {"run_ahead": False})],
+    [
+        ("preempting", {"prefix_caching": True}),
+        pytest.param("prefix-cached", {"run_ahead": False}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_of_the_device_replays_on_it_and_simulated(way, changes):
     params = parameters.init(llama.declare(TINY), jax.random.key(1))

@@ -50,6 +50,7 @@ def test_greedy_tokens_equal_full_recomputation(tiny_params, check_greedy, chang
         check_greedy(output)
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_full_recomputation_in_a_batch_of_64(tiny_params, check_greedy):
     config = dataclasses.replace(
         SMALL, max_num_seqs=64, max_num_batched_tokens=256, max_prefills_per_step=32,

@@ -38,7 +38,7 @@ def make(config):
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(config, id=name, marks=[pytest.mark.slow] * (name == "wide"))
+        pytest.param(config, id=name, marks=[pytest.mark.slow] * (name in ("wide", "gpt2")))
         for name, config in MODELS.items()
     ],
 )
@@ -74,6 +74,7 @@ def test_wide_layers_run_from_a_list_on_cpus():
     assert size / MODELS["wide"].num_layers > CACHED_LAYER_BYTES
 
 
+@pytest.mark.slow
 def test_embeddings_narrower_than_the_hidden_states_are_served():
     """As OPT-350M's: tokens and prompt log-probabilities, against `models/` alone."""
     config, params, tokens, _ = golden("opt_350m")

@@ -25,7 +25,8 @@ from tests.pallas_kernels.interpreted import run
 
 # The interpreted kernels take long, and differ by dtype in the products' types alone.
 RUNS = [
-    ("reference", "float32"), ("xla", "float32"), ("xla", "bfloat16"), ("mosaic_gpu", "bfloat16"),
+    ("reference", "float32"), ("xla", "float32"), ("mosaic_gpu", "bfloat16"),
+    pytest.param("xla", "bfloat16", marks=pytest.mark.slow),
     pytest.param("xla", "float16", marks=pytest.mark.slow),
     pytest.param("mosaic_gpu", "float16", marks=pytest.mark.slow),
 ]  # fmt: skip
@@ -209,7 +210,7 @@ def test_what_a_former_owner_left_in_a_page_reaches_no_decode(implementation, dt
         _assert_same_over_garbage(decode, rng, dtype, before=window and 20 - window)
 
 
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 5])
 @every_run
 def test_what_a_former_owner_left_in_a_page_reaches_no_prefill(implementation, dtype, window):
     """The chunk is the last 12 of 20 tokens, so with a window of 5 it sees none before the 5th."""

@@ -13,7 +13,13 @@ CONFIG = EngineConfig(
 CASES = [adapter_golden(case) for case in ADAPTER_CASES]
 
 
-@pytest.mark.parametrize("checkpoint", sorted({case.checkpoint for case in CASES}))
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "llama_gqa_tied"))
+        for name in sorted({case.checkpoint for case in CASES})
+    ],
+)
 def test_greedy_tokens_are_those_of_peft(checkpoint):
     config, params, _, _ = golden(checkpoint)
     engine = padded(Engine.from_model(params, config, CONFIG))

@@ -76,6 +76,7 @@ def test_nothing_compiles_after_warm_up(tiny_params, folders, expected):
     assert engine.metrics.compilations_after_warmup == 0
 
 
+@pytest.mark.slow
 def test_a_slow_load_holds_nobody_else_up_and_may_be_aborted(tiny_params, folders, expected):
     engine = make(tiny_params, folders)
     loads, may_read = engine.executor.adapters, threading.Event()

@@ -102,7 +102,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.slow] * (way in ("large blocks", "swapping")))
+        for way in WAYS
+    ],
+)
 def test_each_sample_is_that_of_a_request_of_its_own(tiny_params, way):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 61, length).tolist() for length in (17, 31, 9)]

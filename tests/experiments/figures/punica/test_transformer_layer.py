@@ -16,6 +16,7 @@ from tests.experiments.conftest import TINY
 MODEL = one_layer(TINY)
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_have_the_adapters_of_their_popularity():
     config = config_of(4, 20, rank=8)
     pool = AdapterPool.declare(config, None)
