@@ -156,7 +156,8 @@ class SamplingParams:
 
     @property
     def uses_history(self) -> bool:
-        """Whether the next token depends on others than by the model."""
+        """Whether sampling must know the sequence's tokens: for penalties, or those that are
+        forced."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         return penalties != (1, 0, 0) or bool(self.forced_output)
 
