@@ -63,6 +63,7 @@ def device(
         model.shard.head_dim,
         selectors(options, model),
         options.dense_layers,
+        options.selection == "keys",
         None if config.kv_dtype == "auto" else config.kv_dtype,
         implementation,
     )

@@ -42,7 +42,8 @@ class LServeCache:
 @dataclass(frozen=True)
 class LServePolicy:
     """num_layers, num_heads, head_dim: of a shard. selectors: heads that select by themselves.
-    dense_layers: first ones in which none does. bases: [shards][L][K], page of block 0. kv_dtype:
+    dense_layers: first ones in which none does. by_keys: whether pages are selected by their keys,
+    and not at random. bases: [shards][L][K], page of block 0. kv_dtype:
     of the pages, where it is not the compute dtype. implementation: of the attention ops."""
 
     layout: Layout
@@ -51,6 +52,7 @@ class LServePolicy:
     head_dim: int
     selectors: int
     dense_layers: int
+    by_keys: bool = True
     kv_dtype: str | None = None
     implementation: str | None = None
     bases: tuple = field(init=False, repr=False)
@@ -196,10 +198,14 @@ class LServePolicy:
         S, J, M = pages_SxJxM.shape
         fresh = plan.fresh & (layer >= self.dense_layers)
         num_pages = jnp.broadcast_to(plan.positions[:, None] // self.layout.page_size + 1, (S, J))
-        new = select_pages(
-            q_RxGxD, self._statistics(cache), pages_SxJxM.reshape(S * J, M), num_pages.reshape(-1),
-            self.layout.selected - 1, selects_R=(fresh[:, None] & ~streams).reshape(-1),
-        )  # fmt: skip
+        if self.by_keys:
+            new = select_pages(
+                q_RxGxD, self._statistics(cache), pages_SxJxM.reshape(S * J, M),
+                num_pages.reshape(-1), self.layout.selected - 1,
+                selects_R=(fresh[:, None] & ~streams).reshape(-1),
+            )  # fmt: skip
+        else:
+            new = _random_pages(layer, plan.positions, num_pages, M, self.layout.selected - 1)
         assert cache.selected is not None
         slots = jnp.where(fresh, plan.slots, self.layout.num_slots)
         new = new.reshape(S, J, -1)
@@ -272,6 +278,16 @@ class LServePolicy:
             return cache
         selected = content["selected"].swapaxes(1, 2)
         return replace(cache, selected=cache.selected.at[slots].set(selected, mode="drop"))
+
+
+def _random_pages(layer, positions_S, num_pages_SxJ, M: int, count: int):
+    """[S, J, count] pages, the newest one aside: what selection by keys must be better than."""
+    J, key = num_pages_SxJ.shape[1], jax.random.fold_in(jax.random.key(0), layer)
+    scores = jax.vmap(lambda at: jax.random.uniform(jax.random.fold_in(key, at), (J, M)))(
+        positions_S
+    )
+    scored = jnp.arange(M) < num_pages_SxJ[..., None] - 1
+    return jax.lax.top_k(jnp.where(scored, scores, -1.0), count)[1].astype(jnp.int32)
 
 
 def _by_head(tables, K: int):

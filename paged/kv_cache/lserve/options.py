@@ -25,6 +25,9 @@ class Options:
     select_per: Literal["kv_head", "query_head"] = described(
         "kv_head", "whether the query heads of a KV head share a selection"
     )
+    selection: Literal["keys", "random"] = described(
+        "keys", "what pages are selected by: their keys' extremes, or nothing, as a control"
+    )
     sink: int = described(128, "first tokens that streaming heads read")
     local: int = described(256, "tokens before a query's own page that streaming heads read")
     streaming_share: float = described(0.5, "share of KV heads that stream, those of lowest gates")

@@ -1,0 +1,210 @@
+"""Accuracy of several systems on the same prompts, each paired with the first one.
+
+Used by the figures of `lserve`. A system is an engine configuration; what it answers is judged as
+`experiments.evaluate` judges it: exact answers, the log-probability of the reference answers, and
+how far the distributions along them are from the first system's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments import evaluate
+from experiments.evaluate import ALL, Accuracy, Evaluation
+from experiments.lib import run_record, serving
+from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.flags import define_model_flags, loading
+from experiments.lib.program import Options, refusals
+from models import checkpoint
+from paged.config import EngineConfig
+from paged.kv_cache.lserve.gates import Gates, read_gates
+
+flags.disclaim_key_flags()  # --help lists the flags as the program's own
+FILES = ("accuracy.csv", "prompts.csv", "accuracy.png")
+Systems = Mapping[str, EngineConfig]
+Draw = Callable[[Figure, Mapping[str, "Row"], Mapping[str, Evaluation]], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A system on the prompts of a task and context, or on all. exact, difference: in percent and
+    points. log-probabilities: of the answers, by token. divergence: in nats by token. Differences
+    are to the first system, with the bounds of the paired 95 % bootstrap interval."""
+
+    system: str
+    task: str
+    context: int
+    prompts: int
+    exact: float
+    difference: float
+    difference_low: float
+    difference_high: float
+    logprob: float
+    logprob_difference: float
+    logprob_low: float
+    logprob_high: float
+    divergence: float
+    divergence_low: float
+    divergence_high: float
+
+
+def row_of(system: str, found: Accuracy) -> Row:
+    assert found.difference and found.logprob_difference and found.divergence
+    return Row(
+        system, found.task, found.context, found.prompts, 100 * found.exact,
+        *(100 * x for x in found.difference), found.logprob, *found.logprob_difference,
+        *found.divergence,
+    )  # fmt: skip
+
+
+def rows_of(found: Mapping[str, Evaluation]) -> list[Row]:
+    """By system: each task and context, and all together."""
+    first = next(iter(found.values()), None)
+    return [
+        row_of(system, accuracy)
+        for system, evaluation in found.items()
+        for accuracy in evaluate.accuracies(evaluation, first)
+    ]
+
+
+def pooled(rows: Sequence[Row]) -> dict[str, Row]:
+    """Of each system, all prompts together."""
+    return {row.system: row for row in rows if row.task == ALL or sum(
+        other.system == row.system for other in rows) == 1}  # fmt: skip
+
+
+def config_of(options: Options, **fields: Any) -> EngineConfig:
+    """An engine for the prompts of the flags. Raises ValueError for what cannot work."""
+    contexts = [int(context) for context in options.contexts if context.isdigit()]
+    longest = -(-max(contexts, default=256) // 64) * 64
+    common = {
+        "page_size": 64, "max_model_len": longest, "max_num_seqs": 16,
+        "kv_cache_tokens": 17 * longest, "max_num_batched_tokens": 1024,
+    }  # fmt: skip
+    return engine_config(checkpoint.load_config(options.model), **common | fields)
+
+
+def gates_of(options: Options) -> Gates:
+    return read_gates(options.gates, lambda: checkpoint.weights_hash(options.model))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line a system, over all prompts."""
+    lines = [
+        f"{'of all prompts':<34} {'exact %':>8} {'points (95 % interval)':>26} "
+        f"{'log-probability (interval)':>32} {'divergence':>11}"
+    ]
+    for name, row in pooled(rows).items():
+        points = f"{row.difference:+.1f} ({row.difference_low:+.1f} to {row.difference_high:+.1f})"
+        logprob = (
+            f"{row.logprob_difference:+.4f} ({row.logprob_low:+.4f} to {row.logprob_high:+.4f})"
+        )
+        lines.append(f"{name:<34} {row.exact:>8.1f} {points:>26} {logprob:>32} "
+                     f"{row.divergence:>11.4f}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def study(
+    options: Options,
+    experiment: str,
+    make: Callable[[Options], Systems],
+    draw: Draw,
+    conclude: Callable[[Sequence[Row]], tuple[str, dict[str, float]]],
+) -> int:
+    """Let each system of `make` answer, and write what is found after each of them; the exit
+    status.
+
+    draw: puts the systems' pooled rows, or their answers, on a figure. conclude: what is to be
+    printed of all rows, and numbers for summary.json.
+    """
+    with refusals():
+        systems = make(options)
+        first = next(iter(systems.values()))
+        pairs = evaluate.settings(options.tasks, options.contexts, first)
+        if not pairs:
+            raise ValueError("no task fits the contexts")
+    found: dict[str, Evaluation] = {}
+    folder = Path(options.output_dir)
+    environment = run_record.describe_environment()
+
+    def answer(stopped: Callable[[], bool]) -> None:
+        for name, config in systems.items():
+            if stopped():
+                break
+            print(f"{len(found) + 1} of {len(systems)}: {name}", flush=True)
+            engine, one = load_engine(config, **loading(options)), Evaluation()
+            evaluate.evaluate(
+                engine, pairs, options.num_prompts, options.seed, found=one, stopped=stopped
+            )
+            if len(one.answers) == len(pairs) * options.num_prompts:
+                found[name] = one
+                run_record.write_csv(folder, "accuracy.csv", rows_of(found))
+
+    def write(cause: str | None) -> tuple[str, list[OSError]]:
+        rows = rows_of(found)
+        missing = [name for name in systems if name not in found]
+        text, numbers = conclude(rows) if not missing else (f"PARTIAL: {cause}", {})
+        facts = {
+            "experiment": experiment,
+            "flags": vars(options),
+            "weights_sha256": checkpoint.weights_hash(options.model),
+            "systems": systems,
+            "missing": missing,
+            "conclusion": text,
+            "accuracy": rows,
+            **environment,
+        }
+        answers = [
+            {"system": name} | vars(each) for name, one in found.items() for each in one.answers
+        ]
+        figure = Figure(figsize=(11, 4.5), layout="constrained")
+        if rows:
+            draw(figure, pooled(rows), found)
+        figure.supxlabel(run_record.hardware_line(environment), fontsize=7)
+        failures = run_record.write_all([
+            lambda: run_record.write_csv(folder, "accuracy.csv", rows),
+            lambda: run_record.write_csv(folder, "prompts.csv", answers),
+            lambda: run_record.write_json(folder, "report.json", facts),
+            lambda: run_record.write_summary(folder, numbers),
+            lambda: run_record.save_figure(figure, folder / "accuracy.png", dpi=130),
+        ])  # fmt: skip
+        return f"{table(rows)}\n{text}", failures
+
+    files = f"accuracy.csv, prompts.csv, accuracy.png and more are in {options.output_dir}/"
+    return serving.serve_and_write(answer, write, files)
+
+
+def draw_lines(axes: Axes, lines: Mapping[str, Mapping[float, Row]], measure: str) -> None:
+    """A line for each label, over x, of a measure of `Row` with its interval."""
+    bounds = {
+        "difference": ("difference_low", "difference_high", "exact answers, points to dense"),
+        "logprob_difference": ("logprob_low", "logprob_high", "log-probability, to dense"),
+        "divergence": ("divergence_low", "divergence_high", "divergence from dense (nats)"),
+    }
+    low, high, label = bounds[measure]
+    for name, points in lines.items():
+        values = np.array([
+            [x, *(getattr(row, each) for each in (measure, low, high))]
+            for x, row in points.items()
+        ])  # fmt: skip
+        x, middle = values[:, 0], values[:, 1]
+        errors = np.abs(values[:, 2:].T - middle)
+        style = {"marker": "o", "capsize": 3, "markersize": 4}
+        axes.errorbar(x, middle, errors, label=name, **style)  # type: ignore[arg-type]
+    axes.set(ylabel=label)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def define_flags(tasks: Sequence[str], contexts: Sequence[str], num_prompts: int) -> None:
+    """Define what all studies read, with these defaults."""
+    flags.DEFINE_list("tasks", list(tasks), "tasks of experiments/tasks/tasks.py")
+    flags.DEFINE_list("contexts", list(contexts), "prompt and answer, in tokens")
+    flags.DEFINE_integer("num_prompts", num_prompts, "of each task and context", lower_bound=1)
+    flags.DEFINE_integer("seed", 7, "of the prompts", lower_bound=0)
+    define_model_flags()

@@ -1,0 +1,124 @@
+"""Studies of accuracy: what is asked of which system, and what is said of the answers."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from experiments.evaluate import Answer, Evaluation
+from experiments.figures import accuracy
+from experiments.figures.lserve import frontier, needle, page_size, reuse
+from experiments.lib.program import Options, Refused
+from experiments.lib.reference import Distributions
+
+FLAGS = {
+    "model": "bundled", "dtype": "float32", "attention_implementation": "", "seed": 1,
+    "compilation_cache": "", "tasks": ["values"], "contexts": ["256"], "num_prompts": 4,
+}  # fmt: skip
+
+
+@pytest.fixture
+def gates(tmp_path) -> str:
+    """The first KV head of each layer is a retrieval head."""
+    path = tmp_path / "gates.tsv"
+    path.write_text("\n".join("\t".join(["0.9", *["0.1"] * 3]) for _ in range(4)))
+    return str(path)
+
+
+def test_systems_differ_in_what_their_names_say(gates):
+    options = Options(
+        **FLAGS, gates=gates, shares=["0", "0.5"], budgets=["128", "all"], controls=True,
+        random_splits=2,
+    )  # fmt: skip
+    found = frontier.systems(options)
+    assert list(found) == [
+        "dense", "0% streaming, budget 128", "50% streaming, budget 128",
+        "50% streaming, budget all", "gates turned around", "random pages", "random heads 1",
+        "random heads 2",
+    ]  # fmt: skip
+    chosen = found["50% streaming, budget 128"].policy_options
+    assert (chosen.budget, chosen.streaming_share, chosen.gates[0][0]) == (128, 0.5, 0.9)
+    turned = found["gates turned around"].policy_options
+    assert turned.gates[0] == pytest.approx((0.1, 0.9, 0.9, 0.9)) and turned.budget == 64
+    pages = page_size.systems(Options(**FLAGS, budgets=["128"]))
+    assert [config.page_size for config in pages.values()] == [64, 16, 64, 64]
+    assert len({config.policy_options.reuse for config in list(pages.values())[1:]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "changes", "message"),
+    [
+        (frontier, {"shares": ["half"]}, "--shares must be numbers"),
+        (frontier, {"budgets": ["some"]}, "--budgets must be tokens or 'all'"),
+        (page_size, {"budgets": ["all"]}, "--budgets must be tokens"),
+        (reuse, {"intervals": ["3"]}, "reuse must be a divisor of page_size"),
+        (needle, {"tasks": ["values"]}, "--tasks must be needle"),
+        (reuse, {"tasks": ["nothing"]}, "unknown task 'nothing'"),
+        (reuse, {"contexts": []}, "--tasks and --contexts must name at least one"),
+        (reuse, {"tasks": ["cot_32"]}, "no task fits the contexts"),
+    ],
+)  # fmt: skip
+def test_bad_flags_are_refused_before_any_model_is_loaded(
+    gates, tmp_path, program, changes, message
+):
+    of_programs = {"shares": ["0.5"], "budgets": ["128"], "intervals": ["2"], "budget": 128}
+    options = Options(
+        **FLAGS | of_programs
+        | {"gates": gates, "share": 0.5, "controls": False, "random_splits": 0}
+        | {"output_dir": str(tmp_path)} | changes
+    )  # fmt: skip
+    with pytest.raises(Refused, match=message):
+        program.main(options)
+    assert not (tmp_path / "accuracy.csv").exists()
+
+
+def _found(exact: list[bool]) -> Evaluation:
+    """Answers of one setting, all with the same distributions."""
+    along = Distributions(np.full(1, -0.1), np.array([[3, 4]], np.int32), np.array([[-0.1, -3.0]]))
+    answers = [Answer("values", 256, i, ok, "1;", "1;", -0.1) for i, ok in enumerate(exact)]
+    return Evaluation(answers, {answer.key: along for answer in answers})
+
+
+def test_the_goal_is_judged_by_the_lower_bound_over_all_prompts():
+    options = Options(
+        **FLAGS, shares=["0.5"], budgets=["64"], controls=True, random_splits=1, gates=""
+    )
+    right, half = [True] * 40, [True, False] * 20
+    at = frontier.label(*frontier.goal(options))
+    rows = accuracy.rows_of({"dense": _found(right), at: _found(right),
+                             "random heads 1": _found(half)})  # fmt: skip
+    text, numbers = frontier.conclude(options, rows)
+    assert "+0.0, met" in text and numbers["difference_low"] == 0
+    assert numbers["difference_random_heads_1"] == -50 and numbers["random_splits_beaten"] == 1
+    text, numbers = frontier.conclude(
+        options, accuracy.rows_of({"dense": _found(right), at: _found([False, *right[1:]])})
+    )
+    assert numbers["difference_points"] == -2.5 and "not met" in text and "no point" in text
+
+
+def test_depths_of_needles():
+    options = Options(**FLAGS | {"tasks": ["needle"], "num_prompts": 24})
+    depths = needle.depths(options, 256)
+    assert (depths >= 0).all() and (depths < 1).all() and np.ptp(depths) > 0.5
+    answers = [Answer("needle", 256, i, bool(d < 0.5), "1;", "", 0.0) for i, d in enumerate(depths)]
+    shares = needle.heat_map(options, Evaluation(answers))[:, 0]
+    held = ~np.isnan(shares)
+    assert (shares[: needle.DEPTHS // 2][held[: needle.DEPTHS // 2]] == 1).all()
+    assert (shares[needle.DEPTHS // 2 :][held[needle.DEPTHS // 2 :]] == 0).all()
+
+
+@pytest.mark.slow  # three policies compile
+def test_a_whole_study(gates, tmp_path, capsys):
+    options = Options(
+        **FLAGS | {"contexts": ["512"], "tasks": ["values", "multikey"]}, gates=gates,
+        shares=["0.5"], budgets=["128"], controls=False, random_splits=0, output_dir=str(tmp_path),
+    )  # fmt: skip
+    assert frontier.main(options) == 0
+    assert "goal at 50% streaming, budget 128" in capsys.readouterr().out
+    with (tmp_path / "accuracy.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 3 and float(rows[0]["divergence"]) == 0
+    assert float(rows[-1]["divergence"]) > 0
+    assert json.loads((tmp_path / "report.json").read_text())["missing"] == []
+    assert (tmp_path / "accuracy.png").exists()
