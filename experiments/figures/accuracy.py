@@ -1,7 +1,7 @@
 """Accuracy of several systems on the same prompts, each paired with the first one.
 
 Used by the figures of `lserve`. A system is an engine configuration; what it answers is judged as
-`experiments.evaluate` judges it: exact answers, the log-probability of the reference answers, and
+`experiments.evaluate` judges it: right answers, the log-probability of the reference answers, and
 how far the distributions along them are from the first system's.
 """
 
@@ -16,12 +16,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import evaluate
-from experiments.evaluate import ALL, Accuracy, Evaluation
 from experiments.lib import run_record, serving
+from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import define_model_flags, loading
 from experiments.lib.program import Options, refusals
-from models import checkpoint
+from models import checkpoint, load_tokenizer
 from paged.config import EngineConfig
 from paged.kv_cache.lserve.gates import Gates, read_gates
 
@@ -33,7 +33,7 @@ Draw = Callable[[Figure, Mapping[str, "Row"], Mapping[str, Evaluation]], None]
 
 @dataclass(frozen=True)
 class Row:
-    """A system on the prompts of a task and context, or on all. exact, difference: in percent and
+    """A system on the prompts of a task and context, or on all. score, difference: in percent and
     points. log-probabilities: of the answers, by token. divergence: in nats by token. Differences
     are to the first system, with the bounds of the paired 95 % bootstrap interval."""
 
@@ -41,7 +41,7 @@ class Row:
     task: str
     context: int
     prompts: int
-    exact: float
+    score: float
     difference: float
     difference_low: float
     difference_high: float
@@ -57,7 +57,7 @@ class Row:
 def row_of(system: str, found: Accuracy) -> Row:
     assert found.difference and found.logprob_difference and found.divergence
     return Row(
-        system, found.task, found.context, found.prompts, 100 * found.exact,
+        system, found.task, found.context, found.prompts, 100 * found.score,
         *(100 * x for x in found.difference), found.logprob, *found.logprob_difference,
         *found.divergence,
     )  # fmt: skip
@@ -69,7 +69,7 @@ def rows_of(found: Mapping[str, Evaluation]) -> list[Row]:
     return [
         row_of(system, accuracy)
         for system, evaluation in found.items()
-        for accuracy in evaluate.accuracies(evaluation, first)
+        for accuracy in accuracies(evaluation, first)
     ]
 
 
@@ -97,7 +97,7 @@ def gates_of(options: Options) -> Gates:
 def table(rows: Sequence[Row]) -> str:
     """A line a system, over all prompts."""
     lines = [
-        f"{'of all prompts':<34} {'exact %':>8} {'points (95 % interval)':>26} "
+        f"{'of all prompts':<34} {'right %':>8} {'points (95 % interval)':>26} "
         f"{'log-probability (interval)':>32} {'divergence':>11}"
     ]
     for name, row in pooled(rows).items():
@@ -105,7 +105,7 @@ def table(rows: Sequence[Row]) -> str:
         logprob = (
             f"{row.logprob_difference:+.4f} ({row.logprob_low:+.4f} to {row.logprob_high:+.4f})"
         )
-        lines.append(f"{name:<34} {row.exact:>8.1f} {points:>26} {logprob:>32} "
+        lines.append(f"{name:<34} {row.score:>8.1f} {points:>26} {logprob:>32} "
                      f"{row.divergence:>11.4f}")  # fmt: skip
     return "\n".join(lines)
 
@@ -129,6 +129,9 @@ def study(
         pairs = evaluate.settings(options.tasks, options.contexts, first)
         if not pairs:
             raise ValueError("no task fits the contexts")
+        problems = evaluate.own_problems(
+            pairs, options.num_prompts, options.seed, load_tokenizer(options.model)
+        )
     found: dict[str, Evaluation] = {}
     folder = Path(options.output_dir)
     environment = run_record.describe_environment()
@@ -139,9 +142,7 @@ def study(
                 break
             print(f"{len(found) + 1} of {len(systems)}: {name}", flush=True)
             engine, one = load_engine(config, **loading(options)), Evaluation()
-            evaluate.evaluate(
-                engine, pairs, options.num_prompts, options.seed, found=one, stopped=stopped
-            )
+            evaluate.evaluate(engine, problems, found=one, stopped=stopped)
             if len(one.answers) == len(pairs) * options.num_prompts:
                 found[name] = one
                 run_record.write_csv(folder, "accuracy.csv", rows_of(found))
@@ -183,7 +184,7 @@ def study(
 def draw_lines(axes: Axes, lines: Mapping[str, Mapping[float, Row]], measure: str) -> None:
     """A line for each label, over x, of a measure of `Row` with its interval."""
     bounds = {
-        "difference": ("difference_low", "difference_high", "exact answers, points to dense"),
+        "difference": ("difference_low", "difference_high", "right answers, points to dense"),
         "logprob_difference": ("logprob_low", "logprob_high", "log-probability, to dense"),
         "divergence": ("divergence_low", "divergence_high", "divergence from dense (nats)"),
     }

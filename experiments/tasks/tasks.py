@@ -41,7 +41,8 @@ VALUE_DIGITS = 5
 
 @dataclass(frozen=True)
 class TaskPrompt:
-    """A prompt and the text that must follow it, together `context_length` tokens with BOS."""
+    """A prompt and the text that must follow it, together `context_length` tokens with BOS.
+    others: further answers that count."""
 
     prompt: str
     answer: str
@@ -49,6 +50,11 @@ class TaskPrompt:
     context_length: int
     max_tokens: int
     stop: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        return (self.answer, *self.others)
 
 
 @dataclass

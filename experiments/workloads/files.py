@@ -33,10 +33,11 @@ def read_prompts(path: str) -> Iterator[tuple[str, dict]]:
         if not path.endswith(".jsonl"):
             yield where, {"prompt": line}
         else:
-            yield where, _prompt_entry(parse_json_line(line, path, number), where)
+            yield where, prompt_entry(parse_json_line(line, path, number), where)
 
 
-def _prompt_entry(entry: Any, where: str) -> dict:
+def prompt_entry(entry: Any, where: str) -> dict:
+    """A prompt, and what it says of itself, checked; `stop` as a list. where: for the messages."""
     _check_texts(entry, ("prompt",), where)
     if unknown := set(entry) - PROMPT_FIELDS:
         raise ValueError(

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from experiments import evaluate
+from experiments.lib import answers
 from experiments.lib.bootstrap import mean_interval
 from experiments.lib.reference import Distributions, divergence
-from experiments.tasks import tasks
+from experiments.tasks import files
 from models import llama, load_tokenizer
 from models import params as parameters
 from models.config import ModelConfig
@@ -50,23 +51,25 @@ def _evaluation(rng, exact, shift=0.0):
     logits = 4 * rng.standard_normal((10, 3, 30))
     logits[..., 3] += shift
     logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    answers, along = [], {}
+    given, along = [], {}
     for i, logp in enumerate(logps):
-        answer = evaluate.Answer("needle", 256, i, exact(i), "1;", "1", float(logp[:, 5].mean()))
-        answers.append(answer)
+        answer = answers.Answer(
+            "needle", 256, i, float(exact(i)), "1;", "1", float(logp[:, 5].mean())
+        )
+        given.append(answer)
         order = np.argsort(-logp, -1)[:, :20].astype(np.int32)
         tops = np.take_along_axis(logp, order, -1)
         along[answer.key] = Distributions(logp[:, 5], order, tops)
-    return evaluate.Evaluation(answers, along), logps
+    return answers.Evaluation(given, along), logps
 
 
 def test_accuracies_against_another_run_are_paired_by_prompt(tmp_path):
     ours, _ = _evaluation(np.random.default_rng(0), lambda i: i % 2 == 0, shift=2.0)
     better, _ = _evaluation(np.random.default_rng(0), lambda i: True)
-    evaluate.write(tmp_path, evaluate.accuracies(better), better, {})
-    others = evaluate.read(str(tmp_path / "prompts.csv"))
-    (row,) = evaluate.accuracies(ours, others)
-    assert row.exact == 0.5
+    evaluate.write(tmp_path, answers.accuracies(better), better, {})
+    others = answers.read(str(tmp_path / "prompts.csv"))
+    (row,) = answers.accuracies(ours, others)
+    assert row.score == 0.5
     assert row.difference and row.logprob_difference and row.divergence
     mean, low, high = row.difference
     assert mean == -0.5
@@ -74,29 +77,29 @@ def test_accuracies_against_another_run_are_paired_by_prompt(tmp_path):
     gain = [a.logprob - b.logprob for a, b in zip(ours.answers, better.answers)]
     assert row.logprob_difference[0] == pytest.approx(np.mean(gain))
     assert row.divergence[1] > 0
-    (same,) = evaluate.accuracies(better, others)
+    (same,) = answers.accuracies(better, others)
     assert same.difference == (0, 0, 0)
     assert same.divergence == pytest.approx((0, 0, 0), abs=1e-6)
-    evaluate.require_all(others, [("needle", 256)], 10)
+    answers.require_all(others, {("needle", 256): [None] * 10})
     with pytest.raises(ValueError, match="lacks 1 prompts of needle at 256"):
-        evaluate.require_all(others, [("needle", 256)], 11)
+        answers.require_all(others, {("needle", 256): [None] * 11})
     odd = dataclasses.replace(ours.answers[0], expected="2;")
     with pytest.raises(ValueError, match="had other prompts of needle"):
-        evaluate.accuracies(evaluate.Evaluation([odd], ours.distributions), others)
+        answers.accuracies(answers.Evaluation([odd], ours.distributions), others)
     with pytest.raises(ValueError, match=r"accuracy\.csv:1: has columns .* expected task,c"):
-        evaluate.read(str(tmp_path / "accuracy.csv"))
+        answers.read(str(tmp_path / "accuracy.csv"))
     (tmp_path / "distributions.npz").write_bytes(b"PK no")
     with pytest.raises(ValueError, match=r"distributions\.npz: no distributions of an evaluation"):
-        evaluate.read(str(tmp_path / "prompts.csv"))
+        answers.read(str(tmp_path / "prompts.csv"))
 
 
 def test_several_settings_are_pooled():
     one, _ = _evaluation(np.random.default_rng(0), lambda i: i < 4)
-    another = [dataclasses.replace(a, task="vote", exact=True) for a in one.answers]
-    *rows, pooled = evaluate.accuracies(evaluate.Evaluation([*one.answers, *another], {}))
-    assert [(row.task, row.exact) for row in rows] == [("needle", 0.4), ("vote", 1.0)]
-    assert (pooled.task, pooled.prompts, pooled.exact) == ("all", 20, 0.7)
-    assert set(evaluate.summary([*rows, pooled])) >= {"exact_needle_256", "exact_all"}
+    another = [dataclasses.replace(a, task="vote", score=1.0) for a in one.answers]
+    *rows, pooled = answers.accuracies(answers.Evaluation([*one.answers, *another], {}))
+    assert [(row.task, row.score) for row in rows] == [("needle", 0.4), ("vote", 1.0)]
+    assert (pooled.task, pooled.prompts, pooled.score) == ("all", 20, 0.7)
+    assert set(evaluate.summary([*rows, pooled])) >= {"score_needle_256", "score_all"}
 
 
 def test_divergence_is_that_of_whole_distributions_but_for_what_is_rare():
@@ -132,17 +135,18 @@ def test_a_random_model_is_evaluated_end_to_end(tmp_path):
     model = ModelConfig(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)
     params = parameters.init(llama.declare(model), jax.random.key(0))
     engine = Engine.from_model(params, model, CONFIG, load_tokenizer(BUNDLED))
-    found = evaluate.evaluate(engine, [("needle", 256), ("vote", 256)], 3, 0, progress=False)
-    rows = evaluate.accuracies(found)
+    problems = evaluate.own_problems([("needle", 256), ("vote", 256)], 3, 0, engine.tokenizer)
+    found = evaluate.evaluate(engine, problems, progress=False)
+    rows = answers.accuracies(found)
     evaluate.write(tmp_path, rows, found, {})
     with open(tmp_path / "prompts.csv", newline="") as file:
         written = list(csv.DictReader(file))
-    prompts = tasks.make_prompts("needle", 256, 3, 0, engine.tokenizer)
+    prompts = problems["needle", 256]
     assert [w["expected"] for w in written[:3]] == [p.answer for p in prompts]
     for row in rows[:2]:
         mine = [w for w in written if w["task"] == row.task]
         exact = [w["text"] + ";" == w["expected"] for w in mine]
-        assert row.exact == sum(exact) / 3
+        assert row.score == sum(exact) / 3
     # What it says of an answer that it would not give is what the model alone says.
     tokenizer = engine.tokenizer
     for w, prompt in zip(written[:3], prompts):
@@ -153,3 +157,38 @@ def test_a_random_model_is_evaluated_end_to_end(tmp_path):
         logp = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(both) - 1), both[1:]]
         assert float(w["logprob"]) == pytest.approx(logp[len(before) - 1 :].mean(), abs=1e-4)
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+
+
+def test_problems_of_files(tmp_path):
+    """Of a user's own: by task and length, with one answer or several."""
+    path = tmp_path / "ruler.jsonl"
+    path.write_text(
+        '{"prompt": "#ab12345; ?ab", "answer": "12345;", "stop": ";"}\n\n'
+        '{"prompt": "a story", "answers": ["one", "two"], "task": "qa", "max_tokens": 300}\n'
+    )
+    problems = files.read_problems([str(path)], load_tokenizer(BUNDLED), 20, 512)
+    assert set(problems) == {("ruler", 64), ("qa", 512)}
+    (ruler,), (qa,) = problems.values()
+    assert (ruler.max_tokens, qa.max_tokens, qa.answers) == (20, 300, ("one", "two"))
+    assert files.exact("12345", ruler) == 1 and files.exact("1234", ruler) == 0
+    assert files.contains("It is Two.", qa) == 0.5 and files.f1("the TWO.", qa) == 1
+    assert files.f1("two or three", qa) == pytest.approx(0.5) and files.f1("", qa) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"}', "p.jsonl:1: a problem needs a prompt, and an answer"),
+        ('{"prompt": "a", "answers": []}', "an answer or a list of answers, not"),
+        ('{"prompt": "a", "answers": ["b", 3]}', "an answer or a list of answers, not"),
+        ('{"prompt": "", "answer": "b"}', "needs a prompt"),
+        ('["a"]', "expected an object"),
+        ('{"prompt": "a", "answer": "b", "of": 3}', "unknown"),
+        ('{"prompt": "a", "answer": "b", "max_tokens": 600}', "more than max_model_len"),
+        ("", "holds no problem"),
+    ],
+)
+def test_files_that_hold_no_problems_are_refused(tmp_path, line, message):
+    (tmp_path / "p.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=message):
+        files.read_problems([str(tmp_path / "p.jsonl")], load_tokenizer(BUNDLED), 20, 512)

@@ -7,7 +7,7 @@ answers, and LServe with half of the KV heads streaming, at each of --budgets.
 
 Claim (Fig. 9): LServe finds the needle at all lengths and depths where the dense model does, at a
 budget far below the longest context. Writes to --output_dir: accuracy.csv, prompts.csv,
-accuracy.png (share of exact answers, length by depth), report.json and summary.json.
+accuracy.png (share of right answers, length by depth), report.json and summary.json.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ import numpy as np
 from absl import flags
 from matplotlib.figure import Figure
 
-from experiments.evaluate import Evaluation
 from experiments.figures import accuracy
 from experiments.figures.accuracy import Row
+from experiments.lib.answers import Evaluation
 from experiments.lib.flags import define_float
 from experiments.lib.program import Options, Program
 from experiments.tasks.tasks import make_prompts
@@ -57,23 +57,23 @@ def depths(options: Options, length: int) -> np.ndarray:
 
 
 def heat_map(options: Options, found: Evaluation) -> np.ndarray:
-    """[DEPTHS, lengths] share of exact answers; nan where no prompt is."""
+    """[DEPTHS, lengths] share of right answers; nan where no prompt is."""
     lengths = [int(each) for each in options.contexts]
     shares = np.full((DEPTHS, len(lengths)), np.nan)
     for column, length in enumerate(lengths):
-        exact = np.array([answer.exact for answer in found.answers if answer.context == length])
-        of = (depths(options, length)[: len(exact)] * DEPTHS).astype(int)
+        right = np.array([answer.score for answer in found.answers if answer.context == length])
+        of = (depths(options, length)[: len(right)] * DEPTHS).astype(int)
         for depth in np.unique(of):
-            shares[depth, column] = exact[of == depth].mean()
+            shares[depth, column] = right[of == depth].mean()
     return shares
 
 
 def conclude(options: Options, rows: Sequence[Row]) -> tuple[str, dict[str, float]]:
     whole = accuracy.pooled(rows)
     numbers = {
-        f"exact_{name.replace(' ', '_').replace(',', '')}": row.exact for name, row in whole.items()
+        f"right_{name.replace(' ', '_').replace(',', '')}": row.score for name, row in whole.items()
     }
-    shown = ", ".join(f"{name} {row.exact:.1f} %" for name, row in whole.items())
+    shown = ", ".join(f"{name} {row.score:.1f} %" for name, row in whole.items())
     return f"found: {shown}", numbers
 
 

@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from experiments.evaluate import Answer, Evaluation
 from experiments.figures import accuracy
 from experiments.figures.lserve import frontier, needle, page_size, reuse
+from experiments.lib.answers import Answer, Evaluation
 from experiments.lib.program import Options, Refused
 from experiments.lib.reference import Distributions
 
@@ -73,10 +73,10 @@ def test_bad_flags_are_refused_before_any_model_is_loaded(
     assert not (tmp_path / "accuracy.csv").exists()
 
 
-def _found(exact: list[bool]) -> Evaluation:
+def _found(right: list[bool]) -> Evaluation:
     """Answers of one setting, all with the same distributions."""
     along = Distributions(np.full(1, -0.1), np.array([[3, 4]], np.int32), np.array([[-0.1, -3.0]]))
-    answers = [Answer("values", 256, i, ok, "1;", "1;", -0.1) for i, ok in enumerate(exact)]
+    answers = [Answer("values", 256, i, float(ok), "1;", "1;", -0.1) for i, ok in enumerate(right)]
     return Evaluation(answers, {answer.key: along for answer in answers})
 
 
@@ -101,7 +101,9 @@ def test_depths_of_needles():
     options = Options(**FLAGS | {"tasks": ["needle"], "num_prompts": 24})
     depths = needle.depths(options, 256)
     assert (depths >= 0).all() and (depths < 1).all() and np.ptp(depths) > 0.5
-    answers = [Answer("needle", 256, i, bool(d < 0.5), "1;", "", 0.0) for i, d in enumerate(depths)]
+    answers = [
+        Answer("needle", 256, i, float(d < 0.5), "1;", "", 0.0) for i, d in enumerate(depths)
+    ]
     shares = needle.heat_map(options, Evaluation(answers))[:, 0]
     held = ~np.isnan(shares)
     assert (shares[: needle.DEPTHS // 2][held[: needle.DEPTHS // 2]] == 1).all()

@@ -1,0 +1,131 @@
+"""What a run answered, and its accuracy, alone or beside another run on the same prompts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from experiments.lib import reference
+from experiments.lib.bootstrap import mean_interval
+from experiments.lib.reference import Distributions, Key
+from experiments.lib.text_files import read_csv, shown
+
+ALL = "all"  # the task of what is pooled over settings, with context 0
+Interval = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One prompt's result; `index` names the prompt within its task and context. score: from 0 to
+    1, which an exact answer has. logprob: of the expected answer, by token."""
+
+    task: str
+    context: int
+    index: int
+    score: float
+    expected: str
+    text: str
+    logprob: float
+
+    @property
+    def key(self) -> Key:
+        return self.task, self.context, self.index
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Mean score, low and high of its 95 % bootstrap interval, and the mean
+    log-probability of the expected answers, by token.
+
+    difference, logprob_difference: the same of the paired differences to another run on the same
+    prompts, if one was given; divergence: from its distributions, in nats by token. Each is a mean
+    with low and high of its interval.
+    """
+
+    task: str
+    context: int
+    prompts: int
+    score: float
+    low: float
+    high: float
+    logprob: float
+    difference: Interval | None = None
+    logprob_difference: Interval | None = None
+    divergence: Interval | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Answers, and the distributions along the expected ones, by prompt."""
+
+    answers: list[Answer] = field(default_factory=list)
+    distributions: dict[Key, Distributions] = field(default_factory=dict)
+
+
+def accuracies(ours: Evaluation, others: Evaluation | None = None) -> list[Accuracy]:
+    """Accuracy by (task, context), in order of appearance, and of all together, if there are more.
+
+    others: another run, which `require_all` has accepted. Raises ValueError if a prompt of it had
+    another answer.
+    """
+    groups: dict[tuple[str, int], list[Answer]] = {}
+    for answer in ours.answers:
+        groups.setdefault((answer.task, answer.context), []).append(answer)
+    if len(groups) > 1:
+        groups[ALL, 0] = ours.answers
+    theirs = None if others is None else {answer.key: answer for answer in others.answers}
+    rows = []
+    for (task, context), group in groups.items():
+        row = task, context, len(group), *mean_interval([a.score for a in group])
+        logprob = float(np.mean([a.logprob for a in group]))
+        if others is None or theirs is None:
+            rows.append(Accuracy(*row, logprob))
+            continue
+        paired = [(a, theirs[a.key]) for a in group]
+        if any(a.expected != other.expected for a, other in paired):
+            raise ValueError(f"the run to compare with had other prompts of {task} at {context}")
+        rows.append(
+            Accuracy(
+                *row, logprob,
+                difference=mean_interval([a.score - other.score for a, other in paired]),
+                logprob_difference=mean_interval([a.logprob - b.logprob for a, b in paired]),
+                divergence=mean_interval([
+                    reference.divergence(ours.distributions[a.key], others.distributions[a.key])
+                    for a in group
+                ]),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def read(path: str) -> Evaluation:
+    """A run by its prompts.csv, and the distributions.npz beside it; ValueError, by line, if it is
+    none."""
+    answers = []
+    columns = "task", "context", "index", "score", "expected", "text", "logprob"
+    for where, _, row in read_csv(path, columns):
+        try:
+            context, index = int(row["context"]), int(row["index"])
+            score, logprob = float(row["score"]), float(row["logprob"])
+        except ValueError:
+            raise ValueError(
+                f"{where}: context, index, score and logprob must be numbers"
+            ) from None
+        if not 0 <= score <= 1:
+            raise ValueError(f"{where}: score must be from 0 to 1, not {shown(row['score'])}")
+        answers.append(
+            Answer(row["task"], context, index, score, row["expected"], row["text"], logprob)
+        )
+    return Evaluation(answers, reference.read(Path(path).parent / "distributions.npz"))
+
+
+def require_all(others: Evaluation, problems: Mapping[tuple[str, int], Sequence]) -> None:
+    """Raise ValueError if the run to compare with lacks a prompt, before any is answered."""
+    keys = {answer.key for answer in others.answers} & others.distributions.keys()
+    for (task, context), prompts in problems.items():
+        lacking = sum((task, context, index) not in keys for index in range(len(prompts)))
+        if lacking:
+            raise ValueError(
+                f"the run to compare with lacks {lacking} prompts of {task} at {context}"
+            )

@@ -1,0 +1,97 @@
+"""Problems from a user's files: LongBench, RULER, needles in a haystack.
+
+A file has a JSON object a line: {"prompt": text, "answer": text, "task": text, "max_tokens": count,
+"stop": texts}. Instead of "answer" it may have "answers", a list. Without "task" the problem is of
+the file's name. Problems of a task are grouped by their length, rounded up to a power of two.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from experiments.lib import report
+from experiments.lib.text_files import parse_json_line, read_lines, shown
+from experiments.tasks.tasks import TaskPrompt
+from experiments.workloads.files import prompt_entry
+
+Problems = Mapping[tuple[str, int], Sequence[TaskPrompt]]  # by task and context
+
+
+def exact(text: str, problem: TaskPrompt) -> float:
+    """1 if the text is an answer, else 0."""
+    return float(any(report.is_exact(text, each, problem.stop) for each in problem.answers))
+
+
+def contains(text: str, problem: TaskPrompt) -> float:
+    """The share of the answers that the text contains, in any case of letters: RULER's score."""
+    found = [answer.lower() in text.lower() for answer in problem.answers]
+    return sum(found) / len(found)
+
+
+def f1(text: str, problem: TaskPrompt) -> float:
+    """The F1 of the text's words and those of the nearest answer, as LongBench counts them: without
+    punctuation, articles and case."""
+    return max(_f1(_words(text), _words(answer)) for answer in problem.answers)
+
+
+MATCHES: dict[str, Callable[[str, TaskPrompt], float]] = {
+    "exact": exact, "contains": contains, "f1": f1
+}  # fmt: skip
+
+
+def _words(text: str) -> list[str]:
+    plain = "".join(c for c in text.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
+
+
+def _f1(ours: Sequence[str], theirs: Sequence[str]) -> float:
+    common = (Counter(ours) & Counter(theirs)).total()
+    return 2 * common / (len(ours) + len(theirs)) if common else float(ours == theirs)
+
+
+def read_problems(
+    paths: Sequence[str], tokenizer, output_tokens: int, max_model_len: int
+) -> dict[tuple[str, int], list[TaskPrompt]]:
+    """The problems of all files. output_tokens: of an answer, where a problem does not say.
+
+    Raises ValueError, naming file and line, for what is no problem, or is too long.
+    """
+    problems: dict[tuple[str, int], list[TaskPrompt]] = {}
+    for path in paths:
+        for number, line in enumerate(read_lines(path), 1):
+            if not line.strip():
+                continue
+            problem = _problem(parse_json_line(line, path, number), path, number, output_tokens)
+            tokens = [len(tokenizer.encode(problem.prompt + each)) for each in problem.answers]
+            prompt = len(tokenizer.encode(problem.prompt))
+            length = max(prompt + problem.max_tokens, *tokens)
+            if length > max_model_len:
+                raise ValueError(
+                    f"{path}:{number}: prompt and answer have {length} tokens, more than "
+                    f"max_model_len ({max_model_len})"
+                )
+            context = 1 << (length - 1).bit_length()
+            problems.setdefault((problem.task, context), []).append(problem)
+        if not problems:
+            raise ValueError(f"{path}: holds no problem")
+    return problems
+
+
+def _problem(entry, path: str, number: int, output_tokens: int) -> TaskPrompt:
+    where = f"{path}:{number}"
+    answers = entry.pop("answers", None) if isinstance(entry, dict) else None
+    entry = prompt_entry(entry, where)
+    if answers is None and isinstance(entry.get("answer"), str):
+        answers = [entry["answer"]]
+    texts = isinstance(answers, list) and all(isinstance(each, str) and each for each in answers)
+    if not texts or not answers or not entry["prompt"]:
+        raise ValueError(
+            f"{where}: a problem needs a prompt, and an answer or a list of answers, not "
+            f"{shown(answers)}"
+        )
+    return TaskPrompt(
+        entry["prompt"], answers[0], entry.get("task") or Path(path).stem, 0,
+        entry.get("max_tokens") or output_tokens, tuple(entry["stop"]), tuple(answers[1:]),
+    )  # fmt: skip
