@@ -56,10 +56,10 @@ class Row:
 
 def row_of(system: str, found: Accuracy) -> Row:
     assert found.difference and found.logprob_difference and found.divergence
+    points, low, high = (100 * x for x in found.difference)
     return Row(
-        system, found.task, found.context, found.prompts, 100 * found.score,
-        *(100 * x for x in found.difference), found.logprob, *found.logprob_difference,
-        *found.divergence,
+        system, found.task, found.context, found.prompts, 100 * found.score, points, low, high,
+        found.logprob, *found.logprob_difference, *found.divergence,
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def study(
     return serving.serve_and_write(answer, write, files)
 
 
-def draw_lines(axes: Axes, lines: Mapping[str, Mapping[float, Row]], measure: str) -> None:
+def draw_lines(axes: Axes, lines: Mapping[str, Mapping[int, Row]], measure: str) -> None:
     """A line for each label, over x, of a measure of `Row` with its interval."""
     bounds = {
         "difference": ("difference_low", "difference_high", "right answers, points to dense"),

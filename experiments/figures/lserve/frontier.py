@@ -116,7 +116,7 @@ def conclude(options: Options, rows: Sequence[Row]) -> tuple[str, dict[str, floa
 def draw(options: Options, figure: Figure, whole: Mapping[str, Row]) -> None:
     """Over the budget, a line for each share; crosses are controls."""
     longest = max(int(context) for context in options.contexts)
-    lines: dict[str, dict[float, Row]] = {}
+    lines: dict[str, dict[int, Row]] = {}
     for name, (share, budget) in points(options).items():
         if name in whole:
             x = longest if budget == "all" else int(budget)

@@ -42,7 +42,8 @@ def systems(options: Options) -> accuracy.Systems:
 
 
 def conclude(options: Options, rows: Sequence[Row]) -> tuple[str, dict[str, float]]:
-    whole, numbers, lines = accuracy.pooled(rows), {}, []
+    whole, lines = accuracy.pooled(rows), []
+    numbers: dict[str, float] = {}
     for budget in options.budgets:
         flat16, flat64, hierarchical = (whole[label(name, budget)].difference for name in PAGES)
         lines.append(
