@@ -3,8 +3,13 @@
 Used by the figures of `lserve`. A system is an engine configuration; what it answers is judged as
 `experiments.evaluate` judges it: right answers, the log-probability of the reference answers, and
 how far the distributions along them are from the first system's.
+
+A study takes long. What a system answered is kept in --output_dir, in a folder of `answered/` for
+each, and a later run with the same output_dir does not ask it the same again.
 """
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import evaluate
-from experiments.lib import run_record, serving
-from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies
+from experiments.lib import reference, run_record, serving
+from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies, read
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import define_model_flags, loading
 from experiments.lib.program import Options, refusals
@@ -26,7 +31,7 @@ from paged.config import EngineConfig
 from paged.kv_cache.lserve.gates import Gates, read_gates
 
 flags.disclaim_key_flags()  # --help lists the flags as the program's own
-FILES = ("accuracy.csv", "prompts.csv", "accuracy.png")
+FILES = ("accuracy.csv", "accuracy.png")
 Systems = Mapping[str, EngineConfig]
 Draw = Callable[[Figure, Mapping[str, "Row"], Mapping[str, Evaluation]], None]
 
@@ -110,6 +115,23 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def keep(folder: Path, asked: Any, found: Evaluation) -> None:
+    """Write what a system answered, and what it was asked."""
+    run_record.write_csv(folder, "prompts.csv", found.answers)
+    reference.write(folder / "distributions.npz", found.distributions)
+    run_record.write_json(folder, "asked.json", asked)
+
+
+def answered_before(folder: Path, asked: Any) -> Evaluation | None:
+    """What `keep` wrote, if the system was asked the same then."""
+    try:
+        if json.loads((folder / "asked.json").read_text()) != asked:
+            return None
+    except (OSError, ValueError):
+        return None
+    return read(str(folder / "prompts.csv"))
+
+
 def study(
     options: Options,
     experiment: str,
@@ -135,17 +157,27 @@ def study(
     found: dict[str, Evaluation] = {}
     folder = Path(options.output_dir)
     environment = run_record.describe_environment()
+    weights = checkpoint.weights_hash(options.model)
 
     def answer(stopped: Callable[[], bool]) -> None:
         for name, config in systems.items():
             if stopped():
                 break
             print(f"{len(found) + 1} of {len(systems)}: {name}", flush=True)
-            engine, one = load_engine(config, **loading(options)), Evaluation()
-            evaluate.evaluate(engine, problems, found=one, stopped=stopped)
-            if len(one.answers) == len(pairs) * options.num_prompts:
-                found[name] = one
-                run_record.write_csv(folder, "accuracy.csv", rows_of(found))
+            kept = folder / "answered" / re.sub(r"[^a-z0-9]+", "_", name.lower())
+            asked = run_record.plain({
+                "config": config, "weights_sha256": weights, "dtype": options.dtype,
+                "seed": options.seed,
+                "prompts": {f"{task} {context}": len(p) for (task, context), p in problems.items()},
+            })  # fmt: skip
+            if (one := answered_before(kept, asked)) is None:
+                engine, one = load_engine(config, **loading(options)), Evaluation()
+                evaluate.evaluate(engine, problems, found=one, stopped=stopped)
+                if len(one.answers) < len(pairs) * options.num_prompts:
+                    break
+                keep(kept, asked, one)
+            found[name] = one
+            run_record.write_csv(folder, "accuracy.csv", rows_of(found))
 
     def write(cause: str | None) -> tuple[str, list[OSError]]:
         rows = rows_of(found)
@@ -154,30 +186,26 @@ def study(
         facts = {
             "experiment": experiment,
             "flags": vars(options),
-            "weights_sha256": checkpoint.weights_hash(options.model),
+            "weights_sha256": weights,
             "systems": systems,
             "missing": missing,
             "conclusion": text,
             "accuracy": rows,
             **environment,
         }
-        answers = [
-            {"system": name} | vars(each) for name, one in found.items() for each in one.answers
-        ]
         figure = Figure(figsize=(11, 4.5), layout="constrained")
         if rows:
             draw(figure, pooled(rows), found)
         figure.supxlabel(run_record.hardware_line(environment), fontsize=7)
         failures = run_record.write_all([
             lambda: run_record.write_csv(folder, "accuracy.csv", rows),
-            lambda: run_record.write_csv(folder, "prompts.csv", answers),
             lambda: run_record.write_json(folder, "report.json", facts),
             lambda: run_record.write_summary(folder, numbers),
             lambda: run_record.save_figure(figure, folder / "accuracy.png", dpi=130),
         ])  # fmt: skip
         return f"{table(rows)}\n{text}", failures
 
-    files = f"accuracy.csv, prompts.csv, accuracy.png and more are in {options.output_dir}/"
+    files = f"accuracy.csv, accuracy.png and more are in {options.output_dir}/"
     return serving.serve_and_write(answer, write, files)
 
 

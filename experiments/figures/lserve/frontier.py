@@ -11,8 +11,8 @@ Claims: the paper loses little at 50 % streaming heads and a budget of 4,096 of 
 here, at 50 % and a budget of a quarter of the longest context, the lower bound of the difference
 over all prompts is above −2 points. Controls at that point lose more: gates turned around, heads
 drawn at random, pages drawn at random. Writes to --output_dir: accuracy.csv (by system, task and
-context, and of all prompts), prompts.csv, accuracy.png, report.json and summary.json, first after
-each system.
+context, and of all prompts), accuracy.png, report.json and summary.json; accuracy.csv after each
+system too.
 """
 
 from collections.abc import Mapping, Sequence

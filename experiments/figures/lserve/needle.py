@@ -6,7 +6,7 @@ One record lies somewhere in stories, and the question asks for its five digits.
 answers, and LServe with half of the KV heads streaming, at each of --budgets.
 
 Claim (Fig. 9): LServe finds the needle at all lengths and depths where the dense model does, at a
-budget far below the longest context. Writes to --output_dir: accuracy.csv, prompts.csv,
+budget far below the longest context. Writes to --output_dir: accuracy.csv,
 accuracy.png (share of right answers, length by depth), report.json and summary.json.
 """
 

@@ -7,7 +7,7 @@ of all its keys (Quest); hierarchical selection by those of its logical pages of
 
 Claims (§3.5.1): flat selection fails as pages grow, as the extremes of many keys tell little;
 hierarchical selection with pages of 64 is as accurate as flat selection with pages of 16 and the
-same budget. Writes to --output_dir: accuracy.csv, prompts.csv, accuracy.png, report.json and
+same budget. Writes to --output_dir: accuracy.csv, accuracy.png, report.json and
 summary.json.
 """
 

@@ -7,7 +7,7 @@ All heads are dense and read a budget of tokens, which they select anew every so
 Claim (Table 6): a selection may serve 8 tokens with almost no loss, and then accuracy begins to
 fall. RULER at 64k with a budget of 4,096: 86.8 dense, and 86.2, 85.6, 85.6, 84.8, 83.2 with a
 selection every 1, 2, 4, 8 and 16 tokens.
-Writes to --output_dir: accuracy.csv, prompts.csv, accuracy.png, report.json and summary.json.
+Writes to --output_dir: accuracy.csv, accuracy.png, report.json and summary.json.
 """
 
 from collections.abc import Mapping, Sequence

@@ -111,16 +111,25 @@ def test_depths_of_needles():
 
 
 @pytest.mark.slow  # three policies compile
-def test_a_whole_study(gates, tmp_path, capsys):
+def test_a_whole_study(gates, tmp_path, capsys, monkeypatch):
     options = Options(
         **FLAGS | {"contexts": ["512"], "tasks": ["values", "multikey"]}, gates=gates,
         shares=["0.5"], budgets=["128"], controls=False, random_splits=0, output_dir=str(tmp_path),
     )  # fmt: skip
     assert frontier.main(options) == 0
-    assert "goal at 50% streaming, budget 128" in capsys.readouterr().out
+    loaded = capsys.readouterr().out
+    assert "goal at 50% streaming, budget 128" in loaded
     with (tmp_path / "accuracy.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 3 and float(rows[0]["divergence"]) == 0
     assert float(rows[-1]["divergence"]) > 0
     assert json.loads((tmp_path / "report.json").read_text())["missing"] == []
     assert (tmp_path / "accuracy.png").exists()
+    # The second time nothing is asked again, and the same is found.
+    monkeypatch.setattr(accuracy, "load_engine", None)
+    assert frontier.main(options) == 0
+    with (tmp_path / "accuracy.csv").open() as file:
+        again = list(csv.DictReader(file))
+    for row, before in zip(again, rows, strict=True):
+        assert row["difference"] == before["difference"]
+        assert float(row["logprob"]) == pytest.approx(float(before["logprob"]), abs=1e-5)
