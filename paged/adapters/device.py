@@ -82,11 +82,14 @@ class DeviceAdapters:
     def finished(self, round_: int) -> list[tuple[Adapter, str | None]]:
         done: list[tuple[Adapter, str | None]] = []
         for adapter, future in list(self._coming.items()):
-            if future.done() and adapter not in self._announced:
-                error = future.exception()
-                why = None if error is None else str(error) or type(error).__name__
-                done.append((adapter, why))
+            if not future.done() or adapter in self._announced:
+                continue
+            error = future.exception()
+            if error is None:
                 self._announced.add(adapter)
+            else:  # it holds what had been read
+                del self._coming[adapter]
+            done.append((adapter, error and (str(error) or type(error).__name__)))
         return done
 
     def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
