@@ -61,7 +61,7 @@ def operator_cases(options: Options) -> list[Case]:
     numbers = {}
     for name in ("batches", "ranks"):
         texts = getattr(options, name)
-        if not texts or any(not text.isdigit() or int(text) < 1 for text in texts):
+        if not texts or any(not text.isdecimal() or int(text) < 1 for text in texts):
             raise ValueError(f"--{name} must be whole numbers from 1, not {texts}")
         numbers[name] = sorted({int(text) for text in texts})
     unknown = set(options.popularities) - set(POPULARITIES)

@@ -94,7 +94,7 @@ class Settings:
 def integers(name: str, values: Sequence[str]) -> tuple[int, ...]:
     """The flag's values as whole numbers; ValueError names what is none."""
     for value in values:
-        if not value.isdigit():
+        if not value.isdecimal():
             raise ValueError(f"--{name} takes whole numbers, not {value!r}")
     return tuple(int(value) for value in values)
 

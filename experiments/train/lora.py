@@ -94,7 +94,7 @@ def ranks(adapters: Sequence[str]) -> dict[str, int]:
     found = {}
     for each in adapters:
         name, _, rank = each.partition(":")
-        if name not in answer_formats.FORMATS or not rank.isdigit() or not 1 <= int(rank) <= 128:
+        if name not in answer_formats.FORMATS or not rank.isdecimal() or not 1 <= int(rank) <= 128:
             formats = ", ".join(answer_formats.FORMATS)
             raise ValueError(
                 f"--adapters={each!r} must be format:rank, with a rank from 1 to 128 and a format "
