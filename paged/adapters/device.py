@@ -84,12 +84,13 @@ class DeviceAdapters:
         for adapter, future in list(self._coming.items()):
             if not future.done() or adapter in self._announced:
                 continue
-            error = future.exception()
+            error, why = future.exception(), None
             if error is None:
                 self._announced.add(adapter)
-            else:  # it holds what had been read
-                del self._coming[adapter]
-            done.append((adapter, error and (str(error) or type(error).__name__)))
+            else:
+                why = str(error) or type(error).__name__
+                del self._coming[adapter]  # it holds what had been read
+            done.append((adapter, why))
         return done
 
     def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
