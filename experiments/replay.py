@@ -273,6 +273,8 @@ def load(log: EventLog, options: Options) -> Engine:
 
 def main(options: Options) -> int:
     with refusals():
+        if not options.log:
+            raise ValueError("--log must name the events.jsonl to replay")
         written = Path(options.output_dir) / "events.jsonl"
         if written.resolve() == Path(options.log).resolve():
             raise ValueError(f"--output_dir={options.output_dir}: the replay would replace its log")
@@ -309,7 +311,7 @@ def main(options: Options) -> int:
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("log", None, "an events.jsonl", required=True)
+    flags.DEFINE_string("log", "", "the events.jsonl to replay")
     define_executor_flag()
     define_model_flags()
 

@@ -104,7 +104,8 @@ def run(
     """Serve `requests` as they arrive on the engine's clock; their outputs, in the same order.
 
     Time 0 of the workload is now. sampling: of all, but what a request says itself; request i draws
-    with seed + i. Raises: ValueError for a request that the engine refuses.
+    with seed + i. Raises: ValueError for a request that the engine refuses, and for an engine that
+    has requests already.
     """
     served: dict[int, RequestOutput] = {}
     serve(engine, requests, served, sampling, seed, progress)
@@ -123,6 +124,8 @@ def serve(
     """As `run`, until `stop_requested`: then the requests that run are aborted, and have what they
     have by then. served: gets the outputs by index in `requests`, those of requests that have
     arrived. Whatever the engine raises comes out of here too, with `served` as complete."""
+    if engine.has_unfinished():
+        raise ValueError("the engine has requests already: serve or abort them before")
     sampling, clock = sampling or SamplingParams(), engine.executor.clock
     start = clock.now()
     coming = deque(sorted(range(len(requests)), key=lambda i: requests[i].arrival_s))

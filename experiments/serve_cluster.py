@@ -28,7 +28,12 @@ from tqdm import tqdm
 
 from experiments.lib import adapters, cluster_report, run_record, serving
 from experiments.lib.cluster_report import Sample
-from experiments.lib.engines import engine_config, keep_compilations, load_engine
+from experiments.lib.engines import (
+    check_implementation,
+    engine_config,
+    keep_compilations,
+    load_engine,
+)
 from experiments.lib.flags import define_engine_flags, define_float, fields_of, loading
 from experiments.lib.program import Options, Program, refusals
 from experiments.workloads import popularity, ramp
@@ -41,6 +46,7 @@ from paged.cluster.ray_actors import RayRunner, import_ray
 from paged.cluster.simulated import SimulatedCluster
 from paged.cluster.threads import ThreadRunner
 from paged.config import EngineConfig
+from paged.device.tensor_parallel import Shards
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import RooflineCost, SimulatedExecutor
@@ -85,9 +91,12 @@ def threads(options: Options, model: ModelConfig, config: EngineConfig) -> LiveC
     devices = jax.devices()[: options.num_gpus]
     if len(devices) < options.num_gpus:
         raise ValueError(f"--num_gpus ({options.num_gpus}): JAX sees {len(devices)} devices")
+    implementation = options.attention_implementation or None
+    check_implementation(
+        options.attention_implementation, config, Shards(model, dtype=options.dtype)
+    )
     keep_compilations(options.compilation_cache)
     _, params = checkpoint.load(options.model, options.dtype)
-    implementation = options.attention_implementation or None
 
     def make_engine(device: jax.Device) -> Engine:
         own = jax.device_put(params, device)

@@ -118,10 +118,15 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """Write a safetensors file, contiguous tensors by name, as transformers and PEFT read it.
 
     The new file takes the old one's place only when it is complete. A process that has mapped the
-    old file keeps it, and an interruption leaves the old file whole.
+    old file keeps it, and an interruption leaves the old file whole. Raises OSError, as for a full
+    disk.
     """
     unfinished = path.with_name(f"{path.name}.part")
-    save_file(tensors, unfinished, metadata={"format": "pt"})
+    try:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
+    except SafetensorError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {error}") from None
     unfinished.chmod(0o644)  # safetensors lets only the owner read it.
     os.replace(unfinished, path)
 

@@ -6,6 +6,7 @@ what PEFT makes of them (`LoraConfig`).
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from models.lora import Lora, Pair
 from models.params import Param, flatten
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FLOAT32 = np.dtype("float32")
 
 # Fields that change nothing once an adapter is trained. PEFT itself corrects fan_in_fan_out, which
 # only says how the base weights lie.
@@ -58,13 +60,24 @@ class _Module:
         param = next(iter(self.projections.values()))
         return param.hf_shape if param.transpose else param.hf_shape[::-1]  # type: ignore
 
+    @property
+    def in_order(self) -> list[str]:
+        """The projections as their outputs lie side by side."""
+        return sorted(self.projections, key=lambda name: self.projections[name].part or (0, 1))
+
 
 @dataclass(frozen=True)
 class _Adapted:
-    """How a module is adapted. scale: of BA."""
+    """How a module is adapted."""
 
     rank: int
-    scale: float
+    alpha: float
+    rslora: bool
+
+    @property
+    def scale(self) -> float:
+        """Of BA; of a rank that is a tensor's, as any integer could be asked for."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 def load(folder: str | Path, model: ModelConfig) -> tuple[Lora, str]:
@@ -73,7 +86,7 @@ def load(folder: str | Path, model: ModelConfig) -> tuple[Lora, str]:
     Raises ValueError, naming file and field or tensor, for what is missing, broken, misshapen, not
     finite, not supported, or not for this model.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))  # which leaves the home of nobody as it is
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
     modules, others = _modules(model)
@@ -87,7 +100,7 @@ def load(folder: str | Path, model: ModelConfig) -> tuple[Lora, str]:
         tensor = stored[_tensor(name, which)]
         array = np.frombuffer(tensor["data"], STORED_DTYPES[tensor["dtype"]])
         array = array.reshape(tensor["shape"])
-        return cast(array, np.dtype("float32"), f"{path}: {name} {which}")
+        return cast(array, FLOAT32, f"{path}: {name} {which}")
 
     weights: dict[str, list[Pair | None]] = {}
     for name, how in adapted.items():
@@ -95,8 +108,10 @@ def load(folder: str | Path, model: ModelConfig) -> tuple[Lora, str]:
         for projection, param in modules[name].projections.items():
             part, parts = param.part or (0, 1)
             rows = np.split(b, parts)[part]
+            with np.errstate(over="ignore"):
+                scaled = np.ascontiguousarray(rows.T) * how.scale
             layers = weights.setdefault(projection, [None] * model.num_layers)
-            layers[modules[name].layer] = a, np.ascontiguousarray(rows.T) * how.scale
+            layers[modules[name].layer] = a, cast(scaled, FLOAT32, f"{path}: {name} scaled B")
     return Lora(weights), hashlib.sha256(given + content).hexdigest()
 
 
@@ -116,25 +131,26 @@ def save(
     Its scale stays in B, so alpha is the rank. dtype: of the file, one of `checkpoint.DTYPES`.
     base: what the file calls the model.
 
-    Raises ValueError for pairs of different ranks, for modules of several projections (GPT-2), and
-    if `dtype` cannot hold a value.
+    Raises ValueError for pairs of different ranks, for different A of projections that one module
+    holds (GPT-2), and if `dtype` cannot hold a value.
     """
     folder, dtype, modules = Path(folder), checked_dtype(dtype), _modules(model)[0]
     tensors: dict[str, np.ndarray] = {}
     adapted = set()
     for name, module in modules.items():
-        pairs = [
-            lora.weights[each][module.layer] for each in module.projections if each in lora.weights
+        found = [
+            lora.weights[each][module.layer] if each in lora.weights else None
+            for each in module.in_order
         ]
-        if not any(pairs):
+        pairs = [pair for pair in found if pair is not None]
+        if not pairs:
             continue
-        if len(module.projections) > 1:
-            raise ValueError(f"an adapter of {name}, which holds several projections, is not saved")
-        assert pairs[0] is not None
-        a, b = pairs[0]
+        a = pairs[0][0]
+        if len(pairs) < len(found) or not all(np.array_equal(a, other) for other, _ in pairs):
+            raise ValueError(f"{name} holds several projections, which do not all have the same A")
         if len(a) != lora.rank:
             raise ValueError(f"{name} has rank {len(a)}, but another module has rank {lora.rank}")
-        for which, matrix in (("A", a), ("B", b.T)):
+        for which, matrix in (("A", a), ("B", np.concatenate([b.T for _, b in pairs]))):
             tensors[_tensor(name, which)] = np.ascontiguousarray(cast(matrix, dtype, name))
         adapted.add(name)
     ends = {name.rpartition(".")[2] for name in adapted}
@@ -171,7 +187,7 @@ def _adapted(hf: HfConfig, modules: Mapping[str, _Module], others: set[str]) -> 
     """The modules that a configuration adapts, and how."""
     for field, allowed in _ONLY.items():
         if not any(hf.get(field) is value or hf.get(field) == value for value in allowed):
-            raise ValueError(f"{field} {hf[field]!r} is not supported; allowed: {allowed}")
+            raise ValueError(f"{field} {hf.get(field)!r:.60} is not supported; allowed: {allowed}")
     for field in sorted(hf.keys() - _IGNORED - _READ):
         if hf[field]:
             raise ValueError(f"{field} {hf[field]!r:.60} is not supported")
@@ -183,26 +199,27 @@ def _adapted(hf: HfConfig, modules: Mapping[str, _Module], others: set[str]) -> 
         r, a = _first(ranks, name, rank), _first(alphas, name, alpha)
         if r < 1:
             raise ValueError(f"r and rank_pattern must be at least 1, not {r} ({name})")
-        adapted[name] = _Adapted(r, a / (r**0.5 if rslora else r))
+        adapted[name] = _Adapted(r, a, rslora)
     return adapted
 
 
-def _pattern[T](hf: HfConfig, field: str, read: Callable[[HfConfig, str], T]) -> dict[str, T]:
-    """The values of a field that maps regular expressions to numbers."""
+def _pattern[T](
+    hf: HfConfig, field: str, read: Callable[[HfConfig, str], T]
+) -> dict[re.Pattern, T]:
+    """The values of a field that maps regular expressions, of the ends of names, to numbers."""
     pattern = hf.get(field) or {}
     if not isinstance(pattern, dict):
         raise ValueError(f"{field} must map names to numbers, not {pattern!r:.60}")
-    for key in pattern:
-        _compiled(field, key)
+    ends = {key: _compiled(field, key, rf"(.*\.)?({key})$") for key in pattern}
     try:
-        return {key: read(pattern, key) for key in pattern}
+        return {end: read(pattern, key) for key, end in ends.items()}
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from None
 
 
-def _first[T](pattern: Mapping[str, T], module: str, default: T) -> T:
-    """The value of the first expression that matches the end of the module's name."""
-    found = (value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module))
+def _first[T](pattern: Mapping[re.Pattern, T], module: str, default: T) -> T:
+    """The value of the first expression that matches the module's name."""
+    found = (value for end, value in pattern.items() if end.match(module))
     return next(found, default)
 
 
@@ -243,15 +260,16 @@ def _names(field: str, value: Any) -> list[str]:
 def _matches(field: str, given: Any, pattern: str, module: str) -> bool:
     """Whether one of the names of a field, or its regular expression, means `module`."""
     if isinstance(given, str):
-        return _compiled(field, pattern).fullmatch(module) is not None
+        return _compiled(field, pattern, pattern).fullmatch(module) is not None
     return module == pattern or module.endswith(f".{pattern}")
 
 
-def _compiled(field: str, pattern: str) -> re.Pattern:
+def _compiled(field: str, given: str, pattern: str) -> re.Pattern:
+    """The expression that a field's text stands for."""
     try:
         return re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{field} {pattern!r} is no regular expression: {error}") from None
+    except (re.error, OverflowError) as error:  # the second: an excessive number of repeats
+        raise ValueError(f"{field} {given!r} is no regular expression: {error}") from None
 
 
 def _tensor(module: str, which: str) -> str:

@@ -37,10 +37,17 @@ from absl import flags
 
 from experiments.bench import lora_engine, lora_engine_report, lora_operator_report
 from experiments.bench.lora_operator import Case, cases
-from experiments.bench.vs_transformers import MODELS, MODELS_HELP, integers, model_folder
+from experiments.bench.vs_transformers import (
+    MODELS,
+    MODELS_HELP,
+    integers,
+    model_config,
+    model_folder,
+)
 from experiments.lib import run_record
 from experiments.lib.program import Options, Program, refusals
 from models.config import ModelConfig
+from paged.requests.validation import check_model
 from paged.simulator import roofline
 from pallas_kernels.lora.specs import POPULARITIES
 from pallas_kernels.specs import Rates
@@ -54,7 +61,7 @@ def operator_cases(options: Options) -> list[Case]:
     numbers = {}
     for name in ("batches", "ranks"):
         texts = getattr(options, name)
-        if not texts or any(not text.isdigit() or int(text) < 1 for text in texts):
+        if not texts or any(not text.isdecimal() or int(text) < 1 for text in texts):
             raise ValueError(f"--{name} must be whole numbers from 1, not {texts}")
         numbers[name] = sorted({int(text) for text in texts})
     unknown = set(options.popularities) - set(POPULARITIES)
@@ -75,10 +82,13 @@ def engine_settings(options: Options) -> lora_engine.Settings:
     span = integers("prompt_tokens", options.prompt_tokens)
     if len(span) != 2:
         raise ValueError(f"--prompt_tokens are two numbers, shortest and longest, not {span}")
-    return lora_engine.Settings(
+    settings = lora_engine.Settings(
         options.batch, options.rank, (span[0], span[1]), options.output_tokens, options.repeats,
         options.multi_step, options.seed,
     )  # fmt: skip
+    for name in options.models:
+        check_model(model_config(name), settings.lora_config)
+    return settings
 
 
 def measure_operator(

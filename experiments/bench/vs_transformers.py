@@ -94,7 +94,7 @@ class Settings:
 def integers(name: str, values: Sequence[str]) -> tuple[int, ...]:
     """The flag's values as whole numbers; ValueError names what is none."""
     for value in values:
-        if not value.isdigit():
+        if not value.isdecimal():
             raise ValueError(f"--{name} takes whole numbers, not {value!r}")
     return tuple(int(value) for value in values)
 
@@ -180,6 +180,11 @@ def decode_times(steps: Sequence[StepRecord], batch: int) -> tuple[list[float], 
     return times, host
 
 
+def model_config(name: str) -> ModelConfig:
+    """The shape of one of `MODELS`."""
+    return RANDOM_100M if name == "100m" else checkpoint.load_config(name)
+
+
 def model_folder(name: str, scratch: Path, seed: int) -> Path:
     """The Hugging Face folder that all systems load; '100m' is written to `scratch`."""
     if name == "bundled":
@@ -229,15 +234,12 @@ def prepare(options: Options) -> tuple[Settings, EngineConfig]:
         raise ValueError(
             f"a batch of {settings.batches[-1]} exceeds max_num_seqs ({config.max_num_seqs})"
         )
-    limits = {
-        name: RANDOM_100M if name == "100m" else checkpoint.load_config(name)
-        for name in settings.models
-    }
-    for name, model in limits.items():
-        if settings.max_model_len > model.max_position_embeddings:
+    for name in settings.models:
+        longest = model_config(name).max_position_embeddings
+        if settings.max_model_len > longest:
             raise ValueError(
                 f"the longest prompt and {settings.output_tokens} tokens exceed the context of "
-                f"{name}, {model.max_position_embeddings} tokens"
+                f"{name}, {longest} tokens"
             )
     if importlib.util.find_spec("torch") is None:
         raise ValueError("this race needs torch: make test-parity installs it into .venv-parity")

@@ -75,16 +75,10 @@ def load_engine(
         simulated = SimulatedExecutor(vocab_size=declared.vocab_size, dtype=dtype)
         return Engine(declared, config, simulated, tokenizer)
     shards = Shards(declared, config.tensor_parallel, dtype=dtype)
-    implementation = attention_implementation or None
-    if implementation:  # Before the weights are read; the device's own runs anything.
-        check_interpreter(implementation)
-        program = StepProgram.declare(config, shards, implementation)
-        with_prompts, *_, decodes = Buckets.declare(config).shapes()
-        program.check(with_prompts, dtype)
-        program.check(decodes, dtype)
+    check_implementation(attention_implementation, config, shards)
     keep_compilations(compilation_cache)
     loaded, params = checkpoint.load(model, dtype, shards.place_one)
-    return Engine.from_model(params, loaded, config, tokenizer, implementation)
+    return Engine.from_model(params, loaded, config, tokenizer, attention_implementation or None)
 
 
 def keep_compilations(folder: str) -> None:
@@ -92,6 +86,18 @@ def keep_compilations(folder: str) -> None:
     cache = str(Path(folder).expanduser()) if folder else None
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def check_implementation(implementation: str, config: EngineConfig, shards: Shards) -> None:
+    """Raise ValueError where this one of the attention ops cannot run the model, before its weights
+    are read; empty is the device's own, which runs anything."""
+    if not implementation:
+        return
+    check_interpreter(implementation)
+    program, dtype = StepProgram.declare(config, shards, implementation), shards.sharded.dtype
+    with_prompts, *_, decodes = Buckets.declare(config).shapes()
+    program.check(with_prompts, dtype)
+    program.check(decodes, dtype)
 
 
 def check_interpreter(implementation: str) -> None:

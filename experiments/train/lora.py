@@ -36,6 +36,7 @@ from experiments.train.trainer import loss_fn
 from experiments.workloads.tenants import RECORD
 from models import checkpoint, llama, peft
 from models.config import ModelConfig
+from models.families import family
 from models.lora import Lora
 from paged import checks
 from paged.checks import described
@@ -93,7 +94,7 @@ def ranks(adapters: Sequence[str]) -> dict[str, int]:
     found = {}
     for each in adapters:
         name, _, rank = each.partition(":")
-        if name not in answer_formats.FORMATS or not rank.isdigit() or not 1 <= int(rank) <= 128:
+        if name not in answer_formats.FORMATS or not rank.isdecimal() or not 1 <= int(rank) <= 128:
             formats = ", ".join(answer_formats.FORMATS)
             raise ValueError(
                 f"--adapters={each!r} must be format:rank, with a rank from 1 to 128 and a format "
@@ -227,6 +228,10 @@ def main(options: program.Options) -> None:
         wanted = ranks(options.adapters)
         how = Options(**fields_of(Options, options))
         model = checkpoint.load_config(options.model)
+        if family(model) is not llama:
+            raise ValueError(
+                f"--model={options.model} is {model.model_type}: not of Llama's family"
+            )
         config = engine_config(
             model, max_model_len=CONTEXTS[-1] + 16, max_num_seqs=4, max_num_batched_tokens=64,
             kv_cache_tokens=4096, adapter_slots=1, max_adapter_rank=max(wanted.values()),

@@ -1,6 +1,7 @@
 """Which adapter each request of a workload names (Punica §7)."""
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ POPULARITIES = ("distinct", "uniform", "skewed", "identical")
 
 def folders(root: str | Path) -> dict[str, Path]:
     """The PEFT folders in `root` by their names. Raises ValueError if there are none."""
-    found = sorted(path.parent for path in Path(root).expanduser().glob(f"*/{CONFIG}"))
+    found = sorted(path.parent for path in Path(os.path.expanduser(root)).glob(f"*/{CONFIG}"))
     if not found:
         raise ValueError(f"--adapters={root}: no folder in it has an {CONFIG}")
     return {folder.name: folder for folder in found}

@@ -25,7 +25,7 @@ def formats(adapters: Sequence[Adapter], model: str) -> dict[str, str]:
 
     def read(record: dict) -> str:
         name, base = record.get("answer_format"), record.get("base_weights_sha256")
-        if name not in answer_formats.FORMATS:
+        if not isinstance(name, str) or name not in answer_formats.FORMATS:
             known = ", ".join(answer_formats.FORMATS)
             raise ValueError(f"answer_format must be one of {known}, not {name!r}")
         if base != weights_hash:

@@ -82,11 +82,15 @@ class DeviceAdapters:
     def finished(self, round_: int) -> list[tuple[Adapter, str | None]]:
         done: list[tuple[Adapter, str | None]] = []
         for adapter, future in list(self._coming.items()):
-            if future.done() and adapter not in self._announced:
-                error = future.exception()
-                why = None if error is None else str(error) or type(error).__name__
-                done.append((adapter, why))
+            if not future.done() or adapter in self._announced:
+                continue
+            error, why = future.exception(), None
+            if error is None:
                 self._announced.add(adapter)
+            else:
+                why = str(error) or type(error).__name__
+                del self._coming[adapter]  # it holds what had been read
+            done.append((adapter, why))
         return done
 
     def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:

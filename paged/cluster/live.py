@@ -1,5 +1,6 @@
 """The cluster in real time: runners in threads or on other machines, which tell what is new."""
 
+import contextlib
 import queue
 import time
 from collections import deque
@@ -54,18 +55,26 @@ class LiveCluster:
         self.deaths: dict[str, str] = {}  # why, by UUID
 
     def __enter__(self) -> Self:
-        """Raises RuntimeError if no runner could be started."""
+        """Raises RuntimeError if no runner could be started. Interrupted, it leaves none behind."""
+        try:
+            self._start()
+        except BaseException:
+            for runner in self._runners.values():
+                runner.close(wait_s=0)
+            raise
+        if not self.cluster.state.gpus:
+            self.close()
+            reasons = "; ".join(f"{uuid}: {why}" for uuid, why in self.deaths.items())
+            raise RuntimeError(f"no runner could be started: {reasons}")
+        return self
+
+    def _start(self) -> None:
         for uuid, runner in self._runners.items():
             runner.start(partial(self._post, uuid), self._heartbeat_s)
         self._heard_s = dict.fromkeys(self._runners, self.now() + self._start_s)
         waited_for = set(self._runners)
         while waited_for:
             waited_for -= set(self.step(self._heartbeat_s)) | self.deaths.keys()
-        if not self.cluster.state.gpus:
-            self.close()
-            reasons = "; ".join(f"{uuid}: {why}" for uuid, why in self.deaths.items())
-            raise RuntimeError(f"no runner could be started: {reasons}")
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -85,12 +94,10 @@ class LiveCluster:
         """Take in what runners have posted, waiting for it at most so long, and do what is due. The
         UUIDs of those that posted."""
         heard = []
-        try:
+        with contextlib.suppress(queue.Empty):
             heard.append(self._take(timeout_s))
-            while not self._mail.empty():
-                heard.append(self._take(0))
-        except queue.Empty:
-            pass
+        for _ in range(self._mail.qsize()):  # not until it is empty: they may post faster
+            heard.append(self._take(0))
         now = self.now()
         for uuid in [*self.cluster.state.gpus]:
             if now - self._heard_s[uuid] > self._silence_s:

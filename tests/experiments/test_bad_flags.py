@@ -152,6 +152,11 @@ SOAK = [
     ("--check_share=nan", "flag --check_share=nan: nan is not a finite number"),
 ]
 CLUSTER = [
+    # First, because this one counts JAX's devices anew.
+    (
+        "--runners=threads --num_gpus=1 --attention_implementation=mosaic_gpu",
+        "pages must all be bfloat16 or all float16",
+    ),
     ("--num_gpus=0", "flag --num_gpus=0"),
     ("--duration_s=nan", "flag --duration_s=nan: nan is not a finite number"),
     ("--duration_s=1 --peak_rate=0.001", "--peak_rate=0.001 over --duration_s=1.0 is no request"),

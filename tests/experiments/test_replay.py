@@ -340,6 +340,8 @@ def test_the_program_refuses_a_bad_log_in_a_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert "none.jsonl: cannot be read: No such file" in done.stderr
+    unnamed = program("--executor=simulated").stderr
+    assert unnamed == "error: --log must name the events.jsonl to replay\n"
 
 
 def test_a_replay_does_not_take_the_place_of_its_log(served):

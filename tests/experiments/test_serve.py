@@ -171,6 +171,14 @@ def test_a_refused_request_is_an_error(tokenizer):
         serve.run(simulated(tokenizer), [Request(0, [5] * 200, 4)], progress=False)
 
 
+def test_an_engine_with_requests_is_refused_and_keeps_them(tokenizer):
+    engine = simulated(tokenizer)
+    mine = engine.add_request([5, 6], SamplingParams(max_tokens=3))
+    with pytest.raises(ValueError, match="the engine has requests already"):
+        serve.run(engine, [Request(0, [5] * 20, 4)], progress=False)
+    assert list(engine.requests.unfinished) == [mine]
+
+
 def test_the_model_serves_and_samples_by_seed(tiny_folder, tokenizer):
     model, params = checkpoint.load(tiny_folder)
     # One at a time: two steps to compile.

@@ -88,6 +88,13 @@ def test_saving_over_a_model_that_is_mapped_and_in_use(folder):
     ]
 
 
+def test_what_cannot_be_written_is_an_error_of_the_system(tmp_path):
+    """As programs expect of a full disk."""
+    path = tmp_path / "gone" / "model.safetensors"
+    with pytest.raises(OSError, match=f"{path} cannot be written: .*No such file"):
+        checkpoint.write_tensors(path, {"x": np.zeros(3)})
+
+
 def test_saving_what_is_not_the_model(tmp_path):
     config, loaded = checkpoint.load(GOLDEN / "llama_mha", "float32")
     with pytest.raises(ValueError, match=re.escape("should have shape (61, 24), not (24, 61)")):

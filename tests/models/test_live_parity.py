@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.lib import random_adapters
 from models import checkpoint, lora, peft
 from models.hub import BUNDLED
 from tests.models.goldens import GOLDEN, run
@@ -182,6 +183,13 @@ def test_random_adapters(fields, case, seed):
 def test_adapters_that_we_wrote(folder):
     model = PeftModel.from_pretrained(make_peft_goldens.base_model(BUNDLED), folder)
     compare_adapter(BUNDLED, folder, model.eval(), 0)
+
+
+def test_an_adapter_of_fused_modules_that_we_wrote(tmp_path):
+    source = GOLDEN / "gpt2"
+    folder = random_adapters.write(tmp_path, checkpoint.load_config(source), seed=0)
+    model = PeftModel.from_pretrained(make_peft_goldens.base_model(source), folder)
+    compare_adapter(source, folder, model.eval(), 0)
 
 
 def compare_adapter(checkpoint_folder, folder, model, seed):

@@ -151,6 +151,9 @@ def edit(folder, change):
         ({"rank_pattern": {"q_proj": 2.5}}, "rank_pattern: q_proj must be an integer"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern must map names to numbers"),
         ({"alpha_pattern": {"*": 2}}, "alpha_pattern .*is no regular expression"),
+        ({"rank_pattern": {"(?i)Q_PROJ": 2}}, "rank_pattern .*is no regular expression"),
+        ({"target_modules": "q{99999999999999999999}"}, "is no regular expression: the repetition"),
+        ({"r": 10**400}, r"asks? for \(10000"),
         ({"r": 4}, r"q_proj.lora_A.weight has shape \(8, 24\), but the model and .* \(4, 24\)"),
         ({"target_modules": ["q_proj"]}, "v_proj.lora_A.weight is of no module that"),
         ({"target_modules": [*ATTENTION, "k_proj"]}, r"k_proj.lora_A.weight of shape .* is missin"),
@@ -170,6 +173,10 @@ def test_what_cannot_be_read_is_refused_by_name(fields, error, tmp_path):
         (lambda folder: shutil.rmtree(folder), "there is no folder"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "config.json is missing"),
         (lambda folder: (folder / "adapter_config.json").write_text("["), "adapter_config.json: "),
+        (
+            lambda folder: (folder / "adapter_config.json").write_text("{}"),
+            "peft_type None is not supported",
+        ),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "safetensors is missing"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x"), "is damaged"),
         (
@@ -198,6 +205,13 @@ def test_a_broken_folder_is_refused(spoil, error, tmp_path):
     folder = peft_folders.write(tmp_path / "adapter", config)
     spoil(folder)
     with pytest.raises(ValueError, match=error):
+        peft.load(folder, config)
+
+
+def test_a_scale_that_leaves_float32_is_refused(tmp_path):
+    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
+    folder = peft_folders.write(tmp_path, config, lora_alpha=1e38, size=1e3)
+    with pytest.raises(ValueError, match="scaled B has values that are NaN or infinite"):
         peft.load(folder, config)
 
 
@@ -291,10 +305,12 @@ def test_logits_are_those_of_peft(case):
     assert np.abs(unlike - expected.logits).max() > 0.5
 
 
-@pytest.mark.parametrize("targets", [None, ATTENTION])
 @pytest.mark.parametrize("layers", [None, [1]])
-def test_what_is_saved_loads_again(targets, layers, tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
+@pytest.mark.parametrize(
+    ("source", "targets"), [("llama_gqa_tied", None), ("llama_gqa_tied", ATTENTION), ("gpt2", None)]
+)
+def test_what_is_saved_loads_again(source, targets, layers, tmp_path):
+    config = checkpoint.load_config(GOLDEN / source)
     written = peft_folders.write(tmp_path / "a", config, targets=targets, lora_alpha=3)
     adapter, _ = peft.load(written, config)
     if layers:
@@ -317,6 +333,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
     with pytest.raises(ValueError, match="q_proj has rank 3, but another module has rank 8"):
         peft.save(tmp_path / "b", peft.load(written, config)[0], config)
     gpt2 = checkpoint.load_config(GOLDEN / "gpt2")
-    written = peft_folders.write(tmp_path / "c", gpt2)
-    with pytest.raises(ValueError, match="c_attn, which holds several projections, is not saved"):
-        peft.save(tmp_path / "d", peft.load(written, gpt2)[0], gpt2)
+    fused = peft.load(peft_folders.write(tmp_path / "c", gpt2), gpt2)[0].weights
+    for other in ({"wq": fused["wq"]}, fused | {"wk": [(2 * a, b) for a, b in fused["wk"]]}):
+        with pytest.raises(ValueError, match="c_attn holds several projections, which do not all"):
+            peft.save(tmp_path / "d", lora.Lora(other), gpt2)

@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 from experiments.bench.vs_transformers import (
     MODELS,
-    RANDOM_100M,
     decode_times,
     integers,
+    model_config,
     model_folder,
 )
 from experiments.lib import run_record
@@ -151,8 +151,7 @@ def prepare(options: Options) -> tuple[list[int], list[int]]:
         found[name] = sorted(set(integers(name, getattr(options, name))))
         if not found[name] or found[name][0] < 1:
             raise ValueError(f"--{name} must be whole numbers from 1, not {found[name]}")
-    bundled = options.model == "bundled"
-    model = checkpoint.load_config(options.model) if bundled else RANDOM_100M
+    model = model_config(options.model)
     for length in found["lengths"]:
         config = config_of(found["batches"], length, options.output_tokens)
         if config.max_model_len > model.max_position_embeddings:

@@ -39,7 +39,7 @@ from experiments import serve
 from experiments.bench.vs_transformers import RANDOM_100M, model_folder
 from experiments.figures.punica.simulated_gpus import SharedCost
 from experiments.lib import random_adapters, run_record
-from experiments.lib.engines import engine_config, keep_compilations
+from experiments.lib.engines import check_implementation, engine_config, keep_compilations
 from experiments.lib.flags import (
     define_engine_flags,
     define_executor_flag,
@@ -54,6 +54,7 @@ from models import checkpoint
 from models.config import ModelConfig
 from paged.adapters.adapter import Adapter
 from paged.config import EngineConfig
+from paged.device.tensor_parallel import Shards
 from paged.engine import Engine
 from paged.simulator.executor import SimulatedExecutor
 from pallas_kernels.specs import Rates
@@ -216,6 +217,9 @@ def make_engines(
             )  # fmt: skip
             return Engine(model, config, simulated)
     else:
+        check_implementation(
+            options.attention_implementation, with_lora, Shards(model, dtype=options.dtype)
+        )
         keep_compilations(options.compilation_cache)
         where = model_folder("100m", folder, options.seed) if _is_random(options) else options.model
         _, params = checkpoint.load(where, options.dtype)
@@ -266,7 +270,10 @@ def prepare(options: Options) -> tuple[ModelConfig, EngineConfig]:
     if fields["max_model_len"] is None:
         longest = PAPER_CONTEXT // options.length_divisor
         fields["max_model_len"] = min(longest, model.max_position_embeddings)
-    return model, engine_config(model, **fields)
+    config = engine_config(model, **fields)
+    if "fastertransformer" in options.systems:
+        static(config)
+    return model, config
 
 
 def main(options: Options) -> None:

@@ -189,6 +189,7 @@ def test_the_program_writes_its_files(tmp_path):
         ("--models=gpt", "--models are some of bundled, 100m"),
         ("--levels=", "--levels are some of engine, operator"),
         ("--popularities=zipf", "--popularities are some of distinct, uniform, skewed, identical"),
+        ("--output_tokens=9000", "exceeds the model's max_position_embeddings"),
     ],
 )
 def test_bad_flags_are_refused(flag, message, tmp_path):

@@ -13,6 +13,7 @@ from experiments.train.data import TrainingData
 from experiments.train.trainer import loss_fn
 from models import checkpoint, lora, peft
 from tests.experiments.conftest import TINY
+from tests.models.goldens import GOLDEN
 
 OPTIONS = program.Options(
     steps=3, length=128, batch_size=2, evaluate_every=2, evaluation_prompts=1,
@@ -72,6 +73,14 @@ def test_the_program_writes_adapters_and_can_be_repeated(tiny_folder, tmp_path, 
 def test_bad_adapters_are_refused(spec):
     with pytest.raises(ValueError, match="must be format:rank, with a rank from 1 to 128"):
         program.ranks(["named:4", spec])
+
+
+def test_a_model_of_another_family_is_refused(tmp_path):
+    options = SimpleNamespace(
+        **vars(OPTIONS), adapters=["outer:4"], model=str(GOLDEN / "opt"), output_dir=str(tmp_path)
+    )
+    with pytest.raises(ValueError, match="is opt: not of Llama's family"):
+        program.main(options)
 
 
 def test_bad_options_are_refused():

@@ -46,8 +46,9 @@ def test_an_adapter_of_other_weights_is_refused(tiny_folder, tmp_path):
     assert formats(str(tiny_folder), **record) == {"a": "reversed"}
     with pytest.raises(ValueError, match=r"a/training.json: .*train it again .*=reversed:8`"):
         formats("bundled", **record)
-    with pytest.raises(ValueError, match=r"answer_format must be one of named, .*'upside down'"):
-        formats(str(tiny_folder), **record | {"answer_format": "upside down"})
+    for bad in ("upside down", ["named"], None):
+        with pytest.raises(ValueError, match=r"answer_format must be one of named, .*not "):
+            formats(str(tiny_folder), **record | {"answer_format": bad})
 
 
 def test_answers_are_counted_by_adapter():

@@ -1,6 +1,7 @@
 """Adapters that come to a device while it serves, and those that fail to."""
 
 import dataclasses
+import gc
 import re
 import shutil
 import threading
@@ -118,6 +119,19 @@ def test_a_failed_load_ends_its_requests_alone(tiny_params, folders, expected, t
     output = run(engine, "a2")[0]
     assert output.finish_reason == "length"
     assert output.tokens != expected["a2"]
+
+
+def test_a_failed_load_holds_nothing_of_what_was_read(tiny_params, folders, tmp_path):
+    def held() -> int:
+        gc.collect()
+        return sum(type(each) is lora.Lora for each in gc.get_objects())
+
+    before = held()
+    shutil.copytree(folders, tmp_path / "adapters")
+    engine = make(tiny_params, tmp_path / "adapters")
+    peft_folders.write(tmp_path / "adapters" / "a1", TINY, 32, seed=9)
+    assert run(engine, "a1")[0].finish_reason == "error"
+    assert held() == before
 
 
 def test_an_adapter_that_has_moved_is_read_where_it_was_added_last(

@@ -81,6 +81,56 @@ def test_a_runner_that_says_nothing_is_dead():
     assert [len(output.tokens) for output in outputs] == [3] * 4
 
 
+class Chatterbox:
+    """Posts anew while it is heard, and serves nobody."""
+
+    def start(self, post, heartbeat_s: float) -> None:
+        class Events(list):
+            def __iter__(self):
+                post(Events())
+                return super().__iter__()
+
+        post(Events())
+
+    def add(self, request, attempt: int) -> None: ...
+
+    def cancel(self, request_id: str, attempt: int) -> None: ...
+
+    def close(self, wait_s: float = 60.0) -> None: ...
+
+
+def test_who_posts_faster_than_it_is_heard_holds_nothing_up():
+    asked = iter([False, False, True])
+    arrivals = [Arrival(0.0, [5, 6], SamplingParams(max_tokens=3))]
+    with LiveCluster({"a": Chatterbox()}, TINY, CONFIG) as live:
+        outputs = live.serve(arrivals, stop_requested=lambda: next(asked))
+    assert [output.finish_reason for output in outputs] == ["abort"]
+
+
+def test_an_interrupted_start_closes_the_runners():
+    """Also those that are not ready yet."""
+    may_start, ended = threading.Event(), threading.Event()
+
+    def make_engine() -> Engine:
+        may_start.wait()
+        return Engine(TINY, CONFIG, SimulatedExecutor(vocab_size=61))
+
+    class Watched(ThreadRunner):
+        def _run(self, post, heartbeat_s: float) -> None:
+            super()._run(post, heartbeat_s)
+            ended.set()
+
+    class Interrupted(Chatterbox):
+        def start(self, post, heartbeat_s: float) -> None:
+            raise KeyboardInterrupt
+
+    live = LiveCluster({"a": Watched(make_engine), "b": Interrupted()}, TINY, CONFIG)
+    with pytest.raises(KeyboardInterrupt), live:
+        pass
+    may_start.set()
+    assert ended.wait(60)
+
+
 def test_no_runner_that_starts():
     def make_engine() -> Engine:
         raise OSError("no such checkpoint")

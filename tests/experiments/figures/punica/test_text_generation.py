@@ -137,6 +137,7 @@ def test_real_engines_serve_all_systems(tiny_folder, tmp_path):
     [
         ("--systems=orca", "--systems are some of punica, one_adapter, vllm, fastertransformer"),
         ("--popularities=", "--popularities are some of distinct"),
+        ("--kv_cache_tokens=128", "must hold max_model_len (256) tokens"),
     ],
 )
 @pytest.mark.slow
