@@ -1,0 +1,103 @@
+"""A pool of quantised pages, which attention and `write_kv` take where they take an array."""
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.quantization.format import KVFormat
+from pallas_kernels.quantization.quantizer import dequantize, quantize, split, unpack
+
+
+class Codes(NamedTuple):
+    """Tokens as a page has them. codes: [..., T, D] float32. scale, zero: [..., T, g] float32."""
+
+    codes: jax.Array
+    scale: jax.Array
+    zero: jax.Array
+
+    def products(self, q):
+        """q·x [..., R, T] float32 of queries [..., R, D]: products with codes, scaled after."""
+        g = self.scale.shape[-1]
+        q = q.astype(jnp.float32)
+        q, codes = (x.reshape(*x.shape[:-1], g, -1) for x in (q, self.codes))
+        products = jnp.einsum("...rgd,...tgd->...rtg", q, codes)
+        offsets = jnp.einsum("...rg,...tg->...rt", q.sum(-1), self.zero)
+        return (products * self.scale[..., None, :, :]).sum(-1) + offsets
+
+    def weighted_sum(self, weights):
+        """The sums [..., R, D] float32 of the tokens by weights [..., R, T] float32."""
+        g = self.scale.shape[-1]
+        codes = self.codes.reshape(*self.codes.shape[:-1], g, -1)
+        scaled = weights[..., None] * self.scale[..., None, :, :]
+        sums = jnp.einsum("...rtg,...tgd->...rgd", scaled, codes)
+        sums += jnp.einsum("...rt,...tg->...rg", weights, self.zero)[..., None]
+        return sums.reshape(*sums.shape[:-2], -1)
+
+    def only(self, held):
+        """With zeros for the tokens that are not `held` [..., T]. Codes are finite in any case."""
+        scale, zero = (jnp.where(held[..., None], x, 0) for x in (self.scale, self.zero))
+        return self._replace(scale=scale, zero=zero)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizedPages:
+    """words: [N, W] uint32, pages as pallas_kernels/quantization/format.py lays them out."""
+
+    words: jax.Array
+    format: KVFormat = field(metadata={"static": True})
+    page_size: int = field(metadata={"static": True})
+
+    @classmethod
+    def zeros(cls, num_pages: int, page_size: int, format: KVFormat) -> "QuantizedPages":
+        words = jnp.zeros((num_pages, format.page_words(page_size)), jnp.uint32)
+        return cls(words, format, page_size)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(N, P, D), of the pages' elements."""
+        return len(self.words), self.page_size, self.format.head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        return self.format.token_bytes
+
+    def read(self, rows) -> Codes:
+        """The tokens [..., m * P] of pages' words [..., m, W]."""
+        codes, scales = self._sections(rows)
+        codes = codes.reshape(*rows.shape[:-2], -1, self.format.code_words)
+        scales = scales.reshape(*rows.shape[:-2], -1, self.format.groups)
+        return Codes(unpack(codes, self.format), *split(scales))
+
+    def values(self):
+        """All elements, [N, P, D] float32."""
+        N, P, _ = self.shape
+        codes, scales = self._sections(self.words)
+        codes, scales = codes.reshape(N, P, -1), scales.reshape(N, P, -1)
+        return dequantize(codes, scales, self.format)
+
+    def _sections(self, rows):
+        return jnp.split(rows, [self.page_size * self.format.code_words], axis=-1)
+
+    def write(self, x_TxKxD, slots_TxK) -> "QuantizedPages":
+        """With the tokens at `slots`, page * P + offset, as `write_kv` takes them."""
+        C, g, P = self.format.code_words, self.format.groups, self.page_size
+        codes, scales = quantize(x_TxKxD, self.format)
+        slots = slots_TxK.reshape(-1)
+        page, token = slots // P, slots % P
+        words = _put(self.words, page, token * C, codes.reshape(-1, C))
+        words = _put(words, page, P * C + token * g, scales.reshape(-1, g))
+        return replace(self, words=words)
+
+
+def _put(words_NxW, page, first, new):
+    """The words with `new` [n, w] at [page, first .. first + w - 1]; pages beyond N are dropped."""
+    windows = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+    )
+    return jax.lax.scatter(
+        words_NxW, jnp.stack([page, first], axis=-1), new, windows, unique_indices=True,
+        mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
+    )  # fmt: skip

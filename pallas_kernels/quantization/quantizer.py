@@ -1,0 +1,83 @@
+"""The quantiser: asymmetric, of each token and group by itself, as it is written.
+
+Scale and zero point are stored in 16 bits. The zero point is rounded down and the scale up, so that
+the codes reach from the smallest to the largest value and every element is within half a scale.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.quantization.format import WORD_BITS, KVFormat
+
+LIMIT = float(jnp.finfo(jnp.float16).max) / 2  # so that the range from -LIMIT to LIMIT is finite
+
+
+def quantize(x, format: KVFormat):
+    """x [..., D] to its codes [..., C] and its scales and zero points [..., g], uint32 words.
+
+    Each element is off by half a scale at most. Equal elements that float16 can hold are exact.
+    Elements beyond +-`LIMIT` (32,752) become that; a group with one that is not finite reads as
+    NaN. Raises ValueError if D is not the format's.
+    """
+    if x.shape[-1] != format.head_dim:
+        raise ValueError(f"a format of head dim {format.head_dim} cannot hold {x.shape}")
+    x = x.astype(jnp.float32).reshape(*x.shape[:-1], format.groups, -1)
+    finite = jnp.isfinite(x).all(-1)
+    x = jnp.clip(x, -LIMIT, LIMIT)
+    zero = -_rounded_up(-x.min(-1))
+    above = x - zero.astype(jnp.float32)[..., None]
+    scale = _rounded_up(above.max(-1) / format.most)
+    step = scale.astype(jnp.float32)
+    step = jnp.where(step > 0, step, 1)[..., None]
+    codes = jnp.clip(jnp.round(above / step), 0, format.most).astype(jnp.uint32)
+    zero = jnp.where(finite, zero, jnp.nan)
+    return pack(codes.reshape(*codes.shape[:-2], -1), format), _joined(scale, zero)
+
+
+def dequantize(codes, scales, format: KVFormat):
+    """The elements [..., D] in float32 that `quantize` gave codes and scales [..., g] for."""
+    scale, zero = split(scales)
+    elements = unpack(codes, format).reshape(*scale.shape, -1)
+    elements = zero[..., None] + scale[..., None] * elements
+    return elements.reshape(*scale.shape[:-1], -1)
+
+
+def pack(codes, format: KVFormat):
+    """Codes [..., D] uint32 as words [..., C]."""
+    parts = codes.reshape(*codes.shape[:-1], format.code_words, format.per_word)
+    return (parts << _shifts(format)).sum(-1, dtype=jnp.uint32)
+
+
+def unpack(words, format: KVFormat):
+    """Words [..., C] as codes [..., D] in float32. XLA joins this form with a product."""
+    codes = (words[..., None] >> _shifts(format)) & jnp.uint32(format.most)
+    # CPUs have an instruction for signed integers.
+    return codes.astype(jnp.int32).astype(jnp.float32).reshape(*words.shape[:-1], -1)
+
+
+def split(words):
+    """The scales and the zero points of words [...], both [...] float32."""
+
+    def half(word):
+        bits = word.astype(jnp.uint16)
+        return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+
+    return half(words & jnp.uint32(0xFFFF)), half(words >> 16)
+
+
+def _joined(scale, zero):
+    low, high = (
+        jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in (scale, zero)
+    )
+    return low | high << 16
+
+
+def _shifts(format: KVFormat):
+    return jnp.arange(0, WORD_BITS, format.bits, dtype=jnp.uint32)
+
+
+def _rounded_up(x):
+    """The smallest float16 that is not below x, float32 within its range."""
+    nearest = x.astype(jnp.float16)
+    above = jnp.nextafter(nearest, jnp.float16(jnp.inf))
+    return jnp.where(nearest.astype(jnp.float32) < x, above, nearest)
