@@ -7,14 +7,18 @@ EPYC, AVX-512).
 
 import jax
 
+from models import w8a8
 from pallas_kernels import backend
 
 FEW_ROWS = 128  # Up to so many rows of x, a CPU is faster with the weights as the left operand.
 
 
 def linear(x, w, dtype=None):
-    """The product of x [T, in] and w [out, in]: [T, out], in `dtype`, by default x's."""
+    """The product of x [T, in] and w [out, in]: [T, out], in `dtype`, by default x's. w may be
+    `Int8Weights`."""
     dtype = dtype or x.dtype
+    if isinstance(w, w8a8.Int8Weights):
+        return w8a8.linear(x, w, dtype)
     if x.shape[0] > FEW_ROWS or backend.current_gpu() is not None:
         return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
     # A product on the CPU first packs its right operand, so the right operand should be the smaller

@@ -71,6 +71,7 @@ class Engine:
             StepProgram.declare(config, shards, implementation),
             shapes=Buckets.declare(config).shapes(),
             adapter_host_bytes=config.adapter_host_bytes,
+            quantization=config.quantization,
         )
         return cls(model, config, executor, tokenizer)
 

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from models import w8a8
+from models.families import family
 from models.params import stack
 from models.sampling import MAX_LOGIT_BIAS, SAMPLING_ROW, SamplingState
 from paged.adapters.device import DeviceAdapters
@@ -95,17 +97,20 @@ class DeviceExecutor:
 
     params: as declared by the whole model, in the dtype to compute and cache in. shapes: the
     (Tp, Sd) of `Buckets.shapes`, compiled by `warm_up`, or without it when first met.
-    adapter_host_bytes: of adapters that are kept in the host's memory.
+    adapter_host_bytes: of adapters that are kept in the host's memory. quantization: as in
+    `EngineConfig`.
     """
 
     def __init__(
         self, params, program: StepProgram, *, shapes: list[tuple[int, int]],
-        adapter_host_bytes: int = 0,
+        adapter_host_bytes: int = 0, quantization: str = "none",
     ):  # fmt: skip
         self.clock = WallClock()
         self._program = program
         shards, policy = program.shards, program.policy
         params = shards.place(params)
+        if quantization == "w8a8":
+            params = w8a8.quantize(params, family(shards.model).PROJECTIONS)
         layers = jax.tree.leaves(params["layers"])
         layer_bytes = sum(x.nbytes for x in layers) // shards.model.num_layers
         if stacks(shards.platform, layer_bytes):

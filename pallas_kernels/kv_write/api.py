@@ -2,6 +2,7 @@
 
 from pallas_kernels import backend
 from pallas_kernels.kv_write import reference, write_sm90, xla
+from pallas_kernels.quantization import QuantizedPages
 
 WRITE = {"reference": reference.write, "xla": xla.write, "mosaic_gpu": write_sm90.write}
 COPY = {"reference": reference.copy, "xla": xla.copy, "mosaic_gpu": write_sm90.copy}
@@ -19,7 +20,7 @@ def write_kv(
 ):
     """Write each token's keys and values into the pools, in the pools' dtype (vLLM §5.1).
 
-    k_pages, v_pages: [N, P, D]; k, v: [T, K, D].
+    k_pages, v_pages: [N, P, D]; k, v: [T, K, D]. Into `QuantizedPages` they are quantised.
     slot_mapping: [T, K] int32, page * P + offset for each token and KV head. Entries must be
         distinct and not negative. Entries of N * P or more, which padding tokens have, write
         nothing.
@@ -38,9 +39,12 @@ def write_kv(
             f"keys {k_TxKxD.shape} need values of that shape and a slot mapping [{T}, {K}], "
             f"not {v_TxKxD.shape} and {slot_mapping_TxK.shape}"
         )
-    refusal = write_sm90.unsupported(
-        k_pages_NxPxD, [(K, D), (K, D)], v_pages_NxPxD, k_TxKxD, v_TxKxD
-    )
+    if isinstance(k_pages_NxPxD, QuantizedPages) or isinstance(v_pages_NxPxD, QuantizedPages):
+        refusal: str | None = "it writes no quantised pages"
+    else:
+        refusal = write_sm90.unsupported(
+            k_pages_NxPxD, [(K, D), (K, D)], v_pages_NxPxD, k_TxKxD, v_TxKxD
+        )
     run = backend.choose("write_kv", WRITE, implementation or DEFAULT, refusal)
     return run(k_pages_NxPxD, v_pages_NxPxD, k_TxKxD, v_TxKxD, slot_mapping_TxK)
 

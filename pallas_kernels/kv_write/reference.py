@@ -2,16 +2,20 @@
 
 import jax
 
+from pallas_kernels.quantization import QuantizedPages
+
 
 def write(k_pages, v_pages, k, v, slot_mapping):
-    N, P, D = k_pages.shape
+    _, P, D = k_pages.shape
 
     def put(i, pools):
         slot = slot_mapping.reshape(-1)[i]
 
         def put_one(pages, new):
-            row = new.reshape(-1, D)[i].astype(pages.dtype)
-            return pages.at[slot // P, slot % P].set(row, mode="drop")
+            row = new.reshape(-1, D)[i]
+            if isinstance(pages, QuantizedPages):
+                return pages.write(row[None, None], slot[None, None])
+            return pages.at[slot // P, slot % P].set(row.astype(pages.dtype), mode="drop")
 
         return put_one(pools[0], k), put_one(pools[1], v)
 

@@ -2,13 +2,16 @@
 
 import jax.numpy as jnp
 
+from pallas_kernels.quantization import QuantizedPages
+
 
 def write(k_pages, v_pages, k, v, slot_mapping):
     N, P, D = k_pages.shape
-    slots = slot_mapping.reshape(-1)
 
     def scatter(pages, new):
-        rows = new.reshape(-1, D).astype(pages.dtype)
+        if isinstance(pages, QuantizedPages):
+            return pages.write(new, slot_mapping)
+        rows, slots = new.reshape(-1, D).astype(pages.dtype), slot_mapping.reshape(-1)
         flat = pages.reshape(N * P, D).at[slots].set(rows, mode="drop", unique_indices=True)
         return flat.reshape(N, P, D)
 

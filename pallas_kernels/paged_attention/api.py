@@ -14,6 +14,7 @@ from pallas_kernels.paged_attention import (
     xla,
 )
 from pallas_kernels.paged_attention.schedule import DecodeSchedule, PrefillSchedule
+from pallas_kernels.quantization import QuantizedPages
 
 DECODE = {
     "reference": reference.decode,
@@ -96,7 +97,8 @@ def paged_attention(
     """Decode attention: one query per sequence over the pages of its table (vLLM §4.1, eq. 4).
 
     q:        [S, H, D] queries; head h reads with KV head h // G.
-    k_pages, v_pages: [N, P, D] flat pools; a page holds P tokens of one KV head.
+    k_pages, v_pages: [N, P, D] flat pools; a page holds P tokens of one KV head. Either may be
+              `QuantizedPages`, which the kernels do not read yet.
     tables:   [S, K, M] int32 page ids in token order. Entries without a token that is read,
               beyond the length or before the window, may be anything.
     lengths:  [S, K] int32 tokens to read, at most M * P. A length of 0, which padding sequences
@@ -125,15 +127,13 @@ def paged_attention(
             f"{S} queries need tables [{S}, K, M] and lengths [{S}, {K}], "
             f"not {tables_SxKxM.shape} and {lengths_SxK.shape}"
         )
-    q_SxHxD, k_pages_NxPxD, v_pages_NxPxD = (
-        jnp.asarray(x) for x in (q_SxHxD, k_pages_NxPxD, v_pages_NxPxD)
-    )
+    q_SxHxD, k_pages_NxPxD, v_pages_NxPxD = map(_array, (q_SxHxD, k_pages_NxPxD, v_pages_NxPxD))
     tables_SxKxM, lengths_SxK = _integers(tables=tables_SxKxM, lengths=lengths_SxK)
     _check_schedule(schedule, DecodeSchedule)
     if schedule is not None and len(schedule.items) - len(schedule.merges) != S * K:
         raise ValueError(f"the schedule is not one of {S} sequences and {K} KV heads")
     refuse = DECODE_REFUSALS.get(implementation or "mosaic_gpu")
-    refusal = refuse and refuse(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
+    refusal = _refusal(refuse, q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
     run = backend.choose("paged_attention", DECODE, implementation, refusal)
     page_offset = _offset(page_offset, K)
     out, lse, *scores = run(
@@ -182,13 +182,11 @@ def paged_prefill_attention(
             f"tables of {S} sequences need query_starts [{S + 1}] and lengths [{S}], "
             f"not {query_starts.shape} and {lengths_S.shape}"
         )
-    q_TxHxD, k_pages_NxPxD, v_pages_NxPxD = (
-        jnp.asarray(x) for x in (q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
-    )
+    q_TxHxD, k_pages_NxPxD, v_pages_NxPxD = map(_array, (q_TxHxD, k_pages_NxPxD, v_pages_NxPxD))
     tables_SxKxM, query_starts, lengths_S = _integers(
         tables=tables_SxKxM, query_starts=query_starts, lengths=lengths_S
     )
-    refusal = prefill_sm90.refusal(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
+    refusal = _refusal(prefill_sm90.refusal, q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
     _check_schedule(schedule, PrefillSchedule)
     lists = schedule is not None and schedule.key_tiles is not None
     if lists and (refusal or not backend.runs_kernels(implementation)):
@@ -200,6 +198,17 @@ def paged_prefill_attention(
         page_offset=_offset(page_offset, K), scale=scale, sliding_window=sliding_window,
         soft_cap=soft_cap, schedule=schedule,
     )  # fmt: skip
+
+
+def _array(x):
+    return jax.tree.map(jnp.asarray, x)
+
+
+def _refusal(refuse, q, k_pages, v_pages, *more) -> str | None:
+    """Why a kernel cannot run these arguments, or None. refuse: its own reasons, if it has any."""
+    if isinstance(k_pages, QuantizedPages) or isinstance(v_pages, QuantizedPages):
+        return "it reads no quantised pages"
+    return refuse and refuse(q, k_pages, v_pages, *more)
 
 
 def _integers(**arrays) -> tuple:

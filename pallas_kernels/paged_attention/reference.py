@@ -3,9 +3,13 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantization import QuantizedPages
+
 
 def _gather(pages_NxPxD, tables_SxKxM):
     S, K, M = tables_SxKxM.shape
+    if isinstance(pages_NxPxD, QuantizedPages):
+        pages_NxPxD = pages_NxPxD.values()
     return pages_NxPxD[tables_SxKxM].reshape(S, K, -1, pages_NxPxD.shape[-1]).astype(jnp.float32)
 
 

@@ -12,6 +12,8 @@ these sizes were the best or nearly so for contexts of 100 and 1,000 tokens.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantization import Codes, QuantizedPages
+
 DECODE_CHUNK = 16  # KV tokens of one sequence that lie in a row; at least a page.
 DECODE_BYTES = 2**20  # The most bytes of keys that an iteration of decode gathers.
 DECODE_TOKENS_PER_SEQUENCE = 128  # The most tokens that it gathers, times the number of sequences.
@@ -21,7 +23,8 @@ NEG_INF = -1e30
 
 
 def _read(k_pages_NxPxD, v_pages_NxPxD, ids):
-    """Keys and values [..., C, D] of the tokens of the pages `ids` [..., m], which must be valid.
+    """Keys and values [..., C, D] of the tokens of the pages `ids` [..., m], which must be valid;
+    of quantised pages their codes.
 
     Without the two barriers, XLA on CPUs is twice as slow. Without the first it would compute the
     ids inside the copies and not spread these over the cores. Without the second it would copy
@@ -31,23 +34,36 @@ def _read(k_pages_NxPxD, v_pages_NxPxD, ids):
     flat_ids = jax.lax.optimization_barrier(ids.reshape(-1))
 
     def copied(pages):
-        rows = pages.reshape(N, P * D).at[flat_ids].get(mode="promise_in_bounds")
-        return jax.lax.optimization_barrier(rows).reshape(*ids.shape[:-1], -1, D)
+        quantized = isinstance(pages, QuantizedPages)
+        stored = pages.words if quantized else pages.reshape(N, P * D)
+        rows = stored.at[flat_ids].get(mode="promise_in_bounds")
+        rows = jax.lax.optimization_barrier(rows).reshape(*ids.shape, -1)
+        return pages.read(rows) if quantized else rows.reshape(*ids.shape[:-1], -1, D)
 
     return copied(k_pages_NxPxD), copied(v_pages_NxPxD)
 
 
 def _scores(q, k, scale, soft_cap):
     """Scores [..., R, C] in float32. A query that was scaled itself would be rounded once more."""
-    products = jnp.einsum("...rd,...cd->...rc", q, k, preferred_element_type=jnp.float32)
+    if isinstance(k, Codes):
+        products = k.products(q)
+    else:
+        products = jnp.einsum("...rd,...cd->...rc", q, k, preferred_element_type=jnp.float32)
     scores = products * scale
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
 def _weighted_sum(probs, v):
     """The product of probs [..., R, C] and v [..., C, D], in float32."""
+    if isinstance(v, Codes):
+        return v.weighted_sum(probs)
     probs = probs.astype(v.dtype)
     return jnp.einsum("...rc,...cd->...rd", probs, v, preferred_element_type=jnp.float32)
+
+
+def _only_held(v, held):
+    """Values with zeros for the tokens that are not `held` [..., C]."""
+    return v.only(held) if isinstance(v, Codes) else jnp.where(held[..., None], v, 0)
 
 
 def _attended(scores, seen, v, top=NEG_INF):
@@ -134,7 +150,7 @@ def decode(
     some_held = held.reshape(*columns.shape, P).any(-1)
     ids = jnp.where(some_held, listed(jnp.arange(S), columns), 0)
     k, v = _read(k_pages, v_pages, ids)
-    v = jnp.where(held[..., None], v, 0)
+    v = _only_held(v, held)
     scores = _scores(q_SxKxGxD, k, scale, soft_cap)
     seen = held[:, :, None]
     kept = jnp.full((S, K, H // K, tables.shape[-1] * returns_scores, P), -jnp.inf)
@@ -222,7 +238,7 @@ def prefill(
             held = (index < lengths[s]) & (index >= first[0])
             # The other tokens of a page are what a former owner has left there, maybe NaN.
             k, v = _read(k_pages, v_pages, ids)
-            v = jnp.where(held[:, None], v, 0)
+            v = _only_held(v, held)
             scores = _scores(q_KxRxD, k, scale, soft_cap)
             acc, top, total = state
             new_acc, new_top, new_total = _attended(scores, jnp.tile(seen, (G, 1)), v, top)

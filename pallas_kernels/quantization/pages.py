@@ -58,11 +58,12 @@ class QuantizedPages:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(N, P, D), of the pages' elements."""
-        return len(self.words), self.page_size, self.format.head_dim
+        return self.words.shape[0], self.page_size, self.format.head_dim
 
     @property
-    def token_bytes(self) -> int:
-        return self.format.token_bytes
+    def dtype(self):
+        """What their elements are read as."""
+        return jnp.dtype(jnp.float32)
 
     def read(self, rows) -> Codes:
         """The tokens [..., m * P] of pages' words [..., m, W]."""

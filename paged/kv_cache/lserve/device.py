@@ -3,9 +3,15 @@
 Heads are in the order of `head_order`, the dense ones of a layer first. Attention is that of the
 ops over pages, with shorter tables: a table for each page of queries in prefill, and in decode one
 for each row and head, so that short ones do not wait for long ones.
+
+Where keys and values are quantised, every query reads what is stored, also one of a prompt: so its
+tokens do not depend on how the load cut the prompt into chunks. (QServe, on which the authors build,
+attends to a prompt before it quantises it, and has no chunks.) Statistics are of unquantised keys,
+as the authors' are.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import flax.struct
 import jax
@@ -18,11 +24,13 @@ from pallas_kernels.block_sparse_attention import block_sparse_prefill_attention
 from pallas_kernels.kv_write import copy_pages, write_kv
 from pallas_kernels.page_selection import select_pages, write_key_statistics
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
+from pallas_kernels.quantization import QuantizedPages
 
 
 @flax.struct.dataclass
 class LServeCache:
-    """k_pages, v_pages: [N, P, D], pages of dense heads and then of streaming heads.
+    """k_pages, v_pages: [N, P, D], pages of dense heads and then of streaming heads; quantised if
+    the layout has a format.
     page_base: [L, K] int32, the page of block 0 of each head.  num_dense: [L] int32.
     statistics: [N_dense, C * 2D] of the keys of dense heads.  selected: [num_slots, L, K', B - 1]
     int32 logical pages, the newest one aside, by heads or query heads.  selected_at: [num_slots]
@@ -30,8 +38,8 @@ class LServeCache:
     selections are None.
     """
 
-    k_pages: jax.Array
-    v_pages: jax.Array
+    k_pages: Any
+    v_pages: Any
     page_base: jax.Array
     num_dense: jax.Array
     selected_at: jax.Array
@@ -63,10 +71,14 @@ class LServePolicy:
 
     def init(self, dtype, shard) -> LServeCache:
         layout, D, dtype = self.layout, self.head_dim, self.kv_dtype or dtype
-        pages = (layout.num_pages, layout.page_size, D)
+
+        def pages():
+            N, P, format = layout.num_pages, layout.page_size, layout.format
+            return QuantizedPages.zeros(N, P, format) if format else jnp.zeros((N, P, D), dtype)
+
         cache = LServeCache(
-            k_pages=jnp.zeros(pages, dtype),
-            v_pages=jnp.zeros(pages, dtype),
+            k_pages=pages(),
+            v_pages=pages(),
             page_base=jnp.asarray(np.array(self.bases, np.int32))[shard],
             num_dense=jnp.asarray(np.array(layout.num_dense, np.int32))[shard],
             selected_at=jnp.full(layout.num_slots, NEVER, jnp.int32),
@@ -88,15 +100,17 @@ class LServePolicy:
     def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: LServeCache, plan, inputs):
         P, Tp = self.layout.page_size, inputs.num_prefill_tokens
         T, K, _ = k_TxKxD.shape
-        dtype, compute_dtype = cache.k_pages.dtype, q_TxHxD.dtype
-        q_TxHxD, k_TxKxD, v_TxKxD = (x.astype(dtype) for x in (q_TxHxD, k_TxKxD, v_TxKxD))
+        compute_dtype = q_TxHxD.dtype
+        if not self.layout.format:
+            dtype = cache.k_pages.dtype
+            q_TxHxD, k_TxKxD, v_TxKxD = (x.astype(dtype) for x in (q_TxHxD, k_TxKxD, v_TxKxD))
         base, streams = cache.page_base[layer], jnp.arange(K) >= cache.num_dense[layer]
         slots = plan.dense_slots[:, None]
         if self.layout.streams:
             slots = jnp.where(streams, plan.streaming_slots[:, None], slots)
         # Padding goes beyond the pool, each entry to a place of its own: the scatter's indices are
         # promised to be distinct.
-        places = len(cache.k_pages) * P
+        places = self.layout.num_pages * P
         nowhere = places + jnp.arange(T * K, dtype=jnp.int32).reshape(T, K)
         slots = jnp.where(plan.written[:, None], slots + base * P, nowhere)
         k_pages, v_pages = write_kv(cache.k_pages, cache.v_pages, k_TxKxD, v_TxKxD, slots)
@@ -231,7 +245,7 @@ class LServePolicy:
         heads = jnp.arange(layout.most_heads[kind], dtype=jnp.int32)
         return first + blocks[:, None] + heads * layout.num_blocks[kind]
 
-    def _paged(self, cache: LServeCache, pool: str) -> dict[str, jax.Array]:
+    def _paged(self, cache: LServeCache, pool: str) -> dict[str, Any]:
         """The arrays that have a part of each of the pool's units."""
         names = ["k_pages", "v_pages"]
         if pool == DENSE and self.layout.selects:
@@ -240,24 +254,24 @@ class LServePolicy:
 
     def export_units(self, cache: LServeCache, pool: str, units):
         pages = self._pages(pool, units)
-        return {name: x[pages] for name, x in self._paged(cache, pool).items()}
+        return jax.tree.map(lambda x: x[pages], self._paged(cache, pool))
 
     def import_units(self, cache: LServeCache, pool: str, units, content) -> LServeCache:
         pages = self._pages(pool, units)
-        paged = self._paged(cache, pool)
-        return replace(cache, **{
-            name: x.at[pages].set(content[name], mode="promise_in_bounds")
-            for name, x in paged.items()
-        })  # fmt: skip
+
+        def put(x, new):
+            return x.at[pages].set(new, mode="promise_in_bounds")
+
+        return replace(cache, **jax.tree.map(put, self._paged(cache, pool), content))
 
     def copy_units(self, cache: LServeCache, pool: str, sources, destinations) -> LServeCache:
-        pairs = (self._pages(pool, units).reshape(-1) for units in (sources, destinations))
-        of, to = pairs
-        paged = self._paged(cache, pool)
-        return replace(cache, **{
-            name: copy_pages(x.reshape(len(x), -1, self.head_dim), of, to).reshape(x.shape)
-            for name, x in paged.items()
-        })  # fmt: skip
+        of, to = (self._pages(pool, units).reshape(-1) for units in (sources, destinations))
+
+        def copied(x):
+            pages = x if x.ndim == 3 else x[:, None]
+            return copy_pages(pages, of, to).reshape(x.shape)
+
+        return replace(cache, **jax.tree.map(copied, self._paged(cache, pool)))
 
     def release_slots(self, cache: LServeCache, slots) -> LServeCache:
         return replace(cache, selected_at=cache.selected_at.at[slots].set(NEVER, mode="drop"))

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged.kv_cache.lserve.gates import dense_first, streaming_heads
-from paged.kv_cache.lserve.options import Options
+from paged.kv_cache.lserve.options import UNQUANTISED, Options
 from paged.kv_cache.policy import CacheConfig, ShardedModel
+from pallas_kernels.quantization import KVFormat
 
 DENSE, STREAMING = "dense", "streaming"
 LEAST_SELECTED = 3  # pages: fewer would leave no choice beside the newest one
@@ -27,8 +28,8 @@ class Layout:
     `streaming_blocks` takes them. selected: that a query of a dense head reads; all_below: rows of
     so many pages read all. window: that a sequence's streaming heads hold at most between steps.
     chunks: that the chunks of a step need beyond this. ring: places of a slot's table for what
-    comes after the sink. num_blocks: of the two pools, with the null block; 0 where no head is of
-    the kind.
+    comes after the sink. format: of quantised keys and of quantised values. num_blocks: of the two
+    pools, with the null block; 0 where no head is of the kind.
     """
 
     page_size: int
@@ -45,6 +46,7 @@ class Layout:
     window: int
     chunks: int
     ring: int
+    format: KVFormat | None
     num_blocks: tuple[int, int]
 
     @property
@@ -102,7 +104,8 @@ class Layout:
         size = jnp.dtype(model.dtype if kv_dtype == "auto" else kv_dtype).itemsize
         D, P = model.shard.head_dim, self.page_size
         statistics = P // self.logical * 2 * D * size if self.selects else 0
-        return 2 * P * D * size + statistics, 2 * P * D * size
+        token = self.format.token_bytes if self.format else D * size
+        return 2 * P * token + statistics, 2 * P * token
 
     def unit_bytes(self, model: ShardedModel, kv_dtype: str) -> tuple[int, int]:
         """Of a block of each pool, on all shards."""
@@ -154,13 +157,16 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     rows, tokens = config.max_prefills_per_step, config.max_num_batched_tokens
     longest = max(tokens, config.multi_step)
     selected = max(LEAST_SELECTED, options.budget // P)
+    quantised = options.kv_bits != UNQUANTISED
     layout = Layout(
         page_size=P, num_slots=config.max_num_seqs, heads=model.shard.num_kv_heads,
         num_dense=tuple(num_dense), most=most, sink=sink, local=local, selected=selected,
         all_below=max(selected, -(-options.sparse_from // P)), reuse=options.reuse,
         logical=options.logical_page, window=window,
         chunks=min(tokens // P + rows, rows * (most - window)),
-        ring=max(1, min(most - sink, local + 1 + (longest + P - 2) // P)), num_blocks=(0, 0),
+        ring=max(1, min(most - sink, local + 1 + (longest + P - 2) // P)),
+        format=KVFormat(options.kv_bits, model.shard.head_dim) if quantised else None,
+        num_blocks=(0, 0),
     )  # fmt: skip
     return replace(layout, num_blocks=_blocks(layout, config, model))
 

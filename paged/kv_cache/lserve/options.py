@@ -7,6 +7,10 @@ from models.config import ModelConfig
 from paged import checks
 from paged.checks import described
 from paged.kv_cache.lserve.gates import Gates, checked_gates, read_gates, streaming_heads
+from pallas_kernels.quantization import KVFormat
+
+
+UNQUANTISED = 16  # kv_bits of pages that hold keys and values as they are
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,11 @@ class Options:
     )
     sink: int = described(128, "first tokens that streaming heads read")
     local: int = described(256, "tokens before a query's own page that streaming heads read")
+    kv_bits: int = described(
+        UNQUANTISED,
+        "bits of an element of keys and values: 8 or 4 with a scale and a zero point for each token "
+        "and head, or 16 for those of kv_dtype as they are",
+    )
     streaming_share: float = described(0.5, "share of KV heads that stream, those of lowest gates")
     gates: Gates = field(
         default=(),
@@ -65,10 +74,13 @@ def check_options(options: Options, page_size: int, model: ModelConfig | None) -
             options.local >= page_size and options.local % page_size == 0,
             f"whole pages of {page_size}, at least one",
         ),
+        "kv_bits": (options.kv_bits in (UNQUANTISED, 8, 4), f"{UNQUANTISED}, 8 or 4"),
         "streaming_share": (0 <= options.streaming_share <= 1, "from 0 to 1"),
     })  # fmt: skip
     if model is None:
         return
+    if options.kv_bits != UNQUANTISED:
+        KVFormat(options.kv_bits, model.head_dim)
     if model.sliding_window is not None:
         raise ValueError("policy 'lserve' has windows of its own: the model's cannot be served")
     shape = model.num_layers, model.num_kv_heads

@@ -6,13 +6,15 @@ import numpy as np
 
 from models.config import ModelConfig
 from paged.kv_cache.lserve import Options
+from pallas_kernels.quantization import KVFormat, dequantize, quantize
 
 
 def masked_attend(
     model: ModelConfig, options: Options, streams: np.ndarray, page_size: int, prompt_length
 ):
     """An `attend` in which each token sees what the policy says: tokens of the prompt and heads
-    that stream by position, generated tokens by the scores of pages.
+    that stream by position, generated tokens by the scores of pages, which are of keys as they were
+    before they were stored.
 
     streams: [L, K] bool, in the model's own order of heads.
     """
@@ -27,6 +29,13 @@ def masked_attend(
         products = jnp.maximum(q * largest[:, :, None], q * smallest[:, :, None])
         of_logical = jnp.moveaxis(products.sum(-1), 1, -1)
         return of_logical.reshape(*of_logical.shape[:-1], -1, P // options.logical_page).max(-1)
+
+    def stored(x):
+        """What pages hold of it."""
+        if options.kv_bits == 16:
+            return x
+        format = KVFormat(options.kv_bits, D)
+        return dequantize(*quantize(x, format), format)
 
     def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache):
         T = q_TxHxD.shape[0]
@@ -49,9 +58,9 @@ def masked_attend(
 
         streaming = jnp.asarray(streams)[layer][:, None, None]
         seen = jnp.where(streaming, near[:, None, None], kept) & (at <= at[:, None, None, None])
-        logits = jnp.einsum("tkgd,skd->tkgs", q, k_TxKxD, precision="highest") * D**-0.5
+        logits = jnp.einsum("tkgd,skd->tkgs", q, stored(k_TxKxD), precision="highest") * D**-0.5
         probs = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf))
-        out = jnp.einsum("tkgs,skd->tkgd", probs, v_TxKxD, precision="highest")
+        out = jnp.einsum("tkgs,skd->tkgd", probs, stored(v_TxKxD), precision="highest")
         return out.reshape(q_TxHxD.shape), cache
 
     return attend

@@ -44,12 +44,14 @@ CONFIG: dict[str, Any] = {
 class Case:
     """name: under which the policy is registered. oracle: the `attend` of one whole sequence, given
     the length of its prompt, that tells what the policy computes; None: it has only its twin, the
-    request alone. config: what its EngineConfig has otherwise than CONFIG."""
+    request alone. config: what its EngineConfig has otherwise than CONFIG. slow: quick tests leave it
+    out."""
 
     name: str
     policy: Policy
     oracle: Callable[[Any], Any] | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    slow: bool = False
 
     def engine_config(self, **changes) -> EngineConfig:
         return EngineConfig(**{**CONFIG, "policy": self.name, **self.config, **changes})
@@ -71,6 +73,7 @@ LSERVE_OPTIONS = lserve.Options(
     budget=12, reuse=2, logical_page=2, sink=4, local=8, streaming_share=0.5,
     gates=((0.1, 0.9), (0.8, 0.7)),
 )  # fmt: skip
+LSERVE_KV8_OPTIONS = dataclasses.replace(LSERVE_OPTIONS, kv_bits=8)
 LSERVE_STREAMS = streaming_heads(LSERVE_OPTIONS.gates, LSERVE_OPTIONS.streaming_share)
 CASES = [
     Case("vllm", POLICIES["vllm"], lambda prompt: causal_attend(TINY)),
@@ -84,9 +87,17 @@ CASES = [
         functools.partial(masked_attend, TINY, LSERVE_OPTIONS, LSERVE_STREAMS, 4),
         {"policy_options": LSERVE_OPTIONS, "kv_cache_tokens": 140},
     ),
+    Case(
+        "lserve_kv8", POLICIES["lserve"],
+        functools.partial(masked_attend, TINY, LSERVE_KV8_OPTIONS, LSERVE_STREAMS, 4),
+        {"policy_options": LSERVE_KV8_OPTIONS, "kv_cache_tokens": 80}, slow=True,
+    ),
     Case("device_owned", DEVICE_OWNED, lambda prompt: causal_attend(TINY)),
 ]  # fmt: skip
-by_policy = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+by_policy = pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * c.slow) for c in CASES],
+)
 
 
 @contextmanager

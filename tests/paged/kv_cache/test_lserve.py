@@ -20,7 +20,14 @@ from paged.kv_cache.policy import ShardedModel
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.kv_cache.attention_driver import Driver
 from tests.paged.kv_cache.lserve_oracle import masked_attend
-from tests.paged.kv_cache.policy_suite import CASES, CATALOGUE, Bench, drain, registered
+from tests.paged.kv_cache.policy_suite import (
+    CASES,
+    CATALOGUE,
+    LSERVE_OPTIONS,
+    Bench,
+    drain,
+    registered,
+)
 from tests.paged.tiny import TINY
 
 (CASE,) = (case for case in CASES if case.name == "lserve")
@@ -43,8 +50,10 @@ def policies():
         NEVER_SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3},
         SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3},
         SELECTS | {"select_per": "query_head", "reuse": 1, "dense_layers": 1, "sparse_from": 22},
+        SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3, "kv_bits": 8},
+        pytest.param(NEVER_SELECTS | {"kv_bits": 4}, marks=pytest.mark.slow),
     ],
-    ids=["streaming", "both", "quest"],
+    ids=["streaming", "both", "quest", "8_bits", "4_bits"],
 )
 def test_attention_is_that_of_masks_over_all_keys(options):
     """Two prompts in chunks of all sizes beside each other, then tokens one by one; the second
@@ -95,15 +104,19 @@ def test_with_the_whole_context_and_no_streaming_heads_it_is_vllm(tiny_params):
         assert tokens == bench.alone(vllm, asked[name])
 
 
-@pytest.mark.parametrize(("Tp", "Sd", "multi_step"), [(64, 4, 1), (0, 4, 4)])
-def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step):
+@pytest.mark.parametrize(
+    ("Tp", "Sd", "multi_step", "kv_bits"),
+    [(64, 4, 1, 16), (0, 4, 4, 16), (64, 4, 1, 4), pytest.param(0, 4, 4, 8, marks=pytest.mark.slow)],
+)
+def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step, kv_bits):
     """All pools and the statistics are aliased from input to output, and no temporary comes near
     their size. The cache is large, so that the state of slots is small beside it."""
     config = EngineConfig(
         max_num_seqs=4, max_model_len=256, kv_cache_tokens=65536, page_size=16,
         multi_step=multi_step, policy="lserve",
         policy_options=lserve.Options(
-            budget=64, gates=CASE.config["policy_options"].gates, streaming_share=0.25
+            budget=64, gates=CASE.config["policy_options"].gates, streaming_share=0.25,
+            kv_bits=kv_bits,
         ),
     )  # fmt: skip
     policy = lserve.device(config, ShardedModel.split(TINY))
@@ -170,6 +183,31 @@ def test_a_page_takes_the_bytes_of_its_tokens_and_statistics():
     assert layout.unit_bytes(model, "auto") == (8 * (page + page // 16), 4 * page)
 
 
+@pytest.mark.parametrize("kv_bits", [16, 8, 4])
+def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
+    """A token's keys and values in a head: codes, and a scale and a zero point of 16 bits each; 16
+    tokens share [max | min] in the dtype of the model."""
+    model, D = ShardedModel.split(WIDE, 2, "bfloat16"), WIDE.head_dim
+    options = lserve.Options(
+        budget=128, local=64, sink=64, gates=BOTH_LAYERS, streaming_share=1 / 3, kv_bits=kv_bits
+    )
+    config = EngineConfig(
+        page_size=64, policy="lserve", max_model_len=256, kv_cache_tokens=8192, max_num_seqs=4,
+        policy_options=options,
+    )  # fmt: skip
+    layout = layout_of(config, model)
+    token = 2 * (D * kv_bits // 8 + (4 if kv_bits < 16 else 0))
+    statistics = 64 // 16 * 2 * D * 2
+    assert layout.page_bytes(model, "auto") == (64 * token + statistics, 64 * token)
+    dense, streaming = POLICIES["lserve"].host(config, model).pools
+    assert (dense.unit_bytes, streaming.unit_bytes) == layout.unit_bytes(model, "auto")
+    policy = lserve.device(config, model)
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: policy.init(jnp.bfloat16, jnp.int32(0))))
+    used = model.num_shards * sum(x.size * x.dtype.itemsize for x in leaves)
+    room = 8192 * model.kv_token_bytes()
+    assert room - dense.unit_bytes < used - dense.unit_bytes - streaming.unit_bytes <= room
+
+
 def test_each_shard_has_its_dense_heads_first():
     rng = np.random.default_rng(0)
     for L, K, groups in ((5, 8, 2), (5, 8, 4), (3, 4, 1), (4, 6, 3)):
@@ -221,6 +259,7 @@ def test_gates_are_read_from_both_formats(tmp_path):
         ({"sink": 6}, "sink must be whole pages of 4, not 6"),
         ({"local": 0}, "local must be whole pages of 4, at least one, not 0"),
         ({"streaming_share": 1.5}, "streaming_share must be from 0 to 1"),
+        ({"kv_bits": 2}, "kv_bits must be 16, 8 or 4, not 2"),
         ({"select_per": "layer"}, "select_per must be 'kv_head' or 'query_head', not 'layer'"),
         ({"gates": ((0.5, 2.0), (0.1, 0.1))}, "gates must be from 0 to 1, not 2.0"),
         ({"gates": ((0.5,), (0.1, 0.1))}, "gates must be a row of numbers for each layer"),
@@ -235,6 +274,10 @@ def test_options_that_cannot_work_are_refused(changes, message):
     ("model", "changes", "message"),
     [
         ({"sliding_window": 8}, {}, "the model's cannot be served"),
+        (
+            {"head_dim": 6}, {"policy_options": replace(LSERVE_OPTIONS, kv_bits=4)},
+            "a head dim of 6 elements of 4 bits fills no whole words",
+        ),
         ({"num_layers": 3}, {}, "gates are of 2 layers of 2 KV heads, but the model has 3 of 2"),
         ({}, {"policy_options": ALL_STREAM}, "must leave a head dense of the 4 that there are"),
         ({}, {"kv_cache_tokens": 20}, "hold no sequence: streaming heads alone need a window of 4"),

@@ -1,0 +1,61 @@
+"""W8A8: products of 8-bit weights with 8-bit activations (LServe §3.1; QServe, SmoothQuant).
+
+A weight matrix has a scale for each output channel, found once. An activation has one for each
+token, found as it comes, so that a token's product does not depend on its company. Both are
+symmetric: x ~ scale * codes with codes from -127 to 127. Embeddings, the head, norms and biases
+stay as they are.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+LARGEST = 127  # of the codes; -128 would have no opposite
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Int8Weights:
+    """codes: [out, in] int8.  scale: [out] float32. Both may have an axis of layers before these."""
+
+    codes: jax.Array
+    scale: jax.Array
+
+
+def rounded(x):
+    """x [..., n] as codes [..., n] int8 with a scale [...] float32 of the last axis each."""
+    x = x.astype(jnp.float32)
+    scale = jnp.abs(x).max(-1) / LARGEST
+    codes = jnp.round(x / jnp.where(scale > 0, scale, 1)[..., None])
+    return codes.astype(jnp.int8), scale
+
+
+def linear(x, w: Int8Weights, dtype):
+    """The product of x [T, in] and w [out, in]: [T, out] in `dtype`. Sums of codes are exact."""
+    codes, scale = rounded(x)
+    sums = jax.lax.dot_general(
+        codes, w.codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
+    )
+    return (sums.astype(jnp.float32) * scale[:, None] * w.scale).astype(dtype)
+
+
+def quantize(params, projections: Collection[str]):
+    """The parameters, placed and with layers as a list, with `Int8Weights` for the projections, on
+    the same devices. Each shard scales the part of an input that it has."""
+    layers = [
+        {name: _weights(x) if name in projections else x for name, x in layer.items()}
+        for layer in params["layers"]
+    ]
+    return params | {"layers": layers}
+
+
+def _weights(w) -> Int8Weights:
+    codes, scale = jax.jit(rounded)(w)
+    if isinstance(w.sharding, NamedSharding):
+        rows, *_ = (*w.sharding.spec, None)
+        codes = jax.device_put(codes, w.sharding)
+        scale = jax.device_put(scale, NamedSharding(w.sharding.mesh, PartitionSpec(rows)))
+    return Int8Weights(codes, scale)

@@ -1,0 +1,121 @@
+"""W8A8 through the engine, against full recomputation with the same quantised products.
+
+A process counts its devices once: a second one, this file as a program, has two, and prints what
+the last test looks at.
+"""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import llama, peft, w8a8
+from models.full_attention import causal_attend
+from paged import Engine, EngineConfig, SamplingParams
+from paged.device.tensor_parallel import Shards
+from tests.models import peft_folders
+from tests.paged.devices import printed_with_devices
+from tests.paged.tiny import TINY, padded, random_params
+
+CONFIG = EngineConfig(
+    max_num_seqs=4, max_num_batched_tokens=16, max_prefills_per_step=2, max_model_len=64,
+    page_size=4, kv_cache_tokens=256, quantization="w8a8",
+)  # fmt: skip
+HOW = SamplingParams(max_tokens=16, ignore_eos=True, logprobs=1)
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, TINY.vocab_size, n).tolist() for n in (1, 9, 30, 20)]
+
+
+def recomputed(params, tokens: list[int], prompt_length: int, adapters=None) -> np.ndarray:
+    """Logits [n, V] that each generated token was chosen by."""
+    run = jax.jit(
+        lambda tokens: llama.forward(
+            params, TINY, tokens, jnp.arange(64), causal_attend(TINY), adapters=adapters
+        )[0]
+    )
+    hidden = run(np.pad(np.array(tokens, np.int32), (0, 64 - len(tokens))))
+    return np.asarray(llama.logits(params, TINY, hidden))[prompt_length - 1 : len(tokens) - 1]
+
+
+def check(engine: Engine, params, adapter=None, hook=None) -> None:
+    asked = prompts()
+    outputs = engine.generate(asked, HOW, adapters=[adapter] * len(asked))
+    assert len({token for output in outputs for token in output.tokens}) >= 10
+    for prompt, output in zip(asked, outputs):
+        logits = recomputed(params, [*prompt, *output.tokens], len(prompt), hook)
+        chosen = logits[np.arange(len(output.tokens)), output.tokens]
+        # A rounding of float32 may turn a code, which moves logits by this much.
+        assert (chosen >= logits.max(-1) - 0.02).all()
+
+
+def test_tokens_are_those_of_full_recomputation(tiny_params):
+    engine = padded(Engine.from_model(tiny_params, TINY, CONFIG))
+    quantised = w8a8.quantize(tiny_params, llama.PROJECTIONS)
+    assert quantised["layers"][0]["wq"].codes.dtype == jnp.int8
+    assert quantised["embed"] is tiny_params["embed"]
+    check(engine, quantised)
+
+
+@pytest.mark.slow  # another engine
+def test_adapters_add_to_the_quantised_products(tiny_params, tmp_path):
+    """The adapter's own products are not quantised."""
+    peft_folders.write(tmp_path / "a", TINY, 8, seed=3, size=0.7)
+    config = replace(CONFIG, adapter_slots=1)
+    engine = padded(Engine.from_model(tiny_params, TINY, config))
+    engine.add_adapter("a", tmp_path / "a")
+    weights = peft.load(tmp_path / "a", TINY)[0].weights
+    stacks = {
+        name: tuple(jnp.stack([pair[i] for pair in pairs if pair]) for i in (0, 1))
+        for name, pairs in weights.items()
+    }
+
+    def hook(name, layer, x, y):
+        a, b = stacks[name]
+        return y + x @ a[layer].T @ b[layer]
+
+    quantised = w8a8.quantize(tiny_params, llama.PROJECTIONS)
+    check(engine, quantised, "a", hook)
+    with pytest.raises(AssertionError):
+        check(engine, quantised, "a")
+
+
+@pytest.fixture(scope="module")
+def two_devices() -> dict:
+    return printed_with_devices("tests.paged.device.test_w8a8", 2)
+
+
+@pytest.mark.slow  # another process
+def test_two_devices_have_the_codes_of_one_and_nearly_its_logits(two_devices):
+    """Nearly, because each rounds its own part of the inputs of 'wo' and 'w_down'."""
+    assert two_devices["same_weights"]
+    assert max(two_devices["logprob_differences"]) < 0.1
+
+
+def main() -> None:
+    params = random_params()
+    layers = [
+        w8a8.quantize(Shards(TINY, size).place(params), llama.PROJECTIONS)["layers"]
+        for size in (1, 2)
+    ]
+    same = jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), *layers)
+    one, two = (
+        padded(Engine.from_model(params, TINY, replace(CONFIG, tensor_parallel=size)))
+        for size in (1, 2)
+    )
+    differences = []
+    for prompt, output in zip(prompts(), one.generate(prompts(), HOW)):
+        forced = replace(HOW, forced_output=tuple(output.tokens))
+        (again,) = two.generate([prompt], forced)
+        differences += [abs(a.logprob - b.logprob) for a, b in zip(output.logprobs, again.logprobs)]
+    facts = {"same_weights": all(jax.tree.leaves(same)), "logprob_differences": differences}
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()
