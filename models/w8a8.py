@@ -19,7 +19,7 @@ LARGEST = 127  # of the codes; -128 would have no opposite
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int8Weights:
-    """codes: [out, in] int8.  scale: [out] float32. Both may have an axis of layers before these."""
+    """codes: [out, in] int8.  scale: [out] float32. Stacked, they have an axis of layers first."""
 
     codes: jax.Array
     scale: jax.Array

@@ -233,7 +233,7 @@ def _offset(page_offset, K: int) -> jax.Array:
 
 def _check_pools(q, k_pages, v_pages, tables) -> int:
     for name, x in (("queries", q), ("pools", k_pages), ("tables", tables)):
-        if x.ndim != 3 or 0 in x.shape:
+        if len(x.shape) != 3 or 0 in x.shape:
             raise ValueError(f"{name} must have three axes, none empty, not {x.shape}")
     _, H, D = q.shape
     if k_pages.shape != v_pages.shape or k_pages.shape[-1] != D:

@@ -18,22 +18,30 @@ class Codes(NamedTuple):
     zero: jax.Array
 
     def products(self, q):
-        """q·x [..., R, T] float32 of queries [..., R, D]: products with codes, scaled after."""
-        g = self.scale.shape[-1]
-        q = q.astype(jnp.float32)
-        q, codes = (x.reshape(*x.shape[:-1], g, -1) for x in (q, self.codes))
-        products = jnp.einsum("...rgd,...tgd->...rtg", q, codes)
-        offsets = jnp.einsum("...rg,...tg->...rt", q.sum(-1), self.zero)
-        return (products * self.scale[..., None, :, :]).sum(-1) + offsets
+        """q·x [..., R, T] float32 of queries [..., R, D]."""
+        products = jnp.float32(0)
+        queries = self._by_group(q.astype(jnp.float32))
+        for part, (codes, scale, zero) in zip(queries, self._groups()):
+            scaled = jnp.einsum("...rd,...td->...rt", part, codes) * scale[..., None, :]
+            products += scaled + part.sum(-1)[..., None] * zero[..., None, :]
+        return products
 
     def weighted_sum(self, weights):
         """The sums [..., R, D] float32 of the tokens by weights [..., R, T] float32."""
-        g = self.scale.shape[-1]
-        codes = self.codes.reshape(*self.codes.shape[:-1], g, -1)
-        scaled = weights[..., None] * self.scale[..., None, :, :]
-        sums = jnp.einsum("...rtg,...tgd->...rgd", scaled, codes)
-        sums += jnp.einsum("...rt,...tg->...rg", weights, self.zero)[..., None]
-        return sums.reshape(*sums.shape[:-2], -1)
+        sums = []
+        for codes, scale, zero in self._groups():
+            scaled = jnp.einsum("...rt,...td->...rd", weights * scale[..., None, :], codes)
+            sums.append(scaled + (weights * zero[..., None, :]).sum(-1)[..., None])
+        return jnp.concatenate(sums, axis=-1)
+
+    def _by_group(self, x):
+        return jnp.split(x, self.scale.shape[-1], axis=-1)
+
+    def _groups(self):
+        """(codes [..., T, D / g], scale [..., T], zero [..., T]) of each group. An axis of groups
+        would make XLA on CPUs twice as slow."""
+        scales, zeros = (jnp.unstack(x, axis=-1) for x in (self.scale, self.zero))
+        return zip(self._by_group(self.codes), scales, zeros)
 
     def only(self, held):
         """With zeros for the tokens that are not `held` [..., T]. Codes are finite in any case."""

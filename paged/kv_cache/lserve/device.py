@@ -5,9 +5,9 @@ ops over pages, with shorter tables: a table for each page of queries in prefill
 for each row and head, so that short ones do not wait for long ones.
 
 Where keys and values are quantised, every query reads what is stored, also one of a prompt: so its
-tokens do not depend on how the load cut the prompt into chunks. (QServe, on which the authors build,
-attends to a prompt before it quantises it, and has no chunks.) Statistics are of unquantised keys,
-as the authors' are.
+tokens do not depend on how the load cut the prompt into chunks. (QServe, on which the authors
+build, has no chunks, and a prompt attends to itself unquantised.) Statistics are of unquantised
+keys, as the authors' are.
 """
 
 from dataclasses import dataclass, field, replace

@@ -9,7 +9,6 @@ from paged.checks import described
 from paged.kv_cache.lserve.gates import Gates, checked_gates, read_gates, streaming_heads
 from pallas_kernels.quantization import KVFormat
 
-
 UNQUANTISED = 16  # kv_bits of pages that hold keys and values as they are
 
 
@@ -36,8 +35,8 @@ class Options:
     local: int = described(256, "tokens before a query's own page that streaming heads read")
     kv_bits: int = described(
         UNQUANTISED,
-        "bits of an element of keys and values: 8 or 4 with a scale and a zero point for each token "
-        "and head, or 16 for those of kv_dtype as they are",
+        "bits of an element of keys and values: 8 or 4, with a scale and a zero point for each "
+        "token and head, or 16 for those of kv_dtype as they are",
     )
     streaming_share: float = described(0.5, "share of KV heads that stream, those of lowest gates")
     gates: Gates = field(

@@ -32,28 +32,28 @@ def prompts() -> list[list[int]]:
     return [rng.integers(3, TINY.vocab_size, n).tolist() for n in (1, 9, 30, 20)]
 
 
-def recomputed(params, tokens: list[int], prompt_length: int, adapters=None) -> np.ndarray:
-    """Logits [n, V] that each generated token was chosen by."""
-    run = jax.jit(
-        lambda tokens: llama.forward(
-            params, TINY, tokens, jnp.arange(64), causal_attend(TINY), adapters=adapters
-        )[0]
-    )
-    hidden = run(np.pad(np.array(tokens, np.int32), (0, 64 - len(tokens))))
-    return np.asarray(llama.logits(params, TINY, hidden))[prompt_length - 1 : len(tokens) - 1]
-
-
 def check(engine: Engine, params, adapter=None, hook=None) -> None:
+    """Each token is the likeliest by full recomputation, of the prompt and what came before it."""
+
+    @jax.jit
+    def logits_of(tokens):
+        attend, at = causal_attend(TINY), jnp.arange(64)
+        hidden, _ = llama.forward(params, TINY, tokens, at, attend, adapters=hook)
+        return llama.logits(params, TINY, hidden)
+
     asked = prompts()
     outputs = engine.generate(asked, HOW, adapters=[adapter] * len(asked))
     assert len({token for output in outputs for token in output.tokens}) >= 10
     for prompt, output in zip(asked, outputs):
-        logits = recomputed(params, [*prompt, *output.tokens], len(prompt), hook)
+        tokens = [*prompt, *output.tokens]
+        logits = np.asarray(logits_of(np.pad(tokens, (0, 64 - len(tokens)))))
+        logits = logits[len(prompt) - 1 : len(tokens) - 1]
         chosen = logits[np.arange(len(output.tokens)), output.tokens]
         # A rounding of float32 may turn a code, which moves logits by this much.
         assert (chosen >= logits.max(-1) - 0.02).all()
 
 
+@pytest.mark.slow  # an engine
 def test_tokens_are_those_of_full_recomputation(tiny_params):
     engine = padded(Engine.from_model(tiny_params, TINY, CONFIG))
     quantised = w8a8.quantize(tiny_params, llama.PROJECTIONS)

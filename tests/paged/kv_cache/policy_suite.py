@@ -44,8 +44,8 @@ CONFIG: dict[str, Any] = {
 class Case:
     """name: under which the policy is registered. oracle: the `attend` of one whole sequence, given
     the length of its prompt, that tells what the policy computes; None: it has only its twin, the
-    request alone. config: what its EngineConfig has otherwise than CONFIG. slow: quick tests leave it
-    out."""
+    request alone. config: what its EngineConfig has otherwise than CONFIG. slow: the quick tests
+    leave it out."""
 
     name: str
     policy: Policy

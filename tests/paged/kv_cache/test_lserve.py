@@ -106,7 +106,12 @@ def test_with_the_whole_context_and_no_streaming_heads_it_is_vllm(tiny_params):
 
 @pytest.mark.parametrize(
     ("Tp", "Sd", "multi_step", "kv_bits"),
-    [(64, 4, 1, 16), (0, 4, 4, 16), (64, 4, 1, 4), pytest.param(0, 4, 4, 8, marks=pytest.mark.slow)],
+    [
+        (64, 4, 1, 16),
+        (0, 4, 4, 16),
+        pytest.param(64, 4, 1, 4, marks=pytest.mark.slow),
+        pytest.param(0, 4, 4, 8, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step, kv_bits):
     """All pools and the statistics are aliased from input to output, and no temporary comes near
@@ -275,7 +280,8 @@ def test_options_that_cannot_work_are_refused(changes, message):
     [
         ({"sliding_window": 8}, {}, "the model's cannot be served"),
         (
-            {"head_dim": 6}, {"policy_options": replace(LSERVE_OPTIONS, kv_bits=4)},
+            {"head_dim": 6},
+            {"policy_options": replace(LSERVE_OPTIONS, kv_bits=4)},
             "a head dim of 6 elements of 4 bits fills no whole words",
         ),
         ({"num_layers": 3}, {}, "gates are of 2 layers of 2 KV heads, but the model has 3 of 2"),
