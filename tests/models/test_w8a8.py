@@ -36,11 +36,10 @@ def test_products_are_those_of_integers(rows, dtype):
     # A code may be one off where x / scale lies in the middle of two.
     slack = (np.abs(x).max(1, keepdims=True) / 127 * np.abs(w).max(1) * 2).astype(np.float64)
     rtol = 1e-5 if dtype == "float32" else 1e-2
-    error = np.abs(np.float64(got) - expected)
-    assert (error <= slack + rtol * np.abs(expected)).all()
-    got = np.float64(got)
+    got = np.asarray(got, np.float64)
+    assert (np.abs(got - expected) <= slack + rtol * np.abs(expected)).all()
     assert (got[1:2] == 0).all() and (got[:, 3] == 0).all()
-    exact = np.float64(x) @ np.float64(w).T
+    exact = x.astype(np.float64) @ w.astype(np.float64).T
     assert np.corrcoef(got.ravel(), exact.ravel())[0, 1] > 0.999
 
 

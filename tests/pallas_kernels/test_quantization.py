@@ -69,7 +69,7 @@ def test_every_element_is_within_half_a_scale(format, x):
 
 @every_format
 def test_equal_elements_are_exact(format):
-    values = np.float32([0, 1, -1, 0.1, 1e-7, -LIMIT, LIMIT, 3.14159]).astype(np.float16)
+    values = np.array([0, 1, -1, 0.1, 1e-7, -LIMIT, LIMIT, 3.14159], np.float16)
     x = np.repeat(values.astype(np.float32)[:, None], D, axis=1)
     np.testing.assert_array_equal(there_and_back(x, format)[0], x)
 

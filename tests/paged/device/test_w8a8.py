@@ -112,7 +112,8 @@ def main() -> None:
     for prompt, output in zip(prompts(), one.generate(prompts(), HOW)):
         forced = replace(HOW, forced_output=tuple(output.tokens))
         (again,) = two.generate([prompt], forced)
-        differences += [abs(a.logprob - b.logprob) for a, b in zip(output.logprobs, again.logprobs)]
+        pairs = zip(output.logprobs or (), again.logprobs or (), strict=True)
+        differences += [abs(a.logprob - b.logprob) for a, b in pairs]
     facts = {"same_weights": all(jax.tree.leaves(same)), "logprob_differences": differences}
     print(json.dumps(facts))
 

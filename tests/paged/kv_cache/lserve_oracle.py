@@ -35,7 +35,8 @@ def masked_attend(
         if options.kv_bits == 16:
             return x
         format = KVFormat(options.kv_bits, D)
-        return dequantize(*quantize(x, format), format)
+        codes, scales = quantize(x, format)
+        return dequantize(codes, scales, format)
 
     def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache):
         T = q_TxHxD.shape[0]

@@ -73,6 +73,7 @@ LSERVE_OPTIONS = lserve.Options(
     budget=12, reuse=2, logical_page=2, sink=4, local=8, streaming_share=0.5,
     gates=((0.1, 0.9), (0.8, 0.7)),
 )  # fmt: skip
+# In half of the memory it has as many blocks.
 LSERVE_KV8_OPTIONS = dataclasses.replace(LSERVE_OPTIONS, kv_bits=8)
 LSERVE_STREAMS = streaming_heads(LSERVE_OPTIONS.gates, LSERVE_OPTIONS.streaming_share)
 CASES = [
@@ -90,7 +91,7 @@ CASES = [
     Case(
         "lserve_kv8", POLICIES["lserve"],
         functools.partial(masked_attend, TINY, LSERVE_KV8_OPTIONS, LSERVE_STREAMS, 4),
-        {"policy_options": LSERVE_KV8_OPTIONS, "kv_cache_tokens": 80}, slow=True,
+        {"policy_options": LSERVE_KV8_OPTIONS, "kv_cache_tokens": 72}, slow=True,
     ),
     Case("device_owned", DEVICE_OWNED, lambda prompt: causal_attend(TINY)),
 ]  # fmt: skip
