@@ -1,7 +1,7 @@
 """Compile a model's whole step for GPUs that this machine lacks, and check what XLA made of it.
 
     python -m experiments.gpu.compile_step --model=llama-3-8b --target=h200 --tensor_parallel=8
-    python -m experiments.gpu.compile_step --policy=lserve --page_size=64 --decodes=16 --context=65536
+    python -m experiments.gpu.compile_step --policy=lserve --page_size=64 --context=32768
 
 Prints each device's memory, and the kernels of one layer with the bytes that they move, beside the
 floor: weights, and keys and values of the context, read once; new ones written once; the input of

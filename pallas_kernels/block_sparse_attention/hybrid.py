@@ -106,7 +106,7 @@ def hybrid_prefill_attention(
               of all heads alike.
     lists:    of the queries' chunks, for pages of P tokens.
     num_dense: int32, one of `dense_counts`. It may be traced, as it differs between layers.
-    page_offset: [K] int32 added to the page ids of each head, so that heads have pages of their own.
+    page_offset: [K] int32 added to the page ids of each head, so that heads have their own pages.
     dense_counts: the numbers of dense heads that layers have, ascending.
     schedules: `plan_hybrid_prefill` of these chunks; None makes them for this call.
 
@@ -126,9 +126,7 @@ def hybrid_prefill_attention(
             f"not {tables_SxM.shape} and {query_starts.shape}"
         )
     if pages_IxB.shape != lists.blocks.shape:
-        raise ValueError(
-            f"lists need pages [I, B] {lists.blocks.shape}, not {pages_IxB.shape}"
-        )
+        raise ValueError(f"lists need pages [I, B] {lists.blocks.shape}, not {pages_IxB.shape}")
     refusal = prefill_sm90.refusal(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
     run = backend.choose("hybrid_prefill_attention", HYBRID, implementation, refusal)
     return run(

@@ -34,6 +34,17 @@ class Hybrid:
         """Those of the sink, and those of the window before the query's own."""
         return self.sink // self.shapes.page_size, self.local // self.shapes.page_size
 
+    def tokens_read(self, lengths, counts) -> tuple[tuple[int, np.ndarray], ...]:
+        """Of dense and of streaming heads how many they are, and the tokens of each sequence that
+        any of `counts` queries reads. A page is read that is in the sink, or that the first query
+        or one after it keeps."""
+        (sink, local), P = self.pages, self.shapes.page_size
+        window = np.maximum((lengths - counts) // P - local, sink) * P
+        listed = np.minimum(lengths, sink * P) + np.maximum(lengths - window, 0)
+        some = counts > 0
+        K = self.shapes.heads.K
+        return (self.dense, np.where(some, lengths, 0)), (K - self.dense, np.where(some, listed, 0))
+
 
 def make(hybrid: Hybrid) -> Spec:
     """Tables, alike for all heads, list pages in random order; heads have pools of their own."""
@@ -62,19 +73,12 @@ def make(hybrid: Hybrid) -> Spec:
         position = np.concatenate([np.arange(n - c, n) for n, c in zip(lengths, counts)])
         listed = np.asarray(streaming_blocks(position // P, sink, local)[1])
         of_streaming = (listed - 1) * P + position % P + 1
-        # A page is read if it is in the sink, or after the first that the first query keeps.
-        window = np.maximum((lengths - counts) // P - local, sink) * P
-        read = np.minimum(lengths, sink * P) + np.maximum(lengths - window, 0)
         G = heads.H // heads.K
-        kinds = (
-            (dense, position + 1, lengths),
-            (heads.K - dense, of_streaming, read),
-        )
         costs = [
-            replace(shapes, heads=Heads(K * G, K, heads.D)).cost(
-                visible, np.where(counts > 0, tokens, 0)
+            replace(shapes, heads=Heads(K * G, K, heads.D)).cost(visible, read)
+            for visible, (K, read) in zip(
+                (position + 1, of_streaming), hybrid.tokens_read(lengths, counts), strict=True
             )
-            for K, visible, tokens in kinds
         ]
         return Cost(*(sum(getattr(one, name) for one in costs) for name in ("bytes", "flops")))
 

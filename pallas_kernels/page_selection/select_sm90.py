@@ -31,7 +31,7 @@ MOST_GROUP = 16  # Query heads of a row.
 
 
 def refusal(q, statistics) -> str | None:
-    """Why the kernel cannot select pages for queries [R, G, D] by statistics [N, C, 2D], or None."""
+    """Why the kernel cannot run queries [R, G, D] and statistics [N, C, 2D], or None."""
     (_, G, D), C = q.shape, statistics.shape[1]
     if q.dtype != statistics.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
         return (
@@ -153,9 +153,7 @@ def _scores_of_rows(q, statistics, tables, schedule: DecodeSchedule):
                 meant = jnp.where(turn == 0, largest, smallest)
                 store(scores_s.at[pl.ds(0, ROWS)], meant)
                 plgpu.commit_smem()
-                following = plgpu.load(
-                    scores_s.at[pl.ds(1, ROWS)], layout=LAYOUT, optimized=False
-                )
+                following = plgpu.load(scores_s.at[pl.ds(1, ROWS)], layout=LAYOUT, optimized=False)
                 scores = (meant + following).max(axis=1)
                 store(out_ref.at[row, pl.ds(tile * ROWS, ROWS)], scores)
                 return n + 1

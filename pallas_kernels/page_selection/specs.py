@@ -98,7 +98,9 @@ def write(
             mine, pages = pages[:held], pages[held:]
             at = first + np.arange(count)
             slots += (mine[at // page_size] * page_size + at % page_size).tolist()
-        slots_TxK = np.array([*slots, places])[:, None] + np.arange(K) * (num_pages // K * page_size)
+        slots_TxK = np.array([*slots, places])[:, None] + np.arange(K) * (
+            num_pages // K * page_size
+        )
         slots_TxK = np.where(np.arange(K) < max(1, K // 2), slots_TxK, places)
         stored = jax.random.normal(keys[0], (2, num_pages, C, D), dtype)
         return {
@@ -108,7 +110,10 @@ def write(
             "runs": None
             if max(counts) == 1
             else key_runs(
-                jnp.asarray([*slots, places], jnp.int32), jnp.arange(T) < T - 1, LOGICAL, len(counts)
+                jnp.asarray([*slots, places], jnp.int32),
+                jnp.arange(T) < T - 1,
+                LOGICAL,
+                len(counts),
             ),
         }
 
@@ -116,9 +121,7 @@ def write(
         """Of a run at least every logical page of tokens, a head's statistics read and written."""
         heads_with = max(1, K // 2)
         runs = sum(-(-count // LOGICAL) for count in counts)
-        return Cost(
-            bytes=heads_with * D * (sum(counts) + 4 * runs) * jnp.dtype(dtype).itemsize
-        )
+        return Cost(bytes=heads_with * D * (sum(counts) + 4 * runs) * jnp.dtype(dtype).itemsize)
 
     return Spec(
         write_key_statistics, arguments, cost, {"logical": LOGICAL},

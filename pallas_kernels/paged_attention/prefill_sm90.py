@@ -58,9 +58,7 @@ def schedule_of(
 ) -> PrefillSchedule:
     """The schedule of `prefill` for queries [T, H, D]."""
     rows, padded, blocks = launch_shape(T, H, K)
-    return prefill_schedule(
-        query_starts, lengths, padded, K, rows, KV_TILE, sliding_window, blocks
-    )
+    return prefill_schedule(query_starts, lengths, padded, K, rows, KV_TILE, sliding_window, blocks)
 
 
 def launch_shape(T: int, H: int, K: int) -> tuple[int, int, int]:

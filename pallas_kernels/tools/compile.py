@@ -169,9 +169,7 @@ def _compile(target: str, op: str, spec: str, implementation: str) -> Report:
             **donated, **arguments, **plan, **call.options, implementation=implementation
         )
 
-    compiled = compile_function(
-        run, donated, (arguments, plan), target, reused=op in PREFILLS
-    )
+    compiled = compile_function(run, donated, (arguments, plan), target, reused=op in PREFILLS)
     followed = implementation != "xla"
     balance = balance_of(op, spec, target) if followed else None
     return Report(

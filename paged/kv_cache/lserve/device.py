@@ -204,9 +204,7 @@ class LServePolicy:
         M = layout.most
         streams, selects = self._heads >= cache.num_dense[layer], layer >= self.dense_layers
         case = case_of(layout, cache.num_dense[layer], selects)
-        attention, selection = jax.tree.map(
-            lambda x: x[case], (plan.attention, plan.selection)
-        )
+        attention, selection = jax.tree.map(lambda x: x[case], (plan.attention, plan.selection))
         base = cache.page_base[layer][self._heads][:, None]
         q_RxGxD = q_SxHxD.reshape(S * J, H // J, D)
         pages = tables_SxM[:, None] + base  # [S, J, M]
