@@ -57,6 +57,7 @@ BALANCED = {
     "llama-3-8b-256x512": 0.0,
     "llama-3-8b-one-128k": 0.02,
     "llama-3-8b-1x4k": 1.0,
+    "llama-3-8b-lserve": 0.02,
 }
 
 
