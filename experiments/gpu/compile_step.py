@@ -169,7 +169,8 @@ def compile_step(
 
 def _block_moves(program: StepProgram, cache) -> dict[str, tuple]:
     """Bytes aliased and temporary of the programs that copy blocks, and swap them in."""
-    shards, programs = program.shards, {}
+    shards = program.shards
+    programs: dict[str, jax.stages.Lowered] = {}
     for pool in program.pools:
         mover = UnitMover(shards, program.policy, pool)
         ids = shards.abstract(jax.ShapeDtypeStruct((pool.units_per_call,), jnp.int32), WHOLE)

@@ -9,6 +9,7 @@ Floor: the sum over queries and heads of 4 * D FLOPs a key that the head's kind 
 or q, the output, and the keys and values that any query sees, moved once.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -190,7 +191,7 @@ def _by_kind(
     return jax.lax.switch(which, [partial(with_dense, dense) for dense in dense_counts])
 
 
-HYBRID = {
+HYBRID: dict[str, Callable] = {
     "reference": partial(_by_kind, "reference"),
     "xla": partial(_by_kind, "xla"),
     "mosaic_gpu": _one_launch,

@@ -118,14 +118,15 @@ def test_what_does_not_fit_is_refused():
     keys, slots = jnp.zeros((5, 2, D)), jnp.zeros((5, 1), jnp.int32)
     with pytest.raises(ValueError, match=r"need slots \[5, 2\]"):
         write_key_statistics(statistics, keys, slots, logical=4)
-    kernel = {"implementation": "mosaic_gpu"}
     with pytest.raises(ValueError, match="must both be bfloat16 or both float16"):
-        select_pages(q, statistics, tables, num_pages, 1, **kernel)
+        select_pages(q, statistics, tables, num_pages, 1, implementation="mosaic_gpu")
     with pytest.raises(ValueError, match="head dim must be a multiple of 64, not 16"):
-        write_key_statistics(statistics, keys, jnp.zeros((5, 2), jnp.int32), logical=4, **kernel)
+        write_key_statistics(
+            statistics, keys, jnp.zeros((5, 2), jnp.int32), logical=4, implementation="mosaic_gpu"
+        )
     q, statistics = jnp.zeros((2, 1, 64), "bfloat16"), jnp.zeros((4, 1, 128), "bfloat16")
     with pytest.raises(ValueError, match="must have 4, 8, 16, 32 or 64 logical pages, not 1"):
-        select_pages(q, statistics, tables, num_pages, 1, **kernel)
+        select_pages(q, statistics, tables, num_pages, 1, implementation="mosaic_gpu")
 
 
 def test_statistics_are_written_in_place():

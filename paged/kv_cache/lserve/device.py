@@ -102,7 +102,7 @@ class LServePolicy:
             self.layout, plan.decode, self._heads, self.dense_layers, self.head_dim,
             cache.k_pages.dtype, self.implementation, self._selection,
         )  # fmt: skip
-        return cache, plan.replace(decode=decode)
+        return cache, replace(plan, decode=decode)
 
     @property
     def _heads(self) -> jax.Array:
@@ -165,6 +165,7 @@ class LServePolicy:
         tables, lengths = inputs.tables[:Sp, : self.layout.most], inputs.lengths[:Sp]
         base = cache.page_base[layer]
         if plan.hybrid is not None:
+            assert plan.lists is not None
             return hybrid_prefill_attention(
                 q_TxHxD, cache.k_pages, cache.v_pages, tables, inputs.query_starts, lengths,
                 plan.blocks, plan.lists, cache.num_dense[layer], base,

@@ -1,5 +1,7 @@
 """What a step of LServe's device half knows before its layers: tables, and who selects pages."""
 
+from dataclasses import replace
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -195,4 +197,4 @@ def with_schedules(
 
     dense, selects = (jnp.array(values) for values in zip(*cases))
     attention, of_pages = jax.vmap(of_case)(dense, selects)
-    return plan.replace(attention=attention, selection=of_pages)
+    return replace(plan, attention=attention, selection=of_pages)

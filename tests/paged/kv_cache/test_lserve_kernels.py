@@ -37,8 +37,8 @@ class KernelDriver(Driver):
         cache, plan = jax.jit(self.device.begin_step)(cache, inputs)
         outs = []
         for layer in range(self._model.num_layers):
-            of_layer = (jnp.asarray(x[layer]) for x in qkv)
-            out, cache = self.device.attend(jnp.int32(layer), *of_layer, cache, plan, inputs)
+            q, k, v = (jnp.asarray(x[layer]) for x in qkv)
+            out, cache = self.device.attend(jnp.int32(layer), q, k, v, cache, plan, inputs)
             outs.append(out)
         return self.device.end_step(cache, plan, inputs), jnp.stack(outs)
 
