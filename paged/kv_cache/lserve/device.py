@@ -100,7 +100,7 @@ class LServePolicy:
             return cache, plan
         decode = with_schedules(
             self.layout, plan.decode, self._heads, self.dense_layers, self.head_dim,
-            cache.k_pages.dtype, self.implementation, self._selection,
+            jax.tree.leaves(cache.k_pages)[0].dtype, self.implementation, self._selection,
         )  # fmt: skip
         return cache, replace(plan, decode=decode)
 
