@@ -1,6 +1,7 @@
 """Compile a model's whole step for GPUs that this machine lacks, and check what XLA made of it.
 
     python -m experiments.gpu.compile_step --model=llama-3-8b --target=h200 --tensor_parallel=8
+    python -m experiments.gpu.compile_step --policy=lserve --page_size=64 --context=32768
 
 Prints each device's memory, and the kernels of one layer with the bytes that they move, beside the
 floor: weights, and keys and values of the context, read once; new ones written once; the input of
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import flags
 
 from experiments.gpu.step_report import (
@@ -44,6 +46,7 @@ from paged.config import EngineConfig
 from paged.device.mover import UnitMover
 from paged.device.step import GPU_OPTIONS, StepProgram, stacks
 from paged.device.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
+from paged.kv_cache.lserve.layout import layout_of
 from paged.simulator.roofline import kv_bytes_of_token
 from pallas_kernels import backend
 from pallas_kernels.tools import aot
@@ -70,15 +73,20 @@ def define_flags() -> None:
     flags.DEFINE_integer("prefill_tokens", 0, "of a prompt beside them", lower_bound=0)
     flags.DEFINE_integer("context", 4096, "tokens of a sequence", lower_bound=2)
     flags.DEFINE_integer("adapter_slots", 0, help_of(EngineConfig)["adapter_slots"], lower_bound=0)
+    flags.DEFINE_enum("policy", "vllm", ["vllm", "lserve"], help_of(EngineConfig)["policy"])
+    flags.DEFINE_float(
+        "streaming_share", 0.5, "KV heads that stream with policy lserve, drawn at random", 0, 1
+    )
     flags.DEFINE_integer("adapter_rank", 16, "of each adapter", lower_bound=1)
 
 
 def compile_step(
     model: ModelConfig, target: str, step: Step, *, tensor_parallel: int = 1,
     page_size: int = GPU_PAGE_SIZE, dtype="bfloat16", whole_products: bool = False,
+    policy: str = "vllm", streaming_share: float = 0.5,
 ) -> tuple[Report, str]:  # fmt: skip
     """The engine's step at the model's shapes, with KV pools that fill the GPU: what is to be said
-    of it, and the program's text.
+    of it, and the program's text. streaming_share: of the KV heads, with policy lserve.
 
     Raises ValueError if the model or the sequences do not fit, and without the extra `aot`.
     """
@@ -99,6 +107,8 @@ def compile_step(
         tensor_parallel=tensor_parallel,
         adapter_slots=step.adapters,
         max_adapter_rank=step.rank,
+        policy=policy,
+        policy_options=_random_split(model, streaming_share) if policy == "lserve" else None,
     )
     slots = AdapterPool.declare(config, None)
     adapters = slots and slots.abstract(shards, dtype)
@@ -113,6 +123,8 @@ def compile_step(
             f"{max(0, kv_cache_tokens)}"
         )
     config = replace(config, kv_cache_tokens=kv_cache_tokens)
+    if policy == "lserve":
+        step = _sparse(step, config, shards, dtype)
     layer_bytes = weight_bytes // model.num_layers
     assert not stacks(shards.platform, layer_bytes), "layers in a loop are not told apart"
     program = StepProgram.declare(config, shards)
@@ -132,10 +144,12 @@ def compile_step(
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
     pool = _bytes_on_device(cache.k_pages)
+    statistics = getattr(cache, "statistics", None)
     sizes = {
         "weights": weight_bytes,
         "adapters": adapter_bytes,
         "pools": 2 * pool,
+        "statistics": 0 if statistics is None else _bytes_on_device(statistics),
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
@@ -155,20 +169,46 @@ def compile_step(
 
 def _block_moves(program: StepProgram, cache) -> dict[str, tuple]:
     """Bytes aliased and temporary of the programs that copy blocks, and swap them in."""
-    shards, (pool,) = program.shards, program.pools
-    mover = UnitMover(shards, program.policy, pool)
-    ids = shards.abstract(jax.ShapeDtypeStruct((pool.units_per_call,), jnp.int32), WHOLE)
-    content = shards.abstract(jax.eval_shape(mover.export_program, cache, ids), SPLIT_UNITS)
-    programs = {
-        "block copy": mover.copy_program.lower(cache, ids, ids),
-        "swap in": mover.import_program.lower(cache, ids, content),
-    }
+    shards = program.shards
+    programs: dict[str, jax.stages.Lowered] = {}
+    for pool in program.pools:
+        mover = UnitMover(shards, program.policy, pool)
+        ids = shards.abstract(jax.ShapeDtypeStruct((pool.units_per_call,), jnp.int32), WHOLE)
+        content = shards.abstract(jax.eval_shape(mover.export_program, cache, ids), SPLIT_UNITS)
+        kind = f" of {pool.name}" if len(program.pools) > 1 else ""
+        programs |= {
+            f"block copy{kind}": mover.copy_program.lower(cache, ids, ids),
+            f"swap in{kind}": mover.import_program.lower(cache, ids, content),
+        }
     found = {}
     for name, lowered in programs.items():
         memory = lowered.compile().memory_analysis()
         assert memory is not None
         found[name] = memory.alias_size_in_bytes, memory.temp_size_in_bytes
     return found
+
+
+def _random_split(model: ModelConfig, share: float) -> dict:
+    """Options of LServe's policy, which has trained gates of few models: heads drawn at random."""
+    gates = np.random.default_rng(0).random((model.num_layers, model.num_kv_heads))
+    return {"gates": gates.tolist(), "streaming_share": share}
+
+
+def _sparse(step: Step, config: EngineConfig, shards: Shards, dtype) -> Step:
+    """The step, with what LServe reads: tokens on the mean of all layers' heads, and statistics
+    once in `reuse` tokens of a sequence."""
+    layout = layout_of(config, shards.sharded)
+    P, heads, dense = layout.page_size, layout.heads, np.mean(layout.num_dense)
+    selected = layout.selected * P if layout.selects else step.context
+    window = (layout.sink + layout.local + 1) * P
+    read = dense * min(step.context, selected) + (heads - dense) * min(step.context, window)
+    page = P // layout.logical * 2 * shards.model.head_dim * jnp.dtype(dtype).itemsize
+    scored = step.decodes / layout.reuse * dense * (step.context // P)
+    return replace(
+        step,
+        tokens_read=round(read / heads),
+        statistics_read=round(scored * page) if layout.selects else 0,
+    )
 
 
 def _bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
@@ -191,6 +231,8 @@ def main(options: Options) -> None:
             page_size=options.page_size,
             dtype=options.dtype,
             whole_products=options.whole_products,
+            policy=options.policy,
+            streaming_share=options.streaming_share,
         )
     print(show(report))
     if options.output_dir:

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import backend
+from pallas_kernels.block_sparse_attention import specs as block_sparse_specs
 from pallas_kernels.kv_write import specs as kv_write_specs
 from pallas_kernels.lora import specs as lora_specs
 from pallas_kernels.ops import OPS
+from pallas_kernels.page_selection import specs as page_selection_specs
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention import specs as attention_specs
 from pallas_kernels.specs import HEADS, Attention, Heads, Spec
@@ -32,6 +34,7 @@ SHAPES = {
     "paged_attention": (attention_specs.DECODE_SHAPES, attention_specs.decode),
     "paged_prefill_attention": (attention_specs.PREFILL_SHAPES, attention_specs.prefill),
 }
+HYBRID = "hybrid_prefill_attention"
 _LLAMA = HEADS["llama-3-8b"]
 
 
@@ -72,6 +75,16 @@ def check(op: str, name: str, spec: Spec, implementation: str) -> Check:
         rows, expected, bound = _attention(spec, arguments)
         errors = abs(np.asarray(found[0][rows], np.float32) - expected)
         of_bound = np.max(errors / bound)
+    elif op == HYBRID:
+        expected, bound = _expected(spec, arguments)
+        errors = abs(np.asarray(found[0], np.float32) - expected[:end])
+        of_bound = np.max(errors / bound[:end])
+    elif op == "select_pages":  # Rows that do not select may hold anything.
+        reference = partial(spec.op, implementation="reference", **spec.options)
+        selects = np.asarray(arguments["selects_R"])
+        expected = np.asarray(jax.jit(reference)(**arguments))
+        errors = np.where(selects[:, None], abs(found[0] - expected), 0)
+        of_bound = 0.0 if not errors.any() else math.inf
     else:
         reference = partial(spec.op, implementation="reference", **spec.options)
         errors = np.stack(
@@ -97,18 +110,25 @@ def _attention(spec: Spec, arguments) -> tuple[np.ndarray, np.ndarray, np.ndarra
         rows, arguments = _as_decode(arguments)
     else:
         rows = np.arange(arguments["q_SxHxD"].shape[0])
-    dtype = str(arguments["q_SxHxD"].dtype)
+    return rows, *_expected(replace(spec, op=paged_attention), arguments)
+
+
+def _expected(spec: Spec, arguments) -> tuple[np.ndarray, np.ndarray]:
+    """What an op of attention should give, in float32, and what that may be wrong by."""
+    dtype = str(arguments["k_pages_NxPxD"].dtype)
     wide = {
-        name: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        for name, x in arguments.items()
+        name: jax.tree.map(
+            lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, array
+        )
+        for name, array in arguments.items()
     }
-    reference = jax.jit(partial(paged_attention, implementation="reference", **spec.options))
+    reference = jax.jit(partial(spec.op, implementation="reference", **spec.options))
     expected = np.asarray(reference(**wide))
     wide["v_pages_NxPxD"] = abs(wide["v_pages_NxPxD"])
     sizes = np.asarray(reference(**wide)) + abs(expected)
     logit_error = (spec.options["soft_cap"] or 0.0) * TANH_ERROR
     share = 1.05 * UNIT_ROUNDOFF[dtype] + math.expm1(2 * logit_error)
-    return rows, expected, share * sizes + SUMS
+    return expected, share * sizes + SUMS
 
 
 def _as_decode(arguments) -> tuple[np.ndarray, dict]:
@@ -147,7 +167,13 @@ def specs_to_check(small: bool) -> list[tuple[str, str, Spec]]:
             chunk = min(short.chunk, 40 if small else 150)
             found.append((op, name, make(replace(short, chunk=chunk))))
         found += [(op, name, make(one)) for name, one in _demanding(op, small).items()]
-    for op in OPS.keys() - SHAPES:
+    for name, hybrid in block_sparse_specs.HYBRID_SHAPES.items():
+        short = replace(shorten(hybrid.shapes), chunk=40 if small else 150)
+        short = replace(short, heads=replace(hybrid.shapes.heads, H=8, K=4), sequences=3)
+        found.append(
+            (HYBRID, name, block_sparse_specs.make(replace(hybrid, shapes=short, dense=2)))
+        )
+    for op in OPS.keys() - SHAPES - {HYBRID}:
         found += [(op, name, spec) for name, spec in _moves(op, small).items()]
     return found
 
@@ -178,6 +204,11 @@ def _moves(op: str, small: bool) -> dict[str, Spec]:
         return dict(OPS[op].specs)
     if op == "write_kv":
         return {"small": kv_write_specs.write(Heads(8, 4, 64), 9, num_pages=12)}
+    if op == "select_pages":
+        few = page_selection_specs.Selection(Heads(4, 2, 64), 2, 1280, budget=192)
+        return {"small": page_selection_specs.select(few)}
+    if op == "write_key_statistics":
+        return {"small": page_selection_specs.write(Heads(2, 2, 64), (5, 1, 37), num_pages=20)}
     if op == "sgmv":
         return {"small": lora_specs.make(lora_specs.Lora(256, 128, (1, 3), ranks=(16, 32)))}
     return {"small": kv_write_specs.copy(64, 4, num_pages=20)}

@@ -20,6 +20,7 @@ MOST_TEMPORARY = 0.05  # of one of the pools
 MOST_MOVED = 0.02  # of a layer's floor, by a kernel that computes nothing
 LAYER = r"params\['layers'\]\[(\d+)\]"  # begins the name of an argument
 KERNELS_OF_ATTENTION = 2  # One reads pages, and one merges partial results.
+KERNELS_OF_SELECTION = 1  # the scores of pages
 KERNELS_OF_SGMV = 2  # x·A and v·B
 MOSAIC = "mosaic_gpu_v2"  # the custom call of a Pallas kernel
 
@@ -28,13 +29,21 @@ MOSAIC = "mosaic_gpu_v2"  # the custom call of a Pallas kernel
 class Step:
     """What is compiled: a decode token each of `decodes` sequences of `context` tokens and, if
     there are any, the `prefill_tokens` of a prompt. adapters: slots for LoRA adapters of `rank`; as
-    many sequences as there are slots use one each."""
+    many sequences as there are slots use one each. tokens_read: by a decode token, on the mean of
+    the KV heads; None for the context. statistics_read: bytes by which a layer selects pages."""
 
     decodes: int
     prefill_tokens: int
     context: int
     adapters: int = 0
     rank: int = 16
+    tokens_read: int | None = None
+    statistics_read: int = 0
+
+    @property
+    def decode_tokens(self) -> int:
+        """Of a sequence, that its decode token reads."""
+        return self.context if self.tokens_read is None else self.tokens_read
 
     @property
     def adapter_pages(self) -> int:
@@ -46,7 +55,7 @@ class Step:
     def lengths(self) -> tuple[list[int], list[int]]:
         """The context and the new tokens of each sequence; the prompt is computed in one piece."""
         prompt = [self.prefill_tokens] if self.prefill_tokens else []
-        return [self.context] * self.decodes + prompt, [1] * self.decodes + prompt
+        return [self.decode_tokens] * self.decodes + prompt, [1] * self.decodes + prompt
 
 
 @dataclass(frozen=True)
@@ -98,8 +107,12 @@ def report_of(
         if traffic.pools:
             # Else it computes the prompt.
             decodes = f"[{step.decodes * model.num_kv_heads}," in op.shape
-            tokens = step.decodes * step.context if decodes else step.prefill_tokens
+            tokens = step.decodes * step.decode_tokens if decodes else step.prefill_tokens
             read += tokens * kv_bytes * traffic.pools // 2
+        statistics = memory.get("statistics", 0)
+        if statistics and any(program.entry[name].bytes == statistics for name in op.operands):
+            # A kernel reads of it by index too.
+            read += step.statistics_read - statistics if op.opcode == "custom-call" else 0
         for name in program.arguments(op):
             if name in stacks:  # all layers and slots are an operand, of which few pages are read
                 read += math.prod(stacks[name]) * jnp.dtype(dtype).itemsize - sizes[name]
@@ -116,7 +129,9 @@ def report_of(
         spilled=spilled,
         plan_kernels=sum(SCOPE in op.text for op in program.kernels()),
         kernels=kernels,
-        floor=layer_bytes(model, *step.lengths, dtype) | _adapter_bytes(model, step, dtype),
+        floor=layer_bytes(model, *step.lengths, dtype)
+        | _adapter_bytes(model, step, dtype)
+        | ({"key statistics": step.statistics_read} if step.statistics_read else {}),
         faults=[],
     )
     report.faults.extend(_faults(report, program, model, gpu, step, tensor_parallel))
@@ -169,6 +184,8 @@ def _faults(
     check(report.collectives == expected, f"collectives {report.collectives}, not {expected}")
     attentions = (2 if step.prefill_tokens else 1) if gpu.gpu.compute_capability[0] == 9 else 0
     expected_kernels = KERNELS_OF_ATTENTION * attentions
+    if step.statistics_read and attentions:
+        expected_kernels += KERNELS_OF_SELECTION
     if step.adapters and attentions:
         expected_kernels += KERNELS_OF_SGMV * len(family(model).PROJECTIONS)
     check(

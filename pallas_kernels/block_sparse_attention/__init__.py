@@ -1,10 +1,21 @@
 """Block-sparse attention (LServe §3.1): which pages of keys a page of queries attends to."""
 
 from pallas_kernels.block_sparse_attention.api import block_sparse_prefill_attention
+from pallas_kernels.block_sparse_attention.hybrid import (
+    hybrid_prefill_attention,
+    plan_hybrid_prefill,
+)
 from pallas_kernels.block_sparse_attention.lists import (
     BlockLists,
     streaming_blocks,
     streaming_lists,
 )
 
-__all__ = ["BlockLists", "block_sparse_prefill_attention", "streaming_blocks", "streaming_lists"]
+__all__ = [
+    "BlockLists",
+    "block_sparse_prefill_attention",
+    "hybrid_prefill_attention",
+    "plan_hybrid_prefill",
+    "streaming_blocks",
+    "streaming_lists",
+]

@@ -1,5 +1,6 @@
 """Scatters, which run in place if the pools are donated."""
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.quantization import QuantizedPages
@@ -19,5 +20,7 @@ def write(k_pages, v_pages, k, v, slot_mapping):
 
 
 def copy(pages, sources, destinations):
-    moved = pages[jnp.clip(sources, 0, pages.shape[0] - 1)]
+    # Without the barrier XLA joins the read with the write where the pool was reshaped, and copies
+    # the pool for it.
+    moved = jax.lax.optimization_barrier(pages[jnp.clip(sources, 0, pages.shape[0] - 1)])
     return pages.at[destinations].set(moved, mode="drop")

@@ -3,8 +3,9 @@
 from pallas_kernels.page_selection.api import (
     KeyRuns,
     key_runs,
+    plan_selection,
     select_pages,
     write_key_statistics,
 )
 
-__all__ = ["KeyRuns", "key_runs", "select_pages", "write_key_statistics"]
+__all__ = ["KeyRuns", "key_runs", "plan_selection", "select_pages", "write_key_statistics"]

@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.page_selection import reference, xla
+from pallas_kernels.page_selection import reference, select_sm90, write_sm90, xla
+from pallas_kernels.paged_attention.schedule import DecodeSchedule
 
-WRITE = {"reference": reference.write, "xla": xla.write}
-SELECT = {"reference": reference.select, "xla": xla.select}
+WRITE = {"reference": reference.write, "xla": xla.write, "mosaic_gpu": write_sm90.write}
+SELECT = {"reference": reference.select, "xla": xla.select, "mosaic_gpu": select_sm90.select}
+# No GPU has measured the kernel yet.
+DEFAULT_WRITE = "xla"
 
 
 @jax.tree_util.register_dataclass
@@ -69,15 +72,30 @@ def write_key_statistics(
     runs: of these tokens; None if no two of them lie in one logical page, as in decode.
 
     Returns the statistics; a donated array is written in place. Raises ValueError if the shapes do
-    not fit together.
+    not fit together, or if the named implementation cannot run them.
     """
     T, K, D = k_TxKxD.shape
     if statistics_NxCx2D.ndim != 3 or statistics_NxCx2D.shape[2] != 2 * D:
         raise ValueError(f"statistics must be [N, C, {2 * D}], not {statistics_NxCx2D.shape}")
     if slots_TxK.shape != (T, K):
         raise ValueError(f"keys {k_TxKxD.shape} need slots [{T}, {K}], not {slots_TxK.shape}")
-    run = backend.choose("write_key_statistics", WRITE, implementation)
-    return run(statistics_NxCx2D, k_TxKxD, slots_TxK, runs, logical)
+    refusal = write_sm90.refusal(k_TxKxD)
+    run = backend.choose("write_key_statistics", WRITE, implementation or DEFAULT_WRITE, refusal)
+    return run(statistics_NxCx2D, k_TxKxD, slots_TxK, runs, logical=logical)
+
+
+def plan_selection(
+    num_pages_R, selects_R, logical_pages: int, *, implementation: str | None = None
+) -> DecodeSchedule | None:
+    """The schedule of `select_pages` for these rows, to be made once for all layers.
+
+    num_pages, selects, implementation: as in `select_pages`. logical_pages: C.
+
+    Returns None where the implementation works without one.
+    """
+    if not (backend.runs_kernels(implementation) and select_sm90.has_tiles(logical_pages)):
+        return None
+    return select_sm90.schedule_of(num_pages_R, selects_R, logical_pages)
 
 
 def select_pages(
@@ -88,6 +106,7 @@ def select_pages(
     count: int,
     *,
     selects_R=None,
+    schedule: DecodeSchedule | None = None,
     implementation: str | None = None,
 ):
     """The pages that matter most to each row's queries, the newest one aside (§3.5.2, eq. 2).
@@ -102,9 +121,11 @@ def select_pages(
         always reads it.
     count: how many pages are selected; a row that selects must have more.
     selects: [R] bool, which rows select; None means all. The work is theirs alone.
+    schedule: `plan_selection` of these rows, made for all layers; None makes one for this call.
 
     Returns entries of the table [R, count] int32, best first, ties by the lower entry; anything for
-    rows that do not select. Raises ValueError if the shapes do not fit together.
+    rows that do not select. Raises ValueError if the shapes do not fit together, or if the named
+    implementation cannot run them.
     """
     R, _, D = q_RxGxD.shape
     if statistics_NxCx2D.ndim != 3 or statistics_NxCx2D.shape[2] != 2 * D:
@@ -117,5 +138,9 @@ def select_pages(
     if not 1 <= count <= tables_RxM.shape[1]:
         raise ValueError(f"count must be from 1 to {tables_RxM.shape[1]}, not {count}")
     selects_R = jnp.ones(R, bool) if selects_R is None else selects_R
-    run = backend.choose("select_pages", SELECT, implementation)
-    return run(q_RxGxD, statistics_NxCx2D, tables_RxM, num_pages_R, count, selects_R)
+    refusal = select_sm90.refusal(q_RxGxD, statistics_NxCx2D)
+    run = backend.choose("select_pages", SELECT, implementation, refusal)
+    return run(
+        q_RxGxD, statistics_NxCx2D, tables_RxM, num_pages_R, selects_R, count=count,
+        schedule=schedule,
+    )  # fmt: skip

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def write(statistics, k, slots, runs, logical):
+def write(statistics, k, slots, runs, *, logical):
     _, K, D = k.shape
     places = statistics.reshape(-1, 2 * D)
 
@@ -19,7 +19,7 @@ def write(statistics, k, slots, runs, logical):
     return jax.lax.fori_loop(0, slots.size, put, places).reshape(statistics.shape)
 
 
-def select(q, statistics, tables, num_pages, count, selects):
+def select(q, statistics, tables, num_pages, selects, *, count, schedule=None):
     D = q.shape[-1]
     largest, smallest = jnp.split(statistics[tables].astype(jnp.float32), [D], axis=-1)
     q = q.astype(jnp.float32)[:, :, None, None]  # [R, G, 1, 1, D] beside [R, 1, M, C, D]

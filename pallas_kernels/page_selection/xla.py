@@ -7,7 +7,7 @@ import jax.numpy as jnp
 SCORED_PAGES = 64  # Pages whose statistics an iteration reads.
 
 
-def write(statistics, k, slots, runs, logical):
+def write(statistics, k, slots, runs, *, logical):
     """Each run is reduced by itself, and then joined to what its logical page has."""
     N, C, _ = statistics.shape
     T, K, D = k.shape
@@ -37,7 +37,7 @@ def write(statistics, k, slots, runs, logical):
     return flat.reshape(statistics.shape)
 
 
-def select(q, statistics, tables, num_pages, count, selects):
+def select(q, statistics, tables, num_pages, selects, *, count, schedule=None):
     """k_max >= k_min, so max(q * k_max, q * k_min) is max(q, 0) * k_max + min(q, 0) * k_min: all
     scores of a page are one product of [max(q, 0) | min(q, 0)] with what is stored."""
     R, G, D = q.shape

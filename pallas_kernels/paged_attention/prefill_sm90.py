@@ -57,12 +57,15 @@ def schedule_of(
     query_starts, lengths, T: int, H: int, K: int, sliding_window: int | None
 ) -> PrefillSchedule:
     """The schedule of `prefill` for queries [T, H, D]."""
-    heads, padded = packed_heads(H // K, T), padded_rows(T, H // K)
-    queries = 2 * queries_of_warpgroup(heads)
+    rows, padded, blocks = launch_shape(T, H, K)
+    return prefill_schedule(query_starts, lengths, padded, K, rows, KV_TILE, sliding_window, blocks)
+
+
+def launch_shape(T: int, H: int, K: int) -> tuple[int, int, int]:
+    """Of queries [T, H, D]: the rows of an item, the rows that items cover, and thread blocks."""
+    heads = packed_heads(H // K, T)
     blocks = max(1, multiprocessors() // (H // K // heads))
-    return prefill_schedule(
-        query_starts, lengths, padded, K, queries, KV_TILE, sliding_window, blocks
-    )
+    return 2 * queries_of_warpgroup(heads), padded_rows(T, H // K), blocks
 
 
 def prefill(
@@ -75,13 +78,25 @@ def prefill(
     A row that sees nothing gives zeros. Tokens of a page beyond the sequence's length or before its
     window are never used, and may be NaN.
     """
-    T, H, D = q.shape
+    T, H, _ = q.shape
     K = tables.shape[1]
+    if schedule is None:
+        schedule = schedule_of(query_starts, lengths, T, H, K, sliding_window)
+    return attend(
+        q, k_pages, v_pages, tables, schedule, K, page_offset=page_offset, scale=scale,
+        sliding_window=sliding_window, soft_cap=soft_cap,
+    )  # fmt: skip
+
+
+def attend(
+    q, k_pages, v_pages, tables, schedule: PrefillSchedule, K: int,
+    *, page_offset, scale: float, sliding_window: int | None = None, soft_cap: float | None = None,
+):  # fmt: skip
+    """What a schedule of K KV heads says. tables: [S, K, M], or [S, 1, M] of all heads alike."""
+    T, H, D = q.shape
     G = H // K
     heads, padded = packed_heads(G, T), padded_rows(T, G)
     queries = queries_of_warpgroup(heads)
-    if schedule is None:
-        schedule = schedule_of(query_starts, lengths, T, H, K, sliding_window)
     if padded != T:
         q = jnp.pad(q, ((0, padded - T), (0, 0), (0, 0)))
     places = 2 * len(schedule.merges)
@@ -292,7 +307,7 @@ def _attend(
         def fetch_tile(entry, _):
             slot = slot_of(entry)
             first_key = key_tile(jnp.minimum(entry, end - 1)) * KV_TILE
-            table_ref = tables_ref.at[sequence, kv_head]
+            table_ref = tables_ref.at[sequence, kv_head if tables_ref.shape[1] > 1 else 0]
             ids = tiles.page_ids(
                 table_ref, kv_head, first_key, KV_TILE, oldest, length, P, offset_ref
             )

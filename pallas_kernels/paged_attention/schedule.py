@@ -45,19 +45,21 @@ class DecodeSchedule:
 
 @jax.named_scope(SCOPE)
 def decode_schedule(
-    lengths_SxK, tile: int, sliding_window: int | None = None, blocks: int | None = None
-) -> DecodeSchedule:
+    lengths_SxK, tile: int, sliding_window: int | None = None, blocks: int | None = None,
+    *, empty_rows: bool = True,
+) -> DecodeSchedule:  # fmt: skip
     """Items for lengths [S, K] in tiles of `tile` tokens.
 
     blocks: thread blocks; None means as many as this GPU runs at the same time.
+    empty_rows: whether a row without tokens is an item too, which writes zeros.
     """
     blocks = blocks or multiprocessors() * BLOCKS_PER_MULTIPROCESSOR
     lengths = jnp.asarray(lengths_SxK, jnp.int32).reshape(-1)
     first_tile = first_token(lengths, sliding_window) // tile
     tiles = (lengths + tile - 1) // tile - first_tile
-    # A row without tokens is an item too, which writes zeros.
-    ends = jnp.cumsum(jnp.maximum(tiles, 1))
-    starts = ends - jnp.maximum(tiles, 1)
+    work = jnp.maximum(tiles, int(empty_rows))
+    ends = jnp.cumsum(work)
+    starts = ends - work
     bounds = _bounds(starts, ends, blocks)
 
     rows, total = len(lengths), ends[-1]
@@ -135,6 +137,18 @@ def prefill_schedule(
 
     Padding rows count as one more sequence, which sees nothing.
     """
+    fields, first, end = tiles_of_rows(query_starts, lengths, T, rows, tile, sliding_window)
+    fields, first, end = jax.tree.map(lambda x: jnp.tile(x, K), (fields, first, end))
+    return split_items(fields, jnp.repeat(jnp.arange(K), len(first) // K), first, end, blocks)
+
+
+def tiles_of_rows(
+    query_starts, lengths, T: int, rows: int, tile: int, sliding_window: int | None = None
+):
+    """The tiles of rows of one head, as `prefill_schedule` describes them.
+
+    Returns the `fields` of `split_items`, the first key tile, and that after the last, [n] each.
+    """
     query_starts, lengths = (jnp.asarray(x, jnp.int32) for x in (query_starts, lengths))
     S = lengths.shape[0]
     begin = query_starts
@@ -154,11 +168,7 @@ def prefill_schedule(
     end_tile = (jnp.maximum(position + hi, 0) + tile - 1) // tile
     first_tile = first_token(position + lo + 1, sliding_window) // tile
     end_tile = jnp.where(hi > lo, jnp.maximum(end_tile, first_tile), first_tile)
-    fields = jnp.minimum(s, S - 1), base, lo, hi, position, lengths[s]
-    return split_items(
-        [jnp.tile(x, K) for x in fields], jnp.repeat(jnp.arange(K), len(i)),
-        jnp.tile(first_tile, K), jnp.tile(end_tile, K), blocks,
-    )  # fmt: skip
+    return [jnp.minimum(s, S - 1), base, lo, hi, position, lengths[s]], first_tile, end_tile
 
 
 def split_items(

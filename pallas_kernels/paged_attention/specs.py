@@ -13,7 +13,7 @@ from pallas_kernels.paged_attention.api import (
     plan_decode,
     plan_prefill,
 )
-from pallas_kernels.specs import HEADS, Attention, Cost, Spec
+from pallas_kernels.specs import HEADS, Attention, Cost, Heads, Spec
 
 
 def decode(shapes: Attention) -> Spec:
@@ -107,6 +107,17 @@ def _named(default: Attention) -> dict[str, Attention]:
     return models | variants
 
 
+def _lserve(heads: Heads, sequences: int) -> Attention:
+    """LServe's decode: a row for each KV head, whose table has room for 64k tokens. The first half
+    of a sequence's heads is dense and reads 64 selected pages, the other half streams and reads 128
+    + 256 tokens, and both read 33 tokens of their newest page."""
+    each, of_dense, of_streaming = heads.K // 2, 63 * 64 + 33, 128 + 256 + 33
+    return Attention(
+        Heads(heads.H // heads.K, 1, heads.D), sequences * heads.K, context=64 * 1024, page_size=64,
+        tokens=(*[of_dense] * each, *[of_streaming] * each) * sequences,
+    )  # fmt: skip
+
+
 _LONG = 128 * 1024
 _ONE_LONG = (_LONG, *[1024] * 63)
 DECODE_SHAPES = _named(Attention(_LLAMA, sequences=64, context=4096)) | {
@@ -115,6 +126,8 @@ DECODE_SHAPES = _named(Attention(_LLAMA, sequences=64, context=4096)) | {
     # One long sequence among short ones, and a short one in a table for long ones.
     "llama-3-8b-one-128k": Attention(_LLAMA, sequences=64, context=_LONG, tokens=_ONE_LONG),
     "llama-3-8b-1x4k": Attention(_LLAMA, sequences=1, context=_LONG, tokens=(4096,)),
+    "llama-3-8b-lserve": _lserve(_LLAMA, sequences=64),
+    "llama-2-7b-lserve": _lserve(HEADS["llama-2-7b"], sequences=16),
 }
 # Small chunks after long histories, beside the others.
 PREFILL_SHAPES = _named(Attention(_LLAMA, sequences=1, context=8192, chunk=8192)) | {

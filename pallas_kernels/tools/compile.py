@@ -44,7 +44,9 @@ from pallas_kernels.tools.schedules import balance_of
 from pallas_kernels.tools.targets import TARGETS
 
 # Thread blocks of a kernel that must fit a multiprocessor at the same time.
-RESIDENT = {"paged_decode": 2, "paged_prefill": 1}
+RESIDENT = {"paged_decode": 2, "paged_prefill": 1, "page_scores": 2}
+# Ops whose thread blocks read the same keys.
+PREFILLS = {"paged_prefill_attention", "hybrid_prefill_attention"}
 MOST_LAUNCHES = {"paged_attention": 3}
 MOST_IDLE, MOST_LONGEST = 0.05, 1.2
 MOST_SECONDS = 300
@@ -55,6 +57,7 @@ BALANCED = {
     "llama-3-8b-256x512": 0.0,
     "llama-3-8b-one-128k": 0.02,
     "llama-3-8b-1x4k": 1.0,
+    "llama-3-8b-lserve": 0.02,
 }
 
 
@@ -167,9 +170,7 @@ def _compile(target: str, op: str, spec: str, implementation: str) -> Report:
             **donated, **arguments, **plan, **call.options, implementation=implementation
         )
 
-    compiled = compile_function(
-        run, donated, (arguments, plan), target, reused=op == "paged_prefill_attention"
-    )
+    compiled = compile_function(run, donated, (arguments, plan), target, reused=op in PREFILLS)
     followed = implementation != "xla"
     balance = balance_of(op, spec, target) if followed else None
     return Report(

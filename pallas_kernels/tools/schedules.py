@@ -1,12 +1,18 @@
-"""The balance of the attention ops' own schedules for their named arguments."""
+"""The balance of the ops' own schedules for their named arguments."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import backend
+from pallas_kernels.block_sparse_attention import specs as block_sparse_specs
+from pallas_kernels.block_sparse_attention.specs import Hybrid
 from pallas_kernels.ops import OPS
+from pallas_kernels.page_selection import select_sm90
+from pallas_kernels.page_selection import specs as page_selection_specs
+from pallas_kernels.page_selection.specs import Selection
 from pallas_kernels.paged_attention import prefill_rows, prefill_sm90, split_kv
 from pallas_kernels.paged_attention import specs as attention_specs
 from pallas_kernels.paged_attention.schedule import (
@@ -32,7 +38,8 @@ def balance_of(op: str, spec: str, target: str) -> Balance | None:
     named = OPS[op].specs[spec]
     with backend.compiling_for(gpu):
         drawn = named.drawn_indices()
-        return find(shapes_of[spec], named.planned(drawn, kernel)["schedule"], **drawn)
+        (plan,) = named.planned(drawn, kernel).values()
+        return find(shapes_of[spec], plan, **drawn)
 
 
 def _decode(shapes: Attention, found: DecodeSchedule, lengths_SxK) -> Balance:
@@ -52,7 +59,23 @@ def _decode(shapes: Attention, found: DecodeSchedule, lengths_SxK) -> Balance:
 
 
 def _prefill(shapes: Attention, found: PrefillSchedule, query_starts, lengths_S) -> Balance:
-    """A thread block runs an item for the query heads that share a tile of rows."""
+    K, window = shapes.heads.K, shapes.sliding_window
+    counts, lengths = np.diff(np.asarray(query_starts)), np.asarray(lengths_S, np.int64)
+    read = np.where(counts > 0, np.minimum(lengths, (window or lengths) + counts - 1), 0)
+    return _of_items(shapes, found, K * int(read.sum()))
+
+
+def _hybrid(hybrid: Hybrid, found: PrefillSchedule, query_starts, lengths_S, lists) -> Balance:
+    """Of the layers with `hybrid.dense` dense heads."""
+    case, counts = hybrid.dense_counts.index(hybrid.dense), np.diff(np.asarray(query_starts))
+    read = hybrid.tokens_read(np.asarray(lengths_S), counts)
+    keys = sum(heads * int(tokens.sum()) for heads, tokens in read)
+    return _of_items(hybrid.shapes, PrefillSchedule(found.items[case], found.merges[case]), keys)
+
+
+def _of_items(shapes: Attention, found: PrefillSchedule, keys_read: int) -> Balance:
+    """A thread block runs an item for the query heads that share a tile of rows. keys_read: by any
+    of them, of all KV heads."""
     (H, K, D), window = (shapes.heads.H, shapes.heads.K, shapes.heads.D), shapes.sliding_window
     T = shapes.sequences * shapes.chunk
     assert found.key_tiles is None
@@ -68,20 +91,33 @@ def _prefill(shapes: Attention, found: PrefillSchedule, query_starts, lengths_S)
     groups = H // K // prefill_rows.packed_heads(H // K, T)
     items = np.repeat(np.stack([row.reshape(-1), begin, end, place], axis=1), groups, axis=0)
     items[:, 0] = items[:, 0] * groups + np.tile(np.arange(groups), len(found.items))
-    counts = np.diff(np.asarray(query_starts))
-    lengths = np.asarray(lengths_S, np.int64)
-    read = np.where(counts > 0, np.minimum(lengths, (window or lengths) + counts - 1), 0)
     return balance(
         np.repeat(tiles, groups),
         items,
         np.arange(len(items) + 1),
         places=multiprocessors(),
         partial_bytes=2 * prefill_rows.ROWS * (D + 1) * _FLOAT32,
-        kv_bytes=int(read.sum()) * 2 * K * D * jnp.dtype(shapes.dtype).itemsize,
+        kv_bytes=keys_read * 2 * D * jnp.dtype(shapes.dtype).itemsize,
     )
 
 
-_BALANCES: dict[str, tuple[Mapping[str, Attention], Callable[..., Balance]]] = {
+def _selection(shapes: Selection, found: DecodeSchedule, num_pages_R, selects_R) -> Balance:
+    """Results of parts of a row need no merge. A tile has several pages."""
+    scored = np.where(selects_R, np.asarray(num_pages_R, np.int64) - 1, 0)
+    pages = select_sm90.ROWS // (2 * shapes.logical_pages)
+    return balance(
+        -(-scored // pages),
+        found.items,
+        found.block_items,
+        places=len(found.block_items) - 1,
+        partial_bytes=0,
+        kv_bytes=1,
+    )
+
+
+_BALANCES: dict[str, tuple[Mapping[str, Any], Callable[..., Balance]]] = {
     "paged_attention": (attention_specs.DECODE_SHAPES, _decode),
     "paged_prefill_attention": (attention_specs.PREFILL_SHAPES, _prefill),
+    "hybrid_prefill_attention": (block_sparse_specs.HYBRID_SHAPES, _hybrid),
+    "select_pages": (page_selection_specs.SELECT_SHAPES, _selection),
 }

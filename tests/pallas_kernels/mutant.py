@@ -18,6 +18,7 @@ import numpy as np
 from pallas_kernels.kv_write import specs as kv_write
 from pallas_kernels.lora import specs as lora
 from pallas_kernels.mosaic import plgpu
+from pallas_kernels.page_selection import specs as page_selection
 from pallas_kernels.paged_attention import specs as paged_attention
 from pallas_kernels.specs import Attention, Heads
 from tests.pallas_kernels.interpreted import run_spec
@@ -31,6 +32,10 @@ SPECS = {
     # Some thread blocks have more items than places for queries.
     "paged_attention": paged_attention.decode(replace(ATTENTION, sequences=8)),
     "paged_prefill_attention": paged_attention.prefill(replace(ATTENTION, chunk=200)),
+    # As many tiles, and more rows of a thread block than places for queries.
+    "select_pages": page_selection.select(
+        page_selection.Selection(Heads(2, 1), 8, 4096, page_size=128, budget=512, selecting=1)
+    ),
     "write_kv": kv_write.write(HEADS, 5, num_pages=12),
     "copy_pages": kv_write.copy(64, 4, num_pages=20),
     # More steps than a block has stages, segments of one token and of several, and mixed ranks.

@@ -6,8 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pallas_kernels.page_selection import key_runs, select_pages, write_key_statistics
+from pallas_kernels.page_selection import (
+    key_runs,
+    plan_selection,
+    select_pages,
+    specs,
+    write_key_statistics,
+)
+from pallas_kernels.specs import Heads
+from tests.pallas_kernels.interpreted import run_spec
 
 P, LOGICAL, PAGES, K, D = 8, 4, 12, 2, 16
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -108,7 +118,14 @@ def test_what_does_not_fit_is_refused():
     keys, slots = jnp.zeros((5, 2, D)), jnp.zeros((5, 1), jnp.int32)
     with pytest.raises(ValueError, match=r"need slots \[5, 2\]"):
         write_key_statistics(statistics, keys, slots, logical=4)
-    with pytest.raises(ValueError, match="no implementation 'mosaic_gpu'"):
+    with pytest.raises(ValueError, match="must both be bfloat16 or both float16"):
+        select_pages(q, statistics, tables, num_pages, 1, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="head dim must be a multiple of 64, not 16"):
+        write_key_statistics(
+            statistics, keys, jnp.zeros((5, 2), jnp.int32), logical=4, implementation="mosaic_gpu"
+        )
+    q, statistics = jnp.zeros((2, 1, 64), "bfloat16"), jnp.zeros((4, 1, 128), "bfloat16")
+    with pytest.raises(ValueError, match="must have 4, 8, 16, 32 or 64 logical pages, not 1"):
         select_pages(q, statistics, tables, num_pages, 1, implementation="mosaic_gpu")
 
 
@@ -124,3 +141,60 @@ def test_statistics_are_written_in_place():
     size = 4 * shapes[0].size
     assert memory is not None
     assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < size / 20
+
+
+def _same_pages(shapes):
+    """All implementations of a spec select the same pages, in the same order."""
+    spec = specs.select(shapes)
+    arguments = spec.arguments(jax.random.key(0))
+    selects = np.asarray(arguments["selects_R"])
+    assert selects.any()
+    expected = run_spec(spec, arguments, "reference")[selects]
+    for implementation in ("xla", "mosaic_gpu"):
+        found = run_spec(spec, arguments, implementation)[selects]
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        specs.Selection(Heads(4, 2, 64), 2, 1280, budget=192, selecting=2, dtype="float16"),
+        # More tiles than stages, and more rows of a thread block than places for queries.
+        specs.Selection(Heads(4, 1), 9, 64 * 40, budget=256, selecting=1),
+        specs.Selection(Heads(12, 1), 3, 128 * 20, page_size=128, budget=512, selecting=2),
+        specs.Selection(Heads(2, 2), 3, 64 * 20, budget=192, selecting=1),
+    ],
+)
+def test_kernel_selects_the_same_pages(shapes):
+    _same_pages(shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [(1,) * 5, (5, 1, 37)])
+@pytest.mark.parametrize(("D", "dtype"), [(64, "float16"), (128, "bfloat16")])
+def test_kernel_writes_the_same_statistics(counts, D, dtype):
+    spec = specs.write(Heads(2, 2, D), counts, num_pages=20, dtype=dtype)
+    arguments = spec.arguments(jax.random.key(0))
+    expected = run_spec(spec, arguments, "reference")
+    for implementation in ("xla", "mosaic_gpu"):
+        np.testing.assert_array_equal(run_spec(spec, arguments, implementation), expected)
+
+
+@functools.partial(jax.jit, static_argnames=("pages",))
+def planned(num_pages, selects, pages: int):
+    return plan_selection(num_pages, selects, 128 // 2 // pages, implementation="mosaic_gpu")
+
+
+@settings(deadline=None, max_examples=20)
+@given(rows=st.lists(st.tuples(st.integers(1, 200), st.booleans()), min_size=7, max_size=7))
+def test_each_tile_of_rows_that_select_is_scored_once(rows):
+    num_pages, selects = (np.array(values) for values in zip(*rows))
+    plan = jax.tree.map(np.asarray, planned(num_pages, selects, pages=16))
+    items = plan.items[: plan.block_items[-1]]
+    assert plan.block_items[0] == 0 and (np.diff(plan.block_items) >= 0).all()
+    for row, scored in enumerate(np.where(selects, num_pages - 1, 0)):
+        mine = items[items[:, 0] == row]
+        tiles = [tile for _, begin, end, _, _ in mine for tile in range(begin, end)]
+        assert tiles == list(range(-(-scored // 16))) and (mine[:, 4] == scored).all()
+    assert (items[:, 2] > items[:, 1]).all()

@@ -19,8 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged.kv_cache.lserve.layout import DENSE, Layout
-from paged.kv_cache.lserve.plan import NEVER, DecodePlan, LServePlan, PrefillPlan, make_plan
-from pallas_kernels.block_sparse_attention import block_sparse_prefill_attention
+from paged.kv_cache.lserve.plan import (
+    NEVER,
+    DecodePlan,
+    LServePlan,
+    PrefillPlan,
+    case_of,
+    lengths_read,
+    make_plan,
+    with_schedules,
+)
+from pallas_kernels.block_sparse_attention import (
+    block_sparse_prefill_attention,
+    hybrid_prefill_attention,
+)
 from pallas_kernels.kv_write import copy_pages, write_kv
 from pallas_kernels.page_selection import select_pages, write_key_statistics
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
@@ -95,7 +107,25 @@ class LServePolicy:
 
     def begin_step(self, cache: LServeCache, inputs) -> tuple[LServeCache, LServePlan]:
         G = self.num_heads // self.layout.heads
-        return cache, make_plan(self.layout, G, cache.selected_at, inputs, self.implementation)
+        plan = make_plan(self.layout, G, cache.selected_at, inputs, self.implementation)
+        if plan.decode is None:
+            return cache, plan
+        decode = with_schedules(
+            self.layout, plan.decode, self._heads, self.dense_layers, self.head_dim,
+            jax.tree.leaves(cache.k_pages)[0].dtype, self.implementation, self._selection,
+        )  # fmt: skip
+        return cache, replace(plan, decode=decode)
+
+    @property
+    def _heads(self) -> jax.Array:
+        """[J], the KV head of each that selects by itself."""
+        return jnp.arange(self.selectors) * self.layout.heads // self.selectors
+
+    @property
+    def _selection(self) -> str | None:
+        """The implementation of the selection of pages. Its kernel cannot run all options, so none
+        is named unless attention is to run without kernels."""
+        return self.implementation if self.implementation in ("reference", "xla") else None
 
     def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: LServeCache, plan, inputs):
         P, Tp = self.layout.page_size, inputs.num_prefill_tokens
@@ -148,6 +178,14 @@ class LServePolicy:
         G = self.num_heads // K
         tables, lengths = inputs.tables[:Sp, : self.layout.most], inputs.lengths[:Sp]
         base = cache.page_base[layer]
+        if plan.hybrid is not None:
+            assert plan.lists is not None
+            return hybrid_prefill_attention(
+                q_TxHxD, cache.k_pages, cache.v_pages, tables, inputs.query_starts, lengths,
+                plan.blocks, plan.lists, cache.num_dense[layer], base,
+                dense_counts=tuple(self.layout.dense_counts), schedules=plan.hybrid,
+                implementation=self.implementation,
+            )  # fmt: skip
 
         def with_dense(dense: int):
             outs, (of_dense, of_streaming) = [], plan.schedules[dense]
@@ -179,35 +217,37 @@ class LServePolicy:
         layout, P, J = self.layout, self.layout.page_size, self.selectors
         S, H, D = q_SxHxD.shape
         M = layout.most
-        head = jnp.arange(J) * layout.heads // J  # the KV head of each of the J that select
-        streams = head >= cache.num_dense[layer]
-        base = cache.page_base[layer][head][:, None]
+        streams, selects = self._heads >= cache.num_dense[layer], layer >= self.dense_layers
+        case = case_of(layout, cache.num_dense[layer], selects)
+        attention, selection = jax.tree.map(lambda x: x[case], (plan.attention, plan.selection))
+        base = cache.page_base[layer][self._heads][:, None]
         q_RxGxD = q_SxHxD.reshape(S * J, H // J, D)
         pages = tables_SxM[:, None] + base  # [S, J, M]
-        lengths = jnp.broadcast_to(plan.lengths[:, None], (S, J))
+        lengths = lengths_read(layout, plan, streams, selects)
         if layout.selects:
-            cache, chosen = self._select(layer, q_RxGxD, cache, plan, pages, streams)
-            sparse = (plan.sparse & (layer >= self.dense_layers))[:, None, None]
+            cache, chosen = self._select(
+                layer, q_RxGxD, cache, plan, pages, selects & ~streams, selection
+            )
+            sparse = (plan.sparse & selects)[:, None, None]
             newest = jnp.broadcast_to((plan.positions // P)[:, None, None], (S, J, 1))
             chosen = jnp.concatenate([chosen, newest], axis=2)
             of_chosen = jnp.take_along_axis(pages, chosen, axis=2)
             of_chosen = jnp.pad(of_chosen, ((0, 0), (0, 0), (0, M - layout.selected)))
             pages = jnp.where(sparse, of_chosen, pages)
-            length = (layout.selected - 1) * P + plan.positions % P + 1
-            lengths = jnp.where(sparse[:, :, 0], length[:, None], lengths)
         if layout.streams:
-            assert plan.blocks is not None and plan.lengths_in_window is not None
+            assert plan.blocks is not None
             blocks = plan.blocks[:, :M]
             blocks = jnp.pad(blocks, ((0, 0), (0, M - blocks.shape[1])))
             pages = jnp.where(streams[:, None], blocks[:, None] + base, pages)
-            lengths = jnp.where(streams, plan.lengths_in_window[:, None], lengths)
         out = paged_attention(
             q_RxGxD, cache.k_pages, cache.v_pages, pages.reshape(S * J, 1, M),
-            lengths.reshape(S * J, 1), implementation=self.implementation,
+            lengths.reshape(S * J, 1), schedule=attention, implementation=self.implementation,
         )  # fmt: skip
         return out.reshape(S, H, D), cache
 
-    def _select(self, layer, q_RxGxD, cache: LServeCache, plan: DecodePlan, pages_SxJxM, streams):
+    def _select(
+        self, layer, q_RxGxD, cache: LServeCache, plan: DecodePlan, pages_SxJxM, selects_J, schedule
+    ):
         """Pages [S, J, B - 1] of each row, selected now or before (§3.5.3, reusable selection)."""
         S, J, M = pages_SxJxM.shape
         fresh = plan.fresh & (layer >= self.dense_layers)
@@ -216,7 +256,8 @@ class LServePolicy:
             new = select_pages(
                 q_RxGxD, self._statistics(cache), pages_SxJxM.reshape(S * J, M),
                 num_pages.reshape(-1), self.layout.selected - 1,
-                selects_R=(fresh[:, None] & ~streams).reshape(-1),
+                selects_R=(plan.fresh[:, None] & selects_J).reshape(-1), schedule=schedule,
+                implementation=self._selection,
             )  # fmt: skip
         else:
             new = _random_pages(layer, plan.positions, num_pages, M, self.layout.selected - 1)

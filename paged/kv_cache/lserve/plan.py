@@ -1,14 +1,21 @@
 """What a step of LServe's device half knows before its layers: tables, and who selects pages."""
 
+from dataclasses import replace
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from paged.kv_cache.lserve.layout import Layout
-from pallas_kernels.block_sparse_attention import BlockLists, streaming_blocks, streaming_lists
-from pallas_kernels.page_selection import KeyRuns, key_runs
-from pallas_kernels.paged_attention import plan_prefill
-from pallas_kernels.paged_attention.schedule import PrefillSchedule
+from pallas_kernels.block_sparse_attention import (
+    BlockLists,
+    plan_hybrid_prefill,
+    streaming_blocks,
+    streaming_lists,
+)
+from pallas_kernels.page_selection import KeyRuns, key_runs, plan_selection
+from pallas_kernels.paged_attention import plan_decode, plan_prefill
+from pallas_kernels.paged_attention.schedule import DecodeSchedule, PrefillSchedule
 
 NEVER = -1  # where the owner of a slot has not selected
 
@@ -16,12 +23,14 @@ NEVER = -1  # where the owner of a slot has not selected
 @flax.struct.dataclass
 class PrefillPlan:
     """lists: of streaming heads, [I, B], and blocks: [I, B] of the pool.  schedules: of the dense
-    and the streaming heads' attention by the number of dense heads.  runs: of the chunks' keys."""
+    and the streaming heads' attention by the number of dense heads.  hybrid: of both in one launch,
+    instead, for kernels.  runs: of the chunks' keys."""
 
     lists: BlockLists | None
     blocks: jax.Array | None
     schedules: dict[int, tuple[PrefillSchedule | None, PrefillSchedule | None]]
     runs: KeyRuns | None
+    hybrid: PrefillSchedule | None = None
 
 
 @flax.struct.dataclass
@@ -29,6 +38,7 @@ class DecodePlan:
     """slots: [Sd], num_slots where nothing is computed.  positions: [Sd].  lengths: [Sd] tokens, 0
     where nothing is computed.  sparse: [Sd] whether the row reads selected pages, and fresh: [Sd]
     whether it selects them now.  blocks: [Sd, W] of the window, lengths_in_window: [Sd] its tokens.
+    attention, selection: schedules of kernels for each of the `cases` of layers, or None.
     """
 
     slots: jax.Array
@@ -38,6 +48,8 @@ class DecodePlan:
     fresh: jax.Array
     blocks: jax.Array | None
     lengths_in_window: jax.Array | None
+    attention: DecodeSchedule | None = None
+    selection: DecodeSchedule | None = None
 
 
 @flax.struct.dataclass
@@ -90,8 +102,15 @@ def _plan_prefill(
     def schedule(starts, lengths, heads: int):
         return plan_prefill(starts, lengths, Tp, heads * G, heads, implementation=implementation)
 
+    counts, K = tuple(layout.dense_counts), layout.heads
+    if lists and (
+        hybrid := plan_hybrid_prefill(
+            starts, lengths, lists, Tp, K * G, K, counts, implementation=implementation
+        )
+    ):
+        return PrefillPlan(lists, blocks, {}, runs, hybrid)
     schedules: dict = {}
-    for dense in layout.dense_counts:
+    for dense in counts:
         of_dense = schedule(starts, lengths, dense) if dense else None
         streaming = layout.heads - dense
         of_streaming = (
@@ -126,3 +145,56 @@ def _plan_decode(layout: Layout, selected_at, inputs, computes) -> DecodePlan:
         blocks=blocks,
         lengths_in_window=in_window,
     )
+
+
+def lengths_read(layout: Layout, plan: DecodePlan, streams, selects):
+    """[Sd, J] tokens that each row and head reads. streams: [J] bool, which heads stream. selects:
+    whether the dense ones of the layer may read selected pages."""
+    lengths, P = plan.lengths[:, None], layout.page_size
+    if layout.selects:
+        selected = (layout.selected - 1) * P + plan.positions % P + 1
+        lengths = jnp.where((plan.sparse & selects)[:, None], selected[:, None], lengths)
+    if layout.streams:
+        assert plan.lengths_in_window is not None
+        lengths = jnp.where(streams, plan.lengths_in_window[:, None], lengths)
+    return jnp.broadcast_to(lengths, (len(plan.lengths), len(streams)))
+
+
+def case_of(layout: Layout, num_dense, selects):
+    """Which of the `cases` a layer is of so many dense heads, that select pages or not."""
+    counts = jnp.array(layout.dense_counts)
+    of_count = jnp.searchsorted(counts, num_dense)
+    return of_count + jnp.where(selects, 0, len(counts)) if layout.selects else of_count
+
+
+def with_schedules(
+    layout: Layout, plan: DecodePlan, heads, dense_layers: int, head_dim: int, dtype,
+    implementation: str | None, selection: str | None,
+) -> DecodePlan:  # fmt: skip
+    """The plan with what kernels read, at once for all cases of layers: those of each number of
+    dense heads, and such of them as select no pages.
+
+    heads: [J] int32, the KV head of each that selects by itself. head_dim, dtype: of the pages.
+    implementation, selection: of attention, and of the selection of pages.
+    """
+    counts = layout.dense_counts
+    cases = [(count, True) for count in counts]
+    if dense_layers and layout.selects:
+        cases += [(count, False) for count in counts]
+    num_pages = plan.positions // layout.page_size + 1
+
+    def of_case(count, selects):
+        streams = heads >= count
+        lengths = lengths_read(layout, plan, streams, selects).reshape(-1, 1)
+        attention = plan_decode(lengths, head_dim, dtype, implementation=implementation)
+        if not layout.selects:
+            return attention, None
+        fresh = plan.fresh[:, None] & ~streams & selects
+        return attention, plan_selection(
+            jnp.broadcast_to(num_pages[:, None], fresh.shape).reshape(-1), fresh.reshape(-1),
+            layout.page_size // layout.logical, implementation=selection,
+        )  # fmt: skip
+
+    dense, selects = (jnp.array(values) for values in zip(*cases))
+    attention, of_pages = jax.vmap(of_case)(dense, selects)
+    return replace(plan, attention=attention, selection=of_pages)

@@ -85,3 +85,16 @@ def test_adapters_add_kernels_and_bytes_and_no_all_reduce(tmp_path):
     split = (8192 + 2 * 1024 + 2 * 28672) // 8 + 8192 // 8 + 28672 // 8
     whole = 5 * 8192 + 2 * 8192
     assert report["floor"]["adapters"] == 32 * 16 * (split + whole) * 2
+
+
+def test_lserves_step_selects_pages_and_attends_with_kernels_and_plans_once(tmp_path):
+    done = run(
+        "--model=llama-3-8b", f"--layers={LAYERS}", "--policy=lserve", "--page_size=64",
+        "--decodes=16", "--context=65536", "--whole_products", f"--output_dir={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["mosaic_kernels"] == 3 * LAYERS and report["spilled"] == 0
+    assert 0 < report["plan_kernels"] < 60
+    moved = sum(kernel["read"] + kernel["written"] for kernel in report["kernels"])
+    assert moved <= 1.06 * sum(report["floor"].values())

@@ -33,7 +33,7 @@ class Driver:
         self._qkv = qkv
         self._computed = [0] * len(prompts)
         self.cache: Any = self.device.init(jnp.float32, jnp.int32(0))
-        self._run = jax.jit(self._attend_all, donate_argnums=0)
+        self._run: Any = jax.jit(self._attend_all, donate_argnums=0)
         self._number = 0
         for slot, prompt in enumerate(prompts):
             limit = qkv[slot][0].shape[1]

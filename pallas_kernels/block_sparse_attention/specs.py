@@ -1,0 +1,108 @@
+"""Named arguments of prefill with dense and streaming heads."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.block_sparse_attention.hybrid import (
+    hybrid_prefill_attention,
+    plan_hybrid_prefill,
+)
+from pallas_kernels.block_sparse_attention.lists import streaming_blocks, streaming_lists
+from pallas_kernels.paged_attention import specs as paged_attention
+from pallas_kernels.specs import HEADS, Attention, Cost, Heads, Spec
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """shapes: of prefill. dense: KV heads of the layer that are dense; the others stream. sink,
+    local: tokens, as the paper's. Layers have half as many dense heads, so many, or all."""
+
+    shapes: Attention
+    dense: int
+    sink: int = 128
+    local: int = 256
+
+    @property
+    def dense_counts(self) -> tuple[int, ...]:
+        return tuple(sorted({self.dense // 2, self.dense, self.shapes.heads.K}))
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Those of the sink, and those of the window before the query's own."""
+        return self.sink // self.shapes.page_size, self.local // self.shapes.page_size
+
+    def tokens_read(self, lengths, counts) -> tuple[tuple[int, np.ndarray], ...]:
+        """Of dense and of streaming heads how many they are, and the tokens of each sequence that
+        any of `counts` queries reads. A page is read that is in the sink, or that the first query
+        or one after it keeps."""
+        (sink, local), P = self.pages, self.shapes.page_size
+        window = np.maximum((lengths - counts) // P - local, sink) * P
+        listed = np.minimum(lengths, sink * P) + np.maximum(lengths - window, 0)
+        some = counts > 0
+        K = self.shapes.heads.K
+        return (self.dense, np.where(some, lengths, 0)), (K - self.dense, np.where(some, listed, 0))
+
+
+def make(hybrid: Hybrid) -> Spec:
+    """Tables, alike for all heads, list pages in random order; heads have pools of their own."""
+    shapes, (sink, local) = hybrid.shapes, hybrid.pages
+    heads, P, T = shapes.heads, shapes.page_size, shapes.sequences * shapes.chunk
+    dense, counts = hybrid.dense, hybrid.dense_counts
+    prefill = paged_attention.prefill(shapes)
+
+    def arguments(key):
+        drawn = prefill.arguments(key)
+        S, K, M = drawn.pop("tables_SxKxM").shape
+        tables = jax.random.permutation(key, S * M).reshape(S, M).astype(jnp.int32)
+        lists = streaming_lists(drawn["query_starts"], drawn["lengths_S"], T, P, sink, local)
+        columns = jnp.minimum(lists.blocks, M - 1)
+        return drawn | {
+            "tables_SxM": tables,
+            "pages_IxB": tables[lists.rows[:, None], columns],
+            "lists": lists,
+            "num_dense": jnp.int32(dense),
+            "page_offset_K": jnp.arange(K, dtype=jnp.int32) * (S * M),
+        }
+
+    def cost(arguments) -> Cost:
+        lengths = np.asarray(arguments["lengths_S"])
+        counts = np.diff(np.asarray(arguments["query_starts"]))
+        position = np.concatenate([np.arange(n - c, n) for n, c in zip(lengths, counts)])
+        listed = np.asarray(streaming_blocks(position // P, sink, local)[1])
+        of_streaming = (listed - 1) * P + position % P + 1
+        G = heads.H // heads.K
+        costs = [
+            replace(shapes, heads=Heads(K * G, K, heads.D)).cost(visible, read)
+            for visible, (K, read) in zip(
+                (position + 1, of_streaming), hybrid.tokens_read(lengths, counts), strict=True
+            )
+        ]
+        return Cost(*(sum(getattr(one, name) for one in costs) for name in ("bytes", "flops")))
+
+    def plan(arguments, implementation):
+        schedules = plan_hybrid_prefill(
+            **arguments, num_tokens=T, num_heads=heads.H, num_kv_heads=heads.K,
+            dense_counts=counts, implementation=implementation,
+        )  # fmt: skip
+        return {"schedules": schedules}
+
+    options = {"dense_counts": counts, "soft_cap": shapes.soft_cap}
+    indices = ("query_starts", "lengths_S", "lists")
+    return Spec(hybrid_prefill_attention, arguments, cost, options, indices=indices, plan=plan)
+
+
+_PROMPT = Attention(HEADS["llama-3-8b"], sequences=1, context=8192, chunk=8192, page_size=64)
+_BUNDLED = replace(_PROMPT, heads=HEADS["bundled"], context=4096, chunk=4096, dtype="float16")
+HYBRID_SHAPES = {
+    "llama-3-8b": Hybrid(_PROMPT, dense=4),
+    "llama-3-8b-chunks": Hybrid(
+        replace(_PROMPT, sequences=4, chunk=512, context=4096, ragged=True), dense=4
+    ),
+    "llama-3-8b-2k-of-64k": Hybrid(replace(_PROMPT, context=64 * 1024, chunk=2048), dense=4),
+    "llama-2-7b": Hybrid(replace(_PROMPT, heads=HEADS["llama-2-7b"]), dense=16),
+    "bundled": Hybrid(_BUNDLED, dense=2),
+}
+HYBRID = {name: make(shapes) for name, shapes in HYBRID_SHAPES.items()}

@@ -1,0 +1,182 @@
+"""Scores of pages on Hopper (LServe §3.5.2, eq. 2); which pages are best XLA's top_k finds.
+
+The statistics of a page are 2 * C rows of D values, by turns the largest and the smallest keys of a
+logical page. Largest are at least as large as smallest, so max(q * k_max, q * k_min) is
+max(q, 0) * k_max + min(q, 0) * k_min, and a logical page's score the sum of two products, of rows
+that follow each other. A thread block computes the products of a tile's rows with max(q, 0) and
+with min(q, 0) of all query heads of a KV head, keeps of each row the one that is meant, and adds
+that of the next row. As in decode (paged_attention/decode_sm90.py) a warpgroup computes, another
+one fetches, one TMA a page, and a schedule gives each thread block an equal part of the work.
+
+Floor: the 2 * C * D values of each page that is scored are read once. The kernel writes a number a
+row beside them, half of which mean nothing, 1/64 of the bytes at D = 128 and 16 bits; XLA reads
+those of all rows of the table.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mosaic import kernel, pl, plgpu, store, swizzled, whole_product
+from pallas_kernels.paged_attention.schedule import DecodeSchedule, decode_schedule
+from pallas_kernels.paged_attention.tiles import LAYOUT, index_of
+
+ROWS = 128  # Rows of statistics in a tile.
+STAGES = 3  # Tiles under way, as the shared memory of two thread blocks allows at D = 128.
+QUERY_SLOTS = 2  # Items whose queries are in shared memory.
+TILE_ROWS = 8  # Rows of a page must fill those of a swizzled tile.
+MOST_GROUP = 16  # Query heads of a row.
+
+
+def refusal(q, statistics) -> str | None:
+    """Why the kernel cannot run queries [R, G, D] and statistics [N, C, 2D], or None."""
+    (_, G, D), C = q.shape, statistics.shape[1]
+    if q.dtype != statistics.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return (
+            f"queries and statistics must both be bfloat16 or both float16, "
+            f"not {q.dtype} and {statistics.dtype}"
+        )
+    if D not in (64, 128):
+        return f"head dim must be 64 or 128, not {D}"
+    if G > MOST_GROUP:
+        return f"at most {MOST_GROUP} query heads may share a row, not {G}"
+    if not has_tiles(C):
+        return f"a page must have 4, 8, 16, 32 or 64 logical pages, not {C}"
+    return None
+
+
+def has_tiles(C: int) -> bool:
+    """Whether the kernel can read pages of C logical pages."""
+    return 2 * C % TILE_ROWS == 0 and ROWS % (2 * C) == 0
+
+
+def schedule_of(num_pages_R, selects_R, C: int) -> DecodeSchedule:
+    """Which thread block scores what: all pages of rows that select but the newest, C logical pages
+    each."""
+    scored = jnp.where(selects_R, num_pages_R - 1, 0)
+    return decode_schedule(scored[:, None], ROWS // (2 * C), empty_rows=False)
+
+
+def select(q, statistics, tables, num_pages, selects, *, count, schedule=None):
+    M, C = tables.shape[1], statistics.shape[1]
+    if schedule is None:
+        schedule = schedule_of(num_pages, selects, C)
+    scores = _scores_of_rows(q, statistics, tables, schedule)
+    # In the rows that nothing has written, and in every second one, there may be anything.
+    scores = scores.reshape(len(q), -1, C, 2)[:, :M, :, 0].max(-1)
+    scored = selects[:, None] & (jnp.arange(M) < num_pages[:, None] - 1)
+    _, best = lax.top_k(jnp.where(scored, scores, -jnp.inf), count)
+    return best.astype(jnp.int32)
+
+
+def _scores_of_rows(q, statistics, tables, schedule: DecodeSchedule):
+    """[R, rows] float32, the largest of the query heads' scores. Only every second row has one."""
+    R, G, D = q.shape
+    N, C, _ = statistics.shape
+    pages = ROWS // (2 * C)
+    columns = 8 * pl.cdiv(G, 8)
+    # A head that is there twice leaves the largest score as it is.
+    q = q[:, jnp.arange(columns) % G]
+    signs = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=1)
+
+    def page_scores(
+        q_ref, statistics_ref, tables_ref, items_ref, block_items_ref, out_ref,
+        q_s, statistics_s, scores_s, q_filled, q_read, filled, read,
+    ):  # fmt: skip
+        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        first_item, end_item = block_items_ref[block], block_items_ref[block + 1]
+
+        def query_slot(item):
+            return lax.rem(item - first_item, QUERY_SLOTS)
+
+        @pl.when(warpgroup == 1)
+        def fetch():
+            def fetch_item(item, n):
+                row, begin, end, _, scored = (items_ref[item, field] for field in range(5))
+                slot = query_slot(item)
+                pl.when(item >= first_item + QUERY_SLOTS)(
+                    lambda: plgpu.barrier_wait(q_read.at[slot])
+                )
+                plgpu.copy_gmem_to_smem(q_ref.at[row], q_s.at[slot], q_filled.at[slot])
+                return lax.fori_loop(begin, end, functools.partial(fetch_tile, row, scored), n)
+
+            def fetch_tile(row, scored, tile, n):
+                slot = lax.rem(n, STAGES)
+                # All entries are read before the first copy, or each read would wait for a copy.
+                entries = [jnp.minimum(tile * pages + i, scored - 1) for i in range(pages)]
+                ids = [tables_ref[row, entry] for entry in entries]
+                pl.when(n >= STAGES)(lambda: plgpu.barrier_wait(read.at[slot]))
+                for i, page in enumerate(ids):
+                    plgpu.copy_gmem_to_smem(
+                        statistics_ref.at[page],
+                        statistics_s.at[slot, pl.ds(i * 2 * C, 2 * C)],
+                        filled.at[slot],
+                    )
+                return n + 1
+
+            n = lax.fori_loop(first_item, end_item, fetch_item, jnp.int32(0))
+            # No barrier may end with arrivals unseen.
+            lax.fori_loop(
+                jnp.maximum(n - STAGES, 0), n,
+                lambda n, _: plgpu.barrier_wait(read.at[lax.rem(n, STAGES)]), None,
+            )  # fmt: skip
+            lax.fori_loop(
+                jnp.maximum(end_item - QUERY_SLOTS, first_item), end_item,
+                lambda item, _: plgpu.barrier_wait(q_read.at[query_slot(item)]), None,
+            )  # fmt: skip
+
+        @pl.when(warpgroup == 0)
+        def compute():
+            def run_item(item, n):
+                row, begin, end = (items_ref[item, field] for field in range(3))
+                slot = query_slot(item)
+                plgpu.barrier_wait(q_filled.at[slot])
+                n = lax.fori_loop(begin, end, functools.partial(step, row, q_s.at[slot]), n)
+                plgpu.barrier_arrive(q_read.at[slot])
+                return n
+
+            def step(row, signs, tile, n):
+                slot = lax.rem(n, STAGES)
+                plgpu.barrier_wait(filled.at[slot])
+                largest, smallest = (
+                    whole_product(
+                        (ROWS, columns),
+                        statistics_s.at[slot],
+                        signs.at[pl.ds(first, columns)].transpose((1, 0)),
+                    )
+                    for first in (0, columns)
+                )
+                plgpu.barrier_arrive(read.at[slot])
+                turn = lax.rem(index_of(0, (ROWS, columns), 0), jnp.int32(2))
+                meant = jnp.where(turn == 0, largest, smallest)
+                store(scores_s.at[pl.ds(0, ROWS)], meant)
+                plgpu.commit_smem()
+                following = plgpu.load(scores_s.at[pl.ds(1, ROWS)], layout=LAYOUT, optimized=False)
+                scores = (meant + following).max(axis=1)
+                store(out_ref.at[row, pl.ds(tile * ROWS, ROWS)], scores)
+                return n + 1
+
+            lax.fori_loop(first_item, end_item, run_item, jnp.int32(0))
+
+    M = tables.shape[1]
+    return kernel(
+        page_scores,
+        out_type=jax.ShapeDtypeStruct((R, pl.cdiv(M, pages) * ROWS), jnp.float32),
+        grid=(len(schedule.block_items) - 1,),
+        grid_names=("block",),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=(
+            plgpu.SMEM((QUERY_SLOTS, 2 * columns, D), q.dtype, transforms=swizzled(64)),
+            plgpu.SMEM((STAGES, ROWS, D), q.dtype, transforms=swizzled(64)),
+            # The last row of a tile, which means nothing, has one that follows it too.
+            plgpu.SMEM((ROWS + TILE_ROWS, columns), jnp.float32),
+            plgpu.Barrier(num_barriers=QUERY_SLOTS), plgpu.Barrier(num_barriers=QUERY_SLOTS),
+            plgpu.Barrier(num_arrivals=pages, num_barriers=STAGES),
+            plgpu.Barrier(num_barriers=STAGES),
+        ),
+    )(
+        signs, statistics.reshape(N, 2 * C, D), tables, schedule.items, schedule.block_items
+    )  # fmt: skip

@@ -1,0 +1,147 @@
+"""Named arguments of the selection of pages and of the statistics that it reads.
+
+Queries and statistics are small integers, so scores are the same in whatever order they are summed,
+and many of them are equal: all implementations must select the same pages.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.page_selection.api import (
+    key_runs,
+    plan_selection,
+    select_pages,
+    write_key_statistics,
+)
+from pallas_kernels.specs import HEADS, Cost, Heads, Spec
+
+LOGICAL = 16  # tokens of a logical page
+
+
+@dataclass(frozen=True)
+class Selection:
+    """sequences: each has `heads.K` rows, in half of which heads stream, and do not select.
+    context: the most tokens of a sequence. budget: tokens that are read.
+    selecting: one in so many sequences selects in this step."""
+
+    heads: Heads
+    sequences: int = 64
+    context: int = 64 * 1024
+    page_size: int = 64
+    budget: int = 4096
+    selecting: int = 4
+    dtype: str = "bfloat16"
+
+    @property
+    def logical_pages(self) -> int:
+        return self.page_size // LOGICAL
+
+
+def select(shapes: Selection) -> Spec:
+    (H, K, D), C = (shapes.heads.H, shapes.heads.K, shapes.heads.D), shapes.logical_pages
+    R, M = shapes.sequences * K, shapes.context // shapes.page_size
+    count = shapes.budget // shapes.page_size - 1
+
+    def arguments(key):
+        keys = jax.random.split(key, 4)
+        N = shapes.sequences * max(1, K // 2) * M
+        ends = jax.random.randint(keys[0], (2, N, C, D), -8, 9)
+        row = jnp.arange(R)
+        selects = (row // K % shapes.selecting == 0) & (row % K < max(1, K // 2))
+        return {
+            "q_RxGxD": jax.random.randint(keys[1], (R, H // K, D), -4, 5).astype(shapes.dtype),
+            "statistics_NxCx2D": jnp.concatenate([ends.max(0), ends.min(0)], -1).astype(
+                shapes.dtype
+            ),
+            "tables_RxM": jax.random.randint(keys[2], (R, M), 0, N, jnp.int32),
+            "num_pages_R": jax.random.randint(keys[3], (R,), count + 2, M + 1, jnp.int32),
+            "selects_R": selects,
+        }
+
+    def cost(arguments) -> Cost:
+        scored = np.where(arguments["selects_R"], np.asarray(arguments["num_pages_R"]) - 1, 0)
+        values = int(scored.sum()) * C * 2 * D
+        return Cost(bytes=values * jnp.dtype(shapes.dtype).itemsize, flops=2 * values * (H // K))
+
+    def plan(arguments, implementation):
+        schedule = plan_selection(
+            arguments["num_pages_R"], arguments["selects_R"], C, implementation=implementation
+        )
+        return {"schedule": schedule}
+
+    return Spec(
+        select_pages, arguments, cost, {"count": count}, indices=("num_pages_R", "selects_R"),
+        plan=plan,
+    )  # fmt: skip
+
+
+def write(
+    heads: Heads, counts: tuple[int, ...], *, num_pages: int = 65536, page_size: int = 64,
+    dtype="bfloat16",
+) -> Spec:  # fmt: skip
+    """Chunks of `counts` tokens that begin anywhere in pages of their own, then a token of padding.
+    The second half of the heads streams, and has no statistics. Chunks of one token are decoded."""
+    (K, D), T, C = (heads.K, heads.D), sum(counts) + 1, page_size // LOGICAL
+    places = num_pages * page_size
+
+    def arguments(key):
+        keys = jax.random.split(key, 3)
+        rng = np.random.default_rng(0)
+        pages = rng.permutation(num_pages // K)
+        slots = []
+        for count in counts:
+            first = int(rng.integers(page_size))
+            held = -(-(first + count) // page_size)
+            mine, pages = pages[:held], pages[held:]
+            at = first + np.arange(count)
+            slots += (mine[at // page_size] * page_size + at % page_size).tolist()
+        slots_TxK = np.array([*slots, places])[:, None] + np.arange(K) * (
+            num_pages // K * page_size
+        )
+        slots_TxK = np.where(np.arange(K) < max(1, K // 2), slots_TxK, places)
+        stored = jax.random.normal(keys[0], (2, num_pages, C, D), dtype)
+        return {
+            "statistics_NxCx2D": jnp.concatenate([stored.max(0), stored.min(0)], -1),
+            "k_TxKxD": jax.random.normal(keys[1], (T, K, D), dtype),
+            "slots_TxK": jnp.asarray(slots_TxK, jnp.int32),
+            "runs": None
+            if max(counts) == 1
+            else key_runs(
+                jnp.asarray([*slots, places], jnp.int32),
+                jnp.arange(T) < T - 1,
+                LOGICAL,
+                len(counts),
+            ),
+        }
+
+    def cost(arguments) -> Cost:
+        """Of a run at least every logical page of tokens, a head's statistics read and written."""
+        heads_with = max(1, K // 2)
+        runs = sum(-(-count // LOGICAL) for count in counts)
+        return Cost(bytes=heads_with * D * (sum(counts) + 4 * runs) * jnp.dtype(dtype).itemsize)
+
+    return Spec(
+        write_key_statistics, arguments, cost, {"logical": LOGICAL},
+        donated=("statistics_NxCx2D",),
+    )  # fmt: skip
+
+
+_LLAMA = HEADS["llama-3-8b"]
+_BUNDLED = HEADS["bundled"]
+SELECT_SHAPES = {
+    "llama-3-8b": Selection(_LLAMA),
+    "llama-3-8b-16k": Selection(_LLAMA, context=16 * 1024),
+    "llama-3-8b-page128": Selection(_LLAMA, page_size=128),
+    "llama-2-7b": Selection(HEADS["llama-2-7b"], sequences=16),
+    "bundled": Selection(_BUNDLED, context=4096, budget=1024, dtype="float16"),
+}
+SELECT = {name: select(shapes) for name, shapes in SELECT_SHAPES.items()}
+WRITE = {
+    "llama-3-8b": write(_LLAMA, (1,) * 64),
+    "llama-3-8b-prefill": write(_LLAMA, (2048,) * 4),
+    "llama-2-7b": write(HEADS["llama-2-7b"], (1,) * 64),
+    "bundled": write(_BUNDLED, (1,) * 64, dtype="float16"),
+}

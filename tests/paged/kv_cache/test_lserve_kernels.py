@@ -1,0 +1,64 @@
+"""LServe's policy with the kernels for Hopper, in Pallas's interpreter."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged.engine import EngineConfig
+from paged.kv_cache import POLICIES
+from paged.kv_cache.policy import ShardedModel
+from tests.paged.kv_cache.attention_driver import Driver
+from tests.paged.tiny import TINY
+
+MODEL = replace(TINY, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64)
+# A layer without streaming heads, whose dense heads select nothing; then one with its first, and
+# one with its second head streaming.
+OPTIONS = {
+    "budget": 48, "logical_page": 4, "sink": 16, "local": 16, "dense_layers": 1,
+    "gates": ((0.9, 0.9), (0.9, 0.1), (0.1, 0.9)), "streaming_share": 1 / 3,
+}  # fmt: skip
+LENGTHS, PROMPTS = (90, 60), [70, 50]
+
+
+class KernelDriver(Driver):
+    """`run_kernels` makes its later steps run as kernels, an op and a layer at a time: inside one
+    program the threads of kernels that are interpreted may wait for each other for ever."""
+
+    def run_kernels(self) -> None:
+        policy, sharded = POLICIES[self._config.policy], ShardedModel.split(self._model)
+        self.device = policy.device(self._config, sharded, "mosaic_gpu")
+        self._run = self._attend_each
+
+    def _attend_each(self, cache, inputs, *qkv):
+        inputs = jax.tree.map(jnp.asarray, inputs)
+        cache, plan = jax.jit(self.device.begin_step)(cache, inputs)
+        outs = []
+        for layer in range(self._model.num_layers):
+            q, k, v = (jnp.asarray(x[layer]) for x in qkv)
+            out, cache = self.device.attend(jnp.int32(layer), q, k, v, cache, plan, inputs)
+            outs.append(out)
+        return self.device.end_step(cache, plan, inputs), jnp.stack(outs)
+
+
+@pytest.mark.slow
+def test_attention_of_kernels_is_that_of_xla():
+    """A chunk, and a token that reads selected pages, in layers of each kind."""
+    config = EngineConfig(
+        max_num_seqs=2, max_num_batched_tokens=128, max_prefills_per_step=2, max_model_len=96,
+        page_size=16, kv_cache_tokens=640, kv_dtype="float16", policy="lserve",
+        policy_options=OPTIONS,
+    )  # fmt: skip
+    rng, (L, H, K, D) = np.random.default_rng(3), (3, 4, 2, 64)
+    qkv = [[rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in LENGTHS]
+    xla, kernels = (KernelDriver(MODEL, config, qkv, PROMPTS) for _ in range(2))
+    for driver in (xla, kernels):
+        driver.step([(0, 70), (1, 33)], Tp=112, Sd=2)
+        if driver is kernels:
+            driver.run_kernels()
+    for chunks in ([(0, 1), (1, 17)], [(0, 1), (1, 1)]):
+        expected, found = (driver.step(chunks, Tp=17, Sd=2) for driver in (xla, kernels))
+        for slot, _ in chunks:
+            np.testing.assert_allclose(found[slot], expected[slot], atol=5e-3)

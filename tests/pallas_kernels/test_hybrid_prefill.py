@@ -1,0 +1,138 @@
+"""Prefill of dense and streaming heads at once, beside masks, and the schedule of its launch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.block_sparse_attention import (
+    hybrid_prefill_attention,
+    plan_hybrid_prefill,
+    streaming_lists,
+)
+from pallas_kernels.paged_attention import prefill_sm90
+from tests.pallas_kernels.interpreted import run
+
+P, K, G, D, M = 16, 2, 2, 64, 10
+SINK, LOCAL = 1, 2
+COUNTS = (0, 1, 2)
+# (history, chunk): from the start, of one token, and after more than sink and window.
+CHUNKS = ((0, 35), (37, 1), (90, 21))
+
+
+def attention(q_nxHxD, k_NxKxD, v_NxKxD, first: int, dense: int) -> np.ndarray:
+    """Of a chunk, the queries of positions from `first` on, over all of a sequence, in float64."""
+    at, keys = first + np.arange(len(q_nxHxD)), np.arange(len(k_NxKxD))
+    causal, page, own = keys <= at[:, None], keys // P, at[:, None] // P
+    out = np.empty(q_nxHxD.shape)
+    for h in range(K * G):
+        seen = causal if h // G < dense else causal & ((page < SINK) | (page >= own - LOCAL))
+        scores = q_nxHxD[:, h] @ k_NxKxD[:, h // G].T * D**-0.5
+        weights = np.where(seen, np.exp(scores), 0)
+        out[:, h] = weights / weights.sum(1, keepdims=True) @ v_NxKxD[:, h // G]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dense"),
+    [
+        ("xla", 0), ("xla", 1), ("xla", 2), ("reference", 1),
+        pytest.param("mosaic_gpu", 1, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_dense_heads_read_all_and_streaming_heads_their_lists(implementation, dense):
+    """NaN after each sequence's last token, and in the pages that no head's list names."""
+    rng = np.random.default_rng(3)
+    dtype = "bfloat16" if implementation == "mosaic_gpu" else "float32"
+    counts, lengths = np.array(CHUNKS)[:, 1], np.sum(CHUNKS, axis=1)
+    S, T = len(CHUNKS), int(counts.sum()) + 3
+    starts = np.append(0, np.cumsum(counts)).astype(np.int32)
+    tables = rng.permutation(S * M).reshape(S, M)
+    offsets = np.arange(K) * S * M
+    rounded = lambda x: np.asarray(jnp.asarray(x, dtype))  # noqa: E731
+    sequences = [rounded(rng.normal(size=(2, n, K, D))) for n in lengths]
+    pools = np.full((2, K * S * M, P, D), np.nan, sequences[0].dtype)
+    for s, (first, count) in enumerate(CHUNKS):
+        own = range(first // P, (first + count - 1) // P + 1)
+        listed = {b for tile in own for b in range(tile + 1) if b < SINK or b >= tile - LOCAL}
+        for h in range(K):
+            for at in range(lengths[s]):
+                if h < dense or at // P in listed:
+                    pools[:, offsets[h] + tables[s, at // P], at % P] = sequences[s][:, at, h]
+    q = rounded(rng.normal(size=(T, K * G, D)))
+    lists = streaming_lists(jnp.asarray(starts), jnp.asarray(lengths, jnp.int32), T, P, SINK, LOCAL)
+    pages = tables[np.asarray(lists.rows)[:, None], np.minimum(lists.blocks, M - 1)]
+    out = run(
+        functools.partial(hybrid_prefill_attention, dense_counts=COUNTS),
+        q, *pools, tables.astype(np.int32), starts, lengths.astype(np.int32),
+        pages.astype(np.int32), lists, np.int32(dense), offsets.astype(np.int32),
+        implementation=implementation,
+    )  # fmt: skip
+    for s, (first, count) in enumerate(CHUNKS):
+        rows = slice(starts[s], starts[s] + count)
+        keys, values = sequences[s].astype(np.float64)
+        expected = attention(q[rows].astype(np.float64), keys, values, first, dense)
+        found = np.asarray(out[rows], np.float64)
+        np.testing.assert_allclose(found, expected, atol=2e-2 if dtype == "bfloat16" else 2e-5)
+
+
+@functools.partial(jax.jit, static_argnums=(2,))
+def planned(starts, lengths, T: int):
+    lists = streaming_lists(starts, lengths, T, P, SINK, LOCAL)
+    plans = plan_hybrid_prefill(
+        starts, lengths, lists, T, K * G, K, COUNTS, implementation="mosaic_gpu"
+    )
+    return lists, plans
+
+
+@settings(deadline=None, max_examples=15)
+@given(chunks=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 60)), min_size=3, max_size=3))
+def test_each_query_of_each_head_is_in_one_item_that_reads_what_its_head_sees(chunks):
+    counts, lengths = np.array([count for _, count in chunks]), np.sum(chunks, axis=1)
+    starts, T = np.append(0, np.cumsum(counts)).astype(np.int32), 184
+    lists, plans = jax.tree.map(np.asarray, planned(starts, lengths.astype(np.int32), T))
+    tile = prefill_sm90.KV_TILE
+    for dense, items in zip(COUNTS, plans.items):
+        covered = np.zeros((T, K), int)
+        for row, head, base, lo, hi, position, length, begin, end, place in items:
+            if hi <= lo or place > 0:
+                continue
+            covered[base + lo : base + hi, head] += 1
+            if base + lo >= starts[-1]:  # Padding sees nothing.
+                continue
+            if head < dense:
+                assert (row < len(chunks)) and length == lengths[row]
+                assert position == length - starts[row + 1] + base
+            else:
+                i = row - len(chunks)
+                assert lists.starts[i] <= base + lo and base + hi <= lists.starts[i + 1]
+                assert length == lists.lengths[i]
+                assert position == length - lists.starts[i + 1] + base
+            assert place == 0 or (begin, end) == (0, -(-(position + hi) // tile))
+        assert (covered == 1).all()
+
+
+def test_what_does_not_fit_is_refused():
+    lists = streaming_lists(jnp.array([0, 4]), jnp.array([4]), 4, P, SINK, LOCAL)
+    q, pool = jnp.zeros((4, K * G, D)), jnp.zeros((3, P, D))
+    pages = jnp.zeros(lists.blocks.shape, jnp.int32)
+
+    def call(tables=1, pages=pages, heads=K, counts=(1,)):
+        return hybrid_prefill_attention(
+            q, pool, pool, jnp.zeros((tables, 1), jnp.int32), jnp.array([0, 4]), jnp.array([4]),
+            pages, lists, jnp.int32(1), jnp.zeros(heads, jnp.int32), dense_counts=counts,
+        )  # fmt: skip
+
+    assert call().shape == q.shape
+    with pytest.raises(ValueError, match=r"1 sequences need tables \[1, M\]"):
+        call(tables=2)
+    with pytest.raises(ValueError, match=r"lists need pages \[I, B\]"):
+        call(pages=pages[:1])
+    with pytest.raises(ValueError, match="page offsets of 3 KV heads must divide 4 query heads"):
+        call(heads=3)
+    with pytest.raises(ValueError, match=r"ascending numbers from 0 to 2, not \(2, 1\)"):
+        call(counts=(2, 1))
