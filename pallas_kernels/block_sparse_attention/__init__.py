@@ -3,8 +3,23 @@
 from pallas_kernels.block_sparse_attention.api import block_sparse_prefill_attention
 from pallas_kernels.block_sparse_attention.lists import (
     BlockLists,
+    Tiles,
     streaming_blocks,
     streaming_lists,
+    tiles_of,
+)
+from pallas_kernels.block_sparse_attention.vertical_slash import (
+    vertical_slash_blocks,
+    vertical_slash_lists,
 )
 
-__all__ = ["BlockLists", "block_sparse_prefill_attention", "streaming_blocks", "streaming_lists"]
+__all__ = [
+    "BlockLists",
+    "Tiles",
+    "block_sparse_prefill_attention",
+    "streaming_blocks",
+    "streaming_lists",
+    "tiles_of",
+    "vertical_slash_blocks",
+    "vertical_slash_lists",
+]

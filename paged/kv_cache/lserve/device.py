@@ -14,7 +14,10 @@ import numpy as np
 
 from paged.kv_cache.lserve.layout import DENSE, Layout
 from paged.kv_cache.lserve.plan import NEVER, DecodePlan, LServePlan, PrefillPlan, make_plan
-from pallas_kernels.block_sparse_attention import block_sparse_prefill_attention
+from pallas_kernels.block_sparse_attention import (
+    block_sparse_prefill_attention,
+    vertical_slash_blocks,
+)
 from pallas_kernels.kv_write import copy_pages, write_kv
 from pallas_kernels.page_selection import select_pages, write_key_statistics
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
@@ -135,14 +138,35 @@ class LServePolicy:
         tables, lengths = inputs.tables[:Sp, : self.layout.most], inputs.lengths[:Sp]
         base = cache.page_base[layer]
 
+        def all_pages(dense: int, schedule):
+            return paged_prefill_attention(
+                q_TxHxD[:, : dense * G], cache.k_pages, cache.v_pages, _by_head(tables, dense),
+                inputs.query_starts, lengths, page_offset=base[:dense], schedule=schedule,
+                implementation=self.implementation,
+            )  # fmt: skip
+
+        def kept_pages(dense: int):
+            q, tiles = q_TxHxD[:, : dense * G], plan.tiles
+            assert tiles is not None and plan.kept is not None
+            blocks = vertical_slash_blocks(
+                q, cache.k_pages, _by_head(tables, dense), inputs.query_starts, lengths, tiles,
+                plan.sparse, self.layout.minference, page_offset=base[:dense],
+            )  # fmt: skip
+            return block_sparse_prefill_attention(
+                q, cache.k_pages, cache.v_pages, tables[tiles.rows[:, None, None], blocks],
+                plan.kept, page_offset=base[:dense], implementation=self.implementation,
+            )  # fmt: skip
+
         def with_dense(dense: int):
             outs, (of_dense, of_streaming) = [], plan.schedules[dense]
-            if dense:
-                out = paged_prefill_attention(
-                    q_TxHxD[:, : dense * G], cache.k_pages, cache.v_pages, _by_head(tables, dense),
-                    inputs.query_starts, lengths, page_offset=base[:dense], schedule=of_dense,
-                    implementation=self.implementation,
-                )  # fmt: skip
+            if dense and plan.sparse is None:
+                outs.append(all_pages(dense, of_dense))
+            elif dense:
+                out = jax.lax.cond(
+                    plan.sparse.any(),
+                    lambda: kept_pages(dense),
+                    lambda: all_pages(dense, of_dense),
+                )
                 outs.append(out)
             if dense < K:
                 assert plan.lists is not None and plan.blocks is not None

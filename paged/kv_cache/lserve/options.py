@@ -30,6 +30,12 @@ class Options:
     )
     sink: int = described(128, "first tokens that streaming heads read")
     local: int = described(256, "tokens before a query's own page that streaming heads read")
+    minference_from: int = described(
+        0, "prompt from which on dense heads prefill sparsely, as MInference does; 0 for never"
+    )
+    minference_budget: int = described(
+        4096, "tokens that a page of queries of a dense head reads then, whole pages of them"
+    )
     streaming_share: float = described(0.5, "share of KV heads that stream, those of lowest gates")
     gates: Gates = field(
         default=(),
@@ -65,6 +71,8 @@ def check_options(options: Options, page_size: int, model: ModelConfig | None) -
             options.local >= page_size and options.local % page_size == 0,
             f"whole pages of {page_size}, at least one",
         ),
+        "minference_from": (0 <= options.minference_from < 2**31, "at least 0 and below 2^31"),
+        "minference_budget": (options.minference_budget >= 1, "at least 1"),
         "streaming_share": (0 <= options.streaming_share <= 1, "from 0 to 1"),
     })  # fmt: skip
     if model is None:

@@ -5,7 +5,14 @@ import jax
 import jax.numpy as jnp
 
 from paged.kv_cache.lserve.layout import Layout
-from pallas_kernels.block_sparse_attention import BlockLists, streaming_blocks, streaming_lists
+from pallas_kernels.block_sparse_attention import (
+    BlockLists,
+    Tiles,
+    streaming_blocks,
+    streaming_lists,
+    tiles_of,
+    vertical_slash_lists,
+)
 from pallas_kernels.page_selection import KeyRuns, key_runs
 from pallas_kernels.paged_attention import plan_prefill
 from pallas_kernels.paged_attention.schedule import PrefillSchedule
@@ -16,12 +23,17 @@ NEVER = -1  # where the owner of a slot has not selected
 @flax.struct.dataclass
 class PrefillPlan:
     """lists: of streaming heads, [I, B], and blocks: [I, B] of the pool.  schedules: of the dense
-    and the streaming heads' attention by the number of dense heads.  runs: of the chunks' keys."""
+    and the streaming heads' attention by the number of dense heads.  runs: of the chunks' keys.
+    sparse: [Sp] bool, rows in which dense heads read the pages of their best columns and diagonals
+    (MInference), and then tiles of queries, and kept: the lists of these pages; or all None."""
 
     lists: BlockLists | None
     blocks: jax.Array | None
     schedules: dict[int, tuple[PrefillSchedule | None, PrefillSchedule | None]]
     runs: KeyRuns | None
+    sparse: jax.Array | None = None
+    tiles: Tiles | None = None
+    kept: BlockLists | None = None
 
 
 @flax.struct.dataclass
@@ -98,7 +110,12 @@ def _plan_prefill(
             schedule(lists.starts, lists.lengths, streaming) if lists and streaming else None
         )
         schedules[dense] = of_dense, of_streaming
-    return PrefillPlan(lists, blocks, schedules, runs)
+    if not layout.minference:
+        return PrefillPlan(lists, blocks, schedules, runs)
+    sparse = inputs.tables[:Sp, -1] >= layout.minference_from
+    tiles = tiles_of(starts, lengths, Tp, layout.page_size)
+    kept = vertical_slash_lists(tiles, sparse, layout.minference, layout.most, layout.page_size)
+    return PrefillPlan(lists, blocks, schedules, runs, sparse, tiles, kept)
 
 
 def _plan_decode(layout: Layout, selected_at, inputs, computes) -> DecodePlan:

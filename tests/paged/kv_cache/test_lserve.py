@@ -18,6 +18,7 @@ from paged.kv_cache.lserve.gates import dense_first, read_gates, streaming_heads
 from paged.kv_cache.lserve.layout import layout_of
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator.executor import SimulatedExecutor
+from pallas_kernels.block_sparse_attention import tiles_of, vertical_slash_blocks
 from tests.paged.kv_cache.attention_driver import Driver
 from tests.paged.kv_cache.lserve_oracle import masked_attend
 from tests.paged.kv_cache.policy_suite import CASES, CATALOGUE, Bench, drain, registered
@@ -81,6 +82,48 @@ def test_attention_is_that_of_masks_over_all_keys(options):
             array[:, :n] = x
         ours = np.concatenate(found[slot], axis=1)
         np.testing.assert_allclose(ours, expected(prompt, *padded)[:, :n], atol=1e-5)
+
+
+def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
+    """Beside a prompt that is too short for it, in one step; streaming heads stream as ever."""
+    options = {"gates": BOTH_LAYERS, "streaming_share": 1 / 3}
+    options |= {"minference_from": 40, "minference_budget": 12}
+    config = EngineConfig(
+        max_num_seqs=2, max_num_batched_tokens=80, max_prefills_per_step=2, max_model_len=64,
+        page_size=4, kv_cache_tokens=240, policy="lserve", policy_options=NEVER_SELECTS | options,
+    )  # fmt: skip
+    assert not config.capabilities.recompute_exact
+    rng, (L, H, K, D), lengths = np.random.default_rng(4), (3, 8, 4, 8), [48, 21]
+    qkv = [[rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in lengths]
+    found = Driver(WIDE, config, qkv, lengths).step([(0, 48), (1, 21)], Tp=80, Sd=2)
+
+    streams = streaming_heads(config.policy_options.gates, config.policy_options.streaming_share)
+    attend = jax.jit(masked_attend(WIDE, config.policy_options, streams, 4, 64))
+    starts, table = jnp.array([0, 48]), jnp.arange(12 * K).reshape(1, K, 12)
+    tiles = tiles_of(starts, jnp.array([48]), 48, 4)
+    at = np.arange(48)
+    for layer in range(L):
+        for slot, n in enumerate(lengths):
+            padded = [np.zeros((64, *x.shape[2:]), np.float32) for x in qkv[slot]]
+            for array, x in zip(padded, qkv[slot]):
+                array[:n] = x[layer]
+            expected, _ = attend(jnp.int32(layer), *padded, None)
+            of_kind = np.repeat(streams[layer] | (slot == 1), H // K)
+            np.testing.assert_allclose(
+                found[slot][layer][:, of_kind], np.asarray(expected)[:n, of_kind], atol=1e-5
+            )
+        q, k, v = (jnp.asarray(x[layer], jnp.float32) for x in qkv[0])
+        pool = k.reshape(12, 4, K, D).transpose(2, 0, 1, 3).reshape(12 * K, 4, D)
+        blocks = np.asarray(vertical_slash_blocks(
+            q, pool, table, starts, jnp.array([48]), tiles, jnp.array([True]), 3
+        ))  # fmt: skip
+        for h in range(H):
+            kept = [blocks[t // 4, h // 2, : min(t // 4 + 1, 3)] for t in at]
+            seen = np.array([np.isin(at // 4, pages) for pages in kept]) & (at <= at[:, None])
+            scores = np.where(seen, q[:, h] @ k[:, h // 2].T * D**-0.5, -np.inf)
+            expected = jax.nn.softmax(scores) @ v[:, h // 2]
+            if not streams[layer, h // 2]:
+                np.testing.assert_allclose(found[0][layer][:, h], expected, atol=1e-5)
 
 
 @pytest.mark.slow  # two policies compile
@@ -218,6 +261,8 @@ def test_gates_are_read_from_both_formats(tmp_path):
         ({"budget": 0}, "budget must be at least 1, not 0"),
         ({"reuse": 3}, r"reuse must be a divisor of page_size \(4\), or a new page would be"),
         ({"logical_page": 8}, r"logical_page must be a divisor of page_size \(4\)"),
+        ({"minference_from": -1}, "minference_from must be at least 0"),
+        ({"minference_budget": 0}, "minference_budget must be at least 1"),
         ({"sink": 6}, "sink must be whole pages of 4, not 6"),
         ({"local": 0}, "local must be whole pages of 4, at least one, not 0"),
         ({"streaming_share": 1.5}, "streaming_share must be from 0 to 1"),
