@@ -7,11 +7,12 @@ On a layer of Llama-3-8B's shape (32 query heads, 8 KV heads of 128, of which ha
 of 4,096 tokens in pages of 64, statistics of 16, reused by 4 tokens; sink 128, window 256), float32
 on a CPU, each policy's own device half over a cache of random numbers:
 
-decode     a token's attention, selection included, by context: dense heads alone, static and dynamic
-           sparsity, both (Fig. 15); and the layer's matrix products (Fig. 2)
+decode     a token's attention, selection included, by context: dense heads alone, static sparsity,
+           dynamic sparsity, both (Fig. 15); and the layer's matrix products (Fig. 2)
 prefill    the attention of whole prompts by length, the layer's products (Fig. 2), and what writing
            key statistics costs (§5.3)
-kernel     the prefill's speedup beside 1/(1 - r), for streaming heads and MInference's tables (Fig. 12)
+kernel     the prefill's speedup beside 1/(1 - r), for streaming heads and for the tables of
+           MInference (Fig. 12)
 selector   one selection beside the attention over what it gives (Fig. 14)
 page_size  the dense policy's decode attention by page size (Table 1)
 memory     KV bytes of a decoding sequence

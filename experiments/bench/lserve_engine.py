@@ -1,4 +1,4 @@
-"""Whole engines over long contexts: the dense policy, LServe, and its presets (LServe §4.3, 4.4, 5.5).
+"""Whole engines over long contexts: dense, LServe, and its presets (LServe §4.3, 4.4, 5.5).
 
 One request at a time on a small random model of Llama-3-8B's head shapes. Prompts are prefilled as
 any are, in chunks; then all engines decode in turns from the same context.

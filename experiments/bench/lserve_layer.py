@@ -1,5 +1,5 @@
-"""One layer's attention of a KV policy, without a model: its device half over a cache that is filled
-with random numbers, and steps with the tables that its host half would give them.
+"""One layer's attention of a KV policy, without a model: its device half over a cache that is
+filled with random numbers, and steps with the tables that its host half would give them.
 
 Also what each step cannot do without: bytes of keys, values and statistics, and FLOPs.
 """

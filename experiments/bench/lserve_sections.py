@@ -124,7 +124,7 @@ def _prefill_rows(
         name: Layer(config_of(system, longest, chunk=chunk), model, seed)
         for name, system in listed.items()
     }
-    runs = {
+    runs: dict[str, Callable[[], object]] = {
         f"{name} {i}": partial(layer.run, steps)
         for name, layer in layers.items()
         for i, steps in enumerate(layer.chunks(longest))

@@ -50,9 +50,11 @@ def streaming_blocks(query_blocks, sink: int, local: int):
 
 
 class Tiles(NamedTuple):
-    """The tiles of queries of ragged chunks, [I] int32 each but for starts [I + 1], which is that of
-    `BlockLists`, as are rows. blocks: the page of each tile in its sequence. held: tokens of that
-    page up to the tile's last query; 0 for an empty tile."""
+    """The tiles of queries of ragged chunks, [I] int32 each.
+
+    starts [I + 1], rows: as in `BlockLists`. blocks: the page of each tile in its sequence. held:
+    tokens of that page up to the tile's last query; 0 for an empty tile.
+    """
 
     starts: jax.Array
     rows: jax.Array
@@ -100,4 +102,5 @@ def streaming_lists(
     `streaming_blocks`.
     """
     tiles = tiles_of(query_starts, lengths_S, num_tokens, page_size)
-    return lists_of(tiles, *streaming_blocks(tiles.blocks, sink, local), page_size)
+    blocks, counts = streaming_blocks(tiles.blocks, sink, local)
+    return lists_of(tiles, blocks, counts, page_size)

@@ -62,10 +62,11 @@ def vertical_slash_blocks(
         raise ValueError(f"count must be from 2 to {M}, not {count}")
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
     run = backend.choose("vertical_slash_blocks", ESTIMATE, implementation)
-    tables = tables_SxKxM + jnp.asarray(page_offset, jnp.int32)[..., None]
-    columns, diagonals = run(
-        q_TxHxD, k_pages_NxPxD, tables, query_starts, lengths_S, sparse_S, scale
+    q, k_pages, query_starts, lengths, sparse = (
+        jnp.asarray(x) for x in (q_TxHxD, k_pages_NxPxD, query_starts, lengths_S, sparse_S)
     )
+    tables = tables_SxKxM + jnp.asarray(page_offset, jnp.int32)[..., None]
+    columns, diagonals = run(q, k_pages, tables, query_starts, lengths, sparse, scale)
     by_page = columns.reshape(S, K, M, -1).max(-1).at[:, :, 0].set(jnp.inf)
     by_distance = _of_page_distances(diagonals.reshape(S, K, M, -1)).at[:, :, 1].set(jnp.inf)
     every = jnp.arange(M, dtype=jnp.int32)
@@ -76,7 +77,7 @@ def vertical_slash_blocks(
         _, best = jax.lax.top_k(jnp.where(distance > 0, worth, -1.0), count - 1)
         kept = jnp.concatenate([jnp.sort(best, axis=1), jnp.full((K, 1), block)], axis=1)
         kept = jnp.pad(kept, ((0, 0), (0, M - count)))
-        return jnp.where(sparse_S[row] & (block >= count), kept, every)
+        return jnp.where(sparse[row] & (block >= count), kept, every)
 
     return jax.vmap(of_tile)(tiles.rows, tiles.blocks)
 
