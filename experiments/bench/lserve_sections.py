@@ -183,13 +183,16 @@ def _pooling(heads: int, tokens: int, D: int, seed: int):
     return run, Cost(4 * tokens * heads * D * (logical + 2) // logical)
 
 
-def kernel(context: int, chunk: int, times: Times, model: ModelConfig, seed: int) -> list[Row]:
+def kernel(
+    context: int, chunk: int, times: Times, model: ModelConfig, seed: int,
+    shares: Sequence[float] = STREAMING_SHARES, budgets: Sequence[int] = MINFERENCE_BUDGETS,
+) -> list[Row]:  # fmt: skip
     """The attention of one prompt at several sparsities: by streaming heads, and by MInference's
     tables in all heads, whose making is timed too (Fig. 12)."""
     listed: dict[str, Mapping[str, Any]] = {"dense": systems(model)["dense"]}
-    for share in STREAMING_SHARES:
+    for share in shares:
         listed[f"streaming {share:.0%}"] = lserve(**streaming(model, share))
-    for budget in MINFERENCE_BUDGETS:
+    for budget in budgets:
         if budget < context:
             listed[f"minference {budget}"] = lserve(minference_from=1, minference_budget=budget)
     return _prefill_rows(listed, [context], chunk, times, model, seed, {})
