@@ -63,7 +63,7 @@ def measured_sections(
         ),
         "memory": lambda at: lserve_sections.memory(at, model),
         "engine": lambda at: lserve_engine.run(
-            options.systems, at, chunk, options.turns, seed, progress=times.progress
+            options.systems, at, chunk, options.turns, seed, times.rates, progress=times.progress
         ),
     }
 

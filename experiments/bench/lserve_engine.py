@@ -19,12 +19,14 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from experiments.bench.lserve_layer import config_of, lserve, systems
+from experiments.bench.lserve_layer import Reads, config_of, lserve, systems
 from models import llama
 from models import params as parameters
 from models.config import ModelConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
+from paged.simulator.roofline import step_cost
+from pallas_kernels.specs import Cost, Rates
 
 MODEL = ModelConfig(
     vocab_size=512, hidden_size=1024, intermediate_size=2048, num_layers=2, num_heads=32,
@@ -38,12 +40,14 @@ STEPS = 8  # timed steps of a turn: two selections with the paper's reuse of 4
 @dataclass(frozen=True)
 class Run:
     """prefill_s: from a request to its first token, once. token_ms: of a decode step, host work
-    included; the median over turns. kv_bytes: in use while it decodes."""
+    included; the median over turns. floor_ms: of what the token cannot do without, weights and what
+    heads read. kv_bytes: in use while it decodes."""
 
     system: str
     context: int
     prefill_s: float
     token_ms: float
+    floor_ms: float
     kv_bytes: int
 
 
@@ -62,7 +66,7 @@ def engines(
 
 
 def run(
-    names: Sequence[str], contexts: Sequence[int], chunk: int, turns: int, seed: int,
+    names: Sequence[str], contexts: Sequence[int], chunk: int, turns: int, seed: int, rates: Rates,
     model: ModelConfig = MODEL, progress: bool = True,
 ) -> list[Run]:  # fmt: skip
     """All systems at all contexts, whole chunks each, shortest first. Programs are compiled by a
@@ -96,11 +100,20 @@ def run(
             for name, engine in found.items():
                 held = engine.metrics.steps[-1].kv_bytes
                 median = float(np.median(token_ms[name]))
-                runs.append(Run(name, context, prefill_s[name], median, held))
+                floor_ms = 1e3 * rates.floor_s(_token_cost(engine, context))
+                runs.append(Run(name, context, prefill_s[name], median, floor_ms, held))
                 engine.abort(ids[name])
                 while engine.has_unfinished():
                     engine.step()
     return runs
+
+
+def _token_cost(engine: Engine, context: int) -> Cost:
+    """Heads of a group that select different pages may agree, so theirs is the least."""
+    rest = step_cost(engine.model, [1])
+    read = Reads.of(engine.model, engine.config).decode(context)
+    L = engine.model.num_layers
+    return Cost(rest.bytes + L * read.bytes, rest.flops + L * read.flops)
 
 
 def _turn_ms(engine: Engine) -> float:

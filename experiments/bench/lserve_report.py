@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.bench.lserve_engine import Run
+from experiments.bench.lserve_layer import LSERVE
 from experiments.bench.lserve_sections import POOLING, PRODUCTS, MemoryRow, PageRow, Row
 from experiments.lib import run_record
 
@@ -106,7 +107,18 @@ def _table(name: str, rows: Sequence[Any]) -> str:
     told = [f"{context:,} {share:.0%}" for context, share in shares.items() if share is not None]
     if told:
         lines.append(f"attention's share of the dense layer: {', '.join(told)}")
+    if name == "selector":
+        lines.append(_selection_over_attention(rows))
     return "\n".join(lines)
+
+
+def _selection_over_attention(rows: Sequence[Row]) -> str:
+    reuse, told = LSERVE["reuse"], []
+    for context in dict.fromkeys(r.context for r in rows):
+        over = _ratio(*(_ms(rows, system, context) for system in ("selector", "attention")))
+        if over is not None:
+            told.append(f"{context:,} {over:.2f} ({over / reuse:.2f})")
+    return f"selection over attention (reused by {reuse} tokens): {', '.join(told)}"
 
 
 def _attention_share(rows: Sequence[Row], context: int) -> float | None:
@@ -146,17 +158,17 @@ def _memory_table(rows: Sequence[MemoryRow]) -> str:
 def _engine_table(rows: Sequence[Run]) -> str:
     dense = {r.context: r for r in rows if r.system == "dense"}
     lines = [
-        f"{'context':>8}  {'':10}{'prefill s':>10}{'× dense':>9}{'token ms':>10}{'× dense':>9}"
-        f"{'KV MB':>9}"
+        f"{'context':>8}  {'':10}{'prefill s':>10}{'× dense':>9}{'token ms':>10}{'floor':>9}"
+        f"{'× dense':>9}{'KV MB':>9}"
     ]
     for r in rows:
-        base = dense.get(r.context)
-        speedups = [_ratio(base and base.prefill_s, r.prefill_s)]
-        speedups.append(_ratio(base and base.token_ms, r.token_ms))
-        cells = ["–" if x is None else f"{x:.2f}" for x in speedups]
+        cells = ["–", "–"]
+        if base := dense.get(r.context):
+            speedups = base.prefill_s / r.prefill_s, base.token_ms / r.token_ms
+            cells = [f"{x:.2f}" for x in speedups]
         lines.append(
             f"{r.context:8,}  {r.system:10}{r.prefill_s:10.2f}{cells[0]:>9}{r.token_ms:10.2f}"
-            f"{cells[1]:>9}{r.kv_bytes / 1e6:9.1f}"
+            f"{r.floor_ms:9.2f}{cells[1]:>9}{r.kv_bytes / 1e6:9.1f}"
         )
     return "\n".join(lines)
 
@@ -171,8 +183,9 @@ def _draw(name: str, rows: Sequence[Any], axes: Axes) -> None:
         y = "token_ms"
     elif name == "kernel":
         for r in rows:
-            axes.plot(1 / r.kept, _ratio(_ms(rows, "dense", r.context), r.ms), "o")
-            axes.annotate(r.system, (1 / r.kept, _ratio(_ms(rows, "dense", r.context), r.ms)))
+            speedup = _ratio(_ms(rows, "dense", r.context), r.ms) or 0.0
+            axes.plot(1 / r.kept, speedup, "o")
+            axes.annotate(r.system, (1 / r.kept, speedup))
         ends = [1, max(1 / r.kept for r in rows)]
         axes.plot(ends, ends, ":", c="#888888", label="oracle, 1/(1 − r)")
         axes.set(xlabel="1/(1 − r)", ylabel="× dense")

@@ -136,6 +136,7 @@ class LServePolicy:
         K, Sp = self.layout.heads, inputs.num_prefill_rows
         G = self.num_heads // K
         tables, lengths = inputs.tables[:Sp, : self.layout.most], inputs.lengths[:Sp]
+        sparse = plan.sparse
         base = cache.page_base[layer]
 
         def all_pages(dense: int, schedule):
@@ -150,7 +151,7 @@ class LServePolicy:
             assert tiles is not None and plan.kept is not None
             blocks = vertical_slash_blocks(
                 q, cache.k_pages, _by_head(tables, dense), inputs.query_starts, lengths, tiles,
-                plan.sparse, self.layout.minference, page_offset=base[:dense],
+                sparse, self.layout.minference, page_offset=base[:dense],
             )  # fmt: skip
             return block_sparse_prefill_attention(
                 q, cache.k_pages, cache.v_pages, tables[tiles.rows[:, None, None], blocks],
@@ -159,11 +160,11 @@ class LServePolicy:
 
         def with_dense(dense: int):
             outs, (of_dense, of_streaming) = [], plan.schedules[dense]
-            if dense and plan.sparse is None:
+            if dense and sparse is None:
                 outs.append(all_pages(dense, of_dense))
-            elif dense:
+            elif dense and sparse is not None:
                 out = jax.lax.cond(
-                    plan.sparse.any(),
+                    sparse.any(),
                     lambda: kept_pages(dense),
                     lambda: all_pages(dense, of_dense),
                 )

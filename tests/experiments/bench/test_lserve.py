@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +74,7 @@ def test_each_timed_run_selects_as_often_as_reuse_says():
 
 @pytest.mark.slow  # many small programs compile
 def test_sections_time_all_that_they_compare(tmp_path):
-    found = {
+    found: dict[str, Sequence[Any]] = {
         "decode": lserve_sections.decode([64, 8192], TIMES, SMALL, 0),
         "prefill": lserve_sections.prefill([256, 512], 256, TIMES, SMALL, 0),
         "kernel": lserve_sections.kernel(2048, 1024, TIMES, SMALL, 0, [0.5], [1024]),
@@ -80,7 +82,7 @@ def test_sections_time_all_that_they_compare(tmp_path):
         "page_size": lserve_sections.page_size([64, 128], [16, 64], 2, TIMES, SMALL, 0),
         "memory": lserve_sections.memory([4096, 16384]),
         "engine": lserve_engine.run(
-            ["dense", "quest"], [128], 128, 1, 0,
+            ["dense", "quest"], [128], 128, 1, 0, TIMES.rates,
             lserve_engine.MODEL.replace(hidden_size=32, intermediate_size=48, head_dim=8),
             progress=False,
         ),
@@ -119,8 +121,8 @@ def test_the_summary_is_of_the_rows_that_it_names():
             row("dense", 16384, 90), row("lserve", 16384, 50, 0.53),
         ],
         "engine": [
-            Run("dense", 16384, 9, 30, 1), Run("lserve", 16384, 9, 20, 1),
-            Run("dense", 4096, 9, 1, 1),
+            Run("dense", 16384, 9, 30, 1, 1), Run("lserve", 16384, 9, 20, 1, 1),
+            Run("dense", 4096, 9, 1, 1, 1),
         ],
         "page_size": [PageRow(16, 512, 3, 1), PageRow(64, 512, 2, 1)],
     }  # fmt: skip
