@@ -124,10 +124,11 @@ def _prefill_rows(
         name: Layer(config_of(system, longest, chunk=chunk), model, seed)
         for name, system in listed.items()
     }
+    steps = {name: layer.chunks(longest) for name, layer in layers.items()}
     runs: dict[str, Callable[[], object]] = {
-        f"{name} {i}": partial(layer.run, steps)
+        f"{name} {i}": partial(layer.run, steps[name][i])
+        for i in range(longest // chunk)
         for name, layer in layers.items()
-        for i, steps in enumerate(layer.chunks(longest))
     }
     ms = times.medians_ms(
         f"prefill {longest}", runs | {name: run for name, (run, _) in more.items()}
