@@ -158,17 +158,17 @@ class LServePolicy:
                 plan.kept, page_offset=base[:dense], implementation=self.implementation,
             )  # fmt: skip
 
+        def dense_heads(dense: int, schedule):
+            if sparse is None:
+                return all_pages(dense, schedule)
+            return jax.lax.cond(
+                sparse.any(), lambda: kept_pages(dense), lambda: all_pages(dense, schedule)
+            )
+
         def with_dense(dense: int):
             outs, (of_dense, of_streaming) = [], plan.schedules[dense]
-            if dense and sparse is None:
-                outs.append(all_pages(dense, of_dense))
-            elif dense and sparse is not None:
-                out = jax.lax.cond(
-                    sparse.any(),
-                    lambda: kept_pages(dense),
-                    lambda: all_pages(dense, of_dense),
-                )
-                outs.append(out)
+            if dense:
+                outs.append(dense_heads(dense, of_dense))
             if dense < K:
                 assert plan.lists is not None and plan.blocks is not None
                 out = block_sparse_prefill_attention(

@@ -84,6 +84,7 @@ def test_attention_is_that_of_masks_over_all_keys(options):
         np.testing.assert_allclose(ours, expected(prompt, *padded)[:, :n], atol=1e-5)
 
 
+@pytest.mark.slow  # both ways to prefill compile
 def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
     """Beside a prompt that is too short for it, in one step; streaming heads stream as ever."""
     options = {"gates": BOTH_LAYERS[:2], "streaming_share": 0.25}
