@@ -185,7 +185,7 @@ def _draw(name: str, rows: Sequence[Any], axes: Axes) -> None:
         for r in rows:
             speedup = _ratio(_ms(rows, "dense", r.context), r.ms) or 0.0
             axes.plot(1 / r.kept, speedup, "o")
-            axes.annotate(r.system, (1 / r.kept, speedup))
+            axes.annotate(r.system, (1 / r.kept, speedup), fontsize="small")
         ends = [1, max(1 / r.kept for r in rows)]
         axes.plot(ends, ends, ":", c="#888888", label="oracle, 1/(1 − r)")
         axes.set(xlabel="1/(1 − r)", ylabel="× dense")
@@ -205,7 +205,8 @@ def _plot(name: str, rows: Sequence[Any], path: Path, footer: str) -> None:
     figure = Figure(figsize=(6, 4.2), layout="constrained")
     axes = figure.subplots()
     _draw(name, rows, axes)
-    title = name.replace("_", " ") + (" (dotted: floor)" if hasattr(rows[0], "floor_ms") else "")
+    has_floors = hasattr(rows[0], "floor_ms") and name != "kernel"
+    title = name.replace("_", " ") + " (dotted: floor)" * has_floors
     axes.set_title(title, loc="left", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize="small")
