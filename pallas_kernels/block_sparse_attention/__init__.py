@@ -7,15 +7,25 @@ from pallas_kernels.block_sparse_attention.hybrid import (
 )
 from pallas_kernels.block_sparse_attention.lists import (
     BlockLists,
+    Tiles,
     streaming_blocks,
     streaming_lists,
+    tiles_of,
+)
+from pallas_kernels.block_sparse_attention.vertical_slash import (
+    vertical_slash_blocks,
+    vertical_slash_lists,
 )
 
 __all__ = [
     "BlockLists",
+    "Tiles",
     "block_sparse_prefill_attention",
     "hybrid_prefill_attention",
     "plan_hybrid_prefill",
     "streaming_blocks",
     "streaming_lists",
+    "tiles_of",
+    "vertical_slash_blocks",
+    "vertical_slash_lists",
 ]

@@ -19,6 +19,7 @@ from pallas_kernels import backend
 from pallas_kernels.block_sparse_attention.api import block_sparse_prefill_attention
 from pallas_kernels.block_sparse_attention.lists import BlockLists
 from pallas_kernels.paged_attention import paged_prefill_attention, prefill_sm90
+from pallas_kernels.paged_attention.api import refusal_of
 from pallas_kernels.paged_attention.schedule import (
     SCOPE,
     PrefillSchedule,
@@ -128,7 +129,7 @@ def hybrid_prefill_attention(
         )
     if pages_IxB.shape != lists.blocks.shape:
         raise ValueError(f"lists need pages [I, B] {lists.blocks.shape}, not {pages_IxB.shape}")
-    refusal = prefill_sm90.refusal(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
+    refusal = refusal_of(prefill_sm90.refusal, q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
     run = backend.choose("hybrid_prefill_attention", HYBRID, implementation, refusal)
     return run(
         q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxM, query_starts, lengths_S, pages_IxB,

@@ -8,6 +8,7 @@ with a shorter table. Lists depend on positions alone: one for a step serves all
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,14 +49,22 @@ def streaming_blocks(query_blocks, sink: int, local: int):
     return blocks, query_blocks + 1 - skipped
 
 
-def streaming_lists(
-    query_starts, lengths_S, num_tokens: int, page_size: int, sink: int, local: int
-) -> BlockLists:
-    """The lists of streaming heads for ragged chunks.
+class Tiles(NamedTuple):
+    """The tiles of queries of ragged chunks, [I] int32 each.
 
-    query_starts [S + 1], lengths [S]: as in `paged_prefill_attention`. num_tokens: T of its
-    queries. sink, local: pages, as in `streaming_blocks`.
+    starts [I + 1], rows: as in `BlockLists`. blocks: the page of each tile in its sequence. held:
+    tokens of that page up to the tile's last query; 0 for an empty tile.
     """
+
+    starts: jax.Array
+    rows: jax.Array
+    blocks: jax.Array
+    held: jax.Array
+
+
+def tiles_of(query_starts, lengths_S, num_tokens: int, page_size: int) -> Tiles:
+    """query_starts [S + 1], lengths [S]: as in `paged_prefill_attention`. num_tokens: T of its
+    queries."""
     S = len(lengths_S)
     counts = query_starts[1:] - query_starts[:-1]
     first = lengths_S - counts  # the position of each chunk's first query
@@ -70,10 +79,28 @@ def streaming_lists(
     begin = jnp.maximum(first[row], block * page_size)
     end = jnp.minimum(lengths_S[row], (block + 1) * page_size)
     start = jnp.where(left_over, query_starts[-1], query_starts[row] + begin - first[row])
-    blocks, count = streaming_blocks(jnp.where(left_over, 0, block), sink, local)
-    return BlockLists(
+    return Tiles(
         starts=jnp.append(start, query_starts[-1]),
         rows=row,
-        blocks=blocks,
-        lengths=jnp.where(left_over, 0, (count - 1) * page_size + end - block * page_size),
+        blocks=jnp.where(left_over, 0, block),
+        held=jnp.where(left_over, 0, end - block * page_size),
     )
+
+
+def lists_of(tiles: Tiles, blocks, counts, page_size: int) -> BlockLists:
+    """Lists of `counts` [I] of the pages blocks [I, B]."""
+    lengths = jnp.where(tiles.held > 0, (counts - 1) * page_size + tiles.held, 0)
+    return BlockLists(tiles.starts, tiles.rows, blocks, lengths)
+
+
+def streaming_lists(
+    query_starts, lengths_S, num_tokens: int, page_size: int, sink: int, local: int
+) -> BlockLists:
+    """The lists of streaming heads for ragged chunks.
+
+    query_starts, lengths, num_tokens: as in `tiles_of`. sink, local: pages, as in
+    `streaming_blocks`.
+    """
+    tiles = tiles_of(query_starts, lengths_S, num_tokens, page_size)
+    blocks, counts = streaming_blocks(tiles.blocks, sink, local)
+    return lists_of(tiles, blocks, counts, page_size)

@@ -133,7 +133,7 @@ def paged_attention(
     if schedule is not None and len(schedule.items) - len(schedule.merges) != S * K:
         raise ValueError(f"the schedule is not one of {S} sequences and {K} KV heads")
     refuse = DECODE_REFUSALS.get(implementation or "mosaic_gpu")
-    refusal = _refusal(refuse, q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
+    refusal = refusal_of(refuse, q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
     run = backend.choose("paged_attention", DECODE, implementation, refusal)
     page_offset = _offset(page_offset, K)
     out, lse, *scores = run(
@@ -186,7 +186,7 @@ def paged_prefill_attention(
     tables_SxKxM, query_starts, lengths_S = _integers(
         tables=tables_SxKxM, query_starts=query_starts, lengths=lengths_S
     )
-    refusal = _refusal(prefill_sm90.refusal, q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
+    refusal = refusal_of(prefill_sm90.refusal, q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
     _check_schedule(schedule, PrefillSchedule)
     lists = schedule is not None and schedule.key_tiles is not None
     if lists and (refusal or not backend.runs_kernels(implementation)):
@@ -204,7 +204,7 @@ def _array(x):
     return jax.tree.map(jnp.asarray, x)
 
 
-def _refusal(refuse, q, k_pages, v_pages, *more) -> str | None:
+def refusal_of(refuse, q, k_pages, v_pages, *more) -> str | None:
     """Why a kernel cannot run these arguments, or None. refuse: its own reasons, if it has any."""
     if isinstance(k_pages, QuantizedPages) or isinstance(v_pages, QuantizedPages):
         return "it reads no quantised pages"

@@ -16,14 +16,17 @@ __all__ = ["LSERVE", "LServeHost", "LServePolicy", "Options", "device"]
 
 
 def capabilities(config: CacheConfig) -> Capabilities:
-    """Generated tokens that have selected pages would be prefilled with all of them: recomputing is
-    exact only where nobody selects. Prefixes are not shared, because a window that has moved on
-    lacks the pages that a later prompt would need."""
+    """Generated tokens that have selected pages would be prefilled with all of them, and sparsely
+    prefilled prompts would be cut into other chunks: recomputing is exact only where neither is.
+    Prefixes are not shared, because a window that has moved on lacks the pages that a later prompt
+    would need."""
     options: Options = config.policy_options
-    never_selects = max(options.budget, options.sparse_from) >= config.max_model_len
+    longest = config.max_model_len
+    never_selects = max(options.budget, options.sparse_from) >= longest
+    never_sparse = not 0 < options.minference_from <= longest
     return Capabilities(
         fork="computed", swap=True, chunked_prefill=True, recompute=True,
-        recompute_exact=never_selects, slot_state=True,
+        recompute_exact=never_selects and never_sparse, slot_state=True,
     )  # fmt: skip
 
 
@@ -56,8 +59,11 @@ def device(
     config: CacheConfig, model: ShardedModel, implementation: str | None = None
 ) -> LServePolicy:
     options: Options = config.policy_options
+    layout = layout_of(config, model)
+    if layout.format and implementation is None:
+        implementation = "xla"  # No kernel reads quantised pages, and plans are made for kernels.
     return LServePolicy(
-        layout_of(config, model),
+        layout,
         model.shard.num_layers,
         model.shard.num_heads,
         model.shard.head_dim,

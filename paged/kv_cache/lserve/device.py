@@ -23,19 +23,15 @@ from paged.kv_cache.lserve.plan import (
     NEVER,
     DecodePlan,
     LServePlan,
-    PrefillPlan,
     case_of,
     lengths_read,
     make_plan,
     with_schedules,
 )
-from pallas_kernels.block_sparse_attention import (
-    block_sparse_prefill_attention,
-    hybrid_prefill_attention,
-)
+from paged.kv_cache.lserve.prefill import prefill
 from pallas_kernels.kv_write import copy_pages, write_kv
 from pallas_kernels.page_selection import select_pages, write_key_statistics
-from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantization import QuantizedPages
 
 
@@ -149,7 +145,11 @@ class LServePolicy:
             cache = self._write_statistics(cache, k_TxKxD, slots, plan, Tp)
         outs = []
         if Tp:
-            outs.append(self._prefill(layer, q_TxHxD[:Tp], cache, plan.prefill, inputs))
+            out = prefill(
+                self.layout, layer, q_TxHxD[:Tp], cache.k_pages, cache.v_pages, cache.page_base,
+                cache.num_dense, plan.prefill, inputs, self.implementation,
+            )  # fmt: skip
+            outs.append(out)
         if Tp < T:
             tables = inputs.tables[inputs.num_prefill_rows :, : self.layout.most]
             out, cache = self._decode(layer, q_TxHxD[Tp:], cache, plan.decode, tables)
@@ -171,46 +171,6 @@ class LServePolicy:
         """[N, C, 2D]. An axis of one logical page would make XLA copy the stored array."""
         assert cache.statistics is not None
         return cache.statistics.reshape(len(cache.statistics), -1, 2 * self.head_dim)
-
-    def _prefill(self, layer, q_TxHxD, cache: LServeCache, plan: PrefillPlan, inputs):
-        """The heads of a kind at once; how many a layer has of each decides the program."""
-        K, Sp = self.layout.heads, inputs.num_prefill_rows
-        G = self.num_heads // K
-        tables, lengths = inputs.tables[:Sp, : self.layout.most], inputs.lengths[:Sp]
-        base = cache.page_base[layer]
-        if plan.hybrid is not None:
-            assert plan.lists is not None
-            return hybrid_prefill_attention(
-                q_TxHxD, cache.k_pages, cache.v_pages, tables, inputs.query_starts, lengths,
-                plan.blocks, plan.lists, cache.num_dense[layer], base,
-                dense_counts=tuple(self.layout.dense_counts), schedules=plan.hybrid,
-                implementation=self.implementation,
-            )  # fmt: skip
-
-        def with_dense(dense: int):
-            outs, (of_dense, of_streaming) = [], plan.schedules[dense]
-            if dense:
-                out = paged_prefill_attention(
-                    q_TxHxD[:, : dense * G], cache.k_pages, cache.v_pages, _by_head(tables, dense),
-                    inputs.query_starts, lengths, page_offset=base[:dense], schedule=of_dense,
-                    implementation=self.implementation,
-                )  # fmt: skip
-                outs.append(out)
-            if dense < K:
-                assert plan.lists is not None and plan.blocks is not None
-                out = block_sparse_prefill_attention(
-                    q_TxHxD[:, dense * G :], cache.k_pages, cache.v_pages,
-                    _by_head(plan.blocks, K - dense), plan.lists, page_offset=base[dense:],
-                    schedule=of_streaming, implementation=self.implementation,
-                )  # fmt: skip
-                outs.append(out)
-            return jnp.concatenate(outs, axis=1)
-
-        counts = self.layout.dense_counts
-        if len(counts) == 1:
-            return with_dense(counts[0])
-        which = jnp.searchsorted(jnp.array(counts), cache.num_dense[layer])
-        return jax.lax.switch(which, [lambda dense=dense: with_dense(dense) for dense in counts])
 
     def _decode(self, layer, q_SxHxD, cache: LServeCache, plan: DecodePlan, tables_SxM):
         """(attention [Sd, H, D], cache), each row's heads as rows of one KV head."""
@@ -343,8 +303,3 @@ def _random_pages(layer, positions_S, num_pages_SxJ, M: int, count: int):
     )
     scored = jnp.arange(M) < num_pages_SxJ[..., None] - 1
     return jax.lax.top_k(jnp.where(scored, scores, -1.0), count)[1].astype(jnp.int32)
-
-
-def _by_head(tables, K: int):
-    """Tables [S, M] of all K heads alike."""
-    return jnp.broadcast_to(tables[:, None], (tables.shape[0], K, tables.shape[1]))

@@ -29,7 +29,9 @@ class Layout:
     so many pages read all. window: that a sequence's streaming heads hold at most between steps.
     chunks: that the chunks of a step need beyond this. ring: places of a slot's table for what
     comes after the sink. format: of quantised keys and of quantised values. num_blocks: of the two
-    pools, with the null block; 0 where no head is of the kind.
+    pools, with the null block; 0 where no head is of the kind. minference: pages of keys that a
+    page of queries of a dense head reads in prefill of prompts of minference_from tokens or more; 0
+    where all are read.
     """
 
     page_size: int
@@ -48,6 +50,8 @@ class Layout:
     ring: int
     format: KVFormat | None
     num_blocks: tuple[int, int]
+    minference: int = 0
+    minference_from: int = 0
 
     @property
     def selects(self) -> bool:
@@ -167,8 +171,15 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         ring=max(1, min(most - sink, local + 1 + (longest + P - 2) // P)),
         format=KVFormat(options.kv_bits, model.shard.head_dim) if quantised else None,
         num_blocks=(0, 0),
+        minference=_minference(options, config.max_model_len, most, P),
+        minference_from=options.minference_from,
     )  # fmt: skip
     return replace(layout, num_blocks=_blocks(layout, config, model))
+
+
+def _minference(options: Options, longest: int, most: int, page_size: int) -> int:
+    pages = max(LEAST_SELECTED, options.minference_budget // page_size)
+    return pages if 0 < options.minference_from <= longest and pages < most else 0
 
 
 def _blocks(layout: Layout, config: CacheConfig, model: ShardedModel) -> tuple[int, int]:

@@ -38,6 +38,12 @@ class Options:
         "bits of an element of keys and values: 8 or 4, with a scale and a zero point for each "
         "token and head, or 16 for those of kv_dtype as they are",
     )
+    minference_from: int = described(
+        0, "prompt from which on dense heads prefill sparsely, as MInference does; 0 for never"
+    )
+    minference_budget: int = described(
+        4096, "tokens that a page of queries of a dense head reads then, whole pages of them"
+    )
     streaming_share: float = described(0.5, "share of KV heads that stream, those of lowest gates")
     gates: Gates = field(
         default=(),
@@ -74,8 +80,15 @@ def check_options(options: Options, page_size: int, model: ModelConfig | None) -
             f"whole pages of {page_size}, at least one",
         ),
         "kv_bits": (options.kv_bits in (UNQUANTISED, 8, 4), f"{UNQUANTISED}, 8 or 4"),
+        "minference_from": (0 <= options.minference_from < 2**31, "at least 0 and below 2^31"),
+        "minference_budget": (options.minference_budget >= 1, "at least 1"),
         "streaming_share": (0 <= options.streaming_share <= 1, "from 0 to 1"),
     })  # fmt: skip
+    if options.minference_from and options.kv_bits != UNQUANTISED:
+        raise ValueError(
+            f"minference_from ({options.minference_from}) needs keys as they are, kv_bits "
+            f"{UNQUANTISED}, not {options.kv_bits}"
+        )
     if model is None:
         return
     if options.kv_bits != UNQUANTISED:

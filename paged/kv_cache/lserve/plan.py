@@ -9,9 +9,12 @@ import jax.numpy as jnp
 from paged.kv_cache.lserve.layout import Layout
 from pallas_kernels.block_sparse_attention import (
     BlockLists,
+    Tiles,
     plan_hybrid_prefill,
     streaming_blocks,
     streaming_lists,
+    tiles_of,
+    vertical_slash_lists,
 )
 from pallas_kernels.page_selection import KeyRuns, key_runs, plan_selection
 from pallas_kernels.paged_attention import plan_decode, plan_prefill
@@ -24,13 +27,18 @@ NEVER = -1  # where the owner of a slot has not selected
 class PrefillPlan:
     """lists: of streaming heads, [I, B], and blocks: [I, B] of the pool.  schedules: of the dense
     and the streaming heads' attention by the number of dense heads.  hybrid: of both in one launch,
-    instead, for kernels.  runs: of the chunks' keys."""
+    instead, for kernels.  runs: of the chunks' keys.  sparse: [Sp] bool, rows in which dense heads
+    read the pages of their best columns and diagonals (MInference), and then tiles of queries, and
+    kept: the lists of these pages; or all None."""
 
     lists: BlockLists | None
     blocks: jax.Array | None
     schedules: dict[int, tuple[PrefillSchedule | None, PrefillSchedule | None]]
     runs: KeyRuns | None
     hybrid: PrefillSchedule | None = None
+    sparse: jax.Array | None = None
+    tiles: Tiles | None = None
+    kept: BlockLists | None = None
 
 
 @flax.struct.dataclass
@@ -103,12 +111,16 @@ def _plan_prefill(
         return plan_prefill(starts, lengths, Tp, heads * G, heads, implementation=implementation)
 
     counts, K = tuple(layout.dense_counts), layout.heads
-    if lists and (
-        hybrid := plan_hybrid_prefill(
-            starts, lengths, lists, Tp, K * G, K, counts, implementation=implementation
+    if (
+        lists
+        and not layout.minference
+        and (
+            hybrid := plan_hybrid_prefill(
+                starts, lengths, lists, Tp, K * G, K, counts, implementation=implementation
+            )
         )
     ):
-        return PrefillPlan(lists, blocks, {}, runs, hybrid)
+        return PrefillPlan(lists, blocks, {}, runs, hybrid=hybrid)
     schedules: dict = {}
     for dense in counts:
         of_dense = schedule(starts, lengths, dense) if dense else None
@@ -117,7 +129,12 @@ def _plan_prefill(
             schedule(lists.starts, lists.lengths, streaming) if lists and streaming else None
         )
         schedules[dense] = of_dense, of_streaming
-    return PrefillPlan(lists, blocks, schedules, runs)
+    if not layout.minference:
+        return PrefillPlan(lists, blocks, schedules, runs)
+    sparse = inputs.tables[:Sp, -1] >= layout.minference_from
+    tiles = tiles_of(starts, lengths, Tp, layout.page_size)
+    kept = vertical_slash_lists(tiles, sparse, layout.minference, layout.most, layout.page_size)
+    return PrefillPlan(lists, blocks, schedules, runs, sparse=sparse, tiles=tiles, kept=kept)
 
 
 def _plan_decode(layout: Layout, selected_at, inputs, computes) -> DecodePlan:

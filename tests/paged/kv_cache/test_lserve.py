@@ -18,6 +18,7 @@ from paged.kv_cache.lserve.gates import dense_first, read_gates, streaming_heads
 from paged.kv_cache.lserve.layout import layout_of
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator.executor import SimulatedExecutor
+from pallas_kernels.block_sparse_attention import tiles_of, vertical_slash_blocks
 from tests.paged.kv_cache.attention_driver import Driver
 from tests.paged.kv_cache.lserve_oracle import masked_attend
 from tests.paged.kv_cache.policy_suite import (
@@ -92,6 +93,54 @@ def test_attention_is_that_of_masks_over_all_keys(options):
         np.testing.assert_allclose(ours, expected(prompt, *padded)[:, :n], atol=1e-5)
 
 
+@pytest.mark.slow  # both ways to prefill compile
+def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
+    """Beside a prompt that is too short for it, in one step; streaming heads stream as ever."""
+    options = {"gates": BOTH_LAYERS[:2], "streaming_share": 0.25}
+    options |= {"minference_from": 40, "minference_budget": 12}
+    config = EngineConfig(
+        max_num_seqs=2, max_num_batched_tokens=80, max_prefills_per_step=2, max_model_len=64,
+        page_size=4, kv_cache_tokens=240, policy="lserve", policy_options=NEVER_SELECTS | options,
+    )  # fmt: skip
+    assert not config.capabilities.recompute_exact
+    rng, (L, H, K, D), lengths = np.random.default_rng(4), (2, 8, 4, 8), [48, 21]
+    model = replace(WIDE, num_layers=L)
+    qkv = [[rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in lengths]
+    found = Driver(model, config, qkv, lengths).step([(0, 48), (1, 21)], Tp=80, Sd=2)
+
+    streams = streaming_heads(config.policy_options.gates, config.policy_options.streaming_share)
+    attend = jax.jit(masked_attend(model, config.policy_options, streams, 4, 64))
+    starts, table = np.array([0, 48]), np.arange(12 * K).reshape(1, K, 12)
+    tiles = tiles_of(jnp.array(starts), jnp.array([48]), 48, 4)
+
+    @jax.jit
+    def blocks_of(q, pool):
+        lengths, sparse = jnp.array([48]), jnp.array([True])
+        return vertical_slash_blocks(q, pool, table, starts, lengths, tiles, sparse, 3)
+
+    at = np.arange(48)
+    for layer in range(L):
+        for slot, n in enumerate(lengths):
+            padded = [np.zeros((64, *x.shape[2:]), np.float32) for x in qkv[slot]]
+            for array, x in zip(padded, qkv[slot]):
+                array[:n] = x[layer]
+            expected, _ = attend(jnp.int32(layer), *padded, None)
+            of_kind = np.repeat(streams[layer] | (slot == 1), H // K)
+            np.testing.assert_allclose(
+                found[slot][layer][:, of_kind], np.asarray(expected)[:n, of_kind], atol=1e-5
+            )
+        q, k, v = (jnp.asarray(x[layer], jnp.float32) for x in qkv[0])
+        pool = k.reshape(12, 4, K, D).transpose(2, 0, 1, 3).reshape(12 * K, 4, D)
+        blocks = np.asarray(blocks_of(q, pool))
+        for h in range(H):
+            kept = [blocks[t // 4, h // 2, : min(t // 4 + 1, 3)] for t in at]
+            seen = np.array([np.isin(at // 4, pages) for pages in kept]) & (at <= at[:, None])
+            scores = np.where(seen, q[:, h] @ k[:, h // 2].T * D**-0.5, -np.inf)
+            expected = jax.nn.softmax(scores) @ v[:, h // 2]
+            if not streams[layer, h // 2]:
+                np.testing.assert_allclose(found[0][layer][:, h], expected, atol=1e-5)
+
+
 @pytest.mark.slow  # two policies compile
 def test_with_the_whole_context_and_no_streaming_heads_it_is_vllm(tiny_params):
     bench = Bench(tiny_params)
@@ -117,11 +166,12 @@ def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step, kv_bits):
     """All pools and the statistics are aliased from input to output, and no temporary comes near
     their size. The cache is large, so that the state of slots is small beside it."""
     config = EngineConfig(
-        max_num_seqs=4, max_model_len=256, kv_cache_tokens=65536, page_size=16,
+        max_num_seqs=4, max_model_len=256, kv_cache_tokens=131072, page_size=16,
         multi_step=multi_step, policy="lserve",
         policy_options=lserve.Options(
             budget=64, gates=CASE.config["policy_options"].gates, streaming_share=0.25,
             kv_bits=kv_bits,
+            minference_from=128 if kv_bits == 16 else 0, minference_budget=64,
         ),
     )  # fmt: skip
     policy = lserve.device(config, ShardedModel.split(TINY))
@@ -261,6 +311,9 @@ def test_gates_are_read_from_both_formats(tmp_path):
         ({"budget": 0}, "budget must be at least 1, not 0"),
         ({"reuse": 3}, r"reuse must be a divisor of page_size \(4\), or a new page would be"),
         ({"logical_page": 8}, r"logical_page must be a divisor of page_size \(4\)"),
+        ({"minference_from": -1}, "minference_from must be at least 0"),
+        ({"minference_budget": 0}, "minference_budget must be at least 1"),
+        ({"minference_from": 8, "kv_bits": 4}, r"minference_from \(8\) needs keys as they are"),
         ({"sink": 6}, "sink must be whole pages of 4, not 6"),
         ({"local": 0}, "local must be whole pages of 4, at least one, not 0"),
         ({"streaming_share": 1.5}, "streaming_share must be from 0 to 1"),

@@ -1,0 +1,89 @@
+"""Prefill of LServe's policy, the heads of a kind at once: streaming heads read their window, dense
+heads all pages, or those that MInference keeps.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from paged.kv_cache.lserve.layout import Layout
+from paged.kv_cache.lserve.plan import PrefillPlan
+from pallas_kernels.block_sparse_attention import (
+    block_sparse_prefill_attention,
+    hybrid_prefill_attention,
+    vertical_slash_blocks,
+)
+from pallas_kernels.paged_attention import paged_prefill_attention
+
+
+def prefill(
+    layout: Layout, layer, q_TxHxD, k_pages, v_pages, page_base, num_dense, plan: PrefillPlan,
+    inputs, implementation: str | None,
+):  # fmt: skip
+    """Attention [Tp, H, D] of the chunks of a step, in one layer. How many dense heads the layer
+    has decides the program.
+
+    k_pages, v_pages, page_base, num_dense: of the cache.
+    """
+    K, Sp = layout.heads, inputs.num_prefill_rows
+    G = q_TxHxD.shape[1] // K
+    tables, lengths = inputs.tables[:Sp, : layout.most], inputs.lengths[:Sp]
+    sparse, base = plan.sparse, page_base[layer]
+    if plan.hybrid is not None:
+        assert plan.lists is not None
+        return hybrid_prefill_attention(
+            q_TxHxD, k_pages, v_pages, tables, inputs.query_starts, lengths,
+            plan.blocks, plan.lists, num_dense[layer], base,
+            dense_counts=tuple(layout.dense_counts), schedules=plan.hybrid,
+            implementation=implementation,
+        )  # fmt: skip
+
+    def all_pages(dense: int, schedule):
+        return paged_prefill_attention(
+            q_TxHxD[:, : dense * G], k_pages, v_pages, _by_head(tables, dense),
+            inputs.query_starts, lengths, page_offset=base[:dense], schedule=schedule,
+            implementation=implementation,
+        )  # fmt: skip
+
+    def kept_pages(dense: int):
+        q, tiles = q_TxHxD[:, : dense * G], plan.tiles
+        assert tiles is not None and plan.kept is not None
+        blocks = vertical_slash_blocks(
+            q, k_pages, _by_head(tables, dense), inputs.query_starts, lengths, tiles,
+            sparse, layout.minference, page_offset=base[:dense],
+        )  # fmt: skip
+        return block_sparse_prefill_attention(
+            q, k_pages, v_pages, tables[tiles.rows[:, None, None], blocks],
+            plan.kept, page_offset=base[:dense], implementation=implementation,
+        )  # fmt: skip
+
+    def dense_heads(dense: int, schedule):
+        if sparse is None:
+            return all_pages(dense, schedule)
+        return jax.lax.cond(
+            sparse.any(), lambda: kept_pages(dense), lambda: all_pages(dense, schedule)
+        )
+
+    def with_dense(dense: int):
+        outs, (of_dense, of_streaming) = [], plan.schedules[dense]
+        if dense:
+            outs.append(dense_heads(dense, of_dense))
+        if dense < K:
+            assert plan.lists is not None and plan.blocks is not None
+            out = block_sparse_prefill_attention(
+                q_TxHxD[:, dense * G :], k_pages, v_pages,
+                _by_head(plan.blocks, K - dense), plan.lists, page_offset=base[dense:],
+                schedule=of_streaming, implementation=implementation,
+            )  # fmt: skip
+            outs.append(out)
+        return jnp.concatenate(outs, axis=1)
+
+    counts = layout.dense_counts
+    if len(counts) == 1:
+        return with_dense(counts[0])
+    which = jnp.searchsorted(jnp.array(counts), num_dense[layer])
+    return jax.lax.switch(which, [lambda dense=dense: with_dense(dense) for dense in counts])
+
+
+def _by_head(tables, K: int):
+    """Tables [S, M] of all K heads alike."""
+    return jnp.broadcast_to(tables[:, None], (tables.shape[0], K, tables.shape[1]))
