@@ -1,0 +1,1 @@
+"""DiffKV's pages and their manager. (The policy that uses them is not there yet.)"""
