@@ -25,6 +25,8 @@ The zero point is a value and not a code, so that equal channels need no scale. 
 
 so scales are applied to scores and to probabilities, never to elements.
 
+Elements of 16 and 32 bits are floats as they are: they have no scales, and no section of them.
+
 The sections of a page begin at whole tokens: where C divides P * g, the pool is also an array
 [N * W / C, C] whose row n * W / C + t has the codes of token t of page n.
 """
@@ -32,7 +34,8 @@ The sections of a page begin at whole tokens: where C divides P * g, the pool is
 from dataclasses import dataclass
 
 WORD_BITS = 32
-BITS = (1, 2, 4, 8)
+BITS = (1, 2, 4, 8, 16, 32)
+FLOATS = {16: ("float16", "bfloat16"), 32: ("float32",)}
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class KVFormat:
     """The keys, or the values, of one token and KV head.
 
     bits: of an element. head_dim: D. groups: g, each with a scale and a zero point of its own.
+    floats: what elements of 16 or 32 bits are.
 
     Raises ValueError for what does not fill whole words.
     """
@@ -47,6 +51,7 @@ class KVFormat:
     bits: int
     head_dim: int
     groups: int = 1
+    floats: str = "float16"
 
     def __post_init__(self):
         if self.bits not in BITS:
@@ -58,6 +63,17 @@ class KVFormat:
             )
         if self.groups < 1 or self.head_dim % self.groups:
             raise ValueError(f"{self.groups} groups do not divide a head dim of {self.head_dim}")
+        if not self.scaled and self.floats not in FLOATS[self.bits]:
+            allowed = " or ".join(FLOATS[self.bits])
+            raise ValueError(f"elements of {self.bits} bits are {allowed}, not {self.floats}")
+
+    @property
+    def scaled(self) -> bool:
+        return self.bits not in FLOATS
+
+    @property
+    def scale_words(self) -> int:
+        return self.groups if self.scaled else 0
 
     @property
     def most(self) -> int:
@@ -75,11 +91,11 @@ class KVFormat:
 
     @property
     def token_words(self) -> int:
-        return self.code_words + self.groups
+        return self.code_words + self.scale_words
 
     @property
     def token_bytes(self) -> int:
-        """Of a token, with its scales and zero points: D * bits / 8 + 4 * g."""
+        """Of a token, with its scales and zero points if it has any: D * bits / 8 + 4 * g."""
         return self.token_words * WORD_BITS // 8
 
     def page_words(self, page_size: int) -> int:

@@ -43,8 +43,17 @@ class Codes(NamedTuple):
         scales, zeros = (jnp.unstack(x, axis=-1) for x in (self.scale, self.zero))
         return zip(self._by_group(self.codes), scales, zeros)
 
+    @classmethod
+    def unpacked(cls, codes, scales, format: KVFormat) -> "Codes":
+        """Of the words [..., T, C] and [..., T, g] of tokens. Floats have a scale of one."""
+        codes = unpack(codes, format)
+        if format.scaled:
+            return cls(codes, *split(scales))
+        one = jnp.ones((*codes.shape[:-1], 1), jnp.float32)
+        return cls(codes, one, jnp.zeros_like(one))
+
     def only(self, held):
-        """With zeros for the tokens that are not `held` [..., T]. Codes are finite in any case."""
+        """With zeros for the tokens that are not `held` [..., T], if codes are finite."""
         scale, zero = (jnp.where(held[..., None], x, 0) for x in (self.scale, self.zero))
         return self._replace(scale=scale, zero=zero)
 
@@ -77,8 +86,8 @@ class QuantizedPages:
         """The tokens [..., m * P] of pages' words [..., m, W]."""
         codes, scales = self._sections(rows)
         codes = codes.reshape(*rows.shape[:-2], -1, self.format.code_words)
-        scales = scales.reshape(*rows.shape[:-2], -1, self.format.groups)
-        return Codes(unpack(codes, self.format), *split(scales))
+        scales = scales.reshape(*rows.shape[:-2], -1, self.format.scale_words)
+        return Codes.unpacked(codes, scales, self.format)
 
     def values(self):
         """All elements, [N, P, D] float32."""
@@ -96,13 +105,15 @@ class QuantizedPages:
         codes, scales = quantize(x_TxKxD, self.format)
         slots = slots_TxK.reshape(-1)
         page, token = slots // P, slots % P
-        words = _put(self.words, page, token * C, codes.reshape(-1, C))
-        words = _put(words, page, P * C + token * g, scales.reshape(-1, g))
+        words = put_words(self.words, page, token * C, codes.reshape(-1, C))
+        words = put_words(words, page, P * C + token * g, scales.reshape(-1, g))
         return replace(self, words=words)
 
 
-def _put(words_NxW, page, first, new):
-    """The words with `new` [n, w] at [page, first .. first + w - 1]; pages beyond N are dropped."""
+def put_words(words_NxW, page, first, new):
+    """The words [N, W] with `new` [n, w] at [page, first .. first + w - 1]; page, first: [n] int32.
+    What goes to pages beyond N is dropped. No two are the same place, of the dropped ones either.
+    """
     windows = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
     )
@@ -110,3 +121,14 @@ def _put(words_NxW, page, first, new):
         words_NxW, jnp.stack([page, first], axis=-1), new, windows, unique_indices=True,
         mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
     )  # fmt: skip
+
+
+def take_words(words_NxW, page, first: int, count: int):
+    """Words [n, count] of the pages `page` [n] int32, from their word `first` on."""
+    windows = jax.lax.GatherDimensionNumbers(
+        offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1)
+    )
+    starts = jnp.stack([page, jnp.full_like(page, first)], axis=-1)
+    return jax.lax.gather(
+        words_NxW, starts, windows, (1, count), mode=jax.lax.GatherScatterMode.CLIP
+    )

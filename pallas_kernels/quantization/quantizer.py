@@ -17,10 +17,14 @@ def quantize(x, format: KVFormat):
 
     Each element is off by half a scale at most. Equal elements that float16 can hold are exact.
     Elements beyond +-`LIMIT` (32,752) become that; a group with one that is not finite reads as
-    NaN. Raises ValueError if D is not the format's.
+    NaN. Floats have no scales [..., 0]. Raises ValueError if D is not the format's.
     """
     if x.shape[-1] != format.head_dim:
         raise ValueError(f"a format of head dim {format.head_dim} cannot hold {x.shape}")
+    if not format.scaled:
+        unsigned = jnp.dtype(f"uint{format.bits}")
+        codes = jax.lax.bitcast_convert_type(x.astype(format.floats), unsigned)
+        return pack(codes.astype(jnp.uint32), format), jnp.zeros((*x.shape[:-1], 0), jnp.uint32)
     x = x.astype(jnp.float32).reshape(*x.shape[:-1], format.groups, -1)
     finite = jnp.isfinite(x).all(-1)
     x = jnp.clip(x, -LIMIT, LIMIT)
@@ -36,6 +40,8 @@ def quantize(x, format: KVFormat):
 
 def dequantize(codes, scales, format: KVFormat):
     """The elements [..., D] in float32 that `quantize` gave codes and scales [..., g] for."""
+    if not format.scaled:
+        return unpack(codes, format)
     scale, zero = split(scales)
     elements = unpack(codes, format).reshape(*scale.shape, -1)
     elements = zero[..., None] + scale[..., None] * elements
@@ -49,8 +55,13 @@ def pack(codes, format: KVFormat):
 
 
 def unpack(words, format: KVFormat):
-    """Words [..., C] as codes [..., D] in float32. XLA joins this form with a product."""
+    """Words [..., C] as codes [..., D] in float32, or as the floats that they are. XLA joins this
+    form with a product."""
     codes = (words[..., None] >> _shifts(format)) & jnp.uint32(format.most)
+    if not format.scaled:
+        unsigned = codes.astype(f"uint{format.bits}")
+        floats = jax.lax.bitcast_convert_type(unsigned, jnp.dtype(format.floats))
+        return floats.astype(jnp.float32).reshape(*words.shape[:-1], -1)
     # CPUs have an instruction for signed integers.
     return codes.astype(jnp.int32).astype(jnp.float32).reshape(*words.shape[:-1], -1)
 

@@ -1,0 +1,102 @@
+"""The public ops. They check shapes, fill in defaults and choose an implementation."""
+
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+from pallas_kernels.quantized_attention import reference, xla
+from pallas_kernels.quantized_attention.pages import PageFormat
+
+DECODE = {"reference": reference.decode, "xla": xla.decode}
+PROMPT = {"reference": reference.prompt, "xla": xla.prompt}
+
+
+def mixed_precision_attention(
+    q_SxHxD,
+    words_NxW,
+    tables_SxKxM,
+    high_SxK,
+    low_SxK,
+    formats: tuple[PageFormat, PageFormat],
+    *,
+    scale: float | None = None,
+    implementation: str | None = None,
+):
+    """Decode attention: one query per sequence over pages of two precisions (DiffKV §6.2).
+
+    q:        [S, H, D] queries; head h reads with KV head h // G.
+    words:    [N, W] uint32, unified pages.
+    tables:   [S, K, M] int32 pages of each head: those of high precision from the left end on, those
+              of low precision from the right end on (§5.2). What is between may be anything.
+    high, low: [S, K] int32 tokens of each precision, none or up to M pages together.
+    formats:  of high and of low precision.
+    scale:    multiplies q·k; None means D ** -0.5.
+
+    Returns the attention [S, H, D] in q's dtype, zeros where nothing is read; the log-sum-exp of
+    the scores [S, H] float32, -inf there; and the scores of both precisions, [S, K, M, G, P] float32
+    by page and token, -inf for tokens that are not read. The pages of low precision come in their
+    own order there, the right end's first. exp(score - log-sum-exp) is a token's probability.
+    Raises ValueError if arguments do not fit together.
+    """
+    S, H, D = q_SxHxD.shape
+    if tables_SxKxM.ndim != 3 or tables_SxKxM.shape[0] != S or H % tables_SxKxM.shape[1]:
+        raise ValueError(
+            f"{S} queries of {H} heads need tables [{S}, K, M] with K dividing {H}, "
+            f"not {tables_SxKxM.shape}"
+        )
+    K = tables_SxKxM.shape[1]
+    for name, count in (("high", high_SxK), ("low", low_SxK)):
+        if count.shape != (S, K):
+            raise ValueError(f"{name} must be [{S}, {K}], not {count.shape}")
+    for format in formats:
+        dims = format.keys.head_dim, format.values.head_dim
+        if dims != (D, D) or words_NxW.ndim != 2 or words_NxW.shape[1] != format.words:
+            raise ValueError(
+                f"pages of {format.words} words for head dim {dims} are not those of queries "
+                f"{q_SxHxD.shape} and a pool {words_NxW.shape}"
+            )
+    run = backend.choose("mixed_precision_attention", DECODE, implementation)
+    return run(
+        q_SxHxD, words_NxW, tables_SxKxM, (high_SxK, low_SxK), formats,
+        scale=D**-0.5 if scale is None else scale,
+    )  # fmt: skip
+
+
+def prompt_attention(
+    q_TxHxD,
+    k_TxKxD,
+    v_TxKxD,
+    query_starts,
+    *,
+    scale: float | None = None,
+    last_rows: int | None = None,
+    own: bool = False,
+    by_head: bool = False,
+    implementation: str | None = None,
+):
+    """Causal attention of whole prompts over their own keys, with the scores that these received.
+
+    q, k, v:  [T, H, D] and [T, K, D]. Rows query_starts[s] to query_starts[s + 1] - 1 are prompt s's.
+    query_starts: [S + 1] int32, non-decreasing from 0. Rows from query_starts[S] on are padding.
+    scale:    multiplies q·k; None means D ** -0.5.
+    last_rows: queries at the end of each prompt whose scores count; None means all.
+    own:      whether the score counts that a token gives itself.
+    by_head:  whether scores are summed over queries before the largest of a KV head's query heads is
+              taken, and not after it.
+
+    Returns the attention [T, H, D] in q's dtype, and the sums [T, K] float32 of the probabilities
+    that each token got from later tokens (DiffKV §4, prompt phase: divided by their number, its
+    significance). Padding rows hold any finite values. Raises ValueError if arguments do not fit.
+    """
+    T, H, D = q_TxHxD.shape
+    if k_TxKxD.shape != v_TxKxD.shape or k_TxKxD.shape[::2] != (T, D) or H % k_TxKxD.shape[1]:
+        raise ValueError(
+            f"queries {q_TxHxD.shape} need keys and values [{T}, K, {D}] with K dividing {H}, "
+            f"not {k_TxKxD.shape} and {v_TxKxD.shape}"
+        )
+    if last_rows is not None and last_rows < 1:
+        raise ValueError(f"last_rows must be at least 1, not {last_rows}")
+    run = backend.choose("prompt_attention", PROMPT, implementation)
+    return run(
+        q_TxHxD, k_TxKxD, v_TxKxD, jnp.asarray(query_starts, jnp.int32),
+        scale=D**-0.5 if scale is None else scale, last_rows=last_rows, own=own, by_head=by_head,
+    )  # fmt: skip

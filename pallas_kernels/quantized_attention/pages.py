@@ -1,0 +1,181 @@
+"""Unified pages (DiffKV §5.2): all of one size, and each parsed by the format of its tokens.
+
+A pool is one array [N, W] of unsigned 32-bit words. A page holds tokens of one KV head and of one
+precision, in six sections: the codes of their keys, the scales and zero points of these, both of
+the values, and then of each token its score and its position. Within a section one token lies after
+the other; how a token's codes and scales lie is told in pallas_kernels/quantization/format.py.
+Sections begin at multiples of `ALIGNMENT` words, from where GPUs can copy them asynchronously.
+
+    K8V4, head dim 128, P tokens: 32 P | P | 16 P | P | P | P words
+
+How many tokens a page holds follows from its words and its format. Attention reads a page's words
+once and interprets them; nothing but its format says what they are.
+"""
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.quantization import Codes, KVFormat, dequantize, quantize
+from pallas_kernels.quantization.pages import put_words, take_words
+
+ALIGNMENT = 4  # words
+NAME = re.compile(r"K(\d+)V(\d+)")
+
+
+class Section(NamedTuple):
+    """first: word of a page. width: words of each token."""
+
+    first: int
+    width: int
+
+
+class Tokens(NamedTuple):
+    """Tokens one by one. keys, values: [n, D]. scores: [n] float32. positions: [n] int32."""
+
+    keys: jax.Array
+    values: jax.Array
+    scores: jax.Array
+    positions: jax.Array
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """How a page of `words` words is parsed: the precision of the keys and values in it.
+
+    Raises ValueError if a page holds no token.
+    """
+
+    keys: KVFormat
+    values: KVFormat
+    words: int
+
+    def __post_init__(self):
+        if self.tokens < 1:
+            raise ValueError(f"{self.name}: a token does not fit a page of {self.words} words")
+
+    @classmethod
+    def holding(cls, tokens: int, keys: KVFormat, values: KVFormat) -> "PageFormat":
+        """Of the smallest page that holds so many tokens."""
+        return cls(keys, values, _sections(_widths(keys, values), tokens)[1])
+
+    @property
+    def name(self) -> str:
+        return f"K{self.keys.bits}V{self.values.bits}"
+
+    @functools.cached_property
+    def tokens(self) -> int:
+        """P."""
+        widths = _widths(self.keys, self.values)
+        most = self.words // sum(widths)
+        return next((n for n in range(most, 0, -1) if _sections(widths, n)[1] <= self.words), 0)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token with its score, its position, scales and zero points."""
+        return 4 * sum(_widths(self.keys, self.values))
+
+    @functools.cached_property
+    def sections(self) -> tuple[Section, ...]:
+        """Of the keys' codes and scales, the values' codes and scales, scores and positions."""
+        return _sections(_widths(self.keys, self.values), self.tokens)[0]
+
+    def section(self, rows, number: int):
+        """Words [..., P, w] of pages' words [..., W]."""
+        first, width = self.sections[number]
+        part = rows[..., first : first + self.tokens * width]
+        return part.reshape(*rows.shape[:-1], self.tokens, width)
+
+    def read(self, rows, held) -> tuple[Codes, Codes]:
+        """Keys and values of the tokens [..., P] of pages' words [..., W]. Tokens that are not
+        `held` [..., P] read as zeros: what former owners have left may be no finite number."""
+        both = []
+        for format, first in ((self.keys, 0), (self.values, 2)):
+            codes, scales = self.section(rows, first), self.section(rows, first + 1)
+            if not format.scaled:
+                codes = jnp.where(held[..., None], codes, 0)
+            both.append(Codes.unpacked(codes, scales, format).only(held))
+        return both[0], both[1]
+
+    def read_tokens(self, words_NxW, page, at) -> Tokens:
+        """One token of each of the pages `page` [n], the one at place `at` [n]."""
+        rows = words_NxW.at[page].get(mode="clip")
+        parts = [
+            jnp.take_along_axis(self.section(rows, i), at[:, None, None], axis=1)[:, 0]
+            for i in range(6)
+        ]
+        return Tokens(
+            dequantize(parts[0], parts[1], self.keys),
+            dequantize(parts[2], parts[3], self.values),
+            _floats(parts[4][:, 0]),
+            _integers(parts[5][:, 0]),
+        )
+
+    def write(self, words_NxW, page, at, tokens: Tokens):
+        """The words [N, W] with tokens in pages `page` [n] at places `at` [n]. What goes to pages
+        beyond N is dropped; no two are the same place, of the dropped ones either."""
+        parts = [
+            *quantize(tokens.keys, self.keys),
+            *quantize(tokens.values, self.values),
+            _words(tokens.scores.astype(jnp.float32))[:, None],
+            _words(tokens.positions.astype(jnp.int32))[:, None],
+        ]
+        for (first, width), part in zip(self.sections, parts, strict=True):
+            if width:
+                words_NxW = put_words(words_NxW, page, first + at * width, part)
+        return words_NxW
+
+    def read_scores(self, words_NxW, page):
+        """Scores and positions [n, P] of the pages `page` [n], without the rest of their words."""
+        first = self.sections[4].first
+        span = self.sections[5].first + self.tokens - first
+        part = take_words(words_NxW, page, first, span)
+        return _floats(part[:, : self.tokens]), _integers(part[:, span - self.tokens :])
+
+    def write_scores(self, words_NxW, page, scores_nxP):
+        """With the scores of whole pages `page` [n], as `write` takes them."""
+        first = jnp.full_like(page, self.sections[4].first)
+        return put_words(words_NxW, page, first, _words(scores_nxP))
+
+
+def parse_format(name: str, head_dim: int, floats: str, groups: int = 1) -> tuple[KVFormat, ...]:
+    """Formats of keys and values of a name such as K8V4. floats: what elements of 16 bits are.
+
+    Raises ValueError for a name that is none, and for what does not fill whole words.
+    """
+    found = NAME.fullmatch(name)
+    if not found:
+        raise ValueError(f"a page format is named K8V4, by bits of keys and values, not {name!r}")
+    return tuple(
+        KVFormat(int(bits), head_dim, groups, "float32" if bits == "32" else floats)
+        for bits in found.groups()
+    )
+
+
+def _widths(keys: KVFormat, values: KVFormat) -> tuple[int, ...]:
+    return keys.code_words, keys.scale_words, values.code_words, values.scale_words, 1, 1
+
+
+def _sections(widths: tuple[int, ...], tokens: int) -> tuple[tuple[Section, ...], int]:
+    """Sections of a page with so many tokens, and its words."""
+    sections, first = [], 0
+    for width in widths:
+        sections.append(Section(first, width))
+        first += -(-tokens * width // ALIGNMENT) * ALIGNMENT
+    return tuple(sections), first
+
+
+def _floats(words):
+    return jax.lax.bitcast_convert_type(words, jnp.float32)
+
+
+def _integers(words):
+    return jax.lax.bitcast_convert_type(words, jnp.int32)
+
+
+def _words(numbers):
+    return jax.lax.bitcast_convert_type(numbers, jnp.uint32)

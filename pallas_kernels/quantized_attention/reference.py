@@ -1,0 +1,49 @@
+"""The definition of the ops in float32, slow: dequantise all pages, mask, take the softmax."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.quantization import dequantize
+
+
+def decode(q, words, tables, counts, formats, *, scale):
+    S, H, D = q.shape
+    K, M = tables.shape[1:]
+    q_SxKxGxD = q.astype(jnp.float32).reshape(S, K, H // K, D)
+    all_scores, all_values, shapes = [], [], []
+    for tables_SxKxM, count, format in zip((tables, tables[..., ::-1]), counts, formats):
+        rows, P = words[tables_SxKxM], format.tokens
+        parts = [format.section(rows, i).reshape(S, K, M * P, -1) for i in range(4)]
+        keys = dequantize(parts[0], parts[1], format.keys)
+        values = dequantize(parts[2], parts[3], format.values)
+        seen = jnp.arange(M * P) < count[..., None]
+        scores = jnp.einsum("skgd,sktd->skgt", q_SxKxGxD, keys, precision="highest") * scale
+        all_scores.append(jnp.where(seen[:, :, None], scores, -jnp.inf))
+        all_values.append(jnp.where(seen[..., None], values, 0))
+        shapes.append((S, K, H // K, M, P))
+    scores, values = jnp.concatenate(all_scores, -1), jnp.concatenate(all_values, 2)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    probs = jnp.where(scores > -jnp.inf, jnp.exp(scores - lse[..., None]), 0.0)
+    out = jnp.einsum("skgt,sktd->skgd", probs, values, precision="highest")
+    kept = tuple(x.reshape(n).swapaxes(2, 3) for x, n in zip(all_scores, shapes))
+    return out.reshape(S, H, D).astype(q.dtype), lse.reshape(S, H), kept
+
+
+def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head):
+    T, H, D = q.shape
+    K, S = k.shape[1], len(query_starts) - 1
+    at = jnp.arange(T)
+    row = jnp.searchsorted(query_starts, at, side="right") - 1
+    real = at < query_starts[-1]
+    seen = (row[:, None] == row) & (at <= at[:, None]) & real[:, None] & real
+    q_TxKxGxD, k, v = (x.astype(jnp.float32) for x in (q.reshape(T, K, H // K, D), k, v))
+    scores = jnp.einsum("tkgd,ukd->kgtu", q_TxKxGxD, k, precision="highest") * scale
+    probs = jax.nn.softmax(scores, where=seen, axis=-1)
+    probs = jnp.where(seen, probs, 0.0)
+    out = jnp.einsum("kgtu,ukd->tkgd", probs, v, precision="highest").reshape(T, H, D)
+    counts = seen if own else seen & (at < at[:, None])
+    if last_rows is not None:
+        counts &= (at >= query_starts[jnp.clip(row, 0, S - 1) + 1] - last_rows)[:, None]
+    probs = jnp.where(counts, probs, 0.0)
+    sums = probs.sum(2).max(1) if by_head else probs.max(1).sum(1)
+    return out.astype(q.dtype), sums.T

@@ -1,0 +1,136 @@
+"""Fast jnp under jit: what is read depends on the real lengths, not on the width of the tables."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.quantized_attention.pages import PageFormat
+from pallas_kernels.quantized_attention.worklist import listed, num_trips
+
+DECODE_TOKENS = 1024  # that an iteration of decode gathers
+QUERY_TILE = 64  # queries of a prompt that share what they read
+KEY_TILE = 128  # keys that they read at a time
+NEG_INF = -1e30
+
+
+def decode(q, words, tables, counts, formats, *, scale):
+    """High precision first, then low (§6.2): the pages of all rows and heads form one list for each,
+    so that no head waits for a longer one. What parts of a row give is merged by its largest score.
+    """
+    S, H, D = q.shape
+    K, M = tables.shape[1:]
+    R, G = S * K, H // K
+    q_RxGxD, tables_RxM = q.astype(jnp.float32).reshape(R, G, D), tables.reshape(R, M)
+    state = jnp.zeros((R, G, D)), jnp.full((R, G), NEG_INF), jnp.zeros((R, G))
+    kept = []
+    columns = (lambda number: number), (lambda number: M - 1 - number)
+    for column, count, format in zip(columns, counts, formats):
+        state, scores = _section(
+            state, q_RxGxD, words, tables_RxM, column, count.reshape(R), format, scale
+        )
+        kept.append(scores.reshape(S, K, M, G, -1))
+    acc, top, total = state
+    out = (acc / jnp.maximum(total, 1e-30)[..., None]).reshape(S, H, D)
+    return out.astype(q.dtype), (top + jnp.log(total)).reshape(S, H), tuple(kept)
+
+
+def _section(state, q_RxGxD, words, tables_RxM, column, count_R, format: PageFormat, scale):
+    """An online softmax goes on over the tokens of one precision: (state, scores [R, M, G, P])."""
+    R, M = tables_RxM.shape
+    G, P = q_RxGxD.shape[1], format.tokens
+    pages_R = (count_R + P - 1) // P
+    width = max(1, DECODE_TOKENS // P)
+
+    def body(trip, carry):
+        (acc, top, total), kept = carry
+        row, number, live = listed(pages_R, trip, width)
+        ids = jnp.where(live, tables_RxM[row, jnp.clip(column(number), 0, M - 1)], 0)
+        # Without the barriers XLA on CPUs copies words one by one, as attention over pages does.
+        ids = jax.lax.optimization_barrier(ids)
+        rows = jax.lax.optimization_barrier(words.at[ids].get(mode="promise_in_bounds"))
+        held = live[:, None] & (number[:, None] * P + jnp.arange(P) < count_R[row][:, None])
+        keys, values = format.read(rows, held)
+        scores = keys.products(q_RxGxD[row]) * scale  # the scale comes after the dot
+        scores = jnp.where(held[:, None], scores, NEG_INF)
+        new_top = top.at[row].max(scores.max(-1))
+        probs = jnp.where(held[:, None], jnp.exp(scores - new_top[row][..., None]), 0.0)
+        decay = jnp.exp(top - new_top)
+        acc = (acc * decay[..., None]).at[row].add(values.weighted_sum(probs))
+        total = (total * decay).at[row].add(probs.sum(-1))
+        scores = jnp.where(held[:, None], scores, -jnp.inf)
+        place = jnp.where(live, row, R), number
+        return (acc, new_top, total), kept.at[place].set(scores, mode="drop")
+
+    kept = jnp.full((R, M, G, P), -jnp.inf)
+    return jax.lax.fori_loop(0, num_trips(pages_R, width), body, (state, kept))
+
+
+def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head):
+    """Each tile of queries reads the keys twice: once for the largest scores and for the output,
+    and once for probabilities, which are not known before."""
+    T, H, D = q.shape
+    K, S = k.shape[1], len(query_starts) - 1
+    G = H // K
+    tile = min(T, QUERY_TILE)
+    counts = query_starts[1:] - query_starts[:-1]
+    tiles_before = jnp.cumsum((counts + tile - 1) // tile)
+    # A last tile reads beyond its prompt: what comes after it is masked, or overwritten later.
+    beyond = ((0, max(tile, KEY_TILE)), (0, 0), (0, 0))
+    queries, keys, values = (jnp.pad(x, beyond) for x in (q, k, v))
+
+    def attend_tile(i, carry):
+        out, sums = carry
+        s = jnp.searchsorted(tiles_before, i, side="right")
+        first, end = query_starts[s], query_starts[s + 1]
+        start = first + (i - jnp.where(s > 0, tiles_before[s - 1], 0)) * tile
+        q_t = jax.lax.dynamic_slice_in_dim(queries, start, tile).reshape(tile, K, G, D)
+        row = start + jnp.arange(tile)
+        trips = (jnp.minimum(start + tile, end) - first + KEY_TILE - 1) // KEY_TILE
+
+        def read(j):
+            """(scores [K, G, tile, C], their mask [tile, C], the chunk's first token)"""
+            at = first + j * KEY_TILE
+            index = at + jnp.arange(KEY_TILE)
+            chunk = jax.lax.dynamic_slice_in_dim(keys, at, KEY_TILE)
+            products = jnp.einsum("tkgd,ckd->kgtc", q_t, chunk, preferred_element_type=jnp.float32)
+            return products * scale, index <= row[:, None], at
+
+        def attend_chunk(j, state):
+            acc, top, total = state
+            scores, seen, at = read(j)
+            scores = jnp.where(seen, scores, NEG_INF)
+            new_top = jnp.maximum(top, scores.max(-1))
+            probs = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
+            chunk = jax.lax.dynamic_slice_in_dim(values, at, KEY_TILE)
+            new = jnp.einsum(
+                "kgtc,ckd->kgtd", probs.astype(chunk.dtype), chunk,
+                preferred_element_type=jnp.float32,
+            )  # fmt: skip
+            decay = jnp.exp(top - new_top)
+            return acc * decay[..., None] + new, new_top, total * decay + probs.sum(-1)
+
+        shape = K, G, tile
+        nothing = jnp.zeros((*shape, D)), jnp.full(shape, NEG_INF), jnp.zeros(shape)
+        acc, top, total = jax.lax.fori_loop(0, trips, attend_chunk, nothing)
+        tile_out = (acc / jnp.maximum(total, 1e-30)[..., None]).transpose(2, 0, 1, 3)
+        tile_out = tile_out.reshape(tile, H, D).astype(q.dtype)
+        out = jax.lax.dynamic_update_slice_in_dim(out, tile_out, start, 0)
+        lse = top + jnp.log(total)
+
+        def add_chunk(j, sums):
+            scores, seen, at = read(j)
+            index = at + jnp.arange(KEY_TILE)
+            counted = (seen if own else seen & (index < row[:, None])) & (row < end)[:, None]
+            if last_rows is not None:
+                counted &= (row >= end - last_rows)[:, None]
+            probs = jnp.where(counted, jnp.exp(scores - lse[..., None]), 0.0)
+            probs = probs if by_head else probs.max(1, keepdims=True)
+            before = jax.lax.dynamic_slice_in_dim(sums, at, KEY_TILE, 2)
+            return jax.lax.dynamic_update_slice_in_dim(sums, before + probs.sum(2), at, 2)
+
+        if last_rows is not None:  # few tiles have any row that counts
+            trips = jnp.where(start + tile > end - last_rows, trips, 0)
+        return out, jax.lax.fori_loop(0, trips, add_chunk, sums)
+
+    sums = jnp.zeros((K, G if by_head else 1, len(keys)))
+    out, sums = jax.lax.fori_loop(0, tiles_before[-1], attend_tile, (jnp.zeros_like(queries), sums))
+    return out[:T], sums[..., :T].max(1).T

@@ -1,0 +1,238 @@
+"""Unified pages against their description, and attention over them against numpy and `reference`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.quantization import KVFormat, dequantize, quantize
+from pallas_kernels.quantized_attention import (
+    PageFormat,
+    Tokens,
+    mixed_precision_attention,
+    parse_format,
+    prompt_attention,
+)
+
+NAMES = ["K8V8", "K8V4", "K8V2", "K4V4", "K4V2", "K4V8", "K2V4", "K4V1", "K16V16", "K32V32"]
+D, K, G, S = 32, 2, 3, 3
+
+
+@pytest.mark.parametrize(
+    ("name", "token_bytes"),
+    [
+        ("K8V8", 272), ("K8V4", 208), ("K8V2", 176), ("K4V4", 144), ("K4V2", 112), ("K4V1", 96),
+        ("K4V8", 208), ("K16V16", 520),
+    ],
+)  # fmt: skip
+def test_a_token_takes_the_bytes_of_its_codes_scales_score_and_position(name, token_bytes):
+    for head_dim, groups in ((128, 1), (64, 1), (128, 4)):
+        format = PageFormat(*parse_format(name, head_dim, "bfloat16", groups), words=4096)
+        scaled = name != "K16V16"
+        of_scales = 8 * groups * scaled
+        codes = (token_bytes - 8 - 8 * scaled) * head_dim // 128
+        assert format.token_bytes == codes + of_scales + 8
+        # Sections begin at whole 16 bytes: a page lacks a few words of what it could hold.
+        assert format.tokens in (4 * 4096 // format.token_bytes - k for k in (0, 1))
+        assert all(section.first % 4 == 0 for section in format.sections)
+
+
+def test_the_authors_page():
+    """6,784 bytes hold 32 tokens of K8V4 or 60 of K4V2, whose sections are aligned."""
+    high = PageFormat.holding(32, *parse_format("K8V4", 128, "float16"))
+    assert 4 * high.words == 32 * 208 == 6656
+    assert PageFormat(*parse_format("K4V2", 128, "float16"), words=6784 // 4).tokens == 60
+    assert PageFormat(*parse_format("K8V4", 128, "float16"), words=6784 // 4).tokens == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("K8", "named K8V4"), ("K3V4", "bits must be one of"), ("K8V4K4V2", "named K8V4")],
+)
+def test_formats_that_are_none_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        parse_format(name, 64, "float16")
+
+
+def test_pages_without_a_token_and_floats_of_another_size_are_refused():
+    with pytest.raises(ValueError, match="does not fit a page of 12 words"):
+        PageFormat(*parse_format("K8V4", 64, "float16"), words=12)
+    with pytest.raises(ValueError, match="elements of 16 bits are float16 or bfloat16, not"):
+        KVFormat(16, 64, floats="float32")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_floats_are_kept_as_they_are(dtype):
+    format = KVFormat(jnp.dtype(dtype).itemsize * 8, D, floats=dtype)
+    x = np.random.default_rng(0).normal(size=(5, D)).astype(jnp.dtype(dtype))
+    codes, scales = quantize(jnp.asarray(x), format)
+    assert codes.shape == (5, D * format.bits // 32) and scales.shape == (5, 0)
+    np.testing.assert_array_equal(dequantize(codes, scales, format), x.astype(np.float32))
+
+
+class Pool:
+    """Pages with random tokens of random precision, and what their tokens are in float32."""
+
+    def __init__(self, formats, high, low, M: int, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        R, N = S * K, S * K * M + 5
+        # What former owners leave reads as NaN in scales and in floats.
+        words = jnp.full((N, formats[0].words), 0x7FFF7FFF, jnp.uint32)
+        tables = rng.permutation(N)[: R * M].reshape(R, M).astype(np.int32)
+        self.tokens: list[list[tuple]] = [[] for _ in range(R)]
+        most = R * M * max(format.tokens for format in formats)
+        most = min(most, 1 << int(max(high.sum(), low.sum(), 511)).bit_length())
+        for format, counts, left in zip(formats, (high, low), (True, False)):
+            P, n = format.tokens, int(counts.sum())
+            row = np.repeat(np.arange(R), counts.reshape(-1))
+            at = np.concatenate([np.arange(count) for count in counts.reshape(-1)])
+            column = at // P if left else M - 1 - at // P
+            # What fills it up to one size for all, so that one program serves, is dropped.
+            page, place = N + np.arange(most), np.zeros(most, np.int64)
+            page[:n], place[:n] = tables[row, column], at % P
+            keys, values = rng.normal(size=(2, most, D)).astype(np.float32)
+            new = Tokens(keys, values, place.astype(np.float32), place.astype(np.int32))
+            words, keys, values = _write(words, page, place, new, format)
+            for r, key, value in zip(row, np.asarray(keys), np.asarray(values)):
+                self.tokens[r].append((key, value))
+        self.words, self.tables = words, jnp.asarray(tables.reshape(S, K, M))
+
+
+@partial(jax.jit, static_argnums=4)
+def _write(words, page, at, tokens, format):
+    """(words with tokens, and what these read as)"""
+    keys = dequantize(*quantize(tokens.keys, format.keys), format.keys)
+    values = dequantize(*quantize(tokens.values, format.values), format.values)
+    return format.write(words, page, at, tokens), keys, values
+
+
+def formats_of(high: str, low: str) -> tuple[PageFormat, PageFormat]:
+    first = PageFormat.holding(4, *parse_format(high, D, "bfloat16"))
+    return first, PageFormat(*parse_format(low, D, "bfloat16"), words=first.words)
+
+
+def check_against_numpy(pool: Pool, q, results) -> None:
+    """Attention, log-sum-exp and the probabilities of tokens, in float64."""
+    out, lse, kept = (jax.tree.map(np.asarray, x) for x in results)
+    for r, tokens in enumerate(pool.tokens):
+        s, k = divmod(r, K)
+        of_head = np.concatenate([x[s, k].swapaxes(0, 1).reshape(G, -1) for x in kept], axis=1)
+        read = np.isfinite(of_head)
+        assert (read.sum(1) == len(tokens)).all()
+        heads = slice(k * G, (k + 1) * G)
+        if not tokens:
+            assert (out[s, heads] == 0).all() and (lse[s, heads] == -np.inf).all()
+            continue
+        keys, values = (np.stack(x).astype(np.float64) for x in zip(*tokens))
+        scores = q[s, heads].astype(np.float64) @ keys.T * D**-0.5
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        probs = weights / weights.sum(1, keepdims=True)
+        np.testing.assert_allclose(out[s, heads], probs @ values, atol=2e-5)
+        found = np.exp(of_head - lse[s, heads][:, None])[read].reshape(G, -1)
+        np.testing.assert_allclose(found, probs, atol=2e-5)
+        np.testing.assert_allclose(found.sum(1), 1, atol=1e-5)
+
+
+@partial(jax.jit, static_argnames=("formats", "implementation"))
+def attention(q, words, tables, high, low, formats, implementation):
+    return mixed_precision_attention(
+        q, words, tables, high, low, formats, implementation=implementation
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("K4V1", "K16V16"))) for n in NAMES],
+)
+def test_each_format_beside_another(name):
+    """Heads without tokens of one precision or of both, and pages that are not full."""
+    formats = formats_of("K32V32", name)
+    high, low = np.array([[0, 5], [9, 0], [4, 1]]), np.array([[0, 0], [3, 17], [30, 2]])
+    pool = Pool(formats, high, low, M=14)
+    q = np.random.default_rng(1).normal(size=(S, K * G, D)).astype(np.float32)
+    results = attention(q, pool.words, pool.tables, high, low, formats, "xla")
+    check_against_numpy(pool, q, results)
+
+
+MIXES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 90)), min_size=S * K, max_size=S * K)
+
+
+@pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("reference", marks=pytest.mark.slow)]
+)
+@settings(max_examples=8, deadline=None, phases=(Phase.explicit, Phase.generate))
+@given(mix=MIXES, seed=st.integers(0, 99))
+def test_random_mixes(implementation, mix, seed):
+    formats = formats_of("K8V4", "K4V2")
+    high, low = np.array(mix).T.reshape(2, S, K)
+    pool = Pool(formats, high, low, M=32, seed=seed)
+    q = np.random.default_rng(seed).normal(size=(S, K * G, D)).astype(np.float32)
+    results = attention(q, pool.words, pool.tables, high, low, formats, implementation)
+    check_against_numpy(pool, q, results)
+
+
+def test_more_than_4800_tokens():
+    """The authors' kernel gives wrong scores there."""
+    formats = formats_of("K8V4", "K4V2")
+    high, low = np.array([[4801, 3], [2500, 7], [0, 1]]), np.array([[40, 0], [2700, 8], [5003, 0]])
+    pool = Pool(formats, high, low, M=1300)
+    q = np.random.default_rng(1).normal(size=(S, K * G, D)).astype(np.float32)
+    results = attention(q, pool.words, pool.tables, high, low, formats, "xla")
+    check_against_numpy(pool, q, results)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    formats = formats_of("K8V4", "K4V2")
+    words, counts = jnp.zeros((3, formats[0].words), jnp.uint32), jnp.zeros((2, 1), jnp.int32)
+    tables = jnp.zeros((2, 1, 4), jnp.int32)
+    with pytest.raises(ValueError, match=r"need tables \[2, K, M\]"):
+        mixed_precision_attention(jnp.zeros((2, 2, D)), words, tables[:1], counts, counts, formats)
+    with pytest.raises(ValueError, match=r"low must be \[2, 1\]"):
+        mixed_precision_attention(jnp.zeros((2, 2, D)), words, tables, counts, counts[0], formats)
+    with pytest.raises(ValueError, match="are not those of queries"):
+        mixed_precision_attention(jnp.zeros((2, 2, 64)), words, tables, counts, counts, formats)
+    with pytest.raises(ValueError, match="last_rows must be at least 1"):
+        x = jnp.zeros((4, 1, D))
+        prompt_attention(x, x, x, jnp.array([0, 4]), last_rows=0)
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(
+    ("implementation", "last_rows", "own", "by_head"),
+    [
+        ("xla", None, False, False), ("xla", 64, True, True),
+        pytest.param("reference", None, False, False, marks=pytest.mark.slow),
+        pytest.param("reference", 64, True, True, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_prompts_and_the_scores_that_their_tokens_received(implementation, last_rows, own, by_head):
+    """Two prompts of which one needs several tiles, one of a token, an empty row and padding."""
+    rng, starts, T = np.random.default_rng(2), [0, 150, 151, 151, 230], 240
+    q, k, v = (rng.normal(size=(T, h, D)).astype(np.float32) for h in (K * G, K, K))
+    run = jax.jit(partial(
+        prompt_attention, last_rows=last_rows, own=own, by_head=by_head,
+        implementation=implementation,
+    ))  # fmt: skip
+    out, sums = run(q, k, v, jnp.array(starts))
+    for first, end in zip(starts, starts[1:]):
+        n = end - first
+        scores = np.einsum(
+            "tkgd,ukd->kgtu", q[first:end].reshape(n, K, G, D), k[first:end], dtype=np.float64
+        )
+        scores = np.where(np.tri(n, dtype=bool), scores * D**-0.5, -np.inf)
+        probs = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e9))
+        probs /= probs.sum(-1, keepdims=True)
+        attention = np.einsum("kgtu,ukd->tkgd", probs, v[first:end]).reshape(n, K * G, D)
+        np.testing.assert_allclose(out[first:end], attention, atol=2e-5)
+        for token in range(n):
+            later = range(token if own else token + 1, n)
+            rows = [row for row in later if last_rows is None or row >= n - last_rows]
+            received = probs[:, :, rows, token]
+            expected = received.sum(2).max(1) if by_head else received.max(1).sum(1)
+            np.testing.assert_allclose(sums[first + token], expected, atol=2e-5)
