@@ -27,12 +27,18 @@ class PrefillRoom:
 
     def add(self, slot: int, left: int, forks: int = 0) -> None:
         """As many of the `left` tokens as fit; none if the sequence must go whole and cannot. With
-        the last of them come `forks` rows of one token: it waits a step if these do not fit."""
+        the last of them come `forks` rows of one token: it waits a step if these do not fit, and so
+        do all of them if the sequence must go whole."""
         if not self.takes(left):
             self.refused = True
             return
         count = min(left, self.budget)
         if count == left and count + forks > self.budget:
+            # What goes whole stays whole, unless its forks fit no step: others decide nothing.
+            whole = not self._config.chunked_prefill
+            if whole and left + forks <= self._config.max_num_batched_tokens:
+                self.refused = True
+                return
             count = left - 1
         self.rows.append((slot, count))
         self.budget -= count + (forks if count == left else 0)

@@ -1,5 +1,6 @@
-"""Unified pages against their description, and attention over them against numpy and `reference`."""
+"""Unified pages against their description, and attention over them and over prompts, in numpy."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -220,7 +221,7 @@ def test_prompts_and_the_scores_that_their_tokens_received(implementation, last_
         implementation=implementation,
     ))  # fmt: skip
     out, sums = run(q, k, v, jnp.array(starts))
-    for first, end in zip(starts, starts[1:]):
+    for first, end in itertools.pairwise(starts):
         n = end - first
         scores = np.einsum(
             "tkgd,ukd->kgtu", q[first:end].reshape(n, K, G, D), k[first:end], dtype=np.float64

@@ -1,1 +1,55 @@
-"""DiffKV's pages and their manager. (The policy that uses them is not there yet.)"""
+"""DiffKV's policy: precision by key, value, token and head, and a manager of pages on the device.
+
+Uniform quantisation is a setting of it, with thresholds of 0.
+"""
+
+from models.config import ModelConfig
+from paged.kv_cache.diffkv.device import DiffKVPolicy
+from paged.kv_cache.diffkv.host import DiffKVHost
+from paged.kv_cache.diffkv.layout import layout_of
+from paged.kv_cache.diffkv.options import AUTO, Options, check_options
+from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+
+__all__ = ["DIFFKV", "DiffKVHost", "DiffKVPolicy", "Options", "device"]
+
+
+def capabilities(config: CacheConfig) -> Capabilities:
+    """Prompts come whole: which of their tokens are kept depends on all queries, and these attend
+    to all keys as they are, of which a chunk would find only what is kept. Prefixes are not shared,
+    as what is kept of one depends on what follows. Recomputing takes generated tokens for prompt,
+    which is exact only where all are kept as they are."""
+    options: Options = config.policy_options
+    as_they_are = options.high == AUTO and config.kv_dtype == "auto"
+    return Capabilities(
+        fork="computed", swap=True, recompute=True,
+        recompute_exact=options.keeps_all and as_they_are, slot_state=True,
+    )  # fmt: skip
+
+
+def check(config: CacheConfig, model: ModelConfig | None) -> None:
+    """Raises ValueError for options that cannot work, and for a cache too small or too large."""
+    check_options(config.policy_options, model)
+    if model is None:
+        return
+    layout = layout_of(config, ShardedModel.split(model, config.tensor_parallel))
+    if layout.num_pages < layout.worst(1):
+        raise ValueError(
+            f"kv_cache_tokens ({config.kv_cache_tokens}) hold no sequence beside page tables: "
+            f"{layout.num_pages} pages, of which a token of each head takes {layout.worst(1)}"
+        )
+    # Room above the pool is for padding, each entry of which has a page of its own.
+    if layout.num_pages >= 2**31 - 2**27:
+        raise ValueError(
+            f"kv_cache_tokens ({config.kv_cache_tokens}) exceed the pages that an int32 can name"
+        )
+
+
+def device(
+    config: CacheConfig, model: ShardedModel, implementation: str | None = None
+) -> DiffKVPolicy:
+    options: Options = config.policy_options
+    layout = layout_of(config, model)
+    return DiffKVPolicy(layout, options.rules, options.alpha_h, options.alpha_l, implementation)
+
+
+DIFFKV = Policy(capabilities, DiffKVHost, device, check, Options)

@@ -22,7 +22,7 @@ from paged.device.executor import DeviceExecutor
 from paged.device.step import StepProgram
 from paged.device.tensor_parallel import Shards
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache import POLICIES, lserve
+from paged.kv_cache import POLICIES, diffkv, lserve
 from paged.kv_cache.lserve.gates import streaming_heads
 from paged.kv_cache.policy import Capabilities, Policy
 from paged.requests.sampling_params import SamplingParams
@@ -75,6 +75,11 @@ LSERVE_OPTIONS = lserve.Options(
 )  # fmt: skip
 # In half of the memory it has as many blocks.
 LSERVE_KV8_OPTIONS = dataclasses.replace(LSERVE_OPTIONS, kv_bits=8)
+# Pages of 4 tokens as they are or of 12 tokens in 4 bits; thresholds that TINY's heads fall below.
+DIFFKV_OPTIONS = diffkv.Options(high="auto", low="K4V4", alpha_h=1.0, alpha_l=0.6, window=6)
+# Prompts come whole.
+DIFFKV_CONFIG = {"chunked_prefill": False, "max_num_batched_tokens": LONGEST}
+DIFFKV_EXACT_OPTIONS = diffkv.Options(high="auto", low="auto", alpha_h=0.0, alpha_l=0.0)
 LSERVE_STREAMS = streaming_heads(LSERVE_OPTIONS.gates, LSERVE_OPTIONS.streaming_share)
 CASES = [
     Case("vllm", POLICIES["vllm"], lambda prompt: causal_attend(TINY)),
@@ -92,6 +97,10 @@ CASES = [
         "lserve_kv8", POLICIES["lserve"],
         functools.partial(masked_attend, TINY, LSERVE_KV8_OPTIONS, LSERVE_STREAMS, 4),
         {"policy_options": LSERVE_KV8_OPTIONS, "kv_cache_tokens": 72}, slow=True,
+    ),
+    Case(
+        "diffkv", POLICIES["diffkv"],
+        config={**DIFFKV_CONFIG, "policy_options": DIFFKV_OPTIONS, "kv_cache_tokens": 150},
     ),
     Case("device_owned", DEVICE_OWNED, lambda prompt: causal_attend(TINY)),
 ]  # fmt: skip

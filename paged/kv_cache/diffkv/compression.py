@@ -1,0 +1,131 @@
+"""Which precision a token is kept in: DiffKV's compression policy (§4), as functions of scores.
+
+A token's significance is the mean of the probabilities that later tokens give it, of which the
+largest of its KV head's query heads counts. It is compared with alpha over a number of tokens.
+
+Where the paper and the authors' repository differ, each has its rule. Of prompts of N tokens, with
+tokens counted from 1:
+
+    paper       the mean over all later tokens; token i is compared with alpha / i
+    repository  the last 64 queries, a token's own among them, are summed before the largest query
+                head is taken; all tokens are compared with alpha / N
+
+Of generation, where N tokens are there with the newest:
+
+    paper       Algorithm 1: first the candidate, the token that leaves the window, is kept, moved
+                down or dropped; if it stays in its precision, the least significant token of this
+                precision may be moved down or dropped
+    repository  the least significant token of high precision beyond the window, the candidate among
+                them, may be moved down or dropped; what comes down takes the place of the least
+                significant token of low precision if that is to be dropped. A token's own
+                probability counts.
+
+At most one token leaves the high precision in a step, and as one comes, its tokens never get fewer;
+one leaves the low precision only if another takes its place.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+NOBODY = 3e38  # significance where there is no token
+REPOSITORY_ROWS = 64  # queries at the end of a prompt
+CANDIDATE, HIGH, LOW = range(3)  # places of `Found`
+
+
+@dataclass(frozen=True)
+class Rules:
+    """window: tokens at the end of a sequence that stay in high precision, at least 2."""
+
+    window: int = 64
+    prompt: Literal["paper", "repository"] = "paper"
+    generation: Literal["paper", "repository"] = "paper"
+
+    @property
+    def prompt_scores(self) -> dict:
+        """What `prompt_attention` sums up."""
+        repository = self.prompt == "repository"
+        last_rows = REPOSITORY_ROWS if repository else None
+        return {"last_rows": last_rows, "own": repository, "by_head": repository}
+
+    @property
+    def counts_own(self) -> bool:
+        """Whether a generated token's score counts what it gives itself."""
+        return self.generation == "repository"
+
+    def significance(self, scores, age):
+        """The mean of a token's probabilities, `age` tokens after it and before the next adds its
+        own."""
+        return scores / jnp.maximum(age if self.counts_own else age - 1, 1)
+
+
+class Found(NamedTuple):
+    """By `CANDIDATE`, `HIGH` and `LOW`: the token that leaves the window with the next one, and the
+    least significant token of each precision beyond it. at: [..., 3] int32, its place among the
+    tokens of its precision. mean: [..., 3] float32, its significance, `NOBODY` if there is none."""
+
+    at: jax.Array
+    mean: jax.Array
+
+
+class Decision(NamedTuple):
+    """What a new token changes. leaves: whether a token leaves the high precision, from place
+    `high_at`, which the new one takes. moves: whether that one is kept in low precision. replaces:
+    whether it takes place `low_at` there. All [...]."""
+
+    leaves: jax.Array
+    high_at: jax.Array
+    moves: jax.Array
+    replaces: jax.Array
+    low_at: jax.Array
+
+
+def classify_prompts(rules: Rules, sums_TxK, positions_T, lengths_T, alpha):
+    """Tokens of prompts: (kept in high, kept in low precision [T, K] bool, scores [T, K] float32).
+
+    sums: [T, K] float32, what `prompt_attention` gives with `prompt_scores`. positions: [T] int32
+    from 0. lengths: [T] int32, N of a token's prompt. alpha: [2], of high and of low precision.
+    """
+    positions, N = positions_T[:, None], lengths_T[:, None]
+    if rules.prompt == "paper":
+        mean, base = sums_TxK / jnp.maximum(N - 1 - positions, 1), positions + 1
+    else:
+        mean, base = sums_TxK / jnp.clip(N - positions, 1, REPOSITORY_ROWS), N
+    high = (positions >= N - rules.window) | (mean >= alpha[0] / base)
+    low = ~high & (mean >= alpha[1] / base)
+    rows = jnp.maximum(N - positions if rules.counts_own else N - positions - 1, 0)
+    return high, low, mean * rows
+
+
+def decide(rules: Rules, found: Found, lengths, alpha) -> Decision:
+    """What the next token changes. lengths: N with it, broadcast against [...]. alpha: [2]."""
+    to_high, to_low = alpha[0] / lengths, alpha[1] / lengths
+    mean, at = jnp.moveaxis(found.mean, -1, 0), jnp.moveaxis(found.at, -1, 0)
+    candidate, least_high, least_low = mean
+    if rules.generation == "paper":
+        stays = candidate >= to_high
+        leaving = jnp.where(stays, least_high, candidate)
+        high_at = jnp.where(stays, at[HIGH], at[CANDIDATE])
+        # Of the two ways down only the candidate's meets a victim in low precision.
+        meets = ~stays
+    else:
+        of_candidate = candidate <= least_high
+        leaving = jnp.where(of_candidate, candidate, least_high)
+        high_at = jnp.where(of_candidate, at[CANDIDATE], at[HIGH])
+        meets = jnp.ones_like(of_candidate)
+    leaves = (candidate < NOBODY) & (leaving < to_high)
+    moves = leaves & (leaving >= to_low)
+    replaces = moves & meets & (least_low < to_low)
+    return Decision(leaves, high_at, moves, replaces, at[LOW])
+
+
+def least(means, places, rows, before: tuple[jax.Array, jax.Array]):
+    """The smallest of means [n, ...] by rows [n] and its place [R, ...] int32, of equal ones the
+    first: (mean, place), which go on from `before`."""
+    mean, place = before
+    new = mean.at[rows].min(means)
+    place = jnp.where(new < mean, jnp.iinfo(jnp.int32).max, place)
+    won = (means == new[rows]) & (means < NOBODY)
+    return new, place.at[rows].min(jnp.where(won, places, jnp.iinfo(jnp.int32).max))

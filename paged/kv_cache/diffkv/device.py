@@ -1,0 +1,292 @@
+"""Device half of DiffKV's policy: it compresses what is written, and owns the pages.
+
+Prompts come whole: their attention is exact, over keys and values as they are, and compression
+follows it. Generated tokens attend to what is kept, and each changes what is kept of those before.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from paged.kv_cache.diffkv import page_manager
+from paged.kv_cache.diffkv.compression import (
+    NOBODY,
+    Found,
+    Rules,
+    classify_prompts,
+    least,
+)
+from paged.kv_cache.diffkv.layout import Layout
+from paged.kv_cache.diffkv.significance import add_scores
+from paged.kv_cache.diffkv.state import (
+    DecodePlan,
+    DiffKVCache,
+    Plan,
+    PromptPlan,
+    plan_decodes,
+    plan_prompts,
+)
+from pallas_kernels.quantized_attention import (
+    Tokens,
+    mixed_precision_attention,
+    prompt_attention,
+)
+from pallas_kernels.quantized_attention.worklist import listed, num_trips
+
+COPIED_PAGES = 64  # that an iteration of `copy_slots` copies
+
+
+@dataclass(frozen=True)
+class DiffKVPolicy:
+    """alpha_h, alpha_l: with which a cache begins. implementation: of the attention ops."""
+
+    layout: Layout
+    rules: Rules
+    alpha_h: float
+    alpha_l: float
+    implementation: str | None = None
+
+    def init(self, dtype, shard) -> DiffKVCache:
+        return DiffKVCache.empty(self.layout, self.alpha_h, self.alpha_l)
+
+    def begin_step(self, cache: DiffKVCache, inputs) -> tuple[DiffKVCache, Plan]:
+        prompts = decodes = None
+        if inputs.num_prefill_tokens:
+            cache, prompts = plan_prompts(self.layout, cache, inputs)
+        if inputs.num_prefill_tokens < len(inputs.tokens):
+            cache, decodes = plan_decodes(self.layout, self.rules, cache, inputs)
+        return cache, Plan(prompts, decodes)
+
+    def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: DiffKVCache, plan: Plan, inputs):
+        Tp, outs = inputs.num_prefill_tokens, []
+        if plan.prompts is not None:
+            q, k, v = (x[:Tp] for x in (q_TxHxD, k_TxKxD, v_TxKxD))
+            out, sums = prompt_attention(
+                q, k, v, inputs.query_starts, **self.rules.prompt_scores,
+                implementation=self.implementation,
+            )  # fmt: skip
+            outs.append(out)
+            cache = self._compress(layer, k, v, sums, cache, plan.prompts, inputs)
+        if plan.decodes is not None:
+            q, k, v = (x[Tp:] for x in (q_TxHxD, k_TxKxD, v_TxKxD))
+            out, cache = self._decode(layer, q, k, v, cache, plan.decodes)
+            outs.append(out)
+        return jnp.concatenate(outs).astype(q_TxHxD.dtype), cache
+
+    def _heads(self, layer):
+        return layer * self.layout.heads + jnp.arange(self.layout.heads)
+
+    def _compress(
+        self, layer, k_TxKxD, v_TxKxD, sums_TxK, cache: DiffKVCache, plan: PromptPlan, inputs
+    ) -> DiffKVCache:
+        """Write what is kept of prompts (§4, prompt phase), by position within each precision."""
+        T, K, D = k_TxKxD.shape
+        layout, N, R = self.layout, len(cache.words), len(plan.slots)
+        real = inputs.token_rows[:T] < R
+        row, positions = jnp.minimum(inputs.token_rows[:T], R - 1), inputs.positions[:T]
+        lengths = plan.lengths[row]
+        high, low, scores = classify_prompts(
+            self.rules, sums_TxK, positions, lengths, cache.alpha[0]
+        )
+        heads = self._heads(layer)
+        tables = cache.pages.tables.at[plan.slots[:, None], heads].get(mode="clip")
+        tokens = Tokens(
+            k_TxKxD.reshape(T * K, D), v_TxKxD.reshape(T * K, D), scores.reshape(-1),
+            jnp.repeat(positions, K),
+        )  # fmt: skip
+        age = (lengths - positions)[:, None]
+        mean = self.rules.significance(scores, age)
+        nowhere = N + jnp.arange(T * K, dtype=jnp.int32).reshape(T, K)
+        words, counts, ranks = cache.words, [], []
+        for number, (kept, format) in enumerate(zip((high, low), layout.formats)):
+            kept &= real[:, None]
+            sums = jnp.cumsum(jnp.pad(kept, ((1, 0), (0, 0))), axis=0, dtype=jnp.int32)
+            of_rows = sums[inputs.query_starts]  # [Sp + 1, K] kept tokens before each row
+            rank = sums[1:] - 1 - of_rows[row]
+            column = rank // format.tokens
+            if number:
+                column = plan.allocated[row][:, None] - 1 - column
+            page = tables[row[:, None], jnp.arange(K), jnp.clip(column, 0, layout.table_width - 1)]
+            page = jnp.where(kept, page, nowhere)
+            at = jnp.where(kept, rank % format.tokens, 0)
+            words = format.write(words, page.reshape(-1), at.reshape(-1), tokens)
+            counts.append(of_rows[1:] - of_rows[:-1])
+            ranks.append((kept, rank))
+        (of_high, high_rank), (of_low, low_rank) = ranks
+        window = self.rules.window
+        found = []
+        for kept, rank in (
+            (of_high & (age == window), high_rank), (of_high & (age > window), high_rank),
+            (of_low, low_rank),
+        ):  # fmt: skip
+            nobody = jnp.full((R, K), NOBODY, jnp.float32), jnp.zeros((R, K), jnp.int32)
+            found.append(least(jnp.where(kept, mean, NOBODY), rank, row, nobody))
+        means, places = (jnp.stack(x, -1) for x in zip(*found))
+        cache = cache.replace(words=words)
+        return self._remember(cache, plan.slots, heads, Found(places, means), jnp.stack(counts, -1))
+
+    def _remember(self, cache: DiffKVCache, slots, heads, found: Found, counts=None):
+        """With what is found and, of prompts, counted [S, K, …] in a layer's heads."""
+        at = slots[:, None], heads
+        kept = Found(*(x.at[at].set(new, mode="drop") for x, new in zip(cache.found, found)))
+        cache = cache.replace(found=kept)
+        if counts is None:
+            return cache
+        return cache.replace(counts=cache.counts.at[at].set(counts, mode="drop"))
+
+    def _decode(self, layer, q_SxHxD, k_SxKxD, v_SxKxD, cache: DiffKVCache, plan: DecodePlan):
+        """(attention [Sd, H, D], cache). Before the new token takes its place, the token there goes
+        to low precision (§4, generation phase)."""
+        S, K, D = k_SxKxD.shape
+        (high, low), N, R = self.layout.formats, len(cache.words), S * K
+
+        def mine(x):
+            """Of this layer's heads, [Sd * K, …]."""
+            part = jax.lax.dynamic_slice_in_dim(x, layer * K, K, 1)
+            return part.reshape(R, *x.shape[2:])
+
+        high_page, high_at, counts, tables = map(
+            mine, (plan.high_page, plan.high_at, plan.counts, plan.tables)
+        )
+        nowhere = N + jnp.arange(R, dtype=jnp.int32)
+        # XLA would move this read behind the writes, and copy the pool for that.
+        leaving, words = jax.lax.optimization_barrier(
+            (high.read_tokens(cache.words, high_page, high_at), cache.words)
+        )
+        words = low.write(
+            words, jnp.where(mine(plan.moves), mine(plan.low_page), nowhere), mine(plan.low_at),
+            leaving,
+        )  # fmt: skip
+        real = jnp.repeat(plan.slots < self.layout.num_slots, K)
+        new = Tokens(
+            k_SxKxD.reshape(R, D), v_SxKxD.reshape(R, D), jnp.zeros(R, jnp.float32),
+            jnp.repeat(plan.positions, K),
+        )  # fmt: skip
+        words = high.write(words, jnp.where(real, high_page, nowhere), high_at, new)
+        of_high, of_low = counts[:, 0], counts[:, 1]
+        out, lse, kept = mixed_precision_attention(
+            q_SxHxD, words, tables.reshape(S, K, -1), of_high.reshape(S, K), of_low.reshape(S, K),
+            self.layout.formats, implementation=self.implementation,
+        )  # fmt: skip
+        words, found = add_scores(
+            self.rules, words, tables, (of_high, of_low), self.layout.formats,
+            [x.reshape(R, *x.shape[2:]) for x in kept], lse.reshape(R, -1), new.positions,
+        )  # fmt: skip
+        found = Found(*(x.reshape(S, K, -1) for x in found))
+        cache = self._remember(cache.replace(words=words), plan.slots, self._heads(layer), found)
+        return out, cache
+
+    def end_step(self, cache: DiffKVCache, plan: Plan, inputs) -> DiffKVCache:
+        """Prompts give back what compression has spared (§5.3)."""
+        if plan.prompts is None:
+            return cache
+        slots = plan.prompts.slots
+        high, low = self._pages_of(cache.counts.at[slots].get(mode="clip"))
+        return cache.replace(pages=page_manager.plan_prompts(cache.pages, slots, high, low))
+
+    def _pages_of(self, counts):
+        """Pages of both precisions that counts [..., 2] of tokens fill."""
+        return tuple(
+            (counts[..., i] + format.tokens - 1) // format.tokens
+            for i, format in enumerate(self.layout.formats)
+        )
+
+    def report(self, cache: DiffKVCache) -> dict[str, jax.Array]:
+        """free: [1] pages.  held: [num_slots] pages.  needs: [num_slots, J] pages that 1 … J tokens
+        more can take.  kept: [num_slots, 2] tokens of all heads by precision."""
+        layout = self.layout
+        sizes = jnp.array([format.tokens for format in layout.formats])
+        high, low = jnp.moveaxis(-cache.counts % sizes, -1, 0)[..., None]  # room in last pages
+        more, P = jnp.arange(1, layout.horizon + 1), sizes[0]
+
+        def of_high(tokens):
+            return (jnp.maximum(tokens - high, 0) + P - 1) // P
+
+        # At most one page of low precision: another would take more tokens than one of high.
+        with_low = jnp.where(more > low, 1 + of_high(more - low - 1), 0)
+        needs = jnp.maximum(of_high(more), with_low).sum(1, dtype=jnp.int32)
+        pages = cache.pages
+        return {
+            "free": pages.free, "held": (pages.high + pages.low).sum(1), "needs": needs,
+            "kept": cache.counts.sum(1),
+        }  # fmt: skip
+
+    def with_thresholds(self, cache: DiffKVCache, alpha_h: float, alpha_l: float) -> DiffKVCache:
+        """The cache with other thresholds, on all shards: no program is compiled for them."""
+        alpha = jnp.broadcast_to(jnp.array([alpha_h, alpha_l], jnp.float32), cache.alpha.shape)
+        return cache.replace(alpha=jax.device_put(alpha, cache.alpha.sharding))
+
+    # What moves: unit slot * most + k is the k-th page of a slot.
+
+    def _unit_pages(self, cache: DiffKVCache, units):
+        """(pages [C], whether there is such a page [C])"""
+        slots, k = units // self.layout.most, units % self.layout.most
+        held = (cache.pages.high + cache.pages.low).at[slots].get(mode="fill", fill_value=0)
+        ends = jnp.cumsum(held, axis=1)
+        head = jnp.minimum((ends <= k[:, None]).sum(1), held.shape[1] - 1)
+        live = k < ends[:, -1]
+        first = jnp.take_along_axis(ends - held, head[:, None], 1)[:, 0]
+        page = self._page_of(cache.pages, slots, head, k - first)
+        return jnp.where(live, page, 0), live
+
+    def _page_of(self, pages: page_manager.Pages, slots, head, number):
+        """The page `number` of a head: those of high precision come first."""
+        high = pages.high.at[slots, head].get(mode="clip")
+        M = self.layout.table_width
+        column = jnp.where(number < high, number, M - 1 - (number - high))
+        return pages.tables.at[slots, head, jnp.clip(column, 0, M - 1)].get(mode="clip")
+
+    def export_units(self, cache: DiffKVCache, pool: str, units):
+        page, _ = self._unit_pages(cache, units)
+        return cache.words[page][:, None]
+
+    def import_units(self, cache: DiffKVCache, pool: str, units, content) -> DiffKVCache:
+        page, live = self._unit_pages(cache, units)
+        page = jnp.where(live, page, len(cache.words) + jnp.arange(len(units), dtype=jnp.int32))
+        words = cache.words.at[page].set(content[:, 0], mode="drop", unique_indices=True)
+        return cache.replace(words=words)
+
+    def copy_units(self, cache: DiffKVCache, pool: str, sources, destinations) -> DiffKVCache:
+        """Pages have one owner each: slots are copied, never units."""
+        return cache
+
+    def release_slots(self, cache: DiffKVCache, slots) -> DiffKVCache:
+        at, mean = cache.found
+        return cache.replace(
+            pages=page_manager.release(cache.pages, slots),
+            counts=cache.counts.at[slots].set(0, mode="drop"),
+            found=Found(at, mean.at[slots].set(NOBODY, mode="drop")),
+        )
+
+    def copy_slots(self, cache: DiffKVCache, parents, children) -> DiffKVCache:
+        cache = self.import_slots(cache, children, self.export_slots(cache, parents))
+        pages, heads = cache.pages, self.layout.all_heads
+        held = (pages.high + pages.low).at[children].get(mode="fill", fill_value=0).reshape(-1)
+
+        def copy(trip, words):
+            row, number, live = listed(held, trip, COPIED_PAGES)
+            of, to = (
+                self._page_of(pages, slots[row // heads], row % heads, number)
+                for slots in (parents, children)
+            )
+            copied = words.at[jnp.where(live, of, 0)].get(mode="promise_in_bounds")
+            copied, words = jax.lax.optimization_barrier((copied, words))
+            nowhere = len(words) + jnp.arange(COPIED_PAGES, dtype=jnp.int32)
+            to = jnp.where(live, to, nowhere)
+            return words.at[to].set(copied, mode="drop", unique_indices=True)
+
+        trips = num_trips(held, COPIED_PAGES)
+        return cache.replace(words=jax.lax.fori_loop(0, trips, copy, cache.words))
+
+    def export_slots(self, cache: DiffKVCache, slots):
+        """Counts, and what is found: [C, L * K, …]."""
+        state = cache.counts, cache.found
+        return jax.tree.map(lambda x: x.at[slots].get(mode="clip"), state)
+
+    def import_slots(self, cache: DiffKVCache, slots, content) -> DiffKVCache:
+        counts, found = jax.tree.map(
+            lambda x, new: x.at[slots].set(new, mode="drop"), (cache.counts, cache.found), content
+        )
+        pages = page_manager.give(cache.pages, slots, *self._pages_of(content[0]))
+        return cache.replace(pages=pages, counts=counts, found=found)

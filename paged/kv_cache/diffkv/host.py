@@ -1,0 +1,248 @@
+"""Host half of DiffKV's policy: it sees no page, and lives on reports and bounds.
+
+The device tells after each step how many pages a slot holds, and what its next tokens can take. The
+bound of a slot is this for the last step that was taken in, and the worst case for what is in
+flight; the bounds of all never exceed what there is. What a slot turns out not to hold admits
+others: so admission follows the compression that is observed.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from paged.blocks.block_pool import BlockPool
+from paged.kv_cache.diffkv.layout import layout_of
+from paged.kv_cache.moves import Moves, Pool
+from paged.kv_cache.policy import CacheConfig, ShardedModel, Usage
+from paged.requests.sequence import Sequence
+
+PAGES = "pages"  # the name of the pool, whose unit slot * most + k is the k-th page of a slot
+MOVED_BYTES_PER_CALL = 2**19  # swaps are padded to this, so that each is one program
+
+
+class Swapped(NamedTuple):
+    """A sequence in the host's memory: the key of its slot's state, its pages there, and what the
+    host half knew of its slot."""
+
+    key: int
+    units: np.ndarray
+    known: np.ndarray
+    needs: np.ndarray
+
+
+class Row(NamedTuple):
+    """A slot of a step in flight: its owner, the slot that has its state in that step, and its
+    tokens at the step's end."""
+
+    slot: int
+    owner: int
+    source: int
+    num_tokens: int
+
+
+class DiffKVHost:
+    """Knows slots by five numbers: pages `held` for the first `settled` tokens, as was reported,
+    none before the first report; tokens `computed` once all dispatched steps have run; tokens that
+    were promised `room`, and the pages that these need at most, the `bound`.
+    """
+
+    table_width = 0  # the device half has tables of its own
+
+    def __init__(self, config: CacheConfig, model: ShardedModel):
+        self.layout = layout = layout_of(config, model)
+        self.capacity = layout.num_pages
+        num_units = layout.num_slots * layout.most
+        unit_bytes = layout.page_bytes * model.num_shards
+        self._pool = Pool(
+            name=PAGES,
+            num_units=num_units + 1,
+            num_host_units=num_units + 1,
+            null_unit=num_units,
+            units_per_call=max(1, MOVED_BYTES_PER_CALL // layout.page_bytes),
+            most_copies=0,
+            unit_bytes=unit_bytes,
+        )
+        self.pools = (self._pool,)
+        self._watermark = int(config.watermark * self.capacity)
+        self._known = np.zeros((5, layout.num_slots), np.int64)
+        self._held, self._settled, self._computed, self._room, self.bound = self._known
+        self._needs = np.zeros((layout.num_slots, layout.horizon), np.int64)
+        self._owners = np.zeros(layout.num_slots, np.int64)  # counted, so that they can be told
+        self._in_flight: dict[int, list[Row]] = {}
+        self._reports: dict[int, dict[str, np.ndarray]] = {}  # what a simulated device would say
+        self._moves = Moves()
+        self._host_pool = BlockPool(self._pool.num_host_units)
+        self._swapped: dict[int, Swapped] = {}
+        self._keys = itertools.count()
+
+    def _bounds(self, slots, num_tokens):
+        """Pages that `num_tokens` of `slots` need at most: by the last report, by what is promised
+        already, and by the worst case."""
+        layout, more = self.layout, num_tokens - self._settled[slots]
+        near = np.clip(more, 1, layout.horizon) - 1
+        taken = np.where(more <= layout.horizon, self._needs[slots, near], layout.growth(more))
+        reported = self._held[slots] + np.where(more > 0, taken, 0)
+        worst = layout.worst(num_tokens)
+        reported = np.where(self._settled[slots] > 0, reported, worst)
+        grown = layout.growth(np.maximum(num_tokens - self._room[slots], 0))
+        return np.minimum(np.minimum(reported, self.bound[slots] + grown), worst)
+
+    def _has_room(self, pages: int) -> bool:
+        return int(self.bound.sum()) + pages <= self.capacity
+
+    def observe(self, number: int, report) -> None:
+        free, held = np.asarray(report["free"])[:, 0], np.asarray(report["held"])
+        needs = np.asarray(report["needs"])
+        assert (free >= 0).all(), f"step {number} lacked {-free.min()} pages"
+        assert (free + held.sum(1) == self.capacity).all(), "pages are lost on the device"
+        for slot, owner, source, num_tokens in self._in_flight.pop(number):
+            if self._owners[slot] == owner:
+                # Shards differ in what they hold: the one that holds most counts.
+                self._held[slot], self._settled[slot] = held[:, source].max(), num_tokens
+                self._needs[slot] = (held[:, source, None] + needs[:, source]).max(0)
+                self._needs[slot] -= self._held[slot]
+                self.bound[slot] = self._bounds(slot, self._room[slot])
+        self._reports.pop(number)
+
+    def simulated_report(self, number: int) -> dict[str, np.ndarray]:
+        return self._reports[number]
+
+    def fits(self, num_tokens: int, num_sequences: int) -> bool:
+        return num_sequences * int(self.layout.worst(num_tokens)) <= self.capacity
+
+    def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
+        needed = sum(int(self.layout.worst(len(sequence.tokens))) for sequence in sequences)
+        return self._has_room(needed + keep_watermark * self._watermark)
+
+    def admit(self, slot: int, sequence: Sequence) -> int:
+        num_tokens = len(sequence.tokens)
+        self._room[slot], self.bound[slot] = num_tokens, self.layout.worst(num_tokens)
+        return sequence.shared if sequence.donor else 0
+
+    def can_append(self, slots, num_tokens) -> bool:
+        return self._has_room(int((self._bounds(slots, num_tokens) - self.bound[slots]).sum()))
+
+    def append(self, slots, num_tokens) -> None:
+        self.bound[slots] = self._bounds(slots, num_tokens)
+        self._room[slots] = np.maximum(num_tokens, self._room[slots])
+
+    def fork(self, parent: int, child: int) -> None:
+        assert not self._in_flight, "beams are forked when their step has been taken in"
+        self._moves.slot_copies.append((self._moves.source_of(parent), child))
+        self._known[:, child] = self._known[:, parent]
+        self._needs[child] = self._needs[parent]
+
+    def advance(self, number: int, slots, starts, ends) -> None:
+        assert (ends <= self._room[slots]).all(), "rows compute more than they were promised"
+        assert self._has_room(0), "the device may run out of pages"
+        rows = np.flatnonzero(ends > starts)  # the state of a fork is not in its slot yet
+        slots, ends = slots[rows], ends[rows]
+        self._computed[slots] = ends
+        of_rows = slots, self._owners[slots], slots, ends
+        self._in_flight[number] = [Row(*row) for row in zip(*(x.tolist() for x in of_rows))]
+        self._reports[number] = self._uncompressed()
+
+    def _uncompressed(self) -> dict[str, np.ndarray]:
+        """The report of a device that drops nothing and moves nothing down."""
+        layout, P = self.layout, self.layout.formats[0].tokens
+        held = layout.all_heads * -(-self._computed // P)[None]
+        more = np.arange(1, layout.horizon + 1)
+        needs = np.broadcast_to(layout.growth(more), (*held.shape, layout.horizon))
+        kept = np.stack([layout.all_heads * self._computed, 0 * self._computed], -1)[None]
+        free = self.capacity - held.sum(1, keepdims=True)
+        return {"free": free, "held": held, "needs": needs, "kept": kept}
+
+    def computed(self, parent: int, child: int, num_tokens: int) -> None:
+        self._moves.after.append((parent, child))
+        self._computed[child] = num_tokens
+        rows = self._in_flight[max(self._in_flight)]
+        rows.append(Row(child, int(self._owners[child]), parent, num_tokens))
+
+    def free(self, slot: int) -> None:
+        self._moves.release(slot)
+        self._owners[slot] += 1
+        self._known[:, slot], self._needs[slot] = 0, 0
+
+    def can_swap_out(self, slots: list[int]) -> bool:
+        return self._host_pool.can_allocate(int(self._held[slots].sum()))
+
+    def swap_out(self, slots: list[int]) -> list[Swapped]:
+        assert not self._in_flight, "what a slot holds is known when its last step is taken in"
+        swapped = []
+        for slot in slots:
+            units = self._host_pool.allocate(int(self._held[slot]))
+            first = self._moves.source_of(slot) * self.layout.most
+            self._moves.export(PAGES, zip(range(first, first + len(units)), units.tolist()))
+            self._moves.export_slot(slot, key := next(self._keys))
+            known = self._known[:, slot].copy(), self._needs[slot].copy()
+            swapped.append(Swapped(key, units, *known))
+        for slot in slots:
+            self.free(slot)
+        self._swapped |= {one.key: one for one in swapped}
+        return swapped
+
+    def can_swap_in(self, swapped: list[Swapped], keep_watermark: bool) -> bool:
+        needed = sum(int(one.known[-1]) for one in swapped)
+        growth = self._watermark + len(swapped) * self.layout.all_heads
+        return self._has_room(needed + keep_watermark * growth)
+
+    def swap_in(self, swapped: list[Swapped], sequences: list[Sequence]) -> None:
+        for one, sequence in zip(swapped, sequences, strict=True):
+            first = sequence.slot * self.layout.most
+            self._moves.slot_imports.append((one.key, sequence.slot))
+            self._moves.bring(PAGES, zip(one.units.tolist(), range(first, first + len(one.units))))
+            self._known[:, sequence.slot], self._needs[sequence.slot] = one.known, one.needs
+        self._forget(swapped)
+
+    def drop_swapped(self, swapped: list[Swapped]) -> None:
+        self._moves.dropped += [one.key for one in swapped]
+        self._forget(swapped)
+
+    def _forget(self, swapped: list[Swapped]) -> None:
+        for one in swapped:
+            self._host_pool.release(one.units)
+            del self._swapped[one.key]
+
+    def take_moves(self) -> Moves:
+        moves, self._moves = self._moves, Moves()
+        return moves
+
+    def tables(self, slots, out: np.ndarray) -> None:
+        """The device half has its own."""
+
+    def usage(self) -> Usage:
+        """Pages count as far as they may be in use, each as the tokens of high precision that it
+        holds. What is kept in low precision, or not at all, takes less than its tokens."""
+        P, heads = self.layout.formats[0].tokens, self.layout.all_heads
+        used, computed, room = (int(x.sum()) for x in (self.bound, self._computed, self._room))
+        places = used * P // heads
+        states = min(computed, places)
+        reserved = min(room - computed, places - states)
+        return Usage(
+            token_states=states,
+            reserved=reserved,
+            internal=places - states - reserved,
+            external=0,
+            free=max(0, self.capacity - used) * P // heads,
+            bytes={PAGES: used * self._pool.unit_bytes},
+        )
+
+    def held(self) -> dict[str, np.ndarray]:
+        pages = np.arange(self.layout.most) < self._held[:, None]
+        on_host = np.flatnonzero(self._host_pool.refcounts)
+        return {PAGES: np.flatnonzero(pages), f"host {PAGES}": on_host}
+
+    def check(self) -> None:
+        assert (self._settled <= self._computed).all(), "reported before it was computed"
+        assert (self._computed <= self._room).all(), "computed and not promised"
+        assert (self._held <= self.bound).all(), "a slot holds more than it could"
+        assert self._held.sum() <= self.capacity, "more pages are held than there are"
+        units = [unit for one in self._swapped.values() for unit in one.units.tolist()]
+        on_host = np.flatnonzero(self._host_pool.refcounts).tolist()
+        assert sorted(units) == on_host, "pages in the host's memory have other owners"
+        self._host_pool.check()
+
+    def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
+        """The host half does none."""
+        return []

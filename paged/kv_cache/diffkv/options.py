@@ -1,0 +1,85 @@
+"""The options of DiffKV's policy, and what it refuses."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from models.config import ModelConfig
+from paged import checks
+from paged.checks import described
+from paged.kv_cache.diffkv.compression import Rules
+from pallas_kernels.quantized_attention import PageFormat, parse_format
+
+AUTO = "auto"  # a page format: keys and values in kv_dtype
+
+
+@dataclass(frozen=True)
+class Options:
+    """Each field says what it is. The defaults are the paper's, alpha those of Llama3-8B."""
+
+    alpha_h: float = described(
+        1.0,
+        "a token stays in high precision if its significance is at least this over their number",
+    )
+    alpha_l: float = described(
+        0.02, "a token is dropped if its significance is below this over their number"
+    )
+    high: str = described("K8V4", f"page format of high precision; {AUTO!r} keeps kv_dtype")
+    low: str = described("K4V2", f"page format of low precision; {AUTO!r} keeps kv_dtype")
+    groups: int = described(1, "parts of a token's keys that have a scale each; values alike")
+    window: int = described(64, "last tokens of a sequence, which stay in high precision")
+    prompt_rule: Literal["paper", "repository"] = described(
+        "paper", "whether a prompt's scores are of all later tokens or of the last 64 queries"
+    )
+    generation_rule: Literal["paper", "repository"] = described(
+        "paper", "whether the candidate decides first (Algorithm 1) or the least significant token"
+    )
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(self.window, self.prompt_rule, self.generation_rule)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing that is written is ever changed or dropped."""
+        return self.alpha_h == self.alpha_l == 0
+
+
+def page_formats(
+    options: Options, page_size: int, head_dim: int, dtype: str
+) -> tuple[PageFormat, PageFormat]:
+    """Of high and of low precision; a page holds `page_size` tokens of high precision. dtype: that
+    of keys and values where they are kept as they are.
+
+    Raises ValueError for formats that cannot work with this head dim or together.
+    """
+    floats = "float16" if dtype == "float32" else dtype
+    as_they_are = "K32V32" if dtype == "float32" else "K16V16"
+    high, low = (
+        parse_format(as_they_are if name == AUTO else name, head_dim, floats, options.groups)
+        for name in (options.high, options.low)
+    )
+    first = PageFormat.holding(page_size, *high)
+    formats = first, PageFormat(*low, words=first.words)
+    if formats[1].tokens < page_size:
+        raise ValueError(
+            f"low ({options.low}) must take no more memory than high ({options.high}): a page of "
+            f"{page_size} tokens of that holds {formats[1].tokens} of the other"
+        )
+    return formats
+
+
+def check_options(options: Options, model: ModelConfig | None) -> None:
+    """Raises ValueError for options that cannot work, alone or with the model."""
+    checks.require(options, {
+        "alpha_h": (options.alpha_h >= 0, "at least 0"),
+        "alpha_l": (
+            0 <= options.alpha_l <= options.alpha_h, f"from 0 to alpha_h ({options.alpha_h})"
+        ),
+        "groups": (options.groups >= 1, "at least 1"),
+        "window": (2 <= options.window < 2**31, "at least 2, so that later tokens have scored"),
+    })  # fmt: skip
+    for name in (options.high, options.low):
+        if name != AUTO:
+            parse_format(name, 32 * options.groups, "float16", options.groups)
+    if model is not None and model.sliding_window is not None:
+        raise ValueError("policy 'diffkv' keeps no windows: the model's cannot be served")

@@ -1,0 +1,76 @@
+"""Scores of generated tokens: what attention has given, kept in the pages (DiffKV §4, §5.2)."""
+
+import jax
+import jax.numpy as jnp
+
+from paged.kv_cache.diffkv.compression import NOBODY, Found, Rules, least
+from pallas_kernels.quantized_attention import PageFormat
+from pallas_kernels.quantized_attention.worklist import listed, num_trips
+
+TOKENS = 2048  # whose scores an iteration updates
+
+
+def add_scores(rules: Rules, words, tables_RxM, counts, formats, kept, lse_RxG, positions_R):
+    """Add each token's probability to its score, and find who may leave with the next token.
+
+    words: [N, W], the pool. tables: [R, M] of a row's high and low pages, R heads of all sequences.
+    counts: of each precision, [R] int32 tokens. kept, lse: what attention gave, by precision
+    [R, M, G, P] and [R, G]. positions: [R] int32 of the query.
+
+    Returns (words, Found [R, 3]).
+    """
+    R, M = tables_RxM.shape
+    pools, found = words, []
+    columns = (lambda number: number), (lambda number: M - 1 - number)
+    for is_high, column, count, format, scores in zip(
+        (True, False), columns, counts, formats, kept
+    ):
+        pools, *of_section = _section(
+            rules, pools, tables_RxM, column, count, format, scores, lse_RxG, positions_R, is_high
+        )
+        found += of_section
+    means, places = zip(*found)
+    return pools, Found(jnp.stack(places, -1), jnp.stack(means, -1))
+
+
+def _section(
+    rules: Rules, words, tables_RxM, column, count_R, format: PageFormat, kept, lse_RxG,
+    positions_R, is_high: bool,
+):  # fmt: skip
+    """(words, and of high precision the candidate and the victim, of low precision the victim, each
+    as (mean [R], place [R]))"""
+    R, M = tables_RxM.shape
+    N, P = len(words), format.tokens
+    pages_R = (count_R + P - 1) // P
+    width = max(1, TOKENS // P)
+
+    def body(trip, carry):
+        words, found = carry
+        row, number, live = listed(pages_R, trip, width)
+        ids = jnp.where(live, tables_RxM[row, jnp.clip(column(number), 0, M - 1)], 0)
+        scores, positions = format.read_scores(words, ids)
+        # XLA would move these reads behind the write, and copy the pool for that.
+        scores, positions, words = jax.lax.optimization_barrier((scores, positions, words))
+        place = number[:, None] * P + jnp.arange(P)
+        held = live[:, None] & (place < count_R[row][:, None])
+        logits = kept.at[row, jnp.clip(number, 0, M - 1)].get(mode="promise_in_bounds")
+        probs = jnp.exp(logits - lse_RxG[row][..., None]).max(1)
+        now = positions_R[row][:, None]
+        counted = held if rules.counts_own else held & (positions != now)
+        scores = scores + jnp.where(counted, probs, 0.0)
+        nowhere = N + jnp.arange(width, dtype=jnp.int32)
+        words = format.write_scores(words, jnp.where(live, ids, nowhere), scores)
+        age = now + 1 - positions
+        mean = rules.significance(scores, age)
+        masks = (age == rules.window, age > rules.window) if is_high else (age > 0,)
+        new = []
+        for mask, before in zip(masks, found, strict=True):
+            means = jnp.where(held & mask, mean, NOBODY)
+            first = jnp.take_along_axis(place, means.argmin(-1, keepdims=True), -1)[:, 0]
+            new.append(least(means.min(-1), first, row, before))
+        return words, tuple(new)
+
+    nobody = jnp.full(R, NOBODY, jnp.float32), jnp.zeros(R, jnp.int32)
+    carry = words, (nobody,) * (2 if is_high else 1)
+    words, found = jax.lax.fori_loop(0, num_trips(pages_R, width), body, carry)
+    return words, *found
