@@ -25,16 +25,16 @@ def mixed_precision_attention(
 
     q:        [S, H, D] queries; head h reads with KV head h // G.
     words:    [N, W] uint32, unified pages.
-    tables:   [S, K, M] int32 pages of each head: those of high precision from the left end on, those
-              of low precision from the right end on (§5.2). What is between may be anything.
+    tables:   [S, K, M] int32 pages of each head: those of high precision from the left end on, and
+              those of low precision from the right end on (§5.2). What is between may be anything.
     high, low: [S, K] int32 tokens of each precision, none or up to M pages together.
     formats:  of high and of low precision.
     scale:    multiplies q·k; None means D ** -0.5.
 
     Returns the attention [S, H, D] in q's dtype, zeros where nothing is read; the log-sum-exp of
-    the scores [S, H] float32, -inf there; and the scores of both precisions, [S, K, M, G, P] float32
-    by page and token, -inf for tokens that are not read. The pages of low precision come in their
-    own order there, the right end's first. exp(score - log-sum-exp) is a token's probability.
+    the scores [S, H] float32, -inf there; and the scores of both precisions, each [S, K, M, G, P]
+    float32 by page and token, -inf for tokens that are not read. The pages of low precision come in
+    their own order there, the right end's first. exp(score - log-sum-exp) is a token's probability.
     Raises ValueError if arguments do not fit together.
     """
     S, H, D = q_SxHxD.shape
@@ -75,13 +75,14 @@ def prompt_attention(
 ):
     """Causal attention of whole prompts over their own keys, with the scores that these received.
 
-    q, k, v:  [T, H, D] and [T, K, D]. Rows query_starts[s] to query_starts[s + 1] - 1 are prompt s's.
+    q, k, v:  [T, H, D] and [T, K, D]. Rows query_starts[s] to query_starts[s + 1] - 1 are of
+              prompt s.
     query_starts: [S + 1] int32, non-decreasing from 0. Rows from query_starts[S] on are padding.
     scale:    multiplies q·k; None means D ** -0.5.
     last_rows: queries at the end of each prompt whose scores count; None means all.
     own:      whether the score counts that a token gives itself.
-    by_head:  whether scores are summed over queries before the largest of a KV head's query heads is
-              taken, and not after it.
+    by_head:  whether scores are summed over queries before the largest of a KV head's query heads
+              is taken, and not after it.
 
     Returns the attention [T, H, D] in q's dtype, and the sums [T, K] float32 of the probabilities
     that each token got from later tokens (DiffKV §4, prompt phase: divided by their number, its

@@ -13,7 +13,7 @@ NEG_INF = -1e30
 
 
 def decode(q, words, tables, counts, formats, *, scale):
-    """High precision first, then low (§6.2): the pages of all rows and heads form one list for each,
+    """High precision first, then low (§6.2): the pages of all rows and heads form a list for each,
     so that no head waits for a longer one. What parts of a row give is merged by its largest score.
     """
     S, H, D = q.shape
@@ -68,7 +68,7 @@ def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head):
     """Each tile of queries reads the keys twice: once for the largest scores and for the output,
     and once for probabilities, which are not known before."""
     T, H, D = q.shape
-    K, S = k.shape[1], len(query_starts) - 1
+    K = k.shape[1]
     G = H // K
     tile = min(T, QUERY_TILE)
     counts = query_starts[1:] - query_starts[:-1]

@@ -33,14 +33,14 @@ class Pages:
 
 def init(num_pages: int, num_slots: int, num_heads: int, table_width: int) -> Pages:
     """All pages are free. num_heads: H. table_width: M, the most pages of a head."""
-    none = jnp.zeros((num_slots, num_heads), jnp.int32)
     return Pages(
         free_list=jnp.arange(num_pages, dtype=jnp.int32),
         start=jnp.zeros(1, jnp.int32),
         free=jnp.full(1, num_pages, jnp.int32),
         tables=jnp.zeros((num_slots, num_heads, table_width), jnp.int32),
-        high=none,
-        low=none,
+        # Each array is donated: they must not be the same one.
+        high=jnp.zeros((num_slots, num_heads), jnp.int32),
+        low=jnp.zeros((num_slots, num_heads), jnp.int32),
     )
 
 

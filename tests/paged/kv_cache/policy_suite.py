@@ -101,6 +101,7 @@ CASES = [
     Case(
         "diffkv", POLICIES["diffkv"],
         config={**DIFFKV_CONFIG, "policy_options": DIFFKV_OPTIONS, "kv_cache_tokens": 150},
+        slow=True,
     ),
     Case("device_owned", DEVICE_OWNED, lambda prompt: causal_attend(TINY)),
 ]  # fmt: skip

@@ -1,0 +1,57 @@
+"""Which pages hold what, read from the device: for the memory map and for tests."""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from paged.kv_cache.diffkv.layout import Layout
+from paged.kv_cache.diffkv.state import DiffKVCache
+
+
+@dataclass(frozen=True)
+class Section:
+    """What a head keeps in one precision. pages: their ids. positions, scores: of its tokens."""
+
+    pages: list[int]
+    positions: list[int]
+    scores: list[float]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Of a shard. free: pages in the order of the list. heads: by slot and head (layer * K + KV
+    head), what is kept in high and in low precision."""
+
+    free: list[int]
+    heads: list[list[tuple[Section, Section]]]
+
+
+def snapshot(layout: Layout, cache: DiffKVCache) -> list[Snapshot]:
+    """Of each shard; reads the whole cache."""
+    leaves, tree = jax.tree.flatten(cache)
+    num_shards = len(cache.pages.start)
+    parts = zip(*(np.split(np.asarray(leaf), num_shards) for leaf in leaves))
+    return [_of_shard(layout, jax.tree.unflatten(tree, part)) for part in parts]
+
+
+def _of_shard(layout: Layout, cache: DiffKVCache) -> Snapshot:
+    pages, words = cache.pages, np.asarray(cache.words)
+    listed = (int(pages.start[0]) + np.arange(int(pages.free[0]))) % len(pages.free_list)
+    heads = []
+    for slot in range(layout.num_slots):
+        of_slot = []
+        for head in range(layout.all_heads):
+            table = pages.tables[slot, head]
+            parts = table[: pages.high[slot, head]], table[::-1][: pages.low[slot, head]]
+            both = zip(parts, layout.formats, cache.counts[slot, head])
+            of_slot.append(tuple(_section(words, *each) for each in both))
+        heads.append(of_slot)
+    return Snapshot(pages.free_list[listed].tolist(), heads)
+
+
+def _section(words: np.ndarray, ids: np.ndarray, format, count: int) -> Section:
+    rows = words[ids]
+    scores = format.section(rows, 4).reshape(-1)[:count].view(np.float32)
+    positions = format.section(rows, 5).reshape(-1)[:count].view(np.int32)
+    return Section(ids.tolist(), positions.tolist(), scores.tolist())

@@ -1,0 +1,154 @@
+"""What the policy keeps, against the paper's algorithm in loops, and attention over it."""
+
+from functools import partial
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from paged.config import EngineConfig
+from paged.kv_cache.diffkv import compression
+from paged.kv_cache.diffkv.compression import Found, Rules
+from paged.kv_cache.diffkv.snapshot import snapshot
+from pallas_kernels.quantization import dequantize, quantize
+from pallas_kernels.quantized_attention import parse_format
+from tests.paged.kv_cache.attention_driver import Driver
+from tests.paged.kv_cache.diffkv.oracle import Head, Token
+from tests.paged.tiny import TINY
+
+MODEL = TINY.replace(num_layers=2, num_heads=4, num_kv_heads=2)
+L, H, K, D = 2, 4, 2, 8
+G = H // K
+
+
+@partial(jax.jit, static_argnums=1)
+def _stored(x, format):
+    return dequantize(*quantize(x, format), format)
+
+
+def stored(name: str):
+    if name == "auto":
+        return lambda key, value: (key, value)
+    formats = parse_format(name, D, "float16")
+
+    def both(key, value):
+        parts = zip((key, value), formats)
+        return tuple(np.asarray(_stored(np.float32(x), f), np.float64) for x, f in parts)
+
+    return both
+
+
+CASES = [
+    pytest.param("paper", "paper", ("auto", "auto"), (1.0, 0.5), id="paper"),
+    pytest.param("repository", "repository", ("K8V4", "K4V4"), (1.0, 0.5), id="repository"),
+    pytest.param("paper", "paper", ("K8V8", "K4V4"), (1.3, 0.0), id="nothing dropped",
+                 marks=pytest.mark.slow),
+    pytest.param("repository", "paper", ("auto", "K4V4"), (0.7, 0.7), id="no low precision",
+                 marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prompt_rule", "generation_rule", "formats", "alpha"), CASES)
+def test_what_is_kept_and_attended_to_is_the_oracles(prompt_rule, generation_rule, formats, alpha):
+    """Two prompts, one shorter than the window, and tokens one by one; outputs at each step, and in
+    the end each head's tokens by precision, with their scores."""
+    options = dict(
+        high=formats[0], low=formats[1], alpha_h=0.0, alpha_l=0.0, window=5,
+        prompt_rule=prompt_rule, generation_rule=generation_rule,
+    )  # fmt: skip
+    config = EngineConfig(
+        max_num_seqs=2, max_num_batched_tokens=64, max_prefills_per_step=2, max_model_len=48,
+        page_size=2, kv_cache_tokens=300, policy="diffkv", policy_options=options,
+        chunked_prefill=False,
+    )  # fmt: skip
+    rng, lengths, prompts = np.random.default_rng(4), (44, 30), [21, 3]
+    # Sharper scores than unit queries give, or all tokens would matter alike.
+    qkv = [
+        [scale * rng.normal(size=(L, n, h, D)) for h, scale in ((H, 2), (K, 1), (K, 1))]
+        for n in lengths
+    ]
+    driver = Driver(MODEL, config, qkv, prompts)
+    # Thresholds are data: no program is made for them.
+    driver.cache = driver.device.with_thresholds(driver.cache, *alpha)
+    found: list[list[np.ndarray]] = [[], []]
+    steps = [[(0, 21)], [(0, 1), (1, 3)]] + [[(0, 1), (1, 1)]] * 22 + [[(1, 1)]] * 5
+    for chunks in steps:
+        for slot, out in driver.step(chunks, Tp=24, Sd=2).items():
+            found[slot].append(out)
+        driver.host.observe(driver._number, _report(driver))
+        driver.host.check()
+
+    assert driver._run._cache_size() == 1
+    (state,) = snapshot(driver.device.layout, driver.cache)
+    kinds = set()
+    for slot, (n, prompt) in enumerate(zip(lengths, prompts)):
+        ours = np.concatenate(found[slot], axis=1).reshape(L, n, K, G, D)
+        for layer in range(L):
+            for head in range(K):
+                q, k, v = (x[layer] for x in qkv[slot])
+                q, k, v = q.reshape(n, K, G, D)[:, head], k[:, head], v[:, head]
+                oracle = Head(alpha, 5, *map(stored, formats), prompt_rule, generation_rule)
+                outs = [oracle.take_prompt(q[:prompt], k[:prompt], v[:prompt])]
+                for i in range(prompt, n):
+                    outs.append(oracle.take_token(i, q[i], k[i], v[i])[None])
+                np.testing.assert_allclose(
+                    ours[layer, :, head], np.concatenate(outs), atol=1e-4, err_msg=f"{slot} {head}"
+                )
+                sections = state.heads[slot][layer * K + head]
+                for section, tokens in zip(sections, (oracle.high, oracle.low)):
+                    _check_tokens(section, tokens)
+                kinds |= {"moved down"} if oracle.low else set()
+                kinds |= {"dropped"} if len(oracle.high) + len(oracle.low) < n else set()
+    expected = {"moved down"} if alpha[0] > alpha[1] else set()
+    assert kinds == expected | ({"dropped"} if alpha[1] else set())
+
+
+def _check_tokens(section, tokens: list[Token]) -> None:
+    ours = sorted(zip(section.positions, section.scores))
+    expected = sorted((token.position, token.score) for token in tokens)
+    assert [position for position, _ in ours] == [position for position, _ in expected]
+    np.testing.assert_allclose([s for _, s in ours], [s for _, s in expected], rtol=1e-3, atol=1e-5)
+
+
+def _report(driver: Driver):
+    return jax.tree.map(lambda x: np.asarray(x)[None], driver.device.report(driver.cache))
+
+
+MEANS = st.sampled_from([0.0, 0.03, 0.03125, 0.1, 0.125, 0.5, compression.NOBODY])
+
+
+@settings(max_examples=200, deadline=None)
+@given(means=st.tuples(MEANS, MEANS, MEANS), rule=st.sampled_from(["paper", "repository"]))
+def test_decisions_are_those_of_the_printed_algorithm(means, rule):
+    """Over tokens that have just these scores: who leaves high precision, who comes to the low one,
+    and whose place it takes. Thresholds are 1/8 and 1/32."""
+    decide = partial(compression.decide, Rules(window=4, generation=rule))
+    found = Found(jnp.array([7, 8, 9]), jnp.array(means, jnp.float32))
+    decision = decide(found, 8, jnp.array([1.0, 0.25]))
+
+    oracle = Head((1.0, 0.25), 4, stored("auto"), stored("auto"), generation=rule)
+    oracle.now = 100
+    zero = np.zeros(D)
+    places = {}
+    for mean, age, section, place in zip(
+        means, (4, 5, 6), (oracle.high, oracle.high, oracle.low), (7, 8, 9)
+    ):
+        if mean < compression.NOBODY:
+            token = Token(100 - age, zero, zero, mean * (age - (rule == "paper")))
+            section.append(token)
+            places[token.position] = place
+    before = {token.position for token in oracle.high}, {token.position for token in oracle.low}
+    compress = oracle._algorithm_1 if rule == "paper" else oracle._argmin
+    compress(1 / 8, 1 / 32)
+    after = {token.position for token in oracle.high}, {token.position for token in oracle.low}
+    left = before[0] - after[0]
+    assert bool(decision.leaves) == bool(left)
+    if left:
+        assert int(decision.high_at) == places[left.pop()]
+    assert bool(decision.moves) == bool(after[1] - before[1])
+    assert bool(decision.replaces) == bool(before[1] - after[1])
+    if decision.replaces:
+        assert int(decision.low_at) == places[(before[1] - after[1]).pop()]

@@ -1,0 +1,209 @@
+"""What DiffKV's policy keeps, bounds and refuses. The suite of all policies runs it too."""
+
+import itertools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.sampling import SamplingState
+from paged.device.step import step
+from paged.device.step_inputs import empty_step_inputs
+from paged.engine import Engine, EngineConfig
+from paged.kv_cache import POLICIES, diffkv
+from paged.kv_cache.diffkv.layout import layout_of
+from paged.kv_cache.diffkv.snapshot import snapshot
+from paged.kv_cache.diffkv.state import DiffKVCache
+from paged.kv_cache.policy import ShardedModel
+from tests.paged.kv_cache.policy_suite import (
+    CASES,
+    CATALOGUE,
+    CROWD,
+    DIFFKV_EXACT_OPTIONS,
+    Bench,
+    drain,
+    registered,
+)
+from tests.paged.tiny import TINY
+
+(CASE,) = (case for case in CASES if case.name == "diffkv")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def policies():
+    with registered():
+        yield
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_params):
+    return Bench(tiny_params)
+
+
+def check_pages(engine: Engine) -> None:
+    """Every page is free or one head's, and heads have as many as their tokens fill and no more
+    than the host half reckons with. No token is there twice."""
+    layout, slots = engine.host_policy.layout, engine.scheduler.slots
+    (state,) = snapshot(layout, engine.executor._cache)  # type: ignore[attr-defined]
+    owned = list(state.free)
+    for slot, heads in enumerate(state.heads):
+        held = 0
+        for sections in heads:
+            for section, format in zip(sections, layout.formats):
+                assert len(section.pages) == -(-len(section.positions) // format.tokens)
+                owned += section.pages
+                held += len(section.pages)
+            positions = sections[0].positions + sections[1].positions
+            assert len(set(positions)) == len(positions)
+            if slots.active[slot] and positions and not slots.held[slot]:
+                # The newest tokens are all there, in high precision.
+                computed = int(slots.computed[slot])
+                window = range(max(0, computed - CASE.config["policy_options"].window), computed)
+                assert set(window) <= set(sections[0].positions)
+        if slots.active[slot]:
+            assert held <= engine.host_policy.bound[slot]
+    assert sorted(owned) == list(range(layout.num_pages))
+
+
+@pytest.mark.slow  # it reads the whole cache after each step
+@pytest.mark.parametrize("multi_step", [1, 4])
+def test_pages_are_a_partition_through_forks_swaps_and_ends(bench, multi_step):
+    engine = bench.engine(CASE, run_ahead=False, multi_step=multi_step)
+    for request in CROWD:
+        engine.add_request(list(request.prompt), request.how)
+    while engine.has_unfinished():
+        engine.step()
+        engine.host_policy.check()
+        check_pages(engine)
+    steps = engine.metrics.steps
+    assert sum(step.swapped_out for step in steps) == sum(step.swapped_in for step in steps) > 0
+    kinds = {name for e in engine.events if e["event"] == "schedule" for name in e["moves"]}
+    assert {"exports", "slot_imports", "imports", "slot_copies", "after", "released"} <= kinds
+
+
+@pytest.mark.slow  # two policies compile
+def test_with_thresholds_of_zero_and_pages_as_they_are_it_is_vllm(bench):
+    changes = {"policy_options": DIFFKV_EXACT_OPTIONS, "kv_cache_tokens": 200}
+    engine = bench.engine(CASE, **changes)
+    assert engine.config.capabilities.recompute_exact
+    asked = {engine.add_request(list(r.prompt), r.how): r for r in CATALOGUE}
+    vllm = next(case for case in CASES if case.name == "vllm")
+    for name, tokens in drain(engine).items():
+        assert tokens == bench.alone(vllm, asked[name])
+
+
+@pytest.mark.parametrize(("Tp", "Sd", "multi_step"), [(64, 4, 1), (0, 4, 4)])
+def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step):
+    """The pool is aliased from input to output, and no temporary comes near its size. The cache is
+    large, so that the state of slots is small beside it."""
+    config = EngineConfig(
+        max_num_seqs=4, max_model_len=256, kv_cache_tokens=65536, page_size=16,
+        multi_step=multi_step, policy="diffkv", chunked_prefill=False,
+        policy_options={"low": "K4V4"},
+    )  # fmt: skip
+    policy = diffkv.device(config, ShardedModel.split(TINY))
+    cache = jax.eval_shape(lambda: policy.init(np.float32, jnp.int32(0)))
+    state = jax.eval_shape(lambda: SamplingState.empty(4, 256))
+    inputs = replace(empty_step_inputs(Tp, Sd, 2, num_slots=4, table_width=0), packed=None)
+    program = jax.jit(step, static_argnums=(4, 5, 6), donate_argnums=(1, 2))
+    compiled = program.lower(tiny_params, cache, state, inputs, TINY, policy, multi_step).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    pool = cache.words
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes >= total
+    assert memory.temp_size_in_bytes < pool.size * pool.dtype.itemsize / 2
+    shape = ",".join(map(str, pool.shape))
+    copies = [x for x in compiled.as_text().splitlines() if f"u32[{shape}]" in x and " copy(" in x]
+    assert not copies
+
+
+def test_a_report_tells_what_tokens_to_come_can_take():
+    """Against all ways in which so many tokens may be of high and of low precision."""
+    config = CASE.engine_config(policy_options={"low": "K4V4"}, page_size=5, multi_step=3)
+    policy = diffkv.device(config, ShardedModel.split(TINY))
+    layout, (high, low) = policy.layout, policy.layout.formats
+    assert (high.tokens, layout.horizon) == (5, 9) and low.tokens > 5
+    rng = np.random.default_rng(0)
+    cache = DiffKVCache.empty(layout, 0, 0)
+    counts = rng.integers(0, 30, cache.counts.shape)
+    report = policy.report(cache.replace(counts=jnp.asarray(counts, jnp.int32)))
+
+    def pages(counts) -> int:
+        return sum(-(-n // f.tokens) for n, f in zip(counts, layout.formats))
+
+    for more in range(1, layout.horizon + 1):
+        splits = [(a, more - a) for a in range(more + 1)]
+        needs = [
+            sum(max(pages(head + s) for s in splits) - pages(head) for head in of_slot)
+            for of_slot in counts
+        ]
+        assert np.asarray(report["needs"])[:, more - 1].tolist() == needs
+        assert max(needs) <= layout.growth(more)
+    for of_high, of_low in itertools.product(range(12), range(12)):
+        worst = layout.worst(of_high + of_low)
+        assert layout.all_heads * pages((of_high, of_low)) <= worst
+
+
+def test_a_page_is_as_large_as_the_paper_says():
+    """Llama-3-8B's heads; 32 tokens of K8V4, or 59 of K4V2 with sections at 16 bytes."""
+    model = ShardedModel.split(
+        TINY.replace(num_heads=32, num_kv_heads=8, head_dim=128), 2, "bfloat16"
+    )
+    config = EngineConfig(
+        page_size=32, policy="diffkv", chunked_prefill=False, max_num_batched_tokens=2048
+    )
+    layout = layout_of(config, model)
+    assert layout.page_bytes == 32 * 208
+    assert [format.tokens for format in layout.formats] == [32, 59]
+    assert layout.table_width == 2048 // 32 + 1
+    assert layout.all_heads == 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chunked_prefill": True}, "policy 'diffkv' cannot prefill in chunks"),
+        ({"max_num_batched_tokens": 63}, "without chunked prefill a whole sequence must fit"),
+        ({"prefix_caching": True}, "policy 'diffkv' cannot share prefixes"),
+        ({"policy_options": {"alpha_h": -1.0}}, "alpha_h must be at least 0, not -1.0"),
+        ({"policy_options": {"alpha_l": 2.0}}, r"alpha_l must be from 0 to alpha_h \(1.0\)"),
+        ({"policy_options": {"window": 1}}, "window must be at least 2, so that later tokens"),
+        ({"policy_options": {"high": "INT8"}}, "a page format is named K8V4, .* not 'INT8'"),
+        ({"policy_options": {"low": "K4V3"}}, "bits must be one of"),
+        ({"policy_options": {"groups": 0}}, "groups must be at least 1"),
+        ({"policy_options": {"prompt_rule": "snapkv"}}, "prompt_rule must be 'paper' or"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        CASE.engine_config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ({"sliding_window": 8}, {}, "the model's cannot be served"),
+        ({}, {"policy_options": {"low": "K4V2"}}, "fills no whole words"),
+        (
+            {}, {"policy_options": {"high": "K4V4", "low": "K8V8"}},
+            r"low \(K8V8\) must take no more memory than high \(K4V4\)",
+        ),
+        ({}, {"kv_cache_tokens": 10}, r"kv_cache_tokens \(10\) hold no sequence"),
+    ],
+)  # fmt: skip
+def test_what_the_policy_cannot_serve_is_refused_at_the_start(model, changes, message):
+    config = CASE.engine_config(**changes)
+    with pytest.raises(ValueError, match=message):
+        POLICIES["diffkv"].check(config, TINY.replace(**model))
+
+
+def test_recomputing_is_exact_only_where_all_is_kept_as_it_is():
+    assert not CASE.capabilities.recompute_exact
+    assert CASE.engine_config(preemption_mode="recompute").preemption_mode == "recompute"
+    exact = CASE.engine_config(policy_options=DIFFKV_EXACT_OPTIONS)
+    assert exact.capabilities.recompute_exact
+    uniform = CASE.engine_config(policy_options={"high": "K8V8", "alpha_h": 0.0, "alpha_l": 0.0})
+    assert not uniform.capabilities.recompute_exact
