@@ -122,10 +122,10 @@ def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step):
 
 def test_a_report_tells_what_tokens_to_come_can_take():
     """Against all ways in which so many tokens may be of high and of low precision."""
-    config = CASE.engine_config(policy_options={"low": "K4V4"}, page_size=5, multi_step=3)
+    config = CASE.engine_config(policy_options={"low": "K4V4"}, page_size=6, multi_step=3)
     policy = diffkv.device(config, ShardedModel.split(TINY))
     layout, (high, low) = policy.layout, policy.layout.formats
-    assert (high.tokens, layout.horizon) == (5, 9) and low.tokens > 5
+    assert (high.tokens, low.tokens, layout.horizon) == (6, 8, 9)
     rng = np.random.default_rng(0)
     cache = DiffKVCache.empty(layout, 0, 0)
     counts = rng.integers(0, 30, cache.counts.shape)
