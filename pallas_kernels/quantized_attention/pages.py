@@ -142,7 +142,9 @@ class PageFormat:
         return put_words(words_NxW, page, first, _words(scores_nxP))
 
 
-def parse_format(name: str, head_dim: int, floats: str, groups: int = 1) -> tuple[KVFormat, ...]:
+def parse_format(
+    name: str, head_dim: int, floats: str, groups: int = 1
+) -> tuple[KVFormat, KVFormat]:
     """Formats of keys and values of a name such as K8V4. floats: what elements of 16 bits are.
 
     Raises ValueError for a name that is none, and for what does not fill whole words.
@@ -150,10 +152,11 @@ def parse_format(name: str, head_dim: int, floats: str, groups: int = 1) -> tupl
     found = NAME.fullmatch(name)
     if not found:
         raise ValueError(f"a page format is named K8V4, by bits of keys and values, not {name!r}")
-    return tuple(
+    keys, values = (
         KVFormat(int(bits), head_dim, groups, "float32" if bits == "32" else floats)
         for bits in found.groups()
     )
+    return keys, values
 
 
 def _widths(keys: KVFormat, values: KVFormat) -> tuple[int, ...]:

@@ -234,7 +234,7 @@ def test_writing_into_donated_pools_needs_no_second_pool():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: KVFormat(3, 64), "bits must be one of 1, 2, 4, 8, not 3"),
+        (lambda: KVFormat(3, 64), "bits must be one of 1, 2, 4, 8, 16, 32, not 3"),
         (lambda: KVFormat(4, 12), "12 elements of 4 bits fills no whole words of 32"),
         (lambda: KVFormat(4, 64, 3), "3 groups do not divide a head dim of 64"),
         (

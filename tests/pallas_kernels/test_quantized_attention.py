@@ -96,7 +96,8 @@ class Pool:
             page, place = N + np.arange(most), np.zeros(most, np.int64)
             page[:n], place[:n] = tables[row, column], at % P
             keys, values = rng.normal(size=(2, most, D)).astype(np.float32)
-            new = Tokens(keys, values, place.astype(np.float32), place.astype(np.int32))
+            scores, positions = place.astype(np.float32), place.astype(np.int32)
+            new = Tokens(*map(jnp.asarray, (keys, values, scores, positions)))
             words, keys, values = _write(words, page, place, new, format)
             for r, key, value in zip(row, np.asarray(keys), np.asarray(values)):
                 self.tokens[r].append((key, value))
@@ -106,9 +107,11 @@ class Pool:
 @partial(jax.jit, static_argnums=4)
 def _write(words, page, at, tokens, format):
     """(words with tokens, and what these read as)"""
-    keys = dequantize(*quantize(tokens.keys, format.keys), format.keys)
-    values = dequantize(*quantize(tokens.values, format.values), format.values)
-    return format.write(words, page, at, tokens), keys, values
+    both = []
+    for x, each in ((tokens.keys, format.keys), (tokens.values, format.values)):
+        codes, scales = quantize(x, each)
+        both.append(dequantize(codes, scales, each))
+    return format.write(words, page, at, tokens), *both
 
 
 def formats_of(high: str, low: str) -> tuple[PageFormat, PageFormat]:

@@ -4,7 +4,7 @@ Prompts come whole: their attention is exact, over keys and values as they are, 
 follows it. Generated tokens attend to what is kept, and each changes what is kept of those before.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -123,17 +123,17 @@ class DiffKVPolicy:
             nobody = jnp.full((R, K), NOBODY, jnp.float32), jnp.zeros((R, K), jnp.int32)
             found.append(least(jnp.where(kept, mean, NOBODY), rank, row, nobody))
         means, places = (jnp.stack(x, -1) for x in zip(*found))
-        cache = cache.replace(words=words)
+        cache = replace(cache, words=words)
         return self._remember(cache, plan.slots, heads, Found(places, means), jnp.stack(counts, -1))
 
     def _remember(self, cache: DiffKVCache, slots, heads, found: Found, counts=None):
         """With what is found and, of prompts, counted [S, K, …] in a layer's heads."""
         at = slots[:, None], heads
         kept = Found(*(x.at[at].set(new, mode="drop") for x, new in zip(cache.found, found)))
-        cache = cache.replace(found=kept)
+        cache = replace(cache, found=kept)
         if counts is None:
             return cache
-        return cache.replace(counts=cache.counts.at[at].set(counts, mode="drop"))
+        return replace(cache, counts=cache.counts.at[at].set(counts, mode="drop"))
 
     def _decode(self, layer, q_SxHxD, k_SxKxD, v_SxKxD, cache: DiffKVCache, plan: DecodePlan):
         """(attention [Sd, H, D], cache). Before the new token takes its place, the token there goes
@@ -174,7 +174,7 @@ class DiffKVPolicy:
             [x.reshape(R, *x.shape[2:]) for x in kept], lse.reshape(R, -1), new.positions,
         )  # fmt: skip
         found = Found(*(x.reshape(S, K, -1) for x in found))
-        cache = self._remember(cache.replace(words=words), plan.slots, self._heads(layer), found)
+        cache = self._remember(replace(cache, words=words), plan.slots, self._heads(layer), found)
         return out, cache
 
     def end_step(self, cache: DiffKVCache, plan: Plan, inputs) -> DiffKVCache:
@@ -183,7 +183,7 @@ class DiffKVPolicy:
             return cache
         slots = plan.prompts.slots
         high, low = self._pages_of(cache.counts.at[slots].get(mode="clip"))
-        return cache.replace(pages=page_manager.plan_prompts(cache.pages, slots, high, low))
+        return replace(cache, pages=page_manager.plan_prompts(cache.pages, slots, high, low))
 
     def _pages_of(self, counts):
         """Pages of both precisions that counts [..., 2] of tokens fill."""
@@ -215,7 +215,7 @@ class DiffKVPolicy:
     def with_thresholds(self, cache: DiffKVCache, alpha_h: float, alpha_l: float) -> DiffKVCache:
         """The cache with other thresholds, on all shards: no program is compiled for them."""
         # A result of the old ones lies where these do.
-        return cache.replace(alpha=0 * cache.alpha + jnp.array([alpha_h, alpha_l], jnp.float32))
+        return replace(cache, alpha=0 * cache.alpha + jnp.array([alpha_h, alpha_l], jnp.float32))
 
     # What moves: unit slot * most + k is the k-th page of a slot.
 
@@ -245,7 +245,7 @@ class DiffKVPolicy:
         page, live = self._unit_pages(cache, units)
         page = jnp.where(live, page, len(cache.words) + jnp.arange(len(units), dtype=jnp.int32))
         words = cache.words.at[page].set(content[:, 0], mode="drop", unique_indices=True)
-        return cache.replace(words=words)
+        return replace(cache, words=words)
 
     def copy_units(self, cache: DiffKVCache, pool: str, sources, destinations) -> DiffKVCache:
         """Pages have one owner each: slots are copied, never units."""
@@ -253,7 +253,8 @@ class DiffKVPolicy:
 
     def release_slots(self, cache: DiffKVCache, slots) -> DiffKVCache:
         at, mean = cache.found
-        return cache.replace(
+        return replace(
+            cache,
             pages=page_manager.release(cache.pages, slots),
             counts=cache.counts.at[slots].set(0, mode="drop"),
             found=Found(at, mean.at[slots].set(NOBODY, mode="drop")),
@@ -277,7 +278,7 @@ class DiffKVPolicy:
             return words.at[to].set(copied, mode="drop", unique_indices=True)
 
         trips = num_trips(held, COPIED_PAGES)
-        return cache.replace(words=jax.lax.fori_loop(0, trips, copy, cache.words))
+        return replace(cache, words=jax.lax.fori_loop(0, trips, copy, cache.words))
 
     def export_slots(self, cache: DiffKVCache, slots):
         """Counts, and what is found: [C, L * K, …]."""
@@ -289,4 +290,4 @@ class DiffKVPolicy:
             lambda x, new: x.at[slots].set(new, mode="drop"), (cache.counts, cache.found), content
         )
         pages = page_manager.give(cache.pages, slots, *self._pages_of(content[0]))
-        return cache.replace(pages=pages, counts=counts, found=found)
+        return replace(cache, pages=pages, counts=counts, found=found)

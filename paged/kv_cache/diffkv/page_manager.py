@@ -8,6 +8,8 @@ copies its own run of the list. No function moves keys and values, and none asks
 must know that there are enough pages: what the list lacks is not noticed here.
 """
 
+from dataclasses import replace
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -92,9 +94,10 @@ def grow(pages: Pages, slots_S, high_SxH, low_SxH) -> Pages:
     head = slots_S[:, None] * H + jnp.arange(H)
     nowhere = num_slots * H * M + jnp.arange(head.size, dtype=jnp.int32).reshape(head.shape)
     places = jnp.where(taken > 0, head * M + column, nowhere)
-    tables = pages.tables.reshape(-1).at[places.reshape(-1)]
-    tables = tables.set(ids.reshape(-1), mode="drop", unique_indices=True)
-    return pages.replace(
+    tables = pages.tables.reshape(-1)
+    tables = tables.at[places.reshape(-1)].set(ids.reshape(-1), mode="drop", unique_indices=True)
+    return replace(
+        pages,
         tables=tables.reshape(pages.tables.shape),
         high=pages.high.at[slots_S].add(high.astype(jnp.int32), mode="drop"),
         low=pages.low.at[slots_S].add(low.astype(jnp.int32), mode="drop"),
@@ -126,7 +129,7 @@ def release(pages: Pages, slots_S) -> Pages:
         high, low = pages.high[slot], pages.low[slot]
         held = (column < high[:, None]) | (column >= M - low[:, None])
         pages = _recycle(pages, pages.tables[slot], held)
-        return pages.replace(high=pages.high.at[slot].set(0), low=pages.low.at[slot].set(0))
+        return replace(pages, high=pages.high.at[slot].set(0), low=pages.low.at[slot].set(0))
 
     return jax.lax.fori_loop(0, used.sum(), release_one, pages)
 
@@ -136,7 +139,8 @@ def _used(pages: Pages, slots_S):
 
 
 def _put(pages: Pages, slots_S, tables_SxHxM, high_SxH, low_SxH) -> Pages:
-    return pages.replace(
+    return replace(
+        pages,
         tables=pages.tables.at[slots_S].set(tables_SxHxM, mode="drop"),
         high=pages.high.at[slots_S].set(high_SxH, mode="drop"),
         low=pages.low.at[slots_S].set(low_SxH, mode="drop"),
@@ -151,7 +155,7 @@ def _take(pages: Pages, counts, width: int):
     at = (first[..., None] + jnp.arange(width)) % len(pages.free_list)
     ids = pages.free_list.at[at].get(mode="promise_in_bounds")
     start = (pages.start + ends[-1]) % len(pages.free_list)
-    return ids, pages.replace(start=start, free=pages.free - ends[-1])
+    return ids, replace(pages, start=start, free=pages.free - ends[-1])
 
 
 def _recycle(pages: Pages, ids, given) -> Pages:
@@ -161,4 +165,4 @@ def _recycle(pages: Pages, ids, given) -> Pages:
     place = (pages.start + pages.free + rank - 1) % N
     place = jnp.where(given, place, N + jnp.arange(len(given), dtype=jnp.int32))
     free_list = pages.free_list.at[place].set(ids.reshape(-1), mode="drop", unique_indices=True)
-    return pages.replace(free_list=free_list, free=pages.free + rank[-1])
+    return replace(pages, free_list=free_list, free=pages.free + rank[-1])

@@ -44,8 +44,11 @@ def _of_shard(layout: Layout, cache: DiffKVCache) -> Snapshot:
         for head in range(layout.all_heads):
             table = pages.tables[slot, head]
             parts = table[: pages.high[slot, head]], table[::-1][: pages.low[slot, head]]
-            both = zip(parts, layout.formats, cache.counts[slot, head])
-            of_slot.append(tuple(_section(words, *each) for each in both))
+            high, low = (
+                _section(words, np.asarray(ids), format, int(count))
+                for ids, format, count in zip(parts, layout.formats, cache.counts[slot, head])
+            )
+            of_slot.append((high, low))
         heads.append(of_slot)
     return Snapshot(pages.free_list[listed].tolist(), heads)
 

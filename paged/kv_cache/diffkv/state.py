@@ -1,5 +1,7 @@
 """What DiffKV's device half keeps and plans: pytrees of arrays."""
 
+from dataclasses import replace
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -81,7 +83,7 @@ def plan_prompts(layout: Layout, cache: DiffKVCache, inputs):
     P = layout.formats[0].tokens
     allocated = jnp.where(lengths > 0, (lengths + P - 1) // P + 1, 0)
     pages = page_manager.allocate_prompts(cache.pages, slots, allocated)
-    return cache.replace(pages=pages), PromptPlan(slots, lengths, allocated)
+    return replace(cache, pages=pages), PromptPlan(slots, lengths, allocated)
 
 
 def plan_decodes(layout: Layout, rules, cache: DiffKVCache, inputs):
@@ -114,4 +116,4 @@ def plan_decodes(layout: Layout, rules, cache: DiffKVCache, inputs):
         entry(M - 1 - low_at // low.tokens), low_at % low.tokens, tables,
         jnp.where(real[..., None], before + grown, 0),
     )  # fmt: skip
-    return cache.replace(pages=pages, counts=counts), plan
+    return replace(cache, pages=pages, counts=counts), plan

@@ -1,6 +1,7 @@
 """The manager of pages on the device against a naive one, page by page, over random operations."""
 
 from collections import deque
+from dataclasses import replace
 from functools import partial
 
 import hypothesis.strategies as st
@@ -69,7 +70,7 @@ class Manager(RuleBasedStateMachine):
         # One size for all, so that one program serves: the pages beyond are never free.
         self.pages = page_manager.init(SLOTS * HEADS * WIDTH, SLOTS, HEADS, WIDTH)
         lacking = SLOTS * HEADS * WIDTH - num_pages
-        self.pages = self.pages.replace(free=self.pages.free - lacking)
+        self.pages = replace(self.pages, free=self.pages.free - lacking)
         self.num_pages = num_pages
 
     def _empty(self) -> list[int]:
@@ -158,7 +159,7 @@ class Manager(RuleBasedStateMachine):
 
 
 TestManager = Manager.TestCase
-TestManager.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestManager.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
 def test_the_list_wraps_around_and_runs_out():

@@ -28,6 +28,7 @@ from tests.paged.kv_cache.policy_suite import (
 )
 from tests.paged.tiny import TINY
 
+SEVERAL = pytest.param(0, 4, 4, marks=pytest.mark.slow)  # tokens of a dispatch
 (CASE,) = (case for case in CASES if case.name == "diffkv")
 
 
@@ -94,7 +95,7 @@ def test_with_thresholds_of_zero_and_pages_as_they_are_it_is_vllm(bench):
         assert tokens == bench.alone(vllm, asked[name])
 
 
-@pytest.mark.parametrize(("Tp", "Sd", "multi_step"), [(64, 4, 1), (0, 4, 4)])
+@pytest.mark.parametrize(("Tp", "Sd", "multi_step"), [(64, 4, 1), SEVERAL])
 def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step):
     """The pool is aliased from input to output, and no temporary comes near its size. The cache is
     large, so that the state of slots is small beside it."""
@@ -116,8 +117,9 @@ def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step):
     assert memory.alias_size_in_bytes >= total
     assert memory.temp_size_in_bytes < pool.size * pool.dtype.itemsize / 2
     shape = ",".join(map(str, pool.shape))
-    copies = [x for x in compiled.as_text().splitlines() if f"u32[{shape}]" in x and " copy(" in x]
-    assert not copies
+    text = (compiled.as_text() or "").splitlines()
+    assert any(f"u32[{shape}]" in line for line in text)
+    assert not any(f"u32[{shape}]" in line and " copy(" in line for line in text)
 
 
 def test_a_report_tells_what_tokens_to_come_can_take():
@@ -129,7 +131,7 @@ def test_a_report_tells_what_tokens_to_come_can_take():
     rng = np.random.default_rng(0)
     cache = DiffKVCache.empty(layout, 0, 0)
     counts = rng.integers(0, 30, cache.counts.shape)
-    report = policy.report(cache.replace(counts=jnp.asarray(counts, jnp.int32)))
+    report = policy.report(replace(cache, counts=jnp.asarray(counts, jnp.int32)))
 
     def pages(counts) -> int:
         return sum(-(-n // f.tokens) for n, f in zip(counts, layout.formats))
