@@ -7,8 +7,10 @@ from paged.scheduling.admission import PrefillRoom
 
 
 def room(chunked: bool, budget: int) -> PrefillRoom:
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 32}
-    return PrefillRoom(EngineConfig(chunked_prefill=chunked, **sizes), budget)
+    config = EngineConfig(
+        chunked_prefill=chunked, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=32
+    )
+    return PrefillRoom(config, budget)
 
 
 @pytest.mark.parametrize(
