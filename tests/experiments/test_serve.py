@@ -286,7 +286,7 @@ def test_an_interrupted_program_writes_what_was_served(tiny_folder, tmp_path):
 @pytest.mark.parametrize(
     "flag, complaint",
     [
-        ("--policy=magic", "policy must be one of fastertransformer"),
+        ("--policy=magic", "policy must be one of diffkv"),
         (
             "--max_model_len=9999",
             "max_model_len (9999) exceeds the model's max_position_embeddings (1024)",

@@ -48,7 +48,7 @@ WAITS = (
 
 NEVER_ENDS = 3
 # A process that has used less time of a processor than this for so long waits for itself.
-STILL, STILL_SECONDS = 0.1, 10.0
+STILL, STILL_SECONDS = 0.1, 5.0
 
 
 class LeaveOut:

@@ -92,6 +92,7 @@ def test_prefill_kernel_at_the_edges_of_tiles(history, chunk, G, dim):
     assert_near(decoded, np.asarray(expected[-1:], np.float64), "bfloat16")
 
 
+@pytest.mark.slow
 def test_prefill_over_a_list_of_key_tiles_reads_these_alone():
     """As a sparse policy would: each tile of rows and head has a list of its own."""
     rng = np.random.default_rng(3)

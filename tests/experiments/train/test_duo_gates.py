@@ -45,6 +45,7 @@ def test_gates_of_one_and_zero_are_full_and_streaming_attention():
     assert np.abs(full - near).max() > 0.1
 
 
+@pytest.mark.slow
 def test_heads_that_need_no_more_than_the_window_lose_their_gates(params, data):
     """And a run is repeated from its seed."""
     train = partial(

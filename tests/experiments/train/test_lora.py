@@ -27,6 +27,7 @@ def batch_of(step: int):
     return drawn.tokens, drawn.weights, drawn.positions
 
 
+@pytest.mark.slow
 def test_training_begins_from_the_model_and_what_it_learns_can_be_merged(tiny_folder, tmp_path):
     p, batch = checkpoint.load(tiny_folder)[1], batch_of(0)
     tokens, label_weights, positions = batch

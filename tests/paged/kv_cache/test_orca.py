@@ -84,6 +84,7 @@ def test_every_request_gets_its_tokens_and_memory_is_accounted_for(config, calls
     assert engine.host_policy.usage().free == total
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_full_recomputation(tiny_params, check_greedy):
     config = EngineConfig(
         max_num_seqs=4, max_num_batched_tokens=64, max_prefills_per_step=2, max_model_len=128,

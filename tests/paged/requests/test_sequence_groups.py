@@ -105,7 +105,9 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param(way, marks=[pytest.mark.slow] * (way in ("large blocks", "swapping")))
+        pytest.param(
+            way, marks=[pytest.mark.slow] * (way in ("large blocks", "swapping", "recomputing"))
+        )
         for way in WAYS
     ],
 )

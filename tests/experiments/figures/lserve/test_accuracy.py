@@ -113,12 +113,12 @@ def test_depths_of_needles():
 @pytest.mark.slow  # three policies compile
 def test_a_whole_study(gates, tmp_path, capsys, monkeypatch):
     options = Options(
-        **FLAGS | {"contexts": ["512"], "tasks": ["values", "multikey"]}, gates=gates,
-        shares=["0.5"], budgets=["128"], controls=False, random_splits=0, output_dir=str(tmp_path),
+        **FLAGS | {"num_prompts": 2, "tasks": ["values", "multikey"]}, gates=gates,
+        shares=["0.5"], budgets=["64"], controls=False, random_splits=0, output_dir=str(tmp_path),
     )  # fmt: skip
     assert frontier.main(options) == 0
     loaded = capsys.readouterr().out
-    assert "goal at 50% streaming, budget 128" in loaded
+    assert "goal at 50% streaming, budget 64" in loaded
     with (tmp_path / "accuracy.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 3 and float(rows[0]["divergence"]) == 0

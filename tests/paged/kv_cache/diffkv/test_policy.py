@@ -28,7 +28,6 @@ from tests.paged.kv_cache.policy_suite import (
 )
 from tests.paged.tiny import TINY
 
-SEVERAL = pytest.param(0, 4, 4, marks=pytest.mark.slow)  # tokens of a dispatch
 (CASE,) = (case for case in CASES if case.name == "diffkv")
 
 
@@ -95,7 +94,8 @@ def test_with_thresholds_of_zero_and_pages_as_they_are_it_is_vllm(bench):
         assert tokens == bench.alone(vllm, asked[name])
 
 
-@pytest.mark.parametrize(("Tp", "Sd", "multi_step"), [(64, 4, 1), SEVERAL])
+@pytest.mark.slow
+@pytest.mark.parametrize(("Tp", "Sd", "multi_step"), [(64, 4, 1), (0, 4, 4)])
 def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step):
     """The pool is aliased from input to output, and no temporary comes near its size. The cache is
     large, so that the state of slots is small beside it."""
