@@ -62,7 +62,10 @@ def test_the_popularity_is_zipfs():
 
 
 @pytest.mark.slow
-def test_the_bundled_model(tmp_path):
+def test_the_bundled_model(tmp_path, monkeypatch):
+    # Fewer shapes of steps to compile, three times.
+    few = replace(adapter_slots.CONFIG, max_num_seqs=4, max_num_batched_tokens=64)
+    monkeypatch.setattr(adapter_slots, "CONFIG", few)
     options = Options(
         output_dir=str(tmp_path), adapters=20, adapter_slots=4, requests=30, rate=70.0, load_ms=50,
         zipf=1.3, real_adapters=10, real_requests=12, real_rate=20.0, seed=0,
