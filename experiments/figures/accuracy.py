@@ -68,14 +68,9 @@ def row_of(system: str, found: Accuracy) -> Row:
     )  # fmt: skip
 
 
-def rows_of(found: Mapping[str, Evaluation]) -> list[Row]:
-    """By system: each task and context, and all together."""
-    first = next(iter(found.values()), None)
-    return [
-        row_of(system, accuracy)
-        for system, evaluation in found.items()
-        for accuracy in accuracies(evaluation, first)
-    ]
+def rows_of(system: str, found: Evaluation, first: Evaluation) -> list[Row]:
+    """Each task and context, and all together. first: what the first system answered."""
+    return [row_of(system, accuracy) for accuracy in accuracies(found, first)]
 
 
 def pooled(rows: Sequence[Row]) -> dict[str, Row]:
@@ -155,6 +150,7 @@ def study(
             pairs, options.num_prompts, options.seed, load_tokenizer(options.model)
         )
     found: dict[str, Evaluation] = {}
+    rows: list[Row] = []
     folder = Path(options.output_dir)
     environment = run_record.describe_environment()
     weights = checkpoint.weights_hash(options.model)
@@ -177,10 +173,10 @@ def study(
                     break
                 keep(kept, asked, one)
             found[name] = one
-            run_record.write_csv(folder, "accuracy.csv", rows_of(found))
+            rows.extend(rows_of(name, one, found[next(iter(systems))]))
+            run_record.write_csv(folder, "accuracy.csv", rows)
 
     def write(cause: str | None) -> tuple[str, list[OSError]]:
-        rows = rows_of(found)
         missing = [name for name in systems if name not in found]
         text, numbers = conclude(rows) if not missing else (f"PARTIAL: {cause}", {})
         facts = {

@@ -80,19 +80,23 @@ def _found(right: list[bool]) -> Evaluation:
     return Evaluation(answers, {answer.key: along for answer in answers})
 
 
+def _rows(found: dict[str, Evaluation]) -> list[accuracy.Row]:
+    dense = found["dense"]
+    return [row for name, one in found.items() for row in accuracy.rows_of(name, one, dense)]
+
+
 def test_the_goal_is_judged_by_the_lower_bound_over_all_prompts():
     options = Options(
         **FLAGS, shares=["0.5"], budgets=["64"], controls=True, random_splits=1, gates=""
     )
     right, half = [True] * 40, [True, False] * 20
     at = frontier.label(*frontier.goal(options))
-    rows = accuracy.rows_of({"dense": _found(right), at: _found(right),
-                             "random heads 1": _found(half)})  # fmt: skip
+    rows = _rows({"dense": _found(right), at: _found(right), "random heads 1": _found(half)})
     text, numbers = frontier.conclude(options, rows)
     assert "+0.0, met" in text and numbers["difference_low"] == 0
     assert numbers["difference_random_heads_1"] == -50 and numbers["random_splits_beaten"] == 1
     text, numbers = frontier.conclude(
-        options, accuracy.rows_of({"dense": _found(right), at: _found([False, *right[1:]])})
+        options, _rows({"dense": _found(right), at: _found([False, *right[1:]])})
     )
     assert numbers["difference_points"] == -2.5 and "not met" in text and "no point" in text
 
