@@ -32,6 +32,12 @@ from paged.kv_cache.lserve.gates import Gates, read_gates
 
 flags.disclaim_key_flags()  # --help lists the flags as the program's own
 FILES = ("accuracy.csv", "accuracy.png")
+# What is drawn of `Row`: the bounds of its interval, and what it is.
+MEASURES = {
+    "difference": ("difference_low", "difference_high", "right answers, points to dense"),
+    "logprob_difference": ("logprob_low", "logprob_high", "log-probability, to dense"),
+    "divergence": ("divergence_low", "divergence_high", "divergence from dense (nats)"),
+}
 Systems = Mapping[str, EngineConfig]
 Draw = Callable[[Figure, Mapping[str, "Row"], Mapping[str, Evaluation]], None]
 
@@ -205,14 +211,20 @@ def study(
     return serving.serve_and_write(answer, write, files)
 
 
-def draw_lines(axes: Axes, lines: Mapping[str, Mapping[int, Row]], measure: str) -> None:
+def draw_measures(
+    figure: Figure, lines: Mapping[str, Mapping[int, Row]], xlabel: str, legend: str
+) -> None:
+    """All measures beside each other, each over x: by label, a line."""
+    for axes, measure in zip(figure.subplots(1, len(MEASURES)), MEASURES):
+        _draw_lines(axes, lines, measure)
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel=xlabel)
+    figure.axes[0].legend(title=legend)
+
+
+def _draw_lines(axes: Axes, lines: Mapping[str, Mapping[int, Row]], measure: str) -> None:
     """A line for each label, over x, of a measure of `Row` with its interval."""
-    bounds = {
-        "difference": ("difference_low", "difference_high", "right answers, points to dense"),
-        "logprob_difference": ("logprob_low", "logprob_high", "log-probability, to dense"),
-        "divergence": ("divergence_low", "divergence_high", "divergence from dense (nats)"),
-    }
-    low, high, label = bounds[measure]
+    low, high, label = MEASURES[measure]
     for name, points in lines.items():
         values = np.array([
             [x, *(getattr(row, each) for each in (measure, low, high))]
@@ -220,8 +232,7 @@ def draw_lines(axes: Axes, lines: Mapping[str, Mapping[int, Row]], measure: str)
         ])  # fmt: skip
         x, middle = values[:, 0], values[:, 1]
         errors = np.abs(values[:, 2:].T - middle)
-        style = {"marker": "o", "capsize": 3, "markersize": 4}
-        axes.errorbar(x, middle, errors, label=name, **style)  # type: ignore[arg-type]
+        axes.errorbar(x, middle, errors, label=name, marker="o", capsize=3, markersize=4)
     axes.set(ylabel=label)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -44,8 +44,7 @@ def test_requests_arrive_on_the_engines_clock(tokenizer):
     engine.executor.clock.wait_until(100.0)
     # Far apart, and not in order: each is served alone, in simulated time.
     requests = [Request(s, [5, 6, 7], 4, ignore_eos=True) for s in (3600.0, 0.0, 1800.0)]
-    outputs = serve.run(engine, requests, progress=False)
-    assert [len(o.tokens) for o in outputs] == [4, 4, 4]
+    assert [len(o.tokens) for o in serve.run(engine, requests, progress=False)] == [4, 4, 4]
     records = engine.metrics.requests
     assert [r.arrival_s for r in records] == [100, 1900, 3700]
     assert all(0 < r.finish_s - r.arrival_s < 1 for r in records)
@@ -166,16 +165,13 @@ def test_outputs_are_written_before_anything_that_takes_time(tokenizer, tmp_path
     assert (tmp_path / "outputs.jsonl").read_text().count("\n") == 1
 
 
-def test_a_refused_request_is_an_error(tokenizer):
+def test_what_cannot_be_served_is_refused_and_an_engine_keeps_its_requests(tokenizer):
+    engine, much = simulated(tokenizer), Request(0, [5] * 200, 4)
     with pytest.raises(ValueError, match="200 tokens"):
-        serve.run(simulated(tokenizer), [Request(0, [5] * 200, 4)], progress=False)
-
-
-def test_an_engine_with_requests_is_refused_and_keeps_them(tokenizer):
-    engine = simulated(tokenizer)
-    mine = engine.add_request([5, 6], SamplingParams(max_tokens=3))
+        serve.run(engine, [much], progress=False)
+    mine, fits = engine.add_request([5, 6]), replace(much, prompt=[5])
     with pytest.raises(ValueError, match="the engine has requests already"):
-        serve.run(engine, [Request(0, [5] * 20, 4)], progress=False)
+        serve.run(engine, [fits], progress=False)
     assert list(engine.requests.unfinished) == [mine]
 
 

@@ -121,17 +121,12 @@ def draw(options: Options, figure: Figure, whole: Mapping[str, Row]) -> None:
         if name in whole:
             x = longest if budget == "all" else int(budget)
             lines.setdefault(f"{share:.0%} streaming", {})[x] = whole[name]
-    for axes, measure in zip(
-        figure.subplots(1, 3), ("difference", "logprob_difference", "divergence")
-    ):
-        accuracy.draw_lines(axes, lines, measure)
-        for name in whole:
-            if name not in points(options) and name != DENSE:
-                axes.plot(int(goal(options)[1]), getattr(whole[name], measure), "x", color="grey")
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="budget (tokens)")
+    accuracy.draw_measures(figure, lines, "budget (tokens)", "crosses: controls")
+    others = [row for name, row in whole.items() if name not in points(options) and name != DENSE]
+    for axes, measure in zip(figure.axes, accuracy.MEASURES):
+        for row in others:
+            axes.plot(int(goal(options)[1]), getattr(row, measure), "x", color="grey")
     figure.axes[0].axhline(GOAL, color="#999999", linewidth=0.8, linestyle="--")
-    figure.axes[0].legend(title="crosses: controls")
 
 
 def main(options: Options) -> int:

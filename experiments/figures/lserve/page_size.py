@@ -66,13 +66,8 @@ def draw(options: Options, figure: Figure, whole: Mapping[str, Row]) -> None:
         }
         for name in PAGES
     }
-    for axes, measure in zip(
-        figure.subplots(1, 3), ("difference", "logprob_difference", "divergence")
-    ):
-        accuracy.draw_lines(axes, {n: line for n, line in lines.items() if line}, measure)
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="budget (tokens)")
-    figure.axes[0].legend(title="selection, page")
+    lines = {name: line for name, line in lines.items() if line}
+    accuracy.draw_measures(figure, lines, "budget (tokens)", "selection, page")
 
 
 def main(options: Options) -> int:

@@ -49,12 +49,7 @@ def draw(options: Options, figure: Figure, whole: Mapping[str, Row]) -> None:
     line = {int(each): whole[label(each)] for each in options.intervals if label(each) in whole}
     if not line:
         return
-    for axes, measure in zip(
-        figure.subplots(1, 3), ("difference", "logprob_difference", "divergence")
-    ):
-        accuracy.draw_lines(axes, {f"budget {options.budget}": line}, measure)
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="tokens that share a selection")
+    accuracy.draw_measures(figure, {str(options.budget): line}, "tokens of a selection", "budget")
 
 
 def main(options: Options) -> int:
