@@ -29,6 +29,7 @@ __all__ = [
     "pl",
     "plgpu",
     "product_but",
+    "product_of_registers",
     "products_left",
     "store",
     "sub_jaxprs",
@@ -98,6 +99,16 @@ def whole_product(shape, a, b):
         return acc[...]
 
     return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+
+def product_of_registers(shape, a, b):
+    """a·b in float32, once the product has ended, where `a` is in registers.
+
+    The interpreter has only products of shared memory.
+    """
+    if interpreted():
+        return jnp.dot(a, plgpu.load(b), preferred_element_type=jnp.float32)
+    return whole_product(shape, a, b)
 
 
 def multiply_add(value, a, b, meanwhile: Callable):

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.quantization import KVFormat, QuantizedPages, quantize
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -118,6 +120,7 @@ class Attention:
     tokens: those of each sequence, where they are neither drawn nor all the same. Tables have room
         for `context` tokens all the same.
     scores_std: the standard deviation of scores, before a cap.
+    kv_bits: of keys and values; 16 for those of `dtype`, fewer for quantised ones.
 
     Raises ValueError if `tokens` does not fit the other fields.
     """
@@ -133,6 +136,7 @@ class Attention:
     ragged: bool = False
     tokens: tuple[int, ...] | None = None
     scores_std: float = 1.0
+    kv_bits: int = 16
 
     def __post_init__(self):
         if self.tokens is not None and (
@@ -144,6 +148,18 @@ class Attention:
                 f"{self.sequences} sequences of at most {self.context} tokens, "
                 f"ragged={self.ragged}, cannot have {self.tokens} tokens"
             )
+
+    @property
+    def format(self) -> KVFormat | None:
+        """Of quantised keys, and of values."""
+        return KVFormat(self.kv_bits, self.heads.D) if self.kv_bits < 16 else None
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Of the keys, or the values, of a token and KV head."""
+        if self.format:
+            return self.format.token_bytes
+        return self.heads.D * jnp.dtype(self.dtype).itemsize
 
     @property
     def options(self) -> dict[str, Any]:
@@ -165,10 +181,17 @@ class Attention:
         ends = np.cumsum(np.repeat(held, K)).reshape(self.sequences, K, 1)
         place = np.minimum(ends - held[:, None, None] + entry, N - 1)
         return {
-            "k_pages_NxPxD": jax.random.normal(keys[0], pool, self.dtype),
-            "v_pages_NxPxD": jax.random.normal(keys[1], pool, self.dtype),
+            "k_pages_NxPxD": self._pool(keys[0], pool),
+            "v_pages_NxPxD": self._pool(keys[1], pool),
             "tables_SxKxM": jnp.where(entry < held[:, None, None], pages[place], 0),
         }
+
+    def _pool(self, key, shape):
+        if not self.format:
+            return jax.random.normal(key, shape, self.dtype)
+        both = quantize(jax.random.normal(key, shape), self.format)
+        words = jnp.concatenate([x.reshape(shape[0], -1) for x in both], axis=1)
+        return QuantizedPages(words, self.format, self.page_size)
 
     def cost(self, visible, read) -> Cost:
         """Of queries that see `visible` tokens each, an array [queries], where `read` [S] tokens
@@ -178,7 +201,7 @@ class Attention:
         visible, read = np.asarray(visible, np.int64), np.asarray(read, np.int64)
         queries_and_outputs = 2 * visible.size * H * D * size
         return Cost(
-            bytes=queries_and_outputs + int(read.sum()) * 2 * K * D * size,
+            bytes=queries_and_outputs + int(read.sum()) * 2 * K * self.kv_token_bytes,
             flops=4 * H * D * int(visible.sum()),
         )
 

@@ -8,19 +8,25 @@ from pallas_kernels.paged_attention import (
     decode_sm80,
     decode_sm90,
     prefill_sm90,
+    quantized_sm90,
     reference,
     schedule,
     split_kv,
     xla,
 )
 from pallas_kernels.paged_attention.schedule import DecodeSchedule, PrefillSchedule
-from pallas_kernels.quantization import QuantizedPages
+from pallas_kernels.quantization import KVFormat, QuantizedPages
 
 DECODE = {
     "reference": reference.decode,
     "xla": xla.decode,
     "mosaic_gpu": decode_sm90.decode,
     "mosaic_gpu_ampere": decode_sm80.decode,
+}
+DECODE_QUANTISED = {
+    "reference": reference.decode,
+    "xla": xla.decode,
+    "mosaic_gpu": quantized_sm90.decode_pages,
 }
 DECODE_REFUSALS = {"mosaic_gpu": decode_sm90.refusal, "mosaic_gpu_ampere": decode_sm80.refusal}
 PREFILL = {
@@ -36,12 +42,15 @@ def plan_decode(
     dtype,
     *,
     sliding_window: int | None = None,
+    format: KVFormat | None = None,
+    page_size: int = 0,
     implementation: str | None = None,
 ) -> DecodeSchedule | None:
     """The schedule of `paged_attention` for these lengths, to be made once for all layers.
 
     lengths, sliding_window, implementation: as in `paged_attention`.
     head_dim, dtype: of the pools.
+    format, page_size: of `QuantizedPages`, instead of a dtype.
 
     Returns None where the implementation works without one. Raises ValueError if lengths are not
     [S, K].
@@ -50,6 +59,9 @@ def plan_decode(
         raise ValueError(f"lengths must be [S, K], not {lengths_SxK.shape}")
     if not backend.runs_kernels(implementation):
         return None
+    if format is not None:
+        section = quantized_sm90.section_of(format, page_size)
+        return quantized_sm90.schedule_of((lengths_SxK,), [section], sliding_window)
     tile = split_kv.tile_tokens(head_dim, dtype)
     return schedule.decode_schedule(lengths_SxK, tile, sliding_window)
 
@@ -98,7 +110,7 @@ def paged_attention(
 
     q:        [S, H, D] queries; head h reads with KV head h // G.
     k_pages, v_pages: [N, P, D] flat pools; a page holds P tokens of one KV head. Either may be
-              `QuantizedPages`, which the kernels do not read yet.
+              `QuantizedPages`; Hopper's kernel reads them if both are.
     tables:   [S, K, M] int32 page ids in token order. Entries without a token that is read,
               beyond the length or before the window, may be anything.
     lengths:  [S, K] int32 tokens to read, at most M * P. A length of 0, which padding sequences
@@ -132,9 +144,14 @@ def paged_attention(
     _check_schedule(schedule, DecodeSchedule)
     if schedule is not None and len(schedule.items) - len(schedule.merges) != S * K:
         raise ValueError(f"the schedule is not one of {S} sequences and {K} KV heads")
-    refuse = DECODE_REFUSALS.get(implementation or "mosaic_gpu")
-    refusal = refusal_of(refuse, q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
-    run = backend.choose("paged_attention", DECODE, implementation, refusal)
+    quantised = [isinstance(x, QuantizedPages) for x in (k_pages_NxPxD, v_pages_NxPxD)]
+    if all(quantised) and implementation != "mosaic_gpu_ampere":
+        implementations = DECODE_QUANTISED
+        refusal = quantized_sm90.refusal_of_pages(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
+    else:
+        implementations, refuse = DECODE, DECODE_REFUSALS.get(implementation or "mosaic_gpu")
+        refusal = refusal_of(refuse, q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
+    run = backend.choose("paged_attention", implementations, implementation, refusal)
     page_offset = _offset(page_offset, K)
     out, lse, *scores = run(
         q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, lengths_SxK,

@@ -136,14 +136,15 @@ def decode(
     stages_s = plgpu.SMEM((stages, tile, D), dtype, transforms=swizzled(D // 2))
     out, lse, scores = split_kv.launch(
         paged_decode, write_merged, schedule,
-        q, k_pages, v_pages, tables, lengths, page_offset=page_offset,
-        sliding_window=sliding_window, returns_scores=returns_scores, tile=tile,
+        q, (k_pages, v_pages), tables, page_offset=page_offset,
+        scores=[split_kv.scores_shape(tables, P, tile, N)] * returns_scores,
         write_scratch=(out_s,),
         scratch_types=(
             plgpu.SMEM((N, D), dtype), stages_s, stages_s,
             plgpu.SMEM((tile, N), dtype, transforms=tiled(8)), out_s,
         ),
     )  # fmt: skip
+    scores = [split_kv.of_tokens(x, tables, lengths, H, P, sliding_window) for x in scores]
     return out.reshape(S, H, D), lse, *scores
 
 

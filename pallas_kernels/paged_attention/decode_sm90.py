@@ -121,7 +121,7 @@ def decode(
                 )  # fmt: skip
                 # The copy of the item before may still read.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                write = functools.partial(_write, out_s, out_ref)
+                write = functools.partial(split_kv.write_row, out_s, out_ref)
                 split_kv.end_item(state, row, place, write, lse_ref, partials_ref, lses_ref)
                 return n
 
@@ -150,7 +150,7 @@ def decode(
             plgpu.wait_smem_to_gmem(0)
 
     def write_merged(out_ref, row, attention, out_s):
-        _write(out_s, out_ref, row, attention)
+        split_kv.write_row(out_s, out_ref, row, attention)
         plgpu.wait_smem_to_gmem(0)
 
     stages_s = plgpu.SMEM((stages, tile, D), dtype, transforms=swizzled(64))
@@ -160,8 +160,8 @@ def decode(
     queries = plgpu.Barrier(num_barriers=QUERY_SLOTS)
     out, lse, scores = split_kv.launch(
         paged_decode, write_merged, schedule,
-        q, k_pages, v_pages, tables, lengths, page_offset=page_offset,
-        sliding_window=sliding_window, returns_scores=returns_scores, tile=tile,
+        q, (k_pages, v_pages), tables, page_offset=page_offset,
+        scores=[split_kv.scores_shape(tables, P, tile, N)] * returns_scores,
         write_scratch=(out_s,),
         scratch_types=(
             plgpu.SMEM((QUERY_SLOTS, N, D), dtype),
@@ -171,11 +171,5 @@ def decode(
         ),
         num_threads=2, thread_name="warpgroup",
     )  # fmt: skip
+    scores = [split_kv.of_tokens(x, tables, lengths, H, P, sliding_window) for x in scores]
     return out.reshape(S, H, D), lse, *scores
-
-
-def _write(out_s, out_ref, row, attention_DxN):
-    store(out_s.transpose((1, 0)), attention_DxN.astype(out_s.dtype))
-    plgpu.commit_smem()
-    G = out_ref.shape[1]
-    plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, G)], out_ref.at[row])

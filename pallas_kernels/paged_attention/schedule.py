@@ -29,10 +29,10 @@ SHORT = 0.1
 class DecodeSchedule:
     """The items of decode: each is a run of tiles of one row, which is a sequence's KV head.
 
-    items: [I, 5] int32, by row and then by tile: the row s * K + h; the first tile; the tile after
-        the last, which is the first for a row without tokens; the place of the item's partial
-        result, or -1 if the item is its whole row; the tokens of the row. Items that are left over
-        belong to no thread block.
+    items: [I, 5 or 6] int32, by row and then by tile: the row s * K + h; the first tile; the tile
+        after the last, which is the first for a row without tokens; the place of the item's partial
+        result, or -1 if the item is its whole row; the tokens of the row, of each precision if it
+        has two, whose tiles follow each other. Items that are left over belong to no thread block.
     block_items: [B + 1] int32. Thread block b runs items block_items[b] to block_items[b + 1] - 1.
     merges: [B, 3] int32 rows in several items: the row, or -1 if the entry is left over; the
         place of its first partial result; that after its last. There are 2 * B places.
@@ -53,16 +53,30 @@ def decode_schedule(
     blocks: thread blocks; None means as many as this GPU runs at the same time.
     empty_rows: whether a row without tokens is an item too, which writes zeros.
     """
-    blocks = blocks or multiprocessors() * BLOCKS_PER_MULTIPROCESSOR
     lengths = jnp.asarray(lengths_SxK, jnp.int32).reshape(-1)
     first_tile = first_token(lengths, sliding_window) // tile
     tiles = (lengths + tile - 1) // tile - first_tile
+    return _cut(first_tile, tiles, [lengths], blocks, empty_rows)
+
+
+@jax.named_scope(SCOPE)
+def mixed_schedule(counts, tiles: tuple[int, ...], blocks: int | None = None) -> DecodeSchedule:
+    """Items for rows of several precisions: counts [S, K] of each, in tiles of `tiles` tokens."""
+    counts = [jnp.asarray(count, jnp.int32).reshape(-1) for count in counts]
+    both = [(count + tile - 1) // tile for count, tile in zip(counts, tiles, strict=True)]
+    work = sum(both[1:], both[0])
+    return _cut(jnp.zeros_like(work), work, counts, blocks, True)
+
+
+def _cut(first_tile, tiles, counts, blocks: int | None, empty_rows: bool) -> DecodeSchedule:
+    """Items for rows of `tiles` tiles from `first_tile` on, and of `counts` tokens, [rows] each."""
+    blocks = blocks or multiprocessors() * BLOCKS_PER_MULTIPROCESSOR
     work = jnp.maximum(tiles, int(empty_rows))
     ends = jnp.cumsum(work)
     starts = ends - work
     bounds = _bounds(starts, ends, blocks)
 
-    rows, total = len(lengths), ends[-1]
+    rows, total = len(tiles), ends[-1]
     cuts = jnp.concatenate([starts, bounds[:-1]])
     cuts = jnp.unique(cuts, size=rows + blocks, fill_value=total)
     next_cuts = jnp.append(cuts[1:], total)
@@ -71,7 +85,8 @@ def decode_schedule(
     partial = (cuts < next_cuts) & ((begin > 0) | (next_cuts < ends[row]))
     place = jnp.where(partial, jnp.cumsum(partial) - 1, -1)
     first_read, after = first_tile[row] + begin, first_tile[row] + jnp.minimum(end, tiles[row])
-    items = jnp.stack([row, first_read, after, place, lengths[row]], axis=1)
+    of_rows = [count[row] for count in counts]
+    items = jnp.stack([row, first_read, after, place, *of_rows], axis=1)
 
     (first,) = jnp.nonzero(partial & (begin == 0), size=blocks, fill_value=-1)
     (last,) = jnp.nonzero(partial & (next_cuts == ends[row]), size=blocks, fill_value=-1)

@@ -42,34 +42,30 @@ def padded_group(G: int) -> int:
 
 def launch(
     body: Callable, write: Callable, schedule: DecodeSchedule,
-    q, k_pages, v_pages, tables, lengths_SxK, *, page_offset, sliding_window,
-    returns_scores: bool, tile: int, scratch_types, write_scratch, **options,
+    q, pools, tables, *, page_offset, scores, scratch_types, write_scratch, **options,
 ):  # fmt: skip
     """Run a decode kernel over a schedule, then the merge of rows that are in several items.
 
     body: the kernel, of q [R, G, D], pools, tables [R, M], items, block_items and page offsets; of
         its outputs, which are the attention [R, G, D] and log-sum-exp [R, N] of whole rows, partial
-        results [2 * B, D, N] and their log-sum-exp [2 * B, N], and scores [R, t, N] if it returns
-        these; and of its scratch memory.
+        results [2 * B, D, N] and their log-sum-exp [2 * B, N], and what `scores` asks for; and of
+        its scratch memory.
+    scores: shapes of what the kernel returns beside these, float32.
     write: writes a row's attention [D, N] to the output [R, G, D], with `write_scratch`.
 
-    Returns the output [R, G, D], the log-sum-exp [S, H], and, in a list, the scores
-    [S, H, M * P] if the kernel returns them.
+    Returns the output [R, G, D], the log-sum-exp [S, H], and a list of `scores`.
     """
     S, H, D = q.shape
     _, K, M = tables.shape
-    P = k_pages.shape[1]
     R, G = S * K, H // K
     N = padded_group(G)
     blocks = schedule.merges.shape[0]
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
     out_type = [
         jax.ShapeDtypeStruct((R, G, D), q.dtype),
-        f32(R, N), f32(2 * blocks, D, N), f32(2 * blocks, N),
+        f32(R, N), f32(2 * blocks, D, N), f32(2 * blocks, N), *(f32(*shape) for shape in scores),
     ]  # fmt: skip
-    if returns_scores:
-        out_type.append(f32(R, pl.cdiv(M * P, tile) * tile, N))
-    out, lse, partials, partial_lses, *scores = kernel(
+    out, lse, partials, partial_lses, *found = kernel(
         body,
         out_type=out_type,
         grid=(blocks,),
@@ -77,20 +73,28 @@ def launch(
         scratch_types=scratch_types,
         **options,
     )(
-        q.reshape(R, G, D), k_pages, v_pages, tables.reshape(R, M), schedule.items,
+        q.reshape(R, G, D), *pools, tables.reshape(R, M), schedule.items,
         schedule.block_items, jnp.asarray(page_offset, jnp.int32).reshape(-1),
     )  # fmt: skip
     out, lse = _merge(write, write_scratch, schedule.merges, partials, partial_lses, out, lse)
-    lse = lse[:, :G].reshape(S, H)
-    if not returns_scores:
-        return out, lse, []
-    scores_RxGxt = scores[0][:, : M * P, :G].swapaxes(1, 2)
+    return out, lse[:, :G].reshape(S, H), found
+
+
+def of_tokens(scores_RxtxN, tables, lengths_SxK, H: int, P: int, sliding_window):
+    """Scores [S, H, M * P] of those that a kernel has written, -inf for tokens that are not read."""
+    S, K, M = tables.shape
+    scores_RxGxt = scores_RxtxN[:, : M * P, : H // K].swapaxes(1, 2)
     # The rows of tiles that no item reads are not written.
     token = jnp.arange(M * P)
-    length = lengths_SxK.reshape(R, 1)
+    length = lengths_SxK.reshape(S * K, 1)
     read = (token >= first_token(length, sliding_window)) & (token < length)
-    scores_RxGxt = jnp.where(read[:, None], scores_RxGxt, -jnp.inf)
-    return out, lse, [scores_RxGxt.reshape(S, H, M * P)]
+    return jnp.where(read[:, None], scores_RxGxt, -jnp.inf).reshape(S, H, M * P)
+
+
+def scores_shape(tables, P: int, tile: int, N: int) -> tuple[int, int, int]:
+    """Of the scores [R, t, N] of pages of P tokens, in whole tiles."""
+    S, K, M = tables.shape
+    return S * K, pl.cdiv(M * P, tile) * tile, N
 
 
 def _merge(write, write_scratch, merges, partials, partial_lses, out, lse):
@@ -144,6 +148,14 @@ def end_item(state, row, place, write: Callable, lse_ref, partials_ref, lses_ref
     def _():
         store(lses_ref.at[place], lse)
         store(partials_ref.at[place], acc)
+
+
+def write_row(out_s, out_ref, row, attention_DxN) -> None:
+    """Begin to copy a row's attention to the output [R, G, D], by shared memory [N, D]."""
+    store(out_s.transpose((1, 0)), attention_DxN.astype(out_s.dtype))
+    plgpu.commit_smem()
+    G = out_ref.shape[1]
+    plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, G)], out_ref.at[row])
 
 
 def softmax_start(D: int, N: int, tile: int):

@@ -33,15 +33,20 @@ def refusal(q, k_pages, v_pages) -> str | None:
     return None
 
 
-def page_ids(table_ref, head, start, tokens: int, first, length, P: int, offset_ref) -> list:
+def page_ids(
+    table_ref, head, start, tokens: int, first, length, P: int, offset_ref, from_right: bool = False
+) -> list:
     """The pages of the `tokens` tokens from `start` on, or the page that they are a part of.
 
     table_ref: [M], a row of the table. head: its KV head. offset_ref: [1] or [K]. Entries without a
     token from `first` to `length` - 1 are not read: another page takes their place, masked.
+    from_right: whether the first page is the table's last entry.
     """
     offset = offset_ref[head if offset_ref.shape[0] > 1 else 0]
     entry, least, most = (lax.div(x, P) for x in (start, first, length - 1))
     entries = [jnp.clip(entry + i, least, most) for i in range(max(1, tokens // P))]
+    if from_right:
+        entries = [table_ref.shape[0] - 1 - entry for entry in entries]
     # All entries are read before the first copy, or each read would wait for a copy.
     return [table_ref[entry] + offset for entry in entries]
 

@@ -7,11 +7,11 @@ does). A pool of such pages is one array [N, W].
     words 0 .. P * C - 1           codes: C = D * bits / 32 words of each token
     words P * C .. P * (C + g) - 1 scales and zero points: g words of each token, one a group
 
-Element i of a token lies in word i // n of its C, where n = 32 / bits, from bit (i % n) * bits on:
-a word holds neighbours. As bytes (little-endian) a token of 8 bits is its elements in order; of 4
-bits, byte j has element 2j in its low half and 2j + 1 in its high half. So a kernel that unpacks
-bytes into planes finds all even channels and then all odd ones; attention does not mind, if the
-query's channels are put in that order before and the output's back after it.
+Element i of a token lies in word i % C of its C, from bit (i // C) * bits on: words hold planes.
+Plane j is the bits j * bits … of all C words, and these are channels j * C … (j + 1) * C - 1. So
+whoever shifts all words of a token alike finds C neighbouring channels, in their order: a kernel
+shifts registers, two words of them become a pair of 16-bit floats as tensor cores take it, and
+pages of all formats have the same order of channels, so that their results add up.
 
 A group is D / g consecutive channels; LServe has one a token. Its word is the scale in the low half
 and the zero point in the high half, both float16:
@@ -28,7 +28,7 @@ so scales are applied to scores and to probabilities, never to elements.
 Elements of 16 and 32 bits are floats as they are: they have no scales, and no section of them.
 
 The sections of a page begin at whole tokens: where C divides P * g, the pool is also an array
-[N * W / C, C] whose row n * W / C + t has the codes of token t of page n.
+[N * W / C, C] whose row n * W / C + t has the codes of token t of page n. A kernel copies from it.
 """
 
 from dataclasses import dataclass

@@ -50,14 +50,14 @@ def dequantize(codes, scales, format: KVFormat):
 
 def pack(codes, format: KVFormat):
     """Codes [..., D] uint32 as words [..., C]."""
-    parts = codes.reshape(*codes.shape[:-1], format.code_words, format.per_word)
-    return (parts << _shifts(format)).sum(-1, dtype=jnp.uint32)
+    parts = codes.reshape(*codes.shape[:-1], format.per_word, format.code_words)
+    return (parts << _shifts(format)).sum(-2, dtype=jnp.uint32)
 
 
 def unpack(words, format: KVFormat):
     """Words [..., C] as codes [..., D] in float32, or as the floats that they are. XLA joins this
     form with a product."""
-    codes = (words[..., None] >> _shifts(format)) & jnp.uint32(format.most)
+    codes = (words[..., None, :] >> _shifts(format)) & jnp.uint32(format.most)
     if not format.scaled:
         unsigned = codes.astype(f"uint{format.bits}")
         floats = jax.lax.bitcast_convert_type(unsigned, jnp.dtype(format.floats))
@@ -84,7 +84,7 @@ def _joined(scale, zero):
 
 
 def _shifts(format: KVFormat):
-    return jnp.arange(0, WORD_BITS, format.bits, dtype=jnp.uint32)
+    return jnp.arange(0, WORD_BITS, format.bits, dtype=jnp.uint32)[:, None]
 
 
 def _rounded_up(x):

@@ -4,7 +4,9 @@ A pool is one array [N, W] of unsigned 32-bit words. A page holds tokens of one 
 precision, in six sections: the codes of their keys, the scales and zero points of these, both of
 the values, and then of each token its score and its position. Within a section one token lies after
 the other; how a token's codes and scales lie is told in pallas_kernels/quantization/format.py.
-Sections begin at multiples of `ALIGNMENT` words, from where GPUs can copy them asynchronously.
+Sections begin at multiples of `ALIGNMENT` words, from where GPUs can copy them asynchronously, and
+those of codes at multiples of a token's words, so that a pool is also an array whose rows are
+tokens.
 
     K8V4, head dim 128, P tokens: 32 P | P | 16 P | P | P | P words
 
@@ -13,6 +15,7 @@ once and interprets them; nothing but its format says what they are.
 """
 
 import functools
+import math
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -165,11 +168,14 @@ def _widths(keys: KVFormat, values: KVFormat) -> tuple[int, ...]:
 
 def _sections(widths: tuple[int, ...], tokens: int) -> tuple[tuple[Section, ...], int]:
     """Sections of a page with so many tokens, and its words."""
-    sections, first = [], 0
-    for width in widths:
+    sections, end = [], 0
+    for number, width in enumerate(widths):
+        of_codes = number in (0, 2)
+        step = math.lcm(ALIGNMENT, width) if of_codes else ALIGNMENT
+        first = -(-end // step) * step
         sections.append(Section(first, width))
-        first += -(-tokens * width // ALIGNMENT) * ALIGNMENT
-    return tuple(sections), first
+        end = first + tokens * width
+    return tuple(sections), -(-end // ALIGNMENT) * ALIGNMENT
 
 
 def _floats(words):

@@ -44,7 +44,7 @@ from pallas_kernels.tools.schedules import balance_of
 from pallas_kernels.tools.targets import TARGETS
 
 # Thread blocks of a kernel that must fit a multiprocessor at the same time.
-RESIDENT = {"paged_decode": 2, "paged_prefill": 1, "page_scores": 2}
+RESIDENT = {"paged_decode": 2, "paged_decode_of_words": 2, "paged_prefill": 1, "page_scores": 2}
 # Ops whose thread blocks read the same keys.
 PREFILLS = {"paged_prefill_attention", "hybrid_prefill_attention"}
 MOST_LAUNCHES = {"paged_attention": 3}

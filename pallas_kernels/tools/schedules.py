@@ -13,7 +13,7 @@ from pallas_kernels.ops import OPS
 from pallas_kernels.page_selection import select_sm90
 from pallas_kernels.page_selection import specs as page_selection_specs
 from pallas_kernels.page_selection.specs import Selection
-from pallas_kernels.paged_attention import prefill_rows, prefill_sm90, split_kv
+from pallas_kernels.paged_attention import prefill_rows, prefill_sm90, quantized_sm90, split_kv
 from pallas_kernels.paged_attention import specs as attention_specs
 from pallas_kernels.paged_attention.schedule import (
     DecodeSchedule,
@@ -45,6 +45,9 @@ def balance_of(op: str, spec: str, target: str) -> Balance | None:
 def _decode(shapes: Attention, found: DecodeSchedule, lengths_SxK) -> Balance:
     heads, D, dtype = shapes.heads, shapes.heads.D, jnp.dtype(shapes.dtype)
     tile = split_kv.tile_tokens(D, dtype)
+    if shapes.format:
+        section = quantized_sm90.section_of(shapes.format, shapes.page_size)
+        tile = quantized_sm90.pages_of_tile([section]) * shapes.page_size
     lengths = np.asarray(lengths_SxK, np.int64).reshape(-1)
     first = np.maximum(lengths - (shapes.sliding_window or lengths), 0)
     N = split_kv.padded_group(heads.H // heads.K)
@@ -54,7 +57,7 @@ def _decode(shapes: Attention, found: DecodeSchedule, lengths_SxK) -> Balance:
         found.block_items,
         places=len(found.block_items) - 1,
         partial_bytes=(D + 1) * N * _FLOAT32,
-        kv_bytes=int((lengths - first).sum()) * 2 * D * dtype.itemsize,
+        kv_bytes=int((lengths - first).sum()) * 2 * shapes.kv_token_bytes,
     )
 
 

@@ -1,0 +1,429 @@
+"""Decode attention over pages of few bits on Hopper (LServe §3.2; DiffKV §6.2).
+
+As in decode_sm90.py a warpgroup computes, another one fetches, and a schedule gives thread blocks
+equal parts of the work. What differs is a tile: some whole pages, as quantised. Their words go from
+shared memory to registers, where they become 16-bit floats (quantization/registers.py): those of
+keys are multiplied there, and those of values go back to shared memory, as only the tensor core can
+transpose them. Scales and zero points meet scores and probabilities, never elements:
+
+    q . k         = scale * (q . c) + zero * sum(q)
+    sum of p * v  = (p * scale) . c + p . zero
+
+A row's tokens may be of two precisions, each with pages of its own: tiles of the first come before
+those of the second, and one softmax runs over both.
+
+Floor: words of the tokens that are read, once. A tile of 4-bit keys and 2-bit values takes a
+multiprocessor about 1,500 clocks to read, and a warp about as many instructions to unpack; so tiles
+are as large as shared memory allows two thread blocks, and nothing is done twice for an element.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mosaic import (
+    pl,
+    plgpu,
+    product_of_registers,
+    store,
+    swizzled,
+    whole_product,
+)
+from pallas_kernels.paged_attention import schedule as schedules
+from pallas_kernels.paged_attention import split_kv, tiles
+from pallas_kernels.paged_attention.tiles import LAYOUT, LOG2_E, NEG_INF, columns, constant, rows
+from pallas_kernels.quantization import KVFormat, registers
+
+STAGES = 2  # Tiles under way.
+STAGE_BYTES = 40 * 1024  # Of codes, so that a multiprocessor holds two blocks.
+QUERY_SLOTS = 2  # Items whose queries are in shared memory.
+CHUNK = 64  # Tokens that are unpacked at a time.
+MOST_ROWS = 256  # Of a tile.
+_ROWS = LAYOUT.reduce(1)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Tokens of one precision, and where their pages have them.
+
+    tokens: P. firsts: the words of a page with which the keys' codes, their scales, the values'
+    codes and their scales begin. from_right: whether a row's last entry is its first page.
+    """
+
+    keys: KVFormat
+    values: KVFormat
+    tokens: int
+    firsts: tuple[int, int, int, int]
+    from_right: bool = False
+
+    @property
+    def formats(self) -> tuple[KVFormat, KVFormat]:
+        return self.keys, self.values
+
+    @property
+    def rows(self) -> int:
+        """Of a page in a tile: whole chunks."""
+        return CHUNK * pl.cdiv(self.tokens, CHUNK)
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * (self.keys.code_words + self.values.code_words)
+
+
+def refusal(q, k_words, v_words, K: int, sections: Sequence[Section]) -> str | None:
+    """Why the kernel cannot run queries [S, H, D] over pools [N, W], or None."""
+    D, G = q.shape[-1], q.shape[1] // K
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"queries must be bfloat16 or float16, not {q.dtype}"
+    if D not in (64, 128):
+        return f"head dim must be 64 or 128, not {D}"
+    if G > split_kv.MOST_GROUP:
+        return f"at most {split_kv.MOST_GROUP} query heads may share a KV head, not {G}"
+    for section in sections:
+        for words, format in zip((k_words, v_words), section.formats):
+            if reason := registers.refusal(format, q.dtype):
+                return reason
+            C, W = format.code_words, words.shape[1]
+            if W % C or W % 4:
+                return f"pages of {W} words must be whole tokens of {C}"
+        if section.tokens > MOST_ROWS:
+            return f"a page may hold at most {MOST_ROWS} tokens, not {section.tokens}"
+    return None
+
+
+def pages_of_tile(sections: Sequence[Section]) -> int:
+    """A tile has as many pages of one precision as of another: pages take the same memory."""
+
+    def fits(pages: int) -> bool:
+        return all(
+            pages * section.rows <= MOST_ROWS and pages * section.rows * section.row_bytes
+            <= STAGE_BYTES
+            for section in sections
+        )  # fmt: skip
+
+    return max((pages for pages in (1, 2, 4, 8, 16) if fits(pages)), default=1)
+
+
+def schedule_of(
+    counts, sections: Sequence[Section], sliding_window: int | None = None
+) -> schedules.DecodeSchedule:
+    """counts: of each precision, [S, K] tokens."""
+    pages = pages_of_tile(sections)
+    tokens = tuple(pages * section.tokens for section in sections)
+    if len(sections) == 1:
+        return schedules.decode_schedule(counts[0], tokens[0], sliding_window)
+    return schedules.mixed_schedule(counts, tokens)
+
+
+def decode(
+    q, k_words, v_words, tables, counts, sections: Sequence[Section], *, page_offset=0, scale,
+    sliding_window=None, soft_cap=None, schedule=None, returns_scores=False,
+):  # fmt: skip
+    """Attention [S, H, D], its log-sum-exp [S, H], and a list of the scores of each precision, if
+    asked for: [S, K, pages, N, rows] by page in the order of reading. These axes have M, G and P
+    elements or more, and what belongs to no token that is read may be anything.
+
+    counts: of each precision, [S, K] tokens. A sliding window takes one precision.
+    """
+    S, H, D = q.shape
+    K, M = tables.shape[1:]
+    dtype, G, R = q.dtype, H // K, S * K
+    N, pages = split_kv.padded_group(G), pages_of_tile(sections)
+    if schedule is None:
+        schedule = schedule_of(counts, sections, sliding_window)
+    views, place_of_view = _views((k_words, v_words), sections)
+    sizes, buffers_of = _buffers(sections, pages)
+    most_rows = pages * max(section.rows for section in sections)
+    # The scores of a tile are written whole.
+    shapes = [
+        (R, pages * pl.cdiv(M, pages), N, section.rows) for section in sections
+    ] * returns_scores
+    copies = [sum(1 + format.scaled for format in section.formats) for section in sections]
+
+    def paged_decode_of_words(q_ref, *refs):
+        pool_refs, refs = refs[: 2 + len(views)], refs[2 + len(views) :]
+        tables_ref, items_ref, block_items_ref, offset_ref, *refs = refs
+        (out_ref, lse_ref, partials_ref, lses_ref), refs = refs[:4], refs[4:]
+        scores_refs, refs = refs[: len(shapes)], refs[len(shapes) :]
+        queries_s, q_s, k_scales_s, v_scales_s, values_s, p_s, out_s, *refs = refs
+        q_filled, q_read, filled, read, *codes_s = refs
+        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        first_item, end_item = block_items_ref[block], block_items_ref[block + 1]
+
+        def query_slot(item):
+            return lax.rem(item - first_item, QUERY_SLOTS)
+
+        def over_tiles(item, body, carry):
+            """`body(number, count, tile, carry)` for all tiles of an item, by precision."""
+            begin, end = items_ref[item, 1], items_ref[item, 2]
+            before = 0
+            for number, section in enumerate(sections):
+                count = items_ref[item, 4 + number]
+                lower, upper = begin - before, end - before
+                if number:
+                    lower = jnp.maximum(lower, 0)
+                if number + 1 < len(sections):
+                    all_tiles = pl.cdiv(count, pages * section.tokens)
+                    upper, before = jnp.minimum(upper, all_tiles), before + all_tiles
+                carry = lax.fori_loop(lower, upper, functools.partial(body, number, count), carry)
+            return carry
+
+        @pl.when(warpgroup == 1)
+        def fetch():
+            def fetch_item(item, n):
+                row, slot = items_ref[item, 0], query_slot(item)
+                pl.when(item >= first_item + QUERY_SLOTS)(
+                    lambda: plgpu.barrier_wait(q_read.at[slot])
+                )
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[row], queries_s.at[slot, pl.ds(0, G)], q_filled.at[slot]
+                )
+                return over_tiles(item, functools.partial(fetch_tile, row), n)
+
+            def fetch_tile(row, number, count, tile, n):
+                section, slot = sections[number], lax.rem(n, STAGES)
+                P, first = section.tokens, schedules.first_token(count, sliding_window)
+                ids = tiles.page_ids(
+                    tables_ref.at[row], lax.rem(row, K), tile * (pages * P), pages * P, first,
+                    count, P, offset_ref, section.from_right,
+                )  # fmt: skip
+                pl.when(n >= STAGES)(lambda: plgpu.barrier_wait(read.at[slot]))
+                for i, page in enumerate(ids):
+                    for which, format in enumerate(section.formats):
+                        C, W = format.code_words, (k_words, v_words)[which].shape[1]
+                        of_codes, of_scales = section.firsts[2 * which : 2 * which + 2]
+                        plgpu.copy_gmem_to_smem(
+                            pool_refs[place_of_view[which, C]].at[
+                                pl.ds(page * (W // C) + of_codes // C, P)
+                            ],
+                            codes_s[buffers_of[number][which]].at[slot, pl.ds(i * section.rows, P)],
+                            filled.at[slot],
+                        )
+                        if format.scaled:
+                            words = 4 * pl.cdiv(P, 4)  # A copy is of whole 16 bytes.
+                            plgpu.copy_gmem_to_smem(
+                                pool_refs[which].at[page, pl.ds(of_scales, words)],
+                                (k_scales_s, v_scales_s)[which].at[
+                                    slot, pl.ds(i * section.rows, words)
+                                ],
+                                filled.at[slot],
+                            )
+                for _ in range(pages * (max(copies) - copies[number])):
+                    plgpu.barrier_arrive(filled.at[slot])
+                return n + 1
+
+            n = lax.fori_loop(first_item, end_item, fetch_item, jnp.int32(0))
+            # No barrier may end with arrivals unseen.
+            lax.fori_loop(
+                jnp.maximum(n - STAGES, 0), n,
+                lambda n, _: plgpu.barrier_wait(read.at[lax.rem(n, STAGES)]), None,
+            )  # fmt: skip
+            lax.fori_loop(
+                jnp.maximum(end_item - QUERY_SLOTS, first_item), end_item,
+                lambda item, _: plgpu.barrier_wait(q_read.at[query_slot(item)]), None,
+            )  # fmt: skip
+
+        @pl.when(warpgroup == 0)
+        def compute():
+            def run_item(item, n):
+                row, place, slot = items_ref[item, 0], items_ref[item, 3], query_slot(item)
+                plgpu.barrier_wait(q_filled.at[slot])
+                queries = plgpu.load(
+                    queries_s.at[slot].transpose((1, 0)), layout=LAYOUT, optimized=False
+                )
+                q_s.transpose((1, 0))[...] = queries
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(q_read.at[slot])
+                sums = queries.astype(jnp.float32).sum(axis=0)
+                zeros = constant(0, (CHUNK, N))
+                n, acc, top, total, rest = over_tiles(
+                    item, functools.partial(step, row, sums),
+                    (n, *split_kv.softmax_start(D, N, CHUNK), zeros),
+                )  # fmt: skip
+                acc += columns(rest.sum(axis=0), acc.shape)
+                # The copy of the item before may still read.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                write = functools.partial(split_kv.write_row, out_s, out_ref)
+                split_kv.end_item(
+                    (acc, top, total), row, place, write, lse_ref, partials_ref, lses_ref
+                )
+                return n
+
+            def step(row, sums, number, count, tile, carry):
+                n, acc, top, total, rest = carry
+                section, slot = sections[number], lax.rem(n, STAGES)
+                (keys, values), shape = section.formats, (CHUNK, N)
+                k_s, v_s = (codes_s[buffer].at[slot] for buffer in buffers_of[number])
+                first = schedules.first_token(count, sliding_window)
+                chunks = range(0, pages * section.rows, CHUNK)
+
+                def held(at, shape):
+                    return _held(section, at, tile * pages, shape, first, count, sliding_window)
+
+                plgpu.barrier_wait(filled.at[slot])
+                scores = []
+                for at in chunks:
+                    words = plgpu.load(k_s.at[pl.ds(at, CHUNK)], layout=LAYOUT, optimized=False)
+                    codes = registers.operand(words, keys, dtype)
+                    products = product_of_registers(shape, codes, q_s.transpose((1, 0)))
+                    if keys.scaled:
+                        unit, zero = _scales(k_scales_s.at[slot], at)
+                        zero -= unit * registers.offset(keys, dtype)
+                        products = products * rows(unit, shape)
+                        products += rows(zero, shape) * columns(sums, shape)
+                    of_chunk = split_kv.scores_of(products, scale, soft_cap)
+                    if returns_scores:
+                        _store_scores(scores_refs[number], row, tile * pages, section, at, of_chunk)
+                    scores.append(jnp.where(held(at, shape), of_chunk * LOG2_E, NEG_INF))
+                new_top = jnp.maximum(top, reduce(jnp.maximum, scores).max(axis=0))
+                decay = jnp.exp2(top - new_top)
+                total, rest, acc = (x * columns(decay, x.shape) for x in (total, rest, acc))
+                for at, of_chunk in zip(chunks, scores):
+                    probs = jnp.exp2(of_chunk - columns(new_top, shape))
+                    total += probs
+                    weights = probs
+                    if values.scaled:
+                        unit, zero = _scales(v_scales_s.at[slot], at)
+                        seen, middle = held(at, shape), 2 ** (values.bits - 1)
+                        weights = jnp.where(seen, probs * rows(unit, shape), 0.0)
+                        zero = jnp.where(seen, probs * rows(zero + middle * unit, shape), 0.0)
+                        rest += zero
+                    weights = weights.astype(dtype)
+                    if values.scaled and (more := registers.offset(values, dtype) + middle):
+                        # What has been rounded is taken out as it is.
+                        rest -= weights.astype(jnp.float32) * more
+                    p_s.at[:, pl.ds(at, CHUNK)].transpose((1, 0))[...] = weights
+                for at in chunks:
+                    words = plgpu.load(v_s.at[pl.ds(at, CHUNK)], layout=LAYOUT, optimized=False)
+                    codes = registers.operand(words, values, dtype)
+                    if not values.scaled:  # What a former owner has left may be no number.
+                        codes = jnp.where(held(at, codes.shape), codes, jnp.zeros_like(codes))
+                    values_s[...] = codes
+                    plgpu.commit_smem()
+                    if at == chunks[-1]:
+                        plgpu.barrier_arrive(read.at[slot])
+                    acc += whole_product(
+                        (D, N),
+                        values_s.transpose((1, 0)),
+                        p_s.at[:, pl.ds(at, CHUNK)].transpose((1, 0)),
+                    )
+                return n + 1, acc, new_top, total, rest
+
+            lax.fori_loop(first_item, end_item, run_item, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
+
+    def write_merged(out_ref, row, attention, out_s):
+        split_kv.write_row(out_s, out_ref, row, attention)
+        plgpu.wait_smem_to_gmem(0)
+
+    out_s = plgpu.SMEM((N, D), dtype)
+    scales_s = plgpu.SMEM((STAGES, most_rows), jnp.uint32)
+    queries, read = plgpu.Barrier(num_barriers=QUERY_SLOTS), plgpu.Barrier(num_barriers=STAGES)
+    out, lse, scores = split_kv.launch(
+        paged_decode_of_words, write_merged, schedule,
+        q, (k_words, v_words, *views), tables, page_offset=page_offset, scores=shapes,
+        write_scratch=(out_s,),
+        scratch_types=(
+            plgpu.SMEM((QUERY_SLOTS, N, D), dtype),
+            plgpu.SMEM((N, D), dtype, transforms=swizzled(64)), scales_s, scales_s,
+            plgpu.SMEM((CHUNK, D), dtype, transforms=swizzled(64)),
+            plgpu.SMEM((N, most_rows), dtype, transforms=swizzled(64)), out_s,
+            queries, queries,
+            plgpu.Barrier(num_arrivals=pages * max(copies), num_barriers=STAGES), read,
+            *(plgpu.SMEM((STAGES, count, C), jnp.uint32) for C, count in sizes),
+        ),
+        num_threads=2, thread_name="warpgroup",
+    )  # fmt: skip
+    return out.reshape(S, H, D), lse, [x.reshape(S, K, *x.shape[1:]) for x in scores]
+
+
+def _views(pools, sections):
+    """The pools as rows of so many words as a token has codes, and where each is among the pools
+    and them, by pool and number of words."""
+    views, places = [], {}
+    for section in sections:
+        for which, format in enumerate(section.formats):
+            if (which, format.code_words) not in places:
+                places[which, format.code_words] = 2 + len(views)
+                views.append(pools[which].reshape(-1, format.code_words))
+    return views, places
+
+
+def _buffers(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    """Shared memory for the codes of a tile, as (words of a row, rows), and which of it keys and
+    values of each precision take. Tiles of two precisions are never in the same slot."""
+    sizes: list[tuple[int, int]] = []
+    taken_by = []
+    for section in sections:
+        count, taken = pages * section.rows, []
+        for format in section.formats:
+            C = format.code_words
+            free = [i for i, (width, _) in enumerate(sizes) if width == C and i not in taken]
+            if not free:
+                free = [len(sizes)]
+                sizes.append((C, count))
+            sizes[free[0]] = C, max(count, sizes[free[0]][1])
+            taken.append(free[0])
+        taken_by.append(taken)
+    return sizes, taken_by
+
+
+def _held(section: Section, at: int, first_page, shape, first, count, sliding_window):
+    """Which of an array's rows from row `at` of a tile on are tokens that are attended to."""
+    P, R = section.tokens, section.rows
+    offset = tiles.index_of(0, shape, at % R)
+    token = (first_page + at // R) * P + offset
+    held = token < count
+    if P % CHUNK:
+        held &= offset < P
+    if sliding_window is not None:
+        held &= token >= first
+    return held
+
+
+def _scales(words_ref, at: int):
+    words = plgpu.load(words_ref.at[pl.ds(at, CHUNK)], layout=_ROWS, optimized=False)
+    return registers.scale_and_zero(words)
+
+
+def _store_scores(scores_ref, row, first_page, section: Section, at: int, scores) -> None:
+    page, of_page = divmod(at, section.rows)
+    place = scores_ref.at[row, first_page + page, :, pl.ds(of_page, CHUNK)]
+    store(place.transpose((1, 0)), scores)
+
+
+# What the op over pages of keys and pages of values, `paged_attention`, gives to the kernel.
+
+
+def section_of(format: KVFormat, page_size: int, values: KVFormat | None = None) -> Section:
+    """Pages of P tokens as pallas_kernels/quantization/format.py describes them."""
+    both = format, values or format
+    firsts = [first for one in both for first in (0, page_size * one.code_words)]
+    return Section(*both, page_size, (firsts[0], firsts[1], firsts[2], firsts[3]))
+
+
+def refusal_of_pages(q, k_pages, v_pages, K: int) -> str | None:
+    section = section_of(k_pages.format, k_pages.page_size, v_pages.format)
+    return refusal(q, k_pages.words, v_pages.words, K, [section])
+
+
+def decode_pages(q, k_pages, v_pages, tables, lengths, *, returns_scores=False, **options):
+    """As `decode_sm90.decode`, over `QuantizedPages`."""
+    (S, H, _), (K, M), P = q.shape, tables.shape[1:], k_pages.page_size
+    section = section_of(k_pages.format, P, v_pages.format)
+    out, lse, scores = decode(
+        q, k_pages.words, v_pages.words, tables, (lengths,), [section],
+        returns_scores=returns_scores, **options,
+    )  # fmt: skip
+    if not returns_scores:
+        return out, lse
+    scores_SxKxGxt = scores[0][:, :, :M, : H // K, :P].swapaxes(2, 3).reshape(S, K, H // K, M * P)
+    token, window = jnp.arange(M * P), options.get("sliding_window")
+    first = schedules.first_token(lengths, window)
+    read = (token >= first[..., None]) & (token < lengths[..., None])
+    kept = jnp.where(read[:, :, None], scores_SxKxGxt, -jnp.inf)
+    return out, lse, kept.reshape(S, H, M * P)

@@ -1,0 +1,80 @@
+"""Quantised tokens in a kernel's registers: words become operands of tensor cores.
+
+The tensor cores multiply 16-bit floats. A code of up to 4 bits is put into the mantissa of one,
+where it is that float's smallest bits: 128 + code in bfloat16 and 1024 + code in float16, without
+any arithmetic. A code of 8 bits fills more than a bfloat16's mantissa, so the kernel subtracts two
+halves of it, exactly: code - 128. What is added to codes, `offset`, is taken out of sums, never of
+elements. Words are shifted as pairs of 16-bit halves, because a GPU has no shift of 16-bit pairs.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.quantization.format import KVFormat
+
+# Floats whose smallest mantissa bit is worth one, and that number.
+_ONES = {"bfloat16": (0x4300, 128), "float16": (0x6400, 1024)}
+_CENTRE = 128  # that 8-bit codes are less than what they become
+
+
+def refusal(format: KVFormat, dtype) -> str | None:
+    """Why a kernel cannot multiply elements of this format by those of `dtype`, or None."""
+    if format.groups > 1:
+        return f"keys and values must have one scale for each token, not {format.groups}"
+    if not format.scaled and format.floats != str(jnp.dtype(dtype)):
+        return f"pages of {format.floats} need queries of it, not of {jnp.dtype(dtype)}"
+    if format.code_words % 8:
+        return (
+            f"a token of {format.head_dim} elements of {format.bits} bits must fill a multiple of "
+            f"8 words, not {format.code_words}"
+        )
+    return None
+
+
+def offset(format: KVFormat, dtype) -> int:
+    """What `operand` adds to codes."""
+    if not format.scaled:
+        return 0
+    return -_CENTRE if format.bits == 8 else _ONES[str(jnp.dtype(dtype))][1]
+
+
+def operand(words_TxC, format: KVFormat, dtype):
+    """Codes [T, D] in `dtype`, plus `offset`, of words [T, C] uint32, or the floats that they are.
+    """
+    planes = 32 // format.bits
+    halves: list[list] = [[], []]
+    for plane in range(planes // 2):
+        shifted = words_TxC >> jnp.uint32(plane * format.bits) if plane else words_TxC
+        for half, part in enumerate((shifted, shifted >> jnp.uint32(16))):
+            halves[half].append(_floats(part.astype(jnp.uint16), format, dtype))
+    return jnp.concatenate(halves[0] + halves[1], axis=1)
+
+
+def _floats(codes, format: KVFormat, dtype):
+    """Of the lowest bits of 16."""
+
+    def as_float(bits):
+        return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
+
+    if not format.scaled:
+        return as_float(codes)
+    ones, worth = _ONES[str(jnp.dtype(dtype))]
+    if format.bits < 8:
+        return as_float(codes & jnp.uint16(format.most) | jnp.uint16(ones))
+    if worth > format.most:
+        whole = as_float(codes & jnp.uint16(format.most) | jnp.uint16(ones))
+        return whole - jnp.asarray(worth + _CENTRE, dtype)
+    # With the highest bit the exponent is one more, and the float 256.
+    rest = as_float(codes & jnp.uint16(0x7F) | jnp.uint16(ones))
+    highest = as_float((codes & jnp.uint16(0x80)) ^ jnp.uint16(ones | 0x80))
+    return rest - highest
+
+
+def scale_and_zero(words):
+    """Both in float32, of words [T] that hold them as float16."""
+
+    def half(word):
+        bits = word.astype(jnp.uint16)
+        return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+
+    return half(words), half(words >> jnp.uint32(16))
