@@ -1,7 +1,9 @@
 """Decode attention over pages of few bits on Hopper (LServe §3.2; DiffKV §6.2).
 
-As in decode_sm90.py a warpgroup computes, another one fetches, and a schedule gives thread blocks
-equal parts of the work. What differs is a tile: some whole pages, as quantised. Their words go from
+As in decode_sm90.py a warpgroup computes, another one fetches, and a schedule gives equal parts of
+the work to such pairs. Two of them, lanes, are one thread block: only within a block can those that
+fetch leave their registers to those that compute. What differs besides is a tile: some whole pages,
+as quantised. Their words go from
 shared memory to registers, where they become 16-bit floats (quantization/registers.py): those of
 keys are multiplied there, and those of values go back to shared memory, as only the tensor core can
 transpose them. Scales and zero points meet scores and probabilities, never elements:
@@ -14,7 +16,7 @@ those of the second, and one softmax runs over both.
 
 Floor: words of the tokens that are read, once. A tile of 4-bit keys and 2-bit values takes a
 multiprocessor about 1,500 clocks to read, and a warp about as many instructions to unpack; so tiles
-are as large as shared memory allows two thread blocks, and nothing is done twice for an element.
+are as large as shared memory allows two lanes, and nothing is done twice for an element.
 """
 
 import functools
@@ -38,9 +40,12 @@ from pallas_kernels.paged_attention import split_kv, tiles
 from pallas_kernels.paged_attention.tiles import LAYOUT, LOG2_E, NEG_INF, columns, constant, rows
 from pallas_kernels.quantization import KVFormat, registers
 
-STAGES = 2  # Tiles under way.
-STAGE_BYTES = 40 * 1024  # Of codes, so that a multiprocessor holds two blocks.
-QUERY_SLOTS = 2  # Items whose queries are in shared memory.
+LANES = 2  # Of a thread block.
+STAGES = 2  # Tiles of a lane under way.
+STAGE_BYTES = 40 * 1024  # Of codes, as the shared memory of a multiprocessor allows.
+QUERY_SLOTS = 2  # Items of a lane whose queries are in shared memory.
+# Of a thread, so that those of all lanes are what a multiprocessor has.
+COMPUTING_REGISTERS, FETCHING_REGISTERS = 216, 40
 CHUNK = 64  # Tokens that are unpacked at a time.
 MOST_ROWS = 256  # Of a tile.
 _ROWS = LAYOUT.reduce(1)
@@ -149,13 +154,20 @@ def decode(
         tables_ref, items_ref, block_items_ref, offset_ref, *refs = refs
         (out_ref, lse_ref, partials_ref, lses_ref), refs = refs[:4], refs[4:]
         scores_refs, refs = refs[: len(shapes)], refs[len(shapes) :]
-        queries_s, q_s, k_scales_s, v_scales_s, values_s, p_s, out_s, *refs = refs
+        queries_s, k_scales_s, v_scales_s, *refs = refs
+        of_lanes, refs = refs[:4], refs[4:]
         q_filled, q_read, filled, read, *codes_s = refs
-        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        warpgroup = lax.axis_index("warpgroup")
+        lane, fetches = lax.rem(warpgroup, LANES), warpgroup >= LANES
+        block = lax.axis_index("block") * LANES + lane
         first_item, end_item = block_items_ref[block], block_items_ref[block + 1]
+        hidden_zero = block_items_ref[0]
 
         def query_slot(item):
-            return lax.rem(item - first_item, QUERY_SLOTS)
+            return lane * QUERY_SLOTS + lax.rem(item - first_item, QUERY_SLOTS)
+
+        def slot_of(n):
+            return lane * STAGES + lax.rem(n, STAGES)
 
         def over_tiles(item, body, carry):
             """`body(number, count, tile, carry)` for all tiles of an item, by precision."""
@@ -172,8 +184,10 @@ def decode(
                 carry = lax.fori_loop(lower, upper, functools.partial(body, number, count), carry)
             return carry
 
-        @pl.when(warpgroup == 1)
+        @pl.when(fetches)
         def fetch():
+            plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
+
             def fetch_item(item, n):
                 row, slot = items_ref[item, 0], query_slot(item)
                 pl.when(item >= first_item + QUERY_SLOTS)(
@@ -185,7 +199,7 @@ def decode(
                 return over_tiles(item, functools.partial(fetch_tile, row), n)
 
             def fetch_tile(row, number, count, tile, n):
-                section, slot = sections[number], lax.rem(n, STAGES)
+                section, slot = sections[number], slot_of(n)
                 P, first = section.tokens, schedules.first_token(count, sliding_window)
                 ids = tiles.page_ids(
                     tables_ref.at[row], lax.rem(row, K), tile * (pages * P), pages * P, first,
@@ -220,15 +234,18 @@ def decode(
             # No barrier may end with arrivals unseen.
             lax.fori_loop(
                 jnp.maximum(n - STAGES, 0), n,
-                lambda n, _: plgpu.barrier_wait(read.at[lax.rem(n, STAGES)]), None,
+                lambda n, _: plgpu.barrier_wait(read.at[slot_of(n)]), None,
             )  # fmt: skip
             lax.fori_loop(
                 jnp.maximum(end_item - QUERY_SLOTS, first_item), end_item,
                 lambda item, _: plgpu.barrier_wait(q_read.at[query_slot(item)]), None,
             )  # fmt: skip
 
-        @pl.when(warpgroup == 0)
+        @pl.when(jnp.logical_not(fetches))
         def compute():
+            plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
+            q_s, values_s, p_s, out_s = (x.at[lane] for x in of_lanes)
+
             def run_item(item, n):
                 row, place, slot = items_ref[item, 0], items_ref[item, 3], query_slot(item)
                 plgpu.barrier_wait(q_filled.at[slot])
@@ -255,7 +272,7 @@ def decode(
 
             def step(row, sums, number, count, tile, carry):
                 n, acc, top, total, rest = carry
-                section, slot = sections[number], lax.rem(n, STAGES)
+                section, slot = sections[number], slot_of(n)
                 (keys, values), shape = section.formats, (CHUNK, N)
                 k_s, v_s = (codes_s[buffer].at[slot] for buffer in buffers_of[number])
                 first = schedules.first_token(count, sliding_window)
@@ -268,7 +285,7 @@ def decode(
                 scores = []
                 for at in chunks:
                     words = plgpu.load(k_s.at[pl.ds(at, CHUNK)], layout=LAYOUT, optimized=False)
-                    codes = registers.operand(words, keys, dtype)
+                    codes = registers.operand(words, keys, dtype, hidden_zero)
                     products = product_of_registers(shape, codes, q_s.transpose((1, 0)))
                     if keys.scaled:
                         unit, zero = _scales(k_scales_s.at[slot], at)
@@ -299,7 +316,7 @@ def decode(
                     p_s.at[:, pl.ds(at, CHUNK)].transpose((1, 0))[...] = weights
                 for at in chunks:
                     words = plgpu.load(v_s.at[pl.ds(at, CHUNK)], layout=LAYOUT, optimized=False)
-                    codes = registers.operand(words, values, dtype)
+                    codes = registers.operand(words, values, dtype, hidden_zero)
                     if not values.scaled:  # What a former owner has left may be no number.
                         codes = jnp.where(held(at, codes.shape), codes, jnp.zeros_like(codes))
                     values_s[...] = codes
@@ -320,23 +337,23 @@ def decode(
         split_kv.write_row(out_s, out_ref, row, attention)
         plgpu.wait_smem_to_gmem(0)
 
-    out_s = plgpu.SMEM((N, D), dtype)
-    scales_s = plgpu.SMEM((STAGES, most_rows), jnp.uint32)
-    queries, read = plgpu.Barrier(num_barriers=QUERY_SLOTS), plgpu.Barrier(num_barriers=STAGES)
+    stages, query_slots = LANES * STAGES, LANES * QUERY_SLOTS
+    scales_s = plgpu.SMEM((stages, most_rows), jnp.uint32)
+    queries, read = plgpu.Barrier(num_barriers=query_slots), plgpu.Barrier(num_barriers=stages)
     out, lse, scores = split_kv.launch(
         paged_decode_of_words, write_merged, schedule,
         q, (k_words, v_words, *views), tables, page_offset=page_offset, scores=shapes,
-        write_scratch=(out_s,),
+        write_scratch=(plgpu.SMEM((N, D), dtype),), lanes=LANES,
         scratch_types=(
-            plgpu.SMEM((QUERY_SLOTS, N, D), dtype),
-            plgpu.SMEM((N, D), dtype, transforms=swizzled(64)), scales_s, scales_s,
-            plgpu.SMEM((CHUNK, D), dtype, transforms=swizzled(64)),
-            plgpu.SMEM((N, most_rows), dtype, transforms=swizzled(64)), out_s,
-            queries, queries,
-            plgpu.Barrier(num_arrivals=pages * max(copies), num_barriers=STAGES), read,
-            *(plgpu.SMEM((STAGES, count, C), jnp.uint32) for C, count in sizes),
+            plgpu.SMEM((query_slots, N, D), dtype), scales_s, scales_s,
+            plgpu.SMEM((LANES, N, D), dtype, transforms=swizzled(64)),
+            plgpu.SMEM((LANES, CHUNK, D), dtype, transforms=swizzled(64)),
+            plgpu.SMEM((LANES, N, most_rows), dtype, transforms=swizzled(64)),
+            plgpu.SMEM((LANES, N, D), dtype), queries, queries,
+            plgpu.Barrier(num_arrivals=pages * max(copies), num_barriers=stages), read,
+            *(plgpu.SMEM((stages, count, C), jnp.uint32) for C, count in sizes),
         ),
-        num_threads=2, thread_name="warpgroup",
+        num_threads=2 * LANES, thread_name="warpgroup",
     )  # fmt: skip
     return out.reshape(S, H, D), lse, [x.reshape(S, K, *x.shape[1:]) for x in scores]
 

@@ -42,7 +42,8 @@ def padded_group(G: int) -> int:
 
 def launch(
     body: Callable, write: Callable, schedule: DecodeSchedule,
-    q, pools, tables, *, page_offset, scores, scratch_types, write_scratch, **options,
+    q, pools, tables, *, page_offset, scores, scratch_types, write_scratch, lanes: int = 1,
+    **options,
 ):  # fmt: skip
     """Run a decode kernel over a schedule, then the merge of rows that are in several items.
 
@@ -50,6 +51,7 @@ def launch(
         its outputs, which are the attention [R, G, D] and log-sum-exp [R, N] of whole rows, partial
         results [2 * B, D, N] and their log-sum-exp [2 * B, N], and what `scores` asks for; and of
         its scratch memory.
+    lanes: parts of a thread block that run items of the schedule as if they were thread blocks.
     scores: shapes of what the kernel returns beside these, float32.
     write: writes a row's attention [D, N] to the output [R, G, D], with `write_scratch`.
 
@@ -68,7 +70,7 @@ def launch(
     out, lse, partials, partial_lses, *found = kernel(
         body,
         out_type=out_type,
-        grid=(blocks,),
+        grid=(blocks // lanes,),
         grid_names=("block",),
         scratch_types=scratch_types,
         **options,

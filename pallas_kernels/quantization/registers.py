@@ -38,36 +38,44 @@ def offset(format: KVFormat, dtype) -> int:
     return -_CENTRE if format.bits == 8 else _ONES[str(jnp.dtype(dtype))][1]
 
 
-def operand(words_TxC, format: KVFormat, dtype):
+def operand(words_TxC, format: KVFormat, dtype, hidden_zero=0):
     """Codes [T, D] in `dtype`, plus `offset`, of words [T, C] uint32, or the floats that they are.
+
+    hidden_zero: int32, a zero that the compiler does not know to be one. An instruction that takes
+    bits of one operand and adds those of another can have one constant, but not two.
     """
-    planes = 32 // format.bits
+    hidden = jnp.asarray(hidden_zero).astype(jnp.uint32)
     halves: list[list] = [[], []]
-    for plane in range(planes // 2):
+    for plane in range(16 // format.bits):
         shifted = words_TxC >> jnp.uint32(plane * format.bits) if plane else words_TxC
-        for half, part in enumerate((shifted, shifted >> jnp.uint32(16))):
-            halves[half].append(_floats(part.astype(jnp.uint16), format, dtype))
+        for parts, half in zip(halves, _halves(shifted, format, dtype, hidden)):
+            parts.append(half)
     return jnp.concatenate(halves[0] + halves[1], axis=1)
 
 
-def _floats(codes, format: KVFormat, dtype):
-    """Of the lowest bits of 16."""
+def _halves(words, format: KVFormat, dtype, hidden):
+    """The lowest element of the lower and of the upper half of each word."""
 
-    def as_float(bits):
-        return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
+    def floats(words):
+        for half in (words, words >> jnp.uint32(16)):
+            yield jax.lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.dtype(dtype))
+
+    def bits(mask: int):
+        return words & jnp.uint32(mask * 0x10001)
 
     if not format.scaled:
-        return as_float(codes)
+        return floats(words)
     ones, worth = _ONES[str(jnp.dtype(dtype))]
+    constant = hidden + jnp.uint32(ones * 0x10001)
     if format.bits < 8:
-        return as_float(codes & jnp.uint16(format.most) | jnp.uint16(ones))
+        return floats(bits(format.most) | constant)
     if worth > format.most:
-        whole = as_float(codes & jnp.uint16(format.most) | jnp.uint16(ones))
-        return whole - jnp.asarray(worth + _CENTRE, dtype)
+        more = jnp.asarray(worth + _CENTRE, dtype)
+        return (half - more for half in floats(bits(format.most) | constant))
     # With the highest bit the exponent is one more, and the float 256.
-    rest = as_float(codes & jnp.uint16(0x7F) | jnp.uint16(ones))
-    highest = as_float((codes & jnp.uint16(0x80)) ^ jnp.uint16(ones | 0x80))
-    return rest - highest
+    larger = hidden + jnp.uint32((ones | 0x80) * 0x10001)
+    both = floats(bits(0x7F) | constant), floats(bits(0x80) ^ larger)
+    return (rest - highest for rest, highest in zip(*both))
 
 
 def scale_and_zero(words):

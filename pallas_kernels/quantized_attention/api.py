@@ -3,11 +3,26 @@
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.quantized_attention import reference, xla
+from pallas_kernels.paged_attention.schedule import DecodeSchedule
+from pallas_kernels.quantized_attention import decode_sm90, reference, xla
 from pallas_kernels.quantized_attention.pages import PageFormat
 
-DECODE = {"reference": reference.decode, "xla": xla.decode}
+DECODE = {"reference": reference.decode, "xla": xla.decode, "mosaic_gpu": decode_sm90.decode}
 PROMPT = {"reference": reference.prompt, "xla": xla.prompt}
+
+
+def plan_mixed_decode(
+    high_SxK,
+    low_SxK,
+    formats: tuple[PageFormat, PageFormat],
+    *,
+    implementation: str | None = None,
+) -> DecodeSchedule | None:
+    """The schedule of `mixed_precision_attention` for these counts of tokens, a function of them
+    alone; None where the implementation works without one."""
+    if not backend.runs_kernels(implementation):
+        return None
+    return decode_sm90.schedule_of((high_SxK, low_SxK), formats)
 
 
 def mixed_precision_attention(
@@ -19,6 +34,7 @@ def mixed_precision_attention(
     formats: tuple[PageFormat, PageFormat],
     *,
     scale: float | None = None,
+    schedule: DecodeSchedule | None = None,
     implementation: str | None = None,
 ):
     """Decode attention: one query per sequence over pages of two precisions (DiffKV §6.2).
@@ -30,12 +46,14 @@ def mixed_precision_attention(
     high, low: [S, K] int32 tokens of each precision, none or up to M pages together.
     formats:  of high and of low precision.
     scale:    multiplies q·k; None means D ** -0.5.
+    schedule: `plan_mixed_decode` of these counts; None makes one.
 
     Returns the attention [S, H, D] in q's dtype, zeros where nothing is read; the log-sum-exp of
     the scores [S, H] float32, -inf there; and the scores of both precisions, each [S, K, M, G, P]
-    float32 by page and token, -inf for tokens that are not read. The pages of low precision come in
-    their own order there, the right end's first. exp(score - log-sum-exp) is a token's probability.
-    Raises ValueError if arguments do not fit together.
+    float32 by page and token, where M, G and P may be larger, and what belongs to no token that is
+    read may be anything. The pages of low precision come in their own order there, the right end's
+    first. exp(score - log-sum-exp) is a token's probability. Raises ValueError if arguments do not
+    fit together, or if the named implementation cannot run them.
     """
     S, H, D = q_SxHxD.shape
     if tables_SxKxM.ndim != 3 or tables_SxKxM.shape[0] != S or H % tables_SxKxM.shape[1]:
@@ -54,10 +72,16 @@ def mixed_precision_attention(
                 f"pages of {format.words} words for head dim {dims} are not those of queries "
                 f"{q_SxHxD.shape} and a pool {words_NxW.shape}"
             )
-    run = backend.choose("mixed_precision_attention", DECODE, implementation)
+    refusal = decode_sm90.refusal(q_SxHxD, words_NxW, K, formats)
+    implementations = DECODE
+    if implementation is None and not refusal and backend.runs_kernels(None):
+        # The results of both devices' programs have one shape.
+        implementations = DECODE | {"xla": decode_sm90.with_its_shapes(xla.decode)}
+    run = backend.choose("mixed_precision_attention", implementations, implementation, refusal)
+    counts = tuple(jnp.asarray(count, jnp.int32) for count in (high_SxK, low_SxK))
     return run(
-        q_SxHxD, words_NxW, tables_SxKxM, (high_SxK, low_SxK), formats,
-        scale=D**-0.5 if scale is None else scale,
+        q_SxHxD, words_NxW, tables_SxKxM, counts, formats=formats,
+        scale=D**-0.5 if scale is None else scale, schedule=schedule,
     )  # fmt: skip
 
 

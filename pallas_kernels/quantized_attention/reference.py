@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.quantization import dequantize
 
 
-def decode(q, words, tables, counts, formats, *, scale):
+def decode(q, words, tables, counts, formats, *, scale, schedule=None):
     S, H, D = q.shape
     K, M = tables.shape[1:]
     q_SxKxGxD = q.astype(jnp.float32).reshape(S, K, H // K, D)

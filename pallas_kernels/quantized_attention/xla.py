@@ -12,7 +12,7 @@ KEY_TILE = 128  # keys that they read at a time
 NEG_INF = -1e30
 
 
-def decode(q, words, tables, counts, formats, *, scale):
+def decode(q, words, tables, counts, formats, *, scale, schedule=None):
     """High precision first, then low (§6.2): the pages of all rows and heads form a list for each,
     so that no head waits for a longer one. What parts of a row give is merged by its largest score.
     """

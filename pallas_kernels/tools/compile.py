@@ -44,7 +44,7 @@ from pallas_kernels.tools.schedules import balance_of
 from pallas_kernels.tools.targets import TARGETS
 
 # Thread blocks of a kernel that must fit a multiprocessor at the same time.
-RESIDENT = {"paged_decode": 2, "paged_decode_of_words": 2, "paged_prefill": 1, "page_scores": 2}
+RESIDENT = {"paged_decode": 2, "paged_decode_of_words": 1, "paged_prefill": 1, "page_scores": 2}
 # Ops whose thread blocks read the same keys.
 PREFILLS = {"paged_prefill_attention", "hybrid_prefill_attention"}
 MOST_LAUNCHES = {"paged_attention": 3}
@@ -200,7 +200,7 @@ def _call(
     assert kernel.prediction is not None
     cost = call.cost(call.drawn_indices())
     seconds = predict.seconds(
-        kernel.prediction, balance, kernel.occupancy.blocks, len(compiled.launches), cost.bytes, gpu
+        kernel.prediction, balance, kernel.occupancy.blocks * kernel.launch.lanes, len(compiled.launches), cost.bytes, gpu
     )
     floors = {
         "bandwidth": cost.bytes / gpu.memory_bandwidth,

@@ -17,7 +17,8 @@ class Launch:
     loop that copies most, and through the one that multiplies most.
 
     grid: thread blocks along each axis.
-    warpgroups: of a thread block. If there are several, one only copies.
+    warpgroups: of a thread block. If there are several, one only copies; but four are two `lanes`,
+        each a warpgroup that multiplies tiles of its own and one that copies them.
     in_flight: bytes of shared memory that the copies of these loops fill: the most that can be
         under way at a time.
     copied: bytes from global to shared memory, by all warpgroups.
@@ -45,8 +46,12 @@ class Launch:
 
     @property
     def multiplying(self) -> int:
-        """Warpgroups that multiply."""
-        return max(1, self.warpgroups - 1)
+        """Warpgroups that multiply a tile."""
+        return max(1, self.warpgroups // self.lanes - 1)
+
+    @property
+    def lanes(self) -> int:
+        return 2 if self.warpgroups == 4 else 1
 
 
 def launches(jaxpr) -> list[Launch]:

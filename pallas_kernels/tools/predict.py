@@ -125,7 +125,8 @@ def seconds(
 ) -> float:  # fmt: skip
     """Of a whole call: until the last of its thread blocks has ended, with partial results written
     and read again, and no sooner than all `bytes` that it needs have come from memory once. Without
-    a balance all of them come as fast as the loop over tiles reads."""
+    a balance all of them come as fast as the loop over tiles reads. resident: thread blocks of the
+    schedule that a multiprocessor runs at a time."""
     if balance is None:
         return bytes / (prediction.share * target.memory_bandwidth) + launches * LAUNCH_S
     rate = READ_SHARE * target.memory_bandwidth
