@@ -14,6 +14,8 @@ from pallas_kernels.page_selection import api as page_selection
 from pallas_kernels.page_selection import specs as page_selection_specs
 from pallas_kernels.paged_attention import api as paged_attention
 from pallas_kernels.paged_attention import specs as paged_attention_specs
+from pallas_kernels.quantized_attention import api as quantized_attention
+from pallas_kernels.quantized_attention import specs as quantized_attention_specs
 from pallas_kernels.specs import Spec
 
 
@@ -36,6 +38,7 @@ OPS = {
     "paged_attention": Op(paged_attention.DECODE, paged_attention_specs.DECODE),
     "paged_prefill_attention": Op(paged_attention.PREFILL, paged_attention_specs.PREFILL),
     "hybrid_prefill_attention": Op(hybrid.HYBRID, block_sparse_specs.HYBRID),
+    "mixed_precision_attention": Op(quantized_attention.DECODE, quantized_attention_specs.DECODE),
     "select_pages": Op(page_selection.SELECT, page_selection_specs.SELECT),
     "write_key_statistics": Op(page_selection.WRITE, page_selection_specs.WRITE),
     "write_kv": Op(kv_write.WRITE, kv_write_specs.WRITE),

@@ -42,8 +42,9 @@ from pallas_kernels.quantization import KVFormat, registers
 
 LANES = 2  # Of a thread block.
 STAGES = 2  # Tiles of a lane under way.
-STAGE_BYTES = 40 * 1024  # Of codes, as the shared memory of a multiprocessor allows.
-QUERY_SLOTS = 2  # Items of a lane whose queries are in shared memory.
+STAGE_BYTES = 42 * 1024  # As the shared memory of a multiprocessor allows.
+QUERY_SLOTS = 1  # Items of a lane whose queries are in shared memory.
+MOST_GROUP = 8  # Query heads of a KV head.
 # Of a thread, so that those of all lanes are what a multiprocessor has.
 COMPUTING_REGISTERS, FETCHING_REGISTERS = 216, 40
 CHUNK = 64  # Tokens that are unpacked at a time.
@@ -74,10 +75,6 @@ class Section:
         """Of a page in a tile: whole chunks."""
         return CHUNK * pl.cdiv(self.tokens, CHUNK)
 
-    @property
-    def row_bytes(self) -> int:
-        return 4 * (self.keys.code_words + self.values.code_words)
-
 
 def refusal(q, k_words, v_words, K: int, sections: Sequence[Section]) -> str | None:
     """Why the kernel cannot run queries [S, H, D] over pools [N, W], or None."""
@@ -86,8 +83,8 @@ def refusal(q, k_words, v_words, K: int, sections: Sequence[Section]) -> str | N
         return f"queries must be bfloat16 or float16, not {q.dtype}"
     if D not in (64, 128):
         return f"head dim must be 64 or 128, not {D}"
-    if G > split_kv.MOST_GROUP:
-        return f"at most {split_kv.MOST_GROUP} query heads may share a KV head, not {G}"
+    if G > MOST_GROUP:
+        return f"at most {MOST_GROUP} query heads may share a KV head, not {G}"
     for section in sections:
         for words, format in zip((k_words, v_words), section.formats):
             if reason := registers.refusal(format, q.dtype):
@@ -95,22 +92,21 @@ def refusal(q, k_words, v_words, K: int, sections: Sequence[Section]) -> str | N
             C, W = format.code_words, words.shape[1]
             if W % C or W % 4:
                 return f"pages of {W} words must be whole tokens of {C}"
-        if section.tokens > MOST_ROWS:
-            return f"a page may hold at most {MOST_ROWS} tokens, not {section.tokens}"
+    if not _fits(sections, 1):
+        sizes = " and ".join(f"{section.tokens} tokens" for section in sections)
+        return f"pages of {sizes} do not fit shared memory"
     return None
 
 
 def pages_of_tile(sections: Sequence[Section]) -> int:
     """A tile has as many pages of one precision as of another: pages take the same memory."""
+    return max((pages for pages in (1, 2, 4) if _fits(sections, pages)), default=1)
 
-    def fits(pages: int) -> bool:
-        return all(
-            pages * section.rows <= MOST_ROWS and pages * section.rows * section.row_bytes
-            <= STAGE_BYTES
-            for section in sections
-        )  # fmt: skip
 
-    return max((pages for pages in (1, 2, 4, 8, 16) if fits(pages)), default=1)
+def _fits(sections: Sequence[Section], pages: int) -> bool:
+    rows = pages * max(section.rows for section in sections)
+    words = sum(C * count for C, count in _buffers(sections, pages)[0]) + 2 * rows
+    return rows <= MOST_ROWS and 4 * words <= STAGE_BYTES
 
 
 def schedule_of(
@@ -129,8 +125,8 @@ def decode(
     sliding_window=None, soft_cap=None, schedule=None, returns_scores=False,
 ):  # fmt: skip
     """Attention [S, H, D], its log-sum-exp [S, H], and a list of the scores of each precision, if
-    asked for: [S, K, pages, N, rows] by page in the order of reading. These axes have M, G and P
-    elements or more, and what belongs to no token that is read may be anything.
+    asked for: [S, K, pages, G, rows] by page in the order of reading. Pages and rows are M and P or
+    more, and what belongs to no token that is read may be anything.
 
     counts: of each precision, [S, K] tokens. A sliding window takes one precision.
     """
@@ -145,7 +141,7 @@ def decode(
     most_rows = pages * max(section.rows for section in sections)
     # The scores of a tile are written whole.
     shapes = [
-        (R, pages * pl.cdiv(M, pages), N, section.rows) for section in sections
+        (R, pages * pl.cdiv(M, pages), G, section.rows) for section in sections
     ] * returns_scores
     copies = [sum(1 + format.scaled for format in section.formats) for section in sections]
 
@@ -155,7 +151,7 @@ def decode(
         (out_ref, lse_ref, partials_ref, lses_ref), refs = refs[:4], refs[4:]
         scores_refs, refs = refs[: len(shapes)], refs[len(shapes) :]
         queries_s, k_scales_s, v_scales_s, *refs = refs
-        of_lanes, refs = refs[:4], refs[4:]
+        of_lanes, refs = refs[: 4 + returns_scores], refs[4 + returns_scores :]
         q_filled, q_read, filled, read, *codes_s = refs
         warpgroup = lax.axis_index("warpgroup")
         lane, fetches = lax.rem(warpgroup, LANES), warpgroup >= LANES
@@ -244,7 +240,7 @@ def decode(
         @pl.when(jnp.logical_not(fetches))
         def compute():
             plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
-            q_s, values_s, p_s, out_s = (x.at[lane] for x in of_lanes)
+            q_s, values_s, p_s, out_s, *scores_s = (x.at[lane] for x in of_lanes)
 
             def run_item(item, n):
                 row, place, slot = items_ref[item, 0], items_ref[item, 3], query_slot(item)
@@ -294,7 +290,15 @@ def decode(
                         products += rows(zero, shape) * columns(sums, shape)
                     of_chunk = split_kv.scores_of(products, scale, soft_cap)
                     if returns_scores:
-                        _store_scores(scores_refs[number], row, tile * pages, section, at, of_chunk)
+                        page, of_page = divmod(at, section.rows)
+                        place = scores_refs[number].at[row, tile * pages + page]
+                        # The copy of the chunk before may still read.
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        store(scores_s[0].transpose((1, 0)), of_chunk)
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(
+                            scores_s[0].at[pl.ds(0, G)], place.at[:, pl.ds(of_page, CHUNK)]
+                        )
                     scores.append(jnp.where(held(at, shape), of_chunk * LOG2_E, NEG_INF))
                 new_top = jnp.maximum(top, reduce(jnp.maximum, scores).max(axis=0))
                 decay = jnp.exp2(top - new_top)
@@ -349,7 +353,8 @@ def decode(
             plgpu.SMEM((LANES, N, D), dtype, transforms=swizzled(64)),
             plgpu.SMEM((LANES, CHUNK, D), dtype, transforms=swizzled(64)),
             plgpu.SMEM((LANES, N, most_rows), dtype, transforms=swizzled(64)),
-            plgpu.SMEM((LANES, N, D), dtype), queries, queries,
+            plgpu.SMEM((LANES, N, D), dtype),
+            *[plgpu.SMEM((LANES, N, CHUNK), jnp.float32)] * returns_scores, queries, queries,
             plgpu.Barrier(num_arrivals=pages * max(copies), num_barriers=stages), read,
             *(plgpu.SMEM((stages, count, C), jnp.uint32) for C, count in sizes),
         ),
@@ -407,12 +412,6 @@ def _scales(words_ref, at: int):
     return registers.scale_and_zero(words)
 
 
-def _store_scores(scores_ref, row, first_page, section: Section, at: int, scores) -> None:
-    page, of_page = divmod(at, section.rows)
-    place = scores_ref.at[row, first_page + page, :, pl.ds(of_page, CHUNK)]
-    store(place.transpose((1, 0)), scores)
-
-
 # What the op over pages of keys and pages of values, `paged_attention`, gives to the kernel.
 
 
@@ -438,7 +437,7 @@ def decode_pages(q, k_pages, v_pages, tables, lengths, *, returns_scores=False, 
     )  # fmt: skip
     if not returns_scores:
         return out, lse
-    scores_SxKxGxt = scores[0][:, :, :M, : H // K, :P].swapaxes(2, 3).reshape(S, K, H // K, M * P)
+    scores_SxKxGxt = scores[0][:, :, :M, :, :P].swapaxes(2, 3).reshape(S, K, H // K, M * P)
     token, window = jnp.arange(M * P), options.get("sliding_window")
     first = schedules.first_token(lengths, window)
     read = (token >= first[..., None]) & (token < lengths[..., None])

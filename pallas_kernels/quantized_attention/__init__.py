@@ -1,8 +1,13 @@
 """Attention over pages of mixed precision, and over prompts that are to be compressed (DiffKV)."""
 
-from pallas_kernels.quantized_attention.api import mixed_precision_attention, prompt_attention
+from pallas_kernels.quantized_attention.api import (
+    mixed_precision_attention,
+    plan_mixed_decode,
+    prompt_attention,
+)
 from pallas_kernels.quantized_attention.pages import PageFormat, Tokens, parse_format
 
 __all__ = [
-    "PageFormat", "Tokens", "mixed_precision_attention", "parse_format", "prompt_attention",
+    "PageFormat", "Tokens", "mixed_precision_attention", "parse_format",
+    "plan_mixed_decode", "prompt_attention",
 ]  # fmt: skip

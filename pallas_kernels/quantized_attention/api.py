@@ -50,7 +50,7 @@ def mixed_precision_attention(
 
     Returns the attention [S, H, D] in q's dtype, zeros where nothing is read; the log-sum-exp of
     the scores [S, H] float32, -inf there; and the scores of both precisions, each [S, K, M, G, P]
-    float32 by page and token, where M, G and P may be larger, and what belongs to no token that is
+    float32 by page and token, where M and P may be larger, and what belongs to no token that is
     read may be anything. The pages of low precision come in their own order there, the right end's
     first. exp(score - log-sum-exp) is a token's probability. Raises ValueError if arguments do not
     fit together, or if the named implementation cannot run them.

@@ -47,7 +47,7 @@ from pallas_kernels.tools.targets import TARGETS
 RESIDENT = {"paged_decode": 2, "paged_decode_of_words": 1, "paged_prefill": 1, "page_scores": 2}
 # Ops whose thread blocks read the same keys.
 PREFILLS = {"paged_prefill_attention", "hybrid_prefill_attention"}
-MOST_LAUNCHES = {"paged_attention": 3}
+MOST_LAUNCHES = {"paged_attention": 3, "mixed_precision_attention": 3}
 MOST_IDLE, MOST_LONGEST = 0.05, 1.2
 MOST_SECONDS = 300
 # Specs of decode whose schedules must be balanced on Hopper, and the most bytes of partial results
@@ -58,6 +58,9 @@ BALANCED = {
     "llama-3-8b-one-128k": 0.02,
     "llama-3-8b-1x4k": 1.0,
     "llama-3-8b-lserve": 0.02,
+    "llama-3-8b-lserve-kv8": 0.02,
+    "llama-3-8b-kv4": 0.02,
+    "qwen2.5-32b": 0.02,
 }
 
 
@@ -121,7 +124,7 @@ class Report:
         if most and self.implementation != "xla" and len(self.launches) > most:
             faults.append(f"{len(self.launches)} launches, more than {most}")
         hopper = TARGETS[self.target].gpu.compute_capability >= (9, 0)
-        decode = hopper and self.op == "paged_attention"
+        decode = hopper and self.op in MOST_LAUNCHES
         if self.balance and decode and self.spec in BALANCED:
             faults += _imbalance(self.balance, BALANCED[self.spec])
         return faults

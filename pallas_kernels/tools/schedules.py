@@ -20,6 +20,9 @@ from pallas_kernels.paged_attention.schedule import (
     PrefillSchedule,
     multiprocessors,
 )
+from pallas_kernels.quantized_attention import decode_sm90 as mixed_decode
+from pallas_kernels.quantized_attention import specs as mixed_specs
+from pallas_kernels.quantized_attention.specs import Mixed
 from pallas_kernels.specs import Attention
 from pallas_kernels.tools.balance import Balance, balance
 from pallas_kernels.tools.targets import TARGETS
@@ -58,6 +61,24 @@ def _decode(shapes: Attention, found: DecodeSchedule, lengths_SxK) -> Balance:
         places=len(found.block_items) - 1,
         partial_bytes=(D + 1) * N * _FLOAT32,
         kv_bytes=int((lengths - first).sum()) * 2 * shapes.kv_token_bytes,
+    )
+
+
+def _mixed(shapes: Mixed, found: DecodeSchedule, high_SxK, low_SxK) -> Balance:
+    formats, (H, K, D) = shapes.formats, (shapes.heads.H, shapes.heads.K, shapes.heads.D)
+    pages = quantized_sm90.pages_of_tile(mixed_decode.sections_of(formats))
+    tiles, read = 0, 0
+    for counts, format in zip((high_SxK, low_SxK), formats):
+        tokens = np.asarray(counts, np.int64).reshape(-1)
+        tiles += -(-tokens // (pages * format.tokens))
+        read += int(tokens.sum()) * (format.keys.token_bytes + format.values.token_bytes)
+    return balance(
+        tiles,
+        found.items,
+        found.block_items,
+        places=len(found.block_items) - 1,
+        partial_bytes=(D + 1) * split_kv.padded_group(H // K) * _FLOAT32,
+        kv_bytes=read,
     )
 
 
@@ -122,5 +143,6 @@ _BALANCES: dict[str, tuple[Mapping[str, Any], Callable[..., Balance]]] = {
     "paged_attention": (attention_specs.DECODE_SHAPES, _decode),
     "paged_prefill_attention": (attention_specs.PREFILL_SHAPES, _prefill),
     "hybrid_prefill_attention": (block_sparse_specs.HYBRID_SHAPES, _hybrid),
+    "mixed_precision_attention": (mixed_specs.SHAPES, _mixed),
     "select_pages": (page_selection_specs.SELECT_SHAPES, _selection),
 }
