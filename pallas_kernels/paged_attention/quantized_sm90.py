@@ -46,7 +46,7 @@ STAGE_BYTES = 42 * 1024  # As the shared memory of a multiprocessor allows.
 QUERY_SLOTS = 1  # Items of a lane whose queries are in shared memory.
 MOST_GROUP = 8  # Query heads of a KV head.
 # Of a thread, so that those of all lanes are what a multiprocessor has.
-COMPUTING_REGISTERS, FETCHING_REGISTERS = 216, 40
+COMPUTING_REGISTERS, FETCHING_REGISTERS = 224, 32
 CHUNK = 64  # Tokens that are unpacked at a time.
 MOST_ROWS = 256  # Of a tile.
 _ROWS = LAYOUT.reduce(1)
@@ -125,8 +125,8 @@ def decode(
     sliding_window=None, soft_cap=None, schedule=None, returns_scores=False,
 ):  # fmt: skip
     """Attention [S, H, D], its log-sum-exp [S, H], and a list of the scores of each precision, if
-    asked for: [S, K, pages, G, rows] by page in the order of reading. Pages and rows are M and P or
-    more, and what belongs to no token that is read may be anything.
+    asked for: [S, K, pages, rows, N] by page in the order of reading. These are M, P and G or more,
+    and what belongs to no token that is read, or to no query head, may be anything.
 
     counts: of each precision, [S, K] tokens. A sliding window takes one precision.
     """
@@ -141,7 +141,7 @@ def decode(
     most_rows = pages * max(section.rows for section in sections)
     # The scores of a tile are written whole.
     shapes = [
-        (R, pages * pl.cdiv(M, pages), G, section.rows) for section in sections
+        (R, pages * pl.cdiv(M, pages), section.rows, N) for section in sections
     ] * returns_scores
     copies = [sum(1 + format.scaled for format in section.formats) for section in sections]
 
@@ -151,7 +151,7 @@ def decode(
         (out_ref, lse_ref, partials_ref, lses_ref), refs = refs[:4], refs[4:]
         scores_refs, refs = refs[: len(shapes)], refs[len(shapes) :]
         queries_s, k_scales_s, v_scales_s, *refs = refs
-        of_lanes, refs = refs[: 4 + returns_scores], refs[4 + returns_scores :]
+        of_lanes, refs = refs[:4], refs[4:]
         q_filled, q_read, filled, read, *codes_s = refs
         warpgroup = lax.axis_index("warpgroup")
         lane, fetches = lax.rem(warpgroup, LANES), warpgroup >= LANES
@@ -240,7 +240,7 @@ def decode(
         @pl.when(jnp.logical_not(fetches))
         def compute():
             plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
-            q_s, values_s, p_s, out_s, *scores_s = (x.at[lane] for x in of_lanes)
+            q_s, values_s, p_s, out_s = (x.at[lane] for x in of_lanes)
 
             def run_item(item, n):
                 row, place, slot = items_ref[item, 0], items_ref[item, 3], query_slot(item)
@@ -292,17 +292,12 @@ def decode(
                     if returns_scores:
                         page, of_page = divmod(at, section.rows)
                         place = scores_refs[number].at[row, tile * pages + page]
-                        # The copy of the chunk before may still read.
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        store(scores_s[0].transpose((1, 0)), of_chunk)
-                        plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(
-                            scores_s[0].at[pl.ds(0, G)], place.at[:, pl.ds(of_page, CHUNK)]
-                        )
+                        store(place.at[pl.ds(of_page, CHUNK)], of_chunk)
                     scores.append(jnp.where(held(at, shape), of_chunk * LOG2_E, NEG_INF))
                 new_top = jnp.maximum(top, reduce(jnp.maximum, scores).max(axis=0))
                 decay = jnp.exp2(top - new_top)
                 total, rest, acc = (x * columns(decay, x.shape) for x in (total, rest, acc))
+                weights_of = []
                 for at, of_chunk in zip(chunks, scores):
                     probs = jnp.exp2(of_chunk - columns(new_top, shape))
                     total += probs
@@ -317,20 +312,19 @@ def decode(
                     if values.scaled and (more := registers.offset(values, dtype) + middle):
                         # What has been rounded is taken out as it is.
                         rest -= weights.astype(jnp.float32) * more
-                    p_s.at[:, pl.ds(at, CHUNK)].transpose((1, 0))[...] = weights
-                for at in chunks:
+                    weights_of.append(weights)
+                for at, weights in zip(chunks, weights_of):
                     words = plgpu.load(v_s.at[pl.ds(at, CHUNK)], layout=LAYOUT, optimized=False)
                     codes = registers.operand(words, values, dtype, hidden_zero)
                     if not values.scaled:  # What a former owner has left may be no number.
                         codes = jnp.where(held(at, codes.shape), codes, jnp.zeros_like(codes))
                     values_s[...] = codes
+                    p_s.transpose((1, 0))[...] = weights
                     plgpu.commit_smem()
                     if at == chunks[-1]:
                         plgpu.barrier_arrive(read.at[slot])
                     acc += whole_product(
-                        (D, N),
-                        values_s.transpose((1, 0)),
-                        p_s.at[:, pl.ds(at, CHUNK)].transpose((1, 0)),
+                        (D, N), values_s.transpose((1, 0)), p_s.transpose((1, 0))
                     )
                 return n + 1, acc, new_top, total, rest
 
@@ -352,9 +346,9 @@ def decode(
             plgpu.SMEM((query_slots, N, D), dtype), scales_s, scales_s,
             plgpu.SMEM((LANES, N, D), dtype, transforms=swizzled(64)),
             plgpu.SMEM((LANES, CHUNK, D), dtype, transforms=swizzled(64)),
-            plgpu.SMEM((LANES, N, most_rows), dtype, transforms=swizzled(64)),
+            plgpu.SMEM((LANES, N, CHUNK), dtype, transforms=swizzled(64)),
             plgpu.SMEM((LANES, N, D), dtype),
-            *[plgpu.SMEM((LANES, N, CHUNK), jnp.float32)] * returns_scores, queries, queries,
+            queries, queries,
             plgpu.Barrier(num_arrivals=pages * max(copies), num_barriers=stages), read,
             *(plgpu.SMEM((stages, count, C), jnp.uint32) for C, count in sizes),
         ),
@@ -437,7 +431,7 @@ def decode_pages(q, k_pages, v_pages, tables, lengths, *, returns_scores=False, 
     )  # fmt: skip
     if not returns_scores:
         return out, lse
-    scores_SxKxGxt = scores[0][:, :, :M, :, :P].swapaxes(2, 3).reshape(S, K, H // K, M * P)
+    scores_SxKxGxt = scores[0][:, :, :M, :P, : H // K].reshape(S, K, M * P, -1).swapaxes(2, 3)
     token, window = jnp.arange(M * P), options.get("sliding_window")
     first = schedules.first_token(lengths, window)
     read = (token >= first[..., None]) & (token < lengths[..., None])

@@ -1,11 +1,11 @@
 """Codes of tokens as plain jnp multiplies them: in planes.
 
 A byte holds n = 8 / bits elements. To take these apart in their order, XLA on CPUs writes each
-element by itself, which takes longer than attention. So codes are unpacked plane by plane: of each
-group the first element of all bytes, then the second of all bytes, and so on. They are masked and
-not shifted, so an element of plane i is 2 ** (i * bits) times as large as its code. Queries are
-brought into this order, and sums of values back from it, outside of the loops over tokens; of 8
-bits and of floats both are as they were.
+element by itself, which takes longer than attention. So codes are unpacked by planes of bytes: of
+each group the first element of all bytes, then the second of all bytes, and so on. They are masked
+and not shifted, so an element of plane i is 2 ** (i * bits) times as large as its code. Queries are
+brought into this order, and sums of values back from it, outside of the loops over tokens; of
+floats both are as they were.
 """
 
 from dataclasses import dataclass, replace
@@ -34,12 +34,12 @@ def in_planes(q, format: KVFormat) -> Queries:
     """Of queries [..., R, D]."""
     q = q.astype(jnp.float32)
     sums = q.reshape(*q.shape[:-1], format.groups, -1).sum(-1)
-    return Queries(_ordered(q, format, -1) / _factors(format), sums)
+    return Queries(_to_planes(q, format) / _factors(format), sums)
 
 
 def out_of_planes(sums, format: KVFormat):
     """The sums [..., D] that `Codes.weighted_sum` gives, in the order of channels."""
-    return _ordered(sums / _factors(format), format, -2)
+    return _from_planes(sums / _factors(format), format)
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,21 @@ def _planes(words, format: KVFormat):
     return (octets.astype(jnp.int32) & masks).astype(jnp.float32).reshape(*rest, format.head_dim)
 
 
-def _ordered(x, format: KVFormat, axis: int):
-    """Elements [..., D] of each group to planes, the axis -1 of bytes [..., g, bytes, n], or from
-    planes, the axis -2 of [..., g, n, bytes]."""
-    n = _per_byte(format)
-    last = (-1, n) if axis == -1 else (n, -1)
-    parts = x.reshape(*x.shape[:-1], format.groups, *last)
-    return parts.swapaxes(-1, -2).reshape(x.shape)
+def _to_planes(x, format: KVFormat):
+    """Elements [..., D] as `_planes` gives them: an axis of elements in a byte, of words and of
+    bytes in a word, where channels have bytes, elements and words."""
+    if not format.scaled:
+        return x
+    parts = x.reshape(*x.shape[:-1], format.groups, 4, _per_byte(format), -1)
+    return jnp.moveaxis(parts, -3, -1).reshape(x.shape)
+
+
+def _from_planes(x, format: KVFormat):
+    if not format.scaled:
+        return x
+    words = format.code_words // format.groups
+    parts = x.reshape(*x.shape[:-1], format.groups, _per_byte(format), words, 4)
+    return jnp.moveaxis(parts, -1, -3).reshape(x.shape)
 
 
 def _factors(format: KVFormat) -> np.ndarray:

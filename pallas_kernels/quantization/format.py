@@ -7,13 +7,14 @@ does). A pool of such pages is one array [N, W].
     words 0 .. P * C - 1           codes: C = D * bits / 32 words of each token
     words P * C .. P * (C + g) - 1 scales and zero points: g words of each token, one a group
 
-Element i of a token lies in word i % C of its C, from bit (i // C) * bits on: words hold planes.
-Plane j is the bits j * bits … of all C words, and these are channels j * C … (j + 1) * C - 1. So
-whoever shifts all words of a token alike finds C neighbouring channels, in their order: a kernel
-shifts registers, two words of them become a pair of 16-bit floats as tensor cores take it, and
-pages of all formats have the same order of channels, so that their results add up.
+A token's groups, D / g consecutive channels each, follow each other in whole words, and words hold
+planes: of a group's c = C / g words, plane j is the bits from j * bits on, and element i lies in
+plane i // c, in word i % c. So whoever shifts all words of a group alike finds c neighbouring
+channels, in their order: a kernel shifts registers, two words of which become a pair of 16-bit
+floats as tensor cores take it, and pages of all formats have the same order of channels, so that
+their results add up. XLA on CPUs masks bytes, and has an order of its own (codes.py).
 
-A group is D / g consecutive channels; LServe has one a token. Its word is the scale in the low half
+LServe has one group a token. A group's word is the scale in the low half
 and the zero point in the high half, both float16:
 
     value = zero point + scale * code,   0 <= code < 2 ** bits
@@ -63,10 +64,10 @@ class KVFormat:
             )
         if self.groups < 1 or self.head_dim % self.groups:
             raise ValueError(f"{self.groups} groups do not divide a head dim of {self.head_dim}")
-        if self.head_dim // self.groups * self.bits % 8:
+        if self.head_dim // self.groups * self.bits % WORD_BITS:
             raise ValueError(
                 f"{self.groups} groups of {self.head_dim} elements of {self.bits} bits fill no "
-                "whole bytes each"
+                "whole words each"
             )
         if not self.scaled and self.floats not in FLOATS[self.bits]:
             allowed = " or ".join(FLOATS[self.bits])

@@ -50,14 +50,17 @@ def dequantize(codes, scales, format: KVFormat):
 
 def pack(codes, format: KVFormat):
     """Codes [..., D] uint32 as words [..., C]."""
-    parts = codes.reshape(*codes.shape[:-1], format.per_word, format.code_words)
-    return (parts << _shifts(format)).sum(-2, dtype=jnp.uint32)
+    *rest, _ = codes.shape
+    planes = codes.reshape(*rest, format.groups, format.per_word, -1)
+    words = (planes << _shifts(format)).sum(-2, dtype=jnp.uint32)
+    return words.reshape(*rest, format.code_words)
 
 
 def unpack(words, format: KVFormat):
     """Words [..., C] as codes [..., D] in float32, or as the floats that they are. XLA joins this
     form with a product."""
-    codes = (words[..., None, :] >> _shifts(format)) & jnp.uint32(format.most)
+    of_groups = words.reshape(*words.shape[:-1], format.groups, 1, -1)
+    codes = (of_groups >> _shifts(format)) & jnp.uint32(format.most)
     if not format.scaled:
         unsigned = codes.astype(f"uint{format.bits}")
         floats = jax.lax.bitcast_convert_type(unsigned, jnp.dtype(format.floats))

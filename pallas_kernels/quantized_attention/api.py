@@ -49,8 +49,8 @@ def mixed_precision_attention(
     schedule: `plan_mixed_decode` of these counts; None makes one.
 
     Returns the attention [S, H, D] in q's dtype, zeros where nothing is read; the log-sum-exp of
-    the scores [S, H] float32, -inf there; and the scores of both precisions, each [S, K, M, G, P]
-    float32 by page and token, where M and P may be larger, and what belongs to no token that is
+    the scores [S, H] float32, -inf there; and the scores of both precisions, each [S, K, M, P, G]
+    float32 by page and token, where M, P and G may be larger, and what belongs to no token that is
     read may be anything. The pages of low precision come in their own order there, the right end's
     first. exp(score - log-sum-exp) is a token's probability. Raises ValueError if arguments do not
     fit together, or if the named implementation cannot run them.

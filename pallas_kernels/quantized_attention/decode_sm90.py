@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention import quantized_sm90
+from pallas_kernels.paged_attention import quantized_sm90, split_kv
 from pallas_kernels.paged_attention.quantized_sm90 import Section
 from pallas_kernels.paged_attention.schedule import DecodeSchedule
 from pallas_kernels.quantized_attention.pages import PageFormat
@@ -45,11 +45,11 @@ def with_its_shapes(run: Callable) -> Callable:
     @functools.wraps(run)
     def padded(q, words, tables, counts, *, formats, **options):
         out, lse, scores = run(q, words, tables, counts, formats=formats, **options)
-        sections = sections_of(formats)
+        sections, G = sections_of(formats), q.shape[1] // tables.shape[1]
         pages = quantized_sm90.pages_of_tile(sections)
         both = []
         for x, section in zip(scores, sections):
-            axes = -x.shape[2] % pages, 0, section.rows - section.tokens
+            axes = -x.shape[2] % pages, section.rows - section.tokens, split_kv.padded_group(G) - G
             both.append(jnp.pad(x, ((0, 0), (0, 0), *((0, more) for more in axes))))
         return out, lse, tuple(both)
 

@@ -25,7 +25,7 @@ def decode(q, words, tables, counts, formats, *, scale, schedule=None):
     lse = jax.nn.logsumexp(scores, axis=-1)
     probs = jnp.where(scores > -jnp.inf, jnp.exp(scores - lse[..., None]), 0.0)
     out = jnp.einsum("skgt,sktd->skgd", probs, values, precision="highest")
-    kept = tuple(x.reshape(n).swapaxes(2, 3) for x, n in zip(all_scores, shapes))
+    kept = tuple(jnp.moveaxis(x.reshape(n), 2, -1) for x, n in zip(all_scores, shapes))
     return out.reshape(S, H, D).astype(q.dtype), lse.reshape(S, H), kept
 
 

@@ -27,7 +27,7 @@ def decode(q, words, tables, counts, formats, *, scale, schedule=None):
             q_RxGxD, words, tables.reshape(S * K, M), column, count.reshape(-1), format
         )
         states.append(state)
-        kept.append(scores.reshape(S, K, M, H // K, -1))
+        kept.append(scores.reshape(S, K, M, -1, H // K))
     (acc, top, total), (low_acc, low_top, low_total) = states
     either = jnp.maximum(top, low_top)
     of_high, of_low = jnp.exp(top - either), jnp.exp(low_top - either)
@@ -39,7 +39,7 @@ def decode(q, words, tables, counts, formats, *, scale, schedule=None):
 
 def _section(q_RxGxD, words, tables_RxM, column, count_R, format: PageFormat):
     """An online softmax over the tokens of one precision: ((sums of values [R, G, D], largest
-    scores [R, G], sums of weights [R, G]), scores [R, M, G, P])."""
+    scores [R, G], sums of weights [R, G]), scores [R, M, P, G])."""
     R, M = tables_RxM.shape
     G, D, P = *q_RxGxD.shape[1:], format.tokens
     pages_R = (count_R + P - 1) // P
@@ -61,10 +61,10 @@ def _section(q_RxGxD, words, tables_RxM, column, count_R, format: PageFormat):
         acc = (acc * decay[..., None]).at[row].add(values.weighted_sum(probs))
         total = (total * decay).at[row].add(probs.sum(-1))
         place = jnp.where(live, row, R), number
-        return (acc, new_top, total), kept.at[place].set(scores, mode="drop")
+        return (acc, new_top, total), kept.at[place].set(scores.swapaxes(1, 2), mode="drop")
 
     nothing = jnp.zeros((R, G, D)), jnp.full((R, G), NEG_INF), jnp.zeros((R, G))
-    kept = jnp.full((R, M, G, P), -jnp.inf)
+    kept = jnp.full((R, M, P, G), -jnp.inf)
     (acc, *rest), kept = jax.lax.fori_loop(0, num_trips(pages_R, width), body, (nothing, kept))
     return (out_of_planes(acc, format.values), *rest), kept
 

@@ -34,8 +34,12 @@ def in_numpy(pages: QuantizedPages):
     codes = words[:, : P * format.code_words].reshape(len(words), P, -1)
     halves = words[:, P * format.code_words :].reshape(len(words), P, -1, 1).view(np.float16)
     scale, zero = halves.astype(np.float64).transpose(3, 0, 1, 2)
-    places = np.arange(format.head_dim) * format.bits
-    elements = codes[..., places // 32] >> (places % 32).astype(np.uint32) & (2**format.bits - 1)
+    # Planes of a group's words.
+    words_of_group = format.code_words // format.groups
+    group, element = np.divmod(np.arange(format.head_dim), format.head_dim // format.groups)
+    plane, word = np.divmod(element, words_of_group)
+    shift = (plane * format.bits).astype(np.uint32)
+    elements = codes[..., group * words_of_group + word] >> shift & (2**format.bits - 1)
     by_group = elements.reshape(*scale.shape, -1).astype(np.float64)
     return (zero[..., None] + scale[..., None] * by_group).reshape(*codes.shape[:2], -1), scale
 

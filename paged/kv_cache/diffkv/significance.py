@@ -15,7 +15,7 @@ def add_scores(rules: Rules, words, tables_RxM, counts, formats, kept, lse_RxG, 
 
     words: [N, W], the pool. tables: [R, M] of a row's high and low pages, R heads of all sequences.
     counts: of each precision, [R] int32 tokens. kept, lse: what attention gave, by precision
-    [R, M, G, P], with M and P or more, and [R, G]. positions: [R] int32 of the query.
+    [R, M, P, G], or more of these, and [R, G]. positions: [R] int32 of the query.
 
     Returns (words, Found [R, 3]).
     """
@@ -54,7 +54,8 @@ def _section(
         place = number[:, None] * P + jnp.arange(P)
         held = live[:, None] & (place < count_R[row][:, None])
         logits = kept.at[row, jnp.clip(number, 0, M - 1)].get(mode="promise_in_bounds")
-        probs = jnp.exp(logits[..., :P] - lse_RxG[row][..., None]).max(1)
+        lse = lse_RxG[row][:, None]
+        probs = jnp.exp(logits[:, :P, : lse.shape[-1]] - lse).max(-1)
         now = positions_R[row][:, None]
         counted = held if rules.counts_own else held & (positions != now)
         scores = scores + jnp.where(counted, probs, 0.0)
