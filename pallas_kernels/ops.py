@@ -36,6 +36,10 @@ class Op:
 
 OPS = {
     "paged_attention": Op(paged_attention.DECODE, paged_attention_specs.DECODE),
+    # Of quantised pages: other kernels, and none for Ampere.
+    "quantised_paged_attention": Op(
+        paged_attention.DECODE_QUANTISED, paged_attention_specs.QUANTISED
+    ),
     "paged_prefill_attention": Op(paged_attention.PREFILL, paged_attention_specs.PREFILL),
     "hybrid_prefill_attention": Op(hybrid.HYBRID, block_sparse_specs.HYBRID),
     "mixed_precision_attention": Op(quantized_attention.DECODE, quantized_attention_specs.DECODE),

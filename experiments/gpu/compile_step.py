@@ -46,6 +46,7 @@ from paged.config import EngineConfig
 from paged.device.mover import UnitMover
 from paged.device.step import GPU_OPTIONS, StepProgram, stacks
 from paged.device.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
+from paged.kv_cache.diffkv import layout as diffkv_layout
 from paged.kv_cache.lserve.layout import layout_of
 from paged.simulator.roofline import kv_bytes_of_token
 from pallas_kernels import backend
@@ -73,7 +74,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("prefill_tokens", 0, "of a prompt beside them", lower_bound=0)
     flags.DEFINE_integer("context", 4096, "tokens of a sequence", lower_bound=2)
     flags.DEFINE_integer("adapter_slots", 0, help_of(EngineConfig)["adapter_slots"], lower_bound=0)
-    flags.DEFINE_enum("policy", "vllm", ["vllm", "lserve"], help_of(EngineConfig)["policy"])
+    flags.DEFINE_enum(
+        "policy", "vllm", ["vllm", "lserve", "diffkv"], help_of(EngineConfig)["policy"]
+    )
+    flags.DEFINE_integer("kv_bits", 16, "of keys and values with policy lserve: 16, 8 or 4")
     flags.DEFINE_float(
         "streaming_share", 0.5, "KV heads that stream with policy lserve, drawn at random", 0, 1
     )
@@ -83,10 +87,11 @@ def define_flags() -> None:
 def compile_step(
     model: ModelConfig, target: str, step: Step, *, tensor_parallel: int = 1,
     page_size: int = GPU_PAGE_SIZE, dtype="bfloat16", whole_products: bool = False,
-    policy: str = "vllm", streaming_share: float = 0.5,
+    policy: str = "vllm", streaming_share: float = 0.5, kv_bits: int = 16,
 ) -> tuple[Report, str]:  # fmt: skip
     """The engine's step at the model's shapes, with KV pools that fill the GPU: what is to be said
-    of it, and the program's text. streaming_share: of the KV heads, with policy lserve.
+    of it, and the program's text. streaming_share, kv_bits: of the KV heads that stream, and of
+    keys and values, with policy lserve.
 
     Raises ValueError if the model or the sequences do not fit, and without the extra `aot`.
     """
@@ -108,7 +113,7 @@ def compile_step(
         adapter_slots=step.adapters,
         max_adapter_rank=step.rank,
         policy=policy,
-        policy_options=_random_split(model, streaming_share) if policy == "lserve" else None,
+        policy_options=_options(policy, model, streaming_share, kv_bits),
     )
     slots = AdapterPool.declare(config, None)
     adapters = slots and slots.abstract(shards, dtype)
@@ -125,6 +130,8 @@ def compile_step(
     config = replace(config, kv_cache_tokens=kv_cache_tokens)
     if policy == "lserve":
         step = _sparse(step, config, shards, dtype)
+    elif policy == "diffkv":
+        step = _compressed(step, config, shards)
     layer_bytes = weight_bytes // model.num_layers
     assert not stacks(shards.platform, layer_bytes), "layers in a loop are not told apart"
     program = StepProgram.declare(config, shards)
@@ -143,12 +150,12 @@ def compile_step(
     seconds = time.perf_counter() - began
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
-    pool = _bytes_on_device(cache.k_pages)
+    pools = sum(map(_bytes_on_device, jax.tree.leaves(_pools(cache))))
     statistics = getattr(cache, "statistics", None)
     sizes = {
         "weights": weight_bytes,
         "adapters": adapter_bytes,
-        "pools": 2 * pool,
+        "pools": pools,
         "statistics": 0 if statistics is None else _bytes_on_device(statistics),
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
@@ -162,7 +169,7 @@ def compile_step(
     moves = _block_moves(program, cache)
     for name, (aliased, temporary) in moves.items():
         report.memory[f"temporary, {name}"] = temporary
-        if aliased < 2 * pool or temporary > MOST_TEMPORARY * pool:
+        if aliased < pools or temporary > MOST_TEMPORARY * pools:
             report.faults.append(f"{name} does not write the pools in place")
     return report, text
 
@@ -188,10 +195,17 @@ def _block_moves(program: StepProgram, cache) -> dict[str, tuple]:
     return found
 
 
-def _random_split(model: ModelConfig, share: float) -> dict:
+def _pools(cache):
+    """Unified pages, or pages of keys and of values."""
+    return cache.words if hasattr(cache, "words") else (cache.k_pages, cache.v_pages)
+
+
+def _options(policy: str, model: ModelConfig, share: float, kv_bits: int) -> dict | None:
     """Options of LServe's policy, which has trained gates of few models: heads drawn at random."""
+    if policy != "lserve":
+        return None
     gates = np.random.default_rng(0).random((model.num_layers, model.num_kv_heads))
-    return {"gates": gates.tolist(), "streaming_share": share}
+    return {"gates": gates.tolist(), "streaming_share": share, "kv_bits": kv_bits}
 
 
 def _sparse(step: Step, config: EngineConfig, shards: Shards, dtype) -> Step:
@@ -204,11 +218,19 @@ def _sparse(step: Step, config: EngineConfig, shards: Shards, dtype) -> Step:
     read = dense * min(step.context, selected) + (heads - dense) * min(step.context, window)
     page = P // layout.logical * 2 * shards.model.head_dim * jnp.dtype(dtype).itemsize
     scored = step.decodes / layout.reuse * dense * (step.context // P)
+    per_token = 2 * heads * layout.format.token_bytes if layout.format else None
     return replace(
         step,
+        kv_token_bytes=per_token,
         tokens_read=round(read / heads),
         statistics_read=round(scored * page) if layout.selects else 0,
     )
+
+
+def _compressed(step: Step, config: EngineConfig, shards: Shards) -> Step:
+    """The step as if DiffKV kept all tokens in high precision, with scores and positions."""
+    layout = diffkv_layout.layout_of(config, shards.sharded)
+    return replace(step, pools=1, kv_token_bytes=layout.heads * layout.formats[0].token_bytes)
 
 
 def _bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
@@ -233,6 +255,7 @@ def main(options: Options) -> None:
             whole_products=options.whole_products,
             policy=options.policy,
             streaming_share=options.streaming_share,
+            kv_bits=options.kv_bits,
         )
     print(show(report))
     if options.output_dir:

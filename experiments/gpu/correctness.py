@@ -5,6 +5,9 @@ kernel may round each probability before it multiplies values, u · Σ p |v|, an
 output, u · |out|. With a soft cap the GPU's tanh is off by 2^-11 of its value, so each logit by d
 = cap · 2^-11 (0.024 at 50), each probability by a factor between exp(-2 d) and exp(2 d), and the
 output by (exp(2 d) - 1) · (Σ p |v| + |out|). What only moves numbers changes none.
+
+Of quantised values a kernel rounds p · scale, and what that multiplies is off the middle of a
+token's values by less than the largest of them, so |v| is that of the token's largest element.
 """
 
 import math
@@ -24,6 +27,8 @@ from pallas_kernels.ops import OPS
 from pallas_kernels.page_selection import specs as page_selection_specs
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention import specs as attention_specs
+from pallas_kernels.quantization import QuantizedPages
+from pallas_kernels.quantized_attention import specs as mixed_specs
 from pallas_kernels.specs import HEADS, Attention, Heads, Spec
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -32,9 +37,10 @@ SUMS = 1e-4  # what sums in float32 and exp2 may add
 REFERENCE_BYTES = 4 * 10**9  # that the keys of the rows may take that are checked
 SHAPES = {
     "paged_attention": (attention_specs.DECODE_SHAPES, attention_specs.decode),
+    "quantised_paged_attention": (attention_specs.QUANTISED_SHAPES, attention_specs.decode),
     "paged_prefill_attention": (attention_specs.PREFILL_SHAPES, attention_specs.prefill),
 }
-HYBRID = "hybrid_prefill_attention"
+HYBRID, MIXED = "hybrid_prefill_attention", "mixed_precision_attention"
 _LLAMA = HEADS["llama-3-8b"]
 
 
@@ -79,6 +85,8 @@ def check(op: str, name: str, spec: Spec, implementation: str) -> Check:
         expected, bound = _expected(spec, arguments)
         errors = abs(np.asarray(found[0], np.float32) - expected[:end])
         of_bound = np.max(errors / bound[:end])
+    elif op == MIXED:
+        errors, of_bound = _mixed(spec, arguments, found)
     elif op == "select_pages":  # Rows that do not select may hold anything.
         reference = partial(spec.op, implementation="reference", **spec.options)
         selects = np.asarray(arguments["selects_R"])
@@ -115,7 +123,12 @@ def _attention(spec: Spec, arguments) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 def _expected(spec: Spec, arguments) -> tuple[np.ndarray, np.ndarray]:
     """What an op of attention should give, in float32, and what that may be wrong by."""
-    dtype = str(arguments["k_pages_NxPxD"].dtype)
+    quantised = isinstance(arguments["k_pages_NxPxD"], QuantizedPages)
+    dtype = str(next(iter(arguments.values())).dtype)  # of the queries
+    arguments = {
+        name: array.values() if isinstance(array, QuantizedPages) else array
+        for name, array in arguments.items()
+    }
     wide = {
         name: jax.tree.map(
             lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, array
@@ -124,11 +137,31 @@ def _expected(spec: Spec, arguments) -> tuple[np.ndarray, np.ndarray]:
     }
     reference = jax.jit(partial(spec.op, implementation="reference", **spec.options))
     expected = np.asarray(reference(**wide))
-    wide["v_pages_NxPxD"] = abs(wide["v_pages_NxPxD"])
+    sizes = abs(wide["v_pages_NxPxD"])
+    if quantised:
+        sizes = jnp.broadcast_to(sizes.max(-1, keepdims=True), sizes.shape)
+    wide["v_pages_NxPxD"] = sizes
     sizes = np.asarray(reference(**wide)) + abs(expected)
     logit_error = (spec.options["soft_cap"] or 0.0) * TANH_ERROR
     share = 1.05 * UNIT_ROUNDOFF[dtype] + math.expm1(2 * logit_error)
     return expected, share * sizes + SUMS
+
+
+def _mixed(spec: Spec, arguments, found) -> tuple[np.ndarray, float]:
+    """Errors of decode over unified pages and of its log-sum-exp, and the largest share of what
+    they may be."""
+    wide = dict(arguments, q_SxHxD=arguments["q_SxHxD"].astype(jnp.float32))
+    reference = partial(spec.op, implementation="reference", **spec.options)
+    out, lse, _ = jax.jit(reference)(**wide)
+    unit = UNIT_ROUNDOFF[str(arguments["q_SxHxD"].dtype)]
+    # Σ p |v| is at most the largest value that specs draw.
+    largest = mixed_specs.LARGEST
+    bound = 1.05 * unit * (largest + abs(np.asarray(out))) + SUMS
+    errors = abs(np.asarray(found[0], np.float32) - np.asarray(out))
+    seen = np.isfinite(lse)
+    lse_error = np.where(seen, abs(found[1] - np.where(seen, lse, 0)), 0.0)
+    assert (np.isfinite(found[1]) == seen).all(), "log-sum-exp of rows without tokens"
+    return errors, float(max(np.max(errors / bound), np.max(lse_error) / 1e-3))
 
 
 def _as_decode(arguments) -> tuple[np.ndarray, dict]:
@@ -173,7 +206,11 @@ def specs_to_check(small: bool) -> list[tuple[str, str, Spec]]:
         found.append(
             (HYBRID, name, block_sparse_specs.make(replace(hybrid, shapes=short, dense=2)))
         )
-    for op in OPS.keys() - SHAPES - {HYBRID}:
+    for name, mixed in mixed_specs.SHAPES.items():
+        few = replace(mixed, sequences=2 if small else 4, tokens=200 if small else 2000, ragged=True)
+        heads = Heads(2 * mixed.heads.H // mixed.heads.K, 2, mixed.heads.D)
+        found.append((MIXED, name, mixed_specs.make(replace(few, heads=heads))))
+    for op in OPS.keys() - SHAPES - {HYBRID, MIXED}:
         found += [(op, name, spec) for name, spec in _moves(op, small).items()]
     return found
 

@@ -16,7 +16,7 @@ from pallas_kernels.paged_attention.schedule import SCOPE
 from pallas_kernels.tools import hlo
 from pallas_kernels.tools.targets import Target
 
-MOST_TEMPORARY = 0.05  # of one of the pools
+MOST_TEMPORARY = 0.05  # of the pools
 MOST_MOVED = 0.02  # of a layer's floor, by a kernel that computes nothing
 LAYER = r"params\['layers'\]\[(\d+)\]"  # begins the name of an argument
 KERNELS_OF_ATTENTION = 2  # One reads pages, and one merges partial results.
@@ -30,7 +30,9 @@ class Step:
     """What is compiled: a decode token each of `decodes` sequences of `context` tokens and, if
     there are any, the `prefill_tokens` of a prompt. adapters: slots for LoRA adapters of `rank`; as
     many sequences as there are slots use one each. tokens_read: by a decode token, on the mean of
-    the KV heads; None for the context. statistics_read: bytes by which a layer selects pages."""
+    the KV heads; None for the context. statistics_read: bytes by which a layer selects pages.
+    kv_token_bytes: of a token in a layer's pages; None for those of keys and values as they are.
+    pools: arrays of pages."""
 
     decodes: int
     prefill_tokens: int
@@ -39,6 +41,8 @@ class Step:
     rank: int = 16
     tokens_read: int | None = None
     statistics_read: int = 0
+    kv_token_bytes: int | None = None
+    pools: int = 2
 
     @property
     def decode_tokens(self) -> int:
@@ -96,8 +100,8 @@ def report_of(
     """`model` is what one device computes."""
     program, pool, kv_bytes = (
         hlo.Program(text),
-        memory["pools"] // 2,
-        kv_bytes_of_token(model, dtype),
+        memory["pools"] // step.pools,
+        step.kv_token_bytes or kv_bytes_of_token(model, dtype),
     )
     kernels, stacks = [], _stacks(model, step)
     sizes = {op.argument: op.bytes for op in program.entry.values() if op.opcode == "parameter"}
@@ -108,7 +112,8 @@ def report_of(
             # Else it computes the prompt.
             decodes = f"[{step.decodes * model.num_kv_heads}," in op.shape
             tokens = step.decodes * step.decode_tokens if decodes else step.prefill_tokens
-            read += tokens * kv_bytes * traffic.pools // 2
+            # Several operands may be one pool.
+            read += tokens * kv_bytes * min(traffic.pools, step.pools) // step.pools
         statistics = memory.get("statistics", 0)
         if statistics and any(program.entry[name].bytes == statistics for name in op.operands):
             # A kernel reads of it by index too.
@@ -129,13 +134,24 @@ def report_of(
         spilled=spilled,
         plan_kernels=sum(SCOPE in op.text for op in program.kernels()),
         kernels=kernels,
-        floor=layer_bytes(model, *step.lengths, dtype)
+        floor=_layer_bytes(model, step, dtype)
         | _adapter_bytes(model, step, dtype)
         | ({"key statistics": step.statistics_read} if step.statistics_read else {}),
         faults=[],
     )
     report.faults.extend(_faults(report, program, model, gpu, step, tensor_parallel))
     return report
+
+
+def _layer_bytes(model: ModelConfig, step: Step, dtype) -> dict[str, int]:
+    floor = layer_bytes(model, *step.lengths, dtype)
+    if step.kv_token_bytes is None:
+        return floor
+    dense = kv_bytes_of_token(model, dtype)
+    return {
+        name: size * step.kv_token_bytes // dense if name.startswith("KV") else size
+        for name, size in floor.items()
+    }
 
 
 def _stacks(model: ModelConfig, step: Step) -> dict[str, tuple[int, ...]]:
@@ -164,7 +180,8 @@ def _faults(
     report: Report, program: hlo.Program, model: ModelConfig, gpu: Target, step: Step,
     tensor_parallel: int,
 ) -> list[str]:  # fmt: skip
-    faults, memory, L, pool = [], report.memory, model.num_layers, report.memory["pools"] // 2
+    faults, memory, L, pools = [], report.memory, model.num_layers, report.memory["pools"]
+    pool = pools // step.pools
 
     def check(good: bool, fault: str) -> None:
         if not good:
@@ -173,12 +190,12 @@ def _faults(
     held = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporary"]
     check(held <= gpu.memory, f"{held} bytes do not fit a {gpu.name} of {gpu.memory}")
     check(
-        memory["aliased"] >= 2 * pool,
-        f"KV pools of {pool} bytes are not updated in place: {memory['aliased']} bytes are aliased",
+        memory["aliased"] >= pools,
+        f"KV pools of {pools} bytes are not updated in place: {memory['aliased']} bytes are aliased",
     )
     check(
-        memory["temporary"] <= MOST_TEMPORARY * pool,
-        f"{memory['temporary']} bytes of temporaries, beside pools of {pool}",
+        memory["temporary"] <= MOST_TEMPORARY * pools,
+        f"{memory['temporary']} bytes of temporaries, beside pools of {pools}",
     )
     expected = {"all-reduce": 2 * L} if tensor_parallel > 1 else {}
     check(report.collectives == expected, f"collectives {report.collectives}, not {expected}")

@@ -108,14 +108,14 @@ def _named(default: Attention) -> dict[str, Attention]:
     return models | variants
 
 
-def _lserve(heads: Heads, sequences: int, kv_bits: int = 16) -> Attention:
+def _lserve(heads: Heads, sequences: int) -> Attention:
     """LServe's decode: a row for each KV head, whose table has room for 64k tokens. The first half
     of a sequence's heads is dense and reads 64 selected pages, the other half streams and reads 128
     + 256 tokens, and both read 33 tokens of their newest page."""
     each, of_dense, of_streaming = heads.K // 2, 63 * 64 + 33, 128 + 256 + 33
     return Attention(
         Heads(heads.H // heads.K, 1, heads.D), sequences * heads.K, context=64 * 1024, page_size=64,
-        tokens=(*[of_dense] * each, *[of_streaming] * each) * sequences, kv_bits=kv_bits,
+        tokens=(*[of_dense] * each, *[of_streaming] * each) * sequences,
     )  # fmt: skip
 
 
@@ -129,13 +129,18 @@ DECODE_SHAPES = _named(Attention(_LLAMA, sequences=64, context=4096)) | {
     "llama-3-8b-1x4k": Attention(_LLAMA, sequences=1, context=_LONG, tokens=(4096,)),
     "llama-3-8b-lserve": _lserve(_LLAMA, sequences=64),
     "llama-2-7b-lserve": _lserve(HEADS["llama-2-7b"], sequences=16),
-    # LServe's pages of 8 and of 4 bits.
-    "llama-3-8b-kv8": Attention(_LLAMA, page_size=64, kv_bits=8),
-    "llama-3-8b-kv4": Attention(_LLAMA, page_size=64, kv_bits=4),
-    "llama-3-8b-lserve-kv8": _lserve(_LLAMA, 64, 8),
-    "llama-3-8b-lserve-kv4": _lserve(_LLAMA, 64, 4),
-    "llama-2-7b-lserve-kv8": _lserve(HEADS["llama-2-7b"], 16, 8),
-    "llama-2-7b-lserve-kv4": _lserve(HEADS["llama-2-7b"], 16, 4),
+}
+# Pages of 8 and of 4 bits, as LServe's.
+QUANTISED_SHAPES = {
+    f"{name}-kv{bits}": replace(shapes, kv_bits=bits, page_size=64)
+    for bits in (8, 4)
+    for name, shapes in {
+        "llama-3-8b": Attention(_LLAMA),
+        "llama-3-8b-lserve": _lserve(_LLAMA, sequences=64),
+        "llama-2-7b-lserve": _lserve(HEADS["llama-2-7b"], sequences=16),
+        "llama-3-8b-window": Attention(_LLAMA, sliding_window=1024, soft_cap=50.0),
+        "bundled": Attention(HEADS["bundled"], dtype="float16"),
+    }.items()
 }
 # Small chunks after long histories, beside the others.
 PREFILL_SHAPES = _named(Attention(_LLAMA, sequences=1, context=8192, chunk=8192)) | {
@@ -144,4 +149,5 @@ PREFILL_SHAPES = _named(Attention(_LLAMA, sequences=1, context=8192, chunk=8192)
     "llama-3-8b-128-of-128k": Attention(_LLAMA, sequences=1, context=_LONG, chunk=128),
 }
 DECODE = {name: decode(shapes) for name, shapes in DECODE_SHAPES.items()}
+QUANTISED = {name: decode(shapes) for name, shapes in QUANTISED_SHAPES.items()}
 PREFILL = {name: prefill(shapes) for name, shapes in PREFILL_SHAPES.items()}

@@ -12,6 +12,9 @@ from pallas_kernels.quantized_attention.pages import PageFormat, parse_format
 from pallas_kernels.specs import HEADS, Cost, Heads, Spec
 
 
+LARGEST = 2.4  # of the elements of keys and values that are drawn
+
+
 @dataclass(frozen=True)
 class Mixed:
     """tokens: of each sequence, the shares of high and low precision of which `kept` gives; other
@@ -118,7 +121,7 @@ def _pages(key, format: PageFormat, count: int):
 
 
 def _scales(key, format: KVFormat, shape):
-    """Of elements from about -2 to 2."""
+    """Of elements from about -2 to 2, `LARGEST` at most."""
     spread = jax.random.uniform(key, shape, minval=0.8, maxval=1.2)
 
     def half(x):
@@ -135,7 +138,7 @@ SHAPES = {
     "llama-3-8b-1x32k": Mixed(_LLAMA, sequences=1, tokens=32 * 1024),
     "llama-3-8b-K8V4": Mixed(_LLAMA, kept=(1.0, 0.0)),
     "llama-3-8b-K4V2": Mixed(_LLAMA, kept=(0.02, 0.98)),
-    "llama-3-8b-K16V16-K8V4": Mixed(_LLAMA, names=("K16V16", "K8V4")),
+    "llama-3-8b-K16V16": Mixed(_LLAMA, names=("K16V16", "K16V16")),
     # Calibrated so that nothing is in low precision (Qwen2.5-7B), or little.
     "qwen2.5-7b": Mixed(_QWEN, kept=(0.9, 0.0)),
     "qwen2.5-7b-mixed": Mixed(_QWEN),

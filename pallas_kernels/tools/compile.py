@@ -47,7 +47,9 @@ from pallas_kernels.tools.targets import TARGETS
 RESIDENT = {"paged_decode": 2, "paged_decode_of_words": 1, "paged_prefill": 1, "page_scores": 2}
 # Ops whose thread blocks read the same keys.
 PREFILLS = {"paged_prefill_attention", "hybrid_prefill_attention"}
-MOST_LAUNCHES = {"paged_attention": 3, "mixed_precision_attention": 3}
+MOST_LAUNCHES = {
+    "paged_attention": 3, "quantised_paged_attention": 3, "mixed_precision_attention": 3,
+}  # fmt: skip
 MOST_IDLE, MOST_LONGEST = 0.05, 1.2
 MOST_SECONDS = 300
 # Specs of decode whose schedules must be balanced on Hopper, and the most bytes of partial results

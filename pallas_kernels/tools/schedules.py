@@ -141,6 +141,7 @@ def _selection(shapes: Selection, found: DecodeSchedule, num_pages_R, selects_R)
 
 _BALANCES: dict[str, tuple[Mapping[str, Any], Callable[..., Balance]]] = {
     "paged_attention": (attention_specs.DECODE_SHAPES, _decode),
+    "quantised_paged_attention": (attention_specs.QUANTISED_SHAPES, _decode),
     "paged_prefill_attention": (attention_specs.PREFILL_SHAPES, _prefill),
     "hybrid_prefill_attention": (block_sparse_specs.HYBRID_SHAPES, _hybrid),
     "mixed_precision_attention": (mixed_specs.SHAPES, _mixed),

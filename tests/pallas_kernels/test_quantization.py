@@ -143,6 +143,47 @@ over_quantised_pages = pytest.mark.parametrize(
 )  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bits", "P", "group", "dim", "dtype", "window"),
+    [
+        (8, 64, 4, 128, "bfloat16", None), (4, 64, 7, 128, "bfloat16", 90),
+        (8, 32, 2, 64, "float16", None), (4, 128, 1, 64, "float16", None),
+    ],
+)  # fmt: skip
+def test_the_decode_kernel_is_near_reference(bits, P, group, dim, dtype, window):
+    """Lengths around pages and tiles, of which rows are cut; ids that name no page where no token
+    is read, NaN where a former owner was, and the scores of all tokens."""
+    rng, lengths = np.random.default_rng(6), [[4 * P + 1, 1], [0, P], [3 * P - 1, 9 * P]]
+    N, M, format = 30, 10, KVFormat(bits, dim)
+    k_pages, v_pages = (filled(rng, N, P, format)[0] for _ in range(2))
+    nan = np.full((5, 1, dim), np.nan, np.float32)
+    poison = jax.jit(QuantizedPages.write)  # the last page's end
+    last = N * P - 5 + np.arange(5, dtype=np.int32)[:, None]
+    k_pages, v_pages = (poison(x, nan, last) for x in (k_pages, v_pages))
+    lengths = np.array(lengths, np.int32)
+    tables = rng.integers(0, N - 1, (3, 2, M))
+    tables[1, 1, 0], lengths[1, 1] = N - 1, P - 5
+    entry, first = np.arange(M), np.maximum(lengths - (window or 2**30), 0)
+    held = (entry < -(-lengths // P)[..., None]) & (entry >= (first // P)[..., None])
+    tables = np.where(held, tables, 10**6).astype(np.int32)
+    q = np.asarray(jnp.asarray(rng.standard_normal((3, 2 * group, dim)), dtype))
+    options: dict = {
+        "sliding_window": window, "soft_cap": 3.0, "return_lse": True, "return_scores": True,
+    }  # fmt: skip
+    found = run(
+        paged_attention, q, k_pages, v_pages, tables, lengths, implementation="mosaic_gpu",
+        **options,
+    )  # fmt: skip
+    expected = run(
+        paged_attention, q.astype(np.float32), k_pages, v_pages, np.where(held, tables, 0), lengths,
+        implementation="reference", **options,
+    )  # fmt: skip
+    assert_near(found[0], np.asarray(expected[0]), dtype)
+    for f, e in zip(found[1:], expected[1:]):
+        np.testing.assert_allclose(f, e, atol=1e-4)
+
+
 def pools_of(rng, N, P, formats):
     """Pools, and what they hold; page N is of words that no quantiser writes."""
     pools = []
@@ -241,7 +282,7 @@ def test_writing_into_donated_pools_needs_no_second_pool():
         (lambda: KVFormat(3, 64), "bits must be one of 1, 2, 4, 8, 16, 32, not 3"),
         (lambda: KVFormat(4, 12), "12 elements of 4 bits fills no whole words of 32"),
         (lambda: KVFormat(4, 64, 3), "3 groups do not divide a head dim of 64"),
-        (lambda: KVFormat(1, 32, 8), "8 groups of 32 elements of 1 bits fill no whole bytes each"),
+        (lambda: KVFormat(1, 32, 8), "8 groups of 32 elements of 1 bits fill no whole words each"),
         (
             lambda: quantize(np.zeros((2, 32)), KVFormat(4, 64)),
             r"head dim 64 cannot hold \(2, 32\)",
@@ -256,8 +297,11 @@ def test_what_no_format_can_be_is_refused(make, message):
 def test_kernels_refuse_quantised_pages():
     pages, one = QuantizedPages.zeros(4, 16, KVFormat(8, D)), np.ones((1, K), np.int32)
     q, tables = np.zeros((1, K, D), jnp.bfloat16), np.zeros((1, K, 1), np.int32)
+    grouped = QuantizedPages.zeros(4, 16, KVFormat(8, D, 2))
+    with pytest.raises(ValueError, match="one scale for each token, not 2"):
+        paged_attention(q, grouped, grouped, tables, one, implementation="mosaic_gpu")
     with pytest.raises(ValueError, match="it reads no quantised pages"):
-        paged_attention(q, pages, pages, tables, one, implementation="mosaic_gpu")
+        paged_attention(q, pages, pages, tables, one, implementation="mosaic_gpu_ampere")
     with pytest.raises(ValueError, match="it reads no quantised pages"):
         paged_prefill_attention(
             q, pages, pages, tables, np.array([0, 1]), one[:, 0], implementation="mosaic_gpu"

@@ -18,6 +18,7 @@ from pallas_kernels.quantized_attention import (
     parse_format,
     prompt_attention,
 )
+from tests.pallas_kernels.interpreted import run as run_op
 
 NAMES = ["K8V8", "K8V4", "K8V2", "K4V4", "K4V2", "K4V8", "K2V4", "K4V1", "K16V16", "K32V32"]
 D, K, G, S = 32, 2, 3, 3
@@ -95,7 +96,8 @@ class Pool:
             # What fills it up to one size for all, so that one program serves, is dropped.
             page, place = N + np.arange(most), np.zeros(most, np.int64)
             page[:n], place[:n] = tables[row, column], at % P
-            keys, values = rng.normal(size=(2, most, D)).astype(np.float32)
+            dim = format.keys.head_dim
+            keys, values = rng.normal(size=(2, most, dim)).astype(np.float32)
             scores, positions = place.astype(np.float32), place.astype(np.int32)
             new = Tokens(*map(jnp.asarray, (keys, values, scores, positions)))
             words, keys, values = _write(words, page, place, new, format)
@@ -114,9 +116,11 @@ def _write(words, page, at, tokens, format):
     return format.write(words, page, at, tokens), *both
 
 
-def formats_of(high: str, low: str) -> tuple[PageFormat, PageFormat]:
-    first = PageFormat.holding(4, *parse_format(high, D, "bfloat16"))
-    return first, PageFormat(*parse_format(low, D, "bfloat16"), words=first.words)
+def formats_of(
+    high: str, low: str, P: int = 4, dim: int = D, dtype="bfloat16"
+) -> tuple[PageFormat, PageFormat]:
+    first = PageFormat.holding(P, *parse_format(high, dim, dtype))
+    return first, PageFormat(*parse_format(low, dim, dtype), words=first.words)
 
 
 def check_against_numpy(pool: Pool, q, results) -> None:
@@ -178,6 +182,38 @@ def test_random_mixes(implementation, mix, seed):
     q = np.random.default_rng(seed).normal(size=(S, K * G, D)).astype(np.float32)
     results = attention(q, pool.words, pool.tables, high, low, formats, implementation)
     check_against_numpy(pool, q, results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "P", "dim", "group", "dtype"),
+    [
+        (("K8V4", "K4V2"), 64, 128, 4, "bfloat16"), (("K8V4", "K4V2"), 128, 128, 7, "bfloat16"),
+        (("K4V8", "K4V4"), 32, 128, 5, "float16"), (("K16V16", "K16V16"), 64, 64, 8, "bfloat16"),
+    ],
+)  # fmt: skip
+def test_the_decode_kernel_is_near_reference(names, P, dim, group, dtype):
+    """Heads without tokens of one precision or of both, pages that are not full, and rows that are
+    cut between and within precisions."""
+    formats = formats_of(*names, P, dim, dtype)
+    high, low = np.array([[0, 5], [190, 0], [64, 700]]), np.array([[0, 0], [3, 117], [300, 2]])
+    pool = Pool(formats, high, low, M=16)
+    q = np.random.default_rng(1).normal(size=(S, K * group, dim))
+    arguments = jnp.asarray(q, dtype), pool.words, pool.tables, high, low
+    out, lse, kept = run_op(
+        mixed_precision_attention, *arguments, formats=formats, implementation="mosaic_gpu"
+    )
+    expected, expected_lse, expected_kept = run_op(
+        mixed_precision_attention, arguments[0].astype(jnp.float32), *arguments[1:], formats=formats,
+        implementation="reference",
+    )  # fmt: skip
+    unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=4 * unit, rtol=unit)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-4)
+    for found, scores, counts, format in zip(kept, expected_kept, (high, low), formats):
+        M, tokens, G = scores.shape[2:]
+        held = np.arange(M * tokens).reshape(M, tokens) < counts[..., None, None]
+        np.testing.assert_allclose(found[:, :, :M, :tokens, :G][held], scores[held], atol=1e-4)
 
 
 def test_more_than_4800_tokens():

@@ -55,7 +55,9 @@ class DiffKVPolicy:
         if inputs.num_prefill_tokens:
             cache, prompts = plan_prompts(self.layout, cache, inputs)
         if inputs.num_prefill_tokens < len(inputs.tokens):
-            cache, decodes = plan_decodes(self.layout, self.rules, cache, inputs)
+            cache, decodes = plan_decodes(
+                self.layout, self.rules, cache, inputs, self.implementation
+            )
         return cache, Plan(prompts, decodes)
 
     def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: DiffKVCache, plan: Plan, inputs):
@@ -167,7 +169,8 @@ class DiffKVPolicy:
         of_high, of_low = counts[:, 0], counts[:, 1]
         out, lse, kept = mixed_precision_attention(
             q_SxHxD, words, tables.reshape(S, K, -1), of_high.reshape(S, K), of_low.reshape(S, K),
-            self.layout.formats, implementation=self.implementation,
+            self.layout.formats, schedule=jax.tree.map(lambda x: x[layer], plan.schedules),
+            implementation=self.implementation,
         )  # fmt: skip
         words, found = add_scores(
             self.rules, words, tables, (of_high, of_low), self.layout.formats,

@@ -10,6 +10,8 @@ from paged.kv_cache.diffkv import page_manager
 from paged.kv_cache.diffkv.compression import NOBODY, Decision, Found, decide
 from paged.kv_cache.diffkv.layout import Layout
 from paged.kv_cache.diffkv.page_manager import Pages
+from pallas_kernels.paged_attention.schedule import DecodeSchedule
+from pallas_kernels.quantized_attention import plan_mixed_decode
 
 
 @flax.struct.dataclass
@@ -54,7 +56,7 @@ class DecodePlan:
     """slots: [Sd], num_slots where nothing is computed.  positions: [Sd].  By head, [Sd, L * K],
     high_page, high_at: where the new token goes.  moves: whether the one that it replaces goes to
     low_page, low_at.  tables: [Sd, L * K, M] and counts: [Sd, L * K, 2] with the new token, none
-    where nothing is computed."""
+    where nothing is computed.  schedules: of kernels, with an axis of layers, or None."""
 
     slots: jax.Array
     positions: jax.Array
@@ -65,6 +67,7 @@ class DecodePlan:
     low_at: jax.Array
     tables: jax.Array
     counts: jax.Array
+    schedules: DecodeSchedule | None = None
 
 
 @flax.struct.dataclass
@@ -86,7 +89,7 @@ def plan_prompts(layout: Layout, cache: DiffKVCache, inputs):
     return replace(cache, pages=pages), PromptPlan(slots, lengths, allocated)
 
 
-def plan_decodes(layout: Layout, rules, cache: DiffKVCache, inputs):
+def plan_decodes(layout: Layout, rules, cache: DiffKVCache, inputs, implementation):
     """What heads do with the new token, and pages where they need one: (cache, DecodePlan)."""
     Tp, Sp, S = inputs.num_prefill_tokens, inputs.num_prefill_rows, len(inputs.lengths)
     positions, real = inputs.positions[Tp:], (inputs.token_rows[Tp:] < S)[:, None]
@@ -111,9 +114,16 @@ def plan_decodes(layout: Layout, rules, cache: DiffKVCache, inputs):
     def entry(column):
         return jnp.take_along_axis(tables, jnp.clip(column, 0, M - 1)[..., None], -1)[..., 0]
 
+    counts = jnp.where(real[..., None], before + grown, 0)
+    by_layer = counts.reshape(len(slots), layout.layers, layout.heads, 2)
+    schedules = jax.vmap(
+        lambda high, low: plan_mixed_decode(
+            high, low, layout.formats, implementation=implementation
+        ),
+        in_axes=1,
+    )(by_layer[..., 0], by_layer[..., 1])
     plan = DecodePlan(
         slots, positions, entry(high_at // high.tokens), high_at % high.tokens, moves,
-        entry(M - 1 - low_at // low.tokens), low_at % low.tokens, tables,
-        jnp.where(real[..., None], before + grown, 0),
+        entry(M - 1 - low_at // low.tokens), low_at % low.tokens, tables, counts, schedules,
     )  # fmt: skip
     return replace(cache, pages=pages, counts=counts), plan

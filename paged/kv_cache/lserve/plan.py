@@ -203,7 +203,10 @@ def with_schedules(
     def of_case(count, selects):
         streams = heads >= count
         lengths = lengths_read(layout, plan, streams, selects).reshape(-1, 1)
-        attention = plan_decode(lengths, head_dim, dtype, implementation=implementation)
+        attention = plan_decode(
+            lengths, head_dim, dtype, format=layout.format, page_size=layout.page_size,
+            implementation=implementation,
+        )  # fmt: skip
         if not layout.selects:
             return attention, None
         fresh = plan.fresh[:, None] & ~streams & selects
