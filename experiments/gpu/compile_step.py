@@ -106,7 +106,11 @@ def compile_step(
     token_bytes = kv_bytes_of_token(shards.model, dtype) * model.num_layers
     config = EngineConfig(
         max_num_seqs=step.decodes,
-        max_num_batched_tokens=max(step.prefill_tokens, step.decodes),
+        # DiffKV's prompts come whole.
+        max_num_batched_tokens=max(
+            step.context if policy == "diffkv" else step.prefill_tokens, step.decodes
+        ),
+        chunked_prefill=policy != "diffkv",
         max_model_len=step.context,
         page_size=page_size,
         tensor_parallel=tensor_parallel,

@@ -207,7 +207,9 @@ def specs_to_check(small: bool) -> list[tuple[str, str, Spec]]:
             (HYBRID, name, block_sparse_specs.make(replace(hybrid, shapes=short, dense=2)))
         )
     for name, mixed in mixed_specs.SHAPES.items():
-        few = replace(mixed, sequences=2 if small else 4, tokens=200 if small else 2000, ragged=True)
+        few = replace(
+            mixed, sequences=2 if small else 4, tokens=200 if small else 2000, ragged=True
+        )
         heads = Heads(2 * mixed.heads.H // mixed.heads.K, 2, mixed.heads.D)
         found.append((MIXED, name, mixed_specs.make(replace(few, heads=heads))))
     for op in OPS.keys() - SHAPES - {HYBRID, MIXED}:

@@ -191,7 +191,7 @@ def _faults(
     check(held <= gpu.memory, f"{held} bytes do not fit a {gpu.name} of {gpu.memory}")
     check(
         memory["aliased"] >= pools,
-        f"KV pools of {pools} bytes are not updated in place: {memory['aliased']} bytes are aliased",
+        f"KV pools of {pools} bytes are not updated in place: {memory['aliased']} are aliased",
     )
     check(
         memory["temporary"] <= MOST_TEMPORARY * pools,

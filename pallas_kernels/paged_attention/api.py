@@ -9,6 +9,7 @@ from pallas_kernels.paged_attention import (
     decode_sm90,
     prefill_sm90,
     quantized_sm90,
+    quantized_tiles,
     reference,
     schedule,
     split_kv,
@@ -60,8 +61,8 @@ def plan_decode(
     if not backend.runs_kernels(implementation):
         return None
     if format is not None:
-        section = quantized_sm90.section_of(format, page_size)
-        return quantized_sm90.schedule_of((lengths_SxK,), [section], sliding_window)
+        section = quantized_tiles.section_of(format, page_size)
+        return quantized_tiles.schedule_of((lengths_SxK,), [section], sliding_window)
     tile = split_kv.tile_tokens(head_dim, dtype)
     return schedule.decode_schedule(lengths_SxK, tile, sliding_window)
 
@@ -147,7 +148,7 @@ def paged_attention(
     quantised = [isinstance(x, QuantizedPages) for x in (k_pages_NxPxD, v_pages_NxPxD)]
     if all(quantised) and implementation != "mosaic_gpu_ampere":
         implementations = DECODE_QUANTISED
-        refusal = quantized_sm90.refusal_of_pages(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
+        refusal = quantized_tiles.refusal_of_pages(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
     else:
         implementations, refuse = DECODE, DECODE_REFUSALS.get(implementation or "mosaic_gpu")
         refusal = refusal_of(refuse, q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)

@@ -21,8 +21,6 @@ are as large as shared memory allows two lanes, and nothing is done twice for an
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import reduce
 
 import jax.numpy as jnp
 from jax import lax
@@ -35,89 +33,18 @@ from pallas_kernels.mosaic import (
     swizzled,
     whole_product,
 )
+from pallas_kernels.paged_attention import quantized_tiles, split_kv, tiles
 from pallas_kernels.paged_attention import schedule as schedules
-from pallas_kernels.paged_attention import split_kv, tiles
+from pallas_kernels.paged_attention.quantized_tiles import CHUNK, Section
 from pallas_kernels.paged_attention.tiles import LAYOUT, LOG2_E, NEG_INF, columns, constant, rows
-from pallas_kernels.quantization import KVFormat, registers
+from pallas_kernels.quantization import registers
 
 LANES = 2  # Of a thread block.
 STAGES = 2  # Tiles of a lane under way.
-STAGE_BYTES = 42 * 1024  # As the shared memory of a multiprocessor allows.
 QUERY_SLOTS = 1  # Items of a lane whose queries are in shared memory.
-MOST_GROUP = 8  # Query heads of a KV head.
 # Of a thread, so that those of all lanes are what a multiprocessor has.
 COMPUTING_REGISTERS, FETCHING_REGISTERS = 224, 32
-CHUNK = 64  # Tokens that are unpacked at a time.
-MOST_ROWS = 256  # Of a tile.
 _ROWS = LAYOUT.reduce(1)
-
-
-@dataclass(frozen=True)
-class Section:
-    """Tokens of one precision, and where their pages have them.
-
-    tokens: P. firsts: the words of a page with which the keys' codes, their scales, the values'
-    codes and their scales begin. from_right: whether a row's last entry is its first page.
-    """
-
-    keys: KVFormat
-    values: KVFormat
-    tokens: int
-    firsts: tuple[int, int, int, int]
-    from_right: bool = False
-
-    @property
-    def formats(self) -> tuple[KVFormat, KVFormat]:
-        return self.keys, self.values
-
-    @property
-    def rows(self) -> int:
-        """Of a page in a tile: whole chunks."""
-        return CHUNK * pl.cdiv(self.tokens, CHUNK)
-
-
-def refusal(q, k_words, v_words, K: int, sections: Sequence[Section]) -> str | None:
-    """Why the kernel cannot run queries [S, H, D] over pools [N, W], or None."""
-    D, G = q.shape[-1], q.shape[1] // K
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"queries must be bfloat16 or float16, not {q.dtype}"
-    if D not in (64, 128):
-        return f"head dim must be 64 or 128, not {D}"
-    if G > MOST_GROUP:
-        return f"at most {MOST_GROUP} query heads may share a KV head, not {G}"
-    for section in sections:
-        for words, format in zip((k_words, v_words), section.formats):
-            if reason := registers.refusal(format, q.dtype):
-                return reason
-            C, W = format.code_words, words.shape[1]
-            if W % C or W % 4:
-                return f"pages of {W} words must be whole tokens of {C}"
-    if not _fits(sections, 1):
-        sizes = " and ".join(f"{section.tokens} tokens" for section in sections)
-        return f"pages of {sizes} do not fit shared memory"
-    return None
-
-
-def pages_of_tile(sections: Sequence[Section]) -> int:
-    """A tile has as many pages of one precision as of another: pages take the same memory."""
-    return max((pages for pages in (1, 2, 4) if _fits(sections, pages)), default=1)
-
-
-def _fits(sections: Sequence[Section], pages: int) -> bool:
-    rows = pages * max(section.rows for section in sections)
-    words = sum(C * count for C, count in _buffers(sections, pages)[0]) + 2 * rows
-    return rows <= MOST_ROWS and 4 * words <= STAGE_BYTES
-
-
-def schedule_of(
-    counts, sections: Sequence[Section], sliding_window: int | None = None
-) -> schedules.DecodeSchedule:
-    """counts: of each precision, [S, K] tokens."""
-    pages = pages_of_tile(sections)
-    tokens = tuple(pages * section.tokens for section in sections)
-    if len(sections) == 1:
-        return schedules.decode_schedule(counts[0], tokens[0], sliding_window)
-    return schedules.mixed_schedule(counts, tokens)
 
 
 def decode(
@@ -133,11 +60,11 @@ def decode(
     S, H, D = q.shape
     K, M = tables.shape[1:]
     dtype, G, R = q.dtype, H // K, S * K
-    N, pages = split_kv.padded_group(G), pages_of_tile(sections)
+    N, pages = split_kv.padded_group(G), quantized_tiles.pages_of_tile(sections)
     if schedule is None:
-        schedule = schedule_of(counts, sections, sliding_window)
-    views, place_of_view = _views((k_words, v_words), sections)
-    sizes, buffers_of = _buffers(sections, pages)
+        schedule = quantized_tiles.schedule_of(counts, sections, sliding_window)
+    views, place_of_view = quantized_tiles.views_of((k_words, v_words), sections)
+    sizes, buffers_of = quantized_tiles.buffers_of(sections, pages)
     most_rows = pages * max(section.rows for section in sections)
     # The scores of a tile are written whole.
     shapes = [
@@ -294,7 +221,7 @@ def decode(
                         place = scores_refs[number].at[row, tile * pages + page]
                         store(place.at[pl.ds(of_page, CHUNK)], of_chunk)
                     scores.append(jnp.where(held(at, shape), of_chunk * LOG2_E, NEG_INF))
-                new_top = jnp.maximum(top, reduce(jnp.maximum, scores).max(axis=0))
+                new_top = jnp.maximum(top, functools.reduce(jnp.maximum, scores).max(axis=0))
                 decay = jnp.exp2(top - new_top)
                 total, rest, acc = (x * columns(decay, x.shape) for x in (total, rest, acc))
                 weights_of = []
@@ -323,9 +250,7 @@ def decode(
                     plgpu.commit_smem()
                     if at == chunks[-1]:
                         plgpu.barrier_arrive(read.at[slot])
-                    acc += whole_product(
-                        (D, N), values_s.transpose((1, 0)), p_s.transpose((1, 0))
-                    )
+                    acc += whole_product((D, N), values_s.transpose((1, 0)), p_s.transpose((1, 0)))
                 return n + 1, acc, new_top, total, rest
 
             lax.fori_loop(first_item, end_item, run_item, jnp.int32(0))
@@ -357,37 +282,6 @@ def decode(
     return out.reshape(S, H, D), lse, [x.reshape(S, K, *x.shape[1:]) for x in scores]
 
 
-def _views(pools, sections):
-    """The pools as rows of so many words as a token has codes, and where each is among the pools
-    and them, by pool and number of words."""
-    views, places = [], {}
-    for section in sections:
-        for which, format in enumerate(section.formats):
-            if (which, format.code_words) not in places:
-                places[which, format.code_words] = 2 + len(views)
-                views.append(pools[which].reshape(-1, format.code_words))
-    return views, places
-
-
-def _buffers(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[int]]]:
-    """Shared memory for the codes of a tile, as (words of a row, rows), and which of it keys and
-    values of each precision take. Tiles of two precisions are never in the same slot."""
-    sizes: list[tuple[int, int]] = []
-    taken_by = []
-    for section in sections:
-        count, taken = pages * section.rows, []
-        for format in section.formats:
-            C = format.code_words
-            free = [i for i, (width, _) in enumerate(sizes) if width == C and i not in taken]
-            if not free:
-                free = [len(sizes)]
-                sizes.append((C, count))
-            sizes[free[0]] = C, max(count, sizes[free[0]][1])
-            taken.append(free[0])
-        taken_by.append(taken)
-    return sizes, taken_by
-
-
 def _held(section: Section, at: int, first_page, shape, first, count, sliding_window):
     """Which of an array's rows from row `at` of a tile on are tokens that are attended to."""
     P, R = section.tokens, section.rows
@@ -406,25 +300,10 @@ def _scales(words_ref, at: int):
     return registers.scale_and_zero(words)
 
 
-# What the op over pages of keys and pages of values, `paged_attention`, gives to the kernel.
-
-
-def section_of(format: KVFormat, page_size: int, values: KVFormat | None = None) -> Section:
-    """Pages of P tokens as pallas_kernels/quantization/format.py describes them."""
-    both = format, values or format
-    firsts = [first for one in both for first in (0, page_size * one.code_words)]
-    return Section(*both, page_size, (firsts[0], firsts[1], firsts[2], firsts[3]))
-
-
-def refusal_of_pages(q, k_pages, v_pages, K: int) -> str | None:
-    section = section_of(k_pages.format, k_pages.page_size, v_pages.format)
-    return refusal(q, k_pages.words, v_pages.words, K, [section])
-
-
 def decode_pages(q, k_pages, v_pages, tables, lengths, *, returns_scores=False, **options):
     """As `decode_sm90.decode`, over `QuantizedPages`."""
     (S, H, _), (K, M), P = q.shape, tables.shape[1:], k_pages.page_size
-    section = section_of(k_pages.format, P, v_pages.format)
+    section = quantized_tiles.section_of(k_pages.format, P, v_pages.format)
     out, lse, scores = decode(
         q, k_pages.words, v_pages.words, tables, (lengths,), [section],
         returns_scores=returns_scores, **options,

@@ -83,7 +83,7 @@ def launch(
 
 
 def of_tokens(scores_RxtxN, tables, lengths_SxK, H: int, P: int, sliding_window):
-    """Scores [S, H, M * P] of those that a kernel has written, -inf for tokens that are not read."""
+    """Scores [S, H, M * P] of what a kernel has written, -inf for tokens that are not read."""
     S, K, M = tables.shape
     scores_RxGxt = scores_RxtxN[:, : M * P, : H // K].swapaxes(1, 2)
     # The rows of tiles that no item reads are not written.

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention import quantized_sm90, split_kv
-from pallas_kernels.paged_attention.quantized_sm90 import Section
+from pallas_kernels.paged_attention import quantized_sm90, quantized_tiles, split_kv
+from pallas_kernels.paged_attention.quantized_tiles import Section
 from pallas_kernels.paged_attention.schedule import DecodeSchedule
 from pallas_kernels.quantized_attention.pages import PageFormat
 
@@ -24,11 +24,11 @@ def sections_of(formats: tuple[PageFormat, PageFormat]) -> list[Section]:
 
 def refusal(q, words, K: int, formats: tuple[PageFormat, PageFormat]) -> str | None:
     """Why the kernel cannot run these arguments with K KV heads, or None."""
-    return quantized_sm90.refusal(q, words, words, K, sections_of(formats))
+    return quantized_tiles.refusal(q, words, words, K, sections_of(formats))
 
 
 def schedule_of(counts, formats: tuple[PageFormat, PageFormat]) -> DecodeSchedule:
-    return quantized_sm90.schedule_of(counts, sections_of(formats))
+    return quantized_tiles.schedule_of(counts, sections_of(formats))
 
 
 def decode(q, words, tables, counts, *, formats, scale, schedule=None):
@@ -46,7 +46,7 @@ def with_its_shapes(run: Callable) -> Callable:
     def padded(q, words, tables, counts, *, formats, **options):
         out, lse, scores = run(q, words, tables, counts, formats=formats, **options)
         sections, G = sections_of(formats), q.shape[1] // tables.shape[1]
-        pages = quantized_sm90.pages_of_tile(sections)
+        pages = quantized_tiles.pages_of_tile(sections)
         both = []
         for x, section in zip(scores, sections):
             axes = -x.shape[2] % pages, section.rows - section.tokens, split_kv.padded_group(G) - G

@@ -11,7 +11,6 @@ from pallas_kernels.quantized_attention.api import mixed_precision_attention, pl
 from pallas_kernels.quantized_attention.pages import PageFormat, parse_format
 from pallas_kernels.specs import HEADS, Cost, Heads, Spec
 
-
 LARGEST = 2.4  # of the elements of keys and values that are drawn
 
 
@@ -61,13 +60,10 @@ def make(shapes: Mixed) -> Spec:
     (H, K, D), S = (shapes.heads.H, shapes.heads.K, shapes.heads.D), shapes.sequences
     formats, dtype = shapes.formats, jnp.dtype(shapes.dtype)
     pages = [-(-most // format.tokens) for most, format in zip(shapes.most, formats)]
-    M = sum(pages)
 
     def arguments(key):
         keys = jax.random.split(key, 5)
-        words = [
-            _pages(k, format, S * K * count) for k, format, count in zip(keys, formats, pages)
-        ]
+        words = [_pages(k, format, S * K * count) for k, format, count in zip(keys, formats, pages)]
         first_low = S * K * pages[0]
         ids = [jax.random.permutation(k, len(x)) for k, x in zip(keys[2:], words)]
         high, low = (x.reshape(S, K, -1).astype(jnp.int32) for x in ids)
@@ -115,7 +111,9 @@ def _pages(key, format: PageFormat, count: int):
         width = format.tokens * section.width
         parts.append(jnp.zeros((count, section.first - end), jnp.uint32))
         one = format.keys if i < 2 else format.values
-        parts.append(_scales(k, one, (count, width)) if i % 2 else jax.random.bits(k, (count, width)))
+        parts.append(
+            _scales(k, one, (count, width)) if i % 2 else jax.random.bits(k, (count, width))
+        )
         end = section.first + width
     return jnp.concatenate([*parts, jnp.zeros((count, format.words - end), jnp.uint32)], axis=1)
 

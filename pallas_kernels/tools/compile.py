@@ -44,12 +44,11 @@ from pallas_kernels.tools.schedules import balance_of
 from pallas_kernels.tools.targets import TARGETS
 
 # Thread blocks of a kernel that must fit a multiprocessor at the same time.
-RESIDENT = {"paged_decode": 2, "paged_decode_of_words": 1, "paged_prefill": 1, "page_scores": 2}
+RESIDENT = {"paged_decode": 2, "paged_prefill": 1, "page_scores": 2}
 # Ops whose thread blocks read the same keys.
 PREFILLS = {"paged_prefill_attention", "hybrid_prefill_attention"}
-MOST_LAUNCHES = {
-    "paged_attention": 3, "quantised_paged_attention": 3, "mixed_precision_attention": 3,
-}  # fmt: skip
+DECODES = ("paged_attention", "quantised_paged_attention", "mixed_precision_attention")
+MOST_LAUNCHES = 3  # of these
 MOST_IDLE, MOST_LONGEST = 0.05, 1.2
 MOST_SECONDS = 300
 # Specs of decode whose schedules must be balanced on Hopper, and the most bytes of partial results
@@ -122,12 +121,11 @@ class Report:
                 )
         if self.aliased < self.donated or self.temporaries > self.donated > 0:
             faults.append("a donated array is not written in place")
-        most = MOST_LAUNCHES.get(self.op)
-        if most and self.implementation != "xla" and len(self.launches) > most:
-            faults.append(f"{len(self.launches)} launches, more than {most}")
+        decodes = self.op in DECODES and self.implementation != "xla"
+        if decodes and len(self.launches) > MOST_LAUNCHES:
+            faults.append(f"{len(self.launches)} launches, more than {MOST_LAUNCHES}")
         hopper = TARGETS[self.target].gpu.compute_capability >= (9, 0)
-        decode = hopper and self.op in MOST_LAUNCHES
-        if self.balance and decode and self.spec in BALANCED:
+        if self.balance and decodes and hopper and self.spec in BALANCED:
             faults += _imbalance(self.balance, BALANCED[self.spec])
         return faults
 
@@ -204,9 +202,8 @@ def _call(
     gpu, call, (kernel,) = TARGETS[target], OPS[op].specs[spec], over_tiles
     assert kernel.prediction is not None
     cost = call.cost(call.drawn_indices())
-    seconds = predict.seconds(
-        kernel.prediction, balance, kernel.occupancy.blocks * kernel.launch.lanes, len(compiled.launches), cost.bytes, gpu
-    )
+    resident, launches = kernel.occupancy.blocks * kernel.launch.lanes, len(compiled.launches)
+    seconds = predict.seconds(kernel.prediction, balance, resident, launches, cost.bytes, gpu)
     floors = {
         "bandwidth": cost.bytes / gpu.memory_bandwidth,
         "tensor": cost.flops / gpu.tensor_flops,

@@ -13,7 +13,7 @@ from pallas_kernels.ops import OPS
 from pallas_kernels.page_selection import select_sm90
 from pallas_kernels.page_selection import specs as page_selection_specs
 from pallas_kernels.page_selection.specs import Selection
-from pallas_kernels.paged_attention import prefill_rows, prefill_sm90, quantized_sm90, split_kv
+from pallas_kernels.paged_attention import prefill_rows, prefill_sm90, quantized_tiles, split_kv
 from pallas_kernels.paged_attention import specs as attention_specs
 from pallas_kernels.paged_attention.schedule import (
     DecodeSchedule,
@@ -49,8 +49,8 @@ def _decode(shapes: Attention, found: DecodeSchedule, lengths_SxK) -> Balance:
     heads, D, dtype = shapes.heads, shapes.heads.D, jnp.dtype(shapes.dtype)
     tile = split_kv.tile_tokens(D, dtype)
     if shapes.format:
-        section = quantized_sm90.section_of(shapes.format, shapes.page_size)
-        tile = quantized_sm90.pages_of_tile([section]) * shapes.page_size
+        section = quantized_tiles.section_of(shapes.format, shapes.page_size)
+        tile = quantized_tiles.pages_of_tile([section]) * shapes.page_size
     lengths = np.asarray(lengths_SxK, np.int64).reshape(-1)
     first = np.maximum(lengths - (shapes.sliding_window or lengths), 0)
     N = split_kv.padded_group(heads.H // heads.K)
@@ -66,7 +66,7 @@ def _decode(shapes: Attention, found: DecodeSchedule, lengths_SxK) -> Balance:
 
 def _mixed(shapes: Mixed, found: DecodeSchedule, high_SxK, low_SxK) -> Balance:
     formats, (H, K, D) = shapes.formats, (shapes.heads.H, shapes.heads.K, shapes.heads.D)
-    pages = quantized_sm90.pages_of_tile(mixed_decode.sections_of(formats))
+    pages = quantized_tiles.pages_of_tile(mixed_decode.sections_of(formats))
     tiles, read = 0, 0
     for counts, format in zip((high_SxK, low_SxK), formats):
         tokens = np.asarray(counts, np.int64).reshape(-1)

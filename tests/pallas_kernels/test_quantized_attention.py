@@ -197,20 +197,20 @@ def test_the_decode_kernel_is_near_reference(names, P, dim, group, dtype):
     cut between and within precisions."""
     formats = formats_of(*names, P, dim, dtype)
     high, low = np.array([[0, 5], [190, 0], [64, 700]]), np.array([[0, 0], [3, 117], [300, 2]])
-    pool = Pool(formats, high, low, M=16)
+    pool = Pool(formats, high, low, M=30)
     q = np.random.default_rng(1).normal(size=(S, K * group, dim))
     arguments = jnp.asarray(q, dtype), pool.words, pool.tables, high, low
     out, lse, kept = run_op(
         mixed_precision_attention, *arguments, formats=formats, implementation="mosaic_gpu"
     )
     expected, expected_lse, expected_kept = run_op(
-        mixed_precision_attention, arguments[0].astype(jnp.float32), *arguments[1:], formats=formats,
-        implementation="reference",
+        mixed_precision_attention, arguments[0].astype(jnp.float32), *arguments[1:],
+        formats=formats, implementation="reference",
     )  # fmt: skip
     unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=4 * unit, rtol=unit)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-4)
-    for found, scores, counts, format in zip(kept, expected_kept, (high, low), formats):
+    for found, scores, counts in zip(kept, expected_kept, (high, low)):
         M, tokens, G = scores.shape[2:]
         held = np.arange(M * tokens).reshape(M, tokens) < counts[..., None, None]
         np.testing.assert_allclose(found[:, :, :M, :tokens, :G][held], scores[held], atol=1e-4)

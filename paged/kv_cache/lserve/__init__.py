@@ -60,8 +60,6 @@ def device(
 ) -> LServePolicy:
     options: Options = config.policy_options
     layout = layout_of(config, model)
-    if layout.format and implementation is None:
-        implementation = "xla"  # No kernel reads quantised pages, and plans are made for kernels.
     return LServePolicy(
         layout,
         model.shard.num_layers,

@@ -103,7 +103,7 @@ class LServePolicy:
 
     def begin_step(self, cache: LServeCache, inputs) -> tuple[LServeCache, LServePlan]:
         G = self.num_heads // self.layout.heads
-        plan = make_plan(self.layout, G, cache.selected_at, inputs, self.implementation)
+        plan = make_plan(self.layout, G, cache.selected_at, inputs, self._prefill)
         if plan.decode is None:
             return cache, plan
         decode = with_schedules(
@@ -116,6 +116,13 @@ class LServePolicy:
     def _heads(self) -> jax.Array:
         """[J], the KV head of each that selects by itself."""
         return jnp.arange(self.selectors) * self.layout.heads // self.selectors
+
+    @property
+    def _prefill(self) -> str | None:
+        """The implementation of prefill. Its kernels read no quantised pages, and plans are made
+        for kernels."""
+        quantised = self.layout.format is not None and self.implementation is None
+        return "xla" if quantised else self.implementation
 
     @property
     def _selection(self) -> str | None:
@@ -147,7 +154,7 @@ class LServePolicy:
         if Tp:
             out = prefill(
                 self.layout, layer, q_TxHxD[:Tp], cache.k_pages, cache.v_pages, cache.page_base,
-                cache.num_dense, plan.prefill, inputs, self.implementation,
+                cache.num_dense, plan.prefill, inputs, self._prefill,
             )  # fmt: skip
             outs.append(out)
         if Tp < T:

@@ -1,0 +1,126 @@
+"""Tiles of pages of few bits, as the kernel that reads them has them in shared memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from pallas_kernels.mosaic import pl
+from pallas_kernels.paged_attention import schedule as schedules
+from pallas_kernels.quantization import KVFormat, registers
+
+STAGE_BYTES = 42 * 1024  # Of a tile, as the shared memory of a multiprocessor allows.
+MOST_GROUP = 8  # Query heads of a KV head.
+CHUNK = 64  # Tokens that are unpacked at a time.
+MOST_ROWS = 256  # Of a tile.
+
+
+@dataclass(frozen=True)
+class Section:
+    """Tokens of one precision, and where their pages have them.
+
+    tokens: P. firsts: the words of a page with which the keys' codes, their scales, the values'
+    codes and their scales begin. from_right: whether a row's last entry is its first page.
+    """
+
+    keys: KVFormat
+    values: KVFormat
+    tokens: int
+    firsts: tuple[int, int, int, int]
+    from_right: bool = False
+
+    @property
+    def formats(self) -> tuple[KVFormat, KVFormat]:
+        return self.keys, self.values
+
+    @property
+    def rows(self) -> int:
+        """Of a page in a tile: whole chunks."""
+        return CHUNK * pl.cdiv(self.tokens, CHUNK)
+
+
+def refusal(q, k_words, v_words, K: int, sections: Sequence[Section]) -> str | None:
+    """Why the kernel cannot run queries [S, H, D] over pools [N, W], or None."""
+    D, G = q.shape[-1], q.shape[1] // K
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"queries must be bfloat16 or float16, not {q.dtype}"
+    if D not in (64, 128):
+        return f"head dim must be 64 or 128, not {D}"
+    if G > MOST_GROUP:
+        return f"at most {MOST_GROUP} query heads may share a KV head, not {G}"
+    for section in sections:
+        for words, format in zip((k_words, v_words), section.formats):
+            if reason := registers.refusal(format, q.dtype):
+                return reason
+            C, W = format.code_words, words.shape[1]
+            if W % C or W % 4:
+                return f"pages of {W} words must be whole tokens of {C}"
+    if not _fits(sections, 1):
+        sizes = " and ".join(f"{section.tokens} tokens" for section in sections)
+        return f"pages of {sizes} do not fit shared memory"
+    return None
+
+
+def pages_of_tile(sections: Sequence[Section]) -> int:
+    """A tile has as many pages of one precision as of another: pages take the same memory."""
+    return max((pages for pages in (1, 2, 4) if _fits(sections, pages)), default=1)
+
+
+def _fits(sections: Sequence[Section], pages: int) -> bool:
+    rows = pages * max(section.rows for section in sections)
+    words = sum(C * count for C, count in buffers_of(sections, pages)[0]) + 2 * rows
+    return rows <= MOST_ROWS and 4 * words <= STAGE_BYTES
+
+
+def schedule_of(
+    counts, sections: Sequence[Section], sliding_window: int | None = None
+) -> schedules.DecodeSchedule:
+    """counts: of each precision, [S, K] tokens."""
+    pages = pages_of_tile(sections)
+    tokens = tuple(pages * section.tokens for section in sections)
+    if len(sections) == 1:
+        return schedules.decode_schedule(counts[0], tokens[0], sliding_window)
+    return schedules.mixed_schedule(counts, tokens)
+
+
+def views_of(pools, sections):
+    """The pools as rows of so many words as a token has codes, and where each is among the pools
+    and them, by pool and number of words."""
+    views, places = [], {}
+    for section in sections:
+        for which, format in enumerate(section.formats):
+            if (which, format.code_words) not in places:
+                places[which, format.code_words] = 2 + len(views)
+                views.append(pools[which].reshape(-1, format.code_words))
+    return views, places
+
+
+def buffers_of(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    """Shared memory for the codes of a tile, as (words of a row, rows), and which of it keys and
+    values of each precision take. Tiles of two precisions are never in the same slot."""
+    sizes: list[tuple[int, int]] = []
+    taken_by = []
+    for section in sections:
+        count, taken = pages * section.rows, []
+        for format in section.formats:
+            C = format.code_words
+            free = [i for i, (width, _) in enumerate(sizes) if width == C and i not in taken]
+            if not free:
+                free = [len(sizes)]
+                sizes.append((C, count))
+            sizes[free[0]] = C, max(count, sizes[free[0]][1])
+            taken.append(free[0])
+        taken_by.append(taken)
+    return sizes, taken_by
+
+
+def section_of(format: KVFormat, page_size: int, values: KVFormat | None = None) -> Section:
+    """Pages of P tokens as pallas_kernels/quantization/format.py describes them."""
+    both = format, values or format
+    firsts = [first for one in both for first in (0, page_size * one.code_words)]
+    return Section(*both, page_size, (firsts[0], firsts[1], firsts[2], firsts[3]))
+
+
+def refusal_of_pages(q, k_pages, v_pages, K: int) -> str | None:
+    section = section_of(k_pages.format, k_pages.page_size, v_pages.format)
+    return refusal(q, k_pages.words, v_pages.words, K, [section])
