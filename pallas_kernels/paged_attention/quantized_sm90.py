@@ -3,10 +3,10 @@
 As in decode_sm90.py a warpgroup computes, another one fetches, and a schedule gives equal parts of
 the work to such pairs. Two of them, lanes, are one thread block: only within a block can those that
 fetch leave their registers to those that compute. What differs besides is a tile: some whole pages,
-as quantised. Their words go from
-shared memory to registers, where they become 16-bit floats (quantization/registers.py): those of
-keys are multiplied there, and those of values go back to shared memory, as only the tensor core can
-transpose them. Scales and zero points meet scores and probabilities, never elements:
+as quantised. Their words go from shared memory to registers, where they become 16-bit floats
+(quantization/registers.py): those of keys are multiplied there, and those of values go back to
+shared memory, as only the tensor core can transpose them. Scales and zero points meet scores and
+probabilities, never elements:
 
     q . k         = scale * (q . c) + zero * sum(q)
     sum of p * v  = (p * scale) . c + p . zero
@@ -63,6 +63,7 @@ def decode(
     N, pages = split_kv.padded_group(G), quantized_tiles.pages_of_tile(sections)
     if schedule is None:
         schedule = quantized_tiles.schedule_of(counts, sections, sliding_window)
+    assert len(schedule.merges) % LANES == 0, f"a schedule of {len(schedule.merges)} blocks"
     views, place_of_view = quantized_tiles.views_of((k_words, v_words), sections)
     sizes, buffers_of = quantized_tiles.buffers_of(sections, pages)
     most_rows = pages * max(section.rows for section in sections)
@@ -84,7 +85,7 @@ def decode(
         lane, fetches = lax.rem(warpgroup, LANES), warpgroup >= LANES
         block = lax.axis_index("block") * LANES + lane
         first_item, end_item = block_items_ref[block], block_items_ref[block + 1]
-        hidden_zero = block_items_ref[0]
+        hidden_zero = block_items_ref[0]  # the first item of all
 
         def query_slot(item):
             return lane * QUERY_SLOTS + lax.rem(item - first_item, QUERY_SLOTS)

@@ -14,8 +14,8 @@ channels, in their order: a kernel shifts registers, two words of which become a
 floats as tensor cores take it, and pages of all formats have the same order of channels, so that
 their results add up. XLA on CPUs masks bytes, and has an order of its own (codes.py).
 
-LServe has one group a token. A group's word is the scale in the low half
-and the zero point in the high half, both float16:
+LServe has one group a token. A group's word is the scale in the low half and the zero point in the
+high half, both float16:
 
     value = zero point + scale * code,   0 <= code < 2 ** bits
 
