@@ -206,7 +206,8 @@ def specs_to_check(small: bool) -> list[tuple[str, str, Spec]]:
         found.append(
             (HYBRID, name, block_sparse_specs.make(replace(hybrid, shapes=short, dense=2)))
         )
-    for name, mixed in mixed_specs.SHAPES.items():
+    named = mixed_specs.SHAPES
+    for name, mixed in ({"small": named["bundled"]} if small else named).items():
         few = replace(
             mixed, sequences=2 if small else 4, tokens=200 if small else 2000, ragged=True
         )
@@ -228,6 +229,8 @@ def _demanding(op: str, small: bool) -> dict[str, Attention]:
         "large-logits": replace(some, scores_std=9.0),
         "capped-logits": replace(some, scores_std=40.0, soft_cap=50.0),
     }
+    if op == "quantised_paged_attention":
+        return {name: replace(one, kv_bits=8, page_size=64) for name, one in found.items()}
     if op == "paged_attention":
         many = Heads(4, 4) if small else HEADS["llama-2-13b"]
         sequences, context = (6, 70) if small else (64, 512)

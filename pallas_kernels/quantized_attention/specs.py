@@ -141,6 +141,8 @@ SHAPES = {
     "qwen2.5-7b": Mixed(_QWEN, kept=(0.9, 0.0)),
     "qwen2.5-7b-mixed": Mixed(_QWEN),
     "qwen2.5-32b": Mixed(HEADS["qwen2.5-32b"], kept=(0.3, 0.7)),
+    # 2-bit values of head dim 64 fill too few words for the kernel.
+    "bundled": Mixed(HEADS["bundled"], names=("K8V4", "K4V4"), dtype="float16"),
     "llama-3-8b-f16": Mixed(_LLAMA, dtype="float16"),
 }
 DECODE = {name: make(shapes) for name, shapes in SHAPES.items()}
