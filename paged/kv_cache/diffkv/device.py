@@ -39,16 +39,17 @@ COPIED_PAGES = 64  # that an iteration of `copy_slots` copies
 
 @dataclass(frozen=True)
 class DiffKVPolicy:
-    """alpha_h, alpha_l: with which a cache begins. implementation: of the attention ops."""
+    """alpha_h, alpha_l, budget: with which a cache begins. implementation: of the attention ops."""
 
     layout: Layout
     rules: Rules
     alpha_h: float
     alpha_l: float
+    budget: float = 0.0
     implementation: str | None = None
 
     def init(self, dtype, shard) -> DiffKVCache:
-        return DiffKVCache.empty(self.layout, self.alpha_h, self.alpha_l)
+        return DiffKVCache.empty(self.layout, self.alpha_h, self.alpha_l, self.budget)
 
     def begin_step(self, cache: DiffKVCache, inputs) -> tuple[DiffKVCache, Plan]:
         prompts = decodes = None
@@ -87,7 +88,7 @@ class DiffKVPolicy:
         row, positions = jnp.minimum(inputs.token_rows[:T], R - 1), inputs.positions[:T]
         lengths = plan.lengths[row]
         high, low, scores = classify_prompts(
-            self.rules, sums_TxK, positions, lengths, cache.alpha[0]
+            self.rules, sums_TxK, positions, lengths, cache.alpha[0], cache.budget[0]
         )
         heads = self._heads(layer)
         tables = cache.pages.tables.at[plan.slots[:, None], heads].get(mode="clip")
@@ -212,10 +213,13 @@ class DiffKVPolicy:
             "kept": cache.counts.sum(1),
         }  # fmt: skip
 
-    def with_thresholds(self, cache: DiffKVCache, alpha_h: float, alpha_l: float) -> DiffKVCache:
+    def with_thresholds(
+        self, cache: DiffKVCache, alpha_h: float, alpha_l: float, budget: float = 0.0
+    ) -> DiffKVCache:
         """The cache with other thresholds, on all shards: no program is compiled for them."""
-        # A result of the old ones lies where these do.
-        return replace(cache, alpha=0 * cache.alpha + jnp.array([alpha_h, alpha_l], jnp.float32))
+        # Results of the old ones lie where these do.
+        alpha = 0 * cache.alpha + jnp.array([alpha_h, alpha_l], jnp.float32)
+        return replace(cache, alpha=alpha, budget=0 * cache.budget + budget)
 
     # What moves: unit slot * most + k is the k-th page of a slot.
 

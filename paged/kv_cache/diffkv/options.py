@@ -27,21 +27,30 @@ class Options:
     low: str = described("K4V2", f"page format of low precision; {AUTO!r} keeps kv_dtype")
     groups: int = described(1, "parts of a token's keys that have a scale each; values alike")
     window: int = described(64, "last tokens of a sequence, which stay in high precision")
-    prompt_rule: Literal["paper", "repository"] = described(
-        "paper", "whether a prompt's scores are of all later tokens or of the last 64 queries"
+    prompt_rule: Literal["paper", "repository", "h2o", "snapkv"] = described(
+        "paper",
+        "whose scores count for a prompt's tokens: all later tokens' (paper; h2o: and their own), "
+        "the last 64 queries' (repository) or the window's (snapkv)",
     )
-    generation_rule: Literal["paper", "repository"] = described(
-        "paper", "whether the candidate decides first (Algorithm 1) or the least significant token"
+    generation_rule: Literal["paper", "repository", "h2o", "keep"] = described(
+        "paper",
+        "who may leave as a token comes: the candidate first (paper, Algorithm 1), the least "
+        "significant token (repository, and h2o beyond the budget) or nobody (keep)",
+    )
+    budget: float = described(
+        0.0,
+        "tokens that a head keeps of a prompt, those of the largest scores; up to 1 the share of "
+        "them. Alpha decides if it is 0, and else has no meaning",
     )
 
     @property
     def rules(self) -> Rules:
-        return Rules(self.window, self.prompt_rule, self.generation_rule)
+        return Rules(self.window, self.prompt_rule, self.generation_rule, self.budget > 0)
 
     @property
     def keeps_all(self) -> bool:
         """Whether nothing that is written is ever changed or dropped."""
-        return self.alpha_h == self.alpha_l == 0
+        return self.alpha_h == self.alpha_l == self.budget == 0
 
 
 def page_formats(
@@ -76,8 +85,17 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
             0 <= options.alpha_l <= options.alpha_h, f"from 0 to alpha_h ({options.alpha_h})"
         ),
         "groups": (options.groups >= 1, "at least 1"),
+        "budget": (options.budget >= 0, "at least 0"),
         "window": (2 <= options.window < 2**31, "at least 2, so that later tokens have scored"),
     })  # fmt: skip
+    by_budget = options.prompt_rule in ("h2o", "snapkv"), options.generation_rule in ("h2o", "keep")
+    if options.budget and not by_budget[1]:
+        raise ValueError(
+            f"a budget ({options.budget}) needs generation_rule h2o or keep, not "
+            f"{options.generation_rule}"
+        )
+    if not options.budget and (by_budget[0] or options.generation_rule == "h2o"):
+        raise ValueError("h2o and snapkv need a budget above 0")
     for name in (options.high, options.low):
         if name != AUTO:
             parse_format(name, 32 * options.groups, "float16", options.groups)

@@ -176,7 +176,10 @@ def test_a_page_is_as_large_as_the_paper_says():
         ({"policy_options": {"high": "INT8"}}, "a page format is named K8V4, .* not 'INT8'"),
         ({"policy_options": {"low": "K4V3"}}, "bits must be one of"),
         ({"policy_options": {"groups": 0}}, "groups must be at least 1"),
-        ({"policy_options": {"prompt_rule": "snapkv"}}, "prompt_rule must be 'paper' or"),
+        ({"policy_options": {"prompt_rule": "quest"}}, "prompt_rule must be 'paper'"),
+        ({"policy_options": {"prompt_rule": "snapkv"}}, "h2o and snapkv need a budget above 0"),
+        ({"policy_options": {"budget": -1.0}}, "budget must be at least 0"),
+        ({"policy_options": {"budget": 0.5}}, "needs generation_rule h2o or keep, not paper"),
     ],
 )
 def test_what_cannot_work_is_refused(changes, message):
