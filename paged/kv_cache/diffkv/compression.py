@@ -27,7 +27,7 @@ Two baselines keep a budget of tokens in each head, all in high precision, whate
 
     h2o     (arXiv:2306.14048) the scores of all queries are summed up, a token's own among them. Of
             a prompt the tokens of the largest sums stay, and in generation the one of the smallest
-            sum beyond the window goes if there are more than the budget
+            sum goes if there are more than the budget. Half of the budget is the window
     snapkv  (arXiv:2404.14469) of a prompt those tokens stay for which the queries of the window
             vote: a token's votes are the largest among it and its neighbours. Generated tokens stay
             (generation rule `keep`)
@@ -45,10 +45,16 @@ NEIGHBOURS = 3  # on each side of a token, whose votes count for it (SnapKV: a k
 CANDIDATE, HIGH, LOW = range(3)  # places of `Found`
 
 
+def budget_tokens(budget, lengths):
+    """Tokens that a head keeps of so many: the budget, which up to 1 is a share of them."""
+    tokens = jnp.ceil(jnp.where(budget <= 1, budget * lengths, budget))
+    return tokens.astype(jnp.int32)
+
+
 @dataclass(frozen=True)
 class Rules:
-    """window: tokens at the end of a sequence that stay in high precision, at least 2. budgeted:
-    whether a budget, and not alpha, decides what stays of prompts."""
+    """window: tokens at the end of a sequence that stay in high precision, at least 2; H2O has its
+    own. budgeted: whether a budget, and not alpha, decides what stays of prompts."""
 
     window: int = 64
     prompt: Literal["paper", "repository", "h2o", "snapkv"] = "paper"
@@ -66,6 +72,12 @@ class Rules:
     def counts_own(self) -> bool:
         """Whether a generated token's score counts what it gives itself."""
         return self.generation in ("repository", "h2o")
+
+    def recent(self, budget, lengths):
+        """Tokens at the end of sequences of `lengths` tokens that stay."""
+        if self.generation != "h2o":
+            return self.window
+        return jnp.maximum(budget_tokens(budget, lengths) // 2, 2)
 
     def significance(self, scores, age):
         """The mean of a token's probabilities, `age` tokens after it and before the next adds its
@@ -96,11 +108,6 @@ class Decision(NamedTuple):
     low_at: jax.Array
 
 
-def budget_tokens(budget, lengths):
-    """Tokens that a head keeps of so many: the budget, which up to 1 is a share of them."""
-    return jnp.ceil(jnp.where(budget <= 1, budget * lengths, budget))
-
-
 def classify_prompts(rules: Rules, sums_TxK, positions_T, lengths_T, alpha, budget):
     """Tokens of prompts: (kept in high, kept in low precision [T, K] bool, scores [T, K] float32).
 
@@ -109,7 +116,7 @@ def classify_prompts(rules: Rules, sums_TxK, positions_T, lengths_T, alpha, budg
     alpha: [2], of high and of low precision. budget: of `budget_tokens`, where rules have one.
     """
     positions, N = positions_T[:, None], lengths_T[:, None]
-    recent = positions >= N - rules.window
+    recent = positions >= N - rules.recent(budget, N)
     later = jnp.maximum(N - positions if rules.counts_own else N - positions - 1, 0)
     if rules.prompt == "paper":
         mean, base = sums_TxK / jnp.maximum(N - 1 - positions, 1), positions + 1

@@ -115,7 +115,8 @@ class DiffKVPolicy:
             counts.append(of_rows[1:] - of_rows[:-1])
             ranks.append((kept, rank))
         (of_high, high_rank), (of_low, low_rank) = ranks
-        window = self.rules.window
+        window = self.rules.recent(cache.budget[0], lengths + 1)
+        window = jnp.broadcast_to(window, len(lengths))[:, None]
         found = []
         for kept, rank in (
             (of_high & (age == window), high_rank), (of_high & (age > window), high_rank),
@@ -173,6 +174,7 @@ class DiffKVPolicy:
         words, found = add_scores(
             self.rules, words, tables, (of_high, of_low), self.layout.formats,
             [x.reshape(R, *x.shape[2:]) for x in kept], lse.reshape(R, -1), new.positions,
+            cache.budget[0],
         )  # fmt: skip
         found = Found(*(x.reshape(S, K, -1) for x in found))
         cache = self._remember(replace(cache, words=words), plan.slots, self._heads(layer), found)

@@ -26,7 +26,9 @@ class Options:
     high: str = described("K8V4", f"page format of high precision; {AUTO!r} keeps kv_dtype")
     low: str = described("K4V2", f"page format of low precision; {AUTO!r} keeps kv_dtype")
     groups: int = described(1, "parts of a token's keys that have a scale each; values alike")
-    window: int = described(64, "last tokens of a sequence, which stay in high precision")
+    window: int = described(
+        64, "last tokens of a sequence, which stay in high precision; h2o's are half of its budget"
+    )
     prompt_rule: Literal["paper", "repository", "h2o", "snapkv"] = described(
         "paper",
         "whose scores count for a prompt's tokens: all later tokens' (paper; h2o: and their own), "

@@ -64,9 +64,10 @@ class Head:
 
     def _take_budget(self, probs, k, v) -> None:
         n = len(k)
+        recent = self._recent(n)
         first_voter = max(0, n - self.window) if self.prompt == "snapkv" else 0
         sums = [probs[max(j, first_voter) :, :, j].sum(0).max() for j in range(n)]
-        old = list(range(max(0, n - self.window)))
+        old = list(range(max(0, n - recent)))
         votes = sums
         if self.prompt == "paper":
             sums = [probs[j + 1 :, :, j].max(1).sum() for j in range(n)]
@@ -78,6 +79,9 @@ class Head:
         for j in sorted(kept):
             self.high.append(Token(j, *self.store_high(k[j], v[j]), sums[j]))
 
+    def _recent(self, n: int) -> int:
+        return max(2, self._most(n) // 2) if self.generation == "h2o" else self.window
+
     def _most(self, n: int) -> int:
         return int(np.ceil(self.budget * n if self.budget <= 1 else self.budget))
 
@@ -85,7 +89,7 @@ class Head:
         """Attention [G, D] of the query [G, D] of a generated token."""
         N, self.now = position + 1, position
         if self.generation == "h2o":
-            self._evict(self._most(N))
+            self._evict(self._most(N), self._recent(N))
         elif self.generation != "keep":
             compress = self._algorithm_1 if self.generation == "paper" else self._argmin
             compress(self.alpha[0] / N, self.alpha[1] / N)
@@ -135,9 +139,9 @@ class Head:
                 self.low.remove(victim)
         self.high = high + recent
 
-    def _evict(self, most: int) -> None:
+    def _evict(self, most: int, recent: int) -> None:
         """H2O: the least of all accumulated scores goes, if there is no room for the new token."""
-        old = [t for t in self.high if self._age(t) >= self.window]
+        old = [t for t in self.high if self._age(t) >= recent]
         if old and len(self.high) >= most:
             self.high.remove(min(old, key=lambda t: t.score))
 
