@@ -265,10 +265,12 @@ def _draw_lines(axes: Axes, lines: Mapping[str, Mapping[int, Row]], measure: str
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def define_flags(tasks: Sequence[str], contexts: Sequence[str], num_prompts: int) -> None:
+def define_flags(
+    tasks: Sequence[str], contexts: Sequence[str], num_prompts: int, seed: int = 7
+) -> None:
     """Define what all studies read, with these defaults."""
     flags.DEFINE_list("tasks", list(tasks), "tasks of experiments/tasks/tasks.py")
     flags.DEFINE_list("contexts", list(contexts), "prompt and answer, in tokens")
     flags.DEFINE_integer("num_prompts", num_prompts, "of each task and context", lower_bound=1)
-    flags.DEFINE_integer("seed", 7, "of the prompts", lower_bound=0)
+    flags.DEFINE_integer("seed", seed, "of the prompts", lower_bound=0)
     define_model_flags()

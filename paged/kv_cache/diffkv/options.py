@@ -1,15 +1,35 @@
 """The options of DiffKV's policy, and what it refuses."""
 
-from dataclasses import dataclass
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from models.config import ModelConfig
 from paged import checks
 from paged.checks import described
 from paged.kv_cache.diffkv.compression import Rules
+from paged.kv_cache.made_for import made_for
 from pallas_kernels.quantized_attention import PageFormat, parse_format
 
+Thresholds = tuple[float, ...]  # alpha_h and alpha_l
 AUTO = "auto"  # a page format: keys and values in kv_dtype
+
+
+def read_thresholds(path: str, weights_hash: Callable[[], str]) -> Thresholds:
+    """Those in a file. weights_hash: gives the SHA-256 of the weights that they are to serve.
+
+    Raises ValueError, naming the file, if it holds none, or those of other weights.
+    """
+    try:
+        stored = json.loads(Path(path).read_text())
+        both = made_for(stored, weights_hash, "alpha_h", "alpha_l")
+        if not all(checks.is_real(alpha) for alpha in both):
+            raise ValueError(f"alpha_h and alpha_l must be numbers, not {both}")
+        return tuple(float(alpha) for alpha in both)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,20 @@ class Options:
         "tokens that a head keeps of a prompt, those of the largest scores; up to 1 the share of "
         "them. Alpha decides if it is 0, and else has no meaning",
     )
+
+    thresholds: Thresholds = field(
+        default=(),
+        metadata={
+            "help": "file of alpha_h and alpha_l that experiments.train.calibrate_diffkv has found "
+            "for the model; those given beside it have no meaning",
+            "read": read_thresholds,
+        },
+    )
+
+    def __post_init__(self):
+        for name, value in zip(("alpha_h", "alpha_l"), self.thresholds):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "thresholds", ())
 
     @property
     def rules(self) -> Rules:
