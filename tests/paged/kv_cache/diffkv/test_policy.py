@@ -1,6 +1,7 @@
 """What DiffKV's policy keeps, bounds and refuses. The suite of all policies runs it too."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import jax
@@ -14,6 +15,7 @@ from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, diffkv
 from paged.kv_cache.diffkv.layout import layout_of
+from paged.kv_cache.diffkv.options import read_thresholds
 from paged.kv_cache.diffkv.snapshot import snapshot
 from paged.kv_cache.diffkv.state import DiffKVCache
 from paged.kv_cache.policy import ShardedModel
@@ -212,3 +214,24 @@ def test_recomputing_is_exact_only_where_all_is_kept_as_it_is():
     assert exact.capabilities.recompute_exact
     uniform = CASE.engine_config(policy_options={"high": "K8V8", "alpha_h": 0.0, "alpha_l": 0.0})
     assert not uniform.capabilities.recompute_exact
+
+
+def test_thresholds_of_a_file_are_those_of_the_weights(tmp_path):
+    path = tmp_path / "thresholds.json"
+    path.write_text(json.dumps({"weights_sha256": "ab", "alpha_h": 3, "alpha_l": 0}))
+    thresholds = read_thresholds(str(path), lambda: "ab")
+    options = diffkv.Options(thresholds=thresholds)
+    assert (options.alpha_h, options.alpha_l) == (3, 0)
+    assert options == diffkv.Options(alpha_h=3.0, alpha_l=0.0)
+    with pytest.raises(
+        ValueError, match=r"thresholds.json: is for weights of SHA-256 'ab', not cd"
+    ):
+        read_thresholds(str(path), lambda: "cd")
+    for text, message in (
+        ('{"weights_sha256": "ab", "alpha_h": 1}', 'needs "weights_sha256" and "alpha_h" and "al'),
+        ('{"weights_sha256": "ab", "alpha_h": 1, "alpha_l": "0"}', "must be numbers, not"),
+        ("[", "Expecting value"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_thresholds(str(path), lambda: "ab")
