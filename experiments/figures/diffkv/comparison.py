@@ -41,7 +41,7 @@ def draw_family(axes: Axes, rows: Sequence[Row], measure: str, **style) -> None:
         np.array([getattr(row, name) for row in rows]) for name in (low, measure, high)
     )
     errors = np.abs(np.stack([lower, upper]) - middle)
-    x = [row.kv_memory_fraction for row in rows]
+    x = np.array([row.kv_memory_fraction for row in rows], float)
     axes.errorbar(x, middle, errors, marker="o", markersize=4, capsize=2, **style)
     axes.set(xlabel="KV memory, of 16-bit pages", ylabel=label.replace("dense", REFERENCE))
     axes.spines[["top", "right"]].set_visible(False)

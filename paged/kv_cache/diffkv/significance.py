@@ -67,10 +67,11 @@ def _section(
         words = format.write_scores(words, jnp.where(live, ids, nowhere), scores)
         age = now + 1 - positions
         mean = rules.significance(scores, age)
-        masks = (age > 0,)
-        if window_R is not None:
+        if window_R is None:
+            masks = [age > 0]
+        else:
             window = window_R[row][:, None]
-            masks = age == window, age > window
+            masks = [age == window, age > window]
         new = []
         for mask, before in zip(masks, found, strict=True):
             means = jnp.where(held & mask, mean, NOBODY)
