@@ -11,12 +11,23 @@ from experiments.figures.diffkv.systems import REFERENCE
 from experiments.lib.answers import Evaluation
 
 
+def _sizes(whole: Mapping[str, Row], names: Sequence[str]) -> dict[str, float]:
+    found = {name: whole[name].kv_memory_fraction for name in names if name in whole}
+    return {name: size for name, size in found.items() if size is not None}
+
+
 def at_no_less_memory(whole: Mapping[str, Row], names: Sequence[str], memory: float) -> str | None:
     """Of the systems of these names the one with the least memory that is no less than that; None
     if there is none."""
-    sizes = {name: whole[name].kv_memory_fraction for name in names if name in whole}
-    enough = {name: size for name, size in sizes.items() if size is not None and size >= memory}
+    enough = {name: size for name, size in _sizes(whole, names).items() if size >= memory}
     return min(enough, key=enough.__getitem__) if enough else None
+
+
+def at_no_more_memory(whole: Mapping[str, Row], names: Sequence[str], memory: float) -> str | None:
+    """Of the systems of these names the one with the most memory that is no more than that; None if
+    there is none."""
+    fitting = {name: size for name, size in _sizes(whole, names).items() if size <= memory}
+    return max(fitting, key=fitting.__getitem__) if fitting else None
 
 
 def compared(found: Mapping[str, Evaluation], first: str, second: str) -> Row:
