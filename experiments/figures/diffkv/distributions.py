@@ -35,7 +35,6 @@ from models.families import family
 from pallas_kernels.quantized_attention import prompt_attention
 
 SHARE = 0.95
-SPAN = 0.1, 99.9  # percentiles between which orders of magnitude are counted
 FILES = ("tokens.csv", "distributions.png")
 
 
@@ -96,9 +95,9 @@ def table(task: str, found: Sequence[Prompt]) -> list[dict]:
 
 
 def orders(values: np.ndarray) -> float:
-    """Orders of magnitude between the percentiles of `SPAN`."""
-    low, high = np.percentile(values[values > 0], SPAN)
-    return float(np.log10(high / low))
+    """Orders of magnitude between the least and the most, of those above 0."""
+    positive = values[values > 0]
+    return float(np.log10(positive.max() / positive.min()))
 
 
 def summarise(rows: Sequence[dict], found: dict[str, list[Prompt]]) -> dict[str, float]:
@@ -133,16 +132,20 @@ def plot(rows: Sequence[dict], found: dict[str, list[Prompt]], path: Path, foote
     one, middle = everything[0], len(everything[0].scores) // 2
     for head in range(one.scores.shape[2]):
         tokens.semilogy(one.scores[middle, :, head], linewidth=0.5, label=f"head {head}")
-    tokens.set(xlabel="token", title=f"significance in layer {middle} of one prompt (Fig. 3)")
+    tokens.set(
+        xlabel="token", ylabel="significance", title=f"layer {middle} of one prompt (Fig. 3)"
+    )
     tokens.legend(fontsize="x-small")
     critical = np.stack([prompt.critical() for prompt in everything])
     of_layers = critical.mean(2)
     layers = range(critical.shape[1])
     by_layer.errorbar(layers, of_layers.mean(0), of_layers.std(0), marker="o", capsize=3)
+    by_layer.set_xticks(layers)
     by_layer.set(xlabel="layer", ylabel="tokens", title="tokens with 95 %, by layer (Fig. 4)")
     names = [f"{layer}.{head}" for layer, head in np.ndindex(critical.shape[1:])]
     flat = critical.reshape(len(critical), -1)
-    by_head.barh(names, flat.mean(0), xerr=flat.std(0), color="#2f6b9a")
+    by_head.barh(range(len(names)), flat.mean(0), xerr=flat.std(0), color="#2f6b9a")
+    by_head.set_yticks(range(len(names)), names)
     by_head.set(xlabel="tokens", title="by layer.head (Fig. 5)")
     by_head.tick_params(axis="y", labelsize=6)
     for task in found:
