@@ -110,7 +110,7 @@ def main(options: Options) -> int:
 def define_flags() -> None:
     accuracy.define_flags(TASKS, ("1024", "2048"), 20)
     flags.DEFINE_list("alphas", ["0.02", "0.1", "0.3", "1"], "thresholds of dynamic budgets")
-    flags.DEFINE_list("budgets", ["0.3", "0.5", "0.7", "0.9"], "shares of static budgets")
+    flags.DEFINE_list("budgets", ["0.5", "0.7", "0.9", "0.98"], "shares of static budgets")
 
 
 PROGRAM = Program(main, define_flags, "results/diffkv_dynamic_sparsity", accuracy.FILES)

@@ -61,10 +61,9 @@ class Options:
     )
     budget: float = described(
         0.0,
-        "tokens that a head keeps of a prompt, those of the largest scores; up to 1 the share of "
-        "them. Alpha decides if it is 0, and else has no meaning",
+        "tokens that a head keeps of a prompt, those of the largest scores, and h2o at all; up to "
+        "1 a share of them. Alpha decides if it is 0, and else has no meaning",
     )
-
     thresholds: Thresholds = field(
         default=(),
         metadata={

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from experiments.figures.diffkv import distributions
 from experiments.figures.diffkv.distributions import Prompt
@@ -11,6 +12,7 @@ from models.families import family
 from models.full_attention import causal_attend
 
 
+@pytest.mark.slow
 def test_scores_are_means_over_later_tokens(tiny_folder, tokenizer, tmp_path):
     config, params = checkpoint.load(tiny_folder, "float32")
     prompts = tasks.make_prompts("needle", 256, 2, 0, tokenizer)
