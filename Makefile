@@ -10,12 +10,13 @@ TESTS :=
 UNPINNED := \#
 PY := $(VENV)/bin/python
 
-.PHONY: help demo test test-all test-newest-jax test-parity test-cluster test-aot compile-kernels compile-kernels-once cuda lint format typecheck constraints clean
+.PHONY: help demo serve test test-all test-newest-jax test-parity test-cluster test-aot compile-kernels compile-kernels-once cuda lint format typecheck constraints clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
 help:
 	@echo 'make demo             serve the bundled model; report and plots in results/demo/'
+	@echo 'make serve            serve the bundled model over HTTP, as OpenAI does, until Ctrl-C'
 	@echo 'make test             run the tests but for the slow ones'
 	@echo 'make test-all         run all tests, as CI does'
 	@echo 'make test-newest-jax  run the tests on the newest JAX 0.12, in .venv-newest'
@@ -32,6 +33,9 @@ help:
 
 demo: $(VENV)/.installed-base
 	$(PY) -m experiments.serve --flagfile=configs/demo.flags --output_dir=results/demo
+
+serve: $(VENV)/.installed-serve
+	$(PY) -m experiments.serve_http
 
 test: CHOSEN := -m 'not slow'
 test test-all: $(VENV)/.installed-$(EXTRAS)

@@ -2,7 +2,7 @@
 
 import contextlib
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,15 @@ class EngineRunner:
 
     def cancel(self, request_id: str, attempt: int) -> None:
         self._inbox.put(lambda: self._cancel(request_id, attempt))
+
+    def call(self, what: Callable[[], None]) -> None:
+        """Have `run` do this between two steps."""
+        self._inbox.put(what)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Say nothing more of requests that the engine has lost in a failure."""
+        for request_id in request_ids:
+            self._attempts.pop(request_id, None)
 
     def close(self) -> None:
         """End `run`."""
@@ -120,7 +129,8 @@ class EngineRunner:
         running = self._attempts.get(request_id)
         if running is not None and running.number == attempt:
             del self._attempts[request_id]
-            self.engine.abort(request_id)
+            if request_id in self.engine.requests.unfinished:  # a failure may have ended it
+                self.engine.abort(request_id)
 
     def _known(self, sequence: Sequence) -> int:
         slots = self.engine.scheduler.slots
