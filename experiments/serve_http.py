@@ -9,19 +9,29 @@ end, for --drain_s seconds at most; new ones are refused with status 503 meanwhi
 is then 143 or 130.
 """
 
-import logging
+from collections.abc import Callable
 from pathlib import Path
 
+import jax
 from absl import flags
 
 from experiments.lib import adapters
 from experiments.lib.engines import engine_config, load_engine
-from experiments.lib.flags import define_engine_flags, define_fields, fields_of, loading
+from experiments.lib.flags import (
+    define_engine_flags,
+    define_executor_flag,
+    define_fields,
+    fields_of,
+    loading,
+)
 from experiments.lib.program import Options, Program, refusals
+from experiments.lib.runners import ray_actors, threads
 from models import checkpoint, load_tokenizer
+from models.config import ModelConfig
 from paged.engine import EngineConfig
 from paged.server.app import create_app
-from paged.server.owner import EngineOwner
+from paged.server.cluster_owner import ClusterOwner
+from paged.server.owner import EngineOwner, Owner
 from paged.server.run import Server
 from paged.server.service import Service
 from paged.server.settings import ServerConfig
@@ -37,9 +47,15 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "api_keys", "", "file of API keys, one a line, of which requests need one; empty for none"
     )
+    flags.DEFINE_integer(
+        "runners", 1, "engines, each on a device of its own, among which requests are placed and "
+        "move (Punica §5)", lower_bound=1,
+    )  # fmt: skip
+    flags.DEFINE_bool("ray", False, "whether runners are Ray actors (extra `cluster`)")
     define_fields(ServerConfig)
     adapters.define_flags()
     define_engine_flags()
+    define_executor_flag()
 
 
 def read_lines(flag: str, path: str) -> list[str]:
@@ -51,7 +67,33 @@ def read_lines(flag: str, path: str) -> list[str]:
     return lines
 
 
+def prepared(
+    options: Options, model: ModelConfig, config: EngineConfig, tokenizer
+) -> Callable[[], Owner]:
+    """What makes one warm engine, or a cluster of them. Raises ValueError for what cannot be."""
+    if options.runners == 1 and not options.ray:
+        engine = load_engine(config, tokenizer, **loading(options))
+
+        def one() -> Owner:
+            engine.warm_up()
+            return EngineOwner(engine)
+
+        return one
+    if config.tensor_parallel > 1:
+        raise ValueError("--tensor_parallel: each engine of a cluster has one device")
+    if options.executor != "device":
+        raise ValueError(f"--executor={options.executor} is for one engine: --runners=1")
+    try:
+        make = ray_actors if options.ray else threads
+        live = make(options, model, config, options.runners, tokenizer)
+    except ImportError as error:
+        raise ValueError(f"--ray: {error}") from error
+    return lambda: ClusterOwner(live.__enter__())
+
+
 def main(options: Options) -> int:
+    if options.runners > 1 and not options.ray:  # a CPU is as many devices as it is told at first
+        jax.config.update("jax_num_cpu_devices", options.runners)
     with refusals():
         settings = ServerConfig(**fields_of(ServerConfig, options))
         model = checkpoint.load_config(options.model)
@@ -62,10 +104,8 @@ def main(options: Options) -> int:
         if options.chat_template:
             template = Path(options.chat_template).expanduser().read_text()
         served = adapters.asked_for(options, model, config)
-        engine = load_engine(config, tokenizer, **loading(options))
-    engine.warm_up()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    owner = EngineOwner(engine)
+        make_owner = prepared(options, model, config, tokenizer)
+    owner = make_owner()
     name = options.served_model_name or options.model
     service = Service(owner, model, config, tokenizer, name, settings, template)
     for adapter in served:

@@ -13,25 +13,27 @@ SHARED = (
     "repetition_penalty", "stop_token_ids", "ignore_eos", "forced_output", "prompt_logprobs",
     "best_of", "beam_width", "length_penalty", "early_stopping",
 )  # fmt: skip
+# What the engine's messages call them, and how the requests do.
+NAMES = {name: name for name in (*SHARED, "stop", "logit_bias", "max_tokens", "logprobs")}
+NAMES["sequences"] = "n"
 COMPLETION_TOKENS = 16  # OpenAI's default
 
 
 def of_completion(body: CompletionRequest) -> SamplingParams:
     """Raises ApiError, naming the field."""
-    values, names = shared(body), {name: name for name in (*SHARED, "stop", "logit_bias")}
+    values = shared(body)
     most = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if most == 0 and body.echo:
         most = 1  # the engine's least; the answer leaves it out
     values |= {"max_tokens": most, "logprobs": body.logprobs}
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         values["prompt_logprobs"] = body.logprobs
-    return made(body, values, names | {"max_tokens": "max_tokens", "logprobs": "logprobs"})
+    return made(body, values, NAMES)
 
 
 def of_chat(body: ChatRequest, room: int) -> SamplingParams:
     """room: tokens that the context leaves. Raises ApiError, naming the field."""
-    values, names = shared(body), {name: name for name in (*SHARED, "stop", "logit_bias")}
-    names |= {"max_tokens": "max_tokens", "logprobs": "top_logprobs"}
+    values, names = shared(body), NAMES | {"logprobs": "top_logprobs"}
     values["max_tokens"] = max(1, room)
     for name in ("max_tokens", "max_completion_tokens"):
         if getattr(body, name) is not None:
@@ -69,6 +71,10 @@ def made(body: Sampling, values: Mapping[str, Any], names: Mapping[str, str]) ->
         raise refused(error, names, "n") from None
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
+    if body.stream and sampling.prompt_logprobs is not None:
+        name = "prompt_logprobs" if body.prompt_logprobs is not None else "echo"
+        message = f"{name}: log-probabilities of prompts come with whole answers: without stream"
+        raise ApiError(400, message, name)
     if body.stream and sampling.ranks:
         message = "best_of above n cannot be streamed: which are the best is known at the end"
         raise ApiError(400, message, "best_of")

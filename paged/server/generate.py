@@ -44,7 +44,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     most = service.settings.max_prompts
     if not 1 <= len(given) <= most:
         raise ApiError(400, f"prompt: from 1 to {most} prompts, not {len(given)}", "prompt")
-    names = {name: name for name in (*asked.SHARED, "stop", "logit_bias", "max_tokens")}
+    names = asked.NAMES
     prompts = [await _validated(service, prompt, sampling, names) for prompt in given]
     plan = Plan(
         body, CompletionShape(service.texts, answer_id, body.model), adapter, prompts, sampling
@@ -62,8 +62,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     answer_id, adapter = new_id("chatcmpl"), service.adapter(body.model)
     tokens = await asyncio.to_thread(chat_prompt, service, body)
     sampling = asked.of_chat(body, service.config.max_model_len - len(tokens))
-    names = {name: name for name in (*asked.SHARED, "stop", "logit_bias", "max_tokens")}
-    names["prompt"] = "messages"
+    names = asked.NAMES | {"prompt": "messages"}
     prompt = await _validated(service, tokens, sampling, names, "messages")
     shape = ChatShape(service.texts, answer_id, body.model)
     return await _answer(
@@ -111,17 +110,18 @@ def _whole(plan: Plan, outputs: list[RequestOutput]) -> dict[str, Any]:
     return plan.shape.answer(choices, usage)
 
 
-def _with_prompt(plan: Plan, i: int, delta: Delta, output: RequestOutput) -> Delta:
-    """A choice's first delta, with the prompt before it where that is asked for."""
+def _with_prompt(plan: Plan, i: int, delta: Delta, output: RequestOutput | None = None) -> Delta:
+    """A delta, with prompt i before it where that is asked for and it is a choice's first one.
+    output: has the prompt's log-probabilities, which no stream has."""
     if plan.silent:
         delta = replace(delta, text="", tokens=[], logprobs=None if delta.logprobs is None else [])
     if plan.echoes is None or not delta.first:
         return delta
     logprobs = delta.logprobs
     if logprobs is not None:
-        assert output.prompt_logprobs is not None, "echo asks for them"
+        assert output and output.prompt_logprobs is not None, "echo asks for them"
         logprobs = [*output.prompt_logprobs, *logprobs]
-    tokens = [*output.prompt_tokens, *delta.tokens]
+    tokens = [*plan.prompts[i], *delta.tokens]
     return replace(delta, text=plan.echoes[i] + delta.text, tokens=tokens, logprobs=logprobs)
 
 
@@ -130,11 +130,12 @@ async def _events(plan: Plan, generation: Generation) -> AsyncIterator[bytes]:
     options = plan.body.stream_options
     counted = bool(options and options.include_usage)
     async for deltas in generation.deltas():
+        told = (_with_prompt(plan, delta.index // plan.sampling.n, delta) for delta in deltas)
         yield b"".join(
-            event(plan.shape.chunks([plan.shape.streamed(delta)], counted)) for delta in deltas
+            event(plan.shape.chunks([plan.shape.streamed(delta)], counted)) for delta in told
         )
     if counted:
         usage = Usage()
         for output in generation.outputs:
-            usage.add(output)
+            usage.add(output, generated=not plan.silent)
         yield event(plan.shape.last_chunk(usage))

@@ -105,6 +105,7 @@ class _Told:
             ("kv_bytes", "KV memory in use, by pool", "pool"),
             ("kv_bytes_total", "KV memory that there is, by pool", "pool"),
             ("kv_tokens", "KV memory in tokens, by what it serves for", "kind"),
+            ("policy", "what the KV policy saves, of the requests that run", "figure"),
         ):
             gauge = GaugeMetricFamily(PREFIX + name, help, labels=["runner", label])
             for runner in runners:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from paged.cluster.messages import ClusterRequest, Event, Progress
 from paged.cluster.runner import EngineRunner
 from paged.engine import Engine
+from paged.server.figures import policy_figures
 from paged.server.reply import Reply, wake
 
 log = logging.getLogger("paged.server")
@@ -21,7 +22,8 @@ ATTEMPT = 0  # one engine serves a request at its first attempt
 @dataclass(frozen=True)
 class RunnerStats:
     """One engine, when it was asked. kv_bytes: in use, by pool; kv_tokens: by what they serve for,
-    as in `paged.kv_cache.policy.Usage`. adapters: names of those on the device."""
+    as in `paged.kv_cache.policy.Usage`. adapters: names of those on the device. policy: what
+    `policy_figures` says."""
 
     name: str
     running: int
@@ -30,6 +32,7 @@ class RunnerStats:
     kv_bytes_total: Mapping[str, int] = field(default_factory=dict)
     kv_tokens: Mapping[str, int] = field(default_factory=dict)
     adapters: frozenset[str] = frozenset()
+    policy: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -89,6 +92,7 @@ class EngineOwner:
         self._runner = EngineRunner(engine, keep_records=True)
         self._replies: dict[str, Reply] = {}
         self._totals = Totals()
+        self._report: Mapping[str, Any] | None = None  # of the KV policy's device half, the last
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -115,7 +119,7 @@ class EngineOwner:
         return answer
 
     def stats(self) -> Future[Stats]:
-        return self.ask(lambda engine: Stats((runner_stats(engine),), replace(self._totals)))
+        return self.ask(lambda engine: Stats((self._runner_stats(),), replace(self._totals)))
 
     @property
     def alive(self) -> bool:
@@ -178,20 +182,24 @@ class EngineOwner:
             totals.cached_tokens += request.cached_tokens
         totals.compilations = metrics.compilations_warmup + metrics.compilations_after_warmup
         totals.adapter_loads = store.num_loads if store else 0
+        steps = (event for event in reversed(metrics.events) if event["event"] == "step")
+        if (last := next(steps, None)) is not None:
+            self._report = last["report"]
         metrics.clear()
 
-
-def runner_stats(engine: Engine, name: str = "engine") -> RunnerStats:
-    """What an engine has at the moment; its own thread asks."""
-    usage, store = engine.host_policy.usage(), engine.loop.adapter_store
-    return RunnerStats(
-        name=name,
-        running=len(engine.scheduler.running),
-        waiting=len(engine.scheduler.waiting),
-        kv_bytes=dict(usage.bytes),
-        kv_bytes_total={
-            pool.name: (pool.num_units - 1) * pool.unit_bytes for pool in engine.host_policy.pools
-        },
-        kv_tokens={k: v for k, v in vars(usage).items() if k != "bytes"},
-        adapters=frozenset(store.ready if store else ()),
-    )
+    def _runner_stats(self) -> RunnerStats:
+        engine = self.engine
+        policy, store = engine.host_policy, engine.loop.adapter_store
+        usage = policy.usage()
+        return RunnerStats(
+            name="engine",
+            running=len(engine.scheduler.running),
+            waiting=len(engine.scheduler.waiting),
+            kv_bytes=dict(usage.bytes),
+            kv_bytes_total={
+                pool.name: (pool.num_units - 1) * pool.unit_bytes for pool in policy.pools
+            },
+            kv_tokens={name: count for name, count in vars(usage).items() if name != "bytes"},
+            adapters=frozenset(store.ready if store else ()),
+            policy=policy_figures(engine, self._report),
+        )
