@@ -1,5 +1,6 @@
 """The HTTP application: which path does what."""
 
+import asyncio
 from collections.abc import Collection
 from typing import Any
 
@@ -96,10 +97,11 @@ def _add_tokenization(app: FastAPI, service: Service) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: either prompt or messages must be given", "prompt")
         if body.messages is not None:
-            tokens = chat_prompt(service, body)
+            tokens = await asyncio.to_thread(chat_prompt, service, body)
         else:
             special = body.add_special_tokens is not False
-            tokens = service.tokenizer.encode(body.prompt, add_special_tokens=special)
+            encode = service.tokenizer.encode
+            tokens = await asyncio.to_thread(encode, body.prompt, add_special_tokens=special)
         longest = service.config.max_model_len
         return Json({"tokens": tokens, "count": len(tokens), "max_model_len": longest})
 

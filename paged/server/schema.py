@@ -1,13 +1,22 @@
 """What requests hold: OpenAI's fields, and the engine's others beside them."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from paged.checks import help_of
+from paged.checks import help_of, is_text
 from paged.requests.sampling_params import SamplingParams
 
 HELP = help_of(SamplingParams)
+
+
+def whole(text: str) -> str:
+    if not is_text(text):
+        raise ValueError("half a surrogate pair is no text")
+    return text
+
+
+Text = Annotated[str, AfterValidator(whole)]
 
 
 def option(name: str, more: str = "") -> Any:
@@ -28,7 +37,7 @@ class StreamOptions(Body):
 class Sampling(Body):
     """What both APIs share. Defaults are OpenAI's: temperature 1."""
 
-    model: str = Field(description="the served model, or an adapter")
+    model: Text = Field(description="the served model, or an adapter")
     stream: bool | None = Field(None, description="whether to answer by server-sent events")
     stream_options: StreamOptions | None = None
     n: int | None = option("n")
@@ -37,8 +46,8 @@ class Sampling(Body):
     presence_penalty: float | None = option("presence_penalty")
     frequency_penalty: float | None = option("frequency_penalty")
     seed: int | None = option("seed")
-    stop: str | list[str] | None = option("stop")
-    logit_bias: dict[str, float] | None = Field(None, description="token id → added to its logit")
+    stop: Text | list[Text] | None = option("stop")
+    logit_bias: dict[Text, float] | None = Field(None, description="token id → added to its logit")
     # The engine's own.
     top_k: int | None = option("top_k")
     min_p: float | None = option("min_p")
@@ -51,20 +60,20 @@ class Sampling(Body):
     beam_width: int | None = option("beam_width")
     length_penalty: float | None = option("length_penalty")
     early_stopping: bool | Literal["never"] | None = option("early_stopping")
-    cache_salt: str | None = Field(
+    cache_salt: Text | None = Field(
         None, description="cached prefixes are shared only among requests of the same salt"
     )
     # Taken, and of no effect.
-    user: str | None = None
+    user: Text | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    metadata: dict[Text, Text] | None = None
+    service_tier: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
 
 
 class CompletionRequest(Sampling):
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+    prompt: Text | list[Text] | list[int] | list[list[int]] = Field(
         description="text or token ids, one or several"
     )
     max_tokens: int | None = option("max_tokens", "; 16 by default; 0 only with echo")
@@ -74,13 +83,13 @@ class CompletionRequest(Sampling):
 
 class TextPart(Body):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Body):
-    role: str
-    content: str | list[TextPart] | None = None
-    name: str | None = None
+    role: Text
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
 
     @property
     def text(self) -> str:
@@ -98,7 +107,7 @@ class Conversation(Body):
     add_generation_prompt: bool | None = Field(
         None, description="whether the prompt ends where the assistant begins; so it does"
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: dict[Text, Any] | None = Field(
         None, description="what the chat template is given besides"
     )
 
@@ -112,19 +121,19 @@ class ChatRequest(Sampling, Conversation):
 
 
 class TokenizeRequest(Body):
-    model: str | None = None
-    prompt: str | None = None
+    model: Text | None = None
+    prompt: Text | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[Text, Any] | None = None
 
 
 class DetokenizeRequest(Body):
-    model: str | None = None
+    model: Text | None = None
     tokens: list[int]
 
 
 class LoadAdapterRequest(Body):
-    lora_name: str = Field(min_length=1, description="the name that requests give as `model`")
-    lora_path: str = Field(min_length=1, description="its folder, as PEFT writes it")
+    lora_name: Text = Field(min_length=1, description="the name that requests give as `model`")
+    lora_path: Text = Field(min_length=1, description="its folder, as PEFT writes it")

@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,23 +34,25 @@ LONGEST_RETRY_S = 600.0
 
 
 class Pace:
-    """How fast requests end, over the last half minute of those in which there were any."""
+    """How fast requests end, over the last half minute of those in which there were any. now: gives
+    the time in seconds."""
 
-    def __init__(self):
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._now = now
         self._ends: deque[float] = deque()
-        self._busy_since_s = time.monotonic()
+        self._busy_since_s = now()
 
     def begin(self) -> None:
         """Requests come after there were none."""
-        self._busy_since_s = time.monotonic()
+        self._busy_since_s = self._now()
         self._ends.clear()
 
     def end(self) -> None:
-        self._ends.append(time.monotonic())
+        self._ends.append(self._now())
 
     def seconds_for(self, count: int) -> int:
         """In which so many requests end at this pace, from 1 to `LONGEST_RETRY_S`."""
-        now = time.monotonic()
+        now = self._now()
         while self._ends and self._ends[0] < now - RATE_WINDOW_S:
             self._ends.popleft()
         elapsed = min(RATE_WINDOW_S, now - self._busy_since_s)
