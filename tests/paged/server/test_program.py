@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import os
 import re
 import signal
 import subprocess
@@ -104,7 +105,10 @@ def test_bad_flags_are_told_before_the_weights_are_read():
     }
     command = [sys.executable, "-c", RUNNER, "experiments.serve_http"]
     arguments = json.dumps([each.split() for each in flags])
-    ended = subprocess.run([*command, arguments], cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run(
+        [*command, arguments], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"TRANSFORMERS_VERBOSITY": "error"},
+    )  # fmt: skip
     told = [json.loads(line) for line in ended.stdout.splitlines()]
     assert len(told) == len(flags), ended.stderr
     for (status, text), wanted in zip(told, flags.values()):
