@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from paged.requests.stopping import decode
@@ -44,7 +45,8 @@ _STATUS = {
     404: "no such model or path",
     408: "the body came too slowly",
     413: "the body is too large",
-    422: "not used: status 400 says what is wrong",
+    403: "not allowed on this server",
+    405: "no such method of this path",
     429: "too many requests are pending: Retry-After says when there is room",
     500: "the engine has failed",
     503: "the server is shutting down",
@@ -72,15 +74,21 @@ def create_app(service: Service, keys: Collection[str] = ()) -> FastAPI:
     _add_tokenization(app, service)
     _add_models(app, service)
     _add_operation(app, service)
+    document = app.openapi()
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # status 400 says what is wrong
     return app
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
+    streams = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+
+    @app.post("/v1/completions", responses=streams)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await generate.complete(service, request, body)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=streams)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await generate.chat(service, request, body)
 
@@ -154,7 +162,7 @@ def _add_operation(app: FastAPI, service: Service) -> None:
         service.admit(0)
         return Json({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         text = await service.metrics.text()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

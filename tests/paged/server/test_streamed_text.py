@@ -27,9 +27,9 @@ def test_what_was_told_is_how_the_final_text_begins(case: Case, data):
     text = final_text(case.tokenizer, tokens, stop)
     if stop and len(text) < len(decode(case.tokenizer, tokens)):
         # The engine ends a sequence with the token that completes a stop string.
-        ends = (n for n in range(len(tokens) + 1)
-                if final_text(case.tokenizer, tokens[:n], stop) != decode(case.tokenizer, tokens[:n]))  # fmt: skip
-        tokens = tokens[: min(ends)]
+        begun = (tokens[:n] for n in range(len(tokens) + 1))
+        cut = (t for t in begun if final_text(case.tokenizer, t, stop) != decode(case.tokenizer, t))
+        tokens = next(cut)
         text = final_text(case.tokenizer, tokens, stop)
     choice, told, at = ChoiceText(case.tokenizer, SamplingParams(stop=stop)), "", 0
     while at < len(tokens) - 1:  # the last token ends the sequence
