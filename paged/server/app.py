@@ -69,7 +69,6 @@ def create_app(service: Service, keys: Collection[str] = ()) -> FastAPI:
     app.add_exception_handler(ApiError, errors.on_api_error)
     app.add_exception_handler(RequestValidationError, errors.on_invalid)
     app.add_exception_handler(HTTPException, errors.on_http_error)
-    app.add_exception_handler(Exception, errors.on_failure)
     _add_generation(app, service)
     _add_tokenization(app, service)
     _add_models(app, service)
@@ -82,7 +81,9 @@ def create_app(service: Service, keys: Collection[str] = ()) -> FastAPI:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    streams = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+    streams: dict[int | str, dict[str, Any]] = {
+        200: {"content": {"application/json": {}, "text/event-stream": {}}}
+    }
 
     @app.post("/v1/completions", responses=streams)
     async def completions(body: CompletionRequest, request: Request) -> Response:

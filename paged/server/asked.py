@@ -85,6 +85,5 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[st
     """One or several prompts, as several."""
     if isinstance(prompt, str):
         return [prompt]
-    if prompt and isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return list(prompt)
+    given: list[Any] = prompt
+    return [given] if given and isinstance(given[0], int) else given

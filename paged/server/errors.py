@@ -84,7 +84,3 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{error.detail}: {request.method} {request.url.path}"
     return answer(ApiError(error.status_code, what, headers=error.headers))
-
-
-async def on_failure(request: Request, error: Exception) -> Response:
-    return answer(ApiError(500, "the server has failed; its log says where"))

@@ -52,6 +52,12 @@ class Guard:
             await self._app(scope, body.receive, told)
         except ApiError as error:
             await answer(error)(scope, receive, told)
+        except Exception:
+            if status:
+                raise
+            log.exception("%s has failed", request_id)
+            failure = ApiError(500, "the server has failed; its log says where")
+            await answer(failure)(scope, receive, told)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             self._service.metrics.http.labels(route, str(status)).inc()

@@ -16,6 +16,7 @@ SECONDS = (
 )  # fmt: skip
 TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
 PREFIX = "paged_"
+STATS_S = 30.0  # after which /metrics fails: the engine's thread says nothing
 TOTALS = {
     "steps": "steps of engines",
     "step_s": "seconds in which the device ran steps",
@@ -79,7 +80,8 @@ class ServerMetrics:
 
     async def text(self) -> bytes:
         """In Prometheus's format."""
-        stats = await asyncio.wrap_future(self._owner.stats())
+        async with asyncio.timeout(STATS_S):
+            stats = await asyncio.wrap_future(self._owner.stats())
         registry = CollectorRegistry()
         registry.register(_Told(stats))
         return generate_latest(self._registry) + generate_latest(registry)

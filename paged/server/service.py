@@ -79,6 +79,7 @@ class Service:
         self.metrics = ServerMetrics(owner)
         self.started_s = int(time.time())
         self.draining = False
+        # Says what could ever fit; it holds nothing.
         self._policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
         self._active: dict[Generation, int] = {}  # with their prompts
         self._pace = Pace()

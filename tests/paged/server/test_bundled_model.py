@@ -121,7 +121,8 @@ def test_completions(server: Served, offline, name):
 def test_streamed_completions(server: Served, offline, name):
     wanted = offline[name]
     count = len(wanted.sequences)
-    texts, reasons, logprobs = [""] * count, [None] * count, [[] for _ in range(count)]
+    texts, reasons = [""] * count, [None] * count
+    logprobs: list[list[float]] = [[] for _ in range(count)]
     offsets: list[list[int]] = [[] for _ in range(count)]
     for chunk in server.client.completions.create(
         prompt=PROMPT, stream=True, **spoken(OPTIONS[name])

@@ -38,7 +38,8 @@ def test_growth_and_end_are_told_in_order(paced):
     owner, _ = paced
 
     async def ask() -> tuple[list[int], RequestOutput]:
-        reply, tokens = Reply(True, 1000, asyncio.Event()), []
+        reply = Reply(True, 1000, asyncio.Event())
+        tokens: list[int] = []
         owner.submit(request("a"), reply)
         while not reply.ended:
             await reply.ready.wait()

@@ -3,7 +3,8 @@ document forbids."""
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     allow_header_conformance,
@@ -36,12 +37,19 @@ def api():
         assert not any(server.wait_until_idle().values())
 
 
-schema = schemathesis.pytest.from_fixture("api")
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_the_document_is_kept(api, mode: GenerationMode):
+    operations = [result.ok() for result in api.get_all_operations()]
+    assert {operation.path for operation in operations} >= {"/v1/completions", "/tokenize"}
+    for operation in operations:
+        if mode is GenerationMode.NEGATIVE and not operation.body:
+            continue  # nothing can be wrong with it
 
+        @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def check(case) -> None:
+            if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+                case.body["model"] = "bundled"  # or none would be served
+            case.call_and_validate(checks=CHECKS)
 
-@schema.parametrize()
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-def test_the_document_is_kept(case):
-    if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
-        case.body["model"] = "bundled"  # or none would be served
-    case.call_and_validate(checks=CHECKS)
+        check()

@@ -42,7 +42,7 @@ def test_what_was_told_is_how_the_final_text_begins(case: Case, data):
 
 def test_single_tokens_have_their_bytes():
     byte_level = TokenTexts(CASES["byte level"].tokenizer)
-    convert = CASES["byte level"].tokenizer.convert_tokens_to_ids
+    convert: Any = CASES["byte level"].tokenizer.convert_tokens_to_ids
     assert byte_level.bytes(convert("Ġb")) == b" b"
     assert byte_level.bytes(convert("Ã")) == b"\xc3" and byte_level.text(convert("Ã")) == "\ufffd"
     fallback = TokenTexts(CASES["byte fallback"].tokenizer)
