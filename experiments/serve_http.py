@@ -103,6 +103,8 @@ def main(options: Options) -> int:
         template = None
         if options.chat_template:
             template = Path(options.chat_template).expanduser().read_text()
+        if options.adapters.isdecimal() and not options.output_dir:
+            raise ValueError(f"--adapters={options.adapters}: random adapters need --output_dir")
         served = adapters.asked_for(options, model, config)
         make_owner = prepared(options, model, config, tokenizer)
     owner = make_owner()
@@ -120,7 +122,7 @@ def main(options: Options) -> int:
     return 128 + server.stopped_by if server.stopped_by else 0
 
 
-PROGRAM = Program(main, define_flags)
+PROGRAM = Program(main, define_flags, "", output_help="where random --adapters are written")
 
 if __name__ == "__main__":
     PROGRAM.run()

@@ -101,6 +101,7 @@ def test_bad_flags_are_told_before_the_weights_are_read():
         "--runners=2 --tensor_parallel=2": "--tensor_parallel: each engine of a cluster has one",
         "--runners=2 --executor=simulated": "--executor=simulated is for one engine",
         "--adapters=models/bundled/adapters": "adapters need adapter_slots",
+        "--adapters=3 --adapter_slots=2": "--adapters=3: random adapters need --output_dir",
         "--port=70000": "port",
     }
     command = [sys.executable, "-c", RUNNER, "experiments.serve_http"]
