@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx2
 import openai
 
 from models import checkpoint, load_tokenizer
@@ -69,15 +70,26 @@ class Served:
     server: Server
     thread: threading.Thread
     clients: list[Any] = field(default_factory=list)
+    _client: openai.OpenAI | None = None
+    _http: httpx2.Client | None = None
 
     @property
     def client(self) -> Any:
         """The official client, which tries nothing again. Its types know no options in dicts."""
-        if not self.clients:
-            self.clients.append(
-                openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+        if self._client is None:
+            self._client = openai.OpenAI(
+                base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60
             )
-        return self.clients[0]
+            self.clients.append(self._client)
+        return self._client
+
+    @property
+    def http(self) -> httpx2.Client:
+        """A client of no API. Each new one would take as long as many requests."""
+        if self._http is None:
+            self._http = httpx2.Client(timeout=120)
+            self.clients.append(self._http)
+        return self._http
 
     @property
     def owner(self) -> EngineOwner:

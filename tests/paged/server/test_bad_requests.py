@@ -154,35 +154,35 @@ def check(response: httpx2.Response, field: str | None) -> None:
 def test_the_field_that_is_wrong_is_named(server: Served, path, good, field, change):
     body = json.dumps({**good, **change}).encode()
     headers = {"content-type": "application/json"}
-    check(httpx2.post(f"{server.url}/v1/{path}", content=body, headers=headers), field)
+    check(server.http.post(f"{server.url}/v1/{path}", content=body, headers=headers), field)
 
 
 @pytest.mark.parametrize("field", ["model", "prompt"])
 def test_fields_that_must_be_there(server: Served, field):
     body = {name: value for name, value in COMPLETION.items() if name != field}
-    check(httpx2.post(f"{server.url}/v1/completions", json=body), field)
+    check(server.http.post(f"{server.url}/v1/completions", json=body), field)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
 def test_bodies_that_are_no_request(server: Served, body):
     headers = {"content-type": "application/json"}
-    response = httpx2.post(f"{server.url}/v1/completions", content=body, headers=headers)
+    response = server.http.post(f"{server.url}/v1/completions", content=body, headers=headers)
     check(response, None)
 
 
 def test_paths_and_methods_that_there_are_not(server: Served):
-    check(httpx2.get(f"{server.url}/v1/nothing"), None)
-    check(httpx2.get(f"{server.url}/v1/completions"), None)
-    check(httpx2.delete(f"{server.url}/v1/models"), None)
+    check(server.http.get(f"{server.url}/v1/nothing"), None)
+    check(server.http.get(f"{server.url}/v1/completions"), None)
+    check(server.http.delete(f"{server.url}/v1/models"), None)
 
 
 def test_a_body_that_is_too_large(server: Served):
     body = json.dumps({**COMPLETION, "user": "a" * 200_000}).encode()
     headers = {"content-type": "application/json"}
     url = f"{server.url}/v1/completions"
-    assert httpx2.post(url, content=body, headers=headers).status_code == 413
+    assert server.http.post(url, content=body, headers=headers).status_code == 413
     parts = (body[i : i + 1000] for i in range(0, len(body), 1000))  # of a length nobody tells
-    assert httpx2.post(url, content=parts, headers=headers).status_code == 413
+    assert server.http.post(url, content=parts, headers=headers).status_code == 413
 
 
 @pytest.mark.parametrize(
@@ -200,11 +200,11 @@ def test_a_body_that_is_too_large(server: Served):
 )
 def test_other_paths(server: Served, path, body, field):
     content, headers = json.dumps(body).encode(), {"content-type": "application/json"}
-    check(httpx2.post(f"{server.url}/{path}", content=content, headers=headers), field)
+    check(server.http.post(f"{server.url}/{path}", content=content, headers=headers), field)
 
 
 def test_adapters_are_loaded_only_where_that_is_allowed(server: Served):
     body = {"lora_name": "mine", "lora_path": "/nowhere"}
-    response = httpx2.post(f"{server.url}/v1/load_lora_adapter", json=body)
+    response = server.http.post(f"{server.url}/v1/load_lora_adapter", json=body)
     assert response.status_code == 403
     assert "allow_adapter_loading" in response.json()["error"]["message"]

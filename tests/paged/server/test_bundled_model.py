@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import httpx2
 import pytest
 
 from models import checkpoint
@@ -145,7 +144,7 @@ def test_chat_has_log_probabilities_of_its_own_shape(server: Served, engine: Eng
     messages = [{"role": "user", "content": "Who?"}]
     how = {"model": "bundled", "messages": messages, "max_tokens": 6, "temperature": 0}
     body = {"messages": messages, "add_generation_prompt": True}
-    tokens = httpx2.post(f"{server.url}/tokenize", json=body).json()["tokens"]
+    tokens = server.http.post(f"{server.url}/tokenize", json=body).json()["tokens"]
     sampling = SamplingParams(max_tokens=6, logprobs=2)
     wanted = server.owner.ask(lambda e: e.generate([tokens], sampling)[0]).result(60)
     whole = server.client.chat.completions.create(**how, logprobs=True, top_logprobs=2).choices[0]
@@ -204,13 +203,13 @@ def test_adapters_are_models(server: Served, offline):
     assert answer.choices[0].text == offline["adapter"].text != offline["greedy"].text
     assert answer.model == "reversed"
     body = {"lora_name": "loaded", "lora_path": "models/bundled/adapters/reversed"}
-    loaded = httpx2.post(f"{server.url}/v1/load_lora_adapter", json=body)
+    loaded = server.http.post(f"{server.url}/v1/load_lora_adapter", json=body)
     assert loaded.status_code == 200 and loaded.json()["parent"] == "bundled"
     assert "loaded" in [model.id for model in server.client.models.list()]
     again = server.client.completions.create(model="loaded", **how)
     assert again.choices[0].text == offline["adapter"].text
     for bad in ({"lora_path": "/nowhere"}, {"lora_name": "bundled"}, {"lora_name": ""}):
-        answer = httpx2.post(f"{server.url}/v1/load_lora_adapter", json={**body, **bad})
+        answer = server.http.post(f"{server.url}/v1/load_lora_adapter", json={**body, **bad})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == next(iter(bad))
-    assert "paged_adapter_loads_total" in httpx2.get(f"{server.url}/metrics").text
+    assert "paged_adapter_loads_total" in server.http.get(f"{server.url}/metrics").text

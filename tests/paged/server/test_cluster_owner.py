@@ -5,7 +5,6 @@ import time
 from functools import partial
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 
@@ -54,7 +53,7 @@ def test_tokens_are_those_of_one_engine_though_a_runner_dies():
             texts = [future.result() for future in asked]
         assert texts == wanted(20)
         assert len(live.deaths) == 1
-        told = httpx2.get(f"{server.url}/metrics").text
+        told = server.http.get(f"{server.url}/metrics").text
         assert (
             "paged_lost_runners_total 1.0" in told and 'paged_waiting{runner="queue"} 0.0' in told
         )
@@ -70,7 +69,7 @@ def test_without_runners_nothing_is_served():
         with pytest.raises(openai.InternalServerError, match="ended") as caught:
             ask(server.client, 1)
         assert caught.value.status_code == 503
-        assert httpx2.get(f"{server.url}/health").status_code == 503
+        assert server.http.get(f"{server.url}/health").status_code == 503
 
 
 def test_clients_that_leave_take_their_requests_along():

@@ -7,7 +7,6 @@ import threading
 import time
 from dataclasses import replace
 
-import httpx2
 import openai
 import pytest
 
@@ -90,19 +89,20 @@ def test_keys():
         assert server.client.completions.create(model="bundled", prompt="a", max_tokens=2)
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}):
             for path in ("/v1/models", "/metrics", "/nothing"):
-                answer = httpx2.get(server.url + path, headers=headers)
+                answer = server.http.get(server.url + path, headers=headers)
                 assert answer.status_code == 401
                 assert answer.json()["error"]["code"] == "invalid_api_key"
-        assert httpx2.get(f"{server.url}/health").status_code == 200
+        assert server.http.get(f"{server.url}/health").status_code == 200
 
 
 def test_request_ids():
     with served(EngineOwner(simulated()[0])) as server:
         url = f"{server.url}/v1/models"
-        given = httpx2.get(url, headers={"x-request-id": "mine-1"})
+        given = server.http.get(url, headers={"x-request-id": "mine-1"})
         assert given.headers["x-request-id"] == "mine-1"
         made = [
-            httpx2.get(url, headers={"x-request-id": "a b"}).headers["x-request-id"] for _ in "ab"
+            server.http.get(url, headers={"x-request-id": "a b"}).headers["x-request-id"]
+            for _ in "ab"
         ]
         assert made[0] != made[1] and all(name.startswith("req-") for name in made)
 
@@ -166,10 +166,10 @@ def test_draining_refuses_new_requests_and_ends_running_ones():
             server.server.stop()
             while not server.service.draining:
                 time.sleep(0.01)
-            refused = httpx2.post(f"{server.url}/v1/completions", json=LONG)
+            refused = server.http.post(f"{server.url}/v1/completions", json=LONG)
             assert refused.status_code == 503 and refused.headers["retry-after"]
             assert refused.json()["error"]["code"] == "shutting_down"
-            assert httpx2.get(f"{server.url}/health").status_code == 503
+            assert server.http.get(f"{server.url}/health").status_code == 503
             executor.go.set()
             text = whole.result().choices[0].text
             assert text == "".join(chunk.choices[0].text for chunk in stream.result())

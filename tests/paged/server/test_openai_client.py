@@ -3,7 +3,6 @@ engine that nobody serves, for the same seeds."""
 
 import concurrent.futures
 
-import httpx2
 import openai
 import pytest
 
@@ -164,21 +163,23 @@ def test_embeddings_are_refused(server: Served):
 
 def test_tokens_and_back(server: Served):
     text = "The old sailor\n counted to 12."
-    told = httpx2.post(f"{server.url}/tokenize", json={"model": "bundled", "prompt": text}).json()
+    told = server.http.post(
+        f"{server.url}/tokenize", json={"model": "bundled", "prompt": text}
+    ).json()
     assert told["tokens"] == TOKENIZER.encode(text) and told["count"] == len(told["tokens"])
-    bare = httpx2.post(
+    bare = server.http.post(
         f"{server.url}/tokenize", json={"prompt": text, "add_special_tokens": False}
     ).json()
     assert bare["tokens"] == told["tokens"][1:]
-    chat = httpx2.post(f"{server.url}/tokenize", json={"messages": CHAT}).json()
+    chat = server.http.post(f"{server.url}/tokenize", json={"messages": CHAT}).json()
     assert chat["tokens"] == TOKENIZER.encode(CHAT_TEXT, add_special_tokens=False)
-    back = httpx2.post(f"{server.url}/detokenize", json={"tokens": told["tokens"]}).json()
+    back = server.http.post(f"{server.url}/detokenize", json={"tokens": told["tokens"]}).json()
     assert back == {"prompt": text}
 
 
 def test_figures_in_prometheus_format(server: Served):
     server.client.completions.create(model="bundled", prompt="a cat", max_tokens=3)
-    lines = httpx2.get(f"{server.url}/metrics").text.splitlines()
+    lines = server.http.get(f"{server.url}/metrics").text.splitlines()
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines
               if not line.startswith("#")}  # fmt: skip
     assert values['paged_prompts_total{reason="length"}'] >= 1

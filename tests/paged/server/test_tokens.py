@@ -3,16 +3,18 @@
 import concurrent.futures
 from typing import Any
 
-import httpx2
 import pytest
 
 from paged.engine import Engine
 from paged.requests.sampling_params import changed_fields
 from paged.requests.stopping import decode
 from paged.server.owner import EngineOwner
-from tests.paged.kv_cache.policy_suite import CROWD, Bench, Case, by_policy, padded, registered
+from tests.paged.kv_cache.policy_suite import CASES, CROWD, Bench, Case, padded, registered
 from tests.paged.server.serving import TOKENIZER, Served, served
 from tests.paged.tiny import TINY
+
+# Engines compile. The quick tests compare with one that makes tokens up: `test_openai_client.py`.
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +34,7 @@ def body_of(request) -> dict[str, Any]:
 
 
 def texts_of(server: Served, body: dict[str, Any]) -> list[str]:
-    answer = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=120).json()
+    answer = server.http.post(f"{server.url}/v1/completions", json=body, timeout=120).json()
     return [choice["text"] for choice in answer["choices"]]
 
 
@@ -45,7 +47,7 @@ def streamed(server: Served, body: dict[str, Any], count: int) -> list[str]:
     return texts
 
 
-@by_policy
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_crowd_gets_what_each_gets_offline(case: Case, bench: Bench):
     """All at once, in a cache that is too small for them: some are preempted."""
     offline = bench.engine(case)
