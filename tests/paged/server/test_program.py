@@ -91,6 +91,8 @@ def test_sigterm_in_the_middle_of_load(program):
 
 def test_bad_flags_are_told_before_the_weights_are_read():
     flags = {
+        # First, as the process counts its devices once.
+        "--runners=2 --tensor_parallel=2": "--tensor_parallel: each engine of a cluster has one",
         "--max_pending=0": "max_pending must be at least 1, not 0",
         "--max_prompts=9 --max_pending=5": "max_prompts must be from 1 to max_pending (5), not 9",
         "--drain_s=-1": "drain_s must be 0 or more",
@@ -98,8 +100,6 @@ def test_bad_flags_are_told_before_the_weights_are_read():
         "--api_keys=/dev/null": "--api_keys=/dev/null: the file is empty",
         "--chat_template=/no/template": "/no/template: No such file",
         "--runners=0": "0 is not a positive integer",
-        "--runners=2 --tensor_parallel=2": "--tensor_parallel: each engine of a cluster has one",
-        "--runners=2 --executor=simulated": "--executor=simulated is for one engine",
         "--adapters=models/bundled/adapters": "adapters need adapter_slots",
         "--adapters=3 --adapter_slots=2": "--adapters=3: random adapters need --output_dir",
         "--port=70000": "port",
