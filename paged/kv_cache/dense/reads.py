@@ -27,7 +27,10 @@ def all_blocks(inputs) -> Reads:
     return Reads(inputs.query_starts, inputs.tables, inputs.lengths)
 
 
-def blocks_by_page(inputs, page_size: int, blocks_of: Callable) -> Reads:
+BlocksOf = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def blocks_by_page(inputs, page_size: int, blocks_of: BlocksOf) -> Reads:
     """The queries of a page of a sequence read the same blocks, whatever chunks a prompt comes in.
 
     blocks_of: of pages [...] int32, which count from the beginning of a sequence, the pages that

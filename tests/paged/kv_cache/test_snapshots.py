@@ -7,6 +7,7 @@ import pytest
 from models import llama
 from models.full_attention import causal_attend
 from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 from tests.paged.kv_cache.policy_suite import CASES, Bench, registered
 from tests.paged.tiny import TINY, random_params
 
@@ -45,7 +46,8 @@ def test_lserve_shows_the_pages_of_the_highest_bounds(bench):
     options, P = engine.config.policy_options, engine.config.page_size
     prompt = np.random.default_rng(2).integers(3, TINY.vocab_size, 40).tolist()
     engine.add_request(prompt, SamplingParams(max_tokens=9, ignore_eos=True))
-    outputs, shots = [], {}
+    outputs: list[RequestOutput] = []
+    shots: dict[int, np.ndarray] = {}
     while not outputs:
         outputs += engine.step()
         (shot,) = engine.executor.snapshot()
