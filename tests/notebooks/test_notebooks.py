@@ -9,6 +9,7 @@ import pytest
 
 from tests.notebooks.stored import FOLDER, code_cells, read
 
+RENDERED = FOLDER.parent / "experiments" / "results" / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 FIRST = "".join(code_cells(read(PATHS[0]))[0]["source"])
 by_path = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
@@ -47,6 +48,15 @@ def test_the_first_code_cell_finds_or_installs_the_project(path):
     cells = read(path)["cells"]
     assert [cell["cell_type"] for cell in cells[:2]] == ["markdown", "code"]
     assert "".join(cells[1]["source"]) == FIRST
+
+
+@by_path
+def test_what_is_rendered_is_this_notebook(path):
+    """Or `python -m experiments.notebooks --output_dir=experiments/results/notebooks` is due."""
+    rendered = (RENDERED / f"{path.stem}.md").read_text("utf-8")
+    for cell in read(path)["cells"]:
+        assert "".join(cell["source"]).strip() in rendered
+    assert rendered.count("![png]") == len(list((RENDERED / f"{path.stem}_files").glob("*.png")))
 
 
 def test_the_first_cell_uses_the_checkout():
