@@ -10,13 +10,14 @@ TESTS :=
 UNPINNED := \#
 PY := $(VENV)/bin/python
 
-.PHONY: help demo serve test test-all test-newest-jax test-parity test-cluster test-aot compile-kernels compile-kernels-once cuda lint format typecheck constraints clean
+.PHONY: help demo serve notebooks test test-all test-newest-jax test-parity test-cluster test-aot compile-kernels compile-kernels-once cuda lint format typecheck constraints clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
 help:
 	@echo 'make demo             serve the bundled model; report and plots in results/demo/'
 	@echo 'make serve            serve the bundled model over HTTP, as OpenAI does, until Ctrl-C'
+	@echo 'make notebooks        run the notebooks; with their outputs in results/notebooks/'
 	@echo 'make test             run the tests but for the slow ones'
 	@echo 'make test-all         run all tests, as CI does'
 	@echo 'make test-newest-jax  run the tests on the newest JAX 0.12, in .venv-newest'
@@ -36,6 +37,9 @@ demo: $(VENV)/.installed-base
 
 serve: $(VENV)/.installed-serve
 	$(PY) -m experiments.serve_http
+
+notebooks: $(VENV)/.installed-notebooks
+	$(PY) -m experiments.notebooks
 
 test: CHOSEN := -m 'not slow'
 test test-all: $(VENV)/.installed-$(EXTRAS)
@@ -93,7 +97,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 
 constraints: $(VENV)/.created
 	$(PY) -m pip install --dry-run --ignore-installed --quiet --report $(VENV)/resolved.json \
-	    -e '.[test,aot,parity,cuda,cluster]' jax==$(JAX) jaxlib==$(JAX) jax-cuda13-plugin==$(JAX)
+	    -e '.[test,aot,parity,cuda,cluster,notebooks]' jax==$(JAX) jaxlib==$(JAX) jax-cuda13-plugin==$(JAX)
 	$(PY) .ci/write_constraints.py $(VENV)/resolved.json > $(VENV)/pins.txt
 	mv $(VENV)/pins.txt constraints.txt
 

@@ -145,9 +145,9 @@ def _draw(axes: Axes, held: Sequence[Mapping[int, list[Owner]]], idle, blocks: i
         )
 
 
-def plot(
-    snapshots: Sequence[Snapshot], requests: Sequence[str], path: Path, title: str, footer: str
-) -> None:
+def draw(
+    snapshots: Sequence[Snapshot], requests: Sequence[str], title: str, footer: str = ""
+) -> Figure:
     """The map: device blocks above, blocks in the host's memory below."""
     of, blocks = colours(requests), len(snapshots[0].refcounts) - 1
     host_blocks = max((max(s.host) for s in snapshots if s.host), default=1)
@@ -167,7 +167,7 @@ def plot(
     figure.legend(handles=patches, loc="outside right upper", frameon=False)
     figure.suptitle(title)
     figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    run_record.save_figure(figure, path, dpi=110)
+    return figure
 
 
 def page_data(
@@ -212,10 +212,10 @@ def page_data(
     }
 
 
-def write_page(path: Path, data: Mapping[str, Any]) -> None:
-    """Write the template with the data in it, as one file that needs no other."""
+def page(data: Mapping[str, Any]) -> str:
+    """The template with the data in it: a page that needs no other file."""
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    run_record.write_whole(path, TEMPLATE.read_text("utf-8").replace("/*DATA*/", text))
+    return TEMPLATE.read_text("utf-8").replace("/*DATA*/", text)
 
 
 def summary(snapshots: Sequence[Snapshot], steps: Sequence[StepRecord]) -> dict[str, float]:
@@ -275,9 +275,10 @@ def main(options: Options) -> None:
     environment = run_record.describe_environment()
     footer = f"{options.model}, --requests={','.join(options.requests)}"
     numbers = summary(snapshots, engine.metrics.steps)
-    plot(snapshots, list(requests), output_dir / "memory_map.png", title, footer)
-    page = page_data(snapshots, list(requests), config.page_size, title)
-    write_page(output_dir / "memory_map.html", page)
+    figure = draw(snapshots, list(requests), title, footer)
+    run_record.save_figure(figure, output_dir / "memory_map.png", dpi=110)
+    data = page_data(snapshots, list(requests), config.page_size, title)
+    run_record.write_whole(output_dir / "memory_map.html", page(data))
     run_record.write_csv(output_dir, "steps.csv", list(map(usage_row, engine.metrics.steps)))
     facts = {"experiment": "memory_map", "flags": vars(options), "measured": numbers}
     run_record.write_json(output_dir, "report.json", facts | environment)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from paged.blocks.block_pool import NULL_BLOCK
 from paged.engine import Engine
 from paged.kv_cache.dense import BLOCKS, DenseHost
 from paged.requests.sampling_params import SamplingParams
@@ -43,6 +44,8 @@ class Snapshot:
 
 def _add(owners: dict[int, list[Owner]], blocks: np.ndarray, request: str, index: int, filled):
     for logical, block in enumerate(blocks.tolist()):
+        if block == NULL_BLOCK:  # it was dropped
+            continue
         owner = Owner(request, index, logical, int(filled[logical]))
         owners.setdefault(block, []).append(owner)
 

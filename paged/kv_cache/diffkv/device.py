@@ -19,6 +19,7 @@ from paged.kv_cache.diffkv.compression import (
 )
 from paged.kv_cache.diffkv.layout import Layout
 from paged.kv_cache.diffkv.significance import add_scores
+from paged.kv_cache.diffkv.snapshot import Snapshot, snapshot
 from paged.kv_cache.diffkv.state import (
     DecodePlan,
     DiffKVCache,
@@ -297,3 +298,6 @@ class DiffKVPolicy:
         )
         pages = page_manager.give(cache.pages, slots, *self._pages_of(content[0]))
         return replace(cache, pages=pages, counts=counts, found=found)
+
+    def snapshot(self, cache: DiffKVCache) -> list[Snapshot]:
+        return snapshot(self.layout, cache)

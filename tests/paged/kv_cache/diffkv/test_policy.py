@@ -16,7 +16,6 @@ from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, diffkv
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import read_thresholds
-from paged.kv_cache.diffkv.snapshot import snapshot
 from paged.kv_cache.diffkv.state import DiffKVCache
 from paged.kv_cache.policy import ShardedModel
 from tests.paged.kv_cache.policy_suite import (
@@ -48,7 +47,7 @@ def check_pages(engine: Engine) -> None:
     """Every page is free or one head's, and heads have as many as their tokens fill and no more
     than the host half reckons with. No token is there twice."""
     layout, slots = engine.host_policy.layout, engine.scheduler.slots
-    (state,) = snapshot(layout, engine.executor._cache)  # type: ignore[attr-defined]
+    (state,) = engine.executor.snapshot()  # type: ignore[attr-defined]
     owned = list(state.free)
     for slot, heads in enumerate(state.heads):
         held = 0
