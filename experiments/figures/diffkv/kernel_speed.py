@@ -2,11 +2,11 @@
 
 python -m experiments.figures.diffkv.kernel_speed
 
-A layer of Llama-3-8B's heads (32 query and 8 KV heads of 128), --kernel_batch sequences, all tokens
-in one format, and half of them in each of K8V4 and K4V2. All formats read the same pool, whose words
-each parses in its way; the dense op reads pages of float32. The cases take turns, and medians count.
-Floors are of the bytes alone, at the machine's measured rate. Writes to --output_dir:
-kernel_speed.csv, kernel_speed.png, report.json and summary.json.
+A layer of Llama-3-8B's heads (32 query and 8 KV heads of 128), --kernel_batch sequences, all
+tokens in one format, and half of them in each of K8V4 and K4V2. All formats read the same pool,
+whose words each parses in its way; the dense op reads pages of float32. The cases take turns, and
+medians count. Floors are of the bytes alone, at the machine's measured rate. Writes to
+--output_dir: kernel_speed.csv, kernel_speed.png, report.json and summary.json.
 """
 
 from collections.abc import Sequence
