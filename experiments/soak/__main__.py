@@ -145,7 +145,8 @@ def run(
             if drains or step % SAMPLE_EVERY == 0:
                 samples.append(sample(users, step, minutes_now(), at_rest=drains))
                 faulthandler.dump_traceback_later(HUNG_S, exit=True)
-                bar.n = step if steps else 60 * samples[-1].minutes
+                # tqdm forgets the total once it is exceeded.
+                bar.n = min(total, step if steps else 60 * samples[-1].minutes)
                 bar.set_postfix_str(f"step {step}, {users.counts['requests']} requests")
         stopped = stop_requested()
         if not stopped:  # nobody would wait for all requests to end
