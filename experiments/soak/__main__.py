@@ -1,6 +1,10 @@
 """Serve random requests for a long time, and check at every step that nothing is lost.
 
 python -m experiments.soak --minutes=30
+python -m experiments.soak --policy=lserve --noprefix_caching --preemption_mode=swap
+python -m experiments.soak --policy=diffkv --noprefix_caching --nochunked_prefill --page_size=8 \\
+    --max_model_len=96 --max_num_batched_tokens=96 --max_num_seqs=4 --kv_cache_tokens=60 \\
+    --diffkv_window=16
 
 Requests of all kinds come at random, for one sequence, for several samples, and beam searches; they
 are aborted in any state, stream, share and pin prefixes and stop at strings, in a KV cache so small

@@ -25,7 +25,6 @@ import numpy as np
 from absl import flags
 from matplotlib.figure import Figure
 
-from experiments.bench.decode_inputs import fill_decodes
 from experiments.figures.diffkv import performance
 from experiments.figures.diffkv.performance import PAGE_SIZE, Section
 from experiments.lib.program import Options
@@ -71,7 +70,10 @@ def inputs_of(phase: str, batch: int, tokens: int, vocab_size: int, Tp: int) -> 
     row = np.arange(batch)
     if phase == GENERATION:
         inputs = empty_step_inputs(0, batch, batch, batch, 0)
-        fill_decodes(inputs, [tokens + 1] * batch, PAGE_SIZE)
+        for rows in (inputs.slots, inputs.token_rows, inputs.last_tokens):
+            rows[:] = row
+        inputs.lengths[:], inputs.positions[:] = tokens + 1, tokens
+        inputs.samples[:] = inputs.iterations[:] = 1
         return inputs
     # Rows of prompts come first; those of generation are none.
     inputs, n = empty_step_inputs(Tp, batch, batch, batch, 0), batch * tokens
