@@ -3,7 +3,7 @@
 python -m experiments.soak --minutes=30
 python -m experiments.soak --policy=lserve --noprefix_caching --preemption_mode=swap
 python -m experiments.soak --policy=diffkv --noprefix_caching --nochunked_prefill --page_size=8 \\
-    --max_model_len=96 --max_num_batched_tokens=96 --max_num_seqs=4 --kv_cache_tokens=60 \\
+    --max_model_len=96 --max_num_batched_tokens=96 --max_num_seqs=4 --kv_cache_tokens=28 \\
     --diffkv_window=16
 
 Requests of all kinds come at random, for one sequence, for several samples, and beam searches; they

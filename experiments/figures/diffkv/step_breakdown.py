@@ -17,6 +17,7 @@ step_breakdown.csv, step_breakdown.png, report.json and summary.json.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -86,6 +87,10 @@ def inputs_of(phase: str, batch: int, tokens: int, vocab_size: int, Tp: int) -> 
     return inputs
 
 
+def _call(part: Callable, arguments):
+    return part(*arguments)
+
+
 class Step:
     """What is timed of one phase and batch, on an engine's own state."""
 
@@ -126,7 +131,7 @@ class Step:
             "pages": lambda: (self._executor._cache, self._inputs),
         }
         for name, part in self._parts.items():
-            found[name] = arguments[name], lambda given, part=part: part(*given)
+            found[name] = arguments[name], partial(_call, part)
         return found
 
     def _products(self, params, inputs):

@@ -111,8 +111,13 @@ def _take_pages(engine: Engine, policy: DiffKVHost, step: int, happened: list[st
                     continue
                 for number, page in enumerate(section.pages):
                     filled = min(len(section.positions) - number * format.tokens, format.tokens)
-                    at = number, filled, f"{name}, {format.name}", format.tokens, bool(low)
-                    device[page + 1] = [Owner(*whose[slot], *at)]
+                    request, index = whose[slot]
+                    device[page + 1] = [
+                        Owner(
+                            request, index, number, filled, f"{name}, {format.name}",
+                            format.tokens, bool(low),
+                        )
+                    ]  # fmt: skip
     for group in engine.scheduler.waiting:
         for index, swapped in enumerate(group.swapped or ()):
             for number, unit in enumerate(swapped.units.tolist()):

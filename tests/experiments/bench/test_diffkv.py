@@ -58,10 +58,11 @@ def test_the_device_is_exact_at_the_heads_of_8b():
 def test_formats_read_the_same_pool(name):
     """What is timed is attention: it is that of the reference."""
     pool, tokens = kernel_speed.Pool(Heads(4, 2, 32), 2, 40, seed=0), 33
-    arguments = pool.q, pool.words, pool.tables, *pool.counts(name, tokens)
-    formats = kernel_speed.formats_of(name, 32)
-    out, lse, _ = kernel_speed.attend(formats, *arguments)
-    expected = mixed_precision_attention(*arguments, formats, implementation="reference")
+    formats, (high, low) = kernel_speed.formats_of(name, 32), pool.counts(name, tokens)
+    out, lse, _ = kernel_speed.attend(formats, pool.q, pool.words, pool.tables, high, low)
+    expected = mixed_precision_attention(
+        pool.q, pool.words, pool.tables, high, low, formats, implementation="reference"
+    )
     np.testing.assert_allclose(out, expected[0], rtol=2e-4, atol=2e-5)
     np.testing.assert_allclose(lse, expected[1], rtol=1e-4)
     assert jnp.isfinite(out).all()
