@@ -82,7 +82,7 @@ def define_flags() -> None:
     performance.define_flags()
     flags.DEFINE_list("sections", list(SECTIONS), f"some of {', '.join(SECTIONS)}")
     flags.DEFINE_string("accuracy_study", "", "folder of results of the accuracy study; or none")
-    flags.DEFINE_string("accuracy_system", "DiffKV", "a system of it")
+    flags.DEFINE_string("accuracy_system", "DiffKV 1/0", "a system of it: alpha_h/alpha_l")
     throughput.define_system_flags()
     for module in (kernel_speed, compaction, step_breakdown):
         module.define_flags()
