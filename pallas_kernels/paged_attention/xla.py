@@ -12,7 +12,7 @@ these sizes were the best or nearly so for contexts of 100 and 1,000 tokens.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantization import Codes, QuantizedPages
+from pallas_kernels.quantization import Codes, QuantizedPages, in_planes, out_of_planes
 
 DECODE_CHUNK = 16  # KV tokens of one sequence that lie in a row; at least a page.
 DECODE_BYTES = 2**20  # The most bytes of keys that an iteration of decode gathers.
@@ -46,7 +46,7 @@ def _read(k_pages_NxPxD, v_pages_NxPxD, ids):
 def _scores(q, k, scale, soft_cap):
     """Scores [..., R, C] in float32. A query that was scaled itself would be rounded once more."""
     if isinstance(k, Codes):
-        products = k.products(q)
+        products = k.products(in_planes(q, k.format))
     else:
         products = jnp.einsum("...rd,...cd->...rc", q, k, preferred_element_type=jnp.float32)
     scores = products * scale
@@ -56,7 +56,7 @@ def _scores(q, k, scale, soft_cap):
 def _weighted_sum(probs, v):
     """The product of probs [..., R, C] and v [..., C, D], in float32."""
     if isinstance(v, Codes):
-        return v.weighted_sum(probs)
+        return out_of_planes(v.weighted_sum(probs), v.format)
     probs = probs.astype(v.dtype)
     return jnp.einsum("...rc,...cd->...rd", probs, v, preferred_element_type=jnp.float32)
 

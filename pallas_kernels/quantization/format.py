@@ -63,6 +63,11 @@ class KVFormat:
             )
         if self.groups < 1 or self.head_dim % self.groups:
             raise ValueError(f"{self.groups} groups do not divide a head dim of {self.head_dim}")
+        if self.head_dim // self.groups * self.bits % 8:
+            raise ValueError(
+                f"{self.groups} groups of {self.head_dim} elements of {self.bits} bits fill no "
+                "whole bytes each"
+            )
         if not self.scaled and self.floats not in FLOATS[self.bits]:
             allowed = " or ".join(FLOATS[self.bits])
             raise ValueError(f"elements of {self.bits} bits are {allowed}, not {self.floats}")

@@ -1,79 +1,13 @@
 """A pool of quantised pages, which attention and `write_kv` take where they take an array."""
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantization.codes import Codes
 from pallas_kernels.quantization.format import KVFormat
-from pallas_kernels.quantization.quantizer import dequantize, quantize, split, unpack
-
-# Sums of products are one loop with what unpacks the codes, where XLA on CPUs would write the codes
-# to memory first for a dot: half the time for two queries of a KV head.
-FEW_QUERIES = 4
-
-
-class Codes(NamedTuple):
-    """Tokens as a page has them. codes: [..., T, D] float32. scale, zero: [..., T, g] float32."""
-
-    codes: jax.Array
-    scale: jax.Array
-    zero: jax.Array
-
-    def products(self, q):
-        """q·x [..., R, T] float32 of queries [..., R, D]."""
-        products = jnp.float32(0)
-        queries = self._by_group(q.astype(jnp.float32))
-        for part, (codes, scale, zero) in zip(queries, self._groups()):
-            scaled = _dots(part, codes) * scale[..., None, :]
-            products += scaled + part.sum(-1)[..., None] * zero[..., None, :]
-        return products
-
-    def weighted_sum(self, weights):
-        """The sums [..., R, D] float32 of the tokens by weights [..., R, T] float32."""
-        sums = []
-        for codes, scale, zero in self._groups():
-            scaled = _sums(weights * scale[..., None, :], codes)
-            sums.append(scaled + (weights * zero[..., None, :]).sum(-1)[..., None])
-        return jnp.concatenate(sums, axis=-1)
-
-    def _by_group(self, x):
-        return jnp.split(x, self.scale.shape[-1], axis=-1)
-
-    def _groups(self):
-        """(codes [..., T, D / g], scale [..., T], zero [..., T]) of each group. An axis of groups
-        would make XLA on CPUs twice as slow."""
-        scales, zeros = (jnp.unstack(x, axis=-1) for x in (self.scale, self.zero))
-        return zip(self._by_group(self.codes), scales, zeros)
-
-    @classmethod
-    def unpacked(cls, codes, scales, format: KVFormat) -> "Codes":
-        """Of the words [..., T, C] and [..., T, g] of tokens. Floats have a scale of one."""
-        codes = unpack(codes, format)
-        if format.scaled:
-            return cls(codes, *split(scales))
-        one = jnp.ones((*codes.shape[:-1], 1), jnp.float32)
-        return cls(codes, one, jnp.zeros_like(one))
-
-    def only(self, held):
-        """With zeros for the tokens that are not `held` [..., T], if codes are finite."""
-        scale, zero = (jnp.where(held[..., None], x, 0) for x in (self.scale, self.zero))
-        return self._replace(scale=scale, zero=zero)
-
-
-def _dots(q, codes):
-    """q·c [..., R, T] of queries [..., R, D] and codes [..., T, D]."""
-    if q.shape[-2] > FEW_QUERIES:
-        return jnp.einsum("...rd,...td->...rt", q, codes)
-    return (q[..., :, None, :] * codes[..., None, :, :]).sum(-1)
-
-
-def _sums(weights, codes):
-    """The sums [..., R, D] of codes [..., T, D] by weights [..., R, T]."""
-    if weights.shape[-2] > FEW_QUERIES:
-        return jnp.einsum("...rt,...td->...rd", weights, codes)
-    return (weights[..., None] * codes[..., None, :, :]).sum(-2)
+from pallas_kernels.quantization.quantizer import dequantize, quantize
 
 
 @jax.tree_util.register_dataclass

@@ -90,9 +90,13 @@ class PageFormat:
         part = rows[..., first : first + self.tokens * width]
         return part.reshape(*rows.shape[:-1], self.tokens, width)
 
-    def read(self, rows, held) -> tuple[Codes, Codes]:
-        """Keys and values of the tokens [..., P] of pages' words [..., W]. Tokens that are not
-        `held` [..., P] read as zeros: what former owners have left may be no finite number."""
+    def read(self, words_NxW, page, held) -> tuple[Codes, Codes]:
+        """Keys and values of the tokens [n, P] of the pages `page` [n]. Tokens that are not `held`
+        [n, P] read as zeros: what former owners have left may be no finite number."""
+        # Without the barriers XLA on CPUs copies words one by one, as attention over pages does.
+        page = jax.lax.optimization_barrier(page)
+        rows = take_words(words_NxW, page, 0, self.sections[4].first)
+        rows = jax.lax.optimization_barrier(rows)
         both = []
         for format, first in ((self.keys, 0), (self.values, 2)):
             codes, scales = self.section(rows, first), self.section(rows, first + 1)

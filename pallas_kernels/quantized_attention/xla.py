@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantization import in_planes, out_of_planes
 from pallas_kernels.quantized_attention.pages import PageFormat
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
 
-DECODE_TOKENS = 1024  # that an iteration of decode gathers
+DECODE_TOKENS = 4096  # that an iteration of decode gathers
 QUERY_TILE = 64  # queries of a prompt that share what they read
 KEY_TILE = 128  # keys that they read at a time
 NEG_INF = -1e30
@@ -18,50 +19,54 @@ def decode(q, words, tables, counts, formats, *, scale):
     """
     S, H, D = q.shape
     K, M = tables.shape[1:]
-    R, G = S * K, H // K
-    q_RxGxD, tables_RxM = q.astype(jnp.float32).reshape(R, G, D), tables.reshape(R, M)
-    state = jnp.zeros((R, G, D)), jnp.full((R, G), NEG_INF), jnp.zeros((R, G))
-    kept = []
+    q_RxGxD = q.astype(jnp.float32).reshape(S * K, H // K, D) * scale
     columns = (lambda number: number), (lambda number: M - 1 - number)
+    states, kept = [], []
     for column, count, format in zip(columns, counts, formats):
         state, scores = _section(
-            state, q_RxGxD, words, tables_RxM, column, count.reshape(R), format, scale
+            q_RxGxD, words, tables.reshape(S * K, M), column, count.reshape(-1), format
         )
-        kept.append(scores.reshape(S, K, M, G, -1))
-    acc, top, total = state
+        states.append(state)
+        kept.append(scores.reshape(S, K, M, H // K, -1))
+    (acc, top, total), (low_acc, low_top, low_total) = states
+    either = jnp.maximum(top, low_top)
+    of_high, of_low = jnp.exp(top - either), jnp.exp(low_top - either)
+    total = total * of_high + low_total * of_low
+    acc = acc * of_high[..., None] + low_acc * of_low[..., None]
     out = (acc / jnp.maximum(total, 1e-30)[..., None]).reshape(S, H, D)
-    return out.astype(q.dtype), (top + jnp.log(total)).reshape(S, H), tuple(kept)
+    return out.astype(q.dtype), (either + jnp.log(total)).reshape(S, H), tuple(kept)
 
 
-def _section(state, q_RxGxD, words, tables_RxM, column, count_R, format: PageFormat, scale):
-    """An online softmax goes on over the tokens of one precision: (state, scores [R, M, G, P])."""
+def _section(q_RxGxD, words, tables_RxM, column, count_R, format: PageFormat):
+    """An online softmax over the tokens of one precision: ((sums of values [R, G, D], largest
+    scores [R, G], sums of weights [R, G]), scores [R, M, G, P])."""
     R, M = tables_RxM.shape
-    G, P = q_RxGxD.shape[1], format.tokens
+    (_, G, D), P = q_RxGxD.shape, format.tokens
     pages_R = (count_R + P - 1) // P
-    width = max(1, DECODE_TOKENS // P)
+    width = min(max(1, DECODE_TOKENS // P), R * M)
+    queries = in_planes(q_RxGxD, format.keys)
 
     def body(trip, carry):
         (acc, top, total), kept = carry
         row, number, live = listed(pages_R, trip, width)
-        ids = jnp.where(live, tables_RxM[row, jnp.clip(column(number), 0, M - 1)], 0)
-        # Without the barriers XLA on CPUs copies words one by one, as attention over pages does.
-        ids = jax.lax.optimization_barrier(ids)
-        rows = jax.lax.optimization_barrier(words.at[ids].get(mode="promise_in_bounds"))
+        page = jnp.where(live, tables_RxM[row, jnp.clip(column(number), 0, M - 1)], 0)
         held = live[:, None] & (number[:, None] * P + jnp.arange(P) < count_R[row][:, None])
-        keys, values = format.read(rows, held)
-        scores = keys.products(q_RxGxD[row]) * scale  # the scale comes after the dot
-        scores = jnp.where(held[:, None], scores, NEG_INF)
+        keys, values = format.read(words, page, held)
+        scores = keys.products(jax.tree.map(lambda x: x[row], queries))
+        scores = jnp.where(held[:, None], scores, -jnp.inf)
         new_top = top.at[row].max(scores.max(-1))
-        probs = jnp.where(held[:, None], jnp.exp(scores - new_top[row][..., None]), 0.0)
+        # Else XLA computes the weights once for each sum that they are in.
+        probs = jax.lax.optimization_barrier(jnp.exp(scores - new_top[row][..., None]))
         decay = jnp.exp(top - new_top)
         acc = (acc * decay[..., None]).at[row].add(values.weighted_sum(probs))
         total = (total * decay).at[row].add(probs.sum(-1))
-        scores = jnp.where(held[:, None], scores, -jnp.inf)
         place = jnp.where(live, row, R), number
         return (acc, new_top, total), kept.at[place].set(scores, mode="drop")
 
+    nothing = jnp.zeros((R, G, D)), jnp.full((R, G), NEG_INF), jnp.zeros((R, G))
     kept = jnp.full((R, M, G, P), -jnp.inf)
-    return jax.lax.fori_loop(0, num_trips(pages_R, width), body, (state, kept))
+    (acc, *rest), kept = jax.lax.fori_loop(0, num_trips(pages_R, width), body, (nothing, kept))
+    return (out_of_planes(acc, format.values), *rest), kept
 
 
 def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head):

@@ -237,6 +237,7 @@ def test_writing_into_donated_pools_needs_no_second_pool():
         (lambda: KVFormat(3, 64), "bits must be one of 1, 2, 4, 8, 16, 32, not 3"),
         (lambda: KVFormat(4, 12), "12 elements of 4 bits fills no whole words of 32"),
         (lambda: KVFormat(4, 64, 3), "3 groups do not divide a head dim of 64"),
+        (lambda: KVFormat(1, 32, 8), "8 groups of 32 elements of 1 bits fill no whole bytes each"),
         (
             lambda: quantize(np.zeros((2, 32)), KVFormat(4, 64)),
             r"head dim 64 cannot hold \(2, 32\)",

@@ -1,0 +1,130 @@
+"""Codes of tokens as plain jnp multiplies them: in planes.
+
+A byte holds n = 8 / bits elements. To take these apart in their order, XLA on CPUs writes each
+element by itself, which takes longer than attention. So codes are unpacked plane by plane: of each
+group the first element of all bytes, then the second of all bytes, and so on. They are masked and
+not shifted, so an element of plane i is 2 ** (i * bits) times as large as its code. Queries are
+brought into this order, and sums of values back from it, outside of the loops over tokens; of 8
+bits and of floats both are as they were.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.quantization.format import KVFormat
+from pallas_kernels.quantization.quantizer import split, unpack
+
+# A product of so few rows is faster with tokens as its rows.
+FEW_QUERIES = 16
+
+
+class Queries(NamedTuple):
+    """Queries for the keys of a format. planes: [..., R, D] float32. sums: [..., R, g] float32, of
+    the channels of each group as they were."""
+
+    planes: jax.Array
+    sums: jax.Array
+
+
+def in_planes(q, format: KVFormat) -> Queries:
+    """Of queries [..., R, D]."""
+    q = q.astype(jnp.float32)
+    sums = q.reshape(*q.shape[:-1], format.groups, -1).sum(-1)
+    return Queries(_ordered(q, format, -1) / _factors(format), sums)
+
+
+def out_of_planes(sums, format: KVFormat):
+    """The sums [..., D] that `Codes.weighted_sum` gives, in the order of channels."""
+    return _ordered(sums / _factors(format), format, -2)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Tokens as a page has them. codes: [..., T, D] float32, in planes. scale, zero: [..., T, g]
+    float32."""
+
+    codes: jax.Array
+    scale: jax.Array
+    zero: jax.Array
+    format: KVFormat
+
+    @classmethod
+    def unpacked(cls, words, scales, format: KVFormat) -> "Codes":
+        """Of the words [..., T, C] and [..., T, g] of tokens. Floats have a scale of one."""
+        if format.scaled:
+            # XLA would turn a scale into float32 again for each query that it is multiplied with.
+            scale, zero = jax.lax.optimization_barrier(split(scales))
+            return cls(_planes(words, format), scale, zero, format)
+        one = jnp.ones((*words.shape[:-1], 1), jnp.float32)
+        return cls(unpack(words, format), one, jnp.zeros_like(one), format)
+
+    def products(self, queries: Queries):
+        """q·x [..., R, T] float32."""
+        parts, products = jnp.split(queries.planes, self.scale.shape[-1], axis=-1), jnp.float32(0)
+        for i, (part, (codes, scale, zero)) in enumerate(zip(parts, self._groups())):
+            scaled = _dots(part, codes) * scale[..., None, :]
+            products += scaled + queries.sums[..., i, None] * zero[..., None, :]
+        return products
+
+    def weighted_sum(self, weights):
+        """The sums [..., R, D] float32 of the tokens by weights [..., R, T] float32, in planes."""
+        sums = [
+            jnp.einsum("...rt,...td->...rd", weights * scale[..., None, :], codes)
+            for codes, scale, _ in self._groups()
+        ]
+        of_zeros = jnp.einsum("...rt,...tg->...rg", weights, self.zero)
+        of_zeros = jnp.repeat(of_zeros, self.codes.shape[-1] // self.zero.shape[-1], axis=-1)
+        return jnp.concatenate(sums, axis=-1) + of_zeros * _factors(self.format)
+
+    def only(self, held) -> "Codes":
+        """With zeros for the tokens that are not `held` [..., T], if codes are finite."""
+        scale, zero = (jnp.where(held[..., None], x, 0) for x in (self.scale, self.zero))
+        return replace(self, scale=scale, zero=zero)
+
+    def _groups(self):
+        """(codes [..., T, D / g], scale [..., T], zero [..., T]) of each group. An axis of groups
+        would make XLA on CPUs twice as slow."""
+        scales, zeros = (jnp.unstack(x, axis=-1) for x in (self.scale, self.zero))
+        return zip(jnp.split(self.codes, len(scales), axis=-1), scales, zeros)
+
+
+def _dots(q, codes):
+    """q·c [..., R, T] of queries [..., R, D] and codes [..., T, D]."""
+    if q.shape[-2] > FEW_QUERIES:
+        return jnp.einsum("...rd,...td->...rt", q, codes)
+    return jnp.einsum("...td,...rd->...tr", codes, q).swapaxes(-1, -2)
+
+
+def _per_byte(format: KVFormat) -> int:
+    return max(1, 8 // format.bits)
+
+
+def _planes(words, format: KVFormat):
+    """Words [..., C] as codes [..., D] in planes, float32."""
+    *rest, C = words.shape
+    octets = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(*rest, format.groups, 1, -1)
+    masks = format.most << np.arange(0, 8, format.bits, dtype=np.int32)[:, None]
+    # CPUs have an instruction for signed integers.
+    return (octets.astype(jnp.int32) & masks).astype(jnp.float32).reshape(*rest, format.head_dim)
+
+
+def _ordered(x, format: KVFormat, axis: int):
+    """Elements [..., D] of each group to planes, the axis -1 of bytes [..., g, bytes, n], or from
+    planes, the axis -2 of [..., g, n, bytes]."""
+    n = _per_byte(format)
+    last = (-1, n) if axis == -1 else (n, -1)
+    parts = x.reshape(*x.shape[:-1], format.groups, *last)
+    return parts.swapaxes(-1, -2).reshape(x.shape)
+
+
+def _factors(format: KVFormat) -> np.ndarray:
+    """[D] float32: how much larger the elements of each plane are than their codes."""
+    if _per_byte(format) == 1:
+        return np.ones(format.head_dim, np.float32)
+    of_planes = 2.0 ** np.arange(0, 8, format.bits)
+    of_group = np.repeat(of_planes, format.head_dim // format.groups // len(of_planes))
+    return np.tile(of_group, format.groups).astype(np.float32)
