@@ -10,7 +10,7 @@ TESTS :=
 UNPINNED := \#
 PY := $(VENV)/bin/python
 
-.PHONY: help demo serve test test-all test-newest-jax test-parity test-cluster test-aot compile-kernels compile-kernels-once cuda lint format typecheck constraints clean
+.PHONY: help demo serve test test-all test-newest-jax test-parity test-cluster test-aot compile-kernels compile-kernels-once cuda check-page lint format typecheck constraints clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -25,6 +25,7 @@ help:
 	@echo 'make test-aot         compile kernels and whole steps for GPUs that need not be here, in .venv-aot'
 	@echo 'make compile-kernels  the same of every kernel and spec, on both JAX versions'
 	@echo 'make cuda             install for an NVIDIA GPU, in .venv-cuda'
+	@echo 'make check-page       look at the live page under load with Chromium, which must be here'
 	@echo 'make lint             ruff'
 	@echo 'make format           let ruff rewrite the code'
 	@echo 'make typecheck        mypy'
@@ -40,6 +41,9 @@ serve: $(VENV)/.installed-serve
 test: CHOSEN := -m 'not slow'
 test test-all: $(VENV)/.installed-$(EXTRAS)
 	$(PY) -m pytest -n logical --maxprocesses=8 --dist=worksteal $(CHOSEN) $(TESTS)
+
+check-page: $(VENV)/.installed-test
+	$(PY) -m experiments.check_page --adapters=models/bundled/adapters --adapter_slots=4 --kv_cache_tokens=8192
 
 lint: $(VENV)/.installed-test
 	$(PY) -m ruff check .

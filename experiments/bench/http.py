@@ -35,6 +35,7 @@ from experiments.lib.flags import (
     define_engine_flags,
     define_executor_flag,
     define_fields,
+    define_float,
     fields_of,
     loading,
 )
@@ -70,7 +71,8 @@ def disconnects(bench: Bench, trace: Sequence[Request], options: Options) -> Dis
     gaps = count / rate / WITNESSES
     witnesses = [replace(r, arrival_s=i * gaps) for i, r in enumerate(trace[:WITNESSES])]
     expected = bench.engine.generate(
-        [r.prompt for r in witnesses], [http_load.sampling(r) for r in witnesses]
+        [r.prompt for r in witnesses],
+        [http_load.sampling(r, i) for i, r in enumerate(witnesses)],
     )
     before = http_load.idle(bench.port)
 
@@ -144,6 +146,11 @@ def table(rows: Sequence[Row], left: Disconnects) -> str:
             f"{row.cpu_ms_per_token:8.2f}"
             + "".join(f"{'-':>10}" if t is None else f"{t:10.3f}" for t in times)
         )
+    alone = next(row for row in reversed(rows) if row.how == OFFLINE)
+    lines.append(
+        f"at {alone.request_rate:g}/s requests came for {alone.last_arrival_s:.1f} s, and the "
+        f"engine alone took {alone.duration_s:.1f} s to serve them"
+    )
     lines.append(
         f"{left.cut:,} of {left.clients:,} clients left before their answer was whole: "
         f"{left.leaked_bytes:,} bytes of KV memory and {left.pending} requests remain; "
@@ -182,15 +189,14 @@ def plot(rows: Sequence[Row], path: Path, footer: str) -> None:
 def traces(
     options: Options, rates: Sequence[float], vocabulary: Vocabulary
 ) -> dict[float, list[Request]]:
-    """For each rate the requests of `seconds`. Raises ValueError for what cannot be served."""
-    made = {}
+    """The requests at each rate. Raises ValueError for what cannot be served."""
+    made, count = {}, options.num_requests
+    if count > options.max_pending:
+        raise ValueError(
+            f"--num_requests={count} may all be pending: --max_pending={options.max_pending} "
+            "refuses some"
+        )
     for rate in rates:
-        count = max(WITNESSES, round(rate * options.seconds))
-        if count > options.max_pending:
-            raise ValueError(
-                f"--seconds={options.seconds:g} of --request_rates={rate:g} are {count} requests, "
-                f"which may all be pending: --max_pending={options.max_pending} refuses some"
-            )
         wanted = WorkloadConfig(
             options.workload, num_requests=count, request_rate=rate, seed=options.seed,
             max_tokens=options.max_tokens, length_divisor=options.length_divisor,
@@ -260,12 +266,12 @@ def define_flags() -> None:
     flags.DEFINE_string("workload", "alpaca", described["workload"])
     flags.DEFINE_integer("max_tokens", 64, described["max_tokens"], lower_bound=1)
     flags.DEFINE_integer("length_divisor", 1, described["length_divisor"], lower_bound=1)
-    flags.DEFINE_list("request_rates", ["10", "50"], "Poisson arrivals per second, one or several")
-    flags.DEFINE_float("seconds", 10.0, "in which a trace's requests come", lower_bound=0.1)
+    flags.DEFINE_integer("num_requests", 450, described["num_requests"], lower_bound=1)
+    flags.DEFINE_list("request_rates", ["20", "150"], "Poisson arrivals per second, one or several")
     flags.DEFINE_integer("rounds", 3, "of the highest rate", lower_bound=1)
     flags.DEFINE_integer("disconnects", 1000, "clients that leave early", lower_bound=1)
-    flags.DEFINE_float("disconnect_rate", 50.0, "of them per second", lower_bound=0.1)
-    flags.DEFINE_float("disconnect_s", 2.0, "after which the last has left", lower_bound=0.001)
+    define_float("disconnect_rate", 50.0, "of them per second", lower_bound=0.1)
+    define_float("disconnect_s", 2.0, "after which the last has left", lower_bound=0.001)
     define_fields(ServerConfig)
     define_engine_flags()
     define_executor_flag()

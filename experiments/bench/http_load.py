@@ -41,9 +41,9 @@ def running_server(options: Options, log: Path) -> Iterator[int]:
     OSError if it does not start."""
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
-    rest = {"host": HOST, "port": port, "served_model_name": "", "chat_template": ""}
-    rest |= {"api_keys": "", "runners": 1, "ray": False, "adapters": ""}
-    args = SimpleNamespace(**vars(options) | rest), log
+    rest = {"served_model_name": "", "chat_template": "", "api_keys": "", "runners": 1}
+    rest |= {"ray": False, "adapters": ""} | vars(options)
+    args = SimpleNamespace(**rest | {"host": HOST, "port": port}), log
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=args)
     process.start()
     try:
@@ -125,13 +125,18 @@ def completion(model: str, request: Request, streams: bool, **more: Any) -> byte
 
 async def served(port: int, model: str, trace: Sequence[Request], streams: bool) -> list[Answer]:
     """The answers, each of which has come whole."""
-    requests = [completion(model, each, streams) for each in trace]
-    return list(map(read, await open_loop(port, requests, [each.arrival_s for each in trace])))
+    requests, arrivals = completions(model, trace, streams), [each.arrival_s for each in trace]
+    return list(map(read, await open_loop(port, requests, arrivals)))
 
 
-def sampling(request: Request) -> SamplingParams:
+def completions(model: str, trace: Sequence[Request], streams: bool) -> list[bytes]:
+    """Of a trace; request i draws with seed i."""
+    return [completion(model, each, streams, seed=i) for i, each in enumerate(trace)]
+
+
+def sampling(request: Request, seed: int) -> SamplingParams:
     """What `completion` asks for."""
-    return SamplingParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
+    return SamplingParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos, seed=seed)
 
 
 async def leave_early(

@@ -29,6 +29,7 @@ class Row:
     how: str
     requests: int
     output_tokens: int
+    last_arrival_s: float
     duration_s: float
     output_tokens_per_s: float
     cpu_ms_per_token: float
@@ -73,13 +74,13 @@ class Bench:
             "tpot": report.present(map(report.tpot_s, records)),
             "whole": [r.finish_s - r.arrival_s for r in records],
         }
-        self._add(len(trace), tokens, duration_s, cpu_s, seen, how=OFFLINE, **of_row)
+        self._add(trace, tokens, duration_s, cpu_s, seen, how=OFFLINE, **of_row)
         return outputs
 
     def over_http(
         self, how: str, trace: Sequence[Request], expected: Sequence[RequestOutput], **of_row: Any
     ) -> None:
-        requests = [http_load.completion(self.model, each, how == STREAMED) for each in trace]
+        requests = http_load.completions(self.model, trace, how == STREAMED)
         arrivals = [request.arrival_s for request in trace]
         before, client_s = http_load.told(self.port), time.process_time()
         began_s = time.perf_counter()
@@ -95,19 +96,20 @@ class Bench:
         tokens = sum(len(answer.tokens) for answer in answers)
         lost, ties = self.lost(expected, answers)
         self._add(
-            len(trace), tokens, duration_s, after.cpu_s - before.cpu_s + client_s, seen, how=how,
+            trace, tokens, duration_s, after.cpu_s - before.cpu_s + client_s, seen, how=how,
             lost=lost, near_ties=ties, client_cpu_ms_per_token=1e3 * client_s / max(1, tokens),
             server_ttft_mean_s=after.mean_since(before, "paged_time_to_first_token_seconds"),
             server_tpot_mean_s=after.mean_since(before, "paged_time_per_output_token_seconds"),
             **of_row,
         )  # fmt: skip
 
-    def _add(self, requests, tokens, duration_s, cpu_s, seen, **of_row: Any) -> None:
+    def _add(self, trace, tokens, duration_s, cpu_s, seen, **of_row: Any) -> None:
         rest = {key: at for name, values in seen.items() for key, at in
                 percentiles(name, values).items()}  # fmt: skip
         self.rows.append(
             Row(
-                requests=requests,
+                requests=len(trace),
+                last_arrival_s=trace[-1].arrival_s,
                 output_tokens=tokens,
                 duration_s=duration_s,
                 output_tokens_per_s=tokens / duration_s,
