@@ -225,7 +225,6 @@ def run(bench: Bench, made: dict[float, list[Request]], rounds: int, progress: b
         expected = bench.offline(made[rate], request_rate=rate, round=round_)
         bar.update()
         for how in (WHOLE, STREAMED):
-            gc.collect()
             bench.over_http(how, made[rate], expected, request_rate=rate, round=round_)
             bar.update()
     bar.close()

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.bench import http, http_load
 from experiments.bench.http_client import Exchange, read
-from experiments.bench.http_runs import HOWS, OFFLINE, STREAMED, WHOLE, Bench
+from experiments.bench.http_runs import HOWS, STREAMED, WHOLE, Bench
 from experiments.workloads import workloads
 from experiments.workloads.workloads import Vocabulary, WorkloadConfig
 from paged.server.owner import EngineOwner
@@ -105,6 +105,7 @@ def test_bad_rates_are_refused(flag):
         http.rates_of(flag)
 
 
+@pytest.mark.slow  # it imports JAX in another process
 def test_a_server_that_does_not_start_is_told(tmp_path):
     options = SimpleNamespace(max_pending=0)
     with (
