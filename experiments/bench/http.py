@@ -146,10 +146,10 @@ def table(rows: Sequence[Row], left: Disconnects) -> str:
             f"{row.cpu_ms_per_token:8.2f}"
             + "".join(f"{'-':>10}" if t is None else f"{t:10.3f}" for t in times)
         )
-    alone = next(row for row in reversed(rows) if row.how == OFFLINE)
+    last = next(row for row in reversed(rows) if row.how == OFFLINE)
     lines.append(
-        f"at {alone.request_rate:g}/s requests came for {alone.last_arrival_s:.1f} s, and the "
-        f"engine alone took {alone.duration_s:.1f} s to serve them"
+        f"at {last.request_rate:g}/s requests came for {last.last_arrival_s:.1f} s, and the engine "
+        f"alone took {last.duration_s:.1f} s to serve them"
     )
     lines.append(
         f"{left.cut:,} of {left.clients:,} clients left before their answer was whole: "
@@ -165,19 +165,21 @@ def plot(rows: Sequence[Row], path: Path, footer: str) -> None:
     bars, *times = figure.subplots(1, 3, width_ratios=[1, 1, 1])
     calm, full = (choose(row.request_rate for row in rows) for choose in (min, max))
     colours = dict(zip(HOWS, ("#888888", "#2f6b9a", "#e0a030")))
-    values = [throughput(rows, full, how) for how in HOWS]
-    bars.bar(HOWS, values, color=list(colours.values()))
+    tokens_per_s = [throughput(rows, full, how) for how in HOWS]
+    bars.bar(HOWS, tokens_per_s, color=list(colours.values()))
     for at, how in enumerate(HOWS):
         if how in GOALS:
-            bars.hlines(GOALS[how] * values[0], at - 0.4, at + 0.4, "#c8553d", "--", label="goal")
+            bars.hlines(
+                GOALS[how] * tokens_per_s[0], at - 0.4, at + 0.4, "#c8553d", "--", label="goal"
+            )
     bars.set(ylabel="output tokens/s", title=f"{full:g} requests/s")
     shown = [row for row in rows if row.request_rate == calm and row.round == 0]
     for axes, (name, title) in zip(times, (("ttft", "first token"), ("tpot", "per output token"))):
         for row in shown:
-            at = [getattr(row, f"{name}_{p}_s") for p in ("p50", "p90", "p99")]
-            if None not in at:
+            values = [getattr(row, f"{name}_{p}_s") for p in ("p50", "p90", "p99")]
+            if None not in values:
                 axes.plot(
-                    ["p50", "p90", "p99"], [1e3 * t for t in at], "o-", color=colours[row.how],
+                    ["p50", "p90", "p99"], [1e3 * t for t in values], "o-", color=colours[row.how],
                     label="engine's own" if row.how == OFFLINE else f"client, {row.how}",
                 )  # fmt: skip
         axes.set(ylim=(0, None), ylabel="ms", title=f"{title}, {calm:g} requests/s")
@@ -190,7 +192,8 @@ def traces(
     options: Options, rates: Sequence[float], vocabulary: Vocabulary
 ) -> dict[float, list[Request]]:
     """The requests at each rate. Raises ValueError for what cannot be served."""
-    made, count = {}, options.num_requests
+    made: dict[float, list[Request]] = {}
+    count = options.num_requests
     if count > options.max_pending:
         raise ValueError(
             f"--num_requests={count} may all be pending: --max_pending={options.max_pending} "

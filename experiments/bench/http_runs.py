@@ -103,9 +103,12 @@ class Bench:
             **of_row,
         )  # fmt: skip
 
-    def _add(self, trace, tokens, duration_s, cpu_s, seen, **of_row: Any) -> None:
-        rest = {key: at for name, values in seen.items() for key, at in
-                percentiles(name, values).items()}  # fmt: skip
+    def _add(
+        self, trace: Sequence[Request], tokens: int, duration_s: float, cpu_s: float,
+        seen: dict[str, list[float]], **of_row: Any,
+    ) -> None:  # fmt: skip
+        for name, values in seen.items():
+            of_row |= percentiles(name, values)
         self.rows.append(
             Row(
                 requests=len(trace),
@@ -114,7 +117,6 @@ class Bench:
                 duration_s=duration_s,
                 output_tokens_per_s=tokens / duration_s,
                 cpu_ms_per_token=1e3 * cpu_s / max(1, tokens),
-                **rest,
                 **of_row,
             )
         )

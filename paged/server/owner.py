@@ -106,7 +106,7 @@ class EngineOwner:
 
     def submit(self, request: ClusterRequest, reply: Reply) -> None:
         self._replies[request.request_id] = reply
-        self._runner.add(request, ATTEMPT)
+        self._runner.add(request, ATTEMPT, reply.streams)
 
     def abort(self, request_id: str) -> None:
         if self._replies.pop(request_id, None) is not None:

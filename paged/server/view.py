@@ -69,11 +69,11 @@ def _owners(policy: HostPolicy) -> dict[str, np.ndarray]:
     """The owner of each unit, by pool; nothing of a policy that is not known here."""
     match policy:
         case LServeHost():
-            owners = _owners(policy.dense)
-            if policy.streaming:
-                name = policy.pools[1].name
-                owners[name] = _of_tables(policy.streaming.blocks, policy.streaming.pool.refcounts)
-            return owners
+            both = _owners(policy.dense)
+            if streaming := policy.streaming:
+                tables = _of_tables(streaming.blocks, streaming.pool.refcounts)
+                both[policy.pools[1].name] = tables
+            return both
         case DenseHost():
             owners = _of_tables(policy.block_tables.blocks, policy.pool.refcounts)
             if policy.pool.cache:

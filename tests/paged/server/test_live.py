@@ -88,7 +88,7 @@ def test_state_is_told_while_requests_run():
     with served(EngineOwner(engine)) as running:
         ask = threading.Thread(
             target=lambda: running.client.completions.create(
-                model="bundled", prompt=[5] * 20, max_tokens=400, extra_body={"ignore_eos": True}
+                model="bundled", prompt=[5] * 20, max_tokens=240, extra_body={"ignore_eos": True}
             )
         )
         ask.start()
