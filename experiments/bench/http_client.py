@@ -86,7 +86,8 @@ async def open_loop(
 
     async def one(i: int) -> Exchange:
         await asyncio.sleep(start_s + arrivals_s[i] - loop.time())
-        return await exchange(port, requests[i], leave_after_s and leave_after_s[i])
+        left_s = None if leave_after_s is None else leave_after_s[i]
+        return await exchange(port, requests[i], left_s)
 
     return await asyncio.gather(*(one(i) for i in range(len(requests))))
 
@@ -127,7 +128,8 @@ def _joined(chunks: list[dict[str, Any]], whole_s: float, first_s: float | None)
 
 def _unchunked(body: bytes) -> bytes:
     """Raises ValueError where the last chunk is missing."""
-    parts, at = [], 0
+    parts: list[bytes] = []
+    at = 0
     while True:
         line = body.find(b"\r\n", at)
         if line < 0:
