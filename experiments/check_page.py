@@ -63,7 +63,7 @@ def main(options: Options) -> int:
         config = engine_config(model, **fields_of(EngineConfig, options))
         served = [adapter.name for adapter in adapters.asked_for(options, model, config)]
         wanted = WorkloadConfig(
-            "alpaca", num_requests=round(options.request_rate * options.seconds),
+            "sharegpt", num_requests=round(options.request_rate * options.seconds),
             request_rate=options.request_rate, seed=options.seed,
         )  # fmt: skip
         longest = min(config.max_model_len, config.kv_cache_tokens)
@@ -98,7 +98,7 @@ def main(options: Options) -> int:
 
 
 def define_flags() -> None:
-    define_float("request_rate", 25.0, "Poisson arrivals per second", lower_bound=0.1)
+    define_float("request_rate", 10.0, "Poisson arrivals per second", lower_bound=0.1)
     define_float("seconds", 20.0, "in which requests come", lower_bound=1.0)
     define_fields(ServerConfig)
     adapters.define_flags()

@@ -269,7 +269,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("max_tokens", 64, described["max_tokens"], lower_bound=1)
     flags.DEFINE_integer("length_divisor", 1, described["length_divisor"], lower_bound=1)
     flags.DEFINE_integer("num_requests", 450, described["num_requests"], lower_bound=1)
-    flags.DEFINE_list("request_rates", ["20", "150"], "Poisson arrivals per second, one or several")
+    flags.DEFINE_list("request_rates", ["20", "250"], "Poisson arrivals per second, one or several")
     flags.DEFINE_integer("rounds", 3, "of the highest rate", lower_bound=1)
     flags.DEFINE_integer("disconnects", 1000, "clients that leave early", lower_bound=1)
     define_float("disconnect_rate", 50.0, "of them per second", lower_bound=0.1)
