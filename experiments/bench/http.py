@@ -1,6 +1,6 @@
-"""What HTTP costs: a trace served by the engine alone, and by the server to clients of its own.
+"""What HTTP costs: a trace served by the engine alone, and by the server to clients.
 
-    python -m experiments.bench.http
+    python -m experiments.bench.http   # extra `serve`
 
 Requests arrive open-loop, Poisson, at each of --request_rates: the lowest for latencies, the
 highest, which should be more than the engine can serve, for throughput. In each round three serve

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
 from experiments import serve_http
 from experiments.bench.http_client import HOST, Answer, open_loop, post, read
@@ -92,9 +91,11 @@ class Told:
 
 def told(port: int) -> Told:
     samples: dict[str, float] = {}
-    for family in text_string_to_metric_families(get(port, "/metrics")):
-        for sample in family.samples:
-            samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+    for line in get(port, "/metrics").splitlines():
+        if not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            name = series.partition("{")[0]
+            samples[name] = samples.get(name, 0.0) + float(value)
     names = ("paged_time_to_first_token_seconds", "paged_time_per_output_token_seconds")
     return Told(
         kv_bytes=samples["paged_kv_bytes"],
