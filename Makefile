@@ -10,7 +10,7 @@ TESTS :=
 UNPINNED := \#
 PY := $(VENV)/bin/python
 
-.PHONY: help demo serve notebooks test test-all test-newest-jax test-parity test-cluster test-aot compile-kernels compile-kernels-once cuda lint format typecheck constraints clean
+.PHONY: help demo serve notebooks test test-all test-newest-jax test-parity test-cluster test-aot compile-kernels compile-kernels-once cuda check-page load-aiperf lint format typecheck constraints clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -26,6 +26,8 @@ help:
 	@echo 'make test-aot         compile kernels and whole steps for GPUs that need not be here, in .venv-aot'
 	@echo 'make compile-kernels  the same of every kernel and spec, on both JAX versions'
 	@echo 'make cuda             install for an NVIDIA GPU, in .venv-cuda'
+	@echo 'make check-page       look at the live page under load with Chromium, which must be here'
+	@echo 'make load-aiperf      load a running server with AIPerf, in .venv-aiperf'
 	@echo 'make lint             ruff'
 	@echo 'make format           let ruff rewrite the code'
 	@echo 'make typecheck        mypy'
@@ -44,6 +46,18 @@ notebooks: $(VENV)/.installed-notebooks
 test: CHOSEN := -m 'not slow'
 test test-all: $(VENV)/.installed-$(EXTRAS)
 	$(PY) -m pytest -n logical --maxprocesses=8 --dist=worksteal $(CHOSEN) $(TESTS)
+
+# Of the lengths of alpaca's requests (vLLM §6.1). It needs a server: make serve.
+load-aiperf: .venv-aiperf/.created
+	.venv-aiperf/bin/python -m pip install aiperf==0.13.0
+	.venv-aiperf/bin/aiperf profile --model bundled --url http://127.0.0.1:8000 \
+	    --endpoint-type completions --streaming --tokenizer models/bundled \
+	    --request-rate 20 --arrival-pattern poisson --request-count 400 --random-seed 0 \
+	    --isl 19 --isl-stddev 10 --osl 58 --osl-stddev 30 --extra-inputs ignore_eos:true \
+	    --use-server-token-count --ui none --artifact-dir results/aiperf
+
+check-page: $(VENV)/.installed-test
+	$(PY) -m experiments.check_page --adapters=models/bundled/adapters --adapter_slots=4 --kv_cache_tokens=8192
 
 lint: $(VENV)/.installed-test
 	$(PY) -m ruff check .
@@ -102,5 +116,5 @@ constraints: $(VENV)/.created
 	mv $(VENV)/pins.txt constraints.txt
 
 clean:
-	rm -rf .venv .venv-newest .venv-parity .venv-cluster .venv-aot .venv-newest-aot .venv-cuda build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-parity .venv-cluster .venv-aot .venv-newest-aot .venv-cuda .venv-aiperf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,6 +13,7 @@ import resource
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 from tqdm import tqdm
@@ -60,7 +61,7 @@ def render(notebook, name: str, footer: str, output_dir: Path) -> None:
 
     leave_out = {"enabled": True, "remove_all_outputs_tags": {INTERACTIVE}}
     exporter = MarkdownExporter(config=Config({"TagRemovePreprocessor": leave_out}))
-    resources = {"unique_key": name, "output_files_dir": f"{name}_files"}
+    resources: Any = {"unique_key": name, "output_files_dir": f"{name}_files"}
     text, resources = exporter.from_notebook_node(notebook, resources)
     run_record.write_whole(output_dir / f"{name}.md", f"{text.rstrip()}\n\n---\n\n{footer}\n")
     for old in (output_dir / f"{name}_files").glob("*.png"):

@@ -52,13 +52,15 @@ def finite(logprob: float) -> float:
 
 
 class Shape:
-    """The frame of an API's answers. name: of the model that was asked for."""
+    """The frame of an API's answers. name: of the model that was asked for. token_ids: whether
+    choices have those of their tokens."""
 
     whole: str
     chunk: str
 
-    def __init__(self, texts: TokenTexts, answer_id: str, name: str):
+    def __init__(self, texts: TokenTexts, answer_id: str, name: str, token_ids: bool = False):
         self._texts, self._id, self._name = texts, answer_id, name
+        self._token_ids = token_ids
         self._created = int(time.time())
 
     def answer(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
@@ -81,6 +83,9 @@ class Shape:
     def streamed(self, delta: Delta) -> dict[str, Any]:
         return self.choice(delta)
 
+    def ids(self, delta: Delta) -> dict[str, Any]:
+        return {"token_ids": list(delta.tokens)} if self._token_ids else {}
+
     def token(self, logprob: TokenLogprob) -> dict[str, Any]:
         """A token with its alternatives, in the shape of the chat API."""
         top = [self._one(*each) for each in logprob.top.items()]
@@ -101,8 +106,8 @@ class Shape:
 class CompletionShape(Shape):
     whole = chunk = "text_completion"
 
-    def __init__(self, texts: TokenTexts, answer_id: str, name: str):
-        super().__init__(texts, answer_id, name)
+    def __init__(self, texts: TokenTexts, answer_id: str, name: str, token_ids: bool = False):
+        super().__init__(texts, answer_id, name, token_ids)
         self._offsets: dict[int, int] = {}  # characters of the tokens told so far, by choice
 
     def choice(self, delta: Delta) -> dict[str, Any]:
@@ -111,7 +116,7 @@ class CompletionShape(Shape):
             "text": delta.text,
             "logprobs": None if delta.logprobs is None else self._logprobs(delta),
             "finish_reason": delta.finish_reason,
-        }
+        } | self.ids(delta)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         assert delta.logprobs is not None
@@ -147,7 +152,7 @@ class ChatShape(Shape):
         if delta.logprobs is not None:
             content = [self.token(each) for each in delta.logprobs if each is not None]
             told = {"content": content, "refusal": None}
-        return {"logprobs": told, "finish_reason": delta.finish_reason}
+        return {"logprobs": told, "finish_reason": delta.finish_reason} | self.ids(delta)
 
     def choice(self, delta: Delta) -> dict[str, Any]:
         message = {"role": "assistant", "content": delta.text, "refusal": None}

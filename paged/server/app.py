@@ -14,6 +14,7 @@ from paged.server import errors, generate
 from paged.server.chat import chat_prompt
 from paged.server.errors import ApiError, Json
 from paged.server.guard import Guard
+from paged.server.live import PAGE, Live
 from paged.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -158,6 +159,16 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _add_operation(app: FastAPI, service: Service) -> None:
+    live = Live(service)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return Response(PAGE.read_bytes(), media_type="text/html; charset=utf-8")
+
+    @app.get("/state")
+    async def state() -> Response:
+        return Response(await live.state(), media_type="application/json")
+
     @app.get("/health")
     async def health() -> Response:
         service.admit(0)

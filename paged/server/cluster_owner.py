@@ -12,6 +12,7 @@ from paged.cluster.messages import ClusterRequest, Growth, Progress
 from paged.requests.sequence import SequenceOutput
 from paged.server.owner import ATTEMPT, IDLE_S, RunnerStats, Stats, Totals
 from paged.server.reply import Reply, wake
+from paged.server.view import View
 
 log = logging.getLogger("paged.server")
 
@@ -51,6 +52,11 @@ class ClusterOwner:
     def stats(self) -> Future[Stats]:
         answer: Future[Stats] = Future()
         self._call(lambda: answer.set_result(self._stats()))
+        return answer
+
+    def view(self) -> Future[View | None]:
+        answer: Future[View | None] = Future()
+        answer.set_result(None)
         return answer
 
     @property

@@ -46,9 +46,8 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         raise ApiError(400, f"prompt: from 1 to {most} prompts, not {len(given)}", "prompt")
     names = asked.NAMES
     prompts = [await _validated(service, prompt, sampling, names) for prompt in given]
-    plan = Plan(
-        body, CompletionShape(service.texts, answer_id, body.model), adapter, prompts, sampling
-    )
+    shape = CompletionShape(service.texts, answer_id, body.model, bool(body.return_token_ids))
+    plan = Plan(body, shape, adapter, prompts, sampling)
     if body.echo:
         plan.echoes = [
             prompt if isinstance(prompt, str) else decode(service.tokenizer, prompt)
@@ -64,7 +63,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     sampling = asked.of_chat(body, service.config.max_model_len - len(tokens))
     names = asked.NAMES | {"prompt": "messages"}
     prompt = await _validated(service, tokens, sampling, names, "messages")
-    shape = ChatShape(service.texts, answer_id, body.model)
+    shape = ChatShape(service.texts, answer_id, body.model, bool(body.return_token_ids))
     return await _answer(
         service, request, answer_id, Plan(body, shape, adapter, [prompt], sampling)
     )

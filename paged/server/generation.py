@@ -19,11 +19,13 @@ class Left(Exception):
 
 @dataclass
 class _Choice:
-    """How far a choice has been told."""
+    """How far a choice has been told. held: tokens that have no text yet, and come with the next
+    that has some."""
 
     index: int
     text: ChoiceText
     num_tokens: int = 0
+    held: list[int] = field(default_factory=list)
     begun: bool = False
 
 
@@ -108,13 +110,15 @@ class Generation:
         if growth.output.finish_reason is not None:
             return None
         choice = self._choice(i, growth.index, choices)
-        assert growth.start == choice.num_tokens, "a token is lost or repeated"
-        tokens, logprobs = growth.output.tokens, growth.output.logprobs
-        text, first = choice.text.grow(tokens), not choice.begun
-        choice.num_tokens += len(tokens)
+        known = choice.num_tokens + len(choice.held)
+        assert growth.start == known, "a token is lost or repeated"
+        tokens, logprobs = choice.held + growth.output.tokens, growth.output.logprobs
+        text, first = choice.text.grow(growth.output.tokens), not choice.begun
         if not text and logprobs is None and not first:
+            choice.held = tokens
             return None
-        choice.begun = True
+        choice.num_tokens += len(tokens)
+        choice.begun, choice.held = True, []
         return Delta(choice.index, text, tokens, logprobs, None, first)
 
     def _choice(self, i: int, at: int, choices: _Choices) -> _Choice:

@@ -4,7 +4,13 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import fields
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from paged.server.owner import Owner, Stats, Totals
@@ -22,6 +28,8 @@ TOTALS = {
     "step_s": "seconds in which the device ran steps",
     "host_s": "seconds that the host worked on steps",
     "failed_steps": "steps that failed, with all requests that they served",
+    "prefill_tokens": "tokens of prompts that were computed",
+    "decode_tokens": "tokens that were computed one by one, after their prompts",
     "prompt_tokens": "prompt tokens of requests that have ended",
     "output_tokens": "output tokens of requests that have ended",
     "cached_tokens": "prompt tokens that the prefix cache had",
@@ -43,6 +51,7 @@ class ServerMetrics:
     def __init__(self, owner: Owner):
         self._owner = owner
         self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
         self.http = Counter(
             PREFIX + "http_requests", "HTTP requests by path and status", ["path", "status"],
             registry=registry,

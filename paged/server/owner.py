@@ -13,6 +13,7 @@ from paged.cluster.runner import EngineRunner
 from paged.engine import Engine
 from paged.server.figures import policy_figures
 from paged.server.reply import Reply, wake
+from paged.server.view import View, view
 
 log = logging.getLogger("paged.server")
 IDLE_S = 1.0  # how long the thread sleeps at a time when there is nothing to do
@@ -43,6 +44,8 @@ class Totals:
     step_s: float = 0.0
     host_s: float = 0.0
     failed_steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
@@ -74,6 +77,10 @@ class Owner(Protocol):
 
     def stats(self) -> Future[Stats]: ...
 
+    def view(self) -> Future[View | None]:
+        """The engine from inside; None where there are several."""
+        ...
+
     @property
     def alive(self) -> bool:
         """Whether requests can be served."""
@@ -99,7 +106,7 @@ class EngineOwner:
 
     def submit(self, request: ClusterRequest, reply: Reply) -> None:
         self._replies[request.request_id] = reply
-        self._runner.add(request, ATTEMPT)
+        self._runner.add(request, ATTEMPT, reply.streams)
 
     def abort(self, request_id: str) -> None:
         if self._replies.pop(request_id, None) is not None:
@@ -120,6 +127,9 @@ class EngineOwner:
 
     def stats(self) -> Future[Stats]:
         return self.ask(lambda engine: Stats((self._runner_stats(),), replace(self._totals)))
+
+    def view(self) -> Future[View | None]:
+        return self.ask(view)
 
     @property
     def alive(self) -> bool:
@@ -173,6 +183,8 @@ class EngineOwner:
             totals.steps += 1
             totals.step_s += step.device_s
             totals.host_s += step.host_s
+            totals.prefill_tokens += step.prefill_tokens
+            totals.decode_tokens += step.decode_tokens
             totals.preemptions += step.preemptions
             totals.swapped_units += step.swapped_out + step.swapped_in
             totals.copied_blocks += step.copied_blocks

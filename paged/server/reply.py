@@ -27,7 +27,7 @@ class Reply:
         self.began_s = time.monotonic()
         self.first_token_s: float | None = None
         self.end_s: float | None = None
-        self._streams, self._most_buffered = streams, most_buffered
+        self.streams, self._most_buffered = streams, most_buffered
         self._lock = threading.Lock()
         self._growth: list[Growth] = []
         self._num_buffered = 0
@@ -41,10 +41,10 @@ class Reply:
         now = time.monotonic()
         if self.first_token_s is None and (event.growth or event.output is not None):
             self.first_token_s = now
-        if event.growth and self._streams:
+        if event.growth and self.streams:
             self._buffer(event.growth)
         if event.output is None and event.refused is None:
-            return bool(event.growth) and self._streams
+            return bool(event.growth) and self.streams
         self.output, self.failure, self.end_s = event.output, event.refused, now
         return True
 
@@ -59,7 +59,7 @@ class Reply:
                 self._num_buffered += len(grown.output.tokens)
             if self._num_buffered > self._most_buffered:
                 self._growth.clear()
-                self._streams = False
+                self.streams = False
 
     def take(self) -> list[Growth]:
         """What has come since the last call. The reader's thread."""

@@ -56,6 +56,9 @@ class Sampling(Body):
     ignore_eos: bool | None = option("ignore_eos")
     forced_output: list[int] | None = Field(None, description="tokens that the output begins with")
     prompt_logprobs: int | None = option("prompt_logprobs")
+    return_token_ids: bool | None = Field(
+        None, description="whether choices have the ids of their tokens, as `token_ids`"
+    )
     best_of: int | None = option("best_of")
     beam_width: int | None = option("beam_width")
     length_penalty: float | None = option("length_penalty")
