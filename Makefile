@@ -10,12 +10,14 @@ TESTS :=
 UNPINNED := \#
 PY := $(VENV)/bin/python
 
-.PHONY: help demo test test-all test-newest-jax test-parity test-cluster test-aot compile-kernels compile-kernels-once cuda lint format typecheck constraints clean
+.PHONY: help demo serve notebooks test test-all test-newest-jax test-parity test-cluster test-aot compile-kernels compile-kernels-once cuda check-page load-aiperf lint format typecheck constraints clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
 help:
 	@echo 'make demo             serve the bundled model; report and plots in results/demo/'
+	@echo 'make serve            serve the bundled model over HTTP, as OpenAI does, until Ctrl-C'
+	@echo 'make notebooks        run the notebooks; with their outputs in results/notebooks/'
 	@echo 'make test             run the tests but for the slow ones'
 	@echo 'make test-all         run all tests, as CI does'
 	@echo 'make test-newest-jax  run the tests on the newest JAX 0.12, in .venv-newest'
@@ -24,6 +26,8 @@ help:
 	@echo 'make test-aot         compile kernels and whole steps for GPUs that need not be here, in .venv-aot'
 	@echo 'make compile-kernels  the same of every kernel and spec, on both JAX versions'
 	@echo 'make cuda             install for an NVIDIA GPU, in .venv-cuda'
+	@echo 'make check-page       look at the live page under load with Chromium, which must be here'
+	@echo 'make load-aiperf      load a running server with AIPerf, in .venv-aiperf'
 	@echo 'make lint             ruff'
 	@echo 'make format           let ruff rewrite the code'
 	@echo 'make typecheck        mypy'
@@ -33,9 +37,27 @@ help:
 demo: $(VENV)/.installed-base
 	$(PY) -m experiments.serve --flagfile=configs/demo.flags --output_dir=results/demo
 
+serve: $(VENV)/.installed-serve
+	$(PY) -m experiments.serve_http
+
+notebooks: $(VENV)/.installed-notebooks
+	$(PY) -m experiments.notebooks
+
 test: CHOSEN := -m 'not slow'
 test test-all: $(VENV)/.installed-$(EXTRAS)
 	$(PY) -m pytest -n logical --maxprocesses=8 --dist=worksteal $(CHOSEN) $(TESTS)
+
+# Of the lengths of alpaca's requests (vLLM §6.1). It needs a server: make serve.
+load-aiperf: .venv-aiperf/.created
+	.venv-aiperf/bin/python -m pip install aiperf==0.13.0
+	.venv-aiperf/bin/aiperf profile --model bundled --url http://127.0.0.1:8000 \
+	    --endpoint-type completions --streaming --tokenizer models/bundled \
+	    --request-rate 20 --arrival-pattern poisson --request-count 400 --random-seed 0 \
+	    --isl 19 --isl-stddev 10 --osl 58 --osl-stddev 30 --extra-inputs ignore_eos:true \
+	    --use-server-token-count --ui none --artifact-dir results/aiperf
+
+check-page: $(VENV)/.installed-test
+	$(PY) -m experiments.check_page --adapters=models/bundled/adapters --adapter_slots=4 --kv_cache_tokens=8192
 
 lint: $(VENV)/.installed-test
 	$(PY) -m ruff check .
@@ -89,10 +111,10 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 
 constraints: $(VENV)/.created
 	$(PY) -m pip install --dry-run --ignore-installed --quiet --report $(VENV)/resolved.json \
-	    -e '.[test,aot,parity,cuda,cluster]' jax==$(JAX) jaxlib==$(JAX) jax-cuda13-plugin==$(JAX)
+	    -e '.[test,aot,parity,cuda,cluster,notebooks]' jax==$(JAX) jaxlib==$(JAX) jax-cuda13-plugin==$(JAX)
 	$(PY) .ci/write_constraints.py $(VENV)/resolved.json > $(VENV)/pins.txt
 	mv $(VENV)/pins.txt constraints.txt
 
 clean:
-	rm -rf .venv .venv-newest .venv-parity .venv-cluster .venv-aot .venv-newest-aot .venv-cuda build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-parity .venv-cluster .venv-aot .venv-newest-aot .venv-cuda .venv-aiperf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,7 +21,7 @@ import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from experiments.lib import reference, run_record, serving
+from experiments.lib import kv_held, reference, run_record, serving
 from experiments.lib.answers import ALL, Accuracy, Answer, Evaluation, accuracies, read, require_all
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import define_engine_flags, fields_of, loading
@@ -68,9 +68,11 @@ def own_problems(pairs: Sequence[tuple[str, int]], prompts: int, seed: int, toke
 def evaluate(
     engine: Engine, problems: Problems, match: str = "exact", progress: bool = True,
     found: Evaluation | None = None, stopped: Callable[[], bool] = lambda: False,
+    measure_memory: bool = False,
 ) -> Evaluation:  # fmt: skip
     """Greedy answers of `engine` to all problems, until all are there or `stopped` says so. match:
-    of `files.MATCHES`. found: what they are added to, a setting at a time."""
+    of `files.MATCHES`. found: what they are added to, a setting at a time. measure_memory: whether
+    it is told too what sequences held, for which the engine forgets its events."""
     found, score = Evaluation() if found is None else found, files.MATCHES[match]
     total = sum(map(len, problems.values()))
     bar = tqdm(total=total, desc="answering", unit=" prompts", disable=not progress)
@@ -93,6 +95,9 @@ def evaluate(
             )  # fmt: skip
             found.answers.append(answer)
             found.distributions[answer.key] = along[index]
+        if measure_memory:
+            found.held[task, context] = kv_held.of_sequences(engine)
+            engine.metrics.clear()
         bar.update(len(asked))
         points = sum(a.score for a in found.answers[-len(asked) :])
         bar.set_postfix_str(f"{task} at {context}: {points:g}/{len(asked)}")

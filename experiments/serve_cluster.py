@@ -28,25 +28,19 @@ from tqdm import tqdm
 
 from experiments.lib import adapters, cluster_report, run_record, serving
 from experiments.lib.cluster_report import Sample
-from experiments.lib.engines import (
-    check_implementation,
-    engine_config,
-    keep_compilations,
-    load_engine,
-)
-from experiments.lib.flags import define_engine_flags, define_float, fields_of, loading
+from experiments.lib.engines import engine_config
+from experiments.lib.flags import define_engine_flags, define_float, fields_of
 from experiments.lib.program import Options, Program, refusals
+from experiments.lib.runners import ray_actors, threads, uuids
 from experiments.workloads import popularity, ramp
 from models import checkpoint
 from models.config import ModelConfig
 from paged.adapters.adapter import Adapter
 from paged.cluster.cluster import Arrival
 from paged.cluster.live import LiveCluster
-from paged.cluster.ray_actors import RayRunner, import_ray
+from paged.cluster.ray_actors import import_ray
 from paged.cluster.simulated import SimulatedCluster
-from paged.cluster.threads import ThreadRunner
 from paged.config import EngineConfig
-from paged.device.tensor_parallel import Shards
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import RooflineCost, SimulatedExecutor
@@ -86,57 +80,19 @@ def simulated(options: Options, model: ModelConfig, config: EngineConfig) -> Sim
     return SimulatedCluster(engines, model, config, rebalance_s=options.rebalance_s)
 
 
-def threads(options: Options, model: ModelConfig, config: EngineConfig) -> LiveCluster:
-    """Engines on JAX's devices."""
-    devices = jax.devices()[: options.num_gpus]
-    if len(devices) < options.num_gpus:
-        raise ValueError(f"--num_gpus ({options.num_gpus}): JAX sees {len(devices)} devices")
-    implementation = options.attention_implementation or None
-    check_implementation(
-        options.attention_implementation, config, Shards(model, dtype=options.dtype)
-    )
-    keep_compilations(options.compilation_cache)
-    _, params = checkpoint.load(options.model, options.dtype)
+def live(make: Callable[..., LiveCluster]) -> Callable[..., LiveCluster]:
+    """Engines in real time."""
 
-    def make_engine(device: jax.Device) -> Engine:
-        own = jax.device_put(params, device)
-        engine = Engine.from_model(own, model, config, implementation=implementation)
-        engine.warm_up(progress=False)
-        return engine
+    def made(options: Options, model: ModelConfig, config: EngineConfig) -> LiveCluster:
+        return make(options, model, config, options.num_gpus, rebalance_s=options.rebalance_s)
 
-    runners = {
-        uuid: ThreadRunner(partial(make_engine, device), device)
-        for uuid, device in zip(uuids(options.num_gpus), devices, strict=True)
-    }
-    return LiveCluster(runners, model, config, rebalance_s=options.rebalance_s)
-
-
-def warm_engine(config: EngineConfig, values: dict[str, Any]) -> Engine:
-    """What a Ray actor makes. values: of flags, as `load_engine` takes them."""
-    engine = load_engine(config, **values)
-    engine.warm_up(progress=False)
-    return engine
-
-
-def ray_actors(options: Options, model: ModelConfig, config: EngineConfig) -> LiveCluster:
-    """Engines in Ray actors, each with a GPU if the Ray cluster has any."""
-    ray = import_ray()
-    ray.init(include_dashboard=False, log_to_driver=False)
-    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-    make_engine = partial(warm_engine, config, loading(options))
-    wanted: dict[str, Any] = {"num_gpus": 1} if has_gpus else {"num_cpus": 0}
-    runners = {uuid: RayRunner(make_engine, wanted) for uuid in uuids(options.num_gpus)}
-    return LiveCluster(runners, model, config, rebalance_s=options.rebalance_s)
-
-
-def uuids(count: int) -> list[str]:
-    return [f"gpu-{i:02}" for i in range(count)]
+    return made
 
 
 MAKE: dict[str, Callable[[Options, ModelConfig, EngineConfig], AnyCluster]] = {
     "simulated": simulated,
-    "threads": threads,
-    "ray": ray_actors,
+    "threads": live(threads),
+    "ray": live(ray_actors),
 }
 
 

@@ -96,6 +96,20 @@ def test_no_module_imports_itself_through_others() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # CycleError names the modules
 
 
+def test_only_the_server_needs_the_extra_serve() -> None:
+    """And only what one launches needs the server."""
+    extra = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "jinja2"}
+    server = ROOT / "paged" / "server"
+    for layer in LAYERS:
+        for file, names in imports_of(ROOT / layer).items():
+            assert Path(file).is_relative_to(server) or not names & extra, file
+    inside = {name for name in first_party_modules() if name.startswith("paged.server")}
+    users = {name for name, used in import_graph().items() if used & inside} - inside
+    assert all(name.startswith("experiments.") for name in users), users
+    library = {name for name in users if name.startswith("experiments.lib.")}
+    assert not library, "programs without a server would need it too"
+
+
 def test_a_circle_of_imports_is_seen() -> None:
     modules = {"a", "a.b", "a.c"}
     sources = {

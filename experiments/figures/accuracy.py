@@ -1,8 +1,8 @@
 """Accuracy of several systems on the same prompts, each paired with the first one.
 
-Used by the figures of `lserve`. A system is an engine configuration; what it answers is judged as
-`experiments.evaluate` judges it: right answers, the log-probability of the reference answers, and
-how far the distributions along them are from the first system's.
+Used by the figures of `lserve` and `diffkv`. A system is an engine configuration; what it answers
+is judged as `experiments.evaluate` judges it: right answers, the log-probability of the reference
+answers, and how far the distributions along them are from the first system's.
 
 A study takes long. What a system answered is kept in --output_dir, in a folder of `answered/` for
 each, and a later run with the same output_dir does not ask it the same again.
@@ -21,10 +21,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import evaluate
-from experiments.lib import reference, run_record, serving
+from experiments.lib import kv_held, reference, run_record, serving
 from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies, read
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.flags import define_model_flags, loading
+from experiments.lib.kv_held import Held
 from experiments.lib.program import Options, refusals
 from models import checkpoint, load_tokenizer
 from paged.config import EngineConfig
@@ -39,6 +40,7 @@ MEASURES = {
     "divergence": ("divergence_low", "divergence_high", "divergence from dense (nats)"),
 }
 Systems = Mapping[str, EngineConfig]
+Conclude = Callable[[Sequence["Row"], Mapping[str, Evaluation]], tuple[str, dict[str, float]]]
 Draw = Callable[[Figure, Mapping[str, "Row"], Mapping[str, Evaluation]], None]
 
 
@@ -46,7 +48,8 @@ Draw = Callable[[Figure, Mapping[str, "Row"], Mapping[str, Evaluation]], None]
 class Row:
     """A system on the prompts of a task and context, or on all. score, difference: in percent and
     points. log-probabilities: of the answers, by token. divergence: in nats by token. Differences
-    are to the first system, with the bounds of the paired 95 % bootstrap interval."""
+    are to the first system, with the bounds of the paired 95 % bootstrap interval.
+    kv_memory_fraction, high, low: means of what `kv_held.Held` is, where the policy tells."""
 
     system: str
     task: str
@@ -63,20 +66,34 @@ class Row:
     divergence: float
     divergence_low: float
     divergence_high: float
+    kv_memory_fraction: float | None = None
+    high: float | None = None
+    low: float | None = None
 
 
-def row_of(system: str, found: Accuracy) -> Row:
+def row_of(system: str, found: Accuracy, held: Held | None) -> Row:
     assert found.difference and found.logprob_difference and found.divergence
     points, low, high = (100 * x for x in found.difference)
     return Row(
         system, found.task, found.context, found.prompts, 100 * found.score, points, low, high,
         found.logprob, *found.logprob_difference, *found.divergence,
+        *(() if held is None else (held.fraction, held.high, held.low)),
     )  # fmt: skip
 
 
 def rows_of(system: str, found: Evaluation, first: Evaluation) -> list[Row]:
     """Each task and context, and all together. first: what the first system answered."""
-    return [row_of(system, accuracy) for accuracy in accuracies(found, first)]
+    return [
+        row_of(system, accuracy, kv_held.mean(held_in(found, accuracy)))
+        for accuracy in accuracies(found, first)
+    ]
+
+
+def held_in(found: Evaluation, of: Accuracy) -> list[Held]:
+    """What sequences of a task and context held, or all."""
+    if of.task != ALL:
+        return found.held.get((of.task, of.context), [])
+    return [each for held in found.held.values() for each in held]
 
 
 def pooled(rows: Sequence[Row]) -> dict[str, Row]:
@@ -87,13 +104,18 @@ def pooled(rows: Sequence[Row]) -> dict[str, Row]:
 
 def config_of(options: Options, **fields: Any) -> EngineConfig:
     """An engine for the prompts of the flags. Raises ValueError for what cannot work."""
-    contexts = [int(context) for context in options.contexts if context.isdigit()]
-    longest = -(-max(contexts, default=256) // 64) * 64
+    longest = longest_of(options)
     common = {
         "page_size": 64, "max_model_len": longest, "max_num_seqs": 16,
         "kv_cache_tokens": 17 * longest, "max_num_batched_tokens": 1024,
     }  # fmt: skip
     return engine_config(checkpoint.load_config(options.model), **common | fields)
+
+
+def longest_of(options: Options) -> int:
+    """The longest of the contexts, rounded up. What is none is refused later."""
+    contexts = [int(context) for context in options.contexts if context.isdigit()]
+    return -(-max(contexts, default=256) // 64) * 64
 
 
 def gates_of(options: Options) -> Gates:
@@ -120,6 +142,8 @@ def keep(folder: Path, asked: Any, found: Evaluation) -> None:
     """Write what a system answered, and what it was asked."""
     run_record.write_csv(folder, "prompts.csv", found.answers)
     reference.write(folder / "distributions.npz", found.distributions)
+    held = [[*key, vars(each)] for key, all_held in found.held.items() for each in all_held]
+    run_record.write_json(folder, "held.json", held)
     run_record.write_json(folder, "asked.json", asked)
 
 
@@ -130,7 +154,11 @@ def answered_before(folder: Path, asked: Any) -> Evaluation | None:
             return None
     except (OSError, ValueError):
         return None
-    return read(str(folder / "prompts.csv"))
+    found = read(str(folder / "prompts.csv"))
+    held_json = folder / "held.json"
+    for task, context, held in json.loads(held_json.read_text()) if held_json.exists() else []:
+        found.held.setdefault((task, context), []).append(Held(**held))
+    return found
 
 
 def study(
@@ -138,13 +166,13 @@ def study(
     experiment: str,
     make: Callable[[Options], Systems],
     draw: Draw,
-    conclude: Callable[[Sequence[Row]], tuple[str, dict[str, float]]],
+    conclude: Conclude,
 ) -> int:
     """Let each system of `make` answer, and write what is found after each of them; the exit
     status.
 
     draw: puts the systems' pooled rows, or their answers, on a figure. conclude: what is to be
-    printed of all rows, and numbers for summary.json.
+    printed of all rows and answers, and numbers for summary.json.
     """
     with refusals():
         systems = make(options)
@@ -174,7 +202,7 @@ def study(
             })  # fmt: skip
             if (one := answered_before(kept, asked)) is None:
                 engine, one = load_engine(config, **loading(options)), Evaluation()
-                evaluate.evaluate(engine, problems, found=one, stopped=stopped)
+                evaluate.evaluate(engine, problems, found=one, stopped=stopped, measure_memory=True)
                 if len(one.answers) < len(pairs) * options.num_prompts:
                     break
                 keep(kept, asked, one)
@@ -184,7 +212,7 @@ def study(
 
     def write(cause: str | None) -> tuple[str, list[OSError]]:
         missing = [name for name in systems if name not in found]
-        text, numbers = conclude(rows) if not missing else (f"PARTIAL: {cause}", {})
+        text, numbers = conclude(rows, found) if not missing else (f"PARTIAL: {cause}", {})
         facts = {
             "experiment": experiment,
             "flags": vars(options),
@@ -237,10 +265,12 @@ def _draw_lines(axes: Axes, lines: Mapping[str, Mapping[int, Row]], measure: str
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def define_flags(tasks: Sequence[str], contexts: Sequence[str], num_prompts: int) -> None:
+def define_flags(
+    tasks: Sequence[str], contexts: Sequence[str], num_prompts: int, seed: int = 7
+) -> None:
     """Define what all studies read, with these defaults."""
     flags.DEFINE_list("tasks", list(tasks), "tasks of experiments/tasks/tasks.py")
     flags.DEFINE_list("contexts", list(contexts), "prompt and answer, in tokens")
     flags.DEFINE_integer("num_prompts", num_prompts, "of each task and context", lower_bound=1)
-    flags.DEFINE_integer("seed", 7, "of the prompts", lower_bound=0)
+    flags.DEFINE_integer("seed", seed, "of the prompts", lower_bound=0)
     define_model_flags()

@@ -8,6 +8,7 @@ import numpy as np
 
 from experiments.lib import reference
 from experiments.lib.bootstrap import mean_interval
+from experiments.lib.kv_held import Held
 from experiments.lib.reference import Distributions, Key
 from experiments.lib.text_files import read_csv, shown
 
@@ -57,10 +58,12 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Answers, and the distributions along the expected ones, by prompt."""
+    """Answers, and the distributions along the expected ones, by prompt; and what sequences held
+    of KV memory meanwhile by task and context, if that was asked for."""
 
     answers: list[Answer] = field(default_factory=list)
     distributions: dict[Key, Distributions] = field(default_factory=dict)
+    held: dict[tuple[str, int], list[Held]] = field(default_factory=dict)
 
 
 def accuracies(ours: Evaluation, others: Evaluation | None = None) -> list[Accuracy]:

@@ -1,6 +1,10 @@
 """Serve random requests for a long time, and check at every step that nothing is lost.
 
 python -m experiments.soak --minutes=30
+python -m experiments.soak --policy=lserve --noprefix_caching --preemption_mode=swap
+python -m experiments.soak --policy=diffkv --noprefix_caching --nochunked_prefill --page_size=8 \\
+    --max_model_len=96 --max_num_batched_tokens=96 --max_num_seqs=4 --kv_cache_tokens=28 \\
+    --diffkv_window=16
 
 Requests of all kinds come at random, for one sequence, for several samples, and beam searches; they
 are aborted in any state, stream, share and pin prefixes and stop at strings, in a KV cache so small
@@ -145,7 +149,8 @@ def run(
             if drains or step % SAMPLE_EVERY == 0:
                 samples.append(sample(users, step, minutes_now(), at_rest=drains))
                 faulthandler.dump_traceback_later(HUNG_S, exit=True)
-                bar.n = step if steps else 60 * samples[-1].minutes
+                # tqdm forgets the total once it is exceeded.
+                bar.n = min(total, step if steps else 60 * samples[-1].minutes)
                 bar.set_postfix_str(f"step {step}, {users.counts['requests']} requests")
         stopped = stop_requested()
         if not stopped:  # nobody would wait for all requests to end

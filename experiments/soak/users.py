@@ -96,7 +96,7 @@ class Users:
         if self._third < 16:
             raise ValueError(f"max_model_len must be at least 48, not {config.max_model_len}")
         pinned = NUM_PINNED * self._third if config.prefix_caching else 0
-        if config.kv_cache_tokens < config.max_model_len + config.page_size + pinned:
+        if not engine.host_policy.fits(config.max_model_len + config.page_size + pinned, 1):
             raise ValueError(
                 f"kv_cache_tokens ({config.kv_cache_tokens}) must hold max_model_len "
                 f"({config.max_model_len}), a page ({config.page_size}) and {pinned} pinned tokens"

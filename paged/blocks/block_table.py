@@ -16,7 +16,8 @@ from paged.blocks.block_pool import NULL_BLOCK, BlockPool
 class SwappedTables:
     """Tables of sequences whose blocks are in the host's memory (§4.5, swapping).
 
-    blocks: the host blocks of each sequence. Sequences share host blocks as they shared blocks.
+    blocks: the host blocks of each sequence, `NULL_BLOCK` for those that it has dropped. Sequences
+    share host blocks as they shared blocks.
     num_tokens: the tokens of each sequence.
     """
 
@@ -25,14 +26,20 @@ class SwappedTables:
 
     @property
     def distinct(self) -> np.ndarray:
-        return np.unique(np.concatenate(self.blocks))
+        return _held(np.unique(np.concatenate(self.blocks)))
+
+
+def _held(blocks: np.ndarray) -> np.ndarray:
+    """Without those that were dropped."""
+    return blocks[blocks != NULL_BLOCK]
 
 
 class BlockTables:
     """Tables of `num_slots` sequences of at most `max_tokens` tokens over one block pool.
 
-    blocks:     [num_slots, M] int32 physical blocks; `NULL_BLOCK` beyond num_blocks.
-    num_blocks: [num_slots] logical blocks in use.
+    blocks:     [num_slots, M] int32 physical blocks; `NULL_BLOCK` beyond num_blocks, and for those
+                that were dropped.
+    num_blocks: [num_slots] logical blocks in use, and of these num_dropped: [num_slots].
     num_tokens: [num_slots] tokens for which there is room. All blocks but the last are full.
     """
 
@@ -40,6 +47,7 @@ class BlockTables:
         self.pool, self.page_size = pool, page_size
         self.blocks = np.full((num_slots, -(-max_tokens // page_size)), NULL_BLOCK, np.int32)
         self.num_blocks = np.zeros(num_slots, np.int64)
+        self.num_dropped = np.zeros(num_slots, np.int64)
         self.num_tokens = np.zeros(num_slots, np.int64)
         self._forked = False  # Until a fork all shared blocks are full, so none is copied on write.
 
@@ -104,7 +112,7 @@ class BlockTables:
 
     def adopt(self, slot: int, blocks: np.ndarray, num_tokens: int) -> None:
         """Make the empty `slot` an owner of `blocks`, which hold its first `num_tokens` tokens."""
-        self.pool.share(blocks)
+        self.pool.share(_held(blocks))
         self._take(slot, blocks, num_tokens)
 
     def fork(self, parent: int, child: int, num_tokens: int | None = None) -> None:
@@ -121,13 +129,22 @@ class BlockTables:
         self._forked |= num_tokens % self.page_size > 0
         self.blocks[slot, : len(blocks)] = blocks
         self.num_blocks[slot] = len(blocks)
+        self.num_dropped[slot] = np.count_nonzero(blocks == NULL_BLOCK)
         self.num_tokens[slot] = num_tokens
+
+    def drop(self, slot: int, first: int, end: int) -> None:
+        """Give up logical blocks first .. end - 1 of `slot`, whose tokens nobody will read or write
+        any more: all are full. Those that were dropped before stay so."""
+        dropped = _held(self.blocks[slot, first : max(first, end)])
+        self.pool.release(dropped)
+        self.blocks[slot, first : max(first, end)] = NULL_BLOCK
+        self.num_dropped[slot] += len(dropped)
 
     def free(self, slot: int) -> None:
         """Give up all blocks of `slot`."""
-        self.pool.release(self.blocks[slot, : self.num_blocks[slot]])
+        self.pool.release(_held(self.blocks[slot, : self.num_blocks[slot]]))
         self.blocks[slot] = NULL_BLOCK
-        self.num_blocks[slot] = self.num_tokens[slot] = 0
+        self.num_blocks[slot] = self.num_dropped[slot] = self.num_tokens[slot] = 0
 
     def shared_room(self) -> int:
         """The room in last blocks that are shared, counted for all of their owners but one."""
@@ -152,9 +169,9 @@ class BlockTables:
         which must be copied before anything is written.
         """
         tables = [self.blocks[slot, : self.num_blocks[slot]].copy() for slot in slots]
-        blocks = np.unique(np.concatenate(tables))
+        blocks = _held(np.unique(np.concatenate(tables)))
         taken = host.allocate(len(blocks))
-        on_host = [taken[np.searchsorted(blocks, table)] for table in tables]
+        on_host = [_renamed(table, blocks, taken) for table in tables]
         swapped = SwappedTables(on_host, self.num_tokens[slots].tolist())
         for slot in slots:
             self.free(slot)
@@ -167,14 +184,22 @@ class BlockTables:
         on_host = swapped.distinct
         taken, owned = self.pool.allocate(len(on_host)), np.zeros(len(on_host), bool)
         for slot, table, num_tokens in zip(slots, swapped.blocks, swapped.num_tokens, strict=True):
-            at = np.searchsorted(on_host, table)
+            at = np.searchsorted(on_host, _held(table))
             self.pool.share(taken[at[owned[at]]])
             owned[at] = True
-            self._take(slot, taken[at], num_tokens)
+            self._take(slot, _renamed(table, on_host, taken), num_tokens)
         host.release(on_host)
         return list(zip(on_host.tolist(), taken.tolist()))
 
     def filled(self, slot: int) -> np.ndarray:
         """The tokens in each logical block of `slot`, called '# filled' in Fig. 6."""
         first = np.arange(self.num_blocks[slot]) * self.page_size
-        return np.minimum(self.num_tokens[slot] - first, self.page_size)
+        held = self.blocks[slot, : self.num_blocks[slot]] != NULL_BLOCK
+        return np.minimum(self.num_tokens[slot] - first, self.page_size) * held
+
+
+def _renamed(table: np.ndarray, names: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """`table` with each of the ascending `names` replaced by its like among `others`."""
+    renamed = table.copy()
+    renamed[table != NULL_BLOCK] = others[np.searchsorted(names, _held(table))]
+    return renamed

@@ -16,6 +16,7 @@ from paged.config import EngineConfig
 from paged.requests.sequence import RequestOutput
 
 Post = Callable[[list[Event]], None]
+NOBODY = ""  # the UUID of no runner, whose mail wakes up
 
 
 class LiveRunner(Runner, Protocol):
@@ -90,6 +91,10 @@ class LiveCluster:
     def _post(self, uuid: str, events: list[Event]) -> None:
         self._mail.put((uuid, events))
 
+    def wake(self) -> None:
+        """Let `step` wait no longer; other threads may call it."""
+        self._mail.put((NOBODY, []))
+
     def step(self, timeout_s: float) -> list[str]:
         """Take in what runners have posted, waiting for it at most so long, and do what is due. The
         UUIDs of those that posted."""
@@ -109,6 +114,8 @@ class LiveCluster:
 
     def _take(self, timeout_s: float) -> str:
         uuid, events = self._mail.get(timeout=max(timeout_s, 1e-6))
+        if uuid == NOBODY:
+            return uuid
         self._heard_s[uuid] = self.now()
         for event in events:
             if isinstance(event, Lost) and uuid not in self.deaths:

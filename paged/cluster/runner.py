@@ -2,7 +2,7 @@
 
 import contextlib
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,13 +29,15 @@ class Runner(Protocol):
 
 @dataclass
 class _Attempt:
-    """sent: output tokens that were told of each sequence. ended: which ends were."""
+    """sent: output tokens that were told of each sequence. ended: which ends were. grows: whether
+    each token is told, or only the first ones and the end."""
 
     request: ClusterRequest
     number: int
     group: SequenceGroup
     sent: list[int]
     ended: list[bool]
+    grows: bool = True
 
 
 class EngineRunner:
@@ -50,11 +52,21 @@ class EngineRunner:
         self._attempts: dict[str, _Attempt] = {}
         self._closed = False
 
-    def add(self, request: ClusterRequest, attempt: int) -> None:
-        self._inbox.put(lambda: self._add(request, attempt))
+    def add(self, request: ClusterRequest, attempt: int, grows: bool = True) -> None:
+        """grows: whether each token is to be told, or only the first ones and the end."""
+        self._inbox.put(lambda: self._add(request, attempt, grows))
 
     def cancel(self, request_id: str, attempt: int) -> None:
         self._inbox.put(lambda: self._cancel(request_id, attempt))
+
+    def call(self, what: Callable[[], None]) -> None:
+        """Have `run` do this between two steps."""
+        self._inbox.put(what)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Say nothing more of requests that the engine has lost in a failure."""
+        for request_id in request_ids:
+            self._attempts.pop(request_id, None)
 
     def close(self) -> None:
         """End `run`."""
@@ -80,7 +92,10 @@ class EngineRunner:
         outputs = self.engine.step() if self.engine.has_unfinished() else []
         ended = {output.request_id: output for output in outputs}
         for request_id, attempt in list(self._attempts.items()):
-            growth, output = tuple(self._growth(attempt)), ended.get(request_id)
+            output = ended.get(request_id)
+            if output is None and not attempt.grows and any(attempt.sent):
+                continue
+            growth = tuple(self._growth(attempt))
             if growth or output is not None:
                 self._events.append(Progress(request_id, attempt.number, growth, output))
             if output is not None:
@@ -96,7 +111,7 @@ class EngineRunner:
         else:
             call()
 
-    def _add(self, request: ClusterRequest, attempt: int) -> None:
+    def _add(self, request: ClusterRequest, attempt: int, grows: bool) -> None:
         engine, adapter = self.engine, request.adapter
         try:
             # Another may have had its name since: also after this request was placed first.
@@ -114,13 +129,14 @@ class EngineRunner:
         group = engine.requests.unfinished[request.request_id]
         sent = [len(self._tokens(sequence)) for sequence in group.sequences]
         ended = [sequence.finish_reason is not None for sequence in group.sequences]
-        self._attempts[request.request_id] = _Attempt(request, attempt, group, sent, ended)
+        self._attempts[request.request_id] = _Attempt(request, attempt, group, sent, ended, grows)
 
     def _cancel(self, request_id: str, attempt: int) -> None:
         running = self._attempts.get(request_id)
         if running is not None and running.number == attempt:
             del self._attempts[request_id]
-            self.engine.abort(request_id)
+            if request_id in self.engine.requests.unfinished:  # a failure may have ended it
+                self.engine.abort(request_id)
 
     def _known(self, sequence: Sequence) -> int:
         slots = self.engine.scheduler.slots

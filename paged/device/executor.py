@@ -216,3 +216,11 @@ class DeviceExecutor:
         if moves.after:
             assert self._slots is not None, "slots without state are copied"
             self._cache = self._slots.copy(self._cache, moves.after)
+
+    def snapshot(self) -> Any:
+        """What the policy's device half shows of its cache after all steps that were dispatched,
+        for pictures and tests. Raises ValueError for a policy that shows nothing."""
+        policy: Any = self._program.policy
+        if not hasattr(policy, "snapshot"):
+            raise ValueError(f"{type(policy).__name__} shows nothing of its cache: no snapshot")
+        return policy.snapshot(self._cache)

@@ -38,6 +38,7 @@ def request_output(group: SequenceGroup, tokenizer) -> RequestOutput:
         sequences=outputs[: how.n] if group.finished else outputs,
         finished=group.finished,
         prompt_logprobs=None if how.prompt_logprobs is None else list(group.prompt_logprobs),
+        cached_tokens=min(group.num_cached_tokens, group.num_prompt_tokens),
     )
 
 

@@ -137,7 +137,7 @@ class SamplingParams:
             if not isinstance(ids, tuple | list) or not all(map(is_whole, ids)):
                 raise refusal(name, "a tuple of token ids", ids)
             object.__setattr__(self, name, tuple(map(int, ids)))
-        if len(self.forced_output) > self.max_tokens:
+        if self.forced_output and len(self.forced_output) > self.max_tokens:
             raise ValueError(
                 f"forced_output has {len(self.forced_output)} tokens, more than max_tokens "
                 f"({self.max_tokens})"

@@ -188,7 +188,8 @@ class RequestOutput:
 
     sequences: n of them at the end, best first where they are ranked; all while it runs. tokens,
     text, finish_reason and logprobs are the first one's. prompt_logprobs: of each prompt token,
-    None for the first and those not computed yet; None if not asked for.
+    None for the first and those not computed yet; None if not asked for. cached_tokens: of the
+    prompt, taken from the prefix cache instead of computed.
     """
 
     request_id: str
@@ -196,6 +197,7 @@ class RequestOutput:
     sequences: list[SequenceOutput]
     finished: bool
     prompt_logprobs: list[TokenLogprob | None] | None = dataclasses.field(default=None, repr=False)
+    cached_tokens: int = dataclasses.field(default=0, compare=False, repr=False)
 
     @property
     def tokens(self) -> list[int]:

@@ -79,6 +79,11 @@ class TextStream:
     def text(self) -> str:
         return self._decoded.removesuffix(REPLACEMENT)
 
+    @property
+    def settled(self) -> str:
+        """What of `text` no later token takes back."""
+        return self.text if self._row is None else self.text[: self._row.start]
+
     def push(self, token: int) -> bool:
         """Add a token. Returns whether `text` holds a new stop string."""
         if token in self._skipped:

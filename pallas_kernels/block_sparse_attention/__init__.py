@@ -8,6 +8,7 @@ from pallas_kernels.block_sparse_attention.hybrid import (
 from pallas_kernels.block_sparse_attention.lists import (
     BlockLists,
     Tiles,
+    lists_of,
     streaming_blocks,
     streaming_lists,
     tiles_of,
@@ -22,6 +23,7 @@ __all__ = [
     "Tiles",
     "block_sparse_prefill_attention",
     "hybrid_prefill_attention",
+    "lists_of",
     "plan_hybrid_prefill",
     "streaming_blocks",
     "streaming_lists",

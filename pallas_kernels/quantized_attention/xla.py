@@ -41,7 +41,7 @@ def _section(q_RxGxD, words, tables_RxM, column, count_R, format: PageFormat):
     """An online softmax over the tokens of one precision: ((sums of values [R, G, D], largest
     scores [R, G], sums of weights [R, G]), scores [R, M, P, G])."""
     R, M = tables_RxM.shape
-    G, D, P = *q_RxGxD.shape[1:], format.tokens
+    (_, G, D), P = q_RxGxD.shape, format.tokens
     pages_R = (count_R + P - 1) // P
     width = min(max(1, DECODE_TOKENS // P), R * M)
     queries = in_planes(q_RxGxD, format.keys)

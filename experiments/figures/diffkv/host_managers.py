@@ -18,9 +18,9 @@ class Twin:
 
     def __init__(self, num_pages: int, num_slots: int, num_heads: int):
         self.free = deque(range(num_pages))
-        self.high, self.low = (
-            [[[] for _ in range(num_heads)] for _ in range(num_slots)] for _ in range(2)
-        )  # type: list[list[list[int]]], list[list[list[int]]]
+        slots, heads = range(num_slots), range(num_heads)
+        self.high: list[list[list[int]]] = [[[] for _ in heads] for _ in slots]
+        self.low: list[list[list[int]]] = [[[] for _ in heads] for _ in slots]
 
     def prompts(self, allocated: int, high_SxH, low_SxH) -> None:
         for of_slot in self.high:

@@ -133,7 +133,7 @@ def main(options: Options) -> int:
     return accuracy.study(
         options, "lserve_frontier", systems,
         lambda figure, whole, _: draw(options, figure, whole),
-        lambda rows: conclude(options, rows),
+        lambda rows, _: conclude(options, rows),
     )  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def main(options: Options) -> int:
     return accuracy.study(
         options, "lserve_needle", systems,
         lambda figure, _, found: draw(options, figure, found),
-        lambda rows: conclude(options, rows),
+        lambda rows, _: conclude(options, rows),
     )  # fmt: skip
 
 

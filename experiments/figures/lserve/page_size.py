@@ -74,7 +74,7 @@ def main(options: Options) -> int:
     return accuracy.study(
         options, "lserve_page_size", systems,
         lambda figure, whole, _: draw(options, figure, whole),
-        lambda rows: conclude(options, rows),
+        lambda rows, _: conclude(options, rows),
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def main(options: Options) -> int:
     return accuracy.study(
         options, "lserve_reuse", systems,
         lambda figure, whole, _: draw(options, figure, whole),
-        lambda rows: conclude(options, rows),
+        lambda rows, _: conclude(options, rows),
     )  # fmt: skip
 
 

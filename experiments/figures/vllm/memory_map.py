@@ -1,12 +1,15 @@
 """Who owns which KV block in each step: vLLM's Figs. 3 and 6 to 9, from a run of this engine.
 
     python -m experiments.figures.vllm.memory_map
+    python -m experiments.figures.vllm.memory_map --policy=diffkv --noprefix_caching \\
+        --nochunked_prefill --max_num_batched_tokens=256 --kv_cache_tokens=48 --diffkv_window=16
 
 Serves a few requests, one more every --interval steps, in a cache too small for all of them, and
 draws the physical blocks over the steps. Each request has a colour, and each of its sequences a
 shade. Shared blocks are hatched, and darker with more owners. Blocks that the prefix cache keeps
-without an owner are grey. Below are the host's blocks, which hold what is swapped out. --requests
-are
+without an owner are grey. Below are the host's blocks, which hold what is swapped out. With DiffKV
+a block is a unified page, of one layer and KV head: pages of high precision are dark and those of
+low precision light, as the device has them after each step. --requests are
 
     plain      one sequence
     prefix     one sequence; all prefix requests begin with the same --prefix_tokens tokens
@@ -48,6 +51,7 @@ from experiments.lib.program import Options, Program, refusals
 from models import checkpoint, load_tokenizer
 from paged.engine import EngineConfig
 from paged.kv_cache import POLICIES
+from paged.kv_cache.diffkv import DiffKVHost
 from paged.kv_cache.policy import ShardedModel
 from paged.metrics import StepRecord
 from paged.requests.sampling_params import SamplingParams
@@ -64,6 +68,7 @@ DEFAULTS = EngineConfig(
     # Otherwise the tables would be shown with the step before taken in, not as the step finds them.
     run_ahead=False,
 )
+DRAWN = ("vllm", "diffkv")
 TEMPLATE = Path(__file__).with_suffix(".html")
 IDLE = "#bdbdbd"
 
@@ -111,9 +116,12 @@ def colours(requests: Sequence[str]) -> dict[str, tuple[float, float, float]]:
 
 
 def shade(colour: tuple[float, float, float], owners: Sequence[Owner]) -> tuple:
-    """The colour of a block: a shade by sequence for one owner, darker for more owners."""
+    """The colour of a block: a shade by sequence for one owner, darker for more owners. Of a
+    unified page: dark for high precision, light for low."""
     hue, light, saturation = colorsys.rgb_to_hls(*colour)
-    if len(owners) > 1:
+    if owners[0].head:
+        light += (1 - light) * (0.65 if owners[0].low else 0.0)
+    elif len(owners) > 1:
         light *= max(0.3, 0.9 - 0.12 * len(owners))
     else:
         light += (1 - light) * min(0.6, 0.15 * (1 + owners[0].sequence))
@@ -145,9 +153,9 @@ def _draw(axes: Axes, held: Sequence[Mapping[int, list[Owner]]], idle, blocks: i
         )
 
 
-def plot(
-    snapshots: Sequence[Snapshot], requests: Sequence[str], path: Path, title: str, footer: str
-) -> None:
+def draw(
+    snapshots: Sequence[Snapshot], requests: Sequence[str], title: str, footer: str = ""
+) -> Figure:
     """The map: device blocks above, blocks in the host's memory below."""
     of, blocks = colours(requests), len(snapshots[0].refcounts) - 1
     host_blocks = max((max(s.host) for s in snapshots if s.host), default=1)
@@ -162,12 +170,12 @@ def plot(
     patches = [Patch(color=of[name], label=name) for name in requests]
     patches += [
         Patch(facecolor="#888888", hatch="//////", label="shared"),
-        Patch(color=IDLE, label="cached, no owner"),
+        Patch(color=IDLE, label="no owner"),
     ]
     figure.legend(handles=patches, loc="outside right upper", frameon=False)
     figure.suptitle(title)
     figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    run_record.save_figure(figure, path, dpi=110)
+    return figure
 
 
 def page_data(
@@ -175,8 +183,9 @@ def page_data(
 ) -> dict[str, Any]:
     """The data of memory_map.html.
 
-    A block is [number, references, colour, [[request, sequence, logical block, filled tokens], …]].
-    Colours and requests are indices into lists.
+    A block is [number, references, colour, [[request, sequence, logical block, filled tokens], …]],
+    a unified page's owner with its head and format, and its room in tokens. Colours and requests
+    are indices into lists.
     """
     place = {name: i for i, name in enumerate(requests)}
     of, palette = colours(requests), {IDLE: 0}
@@ -186,7 +195,11 @@ def page_data(
         for block, owners in sorted(held.items()):
             colour = to_hex(shade(of[owners[0].request], owners))
             references = len(owners) if refcounts is None else refcounts[block]
-            names = [[place[o.request], o.sequence, o.logical, o.filled] for o in owners]
+            names = [
+                [place[o.request], o.sequence, o.logical, o.filled]
+                + ([o.head, o.room] if o.head else [])
+                for o in owners
+            ]
             blocks.append([block, references, palette.setdefault(colour, len(palette)), names])
         return blocks
 
@@ -212,10 +225,10 @@ def page_data(
     }
 
 
-def write_page(path: Path, data: Mapping[str, Any]) -> None:
-    """Write the template with the data in it, as one file that needs no other."""
+def page(data: Mapping[str, Any]) -> str:
+    """The template with the data in it: a page that needs no other file."""
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    run_record.write_whole(path, TEMPLATE.read_text("utf-8").replace("/*DATA*/", text))
+    return TEMPLATE.read_text("utf-8").replace("/*DATA*/", text)
 
 
 def summary(snapshots: Sequence[Snapshot], steps: Sequence[StepRecord]) -> dict[str, float]:
@@ -262,22 +275,33 @@ def main(options: Options) -> None:
         )  # fmt: skip
         model = checkpoint.load_config(options.model)
         config = engine_config(model, **fields_of(EngineConfig, options))
+        if config.policy not in DRAWN:
+            raise ValueError(f"--policy must be {' or '.join(DRAWN)}, not {config.policy!r}")
+        if config.policy == "diffkv" and (
+            options.executor != "device" or config.tensor_parallel > 1
+        ):
+            raise ValueError("DiffKV's pages are read from one device: --executor=device, "
+                             "--tensor_parallel=1")  # fmt: skip
         policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
         for prompt, how in requests.values():
             validated_prompt(prompt, how, tokenizer, model, config, policy)
         engine = load_engine(config, tokenizer, **loading(options))
     engine.warm_up()
     snapshots = run(engine, requests, options.interval)
-    title = (
-        f"{config.num_blocks - 1} blocks of {config.page_size} tokens, "
-        f"--executor={options.executor}"
-    )
+    kind = f"blocks of {config.page_size} tokens"
+    if isinstance(policy, DiffKVHost):
+        kind = "unified pages: " + ", ".join(
+            f"{format.name} {shade} ({format.tokens} tokens)"
+            for format, shade in zip(policy.layout.formats, ("dark", "light"))
+        )
+    title = f"{len(snapshots[0].refcounts) - 1} {kind}, --executor={options.executor}"
     environment = run_record.describe_environment()
     footer = f"{options.model}, --requests={','.join(options.requests)}"
     numbers = summary(snapshots, engine.metrics.steps)
-    plot(snapshots, list(requests), output_dir / "memory_map.png", title, footer)
-    page = page_data(snapshots, list(requests), config.page_size, title)
-    write_page(output_dir / "memory_map.html", page)
+    figure = draw(snapshots, list(requests), title, footer)
+    run_record.save_figure(figure, output_dir / "memory_map.png", dpi=110)
+    data = page_data(snapshots, list(requests), config.page_size, title)
+    run_record.write_whole(output_dir / "memory_map.html", page(data))
     run_record.write_csv(output_dir, "steps.csv", list(map(usage_row, engine.metrics.steps)))
     facts = {"experiment": "memory_map", "flags": vars(options), "measured": numbers}
     run_record.write_json(output_dir, "report.json", facts | environment)

@@ -3,9 +3,13 @@
 from models.config import ModelConfig
 from paged.kv_cache.dense.device import DenseCache, DensePlan, DensePolicy
 from paged.kv_cache.dense.host import BLOCKS, DenseHost
+from paged.kv_cache.dense.reads import Reads, blocks_by_page
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 
-__all__ = ["BLOCKS", "VLLM", "DenseCache", "DenseHost", "DensePlan", "DensePolicy", "device"]
+__all__ = [
+    "BLOCKS", "CAPABILITIES", "VLLM", "DenseCache", "DenseHost", "DensePlan", "DensePolicy",
+    "Reads", "blocks_by_page", "device",
+]  # fmt: skip
 
 CAPABILITIES = Capabilities(
     fork="anywhere", prefix_cache=True, swap=True, chunked_prefill=True, recompute=True,

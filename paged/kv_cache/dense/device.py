@@ -11,6 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from paged.kv_cache.dense.reads import Reads, all_blocks
 from pallas_kernels.kv_write import copy_pages, write_kv
 from pallas_kernels.paged_attention import (
     paged_attention,
@@ -33,14 +34,15 @@ class DenseCache:
 class DensePlan:
     """Index arrays of layer 0, built once a step; other layers add an offset.
 
-    tables: [S, K, M] page ids.  slot_mapping: [T, K] where each token's keys and values go.
-    written: [T] whether the token is real.  lengths: [S] tokens in the cache after this step.
-    decode, prefill: schedules of the attention ops, or None.
+    slot_mapping: [T, K] where each token's keys and values go.  written: [T] whether the token is
+    real.  query_starts, lengths: as in `Reads`.  tables: [R, K, M] page ids.  decode, prefill:
+    schedules of the attention ops, or None.
     """
 
-    tables: jax.Array
     slot_mapping: jax.Array
     written: jax.Array
+    query_starts: jax.Array
+    tables: jax.Array
     lengths: jax.Array
     decode: DecodeSchedule | None = None
     prefill: PrefillSchedule | None = None
@@ -66,33 +68,38 @@ class DensePolicy:
         shape, dtype = (pages, self.page_size, self.head_dim), self.kv_dtype or dtype
         return DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
+    def reads(self, inputs) -> Reads:
+        """Which blocks queries read. A policy in which they read fewer says so here."""
+        return all_blocks(inputs)
+
     def begin_step(self, cache: DenseCache, inputs):
         head_offset = jnp.arange(self.num_kv_heads, dtype=jnp.int32) * self.num_blocks
-        tables = inputs.tables[:, None, :] + head_offset[:, None]
         S, P = inputs.tables.shape[0], self.page_size
         row = jnp.minimum(inputs.token_rows, S - 1)
-        page = tables[row, :, inputs.positions // P]
+        page = inputs.tables[row, inputs.positions // P][:, None] + head_offset
+        reads = self.reads(inputs)
         plan = DensePlan(
-            tables=tables,
             slot_mapping=page * P + (inputs.positions % P)[:, None],
             written=inputs.token_rows < S,
-            lengths=inputs.lengths,
-            **self._schedules(inputs, cache.k_pages.dtype),
+            query_starts=reads.query_starts,
+            tables=reads.tables[:, None, :] + head_offset[:, None],
+            lengths=reads.lengths,
+            **self._schedules(inputs, reads, cache.k_pages.dtype),
         )
         return cache, plan
 
-    def _schedules(self, inputs, dtype) -> dict:
+    def _schedules(self, inputs, reads: Reads, dtype) -> dict:
         """Which thread block reads what, the same in each layer."""
         T, K = inputs.tokens.shape[0], self.num_kv_heads
-        Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
+        Tp, Rp = inputs.num_prefill_tokens, len(reads.query_starts) - 1
         how: dict = {"sliding_window": self.sliding_window, "implementation": self.implementation}
         schedules: dict = {}
         if Tp:
             schedules["prefill"] = plan_prefill(
-                inputs.query_starts, inputs.lengths[:Sp], Tp, self.num_heads, K, **how
+                reads.query_starts, reads.lengths[:Rp], Tp, self.num_heads, K, **how
             )
         if Tp < T:
-            lengths = jnp.broadcast_to(inputs.lengths[Sp:, None], (T - Tp, K))
+            lengths = jnp.broadcast_to(reads.lengths[Rp:, None], (T - Tp, K))
             schedules["decode"] = plan_decode(lengths, self.head_dim, dtype, **how)
         return schedules
 
@@ -108,7 +115,7 @@ class DensePolicy:
         slots = jnp.where(plan.written[:, None], plan.slot_mapping + page_offset * P, nowhere)
         k_pages, v_pages = write_kv(cache.k_pages, cache.v_pages, k_TxKxD, v_TxKxD, slots)
 
-        Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
+        Tp, Rp = inputs.num_prefill_tokens, len(plan.query_starts) - 1
         window, implementation = self.sliding_window, self.implementation
         outs = []
         if Tp:
@@ -116,9 +123,9 @@ class DensePolicy:
                 q_TxHxD[:Tp],
                 k_pages,
                 v_pages,
-                plan.tables[:Sp],
-                inputs.query_starts,
-                plan.lengths[:Sp],
+                plan.tables[:Rp],
+                plan.query_starts,
+                plan.lengths[:Rp],
                 page_offset=page_offset,
                 sliding_window=window,
                 schedule=plan.prefill,
@@ -130,8 +137,8 @@ class DensePolicy:
                 q_TxHxD[Tp:],
                 k_pages,
                 v_pages,
-                plan.tables[Sp:],
-                jnp.broadcast_to(plan.lengths[Sp:, None], (T - Tp, K)),
+                plan.tables[Rp:],
+                jnp.broadcast_to(plan.lengths[Rp:, None], (T - Tp, K)),
                 page_offset=page_offset,
                 sliding_window=window,
                 schedule=plan.decode,

@@ -167,8 +167,9 @@ class DenseHost:
         tables, page_size = self.block_tables, self.block_tables.page_size
         room = int(tables.num_tokens.sum())
         reserved = room - int(self._computed.sum())
-        held = int(tables.num_blocks.sum())
-        internal = held * page_size - room - tables.shared_room()
+        dropped = int(tables.num_dropped.sum())
+        held = int(tables.num_blocks.sum()) - dropped
+        internal = (held + dropped) * page_size - room - tables.shared_room()
         pins = self.prefixes.num_references if self.prefixes else 0
         used = self.pool.num_used
         return Usage(

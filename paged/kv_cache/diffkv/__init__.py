@@ -1,6 +1,7 @@
 """DiffKV's policy: precision by key, value, token and head, and a manager of pages on the device.
 
-Uniform quantisation is a setting of it, with thresholds of 0.
+Uniform quantisation is a setting of it, with thresholds of 0; H2O and SnapKV are settings too, with
+rules of their own and a budget.
 """
 
 from models.config import ModelConfig
@@ -49,7 +50,8 @@ def device(
 ) -> DiffKVPolicy:
     options: Options = config.policy_options
     layout = layout_of(config, model)
-    return DiffKVPolicy(layout, options.rules, options.alpha_h, options.alpha_l, implementation)
+    thresholds = options.alpha_h, options.alpha_l, options.budget
+    return DiffKVPolicy(layout, options.rules, *thresholds, implementation)
 
 
 DIFFKV = Policy(capabilities, DiffKVHost, device, check, Options)

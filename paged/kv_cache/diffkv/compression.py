@@ -22,6 +22,15 @@ Of generation, where N tokens are there with the newest:
 
 At most one token leaves the high precision in a step, and as one comes, its tokens never get fewer;
 one leaves the low precision only if another takes its place.
+
+Two baselines keep a budget of tokens in each head, all in high precision, whatever its scores are:
+
+    h2o     (arXiv:2306.14048) the scores of all queries are summed up, a token's own among them. Of
+            a prompt the tokens of the largest sums stay, and in generation the one of the smallest
+            sum goes if there are more than the budget. Half of the budget is the window
+    snapkv  (arXiv:2404.14469) of a prompt those tokens stay for which the queries of the window
+            vote: a token's votes are the largest among it and its neighbours. Generated tokens stay
+            (generation rule `keep`)
 """
 
 from dataclasses import dataclass
@@ -32,32 +41,49 @@ import jax.numpy as jnp
 
 NOBODY = 3e38  # significance where there is no token
 REPOSITORY_ROWS = 64  # queries at the end of a prompt
+NEIGHBOURS = 3  # on each side of a token, whose votes count for it (SnapKV: a kernel of 7)
 CANDIDATE, HIGH, LOW = range(3)  # places of `Found`
+
+
+def budget_tokens(budget, lengths):
+    """Tokens that a head keeps of so many: the budget, which up to 1 is a share of them."""
+    tokens = jnp.ceil(jnp.where(budget <= 1, budget * lengths, budget))
+    return tokens.astype(jnp.int32)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """window: tokens at the end of a sequence that stay in high precision, at least 2."""
+    """window: tokens at the end of a sequence that stay in high precision, at least 2; H2O has its
+    own. budgeted: whether a budget, and not alpha, decides what stays of prompts."""
 
     window: int = 64
-    prompt: Literal["paper", "repository"] = "paper"
-    generation: Literal["paper", "repository"] = "paper"
+    prompt: Literal["paper", "repository", "h2o", "snapkv"] = "paper"
+    generation: Literal["paper", "repository", "h2o", "keep"] = "paper"
+    budgeted: bool = False
 
     @property
     def prompt_scores(self) -> dict:
         """What `prompt_attention` sums up."""
-        repository = self.prompt == "repository"
-        last_rows = REPOSITORY_ROWS if repository else None
-        return {"last_rows": last_rows, "own": repository, "by_head": repository}
+        last_rows = {"repository": REPOSITORY_ROWS, "snapkv": self.window}.get(self.prompt)
+        of_paper = self.prompt == "paper"
+        return {"last_rows": last_rows, "own": not of_paper, "by_head": not of_paper}
 
     @property
     def counts_own(self) -> bool:
         """Whether a generated token's score counts what it gives itself."""
-        return self.generation == "repository"
+        return self.generation in ("repository", "h2o")
+
+    def recent(self, budget, lengths):
+        """Tokens at the end of sequences of `lengths` tokens that stay."""
+        if self.generation != "h2o":
+            return self.window
+        return jnp.maximum(budget_tokens(budget, lengths) // 2, 2)
 
     def significance(self, scores, age):
         """The mean of a token's probabilities, `age` tokens after it and before the next adds its
-        own."""
+        own; of H2O their sum."""
+        if self.generation == "h2o":
+            return scores
         return scores / jnp.maximum(age if self.counts_own else age - 1, 1)
 
 
@@ -82,28 +108,69 @@ class Decision(NamedTuple):
     low_at: jax.Array
 
 
-def classify_prompts(rules: Rules, sums_TxK, positions_T, lengths_T, alpha):
+def classify_prompts(rules: Rules, sums_TxK, positions_T, lengths_T, alpha, budget):
     """Tokens of prompts: (kept in high, kept in low precision [T, K] bool, scores [T, K] float32).
 
     sums: [T, K] float32, what `prompt_attention` gives with `prompt_scores`. positions: [T] int32
-    from 0. lengths: [T] int32, N of a token's prompt. alpha: [2], of high and of low precision.
+    from 0; a prompt's tokens lie one after the other. lengths: [T] int32, N of a token's prompt.
+    alpha: [2], of high and of low precision. budget: of `budget_tokens`, where rules have one.
     """
     positions, N = positions_T[:, None], lengths_T[:, None]
+    recent = positions >= N - rules.recent(budget, N)
+    later = jnp.maximum(N - positions if rules.counts_own else N - positions - 1, 0)
     if rules.prompt == "paper":
         mean, base = sums_TxK / jnp.maximum(N - 1 - positions, 1), positions + 1
-    else:
+        scores = mean * later
+    elif rules.prompt == "repository":
         mean, base = sums_TxK / jnp.clip(N - positions, 1, REPOSITORY_ROWS), N
-    high = (positions >= N - rules.window) | (mean >= alpha[0] / base)
+        scores = mean * later
+    else:
+        mean, base, scores = sums_TxK, N, sums_TxK
+    if rules.budgeted:
+        first_T = jnp.arange(len(positions_T)) - positions_T
+        if rules.prompt == "snapkv":
+            mean = _of_neighbours(jnp.where(recent, 0.0, mean), first_T)
+        rank = _ranks(jnp.where(recent, jnp.inf, mean), first_T)
+        high = recent | (rank < budget_tokens(budget, N))
+        return high, jnp.zeros_like(high), scores
+    high = recent | (mean >= alpha[0] / base)
     low = ~high & (mean >= alpha[1] / base)
-    rows = jnp.maximum(N - positions if rules.counts_own else N - positions - 1, 0)
-    return high, low, mean * rows
+    return high, low, scores
 
 
-def decide(rules: Rules, found: Found, lengths, alpha) -> Decision:
-    """What the next token changes. lengths: N with it, broadcast against [...]. alpha: [2]."""
+def _of_neighbours(votes_TxK, first_T):
+    """The most votes, none below 0, of a token and its neighbours in the same prompt. first: [T]
+    int32, the row of a prompt's first token."""
+    T, reach = len(first_T), (NEIGHBOURS, NEIGHBOURS)
+    votes, first = jnp.pad(votes_TxK, (reach, (0, 0))), jnp.pad(first_T, reach, constant_values=-1)
+    parts = [
+        jnp.where((first[i : i + T] == first_T)[:, None], votes[i : i + T], 0.0)
+        for i in range(sum(reach) + 1)
+    ]
+    return jnp.stack(parts).max(0)
+
+
+def _ranks(scores_TxK, first_T):
+    """How many tokens of the same prompt come before each by score, of equal ones the first one
+    first: [T, K] int32."""
+    first = jnp.broadcast_to(first_T[:, None], scores_TxK.shape)
+    order = jnp.lexsort((-scores_TxK, first), axis=0)
+    return jnp.argsort(order, axis=0).astype(jnp.int32) - first
+
+
+def decide(rules: Rules, found: Found, lengths, alpha, held=0, budget=0.0) -> Decision:
+    """What the next token changes. lengths: N with it, broadcast against [...]. alpha: [2]. held:
+    [...] tokens without it, and budget: of `budget_tokens`; H2O alone asks for them."""
     to_high, to_low = alpha[0] / lengths, alpha[1] / lengths
     mean, at = jnp.moveaxis(found.mean, -1, 0), jnp.moveaxis(found.at, -1, 0)
     candidate, least_high, least_low = mean
+    if rules.generation in ("h2o", "keep"):
+        of_candidate = candidate <= least_high
+        leaves = jnp.minimum(candidate, least_high) < NOBODY
+        leaves &= (rules.generation == "h2o") & (held >= budget_tokens(budget, lengths))
+        nothing = jnp.zeros_like(leaves)
+        high_at = jnp.where(of_candidate, at[CANDIDATE], at[HIGH])
+        return Decision(leaves, high_at, nothing, nothing, at[LOW])
     if rules.generation == "paper":
         stays = candidate >= to_high
         leaving = jnp.where(stays, least_high, candidate)

@@ -19,6 +19,7 @@ from paged.kv_cache.diffkv.compression import (
 )
 from paged.kv_cache.diffkv.layout import Layout
 from paged.kv_cache.diffkv.significance import add_scores
+from paged.kv_cache.diffkv.snapshot import Snapshot, snapshot
 from paged.kv_cache.diffkv.state import (
     DecodePlan,
     DiffKVCache,
@@ -39,16 +40,17 @@ COPIED_PAGES = 64  # that an iteration of `copy_slots` copies
 
 @dataclass(frozen=True)
 class DiffKVPolicy:
-    """alpha_h, alpha_l: with which a cache begins. implementation: of the attention ops."""
+    """alpha_h, alpha_l, budget: with which a cache begins. implementation: of the attention ops."""
 
     layout: Layout
     rules: Rules
     alpha_h: float
     alpha_l: float
+    budget: float = 0.0
     implementation: str | None = None
 
     def init(self, dtype, shard) -> DiffKVCache:
-        return DiffKVCache.empty(self.layout, self.alpha_h, self.alpha_l)
+        return DiffKVCache.empty(self.layout, self.alpha_h, self.alpha_l, self.budget)
 
     def begin_step(self, cache: DiffKVCache, inputs) -> tuple[DiffKVCache, Plan]:
         prompts = decodes = None
@@ -89,7 +91,7 @@ class DiffKVPolicy:
         row, positions = jnp.minimum(inputs.token_rows[:T], R - 1), inputs.positions[:T]
         lengths = plan.lengths[row]
         high, low, scores = classify_prompts(
-            self.rules, sums_TxK, positions, lengths, cache.alpha[0]
+            self.rules, sums_TxK, positions, lengths, cache.alpha[0], cache.budget[0]
         )
         heads = self._heads(layer)
         tables = cache.pages.tables.at[plan.slots[:, None], heads].get(mode="clip")
@@ -116,7 +118,8 @@ class DiffKVPolicy:
             counts.append(of_rows[1:] - of_rows[:-1])
             ranks.append((kept, rank))
         (of_high, high_rank), (of_low, low_rank) = ranks
-        window = self.rules.window
+        window = self.rules.recent(cache.budget[0], lengths + 1)
+        window = jnp.broadcast_to(window, len(lengths))[:, None]
         found = []
         for kept, rank in (
             (of_high & (age == window), high_rank), (of_high & (age > window), high_rank),
@@ -175,6 +178,7 @@ class DiffKVPolicy:
         words, found = add_scores(
             self.rules, words, tables, (of_high, of_low), self.layout.formats,
             [x.reshape(R, *x.shape[2:]) for x in kept], lse.reshape(R, -1), new.positions,
+            cache.budget[0],
         )  # fmt: skip
         found = Found(*(x.reshape(S, K, -1) for x in found))
         cache = self._remember(replace(cache, words=words), plan.slots, self._heads(layer), found)
@@ -215,10 +219,13 @@ class DiffKVPolicy:
             "kept": cache.counts.sum(1),
         }  # fmt: skip
 
-    def with_thresholds(self, cache: DiffKVCache, alpha_h: float, alpha_l: float) -> DiffKVCache:
+    def with_thresholds(
+        self, cache: DiffKVCache, alpha_h: float, alpha_l: float, budget: float = 0.0
+    ) -> DiffKVCache:
         """The cache with other thresholds, on all shards: no program is compiled for them."""
-        # A result of the old ones lies where these do.
-        return replace(cache, alpha=0 * cache.alpha + jnp.array([alpha_h, alpha_l], jnp.float32))
+        # Results of the old ones lie where these do.
+        alpha = 0 * cache.alpha + jnp.array([alpha_h, alpha_l], jnp.float32)
+        return replace(cache, alpha=alpha, budget=0 * cache.budget + budget)
 
     # What moves: unit slot * most + k is the k-th page of a slot.
 
@@ -294,3 +301,6 @@ class DiffKVPolicy:
         )
         pages = page_manager.give(cache.pages, slots, *self._pages_of(content[0]))
         return replace(cache, pages=pages, counts=counts, found=found)
+
+    def snapshot(self, cache: DiffKVCache) -> list[Snapshot]:
+        return snapshot(self.layout, cache)

@@ -228,6 +228,10 @@ class DiffKVHost:
             bytes={PAGES: used * self._pool.unit_bytes},
         )
 
+    def pages_held(self) -> np.ndarray:
+        """Of each slot, int64 [slots], as the last report says."""
+        return self._held.copy()
+
     def held(self) -> dict[str, np.ndarray]:
         pages = np.arange(self.layout.most) < self._held[:, None]
         on_host = np.flatnonzero(self._host_pool.refcounts)

@@ -10,24 +10,29 @@ from pallas_kernels.quantized_attention.worklist import listed, num_trips
 TOKENS = 2048  # whose scores an iteration updates
 
 
-def add_scores(rules: Rules, words, tables_RxM, counts, formats, kept, lse_RxG, positions_R):
+def add_scores(
+    rules: Rules, words, tables_RxM, counts, formats, kept, lse_RxG, positions_R, budget
+):  # fmt: skip
     """Add each token's probability to its score, and find who may leave with the next token.
 
     words: [N, W], the pool. tables: [R, M] of a row's high and low pages, R heads of all sequences.
     counts: of each precision, [R] int32 tokens. kept, lse: what attention gave, by precision
-    [R, M, P, G], or more of these, and [R, G]. positions: [R] int32 of the query.
+    [R, M, P, G], or more of these, and [R, G]. positions: [R] int32 of the query. budget: as
+    `rules.recent` has it.
 
     Returns (words, Found [R, 3]).
     """
     R, M = tables_RxM.shape
     pools, found = words, []
     columns = (lambda number: number), (lambda number: M - 1 - number)
+    window_R = jnp.broadcast_to(rules.recent(budget, positions_R + 2), R)
     for is_high, column, count, format, scores in zip(
         (True, False), columns, counts, formats, kept
     ):
         pools, *of_section = _section(
-            rules, pools, tables_RxM, column, count, format, scores, lse_RxG, positions_R, is_high
-        )
+            rules, pools, tables_RxM, column, count, format, scores, lse_RxG, positions_R,
+            window_R if is_high else None,
+        )  # fmt: skip
         found += of_section
     means, places = zip(*found)
     return pools, Found(jnp.stack(places, -1), jnp.stack(means, -1))
@@ -35,10 +40,11 @@ def add_scores(rules: Rules, words, tables_RxM, counts, formats, kept, lse_RxG, 
 
 def _section(
     rules: Rules, words, tables_RxM, column, count_R, format: PageFormat, kept, lse_RxG,
-    positions_R, is_high: bool,
+    positions_R, window_R,
 ):  # fmt: skip
     """(words, and of high precision the candidate and the victim, of low precision the victim, each
-    as (mean [R], place [R]))"""
+    as (mean [R], place [R])). window: [R] int32 last tokens of high precision that stay, None of
+    low precision."""
     R, M = tables_RxM.shape
     N, P = len(words), format.tokens
     pages_R = (count_R + P - 1) // P
@@ -63,7 +69,11 @@ def _section(
         words = format.write_scores(words, jnp.where(live, ids, nowhere), scores)
         age = now + 1 - positions
         mean = rules.significance(scores, age)
-        masks = (age == rules.window, age > rules.window) if is_high else (age > 0,)
+        if window_R is None:
+            masks = [age > 0]
+        else:
+            window = window_R[row][:, None]
+            masks = [age == window, age > window]
         new = []
         for mask, before in zip(masks, found, strict=True):
             means = jnp.where(held & mask, mean, NOBODY)
@@ -72,6 +82,6 @@ def _section(
         return words, tuple(new)
 
     nobody = jnp.full(R, NOBODY, jnp.float32), jnp.zeros(R, jnp.int32)
-    carry = words, (nobody,) * (2 if is_high else 1)
+    carry = words, (nobody,) * (1 if window_R is None else 2)
     words, found = jax.lax.fori_loop(0, num_trips(pages_R, width), body, carry)
     return words, *found

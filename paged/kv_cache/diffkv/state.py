@@ -18,17 +18,20 @@ from pallas_kernels.quantized_attention import plan_mixed_decode
 class DiffKVCache:
     """words: [N, W] uint32, the pool of unified pages.  pages: who owns them.  counts: [num_slots,
     L * K, 2] int32 tokens of each head in high and in low precision.  found: [num_slots, L * K, 3],
-    the tokens that may leave with the next one.  alpha: [1, 2] float32, of high and low precision:
-    data, so that calibration compiles nothing."""
+    the tokens that may leave with the next one.  alpha: [1, 2] float32, of high and low precision,
+    and budget: [1] float32: data, so that calibration compiles nothing."""
 
     words: jax.Array
     pages: Pages
     counts: jax.Array
     found: Found
     alpha: jax.Array
+    budget: jax.Array
 
     @classmethod
-    def empty(cls, layout: Layout, alpha_h: float, alpha_l: float) -> "DiffKVCache":
+    def empty(
+        cls, layout: Layout, alpha_h: float, alpha_l: float, budget: float = 0.0
+    ) -> "DiffKVCache":
         heads = layout.num_slots, layout.all_heads
         return cls(
             words=jnp.zeros((layout.num_pages, layout.formats[0].words), jnp.uint32),
@@ -38,6 +41,7 @@ class DiffKVCache:
                 jnp.zeros((*heads, 3), jnp.int32), jnp.full((*heads, 3), NOBODY, jnp.float32)
             ),
             alpha=jnp.array([[alpha_h, alpha_l]], jnp.float32),
+            budget=jnp.array([budget], jnp.float32),
         )
 
 
@@ -96,7 +100,9 @@ def plan_decodes(layout: Layout, rules, cache: DiffKVCache, inputs, implementati
     slots = jnp.where(real[:, 0], inputs.slots[Sp:], layout.num_slots)
     before = cache.counts.at[slots].get(mode="fill", fill_value=0)
     found = Found(*(x.at[slots].get(mode="clip") for x in cache.found))
-    decision: Decision = decide(rules, found, positions[:, None] + 1, cache.alpha[0])
+    decision: Decision = decide(
+        rules, found, positions[:, None] + 1, cache.alpha[0], before[..., 0], cache.budget[0]
+    )
     high_grows = real & ~decision.leaves
     moves = real & decision.moves
     low_grows = moves & ~decision.replaces

@@ -29,6 +29,7 @@ from paged.kv_cache.lserve.plan import (
     with_schedules,
 )
 from paged.kv_cache.lserve.prefill import prefill
+from paged.kv_cache.lserve.snapshot import Selections, snapshot
 from pallas_kernels.kv_write import copy_pages, write_kv
 from pallas_kernels.page_selection import select_pages, write_key_statistics
 from pallas_kernels.paged_attention import paged_attention
@@ -300,6 +301,9 @@ class LServePolicy:
             return cache
         selected = content["selected"].swapaxes(1, 2)
         return replace(cache, selected=cache.selected.at[slots].set(selected, mode="drop"))
+
+    def snapshot(self, cache: LServeCache) -> list[Selections]:
+        return snapshot(self.layout, cache)
 
 
 def _random_pages(layer, positions_S, num_pages_SxJ, M: int, count: int):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from paged.checks import shown
+from paged.kv_cache.made_for import made_for
 
 Gates = tuple[tuple[float, ...], ...]  # [L][K]
 
@@ -43,14 +44,7 @@ def read_gates(path: str, weights_hash: Callable[[], str]) -> Gates:
         text = Path(path).read_text()
         if not path.endswith(".json"):
             return checked_gates(_table(text))
-        stored = json.loads(text)
-        if not isinstance(stored, dict) or not {"weights_sha256", "gates"} <= stored.keys():
-            raise ValueError('needs "weights_sha256" and "gates"')
-        if stored["weights_sha256"] != (served := weights_hash()):
-            raise ValueError(
-                f"is for weights of SHA-256 {shown(stored['weights_sha256'])}, not {served}"
-            )
-        return checked_gates(stored["gates"])
+        return checked_gates(*made_for(json.loads(text), weights_hash, "gates"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 

@@ -17,7 +17,7 @@ SLOTS, MAX_TOKENS, BLOCKS = 6, 40, 30
 class TablesBesideTwin(RuleBasedStateMachine):
     """The twin keeps each sequence's tokens in a list of its own. Each token written is a fresh
     number put into a simulated pool through the tables, so a block wrongly shared or freed shows up
-    as a sequence that reads another's tokens."""
+    as a sequence that reads another's tokens. What was dropped is None."""
 
     def __init__(self):
         super().__init__()
@@ -27,8 +27,8 @@ class TablesBesideTwin(RuleBasedStateMachine):
         self.memory = np.zeros((BLOCKS, self.page_size), np.int64)
         self.host = BlockPool(BLOCKS)
         self.host_memory = np.zeros((BLOCKS, self.page_size), np.int64)
-        self.twin: dict[int, list[int]] = {}
-        self.swapped: list[tuple[SwappedTables, list[list[int]]]] = []  # and their tokens
+        self.twin: dict[int, list[int | None]] = {}
+        self.swapped: list[tuple[SwappedTables, list[list[int | None]]]] = []  # and their tokens
         self.counter = 0
 
     def write(self, slots, copies):
@@ -110,6 +110,16 @@ class TablesBesideTwin(RuleBasedStateMachine):
 
     @precondition(lambda self: self.twin)
     @rule(data=st.data())
+    def drop(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.twin)))
+        full = len(self.twin[slot]) // self.page_size
+        first, end = (data.draw(st.integers(0, full)) for _ in range(2))
+        self.tables.drop(slot, first, end)
+        tokens = slice(first * self.page_size, max(first, end) * self.page_size)
+        self.twin[slot][tokens] = [None] * len(self.twin[slot][tokens])
+
+    @precondition(lambda self: self.twin)
+    @rule(data=st.data())
     def free(self, data):
         slot = data.draw(st.sampled_from(sorted(self.twin)))
         self.tables.free(slot)
@@ -119,7 +129,7 @@ class TablesBesideTwin(RuleBasedStateMachine):
     def every_sequence_reads_its_own_tokens(self):
         for slot, tokens in self.twin.items():
             pages = self.memory[self.tables.blocks[slot]].reshape(-1)
-            assert pages[: len(tokens)].tolist() == tokens
+            assert all(token in (None, read) for token, read in zip(tokens, pages.tolist()))
 
     @invariant()
     def refcounts_equal_owners_and_nothing_leaks(self):
@@ -136,7 +146,9 @@ class TablesBesideTwin(RuleBasedStateMachine):
         for slot, tokens in self.twin.items():
             room = int(self.tables.num_blocks[slot]) * self.page_size
             assert 0 <= room - len(tokens) < self.page_size
-            assert self.tables.filled(slot).sum() == len(tokens)
+            kept = len(tokens) - tokens.count(None)
+            assert self.tables.filled(slot).sum() == kept
+            assert self.tables.num_dropped[slot] * self.page_size == len(tokens) - kept
 
 
 TablesBesideTwin.TestCase.settings = settings(

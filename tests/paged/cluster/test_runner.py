@@ -49,6 +49,18 @@ def test_growth_is_the_output_piece_by_piece():
     assert got == output.tokens == generate([7] * 5, 1, 13, 0.0, True)
 
 
+def test_what_does_not_grow_is_told_at_its_first_token_and_at_its_end():
+    runner = runner_of()
+    runner.add(request("a"), 3, grows=False)
+    told = []
+    while runner.has_work:
+        told += step(runner)[0]
+    first, end = told
+    assert [growth.start for growth in first.growth] == [0] and first.output is None
+    assert end.output is not None
+    assert end.output.tokens == generate([7] * 5, 1, 13, 0.0, True)
+
+
 def test_memory_of_what_waits_is_not_free():
     """Two requests of 44 and 40 tokens do not fit 80 together."""
     runner = runner_of()

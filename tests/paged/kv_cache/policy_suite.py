@@ -27,6 +27,7 @@ from paged.kv_cache.lserve.gates import streaming_heads
 from paged.kv_cache.policy import Capabilities, Policy
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
+from tests.notebooks.stored import written_policy
 from tests.paged.kv_cache.device_owned import DEVICE_OWNED
 from tests.paged.kv_cache.lserve_oracle import masked_attend
 from tests.paged.kv_cache.sink_window import SINK_WINDOW, Options, dense_attend
@@ -80,6 +81,13 @@ DIFFKV_OPTIONS = diffkv.Options(high="auto", low="K4V4", alpha_h=1.0, alpha_l=0.
 # Prompts come whole.
 DIFFKV_CONFIG = {"chunked_prefill": False, "max_num_batched_tokens": LONGEST}
 DIFFKV_EXACT_OPTIONS = diffkv.Options(high="auto", low="auto", alpha_h=0.0, alpha_l=0.0)
+WRITTEN = written_policy()
+# Seven pages before a token's own, so that the crowd preempts; as streaming heads have it.
+WRITTEN_OPTIONS = WRITTEN.Options(sink=1, local=7)
+WRITTEN_ORACLE = functools.partial(
+    masked_attend, TINY, dataclasses.replace(LSERVE_OPTIONS, sink=4, local=28),
+    np.ones((TINY.num_layers, TINY.num_kv_heads), bool), 4,
+)  # fmt: skip
 LSERVE_STREAMS = streaming_heads(LSERVE_OPTIONS.gates, LSERVE_OPTIONS.streaming_share)
 CASES = [
     Case("vllm", POLICIES["vllm"], lambda prompt: causal_attend(TINY)),
@@ -104,6 +112,10 @@ CASES = [
         slow=True,
     ),
     Case("device_owned", DEVICE_OWNED, lambda prompt: causal_attend(TINY)),
+    Case(
+        WRITTEN.NAME, WRITTEN.POLICY, WRITTEN_ORACLE,
+        {"policy_options": WRITTEN_OPTIONS, "kv_cache_tokens": 104}, slow=True,
+    ),
 ]  # fmt: skip
 by_policy = pytest.mark.parametrize(
     "case",

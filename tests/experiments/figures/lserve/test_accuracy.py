@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.figures import accuracy
-from experiments.figures.lserve import frontier, needle, page_size, reuse
+from experiments.figures.lserve import formats, frontier, needle, page_size, reuse
 from experiments.lib.answers import Answer, Evaluation
 from experiments.lib.program import Options, Refused
 from experiments.lib.reference import Distributions
@@ -44,6 +44,12 @@ def test_systems_differ_in_what_their_names_say(gates):
     pages = page_size.systems(Options(**FLAGS, budgets=["128"]))
     assert [config.page_size for config in pages.values()] == [64, 16, 64, 64]
     assert len({config.policy_options.reuse for config in list(pages.values())[1:]}) == 1
+    of = formats.systems(Options(**FLAGS, gates=gates, share=0.25, budget=128, with_bits="4"))
+    both = of["sparse and quantised"]
+    assert (both.quantization, both.policy_options.kv_bits, both.policy_options.budget) == (
+        "w8a8", 4, 128,
+    )  # fmt: skip
+    assert not of["quantised"].policy_options.gates and of["sparse"].quantization == "none"
 
 
 @pytest.mark.parametrize(

@@ -54,13 +54,30 @@ CASES = [
 ]  # fmt: skip
 
 
+BUDGETS = [
+    pytest.param("h2o", "h2o", 0.5, id="h2o"),
+    pytest.param("snapkv", "keep", 15.0, id="snapkv"),
+    pytest.param("paper", "keep", 0.6, id="the paper's scores"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prompt_rule", "generation_rule", "budget"), BUDGETS)
+def test_what_a_budget_keeps_is_the_oracles(prompt_rule, generation_rule, budget):
+    _check(prompt_rule, generation_rule, ("auto", "auto"), (0.0, 0.0), budget)
+
+
 @pytest.mark.parametrize(("prompt_rule", "generation_rule", "formats", "alpha"), CASES)
 def test_what_is_kept_and_attended_to_is_the_oracles(prompt_rule, generation_rule, formats, alpha):
+    _check(prompt_rule, generation_rule, formats, alpha)
+
+
+def _check(prompt_rule, generation_rule, formats, alpha, budget=0.0):
     """Two prompts, one shorter than the window, and tokens one by one; outputs at each step, and in
     the end each head's tokens by precision, with their scores."""
     options = dict(
         high=formats[0], low=formats[1], alpha_h=0.0, alpha_l=0.0, window=5,
-        prompt_rule=prompt_rule, generation_rule=generation_rule,
+        prompt_rule=prompt_rule, generation_rule=generation_rule, budget=float(budget > 0),
     )  # fmt: skip
     config = EngineConfig(
         max_num_seqs=2, max_num_batched_tokens=64, max_prefills_per_step=2, max_model_len=48,
@@ -76,7 +93,7 @@ def test_what_is_kept_and_attended_to_is_the_oracles(prompt_rule, generation_rul
     driver = Driver(MODEL, config, qkv, prompts)
     # Thresholds are data: no program is made for them.
     device: Any = driver.device
-    driver.cache = device.with_thresholds(driver.cache, *alpha)
+    driver.cache = device.with_thresholds(driver.cache, *alpha, budget)
     found: list[list[np.ndarray]] = [[], []]
     steps = [[(0, 21)], [(0, 1), (1, 3)]] + [[(0, 1), (1, 1)]] * 22 + [[(1, 1)]] * 5
     for chunks in steps:
@@ -95,7 +112,7 @@ def test_what_is_kept_and_attended_to_is_the_oracles(prompt_rule, generation_rul
                 q, k, v = (x[layer] for x in qkv[slot])
                 q, k, v = q.reshape(n, K, G, D)[:, head], k[:, head], v[:, head]
                 high, low = map(stored, formats)
-                oracle = Head(alpha, 5, high, low, prompt_rule, generation_rule)
+                oracle = Head(alpha, 5, high, low, prompt_rule, generation_rule, budget)
                 outs = [oracle.take_prompt(q[:prompt], k[:prompt], v[:prompt])]
                 for i in range(prompt, n):
                     outs.append(oracle.take_token(i, q[i], k[i], v[i])[None])
@@ -108,7 +125,7 @@ def test_what_is_kept_and_attended_to_is_the_oracles(prompt_rule, generation_rul
                 kinds |= {"moved down"} if oracle.low else set()
                 kinds |= {"dropped"} if len(oracle.high) + len(oracle.low) < n else set()
     expected = {"moved down"} if alpha[0] > alpha[1] else set()
-    assert kinds == expected | ({"dropped"} if alpha[1] else set())
+    assert kinds == expected | ({"dropped"} if alpha[1] or budget else set())
 
 
 def _check_tokens(section, tokens: list[Token]) -> None:

@@ -1,6 +1,7 @@
 """What DiffKV's policy keeps, bounds and refuses. The suite of all policies runs it too."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import jax
@@ -14,7 +15,7 @@ from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, diffkv
 from paged.kv_cache.diffkv.layout import layout_of
-from paged.kv_cache.diffkv.snapshot import snapshot
+from paged.kv_cache.diffkv.options import read_thresholds
 from paged.kv_cache.diffkv.state import DiffKVCache
 from paged.kv_cache.policy import ShardedModel
 from tests.paged.kv_cache.policy_suite import (
@@ -46,7 +47,7 @@ def check_pages(engine: Engine) -> None:
     """Every page is free or one head's, and heads have as many as their tokens fill and no more
     than the host half reckons with. No token is there twice."""
     layout, slots = engine.host_policy.layout, engine.scheduler.slots
-    (state,) = snapshot(layout, engine.executor._cache)  # type: ignore[attr-defined]
+    (state,) = engine.executor.snapshot()  # type: ignore[attr-defined]
     owned = list(state.free)
     for slot, heads in enumerate(state.heads):
         held = 0
@@ -176,7 +177,10 @@ def test_a_page_is_as_large_as_the_paper_says():
         ({"policy_options": {"high": "INT8"}}, "a page format is named K8V4, .* not 'INT8'"),
         ({"policy_options": {"low": "K4V3"}}, "bits must be one of"),
         ({"policy_options": {"groups": 0}}, "groups must be at least 1"),
-        ({"policy_options": {"prompt_rule": "snapkv"}}, "prompt_rule must be 'paper' or"),
+        ({"policy_options": {"prompt_rule": "quest"}}, "prompt_rule must be 'paper'"),
+        ({"policy_options": {"prompt_rule": "snapkv"}}, "h2o and snapkv need a budget above 0"),
+        ({"policy_options": {"budget": -1.0}}, "budget must be at least 0"),
+        ({"policy_options": {"budget": 0.5}}, "needs generation_rule h2o or keep, not paper"),
     ],
 )
 def test_what_cannot_work_is_refused(changes, message):
@@ -209,3 +213,24 @@ def test_recomputing_is_exact_only_where_all_is_kept_as_it_is():
     assert exact.capabilities.recompute_exact
     uniform = CASE.engine_config(policy_options={"high": "K8V8", "alpha_h": 0.0, "alpha_l": 0.0})
     assert not uniform.capabilities.recompute_exact
+
+
+def test_thresholds_of_a_file_are_those_of_the_weights(tmp_path):
+    path = tmp_path / "thresholds.json"
+    path.write_text(json.dumps({"weights_sha256": "ab", "alpha_h": 3, "alpha_l": 0}))
+    thresholds = read_thresholds(str(path), lambda: "ab")
+    options = diffkv.Options(thresholds=thresholds)
+    assert (options.alpha_h, options.alpha_l) == (3, 0)
+    assert options == diffkv.Options(alpha_h=3.0, alpha_l=0.0)
+    with pytest.raises(
+        ValueError, match=r"thresholds.json: is for weights of SHA-256 'ab', not cd"
+    ):
+        read_thresholds(str(path), lambda: "cd")
+    for text, message in (
+        ('{"weights_sha256": "ab", "alpha_h": 1}', 'needs "weights_sha256" and "alpha_h" and "al'),
+        ('{"weights_sha256": "ab", "alpha_h": 1, "alpha_l": "0"}', "must be numbers, not"),
+        ("[", "Expecting value"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_thresholds(str(path), lambda: "ab")

@@ -1,0 +1,141 @@
+"""An HTTP client that costs little: while requests run it only notes when which bytes came.
+
+Client and server share a machine, and what the client takes the server lacks. So bytes are read,
+and JSON is parsed, when all is over.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+HOST = "127.0.0.1"
+EVENT = b"data: "
+
+
+@dataclass
+class Exchange(asyncio.Protocol):
+    """One request on a connection of its own. Times are of `time.perf_counter`. pieces: the bytes
+    of the answer, with the times at which they came."""
+
+    request: bytes
+    ended: asyncio.Future[None]
+    began_s: float = 0.0
+    end_s: float = 0.0
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    transport: asyncio.WriteTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self.transport = transport
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append((time.perf_counter(), data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end_s = time.perf_counter()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a request. Seconds from its sending; first_token_s: None where it was not
+    streamed. finish_reason: of its first choice. error: what the server said instead."""
+
+    whole_s: float
+    first_token_s: float | None
+    tokens: list[int]
+    text: str
+    completion_tokens: int
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+def post(path: str, body: dict[str, Any]) -> bytes:
+    """A request whose connection ends with its answer."""
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+async def exchange(port: int, request: bytes, leave_after_s: float | None = None) -> Exchange:
+    """Send a request and wait for its end. leave_after_s: cut the connection then."""
+    loop = asyncio.get_running_loop()
+    mine = Exchange(request, loop.create_future(), time.perf_counter())
+    transport, _ = await loop.create_connection(lambda: mine, HOST, port)
+    if leave_after_s is not None:
+        loop.call_later(leave_after_s, transport.abort)
+    await mine.ended
+    return mine
+
+
+async def open_loop(
+    port: int, requests: Sequence[bytes], arrivals_s: Sequence[float],
+    leave_after_s: Sequence[float] | None = None,
+) -> list[Exchange]:  # fmt: skip
+    """Send each request at its time from now, whatever has become of those before."""
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
+
+    async def one(i: int) -> Exchange:
+        await asyncio.sleep(start_s + arrivals_s[i] - loop.time())
+        left_s = None if leave_after_s is None else leave_after_s[i]
+        return await exchange(port, requests[i], left_s)
+
+    return await asyncio.gather(*(one(i) for i in range(len(requests))))
+
+
+def read(done: Exchange) -> Answer:
+    """Raises ValueError for an answer that is not whole."""
+    head, found, body = b"".join(data for _, data in done.pieces).partition(b"\r\n\r\n")
+    if not found:
+        raise ValueError("the server closed the connection without an answer")
+    status, chunked = int(head.split(maxsplit=2)[1]), b"chunked" in head.lower()
+    content = _unchunked(body) if chunked else body
+    whole_s = done.end_s - done.began_s
+    if status != 200:
+        return Answer(whole_s, None, [], "", 0, error=f"{status}: {content.decode()}")
+    if not chunked:
+        return _joined([json.loads(content)], whole_s, None)
+    first_s = next(at for at, data in done.pieces if EVENT in data)
+    events = [event.removeprefix(EVENT) for event in content.split(b"\n\n") if event]
+    if events[-1] != b"[DONE]":
+        raise ValueError(f"the stream ended with {events[-1]!r}")
+    return _joined(list(map(json.loads, events[:-1])), whole_s, first_s - done.began_s)
+
+
+def _joined(chunks: list[dict[str, Any]], whole_s: float, first_s: float | None) -> Answer:
+    """Of all chunks of a stream, or of the one of an answer that was not streamed."""
+    failed = [chunk["error"]["message"] for chunk in chunks if "error" in chunk]
+    if failed:
+        return Answer(whole_s, first_s, [], "", 0, error=failed[0])
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return Answer(
+        whole_s, first_s,
+        [token for choice in choices for token in choice["token_ids"]],
+        "".join(choice["text"] for choice in choices),
+        chunks[-1]["usage"]["completion_tokens"],
+        choices[-1]["finish_reason"],
+    )  # fmt: skip
+
+
+def _unchunked(body: bytes) -> bytes:
+    """Raises ValueError where the last chunk is missing."""
+    parts: list[bytes] = []
+    at = 0
+    while True:
+        line = body.find(b"\r\n", at)
+        if line < 0:
+            raise ValueError("the answer was cut off")
+        size, at = int(body[at:line], 16), line + 2
+        if size == 0:
+            return b"".join(parts)
+        parts.append(body[at : at + size])
+        at += size + 2

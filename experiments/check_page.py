@@ -1,0 +1,112 @@
+"""The server's live page in a headless Chromium, while the server is busy.
+
+    make check-page
+    python -m experiments.check_page --policy=lserve
+
+Starts the server and requests at --request_rate, opens the page in a browser that reaches no other
+machine, and asks whether it shows what the server does: rates, requests, the memory map; whether
+its scripts had errors; and whether it shows an idle server once all has been served. Needs Chromium
+(Debian's package `chromium`). The exit status is 1 if anything is missing. Writes to --output_dir:
+page.png, server.log, report.json and summary.json.
+"""
+
+import asyncio
+import threading
+from pathlib import Path
+
+from experiments.bench import http_load
+from experiments.bench.http_client import HOST, open_loop
+from experiments.lib import adapters, chromium, run_record
+from experiments.lib.engines import engine_config
+from experiments.lib.flags import (
+    define_engine_flags,
+    define_executor_flag,
+    define_fields,
+    define_float,
+    fields_of,
+)
+from experiments.lib.program import Options, Program, refusals
+from experiments.workloads import workloads
+from experiments.workloads.workloads import Vocabulary, WorkloadConfig
+from models import checkpoint, load_tokenizer
+from paged.engine import EngineConfig
+from paged.server.settings import ServerConfig
+
+WIDTH, HEIGHT = 1180, 1000
+SHOWN_S = 30.0  # at most, until something that happens is shown
+TILE = "+[...document.querySelectorAll('.tile')].find(t => t.textContent.includes('{}'))"
+NUMBER = TILE + ".querySelector('b').textContent.replace(/[^0-9.]/g, '')"
+PAINTED = (
+    "[...document.querySelectorAll('.map')].some(c => c.getContext('2d')"
+    ".getImageData(0, 0, c.width, c.height).data.some(x => x))"
+)
+BUSY = {
+    "tokens are generated": NUMBER.format("generated tokens/s") + " > 0",
+    "steps are run": NUMBER.format("steps/s") + " > 0",
+    "requests run": NUMBER.format("running") + " > 0",
+    "KV memory is in use": NUMBER.format("KV memory in use") + " > 0",
+    "requests are listed": "document.querySelectorAll('#requests tr').length > 1",
+    "the memory map is painted": PAINTED,
+}
+IDLE = {
+    "no request runs": NUMBER.format("running") + " === 0",
+    "no request is listed": "document.querySelectorAll('#requests tr').length === 1",
+}
+
+
+def main(options: Options) -> int:
+    output_dir = Path(options.output_dir)
+    with refusals():
+        browser = chromium.path()
+        ServerConfig(**fields_of(ServerConfig, options))
+        model = checkpoint.load_config(options.model)
+        config = engine_config(model, **fields_of(EngineConfig, options))
+        served = [adapter.name for adapter in adapters.asked_for(options, model, config)]
+        wanted = WorkloadConfig(
+            "sharegpt", num_requests=round(options.request_rate * options.seconds),
+            request_rate=options.request_rate, seed=options.seed,
+        )  # fmt: skip
+        longest = min(config.max_model_len, config.kv_cache_tokens)
+        vocabulary = Vocabulary(load_tokenizer(options.model), model.vocab_size, longest)
+        trace = workloads.load(wanted, vocabulary).requests
+    names = [options.model, *served]
+    requests = [
+        http_load.completion(names[i % len(names)], request, i % 2 == 0)
+        for i, request in enumerate(trace)
+    ]
+    with http_load.running_server(options, output_dir / "server.log") as port:
+        arrivals = [request.arrival_s for request in trace]
+        load = threading.Thread(target=lambda: asyncio.run(open_loop(port, requests, arrivals)))
+        with chromium.page(browser) as page:
+            load.start()
+            page.open(f"http://{HOST}:{port}/", WIDTH, HEIGHT)
+            shown = {what: page.wait_for(test, SHOWN_S) for what, test in BUSY.items()}
+            load.join(options.seconds / 2)
+            picture = page.picture()
+            load.join()
+            shown |= {what: page.wait_for(test, SHOWN_S) for what, test in IDLE.items()}
+            trouble = list(page.trouble)
+    run_record.write_whole(output_dir / "page.png", picture)
+    facts = {"experiment": "check_page", "flags": vars(options), "shown": shown, "errors": trouble}
+    run_record.write_json(output_dir, "report.json", facts | run_record.describe_environment())
+    failed = [what for what, true in shown.items() if not true] + trouble
+    run_record.write_summary(output_dir, {"shown": sum(shown.values()), "failed": len(failed)})
+    for what in failed:
+        print(f"FAILED: {what}")
+    print(f"{sum(shown.values())} of {len(shown)} checks passed; {output_dir}/page.png shows it")
+    return int(bool(failed))
+
+
+def define_flags() -> None:
+    define_float("request_rate", 10.0, "Poisson arrivals per second", lower_bound=0.1)
+    define_float("seconds", 20.0, "in which requests come", lower_bound=1.0)
+    define_fields(ServerConfig)
+    adapters.define_flags()
+    define_engine_flags()
+    define_executor_flag()
+
+
+PROGRAM = Program(main, define_flags, "results/check_page", ("page.png", "server.log"))
+
+if __name__ == "__main__":
+    PROGRAM.run()

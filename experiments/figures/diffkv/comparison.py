@@ -1,0 +1,58 @@
+"""How systems of a study compare at equal memory."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from experiments.figures import accuracy
+from experiments.figures.accuracy import Row
+from experiments.figures.diffkv.systems import REFERENCE
+from experiments.lib.answers import Evaluation
+
+
+def _sizes(whole: Mapping[str, Row], names: Sequence[str]) -> dict[str, float]:
+    found = {name: whole[name].kv_memory_fraction for name in names if name in whole}
+    return {name: size for name, size in found.items() if size is not None}
+
+
+def at_no_less_memory(whole: Mapping[str, Row], names: Sequence[str], memory: float) -> str | None:
+    """Of the systems of these names the one with the least memory that is no less than that; None
+    if there is none."""
+    enough = {name: size for name, size in _sizes(whole, names).items() if size >= memory}
+    return min(enough, key=enough.__getitem__) if enough else None
+
+
+def at_no_more_memory(whole: Mapping[str, Row], names: Sequence[str], memory: float) -> str | None:
+    """Of the systems of these names the one with the most memory that is no more than that; None if
+    there is none."""
+    fitting = {name: size for name, size in _sizes(whole, names).items() if size <= memory}
+    return max(fitting, key=fitting.__getitem__) if fitting else None
+
+
+def compared(found: Mapping[str, Evaluation], first: str, second: str) -> Row:
+    """The first, paired with the second."""
+    return accuracy.rows_of(first, found[first], found[second])[-1]
+
+
+def told(row: Row, other: str) -> str:
+    points = (
+        f"{row.difference:+.1f} points ({row.difference_low:+.1f} to {row.difference_high:+.1f})"
+    )
+    return (
+        f"{row.system} to {other}: {points}, log-probability {row.logprob_difference:+.4f} "
+        f"({row.logprob_low:+.4f} to {row.logprob_high:+.4f})"
+    )
+
+
+def draw_family(axes: Axes, rows: Sequence[Row], measure: str, **style) -> None:
+    """A measure of `Row` over memory, with its interval."""
+    low, high, label = accuracy.MEASURES[measure]
+    lower, middle, upper = (
+        np.array([getattr(row, name) for row in rows]) for name in (low, measure, high)
+    )
+    errors = np.abs(np.stack([lower, upper]) - middle)
+    x = np.array([row.kv_memory_fraction for row in rows], float)
+    axes.errorbar(x, middle, errors, marker="o", markersize=4, capsize=2, **style)
+    axes.set(xlabel="KV memory, of 16-bit pages", ylabel=label.replace("dense", REFERENCE))
+    axes.spines[["top", "right"]].set_visible(False)

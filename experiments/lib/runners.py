@@ -1,0 +1,73 @@
+"""Clusters of warm engines: on JAX's devices, or in Ray actors."""
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from experiments.lib.engines import check_implementation, keep_compilations, load_engine
+from experiments.lib.flags import loading
+from experiments.lib.program import Options
+from models import checkpoint
+from models.config import ModelConfig
+from paged.cluster.live import LiveCluster
+from paged.cluster.ray_actors import RayRunner, import_ray
+from paged.cluster.threads import ThreadRunner
+from paged.config import EngineConfig
+from paged.device.tensor_parallel import Shards
+from paged.engine import Engine
+
+
+def uuids(count: int) -> list[str]:
+    return [f"gpu-{i:02}" for i in range(count)]
+
+
+def threads(
+    options: Options, model: ModelConfig, config: EngineConfig, count: int, tokenizer=None,
+    rebalance_s: float = 10.0,
+) -> LiveCluster:  # fmt: skip
+    """Engines on JAX's devices. tokenizer: None where nobody reads their text. Raises ValueError if
+    there are fewer devices."""
+    devices = jax.devices()[:count]
+    if len(devices) < count:
+        raise ValueError(f"{count} engines need as many devices: JAX sees {len(devices)}")
+    implementation = options.attention_implementation or None
+    check_implementation(
+        options.attention_implementation, config, Shards(model, dtype=options.dtype)
+    )
+    keep_compilations(options.compilation_cache)
+    _, params = checkpoint.load(options.model, options.dtype)
+
+    def make_engine(device: jax.Device) -> Engine:
+        own = jax.device_put(params, device)
+        engine = Engine.from_model(own, model, config, tokenizer, implementation)
+        engine.warm_up(progress=False)
+        return engine
+
+    runners = {
+        uuid: ThreadRunner(partial(make_engine, device), device)
+        for uuid, device in zip(uuids(count), devices, strict=True)
+    }
+    return LiveCluster(runners, model, config, tokenizer, rebalance_s=rebalance_s)
+
+
+def warm_engine(config: EngineConfig, values: dict[str, Any]) -> Engine:
+    """What a Ray actor makes. values: of flags, as `load_engine` takes them."""
+    engine = load_engine(config, **values)
+    engine.warm_up(progress=False)
+    return engine
+
+
+def ray_actors(
+    options: Options, model: ModelConfig, config: EngineConfig, count: int, tokenizer=None,
+    rebalance_s: float = 10.0,
+) -> LiveCluster:  # fmt: skip
+    """Engines in Ray actors, each with a GPU if the Ray cluster has any. Raises ImportError, naming
+    the extra, where Ray is not installed."""
+    ray = import_ray()
+    ray.init(include_dashboard=False, log_to_driver=False)
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    make_engine = partial(warm_engine, config, loading(options))
+    wanted: dict[str, Any] = {"num_gpus": 1} if has_gpus else {"num_cpus": 0}
+    runners = {uuid: RayRunner(make_engine, wanted) for uuid in uuids(count)}
+    return LiveCluster(runners, model, config, tokenizer, rebalance_s=rebalance_s)

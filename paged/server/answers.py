@@ -1,0 +1,165 @@
+"""Outputs in OpenAI's shapes: choices, log-probabilities and usage."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paged.requests.sequence import RequestOutput, TokenLogprob
+from paged.server.token_text import TokenTexts
+
+FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
+LEAST_LOGPROB = -9999.0  # JSON has no -inf
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of choice `index`, all of it if it was not streamed. logprobs: of `tokens`, where
+    they are asked for. first: whether it begins with the first token."""
+
+    index: int
+    text: str
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprob | None] | None
+    finish_reason: str | None
+    first: bool = False
+
+
+@dataclass
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, output: RequestOutput, generated: bool = True) -> None:
+        self.prompt_tokens += len(output.prompt_tokens)
+        self.completion_tokens += generated * sum(len(s.tokens) for s in output.sequences)
+        self.cached_tokens += output.cached_tokens
+
+    @property
+    def content(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB) if math.isfinite(logprob) else LEAST_LOGPROB
+
+
+class Shape:
+    """The frame of an API's answers. name: of the model that was asked for. token_ids: whether
+    choices have those of their tokens."""
+
+    whole: str
+    chunk: str
+
+    def __init__(self, texts: TokenTexts, answer_id: str, name: str, token_ids: bool = False):
+        self._texts, self._id, self._name = texts, answer_id, name
+        self._token_ids = token_ids
+        self._created = int(time.time())
+
+    def answer(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return self._frame(self.whole) | {"choices": choices, "usage": usage.content}
+
+    def chunks(self, choices: list[dict[str, Any]], usage: bool) -> dict[str, Any]:
+        """usage: whether a last chunk will tell it; until then it is null."""
+        told = {"usage": None} if usage else {}
+        return self._frame(self.chunk) | {"choices": choices} | told
+
+    def last_chunk(self, usage: Usage) -> dict[str, Any]:
+        return self._frame(self.chunk) | {"choices": [], "usage": usage.content}
+
+    def _frame(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._name}
+
+    def choice(self, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def streamed(self, delta: Delta) -> dict[str, Any]:
+        return self.choice(delta)
+
+    def ids(self, delta: Delta) -> dict[str, Any]:
+        return {"token_ids": list(delta.tokens)} if self._token_ids else {}
+
+    def token(self, logprob: TokenLogprob) -> dict[str, Any]:
+        """A token with its alternatives, in the shape of the chat API."""
+        top = [self._one(*each) for each in logprob.top.items()]
+        return self._one(logprob.token, logprob.logprob) | {"top_logprobs": top}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        spelt = self._texts.bytes(token)
+        text = spelt.decode(errors="replace")
+        return {"token": text, "logprob": finite(logprob), "bytes": list(spelt)}
+
+    def prompt_logprobs(self, output: RequestOutput) -> dict[str, Any]:
+        if output.prompt_logprobs is None:
+            return {}
+        told = [None if each is None else self.token(each) for each in output.prompt_logprobs]
+        return {"prompt_logprobs": told}
+
+
+class CompletionShape(Shape):
+    whole = chunk = "text_completion"
+
+    def __init__(self, texts: TokenTexts, answer_id: str, name: str, token_ids: bool = False):
+        super().__init__(texts, answer_id, name, token_ids)
+        self._offsets: dict[int, int] = {}  # characters of the tokens told so far, by choice
+
+    def choice(self, delta: Delta) -> dict[str, Any]:
+        return {
+            "index": delta.index,
+            "text": delta.text,
+            "logprobs": None if delta.logprobs is None else self._logprobs(delta),
+            "finish_reason": delta.finish_reason,
+        } | self.ids(delta)
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        assert delta.logprobs is not None
+        texts, offsets, offset = [], [], self._offsets.get(delta.index, 0)
+        for token in delta.tokens:
+            texts.append(self._texts.text(token))
+            offsets.append(offset)
+            offset += 0 if token in self._texts.special else len(texts[-1])
+        self._offsets[delta.index] = offset
+        asked = any(each is not None and each.top for each in delta.logprobs)
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if p is None else finite(p.logprob) for p in delta.logprobs],
+            "top_logprobs": [self._top(each) for each in delta.logprobs] if asked else None,
+            "text_offset": offsets,
+        }
+
+    def _top(self, logprob: TokenLogprob | None) -> dict[str, float] | None:
+        """The alternatives by their text, best first, and the token itself."""
+        if logprob is None:
+            return None
+        told: dict[str, float] = {}
+        for token, value in [*logprob.top.items(), (logprob.token, logprob.logprob)]:
+            told.setdefault(self._texts.text(token), finite(value))
+        return told
+
+
+class ChatShape(Shape):
+    whole, chunk = "chat.completion", "chat.completion.chunk"
+
+    def _rest(self, delta: Delta) -> dict[str, Any]:
+        told = None
+        if delta.logprobs is not None:
+            content = [self.token(each) for each in delta.logprobs if each is not None]
+            told = {"content": content, "refusal": None}
+        return {"logprobs": told, "finish_reason": delta.finish_reason} | self.ids(delta)
+
+    def choice(self, delta: Delta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"index": delta.index, "message": message} | self._rest(delta)
+
+    def streamed(self, delta: Delta) -> dict[str, Any]:
+        told: dict[str, Any] = {"role": "assistant"} if delta.first else {}
+        if delta.text or delta.first:
+            told["content"] = delta.text
+        return {"index": delta.index, "delta": told} | self._rest(delta)

@@ -1,0 +1,140 @@
+"""/v1/completions and /v1/chat/completions: from a checked request to its answer."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import Request, Response
+
+from paged.adapters.adapter import Adapter
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
+from paged.requests.stopping import decode
+from paged.server import asked
+from paged.server.answers import FINISH, ChatShape, CompletionShape, Delta, Shape, Usage
+from paged.server.chat import chat_prompt
+from paged.server.errors import ApiError, Json, refused
+from paged.server.generation import Generation, Left
+from paged.server.schema import ChatRequest, CompletionRequest, Sampling
+from paged.server.service import Service, new_id
+from paged.server.streaming import EventStream, event, served
+
+LONG_TEXT = 4096  # characters from which a text is made tokens in a thread of its own
+CLIENT_LEFT = 499  # nobody reads it
+
+
+@dataclass
+class Plan:
+    """A request that has passed all checks. echoes: texts that the choices of each prompt begin
+    with. silent: whether no generated token was asked for, so that none is told."""
+
+    body: Sampling
+    shape: Shape
+    adapter: Adapter | None
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    echoes: list[str] | None = None
+    silent: bool = False
+
+
+async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
+    answer_id, adapter = new_id("cmpl"), service.adapter(body.model)
+    sampling, given = asked.of_completion(body), asked.prompts_of(body.prompt)
+    most = service.settings.max_prompts
+    if not 1 <= len(given) <= most:
+        raise ApiError(400, f"prompt: from 1 to {most} prompts, not {len(given)}", "prompt")
+    names = asked.NAMES
+    prompts = [await _validated(service, prompt, sampling, names) for prompt in given]
+    shape = CompletionShape(service.texts, answer_id, body.model, bool(body.return_token_ids))
+    plan = Plan(body, shape, adapter, prompts, sampling)
+    if body.echo:
+        plan.echoes = [
+            prompt if isinstance(prompt, str) else decode(service.tokenizer, prompt)
+            for prompt in given
+        ]
+        plan.silent = body.max_tokens == 0
+    return await _answer(service, request, answer_id, plan)
+
+
+async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
+    answer_id, adapter = new_id("chatcmpl"), service.adapter(body.model)
+    tokens = await asyncio.to_thread(chat_prompt, service, body)
+    sampling = asked.of_chat(body, service.config.max_model_len - len(tokens))
+    names = asked.NAMES | {"prompt": "messages"}
+    prompt = await _validated(service, tokens, sampling, names, "messages")
+    shape = ChatShape(service.texts, answer_id, body.model, bool(body.return_token_ids))
+    return await _answer(
+        service, request, answer_id, Plan(body, shape, adapter, [prompt], sampling)
+    )
+
+
+async def _validated(
+    service: Service, prompt: str | list[int], sampling: SamplingParams, names, field="prompt"
+) -> list[int]:
+    try:
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+            return await asyncio.to_thread(service.validated, prompt, sampling)
+        return service.validated(prompt, sampling)
+    except ValueError as error:
+        raise refused(error, names, field) from None
+
+
+async def _answer(service: Service, request: Request, answer_id: str, plan: Plan) -> Response:
+    body = plan.body
+    generation = service.begin(
+        answer_id, plan.prompts, plan.sampling, plan.adapter, body.cache_salt or "",
+        streams=bool(body.stream),
+    )  # fmt: skip
+    if body.stream:
+        return EventStream(service, generation, _events(plan, generation))
+    async with served(service, generation, request.receive):
+        try:
+            outputs = await generation.finish()
+        except Left:
+            return Response(status_code=CLIENT_LEFT)
+        return Json(_whole(plan, outputs))
+
+
+def _whole(plan: Plan, outputs: list[RequestOutput]) -> dict[str, Any]:
+    usage, choices = Usage(), []
+    for i, output in enumerate(outputs):
+        usage.add(output, generated=not plan.silent)
+        for at, sequence in enumerate(output.sequences):
+            reason = FINISH[sequence.finish_reason or ""]
+            index = i * plan.sampling.n + at
+            delta = Delta(index, sequence.text, sequence.tokens, sequence.logprobs, reason, True)
+            choice = plan.shape.choice(_with_prompt(plan, i, delta, output))
+            choices.append(choice | plan.shape.prompt_logprobs(output))
+    return plan.shape.answer(choices, usage)
+
+
+def _with_prompt(plan: Plan, i: int, delta: Delta, output: RequestOutput | None = None) -> Delta:
+    """A delta, with prompt i before it where that is asked for and it is a choice's first one.
+    output: has the prompt's log-probabilities, which no stream has."""
+    if plan.silent:
+        delta = replace(delta, text="", tokens=[], logprobs=None if delta.logprobs is None else [])
+    if plan.echoes is None or not delta.first:
+        return delta
+    logprobs = delta.logprobs
+    if logprobs is not None:
+        assert output and output.prompt_logprobs is not None, "echo asks for them"
+        logprobs = [*output.prompt_logprobs, *logprobs]
+    tokens = [*plan.prompts[i], *delta.tokens]
+    return replace(delta, text=plan.echoes[i] + delta.text, tokens=tokens, logprobs=logprobs)
+
+
+async def _events(plan: Plan, generation: Generation) -> AsyncIterator[bytes]:
+    """Of a stream: a chunk for each delta, at the end the usage if it was asked for."""
+    options = plan.body.stream_options
+    counted = bool(options and options.include_usage)
+    async for deltas in generation.deltas():
+        told = (_with_prompt(plan, delta.index // plan.sampling.n, delta) for delta in deltas)
+        yield b"".join(
+            event(plan.shape.chunks([plan.shape.streamed(delta)], counted)) for delta in told
+        )
+    if counted:
+        usage = Usage()
+        for output in generation.outputs:
+            usage.add(output, generated=not plan.silent)
+        yield event(plan.shape.last_chunk(usage))

@@ -1,0 +1,58 @@
+"""The process: sockets, signals and the end."""
+
+import asyncio
+import logging
+import signal
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from paged.server.service import Service
+
+log = logging.getLogger("paged.server")
+
+
+class Server(uvicorn.Server):
+    """The first SIGTERM or SIGINT lets running requests end, within `drain_s`; new ones are refused
+    with status 503 meanwhile. The next one ends it at once. stopped_by: the first of them."""
+
+    def __init__(self, app: FastAPI, service: Service, host: str, port: int):
+        config = uvicorn.Config(
+            app, host=host, port=port, log_config=None, access_log=False, lifespan="off",
+            timeout_graceful_shutdown=5,
+        )  # fmt: skip
+        super().__init__(config)
+        self._service = service
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task | None = None
+        self.stopped_by: signal.Signals | None = None
+
+    async def startup(self, sockets=None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.stopped_by is not None or self._loop is None:
+            self.should_exit = self.force_exit = True
+            return
+        self.stopped_by = signal.Signals(sig)
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def stop(self) -> None:
+        """As the first signal does, from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        if self._drain is None:
+            self._drain = asyncio.create_task(self._drained())
+
+    async def _drained(self) -> None:
+        await self._service.drain()
+        self.should_exit = True
+
+    @property
+    def port(self) -> int:
+        """The one that it listens on, once it has started."""
+        return self.servers[0].sockets[0].getsockname()[1]

@@ -1,0 +1,142 @@
+"""What requests hold: OpenAI's fields, and the engine's others beside them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from paged.checks import help_of, is_text
+from paged.requests.sampling_params import SamplingParams
+
+HELP = help_of(SamplingParams)
+
+
+def whole(text: str) -> str:
+    if not is_text(text):
+        raise ValueError("half a surrogate pair is no text")
+    return text
+
+
+Text = Annotated[str, AfterValidator(whole)]
+
+
+def option(name: str, more: str = "") -> Any:
+    """A field of SamplingParams that may be left out."""
+    return Field(None, description=HELP.get(name, name) + more)
+
+
+class Body(BaseModel):
+    """Of exactly these fields, of exactly these types; null is the default."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="whether the last chunk counts tokens")
+
+
+class Sampling(Body):
+    """What both APIs share. Defaults are OpenAI's: temperature 1."""
+
+    model: Text = Field(description="the served model, or an adapter")
+    stream: bool | None = Field(None, description="whether to answer by server-sent events")
+    stream_options: StreamOptions | None = None
+    n: int | None = option("n")
+    temperature: float | None = option("temperature", "; 1 by default")
+    top_p: float | None = option("top_p")
+    presence_penalty: float | None = option("presence_penalty")
+    frequency_penalty: float | None = option("frequency_penalty")
+    seed: int | None = option("seed")
+    stop: Text | list[Text] | None = option("stop")
+    logit_bias: dict[Text, float] | None = Field(None, description="token id → added to its logit")
+    # The engine's own.
+    top_k: int | None = option("top_k")
+    min_p: float | None = option("min_p")
+    repetition_penalty: float | None = option("repetition_penalty")
+    stop_token_ids: list[int] | None = option("stop_token_ids")
+    ignore_eos: bool | None = option("ignore_eos")
+    forced_output: list[int] | None = Field(None, description="tokens that the output begins with")
+    prompt_logprobs: int | None = option("prompt_logprobs")
+    return_token_ids: bool | None = Field(
+        None, description="whether choices have the ids of their tokens, as `token_ids`"
+    )
+    best_of: int | None = option("best_of")
+    beam_width: int | None = option("beam_width")
+    length_penalty: float | None = option("length_penalty")
+    early_stopping: bool | Literal["never"] | None = option("early_stopping")
+    cache_salt: Text | None = Field(
+        None, description="cached prefixes are shared only among requests of the same salt"
+    )
+    # Taken, and of no effect.
+    user: Text | None = None
+    store: bool | None = None
+    metadata: dict[Text, Text] | None = None
+    service_tier: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+
+
+class CompletionRequest(Sampling):
+    prompt: Text | list[Text] | list[int] | list[list[int]] = Field(
+        description="text or token ids, one or several"
+    )
+    max_tokens: int | None = option("max_tokens", "; 16 by default; 0 only with echo")
+    echo: bool | None = Field(None, description="whether to give the prompt back before the output")
+    logprobs: int | None = option("logprobs")
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Body):
+    role: Text
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ResponseFormat(Body):
+    type: Literal["text"]
+
+
+class Conversation(Body):
+    messages: list[Message] = Field(min_length=1)
+    add_generation_prompt: bool | None = Field(
+        None, description="whether the prompt ends where the assistant begins; so it does"
+    )
+    chat_template_kwargs: dict[Text, Any] | None = Field(
+        None, description="what the chat template is given besides"
+    )
+
+
+class ChatRequest(Sampling, Conversation):
+    max_tokens: int | None = option("max_tokens", "; by default what the context leaves")
+    max_completion_tokens: int | None = option("max_tokens", "; the newer name of max_tokens")
+    logprobs: bool | None = Field(None, description="whether to report log-probabilities")
+    top_logprobs: int | None = Field(None, description="of so many alternatives, with logprobs")
+    response_format: ResponseFormat | None = None
+
+
+class TokenizeRequest(Body):
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[Text, Any] | None = None
+
+
+class DetokenizeRequest(Body):
+    model: Text | None = None
+    tokens: list[int]
+
+
+class LoadAdapterRequest(Body):
+    lora_name: Text = Field(min_length=1, description="the name that requests give as `model`")
+    lora_path: Text = Field(min_length=1, description="its folder, as PEFT writes it")

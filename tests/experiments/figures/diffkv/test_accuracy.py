@@ -1,0 +1,157 @@
+"""DiffKV's studies: what is asked of which system, what memory is measured, and what is said."""
+
+import json
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from experiments.figures import accuracy
+from experiments.figures.diffkv import accuracy_memory, dynamic_sparsity
+from experiments.lib import kv_held
+from experiments.lib.answers import Answer, Evaluation
+from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.kv_held import Held
+from experiments.lib.program import Options, Refused
+from experiments.lib.reference import Distributions
+from experiments.train import calibrate_diffkv
+from models import checkpoint
+
+FLAGS = {
+    "model": "bundled", "dtype": "float32", "attention_implementation": "", "seed": 1,
+    "compilation_cache": "", "tasks": ["values"], "contexts": ["256"], "num_prompts": 4,
+    "alphas": ["1/0", "3/0.02"], "formats": ["K4V4", "K2V4"], "budgets": ["0.3", "0.5"],
+    "alphas_h": ["1", "2"], "alphas_l": ["0", "0.1"],
+}  # fmt: skip
+
+
+def test_systems_differ_in_what_their_names_say():
+    found = accuracy_memory.make_systems(Options(**FLAGS))
+    assert list(found) == [
+        "16 bits", "DiffKV 1/0", "H2O 0.3", "SnapKV 0.3", "H2O 0.5", "SnapKV 0.5", "K4V4", "K2V4",
+        "DiffKV 3/0.02",
+    ]  # fmt: skip
+    chosen = {name: config.policy_options for name, config in found.items()}
+    assert (chosen["DiffKV 3/0.02"].alpha_h, chosen["DiffKV 3/0.02"].alpha_l) == (3, 0.02)
+    assert (chosen["K2V4"].high, chosen["K2V4"].low, chosen["K2V4"].keeps_all) == (
+        "K2V4", "K2V4", True,
+    )  # fmt: skip
+    for name, rules in (("H2O 0.3", ("h2o", "h2o")), ("SnapKV 0.3", ("snapkv", "keep"))):
+        one = chosen[name]
+        assert (one.prompt_rule, one.generation_rule, one.budget) == (*rules, 0.3)
+    assert found["16 bits"].kv_dtype == "float16"
+    # Everything else is the same.
+    sizes = {(c.max_num_seqs, c.max_model_len, c.page_size) for c in found.values()}
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "changes", "message"),
+    [
+        (accuracy_memory, {"alphas": ["1"]}, "--alphas must be pairs such as 1/0.02"),
+        (accuracy_memory, {"alphas": []}, "--alphas must be pairs such as 1/0.02"),
+        (accuracy_memory, {"alphas": ["0/1"]}, "alpha_l must be from 0 to alpha_h"),
+        (accuracy_memory, {"budgets": ["half"]}, "--budgets must be numbers"),
+        (accuracy_memory, {"formats": ["INT4"]}, "a page format is named K8V4"),
+        (dynamic_sparsity, {"alphas": ["1/0"]}, "--alphas must be numbers"),
+        (calibrate_diffkv, {"alphas_l": ["0.1"]}, "--alphas_l 0, where nothing is dropped"),
+    ],
+)
+def test_bad_flags_are_refused_before_any_model_is_loaded(tmp_path, program, changes, message):
+    with pytest.raises(Refused, match=message):
+        program.main(Options(**FLAGS | changes, output_dir=str(tmp_path)))
+    assert not (tmp_path / "accuracy.csv").exists()
+
+
+def found_with(right: list[bool], fraction: float | None = None) -> Evaluation:
+    """Answers of one setting, all with the same distributions, and sequences of the same memory."""
+    along = Distributions(np.full(1, -0.1), np.array([[3, 4]], np.int32), np.array([[-0.1, -3.0]]))
+    answers = [Answer("values", 256, i, float(ok), "1;", "1;", -0.1) for i, ok in enumerate(right)]
+    held = {} if fraction is None else {("values", 256): [Held(fraction, 0.5, 0.25)] * 2}
+    return Evaluation(answers, {answer.key: along for answer in answers}, held)
+
+
+def rows_of(found: dict[str, Evaluation]) -> list[accuracy.Row]:
+    return [
+        row for name, one in found.items() for row in accuracy.rows_of(name, one, found["16 bits"])
+    ]
+
+
+def test_the_goal_and_baselines_at_no_less_memory():
+    right, half = [True] * 40, [True, False] * 20
+    found = {"16 bits": found_with(right), "DiffKV 1/0": found_with(right, 0.33)}
+    found |= {f"{m} {b}": found_with(half, b + 0.01) for m in ("H2O", "SnapKV") for b in (0.3, 0.5)}
+    found |= {"K4V4": found_with(half, 0.3), "K2V4": found_with(half, 0.2)}
+    found["DiffKV 3/0.02"] = found_with(right, 0.29)
+    options = Options(**FLAGS)
+    text, numbers = accuracy_memory.conclude(options, rows_of(found), found)
+    assert "memory 0.330 (at most 0.40" in text and ", met" in text
+    assert "DiffKV 1/0 to H2O 0.5: +50.0 points" in text and "memory 0.330 against 0.510" in text
+    assert "DiffKV 3/0.02 to K4V4" in text and "memory 0.290 against 0.300" in text
+    assert numbers["kv_memory_fraction"] == pytest.approx(0.33)
+    assert numbers["points_diffkv_over_k4v4"] == 50
+    found["DiffKV 1/0"] = found_with(right, 0.41)
+    assert "not met" in accuracy_memory.conclude(options, rows_of(found), found)[0]
+    rows = rows_of(found)
+    accuracy_memory.draw(options, Figure(), accuracy.pooled(rows), rows[1:2])
+
+
+def test_calibration_is_the_papers_procedure():
+    """First alpha_h where nothing is dropped, then alpha_l; of equal ones the least memory."""
+    options = Options(**FLAGS)
+
+    def chosen(cells):
+        found = {"16 bits": found_with([True] * 10)}
+        for cell, (right, memory) in cells.items():
+            one = found_with([True] * right + [False] * (10 - right), memory)
+            found[calibrate_diffkv.label(cell)] = one
+        rows = rows_of(found)
+        calibrate_diffkv.draw(options, Figure(), accuracy.pooled(rows))
+        numbers = calibrate_diffkv.conclude(options, rows)[1]
+        return numbers["alpha_h"], numbers["alpha_l"]
+
+    cells = {(1, 0): (10, 0.4), (2, 0): (10, 0.3), (1, 0.1): (10, 0.2), (2, 0.1): (9, 0.1)}
+    assert chosen(cells) == (2, 0)
+    assert chosen(cells | {(2, 0.1): (10, 0.1)}) == (2, 0.1)
+    assert chosen(cells | {(2, 0): (9, 0.3)}) == (1, 0.1)
+
+
+def test_memory_is_counted_in_whole_pages(tiny_folder):
+    """A simulated device drops nothing: of D channels a token of K8V8 in one head takes 2 D bytes,
+    2 * 4 of scales and 2 * 4 of score and position, of 4 D in 16 bits; sections are whole 16
+    bytes."""
+    D = checkpoint.load_config(tiny_folder).head_dim
+    config = engine_config(
+        checkpoint.load_config(tiny_folder), policy="diffkv", page_size=8, max_model_len=64,
+        max_num_batched_tokens=64, chunked_prefill=False, kv_cache_tokens=1024,
+        policy_options={"high": "K8V8", "low": "K8V8", "alpha_h": 0.0, "alpha_l": 0.0},
+    )  # fmt: skip
+    engine = load_engine(config, model=str(tiny_folder), executor="simulated")
+    for length in (5, 20, 33):
+        engine.add_request(list(range(3, 3 + length)))
+    while engine.has_unfinished():
+        engine.step()
+    held = kv_held.of_sequences(engine)
+    assert len(held) == 3
+    for one in held:
+        assert (one.fraction, one.high, one.low) == pytest.approx(((2 * D + 16) / (4 * D), 1, 0))
+    engine.metrics.clear()
+    assert kv_held.of_sequences(engine) == [] and kv_held.mean([]) is None
+
+
+@pytest.mark.slow  # two policies compile
+def test_a_whole_study(tmp_path, capsys, monkeypatch):
+    options = Options(
+        **FLAGS | {"alphas": ["1/0.02"], "formats": [], "budgets": [], "num_prompts": 1},
+        output_dir=str(tmp_path),
+    )  # fmt: skip
+    assert accuracy_memory.main(options) == 0
+    assert "goal of DiffKV 1/0.02" in capsys.readouterr().out
+    numbers = json.loads((tmp_path / "summary.json").read_text())
+    assert 0.2 < numbers["kv_memory_fraction"] < 0.6
+    # The second time nothing is asked again, and the same is found.
+    monkeypatch.setattr(accuracy, "load_engine", None)
+    assert accuracy_memory.main(options) == 0
+    again = json.loads((tmp_path / "summary.json").read_text())
+    assert again["kv_memory_fraction"] == numbers["kv_memory_fraction"]
+    assert again["difference_points"] == numbers["difference_points"]

@@ -1,0 +1,145 @@
+"""A server on loopback in a thread of this process, over engines that need no compiling."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+import openai
+
+from models import checkpoint, load_tokenizer
+from paged.config import EngineConfig
+from paged.engine import Engine
+from paged.server.app import create_app
+from paged.server.owner import EngineOwner, Owner
+from paged.server.run import Server
+from paged.server.service import Service
+from paged.server.settings import ServerConfig
+from paged.simulator.executor import SimulatedExecutor
+
+BUNDLED = checkpoint.load_config("bundled")
+TOKENIZER = load_tokenizer("bundled")
+CONFIG = EngineConfig(
+    max_num_seqs=8, max_num_batched_tokens=64, max_prefills_per_step=4, max_model_len=512,
+    page_size=16, kv_cache_tokens=4096, adapter_slots=2, max_adapter_rank=64,
+)  # fmt: skip
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('no such role: ' + message.role) }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+KEY = "secret"
+
+
+class Paced(SimulatedExecutor):
+    """Steps take `step_s` seconds of real time, and wait while `go` is not set. The next step
+    raises `failure`, once."""
+
+    def __init__(self, vocab_size: int, step_s: float = 0.0, first_token: int = 4):
+        super().__init__(vocab_size=vocab_size, first_token=first_token)
+        self.step_s, self.go = step_s, threading.Event()
+        self.failure: Exception | None = None
+        self.go.set()
+
+    def execute(self, inputs):
+        self.go.wait(60)
+        time.sleep(self.step_s)
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        return super().execute(inputs)
+
+
+def simulated(
+    config: EngineConfig = CONFIG, tokenizer=TOKENIZER, step_s: float = 0.0
+) -> tuple[Engine, Paced]:
+    """An engine whose tokens depend on seeds and positions alone."""
+    executor = Paced(BUNDLED.vocab_size, step_s)
+    return Engine(BUNDLED, config, executor, tokenizer), executor
+
+
+@dataclass
+class Served:
+    url: str
+    service: Service
+    server: Server
+    thread: threading.Thread
+    clients: list[Any] = field(default_factory=list)
+    _client: openai.OpenAI | None = None
+    _http: httpx2.Client | None = None
+
+    @property
+    def client(self) -> Any:
+        """The official client, which tries nothing again. Its types know no options in dicts."""
+        if self._client is None:
+            self._client = openai.OpenAI(
+                base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60
+            )
+            self.clients.append(self._client)
+        return self._client
+
+    @property
+    def http(self) -> httpx2.Client:
+        """A client of no API. Each new one would take as long as many requests."""
+        if self._http is None:
+            self._http = httpx2.Client(timeout=120)
+            self.clients.append(self._http)
+        return self._http
+
+    @property
+    def owner(self) -> EngineOwner:
+        assert isinstance(self.service.owner, EngineOwner)
+        return self.service.owner
+
+    def allocated(self) -> dict[str, int]:
+        """What the engine and the server still hold for requests."""
+
+        def count(engine: Engine) -> dict[str, int]:
+            engine.host_policy.check()
+            units = sum(len(held) for held in engine.host_policy.held().values())
+            requests = engine.requests
+            return {
+                "units": units, "running": len(engine.scheduler.running),
+                "waiting": len(engine.scheduler.waiting),
+                "unfinished": len(requests.unfinished), "outputs": len(requests.outputs),
+                "attempts": len(self.owner._runner._attempts),
+            }  # fmt: skip
+
+        told = self.owner.ask(count).result(60)
+        return told | {"replies": len(self.owner._replies), "pending": self.service.pending}
+
+    def wait_until_idle(self, within_s: float = 20.0) -> dict[str, int]:
+        """What is left once nothing changes any more: all of it should be 0."""
+        deadline_s = time.monotonic() + within_s
+        while any((left := self.allocated()).values()) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        return left
+
+
+@contextmanager
+def served(
+    owner: Owner, config: EngineConfig = CONFIG, settings: ServerConfig | None = None,
+    tokenizer=TOKENIZER, model=BUNDLED, template: str | None = TEMPLATE, keys=(),
+) -> Iterator[Served]:  # fmt: skip
+    service = Service(owner, model, config, tokenizer, "bundled", settings, template)
+    server = Server(create_app(service, keys), service, "127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server could not start"
+        time.sleep(0.01)
+    running = Served(f"http://127.0.0.1:{server.port}", service, server, thread)
+    try:
+        yield running
+    finally:
+        for client in running.clients:
+            client.close()
+        server.should_exit = True
+        thread.join(60)
+        owner.close()
+        assert not thread.is_alive(), "the server hangs"

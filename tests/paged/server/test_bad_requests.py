@@ -1,0 +1,210 @@
+"""What is wrong with a request is told in OpenAI's shape, with the field's name; nobody else
+notices."""
+
+import json
+import threading
+from typing import Any
+
+import httpx2
+import pytest
+
+from paged.requests.sampling_params import SamplingParams
+from paged.server.owner import EngineOwner
+from paged.server.settings import ServerConfig
+from tests.paged.server.serving import Served, served, simulated
+
+COMPLETION = {"model": "bundled", "prompt": "a cat", "max_tokens": 2}
+CHAT = {"model": "bundled", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+BIASES = {str(token): 1 for token in range(301)}
+
+# (field that the answer names, what is otherwise than in a good request)
+BAD_COMPLETIONS: list[tuple[str | None, dict[str, Any]]] = [
+    ("prompt", {"prompt": None}),
+    ("prompt", {"prompt": []}),
+    ("prompt", {"prompt": [[]]}),
+    ("prompt", {"prompt": 5}),
+    ("prompt", {"prompt": {"text": "a"}}),
+    ("prompt", {"prompt": ["a", 5]}),
+    ("prompt", {"prompt": [[1, 2], "a"]}),
+    ("prompt", {"prompt": [1, -5]}),
+    ("prompt", {"prompt": [1, 512]}),
+    ("prompt", {"prompt": [1, 2**70]}),
+    ("prompt", {"prompt": [1, 2.5]}),
+    ("prompt", {"prompt": [True]}),
+    ("prompt", {"prompt": [4] * 512}),
+    ("prompt", {"prompt": "cat " * 600}),
+    ("prompt", {"prompt": ["a"] * 200}),
+    ("model", {"model": None}),
+    ("model", {"model": "gpt-0"}),
+    ("model", {"model": 5}),
+    ("max_tokens", {"max_tokens": -1}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": "5"}),
+    ("max_tokens", {"max_tokens": 2.5}),
+    ("max_tokens", {"max_tokens": 2**40}),
+    ("temperature", {"temperature": -0.5}),
+    ("temperature", {"temperature": "hot"}),
+    ("temperature", {"temperature": 1e60}),
+    ("temperature", {"temperature": float("nan")}),
+    ("top_p", {"top_p": 0}),
+    ("top_p", {"top_p": 1.5}),
+    ("top_k", {"top_k": -1}),
+    ("min_p", {"min_p": 2}),
+    ("n", {"n": 0}),
+    ("n", {"n": 2, "temperature": 0}),
+    ("n", {"n": 100}),
+    ("n", {"n": True}),
+    ("best_of", {"n": 3, "best_of": 2}),
+    ("best_of", {"best_of": 3, "stream": True}),
+    ("beam_width", {"beam_width": 50}),
+    ("temperature", {"beam_width": 2, "temperature": 0.5}),
+    ("seed", {"seed": -1}),
+    ("seed", {"seed": 2**40}),
+    ("logprobs", {"logprobs": 21}),
+    ("logprobs", {"logprobs": True}),
+    ("prompt_logprobs", {"prompt_logprobs": -1}),
+    ("echo", {"echo": True, "logprobs": 1, "stream": True}),
+    ("echo", {"echo": "yes"}),
+    ("stop", {"stop": ["a", ""]}),
+    ("stop", {"stop": 5}),
+    ("stop", {"stop": "</s>"}),
+    ("stop", {"stop": "\ud800"}),
+    ("stop_token_ids", {"stop_token_ids": [9999]}),
+    ("logit_bias", {"logit_bias": {"a": 1}}),
+    ("logit_bias", {"logit_bias": {"5": 1000}}),
+    ("logit_bias", {"logit_bias": {"9999": 1}}),
+    ("logit_bias", {"logit_bias": BIASES}),
+    ("presence_penalty", {"presence_penalty": 3}),
+    ("frequency_penalty", {"frequency_penalty": -3}),
+    ("repetition_penalty", {"repetition_penalty": 0}),
+    ("forced_output", {"forced_output": [4, 4, 4]}),
+    ("stream", {"stream": "true"}),
+    ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("stream_options", {"stream": True, "stream_options": {"include_all": True}}),
+    ("suffix", {"suffix": "end"}),
+    ("grammar", {"grammar": "a*"}),
+]  # fmt: skip
+BAD_CHATS: list[tuple[str | None, dict[str, Any]]] = [
+    ("messages", {"messages": None}),
+    ("messages", {"messages": []}),
+    ("messages", {"messages": "hello"}),
+    ("messages", {"messages": [{"content": "a"}]}),
+    ("messages", {"messages": [{"role": "user", "content": 5}]}),
+    ("messages", {"messages": [{"role": "nobody", "content": "a"}]}),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    ("messages", {"messages": [{"role": "user", "content": "cat " * 600}]}),
+    ("tools", {"tools": []}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("top_logprobs", {"top_logprobs": 3}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 50}),
+    ("logprobs", {"logprobs": 3}),
+    ("max_completion_tokens", {"max_tokens": None, "max_completion_tokens": -3}),
+    ("max_tokens", {"max_tokens": 0}),
+]  # fmt: skip
+BODIES = [
+    b"", b"{", b"[]", b"5", b'"a"', b"null", b"\xff\xfe", b'{"model": "bundled", "prompt":',
+    b"[" * 100_000, b'{"model": "bundled", "prompt": ' + b"9" * 5000 + b"}",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server():
+    settings = ServerConfig(max_body_bytes=200_000, max_pending=300)
+    with served(EngineOwner(simulated(step_s=0.002)[0]), settings=settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def another(server: Served):
+    """A request beside all of these gets the tokens that it gets alone."""
+    how = {"prompt": "a bystander", "max_tokens": 400, "seed": 3, "temperature": 0.7}
+    answers: list[str] = []
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            answer = server.client.completions.create(model="bundled", **how)
+            answers.append(answer.choices[0].text)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    yield
+    ended.set()
+    thread.join()
+    sampling = SamplingParams(max_tokens=400, seed=3, temperature=0.7)
+    alone = simulated()[0].generate(["a bystander"], sampling)[0].text
+    assert answers and set(answers) == {alone}
+    assert not any(server.wait_until_idle().values())
+
+
+def check(response: httpx2.Response, field: str | None) -> None:
+    assert 400 <= response.status_code < 500, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == field, error
+    assert field is None or field in error["message"]
+    assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("path", "good", "field", "change"),
+    [("completions", COMPLETION, *case) for case in BAD_COMPLETIONS]
+    + [("chat/completions", CHAT, *case) for case in BAD_CHATS],
+)
+def test_the_field_that_is_wrong_is_named(server: Served, path, good, field, change):
+    body = json.dumps({**good, **change}).encode()
+    headers = {"content-type": "application/json"}
+    check(server.http.post(f"{server.url}/v1/{path}", content=body, headers=headers), field)
+
+
+@pytest.mark.parametrize("field", ["model", "prompt"])
+def test_fields_that_must_be_there(server: Served, field):
+    body = {name: value for name, value in COMPLETION.items() if name != field}
+    check(server.http.post(f"{server.url}/v1/completions", json=body), field)
+
+
+@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
+def test_bodies_that_are_no_request(server: Served, body):
+    headers = {"content-type": "application/json"}
+    response = server.http.post(f"{server.url}/v1/completions", content=body, headers=headers)
+    check(response, None)
+
+
+def test_paths_and_methods_that_there_are_not(server: Served):
+    check(server.http.get(f"{server.url}/v1/nothing"), None)
+    check(server.http.get(f"{server.url}/v1/completions"), None)
+    check(server.http.delete(f"{server.url}/v1/models"), None)
+
+
+def test_a_body_that_is_too_large(server: Served):
+    body = json.dumps({**COMPLETION, "user": "a" * 200_000}).encode()
+    headers = {"content-type": "application/json"}
+    url = f"{server.url}/v1/completions"
+    assert server.http.post(url, content=body, headers=headers).status_code == 413
+    parts = (body[i : i + 1000] for i in range(0, len(body), 1000))  # of a length nobody tells
+    assert server.http.post(url, content=parts, headers=headers).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("tokenize", {}, "prompt"),
+        ("tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("tokenize", {"prompt": 5}, "prompt"),
+        ("tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("tokenize", {"prompt": "a", "model": "gpt-0"}, "model"),
+        ("detokenize", {"tokens": [600]}, "tokens"),
+        ("detokenize", {"tokens": "a"}, "tokens"),
+        ("v1/embeddings", {"model": "bundled", "input": "a"}, None),
+    ],
+)
+def test_other_paths(server: Served, path, body, field):
+    content, headers = json.dumps(body).encode(), {"content-type": "application/json"}
+    check(server.http.post(f"{server.url}/{path}", content=content, headers=headers), field)
+
+
+def test_adapters_are_loaded_only_where_that_is_allowed(server: Served):
+    body = {"lora_name": "mine", "lora_path": "/nowhere"}
+    response = server.http.post(f"{server.url}/v1/load_lora_adapter", json=body)
+    assert response.status_code == 403
+    assert "allow_adapter_loading" in response.json()["error"]["message"]

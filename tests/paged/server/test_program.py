@@ -1,0 +1,117 @@
+"""The server as a program, which a signal ends in the middle of its work."""
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.experiments.test_bad_flags import RUNNER
+
+pytestmark = pytest.mark.slow  # processes of their own
+ROOT = Path(__file__).parents[3]
+FLAGS = [
+    "--port=0", "--max_model_len=2048", "--kv_cache_tokens=8192", "--max_num_seqs=16",
+    "--drain_s=1.0", "--executor=simulated",
+]  # fmt: skip
+
+
+@pytest.fixture
+def program():
+    """A server over made-up tokens, and its address."""
+    command = [sys.executable, "-m", "experiments.serve_http", *FLAGS]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if found := re.search(r"running on (http://[\d.:]+)", line):
+                break
+        else:
+            pytest.fail("the server did not start")
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield process, found[1]
+        process.kill()
+
+
+def test_sigterm_in_the_middle_of_load(program):
+    """Every request that was accepted ends, whole or with an error, and the process does too."""
+    process, url = program
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
+    ended: list[str] = []
+
+    def ask(i: int) -> None:
+        for turn in range(1000):
+            how: dict[str, Any] = {
+                "model": "bundled",
+                "prompt": "a cat",
+                "max_tokens": 1000,
+                "seed": turn,
+            }
+            how["extra_body"] = {"ignore_eos": True}
+            try:
+                if i % 2:
+                    answer = client.completions.create(**how)
+                    assert answer.choices[0].finish_reason == "length"
+                else:
+                    *_, last = client.completions.create(**how, stream=True)
+                    assert last.choices[0].finish_reason == "length"
+                ended.append("whole")
+            except openai.APIStatusError as error:
+                assert error.status_code == 503
+                ended.append("refused")
+                return
+            except openai.APIConnectionError:  # nobody listens any more
+                ended.append("not accepted")
+                return
+            except openai.APIError as error:
+                assert "shut down" in str(error)
+                ended.append("error")
+                return
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(ask, i) for i in range(12)]
+        while not ended and not any(future.done() for future in asked):
+            time.sleep(0.01)
+        assert httpx2.get(f"{url}/health", timeout=30).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        for future in asked:
+            future.result(60)
+    assert len(ended) > len(asked) and len(set(ended)) > 1
+    assert process.wait(30) == 128 + signal.SIGTERM
+
+
+def test_bad_flags_are_told_before_the_weights_are_read():
+    flags = {
+        # First, as the process counts its devices once.
+        "--runners=2 --tensor_parallel=2": "--tensor_parallel: each engine of a cluster has one",
+        "--max_pending=0": "max_pending must be at least 1, not 0",
+        "--max_prompts=9 --max_pending=5": "max_prompts must be from 1 to max_pending (5), not 9",
+        "--drain_s=-1": "drain_s must be 0 or more",
+        "--api_keys=/no/keys": "/no/keys: No such file",
+        "--api_keys=/dev/null": "--api_keys=/dev/null: the file is empty",
+        "--chat_template=/no/template": "/no/template: No such file",
+        "--runners=0": "0 is not a positive integer",
+        "--adapters=models/bundled/adapters": "adapters need adapter_slots",
+        "--adapters=3 --adapter_slots=2": "--adapters=3: random adapters need --output_dir",
+        "--port=70000": "port",
+    }
+    command = [sys.executable, "-c", RUNNER, "experiments.serve_http"]
+    arguments = json.dumps([each.split() for each in flags])
+    ended = subprocess.run(
+        [*command, arguments], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"TRANSFORMERS_VERBOSITY": "error"},
+    )  # fmt: skip
+    told = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(told) == len(flags), ended.stderr
+    for (status, text), wanted in zip(told, flags.values()):
+        assert status == 1 and text.startswith("error: ") and wanted in text, text
+        assert text.count("\n") == 1

@@ -1,0 +1,68 @@
+"""Served tokens are those of the offline engine for the same seeds, under every policy."""
+
+import concurrent.futures
+from typing import Any
+
+import pytest
+
+from paged.engine import Engine
+from paged.requests.sampling_params import changed_fields
+from paged.requests.stopping import decode
+from paged.server.owner import EngineOwner
+from tests.paged.kv_cache.policy_suite import CASES, CROWD, Bench, Case, padded, registered
+from tests.paged.server.serving import TOKENIZER, Served, served
+from tests.paged.tiny import TINY
+
+# Engines compile. The quick tests compare with one that makes tokens up: `test_openai_client.py`.
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def policies():
+    with registered():
+        yield
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_params):
+    return Bench(tiny_params)
+
+
+def body_of(request) -> dict[str, Any]:
+    how = {"temperature": 0, **changed_fields(request.how)}
+    return {"model": "bundled", "prompt": list(request.prompt), "seed": 0, **how}
+
+
+def texts_of(server: Served, body: dict[str, Any]) -> list[str]:
+    answer = server.http.post(f"{server.url}/v1/completions", json=body, timeout=120).json()
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def streamed(server: Served, body: dict[str, Any], count: int) -> list[str]:
+    texts = [""] * count
+    extra = {name: body.pop(name) for name in ("beam_width", "ignore_eos") if name in body}
+    for chunk in server.client.completions.create(**body, stream=True, extra_body=extra):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    return texts
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_crowd_gets_what_each_gets_offline(case: Case, bench: Bench):
+    """All at once, in a cache that is too small for them: some are preempted."""
+    offline = bench.engine(case)
+    crowd = [request for request in CROWD if request.suits(offline)]
+    outputs = offline.generate([list(r.prompt) for r in crowd], [r.how for r in crowd])
+    wanted = [[decode(TOKENIZER, s.tokens) for s in output.sequences] for output in outputs]
+    executor = bench.engine(case).executor
+    engine = padded(Engine(TINY, offline.config, executor, TOKENIZER))
+    with served(EngineOwner(engine), engine.config, model=TINY) as server:
+        with concurrent.futures.ThreadPoolExecutor(len(crowd)) as pool:
+            whole = [pool.submit(texts_of, server, body_of(request)) for request in crowd[::2]]
+            parts = [
+                pool.submit(streamed, server, body_of(request), request.how.n)
+                for request in crowd[1::2]
+            ]
+            assert [future.result() for future in whole] == wanted[::2]
+            assert [future.result() for future in parts] == wanted[1::2]
+        assert not any(server.wait_until_idle().values())
