@@ -120,8 +120,8 @@ def plan_decodes(layout: Layout, rules, cache: DiffKVCache, inputs, implementati
     def entry(column):
         return jnp.take_along_axis(tables, jnp.clip(column, 0, M - 1)[..., None], -1)[..., 0]
 
-    counts = jnp.where(real[..., None], before + grown, 0)
-    by_layer = counts.reshape(len(slots), layout.layers, layout.heads, 2)
+    read = jnp.where(real[..., None], before + grown, 0)
+    by_layer = read.reshape(len(slots), layout.layers, layout.heads, 2)
     schedules = jax.vmap(
         lambda high, low: plan_mixed_decode(
             high, low, layout.formats, implementation=implementation
@@ -130,6 +130,6 @@ def plan_decodes(layout: Layout, rules, cache: DiffKVCache, inputs, implementati
     )(by_layer[..., 0], by_layer[..., 1])
     plan = DecodePlan(
         slots, positions, entry(high_at // high.tokens), high_at % high.tokens, moves,
-        entry(M - 1 - low_at // low.tokens), low_at % low.tokens, tables, counts, schedules,
+        entry(M - 1 - low_at // low.tokens), low_at % low.tokens, tables, read, schedules,
     )  # fmt: skip
     return replace(cache, pages=pages, counts=counts), plan
