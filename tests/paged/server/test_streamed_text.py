@@ -18,7 +18,7 @@ from tests.paged.server.serving import served, simulated
 
 
 @each_tokenizer
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_what_was_told_is_how_the_final_text_begins(case: Case, data):
     """However tokens are cut into pieces, and whatever a later token or stop string changes."""
