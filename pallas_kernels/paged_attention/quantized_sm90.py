@@ -73,7 +73,8 @@ def decode(
     ] * returns_scores
     copies = [sum(1 + format.scaled for format in section.formats) for section in sections]
 
-    def paged_decode_of_words(q_ref, *refs):
+    def paged_decode_of_words(q_ref, *other_refs):
+        refs = list(other_refs)
         pool_refs, refs = refs[: 2 + len(views)], refs[2 + len(views) :]
         tables_ref, items_ref, block_items_ref, offset_ref, *refs = refs
         (out_ref, lse_ref, partials_ref, lses_ref), refs = refs[:4], refs[4:]
@@ -213,8 +214,9 @@ def decode(
                     products = product_of_registers(shape, codes, q_s.transpose((1, 0)))
                     if keys.scaled:
                         unit, zero = _scales(k_scales_s.at[slot], at)
-                        zero -= unit * registers.offset(keys, dtype)
-                        products = products * rows(unit, shape)
+                        # Taken out before anything is rounded, for it may be larger than codes.
+                        products -= columns(sums * registers.offset(keys, dtype), shape)
+                        products *= rows(unit, shape)
                         products += rows(zero, shape) * columns(sums, shape)
                     of_chunk = split_kv.scores_of(products, scale, soft_cap)
                     if returns_scores:

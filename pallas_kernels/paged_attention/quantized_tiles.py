@@ -86,7 +86,8 @@ def schedule_of(
 def views_of(pools, sections):
     """The pools as rows of so many words as a token has codes, and where each is among the pools
     and them, by pool and number of words."""
-    views, places = [], {}
+    views: list[jnp.ndarray] = []
+    places: dict[tuple[int, int], int] = {}
     for section in sections:
         for which, format in enumerate(section.formats):
             if (which, format.code_words) not in places:

@@ -67,7 +67,7 @@ def _decode(shapes: Attention, found: DecodeSchedule, lengths_SxK) -> Balance:
 def _mixed(shapes: Mixed, found: DecodeSchedule, high_SxK, low_SxK) -> Balance:
     formats, (H, K, D) = shapes.formats, (shapes.heads.H, shapes.heads.K, shapes.heads.D)
     pages = quantized_tiles.pages_of_tile(mixed_decode.sections_of(formats))
-    tiles, read = 0, 0
+    tiles, read = np.zeros(np.size(high_SxK), np.int64), 0
     for counts, format in zip((high_SxK, low_SxK), formats):
         tokens = np.asarray(counts, np.int64).reshape(-1)
         tiles += -(-tokens // (pages * format.tokens))

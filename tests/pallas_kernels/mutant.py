@@ -33,12 +33,15 @@ SPECS = {
     # Some thread blocks have more items than places for queries.
     "paged_attention": paged_attention.decode(replace(ATTENTION, sequences=8)),
     "paged_prefill_attention": paged_attention.prefill(replace(ATTENTION, chunk=200)),
+    # Lanes with several items, and more tiles than stages: 11 tiles for 4 lanes. A page is a tile.
     "quantised_paged_attention": paged_attention.decode(
-        replace(ATTENTION, sequences=3, sliding_window=None, kv_bits=4, context=1200)
+        replace(ATTENTION, sequences=4, sliding_window=None, kv_bits=8, context=700, page_size=128)
     ),
-    # Lanes with several items, and more tiles than stages, of both precisions.
+    # As many, of both precisions.
     "mixed_precision_attention": quantized_attention.make(
-        quantized_attention.Mixed(HEADS, sequences=6, tokens=1000, kept=(0.4, 0.6), ragged=True)
+        quantized_attention.Mixed(
+            HEADS, sequences=5, tokens=1200, kept=(0.4, 0.6), page_size=128, ragged=True
+        )
     ),
     # As many tiles, and more rows of a thread block than places for queries.
     "select_pages": page_selection.select(

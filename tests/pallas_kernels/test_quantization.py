@@ -154,20 +154,21 @@ over_quantised_pages = pytest.mark.parametrize(
 def test_the_decode_kernel_is_near_reference(bits, P, group, dim, dtype, window):
     """Lengths around pages and tiles, of which rows are cut; ids that name no page where no token
     is read, NaN where a former owner was, and the scores of all tokens."""
-    rng, lengths = np.random.default_rng(6), [[4 * P + 1, 1], [0, P], [3 * P - 1, 9 * P]]
+    rng = np.random.default_rng(6)
+    lengths = np.array([[4 * P + 1, 1], [0, P], [3 * P - 1, 9 * P]], np.int32)
     N, M, format = 30, 10, KVFormat(bits, dim)
     k_pages, v_pages = (filled(rng, N, P, format)[0] for _ in range(2))
     nan = np.full((5, 1, dim), np.nan, np.float32)
     poison = jax.jit(QuantizedPages.write)  # the last page's end
     last = N * P - 5 + np.arange(5, dtype=np.int32)[:, None]
     k_pages, v_pages = (poison(x, nan, last) for x in (k_pages, v_pages))
-    lengths = np.array(lengths, np.int32)
     tables = rng.integers(0, N - 1, (3, 2, M))
     tables[1, 1, 0], lengths[1, 1] = N - 1, P - 5
     entry, first = np.arange(M), np.maximum(lengths - (window or 2**30), 0)
     held = (entry < -(-lengths // P)[..., None]) & (entry >= (first // P)[..., None])
     tables = np.where(held, tables, 10**6).astype(np.int32)
-    q = np.asarray(jnp.asarray(rng.standard_normal((3, 2 * group, dim)), dtype))
+    # Multiples of 1/16: float32 has sums of products with codes exactly.
+    q = np.asarray(jnp.asarray(np.round(16 * rng.standard_normal((3, 2 * group, dim))) / 16, dtype))
     options: dict = {
         "sliding_window": window, "soft_cap": 3.0, "return_lse": True, "return_scores": True,
     }  # fmt: skip
