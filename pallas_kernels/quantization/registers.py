@@ -4,9 +4,9 @@ The tensor cores multiply 16-bit floats. A code of up to 4 bits is put into the 
 where it is that float's smallest bits: 128 + code in bfloat16 and 1024 + code in float16, without
 any arithmetic. A code of 8 bits fills more than a bfloat16's mantissa, so the kernel subtracts two
 halves of it, exactly: code - 128. What is added to codes, `offset`, is taken out of sums, never of
-elements. It costs bits of a float32: sums of D elements, if rounded, are off by up to 2 * D * 2**-24
-* 1039 steps of the code per unit of |q|, 1/64 for D = 128; codes themselves are off by up to 1/2.
-Words are shifted as pairs of 16-bit halves, because a GPU has no shift of 16-bit pairs.
+elements. It costs bits of a float32: sums of D elements, if rounded, are off by up to 1/64 of a
+step of the code per unit of |q|, 2 * D * 2**-24 * 1039 for D = 128, and codes by up to 1/2. Words
+are shifted as pairs of 16-bit halves, because a GPU has no shift of 16-bit pairs.
 """
 
 import jax
