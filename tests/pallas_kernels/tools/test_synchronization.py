@@ -1,5 +1,6 @@
 """Every kernel waits for what it reads, and a wait or commit that is missing is noticed."""
 
+import os
 import subprocess
 import sys
 import time
@@ -90,8 +91,13 @@ def _unnoticed(mutation: LeaveOut, complaints) -> list[int]:
 def _mutant(op, number, patience) -> int | None:
     """The exit status; None of one that does not end within `patience` seconds."""
     program = [sys.executable, "-m", "tests.pallas_kernels.mutant", op, str(number)]
+    # The interpreter's programs run once: XLA would be longer at improving them.
+    flags = os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"
     try:
-        return subprocess.run(program, cwd=ROOT, capture_output=True, timeout=patience).returncode
+        return subprocess.run(
+            program, cwd=ROOT, env=os.environ | {"XLA_FLAGS": " ".join(flags)},
+            capture_output=True, timeout=patience,
+        ).returncode  # fmt: skip
     except subprocess.TimeoutExpired:
         return None
 
