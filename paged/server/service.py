@@ -103,7 +103,7 @@ class Service:
             raise ApiError(400, f"lora_name: {name!r} is the model itself", "lora_name")
         try:
             self.adapters.add(await asyncio.to_thread(self.adapters.read, name, folder))
-        except ValueError as error:
+        except (ValueError, OSError) as error:  # the second: the folder goes while it is read
             raise ApiError(400, f"lora_path: {error}", "lora_path") from None
 
     # Prompts
