@@ -85,7 +85,9 @@ def test_bodies_that_come_too_slowly():
 
 
 def test_keys():
-    with served(EngineOwner(simulated()[0]), keys=["other", KEY]) as server:
+    with served(EngineOwner(simulated()[0]), keys=["other", KEY, "clé"]) as server:
+        headers = {b"authorization": "Bearer clé".encode()}
+        assert server.http.get(f"{server.url}/v1/models", headers=headers).status_code == 200
         assert server.client.completions.create(model="bundled", prompt="a", max_tokens=2)
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}):
             for path in ("/v1/models", "/metrics", "/nothing"):
@@ -105,6 +107,14 @@ def test_request_ids():
             for _ in "ab"
         ]
         assert made[0] != made[1] and all(name.startswith("req-") for name in made)
+
+
+def test_nobody_writes_lines_of_their_own_into_the_log(caplog):
+    caplog.set_level("INFO", "paged.server.access")
+    with served(EngineOwner(simulated()[0])) as server:
+        server.http.get(f"{server.url}/x%0Areq-0%20GET%20/secret%00")
+    (told,) = [each.getMessage() for each in caplog.records if "secret" in each.getMessage()]
+    assert told.isprintable() and "GET /x%0Areq-0" in told
 
 
 def test_clients_that_leave_take_their_requests_along():
@@ -150,6 +160,34 @@ def test_a_client_that_does_not_read_slows_nobody_and_loses_nothing():
         assert pieces < 4 * 2000, "the buffer has overflowed"
         assert texts == [choice.text for choice in whole.choices]
         assert not any(server.wait_until_idle().values())
+
+
+def reads_nothing(server: Served) -> socket.socket:
+    """A client whose stream fills its socket."""
+    idle = socket.socket()
+    idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    idle.connect(("127.0.0.1", server.server.port))
+    body = {**LONG, "prompt": [[4] * 400] * 128, "max_tokens": 100, "n": 8, "stream": True}
+    idle.sendall(posted(body).encode())
+    return idle
+
+
+@pytest.mark.slow  # so much that no socket takes it
+def test_who_does_not_read_is_cut_off_and_holds_up_no_end():
+    """Neither when the time of a request is over, nor when the server ends."""
+    settings = ServerConfig(request_timeout_s=3, drain_s=0.1)
+    with served(EngineOwner(simulated()[0]), settings=settings) as server:
+        with reads_nothing(server):
+            while not server.service.pending:
+                time.sleep(0.01)
+            assert not any(server.wait_until_idle().values())
+        with reads_nothing(server):
+            while not server.service.pending:
+                time.sleep(0.01)
+            time.sleep(1)
+            server.server.stop()
+            server.thread.join(20)
+            assert not server.thread.is_alive()
 
 
 def test_draining_refuses_new_requests_and_ends_running_ones():
