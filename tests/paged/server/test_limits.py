@@ -134,7 +134,7 @@ def test_clients_that_leave_take_their_requests_along():
 
 @pytest.mark.slow  # thousands of events
 def test_a_client_that_does_not_read_slows_nobody_and_loses_nothing():
-    """Its socket fills up; then its buffer; it gets the rest at the end."""
+    """However far its socket and its buffer fill up."""
     config = replace(CONFIG, max_model_len=2048, kv_cache_tokens=8192, page_size=64)
     engine, _ = simulated(config)
     settings = ServerConfig(max_buffered_tokens=16)
@@ -148,16 +148,16 @@ def test_a_client_that_does_not_read_slows_nobody_and_loses_nothing():
         time.sleep(0.5)
         received = b""
         idle.settimeout(30)
-        while b"[DONE]" not in received:
-            received += idle.recv(1 << 20)
+        while b"[DONE]" not in received[-100:]:
+            more = idle.recv(1 << 20)
+            assert more, "the server has cut it off"
+            received += more
         idle.close()
-        texts, pieces = [""] * 4, 0
+        texts = [""] * 4
         for line in received.decode().split("\n"):
             if line.startswith("data: {"):
                 for choice in json.loads(line[6:])["choices"]:
                     texts[choice["index"]] += choice["text"]
-                    pieces += 1
-        assert pieces < 4 * 2000, "the buffer has overflowed"
         assert texts == [choice.text for choice in whole.choices]
         assert not any(server.wait_until_idle().values())
 
