@@ -86,8 +86,8 @@ def test_bodies_that_come_too_slowly():
 
 def test_keys():
     with served(EngineOwner(simulated()[0]), keys=["other", KEY, "clé"]) as server:
-        headers = {b"authorization": "Bearer clé".encode()}
-        assert server.http.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+        accented = {b"authorization": "Bearer clé".encode()}
+        assert server.http.get(f"{server.url}/v1/models", headers=accented).status_code == 200
         assert server.client.completions.create(model="bundled", prompt="a", max_tokens=2)
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}):
             for path in ("/v1/models", "/metrics", "/nothing"):
