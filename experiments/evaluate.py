@@ -46,7 +46,7 @@ def settings(
             raise ValueError(f"unknown task {name!r}; allowed: {', '.join(EXACT_TASKS)}")
     lengths = []
     for context in contexts:
-        if not context.isdigit() or not 256 <= int(context) <= config.max_model_len:
+        if not context.isdecimal() or not 256 <= int(context) <= config.max_model_len:
             raise ValueError(
                 f"contexts are token counts from 256 to max_model_len ({config.max_model_len}), "
                 f"not {context!r}"
@@ -198,6 +198,8 @@ def problems_of(options: Options, config: EngineConfig) -> Problems:
             options.problems, tokenizer, options.output_tokens, config.max_model_len
         )
     pairs = settings(options.tasks, options.contexts, config)
+    if not pairs:
+        raise ValueError("no task fits the contexts")
     return own_problems(pairs, options.num_prompts, options.seed, tokenizer)
 
 

@@ -32,7 +32,7 @@ from paged.engine import EngineConfig
 from paged.server.app import create_app
 from paged.server.cluster_owner import ClusterOwner
 from paged.server.owner import EngineOwner, Owner
-from paged.server.run import Server
+from paged.server.run import Server, check_address
 from paged.server.service import Service
 from paged.server.settings import ServerConfig
 
@@ -96,6 +96,7 @@ def main(options: Options) -> int:
         jax.config.update("jax_num_cpu_devices", options.runners)
     with refusals():
         settings = ServerConfig(**fields_of(ServerConfig, options))
+        check_address(options.host, options.port)
         model = checkpoint.load_config(options.model)
         config = engine_config(model, **fields_of(EngineConfig, options))
         tokenizer = load_tokenizer(options.model)

@@ -80,6 +80,10 @@ def checked(options: Options) -> dict[str, list[int]]:
         step = options.chunk if name in ("prefill", "kernel", "engine") else 64
         if any(context < step or context % step for context in at):
             raise ValueError(f"--contexts of section {name} are multiples of {step}, not {at}")
+        longest = lserve_engine.MODEL.max_position_embeddings
+        longest -= lserve_engine.answer_tokens(options.turns) if name == "engine" else 0
+        if max(at) > longest:
+            raise ValueError(f"--contexts of section {name} are at most {longest}, not {at}")
     return contexts
 
 
@@ -114,7 +118,9 @@ def define_flags() -> None:
     flags.DEFINE_integer("batch", 8, "page_size: sequences of a step", lower_bound=1)
     flags.DEFINE_list("systems", list(lserve_engine.SYSTEMS), "engine: what is compared")
     flags.DEFINE_integer("turns", 5, "engine: of 8 timed decode steps each", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "of weights, caches and prompts", lower_bound=0)
+    flags.DEFINE_integer(
+        "seed", 0, "of weights, caches and prompts", lower_bound=0, upper_bound=2**32 - 1
+    )
 
 
 PROGRAM = Program(main, define_flags, "results/bench_lserve", lserve_report.FILES)

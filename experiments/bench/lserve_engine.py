@@ -51,6 +51,11 @@ class Run:
     kv_bytes: int
 
 
+def answer_tokens(turns: int) -> int:
+    """What a request is asked for."""
+    return turns * (UNTIMED + STEPS) + 8
+
+
 def engines(
     names: Sequence[str], model: ModelConfig, longest: int, chunk: int, seed: int
 ) -> dict[str, Engine]:
@@ -71,7 +76,7 @@ def run(
 ) -> list[Run]:  # fmt: skip
     """All systems at all contexts, whole chunks each, shortest first. Programs are compiled by a
     short request before."""
-    tokens = turns * (UNTIMED + STEPS) + 8
+    tokens = answer_tokens(turns)
     found = engines(names, model, max(contexts) + tokens, chunk, seed)
     rng = np.random.default_rng(seed)
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)

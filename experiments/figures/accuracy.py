@@ -5,9 +5,10 @@ is judged as `experiments.evaluate` judges it: right answers, the log-probabilit
 answers, and how far the distributions along them are from the first system's.
 
 A study takes long. What a system answered is kept in --output_dir, in a folder of `answered/` for
-each, and a later run with the same output_dir does not ask it the same again.
+each system and question, and a later run with the same output_dir does not ask it the same again.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +24,13 @@ from matplotlib.figure import Figure
 from experiments import evaluate
 from experiments.lib import kv_held, reference, run_record, serving
 from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies, read
-from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.engines import check_implementation, engine_config, load_engine
 from experiments.lib.flags import define_model_flags, loading
 from experiments.lib.kv_held import Held
 from experiments.lib.program import Options, refusals
 from models import checkpoint, load_tokenizer
 from paged.config import EngineConfig
+from paged.device.tensor_parallel import Shards
 from paged.kv_cache.lserve.gates import Gates, read_gates
 
 flags.disclaim_key_flags()  # --help lists the flags as the program's own
@@ -112,13 +114,28 @@ def config_of(options: Options, **fields: Any) -> EngineConfig:
     return engine_config(checkpoint.load_config(options.model), **common | fields)
 
 
+def longest_context(options: Options) -> int:
+    """What is no context is refused later."""
+    return max((int(each) for each in options.contexts if each.isdecimal()), default=256)
+
+
 def longest_of(options: Options) -> int:
-    """The longest of the contexts, rounded up. What is none is refused later."""
-    contexts = [int(context) for context in options.contexts if context.isdigit()]
-    return -(-max(contexts, default=256) // 64) * 64
+    """The longest of the contexts, rounded up to whole pages."""
+    return -(-longest_context(options) // 64) * 64
+
+
+def require_some(options: Options, *names: str) -> None:
+    """Raise ValueError for lists that are empty."""
+    for name in names:
+        if not getattr(options, name):
+            raise ValueError(f"--{name} must name at least one")
 
 
 def gates_of(options: Options) -> Gates:
+    """Raises ValueError for a model or a file that is none."""
+    checkpoint.load_config(options.model)  # Its errors are not the file's.
+    if not options.gates:
+        raise ValueError("--gates must name a file, not ''")
     return read_gates(options.gates, lambda: checkpoint.weights_hash(options.model))
 
 
@@ -138,8 +155,15 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def folder_of(output_dir: str | Path, name: str, asked: Any) -> Path:
+    """Where a system's answers are. What is asked otherwise has another folder, so that studies
+    which run at once, or end in the middle of `keep`, never mix theirs."""
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    return Path(output_dir) / "answered" / f"{re.sub('[^a-z0-9]+', '_', name.lower())}_{digest[:8]}"
+
+
 def keep(folder: Path, asked: Any, found: Evaluation) -> None:
-    """Write what a system answered, and what it was asked."""
+    """Write what a system answered, and last what it was asked."""
     run_record.write_csv(folder, "prompts.csv", found.answers)
     reference.write(folder / "distributions.npz", found.distributions)
     held = [[*key, vars(each)] for key, all_held in found.held.items() for each in all_held]
@@ -148,17 +172,17 @@ def keep(folder: Path, asked: Any, found: Evaluation) -> None:
 
 
 def answered_before(folder: Path, asked: Any) -> Evaluation | None:
-    """What `keep` wrote, if the system was asked the same then."""
+    """What `keep` wrote, if the system was asked the same then, and the files are whole."""
     try:
         if json.loads((folder / "asked.json").read_text()) != asked:
             return None
-    except (OSError, ValueError):
+        found = read(str(folder / "prompts.csv"))
+        for task, context, held in json.loads((folder / "held.json").read_text()):
+            found.held.setdefault((task, context), []).append(Held(**held))
+    except (OSError, ValueError, TypeError):
         return None
-    found = read(str(folder / "prompts.csv"))
-    held_json = folder / "held.json"
-    for task, context, held in json.loads(held_json.read_text()) if held_json.exists() else []:
-        found.held.setdefault((task, context), []).append(Held(**held))
-    return found
+    prompts = sum(asked["prompts"].values())
+    return found if len(found.answers) == len(found.distributions) == prompts else None
 
 
 def study(
@@ -180,6 +204,10 @@ def study(
         pairs = evaluate.settings(options.tasks, options.contexts, first)
         if not pairs:
             raise ValueError("no task fits the contexts")
+        model = checkpoint.load_config(options.model)
+        for config in systems.values():
+            shards = Shards(model, config.tensor_parallel, dtype=options.dtype)
+            check_implementation(options.attention_implementation, config, shards)
         problems = evaluate.own_problems(
             pairs, options.num_prompts, options.seed, load_tokenizer(options.model)
         )
@@ -194,12 +222,12 @@ def study(
             if stopped():
                 break
             print(f"{len(found) + 1} of {len(systems)}: {name}", flush=True)
-            kept = folder / "answered" / re.sub(r"[^a-z0-9]+", "_", name.lower())
             asked = run_record.plain({
                 "config": config, "weights_sha256": weights, "dtype": options.dtype,
                 "seed": options.seed,
                 "prompts": {f"{task} {context}": len(p) for (task, context), p in problems.items()},
             })  # fmt: skip
+            kept = folder_of(folder, name, asked)
             if (one := answered_before(kept, asked)) is None:
                 engine, one = load_engine(config, **loading(options)), Evaluation()
                 evaluate.evaluate(engine, problems, found=one, stopped=stopped, measure_memory=True)

@@ -124,11 +124,15 @@ def read(path: str) -> Evaluation:
 
 
 def require_all(others: Evaluation, problems: Mapping[tuple[str, int], Sequence]) -> None:
-    """Raise ValueError if the run to compare with lacks a prompt, before any is answered."""
-    keys = {answer.key for answer in others.answers} & others.distributions.keys()
+    """Raise ValueError if the run to compare with lacks a prompt, or had another answer to it,
+    before any is answered."""
+    expected = {answer.key: answer.expected for answer in others.answers}
+    keys = expected.keys() & others.distributions.keys()
     for (task, context), prompts in problems.items():
         lacking = sum((task, context, index) not in keys for index in range(len(prompts)))
         if lacking:
             raise ValueError(
                 f"the run to compare with lacks {lacking} prompts of {task} at {context}"
             )
+        if any(expected[task, context, i] != p.answer for i, p in enumerate(prompts)):
+            raise ValueError(f"the run to compare with had other prompts of {task} at {context}")

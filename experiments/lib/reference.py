@@ -6,6 +6,8 @@ generated one by one, as decode steps, for a prompt's own row never selects page
 """
 
 import io
+import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,5 +133,7 @@ def read(path: str | Path) -> dict[Key, Distributions]:
             key: Distributions(*each)
             for key, each in zip(keys, zip(*parts, strict=True), strict=True)
         }
-    except (KeyError, ValueError, TypeError, OSError, EOFError) as error:
+    except (
+        KeyError, ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error,
+    ) as error:  # fmt: skip
         raise ValueError(f"{path}: no distributions of an evaluation ({error})") from error

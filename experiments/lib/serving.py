@@ -37,7 +37,10 @@ def serve_and_write(
         if not failures:
             print(files)
     if error:
-        traceback.print_exception(error)
+        if isinstance(error, OSError):  # a full disk is no fault of the program
+            cause = told(error)
+        else:
+            traceback.print_exception(error)
         print(f"error: {cause}", file=sys.stderr)
         return 1
     return 128 + stop.signal if stop.signal else int(bool(failures))

@@ -140,7 +140,7 @@ def checked(options: Options) -> tuple[Window, list[int], dict[str, float]]:
         if getattr(options, name) % options.page_size:
             raise ValueError(f"--{name} must be whole pages of {options.page_size} tokens")
     most = window.sink + window.local + window.page
-    if not options.lengths or not all(x.isdigit() and most < int(x) for x in options.lengths):
+    if not options.lengths or not all(x.isdecimal() and most < int(x) for x in options.lengths):
         raise ValueError(
             f"--lengths must be longer than the window ({most} tokens), not {options.lengths}"
         )

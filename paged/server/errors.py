@@ -61,6 +61,8 @@ def invalid(errors: Iterable[Mapping[str, Any]]) -> ApiError:
     where = [str(part) for part in errors[0]["loc"] if part != "body"]
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {errors[0]['ctx']['error']}")
+    if not where and errors[0]["type"] in ("value_error", "string_unicode"):
+        return ApiError(400, f"the body: {errors[0]['msg']}")
     if not where:
         return ApiError(400, "the body must be a JSON object, with Content-Type: application/json")
     field = where[0]

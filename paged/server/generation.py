@@ -49,7 +49,7 @@ class Generation:
 
     def start(self) -> None:
         self._ready = asyncio.Event()
-        self._deadline_s = asyncio.get_running_loop().time() + self.timeout_s
+        self.deadline_s = asyncio.get_running_loop().time() + self.timeout_s
         for request in self.requests:
             reply = Reply(self.streams, self.most_buffered, self._ready)
             self.replies.append(reply)
@@ -68,7 +68,7 @@ class Generation:
     async def _news(self) -> None:
         """Wait until something has come. Raises ApiError or Left where nothing more will."""
         try:
-            async with asyncio.timeout_at(self._deadline_s):
+            async with asyncio.timeout_at(self.deadline_s):
                 await self._ready.wait()
         except TimeoutError:
             message = f"the request has taken longer than {self.timeout_s:g} s"

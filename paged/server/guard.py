@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Collection
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,7 +24,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, service: Service, keys: Collection[str] = ()):
         self._app, self._service = app, service
-        self._keys = [_digest(key) for key in keys]
+        self._keys = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,6 +53,9 @@ class Guard:
             await self._app(scope, body.receive, told)
         except ApiError as error:
             await answer(error)(scope, receive, told)
+        except asyncio.CancelledError:  # the server ends; uvicorn would show where it waited
+            if not status:
+                await answer(ApiError(503, "the server has shut down"))(scope, receive, told)
         except Exception:
             if status:
                 raise
@@ -62,7 +66,7 @@ class Guard:
             route = getattr(scope.get("route"), "path", "unknown")
             self._service.metrics.http.labels(route, str(status)).inc()
             log.info(
-                "%s %s %s %d %.1f ms", request_id, scope["method"], scope["path"], status,
+                "%s %s %s %d %.1f ms", request_id, scope["method"], quote(scope["path"]), status,
                 1e3 * (time.monotonic() - began),
             )  # fmt: skip
 
@@ -72,8 +76,8 @@ class Guard:
             raise _too_large(self._service.settings.max_body_bytes)
         if not self._keys or path in OPEN:
             return
-        kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-        given = _digest(key) if kind.lower() == "bearer" else b""
+        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+        given = _digest(key) if kind.lower() == b"bearer" else b""
         # All are compared, so that the time tells nothing.
         if not sum(hmac.compare_digest(given, key) for key in self._keys):
             message = "this server needs an API key: 'Authorization: Bearer KEY'"
@@ -109,5 +113,5 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body is larger than {most:,} bytes", code="body_too_large")
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import socket
 from types import FrameType
 
 import uvicorn
@@ -11,6 +12,15 @@ from fastapi import FastAPI
 from paged.server.service import Service
 
 log = logging.getLogger("paged.server")
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise ValueError where nobody can listen, before an engine is made."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ValueError(f"--host={host} --port={port}: {error.strerror}") from None
 
 
 class Server(uvicorn.Server):
@@ -35,6 +45,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.stopped_by is not None or self._loop is None:
             self.should_exit = self.force_exit = True
+            self.config.timeout_graceful_shutdown = 0  # it waits for connections all the same
             return
         self.stopped_by = signal.Signals(sig)
         self._loop.call_soon_threadsafe(self._begin_drain)

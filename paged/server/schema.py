@@ -1,13 +1,26 @@
 """What requests hold: OpenAI's fields, and the engine's others beside them."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    model_validator,
+)
 
 from paged.checks import help_of, is_text
 from paged.requests.sampling_params import SamplingParams
 
 HELP = help_of(SamplingParams)
+T = TypeVar("T")  # each `type` would be a schema of its own in the server's document
+# A body may hold a million of anything. What is wrong with it is told of the first, as a message
+# for each takes minutes and gigabytes; and what each token is compared with is kept short.
+MOST_FIELDS = 1000
+MOST_STOPS, LONGEST_STOP, MOST_STOP_TOKENS = 64, 1024, 1024
 
 
 def whole(text: str) -> str:
@@ -16,7 +29,16 @@ def whole(text: str) -> str:
     return text
 
 
+def few(fields: Any) -> Any:
+    if isinstance(fields, dict) and len(fields) > MOST_FIELDS:
+        raise ValueError(f"at most {MOST_FIELDS} entries are allowed, not {len(fields)}")
+    return fields
+
+
 Text = Annotated[str, AfterValidator(whole)]
+Stop = Annotated[str, Field(max_length=LONGEST_STOP), AfterValidator(whole)]
+Items = Annotated[list[T], FailFast()]
+Map = Annotated[dict[Text, T], BeforeValidator(few)]
 
 
 def option(name: str, more: str = "") -> Any:
@@ -28,6 +50,7 @@ class Body(BaseModel):
     """Of exactly these fields, of exactly these types; null is the default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    _few = model_validator(mode="before")(few)
 
 
 class StreamOptions(Body):
@@ -46,15 +69,17 @@ class Sampling(Body):
     presence_penalty: float | None = option("presence_penalty")
     frequency_penalty: float | None = option("frequency_penalty")
     seed: int | None = option("seed")
-    stop: Text | list[Text] | None = option("stop")
-    logit_bias: dict[Text, float] | None = Field(None, description="token id → added to its logit")
+    stop: Stop | Annotated[Items[Stop], Field(max_length=MOST_STOPS)] | None = option("stop")
+    logit_bias: Map[float] | None = Field(None, description="token id → added to its logit")
     # The engine's own.
     top_k: int | None = option("top_k")
     min_p: float | None = option("min_p")
     repetition_penalty: float | None = option("repetition_penalty")
-    stop_token_ids: list[int] | None = option("stop_token_ids")
+    stop_token_ids: Annotated[Items[int], Field(max_length=MOST_STOP_TOKENS)] | None = option(
+        "stop_token_ids"
+    )
     ignore_eos: bool | None = option("ignore_eos")
-    forced_output: list[int] | None = Field(None, description="tokens that the output begins with")
+    forced_output: Items[int] | None = Field(None, description="tokens that the output begins with")
     prompt_logprobs: int | None = option("prompt_logprobs")
     return_token_ids: bool | None = Field(
         None, description="whether choices have the ids of their tokens, as `token_ids`"
@@ -69,14 +94,14 @@ class Sampling(Body):
     # Taken, and of no effect.
     user: Text | None = None
     store: bool | None = None
-    metadata: dict[Text, Text] | None = None
+    metadata: Map[Text] | None = None
     service_tier: Text | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
 
 
 class CompletionRequest(Sampling):
-    prompt: Text | list[Text] | list[int] | list[list[int]] = Field(
+    prompt: Text | Items[Text] | Items[int] | Items[Items[int]] = Field(
         description="text or token ids, one or several"
     )
     max_tokens: int | None = option("max_tokens", "; 16 by default; 0 only with echo")
@@ -91,7 +116,7 @@ class TextPart(Body):
 
 class Message(Body):
     role: Text
-    content: Text | list[TextPart] | None = None
+    content: Text | Items[TextPart] | None = None
     name: Text | None = None
 
     @property
@@ -106,11 +131,11 @@ class ResponseFormat(Body):
 
 
 class Conversation(Body):
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     add_generation_prompt: bool | None = Field(
         None, description="whether the prompt ends where the assistant begins; so it does"
     )
-    chat_template_kwargs: dict[Text, Any] | None = Field(
+    chat_template_kwargs: Map[Any] | None = Field(
         None, description="what the chat template is given besides"
     )
 
@@ -126,15 +151,15 @@ class ChatRequest(Sampling, Conversation):
 class TokenizeRequest(Body):
     model: Text | None = None
     prompt: Text | None = None
-    messages: list[Message] | None = None
+    messages: Items[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[Text, Any] | None = None
+    chat_template_kwargs: Map[Any] | None = None
 
 
 class DetokenizeRequest(Body):
     model: Text | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 class LoadAdapterRequest(Body):

@@ -31,6 +31,7 @@ from paged.server.token_text import TokenTexts
 log = logging.getLogger("paged.server")
 RATE_WINDOW_S = 30.0
 LONGEST_RETRY_S = 600.0
+LAST_WORD_S = 1.0  # in which clients must have read that the server ends
 
 
 class Pace:
@@ -102,7 +103,7 @@ class Service:
             raise ApiError(400, f"lora_name: {name!r} is the model itself", "lora_name")
         try:
             self.adapters.add(await asyncio.to_thread(self.adapters.read, name, folder))
-        except ValueError as error:
+        except (ValueError, OSError) as error:  # the second: the folder goes while it is read
             raise ApiError(400, f"lora_path: {error}", "lora_path") from None
 
     # Prompts
@@ -171,7 +172,7 @@ class Service:
 
     async def drain(self) -> None:
         """Take no more requests, and return when none is left: `drain_s` from now at the latest,
-        when the rest ends with an error."""
+        when the rest ends with an error, but for who does not read even that."""
         self.draining = True
         log.info("draining: %d prompts are pending", self.pending)
         deadline_s = time.monotonic() + self.settings.drain_s
@@ -179,7 +180,8 @@ class Service:
             await asyncio.sleep(0.02)
         for generation in self._active:
             generation.end(ApiError(503, "the server has shut down", code="shutting_down"))
-        while self._active:
+        deadline_s = time.monotonic() + LAST_WORD_S
+        while self._active and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
 
 

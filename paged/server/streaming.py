@@ -44,7 +44,8 @@ async def _watch(receive: Receive, generation: Generation) -> None:
 
 class EventStream(Response):
     """events: of the generation; the first one is awaited before anything is sent, so that what
-    fails at once is an error with its status."""
+    fails at once is an error with its status. Who reads nothing until the generation's time is over
+    is cut off."""
 
     def __init__(self, service: Service, generation: Generation, events: AsyncIterator[bytes]):
         super().__init__(media_type="text/event-stream")
@@ -56,24 +57,25 @@ class EventStream(Response):
                 await self._send(send)
             except Left:
                 return
+            except TimeoutError:
+                log.warning("a client has not read its stream: its connection is closed")
 
     async def _send(self, send: Send) -> None:
+        async def tell(body: bytes, more: bool = True) -> None:
+            async with asyncio.timeout_at(self._generation.deadline_s):
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+
         first = await anext(self._events)
         await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
-        await send({"type": "http.response.body", "body": first, "more_body": True})
+        await tell(first)
         try:
             async for body in self._events:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await tell(body)
         except ApiError as error:
-            await send(
-                {"type": "http.response.body", "body": event(error.content), "more_body": True}
-            )
-        except Left:
+            await tell(event(error.content))
+        except (Left, TimeoutError):
             raise
         except Exception:  # the status is sent: only an event can tell
             log.exception("a stream has failed")
-            failure = ApiError(500, "the server has failed; its log says where")
-            await send(
-                {"type": "http.response.body", "body": event(failure.content), "more_body": True}
-            )
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            await tell(event(ApiError(500, "the server has failed; its log says where").content))
+        await tell(DONE, more=False)

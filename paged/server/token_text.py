@@ -64,8 +64,14 @@ class ChoiceText:
 
     def _begun(self, text: str) -> int:
         """Characters at the end with which a stop string may begin."""
-        begun = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        return max(begun, default=0)
+        longest = 0
+        for stop in self._stop:
+            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while at >= 0 and not stop.startswith(text[at:]):
+                at = text.find(stop[0], at + 1)
+            if at >= 0:
+                longest = max(longest, len(text) - at)
+        return longest
 
     def finish(self, output: SequenceOutput) -> str:
         """The rest of the final text."""

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -80,17 +81,22 @@ def test_accuracies_against_another_run_are_paired_by_prompt(tmp_path):
     (same,) = answers.accuracies(better, others)
     assert same.difference == (0, 0, 0)
     assert same.divergence == pytest.approx((0, 0, 0), abs=1e-6)
-    answers.require_all(others, {("needle", 256): [None] * 10})
+    asked = [SimpleNamespace(answer=answer.expected) for answer in better.answers]
+    answers.require_all(others, {("needle", 256): asked})
     with pytest.raises(ValueError, match="lacks 1 prompts of needle at 256"):
-        answers.require_all(others, {("needle", 256): [None] * 11})
+        answers.require_all(others, {("needle", 256): [*asked, asked[0]]})
+    with pytest.raises(ValueError, match="had other prompts of needle at 256"):
+        answers.require_all(others, {("needle", 256): [SimpleNamespace(answer="2;"), *asked[1:]]})
     odd = dataclasses.replace(ours.answers[0], expected="2;")
     with pytest.raises(ValueError, match="had other prompts of needle"):
         answers.accuracies(answers.Evaluation([odd], ours.distributions), others)
     with pytest.raises(ValueError, match=r"accuracy\.csv:1: has columns .* expected task,c"):
         answers.read(str(tmp_path / "accuracy.csv"))
-    (tmp_path / "distributions.npz").write_bytes(b"PK no")
-    with pytest.raises(ValueError, match=r"distributions\.npz: no distributions of an evaluation"):
-        answers.read(str(tmp_path / "prompts.csv"))
+    whole = (tmp_path / "distributions.npz").read_bytes()
+    for damaged in (b"PK no", whole[: len(whole) // 2]):
+        (tmp_path / "distributions.npz").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"distributions\.npz: no distributions of an evalua"):
+            answers.read(str(tmp_path / "prompts.csv"))
 
 
 def test_several_settings_are_pooled():

@@ -210,7 +210,8 @@ def test_what_a_former_owner_left_in_a_page_reaches_no_decode(implementation, dt
         _assert_same_over_garbage(decode, rng, dtype, before=window and 20 - window)
 
 
-@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 5])
 @every_run
 def test_what_a_former_owner_left_in_a_page_reaches_no_prefill(implementation, dtype, window):
     """The chunk is the last 12 of 20 tokens, so with a window of 5 it sees none before the 5th."""

@@ -29,7 +29,7 @@ SPARSE, QUANTISED, BOTH = "sparse", "quantised", "sparse and quantised"
 
 
 def systems(options: Options) -> accuracy.Systems:
-    longest = max((int(context) for context in options.contexts if context.isdigit()), default=256)
+    longest = accuracy.longest_context(options)
     gates = accuracy.gates_of(options)
     bits = int(options.with_bits)
 

@@ -33,24 +33,25 @@ DENSE = "dense"
 
 
 def label(share: float, budget: str) -> str:
-    return f"{share:.0%} streaming, budget {budget}"
+    return f"{100 * share:g}% streaming, budget {budget}"
 
 
 def points(options: Options) -> dict[str, tuple[float, str]]:
     """The grid: share and budget of each system. Raises ValueError for values that are none."""
+    accuracy.require_some(options, "shares", "budgets")
     try:
         shares = [float(share) for share in options.shares]
     except ValueError:
         raise ValueError(f"--shares must be numbers from 0 to 1, not {options.shares}") from None
     for budget in options.budgets:
-        if budget != "all" and not budget.isdigit():
+        if budget != "all" and not budget.isdecimal():
             raise ValueError(f"--budgets must be tokens or 'all', not {budget!r}")
     grid = [(share, budget) for share in shares for budget in options.budgets]
     return {label(*point): point for point in grid if point != (0, "all")}
 
 
 def goal(options: Options) -> tuple[float, str]:
-    return 0.5, str(max(int(context) for context in options.contexts) // 4)
+    return 0.5, str(accuracy.longest_context(options) // 4)
 
 
 def controls(options: Options, gates) -> dict[str, dict[str, Any]]:
@@ -67,7 +68,7 @@ def controls(options: Options, gates) -> dict[str, dict[str, Any]]:
 
 def systems(options: Options) -> accuracy.Systems:
     gates = accuracy.gates_of(options)
-    longest = max((int(context) for context in options.contexts if context.isdigit()), default=256)
+    longest = accuracy.longest_context(options)
 
     def lserve(share: float, budget: str, **more: Any):
         tokens = longest + 64 if budget == "all" else int(budget)
@@ -115,12 +116,12 @@ def conclude(options: Options, rows: Sequence[Row]) -> tuple[str, dict[str, floa
 
 def draw(options: Options, figure: Figure, whole: Mapping[str, Row]) -> None:
     """Over the budget, a line for each share; crosses are controls."""
-    longest = max(int(context) for context in options.contexts)
+    longest = accuracy.longest_context(options)
     lines: dict[str, dict[int, Row]] = {}
     for name, (share, budget) in points(options).items():
         if name in whole:
             x = longest if budget == "all" else int(budget)
-            lines.setdefault(f"{share:.0%} streaming", {})[x] = whole[name]
+            lines.setdefault(f"{100 * share:g}% streaming", {})[x] = whole[name]
     accuracy.draw_measures(figure, lines, "budget (tokens)", "crosses: controls")
     others = [row for name, row in whole.items() if name not in points(options) and name != DENSE]
     for axes, measure in zip(figure.axes, accuracy.MEASURES):

@@ -32,15 +32,16 @@ LENGTHS = ("256", "512", "1024", "2048", "4096")
 def systems(options: Options) -> accuracy.Systems:
     if options.tasks != ["needle"]:
         raise ValueError("--tasks must be needle: others have no single depth")
+    accuracy.require_some(options, "budgets")
     found = {"dense": accuracy.config_of(options)}
     for budget in options.budgets:
-        if not budget.isdigit():
+        if not budget.isdecimal():
             raise ValueError(f"--budgets must be tokens, not {budget!r}")
         chosen = {
             "gates": accuracy.gates_of(options), "streaming_share": options.share,
             "budget": int(budget),
         }  # fmt: skip
-        name = f"{options.share:.0%} streaming, budget {budget}"
+        name = f"{100 * options.share:g}% streaming, budget {budget}"
         found[name] = accuracy.config_of(options, policy="lserve", policy_options=chosen)
     return found
 

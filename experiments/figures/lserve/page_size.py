@@ -29,9 +29,10 @@ def label(pages: str, budget: str) -> str:
 
 
 def systems(options: Options) -> accuracy.Systems:
+    accuracy.require_some(options, "budgets")
     found = {"dense": accuracy.config_of(options)}
     for budget in options.budgets:
-        if not budget.isdigit():
+        if not budget.isdecimal():
             raise ValueError(f"--budgets must be tokens, not {budget!r}")
         for name, (page, logical) in PAGES.items():
             found[label(name, budget)] = accuracy.config_of(

@@ -27,9 +27,10 @@ def label(interval: str) -> str:
 
 
 def systems(options: Options) -> accuracy.Systems:
+    accuracy.require_some(options, "intervals")
     found = {"dense": accuracy.config_of(options)}
     for interval in options.intervals:
-        if not interval.isdigit():
+        if not interval.isdecimal():
             raise ValueError(f"--intervals must be tokens, not {interval!r}")
         found[label(interval)] = accuracy.config_of(
             options, policy="lserve",

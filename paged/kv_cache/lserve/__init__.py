@@ -66,7 +66,7 @@ def device(
         model.shard.num_heads,
         model.shard.head_dim,
         selectors(options, model),
-        options.dense_layers,
+        min(options.dense_layers, model.shard.num_layers),
         options.selection == "keys",
         None if config.kv_dtype == "auto" else config.kv_dtype,
         implementation,

@@ -22,7 +22,7 @@ def checked_gates(gates) -> Gates:
     if they are not equally long rows of numbers from 0 to 1."""
     try:
         rows = tuple(tuple(float(gate) for gate in row) for row in gates)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last: an integer beyond all floats
         rows = ((),)
     if not rows or len({len(row) for row in rows}) > 1 or not all(rows):
         raise ValueError(f"gates must be a row of numbers for each layer, not {shown(gates)}")
@@ -41,11 +41,11 @@ def read_gates(path: str, weights_hash: Callable[[], str]) -> Gates:
     Raises ValueError, naming the file, if it holds no gates, or those of other weights.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text("utf-8-sig")  # editors on Windows put a mark at the beginning
         if not path.endswith(".json"):
             return checked_gates(_table(text))
         return checked_gates(*made_for(json.loads(text), weights_hash, "gates"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: brackets without end
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 

@@ -155,17 +155,22 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     copies = shards // len(groups)
     num_dense = [tuple(group.sum(1).tolist()) for group in groups for _ in range(copies)]
 
-    most, sink, local = -(-config.max_model_len // P), options.sink // P, options.local // P
+    # What exceeds the longest sequence counts as that: it fills no tables, and fits an int32.
+    most = -(-config.max_model_len // P)
+    sink = min(options.sink // P, most)
+    local = min(options.local // P, most - sink)
     # Tokens of several iterations may begin a page each.
     window = min(most, sink + local + 1 + -(-(config.multi_step - 1) // P))
     rows, tokens = config.max_prefills_per_step, config.max_num_batched_tokens
     longest = max(tokens, config.multi_step)
-    selected = max(LEAST_SELECTED, options.budget // P)
+    selected = min(most, max(LEAST_SELECTED, options.budget // P))
+    # A context that the budget holds is read whole, also where it ends within a page.
+    read_whole = -(-max(options.budget, options.sparse_from) // P)
     quantised = options.kv_bits != UNQUANTISED
     layout = Layout(
         page_size=P, num_slots=config.max_num_seqs, heads=model.shard.num_kv_heads,
         num_dense=tuple(num_dense), most=most, sink=sink, local=local, selected=selected,
-        all_below=max(selected, -(-options.sparse_from // P)), reuse=options.reuse,
+        all_below=min(most, max(selected, read_whole)), reuse=options.reuse,
         logical=options.logical_page, window=window,
         chunks=min(tokens // P + rows, rows * (most - window)),
         ring=max(1, min(most - sink, local + 1 + (longest + P - 2) // P)),

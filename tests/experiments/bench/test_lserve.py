@@ -151,10 +151,14 @@ def test_the_program_writes_its_files(tmp_path):
         ("--systems=", "--systems are some of dense, static"),
         ("--contexts=1000", "--contexts of section decode are multiples of 64"),
         ("--contexts=1k", "--contexts takes whole numbers, not '1k'"),
+        (
+            "--sections=engine --contexts=1048576",
+            "--contexts of section engine are at most 1048518",
+        ),
     ],
 )
 def test_bad_flags_are_refused(flag, message, tmp_path):
-    done = _program(flag, f"--output_dir={tmp_path}")
+    done = _program(*flag.split(), f"--output_dir={tmp_path}")
     assert done.returncode == 1
     assert message in done.stderr
 

@@ -53,7 +53,9 @@ def masked_attend(
         rank = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1)
         count = max(3, options.budget // P)
         kept = (rank < count - 1) | (pages == page[:, None, None, None])
-        reads_all = (at < prompt_length) | (page < max(count, -(-options.sparse_from // P)))
+        reads_all = (at < prompt_length) | (
+            page < max(count, -(-max(options.budget, options.sparse_from) // P))
+        )
         reads_all |= layer < options.dense_layers
         kept = jnp.repeat(kept, P, axis=-1) | reads_all[:, None, None, None]
 

@@ -1,6 +1,5 @@
 """What LServe's policy computes, keeps and refuses. The suite of all policies runs it too."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from paged.device.step import step
 from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, lserve
-from paged.kv_cache.lserve.gates import dense_first, read_gates, streaming_heads
+from paged.kv_cache.lserve.gates import streaming_heads
 from paged.kv_cache.lserve.layout import layout_of
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator.executor import SimulatedExecutor
@@ -217,8 +216,25 @@ def test_recomputing_is_exact_where_no_query_selects_pages():
     assert not config.capabilities.recompute_exact and config.preemption_mode == "auto"
     exact = CASE.engine_config(policy_options=lserve.Options(**NEVER_SELECTS))
     assert exact.capabilities.recompute_exact
+    # A context that the budget holds is read whole, also where it ends within a page.
+    within = CASE.engine_config(max_model_len=22, policy_options=NEVER_SELECTS | {"budget": 22})
+    assert within.capabilities.recompute_exact
+    assert not layout_of(within, ShardedModel.split(TINY)).selects
     named = CASE.engine_config(preemption_mode="recompute")
     assert named.preemption_mode == "recompute"
+
+
+def test_what_exceeds_all_sequences_costs_no_more_than_their_length():
+    """Nor does it leave the integers of the device."""
+    options = CASE.config["policy_options"]
+    huge = CASE.engine_config(
+        policy_options=replace(options, budget=2**40, sink=2**40, local=2**40, dense_layers=2**40)
+    )
+    everything = CASE.engine_config(
+        policy_options=replace(options, budget=64, sink=64, local=64, dense_layers=2)
+    )
+    sharded = ShardedModel.split(TINY)
+    assert lserve.device(huge, sharded) == lserve.device(everything, sharded)
 
 
 def test_a_page_takes_the_bytes_of_its_tokens_and_statistics():
@@ -261,48 +277,6 @@ def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
     used = model.num_shards * sum(x.size * x.dtype.itemsize for x in leaves)
     room = 8192 * model.kv_token_bytes()
     assert room - dense.unit_bytes < used - dense.unit_bytes - streaming.unit_bytes <= room
-
-
-def test_each_shard_has_its_dense_heads_first():
-    rng = np.random.default_rng(0)
-    for L, K, groups in ((5, 8, 2), (5, 8, 4), (3, 4, 1), (4, 6, 3)):
-        streams = rng.random((L, K)) < 0.5
-        order = dense_first(streams, groups)
-        assert (np.sort(order, axis=1) == np.arange(K)).all()
-        kinds = np.take_along_axis(streams, order, axis=1).reshape(L, groups, -1)
-        assert (np.diff(kinds.astype(int), axis=2) >= 0).all()
-        counts = (~kinds).sum(2)
-        assert np.ptp(counts, axis=1).max() <= 1 and np.ptp(counts.sum(0)) <= 1
-
-
-def test_gates_are_cut_at_a_quantile():
-    gates = ((0.5, 0.9, 0.5), (0.5, 0.1, 1.0))
-    names = [np.argwhere(streaming_heads(gates, share)).tolist() for share in (0, 0.5, 0.34, 1)]
-    # Of equal gates the first ones stream.
-    assert names[:3] == [[], [[0, 0], [0, 2], [1, 1]], [[0, 0], [1, 1]]]
-    assert len(names[3]) == 6
-
-
-def test_gates_are_read_from_both_formats(tmp_path):
-    table, ours = tmp_path / "full_attention_heads.tsv", tmp_path / "gates.json"
-    table.write_text("1.0000001\t0.25\n-1e-8\t0.5\n")
-    assert read_gates(str(table), lambda: "") == ((1.0, 0.25), (0.0, 0.5))
-    ours.write_text(json.dumps({"weights_sha256": "ab", "gates": [[1, 0.25], [0, 0.5]]}))
-    assert read_gates(str(ours), lambda: "ab") == ((1.0, 0.25), (0.0, 0.5))
-    with pytest.raises(ValueError, match=r"gates.json: is for weights of SHA-256 'ab', not cd"):
-        read_gates(str(ours), lambda: "cd")
-    for text, message in (
-        ("0.5\tx\n", "could not convert"), ("0.5\n0.5\t1\n", "a row of numbers for each layer"),
-        ("", "a row of numbers"), ("nan\n", "must be from 0 to 1"),
-    ):  # fmt: skip
-        table.write_text(text)
-        with pytest.raises(ValueError, match=rf"full_attention_heads.tsv: .*{message}"):
-            read_gates(str(table), lambda: "")
-    ours.write_text('{"gates": []}')
-    with pytest.raises(ValueError, match='needs "weights_sha256" and "gates"'):
-        read_gates(str(ours), lambda: "ab")
-    with pytest.raises(ValueError, match=r"none\.json: No such file"):
-        read_gates(str(tmp_path / "none.json"), lambda: "ab")
 
 
 @pytest.mark.parametrize(

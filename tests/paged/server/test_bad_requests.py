@@ -7,9 +7,11 @@ from typing import Any
 
 import httpx2
 import pytest
+from pydantic import ValidationError
 
 from paged.requests.sampling_params import SamplingParams
 from paged.server.owner import EngineOwner
+from paged.server.schema import CompletionRequest
 from paged.server.settings import ServerConfig
 from tests.paged.server.serving import Served, served, simulated
 
@@ -83,6 +85,11 @@ BAD_COMPLETIONS: list[tuple[str | None, dict[str, Any]]] = [
     ("stream_options", {"stream": True, "stream_options": {"include_all": True}}),
     ("suffix", {"suffix": "end"}),
     ("grammar", {"grammar": "a*"}),
+    # Each token would be compared with all of them.
+    ("stop", {"stop": ["a"] * 65}),
+    ("stop", {"stop": "a" * 1025}),
+    ("stop_token_ids", {"stop_token_ids": [4] * 1025}),
+    (None, {f"field {i}": None for i in range(1001)}),
 ]  # fmt: skip
 BAD_CHATS: list[tuple[str | None, dict[str, Any]]] = [
     ("messages", {"messages": None}),
@@ -103,6 +110,7 @@ BAD_CHATS: list[tuple[str | None, dict[str, Any]]] = [
 ]  # fmt: skip
 BODIES = [
     b"", b"{", b"[]", b"5", b'"a"', b"null", b"\xff\xfe", b'{"model": "bundled", "prompt":',
+    b'{"model": "bundled", "prompt": "a", "\\ud800": 1}',
     b"[" * 100_000, b'{"model": "bundled", "prompt": ' + b"9" * 5000 + b"}",
 ]  # fmt: skip
 
@@ -208,3 +216,23 @@ def test_adapters_are_loaded_only_where_that_is_allowed(server: Served):
     response = server.http.post(f"{server.url}/v1/load_lora_adapter", json=body)
     assert response.status_code == 403
     assert "allow_adapter_loading" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": [{}] * 5000},
+        {"prompt": [[4, 1.5]] * 5000},
+        {"stop": [5] * 5000},
+        {"stop_token_ids": ["a"] * 5000},
+        {"logit_bias": {str(i): "a" for i in range(5000)}},
+        {"metadata": {str(i): 5 for i in range(5000)}},
+        {str(i): 5 for i in range(5000)},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_body_that_is_wrong_everywhere_is_told_of_the_first(wrong):
+    """A body of 8 MiB has a million of them: gigabytes of errors."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"model": "bundled", "prompt": "a", **wrong})
+    assert caught.value.error_count() < 5

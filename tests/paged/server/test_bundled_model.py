@@ -208,7 +208,12 @@ def test_adapters_are_models(server: Served, offline):
     assert "loaded" in [model.id for model in server.client.models.list()]
     again = server.client.completions.create(model="loaded", **how)
     assert again.choices[0].text == offline["adapter"].text
-    for bad in ({"lora_path": "/nowhere"}, {"lora_name": "bundled"}, {"lora_name": ""}):
+    for bad in (
+        {"lora_path": "/nowhere"},
+        {"lora_path": "a" * 5000},
+        {"lora_name": "bundled"},
+        {"lora_name": ""},
+    ):
         answer = server.http.post(f"{server.url}/v1/load_lora_adapter", json={**body, **bad})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == next(iter(bad))

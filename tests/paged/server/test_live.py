@@ -93,7 +93,7 @@ def test_state_is_told_while_requests_run():
         )
         ask.start()
         state = httpx2.get(f"{running.url}/state").json()
-        while not state["view"]["requests"]:
+        while not state["totals"]["prefill_tokens"]:  # placed, and a step has been counted
             time.sleep(FRESH_S)
             state = httpx2.get(f"{running.url}/state").json()
         again = httpx2.get(f"{running.url}/state").json()

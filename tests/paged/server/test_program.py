@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -89,6 +90,23 @@ def test_sigterm_in_the_middle_of_load(program):
     assert process.wait(30) == 128 + signal.SIGTERM
 
 
+def test_the_second_signal_ends_it_at_once(program):
+    """Also while a connection is open, and whoever still sends a body is told."""
+    process, url = program
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+        assert httpx2.get(f"{url}/health", timeout=30).status_code == 200
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
+        how: dict[str, Any] = {"model": "bundled", "prompt": ["a cat"] * 100, "max_tokens": 2000}
+        stream = client.completions.create(stream=True, extra_body={"ignore_eos": True}, **how)
+        next(iter(stream))
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        assert b"503" in connection.recv(1000)
+    assert process.wait(30) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+
 def test_bad_flags_are_told_before_the_weights_are_read():
     flags = {
         # First, as the process counts its devices once.
@@ -103,6 +121,8 @@ def test_bad_flags_are_told_before_the_weights_are_read():
         "--adapters=models/bundled/adapters": "adapters need adapter_slots",
         "--adapters=3 --adapter_slots=2": "--adapters=3: random adapters need --output_dir",
         "--port=70000": "port",
+        "--host=192.0.2.1": "--host=192.0.2.1 --port=8000: Cannot assign",
+        "--host=nobody.invalid": "--host=nobody.invalid --port=8000: ",
     }
     command = [sys.executable, "-c", RUNNER, "experiments.serve_http"]
     arguments = json.dumps([each.split() for each in flags])

@@ -63,6 +63,12 @@ def test_systems_differ_in_what_their_names_say(gates):
         (reuse, {"tasks": ["nothing"]}, "unknown task 'nothing'"),
         (reuse, {"contexts": []}, "--tasks and --contexts must name at least one"),
         (reuse, {"tasks": ["cot_32"]}, "no task fits the contexts"),
+        (frontier, {"contexts": ["many"]}, "contexts are token counts from 256 .* not 'many'"),
+        (frontier, {"shares": []}, "--shares must name at least one"),
+        (needle, {"tasks": ["needle"], "budgets": []}, "--budgets must name at least one"),
+        (frontier, {"gates": ""}, "--gates must name a file"),
+        (frontier, {"model": "/none"}, "^there is no folder /none"),
+        (formats, {"with_bits": "4", "attention_implementation": "mosaic_gpu"}, "must all be"),
     ],
 )  # fmt: skip
 def test_bad_flags_are_refused_before_any_model_is_loaded(
@@ -89,6 +95,28 @@ def _found(right: list[bool]) -> Evaluation:
 def _rows(found: dict[str, Evaluation]) -> list[accuracy.Row]:
     dense = found["dense"]
     return [row for name, one in found.items() for row in accuracy.rows_of(name, one, dense)]
+
+
+def test_kept_answers_are_those_of_the_same_questions(tmp_path):
+    """Also where another study has the same folder, or ended while it wrote."""
+    asked = {"prompts": {"values 256": 3}, "seed": 1}
+    ours, others = (
+        accuracy.folder_of(tmp_path, "50% streaming", a) for a in (asked, asked | {"seed": 2})
+    )
+    assert ours != others and ours.parent == others.parent
+    assert accuracy.answered_before(ours, asked) is None
+    found = _found([True, False, True])
+    accuracy.keep(ours, asked, found)
+    again = accuracy.answered_before(ours, asked)
+    assert again is not None and again.answers == found.answers
+    assert accuracy.answered_before(ours, asked | {"seed": 2}) is None
+    for name in ("prompts.csv", "distributions.npz", "held.json", "asked.json"):
+        whole = (ours / name).read_bytes()
+        (ours / name).write_bytes(whole[: len(whole) // 2])
+        assert accuracy.answered_before(ours, asked) is None, name
+        (ours / name).write_bytes(whole)
+    (ours / "prompts.csv").unlink()
+    assert accuracy.answered_before(ours, asked) is None
 
 
 def test_the_goal_is_judged_by_the_lower_bound_over_all_prompts():
