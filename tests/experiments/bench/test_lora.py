@@ -185,10 +185,7 @@ def test_the_program_writes_its_files(tmp_path):
     ("flag", "message"),
     [
         ("--batches=1,0", "--batches must be whole numbers from 1"),
-        ("--ranks=", "--ranks must be whole numbers from 1"),
         ("--models=gpt", "--models are some of bundled, 100m"),
-        ("--levels=", "--levels are some of engine, operator"),
-        ("--popularities=zipf", "--popularities are some of distinct, uniform, skewed, identical"),
         ("--output_tokens=9000", "exceeds the model's max_position_embeddings"),
     ],
 )
