@@ -82,8 +82,9 @@ def quicken() -> None:
     """Let kernels compile quickly: notebooks show what happens, and not how long it takes."""
     if not shutil.which("nvidia-smi"):
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    # transformers would advise in each notebook to install torch, which nothing here needs.
+    # Others would advise in each notebook to install torch and ipywidgets: nothing here needs them.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:IProgress not found")
 
 
 def main(options: Options) -> None:
