@@ -16,7 +16,7 @@ from pallas_kernels.tools.compiled import Kernel
 from pallas_kernels.tools.kernel_jaxpr import Launch
 from pallas_kernels.tools.predict import Occupancy
 
-ONE_SPEC_PER_OP = "llama-3-8b,llama-3-8b-decode,page16,llama-2-7b-distinct"
+ONE_SPEC_PER_OP = "llama-3-8b,llama-3-8b-decode,page16,llama-2-7b-distinct,llama-3-8b-kv4"
 
 
 def _run(*flags):
