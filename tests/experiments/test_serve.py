@@ -339,9 +339,7 @@ def test_a_run_replays_whose_loads_take_longer_than_an_engine_waits_at_a_time(
     for name in "abc":
         engine.add_known_adapter(Adapter(name, "", name, rank=16))
     times = {"a": 0.0, "b": 0.005, None: 0.022, "c": 0.024}
-    requests = [
-        Request(time, [5, 6, 7], 4, ignore_eos=True, adapter=name) for name, time in times.items()
-    ]
+    requests = [Request(t, [5, 6, 7], 4, ignore_eos=True, adapter=n) for n, t in times.items()]
     serve.run(engine, requests, progress=False)
     ended = {record.request_id: record.finish_s for record in engine.metrics.requests}
     if load_s == 0.1:
