@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
 
+import jax
 import jax.numpy as jnp
 from jax._src import core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -57,7 +58,14 @@ def kernel(body: Callable, **options) -> Callable:
     """`plgpu.kernel` with this library's compiler parameters, interpreted where there is no GPU."""
     params = plgpu.CompilerParams(approx_math=True)
     interpret = plgpu.InterpretGPUParams() if backend.current_gpu() is None else None
-    return plgpu.kernel(body, compiler_params=params, interpret=interpret, **options)
+    made = plgpu.kernel(body, compiler_params=params, interpret=interpret, **options)
+
+    def call(*arrays):
+        # With 64 bits a Python number would be no partner of the kernel's own ones.
+        with jax.enable_x64(False):
+            return made(*arrays)
+
+    return call
 
 
 @contextlib.contextmanager

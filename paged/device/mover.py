@@ -1,7 +1,10 @@
 """Moves units of a pool, and the state of slots, on the device and between it and the host."""
 
 import itertools
+import math
+import mmap
 import operator
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,6 +16,16 @@ from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.policy import KVPolicy, SlotStateKVPolicy
 
 SLOTS_PER_CALL = 8
+# Python 3.12 does not name Linux's.
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+def _reserved(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array whose memory is taken as it is written: what all slots together could swap out may
+    be more than the machine has."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize), flags=flags)
+    return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
 
 
 class _Landing:
@@ -32,9 +45,8 @@ class _Landing:
         """Wait for all of it. Padding lands in unit 0."""
         for units, content in self._on_its_way:
             if self._memory is None:
-                # Untouched pages of it are not resident.
                 self._memory = jax.tree.map(
-                    lambda x: np.empty((self._num_units, *x.shape[1:]), x.dtype), content
+                    lambda x: _reserved((self._num_units, *x.shape[1:]), x.dtype), content
                 )
             memory, arrived = jax.tree.leaves(self._memory), jax.tree.leaves(content)
             for array, part in zip(memory, arrived, strict=True):

@@ -11,8 +11,8 @@ probabilities, never elements:
     q . k         = scale * (q . c) + zero * sum(q)
     sum of p * v  = (p * scale) . c + p . zero
 
-A row's tokens may be of two precisions, each with pages of its own: tiles of the first come before
-those of the second, and one softmax runs over both.
+A row's tokens may be of several precisions, each with pages of its own: tiles of the first come
+before those of the second, and so on, and one softmax runs over all.
 
 Floor: words of the tokens that are read, once. A tile of 4-bit keys and 2-bit values takes a
 multiprocessor about 1,500 clocks to read, and a warp about as many instructions to unpack; so tiles
@@ -52,8 +52,9 @@ def decode(
     sliding_window=None, soft_cap=None, schedule=None, returns_scores=False,
 ):  # fmt: skip
     """Attention [S, H, D], its log-sum-exp [S, H], and a list of the scores of each precision, if
-    asked for: [S, K, pages, rows, N] by page in the order of reading. These are M, P and G or more,
-    and what belongs to no token that is read, or to no query head, may be anything.
+    asked for: [S, K, pages, rows, N] by page in the order of reading. These are as many as its
+    columns, P and G, or more, and what belongs to no token that is read, or to no query head, may
+    be anything.
 
     counts: of each precision, [S, K] tokens. A sliding window takes one precision.
     """
@@ -69,7 +70,7 @@ def decode(
     most_rows = pages * max(section.rows for section in sections)
     # The scores of a tile are written whole.
     shapes = [
-        (R, pages * pl.cdiv(M, pages), section.rows, N) for section in sections
+        (R, pages * pl.cdiv(section.width or M, pages), section.rows, N) for section in sections
     ] * returns_scores
     copies = [sum(1 + format.scaled for format in section.formats) for section in sections]
 
@@ -128,7 +129,7 @@ def decode(
                 P, first = section.tokens, schedules.first_token(count, sliding_window)
                 ids = tiles.page_ids(
                     tables_ref.at[row], lax.rem(row, K), tile * (pages * P), pages * P, first,
-                    count, P, offset_ref, section.from_right,
+                    count, P, offset_ref, section.column, section.step,
                 )  # fmt: skip
                 pl.when(n >= STAGES)(lambda: plgpu.barrier_wait(read.at[slot]))
                 for i, page in enumerate(ids):

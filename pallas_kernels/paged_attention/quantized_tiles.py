@@ -20,14 +20,17 @@ class Section:
     """Tokens of one precision, and where their pages have them.
 
     tokens: P. firsts: the words of a page with which the keys' codes, their scales, the values'
-    codes and their scales begin. from_right: whether a row's last entry is its first page.
+    codes and their scales begin. column, step: where a row of the table has the first page, and
+    from there each next one; 1 or -1. width: how many columns they can have; 0 means all.
     """
 
     keys: KVFormat
     values: KVFormat
     tokens: int
     firsts: tuple[int, int, int, int]
-    from_right: bool = False
+    column: int = 0
+    step: int = 1
+    width: int = 0
 
     @property
     def formats(self) -> tuple[KVFormat, KVFormat]:
@@ -56,7 +59,8 @@ def refusal(q, k_words, v_words, K: int, sections: Sequence[Section]) -> str | N
             if W % C or W % 4:
                 return f"pages of {W} words must be whole tokens of {C}"
     if not _fits(sections, 1):
-        sizes = " and ".join(f"{section.tokens} tokens" for section in sections)
+        *others, last = (f"{section.tokens} tokens" for section in sections)
+        sizes = f"{', '.join(others)} and {last}" if others else last
         return f"pages of {sizes} do not fit shared memory"
     return None
 
@@ -98,7 +102,7 @@ def views_of(pools, sections):
 
 def buffers_of(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[int]]]:
     """Shared memory for the codes of a tile, as (words of a row, rows), and which of it keys and
-    values of each precision take. Tiles of two precisions are never in the same slot."""
+    values of each precision take. A slot holds a tile of one precision at a time."""
     sizes: list[tuple[int, int]] = []
     taken_by = []
     for section in sections:

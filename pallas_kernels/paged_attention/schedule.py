@@ -29,10 +29,10 @@ SHORT = 0.1
 class DecodeSchedule:
     """The items of decode: each is a run of tiles of one row, which is a sequence's KV head.
 
-    items: [I, 5 or 6] int32, by row and then by tile: the row s * K + h; the first tile; the tile
-        after the last, which is the first for a row without tokens; the place of the item's partial
-        result, or -1 if the item is its whole row; the tokens of the row, of each precision if it
-        has two, whose tiles follow each other. Items that are left over belong to no thread block.
+    items: [I, 4 + levels] int32, by row and then by tile: the row s * K + h; the first tile; the
+        tile after the last, which is the first for a row without tokens; the place of the item's
+        partial result, or -1 if the item is its whole row; the row's tokens of each precision, of
+        which the tiles follow each other. Items that are left over belong to no thread block.
     block_items: [B + 1] int32. Thread block b runs items block_items[b] to block_items[b + 1] - 1.
     merges: [B, 3] int32 rows in several items: the row, or -1 if the entry is left over; the
         place of its first partial result; that after its last. There are 2 * B places.
@@ -63,8 +63,8 @@ def decode_schedule(
 def mixed_schedule(counts, tiles: tuple[int, ...], blocks: int | None = None) -> DecodeSchedule:
     """Items for rows of several precisions: counts [S, K] of each, in tiles of `tiles` tokens."""
     counts = [jnp.asarray(count, jnp.int32).reshape(-1) for count in counts]
-    both = [(count + tile - 1) // tile for count, tile in zip(counts, tiles, strict=True)]
-    work = sum(both[1:], both[0])
+    of_each = [(count + tile - 1) // tile for count, tile in zip(counts, tiles, strict=True)]
+    work = sum(of_each[1:], of_each[0])
     return _cut(jnp.zeros_like(work), work, counts, blocks, True)
 
 

@@ -34,19 +34,20 @@ def refusal(q, k_pages, v_pages) -> str | None:
 
 
 def page_ids(
-    table_ref, head, start, tokens: int, first, length, P: int, offset_ref, from_right: bool = False
-) -> list:
+    table_ref, head, start, tokens: int, first, length, P: int, offset_ref,
+    column: int = 0, step: int = 1,
+) -> list:  # fmt: skip
     """The pages of the `tokens` tokens from `start` on, or the page that they are a part of.
 
     table_ref: [M], a row of the table. head: its KV head. offset_ref: [1] or [K]. Entries without a
     token from `first` to `length` - 1 are not read: another page takes their place, masked.
-    from_right: whether the first page is the table's last entry.
+    column, step: where the table has the first page, and from there each next one; 1 or -1.
     """
     offset = offset_ref[head if offset_ref.shape[0] > 1 else 0]
     entry, least, most = (lax.div(x, P) for x in (start, first, length - 1))
     entries = [jnp.clip(entry + i, least, most) for i in range(max(1, tokens // P))]
-    if from_right:
-        entries = [table_ref.shape[0] - 1 - entry for entry in entries]
+    if (column, step) != (0, 1):
+        entries = [column + entry if step > 0 else column - entry for entry in entries]
     # All entries are read before the first copy, or each read would wait for a copy.
     return [table_ref[entry] + offset for entry in entries]
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.paged_attention.schedule import DecodeSchedule
-from pallas_kernels.quantized_attention import decode_sm90, reference, xla
+from pallas_kernels.quantized_attention import decode_sm90, reference, tables, xla
 from pallas_kernels.quantized_attention.pages import PageFormat
 
 DECODE = {"reference": reference.decode, "xla": xla.decode, "mosaic_gpu": decode_sm90.decode}
@@ -12,48 +12,46 @@ PROMPT = {"reference": reference.prompt, "xla": xla.prompt}
 
 
 def plan_mixed_decode(
-    high_SxK,
-    low_SxK,
-    formats: tuple[PageFormat, PageFormat],
-    *,
-    implementation: str | None = None,
+    counts_SxKxI, formats: tuple[PageFormat, ...], *, implementation: str | None = None
 ) -> DecodeSchedule | None:
     """The schedule of `mixed_precision_attention` for these counts of tokens, a function of them
     alone; None where the implementation works without one."""
     if not backend.runs_kernels(implementation):
         return None
-    return decode_sm90.schedule_of((high_SxK, low_SxK), formats)
+    return decode_sm90.schedule_of(tuple(jnp.moveaxis(counts_SxKxI, -1, 0)), formats)
 
 
 def mixed_precision_attention(
     q_SxHxD,
     words_NxW,
     tables_SxKxM,
-    high_SxK,
-    low_SxK,
-    formats: tuple[PageFormat, PageFormat],
+    counts_SxKxI,
+    formats: tuple[PageFormat, ...],
     *,
+    single: int = 0,
     scale: float | None = None,
     schedule: DecodeSchedule | None = None,
     implementation: str | None = None,
 ):
-    """Decode attention: one query per sequence over pages of two precisions (DiffKV §6.2).
+    """Decode attention: one query per sequence over pages of two or three precisions (DiffKV §6.2).
 
     q:        [S, H, D] queries; head h reads with KV head h // G.
     words:    [N, W] uint32, unified pages.
-    tables:   [S, K, M] int32 pages of each head: those of high precision from the left end on, and
-              those of low precision from the right end on (§5.2). What is between may be anything.
-    high, low: [S, K] int32 tokens of each precision, none or up to M pages together.
-    formats:  of high and of low precision.
+    tables:   [S, K, M] int32 pages of each head. Of two precisions, those of the high one lie from
+              the left end on, and those of the low one from the right end on (§5.2). What is
+              between may be anything. Of three, the highest has the first columns for itself.
+    counts:   [S, K, I] int32 tokens of each of I precisions, none or up to what its columns hold.
+    formats:  of each precision, the highest first.
+    single:   columns that the highest of three precisions has, and no other (§5.3); 0 of two.
     scale:    multiplies q·k; None means D ** -0.5.
     schedule: `plan_mixed_decode` of these counts; None makes one.
 
     Returns the attention [S, H, D] in q's dtype, zeros where nothing is read; the log-sum-exp of
-    the scores [S, H] float32, -inf there; and the scores of both precisions, each [S, K, M, P, G]
-    float32 by page and token, where M, P and G may be larger, and what belongs to no token that is
-    read may be anything. The pages of low precision come in their own order there, the right end's
-    first. exp(score - log-sum-exp) is a token's probability. Raises ValueError if arguments do not
-    fit together, or if the named implementation cannot run them.
+    the scores [S, H] float32, -inf there; and the scores of each precision, [S, K, M, P, G] float32
+    by page and token of its own, where M, P and G may be larger, and what belongs to no token that
+    is read may be anything. The pages of each come in their own order there: of low precision, the
+    right end's first. exp(score - log-sum-exp) is a token's probability. Raises ValueError if
+    arguments do not fit together, or if the named implementation cannot run them.
     """
     S, H, D = q_SxHxD.shape
     if tables_SxKxM.ndim != 3 or tables_SxKxM.shape[0] != S or H % tables_SxKxM.shape[1]:
@@ -61,10 +59,10 @@ def mixed_precision_attention(
             f"{S} queries of {H} heads need tables [{S}, K, M] with K dividing {H}, "
             f"not {tables_SxKxM.shape}"
         )
-    K = tables_SxKxM.shape[1]
-    for name, count in (("high", high_SxK), ("low", low_SxK)):
-        if count.shape != (S, K):
-            raise ValueError(f"{name} must be [{S}, {K}], not {count.shape}")
+    K, M = tables_SxKxM.shape[1:]
+    if counts_SxKxI.shape != (S, K, len(formats)):
+        raise ValueError(f"counts must be [{S}, {K}, {len(formats)}], not {counts_SxKxI.shape}")
+    runs = tables.runs(len(formats), M, single)
     for format in formats:
         dims = format.keys.head_dim, format.values.head_dim
         if dims != (D, D) or words_NxW.ndim != 2 or words_NxW.shape[1] != format.words:
@@ -78,9 +76,9 @@ def mixed_precision_attention(
         # The results of both devices' programs have one shape.
         implementations = DECODE | {"xla": decode_sm90.with_its_shapes(xla.decode)}
     run = backend.choose("mixed_precision_attention", implementations, implementation, refusal)
-    counts = tuple(jnp.asarray(count, jnp.int32) for count in (high_SxK, low_SxK))
+    counts = tuple(jnp.moveaxis(jnp.asarray(counts_SxKxI, jnp.int32), -1, 0))
     return run(
-        q_SxHxD, words_NxW, tables_SxKxM, counts, formats=formats,
+        q_SxHxD, words_NxW, tables_SxKxM, counts, formats=formats, runs=runs,
         scale=D**-0.5 if scale is None else scale, schedule=schedule,
     )  # fmt: skip
 

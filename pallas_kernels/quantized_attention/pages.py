@@ -45,6 +45,14 @@ class Tokens(NamedTuple):
     scores: jax.Array
     positions: jax.Array
 
+    def where(self, these, others: "Tokens") -> "Tokens":
+        """These tokens where `these` [n] says so, and others elsewhere."""
+
+        def chosen(x, other):
+            return jnp.where(these.reshape(-1, *[1] * (x.ndim - 1)), x, other)
+
+        return jax.tree.map(chosen, self, others)
+
 
 @dataclass(frozen=True)
 class PageFormat:

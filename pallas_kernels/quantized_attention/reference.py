@@ -2,17 +2,19 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.quantization import dequantize
 
 
-def decode(q, words, tables, counts, formats, *, scale, schedule=None):
+def decode(q, words, tables, counts, formats, *, runs, scale, schedule=None):
     S, H, D = q.shape
-    K, M = tables.shape[1:]
+    K = tables.shape[1]
     q_SxKxGxD = q.astype(jnp.float32).reshape(S, K, H // K, D)
     all_scores, all_values, shapes = [], [], []
-    for tables_SxKxM, count, format in zip((tables, tables[..., ::-1]), counts, formats):
-        rows, P = words[tables_SxKxM], format.tokens
+    for run, count, format in zip(runs, counts, formats, strict=True):
+        P, M = format.tokens, run.width
+        rows = words[tables[..., run.column(np.arange(M))]]
         parts = [format.section(rows, i).reshape(S, K, M * P, -1) for i in range(4)]
         keys = dequantize(parts[0], parts[1], format.keys)
         values = dequantize(parts[2], parts[3], format.values)

@@ -12,74 +12,77 @@ from pallas_kernels.quantized_attention.pages import PageFormat, parse_format
 from pallas_kernels.specs import HEADS, Cost, Heads, Spec
 
 LARGEST = 2.4  # of the elements of keys and values that are drawn
+# Tokens of heads that have none of a precision, or none at all.
+_EDGES = np.array([[4, 0, 3], [0, 5, 0], [0, 0, 0]])
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """tokens: of each sequence, the shares of high and low precision of which `kept` gives; other
-    tokens are pruned. page_size: tokens of a page in high precision. ragged: whether heads keep
+    """tokens: of each sequence, the shares of two or three precisions of which `kept` gives; other
+    tokens are pruned. page_size: tokens of a page in the highest. ragged: whether heads keep
     different numbers of tokens, which are then drawn, and heads without any of one precision or of
-    both are among them."""
+    all are among them."""
 
     heads: Heads
     sequences: int = 64
     tokens: int = 4096
-    kept: tuple[float, float] = (0.25, 0.65)
-    names: tuple[str, str] = ("K8V4", "K4V2")
+    kept: tuple[float, ...] = (0.25, 0.65)
+    names: tuple[str, ...] = ("K8V4", "K4V2")
     page_size: int = 64
     dtype: str = "bfloat16"
     ragged: bool = False
 
     @property
-    def formats(self) -> tuple[PageFormat, PageFormat]:
-        high, low = (parse_format(name, self.heads.D, self.dtype) for name in self.names)
-        first = PageFormat.holding(self.page_size, *high)
-        return first, PageFormat(*low, words=first.words)
+    def formats(self) -> tuple[PageFormat, ...]:
+        highest, *others = (parse_format(name, self.heads.D, self.dtype) for name in self.names)
+        first = PageFormat.holding(self.page_size, *highest)
+        return first, *(PageFormat(*other, words=first.words) for other in others)
 
     @property
-    def most(self) -> tuple[int, int]:
-        """Tokens of a head in high and in low precision."""
-        high, low = self.kept
-        return int(self.tokens * high), int(self.tokens * low)
+    def most(self) -> tuple[int, ...]:
+        """Tokens of a head in each precision."""
+        return tuple(int(self.tokens * share) for share in self.kept)
 
     def counts(self, key):
-        """[S, K] tokens in high precision, and in low precision."""
-        shape, edges = (self.sequences, self.heads.K), jnp.array([[0, 3], [5, 0], [0, 0]])
+        """[S, K, I] tokens in each precision."""
+        shape, levels = (self.sequences, self.heads.K), len(self.names)
         if not self.ragged:
-            return tuple(jnp.full(shape, most, jnp.int32) for most in self.most)
-        keys = jax.random.split(key)
+            return jnp.stack([jnp.full(shape, most, jnp.int32) for most in self.most], -1)
+        keys, edges = jax.random.split(key, levels), jnp.asarray(_EDGES[:, -levels:])
         drawn = [jax.random.randint(k, shape, 0, most + 1) for k, most in zip(keys, self.most)]
         heads = np.prod(shape)
         counts = [
             jnp.concatenate([x.reshape(-1), edges[:, i]])[-heads:] for i, x in enumerate(drawn)
         ]
-        return tuple(x.reshape(shape).astype(jnp.int32) for x in counts)
+        return jnp.stack([x.reshape(shape).astype(jnp.int32) for x in counts], -1)
 
 
 def make(shapes: Mixed) -> Spec:
     (H, K, D), S = (shapes.heads.H, shapes.heads.K, shapes.heads.D), shapes.sequences
     formats, dtype = shapes.formats, jnp.dtype(shapes.dtype)
     pages = [-(-most // format.tokens) for most, format in zip(shapes.most, formats)]
+    single = pages[0] if len(formats) == 3 else 0
 
     def arguments(key):
-        keys = jax.random.split(key, 5)
-        words = [_pages(k, format, S * K * count) for k, format, count in zip(keys, formats, pages)]
-        first_low = S * K * pages[0]
-        ids = [jax.random.permutation(k, len(x)) for k, x in zip(keys[2:], words)]
-        high, low = (x.reshape(S, K, -1).astype(jnp.int32) for x in ids)
-        counts = shapes.counts(keys[4])
+        of_words, of_ids, last = jax.random.split(key, 3)
+        words, ids, before = [], [], 0
+        for i, (format, count) in enumerate(zip(formats, pages)):
+            N = S * K * count
+            words.append(_pages(jax.random.fold_in(of_words, i), format, N))
+            order = jax.random.permutation(jax.random.fold_in(of_ids, i), N).astype(jnp.int32)
+            ids.append((before + order).reshape(S, K, count))
+            before += N
         return {
-            "q_SxHxD": jax.random.normal(keys[4], (S, H, D), dtype),
+            "q_SxHxD": jax.random.normal(last, (S, H, D), dtype),
             "words_NxW": jnp.concatenate(words),
-            "tables_SxKxM": jnp.concatenate([high, first_low + low], axis=2),
-            "high_SxK": counts[0],
-            "low_SxK": counts[1],
+            "tables_SxKxM": jnp.concatenate(ids, axis=2),
+            "counts_SxKxI": shapes.counts(last),
         }
 
     def cost(arguments) -> Cost:
         """Words of the tokens that are read but their scores and positions, and the scores that
         are written; queries and outputs."""
-        tokens = [int(np.asarray(arguments[name]).sum()) for name in ("high_SxK", "low_SxK")]
+        tokens = np.asarray(arguments["counts_SxKxI"]).sum((0, 1)).tolist()
         read = sum(
             count * (format.keys.token_bytes + format.values.token_bytes)
             for count, format in zip(tokens, formats)
@@ -92,13 +95,13 @@ def make(shapes: Mixed) -> Spec:
 
     def plan(arguments, implementation):
         schedule = plan_mixed_decode(
-            arguments["high_SxK"], arguments["low_SxK"], formats, implementation=implementation
+            arguments["counts_SxKxI"], formats, implementation=implementation
         )
         return {"schedule": schedule}
 
     return Spec(
-        mixed_precision_attention, arguments, cost, {"formats": formats},
-        indices=("high_SxK", "low_SxK"), plan=plan,
+        mixed_precision_attention, arguments, cost, {"formats": formats, "single": single},
+        indices=("counts_SxKxI",), plan=plan,
     )  # fmt: skip
 
 
@@ -112,7 +115,9 @@ def _pages(key, format: PageFormat, count: int):
         parts.append(jnp.zeros((count, section.first - end), jnp.uint32))
         one = format.keys if i < 2 else format.values
         parts.append(
-            _scales(k, one, (count, width)) if i % 2 else jax.random.bits(k, (count, width))
+            _scales(k, one, (count, width))
+            if i % 2
+            else jax.random.bits(k, (count, width), jnp.uint32)
         )
         end = section.first + width
     return jnp.concatenate([*parts, jnp.zeros((count, format.words - end), jnp.uint32)], axis=1)
@@ -141,6 +146,17 @@ SHAPES = {
     "qwen2.5-7b": Mixed(_QWEN, kept=(0.9, 0.0)),
     "qwen2.5-7b-mixed": Mixed(_QWEN),
     "qwen2.5-32b": Mixed(HEADS["qwen2.5-32b"], kept=(0.3, 0.7)),
+    # 16-bit pages of head dim 128 leave no room for two more precisions.
+    "llama-3-8b-three": Mixed(
+        _LLAMA, kept=(0.1, 0.3, 0.5), names=("K8V8", "K8V4", "K4V2"), page_size=32
+    ),
+    "bundled-three": Mixed(
+        HEADS["bundled"],
+        kept=(0.1, 0.3, 0.5),
+        names=("K16V16", "K8V4", "K4V4"),
+        page_size=32,
+        dtype="float16",
+    ),
     # 2-bit values of head dim 64 fill too few words for the kernel.
     "bundled": Mixed(HEADS["bundled"], names=("K8V4", "K4V4"), dtype="float16"),
     "llama-3-8b-f16": Mixed(_LLAMA, dtype="float16"),

@@ -1,10 +1,13 @@
 """Fast jnp under jit: what is read depends on the real lengths, not on the width of the tables."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.quantization import in_planes, out_of_planes
 from pallas_kernels.quantized_attention.pages import PageFormat
+from pallas_kernels.quantized_attention.tables import Run
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
 
 DECODE_TOKENS = 4096  # that an iteration of decode gathers
@@ -13,35 +16,33 @@ KEY_TILE = 128  # keys that they read at a time
 NEG_INF = -1e30
 
 
-def decode(q, words, tables, counts, formats, *, scale, schedule=None):
-    """High precision first, then low (§6.2): the pages of all rows and heads form a list for each,
+def decode(q, words, tables, counts, formats, *, runs, scale, schedule=None):
+    """One precision after the other (§6.2): the pages of all rows and heads form a list for each,
     so that no head waits for a longer one. What parts of a row give is merged by its largest score.
     """
     S, H, D = q.shape
     K, M = tables.shape[1:]
     q_RxGxD = q.astype(jnp.float32).reshape(S * K, H // K, D) * scale
-    columns = (lambda number: number), (lambda number: M - 1 - number)
     states, kept = [], []
-    for column, count, format in zip(columns, counts, formats):
+    for run, count, format in zip(runs, counts, formats, strict=True):
         state, scores = _section(
-            q_RxGxD, words, tables.reshape(S * K, M), column, count.reshape(-1), format
+            q_RxGxD, words, tables.reshape(S * K, M), run, count.reshape(-1), format
         )
         states.append(state)
-        kept.append(scores.reshape(S, K, M, -1, H // K))
-    (acc, top, total), (low_acc, low_top, low_total) = states
-    either = jnp.maximum(top, low_top)
-    of_high, of_low = jnp.exp(top - either), jnp.exp(low_top - either)
-    total = total * of_high + low_total * of_low
-    acc = acc * of_high[..., None] + low_acc * of_low[..., None]
+        kept.append(scores.reshape(S, K, run.width, -1, H // K))
+    accs, tops, totals = zip(*states)
+    top = functools.reduce(jnp.maximum, tops)
+    weights = [jnp.exp(each - top) for each in tops]
+    total = sum(x * weight for x, weight in zip(totals, weights))
+    acc = sum(x * weight[..., None] for x, weight in zip(accs, weights))
     out = (acc / jnp.maximum(total, 1e-30)[..., None]).reshape(S, H, D)
-    return out.astype(q.dtype), (either + jnp.log(total)).reshape(S, H), tuple(kept)
+    return out.astype(q.dtype), (top + jnp.log(total)).reshape(S, H), tuple(kept)
 
 
-def _section(q_RxGxD, words, tables_RxM, column, count_R, format: PageFormat):
+def _section(q_RxGxD, words, tables_RxM, run: Run, count_R, format: PageFormat):
     """An online softmax over the tokens of one precision: ((sums of values [R, G, D], largest
-    scores [R, G], sums of weights [R, G]), scores [R, M, P, G])."""
-    R, M = tables_RxM.shape
-    (_, G, D), P = q_RxGxD.shape, format.tokens
+    scores [R, G], sums of weights [R, G]), scores [R, M, P, G], M pages of this precision)."""
+    (R, G, D), P, M = q_RxGxD.shape, format.tokens, run.width
     pages_R = (count_R + P - 1) // P
     width = min(max(1, DECODE_TOKENS // P), R * M)
     queries = in_planes(q_RxGxD, format.keys)
@@ -49,7 +50,7 @@ def _section(q_RxGxD, words, tables_RxM, column, count_R, format: PageFormat):
     def body(trip, carry):
         (acc, top, total), kept = carry
         row, number, live = listed(pages_R, trip, width)
-        page = jnp.where(live, tables_RxM[row, jnp.clip(column(number), 0, M - 1)], 0)
+        page = jnp.where(live, tables_RxM[row, run.column(number)], 0)
         held = live[:, None] & (number[:, None] * P + jnp.arange(P) < count_R[row][:, None])
         keys, values = format.read(words, page, held)
         scores = keys.products(jax.tree.map(lambda x: x[row], queries))

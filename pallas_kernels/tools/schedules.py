@@ -64,12 +64,12 @@ def _decode(shapes: Attention, found: DecodeSchedule, lengths_SxK) -> Balance:
     )
 
 
-def _mixed(shapes: Mixed, found: DecodeSchedule, high_SxK, low_SxK) -> Balance:
+def _mixed(shapes: Mixed, found: DecodeSchedule, counts_SxKxI) -> Balance:
     formats, (H, K, D) = shapes.formats, (shapes.heads.H, shapes.heads.K, shapes.heads.D)
     pages = quantized_tiles.pages_of_tile(mixed_decode.sections_of(formats))
-    tiles, read = np.zeros(np.size(high_SxK), np.int64), 0
-    for counts, format in zip((high_SxK, low_SxK), formats):
-        tokens = np.asarray(counts, np.int64).reshape(-1)
+    tiles, read = np.zeros(counts_SxKxI[..., 0].size, np.int64), 0
+    for counts, format in zip(np.moveaxis(np.asarray(counts_SxKxI, np.int64), -1, 0), formats):
+        tokens = counts.reshape(-1)
         tiles += -(-tokens // (pages * format.tokens))
         read += int(tokens.sum()) * (format.keys.token_bytes + format.values.token_bytes)
     return balance(

@@ -14,10 +14,13 @@ from pallas_kernels.quantization import KVFormat, dequantize, quantize
 from pallas_kernels.quantized_attention import (
     PageFormat,
     Tokens,
+    decode_sm90,
     mixed_precision_attention,
     parse_format,
     prompt_attention,
+    xla,
 )
+from pallas_kernels.quantized_attention.tables import runs as table_runs
 from tests.pallas_kernels.interpreted import run as run_op
 
 NAMES = ["K8V8", "K8V4", "K8V2", "K4V4", "K4V2", "K4V8", "K2V4", "K4V1", "K16V16", "K32V32"]
@@ -79,7 +82,9 @@ def test_floats_are_kept_as_they_are(dtype):
 class Pool:
     """Pages with random tokens of random precision, and what their tokens are in float32."""
 
-    def __init__(self, formats, high, low, M: int, seed: int = 0):
+    def __init__(self, formats, *counts, M: int, single: int = 0, seed: int = 0):
+        """counts: [S, K] tokens of each precision, of which three have `single` columns of M for
+        the highest."""
         rng = np.random.default_rng(seed)
         R, N = S * K, S * K * M + 5
         # What former owners leave reads as NaN in scales and in floats.
@@ -87,12 +92,13 @@ class Pool:
         tables = rng.permutation(N)[: R * M].reshape(R, M).astype(np.int32)
         self.tokens: list[list[tuple]] = [[] for _ in range(R)]
         most = R * M * max(format.tokens for format in formats)
-        most = min(most, 1 << int(max(high.sum(), low.sum(), 511)).bit_length())
-        for format, counts, left in zip(formats, (high, low), (True, False)):
-            P, n = format.tokens, int(counts.sum())
-            row = np.repeat(np.arange(R), counts.reshape(-1))
-            at = np.concatenate([np.arange(count) for count in counts.reshape(-1)])
-            column = at // P if left else M - 1 - at // P
+        most = min(most, 1 << max(511, *(int(x.sum()) for x in counts)).bit_length())
+        firsts = [0] * (len(counts) == 3) + [single, M - 1]
+        for format, of_heads, first in zip(formats, counts, firsts, strict=True):
+            P, n = format.tokens, int(of_heads.sum())
+            row = np.repeat(np.arange(R), of_heads.reshape(-1))
+            at = np.concatenate([np.arange(count) for count in of_heads.reshape(-1)])
+            column = first - at // P if first == M - 1 else first + at // P
             # What fills it up to one size for all, so that one program serves, is dropped.
             page, place = N + np.arange(most), np.zeros(most, np.int64)
             page[:n], place[:n] = tables[row, column], at % P
@@ -104,6 +110,7 @@ class Pool:
             for r, key, value in zip(row, np.asarray(keys), np.asarray(values)):
                 self.tokens[r].append((key, value))
         self.words, self.tables = words, jnp.asarray(tables.reshape(S, K, M))
+        self.counts = jnp.asarray(np.stack(counts, -1), jnp.int32)
 
 
 @partial(jax.jit, static_argnums=4)
@@ -116,11 +123,10 @@ def _write(words, page, at, tokens, format):
     return format.write(words, page, at, tokens), *both
 
 
-def formats_of(
-    high: str, low: str, P: int = 4, dim: int = D, dtype="bfloat16"
-) -> tuple[PageFormat, PageFormat]:
-    first = PageFormat.holding(P, *parse_format(high, dim, dtype))
-    return first, PageFormat(*parse_format(low, dim, dtype), words=first.words)
+def formats_of(*names: str, P: int = 4, dim: int = D, dtype="bfloat16") -> tuple[PageFormat, ...]:
+    highest, *others = (parse_format(name, dim, dtype) for name in names)
+    first = PageFormat.holding(P, *highest)
+    return first, *(PageFormat(*other, words=first.words) for other in others)
 
 
 def check_against_numpy(pool: Pool, q, results) -> None:
@@ -145,10 +151,10 @@ def check_against_numpy(pool: Pool, q, results) -> None:
         np.testing.assert_allclose(found.sum(1), 1, atol=1e-5)
 
 
-@partial(jax.jit, static_argnames=("formats", "implementation"))
-def attention(q, words, tables, high, low, formats, implementation):
+@partial(jax.jit, static_argnames=("formats", "implementation", "single"))
+def attention(q, words, tables, counts, formats, implementation, single=0):
     return mixed_precision_attention(
-        q, words, tables, high, low, formats, implementation=implementation
+        q, words, tables, counts, formats, single=single, implementation=implementation
     )
 
 
@@ -162,7 +168,7 @@ def test_each_format_beside_another(name):
     high, low = np.array([[0, 5], [9, 0], [4, 1]]), np.array([[0, 0], [3, 17], [30, 2]])
     pool = Pool(formats, high, low, M=14)
     q = np.random.default_rng(1).normal(size=(S, K * G, D)).astype(np.float32)
-    results = attention(q, pool.words, pool.tables, high, low, formats, "xla")
+    results = attention(q, pool.words, pool.tables, pool.counts, formats, "xla")
     check_against_numpy(pool, q, results)
 
 
@@ -180,7 +186,7 @@ def test_random_mixes(implementation, mix, seed):
     # 15 pages of high and 18 of low precision at most.
     pool = Pool(formats, high, low, M=33, seed=seed)
     q = np.random.default_rng(seed).normal(size=(S, K * G, D)).astype(np.float32)
-    results = attention(q, pool.words, pool.tables, high, low, formats, implementation)
+    results = attention(q, pool.words, pool.tables, pool.counts, formats, implementation)
     check_against_numpy(pool, q, results)
 
 
@@ -190,6 +196,7 @@ def test_random_mixes(implementation, mix, seed):
     [
         (("K8V4", "K4V2"), 64, 128, 7, "bfloat16"), (("K4V8", "K4V4"), 32, 128, 5, "float16"),
         (("K16V16", "K16V16"), 64, 64, 8, "bfloat16"),
+        (("K16V16", "K8V4", "K4V4"), 32, 64, 4, "float16"),
     ],
 )  # fmt: skip
 def test_the_decode_kernel_is_near_reference(names, P, dim, group, dtype):
@@ -200,25 +207,51 @@ def test_the_decode_kernel_is_near_reference(names, P, dim, group, dtype):
     whatever a kernel adds to codes. Of scores remains what `dim` roundings of the products with
     keys are off by: dim * 2**-24 * sum(|q k|) / sqrt(dim) < 1e-4, where the sum is 120 at most.
     """
-    formats = formats_of(names[0], names[1], P, dim, dtype)
+    formats = formats_of(*names, P=P, dim=dim, dtype=dtype)
     high, low = np.array([[0, 5], [190, 0], [64, 700]]), np.array([[0, 0], [3, 117], [300, 2]])
-    pool = Pool(formats, high, low, M=30)
+    levels, single = [high, low], 0
+    if len(formats) == 3:
+        levels, single = [np.array([[0, 40], [70, 0], [7, 129]]), high, low], 6
+    pool = Pool(formats, *levels, M=30, single=single)
     q = np.round(16 * np.random.default_rng(1).normal(size=(S, K * group, dim))) / 16
-    arguments = jnp.asarray(q, dtype), pool.words, pool.tables, high, low
+    arguments = jnp.asarray(q, dtype), pool.words, pool.tables, pool.counts
     out, lse, kept = run_op(
-        mixed_precision_attention, *arguments, formats=formats, implementation="mosaic_gpu"
-    )
+        mixed_precision_attention, *arguments, formats=formats, single=single,
+        implementation="mosaic_gpu",
+    )  # fmt: skip
     expected, expected_lse, expected_kept = run_op(
         mixed_precision_attention, arguments[0].astype(jnp.float32), *arguments[1:],
-        formats=formats, implementation="reference",
+        formats=formats, single=single, implementation="reference",
     )  # fmt: skip
     unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=4 * unit, rtol=unit)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-4)
-    for found, scores, counts in zip(kept, expected_kept, (high, low)):
+    for found, scores, counts in zip(kept, expected_kept, levels, strict=True):
         M, tokens, G = scores.shape[2:]
         held = np.arange(M * tokens).reshape(M, tokens) < counts[..., None, None]
         np.testing.assert_allclose(found[:, :, :M, :tokens, :G][held], scores[held], atol=1e-4)
+
+
+@pytest.mark.parametrize("names", [("K8V4", "K4V2"), ("K8V8", "K8V4", "K4V2")])
+def test_either_device_returns_the_same_shapes(names):
+    """A program of both is compiled for the one that it runs on."""
+    formats, M, single = formats_of(*names, P=32, dim=128), 23, 5 * (len(names) == 3)
+    runs, like = table_runs(len(names), M, single), jax.ShapeDtypeStruct
+    counts = tuple(like((2, 2), jnp.int32) for _ in names)
+    arguments = (
+        like((2, 6, 128), jnp.bfloat16), like((99, formats[0].words), jnp.uint32),
+        like((2, 2, M), jnp.int32), counts,
+    )  # fmt: skip
+    kernel, other = (
+        [
+            (x.shape, x.dtype)
+            for x in jax.tree.leaves(
+                jax.eval_shape(partial(run, formats=formats, runs=runs, scale=1.0), *arguments)
+            )
+        ]
+        for run in (decode_sm90.decode, decode_sm90.with_its_shapes(xla.decode))
+    )
+    assert kernel == other
 
 
 def test_more_than_4800_tokens():
@@ -227,20 +260,42 @@ def test_more_than_4800_tokens():
     high, low = np.array([[4801, 3], [2500, 7], [0, 1]]), np.array([[40, 0], [2700, 8], [5003, 0]])
     pool = Pool(formats, high, low, M=1300)
     q = np.random.default_rng(1).normal(size=(S, K * G, D)).astype(np.float32)
-    results = attention(q, pool.words, pool.tables, high, low, formats, "xla")
+    results = attention(q, pool.words, pool.tables, pool.counts, formats, "xla")
     check_against_numpy(pool, q, results)
+
+
+@pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("reference", marks=pytest.mark.slow)]
+)
+def test_three_precisions(implementation):
+    """Heads without tokens of one precision, of two and of all."""
+    top = np.array([[0, 9], [4, 13], [0, 1]])
+    high, low = np.array([[0, 5], [9, 0], [4, 0]]), np.array([[0, 30], [0, 17], [60, 0]])
+    formats = formats_of("K16V16", "K8V4", "K4V2")
+    pool = Pool(formats, top, high, low, M=12, single=4)
+    q = np.random.default_rng(1).normal(size=(S, K * G, D)).astype(np.float32)
+    arguments = q, pool.words, pool.tables, pool.counts, formats
+    check_against_numpy(pool, q, attention(*arguments, implementation, single=4))
 
 
 def test_arguments_that_do_not_fit_are_refused():
     formats = formats_of("K8V4", "K4V2")
-    words, counts = jnp.zeros((3, formats[0].words), jnp.uint32), jnp.zeros((2, 1), jnp.int32)
-    tables = jnp.zeros((2, 1, 4), jnp.int32)
+    words, counts = jnp.zeros((3, formats[0].words), jnp.uint32), jnp.zeros((2, 1, 2), jnp.int32)
+    tables, q = jnp.zeros((2, 1, 4), jnp.int32), jnp.zeros((2, 2, D))
     with pytest.raises(ValueError, match=r"need tables \[2, K, M\]"):
-        mixed_precision_attention(jnp.zeros((2, 2, D)), words, tables[:1], counts, counts, formats)
-    with pytest.raises(ValueError, match=r"low must be \[2, 1\]"):
-        mixed_precision_attention(jnp.zeros((2, 2, D)), words, tables, counts, counts[0], formats)
+        mixed_precision_attention(q, words, tables[:1], counts, formats)
+    with pytest.raises(ValueError, match=r"counts must be \[2, 1, 2\]"):
+        mixed_precision_attention(q, words, tables, counts[..., 0], formats)
+    with pytest.raises(ValueError, match="2 precisions have no tables of 4 columns with 1 for one"):
+        mixed_precision_attention(q, words, tables, counts, formats, single=1)
     with pytest.raises(ValueError, match="are not those of queries"):
-        mixed_precision_attention(jnp.zeros((2, 2, 64)), words, tables, counts, counts, formats)
+        mixed_precision_attention(jnp.zeros((2, 2, 64)), words, tables, counts, formats)
+    formats, counts = formats_of("K16V16", "K8V4", "K4V2", P=32, dim=128), jnp.zeros((2, 1, 3))
+    words, q = jnp.zeros((3, formats[0].words), jnp.uint32), jnp.zeros((2, 2, 128), jnp.bfloat16)
+    with pytest.raises(ValueError, match="32 tokens, 80 tokens and 148 tokens do not fit shared"):
+        mixed_precision_attention(
+            q, words, tables, counts, formats, single=2, implementation="mosaic_gpu"
+        )
     with pytest.raises(ValueError, match="last_rows must be at least 1"):
         x = jnp.zeros((4, 1, D))
         prompt_attention(x, x, x, jnp.array([0, 4]), last_rows=0)

@@ -20,7 +20,7 @@ def capabilities(config: CacheConfig) -> Capabilities:
     as what is kept of one depends on what follows. Recomputing takes generated tokens for prompt,
     which is exact only where all are kept as they are."""
     options: Options = config.policy_options
-    as_they_are = options.high == AUTO and config.kv_dtype == "auto"
+    as_they_are = options.levels[0].format == AUTO and config.kv_dtype == "auto"
     return Capabilities(
         fork="computed", swap=True, recompute=True,
         recompute_exact=options.keeps_all and as_they_are, slot_state=True,
@@ -43,6 +43,12 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
         raise ValueError(
             f"kv_cache_tokens ({config.kv_cache_tokens}) exceed the pages that an int32 can name"
         )
+    # What is swapped names pages by their slots.
+    if layout.num_slots * layout.most >= 2**31 - 1:
+        raise ValueError(
+            f"max_num_seqs ({config.max_num_seqs}) sequences of max_model_len "
+            f"({config.max_model_len}) tokens can hold more pages than an int32 can name"
+        )
 
 
 def device(
@@ -50,8 +56,8 @@ def device(
 ) -> DiffKVPolicy:
     options: Options = config.policy_options
     layout = layout_of(config, model)
-    thresholds = options.alpha_h, options.alpha_l, options.budget
-    return DiffKVPolicy(layout, options.rules, *thresholds, implementation)
+    alpha = tuple(level.alpha for level in options.levels)
+    return DiffKVPolicy(layout, options.rules, alpha, options.budget, implementation)
 
 
 DIFFKV = Policy(capabilities, DiffKVHost, device, check, Options)

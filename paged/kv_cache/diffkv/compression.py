@@ -20,10 +20,18 @@ Of generation, where N tokens are there with the newest:
                 significant token of low precision if that is to be dropped. A token's own
                 probability counts.
 
-At most one token leaves the high precision in a step, and as one comes, its tokens never get fewer;
-one leaves the low precision only if another takes its place.
+With three precisions (§4, discussion; §5.3) a token's significance says which of them it goes to,
+and the window and new tokens are in the highest. The candidate is kept there or moved down to any,
+and only where it goes to is there a victim, which goes down by its own significance, or is dropped
+(paper). Who comes down takes the place of the least significant token of that precision if that is
+below its threshold, and that one goes on down in the same way (repository).
 
-Two baselines keep a budget of tokens in each head, all in high precision, whatever its scores are:
+So a step is a chain: the new token takes the place of one of the highest precision, this one that
+of a lower one, and so on, until one is added or dropped. At most one token leaves each precision,
+none leaves whose place is not taken, so that no precision's tokens get fewer, and those of one get
+one more: a head needs one page at most.
+
+Two baselines keep a budget of tokens in each head, all in one precision, whatever its scores are:
 
     h2o     (arXiv:2306.14048) the scores of all queries are summed up, a token's own among them. Of
             a prompt the tokens of the largest sums stay, and in generation the one of the smallest
@@ -42,7 +50,7 @@ import jax.numpy as jnp
 NOBODY = 3e38  # significance where there is no token
 REPOSITORY_ROWS = 64  # queries at the end of a prompt
 NEIGHBOURS = 3  # on each side of a token, whose votes count for it (SnapKV: a kernel of 7)
-CANDIDATE, HIGH, LOW = range(3)  # places of `Found`
+CANDIDATE, HIGHEST = range(2)  # places of `Found`
 
 
 def budget_tokens(budget, lengths):
@@ -53,8 +61,8 @@ def budget_tokens(budget, lengths):
 
 @dataclass(frozen=True)
 class Rules:
-    """window: tokens at the end of a sequence that stay in high precision, at least 2; H2O has its
-    own. budgeted: whether a budget, and not alpha, decides what stays of prompts."""
+    """window: tokens at the end of a sequence that stay in the highest precision, at least 2; H2O
+    has its own. budgeted: whether a budget, and not alpha, decides what stays of prompts."""
 
     window: int = 64
     prompt: Literal["paper", "repository", "h2o", "snapkv"] = "paper"
@@ -88,32 +96,33 @@ class Rules:
 
 
 class Found(NamedTuple):
-    """By `CANDIDATE`, `HIGH` and `LOW`: the token that leaves the window with the next one, and the
-    least significant token of each precision beyond it. at: [..., 3] int32, its place among the
-    tokens of its precision. mean: [..., 3] float32, its significance, `NOBODY` if there is none."""
+    """At `CANDIDATE` the token that leaves the window with the next one, and from `HIGHEST` on the
+    least significant token of each of I precisions beyond the window. at: [..., 1 + I] int32, its
+    place among the tokens of its precision. mean: [..., 1 + I] float32, its significance, `NOBODY`
+    if there is none."""
 
     at: jax.Array
     mean: jax.Array
 
 
 class Decision(NamedTuple):
-    """What a new token changes. leaves: whether a token leaves the high precision, from place
-    `high_at`, which the new one takes. moves: whether that one is kept in low precision. replaces:
-    whether it takes place `low_at` there. All [...]."""
+    """What a new token changes in each precision, all [..., I]. arrives: whether a token comes
+    there: to the highest the new one, and to another the last one before it that was replaced.
+    replaces: whether it takes the place `at` of a token, which goes on down. It is added
+    otherwise."""
 
-    leaves: jax.Array
-    high_at: jax.Array
-    moves: jax.Array
+    arrives: jax.Array
     replaces: jax.Array
-    low_at: jax.Array
+    at: jax.Array
 
 
 def classify_prompts(rules: Rules, sums_TxK, positions_T, lengths_T, alpha, budget):
-    """Tokens of prompts: (kept in high, kept in low precision [T, K] bool, scores [T, K] float32).
+    """Tokens of prompts: (of each precision whether they are kept in it [T, K] bool, scores [T, K]
+    float32).
 
     sums: [T, K] float32, what `prompt_attention` gives with `prompt_scores`. positions: [T] int32
     from 0; a prompt's tokens lie one after the other. lengths: [T] int32, N of a token's prompt.
-    alpha: [2], of high and of low precision. budget: of `budget_tokens`, where rules have one.
+    alpha: [I], by precision, the highest first. budget: of `budget_tokens`, where rules have one.
     """
     positions, N = positions_T[:, None], lengths_T[:, None]
     recent = positions >= N - rules.recent(budget, N)
@@ -131,11 +140,14 @@ def classify_prompts(rules: Rules, sums_TxK, positions_T, lengths_T, alpha, budg
         if rules.prompt == "snapkv":
             mean = _of_neighbours(jnp.where(recent, 0.0, mean), first_T)
         rank = _ranks(jnp.where(recent, jnp.inf, mean), first_T)
-        high = recent | (rank < budget_tokens(budget, N))
-        return high, jnp.zeros_like(high), scores
-    high = recent | (mean >= alpha[0] / base)
-    low = ~high & (mean >= alpha[1] / base)
-    return high, low, scores
+        highest = recent | (rank < budget_tokens(budget, N))
+        return [highest] + [jnp.zeros_like(highest)] * (len(alpha) - 1), scores
+    kept = [recent | (mean >= alpha[0] / base)]
+    rest = ~kept[0]
+    for each in alpha[1:]:
+        kept.append(rest & (mean >= each / base))
+        rest &= ~kept[-1]
+    return kept, scores
 
 
 def _of_neighbours(votes_TxK, first_T):
@@ -159,33 +171,34 @@ def _ranks(scores_TxK, first_T):
 
 
 def decide(rules: Rules, found: Found, lengths, alpha, held=0, budget=0.0) -> Decision:
-    """What the next token changes. lengths: N with it, broadcast against [...]. alpha: [2]. held:
+    """What the next token changes. lengths: N with it, broadcast against [...]. alpha: [I]. held:
     [...] tokens without it, and budget: of `budget_tokens`; H2O alone asks for them."""
-    to_high, to_low = alpha[0] / lengths, alpha[1] / lengths
-    mean, at = jnp.moveaxis(found.mean, -1, 0), jnp.moveaxis(found.at, -1, 0)
-    candidate, least_high, least_low = mean
-    if rules.generation in ("h2o", "keep"):
-        of_candidate = candidate <= least_high
-        leaves = jnp.minimum(candidate, least_high) < NOBODY
-        leaves &= (rules.generation == "h2o") & (held >= budget_tokens(budget, lengths))
-        nothing = jnp.zeros_like(leaves)
-        high_at = jnp.where(of_candidate, at[CANDIDATE], at[HIGH])
-        return Decision(leaves, high_at, nothing, nothing, at[LOW])
+    thresholds = [each / lengths for each in alpha]
+    (candidate, *victims), places = (jnp.moveaxis(x, -1, 0) for x in (found.mean, found.at))
+    victim = victims[0]
     if rules.generation == "paper":
-        stays = candidate >= to_high
-        leaving = jnp.where(stays, least_high, candidate)
-        high_at = jnp.where(stays, at[HIGH], at[CANDIDATE])
-        # Of the two ways down only the candidate's meets a victim in low precision.
-        meets = ~stays
+        of_candidate = candidate < thresholds[0]
     else:
-        of_candidate = candidate <= least_high
-        leaving = jnp.where(of_candidate, candidate, least_high)
-        high_at = jnp.where(of_candidate, at[CANDIDATE], at[HIGH])
-        meets = jnp.ones_like(of_candidate)
-    leaves = (candidate < NOBODY) & (leaving < to_high)
-    moves = leaves & (leaving >= to_low)
-    replaces = moves & meets & (least_low < to_low)
-    return Decision(leaves, high_at, moves, replaces, at[LOW])
+        of_candidate = candidate <= victim
+    leaving = jnp.where(of_candidate, candidate, victim)
+    if rules.generation in ("h2o", "keep"):
+        leaves = leaving < NOBODY
+        leaves &= (rules.generation == "h2o") & (held >= budget_tokens(budget, lengths))
+        travels = jnp.zeros_like(leaves)
+    else:
+        travels = leaves = (candidate < NOBODY) & (leaving < thresholds[0])
+    arrives, replaces = [jnp.ones_like(leaves)], [leaves]
+    # In the paper's words only the candidate meets a victim where it is moved down to.
+    meets = of_candidate if rules.generation == "paper" else jnp.ones_like(of_candidate)
+    for least_here, threshold in zip(victims[1:], thresholds[1:], strict=True):
+        arrives.append(travels & (leaving >= threshold))
+        replaces.append(arrives[-1] & meets & (least_here < threshold))
+        travels = jnp.where(arrives[-1], replaces[-1], travels)
+        leaving = jnp.where(replaces[-1], least_here, leaving)
+        if rules.generation == "paper":
+            meets &= ~arrives[-1]
+    at = [jnp.where(of_candidate, places[CANDIDATE], places[HIGHEST]), *places[HIGHEST + 1 :]]
+    return Decision(*(jnp.stack(x, -1) for x in (arrives, replaces, at)))
 
 
 def least(means, places, rows, before: tuple[jax.Array, jax.Array]):

@@ -4,6 +4,7 @@ Prompts come whole: their attention is exact, over keys and values as they are, 
 follows it. Generated tokens attend to what is kept, and each changes what is kept of those before.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -40,17 +41,17 @@ COPIED_PAGES = 64  # that an iteration of `copy_slots` copies
 
 @dataclass(frozen=True)
 class DiffKVPolicy:
-    """alpha_h, alpha_l, budget: with which a cache begins. implementation: of the attention ops."""
+    """alpha: by precision, the highest first, and budget, with which a cache begins.
+    implementation: of the attention ops."""
 
     layout: Layout
     rules: Rules
-    alpha_h: float
-    alpha_l: float
+    alpha: tuple[float, ...]
     budget: float = 0.0
     implementation: str | None = None
 
     def init(self, dtype, shard) -> DiffKVCache:
-        return DiffKVCache.empty(self.layout, self.alpha_h, self.alpha_l, self.budget)
+        return DiffKVCache.empty(self.layout, self.alpha, self.budget)
 
     def begin_step(self, cache: DiffKVCache, inputs) -> tuple[DiffKVCache, Plan]:
         prompts = decodes = None
@@ -90,7 +91,7 @@ class DiffKVPolicy:
         real = inputs.token_rows[:T] < R
         row, positions = jnp.minimum(inputs.token_rows[:T], R - 1), inputs.positions[:T]
         lengths = plan.lengths[row]
-        high, low, scores = classify_prompts(
+        masks, scores = classify_prompts(
             self.rules, sums_TxK, positions, lengths, cache.alpha[0], cache.budget[0]
         )
         heads = self._heads(layer)
@@ -102,29 +103,29 @@ class DiffKVPolicy:
         age = (lengths - positions)[:, None]
         mean = self.rules.significance(scores, age)
         nowhere = N + jnp.arange(T * K, dtype=jnp.int32).reshape(T, K)
-        words, counts, ranks = cache.words, [], []
-        for number, (kept, format) in enumerate(zip((high, low), layout.formats)):
+        words, counts, ranks, before = cache.words, [], [], jnp.zeros((R, K), jnp.int32)
+        for level, (kept, format) in enumerate(zip(masks, layout.formats, strict=True)):
             kept &= real[:, None]
             sums = jnp.cumsum(jnp.pad(kept, ((1, 0), (0, 0))), axis=0, dtype=jnp.int32)
             of_rows = sums[inputs.query_starts]  # [Sp + 1, K] kept tokens before each row
             rank = sums[1:] - 1 - of_rows[row]
-            column = rank // format.tokens
-            if number:
-                column = plan.allocated[row][:, None] - 1 - column
+            column = page_manager.allocated_column(
+                level, layout.levels, rank // format.tokens, before[row],
+                plan.allocated[row][:, None],
+            )  # fmt: skip
             page = tables[row[:, None], jnp.arange(K), jnp.clip(column, 0, layout.table_width - 1)]
             page = jnp.where(kept, page, nowhere)
             at = jnp.where(kept, rank % format.tokens, 0)
             words = format.write(words, page.reshape(-1), at.reshape(-1), tokens)
             counts.append(of_rows[1:] - of_rows[:-1])
             ranks.append((kept, rank))
-        (of_high, high_rank), (of_low, low_rank) = ranks
+            before = before + (counts[-1] + format.tokens - 1) // format.tokens
         window = self.rules.recent(cache.budget[0], lengths + 1)
         window = jnp.broadcast_to(window, len(lengths))[:, None]
+        (of_highest, places), *others = ranks
+        beyond = [(of_highest & x, places) for x in (age == window, age > window)]
         found = []
-        for kept, rank in (
-            (of_high & (age == window), high_rank), (of_high & (age > window), high_rank),
-            (of_low, low_rank),
-        ):  # fmt: skip
+        for kept, rank in beyond + others:
             nobody = jnp.full((R, K), NOBODY, jnp.float32), jnp.zeros((R, K), jnp.int32)
             found.append(least(jnp.where(kept, mean, NOBODY), rank, row, nobody))
         means, places = (jnp.stack(x, -1) for x in zip(*found))
@@ -141,43 +142,43 @@ class DiffKVPolicy:
         return replace(cache, counts=cache.counts.at[at].set(counts, mode="drop"))
 
     def _decode(self, layer, q_SxHxD, k_SxKxD, v_SxKxD, cache: DiffKVCache, plan: DecodePlan):
-        """(attention [Sd, H, D], cache). Before the new token takes its place, the token there goes
-        to low precision (§4, generation phase)."""
+        """(attention [Sd, H, D], cache). The new token goes to the highest precision, the one whose
+        place it takes to a lower one, and so on (§4, generation phase)."""
         S, K, D = k_SxKxD.shape
-        (high, low), N, R = self.layout.formats, len(cache.words), S * K
+        layout, N, R = self.layout, len(cache.words), S * K
 
         def mine(x):
             """Of this layer's heads, [Sd * K, …]."""
             part = jax.lax.dynamic_slice_in_dim(x, layer * K, K, 1)
             return part.reshape(R, *x.shape[2:])
 
-        high_page, high_at, counts, tables = map(
-            mine, (plan.high_page, plan.high_at, plan.counts, plan.tables)
+        arrives, replaces, page, at, counts, tables = map(
+            mine, (plan.arrives, plan.replaces, plan.page, plan.at, plan.counts, plan.tables)
         )
-        nowhere = N + jnp.arange(R, dtype=jnp.int32)
-        # XLA would move this read behind the writes, and copy the pool for that.
-        leaving, words = jax.lax.optimization_barrier(
-            (high.read_tokens(cache.words, high_page, high_at), cache.words)
-        )
-        words = low.write(
-            words, jnp.where(mine(plan.moves), mine(plan.low_page), nowhere), mine(plan.low_at),
-            leaving,
-        )  # fmt: skip
-        real = jnp.repeat(plan.slots < self.layout.num_slots, K)
+        nowhere, words = N + jnp.arange(R, dtype=jnp.int32), cache.words
+        positions = jnp.repeat(plan.positions, K)
         new = Tokens(
-            k_SxKxD.reshape(R, D), v_SxKxD.reshape(R, D), jnp.zeros(R, jnp.float32),
-            jnp.repeat(plan.positions, K),
-        )  # fmt: skip
-        words = high.write(words, jnp.where(real, high_page, nowhere), high_at, new)
-        of_high, of_low = counts[:, 0], counts[:, 1]
+            k_SxKxD.reshape(R, D), v_SxKxD.reshape(R, D), jnp.zeros(R, jnp.float32), positions
+        )
+        coming = leaving = new
+        for level, format in enumerate(layout.formats):
+            place = page[:, level], at[:, level]
+            if level + 1 < layout.levels:
+                # XLA would move this read behind the writes, and copy the pool for that.
+                leaving, words = jax.lax.optimization_barrier(
+                    (format.read_tokens(words, *place), words)
+                )
+            to = jnp.where(arrives[:, level], place[0], nowhere)
+            words = format.write(words, to, place[1], coming)
+            coming = leaving.where(replaces[:, level], coming)
         out, lse, kept = mixed_precision_attention(
-            q_SxHxD, words, tables.reshape(S, K, -1), of_high.reshape(S, K), of_low.reshape(S, K),
-            self.layout.formats, schedule=jax.tree.map(lambda x: x[layer], plan.schedules),
+            q_SxHxD, words, tables.reshape(S, K, -1), counts.reshape(S, K, -1), layout.formats,
+            single=layout.single, schedule=jax.tree.map(lambda x: x[layer], plan.schedules),
             implementation=self.implementation,
         )  # fmt: skip
         words, found = add_scores(
-            self.rules, words, tables, (of_high, of_low), self.layout.formats,
-            [x.reshape(R, *x.shape[2:]) for x in kept], lse.reshape(R, -1), new.positions,
+            self.rules, words, tables, cache.pages.runs, counts, layout.formats,
+            [x.reshape(R, *x.shape[2:]) for x in kept], lse.reshape(R, -1), positions,
             cache.budget[0],
         )  # fmt: skip
         found = Found(*(x.reshape(S, K, -1) for x in found))
@@ -189,63 +190,57 @@ class DiffKVPolicy:
         if plan.prompts is None:
             return cache
         slots = plan.prompts.slots
-        high, low = self._pages_of(cache.counts.at[slots].get(mode="clip"))
-        return replace(cache, pages=page_manager.plan_prompts(cache.pages, slots, high, low))
+        held = self._pages_of(cache.counts.at[slots].get(mode="clip"))
+        return replace(cache, pages=page_manager.plan_prompts(cache.pages, slots, held))
 
     def _pages_of(self, counts):
-        """Pages of both precisions that counts [..., 2] of tokens fill."""
-        return tuple(
-            (counts[..., i] + format.tokens - 1) // format.tokens
-            for i, format in enumerate(self.layout.formats)
-        )
+        """Pages that counts [..., I] of tokens fill."""
+        sizes = jnp.array([format.tokens for format in self.layout.formats])
+        return (counts + sizes - 1) // sizes
 
     def report(self, cache: DiffKVCache) -> dict[str, jax.Array]:
         """free: [1] pages.  held: [num_slots] pages.  needs: [num_slots, J] pages that 1 … J tokens
-        more can take.  kept: [num_slots, 2] tokens of all heads by precision."""
-        layout = self.layout
+        more can take.  kept: [num_slots, I] tokens of all heads by precision."""
+        layout, pages = self.layout, cache.pages
         sizes = jnp.array([format.tokens for format in layout.formats])
-        high, low = jnp.moveaxis(-cache.counts % sizes, -1, 0)[..., None]  # room in last pages
-        more, P = jnp.arange(1, layout.horizon + 1), sizes[0]
+        room = -cache.counts % sizes  # in last pages
+        more, highest = jnp.arange(1, layout.horizon + 1), room[..., 0, None]
 
-        def of_high(tokens):
-            return (jnp.maximum(tokens - high, 0) + P - 1) // P
+        def of_highest(tokens):
+            return (jnp.maximum(tokens - highest, 0) + sizes[0] - 1) // sizes[0]
 
-        # At most one page of low precision: another would take more tokens than one of high.
-        with_low = jnp.where(more > low, 1 + of_high(more - low - 1), 0)
-        needs = jnp.maximum(of_high(more), with_low).sum(1, dtype=jnp.int32)
-        pages = cache.pages
+        # Of each lower precision at most one page: another would take more tokens than one of the
+        # highest. The fullest pages are the first to need another.
+        needs, taken = of_highest(more), 0
+        for number, of_lower in enumerate(jnp.moveaxis(jnp.sort(room[..., 1:]), -1, 0), 1):
+            taken = taken + of_lower[..., None] + 1
+            with_lower = jnp.where(more >= taken, number + of_highest(more - taken), 0)
+            needs = jnp.maximum(needs, with_lower)
         return {
-            "free": pages.free, "held": (pages.high + pages.low).sum(1), "needs": needs,
-            "kept": cache.counts.sum(1),
+            "free": pages.free, "held": pages.held.sum((1, 2)),
+            "needs": needs.sum(1, dtype=jnp.int32), "kept": cache.counts.sum(1),
         }  # fmt: skip
 
     def with_thresholds(
-        self, cache: DiffKVCache, alpha_h: float, alpha_l: float, budget: float = 0.0
+        self, cache: DiffKVCache, alpha: Sequence[float], budget: float = 0.0
     ) -> DiffKVCache:
         """The cache with other thresholds, on all shards: no program is compiled for them."""
         # Results of the old ones lie where these do.
-        alpha = 0 * cache.alpha + jnp.array([alpha_h, alpha_l], jnp.float32)
-        return replace(cache, alpha=alpha, budget=0 * cache.budget + budget)
+        new = 0 * cache.alpha + jnp.array(alpha, jnp.float32)
+        return replace(cache, alpha=new, budget=0 * cache.budget + budget)
 
     # What moves: unit slot * most + k is the k-th page of a slot.
 
     def _unit_pages(self, cache: DiffKVCache, units):
         """(pages [C], whether there is such a page [C])"""
         slots, k = units // self.layout.most, units % self.layout.most
-        held = (cache.pages.high + cache.pages.low).at[slots].get(mode="fill", fill_value=0)
+        held = cache.pages.held.sum(-1).at[slots].get(mode="fill", fill_value=0)
         ends = jnp.cumsum(held, axis=1)
         head = jnp.minimum((ends <= k[:, None]).sum(1), held.shape[1] - 1)
         live = k < ends[:, -1]
         first = jnp.take_along_axis(ends - held, head[:, None], 1)[:, 0]
-        page = self._page_of(cache.pages, slots, head, k - first)
+        page = page_manager.page_of(cache.pages, slots, head, k - first)
         return jnp.where(live, page, 0), live
-
-    def _page_of(self, pages: page_manager.Pages, slots, head, number):
-        """The page `number` of a head: those of high precision come first."""
-        high = pages.high.at[slots, head].get(mode="clip")
-        M = self.layout.table_width
-        column = jnp.where(number < high, number, M - 1 - (number - high))
-        return pages.tables.at[slots, head, jnp.clip(column, 0, M - 1)].get(mode="clip")
 
     def export_units(self, cache: DiffKVCache, pool: str, units):
         page, _ = self._unit_pages(cache, units)
@@ -273,12 +268,12 @@ class DiffKVPolicy:
     def copy_slots(self, cache: DiffKVCache, parents, children) -> DiffKVCache:
         cache = self.import_slots(cache, children, self.export_slots(cache, parents))
         pages, heads = cache.pages, self.layout.all_heads
-        held = (pages.high + pages.low).at[children].get(mode="fill", fill_value=0).reshape(-1)
+        held = pages.held.sum(-1).at[children].get(mode="fill", fill_value=0).reshape(-1)
 
         def copy(trip, words):
             row, number, live = listed(held, trip, COPIED_PAGES)
             of, to = (
-                self._page_of(pages, slots[row // heads], row % heads, number)
+                page_manager.page_of(pages, slots[row // heads], row % heads, number)
                 for slots in (parents, children)
             )
             copied = words.at[jnp.where(live, of, 0)].get(mode="promise_in_bounds")
@@ -299,7 +294,7 @@ class DiffKVPolicy:
         counts, found = jax.tree.map(
             lambda x, new: x.at[slots].set(new, mode="drop"), (cache.counts, cache.found), content
         )
-        pages = page_manager.give(cache.pages, slots, *self._pages_of(content[0]))
+        pages = page_manager.give(cache.pages, slots, self._pages_of(content[0]))
         return replace(cache, pages=pages, counts=counts, found=found)
 
     def snapshot(self, cache: DiffKVCache) -> list[Snapshot]:

@@ -149,7 +149,8 @@ class DiffKVHost:
         held = layout.all_heads * -(-self._computed // P)[None]
         more = np.arange(1, layout.horizon + 1)
         needs = np.broadcast_to(layout.growth(more), (*held.shape, layout.horizon))
-        kept = np.stack([layout.all_heads * self._computed, 0 * self._computed], -1)[None]
+        kept = np.zeros((1, layout.num_slots, layout.levels), np.int64)
+        kept[..., 0] = layout.all_heads * self._computed
         free = self.capacity - held.sum(1, keepdims=True)
         return {"free": free, "held": held, "needs": needs, "kept": kept}
 
@@ -212,8 +213,8 @@ class DiffKVHost:
         """The device half has its own."""
 
     def usage(self) -> Usage:
-        """Pages count as far as they may be in use, each as the tokens of high precision that it
-        holds. What is kept in low precision, or not at all, takes less than its tokens."""
+        """Pages count as far as they may be in use, each as the tokens of the highest precision
+        that it holds. What is kept in a lower one, or not at all, takes less than its tokens."""
         P, heads = self.layout.formats[0].tokens, self.layout.all_heads
         used, computed, room = (int(x.sum()) for x in (self.bound, self._computed, self._room))
         places = used * P // heads

@@ -8,20 +8,18 @@ from paged.kv_cache.diffkv.options import Options, page_formats
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from pallas_kernels.quantized_attention import PageFormat
 
-FOUND_WORDS = 6  # what each head of a slot remembers of tokens that may leave
-
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a shard. formats: of high and low precision. layers, heads: L, and K of the shard.
-    table_width: M, the most pages of a head. num_pages: N. horizon: tokens ahead for which a report
-    tells what they can take."""
+    """Of a shard. formats: of each precision, the highest first, of which a page holds the fewest
+    tokens. layers, heads: L, and K of the shard. longest: tokens of a sequence at most. num_pages:
+    N. horizon: tokens ahead for which a report tells what they can take."""
 
-    formats: tuple[PageFormat, PageFormat]
+    formats: tuple[PageFormat, ...]
     num_slots: int
     layers: int
     heads: int
-    table_width: int
+    longest: int
     horizon: int
     num_pages: int = 0
 
@@ -31,32 +29,52 @@ class Layout:
         return self.layers * self.heads
 
     @property
+    def levels(self) -> int:
+        """I, precisions."""
+        return len(self.formats)
+
+    @property
+    def single(self) -> int:
+        """Columns of the unidirectional table, which the highest of three precisions has (§5.3)."""
+        return -(-self.longest // self.formats[0].tokens) if self.levels == 3 else 0
+
+    @property
+    def table_width(self) -> int:
+        """M: after those columns, the bidirectional table of the last two precisions."""
+        return self.single - (-self.longest // self.formats[-2].tokens) + 1
+
+    @property
     def most(self) -> int:
         """Pages that a slot can hold."""
-        return self.all_heads * self.table_width
+        return int(self.worst(self.longest))
 
     @property
     def state_bytes(self) -> int:
-        """Of all that is no page: tables, counts of pages and tokens, what is found, pointers."""
-        of_head = self.table_width + 2 + 2 + FOUND_WORDS
-        return 4 * (self.num_slots * self.all_heads * of_head + 2 + 2)
+        """Of all that is no page: tables, counts of pages and tokens, places and significance of
+        what is found, pointers and thresholds."""
+        of_head = self.table_width + 2 * self.levels + 2 * (self.levels + 1)
+        return 4 * (self.num_slots * self.all_heads * of_head + 2 + self.levels)
 
     @property
     def page_bytes(self) -> int:
         return 4 * self.formats[0].words
 
     def worst(self, num_tokens):
-        """Pages of a sequence, an int or an array, whatever is kept: a page more for each head than
-        the paper says. Eight tokens of high and eight of low precision need two pages where sixteen
-        of high precision fill one."""
-        P = self.formats[0].tokens
-        return np.where(num_tokens > 0, self.all_heads * (-(-num_tokens // P) + 1), 0)
+        """Pages of a sequence, an int or an array, whatever is kept: a page more for each head and
+        further precision than the paper says. Eight tokens of high and eight of low precision need
+        two pages where sixteen of high precision fill one."""
+        return np.where(num_tokens > 0, self.all_heads * self.worst_of_head(num_tokens), 0)
+
+    def worst_of_head(self, num_tokens):
+        """Pages of a head for so many tokens, one at least."""
+        return -(-num_tokens // self.formats[0].tokens) + self.levels - 1
 
     def growth(self, num_tokens):
-        """Pages that so many tokens more can take, whatever the heads hold: one each and step, and
-        only two heads of a run of tokens begin with less than a page of them."""
-        P = self.formats[0].tokens
-        of_head = np.minimum(num_tokens, 2 + np.maximum(num_tokens - 2, 0) // P)
+        """Pages that so many tokens more can take, whatever the heads hold: one each and step, as
+        only one precision of a head gets more tokens. In each precision a token may begin a page;
+        others fill one before."""
+        P, levels = self.formats[0].tokens, self.levels
+        of_head = np.minimum(num_tokens, levels + np.maximum(num_tokens - levels, 0) // P)
         return self.all_heads * of_head
 
 
@@ -73,7 +91,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         num_slots=config.max_num_seqs,
         layers=model.shard.num_layers,
         heads=model.shard.num_kv_heads,
-        table_width=-(-config.max_model_len // config.page_size) + 1,
+        longest=config.max_model_len,
         # A report may be that of the step before the last one, and the next is being scheduled.
         horizon=3 * config.multi_step,
     )

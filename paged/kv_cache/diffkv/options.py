@@ -1,10 +1,11 @@
 """The options of DiffKV's policy, and what it refuses."""
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from models.config import ModelConfig
 from paged import checks
@@ -12,6 +13,15 @@ from paged.checks import described
 from paged.kv_cache.diffkv.compression import Rules
 from paged.kv_cache.made_for import made_for
 from pallas_kernels.quantized_attention import PageFormat, parse_format
+
+
+class Level(NamedTuple):
+    """A precision: its name, its page format, and the alpha of the tokens that stay in it."""
+
+    name: str
+    format: str
+    alpha: float
+
 
 Thresholds = tuple[float, ...]  # alpha_h and alpha_l
 AUTO = "auto"  # a page format: keys and values in kv_dtype
@@ -23,12 +33,16 @@ def read_thresholds(path: str, weights_hash: Callable[[], str]) -> Thresholds:
     Raises ValueError, naming the file, if it holds none, or those of other weights.
     """
     try:
-        stored = json.loads(Path(path).read_text())
+        stored = json.loads(
+            Path(path).expanduser().read_text("utf-8-sig")
+        )  # of a mark that some editors put
         both = made_for(stored, weights_hash, "alpha_h", "alpha_l")
         if not all(checks.is_real(alpha) for alpha in both):
-            raise ValueError(f"alpha_h and alpha_l must be numbers, not {both}")
+            raise ValueError(f"alpha_h and alpha_l must be numbers, not {checks.shown(both)}")
+        if not 0 <= both[1] <= both[0]:
+            raise ValueError(f"alpha_l must be from 0 to alpha_h, not {both[1]} of {both[0]}")
         return tuple(float(alpha) for alpha in both)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: brackets without end
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
@@ -45,9 +59,21 @@ class Options:
     )
     high: str = described("K8V4", f"page format of high precision; {AUTO!r} keeps kv_dtype")
     low: str = described("K4V2", f"page format of low precision; {AUTO!r} keeps kv_dtype")
+    top: str = described(
+        "",
+        "page format of a third precision above high, such as K16V16, which new tokens then have; "
+        f"{AUTO!r} keeps kv_dtype. Without one there are two",
+    )
+    alpha_top: float = described(
+        5.0,
+        "a token stays in that third precision if its significance is at least this over their "
+        "number",
+    )
     groups: int = described(1, "parts of a token's keys that have a scale each; values alike")
     window: int = described(
-        64, "last tokens of a sequence, which stay in high precision; h2o's are half of its budget"
+        64,
+        "last tokens of a sequence, which stay in the highest precision; h2o's are half of its "
+        "budget",
     )
     prompt_rule: Literal["paper", "repository", "h2o", "snapkv"] = described(
         "paper",
@@ -74,6 +100,8 @@ class Options:
     )
 
     def __post_init__(self):
+        if not isinstance(self.thresholds, tuple) or len(self.thresholds) not in (0, 2):
+            raise checks.refusal("thresholds", "alpha_h and alpha_l, or ()", self.thresholds)
         for name, value in zip(("alpha_h", "alpha_l"), self.thresholds):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "thresholds", ())
@@ -83,32 +111,39 @@ class Options:
         return Rules(self.window, self.prompt_rule, self.generation_rule, self.budget > 0)
 
     @property
+    def levels(self) -> tuple[Level, ...]:
+        """Two or three, the highest precision first."""
+        lower = Level("high", self.high, self.alpha_h), Level("low", self.low, self.alpha_l)
+        return (Level("top", self.top, self.alpha_top), *lower) if self.top else lower
+
+    @property
     def keeps_all(self) -> bool:
         """Whether nothing that is written is ever changed or dropped."""
-        return self.alpha_h == self.alpha_l == self.budget == 0
+        return self.budget == 0 == max(level.alpha for level in self.levels)
 
 
 def page_formats(
     options: Options, page_size: int, head_dim: int, dtype: str
-) -> tuple[PageFormat, PageFormat]:
-    """Of high and of low precision; a page holds `page_size` tokens of high precision. dtype: that
-    of keys and values where they are kept as they are.
+) -> tuple[PageFormat, ...]:
+    """Of each precision; a page holds `page_size` tokens of the highest. dtype: that of keys and
+    values where they are kept as they are.
 
     Raises ValueError for formats that cannot work with this head dim or together.
     """
     floats = "float16" if dtype == "float32" else dtype
     as_they_are = "K32V32" if dtype == "float32" else "K16V16"
-    high, low = (
-        parse_format(as_they_are if name == AUTO else name, head_dim, floats, options.groups)
-        for name in (options.high, options.low)
-    )
-    first = PageFormat.holding(page_size, *high)
-    formats = first, PageFormat(*low, words=first.words)
-    if formats[1].tokens < page_size:
-        raise ValueError(
-            f"low ({options.low}) must take no more memory than high ({options.high}): a page of "
-            f"{page_size} tokens of that holds {formats[1].tokens} of the other"
-        )
+    names = [as_they_are if level.format == AUTO else level.format for level in options.levels]
+    parsed = [parse_format(name, head_dim, floats, options.groups) for name in names]
+    words = PageFormat.holding(page_size, *parsed[0]).words
+    formats = tuple(PageFormat(*both, words=words) for both in parsed)
+    for higher, lower in itertools.pairwise(zip(options.levels, formats)):
+        (above, of_above), (level, of_level) = higher, lower
+        if of_level.tokens < of_above.tokens:
+            raise ValueError(
+                f"{level.name} ({level.format}) must take no more memory than {above.name} "
+                f"({above.format}): a page of {of_above.tokens} tokens of that holds "
+                f"{of_level.tokens} of the other"
+            )
     return formats
 
 
@@ -119,9 +154,15 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
         "alpha_l": (
             0 <= options.alpha_l <= options.alpha_h, f"from 0 to alpha_h ({options.alpha_h})"
         ),
+        "alpha_top": (
+            not options.top or options.alpha_top >= options.alpha_h,
+            f"at least alpha_h ({options.alpha_h})",
+        ),
         "groups": (options.groups >= 1, "at least 1"),
         "budget": (options.budget >= 0, "at least 0"),
-        "window": (2 <= options.window < 2**31, "at least 2, so that later tokens have scored"),
+        "window": (
+            2 <= options.window < 2**31, "at least 2, so that later tokens have scored, below 2^31"
+        ),
     })  # fmt: skip
     by_budget = options.prompt_rule in ("h2o", "snapkv"), options.generation_rule in ("h2o", "keep")
     if options.budget and not by_budget[1]:
@@ -129,10 +170,15 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
             f"a budget ({options.budget}) needs generation_rule h2o or keep, not "
             f"{options.generation_rule}"
         )
+    if options.budget and options.top:
+        raise ValueError(
+            f"a budget ({options.budget}) keeps tokens in high precision: top ({options.top}) has "
+            "no meaning"
+        )
     if not options.budget and (by_budget[0] or options.generation_rule == "h2o"):
         raise ValueError("h2o and snapkv need a budget above 0")
-    for name in (options.high, options.low):
-        if name != AUTO:
-            parse_format(name, 32 * options.groups, "float16", options.groups)
+    for level in options.levels:
+        if level.format != AUTO:
+            parse_format(level.format, 32 * options.groups, "float16", options.groups)
     if model is not None and model.sliding_window is not None:
         raise ValueError("policy 'diffkv' keeps no windows: the model's cannot be served")

@@ -2,10 +2,10 @@
 device (DiffKV §5.2, §5.3).
 
 A head is a layer's KV head of one sequence slot; a slot has H = L * K of them. Heads hold different
-numbers of pages, of high and of low precision. Every function serves all heads of a step at once:
-the counts of pages that heads take or give back are summed up (a prefix sum), and each head then
-copies its own run of the list. No function moves keys and values, and none asks the host, which
-must know that there are enough pages: what the list lacks is not noticed here.
+numbers of pages, of each of I precisions. Every function serves all heads of a step at once: the
+counts of pages that heads take or give back are summed up (a prefix sum), and each head then copies
+its own run of the list. No function moves keys and values, and none asks the host, which must know
+that there are enough pages: what the list lacks is not noticed here.
 """
 
 from dataclasses import replace
@@ -14,137 +14,175 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantized_attention.tables import Run, runs
+
 
 @flax.struct.dataclass
 class Pages:
     """free_list: [N] int32, all pages; those at start, start + 1, … start + free - 1, around its
     end, are free. start, free: [1] int32. (The paper has two pointers; those of a full list and of
     an empty one are equal.)
-    tables: [num_slots, H, M] int32. A head's pages of high precision lie from the left end on, and
-    those of low precision from the right end on; what is between is anything.
-    high, low: [num_slots, H] int32, how many of them it has.
+    tables: [num_slots, H, M] int32. A head's pages of two precisions lie from the left and from the
+    right end on, and what is between is anything; of three precisions, the highest has the first
+    `single` columns for itself.
+    held: [num_slots, H, I] int32, how many pages a head has of each precision, the highest first.
     """
 
     free_list: jax.Array
     start: jax.Array
     free: jax.Array
     tables: jax.Array
-    high: jax.Array
-    low: jax.Array
+    held: jax.Array
+    single: int = flax.struct.field(pytree_node=False, default=0)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        return runs(self.held.shape[-1], self.tables.shape[-1], self.single)
 
 
-def init(num_pages: int, num_slots: int, num_heads: int, table_width: int) -> Pages:
-    """All pages are free. num_heads: H. table_width: M, the most pages of a head."""
+def init(
+    num_pages: int, num_slots: int, num_heads: int, width: int, levels: int = 2, single: int = 0
+) -> Pages:
+    """All pages are free. num_heads: H. width: M. levels: I. single: columns of the highest of
+    three precisions."""
     return Pages(
         free_list=jnp.arange(num_pages, dtype=jnp.int32),
         start=jnp.zeros(1, jnp.int32),
         free=jnp.full(1, num_pages, jnp.int32),
-        tables=jnp.zeros((num_slots, num_heads, table_width), jnp.int32),
-        # Each array is donated: they must not be the same one.
-        high=jnp.zeros((num_slots, num_heads), jnp.int32),
-        low=jnp.zeros((num_slots, num_heads), jnp.int32),
+        tables=jnp.zeros((num_slots, num_heads, width), jnp.int32),
+        held=jnp.zeros((num_slots, num_heads, levels), jnp.int32),
+        single=single,
     )
 
 
 def allocate_prompts(pages: Pages, slots_S, counts_S) -> Pages:
-    """Each head of an empty slot gets `counts` pages, all of high precision: the prompt workflow's
-    first allocation, of as many as compression can leave at worst.
+    """Each head of an empty slot gets `counts` pages, which lie from the left end of its row on and
+    count as of the highest precision: the prompt workflow's first allocation, of as many as
+    compression can leave at worst. Where `allocated_column` says, prompts are written.
 
     slots: [S] int32, num_slots for a row that is none. counts: [S] int32.
     """
-    counts = jnp.broadcast_to(counts_S[:, None], (len(slots_S), pages.high.shape[1]))
-    return give(pages, slots_S, counts, jnp.zeros_like(counts))
+    counts = jnp.broadcast_to(counts_S[:, None], (len(slots_S), pages.held.shape[1]))
+    others = jnp.zeros((*counts.shape, pages.held.shape[2] - 1), jnp.int32)
+    ids, pages, held = _taken(pages, slots_S, jnp.concatenate([counts[..., None], others], -1))
+    return _put(pages, slots_S, ids, held)
 
 
-def plan_prompts(pages: Pages, slots_S, high_SxH, low_SxH) -> Pages:
-    """Heads keep `high` pages and `low` ones of those that `allocate_prompts` gave them, and the
-    surplus goes back: the end of the prompt workflow.
+def allocated_column(level: int, levels: int, number, before, allocated):
+    """Where the page `number` of a precision lies among the `allocated` ones of a head: the last
+    ones are those of the lowest precision, the very last one first. before: pages of all higher
+    precisions, which come before those of the others."""
+    return before + number if level + 1 < levels else allocated - 1 - number
 
-    The first pages stay those of high precision. The last ones become those of low precision, the
-    very last one first, at the right end of the table. slots: [S] int32, as there. high, low:
-    [S, H] int32, together no more than was allocated.
+
+def plan_prompts(pages: Pages, slots_S, kept_SxHxI) -> Pages:
+    """Heads keep as many pages of each precision of those that `allocate_prompts` gave them, and
+    the surplus goes back: the end of the prompt workflow.
+
+    slots: [S] int32, as there. kept: [S, H, I] int32, together no more than was allocated.
     """
-    M, used = pages.tables.shape[2], _used(pages, slots_S)
-    tables = pages.tables.at[slots_S].get(mode="clip")
-    held = jnp.where(used[:, None], pages.high.at[slots_S].get(mode="clip"), 0)
-    high, low = (jnp.where(used[:, None], x, 0) for x in (high_SxH, low_SxH))
-    column = jnp.arange(M)
-    surplus = (column >= high[..., None]) & (column < (held - low)[..., None])
-    pages = _recycle(pages, tables, surplus)
-    from_right = M - 1 - column
-    source = jnp.clip(held[..., None] - 1 - from_right, 0, M - 1)
-    mirrored = jnp.take_along_axis(tables, source, axis=-1)
-    tables = jnp.where(from_right < low[..., None], mirrored, tables)
-    return _put(pages, slots_S, tables, high, low)
+    used, levels = _used(pages, slots_S), pages.held.shape[2]
+    of_rows = pages.tables.at[slots_S].get(mode="clip")
+    allocated = jnp.where(used[:, None], pages.held.at[slots_S, :, 0].get(mode="clip"), 0)
+    kept = jnp.where(used[:, None, None], kept_SxHxI, 0)
+    column = jnp.arange(of_rows.shape[2])
+    lowest, higher = kept[..., -1:], kept[..., :-1].sum(-1, keepdims=True)
+    surplus = (column >= higher) & (column < allocated[..., None] - lowest)
+    pages = _recycle(pages, of_rows, surplus)
+    source, before = column, jnp.zeros_like(lowest)
+    for level, run in enumerate(pages.runs):
+        count, number = kept[..., level, None], run.number(column)
+        own = allocated_column(level, levels, number, before, allocated[..., None])
+        source = jnp.where((number >= 0) & (number < count), own, source)
+        before = before + count
+    return _put(pages, slots_S, jnp.take_along_axis(of_rows, source, axis=-1), kept)
 
 
-def grow(pages: Pages, slots_S, high_SxH, low_SxH) -> Pages:
-    """A page more for heads, of high or of low precision: the generation workflow, in which a head
-    needs one at most. slots: [S] int32, as in `allocate_prompts`. high, low: [S, H] bool, never
-    both.
+def grow(pages: Pages, slots_S, grows_SxHxI) -> Pages:
+    """A page more for heads, of one of the precisions: the generation workflow, in which a head
+    needs one at most. slots: [S] int32, as in `allocate_prompts`. grows: [S, H, I] bool, one of a
+    head's at most.
     """
     num_slots, H, M = pages.tables.shape
-    used = _used(pages, slots_S)[:, None]
-    high, low = high_SxH & used, low_SxH & used
-    taken = (high | low).astype(jnp.int32)
+    grows = (grows_SxHxI & _used(pages, slots_S)[:, None, None]).astype(jnp.int32)
+    taken = grows.sum(-1)
     ids, pages = _take(pages, taken, 1)
-    has_high, has_low = (x.at[slots_S].get(mode="clip") for x in (pages.high, pages.low))
-    column = jnp.where(high, has_high, M - 1 - has_low)
+    held = pages.held.at[slots_S].get(mode="clip")
+    columns = [run.column(held[..., level]) for level, run in enumerate(pages.runs)]
+    column = (jnp.stack(columns, -1) * grows).sum(-1)
     # What is dropped has a place of its own too: the scatter's indices are promised to be distinct.
     head = slots_S[:, None] * H + jnp.arange(H)
     nowhere = num_slots * H * M + jnp.arange(head.size, dtype=jnp.int32).reshape(head.shape)
     places = jnp.where(taken > 0, head * M + column, nowhere)
-    tables = pages.tables.reshape(-1)
-    tables = tables.at[places.reshape(-1)].set(ids.reshape(-1), mode="drop", unique_indices=True)
+    of_all = pages.tables.reshape(-1)
+    of_all = of_all.at[places.reshape(-1)].set(ids.reshape(-1), mode="drop", unique_indices=True)
     return replace(
         pages,
-        tables=tables.reshape(pages.tables.shape),
-        high=pages.high.at[slots_S].add(high.astype(jnp.int32), mode="drop"),
-        low=pages.low.at[slots_S].add(low.astype(jnp.int32), mode="drop"),
+        tables=of_all.reshape(pages.tables.shape),
+        held=pages.held.at[slots_S].add(grows, mode="drop"),
     )
 
 
-def give(pages: Pages, slots_S, high_SxH, low_SxH) -> Pages:
-    """The heads of empty slots get `high` and `low` pages, as sequences have that are copied or
-    brought back. slots: [S] int32, as in `allocate_prompts`. high, low: [S, H] int32."""
-    M, used = pages.tables.shape[2], _used(pages, slots_S)[:, None]
-    high, low = (jnp.where(used, x, 0).astype(jnp.int32) for x in (high_SxH, low_SxH))
-    ids, pages = _take(pages, high + low, M)
-    column = jnp.arange(M)
-    of_low = high[..., None] + M - 1 - column
-    at = jnp.where(column < high[..., None], column, jnp.clip(of_low, 0, M - 1))
-    return _put(pages, slots_S, jnp.take_along_axis(ids, at, axis=-1), high, low)
+def give(pages: Pages, slots_S, held_SxHxI) -> Pages:
+    """The heads of empty slots get pages of each precision, as sequences have that are copied or
+    brought back. slots: [S] int32, as in `allocate_prompts`. held: [S, H, I] int32."""
+    ids, pages, held = _taken(pages, slots_S, held_SxHxI)
+    column = jnp.arange(pages.tables.shape[2])
+    source, before = jnp.zeros_like(column), jnp.zeros_like(held[..., :1])
+    for level, run in enumerate(pages.runs):
+        count, number = held[..., level, None], run.number(column)
+        source = jnp.where((number >= 0) & (number < count), before + number, source)
+        before = before + count
+    return _put(pages, slots_S, jnp.take_along_axis(ids, source, axis=-1), held)
 
 
 def release(pages: Pages, slots_S) -> Pages:
     """All pages of slots go back, a slot after the other. slots: [S] int32, each once, as in
     `allocate_prompts`."""
-    M = pages.tables.shape[2]
-    column = jnp.arange(M)
-    used = _used(pages, slots_S)
+    column, used = jnp.arange(pages.tables.shape[2]), _used(pages, slots_S)
     (order,) = jnp.nonzero(used, size=len(slots_S), fill_value=0)
 
     def release_one(i, pages):
         slot = slots_S[order[i]]
-        high, low = pages.high[slot], pages.low[slot]
-        held = (column < high[:, None]) | (column >= M - low[:, None])
-        pages = _recycle(pages, pages.tables[slot], held)
-        return replace(pages, high=pages.high.at[slot].set(0), low=pages.low.at[slot].set(0))
+        owned = jnp.zeros(pages.tables.shape[1:], bool)
+        for level, run in enumerate(pages.runs):
+            number = run.number(column)
+            owned |= (number >= 0) & (number < pages.held[slot, :, level, None])
+        pages = _recycle(pages, pages.tables[slot], owned)
+        return replace(pages, held=pages.held.at[slot].set(0))
 
     return jax.lax.fori_loop(0, used.sum(), release_one, pages)
+
+
+def page_of(pages: Pages, slots, head, number):
+    """The page `number` of heads: those of the highest precision come first, those of the lowest
+    last. All int32 [n]; of a number that a head does not have, any page."""
+    held = pages.held.at[slots, head].get(mode="clip")
+    column = jnp.zeros_like(number)
+    for level, run in enumerate(pages.runs):
+        column = jnp.where(number >= 0, run.column(number), column)
+        number = number - held[:, level]
+    return pages.tables.at[slots, head, column].get(mode="clip")
 
 
 def _used(pages: Pages, slots_S):
     return slots_S < pages.tables.shape[0]
 
 
-def _put(pages: Pages, slots_S, tables_SxHxM, high_SxH, low_SxH) -> Pages:
+def _put(pages: Pages, slots_S, tables_SxHxM, held_SxHxI) -> Pages:
     return replace(
         pages,
         tables=pages.tables.at[slots_S].set(tables_SxHxM, mode="drop"),
-        high=pages.high.at[slots_S].set(high_SxH, mode="drop"),
-        low=pages.low.at[slots_S].set(low_SxH, mode="drop"),
+        held=pages.held.at[slots_S].set(held_SxHxI, mode="drop"),
     )
+
+
+def _taken(pages: Pages, slots_S, held_SxHxI):
+    """(ids [S, H, M] of new pages, of which a head's come first, pages, held); none for a row that
+    is none."""
+    held = jnp.where(_used(pages, slots_S)[:, None, None], held_SxHxI, 0).astype(jnp.int32)
+    ids, pages = _take(pages, held.sum(-1), pages.tables.shape[2])
+    return ids, pages, held
 
 
 def _take(pages: Pages, counts, width: int):

@@ -5,33 +5,30 @@ import jax.numpy as jnp
 
 from paged.kv_cache.diffkv.compression import NOBODY, Found, Rules, least
 from pallas_kernels.quantized_attention import PageFormat
+from pallas_kernels.quantized_attention.tables import Run
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
 
 TOKENS = 2048  # whose scores an iteration updates
 
 
 def add_scores(
-    rules: Rules, words, tables_RxM, counts, formats, kept, lse_RxG, positions_R, budget
+    rules: Rules, words, tables_RxM, runs, counts_RxI, formats, kept, lse_RxG, positions_R, budget
 ):  # fmt: skip
     """Add each token's probability to its score, and find who may leave with the next token.
 
-    words: [N, W], the pool. tables: [R, M] of a row's high and low pages, R heads of all sequences.
-    counts: of each precision, [R] int32 tokens. kept, lse: what attention gave, by precision
-    [R, M, P, G], or more of these, and [R, G]. positions: [R] int32 of the query. budget: as
-    `rules.recent` has it.
+    words: [N, W], the pool. tables: [R, M] of a row's pages, R heads of all sequences, of each
+    precision where `runs` say. counts: [R, I] int32 tokens. kept, lse: what attention gave, by
+    precision [R, M, P, G], or more of these, and [R, G]. positions: [R] int32 of the query. budget:
+    as `rules.recent` has it.
 
-    Returns (words, Found [R, 3]).
+    Returns (words, Found [R, 1 + I]).
     """
-    R, M = tables_RxM.shape
     pools, found = words, []
-    columns = (lambda number: number), (lambda number: M - 1 - number)
-    window_R = jnp.broadcast_to(rules.recent(budget, positions_R + 2), R)
-    for is_high, column, count, format, scores in zip(
-        (True, False), columns, counts, formats, kept
-    ):
+    window_R = jnp.broadcast_to(rules.recent(budget, positions_R + 2), len(positions_R))
+    for level, (run, format, scores) in enumerate(zip(runs, formats, kept, strict=True)):
         pools, *of_section = _section(
-            rules, pools, tables_RxM, column, count, format, scores, lse_RxG, positions_R,
-            window_R if is_high else None,
+            rules, pools, tables_RxM, run, counts_RxI[:, level], format, scores, lse_RxG,
+            positions_R, None if level else window_R,
         )  # fmt: skip
         found += of_section
     means, places = zip(*found)
@@ -39,27 +36,26 @@ def add_scores(
 
 
 def _section(
-    rules: Rules, words, tables_RxM, column, count_R, format: PageFormat, kept, lse_RxG,
+    rules: Rules, words, tables_RxM, run: Run, count_R, format: PageFormat, kept, lse_RxG,
     positions_R, window_R,
 ):  # fmt: skip
-    """(words, and of high precision the candidate and the victim, of low precision the victim, each
-    as (mean [R], place [R])). window: [R] int32 last tokens of high precision that stay, None of
-    low precision."""
-    R, M = tables_RxM.shape
-    N, P = len(words), format.tokens
+    """(words, and of the highest precision the candidate and the victim, of another the victim,
+    each as (mean [R], place [R])). window: [R] int32 last tokens of the highest precision that
+    stay, None of another."""
+    R, N, P = len(count_R), len(words), format.tokens
     pages_R = (count_R + P - 1) // P
     width = max(1, TOKENS // P)
 
     def body(trip, carry):
         words, found = carry
         row, number, live = listed(pages_R, trip, width)
-        ids = jnp.where(live, tables_RxM[row, jnp.clip(column(number), 0, M - 1)], 0)
+        ids = jnp.where(live, tables_RxM[row, run.column(number)], 0)
         scores, positions = format.read_scores(words, ids)
         # XLA would move these reads behind the write, and copy the pool for that.
         scores, positions, words = jax.lax.optimization_barrier((scores, positions, words))
         place = number[:, None] * P + jnp.arange(P)
         held = live[:, None] & (place < count_R[row][:, None])
-        logits = kept.at[row, jnp.clip(number, 0, M - 1)].get(mode="promise_in_bounds")
+        logits = kept.at[row, jnp.clip(number, 0, run.width - 1)].get(mode="promise_in_bounds")
         lse = lse_RxG[row][:, None]
         probs = jnp.exp(logits[:, :P, : lse.shape[-1]] - lse).max(-1)
         now = positions_R[row][:, None]

@@ -21,10 +21,10 @@ class Section:
 @dataclass(frozen=True)
 class Snapshot:
     """Of a shard. free: pages in the order of the list. heads: by slot and head (layer * K + KV
-    head), what is kept in high and in low precision."""
+    head), what is kept in each precision, the highest first."""
 
     free: list[int]
-    heads: list[list[tuple[Section, Section]]]
+    heads: list[list[tuple[Section, ...]]]
 
 
 def snapshot(layout: Layout, cache: DiffKVCache) -> list[Snapshot]:
@@ -42,13 +42,12 @@ def _of_shard(layout: Layout, cache: DiffKVCache) -> Snapshot:
     for slot in range(layout.num_slots):
         of_slot = []
         for head in range(layout.all_heads):
-            table = pages.tables[slot, head]
-            parts = table[: pages.high[slot, head]], table[::-1][: pages.low[slot, head]]
-            high, low = (
-                _section(words, np.asarray(ids), format, int(count))
-                for ids, format, count in zip(parts, layout.formats, cache.counts[slot, head])
-            )
-            of_slot.append((high, low))
+            sections = []
+            for level, (run, format) in enumerate(zip(pages.runs, layout.formats)):
+                columns = run.column(np.arange(int(pages.held[slot, head, level])))
+                ids, count = pages.tables[slot, head, columns], cache.counts[slot, head, level]
+                sections.append(_section(words, np.asarray(ids), format, int(count)))
+            of_slot.append(tuple(sections))
         heads.append(of_slot)
     return Snapshot(pages.free_list[listed].tolist(), heads)
 

@@ -1,5 +1,6 @@
 """What DiffKV's device half keeps and plans: pytrees of arrays."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import flax.struct
@@ -17,9 +18,9 @@ from pallas_kernels.quantized_attention import plan_mixed_decode
 @flax.struct.dataclass
 class DiffKVCache:
     """words: [N, W] uint32, the pool of unified pages.  pages: who owns them.  counts: [num_slots,
-    L * K, 2] int32 tokens of each head in high and in low precision.  found: [num_slots, L * K, 3],
-    the tokens that may leave with the next one.  alpha: [1, 2] float32, of high and low precision,
-    and budget: [1] float32: data, so that calibration compiles nothing."""
+    L * K, I] int32 tokens of each head by precision, the highest first.  found: [num_slots, L * K,
+    1 + I], the tokens that may leave with the next one.  alpha: [1, I] float32, by precision, and
+    budget: [1] float32: data, so that calibration compiles nothing."""
 
     words: jax.Array
     pages: Pages
@@ -29,18 +30,15 @@ class DiffKVCache:
     budget: jax.Array
 
     @classmethod
-    def empty(
-        cls, layout: Layout, alpha_h: float, alpha_l: float, budget: float = 0.0
-    ) -> "DiffKVCache":
-        heads = layout.num_slots, layout.all_heads
+    def empty(cls, layout: Layout, alpha: Sequence[float], budget: float = 0.0) -> "DiffKVCache":
+        heads, levels = (layout.num_slots, layout.all_heads), layout.levels
+        width, found = layout.table_width, (*heads, 1 + levels)
         return cls(
             words=jnp.zeros((layout.num_pages, layout.formats[0].words), jnp.uint32),
-            pages=page_manager.init(layout.num_pages, *heads, layout.table_width),
-            counts=jnp.zeros((*heads, 2), jnp.int32),
-            found=Found(
-                jnp.zeros((*heads, 3), jnp.int32), jnp.full((*heads, 3), NOBODY, jnp.float32)
-            ),
-            alpha=jnp.array([[alpha_h, alpha_l]], jnp.float32),
+            pages=page_manager.init(layout.num_pages, *heads, width, levels, layout.single),
+            counts=jnp.zeros((*heads, levels), jnp.int32),
+            found=Found(jnp.zeros(found, jnp.int32), jnp.full(found, NOBODY, jnp.float32)),
+            alpha=jnp.array([alpha], jnp.float32),
             budget=jnp.array([budget], jnp.float32),
         )
 
@@ -57,18 +55,18 @@ class PromptPlan:
 
 @flax.struct.dataclass
 class DecodePlan:
-    """slots: [Sd], num_slots where nothing is computed.  positions: [Sd].  By head, [Sd, L * K],
-    high_page, high_at: where the new token goes.  moves: whether the one that it replaces goes to
-    low_page, low_at.  tables: [Sd, L * K, M] and counts: [Sd, L * K, 2] with the new token, none
-    where nothing is computed.  schedules: of kernels, with an axis of layers, or None."""
+    """slots: [Sd], num_slots where nothing is computed.  positions: [Sd].  By head and precision,
+    [Sd, L * K, I], arrives: whether a token comes there, to place `at` of `page`, and replaces:
+    whether it takes that of a token, which goes on down.  tables: [Sd, L * K, M] and counts: [Sd,
+    L * K, I] with the new token, none where nothing is computed.  schedules: of kernels, with an
+    axis of layers, or None."""
 
     slots: jax.Array
     positions: jax.Array
-    high_page: jax.Array
-    high_at: jax.Array
-    moves: jax.Array
-    low_page: jax.Array
-    low_at: jax.Array
+    arrives: jax.Array
+    replaces: jax.Array
+    page: jax.Array
+    at: jax.Array
     tables: jax.Array
     counts: jax.Array
     schedules: DecodeSchedule | None = None
@@ -87,8 +85,7 @@ def plan_prompts(layout: Layout, cache: DiffKVCache, inputs):
     ends = jnp.zeros(S, jnp.int32).at[inputs.token_rows].max(inputs.positions + 1, mode="drop")
     lengths = ends[:Sp]
     slots = jnp.where(lengths > 0, inputs.slots[:Sp], layout.num_slots)
-    P = layout.formats[0].tokens
-    allocated = jnp.where(lengths > 0, (lengths + P - 1) // P + 1, 0)
+    allocated = jnp.where(lengths > 0, layout.worst_of_head(lengths), 0)
     pages = page_manager.allocate_prompts(cache.pages, slots, allocated)
     return replace(cache, pages=pages), PromptPlan(slots, lengths, allocated)
 
@@ -103,33 +100,25 @@ def plan_decodes(layout: Layout, rules, cache: DiffKVCache, inputs, implementati
     decision: Decision = decide(
         rules, found, positions[:, None] + 1, cache.alpha[0], before[..., 0], cache.budget[0]
     )
-    high_grows = real & ~decision.leaves
-    moves = real & decision.moves
-    low_grows = moves & ~decision.replaces
-    high_at = jnp.where(decision.leaves, decision.high_at, before[..., 0])
-    low_at = jnp.where(decision.replaces, decision.low_at, before[..., 1])
-    (high, low), M = layout.formats, layout.table_width
-    full = before % jnp.array([high.tokens, low.tokens]) == 0
-    pages = page_manager.grow(
-        cache.pages, slots, high_grows & full[..., 0], low_grows & full[..., 1]
-    )
-    grown = jnp.stack([high_grows, low_grows], -1).astype(jnp.int32)
-    counts = cache.counts.at[slots].add(grown, mode="drop")
+    sizes = jnp.array([format.tokens for format in layout.formats])
+    arrives = real[..., None] & decision.arrives
+    grows = arrives & ~decision.replaces
+    at = jnp.where(decision.replaces, decision.at, before)
+    pages = page_manager.grow(cache.pages, slots, grows & (before % sizes == 0))
+    counts = cache.counts.at[slots].add(grows.astype(jnp.int32), mode="drop")
     tables = pages.tables.at[slots].get(mode="clip")
-
-    def entry(column):
-        return jnp.take_along_axis(tables, jnp.clip(column, 0, M - 1)[..., None], -1)[..., 0]
-
-    read = jnp.where(real[..., None], before + grown, 0)
-    by_layer = read.reshape(len(slots), layout.layers, layout.heads, 2)
+    column = jnp.stack(
+        [run.column(number) for run, number in zip(pages.runs, jnp.moveaxis(at // sizes, -1, 0))],
+        axis=-1,
+    )
+    read = jnp.where(real[..., None], before + grows, 0)
+    by_layer = read.reshape(len(slots), layout.layers, layout.heads, layout.levels)
     schedules = jax.vmap(
-        lambda high, low: plan_mixed_decode(
-            high, low, layout.formats, implementation=implementation
-        ),
+        lambda counts: plan_mixed_decode(counts, layout.formats, implementation=implementation),
         in_axes=1,
-    )(by_layer[..., 0], by_layer[..., 1])
+    )(by_layer)
     plan = DecodePlan(
-        slots, positions, entry(high_at // high.tokens), high_at % high.tokens, moves,
-        entry(M - 1 - low_at // low.tokens), low_at % low.tokens, tables, read, schedules,
+        slots, positions, arrives, decision.replaces, jnp.take_along_axis(tables, column, -1),
+        at % sizes, tables, read, schedules,
     )  # fmt: skip
     return replace(cache, pages=pages, counts=counts), plan

@@ -78,9 +78,17 @@ LSERVE_OPTIONS = lserve.Options(
 LSERVE_KV8_OPTIONS = dataclasses.replace(LSERVE_OPTIONS, kv_bits=8)
 # Pages of 4 tokens as they are or of 12 tokens in 4 bits; thresholds that TINY's heads fall below.
 DIFFKV_OPTIONS = diffkv.Options(high="auto", low="K4V4", alpha_h=1.0, alpha_l=0.6, window=6)
+# Pages of 4 tokens as they are, of 8 tokens in 8 bits or of 12 tokens in 4 bits.
+DIFFKV_THREE_OPTIONS = dataclasses.replace(
+    DIFFKV_OPTIONS, top="auto", high="K8V8", alpha_top=1.4, alpha_h=1.0
+)
 # Prompts come whole.
 DIFFKV_CONFIG = {"chunked_prefill": False, "max_num_batched_tokens": LONGEST}
 DIFFKV_EXACT_OPTIONS = diffkv.Options(high="auto", low="auto", alpha_h=0.0, alpha_l=0.0)
+# Thresholds are data: its programs are those of the options with which tokens move down.
+DIFFKV_EXACT_THREE_OPTIONS = dataclasses.replace(
+    DIFFKV_THREE_OPTIONS, alpha_top=0.0, alpha_h=0.0, alpha_l=0.0
+)
 WRITTEN = written_policy()
 # Seven pages before a token's own, so that the crowd preempts; as streaming heads have it.
 WRITTEN_OPTIONS = WRITTEN.Options(sink=1, local=7)

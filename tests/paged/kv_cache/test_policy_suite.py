@@ -132,7 +132,7 @@ def test_random_operations_beside_a_twin(bench, case, multi_step, data):
 @pytest.mark.slow
 @by_policy
 @pytest.mark.parametrize("multi_step", [1, 3])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_many_random_operations_beside_a_twin(bench, case, multi_step, data):
     random_operations(bench, case, data, multi_step)

@@ -19,19 +19,20 @@ class Token:
 
 @dataclass
 class Head:
-    """alpha: of high and of low precision. store_high, store_low: what precision leaves of a token.
-    prompt, generation: 'paper' or 'repository', or with a budget, up to 1 as a share of the tokens,
-    'h2o' or 'snapkv', and 'h2o' or 'keep'."""
+    """alpha: of each precision, the highest first. stores: what each leaves of a token. prompt,
+    generation: 'paper' or 'repository', or with a budget, up to 1 as a share of the tokens, 'h2o'
+    or 'snapkv', and 'h2o' or 'keep'."""
 
-    alpha: tuple[float, float]
+    alpha: tuple[float, ...]
     window: int
-    store_high: Stored
-    store_low: Stored
+    stores: list[Stored]
     prompt: str = "paper"
     generation: str = "paper"
     budget: float = 0.0
-    high: list[Token] = field(default_factory=list)
-    low: list[Token] = field(default_factory=list)
+    kept: list[list[Token]] = field(init=False)
+
+    def __post_init__(self):
+        self.kept = [[] for _ in self.stores]
 
     def take_prompt(self, q, k, v) -> np.ndarray:
         """Attention [n, G, D] of queries [n, G, D]."""
@@ -54,12 +55,11 @@ class Head:
                 mean = max(sum(probs[i, g, j] for i in rows) for g in range(G)) / min(n - j, 64)
                 base = n
             later = n - j if self.generation == "repository" else n - j - 1
-            token = Token(j, *self.store_high(k[j], v[j]), mean * later)
-            if j >= n - self.window or mean >= self.alpha[0] / base:
-                self.high.append(token)
-            elif mean >= self.alpha[1] / base:
-                token.key, token.value = self.store_low(k[j], v[j])
-                self.low.append(token)
+            level = self._level(mean, [alpha / base for alpha in self.alpha])
+            if j >= n - self.window:
+                level = 0
+            if level is not None:
+                self.kept[level].append(Token(j, *self.stores[level](k[j], v[j]), mean * later))
         return np.einsum("igj,jd->igd", probs, v)
 
     def _take_budget(self, probs, k, v) -> None:
@@ -77,7 +77,7 @@ class Head:
         best = sorted(old, key=lambda j: -votes[j])
         kept = best[: max(0, self._most(n) - (n - len(old)))] + list(range(len(old), n))
         for j in sorted(kept):
-            self.high.append(Token(j, *self.store_high(k[j], v[j]), sums[j]))
+            self.kept[0].append(Token(j, *self.stores[0](k[j], v[j]), sums[j]))
 
     def _recent(self, n: int) -> int:
         return max(2, self._most(n) // 2) if self.generation == "h2o" else self.window
@@ -92,10 +92,10 @@ class Head:
             self._evict(self._most(N), self._recent(N))
         elif self.generation != "keep":
             compress = self._algorithm_1 if self.generation == "paper" else self._argmin
-            compress(self.alpha[0] / N, self.alpha[1] / N)
-        new = Token(position, *self.store_high(k, v), 0.0)
-        self.high.append(new)
-        tokens = self.high + self.low
+            compress([alpha / N for alpha in self.alpha])
+        new = Token(position, *self.stores[0](k, v), 0.0)
+        self.kept[0].append(new)
+        tokens = [token for kept in self.kept for token in kept]
         keys, values = (np.stack([getattr(t, name) for t in tokens]) for name in ("key", "value"))
         scores = q @ keys.T * q.shape[-1] ** -0.5
         weights = np.exp(scores - scores.max(1, keepdims=True))
@@ -112,51 +112,56 @@ class Head:
         later = self._age(token) - (self.generation == "paper")
         return token.score / later
 
-    def _down(self, token: Token) -> None:
-        token.key, token.value = self.store_low(token.key, token.value)
-        self.low.append(token)
+    def _level(self, mean: float, thresholds: list[float]) -> int | None:
+        """The highest precision whose threshold it reaches; None if it is dropped."""
+        return next((i for i, least in enumerate(thresholds) if mean >= least), None)
 
-    def _algorithm_1(self, threshold_high: float, threshold_low: float) -> None:
-        """Lines 5 to 19. The candidate leaves the window, where it was in high precision."""
-        leaving = [t for t in self.high if self._age(t) == self.window]
+    def _down(self, token: Token, level: int) -> None:
+        token.key, token.value = self.stores[level](token.key, token.value)
+        self.kept[level].append(token)
+
+    def _algorithm_1(self, thresholds: list[float]) -> None:
+        """Lines 5 to 19. The candidate leaves the window, where it was in the highest precision."""
+        leaving = [t for t in self.kept[0] if self._age(t) == self.window]
         if not leaving:
             return
         (candidate,) = leaving
-        recent = [t for t in self.high if self._age(t) < self.window]
-        high = [t for t in self.high if self._age(t) > self.window]
-        if self._score(candidate) >= threshold_high:
-            high.append(candidate)
-            victim = min(high, key=self._score)
-            if threshold_low <= self._score(victim) < threshold_high:
-                high.remove(victim)
-                self._down(victim)
-            elif self._score(victim) < threshold_low:
-                high.remove(victim)
-        elif self._score(candidate) >= threshold_low:
-            self._down(candidate)
-            victim = min(self.low, key=self._score)
-            if self._score(victim) < threshold_low:
-                self.low.remove(victim)
-        self.high = high + recent
+        level = self._level(self._score(candidate), thresholds)
+        if level != 0:
+            self.kept[0].remove(candidate)
+        if level is None:
+            return
+        if level:
+            self._down(candidate, level)
+        of_level = [t for t in self.kept[level] if level or self._age(t) >= self.window]
+        victim = min(of_level, key=self._score)
+        if self._score(victim) >= thresholds[level]:
+            return
+        self.kept[level].remove(victim)
+        lower = self._level(self._score(victim), thresholds)
+        if lower is not None:
+            self._down(victim, lower)
 
     def _evict(self, most: int, recent: int) -> None:
         """H2O: the least of all accumulated scores goes, if there is no room for the new token."""
-        old = [t for t in self.high if self._age(t) >= recent]
-        if old and len(self.high) >= most:
-            self.high.remove(min(old, key=lambda t: t.score))
+        old = [t for t in self.kept[0] if self._age(t) >= recent]
+        if old and len(self.kept[0]) >= most:
+            self.kept[0].remove(min(old, key=lambda t: t.score))
 
-    def _argmin(self, threshold_high: float, threshold_low: float) -> None:
+    def _argmin(self, thresholds: list[float]) -> None:
         """The repository's rule."""
-        old = [t for t in self.high if self._age(t) >= self.window]
+        old = [t for t in self.kept[0] if self._age(t) >= self.window]
         if not any(self._age(t) == self.window for t in old):
             return
-        victim = min(old, key=self._score)
-        if self._score(victim) >= threshold_high:
-            return
-        self.high.remove(victim)
-        if self._score(victim) >= threshold_low:
-            if self.low:
-                least = min(self.low, key=self._score)
-                if self._score(least) < threshold_low:
-                    self.low.remove(least)
-            self._down(victim)
+        victim: Token | None = min(old, key=self._score)
+        level: int | None = 0
+        while victim is not None and level is not None:
+            if self._score(victim) >= thresholds[level]:
+                return
+            self.kept[level].remove(victim)
+            level = self._level(self._score(victim), thresholds)
+            if level is None:
+                return
+            least = min(self.kept[level], key=self._score, default=None)
+            self._down(victim, level)
+            victim = least

@@ -51,6 +51,8 @@ CASES = [
                  marks=pytest.mark.slow),
     pytest.param("repository", "paper", ("auto", "K4V4"), (0.7, 0.7), id="no low precision",
                  marks=pytest.mark.slow),
+    pytest.param("paper", "paper", ("auto", "K8V8", "K4V4"), (1.3, 0.9, 0.5), id="three",
+                 marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
@@ -76,7 +78,7 @@ def _check(prompt_rule, generation_rule, formats, alpha, budget=0.0):
     """Two prompts, one shorter than the window, and tokens one by one; outputs at each step, and in
     the end each head's tokens by precision, with their scores."""
     options = dict(
-        high=formats[0], low=formats[1], alpha_h=0.0, alpha_l=0.0, window=5,
+        zip(("low", "high", "top"), formats[::-1]), alpha_h=0.0, alpha_l=0.0, window=5,
         prompt_rule=prompt_rule, generation_rule=generation_rule, budget=float(budget > 0),
     )  # fmt: skip
     config = EngineConfig(
@@ -93,7 +95,7 @@ def _check(prompt_rule, generation_rule, formats, alpha, budget=0.0):
     driver = Driver(MODEL, config, qkv, prompts)
     # Thresholds are data: no program is made for them.
     device: Any = driver.device
-    driver.cache = device.with_thresholds(driver.cache, *alpha, budget)
+    driver.cache = device.with_thresholds(driver.cache, alpha, budget)
     found: list[list[np.ndarray]] = [[], []]
     steps = [[(0, 21)], [(0, 1), (1, 3)]] + [[(0, 1), (1, 1)]] * 22 + [[(1, 1)]] * 5
     for chunks in steps:
@@ -104,15 +106,15 @@ def _check(prompt_rule, generation_rule, formats, alpha, budget=0.0):
 
     assert driver._run._cache_size() == 1
     (state,) = snapshot(device.layout, driver.cache)
-    kinds = set()
+    kinds: set[int | str] = set()
     for slot, (n, prompt) in enumerate(zip(lengths, prompts)):
         ours = np.concatenate(found[slot], axis=1).reshape(L, n, K, G, D)
         for layer in range(L):
             for head in range(K):
                 q, k, v = (x[layer] for x in qkv[slot])
                 q, k, v = q.reshape(n, K, G, D)[:, head], k[:, head], v[:, head]
-                high, low = map(stored, formats)
-                oracle = Head(alpha, 5, high, low, prompt_rule, generation_rule, budget)
+                stores = list(map(stored, formats))
+                oracle = Head(alpha, 5, stores, prompt_rule, generation_rule, budget)
                 outs = [oracle.take_prompt(q[:prompt], k[:prompt], v[:prompt])]
                 for i in range(prompt, n):
                     outs.append(oracle.take_token(i, q[i], k[i], v[i])[None])
@@ -120,12 +122,14 @@ def _check(prompt_rule, generation_rule, formats, alpha, budget=0.0):
                     ours[layer, :, head], np.concatenate(outs), atol=1e-4, err_msg=f"{slot} {head}"
                 )
                 sections = state.heads[slot][layer * K + head]
-                for section, tokens in zip(sections, (oracle.high, oracle.low)):
+                for section, tokens in zip(sections, oracle.kept, strict=True):
                     _check_tokens(section, tokens)
-                kinds |= {"moved down"} if oracle.low else set()
-                kinds |= {"dropped"} if len(oracle.high) + len(oracle.low) < n else set()
-    expected = {"moved down"} if alpha[0] > alpha[1] else set()
-    assert kinds == expected | ({"dropped"} if alpha[1] or budget else set())
+                kinds.update(i for i, tokens in enumerate(oracle.kept) if tokens)
+                kinds |= {"dropped"} if sum(map(len, oracle.kept)) < n else set()
+    expected: set[int | str] = {0}
+    expected.update(i for i in range(1, len(alpha)) if alpha[i - 1] > alpha[i])
+    expected.update(["dropped"] if alpha[-1] or budget else [])
+    assert kinds == expected
 
 
 def _check_tokens(section, tokens: list[Token]) -> None:
@@ -143,34 +147,33 @@ MEANS = st.sampled_from([0.0, 0.03, 0.03125, 0.1, 0.125, 0.5, compression.NOBODY
 
 
 @settings(max_examples=200, deadline=None)
-@given(means=st.tuples(MEANS, MEANS, MEANS), rule=st.sampled_from(["paper", "repository"]))
+@given(means=st.lists(MEANS, min_size=3, max_size=4), rule=st.sampled_from(["paper", "repository"]))
 def test_decisions_are_those_of_the_printed_algorithm(means, rule):
-    """Over tokens that have just these scores: who leaves high precision, who comes to the low one,
-    and whose place it takes. Thresholds are 1/8 and 1/32."""
-    decide = partial(compression.decide, Rules(window=4, generation=rule))
-    found = Found(jnp.array([7, 8, 9]), jnp.array(means, jnp.float32))
-    decision = decide(found, 8, jnp.array([1.0, 0.25]))
+    """Over tokens that have just these scores, in two or three precisions: who leaves each of them
+    and who comes. Thresholds are 1/8, 1/16 of three alone, and 1/32."""
+    alpha = (1.0, 0.25) if len(means) == 3 else (1.0, 0.5, 0.25)
+    found = Found(jnp.array([7, 8, 9, 10][: len(means)]), jnp.array(means, jnp.float32))
+    decision = compression.decide(Rules(window=4, generation=rule), found, 8, jnp.array(alpha))
 
-    oracle = Head((1.0, 0.25), 4, stored("auto"), stored("auto"), generation=rule)
+    oracle = Head(alpha, 4, [stored("auto")] * len(alpha), generation=rule)
     oracle.now = 100
     zero = np.zeros(D)
-    places = {}
-    for mean, age, section, place in zip(
-        means, (4, 5, 6), (oracle.high, oracle.high, oracle.low), (7, 8, 9)
-    ):
+    ours: list[dict[int, str]] = [{} for _ in alpha]  # tokens by place
+    for mean, age, level, place in zip(means, (4, 5, 6, 7), (0, 0, 1, 2), (7, 8, 9, 10)):
         if mean < compression.NOBODY:
             token = Token(100 - age, zero, zero, mean * (age - (rule == "paper")))
-            section.append(token)
-            places[token.position] = place
-    before = {token.position for token in oracle.high}, {token.position for token in oracle.low}
+            oracle.kept[level].append(token)
+            ours[level][place] = str(token.position)
     compress = oracle._algorithm_1 if rule == "paper" else oracle._argmin
-    compress(1 / 8, 1 / 32)
-    after = {token.position for token in oracle.high}, {token.position for token in oracle.low}
-    left = before[0] - after[0]
-    assert bool(decision.leaves) == bool(left)
-    if left:
-        assert int(decision.high_at) == places[left.pop()]
-    assert bool(decision.moves) == bool(after[1] - before[1])
-    assert bool(decision.replaces) == bool(before[1] - after[1])
-    if decision.replaces:
-        assert int(decision.low_at) == places[(before[1] - after[1]).pop()]
+    compress([each / 8 for each in alpha])
+    oracle.kept[0].append(Token(101, zero, zero, 0.0))
+
+    coming = "101"
+    for tokens, arrives, replaces, at in zip(ours, *map(np.asarray, decision), strict=True):
+        if arrives:
+            place = int(at) if replaces else -1
+            left = tokens.get(place, "nobody")
+            assert (left != "nobody") == replaces
+            tokens[place], coming = coming, left
+    expected = [{str(token.position) for token in tokens} for tokens in oracle.kept]
+    assert [set(tokens.values()) for tokens in ours] == expected

@@ -15,47 +15,43 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from paged.kv_cache.diffkv import page_manager
 
 SLOTS, HEADS, WIDTH, ROWS = 4, 3, 5, 2
-Counts = list[list[int]]  # by row and head
+Counts = list[list[list[int]]]  # by row, head and precision
 
 
 class Twin:
-    """Lists and loops: a head's high and low pages, and the free ones in order."""
+    """Lists and loops: a head's pages of each precision, and the free ones in order."""
 
-    def __init__(self, num_pages: int):
+    def __init__(self, num_pages: int, levels: int):
         self.free = deque(range(num_pages))
-        self.high: list[list[list[int]]] = [[[] for _ in range(HEADS)] for _ in range(SLOTS)]
-        self.low: list[list[list[int]]] = [[[] for _ in range(HEADS)] for _ in range(SLOTS)]
+        self.pages: list[list[list[list[int]]]] = [
+            [[[] for _ in range(levels)] for _ in range(HEADS)] for _ in range(SLOTS)
+        ]
 
-    def give(self, slots: list[int], high: Counts, low: Counts) -> None:
-        for slot, of_high, of_low in zip(slots, high, low):
-            for head in range(HEADS):
-                self.high[slot][head] = [self.free.popleft() for _ in range(of_high[head])]
-                self.low[slot][head] = [self.free.popleft() for _ in range(of_low[head])]
+    def give(self, slots: list[int], counts: Counts) -> None:
+        for slot, row in zip(slots, counts):
+            for head, of_head in enumerate(row):
+                self.pages[slot][head] = [[self.free.popleft() for _ in range(n)] for n in of_head]
 
-    def plan(self, slots: list[int], high: Counts, low: Counts) -> None:
-        for slot, of_high, of_low in zip(slots, high, low):
-            for head in range(HEADS):
-                held = self.high[slot][head]
-                first_low = len(held) - of_low[head]
-                self.high[slot][head] = held[: of_high[head]]
-                self.free.extend(held[of_high[head] : first_low])
-                self.low[slot][head] = held[first_low:][::-1]
+    def plan(self, slots: list[int], kept: Counts) -> None:
+        for slot, row in zip(slots, kept):
+            for head, (*higher, lowest) in enumerate(row):
+                held = deque(self.pages[slot][head][0])
+                self.pages[slot][head] = [[held.popleft() for _ in range(n)] for n in higher]
+                self.pages[slot][head].append([held.pop() for _ in range(lowest)])
+                self.free.extend(held)
 
-    def grow(self, slots: list[int], needs: Counts) -> None:
+    def grow(self, slots: list[int], needs: list[list[int]]) -> None:
+        """needs: 0 for no page, or one more than the precision."""
         for slot, row in zip(slots, needs):
             for head, need in enumerate(row):
                 if need:
-                    kind = self.high if need == 1 else self.low
-                    kind[slot][head].append(self.free.popleft())
+                    self.pages[slot][head][need - 1].append(self.free.popleft())
 
     def release(self, slots: list[int]) -> None:
         for slot in slots:
-            for head in range(HEADS):
-                self.free.extend(self.high[slot][head] + self.low[slot][head][::-1])
-                self.high[slot][head], self.low[slot][head] = [], []
-
-    def held(self, slot: int, head: int) -> int:
-        return len(self.high[slot][head]) + len(self.low[slot][head])
+            for head, (*higher, lowest) in enumerate(self.pages[slot]):
+                self.free.extend(page for pages in (*higher, lowest[::-1]) for page in pages)
+                self.pages[slot][head] = [[] for _ in (*higher, lowest)]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -64,17 +60,34 @@ def run(name: str, pages, *arguments):
 
 
 class Manager(RuleBasedStateMachine):
+    """Two precisions, whose pages share a table."""
+
+    levels, single = 2, 0
+
     @initialize(num_pages=st.integers(1, SLOTS * HEADS * WIDTH))
     def begin(self, num_pages):
-        self.twin, self.planned = Twin(num_pages), [True] * SLOTS
+        self.twin, self.planned = Twin(num_pages, self.levels), [True] * SLOTS
         # One size for all, so that one program serves: the pages beyond are never free.
-        self.pages = page_manager.init(SLOTS * HEADS * WIDTH, SLOTS, HEADS, WIDTH)
-        lacking = SLOTS * HEADS * WIDTH - num_pages
-        self.pages = replace(self.pages, free=self.pages.free - lacking)
+        most, width = SLOTS * HEADS * WIDTH, self.single + WIDTH
+        self.pages = page_manager.init(most, SLOTS, HEADS, width, self.levels, self.single)
+        self.pages = replace(self.pages, free=self.pages.free - (most - num_pages))
         self.num_pages = num_pages
 
     def _empty(self) -> list[int]:
-        return [s for s in range(SLOTS) if not any(self.twin.held(s, h) for h in range(HEADS))]
+        return [s for s in range(SLOTS) if not any(map(any, self.twin.pages[s]))]
+
+    def _room(self, held: list[int]) -> list[int]:
+        """Pages of each precision that a head's tables still have room for."""
+        shared = WIDTH - sum(held[-2:])
+        return [self.single - held[0]] * (self.levels == 3) + [shared, shared]
+
+    def _drawn(self, data, most: int) -> list[int]:
+        """Counts of pages that fit a head's tables, `most` of all together."""
+        counts = [0] * self.levels
+        for level in data.draw(st.permutations(range(self.levels))):
+            room = min(self._room(counts)[level], most - sum(counts))
+            counts[level] = data.draw(st.integers(0, room))
+        return counts
 
     def _do(self, name: str, slots: list[int], *arguments) -> None:
         """Rows that are none come anywhere: before, between or after the others."""
@@ -93,19 +106,15 @@ class Manager(RuleBasedStateMachine):
     def prompts(self, data):
         slots = data.draw(st.lists(st.sampled_from(self._empty()), min_size=1, max_size=ROWS,
                                    unique=True))  # fmt: skip
-        most = min(WIDTH, len(self.twin.free) // (HEADS * len(slots)))
+        most = min(self.single + WIDTH, len(self.twin.free) // (HEADS * len(slots)))
         counts = data.draw(st.lists(st.integers(0, most), min_size=len(slots),
                                     max_size=len(slots)))  # fmt: skip
         self._do("allocate_prompts", slots, np.array(counts, np.int32))
-        alike = [[count] * HEADS for count in counts]
-        self.twin.give(slots, alike, [[0] * HEADS] * len(slots))
-        high, low = [], []
-        for count in counts:
-            kept = [data.draw(st.integers(0, count)) for _ in range(HEADS)]
-            low.append([data.draw(st.integers(0, count - each)) for each in kept])
-            high.append(kept)
-        self._do("plan_prompts", slots, np.array(high, np.int32), np.array(low, np.int32))
-        self.twin.plan(slots, high, low)
+        nothing = [0] * (self.levels - 1)
+        self.twin.give(slots, [[[count, *nothing]] * HEADS for count in counts])
+        kept = [[self._drawn(data, count) for _ in range(HEADS)] for count in counts]
+        self._do("plan_prompts", slots, np.array(kept, np.int32))
+        self.twin.plan(slots, kept)
 
     @rule(data=st.data(), slots=st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=ROWS,
                                          unique=True))  # fmt: skip
@@ -113,27 +122,25 @@ class Manager(RuleBasedStateMachine):
         free, needs = len(self.twin.free), []
         for slot in slots:
             row = []
-            for head in range(HEADS):
-                room = free > 0 and self.twin.held(slot, head) < WIDTH
-                row.append(data.draw(st.integers(0, 2)) if room else 0)
+            for of_head in self.twin.pages[slot]:
+                room = self._room(list(map(len, of_head)))
+                fitting = [i + 1 for i, more in enumerate(room) if more and free]
+                row.append(data.draw(st.sampled_from([0, *fitting])))
                 free -= row[-1] > 0
             needs.append(row)
-        array = np.array(needs)
-        self._do("grow", slots, array == 1, array == 2)
+        self._do("grow", slots, np.array(needs)[..., None] == 1 + np.arange(self.levels))
         self.twin.grow(slots, needs)
 
     @precondition(lambda self: self._empty())
     @rule(data=st.data())
     def brought_back(self, data):
         slot, free = data.draw(st.sampled_from(self._empty())), len(self.twin.free)
-        high, low = [], []
+        counts = []
         for _ in range(HEADS):
-            high.append(data.draw(st.integers(0, min(WIDTH, free))))
-            free -= high[-1]
-            low.append(data.draw(st.integers(0, min(WIDTH - high[-1], free))))
-            free -= low[-1]
-        self._do("give", [slot], np.array([high], np.int32), np.array([low], np.int32))
-        self.twin.give([slot], [high], [low])
+            counts.append(self._drawn(data, free))
+            free -= sum(counts[-1])
+        self._do("give", [slot], np.array([counts], np.int32))
+        self.twin.give([slot], [counts])
 
     @rule(slots=st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=ROWS, unique=True))
     def finish(self, slots):
@@ -150,16 +157,26 @@ class Manager(RuleBasedStateMachine):
         owned = listed.tolist()
         for slot in range(SLOTS):
             for head in range(HEADS):
-                high, low = int(pages.high[slot, head]), int(pages.low[slot, head])
-                table = pages.tables[slot, head]
-                assert table[:high].tolist() == twin.high[slot][head]
-                assert table[::-1][:low].tolist() == twin.low[slot][head]
-                owned += table[:high].tolist() + table[WIDTH - low :].tolist()
+                table, ours = pages.tables[slot, head], twin.pages[slot][head]
+                # One alone, one from the left end of the rest, and one from the right end.
+                parts = [table[: self.single]] * (self.levels == 3)
+                parts += [table[self.single :], table[::-1]]
+                for part, count, expected in zip(parts, pages.held[slot, head], ours, strict=True):
+                    assert part[:count].tolist() == expected
+                    owned += expected
         assert sorted(owned) == list(range(self.num_pages))
+
+
+class ManagerOfThree(Manager):
+    """The highest of three precisions has a table of its own."""
+
+    levels, single = 3, 3
 
 
 TestManager = Manager.TestCase
 TestManager.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestManagerOfThree = ManagerOfThree.TestCase
+TestManagerOfThree.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
 def test_the_list_wraps_around_and_runs_out():
@@ -168,8 +185,7 @@ def test_the_list_wraps_around_and_runs_out():
     for slot in range(SLOTS):
         pages = run("allocate_prompts", pages, jnp.array([slot]), everything)
         assert pages.free.item() == 0
-        high, low = jnp.array([[1, 0, 2]]), jnp.array([[1, 1, 0]])
-        pages = run("plan_prompts", pages, jnp.array([slot]), high, low)
+        pages = run("plan_prompts", pages, jnp.array([slot]), jnp.array([[[1, 1], [0, 1], [2, 0]]]))
         assert pages.free.item() == 1
         pages = run("release", pages, jnp.array([slot]))
         assert pages.free.item() == 6
@@ -182,7 +198,7 @@ def test_a_row_that_is_none_changes_nothing(name):
     pages = page_manager.init(40, SLOTS, HEADS, WIDTH)
     pages = run("allocate_prompts", pages, jnp.array([0, 1]), jnp.array([3, 2], jnp.int32))
     nobody = jnp.full(2, SLOTS, jnp.int32)
-    some = jnp.ones((2, HEADS), jnp.int32)
-    arguments = {"grow": (some > 0, some < 0), "release": ()}.get(name, (some, some))
+    some = jnp.zeros((2, HEADS, 2), jnp.int32).at[..., 0].set(1)
+    arguments = {"grow": (some > 0,), "release": ()}.get(name, (some,))
     after = run(name, pages, nobody, *arguments)
     jax.tree.map(np.testing.assert_array_equal, after, pages)

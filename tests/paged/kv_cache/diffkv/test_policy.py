@@ -23,13 +23,17 @@ from tests.paged.kv_cache.policy_suite import (
     CATALOGUE,
     CROWD,
     DIFFKV_EXACT_OPTIONS,
+    DIFFKV_EXACT_THREE_OPTIONS,
+    DIFFKV_THREE_OPTIONS,
     Bench,
     drain,
     registered,
+    take_step,
 )
 from tests.paged.tiny import TINY
 
 (CASE,) = (case for case in CASES if case.name == "diffkv")
+THREE = replace(CASE, config=CASE.config | {"policy_options": DIFFKV_THREE_OPTIONS})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,10 +60,10 @@ def check_pages(engine: Engine) -> None:
                 assert len(section.pages) == -(-len(section.positions) // format.tokens)
                 owned += section.pages
                 held += len(section.pages)
-            positions = sections[0].positions + sections[1].positions
+            positions = [position for section in sections for position in section.positions]
             assert len(set(positions)) == len(positions)
             if slots.active[slot] and positions and not slots.held[slot]:
-                # The newest tokens are all there, in high precision.
+                # The newest tokens are all there, in the highest precision.
                 computed = int(slots.computed[slot])
                 window = range(max(0, computed - CASE.config["policy_options"].window), computed)
                 assert set(window) <= set(sections[0].positions)
@@ -69,41 +73,56 @@ def check_pages(engine: Engine) -> None:
 
 
 @pytest.mark.slow  # it reads the whole cache after each step
-@pytest.mark.parametrize("multi_step", [1, 4])
-def test_pages_are_a_partition_through_forks_swaps_and_ends(bench, multi_step):
-    engine = bench.engine(CASE, run_ahead=False, multi_step=multi_step)
-    for request in CROWD:
-        engine.add_request(list(request.prompt), request.how)
+@pytest.mark.parametrize(("case", "multi_step"), [(CASE, 1), (CASE, 4), (THREE, 1)])
+def test_pages_are_a_partition_through_forks_swaps_and_ends(tiny_params, case, multi_step):
+    bench, ended = Bench(tiny_params), dict[str, list[list[int]]]()
+    engine = bench.engine(case, run_ahead=False, multi_step=multi_step)
+    asked = {engine.add_request(list(r.prompt), r.how): r for r in CROWD}
     while engine.has_unfinished():
-        engine.step()
-        engine.host_policy.check()
+        take_step(engine, ended)
         check_pages(engine)
     steps = engine.metrics.steps
     assert sum(step.swapped_out for step in steps) == sum(step.swapped_in for step in steps) > 0
     kinds = {name for e in engine.events if e["event"] == "schedule" for name in e["moves"]}
     assert {"exports", "slot_imports", "imports", "slot_copies", "after", "released"} <= kinds
+    if case is THREE:  # the shared suite says so of two precisions
+        assert all(tokens == bench.alone(case, asked[name]) for name, tokens in ended.items())
+        engine = bench.engine(case, run_ahead=True)
+        names = [engine.add_request(list(r.prompt), r.how) for r in CROWD]
+        together = drain(engine)
+        assert [together[name] for name in names] == [ended[name] for name in asked]
 
 
 @pytest.mark.slow  # two policies compile
-def test_with_thresholds_of_zero_and_pages_as_they_are_it_is_vllm(bench):
-    changes = {"policy_options": DIFFKV_EXACT_OPTIONS, "kv_cache_tokens": 200}
-    engine = bench.engine(CASE, **changes)
+@pytest.mark.parametrize(
+    ("options", "kv_cache_tokens", "requests"),
+    [
+        (DIFFKV_EXACT_OPTIONS, 200, CATALOGUE),
+        (DIFFKV_EXACT_THREE_OPTIONS, THREE.config["kv_cache_tokens"], CATALOGUE[::4]),
+    ],
+)
+def test_with_thresholds_of_zero_and_pages_as_they_are_it_is_vllm(
+    bench, options, kv_cache_tokens, requests
+):
+    engine = bench.engine(CASE, policy_options=options, kv_cache_tokens=kv_cache_tokens)
     assert engine.config.capabilities.recompute_exact
-    asked = {engine.add_request(list(r.prompt), r.how): r for r in CATALOGUE}
+    asked = {engine.add_request(list(r.prompt), r.how): r for r in requests}
     vllm = next(case for case in CASES if case.name == "vllm")
     for name, tokens in drain(engine).items():
         assert tokens == bench.alone(vllm, asked[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("Tp", "Sd", "multi_step"), [(64, 4, 1), (0, 4, 4)])
-def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step):
+@pytest.mark.parametrize(
+    ("Tp", "Sd", "multi_step", "top"), [(64, 4, 1, ""), (0, 4, 4, ""), (64, 4, 1, "K16V16")]
+)
+def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step, top):
     """The pool is aliased from input to output, and no temporary comes near its size. The cache is
     large, so that the state of slots is small beside it."""
     config = EngineConfig(
         max_num_seqs=4, max_model_len=256, kv_cache_tokens=65536, page_size=16,
         multi_step=multi_step, policy="diffkv", chunked_prefill=False,
-        policy_options={"low": "K4V4"},
+        policy_options={"top": top, "low": "K4V4"},
     )  # fmt: skip
     policy = diffkv.device(config, ShardedModel.split(TINY))
     cache = jax.eval_shape(lambda: policy.init(np.float32, jnp.int32(0)))
@@ -123,31 +142,33 @@ def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step):
     assert not any(f"u32[{shape}]" in line and " copy(" in line for line in text)
 
 
-def test_a_report_tells_what_tokens_to_come_can_take():
-    """Against all ways in which so many tokens may be of high and of low precision."""
-    config = CASE.engine_config(policy_options={"low": "K4V4"}, page_size=6, multi_step=3)
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [({"low": "K4V4"}, (6, 8)), ({"top": "auto", "high": "K8V8", "low": "K4V4"}, (6, 12, 16))],
+)
+def test_a_report_tells_what_tokens_to_come_can_take(options, sizes):
+    """Against all ways in which so many tokens may be of each precision."""
+    config = CASE.engine_config(policy_options=options, page_size=6, multi_step=3)
     policy = diffkv.device(config, ShardedModel.split(TINY))
-    layout, (high, low) = policy.layout, policy.layout.formats
-    assert (high.tokens, low.tokens, layout.horizon) == (6, 8, 9)
+    layout, levels = policy.layout, policy.layout.levels
+    assert tuple(format.tokens for format in layout.formats) == sizes and layout.horizon == 9
     rng = np.random.default_rng(0)
-    cache = DiffKVCache.empty(layout, 0, 0)
+    cache = DiffKVCache.empty(layout, [0.0] * levels)
     counts = rng.integers(0, 30, cache.counts.shape)
     report = policy.report(replace(cache, counts=jnp.asarray(counts, jnp.int32)))
 
-    def pages(counts) -> int:
-        return sum(-(-n // f.tokens) for n, f in zip(counts, layout.formats))
+    def pages(counts):
+        return (-(-counts // np.array(sizes))).sum(-1)
 
     for more in range(1, layout.horizon + 1):
-        splits = [(a, more - a) for a in range(more + 1)]
-        needs = [
-            sum(max(pages(head + s) for s in splits) - pages(head) for head in of_slot)
-            for of_slot in counts
-        ]
-        assert np.asarray(report["needs"])[:, more - 1].tolist() == needs
-        assert max(needs) <= layout.growth(more)
-    for of_high, of_low in itertools.product(range(12), range(12)):
-        worst = layout.worst(of_high + of_low)
-        assert layout.all_heads * pages((of_high, of_low)) <= worst
+        every = itertools.product(range(more + 1), repeat=levels)
+        splits = np.array([split for split in every if sum(split) == more])
+        needs = pages(counts[:, :, None] + splits).max(-1) - pages(counts)
+        assert np.asarray(report["needs"])[:, more - 1].tolist() == needs.sum(-1).tolist()
+        assert needs.sum(-1).max() <= layout.growth(more)
+    for of_each in itertools.product(range(12), repeat=levels):
+        worst = layout.worst(sum(of_each))
+        assert layout.all_heads * pages(np.array(of_each)) <= worst
 
 
 def test_a_page_is_as_large_as_the_paper_says():
@@ -173,12 +194,22 @@ def test_a_page_is_as_large_as_the_paper_says():
         ({"prefix_caching": True}, "policy 'diffkv' cannot share prefixes"),
         ({"policy_options": {"alpha_h": -1.0}}, "alpha_h must be at least 0, not -1.0"),
         ({"policy_options": {"alpha_l": 2.0}}, r"alpha_l must be from 0 to alpha_h \(1.0\)"),
+        (
+            {"policy_options": {"top": "K16V16", "alpha_top": 0.5}},
+            r"alpha_top must be at least alpha_h \(1.0\), not 0.5",
+        ),
+        ({"policy_options": {"top": "FP16"}}, "a page format is named K8V4, .* not 'FP16'"),
+        (
+            {"policy_options": {"top": "auto", "budget": 0.5, "generation_rule": "keep"}},
+            r"keeps tokens in high precision: top \(auto\) has no meaning",
+        ),
         ({"policy_options": {"window": 1}}, "window must be at least 2, so that later tokens"),
         ({"policy_options": {"high": "INT8"}}, "a page format is named K8V4, .* not 'INT8'"),
         ({"policy_options": {"low": "K4V3"}}, "bits must be one of"),
         ({"policy_options": {"groups": 0}}, "groups must be at least 1"),
         ({"policy_options": {"prompt_rule": "quest"}}, "prompt_rule must be 'paper'"),
         ({"policy_options": {"prompt_rule": "snapkv"}}, "h2o and snapkv need a budget above 0"),
+        ({"policy_options": {"thresholds": None}}, r"thresholds must be .*, or \(\), not None"),
         ({"policy_options": {"budget": -1.0}}, "budget must be at least 0"),
         ({"policy_options": {"budget": 0.5}}, "needs generation_rule h2o or keep, not paper"),
     ],
@@ -197,7 +228,19 @@ def test_what_cannot_work_is_refused(changes, message):
             {}, {"policy_options": {"high": "K4V4", "low": "K8V8"}},
             r"low \(K8V8\) must take no more memory than high \(K4V4\)",
         ),
+        (
+            {}, {"policy_options": {"top": "K4V4", "high": "K8V8", "low": "K4V4"}},
+            r"high \(K8V8\) must take no more memory than top \(K4V4\)",
+        ),
         ({}, {"kv_cache_tokens": 10}, r"kv_cache_tokens \(10\) hold no sequence"),
+        (
+            {"num_layers": 16, "max_position_embeddings": 2**20},
+            {
+                "max_num_seqs": 256, "max_model_len": 2**20, "max_num_batched_tokens": 2**20,
+                "kv_cache_tokens": 2**24,
+            },
+            r"max_num_seqs \(256\) sequences of max_model_len \(1048576\) tokens can hold more",
+        ),
     ],
 )  # fmt: skip
 def test_what_the_policy_cannot_serve_is_refused_at_the_start(model, changes, message):
@@ -226,11 +269,16 @@ def test_thresholds_of_a_file_are_those_of_the_weights(tmp_path):
         ValueError, match=r"thresholds.json: is for weights of SHA-256 'ab', not cd"
     ):
         read_thresholds(str(path), lambda: "cd")
+    path.write_text("\ufeff" + path.read_text())
+    assert read_thresholds(str(path), lambda: "ab") == (3, 0)
     for text, message in (
         ('{"weights_sha256": "ab", "alpha_h": 1}', 'needs "weights_sha256" and "alpha_h" and "al'),
         ('{"weights_sha256": "ab", "alpha_h": 1, "alpha_l": "0"}', "must be numbers, not"),
+        ('{"weights_sha256": "ab", "alpha_h": 1, "alpha_l": 2}', "from 0 to alpha_h, not 2 of 1"),
+        ('{"weights_sha256": "ab", "alpha_h": -1, "alpha_l": -1}', "from 0 to alpha_h"),
         ("[", "Expecting value"),
+        ("[" * 100_000, "recursion"),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"thresholds.json: .*{message}"):
             read_thresholds(str(path), lambda: "ab")
