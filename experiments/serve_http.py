@@ -110,7 +110,10 @@ def main(options: Options) -> int:
         make_owner = prepared(options, model, config, tokenizer)
     owner = make_owner()
     name = options.served_model_name or options.model
-    service = Service(owner, model, config, tokenizer, name, settings, template)
+    service = Service(
+        owner, model, config, tokenizer, name, settings, template,
+        logprobs=options.executor == "device",
+    )  # fmt: skip
     for adapter in served:
         service.adapters.add(adapter)
     server = Server(create_app(service, keys), service, options.host, options.port)

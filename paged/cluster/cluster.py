@@ -13,7 +13,7 @@ from models.config import ModelConfig
 from paged.adapters.adapter import Adapter
 from paged.adapters.known import KnownAdapters
 from paged.checks import is_text, refusal
-from paged.cluster.messages import ClusterRequest, Event, Lost, Progress, Status
+from paged.cluster.messages import ClusterRequest, Event, Figures, Lost, Progress, Status
 from paged.cluster.runner import Runner
 from paged.cluster.scheduler import (
     ClusterState,
@@ -68,9 +68,9 @@ class Cluster:
     time in seconds.
 
     jobs: unfinished requests by id. outputs: of those that have ended, until somebody takes them.
-    refused: what an engine said
-    of requests that it did not take, which end with reason 'error'. records: of all requests that
-    have ended. num_tokens: generated so far, of sampled sequences. num_evictions,
+    refused: what an engine said of requests that it did not take, which end with reason 'error'.
+    records: of all requests that have ended. figures: what each runner has told last, by UUID; of
+    the dead ones too. num_tokens: generated so far, of sampled sequences. num_evictions,
     num_consolidations, num_recoveries: moves by their cause.
     """
 
@@ -93,6 +93,7 @@ class Cluster:
         self.outputs: dict[str, RequestOutput] = {}
         self.refused: dict[str, str] = {}
         self.records: list[ClusterRecord] = []
+        self.figures: dict[str, Figures] = {}
         self.adapters = KnownAdapters(model, config)
         self._num_requests = 0
         self._attempts = itertools.count(1)
@@ -182,6 +183,8 @@ class Cluster:
                 self._progress(uuid, event)
             elif isinstance(event, Status):
                 self._status(self.state.gpus[uuid], event)
+            elif isinstance(event, Figures):
+                self.figures[uuid] = event
             elif isinstance(event, Lost):
                 self._lose(self.state.gpus[uuid])
         self._place_queued()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from paged.adapters.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceOutput
+from paged.stats import EngineStats, Totals
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,18 @@ class Status:
 
 
 @dataclass(frozen=True)
+class Figures:
+    """A runner for people who watch it, from time to time: its engine now, and since its start."""
+
+    engine: EngineStats
+    totals: Totals
+
+
+@dataclass(frozen=True)
 class Lost:
     """The last event of a runner that has died: nothing more will come. reason: for people."""
 
     reason: str
 
 
-Event = Progress | Status | Lost
+Event = Progress | Status | Figures | Lost

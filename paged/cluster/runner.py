@@ -2,15 +2,18 @@
 
 import contextlib
 import queue
+import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from paged.cluster.messages import ClusterRequest, Event, Growth, Progress, Status
+from paged.cluster.messages import ClusterRequest, Event, Figures, Growth, Progress, Status
 from paged.engine import Engine
 from paged.requests.sequence import Sequence, SequenceGroup, SequenceOutput
+from paged.stats import Tally
 
 MakeEngine = Callable[[], Engine]  # a warm one
+FIGURES_S = 0.25  # between two of them at least; the live page asks more rarely
 
 
 class Runner(Protocol):
@@ -42,11 +45,16 @@ class _Attempt:
 
 class EngineRunner:
     """Runs an engine; other threads may call `add`, `cancel` and `close`, which the engine sees
-    between two steps. keep_records: whether the engine keeps the records of all that it has done.
+    between two steps. keep_records: whether the engine keeps the records of all that it has done,
+    or they are added up in `tally`. tells_status: whether a status follows what is new; it takes
+    time, as all who wait are counted.
     """
 
-    def __init__(self, engine: Engine, keep_records: bool = False):
+    def __init__(self, engine: Engine, keep_records: bool = False, tells_status: bool = True):
         self.engine, self._keep_records = engine, keep_records
+        self._tells_status = tells_status
+        self.tally = Tally(engine)
+        self._next_figures_s = 0.0
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events: list[Event] = []  # that nobody has been told yet
         self._attempts: dict[str, _Attempt] = {}
@@ -73,8 +81,8 @@ class EngineRunner:
         self._inbox.put(None)
 
     def run(self, heartbeat_s: float) -> Iterator[list[Event]]:
-        """Serve until `close`; what is new after each step, and a status at least so often as long
-        as there is nothing to do."""
+        """Serve until `close`; what is new after each step, and at least so often as long as there
+        is nothing to do."""
         while not self._closed:
             if not self.has_work:
                 with contextlib.suppress(queue.Empty):
@@ -86,14 +94,15 @@ class EngineRunner:
         return self.engine.has_unfinished() or not self._inbox.empty()
 
     def step(self) -> list[Event]:
-        """Empty the inbox, run a step if there is any work; what is new, the status last."""
+        """Empty the inbox, run a step if there is any work; what is new, a status last."""
         while not self._inbox.empty():
             self._take(self._inbox.get())
         outputs = self.engine.step() if self.engine.has_unfinished() else []
         ended = {output.request_id: output for output in outputs}
         for request_id, attempt in list(self._attempts.items()):
             output = ended.get(request_id)
-            if output is None and not attempt.grows and any(attempt.sent):
+            told_enough = not attempt.grows and any(attempt.sent)
+            if output is None and (told_enough or attempt.group.first_token_s is None):
                 continue
             growth = tuple(self._growth(attempt))
             if growth or output is not None:
@@ -101,9 +110,9 @@ class EngineRunner:
             if output is not None:
                 del self._attempts[request_id]
         if not self._keep_records:
-            self.engine.metrics.clear()
+            self.tally.count()
         events, self._events = self._events, []
-        return [*events, self._status()]
+        return [*events, *self._figures(), self._status()] if self._tells_status else events
 
     def _take(self, call: Callable[[], None] | None) -> None:
         if call is None:
@@ -168,6 +177,13 @@ class EngineRunner:
                 score=sequence.cumulative_logprob if group.sampling.ranks else None,
             )
             yield Growth(i, start, output)
+
+    def _figures(self) -> Iterator[Figures]:
+        """None where nobody counts, or too soon."""
+        now = time.monotonic()
+        if not self._keep_records and now >= self._next_figures_s:
+            self._next_figures_s = now + FIGURES_S
+            yield Figures(self.tally.stats(), replace(self.tally.totals))
 
     def _status(self) -> Status:
         engine, page_size = self.engine, self.engine.config.page_size

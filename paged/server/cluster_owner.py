@@ -10,11 +10,17 @@ from dataclasses import dataclass, replace
 from paged.cluster.live import LiveCluster
 from paged.cluster.messages import ClusterRequest, Growth, Progress
 from paged.requests.sequence import SequenceOutput
-from paged.server.owner import ATTEMPT, IDLE_S, RunnerStats, Stats, Totals
+from paged.server.owner import ATTEMPT, IDLE_S, Stats
 from paged.server.reply import Reply, wake
 from paged.server.view import View
+from paged.stats import EngineStats, Totals
 
 log = logging.getLogger("paged.server")
+# Of runners' totals; what the others count, the cluster knows, also of requests that moved.
+SUMMED = (
+    "steps", "step_s", "host_s", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions",
+    "swapped_units", "copied_blocks", "adapter_loads", "compilations",
+)  # fmt: skip
 
 
 @dataclass
@@ -97,8 +103,15 @@ class ClusterOwner:
         self._told[request.request_id] = _Told(reply, [0] * request.sampling.num_sequences)
 
     def _abort(self, request_id: str) -> None:
-        if self._told.pop(request_id, None) is not None and request_id in self._cluster.jobs:
+        if self._told.pop(request_id, None) is not None:
+            self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        """Leave nothing of a request, which may have ended without anybody having been told."""
+        if request_id in self._cluster.jobs:
             self._cluster.cancel(request_id)
+        self._cluster.outputs.pop(request_id, None)
+        self._cluster.refused.pop(request_id, None)
 
     def _tell(self) -> None:
         cluster, new = self._cluster, []
@@ -133,27 +146,19 @@ class ClusterOwner:
         ended = list(self._told.items())
         self._told.clear()
         for request_id, told in ended:
-            if request_id in self._cluster.jobs:
-                self._cluster.cancel(request_id)
-            self._cluster.outputs.pop(request_id, None)
+            self._drop(request_id)
             told.reply.fail("the cluster has failed")
         wake(told.reply for _, told in ended)
 
     def _stats(self) -> Stats:
-        cluster = self._cluster
-        runners = [
-            RunnerStats(
-                uuid, running=len(gpu.working_set), waiting=0,
-                kv_tokens={
-                    "free": gpu.free_tokens, "other": gpu.limits.kv_tokens - gpu.free_tokens
-                },
-            )
-            for uuid, gpu in cluster.state.gpus.items()
-        ]  # fmt: skip
-        runners.append(RunnerStats("queue", running=0, waiting=len(cluster.state.queue)))
-        moves = cluster.num_evictions + cluster.num_consolidations + cluster.num_recoveries
-        totals = replace(
-            self._totals, adapter_loads=cluster.num_adapter_loads, moves=moves,
-            lost_runners=len(self._live.deaths),
-        )  # fmt: skip
-        return Stats(tuple(runners), totals)
+        """Of each runner, what it told last: at most a heartbeat ago."""
+        cluster, told = self._cluster, self._cluster.figures
+        runners = {uuid: told[uuid].engine for uuid in cluster.state.gpus if uuid in told}
+        runners["queue"] = EngineStats(running=0, waiting=len(cluster.state.queue))
+        totals = replace(self._totals)
+        for name in SUMMED:
+            total = sum(getattr(figures.totals, name) for figures in told.values())
+            setattr(totals, name, total)
+        totals.moves = cluster.num_evictions + cluster.num_consolidations + cluster.num_recoveries
+        totals.lost_runners = len(self._live.deaths)
+        return Stats(runners, totals)

@@ -9,6 +9,7 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+CLIENT_LEFT = 499  # a status that nobody reads
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 

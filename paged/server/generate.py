@@ -14,14 +14,13 @@ from paged.requests.stopping import decode
 from paged.server import asked
 from paged.server.answers import FINISH, ChatShape, CompletionShape, Delta, Shape, Usage
 from paged.server.chat import chat_prompt
-from paged.server.errors import ApiError, Json, refused
+from paged.server.errors import CLIENT_LEFT, ApiError, Json, refused
 from paged.server.generation import Generation, Left
 from paged.server.schema import ChatRequest, CompletionRequest, Sampling
 from paged.server.service import Service, new_id
 from paged.server.streaming import EventStream, event, served
 
 LONG_TEXT = 4096  # characters from which a text is made tokens in a thread of its own
-CLIENT_LEFT = 499  # nobody reads it
 
 
 @dataclass
@@ -72,6 +71,8 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
 async def _validated(
     service: Service, prompt: str | list[int], sampling: SamplingParams, names, field="prompt"
 ) -> list[int]:
+    if isinstance(prompt, str):
+        service.check_length(prompt, field)
     try:
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             return await asyncio.to_thread(service.validated, prompt, sampling)

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paged.server.errors import ApiError, answer
+from paged.server.errors import CLIENT_LEFT, ApiError, answer
 from paged.server.service import Service, new_id
 
 log = logging.getLogger("paged.server.access")
@@ -63,6 +63,7 @@ class Guard:
             failure = ApiError(500, "the server has failed; its log says where")
             await answer(failure)(scope, receive, told)
         finally:
+            status = status or CLIENT_LEFT
             route = getattr(scope.get("route"), "path", "unknown")
             self._service.metrics.http.labels(route, str(status)).inc()
             log.info(

@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paged.server.errors import dumps
 from paged.server.service import Service
+from paged.stats import EngineStats
 
 PAGE = Path(__file__).with_suffix(".html")
 FRESH_S = 0.5  # a state so old is good enough for the next who looks
@@ -43,7 +43,7 @@ class Live:
             "pending": service.pending,
             "served_adapters": list(service.adapters.names),
             "totals": vars(stats.totals),
-            "runners": [_plain(vars(runner)) for runner in stats.runners],
+            "runners": [_plain(*runner) for runner in stats.runners.items()],
             "view": None if seen is None else {
                 "requests": seen.requests,
                 "pools": [vars(pool) | {"cells": pool.cells.tolist()} for pool in seen.pools],
@@ -51,5 +51,5 @@ class Live:
         }  # fmt: skip
 
 
-def _plain(runner: Mapping[str, Any]) -> dict[str, Any]:
-    return {**runner, "adapters": sorted(runner["adapters"])}
+def _plain(name: str, engine: EngineStats) -> dict[str, Any]:
+    return {"name": name, **vars(engine), "adapters": sorted(engine.adapters)}

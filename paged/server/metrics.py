@@ -13,8 +13,9 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from paged.server.owner import Owner, Stats, Totals
+from paged.server.owner import Owner, Stats
 from paged.server.reply import Reply
+from paged.stats import Totals
 
 SECONDS = (
     0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
@@ -109,8 +110,8 @@ class _Told:
         runners = self._stats.runners
         for name, help in (("running", "requests that run"), ("waiting", "requests that wait")):
             gauge = GaugeMetricFamily(PREFIX + name, help, labels=["runner"])
-            for runner in runners:
-                gauge.add_metric([runner.name], getattr(runner, name))
+            for runner, stats in runners.items():
+                gauge.add_metric([runner], getattr(stats, name))
             yield gauge
         for name, help, label in (
             ("kv_bytes", "KV memory in use, by pool", "pool"),
@@ -119,13 +120,13 @@ class _Told:
             ("policy", "what the KV policy saves, of the requests that run", "figure"),
         ):
             gauge = GaugeMetricFamily(PREFIX + name, help, labels=["runner", label])
-            for runner in runners:
-                for kind, value in getattr(runner, name).items():
-                    gauge.add_metric([runner.name, kind], value)
+            for runner, stats in runners.items():
+                for kind, value in getattr(stats, name).items():
+                    gauge.add_metric([runner, kind], value)
             yield gauge
         gauge = GaugeMetricFamily(
             PREFIX + "resident_adapters", "adapters on the device", labels=["runner"]
         )
-        for runner in runners:
-            gauge.add_metric([runner.name], len(runner.adapters))
+        for runner, stats in runners.items():
+            gauge.add_metric([runner], len(stats.adapters))
         yield gauge

@@ -9,6 +9,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from paged.server.protocol import BoundedHttp
 from paged.server.service import Service
 
 log = logging.getLogger("paged.server")
@@ -30,7 +31,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, service: Service, host: str, port: int):
         config = uvicorn.Config(
             app, host=host, port=port, log_config=None, access_log=False, lifespan="off",
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=5, http=BoundedHttp,
         )  # fmt: skip
         super().__init__(config)
         self._service = service

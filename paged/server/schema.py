@@ -7,7 +7,6 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    FailFast,
     Field,
     model_validator,
 )
@@ -37,7 +36,7 @@ def few(fields: Any) -> Any:
 
 Text = Annotated[str, AfterValidator(whole)]
 Stop = Annotated[str, Field(max_length=LONGEST_STOP), AfterValidator(whole)]
-Items = Annotated[list[T], FailFast()]
+Items = Annotated[list[T], Field(fail_fast=True)]
 Map = Annotated[dict[Text, T], BeforeValidator(few)]
 
 

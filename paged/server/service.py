@@ -31,6 +31,7 @@ from paged.server.token_text import TokenTexts
 log = logging.getLogger("paged.server")
 RATE_WINDOW_S = 30.0
 LONGEST_RETRY_S = 600.0
+MOST_COMPOSED = 4  # characters that a tokenizer may normalise to one (NFC)
 LAST_WORD_S = 1.0  # in which clients must have read that the server ends
 
 
@@ -65,12 +66,14 @@ class Pace:
 class Service:
     """One model under its name, with adapters under theirs. Its calls come from asyncio's thread.
 
-    chat_template: None for the tokenizer's own, if it has one.
+    chat_template: None for the tokenizer's own, if it has one. logprobs: whether the engines
+    compute log-probabilities, as simulated ones do not.
     """
 
     def __init__(
         self, owner: Owner, model: ModelConfig, config: EngineConfig, tokenizer, name: str,
         settings: ServerConfig | None = None, chat_template: str | None = None,
+        logprobs: bool = True,
     ):  # fmt: skip
         self.owner, self.model, self.config, self.tokenizer = owner, model, config, tokenizer
         self.name, self.settings = name, settings or ServerConfig()
@@ -82,6 +85,9 @@ class Service:
         self.draining = False
         # Says what could ever fit; it holds nothing.
         self._policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
+        self._has_logprobs = logprobs
+        longest_token = max(map(len, tokenizer.get_vocab()))
+        self._longest_text = MOST_COMPOSED * config.max_model_len * longest_token
         self._active: dict[Generation, int] = {}  # with their prompts
         self._pace = Pace()
         self._order = itertools.count()
@@ -110,10 +116,24 @@ class Service:
 
     def validated(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
         """Its token ids. Raises ValueError for a request that no engine could serve."""
+        if not self._has_logprobs:
+            for name in ("logprobs", "prompt_logprobs"):
+                if getattr(sampling, name) is not None:
+                    raise ValueError(f"{name}: a simulated device computes none")
         tokens = validated_prompt(
             prompt, sampling, self.tokenizer, self.model, self.config, self._policy
         )
         return tokens.tolist()
+
+    def check_length(self, text: str, field: str) -> None:
+        """Raise ApiError for a text that is too long whatever its tokens are, which would take
+        seconds to find."""
+        if len(text) > self._longest_text:
+            message = (
+                f"{field}: a text of {len(text):,} characters; those of max_model_len "
+                f"({self.config.max_model_len}) tokens are {self._longest_text:,} at most"
+            )
+            raise ApiError(400, message, field)
 
     # Requests
 

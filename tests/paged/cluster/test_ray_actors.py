@@ -1,6 +1,8 @@
 """Engines in Ray actors, one of which is killed in the middle. `make test-cluster` brings Ray."""
 
+import concurrent.futures
 import os
+import time
 from functools import partial
 
 import numpy as np
@@ -14,6 +16,9 @@ from paged.cluster.ray_actors import RayRunner
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
+from paged.server.cluster_owner import ClusterOwner
+from tests.paged.server import serving
+from tests.paged.server.test_cluster_owner import ask, wanted
 
 try:
     import ray
@@ -92,3 +97,31 @@ def test_a_killed_runner_loses_nothing(local_ray):
         assert live.cluster.num_recoveries > 0
     found = differences(alone, expected, outputs)
     assert all(difference.near_tie for difference in found), found
+
+
+def make_simulated() -> Engine:
+    return serving.simulated(step_s=0.02)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ray is None, reason="needs Ray: make test-cluster")
+def test_a_server_over_actors(local_ray):
+    """Of clients one leaves, and of actors one is killed: the others get what one engine says."""
+    runners = {f"gpu-{i}": RayRunner(make_simulated, {"num_cpus": 0}) for i in range(2)}
+    live = LiveCluster(runners, serving.BUNDLED, serving.CONFIG, serving.TOKENIZER, silence_s=120)
+    with serving.served(ClusterOwner(live.__enter__())) as server:
+        leaves = server.client.completions.create(
+            model="bundled", prompt="a cat", max_tokens=400, stream=True
+        )
+        next(leaves)
+        leaves.close()
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            asked = [pool.submit(ask, server.client, i) for i in range(12)]
+            while live.cluster.num_tokens < 100:
+                time.sleep(0.01)
+            ray.kill(runners["gpu-0"].actor)
+            texts = [future.result() for future in asked]
+        assert texts == wanted(12)
+        assert list(live.deaths) == ["gpu-0"] and not live.cluster.jobs
+        told = server.http.get(f"{server.url}/metrics").text
+        assert "paged_lost_runners_total 1.0" in told and 'paged_running{runner="gpu-1"}' in told

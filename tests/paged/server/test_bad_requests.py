@@ -35,6 +35,7 @@ BAD_COMPLETIONS: list[tuple[str | None, dict[str, Any]]] = [
     ("prompt", {"prompt": [True]}),
     ("prompt", {"prompt": [4] * 512}),
     ("prompt", {"prompt": "cat " * 600}),
+    ("prompt", {"prompt": ["a", "cat " * 10_000]}),
     ("prompt", {"prompt": ["a"] * 200}),
     ("model", {"model": None}),
     ("model", {"model": "gpt-0"}),
@@ -105,6 +106,7 @@ BAD_CHATS: list[tuple[str | None, dict[str, Any]]] = [
     ("top_logprobs", {"top_logprobs": 3}),
     ("top_logprobs", {"logprobs": True, "top_logprobs": 50}),
     ("logprobs", {"logprobs": 3}),
+    ("messages", {"messages": [{"role": "user", "content": "cat " * 10_000}]}),
     ("max_completion_tokens", {"max_tokens": None, "max_completion_tokens": -3}),
     ("max_tokens", {"max_tokens": 0}),
 ]  # fmt: skip

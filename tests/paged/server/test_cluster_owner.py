@@ -1,5 +1,6 @@
 """The same server over several runners."""
 
+import asyncio
 import concurrent.futures
 import time
 from functools import partial
@@ -9,10 +10,12 @@ import openai
 import pytest
 
 from paged.cluster.live import LiveCluster
+from paged.cluster.messages import ClusterRequest
 from paged.cluster.threads import ThreadRunner
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from paged.server.cluster_owner import ClusterOwner
+from paged.server.reply import Reply
 from tests.paged.server.serving import BUNDLED, CONFIG, TOKENIZER, Paced, served, simulated
 
 
@@ -60,6 +63,25 @@ def test_tokens_are_those_of_one_engine_though_a_runner_dies():
         assert not live.cluster.jobs and not live.cluster.outputs and not server.service.pending
 
 
+def test_the_runners_tell_what_they_do():
+    """Soon after, each under its name, and added up."""
+    live, _ = cluster(2)
+    with served(ClusterOwner(live.__enter__())) as server:
+        for i in range(4):
+            ask(server.client, i)
+        deadline_s = time.monotonic() + 20
+        told = ""
+        # All tokens but the first of each request are decoded.
+        while "paged_decode_tokens_total 236.0" not in told and time.monotonic() < deadline_s:
+            told = server.http.get(f"{server.url}/metrics").text
+            time.sleep(0.1)
+        assert "paged_decode_tokens_total 236.0" in told
+        assert "paged_output_tokens_total 240.0" in told
+        for i in range(2):
+            assert f'paged_kv_bytes_total{{pool="blocks",runner="gpu-{i}"}}' in told
+            assert f'paged_running{{runner="gpu-{i}"}} 0.0' in told
+
+
 def test_without_runners_nothing_is_served():
     live, executors = cluster(1)
     with served(ClusterOwner(live.__enter__())) as server:
@@ -85,3 +107,33 @@ def test_clients_that_leave_take_their_requests_along():
         while live.cluster.jobs and time.monotonic() < deadline_s:
             time.sleep(0.02)
         assert not live.cluster.jobs and not server.service.pending
+
+
+class Hasty(LiveCluster):
+    """A client goes away at the moment at which its request ends, before anybody is told."""
+
+    owner: ClusterOwner
+    left = False
+
+    def step(self, timeout_s: float) -> list[str]:
+        heard = super().step(timeout_s)
+        for request_id in self.cluster.outputs:
+            self.owner.abort(request_id)
+            self.left = True
+        return heard
+
+
+def test_an_output_that_nobody_waits_for_is_not_kept():
+    live = Hasty({"gpu-0": ThreadRunner(lambda: simulated()[0])}, BUNDLED, CONFIG, TOKENIZER)
+    live.owner = owner = ClusterOwner(live.__enter__())
+    request = ClusterRequest("a", 0, 0.0, (5, 6), SamplingParams(max_tokens=2))
+
+    async def ask() -> None:
+        owner.submit(request, Reply(False, 0, asyncio.Event()))
+
+    asyncio.run(ask())
+    deadline_s = time.monotonic() + 20
+    while (not live.left or live.cluster.outputs) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert live.left and not live.cluster.outputs
+    owner.close()

@@ -84,6 +84,26 @@ def test_bodies_that_come_too_slowly():
         assert answer.startswith("HTTP/1.1 408") and "0.2 s" in answer
 
 
+def test_heads_and_trailers_have_an_end():
+    chunked = posted(LONG).replace("Content-Length", "X-Length").split("\r\n\r\n")[0]
+    chunked += "\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    with served(EngineOwner(simulated()[0])) as server:
+        for begun in ("GET /health HTTP/1.1\r\nHost: x\r\n", chunked):
+            with send(server, begun) as connection, pytest.raises(OSError):
+                for i in range(10_000):
+                    connection.sendall(b"a%d: %s\r\n" % (i, b"b" * 10_000))
+        assert server.http.get(f"{server.url}/health").status_code == 200
+
+
+def test_who_offers_another_protocol_is_served_in_this_one():
+    content = json.dumps(LONG | {"max_tokens": 2})
+    with served(EngineOwner(simulated()[0])) as server:
+        offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "A"}
+        headers = {"content-type": "application/json", **offer}
+        answer = server.http.post(f"{server.url}/v1/completions", content=content, headers=headers)
+        assert answer.status_code == 200
+
+
 def test_keys():
     with served(EngineOwner(simulated()[0]), keys=["other", KEY, "clé"]) as server:
         accented = {b"authorization": "Bearer clé".encode()}

@@ -119,3 +119,15 @@ def test_the_page_needs_no_key_and_no_other_machine_and_the_state_a_key():
     text = PAGE.read_text("utf-8")
     assert page.text == text
     assert not re.search(r"(src|href)\s*=\s*[\"'](?!data:)|https?://|@import|import\(", text)
+
+
+@pytest.mark.parametrize("policy", CONFIGS)
+def test_each_policy_tells_what_it_saves(policy):
+    config = CONFIGS[policy]
+    with served(EngineOwner(simulated(config)[0]), config) as server:
+        server.client.completions.create(model="bundled", prompt="a cat", max_tokens=4)
+        assert server.http.get(f"{server.url}/state").status_code == 200
+        told = server.http.get(f"{server.url}/metrics").text
+    assert 'paged_policy{figure="context_tokens",runner="engine"} 0.0' in told
+    if policy == "diffkv":  # Nothing runs: what the last request had is nobody's.
+        assert 'paged_policy{figure="high_tokens",runner="engine"} 0.0' in told

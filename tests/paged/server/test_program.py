@@ -135,3 +135,11 @@ def test_bad_flags_are_told_before_the_weights_are_read():
     for (status, text), wanted in zip(told, flags.values()):
         assert status == 1 and text.startswith("error: ") and wanted in text, text
         assert text.count("\n") == 1
+
+
+def test_simulated_engines_have_no_log_probabilities(program):
+    _, url = program
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
+    with pytest.raises(openai.BadRequestError, match="simulated") as caught:
+        client.completions.create(model="bundled", prompt="a cat", logprobs=2)
+    assert caught.value.param == "logprobs"

@@ -71,3 +71,5 @@ def test_a_crowd_gets_what_each_gets_offline(case: Case, bench: Bench):
             assert [future.result() for future in whole] == wanted[::2]
             assert [future.result() for future in parts] == wanted[1::2]
         assert not any(server.wait_until_idle().values())
+        for path in ("metrics", "state"):
+            assert server.http.get(f"{server.url}/{path}").status_code == 200
