@@ -37,10 +37,13 @@ DEFAULT_TASKS = [task for task in tasks.TASKS if task != "story"]
 EXACT_TASKS = [*DEFAULT_TASKS, *tasks.HARD_TASKS]
 
 
+MOST_PROMPTS = 10_000  # of a task and context: all are made before the first is answered
+
+
 def settings(
     names: Sequence[str], contexts: Sequence[str], config: EngineConfig
 ) -> list[tuple[str, int]]:
-    """All (task, context) to evaluate; ValueError for one that cannot be."""
+    """All (task, context) to evaluate, each once; ValueError for one that cannot be."""
     for name in names:
         if name not in EXACT_TASKS:
             raise ValueError(f"unknown task {name!r}; allowed: {', '.join(EXACT_TASKS)}")
@@ -54,7 +57,12 @@ def settings(
         lengths.append(int(context))
     if not names or not lengths:
         raise ValueError("--tasks and --contexts must name at least one each")
-    return [(t, c) for t in names for c in lengths if c >= tasks.MIN_CONTEXT.get(t, 0)]
+    return [
+        (name, length)
+        for name in dict.fromkeys(names)
+        for length in dict.fromkeys(lengths)
+        if length >= tasks.MIN_CONTEXT.get(name, 0)
+    ]
 
 
 def own_problems(pairs: Sequence[tuple[str, int]], prompts: int, seed: int, tokenizer) -> Problems:
@@ -239,7 +247,7 @@ def main(options: Options) -> int:
 def define_flags() -> None:
     flags.DEFINE_list("tasks", DEFAULT_TASKS, "comma-separated tasks of experiments/tasks/tasks.py")
     flags.DEFINE_list("contexts", ["256", "512", "1024", "2048"], "prompt and answer, in tokens")
-    flags.DEFINE_integer("num_prompts", 100, "prompts of each task and context", lower_bound=1)
+    flags.DEFINE_integer("num_prompts", 100, "prompts of each task and context", 1, MOST_PROMPTS)
     flags.DEFINE_list("problems", [], "files of prompts and answers, instead of our own tasks")
     flags.DEFINE_enum("match", "exact", list(files.MATCHES), "how answers are scored")
     flags.DEFINE_integer(

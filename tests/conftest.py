@@ -17,6 +17,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # What interpreted GPU kernels need so as not to wait for each other's threads.
 os.environ.setdefault("PJRT_NPROC", "8")
+# Most programs of tests run a few times only: XLA would be longer at improving them.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 MAPS = Path("/proc/self/maps")
 # Linux gives a process 65,530 memory maps, and each compiled program takes about 14.

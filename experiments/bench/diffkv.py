@@ -5,9 +5,10 @@
 
 The sections are the performance figures of experiments/figures/diffkv, which say what they measure:
 
-kernel_speed      decode attention by format and length (Fig. 15)
+kernel_speed      decode attention by format and length (Fig. 15a)
 compaction        page management on the device and on the host, exact (Fig. 13)
 step_breakdown    where a step's time goes (Fig. 14)
+batch_latency     a batch of eight from its prompts to its last tokens, by length (Fig. 15b)
 throughput        batch and throughput in a fixed number of bytes (Fig. 17)
 dynamic_workload  latency by request rate (Fig. 16)
 
@@ -26,6 +27,7 @@ from pathlib import Path
 from absl import flags
 
 from experiments.figures.diffkv import (
+    batch_latency,
     compaction,
     dynamic_workload,
     kernel_speed,
@@ -38,8 +40,10 @@ from experiments.lib.text_files import read_csv
 
 SECTIONS = {
     module.SECTION.name: module.SECTION
-    for module in (kernel_speed, compaction, step_breakdown, throughput, dynamic_workload)
-}
+    for module in (
+        kernel_speed, compaction, step_breakdown, batch_latency, throughput, dynamic_workload
+    )
+}  # fmt: skip
 NUMBERS = (
     "kv_memory_fraction", "batch_gain", "batch_gain_over_ideal", "compaction_exact_heads",
     "compaction_share_8b", "accuracy_drop_points", "decode_over_dense",
@@ -53,20 +57,24 @@ def accuracy_drop(folder: str, system: str) -> dict[str, float | None]:
     if not folder:
         return {"accuracy_drop_points": None}
     columns = "system", "task", "prompts", "difference", "difference_low"
-    rows = [row for _, _, row in read_csv(str(Path(folder) / "accuracy.csv"), columns)]
+    path = Path(folder) / "accuracy.csv"
+    rows = [row for _, _, row in read_csv(path, columns)]
     found = [row for row in rows if row["system"] == system]
     pooled = [row for row in found if row["task"] == ALL or len(found) == 1]
     if not pooled:
         known = ", ".join(dict.fromkeys(row["system"] for row in rows))
         raise ValueError(f"--accuracy_system must be one of {known}, not {system!r}")
-    return {
-        "accuracy_drop_points": -float(pooled[0]["difference"]),
-        "accuracy_drop_most": -float(pooled[0]["difference_low"]),
-        "accuracy_prompts": float(pooled[0]["prompts"]),
-    }
+    try:
+        return {
+            "accuracy_drop_points": -float(pooled[0]["difference"]),
+            "accuracy_drop_most": -float(pooled[0]["difference_low"]),
+            "accuracy_prompts": float(pooled[0]["prompts"]),
+        }
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
     with refusals():
         if not options.sections or set(options.sections) - set(SECTIONS):
             raise ValueError(f"--sections are some of {', '.join(SECTIONS)}")
@@ -75,7 +83,7 @@ def main(options: Options) -> None:
             section.check(options)
         accuracy = accuracy_drop(options.accuracy_study, options.accuracy_system)
     numbers: dict[str, float | None] = dict.fromkeys(NUMBERS)
-    performance.run(options, chosen, "bench_diffkv", numbers | accuracy)
+    return performance.run(options, chosen, "bench_diffkv", numbers | accuracy)
 
 
 def define_flags() -> None:
@@ -83,10 +91,10 @@ def define_flags() -> None:
     flags.DEFINE_list("sections", list(SECTIONS), f"some of {', '.join(SECTIONS)}")
     flags.DEFINE_string("accuracy_study", "", "folder of results of the accuracy study; or none")
     flags.DEFINE_string("accuracy_system", "DiffKV 1/0", "a system of it: alpha_h/alpha_l")
-    throughput.define_system_flags()
+    throughput.define_alpha_flags()
     for module in (kernel_speed, compaction, step_breakdown):
         module.define_flags()
-    for engines in (throughput, dynamic_workload):
+    for engines in (batch_latency, throughput, dynamic_workload):
         engines.define_own_flags()
 
 

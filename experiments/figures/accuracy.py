@@ -8,6 +8,7 @@ A study takes long. What a system answered is kept in --output_dir, in a folder 
 each system and question, and a later run with the same output_dir does not ask it the same again.
 """
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -71,6 +72,7 @@ class Row:
     kv_memory_fraction: float | None = None
     high: float | None = None
     low: float | None = None
+    top: float | None = None
 
 
 def row_of(system: str, found: Accuracy, held: Held | None) -> Row:
@@ -79,7 +81,7 @@ def row_of(system: str, found: Accuracy, held: Held | None) -> Row:
     return Row(
         system, found.task, found.context, found.prompts, 100 * found.score, points, low, high,
         found.logprob, *found.logprob_difference, *found.divergence,
-        *(() if held is None else (held.fraction, held.high, held.low)),
+        *(() if held is None else dataclasses.astuple(held)),
     )  # fmt: skip
 
 
@@ -181,8 +183,9 @@ def answered_before(folder: Path, asked: Any) -> Evaluation | None:
             found.held.setdefault((task, context), []).append(Held(**held))
     except (OSError, ValueError, TypeError):
         return None
-    prompts = sum(asked["prompts"].values())
-    return found if len(found.answers) == len(found.distributions) == prompts else None
+    keys = [answer.key for answer in found.answers]
+    whole = len(keys) == sum(asked["prompts"].values()) and set(keys) == set(found.distributions)
+    return found if whole else None
 
 
 def study(
@@ -224,14 +227,14 @@ def study(
             print(f"{len(found) + 1} of {len(systems)}: {name}", flush=True)
             asked = run_record.plain({
                 "config": config, "weights_sha256": weights, "dtype": options.dtype,
-                "seed": options.seed,
+                "seed": options.seed, "attention_implementation": options.attention_implementation,
                 "prompts": {f"{task} {context}": len(p) for (task, context), p in problems.items()},
             })  # fmt: skip
             kept = folder_of(folder, name, asked)
             if (one := answered_before(kept, asked)) is None:
                 engine, one = load_engine(config, **loading(options)), Evaluation()
                 evaluate.evaluate(engine, problems, found=one, stopped=stopped, measure_memory=True)
-                if len(one.answers) < len(pairs) * options.num_prompts:
+                if len(one.answers) < sum(map(len, problems.values())):
                     break
                 keep(kept, asked, one)
             found[name] = one
@@ -299,6 +302,8 @@ def define_flags(
     """Define what all studies read, with these defaults."""
     flags.DEFINE_list("tasks", list(tasks), "tasks of experiments/tasks/tasks.py")
     flags.DEFINE_list("contexts", list(contexts), "prompt and answer, in tokens")
-    flags.DEFINE_integer("num_prompts", num_prompts, "of each task and context", lower_bound=1)
+    flags.DEFINE_integer(
+        "num_prompts", num_prompts, "of each task and context", 1, evaluate.MOST_PROMPTS
+    )
     flags.DEFINE_integer("seed", seed, "of the prompts", lower_bound=0)
     define_model_flags()

@@ -16,12 +16,12 @@ NEAR_TIE = 1e-4  # a lead of a logit or of a beam that another order of sums can
 
 def nearly_tied(
     engine: Engine, prompt: list[int], tokens: list[int], how: SamplingParams, place: int = 0,
-    adapter: str | None = None,
+    adapter: str | None = None, lead: float = NEAR_TIE,
 ) -> bool:  # fmt: skip
     """Whether the engine, which serves the request alone, begins its sequence `place` with these
-    tokens once the last one's logit is raised by NEAR_TIE."""
+    tokens once the last one's logit is raised by `lead`."""
     bias = dict(how.logit_bias)
-    bias[tokens[-1]] = bias.get(tokens[-1], 0.0) + NEAR_TIE
+    bias[tokens[-1]] = bias.get(tokens[-1], 0.0) + lead
     output = engine.generate([prompt], replace(how, logit_bias=bias), [adapter])[0]
     return output.sequences[place].tokens[: len(tokens)] == tokens
 

@@ -27,7 +27,8 @@ LEAST = 1e-9  # What is left beside the alternatives has at least this probabili
 @dataclass(frozen=True)
 class Distributions:
     """Along one answer of n tokens: natural log-probabilities of its own tokens, logprobs [n], and
-    of the most probable ones, tops [n, A] of tokens [n, A] int32."""
+    of the most probable ones, tops [n, A], of tokens [n, A] int32. All float32, as they are kept in
+    files: whoever goes on from a file has the same numbers."""
 
     logprobs: np.ndarray
     tokens: np.ndarray
@@ -72,9 +73,9 @@ def of_answers(
 def _of_output(output: RequestOutput) -> Distributions:
     assert output.logprobs, "log-probabilities were not asked for"
     return Distributions(
-        np.array([each.logprob for each in output.logprobs]),
+        np.array([each.logprob for each in output.logprobs], np.float32),
         np.array([[*each.top] for each in output.logprobs], np.int32),
-        np.array([[*each.top.values()] for each in output.logprobs]),
+        np.array([[*each.top.values()] for each in output.logprobs], np.float32),
     )
 
 
@@ -106,9 +107,9 @@ def write(path: str | Path, found: Mapping[Key, Distributions]) -> None:
         context=[context for _, context, _ in found],
         index=[index for _, _, index in found],
         counts=[len(each.logprobs) for each in found.values()],
-        logprobs=_joined(each.logprobs for each in found.values()).astype(np.float32),
+        logprobs=_joined(each.logprobs for each in found.values()),
         tokens=_joined(each.tokens for each in found.values()),
-        tops=_joined(each.tops for each in found.values()).astype(np.float32),
+        tops=_joined(each.tops for each in found.values()),
     )
     run_record.write_whole(path, content.getvalue())
 
@@ -134,6 +135,7 @@ def read(path: str | Path) -> dict[Key, Distributions]:
             for key, each in zip(keys, zip(*parts, strict=True), strict=True)
         }
     except (
-        KeyError, ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error,
+        KeyError, ValueError, TypeError, OSError, EOFError, NotImplementedError,
+        zipfile.BadZipFile, zlib.error,
     ) as error:  # fmt: skip
         raise ValueError(f"{path}: no distributions of an evaluation ({error})") from error

@@ -38,7 +38,7 @@ def describe_environment() -> dict[str, Any]:
             "cpu_cores": len(os.sched_getaffinity(0))
             if hasattr(os, "sched_getaffinity")
             else os.cpu_count(),
-            "memory_gib": _memory_gib(),
+            "memory_gib": memory_gib(),
             "system": f"{platform.system()} {platform.machine()}",
             "jax_backend": jax.default_backend(),
             "jax_devices": [device.device_kind for device in jax.devices()],
@@ -65,8 +65,8 @@ def check_output_dir(output_dir: str | Path, *names: str) -> Path:
     path = Path(output_dir)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(bytes(2**16))  # a full disk takes a file, but nothing in it
     except OSError as error:
         raise ValueError(f"--output_dir={output_dir} cannot be written to: {error}") from None
     for name in ("report.json", "summary.json", *names):
@@ -186,7 +186,8 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory_gib() -> float | None:
+def memory_gib() -> float | None:
+    """Of this machine; None where it does not tell."""
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (ValueError, OSError, AttributeError):

@@ -1,9 +1,13 @@
 """SIGINT (Ctrl-C) and SIGTERM, which end a program in good order."""
 
+import _thread
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 
@@ -14,7 +18,9 @@ class Terminated(KeyboardInterrupt):
 @contextmanager
 def interrupts() -> Iterator[None]:
     """Within it, Ctrl-C and SIGTERM end the program with a line and their exit statuses."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -23,8 +29,14 @@ def interrupts() -> Iterator[None]:
         sys.exit(128 + number)
 
 
-def _terminate(number, frame):
-    raise Terminated
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    # Python drops what is raised while a callback of the garbage collector runs, and JAX has one.
+    while frame is not None:
+        if frame.f_code.co_name == "_xla_gc_callback":
+            threading.Timer(0.01, _thread.interrupt_main, (number,)).start()
+            return
+        frame = frame.f_back
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
 class Stop:
@@ -47,6 +59,9 @@ class Stop:
     def _note(self, number: int, frame) -> None:
         self.signal = signal.Signals(number)
         self.__exit__()
+        # Not by print, which may be what was interrupted. Ctrl-C may have ended who reads it.
+        with suppress(OSError):
+            os.write(2, b"\nending in good order; the next signal ends at once\n")
 
     def requested(self) -> bool:
         return self.signal is not None

@@ -46,6 +46,7 @@ from experiments.lib.flags import define_engine_flags, define_float, fields_of, 
 from experiments.lib.program import Options, Program, refusals
 from experiments.lib.signals import Stop
 from experiments.soak.checks import KINDS, Violation
+from experiments.soak.comparison import LOGPROB_TOLERANCE
 from experiments.soak.operations import OPERATIONS
 from experiments.soak.users import MOST_SEQUENCES, Users
 from models import checkpoint
@@ -242,7 +243,7 @@ def write(output_dir: str | Path, samples: Sequence[Sample], numbers: dict, fact
 
 
 def make_users(
-    config: EngineConfig, seed: int, check_share: float, interrupts: float,
+    config: EngineConfig, seed: int, check_share: float, interrupts: float, tolerance: float,
     served: Sequence[Adapter] = (), **model: Any,
 ) -> Users:  # fmt: skip
     """Users of an engine, warmed up. served: the adapters that they name. model: what `load_engine`
@@ -255,7 +256,7 @@ def make_users(
     for adapter in served:
         engine.add_known_adapter(adapter)
         reference.add_known_adapter(adapter)
-    users = Users(engine, reference, seed, check_share, interrupts=interrupts)
+    users = Users(engine, reference, seed, check_share, interrupts=interrupts, tolerance=tolerance)
     # The reference first: compilations are counted for the whole process.
     reference.warm_up()
     engine.warm_up()
@@ -268,7 +269,8 @@ def main(options: Options) -> int:
         config = engine_config(model, **fields_of(EngineConfig, options))
         users = make_users(
             config, options.seed, options.check_share, options.interrupts,
-            adapters.asked_for(options, model, config), **loading(options),
+            options.logprob_tolerance, adapters.asked_for(options, model, config),
+            **loading(options),
         )  # fmt: skip
     with Stop() as stop:
         samples, steps, wrong = run(
@@ -329,6 +331,10 @@ def define_flags() -> None:
         "interrupts", 0.0, "share of the users' calls that a signal may interrupt, as Ctrl-C does; "
         "such a run cannot be repeated",
         lower_bound=0.0, upper_bound=1.0,
+    )  # fmt: skip
+    define_float(
+        "logprob_tolerance", LOGPROB_TOLERANCE, "between a request in company and alone; more "
+        "where keys and values are quantised, as the last bit can decide a code", lower_bound=0.0,
     )  # fmt: skip
     define_float("max_rss_growth_mib", 32.0, "in resident memory, after a quarter of the run")
     adapters.define_flags()

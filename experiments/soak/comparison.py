@@ -19,23 +19,30 @@ from paged.requests.validation import token_limit
 LOGPROB_TOLERANCE = 1e-3
 
 
-def compare(output: RequestOutput, asked: Asked, reference: Engine) -> tuple[str | None, int]:
+def compare(
+    output: RequestOutput, asked: Asked, reference: Engine, tolerance: float = LOGPROB_TOLERANCE
+) -> tuple[str | None, int]:
     """What an output has otherwise than the request alone, and how many near ties explain.
 
-    reference: the engine that serves the request alone. A sequence that was aborted must be the
-    beginning of what it would have been; a beam search must not have been.
+    reference: the engine that serves the request alone. tolerance: of log-probabilities; leads that
+    are smaller in its proportion are near ties. A sequence that was aborted must be the beginning
+    of what it would have been; a beam search must not have been.
     """
     compared = _compare_beams if asked.how.is_beam_search else _compare_samples
-    return compared(output, asked, reference)
+    return compared(output, asked, reference, tolerance)
 
 
-def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine):
+def _near_tie(tolerance: float) -> float:
+    return NEAR_TIE * tolerance / LOGPROB_TOLERANCE
+
+
+def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine, tolerance: float):
     how = asked.how
     if how.ranks:
         # All of them in the order in which they are sampled, and what they are ranked by.
         how = replace(how, n=how.num_sequences, logprobs=how.logprobs or 0)
     alone = reference.generate([asked.prompt], how, [asked.adapter])[0]
-    if not _close(output.prompt_logprobs, alone.prompt_logprobs):
+    if not _close(output.prompt_logprobs, alone.prompt_logprobs, tolerance):
         return f"prompt's {output.prompt_logprobs}, not {alone.prompt_logprobs}", 0
     near_ties, left = 0, dict(enumerate(alone.sequences))
     for place, ours in _longest_first(output.sequences):
@@ -45,18 +52,18 @@ def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine):
             else place
         )
         theirs = left.pop(i)
-        if _is_same(ours, theirs):
+        if _is_same(ours, theirs, tolerance):
             continue
         beginning = ours.tokens[: num_common(ours.tokens, theirs.tokens) + 1]
         differs = beginning != theirs.tokens[: len(beginning)]
         tied = functools.partial(nearly_tied, reference, asked.prompt, beginning)
-        if not differs or not tied(how, i, asked.adapter):
+        if not differs or not tied(how, i, asked.adapter, _near_tie(tolerance)):
             return _otherwise(output, alone), 0
         near_ties += 1
     # Those left out must not be better than those returned.
     if asked.how.ranks and not asked.aborted and not near_ties:
         worst = output.sequences[-1].score or 0.0
-        best = max(_sum_of_logprobs(s) - _tolerance(s) for s in left.values())
+        best = max(_sum_of_logprobs(s) - tolerance * max(1, len(s.tokens)) for s in left.values())
         if best > worst:
             return f"{_otherwise(output, alone)}: the best {len(output.sequences)} are others", 0
     return None, near_ties
@@ -67,32 +74,30 @@ def _longest_first(sequences: Sequence[SequenceOutput]) -> list[tuple[int, Seque
     return sorted(enumerate(sequences), key=lambda item: -len(item[1].tokens))
 
 
-def _is_same(ours: SequenceOutput, theirs: SequenceOutput) -> bool:
+def _is_same(ours: SequenceOutput, theirs: SequenceOutput, tolerance: float) -> bool:
     """Whether they are equal, or if ours was cut short it is the beginning."""
     n, aborted = len(ours.tokens), ours.finish_reason in ("abort", "error")
     if ours.tokens != theirs.tokens[:n] or not (aborted or n == len(theirs.tokens)):
         return False
     if not aborted and (ours.text, ours.finish_reason) != (theirs.text, theirs.finish_reason):
         return False
-    if ours.score is not None and abs(ours.score - _sum_of_logprobs(theirs, n)) > _tolerance(ours):
+    apart = 0.0 if ours.score is None else abs(ours.score - _sum_of_logprobs(theirs, n))
+    if apart > tolerance * max(1, n):
         return False
-    return _close(ours.logprobs, (theirs.logprobs or [])[:n])
+    return _close(ours.logprobs, (theirs.logprobs or [])[:n], tolerance)
 
 
 def _close(
-    ours: Sequence[TokenLogprob | None] | None, theirs: Sequence[TokenLogprob | None] | None
-) -> bool:
+    ours: Sequence[TokenLogprob | None] | None, theirs: Sequence[TokenLogprob | None] | None,
+    tolerance: float,
+) -> bool:  # fmt: skip
     pairs = zip(ours or (), theirs or ())
-    return all(abs(a.logprob - b.logprob) < LOGPROB_TOLERANCE for a, b in pairs if a and b)
+    return all(abs(a.logprob - b.logprob) < tolerance for a, b in pairs if a and b)
 
 
 def _sum_of_logprobs(sequence: SequenceOutput, n: int | None = None) -> float:
     assert sequence.logprobs is not None
     return sum(p.logprob for p in sequence.logprobs[:n])
-
-
-def _tolerance(sequence: SequenceOutput) -> float:
-    return LOGPROB_TOLERANCE * max(1, len(sequence.tokens))
 
 
 def _otherwise(output: RequestOutput, alone: RequestOutput) -> str:
@@ -102,7 +107,7 @@ def _otherwise(output: RequestOutput, alone: RequestOutput) -> str:
     return f"{ours}, but alone {theirs}"
 
 
-def _compare_beams(output: RequestOutput, asked: Asked, reference: Engine):
+def _compare_beams(output: RequestOutput, asked: Asked, reference: Engine, tolerance: float):
     assert not asked.aborted, "how far it came cannot be asked of the reference"
     first = len(reference.events)
     alone = reference.generate([asked.prompt], asked.how, [asked.adapter])[0]
@@ -110,12 +115,16 @@ def _compare_beams(output: RequestOutput, asked: Asked, reference: Engine):
         [(s.tokens, s.text, s.finish_reason) for s in o.sequences] for o in (output, alone)
     )
     gaps = [abs((a.score or 0) - (b.score or 0)) for a, b in zip(output.sequences, alone.sequences)]
-    if not _close(output.prompt_logprobs, alone.prompt_logprobs):
+    if not _close(output.prompt_logprobs, alone.prompt_logprobs, tolerance):
         return f"prompt's {output.prompt_logprobs}, not {alone.prompt_logprobs}", 0
-    if ours == theirs and max(gaps) < LOGPROB_TOLERANCE:
+    # A score is a sum of log-probabilities over the length to the power of the penalty, and what a
+    # larger tolerance allows more grows as it does.
+    powers = [max(1, len(a.tokens)) ** -asked.how.length_penalty for a in output.sequences]
+    more = (tolerance - LOGPROB_TOLERANCE) * max(1.0, *powers)
+    if ours == theirs and max(gaps) < LOGPROB_TOLERANCE + more:
         return None, 0
     steps = [e for e in reference.events[first:] if e["event"] == "beams"]
-    if ours != theirs and smallest_lead(steps, asked, reference) < NEAR_TIE:
+    if ours != theirs and smallest_lead(steps, asked, reference) < _near_tie(tolerance):
         return None, 1
     return _otherwise(output, alone), 0
 

@@ -23,7 +23,7 @@ from experiments.soak.checks import (
     takes_back,
     what_is_wrong,
 )
-from experiments.soak.comparison import compare
+from experiments.soak.comparison import LOGPROB_TOLERANCE, compare
 from experiments.soak.interrupts import Interruption, Interrupts
 from paged.engine import Engine, OutputStream
 from paged.kv_cache.moves import Moves
@@ -75,17 +75,17 @@ class Users:
 
     check_share: share of the repeatable requests that are compared with the reference. sampling:
     what parameters are drawn from. interrupts: share of what they do that Ctrl-C disturbs; the
-    moments are the clock's, so such a run cannot be repeated.
+    moments are the clock's, so such a run cannot be repeated. tolerance: as in `compare`.
     Raises ValueError if the engine's limits leave no room for requests of every kind.
     """
 
     def __init__(
         self, engine: Engine, reference: Engine, seed: int, check_share: float, sampling=SAMPLING,
-        interrupts: float = 0.0,
+        interrupts: float = 0.0, tolerance: float = LOGPROB_TOLERANCE,
     ):  # fmt: skip
         self.engine, self.reference, self.seed = engine, reference, seed
         self._sampling = sampling
-        self._check_share = check_share
+        self._check_share, self._tolerance = check_share, tolerance
         self._interrupts = Interrupts(engine, interrupts)
         self.counts = Counter(dict.fromkeys(COUNTED, 0))
         self.asked: dict[str, Asked] = {}
@@ -305,7 +305,7 @@ class Users:
 
     def _compare(self, output: RequestOutput, asked: Asked) -> None:
         """The output must be what the request alone gives, an aborted one its beginning."""
-        wrong, near_ties = compare(output, asked, self.reference)
+        wrong, near_ties = compare(output, asked, self.reference, self._tolerance)
         self.counts["compared"] += 1
         self.counts["near_ties"] += near_ties
         if wrong:

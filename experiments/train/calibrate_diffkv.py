@@ -34,7 +34,7 @@ Cell = tuple[float, float]  # alpha_h and alpha_l
 
 
 def label(cell: Cell) -> str:
-    return f"alpha_h {cell[0]:g}, alpha_l {cell[1]:g}"
+    return f"alpha_h {cell[0]:.15g}, alpha_l {cell[1]:.15g}"
 
 
 def grid(options: Options) -> list[list[Cell]]:
@@ -114,7 +114,9 @@ def main(options: Options) -> int:
         options, "calibrate_diffkv", make_systems,
         lambda figure, whole, _: draw(options, figure, whole), conclude_and_note,
     )  # fmt: skip
-    if chosen:
+    if not chosen:  # Of another run: what lies beside it is not what it was found by.
+        (Path(options.output_dir) / THRESHOLDS).unlink(missing_ok=True)
+    else:
         stored = {"weights_sha256": checkpoint.weights_hash(options.model)} | chosen
         print(run_record.write_json(Path(options.output_dir), THRESHOLDS, stored))
     return status

@@ -135,6 +135,11 @@ def test_bad_settings_are_refused(names, contexts, message):
         evaluate.settings(names, contexts, CONFIG)
 
 
+def test_a_setting_that_is_named_twice_is_asked_once():
+    pairs = evaluate.settings(["needle", "values", "needle"], ["256", "512", "256"], CONFIG)
+    assert pairs == [("needle", 256), ("needle", 512), ("values", 256), ("values", 512)]
+
+
 @pytest.mark.slow
 def test_a_random_model_is_evaluated_end_to_end(tmp_path):
     """Accuracy comes from the engine's own text: it equals a recount from the written answers."""

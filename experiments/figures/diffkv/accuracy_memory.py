@@ -1,10 +1,15 @@
-"""Accuracy against KV memory: DiffKV, uniform formats, H2O and SnapKV (DiffKV §7.2, Figs. 8, 11 and
-12, Tables 1 and 3 in small).
+"""Accuracy against KV memory: DiffKV and what it is compared with (DiffKV §7.2, Figs. 8, 11 and 12,
+Tables 1 and 3 in small).
 
 python -m experiments.figures.diffkv.accuracy_memory
 
 The bundled model answers the same prompts with all keys and values in 16 bits, with DiffKV at each
-of --alphas, with each of the uniform --formats, and with H2O and SnapKV at each of --budgets.
+of --alphas, with its three levels of 16 bits, K8V4 and K4V2 at each of --three_levels, with each of
+the uniform --formats, with H2O and SnapKV at each of --budgets, with DuoAttention (--duo_share of
+the heads stream, by --gates; none without) and with Quest (--quest_budget tokens are read; all are
+kept, and statistics beside them). KIVI and QAQ are missing, as each needs another quantiser: KIVI
+has 2-bit keys by channel, in groups of tokens, and a window of full precision; QAQ has a number of
+bits and outliers of its own for each token.
 Memory is measured while they run (`kv_memory_fraction`: pages with all that lies in them, over
 16-bit pages). H2O and SnapKV are compared at the least of their budgets that takes no less memory,
 and uniform INT4 with that of --alphas which takes the most memory but no more than it.
@@ -36,22 +41,28 @@ from experiments.figures.diffkv.comparison import (
 )
 from experiments.figures.diffkv.systems import BUDGETED, REFERENCE
 from experiments.lib.answers import Evaluation
+from experiments.lib.flags import define_float
 from experiments.lib.program import Options, Program
+from models.hub import BUNDLED
 
 TASKS = ("needle", "multikey", "chain", "values", "cot", "multikey_96", "values_24", "cot_32")
 FORMATS = ("K4V4", "K8V4", "K4V8", "K4V2", "K2V4", "K8V8", "K8V2", "K4V1")
 GOAL, MEMORY_GOAL, PARTS = -2.0, 0.40, 5
 # Pairs of which the paper says that the first is better.
 KEYS_FIRST = (("K8V4", "K4V8"), ("K4V2", "K2V4"))
-INT4 = "K4V4"
+INT4, DUO, QUEST = "K4V4", "DuoAttention", "Quest"
 
 
 def of_alpha(alpha_h: float, alpha_l: float) -> str:
-    return f"DiffKV {alpha_h:g}/{alpha_l:g}"
+    return f"DiffKV {alpha_h:.15g}/{alpha_l:.15g}"
+
+
+def of_three(alpha: Sequence[float]) -> str:
+    return f"three levels {'/'.join(f'{each:.15g}' for each in alpha)}"
 
 
 def of_budget(method: str, budget: float) -> str:
-    return f"{method} {budget:g}"
+    return f"{method} {budget:.15g}"
 
 
 def make_systems(options: Options) -> accuracy.Systems:
@@ -66,6 +77,12 @@ def make_systems(options: Options) -> accuracy.Systems:
     found |= {name: systems.uniform(options, name) for name in options.formats}
     for other in others:
         found |= other
+    three = systems.alphas_of_three(options)
+    found |= {of_three(alpha): systems.three_levels(options, alpha) for alpha in three}
+    if options.gates:
+        found[DUO] = systems.duo_attention(options)
+    if options.quest_budget:
+        found[QUEST] = systems.quest(options)
     return found
 
 
@@ -73,7 +90,8 @@ def families(options: Options) -> dict[str, list[str]]:
     """Names of systems that are drawn as one."""
     budgets = systems.numbers(options, "budgets")
     found = {"DiffKV": [of_alpha(*pair) for pair in systems.alphas(options)]}
-    found["uniform"] = list(options.formats)
+    found["three levels"] = [of_three(alpha) for alpha in systems.alphas_of_three(options)]
+    found |= {"uniform": list(options.formats), DUO: [DUO], QUEST: [QUEST]}
     return found | {m: [of_budget(m, budget) for budget in budgets] for m in BUDGETED}
 
 
@@ -126,19 +144,23 @@ def conclude(
 def memory_table(whole: Mapping[str, Row], found: Mapping[str, Evaluation]) -> str:
     """A line a system: memory, how it is used, and right answers with their deviation over parts of
     the prompts."""
-    lines = [f"{'':<16}{'memory':>8}{'high %':>8}{'low %':>7}{'right %':>9}  over {PARTS} parts"]
+    head = f"{'':<24}{'memory':>8}{'top %':>7}{'high %':>8}{'low %':>7}{'right %':>9}"
+    lines = [f"{head}  over {PARTS} parts"]
     for name, row in whole.items():
-        shares = f"{1:>8.3f}{100:>8.1f}{0:>7.1f}"
-        if row.kv_memory_fraction is not None and row.high is not None and row.low is not None:
-            shares = f"{row.kv_memory_fraction:>8.3f}{100 * row.high:>8.1f}{100 * row.low:>7.1f}"
-        lines.append(f"{name:<16}{shares}{row.score:>9.1f}  ± {in_parts(found[name]).std():.1f}")
+        fraction, *kept = 1.0, 0.0, 1.0, 0.0
+        if row.kv_memory_fraction is not None:
+            fraction, *kept = row.kv_memory_fraction, row.top or 0, row.high or 0, row.low or 0
+        top, high, low = (100 * share for share in kept)
+        shares = f"{fraction:>8.3f}{top:>7.1f}{high:>8.1f}{low:>7.1f}"
+        lines.append(f"{name:<24}{shares}{row.score:>9.1f}  ± {in_parts(found[name]).std():.1f}")
     return "\n".join(lines)
 
 
 def draw(options: Options, figure: Figure, rows: Mapping[str, Row], of_ours: list[Row]) -> None:
     points, divergence, mix = figure.subplots(1, 3)
     for family, names in families(options).items():
-        here = [rows[name] for name in names if name in rows]
+        if not (here := [rows[name] for name in names if name in rows]):
+            continue
         here.sort(key=lambda row: row.kv_memory_fraction or 0)
         style = "none" if family == "uniform" else "-"
         for axes, measure in ((points, "difference"), (divergence, "divergence")):
@@ -186,8 +208,14 @@ def main(options: Options) -> int:
 def define_flags() -> None:
     accuracy.define_flags(TASKS, ("1024", "2048", "4096"), 17)
     flags.DEFINE_list("alphas", ["1/0", "3/0", "1/0.02", "1/0.1"], "alpha_h/alpha_l, ours first")
+    flags.DEFINE_list(
+        "three_levels", ["5/1/0"], "alpha_top/alpha_h/alpha_l of 16 bits, K8V4 and K4V2"
+    )
     flags.DEFINE_list("formats", list(FORMATS), "uniform ones")
     flags.DEFINE_list("budgets", ["0.35", "0.5"], "of H2O and SnapKV, shares of the tokens")
+    define_float("duo_share", 0.5, "of the KV heads that stream in DuoAttention", 0.0, 1.0)
+    flags.DEFINE_string("gates", str(BUNDLED / "duo_gates.json"), "DuoAttention's; '' for no such")
+    flags.DEFINE_integer("quest_budget", 1024, "tokens; 0 leaves Quest out", lower_bound=0)
 
 
 PROGRAM = Program(main, define_flags, "results/diffkv_accuracy_memory", accuracy.FILES)

@@ -81,55 +81,58 @@ class Case:
 
 
 def _planned(tokens, sizes):
-    """Pages of high and of low precision for tokens [S, H, 2]."""
-    return tuple(-(-tokens[..., i] // size) for i, size in enumerate(sizes))
+    """Pages [S, H, 2] of high and of low precision for as many tokens."""
+    return -(-tokens // np.array(sizes, np.int32))
 
 
 def _growing(tokens, to_high, sizes):
-    """Which heads need a page of high, and of low precision for a token more."""
-    full_high, full_low = (tokens[..., i] % size == 0 for i, size in enumerate(sizes))
-    return full_high & to_high, full_low & ~to_high
+    """Which heads need a page of high or of low precision for a token more: [S, H, 2]."""
+    full = tokens % np.array(sizes, np.int32) == 0
+    return full & (to_high[..., None] == np.array([True, False]))
 
 
 @partial(jax.jit, static_argnums=(1, 3), donate_argnums=0)
 def prompts_on_device(pages: Pages, allocated: int, tokens, sizes) -> Pages:
     slots = jnp.arange(len(tokens), dtype=jnp.int32)
     pages = page_manager.allocate_prompts(pages, slots, jnp.full(len(tokens), allocated, jnp.int32))
-    return page_manager.plan_prompts(pages, slots, *_planned(tokens, sizes))
+    return page_manager.plan_prompts(pages, slots, _planned(tokens, sizes))
 
 
 @partial(jax.jit, static_argnums=3, donate_argnums=0)
 def step_on_device(pages: Pages, tokens, to_high, sizes) -> Pages:
     slots = jnp.arange(len(tokens), dtype=jnp.int32)
-    return page_manager.grow(pages, slots, *_growing(tokens, to_high, sizes))
+    return page_manager.grow(pages, slots, _growing(tokens, to_high, sizes))
 
 
 def prompts_on_host(manager: ThreadedManager, allocated: int, tokens, sizes):
-    return jax.device_put(manager.prompts(allocated, *_planned(np.asarray(tokens), sizes)))
+    planned = np.moveaxis(_planned(np.asarray(tokens), sizes), -1, 0)
+    return jax.device_put(manager.prompts(allocated, *planned))
 
 
 def step_on_host(manager: ThreadedManager, tokens, to_high, sizes):
     needs = _growing(np.asarray(tokens), np.asarray(to_high), sizes)
-    return jax.device_put(manager.grow(*needs))
+    return jax.device_put(manager.grow(*np.moveaxis(needs, -1, 0)))
 
 
 def is_exact(case: Case, threads: int, steps: int = CHECKED_STEPS) -> bool:
     """Whether all three managers hold the same after prompts and these steps."""
-    sizes, tokens = case.sizes, case.tokens.copy()
+    sizes, tokens = case.sizes, case.tokens
     twin = Twin(case.num_pages, case.sequences, HEADS_8B)
     host, pages = case.host(threads), case.device()
-    twin.prompts(case.allocated, *_planned(tokens, sizes))
+    twin.prompts(case.allocated, *np.moveaxis(_planned(tokens, sizes), -1, 0))
     prompts_on_host(host, case.allocated, tokens, sizes)
     pages = prompts_on_device(pages, case.allocated, jnp.asarray(tokens), sizes)
     for _ in range(steps):
-        twin.grow(*_growing(tokens, case.to_high, sizes))
+        twin.grow(*np.moveaxis(_growing(tokens, case.to_high, sizes), -1, 0))
         step_on_host(host, tokens, case.to_high, sizes)
         pages = step_on_device(pages, jnp.asarray(tokens), jnp.asarray(case.to_high), sizes)
-        tokens += np.stack([case.to_high, ~case.to_high], -1)
-    device = (np.asarray(getattr(pages, name)) for name in ("free_list", "start", "free"))
-    tables = (np.asarray(getattr(pages, name)) for name in ("tables", "high", "low"))
-    free_list, start, free = device
-    return twin.equals(free_list, int(start[0]), int(free[0]), *tables) and twin.equals(
+        # A new array: the step may still read the former one, in place.
+        tokens = tokens + np.stack([case.to_high, ~case.to_high], -1)
+    free_list, start, free, tables, held = map(
+        np.asarray, (pages.free_list, pages.start, pages.free, pages.tables, pages.held)
+    )
+    of_device = free_list, int(start[0]), int(free[0]), tables, *np.moveaxis(held, -1, 0)
+    return twin.equals(*of_device) and twin.equals(
         host.free_list, host.start, host.free, host.tables, host.high, host.low
     )
 
@@ -154,8 +157,8 @@ def _of_sequences(case: Case, pool: kernel_speed.Pool, rounds: int) -> list[Row]
         return host
 
     q, tables = pool.q[:sequences], pool.tables[:sequences]
-    counts = (x[:sequences] for x in pool.counts(kernel_speed.MIXED, TOKENS))
-    attend = partial(kernel_speed.attend, case.formats, q, pool.words, tables, *counts)
+    counts = pool.counts(kernel_speed.MIXED, TOKENS)[:sequences]
+    attend = partial(kernel_speed.attend, case.formats, q, pool.words, tables, counts)
     cases: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "device prompts": (
             case.device, lambda p: prompts_on_device(p, case.allocated, tokens, sizes)
@@ -183,7 +186,10 @@ def _of_sequences(case: Case, pool: kernel_speed.Pool, rounds: int) -> list[Row]
 
 
 def check(options: Options) -> None:
-    performance.positive(options, "compaction_sequences")
+    most = max(performance.positive(options, "compaction_sequences"))
+    pages, words = kernel_speed.Pool.shape(HEADS["llama-3-8b"], most, TOKENS)
+    # The words, and while they are drawn twice them.
+    performance.check_memory("--compaction_sequences", 12 * pages * words)
 
 
 def share(row: Row) -> float:

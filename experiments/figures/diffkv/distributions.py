@@ -170,6 +170,9 @@ def _draw_distributions(axes: Axes, prompts: Sequence[Prompt], index: int, title
 def main(options: Options) -> None:
     folder = Path(options.output_dir)
     with refusals():
+        longest = checkpoint.load_config(options.model).max_position_embeddings
+        if options.context_length > longest:
+            raise ValueError(f"--context_length must be at most {longest}, as many as the model's")
         tokenizer = load_tokenizer(options.model)
         prompts = {
             task: tasks.make_prompts(
@@ -188,10 +191,6 @@ def main(options: Options) -> None:
         "experiment": "diffkv_distributions", "flags": vars(options), "rows": rows,
         "weights_sha256": checkpoint.weights_hash(options.model),
     }  # fmt: skip
-    run_record.write_csv(folder, "tokens.csv", rows)
-    plot(rows, found, folder / "distributions.png", run_record.hardware_line(environment))
-    run_record.write_json(folder, "report.json", facts | environment)
-    run_record.write_summary(folder, numbers)
     print(
         f"orders of magnitude, most of a layer: scores {numbers['score_orders_of_magnitude']:.1f} "
         f"(paper: 7), norms of values {numbers['norm_orders_of_magnitude']:.1f} (paper: 2)"
@@ -200,6 +199,10 @@ def main(options: Options) -> None:
         print(f"{task:12}{numbers[f'critical_tokens_{task}']:8.1f} tokens with 95 %, mean of heads")
     least, most = (numbers[f"critical_tokens_{name}_head"] for name in ("least", "most"))
     print(f"by head and task: {least:.1f} to {most:.1f} of {options.context_length} tokens")
+    run_record.write_csv(folder, "tokens.csv", rows)
+    plot(rows, found, folder / "distributions.png", run_record.hardware_line(environment))
+    run_record.write_json(folder, "report.json", facts | environment)
+    run_record.write_summary(folder, numbers)
 
 
 def define_flags() -> None:

@@ -30,7 +30,7 @@ DYNAMIC, STATIC, VOTES = "dynamic", "static", "static, SnapKV"
 
 
 def label(family: str, value: float) -> str:
-    return f"{family} {value:g}"
+    return f"{family} {value:.15g}"
 
 
 def families(options: Options) -> dict[str, dict[str, dict]]:
@@ -110,7 +110,7 @@ def main(options: Options) -> int:
 def define_flags() -> None:
     accuracy.define_flags(TASKS, ("1024", "2048"), 20)
     flags.DEFINE_list("alphas", ["0.02", "0.1", "0.3", "1"], "thresholds of dynamic budgets")
-    flags.DEFINE_list("budgets", ["0.5", "0.7", "0.9", "0.98"], "shares of static budgets")
+    flags.DEFINE_list("budgets", ["0.5", "0.81", "0.935", "0.99"], "shares of static budgets")
 
 
 PROGRAM = Program(main, define_flags, "results/diffkv_dynamic_sparsity", accuracy.FILES)

@@ -9,6 +9,7 @@ besides is in it. Writes to --output_dir: dynamic_workload.csv, dynamic_workload
 and summary.json.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from experiments.figures.diffkv.performance import Section
 from experiments.figures.diffkv.throughput import DIFFKV, VLLM
 from experiments.figures.vllm import sweep
 from experiments.lib.program import Options
+from paged.device import compilations
 
 SYSTEMS = (VLLM, DIFFKV)
 
@@ -27,13 +29,14 @@ SYSTEMS = (VLLM, DIFFKV)
 @dataclass(frozen=True)
 class Row:
     """rate: arrivals a second. ms_per_token: the mean normalised latency. most_running: sequences
-    at once."""
+    at once. compiled: programs meanwhile, whose time is in the latency."""
 
     system: str
     rate: float
     ms_per_token: float
     most_running: int
     preemptions: int
+    compiled: int = 0
 
 
 def rates_of(options: Options) -> list[float]:
@@ -41,7 +44,7 @@ def rates_of(options: Options) -> list[float]:
         rates = sorted({float(rate) for rate in options.rates})
     except ValueError:
         rates = []
-    if not rates or rates[0] <= 0:
+    if not rates or not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"--rates must be numbers above 0, not {options.rates}")
     return rates
 
@@ -64,18 +67,24 @@ def measure(options: Options) -> list[Row]:
         engine = throughput.rehearsed(config, throughput.requests_of(options, *lengths), options)
         for rate in rates_of(options):
             requests = throughput.requests_of(options, *lengths, rate)
+            compiled = compilations.count()
             served = sweep.serve_requests(engine, requests)
             running = max(step.num_running for step in engine.metrics.steps)
             ms = 1e3 * served.normalised_latency_s
-            rows.append(Row(system, rate, ms, running, served.preemptions))
+            compiled = compilations.count() - compiled
+            rows.append(Row(system, rate, ms, running, served.preemptions, compiled))
             print(f"{system} at {rate:g} a second: {ms:.1f} ms a token", flush=True)
     return rows
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'':8}{'requests/s':>11}{'ms a token':>12}{'most running':>14}{'preempted':>11}"]
+    lines = [
+        f"{'':8}{'requests/s':>11}{'ms a token':>12}{'most running':>14}{'preempted':>11}"
+        f"{'compiled':>10}"
+    ]
     lines += [
         f"{r.system:8}{r.rate:11g}{r.ms_per_token:12.1f}{r.most_running:14}{r.preemptions:11}"
+        f"{r.compiled:10}"
         for r in rows
     ]
     return "\n".join(lines)
@@ -106,7 +115,7 @@ def define_own_flags() -> None:
 
 
 def define_flags() -> None:
-    throughput.define_system_flags()
+    throughput.define_alpha_flags()
     define_own_flags()
 
 

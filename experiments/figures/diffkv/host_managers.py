@@ -49,7 +49,7 @@ class Twin:
 
 
 class ThreadedManager:
-    """Arrays as `page_manager.Pages` has them."""
+    """Arrays as `page_manager.Pages` has them, with counts of pages by precision apart."""
 
     def __init__(self, num_pages: int, num_slots: int, num_heads: int, width: int, threads: int):
         self.free_list = np.arange(num_pages, dtype=np.int32)

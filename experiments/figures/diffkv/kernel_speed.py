@@ -58,20 +58,34 @@ class Pool:
     """Random pages for sequences of up to so many tokens in any of FORMATS, and queries."""
 
     def __init__(self, heads: Heads, batch: int, longest: int, seed: int):
-        self.heads, self.batch, rng = heads, batch, np.random.default_rng(seed)
-        width = -(-longest // PAGE_SIZE) + 1
-        shape = batch * heads.K * width, formats_of("K8V8", heads.D)[0].words
+        self.heads, self.batch, self.longest = heads, batch, longest
+        rng = np.random.default_rng(seed)
+        shape, width = self.shape(heads, batch, longest), self.width(longest)
         words = rng.integers(0, 2**32, shape, np.uint32, endpoint=False)
         self.words = jnp.asarray(words & FINITE)
         tables = rng.permutation(shape[0]).reshape(batch, heads.K, width)
         self.tables = jnp.asarray(tables, jnp.int32)
         self.q = jnp.asarray(rng.standard_normal((batch, heads.H, heads.D)), jnp.float32)
 
+    @staticmethod
+    def width(longest: int) -> int:
+        return -(-longest // PAGE_SIZE) + 1
+
+    @classmethod
+    def shape(cls, heads: Heads, batch: int, longest: int) -> tuple[int, int]:
+        """Pages, and words of each."""
+        return batch * heads.K * cls.width(longest), formats_of("K8V8", heads.D)[0].words
+
     def counts(self, name: str, tokens: int):
-        """Of high and of low precision, all heads alike."""
+        """[S, K, 2], of high and of low precision, all heads alike."""
         high = tokens // 2 if name == MIXED else tokens
-        whole = jnp.ones((self.batch, self.heads.K), jnp.int32)
-        return high * whole, (tokens - high) * whole
+        of_head = jnp.array([high, tokens - high], jnp.int32)
+        return jnp.broadcast_to(of_head, (self.batch, self.heads.K, 2))
+
+    def tables_of(self, name: str):
+        """As wide as an engine's for such formats: what attention returns is as wide."""
+        tokens = formats_of(name, self.heads.D)[0].tokens
+        return self.tables[..., : -(-self.longest // tokens) + 1]
 
     def bytes(self, name: str, tokens: int) -> int:
         """Of the keys and values of so many tokens."""
@@ -85,8 +99,8 @@ class Pool:
 
 
 @partial(jax.jit, static_argnums=0)
-def attend(formats, q, words, tables, high, low):
-    return mixed_precision_attention(q, words, tables, high, low, formats)
+def attend(formats, q, words, tables, counts):
+    return mixed_precision_attention(q, words, tables, counts, formats)
 
 
 @jax.jit
@@ -94,8 +108,12 @@ def attend_dense(q, k_pages, v_pages, tables, lengths):
     return paged_attention(q, k_pages, v_pages, tables, lengths)
 
 
-def check(options: Options) -> None:
-    performance.positive(options, "kernel_tokens")
+def check(options: Options, heads: Heads = HEADS["llama-3-8b"]) -> None:
+    longest = max(performance.positive(options, "kernel_tokens"))
+    pages, words = Pool.shape(heads, options.kernel_batch, longest)
+    # The words, and while they are drawn twice them; then the dense op's keys and values.
+    size = 4 * pages * max(3 * words, words + 2 * PAGE_SIZE * heads.D)
+    performance.check_memory("--kernel_tokens and --kernel_batch", size)
     unknown = set(options.kernel_formats) - set(FORMATS)
     if unknown or not options.kernel_formats:
         raise ValueError(f"--kernel_formats are some of {', '.join(FORMATS)}, not {unknown}")
@@ -115,8 +133,8 @@ def measure(options: Options, heads: Heads = HEADS["llama-3-8b"]) -> list[Row]:
         whole = jnp.full((options.kernel_batch, heads.K), tokens, jnp.int32)
         cases = {
             name: partial(
-                attend, formats_of(name, heads.D), pool.q, pool.words, pool.tables,
-                *pool.counts(name, tokens),
+                attend, formats_of(name, heads.D), pool.q, pool.words, pool.tables_of(name),
+                pool.counts(name, tokens),
             )
             for name in options.kernel_formats
         }  # fmt: skip

@@ -3,6 +3,7 @@
 `experiments.bench.diffkv` runs several of them at once, each of them is a program by itself.
 """
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from experiments.lib import run_record
 from experiments.lib.flags import define_model_flags
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.program import Options, Program, refusals, told
 from models.config import ModelConfig
 from pallas_kernels.specs import HEADS
 
@@ -53,24 +54,28 @@ class Section:
     def files(self) -> tuple[str, str]:
         return f"{self.name}.csv", f"{self.name}.png"
 
-    def write(self, folder: Path, rows: Sequence[Any], footer: str) -> str:
-        """The files; what is to be printed."""
-        run_record.write_csv(folder, f"{self.name}.csv", rows)
+    def told(self, rows: Sequence[Any]) -> str:
+        return f"{self.name}\n{self.table(rows)}\npaper, {self.figure}: {self.paper}"
+
+    def write(self, folder: Path, rows: Sequence[Any], footer: str) -> list[OSError]:
+        """The files; those that could not be written."""
         figure = Figure(figsize=(10, 4.2), layout="constrained")
         self.draw(figure, rows)
         for axes in figure.axes:
             axes.spines[["top", "right"]].set_visible(False)
         figure.suptitle(f"{self.name.replace('_', ' ')} (DiffKV {self.figure})", fontsize="medium")
         figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-        run_record.save_figure(figure, folder / f"{self.name}.png", dpi=130)
-        return f"{self.name}\n{self.table(rows)}\npaper, {self.figure}: {self.paper}"
+        return run_record.write_all([
+            lambda: run_record.write_csv(folder, f"{self.name}.csv", rows),
+            lambda: run_record.save_figure(figure, folder / f"{self.name}.png", dpi=130),
+        ])  # fmt: skip
 
     @property
     def program(self) -> Program:
-        def main(options: Options) -> None:
+        def main(options: Options) -> int:
             with refusals():
                 self.check(options)
-            run(options, [self], f"diffkv_{self.name}", {})
+            return run(options, [self], f"diffkv_{self.name}", {})
 
         def define() -> None:
             define_flags()
@@ -82,28 +87,34 @@ class Section:
 def run(
     options: Options, sections: Sequence[Section], experiment: str,
     more: Mapping[str, float | None],
-) -> dict[str, float | None]:  # fmt: skip
-    """Measure the sections, write and print what is found; the numbers, with `more`."""
+) -> int:  # fmt: skip
+    """Measure the sections, print and write what is found, `more` among the numbers; the exit
+    status: 1 where something could not be written."""
     began, environment = time.perf_counter(), run_record.describe_environment()
     folder, footer = Path(options.output_dir), run_record.hardware_line(environment)
     numbers: dict[str, float | None] = dict(more)
-    found = {}
+    found, failures = {}, []
     for section in sections:
         rows = section.measure(options)
         found[section.name] = rows
         numbers |= section.numbers(rows)
-        print(section.write(folder, rows, footer), end="\n\n", flush=True)
+        print(section.told(rows), end="\n\n", flush=True)
+        failures += section.write(folder, rows, footer)
     facts = {
         "experiment": experiment, "flags": vars(options), "found": found, "summary": numbers,
         "paper": {section.name: section.paper for section in sections},
         "seconds": time.perf_counter() - began,
     }  # fmt: skip
-    run_record.write_json(folder, "report.json", facts | environment)
-    run_record.write_json(folder, "summary.json", numbers)
     for name, value in numbers.items():
         print(f"{name:28}{'not measured' if value is None else format(value, ',.4g'):>14}")
     print(f"({footer})")
-    return numbers
+    failures += run_record.write_all([
+        lambda: run_record.write_json(folder, "report.json", facts | environment),
+        lambda: run_record.write_json(folder, "summary.json", numbers),
+    ])  # fmt: skip
+    for failure in failures:
+        print(f"error: {told(failure)}", file=sys.stderr)
+    return int(bool(failures))
 
 
 def define_flags() -> None:
@@ -119,6 +130,13 @@ def positive(options: Options, flag: str) -> list[int]:
     if not given or any(not each.isdecimal() or int(each) < 1 for each in given):
         raise ValueError(f"--{flag} must be whole numbers from 1, not {given}")
     return sorted({int(each) for each in given})
+
+
+def check_memory(what: str, size: int) -> None:
+    """Raises ValueError if the machine has less memory than so many bytes."""
+    here = run_record.memory_gib()
+    if here is not None and size > here * 2**30:
+        raise ValueError(f"{what} would take {size >> 30:,} GiB; this machine has {here:,}")
 
 
 def turns_ms(

@@ -28,13 +28,17 @@ from matplotlib.figure import Figure
 
 from experiments.figures.diffkv import performance
 from experiments.figures.diffkv.performance import PAGE_SIZE, Section
+from experiments.lib.engines import check_implementation, engine_config, load_engine
+from experiments.lib.flags import loading
 from experiments.lib.program import Options
 from models import checkpoint
+from models.config import ModelConfig
 from models.families import family
 from paged.config import EngineConfig
 from paged.device.buckets import Buckets
 from paged.device.executor import DeviceExecutor
 from paged.device.step_inputs import StepInputs, empty_step_inputs
+from paged.device.tensor_parallel import Shards
 from paged.engine import Engine
 from paged.kv_cache import diffkv
 from paged.kv_cache.moves import Moves
@@ -56,11 +60,12 @@ class Row:
     share: float
 
 
-def config_of(batch: int, tokens: int) -> EngineConfig:
-    """With room for what repeated steps of generation add to a page table."""
+def config_of(model: ModelConfig, batch: int, tokens: int) -> EngineConfig:
+    """With room for what repeated steps of generation add to a page table. Raises ValueError for
+    what cannot work."""
     longest = tokens + 64
-    return EngineConfig(
-        policy="diffkv", chunked_prefill=False, page_size=PAGE_SIZE, max_model_len=longest,
+    return engine_config(
+        model, policy="diffkv", chunked_prefill=False, page_size=PAGE_SIZE, max_model_len=longest,
         max_num_batched_tokens=batch * longest, max_num_seqs=batch, max_prefills_per_step=batch,
         kv_cache_tokens=2 * batch * longest,
     )  # fmt: skip
@@ -94,7 +99,7 @@ def _call(part: Callable, arguments):
 class Step:
     """What is timed of one phase and batch, on an engine's own state."""
 
-    def __init__(self, engine: Engine, phase: str, tokens: int):
+    def __init__(self, engine: Engine, phase: str, tokens: int, implementation: str | None):
         executor, config = engine.executor, engine.config
         assert isinstance(executor, DeviceExecutor)
         self._executor, self._model, batch = executor, engine.model, config.max_num_seqs
@@ -102,12 +107,13 @@ class Step:
         host = inputs_of(phase, batch, tokens, engine.model.vocab_size, Tp)
         self._host, self._slots = host, list(range(batch)) if phase == PROMPTS else []
         self._inputs = jax.tree.map(jnp.asarray, replace(host, packed=None))
-        sharded = ShardedModel.split(engine.model)
-        self._policy = diffkv.device(config, sharded)
+        dtype = executor.dtype
+        sharded = ShardedModel.split(engine.model, dtype=dtype)
+        self._policy = diffkv.device(config, sharded, implementation)
         keys = jax.random.split(jax.random.key(batch), 3)
         heads = engine.model.num_heads, *[engine.model.num_kv_heads] * 2
         self._qkv = [
-            jax.random.normal(key, (len(host.tokens), n, engine.model.head_dim))
+            jax.random.normal(key, (len(host.tokens), n, engine.model.head_dim), dtype)
             for key, n in zip(keys, heads)
         ]
         of_phase = self._prompt_attention if phase == PROMPTS else self._decode_attention
@@ -151,9 +157,10 @@ class Step:
 
         def layer(_, x):
             out, sums = prompt_attention(
-                x, k[:Tp], v[:Tp], inputs.query_starts, **self._policy.rules.prompt_scores
-            )
-            return out + sums.sum()
+                x, k[:Tp], v[:Tp], inputs.query_starts, **self._policy.rules.prompt_scores,
+                implementation=self._policy.implementation,
+            )  # fmt: skip
+            return out + sums.sum().astype(out.dtype)
 
         return jax.lax.fori_loop(0, self._model.num_layers, layer, q[:Tp])
 
@@ -166,9 +173,9 @@ class Step:
                 for of in (cache.pages.tables, cache.counts)
             )
             out, lse, _ = mixed_precision_attention(
-                x, cache.words, tables, counts[..., 0], counts[..., 1], formats
+                x, cache.words, tables, counts, formats, implementation=self._policy.implementation
             )
-            return out + lse.sum()
+            return out + lse.sum().astype(out.dtype)
 
         return jax.lax.fori_loop(0, self._model.num_layers, layer, q)
 
@@ -179,12 +186,12 @@ class Step:
 
 def measure(options: Options) -> list[Row]:
     tokens = options.breakdown_tokens
-    model, params = checkpoint.load(options.model)
-    rows = []
+    model, rows = checkpoint.load_config(options.model), []
     for batch in performance.positive(options, "breakdown_batches"):
-        engine = Engine.from_model(params, model, config_of(batch, tokens))
+        engine = load_engine(config_of(model, batch, tokens), **loading(options))
         for phase in (PROMPTS, GENERATION):
-            cases = Step(engine, phase, tokens).cases()
+            implementation = options.attention_implementation or None
+            cases = Step(engine, phase, tokens, implementation).cases()
             ms = performance.turns_ms(f"{phase} of {batch}", cases, options.rounds)
             whole = ms.pop("step")
             ms["rest"] = whole - sum(ms.values())
@@ -193,8 +200,12 @@ def measure(options: Options) -> list[Row]:
 
 
 def check(options: Options) -> None:
-    for batch in performance.positive(options, "breakdown_batches"):
-        config_of(batch, options.breakdown_tokens)
+    batches = performance.positive(options, "breakdown_batches")
+    model = checkpoint.load_config(options.model)
+    for batch in batches:
+        config = config_of(model, batch, options.breakdown_tokens)
+        shards = Shards(model, dtype=options.dtype)
+        check_implementation(options.attention_implementation, config, shards)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -8,7 +8,11 @@ of --prompt_tokens tokens, --output_tokens sampled ones. All systems have the sa
 
     vllm    pages of 16 bits
     int4    K4V4 for all tokens, by DiffKV's policy
+    h2o     16 bits for --pruned_budget of the tokens, prompt's and generated ones
+    snapkv  16 bits for --pruned_budget of the prompt's tokens, and all generated ones
     diffkv  K8V4 and K4V2 by --alpha_h and --alpha_l
+
+Quest keeps all tokens in 16 bits, beside what it selects pages by: no larger batch than vllm's.
 
 The batch is the mean number of running sequences over the steps in which others wait for memory.
 `kv_memory_fraction` is what DiffKV's sequences hold: the bytes of their pages, what is empty in
@@ -18,6 +22,7 @@ than on a GPU, which has arithmetic to spare. Writes to --output_dir: throughput
 throughput.png, report.json and summary.json.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,29 +33,33 @@ from absl import flags
 from matplotlib.figure import Figure
 
 from experiments import serve
+from experiments.figures.diffkv import systems
 from experiments.figures.diffkv.performance import PAGE_SIZE, Section
 from experiments.figures.vllm.sharing_savings import story_tokens
 from experiments.lib import kv_held
-from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.engines import check_implementation, engine_config, load_engine
 from experiments.lib.flags import define_float, loading
 from experiments.lib.program import Options
 from experiments.workloads.workloads import Request
 from models import checkpoint, load_tokenizer
 from paged.config import EngineConfig
+from paged.device import compilations
+from paged.device.tensor_parallel import Shards
 from paged.engine import Engine
+from paged.kv_cache import POLICIES
 from paged.requests.sampling_params import SamplingParams
 
 KV_DTYPE = "float16"
-REHEARSED_TOKENS = 4
 VLLM, INT4, DIFFKV = "vllm", "int4", "diffkv"
-SYSTEMS = (VLLM, INT4, DIFFKV)
+PRUNING = {method.lower(): method for method in systems.BUDGETED}
+SYSTEMS = (VLLM, INT4, *PRUNING, DIFFKV)
 GOALS = {"kv_memory_fraction": 0.40, "batch_gain_over_ideal": 0.80}
 
 
 @dataclass(frozen=True)
 class Row:
     """batch: sequences that run while others wait. tokens_per_s: of output. kv_fraction: as in
-    `kv_held.Held`, 1 for pages of 16 bits."""
+    `kv_held.Held`, 1 for pages of 16 bits. compiled: programs meanwhile, whose time is in it."""
 
     system: str
     batch: float
@@ -59,6 +68,7 @@ class Row:
     seconds: float
     steps: int
     preemptions: int
+    compiled: int = 0
 
 
 def policy_of(system: str, options: Options) -> dict[str, Any]:
@@ -67,26 +77,40 @@ def policy_of(system: str, options: Options) -> dict[str, Any]:
         return {}
     chosen = {"alpha_h": options.alpha_h, "alpha_l": options.alpha_l}
     if system == INT4:
-        chosen = {"alpha_h": 0.0, "alpha_l": 0.0, "high": "K4V4", "low": "K4V4"}
+        chosen = systems.uniform_options("K4V4")
+    if system in PRUNING:
+        chosen = systems.pruning_options(PRUNING[system], options.pruned_budget)
     return {"policy": "diffkv", "policy_options": chosen}
 
 
 def config_of(system: str, options: Options, budget: int, longest: int, most: int) -> EngineConfig:
     """budget: tokens of 16 bits whose bytes there are. longest, most: tokens of a sequence, and
     sequences. Raises ValueError for what cannot work."""
-    return engine_config(
-        checkpoint.load_config(options.model), max_model_len=longest, page_size=PAGE_SIZE,
+    model = checkpoint.load_config(options.model)
+    config = engine_config(
+        model, max_model_len=longest, page_size=PAGE_SIZE,
         max_num_batched_tokens=max(longest, most), chunked_prefill=False, max_num_seqs=most,
         max_prefills_per_step=1, kv_cache_tokens=budget, kv_dtype=KV_DTYPE,
         preemption_mode="swap", **policy_of(system, options),
     )  # fmt: skip
+    shards = Shards(model, config.tensor_parallel, dtype=options.dtype)
+    check_implementation(options.attention_implementation, config, shards)
+    if not POLICIES[config.policy].host(config, shards.sharded).fits(longest, 1):
+        raise ValueError(
+            f"{system}: the bytes of {budget:,} tokens in 16 bits hold no sequence of {longest:,}"
+        )
+    return config
 
 
 def rehearsed(config: EngineConfig, requests: Sequence[Request], options: Options) -> Engine:
     """An engine that has served the beginnings of such requests: it has compiled what they need,
-    which is a small part of what it could need."""
+    which is a small part of what it could need. They are as long as it takes until as many run as
+    may, so that batches of all sizes are met."""
     engine = load_engine(config, **loading(options))
-    beginnings = [replace(r, arrival_s=0.0, max_tokens=REHEARSED_TOKENS) for r in requests]
+    beginnings = [
+        replace(r, arrival_s=0.0, max_tokens=min(r.max_tokens, config.max_num_seqs + 4))
+        for r in requests
+    ]
     serve.run(engine, beginnings, progress=False)
     engine.metrics.clear()
     return engine
@@ -130,7 +154,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _served(system: str, engine: Engine, requests: Sequence[Request], seed: int) -> Row:
-    began = time.perf_counter()
+    began, compiled = time.perf_counter(), compilations.count()
     outputs = serve.run(engine, requests, SamplingParams(temperature=1.0), seed)
     seconds = time.perf_counter() - began
     steps = engine.metrics.steps
@@ -140,26 +164,28 @@ def _served(system: str, engine: Engine, requests: Sequence[Request], seed: int)
     return Row(
         system, float(np.mean(full)) if full else float("nan"), tokens / seconds,
         1.0 if held is None else held.fraction, seconds, len(steps),
-        sum(step.preemptions for step in steps),
+        sum(step.preemptions for step in steps), compilations.count() - compiled,
     )  # fmt: skip
 
 
 def _ratio(rows: Sequence[Row], name: str, system: str = DIFFKV) -> float | None:
-    """To pages of 16 bits."""
+    """To pages of 16 bits; None for a batch that nobody waited for."""
     found = {row.system: getattr(row, name) for row in rows}
-    return found[system] / found[VLLM] if {system, VLLM} <= set(found) else None
+    ratio = found[system] / found[VLLM] if {system, VLLM} <= set(found) else math.nan
+    return None if math.isnan(ratio) else ratio
 
 
 def table(rows: Sequence[Row]) -> str:
     lines = [
         f"{'':8}{'batch':>8}{'× vllm':>8}{'tokens/s':>10}{'× vllm':>8}{'of 16 bits':>12}"
-        f"{'gain × this':>13}{'steps':>8}{'preempted':>11}"
+        f"{'gain × this':>13}{'steps':>8}{'preempted':>11}{'compiled':>10}"
     ]
     for r in rows:
         gains = [_ratio(rows, name, r.system) or 0.0 for name in ("batch", "tokens_per_s")]
         lines.append(
             f"{r.system:8}{r.batch:8.1f}{gains[0]:8.2f}{r.tokens_per_s:10.0f}{gains[1]:8.2f}"
             f"{r.kv_fraction:12.3f}{gains[0] * r.kv_fraction:13.2f}{r.steps:8,}{r.preemptions:11}"
+            f"{r.compiled:10}"
         )
     goals = ", ".join(f"{name} {goal:.2f}" for name, goal in GOALS.items())
     return "\n".join([*lines, f"goals: {goals}"])
@@ -183,14 +209,15 @@ def numbers(rows: Sequence[Row]) -> dict[str, float | None]:
     }
 
 
-def define_system_flags() -> None:
+def define_alpha_flags() -> None:
     """What figures with engines share."""
-    flags.DEFINE_list("systems", list(SYSTEMS), f"some of {', '.join(SYSTEMS)}")
     define_float("alpha_h", 1.0, "of diffkv, as --diffkv_alpha_h", lower_bound=0.0)
     define_float("alpha_l", 0.0, "of diffkv, as --diffkv_alpha_l", lower_bound=0.0)
 
 
 def define_own_flags() -> None:
+    flags.DEFINE_list("systems", list(SYSTEMS), f"some of {', '.join(SYSTEMS)}")
+    define_float("pruned_budget", 0.5, "share of the tokens that h2o and snapkv keep", 0.0, 1.0)
     flags.DEFINE_integer("budget_tokens", 8192, "of 16 bits, whose bytes there are", lower_bound=1)
     flags.DEFINE_integer("prompt_tokens", 1024, "of each request", lower_bound=1)
     flags.DEFINE_integer("output_tokens", 1024, "of each request", lower_bound=1)
@@ -199,7 +226,7 @@ def define_own_flags() -> None:
 
 
 def define_flags() -> None:
-    define_system_flags()
+    define_alpha_flags()
     define_own_flags()
 
 

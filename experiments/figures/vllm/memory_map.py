@@ -8,8 +8,8 @@ Serves a few requests, one more every --interval steps, in a cache too small for
 draws the physical blocks over the steps. Each request has a colour, and each of its sequences a
 shade. Shared blocks are hatched, and darker with more owners. Blocks that the prefix cache keeps
 without an owner are grey. Below are the host's blocks, which hold what is swapped out. With DiffKV
-a block is a unified page, of one layer and KV head: pages of high precision are dark and those of
-low precision light, as the device has them after each step. --requests are
+a block is a unified page, of one layer and KV head, the lighter the lower its precision, as the
+device has them after each step. --requests are
 
     plain      one sequence
     prefix     one sequence; all prefix requests begin with the same --prefix_tokens tokens
@@ -117,10 +117,10 @@ def colours(requests: Sequence[str]) -> dict[str, tuple[float, float, float]]:
 
 def shade(colour: tuple[float, float, float], owners: Sequence[Owner]) -> tuple:
     """The colour of a block: a shade by sequence for one owner, darker for more owners. Of a
-    unified page: dark for high precision, light for low."""
+    unified page: the lighter the lower its precision."""
     hue, light, saturation = colorsys.rgb_to_hls(*colour)
     if owners[0].head:
-        light += (1 - light) * (0.65 if owners[0].low else 0.0)
+        light += (1 - light) * 0.65 * owners[0].low
     elif len(owners) > 1:
         light *= max(0.3, 0.9 - 0.12 * len(owners))
     else:
@@ -290,10 +290,8 @@ def main(options: Options) -> None:
     snapshots = run(engine, requests, options.interval)
     kind = f"blocks of {config.page_size} tokens"
     if isinstance(policy, DiffKVHost):
-        kind = "unified pages: " + ", ".join(
-            f"{format.name} {shade} ({format.tokens} tokens)"
-            for format, shade in zip(policy.layout.formats, ("dark", "light"))
-        )
+        formats = [f"{f.name} ({f.tokens} tokens)" for f in policy.layout.formats]
+        kind = f"unified pages, dark to light: {', '.join(formats)}"
     title = f"{len(snapshots[0].refcounts) - 1} {kind}, --executor={options.executor}"
     environment = run_record.describe_environment()
     footer = f"{options.model}, --requests={','.join(options.requests)}"

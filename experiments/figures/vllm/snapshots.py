@@ -20,8 +20,9 @@ from paged.requests.sampling_params import SamplingParams
 class Owner:
     """One reference to a block: of a request's sequence, as its logical block; filled: tokens that
     it holds, or will hold once the prompt is computed. Of a unified page (DiffKV): the layer and
-    KV head whose tokens it holds, their format, how many there is room for, and whether they are of
-    low precision; logical numbers the pages of a head and format."""
+    KV head whose tokens it holds, their format, how many there is room for, and how low their
+    precision is, from 0 of the highest to 1 of the lowest; logical numbers the pages of a head and
+    format."""
 
     request: str
     sequence: int
@@ -29,7 +30,7 @@ class Owner:
     filled: int
     head: str = ""
     room: int = 0
-    low: bool = False
+    low: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _take_pages(engine: Engine, policy: DiffKVHost, step: int, happened: list[st
     for slot, of_slot in enumerate(state.heads):
         for head, sections in enumerate(of_slot):
             name = f"layer {head // layout.heads}, head {head % layout.heads}"
-            for low, (section, format) in enumerate(zip(sections, layout.formats)):
+            for level, (section, format) in enumerate(zip(sections, layout.formats)):
                 if slot not in whose:
                     idle += [page + 1 for page in section.pages]
                     continue
@@ -117,7 +118,7 @@ def _take_pages(engine: Engine, policy: DiffKVHost, step: int, happened: list[st
                     device[page + 1] = [
                         Owner(
                             request, index, number, filled, f"{name}, {format.name}",
-                            format.tokens, bool(low),
+                            format.tokens, level / (layout.levels - 1),
                         )
                     ]  # fmt: skip
     for group in engine.scheduler.waiting:

@@ -1,6 +1,8 @@
 """The benchmark of DiffKV: its managers on the host, and what its numbers are of; no times."""
 
+import json
 import math
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,11 @@ import pytest
 
 from experiments.bench import diffkv
 from experiments.figures.diffkv import (
+    batch_latency,
     compaction,
     dynamic_workload,
     kernel_speed,
+    performance,
     step_breakdown,
     throughput,
 )
@@ -58,10 +62,10 @@ def test_the_device_is_exact_at_the_heads_of_8b():
 def test_formats_read_the_same_pool(name):
     """What is timed is attention: it is that of the reference."""
     pool, tokens = kernel_speed.Pool(Heads(4, 2, 32), 2, 40, seed=0), 33
-    formats, (high, low) = kernel_speed.formats_of(name, 32), pool.counts(name, tokens)
-    out, lse, _ = kernel_speed.attend(formats, pool.q, pool.words, pool.tables, high, low)
+    formats, counts = kernel_speed.formats_of(name, 32), pool.counts(name, tokens)
+    out, lse, _ = kernel_speed.attend(formats, pool.q, pool.words, pool.tables_of(name), counts)
     expected = mixed_precision_attention(
-        pool.q, pool.words, pool.tables, high, low, formats, implementation="reference"
+        pool.q, pool.words, pool.tables_of(name), counts, formats, implementation="reference"
     )
     np.testing.assert_allclose(out, expected[0], rtol=2e-4, atol=2e-5)
     np.testing.assert_allclose(lse, expected[1], rtol=1e-4)
@@ -106,6 +110,16 @@ def test_the_summary_is_of_the_rows_that_it_names():
         for system, rate, ms in (("vllm", 1.0, 10.0), ("vllm", 4.0, 40.0), ("diffkv", 4.0, 30.0))
     ]
     assert dynamic_workload.numbers(latencies) == {"latency_over_vllm": 0.75}
+    batches = [
+        batch_latency.Row(system, tokens, seconds, step_ms)
+        for system, tokens, seconds, step_ms in (
+            ("vllm", 1024, 2.0, 9.0), ("diffkv", 1024, 4.0, 9.0), ("vllm", 4096, 9.0, 30.0),
+            ("diffkv", 4096, 6.0, 15.0),
+        )
+    ]  # fmt: skip
+    assert batch_latency.numbers(batches) == {
+        "batch_latency_speedup": 1.5, "batch_step_speedup": 2.0,
+    }  # fmt: skip
     parts = [step_breakdown.Row("generation", 8, "pages", 1.0, 0.005)]
     shares = step_breakdown.numbers(parts)
     assert shares == {"pages_share_prompts": None, "pages_share_generation": 0.005}
@@ -118,6 +132,23 @@ def test_what_was_not_measured_is_null():
         "kv_memory_fraction": None, "batch_gain": None, "batch_gain_over_ideal": None,
         "throughput_gain": None,
     }  # fmt: skip
+    alone = [throughput.Row(name, math.nan, 1.0, 0.5, 1.0, 1, 0) for name in ("vllm", "diffkv")]
+    assert throughput.numbers(alone) == {
+        "kv_memory_fraction": 0.5, "batch_gain": None, "batch_gain_over_ideal": None,
+        "throughput_gain": 1.0,
+    }  # fmt: skip
+
+
+def test_what_was_measured_is_told_where_it_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "kernel_speed.csv").mkdir()
+    rows = [kernel_speed.Row(name, 512, 1.0, 0.1, 1.0, 1) for name in ("dense", "K4V2")]
+    section = replace(kernel_speed.SECTION, measure=lambda options: rows)
+    options = Options(output_dir=str(tmp_path), seed=0)
+    assert performance.run(options, [section], "bench_diffkv", {}) == 1
+    told = capsys.readouterr()
+    assert "K4V2" in told.out and "decode_over_dense" in told.out
+    assert "kernel_speed.csv" in told.err
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"decode_over_dense": 1.0}
 
 
 def test_accuracy_is_read_from_the_study(tmp_path):
@@ -128,9 +159,22 @@ def test_accuracy_is_read_from_the_study(tmp_path):
     assert diffkv.accuracy_drop(str(tmp_path), "DiffKV 1/0") == {
         "accuracy_drop_points": 0.5, "accuracy_drop_most": 1.5, "accuracy_prompts": 400,
     }  # fmt: skip
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "accuracy.csv").write_text(
+        "system,task,prompts,difference,difference_low\nDiffKV 1/0,all,many,0,0\n"
+    )
+    with pytest.raises(ValueError, match=r"odd/accuracy.csv: could not convert .* 'many'"):
+        diffkv.accuracy_drop(str(tmp_path / "odd"), "DiffKV 1/0")
     with pytest.raises(ValueError, match="must be one of 16 bits, DiffKV 1/0, not 'Quest'"):
         diffkv.accuracy_drop(str(tmp_path), "Quest")
     assert diffkv.accuracy_drop("", "DiffKV 1/0") == {"accuracy_drop_points": None}
+
+
+TIGHT = {
+    "systems": ["vllm", "h2o"], "prompt_tokens": 64, "output_tokens": 64, "budget_tokens": 128,
+    "most_sequences": 4, "pruned_budget": 0.5, "alpha_h": 1.0, "alpha_l": 0.0, "model": "bundled",
+    "dtype": "float32", "attention_implementation": "",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -138,15 +182,40 @@ def test_accuracy_is_read_from_the_study(tmp_path):
     [
         (kernel_speed, {"kernel_tokens": ["0"]}, "--kernel_tokens must be whole numbers from 1"),
         (
-            kernel_speed, {"kernel_tokens": ["9"], "kernel_formats": ["K3V3"]},
+            kernel_speed, {"kernel_tokens": ["9", "9" * 400], "kernel_batch": 8},
+            "--kernel_tokens and --kernel_batch would take .* GiB; this machine has",
+        ),
+        (
+            compaction, {"compaction_sequences": ["2", "9999999"]},
+            "--compaction_sequences would take .* GiB; this machine has",
+        ),
+        (
+            batch_latency, {"latency_tokens": ["512", "128"], "latency_output": 128},
+            r"--latency_tokens must be more than --latency_output \(128\), not 128",
+        ),
+        (
+            kernel_speed, {"kernel_tokens": ["9"], "kernel_batch": 1, "kernel_formats": ["K3V3"]},
             "--kernel_formats are some of K8V8",
         ),
         (compaction, {"compaction_sequences": []}, "--compaction_sequences must be whole"),
         (dynamic_workload, {"rates": ["fast"]}, "--rates must be numbers above 0"),
+        (dynamic_workload, {"rates": ["1", "nan"]}, "--rates must be numbers above 0"),
+        (
+            step_breakdown,
+            {"breakdown_batches": ["1"], "breakdown_tokens": 64, "model": "/nowhere"},
+            "/nowhere",
+        ),
+        (
+            step_breakdown,
+            {"breakdown_batches": ["1"], "breakdown_tokens": 9000, "model": "bundled"},
+            "max_model_len",
+        ),
         (
             throughput, {"systems": ["quest"], "prompt_tokens": 1, "output_tokens": 1},
-            "--systems are some of vllm, int4, diffkv",
+            "--systems are some of vllm, int4, h2o, snapkv, diffkv",
         ),
+        # vllm's pages fit, and those of h2o have scores and positions too.
+        (throughput, TIGHT, "h2o: the bytes of 128 tokens in 16 bits hold no sequence of 128"),
     ],
 )  # fmt: skip
 def test_bad_flags_are_refused(section, flags, message):

@@ -85,35 +85,6 @@ SETTINGS = Settings(
 
 
 @pytest.mark.slow
-def test_engines_take_turns_and_give_the_same_tokens_with_the_same_adapters(tiny_folder, tmp_path):
-    runs, floors, rates = lora_engine.run_model(
-        "bundled", tiny_folder, SETTINGS, tmp_path, peft=False, progress=False
-    )
-    ours = [name for name in lora_engine.SYSTEMS if name != lora_engine.PEFT]
-    assert [(run.system, run.repeat) for run in runs] == [(s, r) for r in (0, 1) for s in ours]
-    assert {run.output_tokens for run in runs} == {24}
-    assert min(min(run.seconds, run.cpu_s, run.step_s or 0) for run in runs) > 0
-    # Other adapters would change nearly every token; near ties change few.
-    assert min(run.equal for run in runs) > 0.8
-    floor = {each.system: each for each in floors}
-    assert floor["idle"].adapter_bytes == floor["base"].adapter_bytes == 0
-    assert floor["distinct"].adapter_bytes == 4 * floor["identical"].adapter_bytes > 0
-    assert floor["distinct"].adapter_flops == floor["identical"].adapter_flops
-    assert floor["one_at_a_time"].bytes < floor["identical"].bytes and rates["dispatch_s"] > 0
-
-    found = lora_engine_report.write(tmp_path, runs, floors, "here")
-    assert found["measured"]["seconds_distinct_bundled"] > 0
-    numbers = lora_engine_report.summary(runs)
-    assert list(numbers) == list(lora_engine_report.GOALS)
-    not_measured = {name for name, value in numbers.items() if value is None}
-    assert not_measured == {name for name in numbers if "100m" in name or "peft" in name}
-    printed = lora_engine_report.table(runs, floors)
-    assert "one_at_a_time" in printed and "not measured" in printed
-    for name in lora_engine_report.FILES:
-        assert (tmp_path / name).stat().st_size > 0
-
-
-@pytest.mark.slow
 def test_peft_mixes_the_same_adapters_and_gives_the_same_tokens(tiny_folder, tmp_path):
     pytest.importorskip("torch", reason="needs torch: make test-parity")
     pytest.importorskip("peft", reason="needs PEFT: make test-parity")
@@ -165,11 +136,12 @@ def test_bad_settings_are_refused(change, message):
 
 
 @pytest.mark.slow
-def test_the_program_writes_its_files(tmp_path):
+def test_the_program_times_engines_in_turn_and_writes_its_files(tmp_path):
     flags = ["--inputs=32", "--outputs=16", "--batches=1,4", "--ranks=8", "--rounds=1"]
-    flags += ["--models=bundled", "--batch=2", "--output_tokens=6", "--multi_step=2", "--repeats=1"]
+    flags += ["--models=bundled", "--batch=4", "--output_tokens=6", "--multi_step=2", "--repeats=2"]
     done = _program(*flags, f"--output_dir={tmp_path}")
     assert done.returncode == 0, done.stderr
+    assert "one_at_a_time" in done.stdout and "not measured" in done.stdout
     files = (*lora_engine_report.FILES, *lora_operator_report.FILES, "report.json", "summary.json")
     for name in files:
         assert (tmp_path / name).stat().st_size > 0
@@ -178,6 +150,24 @@ def test_the_program_writes_its_files(tmp_path):
     assert report["flags"]["batches"] == ["1", "4"] and report["summary"] == numbers
     assert list(numbers) == list(lora_engine_report.GOALS)
     assert numbers["distinct_over_base_100m"] is None and numbers["idle_lora_overhead"] > 0
+
+    engine = report["engine"]
+    ours = [name for name in lora_engine.SYSTEMS if name != lora_engine.PEFT]
+    runs = [run for run in engine["runs"] if run["system"] != lora_engine.PEFT]
+    assert [(run["system"], run["repeat"]) for run in runs] == [
+        (s, r) for r in (0, 1) for s in ours
+    ]
+    assert {run["output_tokens"] for run in runs} == {24}
+    assert min(min(run["seconds"], run["cpu_s"], run["step_s"]) for run in runs) > 0
+    # Other adapters would change nearly every token; near ties change few.
+    assert min(run["equal"] for run in runs) > 0.8
+    floor = {each["system"]: each for each in engine["floors"]}
+    assert floor["idle"]["adapter_bytes"] == floor["base"]["adapter_bytes"] == 0
+    assert floor["distinct"]["adapter_bytes"] == 4 * floor["identical"]["adapter_bytes"] > 0
+    assert floor["distinct"]["adapter_flops"] == floor["identical"]["adapter_flops"]
+    assert floor["one_at_a_time"]["bytes"] < floor["identical"]["bytes"]
+    assert engine["rates"]["bundled"]["dispatch_s"] > 0
+    assert engine["measured"]["seconds_distinct_bundled"] > 0
 
 
 @pytest.mark.slow

@@ -48,7 +48,25 @@ def test_the_first_signal_is_noted_and_the_second_interrupts():
             time.sleep(60)
         """
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "goes on\n", "interrupted\n")
+    assert (done.returncode, done.stdout) == (130, "goes on\n")
+    assert done.stderr == "\nending in good order; the next signal ends at once\ninterrupted\n"
+
+
+def test_an_interrupt_is_not_lost_in_a_callback_of_the_garbage_collector():
+    """JAX has one, and Python drops what is raised in it."""
+    done = run(
+        """
+        import gc
+        def _xla_gc_callback(phase, _):
+            if phase == "start":
+                os.kill(os.getpid(), signal.SIGINT)
+        gc.callbacks.append(_xla_gc_callback)
+        gc.collect()
+        gc.callbacks.clear()
+        time.sleep(60)
+        """
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 def test_a_refusal_is_a_line_and_a_fault_shows_where_it_was():

@@ -16,12 +16,15 @@ from experiments.lib.program import Options, Refused
 from experiments.lib.reference import Distributions
 from experiments.train import calibrate_diffkv
 from models import checkpoint
+from models.hub import BUNDLED
+from paged.requests.sampling_params import SamplingParams
 
 FLAGS = {
     "model": "bundled", "dtype": "float32", "attention_implementation": "", "seed": 1,
     "compilation_cache": "", "tasks": ["values"], "contexts": ["256"], "num_prompts": 4,
     "alphas": ["1/0", "3/0.02"], "formats": ["K4V4", "K2V4"], "budgets": ["0.3", "0.5"],
-    "alphas_h": ["1", "2"], "alphas_l": ["0", "0.1"],
+    "alphas_h": ["1", "2"], "alphas_l": ["0", "0.1"], "three_levels": ["5/1/0"],
+    "duo_share": 0.5, "gates": str(BUNDLED / "duo_gates.json"), "quest_budget": 64,
 }  # fmt: skip
 
 
@@ -29,7 +32,7 @@ def test_systems_differ_in_what_their_names_say():
     found = accuracy_memory.make_systems(Options(**FLAGS))
     assert list(found) == [
         "16 bits", "DiffKV 1/0", "H2O 0.3", "SnapKV 0.3", "H2O 0.5", "SnapKV 0.5", "K4V4", "K2V4",
-        "DiffKV 3/0.02",
+        "DiffKV 3/0.02", "three levels 5/1/0", "DuoAttention", "Quest",
     ]  # fmt: skip
     chosen = {name: config.policy_options for name, config in found.items()}
     assert (chosen["DiffKV 3/0.02"].alpha_h, chosen["DiffKV 3/0.02"].alpha_l) == (3, 0.02)
@@ -39,10 +42,15 @@ def test_systems_differ_in_what_their_names_say():
     for name, rules in (("H2O 0.3", ("h2o", "h2o")), ("SnapKV 0.3", ("snapkv", "keep"))):
         one = chosen[name]
         assert (one.prompt_rule, one.generation_rule, one.budget) == (*rules, 0.3)
-    assert found["16 bits"].kv_dtype == "float16"
-    # Everything else is the same.
-    sizes = {(c.max_num_seqs, c.max_model_len, c.page_size) for c in found.values()}
-    assert len(sizes) == 1
+    assert found["16 bits"].kv_dtype == found["Quest"].kv_dtype == "float16"
+    assert chosen["DuoAttention"].budget > 256 > chosen["Quest"].budget == 64
+    assert chosen["DuoAttention"].gates and not chosen["Quest"].gates
+    three = chosen["three levels 5/1/0"].levels
+    assert [tuple(level)[1:] for level in three] == [("K16V16", 5), ("K8V4", 1), ("K4V2", 0)]
+    # Its pages have about the bytes of the others'. Everything else is the same.
+    page_sizes = {name: c.page_size for name, c in found.items()}
+    assert page_sizes.pop("three levels 5/1/0") == 8 and len(set(page_sizes.values())) == 1
+    assert len({(c.max_num_seqs, c.max_model_len) for c in found.values()}) == 1
 
 
 @pytest.mark.parametrize(
@@ -51,6 +59,8 @@ def test_systems_differ_in_what_their_names_say():
         (accuracy_memory, {"alphas": ["1"]}, "--alphas must be pairs such as 1/0.02"),
         (accuracy_memory, {"alphas": []}, "--alphas must be pairs such as 1/0.02"),
         (accuracy_memory, {"alphas": ["0/1"]}, "alpha_l must be from 0 to alpha_h"),
+        (accuracy_memory, {"three_levels": ["1/0"]}, "--three_levels must be such as 5/1/0"),
+        (accuracy_memory, {"three_levels": ["0/1/0"]}, "alpha_top must be at least alpha_h"),
         (accuracy_memory, {"budgets": ["half"]}, "--budgets must be numbers"),
         (accuracy_memory, {"formats": ["INT4"]}, "a page format is named K8V4"),
         (dynamic_sparsity, {"alphas": ["1/0"]}, "--alphas must be numbers"),
@@ -139,19 +149,39 @@ def test_memory_is_counted_in_whole_pages(tiny_folder):
     assert kv_held.of_sequences(engine) == [] and kv_held.mean([]) is None
 
 
+def test_memory_of_dense_and_streaming_heads(tiny_folder):
+    """Half of the heads stream: beyond their window, of a page each for sink, local and a query's
+    own tokens, they keep nothing. No row is long enough to select pages, so none has statistics."""
+    model = checkpoint.load_config(tiny_folder)
+    gates = [[head % 2 for head in range(model.num_kv_heads)]] * model.num_layers
+    config = engine_config(
+        model, policy="lserve", page_size=8, max_model_len=64, max_num_batched_tokens=64,
+        chunked_prefill=False, kv_cache_tokens=1024, kv_dtype="float16",
+        policy_options={
+            "gates": gates, "budget": 64, "logical_page": 8, "sink": 8, "local": 8,
+        },
+    )  # fmt: skip
+    engine = load_engine(config, model=str(tiny_folder), executor="simulated")
+    engine.add_request(list(range(3, 52)), SamplingParams(max_tokens=2, ignore_eos=True))
+    while engine.has_unfinished():
+        engine.step()
+    (held,) = kv_held.of_sequences(engine)
+    share = (7 + 3) / 14
+    assert (held.fraction, held.high, held.low) == pytest.approx((share, share, 0))
+
+
 @pytest.mark.slow  # two policies compile
 def test_a_whole_study(tmp_path, capsys, monkeypatch):
-    options = Options(
-        **FLAGS | {"alphas": ["1/0.02"], "formats": [], "budgets": [], "num_prompts": 1},
-        output_dir=str(tmp_path),
-    )  # fmt: skip
+    few = {"alphas": ["1/0.02"], "three_levels": [], "formats": [], "budgets": []}
+    least = {"num_prompts": 1, "gates": "", "quest_budget": 0, "contexts": ["256", "256"]}
+    options = Options(**FLAGS | few | least, output_dir=str(tmp_path))
     assert accuracy_memory.main(options) == 0
     assert "goal of DiffKV 1/0.02" in capsys.readouterr().out
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert 0.2 < numbers["kv_memory_fraction"] < 0.6
+    first = (tmp_path / "accuracy.csv").read_bytes()
     # The second time nothing is asked again, and the same is found.
     monkeypatch.setattr(accuracy, "load_engine", None)
     assert accuracy_memory.main(options) == 0
-    again = json.loads((tmp_path / "summary.json").read_text())
-    assert again["kv_memory_fraction"] == numbers["kv_memory_fraction"]
-    assert again["difference_points"] == numbers["difference_points"]
+    assert json.loads((tmp_path / "summary.json").read_text()) == numbers
+    assert (tmp_path / "accuracy.csv").read_bytes() == first

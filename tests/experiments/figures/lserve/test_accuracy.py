@@ -115,6 +115,17 @@ def test_kept_answers_are_those_of_the_same_questions(tmp_path):
         (ours / name).write_bytes(whole[: len(whole) // 2])
         assert accuracy.answered_before(ours, asked) is None, name
         (ours / name).write_bytes(whole)
+    archive = (ours / "distributions.npz").read_bytes()
+    entry = archive.index(b"PK\1\2")  # a byte of it is the version of zip that it needs
+    damaged = {
+        "prompts.csv": (ours / "prompts.csv").read_bytes().replace(b"values", b"vanues", 1),
+        "distributions.npz": archive[: entry + 6] + b"\xff" + archive[entry + 7 :],
+    }
+    for name, content in damaged.items():
+        whole = (ours / name).read_bytes()
+        (ours / name).write_bytes(content)
+        assert accuracy.answered_before(ours, asked) is None, name
+        (ours / name).write_bytes(whole)
     (ours / "prompts.csv").unlink()
     assert accuracy.answered_before(ours, asked) is None
 

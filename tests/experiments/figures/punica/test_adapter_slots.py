@@ -64,7 +64,7 @@ def test_the_popularity_is_zipfs():
 @pytest.mark.slow
 def test_the_bundled_model(tmp_path, monkeypatch):
     # Fewer shapes of steps to compile, three times.
-    few = replace(adapter_slots.CONFIG, max_num_seqs=4, max_num_batched_tokens=64)
+    few = replace(adapter_slots.CONFIG, max_num_seqs=2, max_num_batched_tokens=32)
     monkeypatch.setattr(adapter_slots, "CONFIG", few)
     options = Options(
         output_dir=str(tmp_path), adapters=20, adapter_slots=4, requests=30, rate=70.0, load_ms=50,
