@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -72,12 +73,22 @@ def kernel(body: Callable, **options) -> Callable:
 def interpreting() -> Iterator[Callable[[], bool]]:
     """Kernels traced inside run in the GPU interpreter, with its race detector.
 
-    Yields a function that tells whether the last kernel that ran had a race.
+    Yields a function that tells whether any kernel that ran had a race.
     """
     token = _interpreting.set(True)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    # The interpreter itself remembers only those of the last kernel.
+    detector, of_kernels = gpu_callbacks.GPURaceDetectionState, []
+
+    def remembered(*arguments, **options):
+        of_kernels.append(detector(*arguments, **options))
+        return of_kernels[-1]
+
+    with (
+        mock.patch.object(gpu_callbacks, "GPURaceDetectionState", remembered),
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
+    ):
         try:
-            yield lambda: gpu_callbacks.get_races().races_found
+            yield lambda: any(state.races_found for state in of_kernels)
         finally:
             _interpreting.reset(token)
             # The state that a failed kernel leaves behind would make all later kernels fail.

@@ -43,6 +43,7 @@ OPS = {
     "paged_prefill_attention": Op(paged_attention.PREFILL, paged_attention_specs.PREFILL),
     "hybrid_prefill_attention": Op(hybrid.HYBRID, block_sparse_specs.HYBRID),
     "mixed_precision_attention": Op(quantized_attention.DECODE, quantized_attention_specs.DECODE),
+    "prompt_attention": Op(quantized_attention.PROMPT, quantized_attention_specs.PROMPT),
     "select_pages": Op(page_selection.SELECT, page_selection_specs.SELECT),
     "write_key_statistics": Op(page_selection.WRITE, page_selection_specs.WRITE),
     "write_kv": Op(kv_write.WRITE, kv_write_specs.WRITE),

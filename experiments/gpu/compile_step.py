@@ -234,7 +234,8 @@ def _sparse(step: Step, config: EngineConfig, shards: Shards, dtype) -> Step:
 def _compressed(step: Step, config: EngineConfig, shards: Shards) -> Step:
     """The step as if DiffKV kept all tokens in high precision, with scores and positions."""
     layout = diffkv_layout.layout_of(config, shards.sharded)
-    return replace(step, pools=1, kv_token_bytes=layout.heads * layout.formats[0].token_bytes)
+    token_bytes = layout.heads * layout.formats[0].token_bytes
+    return replace(step, pools=1, kv_token_bytes=token_bytes, scores_prompts=True)
 
 
 def _bytes_on_device(x: jax.ShapeDtypeStruct) -> int:

@@ -41,6 +41,7 @@ SHAPES = {
     "paged_prefill_attention": (attention_specs.PREFILL_SHAPES, attention_specs.prefill),
 }
 HYBRID, MIXED = "hybrid_prefill_attention", "mixed_precision_attention"
+PROMPTS = "prompt_attention"
 _LLAMA = HEADS["llama-3-8b"]
 
 
@@ -88,6 +89,8 @@ def check(op: str, name: str, spec: Spec, implementation: str) -> Check:
     elif op == MIXED:
         errors, of_bound = _mixed(spec, arguments, found)
         found, again = found[:2], again[:2]  # scores that belong to no read token may be anything
+    elif op == PROMPTS:
+        errors, of_bound = _prompts(spec, arguments, found)
     elif op == "select_pages":  # Rows that do not select may hold anything.
         reference = partial(spec.op, implementation="reference", **spec.options)
         selects = np.asarray(arguments["selects_R"])
@@ -165,6 +168,23 @@ def _mixed(spec: Spec, arguments, found) -> tuple[np.ndarray, float]:
     return errors, float(max(np.max(errors / bound), np.max(lse_error) / 1e-3))
 
 
+def _prompts(spec: Spec, arguments, found) -> tuple[np.ndarray, float]:
+    """Errors of the attention of prompts and of the scores of their keys, and the largest share of
+    what they may be."""
+    wide = {
+        name: x if name == "query_starts" else x.astype(jnp.float32)
+        for name, x in arguments.items()
+    }
+    reference = jax.jit(partial(spec.op, implementation="reference", **spec.options))
+    end = arguments["query_starts"][-1]
+    out, sums = (np.asarray(x)[:end] for x in reference(**wide))
+    sizes, _ = reference(**wide | {"v_TxKxD": abs(wide["v_TxKxD"])})
+    unit = UNIT_ROUNDOFF[str(arguments["q_TxHxD"].dtype)]
+    bound = 1.05 * unit * (np.asarray(sizes)[:end] + abs(out)) + SUMS
+    errors, of_sums = abs(np.asarray(found[0], np.float32) - out), abs(found[1] - sums)
+    return errors, float(max(np.max(errors / bound), np.max(of_sums / (SUMS * (1 + sums)))))
+
+
 def _as_decode(arguments) -> tuple[np.ndarray, dict]:
     """Rows of a prefill, as many as the reference has the memory for, and each as a decode query
     whose length ends at the row's own position."""
@@ -214,7 +234,13 @@ def specs_to_check(small: bool) -> list[tuple[str, str, Spec]]:
         )
         heads = Heads(2 * mixed.heads.H // mixed.heads.K, 2, mixed.heads.D)
         found.append((MIXED, name, mixed_specs.make(replace(few, heads=heads))))
-    for op in OPS.keys() - SHAPES - {HYBRID, MIXED}:
+    prompts = mixed_specs.PROMPT_SHAPES
+    for name, all_heads in ({"small": prompts["bundled"]} if small else prompts).items():
+        H, K, D = all_heads.heads.H, all_heads.heads.K, all_heads.heads.D
+        tokens = (40, 1, 0, 60) if small else (1100, 1, 0, 300)
+        shorter = replace(all_heads, heads=Heads(2 * H // K, 2, D), tokens=tokens, padding=20)
+        found.append((PROMPTS, name, mixed_specs.prompts(shorter)))
+    for op in OPS.keys() - SHAPES - {HYBRID, MIXED, PROMPTS}:
         found += [(op, name, spec) for name, spec in _moves(op, small).items()]
     return found
 

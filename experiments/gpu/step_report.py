@@ -21,6 +21,7 @@ MOST_MOVED = 0.02  # of a layer's floor, by a kernel that computes nothing
 LAYER = r"params\['layers'\]\[(\d+)\]"  # begins the name of an argument
 KERNELS_OF_ATTENTION = 2  # One reads pages, and one merges partial results.
 KERNELS_OF_SELECTION = 1  # the scores of pages
+KERNELS_OF_PROMPT_SCORES = 2  # One sums up parts, and one these.
 KERNELS_OF_SGMV = 2  # x·A and v·B
 MOSAIC = "mosaic_gpu_v2"  # the custom call of a Pallas kernel
 
@@ -32,7 +33,7 @@ class Step:
     many sequences as there are slots use one each. tokens_read: by a decode token, on the mean of
     the KV heads; None for the context. statistics_read: bytes by which a layer selects pages.
     kv_token_bytes: of a token in a layer's pages; None for those of keys and values as they are.
-    pools: arrays of pages."""
+    pools: arrays of pages.  scores_prompts: whether keys of prompts receive scores."""
 
     decodes: int
     prefill_tokens: int
@@ -43,6 +44,7 @@ class Step:
     statistics_read: int = 0
     kv_token_bytes: int | None = None
     pools: int = 2
+    scores_prompts: bool = False
 
     @property
     def decode_tokens(self) -> int:
@@ -203,6 +205,8 @@ def _faults(
     expected_kernels = KERNELS_OF_ATTENTION * attentions
     if step.statistics_read and attentions:
         expected_kernels += KERNELS_OF_SELECTION
+    if step.scores_prompts and step.prefill_tokens and attentions:
+        expected_kernels += KERNELS_OF_PROMPT_SCORES
     if step.adapters and attentions:
         expected_kernels += KERNELS_OF_SGMV * len(family(model).PROJECTIONS)
     check(

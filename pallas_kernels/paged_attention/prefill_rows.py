@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic import kernel, pl, plgpu
+from pallas_kernels.mosaic import kernel, pl, plgpu, store
 from pallas_kernels.paged_attention import tiles
 from pallas_kernels.paged_attention.schedule import ALIGNMENT
 from pallas_kernels.paged_attention.tiles import LAYOUT, NEG_INF, constant, rows
@@ -36,17 +36,20 @@ def padded_rows(T: int, G: int) -> int:
     return max(T + -T % ALIGNMENT, 2 * queries_of_warpgroup(packed_heads(G, T)))
 
 
-def merge(schedule, partials, lses, out, heads: int, queries: int):
+def merge(schedule, partials, partial_lses, results, heads: int, queries: int):
+    """The results, with those of tiles that are in several items: the attention and, if there, the
+    log-sum-exp of items, that of an item of the tile."""
     _, groups, _, _, D = partials.shape
 
-    def merge_partials(merges_ref, items_ref, partials_ref, lses_ref, out_ref, out_s):
+    def merge_partials(merges_ref, items_ref, partials_ref, partial_lses_ref, out_ref, *refs):
+        *lses_ref, out_s = refs
         merge, group, warpgroup = (lax.axis_index(x) for x in ("merge", "group", "warpgroup"))
         item, begin, end = (merges_ref[merge, field] for field in range(3))
 
         def add(place, carry):
             acc, top, total = carry
             where = place, group, warpgroup
-            new = plgpu.load(lses_ref.at[where], layout=LAYOUT.reduce(1), optimized=False)
+            new = plgpu.load(partial_lses_ref.at[where], layout=LAYOUT.reduce(1), optimized=False)
             new_top = jnp.maximum(top, new)
             decay, weight = jnp.exp(top - new_top), jnp.exp(new - new_top)
             part = plgpu.load(partials_ref.at[where], layout=LAYOUT, optimized=False)
@@ -57,22 +60,41 @@ def merge(schedule, partials, lses, out, heads: int, queries: int):
         def _():
             of_rows = partial(constant, shape=(ROWS,), layout=LAYOUT.reduce(1))
             start = constant(0, (ROWS, D)), of_rows(NEG_INF), of_rows(0)
-            acc, _, total = lax.fori_loop(begin, end, add, start)
+            acc, top, total = lax.fori_loop(begin, end, add, start)
             acc *= rows(1 / jnp.maximum(total, 1e-30), acc.shape)
             first_head = (items_ref[item, 1] * groups + group) * heads
             base, lo, hi = (items_ref[item, field] for field in (2, 3, 4))
             store_rows(acc, out_s, out_ref, base, lo, hi, first_head, warpgroup, heads, queries)
+            for ref in lses_ref:
+                store(ref.at[item, group, warpgroup], top + jnp.log(total))
             plgpu.wait_smem_to_gmem(0)
 
-    out = jax.new_ref(out)
+    refs = [jax.new_ref(x) for x in results]
     kernel(
         merge_partials,
         out_type=(),
         grid=(len(schedule.merges), groups, 2),
         grid_names=("merge", "group", "warpgroup"),
-        scratch_types=[plgpu.SMEM((ROWS, D), out.dtype)],
-    )(schedule.merges, schedule.items, partials, lses, out)
-    return out[...]
+        scratch_types=[plgpu.SMEM((ROWS, D), results[0].dtype)],
+    )(schedule.merges, schedule.items, partials, partial_lses, *refs)
+    return [ref[...] for ref in refs]
+
+
+def lse_of_rows(schedule, lses, K: int, T: int, heads: int, queries: int):
+    """Log-sum-exps [H, T] of those of items [I, groups, 2, ROWS], NEG_INF where none has any."""
+    items, groups, _, _ = lses.shape
+    _, head, base, lo, hi, _, _, begin, end, place = schedule.items.T
+    # Of a tile in several items one has what all of them see.
+    merged = (schedule.merges[:, :1] == jnp.arange(items)).any(0)
+    whole = (begin < end) & ((place < 0) | merged)
+    query = jnp.arange(2 * queries)
+    mine = whole[:, None] & (query >= lo[:, None]) & (query < hi[:, None])
+    row = jnp.where(mine, base[:, None] + query, T)
+    found = lses[..., : heads * queries].reshape(items, groups, 2, heads, queries)
+    found = found.transpose(0, 2, 4, 1, 3).reshape(items, 2 * queries, groups * heads)
+    nothing = jnp.full((K, T, groups * heads), NEG_INF, jnp.float32)
+    lse = nothing.at[head[:, None], row].set(found, mode="drop")
+    return lse.swapaxes(1, 2).reshape(-1, T)
 
 
 def store_rows(

@@ -30,6 +30,7 @@ from pallas_kernels.mosaic import kernel, multiply_add, pl, plgpu, product_but, 
 from pallas_kernels.paged_attention import tiles
 from pallas_kernels.paged_attention.prefill_rows import (
     ROWS,
+    lse_of_rows,
     merge,
     packed_heads,
     padded_rows,
@@ -91,8 +92,13 @@ def prefill(
 def attend(
     q, k_pages, v_pages, tables, schedule: PrefillSchedule, K: int,
     *, page_offset, scale: float, sliding_window: int | None = None, soft_cap: float | None = None,
+    returns_lse: bool = False,
 ):  # fmt: skip
-    """What a schedule of K KV heads says. tables: [S, K, M], or [S, 1, M] of all heads alike."""
+    """What a schedule of K KV heads says. tables: [S, K, M], or [S, 1, M] of all heads alike.
+
+    Returns the attention [T, H, D] and, with returns_lse, the log-sum-exp of scores [H, T] float32,
+    NEG_INF for rows that see nothing.
+    """
     T, H, D = q.shape
     G = H // K
     heads, padded = packed_heads(G, T), padded_rows(T, G)
@@ -105,6 +111,8 @@ def attend(
     def paged_prefill(*refs):
         if not lists:
             refs = *refs[:5], None, *refs[5:]
+        if not returns_lse:
+            refs = *refs[:10], None, *refs[10:]
         run(*refs)
 
     run = partial(
@@ -117,12 +125,13 @@ def attend(
     read = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)
     groups = G // heads
     row_s = plgpu.SMEM((2, ROWS, D), q.dtype)
-    out, partials, lses = kernel(
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    out, partials, partial_lses, *lses = kernel(
         paged_prefill,
         out_type=(
             jax.ShapeDtypeStruct((padded, H * D), q.dtype),
-            jax.ShapeDtypeStruct((places, groups, 2, ROWS, D), jnp.float32),
-            jax.ShapeDtypeStruct((places, groups, 2, ROWS), jnp.float32),
+            f32(places, groups, 2, ROWS, D), f32(places, groups, 2, ROWS),
+            *[f32(len(schedule.items), groups, 2, ROWS)] * returns_lse,
         ),
         grid=(len(schedule.items), groups),
         grid_names=("item", "group"),
@@ -141,13 +150,14 @@ def attend(
         q.reshape(padded, H * D), k_pages, v_pages, tables, schedule.items, *lists,
         page_offset.reshape(-1),
     )  # fmt: skip
-    out = merge(schedule, partials, lses, out, heads, queries)
-    return out.reshape(padded, H, D)[:T]
+    out, *lses = merge(schedule, partials, partial_lses, [out, *lses], heads, queries)
+    out = out.reshape(padded, H, D)[:T]
+    return (out, lse_of_rows(schedule, lses[0], K, T, heads, queries)) if lses else out
 
 
 def _attend(
     q_ref, k_ref, v_ref, tables_ref, items_ref, key_tiles_ref, offset_ref,
-    out_ref, partials_ref, lses_ref,
+    out_ref, partials_ref, partial_lses_ref, lses_ref,
     q_s, k_s, v_s, p_s, out_s,
     q_filled, k_filled, v_filled, k_read, v_read, turn, cleared,
     *, heads: int, queries: int, scale, sliding_window, soft_cap,
@@ -268,18 +278,22 @@ def _attend(
             kv_head, base, lo, hi, place = (items_ref[again, i] for i in (1, 2, 3, 4, PLACE))
             first_head = first_head_of(kv_head)
 
+            def lse():
+                return top / LOG2_E + jnp.log(total)
+
             @pl.when(place < 0)
             def _():
                 store_rows(
                     acc, out_s.at[warpgroup], out_ref, base, lo, hi, first_head, warpgroup,
                     heads, queries,
                 )  # fmt: skip
+                if lses_ref is not None:
+                    store(lses_ref.at[again, group, warpgroup], lse())
 
             @pl.when(place >= 0)
             def _():
                 store(partials_ref.at[place, group, warpgroup], acc)
-                lse = top / LOG2_E + jnp.log(total)
-                store(lses_ref.at[place, group, warpgroup], lse)
+                store(partial_lses_ref.at[place, group, warpgroup], lse())
 
         of_rows = partial(constant, shape=(ROWS,), layout=LAYOUT.reduce(1))
         state = constant(0, (ROWS, D)), of_rows(NEG_INF), of_rows(0)

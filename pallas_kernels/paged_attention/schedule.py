@@ -56,7 +56,7 @@ def decode_schedule(
     lengths = jnp.asarray(lengths_SxK, jnp.int32).reshape(-1)
     first_tile = first_token(lengths, sliding_window) // tile
     tiles = (lengths + tile - 1) // tile - first_tile
-    return _cut(first_tile, tiles, [lengths], blocks, empty_rows)
+    return cut_rows(first_tile, tiles, [lengths], blocks, empty_rows)
 
 
 @jax.named_scope(SCOPE)
@@ -65,10 +65,10 @@ def mixed_schedule(counts, tiles: tuple[int, ...], blocks: int | None = None) ->
     counts = [jnp.asarray(count, jnp.int32).reshape(-1) for count in counts]
     of_each = [(count + tile - 1) // tile for count, tile in zip(counts, tiles, strict=True)]
     work = sum(of_each[1:], of_each[0])
-    return _cut(jnp.zeros_like(work), work, counts, blocks, True)
+    return cut_rows(jnp.zeros_like(work), work, counts, blocks, True)
 
 
-def _cut(first_tile, tiles, counts, blocks: int | None, empty_rows: bool) -> DecodeSchedule:
+def cut_rows(first_tile, tiles, counts, blocks: int | None, empty_rows: bool) -> DecodeSchedule:
     """Items for rows of `tiles` tiles from `first_tile` on, and of `counts` tokens, [rows] each."""
     blocks = blocks or multiprocessors() * BLOCKS_PER_MULTIPROCESSOR
     work = jnp.maximum(tiles, int(empty_rows))

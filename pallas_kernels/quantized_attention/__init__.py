@@ -3,11 +3,12 @@
 from pallas_kernels.quantized_attention.api import (
     mixed_precision_attention,
     plan_mixed_decode,
+    plan_prompt_attention,
     prompt_attention,
 )
 from pallas_kernels.quantized_attention.pages import PageFormat, Tokens, parse_format
 
 __all__ = [
     "PageFormat", "Tokens", "mixed_precision_attention", "parse_format",
-    "plan_mixed_decode", "prompt_attention",
+    "plan_mixed_decode", "plan_prompt_attention", "prompt_attention",
 ]  # fmt: skip

@@ -4,11 +4,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.paged_attention.schedule import DecodeSchedule
-from pallas_kernels.quantized_attention import decode_sm90, reference, tables, xla
+from pallas_kernels.quantized_attention import decode_sm90, prompt_sm90, reference, tables, xla
 from pallas_kernels.quantized_attention.pages import PageFormat
+from pallas_kernels.quantized_attention.prompt_sm90 import PromptSchedule
 
 DECODE = {"reference": reference.decode, "xla": xla.decode, "mosaic_gpu": decode_sm90.decode}
-PROMPT = {"reference": reference.prompt, "xla": xla.prompt}
+PROMPT = {"reference": reference.prompt, "xla": xla.prompt, "mosaic_gpu": prompt_sm90.prompt}
 
 
 def plan_mixed_decode(
@@ -83,6 +84,32 @@ def mixed_precision_attention(
     )  # fmt: skip
 
 
+def plan_prompt_attention(
+    query_starts,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    last_rows: int | None = None,
+    own: bool = False,
+    by_head: bool = False,
+    implementation: str | None = None,
+) -> PromptSchedule | None:
+    """The schedule of `prompt_attention` for these prompts, to be made once for all layers.
+
+    query_starts, last_rows, own, by_head, implementation: as in `prompt_attention`.
+    num_tokens, num_heads, num_kv_heads: T, H and K.
+
+    Returns None where the implementation works without one.
+    """
+    if not backend.runs_kernels(implementation):
+        return None
+    starts = jnp.asarray(query_starts, jnp.int32)
+    return prompt_sm90.schedule_of(
+        starts, num_tokens, num_heads, num_kv_heads, last_rows, own, by_head
+    )
+
+
 def prompt_attention(
     q_TxHxD,
     k_TxKxD,
@@ -93,6 +120,7 @@ def prompt_attention(
     last_rows: int | None = None,
     own: bool = False,
     by_head: bool = False,
+    schedule: PromptSchedule | None = None,
     implementation: str | None = None,
 ):
     """Causal attention of whole prompts over their own keys, with the scores that these received.
@@ -105,10 +133,13 @@ def prompt_attention(
     own:      whether the score counts that a token gives itself.
     by_head:  whether scores are summed over queries before the largest of a KV head's query heads
               is taken, and not after it.
+    schedule: `plan_prompt_attention` of these prompts, made for all layers; None makes one for this
+              call.
 
     Returns the attention [T, H, D] in q's dtype, and the sums [T, K] float32 of the probabilities
     that each token got from later tokens (DiffKV §4, prompt phase: divided by their number, its
-    significance). Padding rows hold any finite values. Raises ValueError if arguments do not fit.
+    significance). Padding rows hold any finite values. Raises ValueError if arguments do not fit
+    together, or if the named implementation cannot run them.
     """
     T, H, D = q_TxHxD.shape
     if k_TxKxD.shape != v_TxKxD.shape or k_TxKxD.shape[::2] != (T, D) or H % k_TxKxD.shape[1]:
@@ -118,8 +149,10 @@ def prompt_attention(
         )
     if last_rows is not None and last_rows < 1:
         raise ValueError(f"last_rows must be at least 1, not {last_rows}")
-    run = backend.choose("prompt_attention", PROMPT, implementation)
+    scale = D**-0.5 if scale is None else scale
+    refusal = prompt_sm90.refusal(q_TxHxD, k_TxKxD, v_TxKxD, scale)
+    run = backend.choose("prompt_attention", PROMPT, implementation, refusal)
     return run(
-        q_TxHxD, k_TxKxD, v_TxKxD, jnp.asarray(query_starts, jnp.int32),
-        scale=D**-0.5 if scale is None else scale, last_rows=last_rows, own=own, by_head=by_head,
+        q_TxHxD, k_TxKxD, v_TxKxD, jnp.asarray(query_starts, jnp.int32), scale=scale,
+        last_rows=last_rows, own=own, by_head=by_head, schedule=schedule,
     )  # fmt: skip

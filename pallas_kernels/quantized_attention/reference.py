@@ -31,7 +31,7 @@ def decode(q, words, tables, counts, formats, *, runs, scale, schedule=None):
     return out.reshape(S, H, D).astype(q.dtype), lse.reshape(S, H), kept
 
 
-def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head):
+def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head, schedule=None):
     T, H, D = q.shape
     K, S = k.shape[1], len(query_starts) - 1
     at = jnp.arange(T)

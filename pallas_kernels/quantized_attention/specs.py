@@ -1,13 +1,19 @@
-"""Named arguments of decode over unified pages."""
+"""Named arguments of decode over unified pages, and of attention of prompts with scores."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.quantization import KVFormat
-from pallas_kernels.quantized_attention.api import mixed_precision_attention, plan_mixed_decode
+from pallas_kernels.quantized_attention.api import (
+    mixed_precision_attention,
+    plan_mixed_decode,
+    plan_prompt_attention,
+    prompt_attention,
+)
 from pallas_kernels.quantized_attention.pages import PageFormat, parse_format
 from pallas_kernels.specs import HEADS, Cost, Heads, Spec
 
@@ -162,3 +168,74 @@ SHAPES = {
     "llama-3-8b-f16": Mixed(_LLAMA, dtype="float16"),
 }
 DECODE = {name: make(shapes) for name, shapes in SHAPES.items()}
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """tokens: of each prompt. padding: rows after the last. The rest as in `prompt_attention`."""
+
+    heads: Heads
+    tokens: tuple[int, ...]
+    padding: int = 0
+    last_rows: int | None = None
+    own: bool = False
+    by_head: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def counted(self) -> int:
+        """Pairs of a query that counts and a key that it sees."""
+        return sum(
+            queries * (2 * n - queries + 1) // 2
+            for n in self.tokens
+            for queries in [min(n, self.last_rows or n)]
+        )
+
+
+def prompts(shapes: Prompts) -> Spec:
+    (H, K, D), dtype = (shapes.heads.H, shapes.heads.K, shapes.heads.D), jnp.dtype(shapes.dtype)
+    total = sum(shapes.tokens)
+    T, starts = total + shapes.padding, np.cumsum([0, *shapes.tokens])
+    options: dict[str, Any] = {
+        "last_rows": shapes.last_rows,
+        "own": shapes.own,
+        "by_head": shapes.by_head,
+    }
+
+    def arguments(key):
+        heads = {"q_TxHxD": H, "k_TxKxD": K, "v_TxKxD": K}
+        drawn = {
+            name: jax.random.normal(k, (T, count, D), dtype)
+            for k, (name, count) in zip(jax.random.split(key, 3), heads.items())
+        }
+        return drawn | {"query_starts": jnp.asarray(starts, jnp.int32)}
+
+    def cost(arguments) -> Cost:
+        pairs = sum(n * (n + 1) // 2 for n in shapes.tokens)
+        return Cost(
+            bytes=2 * total * (H + K) * D * dtype.itemsize + 4 * total * K,
+            # Scores are computed once more when their sums are known.
+            flops=4 * H * D * pairs + 2 * H * D * shapes.counted,
+        )
+
+    def plan(arguments, implementation):
+        schedule = plan_prompt_attention(
+            arguments["query_starts"], T, H, K, **options, implementation=implementation
+        )
+        return {"schedule": schedule}
+
+    return Spec(prompt_attention, arguments, cost, options, indices=("query_starts",), plan=plan)
+
+
+PROMPT_SHAPES = {
+    "llama-3-8b": Prompts(_LLAMA, (8192,)),
+    "llama-3-8b-4x2k": Prompts(_LLAMA, (2048,) * 4),
+    "llama-3-8b-ragged": Prompts(_LLAMA, (1500, 1, 700, 129, 0, 1000), padding=766),
+    # As H2O and SnapKV count.
+    "llama-3-8b-own": Prompts(_LLAMA, (4096,), own=True, by_head=True),
+    "llama-3-8b-last-rows": Prompts(_LLAMA, (8192,), last_rows=64),
+    "qwen2.5-7b": Prompts(_QWEN, (4096,)),
+    "qwen2.5-32b": Prompts(HEADS["qwen2.5-32b"], (4096,)),
+    "bundled": Prompts(HEADS["bundled"], (4096,), dtype="float16"),
+}
+PROMPT = {name: prompts(shapes) for name, shapes in PROMPT_SHAPES.items()}

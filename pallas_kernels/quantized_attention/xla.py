@@ -70,7 +70,7 @@ def _section(q_RxGxD, words, tables_RxM, run: Run, count_R, format: PageFormat):
     return (out_of_planes(acc, format.values), *rest), kept
 
 
-def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head):
+def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head, schedule=None):
     """Each tile of queries reads the keys twice: once for the largest scores and for the output,
     and once for probabilities, which are not known before."""
     T, H, D = q.shape

@@ -46,12 +46,13 @@ from pallas_kernels.tools.targets import TARGETS
 # Thread blocks of a kernel that must fit a multiprocessor at the same time.
 RESIDENT = {"paged_decode": 2, "paged_prefill": 1, "page_scores": 2}
 # Ops whose thread blocks read the same keys.
-PREFILLS = {"paged_prefill_attention", "hybrid_prefill_attention"}
+PREFILLS = {"paged_prefill_attention", "hybrid_prefill_attention", "prompt_attention"}
 DECODES = ("paged_attention", "quantised_paged_attention", "mixed_precision_attention")
 MOST_LAUNCHES = 3  # of these
+CUT = (*DECODES, "prompt_attention")  # Their thread blocks get equal parts of the work.
 MOST_IDLE, MOST_LONGEST = 0.05, 1.2
 MOST_SECONDS = 300
-# Specs of decode whose schedules must be balanced on Hopper, and the most bytes of partial results
+# Specs of these whose schedules must be balanced on Hopper, and the most bytes of partial results
 # for each byte of keys and values.
 BALANCED = {
     "llama-3-8b": 0.02,
@@ -83,7 +84,7 @@ class Report:
     launches: what the op runs on the device.
     donated, aliased: the bytes that may be written in place, and those that are.
     balance: of the op's schedule; None without one. call: what a kernel with a loop over tiles can
-        make of the call.
+        make of the call, where it is the only one.
     problem: why there is nothing else to say of it.
     """
 
@@ -125,7 +126,7 @@ class Report:
         if decodes and len(self.launches) > MOST_LAUNCHES:
             faults.append(f"{len(self.launches)} launches, more than {MOST_LAUNCHES}")
         hopper = TARGETS[self.target].gpu.compute_capability >= (9, 0)
-        if self.balance and decodes and hopper and self.spec in BALANCED:
+        if self.balance and self.op in CUT and hopper and self.spec in BALANCED:
             faults += _imbalance(self.balance, BALANCED[self.spec])
         return faults
 
@@ -197,7 +198,7 @@ def _call(
     target: str, op: str, spec: str, compiled: Compiled, balance: Balance | None
 ) -> Call | None:
     over_tiles = [kernel for kernel in compiled.kernels if kernel.prediction]
-    if not over_tiles:
+    if len(over_tiles) != 1:
         return None
     gpu, call, (kernel,) = TARGETS[target], OPS[op].specs[spec], over_tiles
     assert kernel.prediction is not None
@@ -249,10 +250,11 @@ def _loops_table(reports: list[Report]) -> str:
     )
     rows = [header.split()]
     for r in reports:
-        for kernel in r.kernels:
-            if kernel.prediction:
-                rows.append([r.target, r.spec, kernel.launch.name, *peers.columns(kernel)])
-                rows[-1] += _schedule_columns(r)
+        over_tiles = [kernel for kernel in r.kernels if kernel.prediction]
+        for kernel in over_tiles:
+            rows.append([r.target, r.spec, kernel.launch.name, *peers.columns(kernel)])
+            # The balance is that of the last one's schedule.
+            rows[-1] += _schedule_columns(r) if kernel is over_tiles[-1] else ["-"] * 7
     return _aligned(rows) if rows[1:] else ""
 
 

@@ -1,5 +1,6 @@
 """The balance of the ops' own schedules for their named arguments."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,8 +22,10 @@ from pallas_kernels.paged_attention.schedule import (
     multiprocessors,
 )
 from pallas_kernels.quantized_attention import decode_sm90 as mixed_decode
+from pallas_kernels.quantized_attention import prompt_sm90
 from pallas_kernels.quantized_attention import specs as mixed_specs
-from pallas_kernels.quantized_attention.specs import Mixed
+from pallas_kernels.quantized_attention.prompt_sm90 import PromptSchedule
+from pallas_kernels.quantized_attention.specs import Mixed, Prompts
 from pallas_kernels.specs import Attention
 from pallas_kernels.tools.balance import Balance, balance
 from pallas_kernels.tools.targets import TARGETS
@@ -79,6 +82,29 @@ def _mixed(shapes: Mixed, found: DecodeSchedule, counts_SxKxI) -> Balance:
         places=len(found.block_items) - 1,
         partial_bytes=(D + 1) * split_kv.padded_group(H // K) * _FLOAT32,
         kv_bytes=read,
+    )
+
+
+def _prompts(shapes: Prompts, found: PromptSchedule, query_starts) -> Balance:
+    """Of the kernel that sums up scores. Its tiles are of queries, its rows of keys."""
+    tile, (H, K, D) = prompt_sm90.TILE, (shapes.heads.H, shapes.heads.K, shapes.heads.D)
+    starts = np.asarray(query_starts, np.int64)
+    begin, end = np.full(len(found.ends), len(found.ends)), np.zeros(len(found.ends), np.int64)
+    for first, after in itertools.pairwise(starts):
+        key = np.arange(first, after)
+        begin[key] = np.maximum(key + (not shapes.own), after - (shapes.last_rows or after))
+        end[key] = after
+    first_tile, end_tile = (
+        begin.reshape(-1, tile).min(1) // tile,
+        -(-end.reshape(-1, tile).max(1) // tile),
+    )
+    return balance(
+        np.tile(np.maximum(end_tile - first_tile, 0), H if shapes.by_head else K),
+        found.scores.items,
+        found.scores.block_items,
+        places=len(found.scores.block_items) - 1,
+        partial_bytes=tile * _FLOAT32,
+        kv_bytes=int(starts[-1]) * 2 * K * D * jnp.dtype(shapes.dtype).itemsize,
     )
 
 
@@ -145,5 +171,6 @@ _BALANCES: dict[str, tuple[Mapping[str, Any], Callable[..., Balance]]] = {
     "paged_prefill_attention": (attention_specs.PREFILL_SHAPES, _prefill),
     "hybrid_prefill_attention": (block_sparse_specs.HYBRID_SHAPES, _hybrid),
     "mixed_precision_attention": (mixed_specs.SHAPES, _mixed),
+    "prompt_attention": (mixed_specs.PROMPT_SHAPES, _prompts),
     "select_pages": (page_selection_specs.SELECT_SHAPES, _selection),
 }

@@ -6,6 +6,7 @@ leaves out the call of that number and exits with 0 if the op still gives, witho
 `reference` gives.
 """
 
+import math
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ import time
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kv_write import specs as kv_write
@@ -20,6 +22,7 @@ from pallas_kernels.lora import specs as lora
 from pallas_kernels.mosaic import plgpu
 from pallas_kernels.page_selection import specs as page_selection
 from pallas_kernels.paged_attention import specs as paged_attention
+from pallas_kernels.quantized_attention import prompt_sm90
 from pallas_kernels.quantized_attention import specs as quantized_attention
 from pallas_kernels.specs import Attention, Heads
 from tests.pallas_kernels.interpreted import run_spec
@@ -29,6 +32,31 @@ HEADS = Heads(2, 1, 128)
 ATTENTION = Attention(
     HEADS, sequences=2, context=600, page_size=64, sliding_window=450, ragged=True
 )
+
+
+def prompt_scores(
+    q_TxHxD, k_TxKxD, v_TxKxD, query_starts, *, implementation, last_rows, own, by_head
+):
+    """The sums of `prompt_attention`, by a kernel to which the log-sum-exp of scores is given."""
+    (T, H, D), K = q_TxHxD.shape, k_TxKxD.shape[1]
+    if implementation == "reference":
+        return quantized_attention.prompt_attention(
+            q_TxHxD, k_TxKxD, v_TxKxD, query_starts, last_rows=last_rows, own=own,
+            by_head=by_head, implementation=implementation,
+        )[1]  # fmt: skip
+    schedule = prompt_sm90.schedule_of(query_starts, T, H, K, last_rows, own, by_head)
+    q, k = (jnp.pad(x, ((0, len(schedule.ends) - T), (0, 0), (0, 0))) for x in (q_TxHxD, k_TxKxD))
+    row = jnp.arange(len(q))
+    prompt = jnp.searchsorted(query_starts, row, side="right")
+    seen = (prompt[:, None] == prompt) & (row <= row[:, None])
+    scores = jnp.einsum("thd,uhd->htu", q, jnp.repeat(k, H // K, 1)).astype(jnp.float32) * D**-0.5
+    lse = jax.nn.logsumexp(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    sums = prompt_sm90.received(
+        q, k, lse * math.log2(math.e), schedule, H if by_head else K, D**-0.5, last_rows, own
+    )
+    return jnp.where(schedule.ends > 0, sums.reshape(K, -1, len(q)).max(1), 0)[:, :T].T
+
+
 SPECS = {
     # Some thread blocks have more items than places for queries.
     "paged_attention": paged_attention.decode(replace(ATTENTION, sequences=8)),
@@ -42,6 +70,13 @@ SPECS = {
         quantized_attention.Mixed(
             HEADS, sequences=5, tokens=1200, kept=(0.4, 0.6), page_size=128, ragged=True
         )
+    ),
+    # Of its two kernels the second alone, as the first is that of prefill.
+    "prompt_attention": replace(
+        quantized_attention.prompts(
+            quantized_attention.Prompts(Heads(4, 2, 64), (290, 1, 60), padding=30)
+        ),
+        op=prompt_scores,
     ),
     # As many tiles, and more rows of a thread block than places for queries.
     "select_pages": page_selection.select(

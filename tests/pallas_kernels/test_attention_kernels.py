@@ -15,7 +15,7 @@ from pallas_kernels.paged_attention import (
     prefill_sm90,
     specs,
 )
-from pallas_kernels.paged_attention.schedule import split_items
+from pallas_kernels.paged_attention.schedule import prefill_schedule, split_items
 from pallas_kernels.specs import Attention, Heads
 from tests.pallas_kernels.dense_softmax import (
     GARBAGE,
@@ -90,6 +90,35 @@ def test_prefill_kernel_at_the_edges_of_tiles(history, chunk, G, dim):
         paged_attention, q[-1:], k_pages, v_pages, tables, per_head, implementation="mosaic_gpu"
     )
     assert_near(decoded, np.asarray(expected[-1:], np.float64), "bfloat16")
+
+
+@pytest.mark.slow
+def test_prefill_returns_the_log_sum_exp_of_rows():
+    """Also of rows whose tiles several thread blocks read; nothing of padding."""
+    shapes = Attention(Heads(2, 1, 64), 2, 1000, chunk=20, page_size=64, tokens=(1000, 30))
+    arguments = specs.prefill(shapes).arguments(jax.random.key(0))
+    q, k_pages, v_pages, tables, starts, lengths = arguments.values()
+    padded, total = jnp.pad(q, ((0, 8), (0, 0), (0, 0))), len(q)
+    rows, covered, _ = prefill_sm90.launch_shape(total + 8, 2, 1)
+    schedule = prefill_schedule(starts, lengths, covered, 1, rows, prefill_sm90.KV_TILE, blocks=4)
+    assert (schedule.merges >= 0).any()
+
+    def attend(q, k_pages, v_pages, tables, *, implementation):
+        return prefill_sm90.attend(
+            q, k_pages, v_pages, tables, schedule, 1, page_offset=jnp.zeros(1, jnp.int32),
+            scale=0.125, returns_lse=True,
+        )  # fmt: skip
+
+    out, lse = run(attend, padded, k_pages, v_pages, tables, implementation="mosaic_gpu")
+    row = np.arange(total)
+    visible = np.asarray(lengths)[row // 20] - 19 + row % 20
+    expected, expected_lse = paged_attention(
+        q, k_pages, v_pages, tables[row // 20], visible[:, None].astype(np.int32),
+        return_lse=True, implementation="reference",
+    )  # fmt: skip
+    assert_near(out[:total], np.asarray(expected, np.float64), "bfloat16")
+    np.testing.assert_allclose(lse[:, :total].T, expected_lse, atol=1e-3)
+    assert (lse[:, total:] < -1e29).all()
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
-"""Unified pages against their description, and attention over them and over prompts, in numpy."""
+"""Unified pages against their description, and attention over them, in numpy."""
 
-import itertools
 from functools import partial
 
 import jax
@@ -17,7 +16,6 @@ from pallas_kernels.quantized_attention import (
     decode_sm90,
     mixed_precision_attention,
     parse_format,
-    prompt_attention,
     xla,
 )
 from pallas_kernels.quantized_attention.tables import runs as table_runs
@@ -296,44 +294,3 @@ def test_arguments_that_do_not_fit_are_refused():
         mixed_precision_attention(
             q, words, tables, counts, formats, single=2, implementation="mosaic_gpu"
         )
-    with pytest.raises(ValueError, match="last_rows must be at least 1"):
-        x = jnp.zeros((4, 1, D))
-        prompt_attention(x, x, x, jnp.array([0, 4]), last_rows=0)
-
-
-# Prompts
-
-
-@pytest.mark.parametrize(
-    ("implementation", "last_rows", "own", "by_head"),
-    [
-        ("xla", None, False, False), ("xla", 64, True, True),
-        pytest.param("reference", None, False, False, marks=pytest.mark.slow),
-        pytest.param("reference", 64, True, True, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_prompts_and_the_scores_that_their_tokens_received(implementation, last_rows, own, by_head):
-    """Two prompts of which one needs several tiles, one of a token, an empty row and padding."""
-    rng, starts, T = np.random.default_rng(2), [0, 150, 151, 151, 230], 240
-    q, k, v = (rng.normal(size=(T, h, D)).astype(np.float32) for h in (K * G, K, K))
-    run = jax.jit(partial(
-        prompt_attention, last_rows=last_rows, own=own, by_head=by_head,
-        implementation=implementation,
-    ))  # fmt: skip
-    out, sums = run(q, k, v, jnp.array(starts))
-    for first, end in itertools.pairwise(starts):
-        n = end - first
-        scores = np.einsum(
-            "tkgd,ukd->kgtu", q[first:end].reshape(n, K, G, D), k[first:end], dtype=np.float64
-        )
-        scores = np.where(np.tri(n, dtype=bool), scores * D**-0.5, -np.inf)
-        probs = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e9))
-        probs /= probs.sum(-1, keepdims=True)
-        attention = np.einsum("kgtu,ukd->tkgd", probs, v[first:end]).reshape(n, K * G, D)
-        np.testing.assert_allclose(out[first:end], attention, atol=2e-5)
-        for token in range(n):
-            later = range(token if own else token + 1, n)
-            rows = [row for row in later if last_rows is None or row >= n - last_rows]
-            received = probs[:, :, rows, token]
-            expected = received.sum(2).max(1) if by_head else received.max(1).sum(1)
-            np.testing.assert_allclose(sums[first + token], expected, atol=2e-5)

@@ -57,7 +57,9 @@ def device(
     options: Options = config.policy_options
     layout = layout_of(config, model)
     alpha = tuple(level.alpha for level in options.levels)
-    return DiffKVPolicy(layout, options.rules, alpha, options.budget, implementation)
+    return DiffKVPolicy(
+        layout, options.rules, model.shard.num_heads, alpha, options.budget, implementation
+    )
 
 
 DIFFKV = Policy(capabilities, DiffKVHost, device, check, Options)

@@ -41,11 +41,12 @@ COPIED_PAGES = 64  # that an iteration of `copy_slots` copies
 
 @dataclass(frozen=True)
 class DiffKVPolicy:
-    """alpha: by precision, the highest first, and budget, with which a cache begins.
-    implementation: of the attention ops."""
+    """query_heads: H of a shard.  alpha: by precision, the highest first, and budget, with which a
+    cache begins.  implementation: of the attention ops."""
 
     layout: Layout
     rules: Rules
+    query_heads: int
     alpha: tuple[float, ...]
     budget: float = 0.0
     implementation: str | None = None
@@ -56,7 +57,9 @@ class DiffKVPolicy:
     def begin_step(self, cache: DiffKVCache, inputs) -> tuple[DiffKVCache, Plan]:
         prompts = decodes = None
         if inputs.num_prefill_tokens:
-            cache, prompts = plan_prompts(self.layout, cache, inputs)
+            cache, prompts = plan_prompts(
+                self.layout, self.rules, self.query_heads, cache, inputs, self.implementation
+            )
         if inputs.num_prefill_tokens < len(inputs.tokens):
             cache, decodes = plan_decodes(
                 self.layout, self.rules, cache, inputs, self.implementation
@@ -69,7 +72,7 @@ class DiffKVPolicy:
             q, k, v = (x[:Tp] for x in (q_TxHxD, k_TxKxD, v_TxKxD))
             out, sums = prompt_attention(
                 q, k, v, inputs.query_starts, **self.rules.prompt_scores,
-                implementation=self.implementation,
+                schedule=plan.prompts.schedule, implementation=self.implementation,
             )  # fmt: skip
             outs.append(out)
             cache = self._compress(layer, k, v, sums, cache, plan.prompts, inputs)

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from paged.kv_cache.diffkv import page_manager
-from paged.kv_cache.diffkv.compression import NOBODY, Decision, Found, decide
+from paged.kv_cache.diffkv.compression import NOBODY, Decision, Found, Rules, decide
 from paged.kv_cache.diffkv.layout import Layout
 from paged.kv_cache.diffkv.page_manager import Pages
 from pallas_kernels.paged_attention.schedule import DecodeSchedule
-from pallas_kernels.quantized_attention import plan_mixed_decode
+from pallas_kernels.quantized_attention import plan_mixed_decode, plan_prompt_attention
+from pallas_kernels.quantized_attention.prompt_sm90 import PromptSchedule
 
 
 @flax.struct.dataclass
@@ -46,11 +47,12 @@ class DiffKVCache:
 @flax.struct.dataclass
 class PromptPlan:
     """slots: [Sp], num_slots for a row that is none.  lengths: [Sp] tokens.  allocated: [Sp] pages
-    of each head, until the prompt is compressed."""
+    of each head, until the prompt is compressed.  schedule: of kernels, or None."""
 
     slots: jax.Array
     lengths: jax.Array
     allocated: jax.Array
+    schedule: PromptSchedule | None = None
 
 
 @flax.struct.dataclass
@@ -78,7 +80,9 @@ class Plan:
     decodes: DecodePlan | None
 
 
-def plan_prompts(layout: Layout, cache: DiffKVCache, inputs):
+def plan_prompts(
+    layout: Layout, rules: Rules, query_heads: int, cache: DiffKVCache, inputs, implementation
+):
     """Pages for prompts as if nothing could be compressed (§5.3): (cache, PromptPlan)."""
     Sp, S = inputs.num_prefill_rows, len(inputs.lengths)
     # Only tokens say which rows compute.
@@ -87,10 +91,14 @@ def plan_prompts(layout: Layout, cache: DiffKVCache, inputs):
     slots = jnp.where(lengths > 0, inputs.slots[:Sp], layout.num_slots)
     allocated = jnp.where(lengths > 0, layout.worst_of_head(lengths), 0)
     pages = page_manager.allocate_prompts(cache.pages, slots, allocated)
-    return replace(cache, pages=pages), PromptPlan(slots, lengths, allocated)
+    schedule = plan_prompt_attention(
+        inputs.query_starts, inputs.num_prefill_tokens, query_heads, layout.heads,
+        **rules.prompt_scores, implementation=implementation,
+    )  # fmt: skip
+    return replace(cache, pages=pages), PromptPlan(slots, lengths, allocated, schedule)
 
 
-def plan_decodes(layout: Layout, rules, cache: DiffKVCache, inputs, implementation):
+def plan_decodes(layout: Layout, rules: Rules, cache: DiffKVCache, inputs, implementation):
     """What heads do with the new token, and pages where they need one: (cache, DecodePlan)."""
     Tp, Sp, S = inputs.num_prefill_tokens, inputs.num_prefill_rows, len(inputs.lengths)
     positions, real = inputs.positions[Tp:], (inputs.token_rows[Tp:] < S)[:, None]

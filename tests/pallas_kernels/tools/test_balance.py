@@ -44,16 +44,19 @@ def test_tiles_that_are_read_twice_or_not_at_all_are_refused(items, message):
 
 
 @pytest.mark.parametrize(
-    ("spec", "most_partials"),
+    ("op", "spec", "most_partials"),
     [
-        ("llama-3-8b", 0.02),
-        ("llama-3-8b-256x512", 0.0),
-        ("llama-3-8b-one-128k", 0.02),
-        ("llama-3-8b-1x4k", 1.0),  # a tile for each thread block
+        ("paged_attention", "llama-3-8b", 0.02),
+        ("paged_attention", "llama-3-8b-256x512", 0.0),
+        ("paged_attention", "llama-3-8b-one-128k", 0.02),
+        ("paged_attention", "llama-3-8b-1x4k", 1.0),  # a tile for each thread block
+        ("prompt_attention", "llama-3-8b", 0.02),
+        ("prompt_attention", "llama-3-8b-ragged", 0.02),
+        ("prompt_attention", "llama-3-8b-last-rows", 0.02),
     ],
 )
-def test_thread_blocks_of_decode_end_together(spec, most_partials):
-    found = balance_of("paged_attention", spec, "h200")
+def test_thread_blocks_end_together(op, spec, most_partials):
+    found = balance_of(op, spec, "h200")
     assert found is not None
     assert found.idle <= 0.05
     assert found.longest <= 1.2

@@ -1,4 +1,4 @@
-"""LServe's policy with the kernels for Hopper, in Pallas's interpreter."""
+"""Policies with the kernels for Hopper, in Pallas's interpreter."""
 
 from dataclasses import replace
 
@@ -27,6 +27,8 @@ class KernelDriver(Driver):
     """`run_kernels` makes its later steps run as kernels, an op and a layer at a time: inside one
     program the threads of kernels that are interpreted may wait for each other for ever."""
 
+    dtype = "float32"  # of what is given to kernels
+
     def run_kernels(self) -> None:
         policy, sharded = POLICIES[self._config.policy], ShardedModel.split(self._model)
         self.device = policy.device(self._config, sharded, "mosaic_gpu")
@@ -37,14 +39,14 @@ class KernelDriver(Driver):
         cache, plan = jax.jit(self.device.begin_step)(cache, inputs)
         outs = []
         for layer in range(self._model.num_layers):
-            q, k, v = (jnp.asarray(x[layer]) for x in qkv)
+            q, k, v = (jnp.asarray(x[layer], self.dtype) for x in qkv)
             out, cache = self.device.attend(jnp.int32(layer), q, k, v, cache, plan, inputs)
             outs.append(out)
         return self.device.end_step(cache, plan, inputs), jnp.stack(outs)
 
 
 @pytest.mark.slow
-def test_attention_of_kernels_is_that_of_xla():
+def test_lserves_attention_of_kernels_is_that_of_xla():
     """A chunk, and a token that reads selected pages, in layers of each kind."""
     config = EngineConfig(
         max_num_seqs=2, max_num_batched_tokens=128, max_prefills_per_step=2, max_model_len=96,
@@ -62,3 +64,29 @@ def test_attention_of_kernels_is_that_of_xla():
         expected, found = (driver.step(chunks, Tp=17, Sd=2) for driver in (xla, kernels))
         for slot, _ in chunks:
             np.testing.assert_allclose(found[slot], expected[slot], atol=5e-3)
+
+
+@pytest.mark.slow
+def test_diffkvs_attention_of_kernels_is_that_of_xla():
+    """Prompts, whose scores decide what is kept of them, and tokens that demote others."""
+    model = replace(MODEL, num_layers=1)
+    options = {"alpha_h": 1.0, "alpha_l": 0.3, "low": "K4V4", "window": 8}
+    config = EngineConfig(
+        max_num_seqs=2, max_num_batched_tokens=256, max_prefills_per_step=2, max_model_len=96,
+        page_size=32, kv_cache_tokens=2560, chunked_prefill=False, policy="diffkv",
+        policy_options=options,
+    )  # fmt: skip
+    rng = np.random.default_rng(3)
+    qkv = [[rng.normal(size=(1, n, h, 64)).astype(np.float16) for h in (4, 2, 2)] for n in LENGTHS]
+    xla, kernels = (KernelDriver(model, config, qkv, PROMPTS) for _ in range(2))
+    kernels.dtype = "float16"
+    kernels.run_kernels()
+    for chunks, Tp in (([(0, 70), (1, 50)], 128), ([(0, 1), (1, 1)], 0)):
+        expected, found = (driver.step(chunks, Tp=Tp, Sd=2) for driver in (xla, kernels))
+        for slot, _ in chunks:
+            np.testing.assert_allclose(found[slot], expected[slot], atol=5e-3)
+        kept, kept_by_xla = (
+            np.asarray(driver.device.report(driver.cache)["kept"]) for driver in (kernels, xla)
+        )
+        np.testing.assert_array_equal(kept, kept_by_xla)
+    assert (kept.sum(1) < np.array([71, 51]) * 2).all()

@@ -1,0 +1,137 @@
+"""Attention of whole prompts, and the scores that their keys receive, against numpy."""
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.quantized_attention import (
+    plan_prompt_attention,
+    prompt_attention,
+    prompt_sm90,
+)
+from tests.pallas_kernels.interpreted import run as run_op
+
+D, K, G = 32, 2, 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "group", "dim", "dtype", "which"),
+    [
+        (1, 2, 64, "bfloat16", {}),
+        (1, 3, 128, "float16", {"last_rows": 64, "own": True, "by_head": True}),
+    ],
+)
+def test_the_prompt_kernels_are_near_reference(heads, group, dim, dtype, which):
+    """Prompts that end within tiles, of which one needs several, one of a token, and an empty one;
+    a tile of keys that two thread blocks share."""
+    rng, starts, T = np.random.default_rng(4), [0, 400, 401, 401, 450], 460
+    arguments = [
+        jnp.asarray(rng.normal(size=(T, h, dim)), dtype) for h in (heads * group, heads, heads)
+    ]
+    wide = [x.astype(jnp.float32) for x in arguments]
+    arguments, wide = ([*each, jnp.array(starts, jnp.int32)] for each in (arguments, wide))
+    out, sums = run_op(prompt_attention, *arguments, **which, implementation="mosaic_gpu")
+    expected, expected_sums = run_op(prompt_attention, *wide, **which, implementation="reference")
+    unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+    np.testing.assert_allclose(
+        np.asarray(out, np.float32)[:450], expected[:450], atol=4 * unit, rtol=unit
+    )
+    np.testing.assert_allclose(sums[:450], expected_sums[:450], atol=1e-5, rtol=1e-5)
+    schedule = plan_prompt_attention(
+        starts, T, heads * group, heads, **which, implementation="mosaic_gpu"
+    )
+    assert schedule is not None and (schedule.scores.merges >= 0).any()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 320), min_size=4, max_size=4),
+    last_rows=st.none() | st.integers(1, 300), own=st.booleans(),
+)  # fmt: skip
+def test_items_of_prompts_hold_each_query_that_counts_once(counts, last_rows, own):
+    """And pages hold each prompt's rows in order."""
+    starts = np.cumsum([0, *counts])
+    schedule = plan_prompt_attention(
+        starts, 4 * 320, 2, 2, last_rows=last_rows, own=own, implementation="mosaic_gpu"
+    )
+    assert schedule is not None
+    row = np.arange(len(schedule.ends))
+    prompt = np.searchsorted(starts, row, side="right") - 1
+    end = np.append(starts, 0)[np.minimum(prompt + 1, 5)]
+    counts_for = (prompt[:, None] == prompt) & (prompt < 4) & (row >= row[:, None] + (not own))
+    if last_rows is not None:
+        counts_for &= row >= end - last_rows
+    tile, tiles = prompt_sm90.TILE, len(row) // prompt_sm90.TILE
+    wanted = counts_for.reshape(tiles, tile, tiles, tile).any((1, 3))
+    held = np.zeros((2 * tiles, tiles), int)
+    items, bounds = np.asarray(schedule.scores.items), np.asarray(schedule.scores.block_items)
+    for at, first, after, _, most, least in items[bounds[0] : bounds[-1]]:
+        assert first < after
+        held[at, first:after] += 1
+        keys = np.where(prompt < 4, end, 0).reshape(tiles, tile)[at % tiles]
+        assert (most, least) == (keys.max(), keys.min())
+    assert held.max(initial=0) <= 1
+    assert (held >= np.tile(wanted, (2, 1))).all()
+    pages = np.asarray(schedule.source).reshape(-1, prompt_sm90.PAGE)[schedule.tables[:, 0]]
+    for s, count in enumerate(counts):
+        np.testing.assert_array_equal(
+            pages[s].reshape(-1)[:count], np.arange(starts[s], starts[s] + count)
+        )
+
+
+@pytest.mark.parametrize(
+    ("implementation", "last_rows", "own", "by_head"),
+    [
+        ("xla", None, False, False), ("xla", 64, True, True),
+        pytest.param("reference", None, False, False, marks=pytest.mark.slow),
+        pytest.param("reference", 64, True, True, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_prompts_and_the_scores_that_their_tokens_received(implementation, last_rows, own, by_head):
+    """Two prompts of which one needs several tiles, one of a token, an empty row and padding."""
+    rng, starts, T = np.random.default_rng(2), [0, 150, 151, 151, 230], 240
+    q, k, v = (rng.normal(size=(T, h, D)).astype(np.float32) for h in (K * G, K, K))
+    run = jax.jit(partial(
+        prompt_attention, last_rows=last_rows, own=own, by_head=by_head,
+        implementation=implementation,
+    ))  # fmt: skip
+    out, sums = run(q, k, v, jnp.array(starts))
+    for first, end in itertools.pairwise(starts):
+        n = end - first
+        scores = np.einsum(
+            "tkgd,ukd->kgtu", q[first:end].reshape(n, K, G, D), k[first:end], dtype=np.float64
+        )
+        scores = np.where(np.tri(n, dtype=bool), scores * D**-0.5, -np.inf)
+        probs = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e9))
+        probs /= probs.sum(-1, keepdims=True)
+        attention = np.einsum("kgtu,ukd->tkgd", probs, v[first:end]).reshape(n, K * G, D)
+        np.testing.assert_allclose(out[first:end], attention, atol=2e-5)
+        for token in range(n):
+            later = range(token if own else token + 1, n)
+            rows = [row for row in later if last_rows is None or row >= n - last_rows]
+            received = probs[:, :, rows, token]
+            expected = received.sum(2).max(1) if by_head else received.max(1).sum(1)
+            np.testing.assert_allclose(sums[first + token], expected, atol=2e-5)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    x, starts = jnp.zeros((4, 1, 64)), jnp.array([0, 4])
+    with pytest.raises(ValueError, match="last_rows must be at least 1"):
+        prompt_attention(x, x, x, starts, last_rows=0)
+    with pytest.raises(ValueError, match=r"need keys and values \[4, K, 64\] with K dividing 1"):
+        prompt_attention(x, x[:3], x, starts)
+    for q, message in (
+        (jnp.zeros((4, 17, 64)), "at most 16 query heads may share a KV head, not 17"),
+        (x, "must all be bfloat16 or all float16, not float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prompt_attention(q, x, x, starts, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="scale must be positive, not 0"):
+        prompt_attention(x, x, x, starts, scale=0, implementation="mosaic_gpu")
