@@ -76,8 +76,8 @@ def device_seconds(function: Callable, *arguments) -> float:
     """Median time that the GPU spends in the kernels of `function(*arguments)`; without a GPU, the
     time of one call, which tells nothing about any."""
     call = jitted(function)
-    jax.block_until_ready(call(*arguments))
     if backend.current_gpu() is not None:
+        jax.block_until_ready(call(*arguments))
         return statistics.median(mosaic.kernel_seconds(call, arguments, REPEATS))
     start = time.perf_counter()
     jax.block_until_ready(call(*arguments))

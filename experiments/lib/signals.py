@@ -1,6 +1,5 @@
 """SIGINT (Ctrl-C) and SIGTERM, which end a program in good order."""
 
-import _thread
 import os
 import signal
 import sys
@@ -33,7 +32,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     # Python drops what is raised while a callback of the garbage collector runs, and JAX has one.
     while frame is not None:
         if frame.f_code.co_name == "_xla_gc_callback":
-            threading.Timer(0.01, _thread.interrupt_main, (number,)).start()
+            # A real signal, as it also ends a wait.
+            again = threading.main_thread().ident, number
+            threading.Timer(0.01, signal.pthread_kill, again).start()
             return
         frame = frame.f_back
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt

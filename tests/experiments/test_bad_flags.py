@@ -119,7 +119,7 @@ EVALUATE = [
     ("--contexts=12", "contexts are token counts from 256 to max_model_len (1024), not '12'"),
     ("--contexts=256,many", "not 'many'"),
     ("--contexts=512 --max_model_len=400", "from 256 to max_model_len (400), not '512'"),
-    ("--num_prompts=0", f"flag --num_prompts=0: 0 {NOT_POSITIVE}"),
+    ("--num_prompts=0", "flag --num_prompts=0: 0 is not an integer in the range [1, 10000]"),
     ("--compare_with=/none", "/none: cannot be read: No such file"),
     (
         "--compare_with=pyproject.toml",

@@ -117,6 +117,7 @@ class Step:
             for key, n in zip(keys, heads)
         ]
         of_phase = self._prompt_attention if phase == PROMPTS else self._decode_attention
+        self._plan = jax.jit(lambda *of_step: self._policy.begin_step(*of_step)[1])
         self._parts = {
             "model": jax.jit(self._products), "attention": jax.jit(of_phase),
             "pages": jax.jit(self._pages),
@@ -131,9 +132,14 @@ class Step:
         found: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
             "step": (release, lambda _: run(self._host).wait())
         }
+
+        def of_attention():
+            cache, inputs = self._executor._cache, self._inputs
+            return cache, self._plan(cache, inputs), inputs, *self._qkv
+
         arguments = {
             "model": lambda: (self._executor._params, self._inputs),
-            "attention": lambda: (self._executor._cache, self._inputs, *self._qkv),
+            "attention": of_attention,
             "pages": lambda: (self._executor._cache, self._inputs),
         }
         for name, part in self._parts.items():
@@ -152,29 +158,31 @@ class Step:
         )
         return of.logits(params, self._model, hidden[inputs.last_tokens])
 
-    def _prompt_attention(self, cache, inputs, q, k, v):
+    def _prompt_attention(self, cache, plan, inputs, q, k, v):
         Tp = inputs.num_prefill_tokens
 
         def layer(_, x):
             out, sums = prompt_attention(
                 x, k[:Tp], v[:Tp], inputs.query_starts, **self._policy.rules.prompt_scores,
-                implementation=self._policy.implementation,
+                schedule=plan.prompts.schedule, implementation=self._policy.implementation,
             )  # fmt: skip
             return out + sums.sum().astype(out.dtype)
 
         return jax.lax.fori_loop(0, self._model.num_layers, layer, q[:Tp])
 
-    def _decode_attention(self, cache, inputs, q, k, v):
-        K, formats = self._model.num_kv_heads, self._policy.layout.formats
+    def _decode_attention(self, cache, plan, inputs, q, k, v):
+        K, layout = self._model.num_kv_heads, self._policy.layout
 
         def layer(i, x):
             tables, counts = (
-                jax.lax.dynamic_slice_in_dim(of[inputs.slots], i * K, K, 1)
-                for of in (cache.pages.tables, cache.counts)
+                jax.lax.dynamic_slice_in_dim(of_heads, i * K, K, 1)
+                for of_heads in (plan.decodes.tables, plan.decodes.counts)
             )
             out, lse, _ = mixed_precision_attention(
-                x, cache.words, tables, counts, formats, implementation=self._policy.implementation
-            )
+                x, cache.words, tables, counts, layout.formats, single=layout.single,
+                schedule=jax.tree.map(lambda of_layers: of_layers[i], plan.decodes.schedules),
+                implementation=self._policy.implementation,
+            )  # fmt: skip
             return out + lse.sum().astype(out.dtype)
 
         return jax.lax.fori_loop(0, self._model.num_layers, layer, q)

@@ -100,7 +100,8 @@ class Options:
     )
 
     def __post_init__(self):
-        if not isinstance(self.thresholds, tuple) or len(self.thresholds) not in (0, 2):
+        # A log has a list.
+        if not isinstance(self.thresholds, list | tuple) or len(self.thresholds) not in (0, 2):
             raise checks.refusal("thresholds", "alpha_h and alpha_l, or ()", self.thresholds)
         for name, value in zip(("alpha_h", "alpha_l"), self.thresholds):
             object.__setattr__(self, name, value)
