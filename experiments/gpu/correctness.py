@@ -237,7 +237,7 @@ def specs_to_check(small: bool) -> list[tuple[str, str, Spec]]:
     prompts = mixed_specs.PROMPT_SHAPES
     for name, all_heads in ({"small": prompts["bundled"]} if small else prompts).items():
         H, K, D = all_heads.heads.H, all_heads.heads.K, all_heads.heads.D
-        tokens = (40, 1, 0, 60) if small else (1100, 1, 0, 300)
+        tokens = (1, 60) if small else (1100, 1, 0, 300)
         kv_heads = 1 if small else 2
         heads = Heads(kv_heads * H // K, kv_heads, D)
         shorter = replace(all_heads, heads=heads, tokens=tokens, padding=20)
