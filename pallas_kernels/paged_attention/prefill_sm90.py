@@ -278,9 +278,6 @@ def _attend(
             kv_head, base, lo, hi, place = (items_ref[again, i] for i in (1, 2, 3, 4, PLACE))
             first_head = first_head_of(kv_head)
 
-            def lse():
-                return top / LOG2_E + jnp.log(total)
-
             @pl.when(place < 0)
             def _():
                 store_rows(
@@ -288,12 +285,14 @@ def _attend(
                     heads, queries,
                 )  # fmt: skip
                 if lses_ref is not None:
-                    store(lses_ref.at[again, group, warpgroup], lse())
+                    lse = top / LOG2_E + jnp.log(total)
+                    store(lses_ref.at[again, group, warpgroup], lse)
 
             @pl.when(place >= 0)
             def _():
                 store(partials_ref.at[place, group, warpgroup], acc)
-                store(partial_lses_ref.at[place, group, warpgroup], lse())
+                lse = top / LOG2_E + jnp.log(total)
+                store(partial_lses_ref.at[place, group, warpgroup], lse)
 
         of_rows = partial(constant, shape=(ROWS,), layout=LAYOUT.reduce(1))
         state = constant(0, (ROWS, D)), of_rows(NEG_INF), of_rows(0)
