@@ -7,8 +7,9 @@ from pallas_kernels.quantized_attention.api import (
     prompt_attention,
 )
 from pallas_kernels.quantized_attention.pages import PageFormat, Tokens, parse_format
+from pallas_kernels.quantized_attention.prompt_sm90 import PromptSchedule
 
 __all__ = [
-    "PageFormat", "Tokens", "mixed_precision_attention", "parse_format",
+    "PageFormat", "PromptSchedule", "Tokens", "mixed_precision_attention", "parse_format",
     "plan_mixed_decode", "plan_prompt_attention", "prompt_attention",
 ]  # fmt: skip

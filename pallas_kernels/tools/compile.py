@@ -18,8 +18,8 @@ tables:
 It exits with an error if a kernel does not compile within minutes, spills, leaves no report, takes
 so many registers or so much shared memory that fewer thread blocks fit than it is made for, or does
 not wait for what it reads (synchronization.py); if a donated array is copied; if decode launches
-more than three kernels; or if its schedule leaves thread blocks without work. It needs the extra
-`aot`, and no GPU.
+more than three kernels; or if a schedule of equal parts leaves thread blocks without work. It needs
+the extra `aot`, and no GPU.
 """
 
 import argparse

@@ -12,8 +12,11 @@ from paged.kv_cache.diffkv.compression import NOBODY, Decision, Found, Rules, de
 from paged.kv_cache.diffkv.layout import Layout
 from paged.kv_cache.diffkv.page_manager import Pages
 from pallas_kernels.paged_attention.schedule import DecodeSchedule
-from pallas_kernels.quantized_attention import plan_mixed_decode, plan_prompt_attention
-from pallas_kernels.quantized_attention.prompt_sm90 import PromptSchedule
+from pallas_kernels.quantized_attention import (
+    PromptSchedule,
+    plan_mixed_decode,
+    plan_prompt_attention,
+)
 
 
 @flax.struct.dataclass
