@@ -12,6 +12,7 @@ The replay ends with the first round that goes another way, or before one that f
 operations and tokens, 1 for a difference, 2 for any error, as with a log that cannot be replayed.
 """
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -37,7 +38,7 @@ from paged.adapters.loads import RecordedLoads
 from paged.checks import refusal
 from paged.config import EngineConfig
 from paged.engine import Engine
-from paged.kv_cache import POLICIES
+from paged.kv_cache import POLICIES, policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.metrics import NO_TOKEN
 from paged.requests.sampling_params import SamplingParams
@@ -52,6 +53,11 @@ def logged_config(log: EventLog) -> EngineConfig:
     """The configuration of the run; ValueError, naming the field, if it is of another version."""
     values = log[0]["config"]
     with log.at(0):
+        module = str(values.get("policy", "")).partition(":")[0]
+        if values.get("policy") not in POLICIES and module not in sys.modules:
+            raise ValueError(
+                f"a log imports nothing: name its policy, --policy={shown(values.get('policy'))}"
+            )
         _check_fields(values, {field.name for field in fields(EngineConfig)}, "configuration")
         try:
             return EngineConfig(**values)
@@ -98,7 +104,7 @@ def _check_reports(log: EventLog, engine: Engine) -> None:
     a simulated device."""
     config = engine.config
     model = ShardedModel.split(engine.model, config.tensor_parallel, engine.executor.dtype)
-    device = POLICIES[config.policy].device(config, model, None)
+    device = policy_of(config.policy).device(config, model, None)
     of_shard = jax.eval_shape(lambda: device.report(device.init(model.dtype, jnp.int32(0))))
     expected = jax.tree.map(lambda x: (config.tensor_parallel, *x.shape), of_shard)
     for number, event in enumerate(log):
@@ -278,6 +284,8 @@ def main(options: Options) -> int:
         written = Path(options.output_dir) / "events.jsonl"
         if written.resolve() == Path(options.log).resolve():
             raise ValueError(f"--output_dir={options.output_dir}: the replay would replace its log")
+        if options.policy:
+            policy_of(options.policy)
         log = read_log(options.log)
         engine = load(log, options)
         engine.warm_up()
@@ -312,6 +320,7 @@ def main(options: Options) -> int:
 
 def define_flags() -> None:
     flags.DEFINE_string("log", "", "the events.jsonl to replay")
+    flags.DEFINE_string("policy", "", "the log's policy, where it is a MODULE:ATTRIBUTE")
     define_executor_flag()
     define_model_flags()
 

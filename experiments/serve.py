@@ -26,7 +26,7 @@ from models import checkpoint, load_tokenizer
 from paged.checks import help_of
 from paged.clock import WallClock
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache import POLICIES
+from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
@@ -67,7 +67,7 @@ def prepare(options: Options) -> tuple[Engine, Workload, SamplingParams]:
         formats = tenants.formats(served, options.model)
         requests = tenants.addressed(workload.requests, names, formats)
         workload = replace(workload, requests=requests)
-    policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
+    policy = policy_of(config.policy).host(config, ShardedModel.split(model))
     for i, request in enumerate(workload.requests):
         try:
             how = sampling_of(request, sampling, options.seed, i)

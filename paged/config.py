@@ -8,11 +8,12 @@ from typing import Any, Literal
 from models.lora import num_pages
 from paged import checks
 from paged.checks import described
-from paged.kv_cache import POLICIES
+from paged.kv_cache import NAMES, policy_of
 from paged.kv_cache.policy import Capabilities, NoOptions
 from paged.requests.sampling_params import MAX_SEQUENCES
 from pallas_kernels.lora import PAGE_RANKS
 
+STEP_TOKENS = 512
 MAX_STEP_TOKENS = 2**20
 MAX_MULTI_STEP = 1024
 MAX_ADAPTER_SLOTS = 4096
@@ -28,14 +29,19 @@ class EngineConfig:
     """
 
     max_num_seqs: int = described(32, "sequences that run at once")
-    max_num_batched_tokens: int = described(512, "tokens of one step")
+    max_num_batched_tokens: int = described(
+        0,
+        f"tokens of one step; 0 for {STEP_TOKENS} or, where prompts come whole, max_model_len",
+    )
     max_prefills_per_step: int = described(8, "prompts that are prefilled in one step")
     max_model_len: int = described(2048, "longest sequence in tokens, prompt and output together")
-    chunked_prefill: bool = described(True, "whether a prompt may be spread over steps")
+    chunked_prefill: bool = described(
+        True, "whether a prompt may be spread over steps, under policies that can do that"
+    )
     page_size: int = described(16, "tokens of a KV page")
     kv_cache_tokens: int = described(32_768, "tokens that all KV pages hold")
     watermark: float = described(0.01, "share of KV blocks that admission leaves free")
-    policy: str = described("vllm", f"KV-cache policy: {', '.join(sorted(POLICIES))}")
+    policy: str = described("vllm", f"KV-cache policy: {NAMES}, a Policy in a module of yours")
     run_ahead: bool = described(
         True, "whether a step is dispatched before the last one's tokens are read"
     )
@@ -79,16 +85,16 @@ class EngineConfig:
     max_overtakes: int = described(
         32, "later requests that may start before one whose adapter is not on the device"
     )
-    # An instance of `POLICIES[policy].options`, the policy's own options, or its fields by name.
+    # An instance of the policy's own `options`, or its fields by name.
     policy_options: Any = None
 
     def __post_init__(self):
         checks.make_plain(self)
+        policy_of(self.policy)
         self._check_ranges()
         self._make_options()
         can = self.capabilities
-        if self.chunked_prefill and not can.chunked_prefill:
-            raise ValueError(f"policy {self.policy!r} cannot prefill in chunks: chunked_prefill")
+        self._fill_defaults(can)
         if self.prefix_caching and not can.prefix_cache:
             raise ValueError(f"policy {self.policy!r} cannot share prefixes: prefix_caching")
         if self.preemption_mode == "swap" and not can.swap:
@@ -106,10 +112,10 @@ class EngineConfig:
                 f"({self.max_num_batched_tokens}) must be at least max_model_len "
                 f"({self.max_model_len})"
             )
-        POLICIES[self.policy].check(self, None)
+        policy_of(self.policy).check(self, None)
 
     def _make_options(self) -> None:
-        kind, options = POLICIES[self.policy].options, self.policy_options
+        kind, options = policy_of(self.policy).options, self.policy_options
         # Nobody gave any: the configuration was that of another policy.
         if isinstance(options, NoOptions):
             options = None
@@ -121,12 +127,19 @@ class EngineConfig:
             raise checks.refusal("policy_options", allowed, options)
         checks.make_plain(self.policy_options)
 
+    def _fill_defaults(self, can: Capabilities) -> None:
+        object.__setattr__(self, "chunked_prefill", self.chunked_prefill and can.chunked_prefill)
+        if self.max_num_batched_tokens == 0:
+            whole = 0 if self.chunked_prefill else self.max_model_len
+            most = max(STEP_TOKENS, self.max_num_seqs, whole)
+            object.__setattr__(self, "max_num_batched_tokens", min(most, MAX_STEP_TOKENS))
+
     def _check_ranges(self) -> None:
         checks.require(self, {
             "max_num_seqs": (1 <= self.max_num_seqs <= MAX_SEQUENCES, f"from 1 to {MAX_SEQUENCES}"),
             "max_num_batched_tokens": (
-                1 <= self.max_num_batched_tokens <= MAX_STEP_TOKENS,
-                f"from 1 to {MAX_STEP_TOKENS}",
+                0 <= self.max_num_batched_tokens <= MAX_STEP_TOKENS,
+                f"from 0 to {MAX_STEP_TOKENS}",
             ),
             "max_prefills_per_step": (
                 1 <= self.max_prefills_per_step <= MAX_SEQUENCES, f"from 1 to {MAX_SEQUENCES}"
@@ -147,9 +160,8 @@ class EngineConfig:
             "adapter_pages": (0 <= self.adapter_pages < 2**31, "at least 0 and below 2^31"),
             "adapter_host_bytes": (0 <= self.adapter_host_bytes < 2**63, "from 0 to 2^63 - 1"),
             "max_overtakes": (0 <= self.max_overtakes < 2**31, "at least 0 and below 2^31"),
-            "policy": (self.policy in POLICIES, f"one of {', '.join(sorted(POLICIES))}"),
         })  # fmt: skip
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if 0 < self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): each running sequence needs a token a step"
@@ -187,7 +199,7 @@ class EngineConfig:
 
     @property
     def capabilities(self) -> Capabilities:
-        return POLICIES[self.policy].capabilities(self)
+        return policy_of(self.policy).capabilities(self)
 
     @property
     def num_blocks(self) -> int:

@@ -17,7 +17,7 @@ from paged.device.tensor_parallel import Shards
 from paged.engine_loop import EngineLoop
 from paged.event_log import EventLog
 from paged.exclusive import exclusive
-from paged.kv_cache import POLICIES
+from paged.kv_cache import policy_of
 from paged.metrics import Metrics
 from paged.pinning import SAMPLING, Pinning
 from paged.requests.output_stream import OutputStream
@@ -64,7 +64,7 @@ class Engine:
         check_model(model, config)
         shards = Shards(
             model, config.tensor_parallel, dtype=params["embed"].dtype,
-            head_order=POLICIES[config.policy].head_order(config, model),
+            head_order=policy_of(config.policy).head_order(config, model),
         )  # fmt: skip
         executor = DeviceExecutor(
             params,

@@ -19,7 +19,7 @@ from paged.device.step_inputs import build_step_inputs
 from paged.event_log import EventLog
 from paged.in_flight import InFlight
 from paged.intake import Intake
-from paged.kv_cache import POLICIES
+from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.metrics import Metrics, StepRecord, step_facts
 from paged.requests.outputs import record_prompt_logprobs
@@ -59,7 +59,7 @@ class EngineLoop:
             gate = AdapterStore(config.adapter_slots, config.num_adapter_pages)
         self.adapter_store: AdapterStore | None = gate
         sharded = ShardedModel.split(self.model, config.tensor_parallel, self.executor.dtype)
-        self.host_policy = POLICIES[config.policy].host(config, sharded)
+        self.host_policy = policy_of(config.policy).host(config, sharded)
         self.scheduler = Scheduler(config, self.host_policy, gate)
         self._intake = Intake(self.model, self.scheduler, self._requests, self.event_log)
         self._in_flight: InFlight | None = None

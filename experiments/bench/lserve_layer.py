@@ -16,7 +16,7 @@ import numpy as np
 from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.device.step_inputs import StepInputs, empty_step_inputs
-from paged.kv_cache import POLICIES
+from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
@@ -190,7 +190,7 @@ class Layer:
         self.config, self.model = config, model
         self.reads = Reads.of(model, config)
         self._sharded = ShardedModel.split(model)
-        self._device = POLICIES[config.policy].device(config, self._sharded, None)
+        self._device = policy_of(config.policy).device(config, self._sharded, None)
         self._key = jax.random.key(seed)
         empty = self._device.init(jnp.float32, jnp.int32(0))
         self._cache: Any = _fill(empty, self._key, self.reads.logical)
@@ -229,7 +229,7 @@ class _Host:
 
     def __init__(self, config: EngineConfig, model: ShardedModel, prompt: int, limit: int):
         self._config, self._number, self._prompt = config, 0, prompt
-        self._half = POLICIES[config.policy].host(config, model)
+        self._half = policy_of(config.policy).host(config, model)
         self._computed = np.zeros(config.max_num_seqs, np.int64)
         for slot in range(config.max_num_seqs):
             tokens = np.zeros(prompt, np.int32)

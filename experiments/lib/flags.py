@@ -5,6 +5,7 @@ be imported together. Only `program` reads flags: all else gets plain values.
 """
 
 import functools
+import json
 import math
 from collections.abc import Callable, Collection
 from dataclasses import fields
@@ -85,6 +86,7 @@ def fields_of(dataclass: type, options: Options) -> dict[str, Any]:
     """
     named = {field.name for field in fields(dataclass)}
     values = {name: value for name, value in vars(options).items() if name in named}
+    values.pop("policy_options", None)
     if "policy_options" in named and (chosen := _policy_options(options)):
         values["policy_options"] = chosen
     return values
@@ -93,6 +95,9 @@ def fields_of(dataclass: type, options: Options) -> dict[str, Any]:
 def _define_policy_flags() -> None:
     """Define a flag --POLICY_FIELD for each option of a KV policy that has a help text. Where its
     metadata have a function under "read", the flag names a file."""
+    flags.DEFINE_string(
+        "policy_options", "", "a JSON object: the options of --policy=MODULE:ATTRIBUTE"
+    )
     for policy, declared in POLICIES.items():
         hints = get_type_hints(declared.options)
         for each in fields(declared.options):
@@ -105,7 +110,7 @@ def _define_policy_flags() -> None:
 
 def _policy_options(options: Options) -> dict[str, Any]:
     """Those that flags change, by name; the files that they name are read."""
-    values = {}
+    values = _json_options(getattr(options, "policy_options", ""))
     for policy, declared in POLICIES.items():
         for each in fields(declared.options):
             read = each.metadata.get("read")
@@ -120,6 +125,16 @@ def _policy_options(options: Options) -> dict[str, Any]:
                 )
             weights_hash = functools.partial(checkpoint.weights_hash, getattr(options, "model", ""))
             values[each.name] = read(value, weights_hash) if read else value
+    return values
+
+
+def _json_options(text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text or "{}")
+    except ValueError as error:
+        raise ValueError(f"--policy_options: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"--policy_options must be a JSON object, not {text}")
     return values
 
 

@@ -27,7 +27,7 @@ from paged.cluster.scheduler import (
     rebalance,
 )
 from paged.config import EngineConfig
-from paged.kv_cache import POLICIES
+from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceOutput
@@ -83,7 +83,7 @@ class Cluster:
             raise ValueError("a cluster needs at least one runner")
         check_model(model, config)
         self._model, self._config, self._tokenizer = model, config, tokenizer
-        self._policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
+        self._policy = policy_of(config.policy).host(config, ShardedModel.split(model))
         self._rng = np.random.default_rng(config.seed)
         self._runners, self._now = dict(runners), now
         limits = Limits.of(config)

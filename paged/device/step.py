@@ -23,7 +23,7 @@ from paged.adapters.pool import AdapterPool
 from paged.config import EngineConfig
 from paged.device.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
 from paged.device.tensor_parallel import SPLIT, WHOLE, Shards
-from paged.kv_cache import POLICIES
+from paged.kv_cache import policy_of
 from paged.kv_cache.moves import Pool
 from paged.kv_cache.policy import KVPolicy
 
@@ -178,7 +178,7 @@ class StepProgram:
         cls, config: EngineConfig, shards: Shards, implementation: str | None = None
     ) -> "StepProgram":
         """`implementation` goes to the attention ops, and to those of adapters."""
-        policy = POLICIES[config.policy]
+        policy = policy_of(config.policy)
         host = policy.host(config, shards.sharded)
         return cls(
             shards,

@@ -1,5 +1,7 @@
 """KV-cache policies: what a page holds, which pages a head reads, who owns the pages."""
 
+import importlib
+
 from paged.kv_cache import dense, diffkv, lserve, orca
 from paged.kv_cache.policy import Policy
 
@@ -12,3 +14,26 @@ POLICIES: dict[str, Policy] = {
     "orca_oracle": orca.ORCA_ORACLE,
     "fastertransformer": orca.FASTERTRANSFORMER,
 }
+
+
+def policy_of(name: str) -> Policy:
+    """The policy of this name: a key of POLICIES, or 'MODULE:ATTRIBUTE', a `Policy` in a module of
+    the user's, which is imported.
+
+    Raises ValueError where there is none, with the reason.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    module, colon, attribute = name.partition(":")
+    if not (colon and module and attribute):
+        raise ValueError(f"policy must be {NAMES}, not {name!r}")
+    try:
+        policy = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"policy {name!r}: {error}") from error
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy {name!r} is a {type(policy).__name__}, not a Policy")
+    return policy
+
+
+NAMES = f"one of {', '.join(sorted(POLICIES))}, or MODULE:ATTRIBUTE"

@@ -8,7 +8,7 @@ that out, and may tell the host in a report what it has done with pages that it 
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from models.config import ModelConfig
 from paged.kv_cache.moves import Moves, Pool
 from paged.requests.sequence import Sequence
 from paged.simulator.roofline import kv_bytes_of_token
+
+if TYPE_CHECKING:
+    from paged.device.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
@@ -274,17 +277,20 @@ class KVPolicy(Protocol):
         number."""
         ...
 
-    def begin_step(self, cache, inputs) -> tuple[Any, Any]:
+    def begin_step(self, cache, inputs: "StepInputs") -> tuple[Any, Any]:
         """In each iteration of a step, before the layers: `(cache, plan)`."""
         ...
 
     def attend(
-        self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache, plan, inputs
+        self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache, plan, inputs: "StepInputs"
     ) -> tuple[jax.Array, Any]:
-        """In each layer: write the new tokens, attend: `(out [T, H, D], cache)`."""
+        """In each layer: write the new tokens, attend: `(out [T, H, D], cache)`.
+
+        A token of padding (`inputs.token_rows` is S) writes nothing: scatters promise distinct
+        indices, so each token of padding names a place of its own beyond the pool."""
         ...
 
-    def end_step(self, cache, plan, inputs) -> Any:
+    def end_step(self, cache, plan, inputs: "StepInputs") -> Any:
         """In each iteration of a step, after the layers: `cache`."""
         ...
 

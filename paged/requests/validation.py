@@ -8,7 +8,7 @@ from models.config import ModelConfig
 from models.sampling import MAX_LOGPROBS
 from paged.checks import refusal, shown
 from paged.config import EngineConfig
-from paged.kv_cache import POLICIES
+from paged.kv_cache import policy_of
 from paged.kv_cache.policy import HostPolicy
 from paged.requests.sampling_params import SamplingParams
 
@@ -63,7 +63,7 @@ def check_model(model: ModelConfig, config: EngineConfig) -> None:
             f"max_model_len ({config.max_model_len}) exceeds the model's max_position_embeddings "
             f"({model.max_position_embeddings})"
         )
-    POLICIES[config.policy].check(config, model)
+    policy_of(config.policy).check(config, model)
 
 
 def validated_prompt(

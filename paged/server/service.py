@@ -17,7 +17,7 @@ from paged.adapters.known import KnownAdapters
 from paged.checks import shown
 from paged.cluster.messages import ClusterRequest
 from paged.config import EngineConfig
-from paged.kv_cache import POLICIES
+from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.validation import Prompt, validated_prompt
@@ -84,7 +84,7 @@ class Service:
         self.started_s = int(time.time())
         self.draining = False
         # Says what could ever fit; it holds nothing.
-        self._policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
+        self._policy = policy_of(config.policy).host(config, ShardedModel.split(model))
         self._has_logprobs = logprobs
         longest_token = max(map(len, tokenizer.get_vocab()))
         self._longest_text = MOST_COMPOSED * config.max_model_len * longest_token

@@ -226,7 +226,7 @@ def test_bad_sampling_parameters_are_refused(field, value, allowed):
         ({"page_size": 0}, "page_size must be at least 1"),
         ({"kv_cache_tokens": 3}, "must hold at least one page"),
         ({"watermark": 1.0}, r"watermark must be in \[0, 1\)"),
-        ({"policy": "vlm"}, "policy must be one of .*orca_max, .*vllm, not 'vlm'"),
+        ({"policy": "vlm"}, "policy must be one of .*orca_max, .*vllm, or MODULE:ATT.*, not 'vlm'"),
         ({"policy": "orca_max", "prefix_caching": True}, "'orca_max' cannot share prefixes"),
         ({"max_num_seqs": 0}, "max_num_seqs must be from 1 to 65536, not 0"),
         ({"max_num_seqs": 64}, r"max_num_batched_tokens \(32\) must be at least max_num_seqs"),

@@ -46,7 +46,7 @@ from paged.config import EngineConfig
 from paged.device import compilations
 from paged.device.tensor_parallel import Shards
 from paged.engine import Engine
-from paged.kv_cache import POLICIES
+from paged.kv_cache import policy_of
 from paged.requests.sampling_params import SamplingParams
 
 KV_DTYPE = "float16"
@@ -71,7 +71,7 @@ class Row:
     compiled: int = 0
 
 
-def policy_of(system: str, options: Options) -> dict[str, Any]:
+def _fields_of(system: str, options: Options) -> dict[str, Any]:
     """Fields of an EngineConfig."""
     if system == VLLM:
         return {}
@@ -91,11 +91,11 @@ def config_of(system: str, options: Options, budget: int, longest: int, most: in
         model, max_model_len=longest, page_size=PAGE_SIZE,
         max_num_batched_tokens=max(longest, most), chunked_prefill=False, max_num_seqs=most,
         max_prefills_per_step=1, kv_cache_tokens=budget, kv_dtype=KV_DTYPE,
-        preemption_mode="swap", **policy_of(system, options),
+        preemption_mode="swap", **_fields_of(system, options),
     )  # fmt: skip
     shards = Shards(model, config.tensor_parallel, dtype=options.dtype)
     check_implementation(options.attention_implementation, config, shards)
-    if not POLICIES[config.policy].host(config, shards.sharded).fits(longest, 1):
+    if not policy_of(config.policy).host(config, shards.sharded).fits(longest, 1):
         raise ValueError(
             f"{system}: the bytes of {budget:,} tokens in 16 bits hold no sequence of {longest:,}"
         )

@@ -39,7 +39,7 @@ from paged.config import EngineConfig
 from paged.device.step import StepProgram
 from paged.device.step_inputs import StepInputs, empty_step_inputs
 from paged.device.tensor_parallel import Shards
-from paged.kv_cache import POLICIES
+from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator import roofline
 from pallas_kernels.lora.specs import POPULARITIES, segment_lengths
@@ -100,7 +100,7 @@ def programs(
     batch = config.max_num_seqs
     pool = AdapterPool.declare(config, None)
     assert pool is not None
-    policy = POLICIES[config.policy].device(config, ShardedModel.split(model), None)
+    policy = policy_of(config.policy).device(config, ShardedModel.split(model), None)
     width = StepProgram.declare(config, Shards(model)).table_width
 
     @partial(jax.jit, static_argnames="with_lora", donate_argnums=2)

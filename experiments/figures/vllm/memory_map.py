@@ -50,7 +50,7 @@ from experiments.lib.flags import (
 from experiments.lib.program import Options, Program, refusals
 from models import checkpoint, load_tokenizer
 from paged.engine import EngineConfig
-from paged.kv_cache import POLICIES
+from paged.kv_cache import policy_of
 from paged.kv_cache.diffkv import DiffKVHost
 from paged.kv_cache.policy import ShardedModel
 from paged.metrics import StepRecord
@@ -282,7 +282,7 @@ def main(options: Options) -> None:
         ):
             raise ValueError("DiffKV's pages are read from one device: --executor=device, "
                              "--tensor_parallel=1")  # fmt: skip
-        policy = POLICIES[config.policy].host(config, ShardedModel.split(model))
+        policy = policy_of(config.policy).host(config, ShardedModel.split(model))
         for prompt, how in requests.values():
             validated_prompt(prompt, how, tokenizer, model, config, policy)
         engine = load_engine(config, tokenizer, **loading(options))

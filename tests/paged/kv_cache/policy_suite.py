@@ -31,6 +31,8 @@ from tests.notebooks.stored import written_policy
 from tests.paged.kv_cache.device_owned import DEVICE_OWNED
 from tests.paged.kv_cache.lserve_oracle import masked_attend
 from tests.paged.kv_cache.sink_window import SINK_WINDOW, Options, dense_attend
+from tests.paged.kv_cache.tova import TOVA
+from tests.paged.kv_cache.tova_oracle import tova_attend
 from tests.paged.tiny import TINY, padded
 
 NEAR_TIE = 1e-4
@@ -82,8 +84,7 @@ DIFFKV_OPTIONS = diffkv.Options(high="auto", low="K4V4", alpha_h=1.0, alpha_l=0.
 DIFFKV_THREE_OPTIONS = dataclasses.replace(
     DIFFKV_OPTIONS, top="auto", high="K8V8", alpha_top=1.4, alpha_h=1.0
 )
-# Prompts come whole.
-DIFFKV_CONFIG = {"chunked_prefill": False, "max_num_batched_tokens": LONGEST}
+WHOLE_PROMPTS = {"max_num_batched_tokens": LONGEST}
 DIFFKV_EXACT_OPTIONS = diffkv.Options(high="auto", low="auto", alpha_h=0.0, alpha_l=0.0)
 # Thresholds are data: its programs are those of the options with which tokens move down.
 DIFFKV_EXACT_THREE_OPTIONS = dataclasses.replace(
@@ -116,7 +117,12 @@ CASES = [
     ),
     Case(
         "diffkv", POLICIES["diffkv"],
-        config={**DIFFKV_CONFIG, "policy_options": DIFFKV_OPTIONS, "kv_cache_tokens": 150},
+        config={**WHOLE_PROMPTS, "policy_options": DIFFKV_OPTIONS, "kv_cache_tokens": 150},
+        slow=True,
+    ),
+    Case(
+        "tova", TOVA, functools.partial(tova_attend, TINY, 20),
+        {**WHOLE_PROMPTS, "policy_options": {"budget": 20}, "kv_cache_tokens": 44},
         slow=True,
     ),
     Case("device_owned", DEVICE_OWNED, lambda prompt: causal_attend(TINY)),

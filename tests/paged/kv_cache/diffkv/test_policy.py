@@ -189,7 +189,6 @@ def test_a_page_is_as_large_as_the_paper_says():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"chunked_prefill": True}, "policy 'diffkv' cannot prefill in chunks"),
         ({"max_num_batched_tokens": 63}, "without chunked prefill a whole sequence must fit"),
         ({"prefix_caching": True}, "policy 'diffkv' cannot share prefixes"),
         ({"policy_options": {"alpha_h": -1.0}}, "alpha_h must be at least 0, not -1.0"),

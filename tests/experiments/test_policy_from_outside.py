@@ -1,0 +1,45 @@
+"""A policy that a user keeps outside of the tree serves, and its logs replay."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+POLICY = "--policy=tova:TOVA"
+
+
+def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"experiments.{program}", *flags]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/paged/kv_cache")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_it_serves_and_its_log_replays_once_it_is_named(tiny_folder, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Once upon a time there was an old sailor who\nThe sea\n")
+    model, options = f"--model={tiny_folder}", json.dumps({"budget": 8})
+    served = run(
+        "serve", POLICY, f"--policy_options={options}", model, f"--workload=prompts:{prompts}",
+        "--max_tokens=12", "--max_model_len=64", "--max_num_seqs=2", "--kv_cache_tokens=64",
+        f"--output_dir={tmp_path / 'served'}",
+    )  # fmt: skip
+    assert served.returncode == 0, served.stderr
+    log = tmp_path / "served" / "events.jsonl"
+    config = json.loads(log.read_text("utf-8").splitlines()[0])["config"]
+    assert config["policy"] == "tova:TOVA"
+    assert config["policy_options"] == {"budget": 8}
+    assert config["chunked_prefill"] is False
+    assert config["max_num_batched_tokens"] == 512
+
+    again = (model, f"--log={log}", "--executor=simulated", f"--output_dir={tmp_path / 'again'}")
+    unnamed = run("replay", *again)
+    assert unnamed.returncode == 2
+    assert "a log imports nothing: name its policy, --policy='tova:TOVA'" in unnamed.stderr
+    named = run("replay", POLICY, *again)
+    assert named.returncode == 0, named.stderr
+    assert "same schedule and tokens" in named.stdout

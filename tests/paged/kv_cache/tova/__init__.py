@@ -1,0 +1,79 @@
+"""TOVA (Oren et al. 2024): a KV head holds `budget` tokens of a sequence. A new token takes the
+place of the token that its query attends to least.
+
+A policy as a user writes one outside of the tree:
+`--policy=tova:TOVA --policy_options={"budget":64}`.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from models.config import ModelConfig
+from paged.blocks.block_table import BlockTables
+from paged.kv_cache import dense
+from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+
+from .device import TovaDevice
+
+__all__ = ["TOVA", "Options"]
+
+# Places are written again, so blocks are never shared.
+CAPABILITIES = Capabilities(swap=True, recompute=True)
+
+
+@dataclass(frozen=True)
+class Options:
+    budget: int = field(default=1024, metadata={"help": "tokens that a KV head keeps"})
+
+    def __post_init__(self):
+        if self.budget < 1:
+            raise ValueError(f"budget must be at least 1, not {self.budget}")
+
+
+class TovaHost(dense.DenseHost):
+    """The dense policy's, where no sequence has more blocks than hold the budget."""
+
+    def __init__(self, pool, config: CacheConfig):
+        super().__init__(pool, config)
+        self._budget = min(config.policy_options.budget, config.max_model_len)
+        self.block_tables = BlockTables(
+            self.pool, config.max_num_seqs, self._budget, config.page_size
+        )
+
+    def fits(self, num_tokens, num_sequences):
+        return super().fits(min(num_tokens, self._budget), num_sequences)
+
+    def can_admit(self, sequences, keep_watermark):
+        needed = self.watermark_blocks if keep_watermark else 0
+        for sequence in sequences:
+            needed += self.block_tables.blocks_for(min(len(sequence.tokens), self._budget))
+        return self.pool.can_allocate(needed)
+
+    def can_append(self, slots, num_tokens):
+        return super().can_append(slots, np.minimum(num_tokens, self._budget))
+
+    def append(self, slots, num_tokens):
+        super().append(slots, np.minimum(num_tokens, self._budget))
+
+    def advance(self, number, slots, starts, ends):
+        super().advance(number, slots, starts, np.minimum(ends, self._budget))
+
+    def swap_in(self, swapped, sequences):
+        super().swap_in(swapped, sequences)
+        slots = [sequence.slot for sequence in sequences]
+        self._computed[slots] = np.minimum(self._computed[slots], self._budget)
+
+
+def check(config: CacheConfig, model: ModelConfig | None) -> None:
+    dense.VLLM.check(config, model)
+    if model and model.sliding_window is not None:
+        raise ValueError("TOVA serves no models with a sliding window")
+
+
+def device(config: CacheConfig, model: ShardedModel, implementation: str | None = None):
+    same = dense.device(config, model, implementation)
+    return TovaDevice(**vars(same), budget=config.policy_options.budget)
+
+
+TOVA = Policy(lambda config: CAPABILITIES, TovaHost.declare, device, check, Options)
