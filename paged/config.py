@@ -56,7 +56,7 @@ class EngineConfig:
     preemption_mode: Literal["auto", "recompute", "swap"] = described(
         "auto",
         "'recompute', 'swap', or 'auto': swap groups of several sequences, and all sequences of "
-        "policies that cannot recompute exactly",
+        "policies that would decode their output again",
     )
     admit_after_swap: Literal["completed", "resumed"] = described(
         "completed",
@@ -101,11 +101,8 @@ class EngineConfig:
             raise ValueError(f"policy {self.policy!r} cannot swap a sequence: preemption_mode")
         if self.preemption_mode == "recompute" and not can.recompute:
             raise ValueError(f"policy {self.policy!r} cannot recompute a sequence: preemption_mode")
-        if self.preemption_mode == "auto" and not (can.recompute_exact or can.swap):
-            raise ValueError(
-                f"policy {self.policy!r} cannot swap a sequence, nor recompute it exactly: "
-                "preemption_mode 'recompute' recomputes it nevertheless"
-            )
+        if not (can.swap or can.recompute):
+            raise ValueError(f"policy {self.policy!r} can neither swap nor recompute a sequence")
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ValueError(
                 f"without chunked prefill a whole sequence must fit a step: max_num_batched_tokens "

@@ -156,10 +156,11 @@ class EngineLoop:
             self.event_log.admit(now, group)
         self.event_log.schedule(now, number, step, self.host_policy.drain_operations())
         self.executor.apply(step.moves)
+        replays = scheduler.slots.replays and self.config.multi_step > 1
         for group in step.admitted:
             how = group.sampling
             for sequence in group.sequences:
-                if sequence.slot >= 0 and (how.uses_history or how.logit_bias):
+                if sequence.slot >= 0 and (how.uses_history or how.logit_bias or replays):
                     tokens = np.append(sequence.tokens, np.array(sequence.still_forced, np.int32))
                     self.executor.load_slot(sequence.slot, tokens, how.logit_bias)
         inputs, rows = build_step_inputs(

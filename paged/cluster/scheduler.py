@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from paged.cluster.messages import ClusterRequest, Growth
 from paged.config import EngineConfig
-from paged.requests.known_output import GOES_ON, moves_exactly
+from paged.requests.known_output import GOES_ON
 from paged.requests.sequence import SequenceOutput
 
 CONSOLIDATED = 0.25  # the load up to which a GPU is emptied, if the others have room
@@ -22,7 +22,7 @@ LIGHT = 0.5  # the load below which a GPU counts as lightly loaded: no more are 
 @dataclass(frozen=True)
 class Limits:
     """What each GPU has. max_batch: sequences. moves: whether requests may move once they have
-    output: recomputing them gives the same tokens, or the user has named recomputation."""
+    output, which is recomputed."""
 
     max_batch: int
     kv_tokens: int
@@ -38,7 +38,7 @@ class Limits:
             kv_tokens=blocks * config.page_size,
             page_size=config.page_size,
             watermark_tokens=int(config.watermark * blocks) * config.page_size,
-            moves=moves_exactly(config),
+            moves=config.capabilities.recompute,
         )
 
     def needed(self, num_tokens: int) -> int:
@@ -187,7 +187,7 @@ def rebalance(state: ClusterState) -> list[Move]:
     """Moves that empty one GPU: the most lightly loaded whose requests all fit on other busy ones.
 
     None while requests queue, for GPUs that run beam searches, which would begin again, and where
-    output cannot be recomputed exactly.
+    output cannot be recomputed.
     """
     if state.queue or not state.limits.moves:
         return []

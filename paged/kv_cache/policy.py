@@ -29,8 +29,8 @@ class Capabilities:
 
     fork: 'anywhere' if a sequence can share any prefix of another one, 'computed' if it can share
     exactly what the other one has computed, so that only equal prompts share.
-    recompute: a preempted sequence can be prefilled again. recompute_exact: it then goes on as it
-    would have; where it does not, users must name recomputation to get it.
+    recompute: a preempted sequence can be computed again. recompute_exact: its output can be
+    prefilled with its prompt; otherwise it is replayed, decoded again token by token.
     static_batching: not an ability: new requests are admitted only when nothing runs.
     slot_state: the device keeps state of each running sequence under its slot.
     """
@@ -134,6 +134,8 @@ class CacheConfig(Protocol):
     def tensor_parallel(self) -> int: ...
     @property
     def policy_options(self) -> Any: ...
+    @property
+    def capabilities(self) -> "Capabilities": ...
 
 
 class HostPolicy(Protocol):

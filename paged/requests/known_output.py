@@ -1,7 +1,7 @@
 """Output that a request brings along: it goes on from what another engine generated (Punica §5.3).
 
 Known output is output, not prompt: penalties, limits, stop strings and log-probabilities go on from
-it. Its keys and values are recomputed with the prompt's, as after a preemption.
+it. Its keys and values are recomputed, as after a preemption.
 """
 
 import math
@@ -18,12 +18,6 @@ from paged.requests.validation import check_sequence, token_ids, token_limit
 
 GOES_ON = (None, "abort")  # reasons of sequences that have not come to their end
 ENDED = ("eos", "length", "stop", "error")
-
-
-def moves_exactly(config: EngineConfig) -> bool:
-    """Whether a request may go on from known output: what is recomputed gives the same tokens, or
-    the user has named recomputation."""
-    return config.capabilities.recompute_exact or config.preemption_mode == "recompute"
 
 
 def check_known(
@@ -49,11 +43,8 @@ def check_known(
             f"known output is of {len(known)} sequences, and the request has "
             f"{sampling.num_sequences}"
         )
-    if not moves_exactly(config):
-        raise ValueError(
-            f"policy {config.policy!r} cannot recompute known output exactly: preemption_mode "
-            "'recompute' recomputes it nevertheless"
-        )
+    if not config.capabilities.recompute:
+        raise ValueError(f"policy {config.policy!r} cannot recompute known output")
     if sampling.temperature > 0 and sampling.seed is None:
         raise ValueError("known output that was sampled can go on only with its seed")
     for output in known:

@@ -62,6 +62,10 @@ class Sequence:
     def num_prompt_tokens(self) -> int:
         return self.group.num_prompt_tokens
 
+    def prefill_tokens(self, replays: bool) -> np.ndarray:
+        """Tokens that are prefilled. replays: whether known output is decoded again instead."""
+        return self.tokens[: self.num_prompt_tokens] if replays else self.tokens
+
     @property
     def still_forced(self) -> tuple[int, ...]:
         """What is left of the forced output."""
@@ -142,17 +146,21 @@ class SequenceGroup:
         return not self.unfinished
 
 
-def share_prefixes(sequences: list[Sequence], page_size: int, whole: bool = False) -> None:
-    """Let each of a group's sequences share what it can with one before it.
+def share_prefixes(
+    sequences: list[Sequence], page_size: int, whole: bool = False, replays: bool = False
+) -> None:
+    """Let each of a group's sequences share what it can with one before it, of the tokens that are
+    prefilled.
 
     Sequences with equal tokens share all of them; others, unless only `whole` sequences can be
     shared, full blocks, without their last token.
     """
-    for i, sequence in enumerate(sequences):
+    prefills = [sequence.prefill_tokens(replays) for sequence in sequences]
+    for i, (sequence, tokens) in enumerate(zip(sequences, prefills)):
         sequence.donor, sequence.shared = None, 0
-        for donor in sequences[:i]:
-            shared = _shared_tokens(sequence.tokens, donor.tokens, page_size)
-            if shared > sequence.shared and (not whole or shared == len(sequence.tokens)):
+        for donor, donors in zip(sequences[:i], prefills):
+            shared = _shared_tokens(tokens, donors, page_size)
+            if shared > sequence.shared and (not whole or shared == len(tokens)):
                 sequence.donor, sequence.shared = donor, shared
 
 

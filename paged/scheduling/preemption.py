@@ -6,7 +6,7 @@ from paged.config import EngineConfig
 def swaps(config: EngineConfig, num_sequences: int) -> bool:
     """Whether a group of so many sequences is swapped out, not recomputed.
 
-    'auto' recomputes a single sequence if that gives the same tokens: it is no worse then (§7.3).
+    'auto' recomputes a single sequence if all of it is prefilled: it is no worse then (§7.3).
     Sequences of a group would share less once they are recomputed.
     """
     if config.preemption_mode != "auto":

@@ -4,6 +4,8 @@ First come, first served. Each step takes all running sequences that generate, t
 prompts under a token budget, then new requests while blocks and slots allow; those whose adapter
 is not on the device may be overtaken. When blocks run out the latest arrivals are preempted, with
 all sequences of their group; they keep their place, and are recomputed or swapped in again.
+Where a policy would make something else of generated tokens in a prompt, recomputing prefills the
+prompt and replays the output: it decodes the known tokens again.
 """
 
 import bisect
@@ -34,7 +36,8 @@ class Scheduler:
     def __init__(self, config: EngineConfig, policy: HostPolicy, gate: AdmissionGate | None = None):
         self.config, self.policy, self._can = config, policy, config.capabilities
         self.gate: AdmissionGate = gate or OpenGate()
-        self.slots = Slots(config.max_num_seqs, config.max_model_len)
+        replays = not self._can.recompute_exact
+        self.slots = Slots(config.max_num_seqs, config.max_model_len, replays)
         self.waiting: deque[SequenceGroup] = deque()  # by arrival order
         self.running: list[SequenceGroup] = []  # by arrival order
         self._running_slots: np.ndarray | None = None
@@ -97,26 +100,28 @@ class Scheduler:
 
     def _ready(self, slots: np.ndarray) -> np.ndarray:
         """Those of running `slots` that compute one token in the next step: their newest, and then
-        sample."""
+        sample, or one of the output that they replay."""
         ready = slots[self.slots.generate(slots)]
         for group in self._beams:
             beams = [beam.slot for beam in group.sequences]
             if not np.isin(beams, ready).all():
                 ready = ready[~np.isin(ready, beams)]
-        return ready
+        return np.append(ready, slots[self.slots.replay(slots)]) if self.slots.replays else ready
 
     def decodes(self) -> np.ndarray | None:
-        """Slots that generate in the next step, or None if there are no blocks for all of them."""
+        """Slots that decode in the next step, or None if there are no blocks for all of them."""
         ready = self._ready(self.running_slots())
-        return ready if self.policy.can_append(ready, self.slots.length[ready]) else None
+        return ready if self.policy.can_append(ready, self.slots.computed[ready] + 1) else None
 
     def _iterations(self, decodes: np.ndarray) -> np.ndarray:
         """Tokens that each of `decodes` [n] computes in a step of decodes alone: `multi_step`, or
-        what its limit leaves; one if there are no blocks for more."""
+        what its limit leaves, or its replay; one if there are no blocks for more."""
         s = self.slots
-        counts = np.minimum(self.config.multi_step, s.limit[decodes] - s.length[decodes])
+        replayed = s.length[decodes] - s.computed[decodes] - 1
+        left = np.where(replayed > 0, replayed, s.limit[decodes] - s.length[decodes])
+        counts = np.minimum(self.config.multi_step, left)
         counts[s.beam[decodes]] = 1
-        if self.policy.can_append(decodes, s.length[decodes] + counts - 1):
+        if self.policy.can_append(decodes, s.computed[decodes] + counts):
             return counts
         return np.ones_like(counts)
 
@@ -135,8 +140,7 @@ class Scheduler:
                 self._release(sequence, Status.SWAPPED)
             self.returning.add(group)
         else:
-            named = self.config.preemption_mode == "recompute"
-            assert self._can.recompute_exact or named, "no room to swap to, and tokens would change"
+            assert self._can.recompute, "no room to swap to, and nothing can be recomputed"
             for sequence in sequences:
                 self._free(sequence, Status.WAITING)
         self._leave_device(group)
@@ -167,8 +171,9 @@ class Scheduler:
         """Admit a group that is new, or was preempted and not swapped out; False without room."""
         sequences = group.unfinished
         if self._can.fork != "no":
-            share_prefixes(sequences, self.config.page_size, self._can.fork == "computed")
-        if not room.takes(len(sequences[0].tokens)):
+            whole = self._can.fork == "computed"
+            share_prefixes(sequences, self.config.page_size, whole, self.slots.replays)
+        if not room.takes(len(sequences[0].prefill_tokens(self.slots.replays))):
             return False
         # With nothing else running there is no growth to keep blocks for.
         if not self.policy.can_admit(sequences, keep_watermark=bool(self.running)):
@@ -198,14 +203,14 @@ class Scheduler:
         return True
 
     def _add_prefill(self, slot: int, room: PrefillRoom) -> None:
-        """The next chunk of a sequence of which more than its newest token is to be computed."""
+        """The next chunk of a sequence of which more than one token is to be prefilled."""
         s, sequence = self.slots, self.slots.owner[slot]
         assert sequence is not None
         if s.held[slot]:
             return
-        left = int(s.length[slot] - s.computed[slot])
+        left = int(min(s.length[slot], s.prefill[slot]) - s.computed[slot])
         # Beams sample in the same step.
-        if s.beam[slot] and len(sequence.group.sequences) > 1:
+        if s.beam[slot] and len(sequence.group.sequences) > 1 and not s.replays:
             left -= 1
         room.add(slot, left, self._followers.forks_of([slot]))
 
@@ -216,13 +221,13 @@ class Scheduler:
         preempted = []
         while decodes is None and (decodes := self.decodes()) is None:
             preempted.append(self._preempt_latest())
-        self.policy.append(decodes, s.length[decodes])
+        self.policy.append(decodes, s.computed[decodes] + 1)
 
         budget = self.config.max_num_batched_tokens - len(decodes)
         budget -= self._followers.forks_of(decodes)
         room = PrefillRoom(self.config, budget)
         running = self.running_slots()
-        for slot in running[s.length[running] - s.computed[running] > 1].tolist():
+        for slot in running[s.prefill_left(running) > 0].tolist():
             self._add_prefill(slot, room)
 
         admitted: list[SequenceGroup] = []
@@ -246,14 +251,14 @@ class Scheduler:
         """Prefill rows of a group that has just been admitted; its slots that decode at once."""
         s = self.slots
         slots = np.array([sequence.slot for sequence in group.unfinished], np.int64)
-        for slot in slots[s.length[slots] - s.computed[slots] > 1].tolist():
+        for slot in slots[s.prefill_left(slots) > 0].tolist():
             self._add_prefill(slot, room)
         ready = self._ready(slots)
         rows = len(ready) + self._followers.forks_of(ready)
         if rows > room.budget:
             return ready[:0]
         room.budget -= rows
-        self.policy.append(ready, s.length[ready])
+        self.policy.append(ready, s.computed[ready] + 1)
         return ready
 
     def _commit(
@@ -266,9 +271,10 @@ class Scheduler:
         if self._followers:
             released = self._followers.release([*prefills, *((int(slot), 1) for slot in decodes)])
         iterations = np.ones(len(decodes), np.int64)
-        if self.config.multi_step > 1 and not prefills and not released.forks:
+        # Who shares with a follower shares what it has computed in this step, and no more.
+        if self.config.multi_step > 1 and not prefills and not released.shares:
             iterations = self._iterations(decodes)
-            self.policy.append(decodes, s.length[decodes] + iterations - 1)
+            self.policy.append(decodes, s.computed[decodes] + iterations)
 
         slots, counts, most = rows_of(prefills, decodes, iterations, released.forks)
         starts, length = s.computed[slots], s.length[slots]

@@ -34,6 +34,9 @@ class Slots:
     length:   tokens that exist once all dispatched steps have run, sampled ones included.
     known:    tokens that the host has read; the others are in flight.
     computed: tokens whose keys and values are written once all dispatched steps have run.
+    prefill:  tokens that are computed in prefill rows. The known output beyond them is replayed:
+              decoded again, a token at a time, because a policy that drops, compresses or skips
+              tokens would make something else of it in a prompt.
     limit:    length at which generation ends.
 
     A sequence that generates while the host runs ahead:
@@ -65,13 +68,15 @@ class Slots:
     int32, the same memory.
     """
 
-    def __init__(self, num_slots: int, max_tokens: int):
-        self.num_slots = num_slots
+    def __init__(self, num_slots: int, max_tokens: int, replays: bool = False):
+        """replays: whether known output is replayed instead of prefilled."""
+        self.num_slots, self.replays = num_slots, replays
         self.tokens = np.zeros((num_slots, max_tokens), np.int32)
         self.length = np.zeros(num_slots, np.int64)
         self.known = np.zeros(num_slots, np.int64)
         self.computed = np.zeros(num_slots, np.int64)
         self.prompt_length = np.zeros(num_slots, np.int64)
+        self.prefill = np.zeros(num_slots, np.int64)
         self.limit = np.zeros(num_slots, np.int64)
         self.generation = np.zeros(num_slots, np.int64)
         self.active = np.zeros(num_slots, bool)
@@ -97,6 +102,18 @@ class Slots:
         left = length - self.computed[slots]
         return (left == 1) & (length < self.limit[slots]) & ~self.held[slots]
 
+    def prefill_left(self, slots: np.ndarray) -> np.ndarray:
+        """Tokens [n] that prefill rows have yet to compute of `slots` [n]; a last single one is
+        left to a decode row."""
+        left = np.minimum(self.prefill[slots], self.length[slots]) - self.computed[slots]
+        return np.where(left > 1, left, 0)
+
+    def replay(self, slots: np.ndarray) -> np.ndarray:
+        """Whether the next token to compute of `slots` [n] is known output, or the prompt's last
+        token before it, and so nothing is to be sampled: bool [n]."""
+        behind = self.length[slots] - self.computed[slots] > 1
+        return behind & (self.prefill_left(slots) == 0) & ~self.held[slots]
+
     def acquire(self, sequence: Sequence) -> int:
         """Give `sequence` a slot, with nothing computed yet."""
         slot, group = self._free[-1], sequence.group
@@ -105,6 +122,7 @@ class Slots:
         self.length[slot] = self.known[slot] = n
         self.computed[slot] = 0
         self.prompt_length[slot] = group.num_prompt_tokens
+        self.prefill[slot] = len(sequence.prefill_tokens(self.replays))
         self.limit[slot] = group.limit
         self.active[slot] = True
         how = group.sampling

@@ -17,8 +17,8 @@ __all__ = ["DIFFKV", "DiffKVHost", "DiffKVPolicy", "Options", "device"]
 def capabilities(config: CacheConfig) -> Capabilities:
     """Prompts come whole: which of their tokens are kept depends on all queries, and these attend
     to all keys as they are, of which a chunk would find only what is kept. Prefixes are not shared,
-    as what is kept of one depends on what follows. Recomputing takes generated tokens for prompt,
-    which is exact only where all are kept as they are."""
+    as what is kept of one depends on what follows. Prefilled output would be judged as prompt: that
+    is the same only where all is kept as it is."""
     options: Options = config.policy_options
     as_they_are = options.levels[0].format == AUTO and config.kv_dtype == "auto"
     return Capabilities(

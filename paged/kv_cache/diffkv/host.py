@@ -65,6 +65,7 @@ class DiffKVHost:
         )
         self.pools = (self._pool,)
         self._watermark = int(config.watermark * self.capacity)
+        self._replays = not config.capabilities.recompute_exact
         self._known = np.zeros((5, layout.num_slots), np.int64)
         self._held, self._settled, self._computed, self._room, self.bound = self._known
         self._needs = np.zeros((layout.num_slots, layout.horizon), np.int64)
@@ -111,12 +112,16 @@ class DiffKVHost:
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
         return num_sequences * int(self.layout.worst(num_tokens)) <= self.capacity
 
+    def _prefill(self, sequence: Sequence) -> int:
+        """Tokens; what is replayed after them grows as it did."""
+        return len(sequence.prefill_tokens(self._replays))
+
     def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
-        needed = sum(int(self.layout.worst(len(sequence.tokens))) for sequence in sequences)
+        needed = sum(int(self.layout.worst(self._prefill(sequence))) for sequence in sequences)
         return self._has_room(needed + keep_watermark * self._watermark)
 
     def admit(self, slot: int, sequence: Sequence) -> int:
-        num_tokens = len(sequence.tokens)
+        num_tokens = self._prefill(sequence)
         self._room[slot], self.bound[slot] = num_tokens, self.layout.worst(num_tokens)
         return sequence.shared if sequence.donor else 0
 

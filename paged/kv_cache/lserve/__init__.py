@@ -17,7 +17,7 @@ __all__ = ["LSERVE", "LServeHost", "LServePolicy", "Options", "device"]
 
 def capabilities(config: CacheConfig) -> Capabilities:
     """Generated tokens that have selected pages would be prefilled with all of them, and sparsely
-    prefilled prompts would be cut into other chunks: recomputing is exact only where neither is.
+    prefilled prompts would be longer: output can be prefilled only where neither is.
     Prefixes are not shared, because a window that has moved on lacks the pages that a later prompt
     would need."""
     options: Options = config.policy_options

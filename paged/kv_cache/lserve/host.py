@@ -20,17 +20,17 @@ from paged.requests.sequence import Sequence
 
 
 class Swapped(NamedTuple):
-    """Sequences in the host's memory: what each pool knows of them, the keys of their slots'
-    states, and the tokens that they had when they were admitted."""
+    """Sequences in the host's memory: what each pool knows of them, and the keys of their slots'
+    states."""
 
     dense: SwappedTables
     streaming: list[SwappedWindow]
     keys: list[int]
-    at_admission: list[int]
 
 
 def pools_of(config: CacheConfig, model: ShardedModel, layout: Layout) -> tuple[Pool, ...]:
-    """Nothing is recomputed unless users name it, so the host's memory holds what all slots can."""
+    """Output is replayed token by token if it is recomputed, so the host's memory holds what all
+    slots can."""
     sizes = layout.num_blocks, layout.unit_bytes(model, config.kv_dtype)
     held = layout.most, layout.sink + layout.local + 1
     return tuple(
@@ -54,7 +54,7 @@ class LServeHost:
         self.pools = pools_of(config, model, self.layout)
         self.dense = DenseHost(self.pools[0], config)
         self.streaming = StreamingHost(self.pools[1], self.layout) if self.layout.streams else None
-        self._at_admission = np.zeros(config.max_num_seqs, np.int32)
+        self._prompt_length = np.zeros(config.max_num_seqs, np.int32)
         self._moves, self._keys = Moves(), itertools.count()
 
     @property
@@ -79,7 +79,7 @@ class LServeHost:
         return dense and (self.streaming is None or self.streaming.can_admit(sequences))
 
     def admit(self, slot: int, sequence: Sequence) -> int:
-        self._at_admission[slot] = len(sequence.tokens)
+        self._prompt_length[slot] = sequence.num_prompt_tokens
         if self.streaming:
             self.streaming.admit(slot, sequence)
         return self.dense.admit(slot, sequence)
@@ -94,7 +94,7 @@ class LServeHost:
     def fork(self, parent: int, child: int) -> None:
         for part in self._parts:
             part.fork(parent, child)
-        self._at_admission[child] = self._at_admission[parent]
+        self._prompt_length[child] = self._prompt_length[parent]
         self._moves.slot_copies.append((self._moves.source_of(parent), child))
 
     def advance(self, number: int, slots, starts, ends) -> None:
@@ -126,7 +126,7 @@ class LServeHost:
         streaming = self.streaming.swap_out(slots) if self.streaming else []
         for slot in slots:
             self._moves.release(slot)
-        return Swapped(dense, streaming, keys, self._at_admission[slots].tolist())
+        return Swapped(dense, streaming, keys)
 
     def can_swap_in(self, swapped: Swapped, keep_watermark: bool) -> bool:
         dense = self.dense.can_swap_in(swapped.dense, keep_watermark)
@@ -137,7 +137,7 @@ class LServeHost:
         self.dense.swap_in(swapped.dense, sequences)
         if self.streaming:
             self.streaming.swap_in(swapped.streaming, slots)
-        self._at_admission[slots] = swapped.at_admission
+        self._prompt_length[slots] = [sequence.num_prompt_tokens for sequence in sequences]
         self._moves.slot_imports += zip(swapped.keys, slots)
 
     def drop_swapped(self, swapped: Swapped) -> None:
@@ -163,7 +163,7 @@ class LServeHost:
         out[:, :most] = self.dense.block_tables.blocks[slots]
         if self.streaming:
             out[:, most:-1] = self.streaming.blocks[slots]
-        out[:, -1] = self._at_admission[slots]
+        out[:, -1] = self._prompt_length[slots]
 
     def usage(self) -> Usage:
         dense, *rest = (part.usage() for part in self._parts)

@@ -67,7 +67,7 @@ class Case:
     def exact_modes(self) -> list[str]:
         """Modes of preemption that leave tokens as they are, swapping last."""
         can = self.capabilities
-        return ["auto"] + ["recompute"] * can.recompute_exact + ["swap"] * can.swap
+        return ["auto"] + ["recompute"] * can.recompute + ["swap"] * can.swap
 
 
 SINK_WINDOW_OPTIONS = Options(sink_tokens=8, window_tokens=10)

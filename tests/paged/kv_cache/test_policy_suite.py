@@ -19,6 +19,7 @@ from paged.kv_cache import POLICIES
 from paged.kv_cache.dense import DenseHost
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import SequenceOutput
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.interrupts import interrupted_at
 from tests.paged.kv_cache.policy_suite import (
@@ -154,6 +155,38 @@ def test_a_crowd_gets_the_tokens_of_each_alone(bench, case, multi_step, run_ahea
 
 
 @by_policy
+@pytest.mark.parametrize("multi_step", [1, 4])
+def test_a_crowd_that_is_recomputed_gets_the_tokens_of_each_alone(bench, case, multi_step):
+    """Policies that lose something replay the output: no token is prefilled that was decoded."""
+    if not case.capabilities.recompute:
+        pytest.skip("it cannot recompute")
+    engine = bench.engine(case, multi_step=multi_step, preemption_mode="recompute")
+    asked = add(engine, CROWD)
+    ended = drain(engine)
+    check_tokens(bench, case, asked, ended)
+    if case.capabilities.swap:
+        assert preemptions(engine) > 0
+    assert not any(step.swapped_out for step in engine.metrics.steps)
+
+
+@by_policy
+def test_known_output_goes_on_as_it_would_have(bench, case):
+    """A request that moves brings its output: at any token of it, to an engine with others."""
+    if not case.capabilities.recompute:
+        pytest.skip("it cannot recompute")
+    moved = [r for r in SINGLE if r.how.max_tokens >= 12]
+    alone = {request: bench.alone(case, request)[0] for request in moved}
+    engine = bench.engine(case)
+    asked = {}
+    for number, request in enumerate(moved):
+        known = alone[request][: 1 + 5 * number % (len(alone[request]) - 1)]
+        output = SequenceOutput(tokens=known, text="", finish_reason=None)
+        prompt, how = list(request.prompt), request.how
+        asked[engine.add_request(prompt, how, known_output=[output])] = request
+    check_tokens(bench, case, asked, drain(engine))
+
+
+@by_policy
 def test_slots_are_reused(bench, case):
     """Each finds nothing of its predecessors, whether these ended or were aborted."""
     for request in SINGLE:
@@ -197,7 +230,7 @@ def test_beams_that_fork_and_are_swapped_out_in_one_round(bench, case):
     assert both > 0
 
 
-def test_where_there_is_no_room_to_swap_to_an_exact_policy_recomputes(bench):
+def test_where_there_is_no_room_to_swap_to_a_policy_recomputes(bench):
     case = CASES[0]
     engine = bench.engine(case, preemption_mode="swap")
     full = DenseHost.of(engine.host_policy).host_pool

@@ -1,5 +1,5 @@
-"""What the seam promises of lossy policies, shown by the toy policy: nothing is recomputed unless
-the user names it, and what cannot work is refused."""
+"""What the seam promises of lossy policies, shown by the toy policy: 'auto' swaps them, and what
+cannot work is refused."""
 
 import dataclasses
 
@@ -13,7 +13,6 @@ from tests.paged.kv_cache.policy_suite import (
     CATALOGUE,
     CROWD,
     SINK_WINDOW_OPTIONS,
-    Bench,
     drain,
     registered,
 )
@@ -51,20 +50,6 @@ def test_auto_swaps_single_sequences_and_computes_each_token_once():
     assert preempted > 0
     lengths = [len(tokens) for (tokens,) in ended.values()]
     assert computed == sum(len(r.prompt) for r in SINGLE) + sum(lengths) - len(lengths)
-
-
-def test_recomputing_where_it_is_named_ends_with_other_tokens(tiny_params):
-    """No host memory is needed then. Who is not preempted gets the same tokens."""
-    bench = Bench(tiny_params)
-    options = dataclasses.replace(SINK_WINDOW_OPTIONS, host_sequences=0)
-    engine = bench.engine(CASE, preemption_mode="recompute", policy_options=options)
-    asked = {engine.add_request(list(r.prompt), r.how): r for r in SINGLE}
-    ended = drain(engine)
-    preempted = {r.request_id for r in engine.metrics.requests if r.preemptions}
-    assert preempted and all(step.swapped_out == 0 for step in engine.metrics.steps)
-    changed = {name for name, r in asked.items() if ended[name] != bench.alone(CASE, r)}
-    assert changed and changed <= preempted
-    assert all(len(ended[name][0]) == r.how.max_tokens for name, r in asked.items())
 
 
 def test_the_middle_of_a_sequence_is_given_back():
@@ -114,15 +99,14 @@ def test_what_the_policy_or_the_configuration_cannot_do_is_refused():
         engine.add_request(list(range(40)))
 
 
-def test_a_lossy_policy_that_cannot_swap_needs_recomputation_to_be_named(monkeypatch):
-    lossy = dataclasses.replace(CAPABILITIES, swap=False)
-    policy = dataclasses.replace(SINK_WINDOW, capabilities=lambda config: lossy)
+def test_a_policy_that_can_neither_swap_nor_recompute_is_refused(monkeypatch):
+    neither = dataclasses.replace(CAPABILITIES, swap=False, recompute=False)
+    policy = dataclasses.replace(SINK_WINDOW, capabilities=lambda config: neither)
     monkeypatch.setitem(POLICIES, "sink_window", policy)
-    with pytest.raises(ValueError, match="'recompute' recomputes it nevertheless"):
+    with pytest.raises(ValueError, match="can neither swap nor recompute a sequence"):
         CASE.engine_config()
     with pytest.raises(ValueError, match="cannot swap a sequence: preemption_mode"):
         CASE.engine_config(preemption_mode="swap")
-    assert CASE.engine_config(preemption_mode="recompute").preemption_mode == "recompute"
 
 
 def test_beams_need_a_policy_that_forks():

@@ -148,11 +148,9 @@ def test_refusals(message):
     assert not engine.has_unfinished()
 
 
-def test_a_policy_that_cannot_recompute_exactly_refuses_it_unless_it_is_named():
+def test_a_policy_that_cannot_recompute_refuses_it():
     with registered():
-        exact = replace(CONFIG, policy="sink_window", max_num_seqs=1)
-        executor = SimulatedExecutor(vocab_size=TINY.vocab_size)
-        with pytest.raises(ValueError, match="cannot recompute known output exactly"):
-            Engine(TINY, exact, executor).add_request(PROMPT, SAMPLED, known_output=[ONE])
-        engine = Engine(TINY, replace(exact, preemption_mode="recompute"), executor)
-        assert outputs(engine, PROMPT, SAMPLED, [ONE])[-1].tokens[:2] == [7, 8]
+        config = replace(CONFIG, policy="device_owned", max_num_seqs=1)
+        engine = Engine(TINY, config, SimulatedExecutor(vocab_size=TINY.vocab_size))
+        with pytest.raises(ValueError, match="'device_owned' cannot recompute known output"):
+            engine.add_request(PROMPT, SAMPLED, known_output=[ONE])

@@ -248,9 +248,8 @@ def test_what_the_policy_cannot_serve_is_refused_at_the_start(model, changes, me
         POLICIES["diffkv"].check(config, TINY.replace(**model))
 
 
-def test_recomputing_is_exact_only_where_all_is_kept_as_it_is():
+def test_output_can_be_prefilled_only_where_all_is_kept_as_it_is():
     assert not CASE.capabilities.recompute_exact
-    assert CASE.engine_config(preemption_mode="recompute").preemption_mode == "recompute"
     exact = CASE.engine_config(policy_options=DIFFKV_EXACT_OPTIONS)
     assert exact.capabilities.recompute_exact
     uniform = CASE.engine_config(policy_options={"high": "K8V8", "alpha_h": 0.0, "alpha_l": 0.0})

@@ -26,9 +26,8 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
     on_host = options.on_host(config)
     if config.preemption_mode != "recompute" and on_host < config.max_num_seqs:
         raise ValueError(
-            f"host_sequences ({on_host}) must be at least max_num_seqs ({config.max_num_seqs}): "
-            "recomputing is not exact, so that all of them may have to be swapped out; "
-            "preemption_mode 'recompute' recomputes them nevertheless"
+            f"host_sequences ({on_host}) must be at least max_num_seqs ({config.max_num_seqs}), "
+            "unless preemption_mode is 'recompute'"
         )
     if model is not None and model.sliding_window is not None:
         raise ValueError("the policy has a window of its own: the model's cannot be served")

@@ -38,8 +38,8 @@ class SinkWindowDevice:
         live, position = inputs.token_rows < S, inputs.positions
         row = jnp.minimum(inputs.token_rows, S - 1)
         slot = jnp.where(live, inputs.slots[row], self.num_slots)
-        at_admission, first = inputs.tables[:, 0], inputs.tables[:, 1]
-        weight = jnp.where(position < at_admission[row], 1.0, GENERATED_WEIGHT) * live
+        prompt_length, first = inputs.tables[:, 0], inputs.tables[:, 1]
+        weight = jnp.where(position < prompt_length[row], 1.0, GENERATED_WEIGHT) * live
         before = (row[:, None] == row) & (position[:, None] >= position) & live
         sinks, windows = jnp.split(inputs.tables[:, 2:], [layout.of_sequence[0]], axis=1)
         P, in_sink = layout.page_size, position < layout.sink_tokens

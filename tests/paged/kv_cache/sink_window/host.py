@@ -63,17 +63,17 @@ class Layout:
 @dataclass
 class Held:
     """Blocks of a sequence by pool; the window's begin with logical block `first`. room: tokens
-    that it was promised.  computed: tokens that are written.  at_admission: tokens that it had."""
+    that it was promised.  computed: tokens that are written.  prompt_length: of its tokens."""
 
     blocks: dict[str, list[int]]
     first: int = 0
     room: int = 0
     computed: int = 0
-    at_admission: int = 0
+    prompt_length: int = 0
     key: int = -1  # of its slot's state, if it was swapped out
 
     def copy(self, blocks: dict[str, list[int]]) -> "Held":
-        return Held(blocks, self.first, self.room, self.computed, self.at_admission)
+        return Held(blocks, self.first, self.room, self.computed, self.prompt_length)
 
 
 class SinkWindowHost:
@@ -126,7 +126,7 @@ class SinkWindowHost:
 
     def admit(self, slot: int, sequence) -> int:
         length, held = len(sequence.tokens), self._slots[slot]
-        held.room = held.at_admission = length
+        held.room, held.prompt_length = length, sequence.num_prompt_tokens
         return sequence.shared if sequence.donor else 0
 
     def can_append(self, slots, num_tokens) -> bool:
@@ -255,7 +255,7 @@ class SinkWindowHost:
         window = 2 + self.layout.of_sequence[0]
         for row, slot in enumerate(slots.tolist()):
             held = self._slots[slot]
-            out[row, :2] = held.at_admission, held.first
+            out[row, :2] = held.prompt_length, held.first
             out[row, 2 : 2 + len(held.blocks[SINK])] = held.blocks[SINK]
             out[row, window : window + len(held.blocks[WINDOW])] = held.blocks[WINDOW]
 
