@@ -13,12 +13,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from absl import flags
 from tqdm import tqdm
 
 from experiments.lib import adapters, event_log, plots, report, run_record, serving
 from experiments.lib.engines import engine_config, load_engine
-from experiments.lib.flags import define_engine_flags, define_fields, fields_of, loading
+from experiments.lib.flags import (
+    define_engine_flags,
+    define_fields,
+    define_path,
+    fields_of,
+    loading,
+)
+from experiments.lib.help import group
 from experiments.lib.program import Options, Program, refusals
 from experiments.workloads import popularity, tenants, workloads
 from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig
@@ -38,9 +44,11 @@ NO_FLAGS = ("max_tokens", "seed", "ignore_eos", "logprobs", "prompt_logprobs")
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("workload", "sharegpt", help_of(WorkloadConfig)["workload"])
-    define_fields(WorkloadConfig, leave_out=("seed",))
-    define_fields(SamplingParams, leave_out=NO_FLAGS)
+    with group("workload"):
+        define_path("workload", "sharegpt", help_of(WorkloadConfig)["workload"])
+        define_fields(WorkloadConfig, leave_out=("seed",))
+    with group("sampling"):
+        define_fields(SamplingParams, leave_out=NO_FLAGS)
     define_engine_flags()
     adapters.define_flags("distinct")
 
