@@ -202,7 +202,8 @@ def write(
     }
     numbers = report.summary(measured, answers) | {"partial": int(bool(partial))}
     numbers |= {f"adapter_{name}": value for name, value in (content["adapters"] or {}).items()}
-    rows = list(map(report.request_row, engine.metrics.requests))
+    named = {item.output.request_id: item.request.adapter for item in answered}
+    rows = [report.request_row(r, named.get(r.request_id)) for r in engine.metrics.requests]
     failures += run_record.write_all([
         lambda: run_record.write_csv(output_dir, "requests.csv", rows),
         lambda: run_record.write_json(output_dir, "report.json", content),
