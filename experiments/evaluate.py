@@ -76,11 +76,12 @@ def own_problems(pairs: Sequence[tuple[str, int]], prompts: int, seed: int, toke
 def evaluate(
     engine: Engine, problems: Problems, match: str = "exact", progress: bool = True,
     found: Evaluation | None = None, stopped: Callable[[], bool] = lambda: False,
-    measure_memory: bool = False,
+    measure_memory: bool = False, after_each: Callable[[], object] = lambda: None,
 ) -> Evaluation:  # fmt: skip
     """Greedy answers of `engine` to all problems, until all are there or `stopped` says so. match:
     of `files.MATCHES`. found: what they are added to, a setting at a time. measure_memory: whether
-    it is told too what sequences held, for which the engine forgets its events."""
+    it is told too what sequences held, for which the engine forgets its events. after_each: called
+    after each setting."""
     found, score = Evaluation() if found is None else found, files.MATCHES[match]
     total = sum(map(len, problems.values()))
     bar = tqdm(total=total, desc="answering", unit=" prompts", disable=not progress)
@@ -106,6 +107,7 @@ def evaluate(
         if measure_memory:
             found.held[task, context] = kv_held.of_sequences(engine)
             engine.metrics.clear()
+        after_each()
         bar.update(len(asked))
         points = sum(a.score for a in found.answers[-len(asked) :])
         bar.set_postfix_str(f"{task} at {context}: {points:g}/{len(asked)}")

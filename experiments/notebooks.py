@@ -19,6 +19,7 @@ from absl import flags
 from tqdm import tqdm
 
 from experiments.lib import run_record
+from experiments.lib.extras import extra
 from experiments.lib.program import Options, Program, Refused, refusals
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
@@ -71,8 +72,11 @@ def render(notebook, name: str, footer: str, output_dir: Path) -> None:
 
 
 def chosen(only: list[str]) -> list[Path]:
-    """Notebooks by name, all if none is named. Raises ValueError for an unknown name."""
+    """Notebooks by name, all if none is named. Raises ValueError for an unknown name, and where
+    there are none."""
     paths = {path.stem: path for path in sorted(FOLDER.glob("*.ipynb"))}
+    if not paths:
+        raise ValueError(f"there are no notebooks in {FOLDER}")
     if unknown := set(only) - set(paths):
         raise ValueError(f"--only may name {', '.join(paths)}, not {', '.join(sorted(unknown))}")
     return [path for name, path in paths.items() if not only or name in only]
@@ -89,6 +93,10 @@ def quicken() -> None:
 
 def main(options: Options) -> None:
     output_dir = Path(options.output_dir)
+    with extra("notebooks"):
+        import nbclient  # noqa: F401, I001
+        import nbconvert  # noqa: F401
+        import ipykernel  # noqa: F401
     with refusals():
         paths = chosen(options.only)
     quicken()

@@ -13,12 +13,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from absl import flags
 from tqdm import tqdm
 
 from experiments.lib import adapters, event_log, plots, report, run_record, serving
 from experiments.lib.engines import engine_config, load_engine
-from experiments.lib.flags import define_engine_flags, define_fields, fields_of, loading
+from experiments.lib.flags import (
+    define_engine_flags,
+    define_fields,
+    define_path,
+    fields_of,
+    loading,
+)
+from experiments.lib.help import group
 from experiments.lib.program import Options, Program, refusals
 from experiments.workloads import popularity, tenants, workloads
 from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig
@@ -38,9 +44,11 @@ NO_FLAGS = ("max_tokens", "seed", "ignore_eos", "logprobs", "prompt_logprobs")
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("workload", "sharegpt", help_of(WorkloadConfig)["workload"])
-    define_fields(WorkloadConfig, leave_out=("seed",))
-    define_fields(SamplingParams, leave_out=NO_FLAGS)
+    with group("workload"):
+        define_path("workload", "sharegpt", help_of(WorkloadConfig)["workload"])
+        define_fields(WorkloadConfig, leave_out=("seed",))
+    with group("sampling"):
+        define_fields(SamplingParams, leave_out=NO_FLAGS)
     define_engine_flags()
     adapters.define_flags("distinct")
 
@@ -194,7 +202,8 @@ def write(
     }
     numbers = report.summary(measured, answers) | {"partial": int(bool(partial))}
     numbers |= {f"adapter_{name}": value for name, value in (content["adapters"] or {}).items()}
-    rows = list(map(report.request_row, engine.metrics.requests))
+    named = {item.output.request_id: item.request.adapter for item in answered}
+    rows = [report.request_row(r, named.get(r.request_id)) for r in engine.metrics.requests]
     failures += run_record.write_all([
         lambda: run_record.write_csv(output_dir, "requests.csv", rows),
         lambda: run_record.write_json(output_dir, "report.json", content),

@@ -17,6 +17,7 @@ from absl import flags
 
 from experiments.lib import adapters
 from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.extras import extra
 from experiments.lib.flags import (
     define_engine_flags,
     define_executor_flag,
@@ -24,17 +25,20 @@ from experiments.lib.flags import (
     fields_of,
     loading,
 )
+from experiments.lib.help import group
 from experiments.lib.program import Options, Program, refusals
 from experiments.lib.runners import ray_actors, threads
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from paged.engine import EngineConfig
-from paged.server.app import create_app
-from paged.server.cluster_owner import ClusterOwner
-from paged.server.owner import EngineOwner, Owner
-from paged.server.run import Server, check_address
-from paged.server.service import Service
-from paged.server.settings import ServerConfig
+
+with extra("serve"):
+    from paged.server.app import create_app
+    from paged.server.cluster_owner import ClusterOwner
+    from paged.server.owner import EngineOwner, Owner
+    from paged.server.run import Server, check_address
+    from paged.server.service import Service
+    from paged.server.settings import ServerConfig
 
 
 def define_flags() -> None:
@@ -52,7 +56,8 @@ def define_flags() -> None:
         "move (Punica §5)", lower_bound=1,
     )  # fmt: skip
     flags.DEFINE_bool("ray", False, "whether runners are Ray actors (extra `cluster`)")
-    define_fields(ServerConfig)
+    with group("limits"):
+        define_fields(ServerConfig)
     adapters.define_flags()
     define_engine_flags()
     define_executor_flag()

@@ -36,6 +36,7 @@ from experiments.lib.flags import (
     define_executor_flag,
     define_fields,
     define_float,
+    define_path,
     fields_of,
     loading,
 )
@@ -265,7 +266,7 @@ def main(options: Options) -> None:
 
 def define_flags() -> None:
     described = help_of(WorkloadConfig)
-    flags.DEFINE_string("workload", "alpaca", described["workload"])
+    define_path("workload", "alpaca", described["workload"])
     flags.DEFINE_integer("max_tokens", 64, described["max_tokens"], lower_bound=1)
     flags.DEFINE_integer("length_divisor", 1, described["length_divisor"], lower_bound=1)
     flags.DEFINE_integer("num_requests", 450, described["num_requests"], lower_bound=1)

@@ -133,8 +133,8 @@ def measure_engines(
     ]
     if missing:
         lines.append(
-            f"PEFT took no part, as {' and '.join(missing)} cannot be imported: `make test-parity` "
-            "installs both into .venv-parity"
+            f"PEFT took no part, as {' and '.join(missing)} cannot be imported: pip install "
+            "'paged-jax[parity]' brings both; `make test-parity` installs them into .venv-parity"
         )
     facts = found | {"rates": rates, "settings": settings, "peer_versions": versions}
     return facts, lora_engine_report.summary(runs), "\n".join(lines)

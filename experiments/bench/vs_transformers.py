@@ -242,7 +242,10 @@ def prepare(options: Options) -> tuple[Settings, EngineConfig]:
                 f"{name}, {longest} tokens"
             )
     if importlib.util.find_spec("torch") is None:
-        raise ValueError("this race needs torch: make test-parity installs it into .venv-parity")
+        raise ValueError(
+            "this race needs torch: pip install 'paged-jax[parity]' brings it, and in a checkout "
+            "make test-parity installs it into .venv-parity"
+        )
     return settings, config
 
 

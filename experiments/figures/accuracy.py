@@ -4,14 +4,13 @@ Used by the figures of `lserve` and `diffkv`. A system is an engine configuratio
 is judged as `experiments.evaluate` judges it: right answers, the log-probability of the reference
 answers, and how far the distributions along them are from the first system's.
 
-A study takes long. What a system answered is kept in --output_dir, in a folder of `answered/` for
-each system and question, and a later run with the same output_dir does not ask it the same again.
+A study takes long. What a system answered is kept in --output_dir (see `lib/kept_answers.py`), and
+a later run with the same output_dir does not ask it the same again, unless the sources that ask,
+answer and grade, the inputs or JAX's version have changed since. Other flags need --overwrite, and
+lose no answer.
 """
 
 import dataclasses
-import hashlib
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import evaluate
-from experiments.lib import kv_held, reference, run_record, serving
-from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies, read
+from experiments.lib import kept_answers, kv_held, run_record, serving
+from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies
 from experiments.lib.engines import check_implementation, engine_config, load_engine
 from experiments.lib.flags import define_model_flags, loading
 from experiments.lib.kv_held import Held
@@ -157,37 +156,6 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def folder_of(output_dir: str | Path, name: str, asked: Any) -> Path:
-    """Where a system's answers are. What is asked otherwise has another folder, so that studies
-    which run at once, or end in the middle of `keep`, never mix theirs."""
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-    return Path(output_dir) / "answered" / f"{re.sub('[^a-z0-9]+', '_', name.lower())}_{digest[:8]}"
-
-
-def keep(folder: Path, asked: Any, found: Evaluation) -> None:
-    """Write what a system answered, and last what it was asked."""
-    run_record.write_csv(folder, "prompts.csv", found.answers)
-    reference.write(folder / "distributions.npz", found.distributions)
-    held = [[*key, vars(each)] for key, all_held in found.held.items() for each in all_held]
-    run_record.write_json(folder, "held.json", held)
-    run_record.write_json(folder, "asked.json", asked)
-
-
-def answered_before(folder: Path, asked: Any) -> Evaluation | None:
-    """What `keep` wrote, if the system was asked the same then, and the files are whole."""
-    try:
-        if json.loads((folder / "asked.json").read_text()) != asked:
-            return None
-        found = read(str(folder / "prompts.csv"))
-        for task, context, held in json.loads((folder / "held.json").read_text()):
-            found.held.setdefault((task, context), []).append(Held(**held))
-    except (OSError, ValueError, TypeError):
-        return None
-    keys = [answer.key for answer in found.answers]
-    whole = len(keys) == sum(asked["prompts"].values()) and set(keys) == set(found.distributions)
-    return found if whole else None
-
-
 def study(
     options: Options,
     experiment: str,
@@ -203,8 +171,7 @@ def study(
     """
     with refusals():
         systems = make(options)
-        first = next(iter(systems.values()))
-        pairs = evaluate.settings(options.tasks, options.contexts, first)
+        pairs = evaluate.settings(options.tasks, options.contexts, next(iter(systems.values())))
         if not pairs:
             raise ValueError("no task fits the contexts")
         model = checkpoint.load_config(options.model)
@@ -214,57 +181,78 @@ def study(
         problems = evaluate.own_problems(
             pairs, options.num_prompts, options.seed, load_tokenizer(options.model)
         )
-    found: dict[str, Evaluation] = {}
-    rows: list[Row] = []
     folder = Path(options.output_dir)
     environment = run_record.describe_environment()
-    weights = checkpoint.weights_hash(options.model)
+    made_by = kept_answers.made_by(options.model, problems)
+    asked = {
+        name: run_record.plain({
+            "config": config, "dtype": options.dtype, "seed": options.seed,
+            "attention_implementation": options.attention_implementation,
+            "prompts": {f"{task} {context}": len(p) for (task, context), p in problems.items()},
+        } | made_by)
+        for name, config in systems.items()
+    }  # fmt: skip
+    kept = {name: kept_answers.folder_of(folder, name, asked[name]) for name in systems}
+    found = {name: kept_answers.answered_before(kept[name], asked[name]) for name in systems}
+    known: dict[str, list[Row]] = {}
+
+    def whole(name: str) -> bool:
+        return len(found[name].answers) == sum(map(len, problems.values()))
+
+    def rows() -> list[Row]:
+        """Of the systems that have answered everything; none before the first one has."""
+        first, *_ = systems
+        for name in filter(whole, systems if whole(first) else ()):
+            known[name] = known.get(name) or rows_of(name, found[name], found[first])
+        return [row for name in systems for row in known.get(name, [])]
+
+    def ask(name: str, stopped: Callable[[], bool]) -> None:
+        one = found[name]
+        changed = kept_answers.made_otherwise(folder, name, asked[name])
+        if changed and not one.answers:
+            print(f"{name} was asked before, and is again: {', '.join(changed)} changed")
+        left = {key: each for key, each in problems.items() if key not in one.held}
+        evaluate.evaluate(
+            load_engine(systems[name], **loading(options)), left, found=one, stopped=stopped,
+            measure_memory=True, after_each=lambda: kept_answers.keep(kept[name], asked[name], one),
+        )  # fmt: skip
 
     def answer(stopped: Callable[[], bool]) -> None:
-        for name, config in systems.items():
+        for i, name in enumerate(systems, start=1):
+            before = ", answered before" * whole(name)
+            print(f"{i} of {len(systems)}: {name}{before}", flush=True)
+            if not whole(name):
+                ask(name, stopped)
+                run_record.write_csv(folder, "accuracy.csv", rows())
             if stopped():
                 break
-            print(f"{len(found) + 1} of {len(systems)}: {name}", flush=True)
-            asked = run_record.plain({
-                "config": config, "weights_sha256": weights, "dtype": options.dtype,
-                "seed": options.seed, "attention_implementation": options.attention_implementation,
-                "prompts": {f"{task} {context}": len(p) for (task, context), p in problems.items()},
-            })  # fmt: skip
-            kept = folder_of(folder, name, asked)
-            if (one := answered_before(kept, asked)) is None:
-                engine, one = load_engine(config, **loading(options)), Evaluation()
-                evaluate.evaluate(engine, problems, found=one, stopped=stopped, measure_memory=True)
-                if len(one.answers) < sum(map(len, problems.values())):
-                    break
-                keep(kept, asked, one)
-            found[name] = one
-            rows.extend(rows_of(name, one, found[next(iter(systems))]))
-            run_record.write_csv(folder, "accuracy.csv", rows)
 
     def write(cause: str | None) -> tuple[str, list[OSError]]:
-        missing = [name for name in systems if name not in found]
-        text, numbers = conclude(rows, found) if not missing else (f"PARTIAL: {cause}", {})
+        missing, all_rows = [name for name in systems if not whole(name)], rows()
+        text, numbers = f"PARTIAL: {cause}; what was answered is kept", {}
+        if not missing:
+            text, numbers = conclude(all_rows, found)
         facts = {
             "experiment": experiment,
             "flags": vars(options),
-            "weights_sha256": weights,
+            **made_by,
             "systems": systems,
             "missing": missing,
             "conclusion": text,
-            "accuracy": rows,
+            "accuracy": all_rows,
             **environment,
         }
         figure = Figure(figsize=(11, 4.5), layout="constrained")
-        if rows:
-            draw(figure, pooled(rows), found)
+        if all_rows:
+            draw(figure, pooled(all_rows), {name: found[name] for name in known})
         figure.supxlabel(run_record.hardware_line(environment), fontsize=7)
         failures = run_record.write_all([
-            lambda: run_record.write_csv(folder, "accuracy.csv", rows),
+            lambda: run_record.write_csv(folder, "accuracy.csv", all_rows),
             lambda: run_record.write_json(folder, "report.json", facts),
             lambda: run_record.write_summary(folder, numbers),
             lambda: run_record.save_figure(figure, folder / "accuracy.png", dpi=130),
         ])  # fmt: skip
-        return f"{table(rows)}\n{text}", failures
+        return f"{table(all_rows)}\n{text}", failures
 
     files = f"accuracy.csv, accuracy.png and more are in {options.output_dir}/"
     return serving.serve_and_write(answer, write, files)

@@ -9,6 +9,8 @@ import numpy as np
 from absl import flags
 
 from experiments.lib import random_adapters
+from experiments.lib.flags import define_path
+from experiments.lib.help import group
 from experiments.lib.program import Options
 from experiments.workloads import popularity
 from models.config import ModelConfig
@@ -19,19 +21,21 @@ from paged.config import EngineConfig
 
 def define_flags(default_popularity: str | None = None) -> None:
     """--adapters, and --popularity where it has a default."""
-    flags.DEFINE_string(
-        "adapters",
-        "",
-        "folder of LoRA adapters as PEFT writes them, one a folder; or a number, of random ones of "
-        f"rank {random_adapters.RANK} that are written to --output_dir; empty for none",
-    )
-    if default_popularity is not None:
-        flags.DEFINE_enum(
-            "popularity",
-            default_popularity,
-            popularity.POPULARITIES,
-            "how requests choose among the adapters (Punica §7)",
+    with group("adapters"):
+        define_path(
+            "adapters",
+            "",
+            "a folder of folders, of which each holds one LoRA adapter as PEFT writes it "
+            "(adapter_config.json and weights) and names it; or a number, of random ones of rank "
+            f"{random_adapters.RANK} that are written to --output_dir; empty for none",
         )
+        if default_popularity is not None:
+            flags.DEFINE_enum(
+                "popularity",
+                default_popularity,
+                popularity.POPULARITIES,
+                "how requests choose among the adapters (Punica §7)",
+            )
 
 
 def asked_for(

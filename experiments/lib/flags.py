@@ -14,7 +14,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from absl import flags
 
+from experiments.lib import shipped
 from experiments.lib.engines import COMPILATION_CACHE, EXECUTORS, GPU_PAGE_SIZE
+from experiments.lib.help import group
 from experiments.lib.program import Options
 from models import checkpoint
 from paged.checks import help_of
@@ -52,6 +54,17 @@ def define_float(
     """As `flags.DEFINE_float`, of a flag that takes finite numbers only."""
     parser = _FiniteParser(lower_bound, upper_bound)
     flags.DEFINE(parser, name, default, help, serializer=flags.ArgumentSerializer())
+
+
+class _PathParser(flags.ArgumentParser):
+    def parse(self, argument: str) -> str:
+        return shipped.found(argument)
+
+
+def define_path(name: str, default: str, help: str) -> None:
+    """As `flags.DEFINE_string`, of a flag that names what is read: a file or a folder of the
+    project is found from any folder."""
+    flags.DEFINE(_PathParser(), name, default, help, serializer=flags.ArgumentSerializer())
 
 
 def define_fields(config, leave_out: Collection[str] = ()) -> None:
@@ -100,12 +113,13 @@ def _define_policy_flags() -> None:
     )
     for policy, declared in POLICIES.items():
         hints = get_type_hints(declared.options)
-        for each in fields(declared.options):
-            name, text = f"{policy}_{each.name}", each.metadata.get("help")
-            if text and "read" in each.metadata:
-                flags.DEFINE_string(name, "", text)
-            elif text and (kind := _kind(hints[each.name])):
-                _DEFINE[kind](name, each.default, text)
+        with group(f"--policy={policy}"):
+            for each in fields(declared.options):
+                name, text = f"{policy}_{each.name}", each.metadata.get("help")
+                if text and "read" in each.metadata:
+                    define_path(name, "", text)
+                elif text and (kind := _kind(hints[each.name])):
+                    _DEFINE[kind](name, each.default, text)
 
 
 def _policy_options(options: Options) -> dict[str, Any]:
@@ -145,24 +159,31 @@ def loading(options: Options) -> dict[str, Any]:
 
 def define_model_flags() -> None:
     """Define what `loading` takes."""
-    define_model()
-    define_dtype("float32")
-    flags.DEFINE_enum(
-        "attention_implementation",
-        "",
-        ["", *(name for name in DECODE if name in PREFILL)],
-        "of the attention ops; empty for the device's own. mosaic_gpu runs in Pallas's interpreter "
-        "where there is no GPU",
-    )
-    flags.DEFINE_string(
-        "compilation_cache",
-        COMPILATION_CACHE,
-        "folder that keeps compiled programs for the next run; empty for none",
-    )
+    with group("model"):
+        define_model()
+        define_dtype("float32")
+        flags.DEFINE_enum(
+            "attention_implementation",
+            "",
+            ["", *(name for name in DECODE if name in PREFILL)],
+            "of the attention ops; empty for the device's own. mosaic_gpu runs in Pallas's "
+            "interpreter where there is no GPU",
+        )
+        flags.DEFINE_string(
+            "compilation_cache",
+            COMPILATION_CACHE,
+            "folder that keeps compiled programs for the next run, and grows with each shape; may "
+            "be deleted; empty for none",
+        )
 
 
 def define_model() -> None:
-    flags.DEFINE_string("model", "bundled", "'bundled', a Hugging Face folder or a hub id")
+    define_path(
+        "model",
+        "bundled",
+        "'bundled', a hub id, or a Hugging Face folder: config.json, safetensors and a tokenizer "
+        "(tokenizer.json, or what transformers makes it of)",
+    )
 
 
 def define_dtype(default: str) -> None:
@@ -183,8 +204,9 @@ def define_engine_flags(defaults: EngineConfig | None = None) -> None:
     if defaults is None:
         longest += f"; the model's by default, up to {EngineConfig.max_model_len}"
         page_size += f"; by default {EngineConfig.page_size}, and {GPU_PAGE_SIZE} on GPUs"
-    flags.DEFINE_integer("max_model_len", getattr(defaults, "max_model_len", None), longest)
-    flags.DEFINE_integer("page_size", getattr(defaults, "page_size", None), page_size)
-    flags.DEFINE_integer("seed", 0, "of the workload and of sampling", lower_bound=0)
-    define_fields(defaults or EngineConfig, leave_out=("max_model_len", "page_size", "seed"))
+    with group("engine"):
+        flags.DEFINE_integer("max_model_len", getattr(defaults, "max_model_len", None), longest)
+        flags.DEFINE_integer("page_size", getattr(defaults, "page_size", None), page_size)
+        flags.DEFINE_integer("seed", 0, "of the workload and of sampling", lower_bound=0)
+        define_fields(defaults or EngineConfig, leave_out=("max_model_len", "page_size", "seed"))
     _define_policy_flags()

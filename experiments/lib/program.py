@@ -18,7 +18,8 @@ from typing import NoReturn
 
 from absl import app, flags
 
-from experiments.lib import run_record
+from experiments.lib import run_record, shipped
+from experiments.lib.help import OWN, Help, group
 from experiments.lib.signals import interrupts
 
 flags.disclaim_key_flags()  # --help lists the flags as the program's own
@@ -44,8 +45,9 @@ class Program:
     defined, and returns the exit status, None for 0.
 
     output_dir: the default of --output_dir; None for a program without one. The folder is made
-    before `main` is called, and refused if it takes no files, or a folder stands where report.json,
-    summary.json or one of `files` would. Where the default is empty, nothing need be written.
+    before `main` is called, and refused if it takes no files, if a folder stands where report.json,
+    summary.json or one of `files` would, and, unless --overwrite is given, if it holds the report
+    of a run with other flags. Where the default is empty, nothing need be written.
     takes_arguments: what is no flag is in `options.arguments`; otherwise it is refused.
     error_status: of every error, where status 1 has another meaning.
     """
@@ -70,9 +72,14 @@ class Program:
     def define(self) -> list[str]:
         """Define the flags; their names."""
         before = set(flags.FLAGS)
-        self.define_flags()
+        with group(OWN):
+            self.define_flags()
         if self.output_dir is not None:
-            flags.DEFINE_string("output_dir", self.output_dir, self.output_help)
+            with group("output"):
+                flags.DEFINE_string("output_dir", self.output_dir, self.output_help)
+                flags.DEFINE_bool(
+                    "overwrite", False, "whether a run with other flags there may be replaced"
+                )
         return [name for name in flags.FLAGS if name not in before]
 
     def start(self, names: Sequence[str], argv: list[str] | None = None) -> None:
@@ -84,10 +91,16 @@ class Program:
             sys.exit(self.error_status)
 
     def _parse(self, argv: list[str]) -> list[str]:
+        flags.DEFINE_flag(Help())
         try:
-            return flags.FLAGS(argv)
+            return flags.FLAGS(_with_flagfiles_found(argv))
         except (flags.Error, UnicodeDecodeError) as error:  # the second: a flagfile that is no text
             self._fail(f"{error}; --help lists the flags")
+        except OSError as error:
+            _give_up_broken_stdout()
+            self._fail(told(error))
+        except SystemExit:  # of absl's other flags for help, which show it
+            sys.exit()
 
     def _call(self, arguments: Sequence[str], names: Sequence[str]) -> int | None:
         # Not every terminal can show every character of a prompt.
@@ -113,11 +126,25 @@ class Program:
         if self.output_dir is not None and (self.output_dir or options.output_dir):
             with refusals():
                 run_record.check_output_dir(options.output_dir, *self.files)
+                if not options.overwrite:
+                    run_record.check_same_run(options.output_dir, vars(options))
         return options
 
     def _fail(self, message: str) -> NoReturn:
         print(f"error: {message}", file=sys.stderr)
         sys.exit(self.error_status)
+
+
+def _with_flagfiles_found(argv: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for argument in argv:
+        name, _, path = argument.partition("=")
+        if name in ("--flagfile", "-flagfile"):
+            argument = f"{name}={shipped.found(path)}" if path else argument
+        elif found and found[-1] in ("--flagfile", "-flagfile"):
+            argument = shipped.found(argument)
+        found.append(argument)
+    return found
 
 
 def told(error: OSError) -> str:

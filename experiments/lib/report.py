@@ -59,6 +59,7 @@ def output_line(item: Answered) -> dict[str, Any]:
     return {
         "request_id": item.output.request_id,
         "task": item.request.task,
+        "adapter": item.request.adapter,
         "prompt_tokens": len(item.output.prompt_tokens),
         "tokens": item.output.tokens,
         "text": item.output.text,
@@ -240,14 +241,14 @@ def summary(measured: dict[str, Any], answers: dict[str, tuple[int, int]]) -> di
     return {name: value for name, value in numbers.items() if value is not None}
 
 
-def request_row(record: RequestRecord) -> dict[str, Any]:
-    """One line of requests.csv; times in seconds."""
+def request_row(record: RequestRecord, adapter: str | None = None) -> dict[str, Any]:
+    """One line of requests.csv; times in seconds. adapter: that the request named."""
     latencies = {
         "ttft_s": ttft_s(record),
         "tpot_s": tpot_s(record),
         "normalised_latency_s": normalised_latency_s(record),
     }
-    return asdict(record) | latencies
+    return asdict(record) | {"adapter": adapter} | latencies
 
 
 def table(measured: dict[str, Any], answers: dict[str, tuple[int, int]], hardware: str) -> str:

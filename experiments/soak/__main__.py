@@ -57,6 +57,7 @@ from paged.kv_cache.dense import DenseHost
 SAMPLE_EVERY = 50  # steps
 HUNG_S = 600.0  # between two samples
 SETTLED = 0.25  # share of the run after which memory must not grow
+SLOPE_MINUTES = 5.0  # below which a slope by the hour says nothing
 # A cache that all but never holds what is asked for.
 ENGINE_DEFAULTS = EngineConfig(
     max_model_len=192, max_num_seqs=8, max_num_batched_tokens=64, max_prefills_per_step=4,
@@ -166,19 +167,17 @@ def run(
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, float]:
-    """Of memory, once settled: resident MiB at the beginning and the end, their least-squares
-    slope in MiB an hour; and JAX arrays alive with nothing unfinished, gained since."""
+    """Of memory, once settled: resident MiB at the beginning and the end, of `SLOPE_MINUTES` or
+    more their least-squares slope in MiB an hour; and JAX arrays alive with nothing unfinished, gained since."""
     samples = samples[int(SETTLED * len(samples)) :]
     rest = [s.live_arrays for s in samples if s.at_rest]
     numbers: dict[str, float] = {"live_arrays_growth": rest[-1] - rest[0]} if rest else {}
     measured = [(s.minutes / 60, s.rss_mib) for s in samples if s.rss_mib is not None]
     if len(measured) > 1:
         hours, rss = np.array(measured).T
-        numbers |= {
-            "rss_first_mib": rss[0],
-            "rss_last_mib": rss[-1],
-            "rss_slope_mib_per_hour": np.polyfit(hours - hours[0], rss, 1)[0],
-        }
+        numbers |= {"rss_first_mib": rss[0], "rss_last_mib": rss[-1]}
+        if 60 * np.ptp(hours) >= SLOPE_MINUTES:
+            numbers["rss_slope_mib_per_hour"] = np.polyfit(hours - hours[0], rss, 1)[0]
     return numbers
 
 

@@ -23,7 +23,10 @@ def devices(target: str, count: int = 1) -> list[jax.Device]:
     if count < 1:
         raise ValueError(f"count must be at least 1, not {count}")
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        raise ValueError("the extra `aot` is not installed: jax-cuda13-plugin is missing")
+        raise ValueError(
+            "jax-cuda13-plugin is not installed: pip install 'paged-jax[aot]' brings it, or in a "
+            "checkout pip install -e '.[aot]'"
+        )
     _find_disassembler()
     # Otherwise JAX's plugin would ask for CUDA's libraries when it is loaded.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

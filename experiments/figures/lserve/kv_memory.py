@@ -16,6 +16,7 @@ from pathlib import Path
 from absl import flags
 
 from experiments.lib import run_record
+from experiments.lib.flags import define_path
 from experiments.lib.program import Options, Program, refusals
 from models import checkpoint
 from models.config import ModelConfig
@@ -113,7 +114,7 @@ def main(options: Options) -> None:
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("model", "configs/models/llama-3-8b", "whose shape; no weights are read")
+    define_path("model", "configs/models/llama-3-8b", "whose shape; no weights are read")
     flags.DEFINE_integer("context", 65536, "tokens of the sequence", lower_bound=2)
     flags.DEFINE_integer("page_size", 64, "tokens of a page", lower_bound=1)
     flags.DEFINE_integer("budget", 4096, "tokens that a query of a dense head reads", lower_bound=1)

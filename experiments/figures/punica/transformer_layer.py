@@ -29,6 +29,7 @@ from experiments.bench.decode_inputs import fill_decodes, fill_segments
 from experiments.bench.lora_operator import medians_us
 from experiments.bench.vs_transformers import integers
 from experiments.lib import run_record
+from experiments.lib.flags import define_path
 from experiments.lib.program import Options, Program, refusals
 from models import checkpoint, lora
 from models import params as parameters
@@ -264,7 +265,7 @@ def main(options: Options) -> None:
 
 
 def define_flags() -> None:
-    flags.DEFINE_string(
+    define_path(
         "model", "configs/models/llama-2-7b", "whose shape counts: a folder with a config.json"
     )
     flags.DEFINE_list("batches", ["1", "2", "4", "8", "16", "32"], "sequences of a step")

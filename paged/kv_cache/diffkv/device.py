@@ -4,7 +4,6 @@ Prompts come whole: their attention is exact, over keys and values as they are, 
 follows it. Generated tokens attend to what is kept, and each changes what is kept of those before.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -223,14 +222,6 @@ class DiffKVPolicy:
             "free": pages.free, "held": pages.held.sum((1, 2)),
             "needs": needs.sum(1, dtype=jnp.int32), "kept": cache.counts.sum(1),
         }  # fmt: skip
-
-    def with_thresholds(
-        self, cache: DiffKVCache, alpha: Sequence[float], budget: float = 0.0
-    ) -> DiffKVCache:
-        """The cache with other thresholds, on all shards: no program is compiled for them."""
-        # Results of the old ones lie where these do.
-        new = 0 * cache.alpha + jnp.array(alpha, jnp.float32)
-        return replace(cache, alpha=new, budget=0 * cache.budget + budget)
 
     # What moves: unit slot * most + k is the k-th page of a slot.
 

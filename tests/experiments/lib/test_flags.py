@@ -1,5 +1,6 @@
 """Flags made from the fields of dataclasses."""
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field, fields
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import pytest
 from absl import flags as absl_flags
 
-from experiments.lib import flags
+from experiments.lib import flags, shipped
 from experiments.lib.program import Options
 from experiments.train.trainer import Options as TrainerOptions
 from experiments.workloads.workloads import WorkloadConfig
@@ -95,10 +96,34 @@ def test_options_of_the_chosen_policy_are_flags(tmp_path):
         flags.fields_of(EngineConfig, given)
 
 
-def test_help_lists_what_the_libraries_define():
+def test_help_lists_all_flags_in_groups():
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.replay", "--help"],
+        [sys.executable, "-m", "experiments.serve_http", "--help"],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
-    for name in ("log", "executor", "model", "output_dir"):
-        assert f"\n  --{name}: " in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    groups: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if re.fullmatch(r"\S+:", line):
+            groups[line] = []
+        elif flag := re.match(r"  --(?:\[no\])?(\w+): ", line):
+            list(groups.values())[-1].append(flag[1])
+    names = "program limits adapters model engine --policy=lserve --policy=diffkv output"
+    assert list(groups) == [f"{name}:" for name in names.split()]
+    assert {"host", "port", "executor"} < set(groups["program:"])
+    assert set(groups["output:"]) == {"output_dir", "overwrite"}
+    assert {"model", "dtype"} < set(groups["model:"])
+    assert {"policy", "page_size"} < set(groups["engine:"])
+    assert all(name.startswith("lserve_") for name in groups["--policy=lserve:"])
+
+
+def test_what_ships_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    demo = "configs/demo_prompts.jsonl"
+    assert shipped.found(demo) == str(ROOT / demo)
+    assert shipped.found(f"prompts:{demo}") == f"prompts:{ROOT / demo}"
+    for other in ("sharegpt", "", "configs/none.flags", "README.md", "prompts:mine.txt", "16"):
+        assert shipped.found(other) == other
+    (tmp_path / "configs").mkdir()
+    (tmp_path / demo).write_text("a prompt of one's own")
+    assert shipped.found(demo) == demo

@@ -1,4 +1,4 @@
-"""How programs end: real processes, real signals, a disk that is full."""
+"""How programs start and end: real processes, real signals, a disk that is full."""
 
 import os
 import signal
@@ -100,6 +100,54 @@ def test_the_folder_of_the_report_is_checked_before_any_work(tmp_path):
     # Where no folder is the default, none is needed.
     done = run("print(repr(options.output_dir))", how="''")
     assert (done.returncode, done.stdout) == (0, "''\n")
+
+
+def test_a_run_does_not_replace_one_with_other_flags(tmp_path):
+    write = "from experiments.lib import run_record\n"
+    write += "run_record.write_json(options.output_dir, 'report.json', {'flags': vars(options)})"
+    define = "lambda: program.flags.DEFINE_integer('seed', 0, 'a number')"
+
+    def call(*arguments):
+        source = f"{START}def main(options):\n{textwrap.indent(write, '    ')}\n"
+        source += f"program.Program(main, {define}, 'results').run()"
+        return subprocess.run(
+            [sys.executable, "-c", source, *arguments],
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True,
+        )  # fmt: skip
+
+    assert (call().returncode, call().returncode) == (0, 0)
+    again = call(f"--output_dir={tmp_path}/results")
+    assert again.returncode == 0
+    assert "results/report.json is of a run with the same flags" in again.stderr
+    first = (tmp_path / "results" / "report.json").read_bytes()
+    other = call("--seed=1")
+    assert other.returncode == 1
+    assert other.stderr == (
+        "error: results/report.json is of a run with other flags (--seed was 0 and is 1): name "
+        "another --output_dir, or let --overwrite replace it\n"
+    )
+    assert (tmp_path / "results" / "report.json").read_bytes() == first
+    replaced = call("--seed=1", "--overwrite")
+    assert (replaced.returncode, replaced.stderr) == (0, "")
+    (tmp_path / "results" / "report.json").write_text("[]")
+    assert "is not the report of such a run" in call().stderr
+
+
+@pytest.mark.parametrize(
+    "program, lacks, extra",
+    [("serve_http", "fastapi", "serve"), ("notebooks", "nbclient", "notebooks")],
+)
+def test_a_missing_extra_is_told_in_a_line(program, lacks, extra, tmp_path):
+    run_it = f"runpy.run_module('experiments.{program}', run_name='__main__')"
+    source = f"import runpy, sys\nsys.modules['{lacks}'] = None\n{run_it}"
+    done = subprocess.run(
+        [sys.executable, "-c", source, f"--output_dir={tmp_path}"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    told = f"error: this program needs {lacks}: pip install 'paged-jax[{extra}]' brings it"
+    assert done.returncode == 1 and done.stderr.startswith(told)
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

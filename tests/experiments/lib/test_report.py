@@ -1,16 +1,22 @@
 """Measurements on hand-made records, against numpy and by hand."""
 
 import csv
+import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from experiments import serve
 from experiments.lib import plots, report, run_record
-from experiments.workloads.workloads import Request
+from experiments.workloads.workloads import Request, Workload
+from paged.adapters.adapter import Adapter
+from paged.engine import Engine, EngineConfig
 from paged.metrics import Metrics, RequestRecord, StepRecord
 from paged.requests.sequence import RequestOutput, SequenceOutput
+from paged.simulator.executor import LinearCost, SimulatedExecutor
+from tests.experiments.conftest import TINY
 
 
 def step(index: int, time_s: float, device_s: float, **changes) -> StepRecord:
@@ -150,6 +156,21 @@ def test_requests_csv_has_a_line_a_request(tmp_path):
     assert [row["request_id"] for row in rows] == list("abcde")
     assert float(rows[0]["ttft_s"]) == pytest.approx(0.5)
     assert rows[4]["ttft_s"] == ""
+
+
+def test_files_of_a_run_name_the_adapters(tokenizer, tmp_path):
+    executor = SimulatedExecutor(LinearCost(), vocab_size=TINY.vocab_size, first_token=4)
+    config = EngineConfig(max_model_len=128, page_size=8, kv_cache_tokens=1024, adapter_slots=1)
+    engine = Engine(TINY, config, executor, tokenizer)
+    engine.add_known_adapter(Adapter("mine", "", "mine", rank=16))
+    requests = [Request(0, [5, 6, 7], 4, ignore_eos=True, adapter=n) for n in ("mine", None)]
+    outputs = serve.run(engine, requests, progress=False)
+    assert not serve.write(tmp_path, engine, Workload(requests), outputs, {})[1]
+    lines = (tmp_path / "outputs.jsonl").read_text().splitlines()
+    assert [json.loads(line)["adapter"] for line in lines] == ["mine", None]
+    with (tmp_path / "requests.csv").open(newline="") as file:
+        named = {row["request_id"]: row["adapter"] for row in csv.DictReader(file)}
+    assert named == {"request-0": "mine", "request-1": ""}
 
 
 def test_pictures_are_drawn(tmp_path):

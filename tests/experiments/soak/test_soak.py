@@ -286,17 +286,18 @@ def test_memory_that_grows_is_a_violation():
          "output_tokens"), 0,
     )  # fmt: skip
 
-    def judge(mib_a_step: float, arrays_a_step: float):
+    def judge(mib_a_step: float, arrays_a_step: float, minutes: float = 10):
         samples = [
-            soak.Sample(i, i / 60, 500 + mib_a_step * i, int(9 + arrays_a_step * i), **at,
-                        at_rest=True)
+            soak.Sample(i, minutes * i / 100, 500 + mib_a_step * i, int(9 + arrays_a_step * i),
+                        **at, at_rest=True)
             for i in range(100)
         ]  # fmt: skip
         numbers = soak.growth(samples)
         return numbers, soak.check_growth(numbers, 10.0)
 
     numbers, error = judge(0.1, 0)
-    assert numbers["rss_slope_mib_per_hour"] == pytest.approx(0.1 * 3600)
+    assert numbers["rss_slope_mib_per_hour"] == pytest.approx(0.1 * 600)
+    assert "rss_slope_mib_per_hour" not in judge(0.1, 0, minutes=0.2)[0]
     assert numbers["rss_first_mib"] == 502.5 and error is None
     assert "resident memory grew by 14.8 MiB" in str(judge(0.2, 0)[1])
     assert "more JAX arrays" in str(judge(0, 0.5)[1])

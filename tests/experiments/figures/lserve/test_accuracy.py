@@ -97,39 +97,6 @@ def _rows(found: dict[str, Evaluation]) -> list[accuracy.Row]:
     return [row for name, one in found.items() for row in accuracy.rows_of(name, one, dense)]
 
 
-def test_kept_answers_are_those_of_the_same_questions(tmp_path):
-    """Also where another study has the same folder, or ended while it wrote."""
-    asked = {"prompts": {"values 256": 3}, "seed": 1}
-    ours, others = (
-        accuracy.folder_of(tmp_path, "50% streaming", a) for a in (asked, asked | {"seed": 2})
-    )
-    assert ours != others and ours.parent == others.parent
-    assert accuracy.answered_before(ours, asked) is None
-    found = _found([True, False, True])
-    accuracy.keep(ours, asked, found)
-    again = accuracy.answered_before(ours, asked)
-    assert again is not None and again.answers == found.answers
-    assert accuracy.answered_before(ours, asked | {"seed": 2}) is None
-    for name in ("prompts.csv", "distributions.npz", "held.json", "asked.json"):
-        whole = (ours / name).read_bytes()
-        (ours / name).write_bytes(whole[: len(whole) // 2])
-        assert accuracy.answered_before(ours, asked) is None, name
-        (ours / name).write_bytes(whole)
-    archive = (ours / "distributions.npz").read_bytes()
-    entry = archive.index(b"PK\1\2")  # a byte of it is the version of zip that it needs
-    damaged = {
-        "prompts.csv": (ours / "prompts.csv").read_bytes().replace(b"values", b"vanues", 1),
-        "distributions.npz": archive[: entry + 6] + b"\xff" + archive[entry + 7 :],
-    }
-    for name, content in damaged.items():
-        whole = (ours / name).read_bytes()
-        (ours / name).write_bytes(content)
-        assert accuracy.answered_before(ours, asked) is None, name
-        (ours / name).write_bytes(whole)
-    (ours / "prompts.csv").unlink()
-    assert accuracy.answered_before(ours, asked) is None
-
-
 def test_the_goal_is_judged_by_the_lower_bound_over_all_prompts():
     options = Options(
         **FLAGS, shares=["0.5"], budgets=["64"], controls=True, random_splits=1, gates=""

@@ -77,10 +77,9 @@ def test_what_is_kept_and_attended_to_is_the_oracles(prompt_rule, generation_rul
 def _check(prompt_rule, generation_rule, formats, alpha, budget=0.0):
     """Two prompts, one shorter than the window, and tokens one by one; outputs at each step, and in
     the end each head's tokens by precision, with their scores."""
-    options = dict(
-        zip(("low", "high", "top"), formats[::-1]), alpha_h=0.0, alpha_l=0.0, window=5,
-        prompt_rule=prompt_rule, generation_rule=generation_rule, budget=float(budget > 0),
-    )  # fmt: skip
+    options = dict(window=5, prompt_rule=prompt_rule, generation_rule=generation_rule)
+    options |= dict(zip(("low", "high", "top"), formats[::-1]), budget=budget)
+    options |= zip(("alpha_l", "alpha_h", "alpha_top"), alpha[::-1])
     config = EngineConfig(
         max_num_seqs=2, max_num_batched_tokens=64, max_prefills_per_step=2, max_model_len=48,
         page_size=2, kv_cache_tokens=300, policy="diffkv", policy_options=options,
@@ -93,9 +92,7 @@ def _check(prompt_rule, generation_rule, formats, alpha, budget=0.0):
         for n in lengths
     ]
     driver = Driver(MODEL, config, qkv, prompts)
-    # Thresholds are data: no program is made for them.
     device: Any = driver.device
-    driver.cache = device.with_thresholds(driver.cache, alpha, budget)
     found: list[list[np.ndarray]] = [[], []]
     steps = [[(0, 21)], [(0, 1), (1, 3)]] + [[(0, 1), (1, 1)]] * 22 + [[(1, 1)]] * 5
     for chunks in steps:

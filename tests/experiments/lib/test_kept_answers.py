@@ -1,0 +1,144 @@
+"""Answers that a study keeps: of the same questions, inputs and sources; what a cut study has."""
+
+import csv
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from experiments.figures import accuracy
+from experiments.lib import kept_answers
+from experiments.lib.answers import Answer, Evaluation
+from experiments.lib.program import Options
+from experiments.lib.reference import Distributions
+from experiments.tasks import tasks
+
+FLAGS = {
+    "dtype": "float32", "attention_implementation": "", "seed": 1, "compilation_cache": "",
+    "tasks": ["needle", "multikey"], "contexts": ["256"], "num_prompts": 1,
+}  # fmt: skip
+
+
+def _found() -> Evaluation:
+    """Answers of one setting, all with the same distributions."""
+    along = Distributions(np.full(1, -0.1), np.array([[3, 4]], np.int32), np.array([[-0.1, -3.0]]))
+    answers = [Answer("values", 256, i, float(i != 1), "1;", "1;", -0.1) for i in range(3)]
+    return Evaluation(answers, {answer.key: along for answer in answers})
+
+
+def test_kept_answers_are_those_of_the_same_questions(tmp_path):
+    """Also where another study has the same folder, or ended while it wrote."""
+    asked = {"prompts": {"values 256": 3}, "seed": 1}
+    ours, others = (
+        kept_answers.folder_of(tmp_path, "50% streaming", a) for a in (asked, asked | {"seed": 2})
+    )
+    assert ours != others and ours.parent == others.parent
+    assert not kept_answers.answered_before(ours, asked).answers
+    found = _found()
+    kept_answers.keep(ours, asked, found)
+    again = kept_answers.answered_before(ours, asked)
+    assert again.answers == found.answers
+    assert not kept_answers.answered_before(ours, asked | {"seed": 2}).answers
+    for name in ("prompts.csv", "distributions.npz", "held.json", "asked.json"):
+        whole = (ours / name).read_bytes()
+        (ours / name).write_bytes(whole[: len(whole) // 2])
+        assert not kept_answers.answered_before(ours, asked).answers, name
+        (ours / name).write_bytes(whole)
+    archive = (ours / "distributions.npz").read_bytes()
+    entry = archive.index(b"PK\1\2")  # a byte of it is the version of zip that it needs
+    damaged = {
+        "prompts.csv": (ours / "prompts.csv").read_bytes().replace(b"values", b"vanues", 1),
+        "distributions.npz": archive[: entry + 6] + b"\xff" + archive[entry + 7 :],
+    }
+    for name, content in damaged.items():
+        whole = (ours / name).read_bytes()
+        (ours / name).write_bytes(content)
+        assert not kept_answers.answered_before(ours, asked).answers, name
+        (ours / name).write_bytes(whole)
+    (ours / "prompts.csv").unlink()
+    assert not kept_answers.answered_before(ours, asked).answers
+
+
+def test_settings_that_were_answered_are_kept_though_others_were_not(tmp_path):
+    asked = {"prompts": {"values 256": 3, "values 512": 3}}
+    kept_answers.keep(tmp_path, asked, _found())
+    kept = kept_answers.answered_before(tmp_path, asked)
+    assert len(kept.answers) == 3 and list(kept.held) == [("values", 256)]
+
+
+def test_sources_are_all_that_asks_answers_and_grades(tmp_path):
+    """A change of any counts, and of nothing else."""
+    names = ("a", "b/c.py")
+    for file in ("a/one.py", "a/deep/two.py", "a/notes.md", "b/c.py", "b/other.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(file)
+    before = kept_answers.sources_hash(tmp_path, names)
+    for file in ("a/notes.md", "b/other.py"):
+        (tmp_path / file).write_text("changed")
+        assert kept_answers.sources_hash(tmp_path, names) == before
+    for file in ("a/one.py", "a/deep/two.py", "b/c.py"):
+        (tmp_path / file).write_text("changed")
+        assert kept_answers.sources_hash(tmp_path, names) != before
+        (tmp_path / file).write_text(file)
+    assert all((kept_answers.shipped.ROOT / name).exists() for name in kept_answers.SOURCES)
+
+
+def test_answers_belong_to_their_inputs(tiny_folder, tokenizer):
+    def made_by(prompts: int) -> dict[str, str]:
+        problems = {("needle", 256): tasks.make_prompts("needle", 256, prompts, 1, tokenizer)}
+        return kept_answers.made_by(str(tiny_folder), problems)
+
+    one, again, two = made_by(1), made_by(1), made_by(2)
+    assert one == again
+    assert [name for name in kept_answers.MADE_BY if one[name] != two[name]] == ["inputs_sha256"]
+
+
+@pytest.mark.slow  # an engine for each run
+def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
+    options = Options(**FLAGS, model=str(tiny_folder), output_dir=str(tmp_path))
+    sizes = {"pages of 64": 64, "pages of 32": 32}
+    kept: list[str] = []
+    keep = kept_answers.keep
+
+    def run(interrupt: bool) -> tuple[int, str, list[str]]:
+        """Exit status, what is printed, and the systems in accuracy.csv; of a run that is cut
+        after its first setting, or of a whole one."""
+
+        def keep_and_interrupt(folder, asked, found):
+            keep(folder, asked, found)
+            kept.append(folder.name)
+            if interrupt:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        monkeypatch.setattr(kept_answers, "keep", keep_and_interrupt)
+        kept.clear()
+        status = accuracy.study(
+            options, "cut",
+            lambda options: {
+                name: accuracy.config_of(options, page_size=size) for name, size in sizes.items()
+            },
+            lambda figure, rows, found: None, lambda rows, found: ("done", {}),
+        )  # fmt: skip
+        with (tmp_path / "accuracy.csv").open() as file:
+            systems = list(dict.fromkeys(row["system"] for row in csv.DictReader(file)))
+        return status, capfd.readouterr().out, systems
+
+    status, said, systems = run(interrupt=True)
+    assert (status, systems, len(kept)) == (130, [], 1) and "PARTIAL: SIGINT" in said
+    status, said, systems = run(interrupt=False)
+    assert (status, systems) == (0, list(sizes)) and said.count("answered before") == 0
+    assert len(kept) == 3, "the setting that was answered is not asked again"
+
+    # A system that comes between the others, and is cut.
+    sizes = {"pages of 64": 64, "pages of 16": 16, "pages of 32": 32}
+    status, said, systems = run(interrupt=True)
+    assert (status, systems) == (130, ["pages of 64", "pages of 32"])
+    assert json.loads((tmp_path / "report.json").read_text())["missing"] == ["pages of 16"]
+
+    # Other sources: nothing of what was answered counts, and the program says so.
+    monkeypatch.setattr(kept_answers, "sources_hash", lambda: "other")
+    status, said, systems = run(interrupt=True)
+    assert (status, systems) == (130, [])
+    assert "pages of 64 was asked before, and is again: sources_sha256 changed" in said
