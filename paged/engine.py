@@ -46,7 +46,7 @@ class Engine:
         self.event_log = EventLog(self.metrics.events)
         self.requests = Requests(self.metrics, executor.clock, tokenizer)
         self.loop = EngineLoop(model, config, executor, self.requests, self.metrics, self.event_log)
-        self.adapters = KnownAdapters(model, config)
+        self.adapters = KnownAdapters(model, config, executor.dtype)
         self._arrivals = Arrivals(self.loop, self.requests, tokenizer)
         self._pinning = Pinning(self.loop, self.requests, self.event_log)
         self._owner: str | None = None  # the thread that is in a call: see `exclusive`
