@@ -17,6 +17,7 @@ from tests.experiments.soak.test_soak import CONFIG, make_users, run
 from tests.paged.tiny import padded
 
 GATES = ((0.0, 1.0), (1.0, 0.0))
+NO_GATES: dict[str, Any] = {"gates": (), "streaming_share": None}
 LSERVE = replace(
     CONFIG, policy="lserve", prefix_caching=False, preemption_mode="swap", kv_cache_tokens=400,
     policy_options={
@@ -38,7 +39,10 @@ def changed(config: EngineConfig, **options: Any) -> EngineConfig:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (changed(LSERVE, budget=4096, gates=()), r"no selection .*--lserve_budget \(4096\)"),
+        (
+            changed(LSERVE, budget=4096, **NO_GATES),
+            r"no selection .*--lserve_budget \(4096\)",
+        ),
         (changed(LSERVE, sparse_from=96), "no selection of pages can happen"),
         (changed(LSERVE, dense_layers=2), "no selection of pages can happen"),
         (changed(LSERVE, local=96), "no window of a head that streams can happen .*--lserve_sink"),
@@ -57,7 +61,7 @@ def test_each_policy_names_what_its_options_ask_for(tokenizer):
 
     assert counts(LSERVE) == ["compared", "swapped_out", "selecting", "streaming"]
     assert counts(changed(LSERVE, budget=4096))[2:] == ["streaming"]  # DuoAttention
-    assert counts(changed(LSERVE, gates=()))[2:] == ["selecting"]  # Quest
+    assert counts(changed(LSERVE, **NO_GATES))[2:] == ["selecting"]  # Quest
     assert counts(DIFFKV)[2:] == ["demoted", "dropped"]
     assert counts(changed(DIFFKV, alpha_h=0.0, alpha_l=0.0))[2:] == []  # INT8
     assert counts(replace(CONFIG, adapter_slots=2))[1:] == [
