@@ -20,13 +20,21 @@ def integer(hf: HfConfig, field: str, default: int | None = None) -> int:
 def number(hf: HfConfig, field: str, default: float | None = None) -> float:
     """A positive number within the range of float32, in which models compute."""
     value = _given(hf, field, default)
-    # Compared before it is converted, because an integer may be too large for a float.
-    if not (_is_integer(value) or isinstance(value, float)) or not value > 0:
+    if not _is_number(value) or not value > 0:
         raise ValueError(f"{field} must be a positive number, not {value!r}")
     if not _SMALLEST <= value <= _LARGEST:
         raise ValueError(
             f"{field} must be from {_SMALLEST:.3g} to {_LARGEST:.3g} (float32), not {value!r}"
         )
+    return float(value)
+
+
+def finite(hf: HfConfig, field: str) -> float:
+    """A number that float32 holds."""
+    value = _given(hf, field, None)
+    # Compared before it is converted, because an integer may be too large for a float.
+    if not _is_number(value) or not -_LARGEST <= value <= _LARGEST:
+        raise ValueError(f"{field} must be a number that float32 holds, not {value!r:.60}")
     return float(value)
 
 
@@ -60,3 +68,7 @@ def _given(hf: HfConfig, field: str, default):
 
 def _is_integer(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value) -> bool:
+    return _is_integer(value) or isinstance(value, float)

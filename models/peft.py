@@ -1,14 +1,13 @@
 """LoRA adapters from and to folders as PEFT writes them, without torch and without PEFT.
 
 A folder holds adapter_config.json and adapter_model.safetensors. Names, patterns and scales mean
-what PEFT makes of them (`LoraConfig`).
+what PEFT makes of them (`LoraConfig`): see `models.peft_config`.
 """
 
 import hashlib
 import json
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,33 +17,13 @@ import numpy as np
 from models.checkpoint import STORED_DTYPES, cast, checked_dtype, tensors_of, write_tensors
 from models.config import ModelConfig
 from models.families import family
-from models.hf_fields import HfConfig, flag, integer, number
 from models.hub import parse_json
 from models.lora import Lora, Pair
 from models.params import Param, flatten
+from models.peft_config import Adapted, adapted_modules
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FLOAT32 = np.dtype("float32")
-
-# Fields that change nothing once an adapter is trained. PEFT itself corrects fan_in_fan_out, which
-# only says how the base weights lie.
-_IGNORED = {
-    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out",
-    "inference_mode", "loftq_config", "lora_dropout", "megatron_config", "megatron_core",
-    "peft_version", "qalora_group_size", "revision", "runtime_config",
-}  # fmt: skip
-_READ = {
-    "alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "layers_to_transform",
-    "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules", "task_type", "use_rslora",
-}  # fmt: skip
-# The supported values of fields that have few.
-_ONLY: dict[str, tuple] = {
-    "peft_type": ("LORA",),
-    "task_type": ("CAUSAL_LM", None),
-    "bias": ("none", None),
-    # Others change the base weights too.
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
-}
 
 
 @dataclass(frozen=True)
@@ -66,37 +45,22 @@ class _Module:
         return sorted(self.projections, key=lambda name: self.projections[name].part or (0, 1))
 
 
-@dataclass(frozen=True)
-class _Adapted:
-    """How a module is adapted."""
-
-    rank: int
-    alpha: float
-    rslora: bool
-
-    @property
-    def scale(self) -> float:
-        """Of BA; of a rank that is a tensor's, as any integer could be asked for."""
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
-
-
-def load(folder: str | Path, model: ModelConfig) -> tuple[Lora, str]:
+def load(folder: str | Path, model: ModelConfig, dtype="float32") -> tuple[Lora, str]:
     """The adapter of a folder for `model`, and the SHA-256, in hex, of the folder's content.
 
-    Raises ValueError, naming file and field or tensor, for what is missing, broken, misshapen, not
-    finite, not supported, or not for this model.
+    dtype: that it is to be served in; what is returned is float32 all the same.
+    Raises ValueError, naming file and field or tensor, for what is missing, broken, unreadable,
+    misshapen, not finite in this dtype, not supported, or not for this model.
     """
-    folder = Path(os.path.expanduser(folder))  # which leaves the home of nobody as it is
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}")
+    folder, dtype = _existing(folder), checked_dtype(dtype)
     modules, others = _modules(model)
     path, given = folder / WEIGHTS, _content(folder / CONFIG)
-    adapted = parse_json(given, folder / CONFIG, lambda hf: _adapted(hf, modules, others))
+    adapted = parse_json(given, folder / CONFIG, lambda hf: adapted_modules(hf, modules, others))
     content = _content(path, "; adapters are read from safetensors only")
     stored = tensors_of(content, path)
     _check(stored, path, modules, adapted)
 
-    def matrix(name: str, which: str) -> np.ndarray:
+    def read(name: str, which: str) -> np.ndarray:
         tensor = stored[_tensor(name, which)]
         array = np.frombuffer(tensor["data"], STORED_DTYPES[tensor["dtype"]])
         array = array.reshape(tensor["shape"])
@@ -104,23 +68,41 @@ def load(folder: str | Path, model: ModelConfig) -> tuple[Lora, str]:
 
     weights: dict[str, list[Pair | None]] = {}
     for name, how in adapted.items():
-        a, b = matrix(name, "A"), matrix(name, "B")
+        a, b = read(name, "A"), read(name, "B")
         for projection, param in modules[name].projections.items():
             part, parts = param.part or (0, 1)
             rows = np.split(b, parts)[part]
             with np.errstate(over="ignore"):
                 scaled = np.ascontiguousarray(rows.T) * how.scale
             layers = weights.setdefault(projection, [None] * model.num_layers)
-            layers[modules[name].layer] = a, cast(scaled, FLOAT32, f"{path}: {name} scaled B")
+            b_scaled = cast(scaled, FLOAT32, f"{path}: {name} scaled B")
+            for matrix, which in ((a, "A"), (b_scaled, "scaled B")):
+                cast(matrix, dtype, f"{path}: {name} {which}")
+            layers[modules[name].layer] = a, b_scaled
     return Lora(weights), hashlib.sha256(given + content).hexdigest()
+
+
+def _existing(folder: str | Path) -> Path:
+    if not isinstance(folder, str | Path):
+        raise ValueError(f"an adapter's folder must be a path, not {folder!r:.60}")
+    path = Path(os.path.expanduser(folder))  # which leaves the home of nobody as it is
+    try:
+        if path.is_dir():
+            return path
+    except OSError as error:
+        raise ValueError(f"folder {str(path)!r:.60}… : {error.strerror}") from None
+    raise ValueError(f"there is no folder {path}")
 
 
 def _content(path: Path, hint: str = "") -> bytes:
     """All of a file at once: while it is served an adapter may be written anew, or be cut short,
     which would end a process that has it mapped."""
-    if not path.is_file():
-        raise ValueError(f"{path} is missing{hint}")
-    return path.read_bytes()
+    try:
+        if path.is_file():
+            return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    raise ValueError(f"{path} is missing{hint}")
 
 
 def save(
@@ -183,102 +165,13 @@ def _modules(model: ModelConfig) -> tuple[dict[str, _Module], set[str]]:
     return modules, others | {"lm_head"}
 
 
-def _adapted(hf: HfConfig, modules: Mapping[str, _Module], others: set[str]) -> dict[str, _Adapted]:
-    """The modules that a configuration adapts, and how."""
-    for field, allowed in _ONLY.items():
-        if not any(hf.get(field) is value or hf.get(field) == value for value in allowed):
-            raise ValueError(f"{field} {hf.get(field)!r:.60} is not supported; allowed: {allowed}")
-    for field in sorted(hf.keys() - _IGNORED - _READ):
-        if hf[field]:
-            raise ValueError(f"{field} {hf[field]!r:.60} is not supported")
-    rank, alpha = integer(hf, "r"), number(hf, "lora_alpha")
-    ranks, alphas = _pattern(hf, "rank_pattern", integer), _pattern(hf, "alpha_pattern", number)
-    rslora = flag(hf, "use_rslora", False)
-    adapted = {}
-    for name in _targets(hf, modules, others):
-        r, a = _first(ranks, name, rank), _first(alphas, name, alpha)
-        if r < 1:
-            raise ValueError(f"r and rank_pattern must be at least 1, not {r} ({name})")
-        adapted[name] = _Adapted(r, a, rslora)
-    return adapted
-
-
-def _pattern[T](
-    hf: HfConfig, field: str, read: Callable[[HfConfig, str], T]
-) -> dict[re.Pattern, T]:
-    """The values of a field that maps regular expressions, of the ends of names, to numbers."""
-    pattern = hf.get(field) or {}
-    if not isinstance(pattern, dict):
-        raise ValueError(f"{field} must map names to numbers, not {pattern!r:.60}")
-    ends = {key: _compiled(field, key, rf"(.*\.)?({key})$") for key in pattern}
-    try:
-        return {end: read(pattern, key) for key, end in ends.items()}
-    except ValueError as error:
-        raise ValueError(f"{field}: {error}") from None
-
-
-def _first[T](pattern: Mapping[re.Pattern, T], module: str, default: T) -> T:
-    """The value of the first expression that matches the module's name."""
-    found = (value for end, value in pattern.items() if end.match(module))
-    return next(found, default)
-
-
-def _targets(hf: HfConfig, modules: Mapping[str, _Module], others: set[str]) -> list[str]:
-    """The modules that target_modules names and nothing else takes away."""
-    field, target = "target_modules", hf.get("target_modules")
-    allowed = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
-    targeted: list[str] = []
-    # A string is one regular expression.
-    for one in [target] if isinstance(target, str) else _names(field, target):
-        if target == "all-linear":
-            found, wrong = list(modules), []
-        else:
-            found = [name for name in modules if _matches(field, target, one, name)]
-            wrong = sorted(name for name in others if _matches(field, target, one, name))
-        if wrong or not found:
-            what = f"names {wrong[0]}, which is" if wrong else "is"
-            raise ValueError(f"{field} {one!r} {what} no projection of a layer; allowed: {allowed}")
-        targeted += found
-    excluded = hf.get("exclude_modules") or []
-    for one in [excluded] if isinstance(excluded, str) else _names("exclude_modules", excluded):
-        targeted = [n for n in targeted if not _matches("exclude_modules", excluded, one, n)]
-    layers = hf.get("layers_to_transform")
-    if layers is not None and layers != []:
-        layers = layers if isinstance(layers, list) else [layers]
-        targeted = [name for name in targeted if modules[name].layer in layers]
-    if not targeted:
-        raise ValueError(f"{field}, exclude_modules and layers_to_transform leave nothing to adapt")
-    return sorted(set(targeted))
-
-
-def _names(field: str, value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"{field} must be a text or a list of texts, not {value!r:.60}")
-    return value
-
-
-def _matches(field: str, given: Any, pattern: str, module: str) -> bool:
-    """Whether one of the names of a field, or its regular expression, means `module`."""
-    if isinstance(given, str):
-        return _compiled(field, pattern, pattern).fullmatch(module) is not None
-    return module == pattern or module.endswith(f".{pattern}")
-
-
-def _compiled(field: str, given: str, pattern: str) -> re.Pattern:
-    """The expression that a field's text stands for."""
-    try:
-        return re.compile(pattern)
-    except (re.error, OverflowError) as error:  # the second: an excessive number of repeats
-        raise ValueError(f"{field} {given!r} is no regular expression: {error}") from None
-
-
 def _tensor(module: str, which: str) -> str:
     return f"base_model.model.{module}.lora_{which}.weight"
 
 
 def _check(
     stored: Mapping[str, Any], path: Path, modules: Mapping[str, _Module],
-    adapted: Mapping[str, _Adapted],
+    adapted: Mapping[str, Adapted],
 ) -> None:  # fmt: skip
     """Raises ValueError unless the file's tensors are those of the adapted modules."""
     expected: dict[str, tuple[int, ...]] = {}

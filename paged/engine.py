@@ -17,6 +17,7 @@ from paged.device.tensor_parallel import Shards
 from paged.engine_loop import EngineLoop
 from paged.event_log import EventLog
 from paged.exclusive import exclusive
+from paged.interrupts import keep_interrupts
 from paged.kv_cache import policy_of
 from paged.metrics import Metrics
 from paged.pinning import SAMPLING, Pinning
@@ -39,12 +40,13 @@ class Engine:
         self, model: ModelConfig, config: EngineConfig, executor: Executor, tokenizer=None
     ):
         check_model(model, config)
+        keep_interrupts()
         self.model, self.config, self.executor, self.tokenizer = model, config, executor, tokenizer
         self.metrics = Metrics()
         self.event_log = EventLog(self.metrics.events)
         self.requests = Requests(self.metrics, executor.clock, tokenizer)
         self.loop = EngineLoop(model, config, executor, self.requests, self.metrics, self.event_log)
-        self.adapters = KnownAdapters(model, config)
+        self.adapters = KnownAdapters(model, config, executor.dtype)
         self._arrivals = Arrivals(self.loop, self.requests, tokenizer)
         self._pinning = Pinning(self.loop, self.requests, self.event_log)
         self._owner: str | None = None  # the thread that is in a call: see `exclusive`
@@ -271,11 +273,11 @@ class Engine:
         how = SamplingParams() if sampling is None else sampling
         tokens = self._arrivals.validated(prompt, how)
         known = self.adapters.named(adapter)
-        stream = OutputStream(self._next_output, self._close, self.requests.dropped)
+        stream = OutputStream(self._next_output, self._close)
         group = self._arrivals.new_group(
             tokens, how, stream=True, mailbox=stream.mailbox, adapter=known
         )
-        stream.group = group  # before it is queued: if nobody gets the stream, it is aborted
+        self.requests.open(stream, group)
         self._accept(group)
         return stream
 
@@ -286,13 +288,12 @@ class Engine:
             if group is None or self.requests.unfinished.get(group.request_id) is not group:
                 raise StopIteration
             self._advance()
-        output = mailbox[0]
-        del mailbox[0]
-        return output
+        return self.requests.fetch(stream)
 
     @exclusive
     def _close(self, stream: OutputStream) -> None:
-        stream.drop()
+        if stream.group is not None:
+            self.requests.dropped.append(stream.group)
         self._settle()
 
     @exclusive
@@ -329,13 +330,13 @@ class Engine:
         """
         if self._half_done:
             self._start_afresh()
+        self.requests.drop_streams()
         dropped = self.requests.dropped
         while dropped:
             group = dropped[0]
             if self.requests.unfinished.get(group.request_id) is group:
                 self._abort(group)
-            if group.mailbox is not None:
-                group.mailbox.clear()
+            self.requests.forget(group)
             del dropped[0]
 
     def _start_afresh(self) -> None:

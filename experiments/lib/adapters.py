@@ -43,7 +43,7 @@ def asked_for(
 ) -> list[Adapter]:
     """Those of --adapters, each read and checked; random ones that nobody is to read (simulated)
     are not written. Raises ValueError for what `KnownAdapters.read` refuses, or no adapter."""
-    given, known = options.adapters, KnownAdapters(model, config)
+    given, known = options.adapters, KnownAdapters(model, config, options.dtype)
     if not given.isdecimal():
         found = popularity.folders(given) if given else {}
         return [known.read(name, folder) for name, folder in found.items()]

@@ -3,23 +3,26 @@
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
+
+from paged.interrupts import SIGNALS, keep_interrupts
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, which ends a program as Ctrl-C does."""
 
 
+SIGNALS[Terminated] = signal.SIGTERM
+
+
 @contextmanager
 def interrupts() -> Iterator[None]:
     """Within it, Ctrl-C and SIGTERM end the program with a line and their exit statuses."""
-    signal.signal(signal.SIGTERM, _interrupt)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
+    keep_interrupts()
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -28,16 +31,8 @@ def interrupts() -> Iterator[None]:
         sys.exit(128 + number)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    # Python drops what is raised while a callback of the garbage collector runs, and JAX has one.
-    while frame is not None:
-        if frame.f_code.co_name == "_xla_gc_callback":
-            # A real signal, as it also ends a wait.
-            again = threading.main_thread().ident, number
-            threading.Timer(0.01, signal.pthread_kill, again).start()
-            return
-        frame = frame.f_back
-    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
 
 
 class Stop:

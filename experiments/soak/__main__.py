@@ -1,7 +1,9 @@
 """Serve random requests for a long time, and check at every step that nothing is lost.
 
 python -m experiments.soak --minutes=30
-python -m experiments.soak --policy=lserve --noprefix_caching --preemption_mode=swap
+python -m experiments.soak --policy=lserve --noprefix_caching --preemption_mode=swap \\
+    --lserve_gates=models/bundled/duo_gates.json --lserve_streaming_share=0.5 \\
+    --lserve_budget=48 --lserve_sink=16 --lserve_local=32
 python -m experiments.soak --policy=diffkv --noprefix_caching --nochunked_prefill --page_size=8 \\
     --max_model_len=96 --max_num_batched_tokens=96 --max_num_seqs=4 --kv_cache_tokens=28 \\
     --diffkv_window=16
@@ -17,7 +19,8 @@ Checked: each request gets one final output, whose sequences' tokens, texts and 
 request; --check_share of them equal the run of the request alone; whoever came first always
 advances; every block, on the device and in the host's memory, has the references that tables, pins
 and swapped groups explain, and every slot its sequence; refused requests leave no trace; memory
-does not grow.
+does not grow; and what the flags name has happened: preemptions, hits in the prefix cache, evicted
+adapters, pages that were selected, windows that moved on, tokens that were demoted and dropped.
 
 All decisions are a function of --seed, the step's number and the engine's state: --steps repeats a
 run that has no interrupts. Writes to --output_dir: report.json, summary.json, samples.csv and
@@ -30,9 +33,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -41,16 +43,17 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.lib import adapters, run_record
-from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.engines import engine_config
 from experiments.lib.flags import define_engine_flags, define_float, fields_of, loading
 from experiments.lib.program import Options, Program, refusals
 from experiments.lib.signals import Stop
 from experiments.soak.checks import KINDS, Violation
 from experiments.soak.comparison import LOGPROB_TOLERANCE
+from experiments.soak.engines import make_users, warm_up
+from experiments.soak.mechanisms import check_mechanisms, named_mechanisms, observe
 from experiments.soak.operations import OPERATIONS
-from experiments.soak.users import MOST_SEQUENCES, Users
+from experiments.soak.users import Users
 from models import checkpoint
-from paged.adapters.adapter import Adapter
 from paged.config import EngineConfig
 from paged.kv_cache.dense import DenseHost
 
@@ -106,15 +109,6 @@ def rss_mib() -> float | None:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def reference_config(config: EngineConfig) -> EngineConfig:
-    """One request at a time, in ample memory, with nothing shared and nothing ahead."""
-    most, longest = min(MOST_SEQUENCES, config.max_num_seqs), config.max_model_len
-    return replace(
-        config, max_num_seqs=most, max_prefills_per_step=1, prefix_caching=False, run_ahead=False,
-        kv_cache_tokens=most * (longest + config.page_size), watermark=0.0,
-    )  # fmt: skip
-
-
 def run(
     users: Users,
     *,
@@ -144,6 +138,8 @@ def run(
         while not stop_requested() and ((step < steps) if steps else (minutes_now() < minutes)):
             users.act(step, operations)
             step += 1
+            if step % SAMPLE_EVERY == 0:
+                observe(users)
             drains = step % drain_every == 0
             if drains:
                 users.drain()
@@ -241,27 +237,6 @@ def write(output_dir: str | Path, samples: Sequence[Sample], numbers: dict, fact
     plot(samples, Path(output_dir) / "soak.png", title, footer)
 
 
-def make_users(
-    config: EngineConfig, seed: int, check_share: float, interrupts: float, tolerance: float,
-    served: Sequence[Adapter] = (), **model: Any,
-) -> Users:  # fmt: skip
-    """Users of an engine, warmed up. served: the adapters that they name. model: what `load_engine`
-    takes by name.
-
-    Raises ValueError for what cannot be.
-    """
-    engine = load_engine(config, **model)
-    reference = load_engine(reference_config(config), **model)
-    for adapter in served:
-        engine.add_known_adapter(adapter)
-        reference.add_known_adapter(adapter)
-    users = Users(engine, reference, seed, check_share, interrupts=interrupts, tolerance=tolerance)
-    # The reference first: compilations are counted for the whole process.
-    reference.warm_up()
-    engine.warm_up()
-    return users
-
-
 def main(options: Options) -> int:
     with refusals():
         model = checkpoint.load_config(options.model)
@@ -271,6 +246,8 @@ def main(options: Options) -> int:
             options.logprob_tolerance, adapters.asked_for(options, model, config),
             **loading(options),
         )  # fmt: skip
+        named = named_mechanisms(users)
+    warm_up(users)
     with Stop() as stop:
         samples, steps, wrong = run(
             users,
@@ -282,6 +259,7 @@ def main(options: Options) -> int:
         partial = stop.cause
         if not partial:  # a run that was cut short may not have settled
             wrong = wrong or check_growth(growth(samples), options.max_rss_growth_mib)
+            wrong = wrong or check_mechanisms(named, users.counts)
         finish(users, samples, steps, wrong, partial, options)
     return 128 + stop.signal if stop.signal else 0
 
@@ -310,6 +288,8 @@ def finish(
         print(f"{name:28} {value:,.6g}" if isinstance(value, float) else f"{name:28} {value:,}")
     if wrong:
         traceback.print_exception(wrong)
+        if isinstance(wrong, Violation) and wrong.kind == "unexercised":
+            sys.exit(f"nothing lost in {steps} steps, but {wrong}")
         sys.exit(
             f"violated in step {steps} with --seed={options.seed}: {wrong}\n"
             f"repeat with the same flags and --steps={steps + 1}"

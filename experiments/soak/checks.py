@@ -15,12 +15,12 @@ from paged.requests.stopping import decode
 
 KINDS = (
     "lost", "doubled", "wrong_output", "mismatched", "leaked_blocks", "leaked_state", "stuck",
-    "accepted", "raised", "memory_growth",
+    "accepted", "raised", "memory_growth", "unexercised",
 )  # fmt: skip
 
 
 class Violation(Exception):
-    """A promise of the engine that it did not keep; kind: one of KINDS."""
+    """A promise that the engine, or the soak itself, did not keep; kind: one of KINDS."""
 
     def __init__(self, kind: str, message: str):
         assert kind in KINDS, kind

@@ -23,12 +23,12 @@ class Interrupts:
     hand is not the engine's to keep."""
 
     def __init__(self, engine: Engine, share: float):
-        self._engine, self._share, self._armed = engine, share, False
+        self._engine, self.share, self._armed = engine, share, False
 
     @contextmanager
     def around(self, rng: random.Random) -> Iterator[None]:
         """May raise Interruption within; only in the main thread."""
-        if not self._share or rng.random() >= self._share:
+        if not self.share or rng.random() >= self.share:
             yield
             return
         before = signal.signal(signal.SIGALRM, self._ring)

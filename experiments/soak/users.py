@@ -62,7 +62,7 @@ COUNTED = (
     "requests", "parallel_samples", "beam_searches", "prompt_tokens", "output_tokens",
     "cached_tokens", "copied_blocks", "preemptions", "swapped_out", "swapped_in", "engine_steps",
     "ended_eos", "ended_length", "ended_stop", "ended_abort", "closed", "refused",
-    "pinned_prefixes", "compared", "near_ties", "interrupted", "adapted",
+    "pinned_prefixes", "compared", "near_ties", "interrupted", "adapted", "adapters_evicted",
 )  # fmt: skip
 
 
@@ -85,8 +85,8 @@ class Users:
     ):  # fmt: skip
         self.engine, self.reference, self.seed = engine, reference, seed
         self._sampling = sampling
-        self._check_share, self._tolerance = check_share, tolerance
-        self._interrupts = Interrupts(engine, interrupts)
+        self.check_share, self._tolerance = check_share, tolerance
+        self.interrupts = Interrupts(engine, interrupts)
         self.counts = Counter(dict.fromkeys(COUNTED, 0))
         self.asked: dict[str, Asked] = {}
         self.streams: dict[str, OutputStream] = {}
@@ -107,8 +107,7 @@ class Users:
         self._prefixes = [self._tokens(rng, self._third) for _ in range(NUM_PREFIXES)]
         self._at_rest = holdings(engine)
         self._held = engine.host_policy.held()  # with nothing unfinished
-        self._pinned = self._failures = 0
-        self._records = self._without_record = 0
+        self._pinned = self._failures = self._records = self._without_record = 0
         self._oldest, self._oldest_for = "", 0
 
     # What they do
@@ -126,7 +125,7 @@ class Users:
     def _do(self, operation: Callable[[], None], rng: random.Random) -> None:
         interrupted = False
         try:
-            with self._interrupts.around(rng):
+            with self.interrupts.around(rng):
                 operation()
         except Interruption:
             interrupted = True
@@ -190,7 +189,7 @@ class Users:
     ) -> None:  # fmt: skip
         """Await the output of a request that the engine has accepted."""
         repeatable = how.temperature == 0 or how.seed is not None
-        alone = repeatable and rng.random() < self._check_share
+        alone = repeatable and rng.random() < self.check_share
         self.asked[request_id] = Asked(prompt, how, alone, adapter=adapter)
         self.counts["requests"] += 1
         self.counts["adapted"] += adapter is not None
@@ -266,10 +265,11 @@ class Users:
             self.counts[name] += sum(getattr(step, name) for step in metrics.steps)
         self.counts["cached_tokens"] += sum(r.cached_tokens for r in metrics.requests)
         self.counts["engine_steps"] += len(metrics.steps)
+        loads = (event for event in metrics.events if event["event"] == "load")
+        self.counts["adapters_evicted"] += sum(len(load["evicted"]) for load in loads)
         metrics.clear()
-        self._failures = 0
         self.reference.metrics.clear()
-        self._records = 0
+        self._failures = self._records = 0
 
     def _note(self, *what) -> None:
         self.digest = zlib.crc32(repr(what).encode(), self.digest)

@@ -14,11 +14,12 @@ MOST_SHOWN = 10  # adapters that an error message names
 class KnownAdapters:
     """By name; `add` gives a name another content, which later requests get.
 
-    by_content: all that there have been, by name and content hash.
+    by_content: all that there have been, by name and content hash. dtype: that adapters are served
+    in, where it is known.
     """
 
-    def __init__(self, model: ModelConfig, config: EngineConfig):
-        self._model, self._config = model, config
+    def __init__(self, model: ModelConfig, config: EngineConfig, dtype: str = "float32"):
+        self._model, self._config, self._dtype = model, config, dtype
         self._by_name: dict[str, Adapter] = {}
         self.by_content: dict[tuple[str, str], Adapter] = {}
 
@@ -30,7 +31,7 @@ class KnownAdapters:
         """
         if not is_text(name) or not name:
             raise refusal("name", "a text that is not empty", name)
-        weights, content_hash = peft.load(folder, self._model)
+        weights, content_hash = peft.load(folder, self._model, self._dtype)
         adapter = Adapter(name, str(folder), content_hash, weights.rank)
         self.check(adapter)
         return adapter

@@ -1,13 +1,14 @@
 """The requests that an engine has accepted, until their last outputs are handed over."""
 
 import itertools
+import weakref
 from collections import deque
 from collections.abc import MutableSequence
-from weakref import WeakValueDictionary
 
 from paged.clock import VirtualClock, WallClock
 from paged.event_log import finish_event
 from paged.metrics import Metrics, request_record
+from paged.requests.output_stream import OutputStream
 from paged.requests.outputs import request_output
 from paged.requests.sequence import RequestOutput, SequenceGroup, Status
 from paged.scheduling.slots import Slots
@@ -15,8 +16,9 @@ from paged.scheduling.slots import Slots
 
 class Requests:
     """unfinished: by id; none of them has had its last output. outputs: for whoever calls `step`
-    next. dropped: requests for whose outputs nobody waits, to be aborted at the next occasion;
-    other threads may append to it.
+    next. streams: the requests of `stream` by id, until somebody fetches their last output, each
+    with its iterator: a reference without a callback, in which an interrupt would be lost. dropped:
+    requests for whose outputs nobody waits, to be aborted at the next occasion.
 
     A request of `generate` or `stream` has a mailbox of its own, which its caller keeps.
     """
@@ -25,13 +27,13 @@ class Requests:
         self.unfinished: dict[str, SequenceGroup] = {}
         self.outputs: list[RequestOutput] = []
         self.dropped: deque[SequenceGroup] = deque()
-        self._mailboxes: WeakValueDictionary[str, deque[RequestOutput]] = WeakValueDictionary()
+        self.streams: dict[str, tuple[weakref.ref[OutputStream], SequenceGroup]] = {}
         self._numbers = itertools.count()
         self._metrics, self._clock, self._tokenizer = metrics, clock, tokenizer
 
     def in_use(self, request_id: str) -> bool:
         """Whether a request of that id is unfinished, or has outputs that nobody has fetched."""
-        if request_id in self.unfinished or self._mailboxes.get(request_id):
+        if request_id in self.unfinished or request_id in self.streams:
             return True
         return any(output.request_id == request_id for output in self.outputs)
 
@@ -41,10 +43,33 @@ class Requests:
         return next(name for name in names if not self.in_use(name))
 
     def add(self, group: SequenceGroup) -> None:
-        # Nobody fetches the output of a pinned prefix, so it must not keep its id in use.
-        if group.mailbox is not None and not group.pin:
-            self._mailboxes[group.request_id] = group.mailbox
         self.unfinished[group.request_id] = group
+
+    def open(self, stream: OutputStream, group: SequenceGroup) -> None:
+        """Before the request is queued: if nobody gets the stream, it is aborted."""
+        stream.group = group
+        self.streams[group.request_id] = weakref.ref(stream), group
+
+    def fetch(self, stream: OutputStream) -> RequestOutput:
+        """Hand over the next output of a stream that has one."""
+        output = stream.mailbox[0]
+        if output.finished:
+            self.streams.pop(output.request_id, None)
+        del stream.mailbox[0]
+        return output
+
+    def drop_streams(self) -> None:
+        """Drop the requests whose stream nobody has any more."""
+        for stream, group in list(self.streams.values()):
+            if stream() is None:
+                self.dropped.append(group)
+
+    def forget(self, group: SequenceGroup) -> None:
+        """The outputs of a request that has ended, for which nobody waits."""
+        if group.mailbox is not None:
+            group.mailbox.clear()
+        if group.request_id in self.streams and self.streams[group.request_id][1] is group:
+            del self.streams[group.request_id]
 
     def _box(self, group: SequenceGroup) -> MutableSequence[RequestOutput]:
         return self.outputs if group.mailbox is None else group.mailbox

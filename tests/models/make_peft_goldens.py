@@ -54,6 +54,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "fan_in_fan_out": True,
         },
     ),
+    "layers": (
+        "llama_gqa_tied",
+        {
+            "r": 4,
+            "lora_alpha": -6,
+            "target_modules": ["model.layers.0.mlp.up_proj", "q_proj", "down_proj", "o_proj"],
+            "layers_to_transform": [1, 7],
+            "layers_pattern": ["h", "lay.*"],
+            "alpha_pattern": {"down_proj": 0},
+        },
+    ),
 }
 
 

@@ -56,6 +56,14 @@ def write(folder: Path, model: ModelConfig, rank=8, seed=0, size=1.0, targets=No
     return folder
 
 
+def edit(folder: Path, change) -> None:
+    """Write an adapter's tensors anew, as `change` leaves the dict of them."""
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
 def merged(checkpoint: Path, adapter: Path, model: ModelConfig) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint with W += scale BA, in the checkpoint's own layout."""
     config = json.loads((adapter / "adapter_config.json").read_text())

@@ -1,6 +1,5 @@
 """PEFT's folders, read and computed with, against checkpoints that hold the merged weights."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -11,12 +10,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from models import checkpoint, lora, peft
 from tests.models import peft_folders
 from tests.models.goldens import ADAPTER_CASES, GOLDEN, adapter_golden, golden, run
-from tests.models.peft_folders import tensor
+from tests.models.peft_folders import edit, tensor
 from tests.paged.tiny import TINY
 
 ATTENTION = ["q_proj", "v_proj"]
@@ -57,32 +56,6 @@ def test_an_adapter_computes_what_a_merged_checkpoint_does(case, tmp_path):
     assert np.abs(got - base).max() > 0.05 * size
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"target_modules": r".*\.(q|v)_proj"},
-        {"target_modules": ["self_attn.q_proj", "v_proj"]},
-        {"target_modules": "all-linear", "exclude_modules": r".*(k|o|gate|up|down)_proj"},
-        {"target_modules": [*ATTENTION, "k_proj"], "exclude_modules": ["k_proj"]},
-    ],
-)
-def test_ways_to_name_the_same_modules(given, tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    folder = peft_folders.write(tmp_path, config, targets=ATTENTION, **given)
-    adapter, _ = peft.load(folder, config)
-    assert adapter.weights.keys() == {"wq", "wv"}
-
-
-def test_layers_may_be_left_out(tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    folder = peft_folders.write(tmp_path, config, targets=ATTENTION, layers_to_transform=1)
-    edit(folder, lambda tensors: [tensors.pop(n) for n in [*tensors] if ".layers.0." in n])
-    adapter, _ = peft.load(folder, config)
-    assert adapter.weights["wq"][0] is None
-    assert adapter.rank_of("wq") == adapter.rank == 8
-    assert adapter.rank_of("wo") == 0
-
-
 def test_the_hash_is_that_of_the_content(tmp_path):
     config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
     first, again = (
@@ -113,58 +86,6 @@ def test_pages_hold_all_ranks_and_zeros():
             ranks = len(pair[0])
             assert np.array_equal(together[layer, :ranks], pair[which])
             assert not together[layer, ranks:].any()
-
-
-def edit(folder, change):
-    path = folder / "adapter_model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
-        ({"task_type": "SEQ_CLS"}, "task_type 'SEQ_CLS' is not supported"),
-        ({"use_dora": True}, "use_dora True is not supported"),
-        ({"bias": "lora_only"}, "bias 'lora_only' is not supported"),
-        ({"lora_bias": True}, "lora_bias True is not supported"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\] is not supported"),
-        ({"layers_pattern": "h"}, "layers_pattern 'h' is not supported"),
-        ({"layer_replication": [[0, 1]]}, "layer_replication"),
-        ({"from_next_year": 1}, "from_next_year 1 is not supported"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
-        ({"target_modules": ["q_proj", "qproj"]}, "target_modules 'qproj' is no projection"),
-        (
-            {"target_modules": ["q_proj", "lm_head"]},
-            "'lm_head' names lm_head, which is no projection of a layer; allowed: down_proj, gate",
-        ),
-        ({"target_modules": ".*(q_proj|embed_tokens)"}, "names model.embed_tokens, which is no"),
-        ({"target_modules": "("}, "is no regular expression"),
-        ({"target_modules": None}, "target_modules must be a text or a list of texts, not None"),
-        ({"exclude_modules": ATTENTION}, "leave nothing to adapt"),
-        ({"layers_to_transform": [7]}, "leave nothing to adapt"),
-        ({"r": 0}, "must be at least 1, not 0"),
-        ({"r": "8"}, "r must be an integer"),
-        ({"lora_alpha": None}, "lora_alpha is missing or null"),
-        ({"rank_pattern": {"q_proj": 2.5}}, "rank_pattern: q_proj must be an integer"),
-        ({"rank_pattern": ["q_proj"]}, "rank_pattern must map names to numbers"),
-        ({"alpha_pattern": {"*": 2}}, "alpha_pattern .*is no regular expression"),
-        ({"rank_pattern": {"(?i)Q_PROJ": 2}}, "rank_pattern .*is no regular expression"),
-        ({"target_modules": "q{99999999999999999999}"}, "is no regular expression: the repetition"),
-        ({"r": 10**400}, r"asks? for \(10000"),
-        ({"r": 4}, r"q_proj.lora_A.weight has shape \(8, 24\), but the model and .* \(4, 24\)"),
-        ({"target_modules": ["q_proj"]}, "v_proj.lora_A.weight is of no module that"),
-        ({"target_modules": [*ATTENTION, "k_proj"]}, r"k_proj.lora_A.weight of shape .* is missin"),
-    ],
-)
-def test_what_cannot_be_read_is_refused_by_name(fields, error, tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    folder = peft_folders.write(tmp_path, config, targets=ATTENTION, **fields)
-    with pytest.raises(ValueError, match=error) as raised:
-        peft.load(folder, config)
-    assert str(tmp_path) in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +129,39 @@ def test_a_broken_folder_is_refused(spoil, error, tmp_path):
         peft.load(folder, config)
 
 
+def unreadable(folder: Path) -> Path:
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "adapter_model.safetensors").symlink_to("/proc/self/mem")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (unreadable, "adapter_model.safetensors cannot be read: Input/output error"),
+        (lambda folder: folder / ("x" * 5_000), "File name too long"),
+        (lambda folder: None, "an adapter's folder must be a path, not None"),
+        (lambda folder: 5, "an adapter's folder must be a path, not 5"),
+        (lambda folder: str(folder) + "\0", "there is no folder|null byte"),
+    ],
+)
+def test_what_is_no_folder_is_refused(given, error, tmp_path):
+    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
+    folder = given(peft_folders.write(tmp_path / "adapter", config))
+    with pytest.raises(ValueError, match=error) as raised:
+        peft.load(folder, config)
+    assert len(str(raised.value)) < 1_000
+
+
+def test_values_beyond_the_dtype_that_serves_are_refused(tmp_path):
+    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
+    folder = peft_folders.write(tmp_path, config, targets=["q_proj"], lora_alpha=1e6, size=10)
+    for dtype in ("float32", "bfloat16"):
+        peft.load(folder, config, dtype)
+    with pytest.raises(ValueError, match=r"q_proj scaled B has values of up to .* beyond float16"):
+        peft.load(folder, config, "float16")
+
+
 def test_a_scale_that_leaves_float32_is_refused(tmp_path):
     config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
     folder = peft_folders.write(tmp_path, config, lora_alpha=1e38, size=1e3)
@@ -231,30 +185,6 @@ def test_merging_keeps_the_dtype():
     pair = np.ones((1, width), np.float32), np.ones((1, fan_out), np.float32)
     merged = lora.merge(half, lora.Lora({"wq": [pair] * config.num_layers}))
     assert merged["layers"][0]["wq"].dtype == jnp.bfloat16
-
-
-def test_adapter_config_is_what_peft_writes(tmp_path):
-    """The reader's fields are those of a real file, not only of this module."""
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    folder = peft_folders.write(tmp_path, config, targets=ATTENTION)
-    path = folder / "adapter_config.json"
-    written: dict[str, Any] = {
-        "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None,
-        "auto_mapping": None, "base_model_name_or_path": "x", "bias": "none",
-        "corda_config": None, "ensure_weight_tying": False, "eva_config": None,
-        "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True,
-        "init_lora_weights": True, "layer_replication": None, "layers_pattern": None,
-        "layers_to_transform": None, "loftq_config": {}, "lora_alpha": 16, "lora_bias": False,
-        "lora_dropout": 0.05, "megatron_config": None, "megatron_core": "megatron.core",
-        "modules_to_save": None, "peft_type": "LORA", "peft_version": "0.18.0",
-        "qalora_group_size": 16, "r": 8, "rank_pattern": {}, "revision": None,
-        "target_modules": ["q_proj", "v_proj"], "target_parameters": None,
-        "task_type": "CAUSAL_LM", "trainable_token_indices": None, "use_dora": False,
-        "use_qalora": False, "use_rslora": False,
-    }  # fmt: skip
-    path.write_text(json.dumps(written))
-    adapter, _ = peft.load(folder, config)
-    assert adapter.rank == 8
 
 
 WRITTEN_MEANWHILE = """

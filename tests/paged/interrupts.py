@@ -16,8 +16,12 @@ TOOL = sys.monitoring.PROFILER_ID
 EVENTS = sys.monitoring.events
 
 
+class Interruption(KeyboardInterrupt):
+    """One of ours: where it is dropped no signal may follow, but pytest says so."""
+
+
 class Points:
-    """How many points have been passed, and at which ones KeyboardInterrupt is raised."""
+    """How many points have been passed, and at which ones Interruption is raised."""
 
     def __init__(self, raise_at: tuple[int, ...] = ()):
         self.passed = self.raised = 0
@@ -44,7 +48,7 @@ class Points:
         self.passed += self._inside
         if self._inside and self.passed in self._raise_at:
             self.raised += 1
-            raise KeyboardInterrupt
+            raise Interruption
 
 
 def _is_watched(code) -> bool:
@@ -57,7 +61,7 @@ def _calls(code, *_):
 
 @contextmanager
 def interrupted_at(*points: int) -> Iterator[Points]:
-    """KeyboardInterrupt at these points, counted from 1, of what `Points.call` calls within."""
+    """Interruption at these points, counted from 1, of what `Points.call` calls within."""
     state = Points(points)
     callbacks: dict[int, Callable] = {
         EVENTS.PY_START: state.begins_or_goes_round, EVENTS.JUMP: state.begins_or_goes_round,

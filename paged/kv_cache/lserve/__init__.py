@@ -23,16 +23,15 @@ def capabilities(config: CacheConfig) -> Capabilities:
     options: Options = config.policy_options
     longest = config.max_model_len
     never_selects = max(options.budget, options.sparse_from) >= longest
-    never_sparse = not 0 < options.minference_from <= longest
     return Capabilities(
         fork="computed", swap=True, chunked_prefill=True, recompute=True,
-        recompute_exact=never_selects and never_sparse, slot_state=True,
+        recompute_exact=never_selects and not options.minference_from, slot_state=True,
     )  # fmt: skip
 
 
 def check(config: CacheConfig, model: ModelConfig | None) -> None:
     """Raises ValueError for options that cannot work, and for a cache too small or too large."""
-    check_options(config.policy_options, config.page_size, model)
+    check_options(config.policy_options, config, model)
     if model is None:
         return
     layout = layout_of(config, ShardedModel.split(model, config.tensor_parallel))
@@ -66,7 +65,7 @@ def device(
         model.shard.num_heads,
         model.shard.head_dim,
         selectors(options, model),
-        min(options.dense_layers, model.shard.num_layers),
+        options.dense_layers,
         options.selection == "keys",
         None if config.kv_dtype == "auto" else config.kv_dtype,
         implementation,

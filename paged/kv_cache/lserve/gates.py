@@ -5,34 +5,38 @@ gates as `full_attention_heads.tsv`, a line a layer. Ours are JSON, beside the m
 made for: {"weights_sha256": HASH, "gates": [[...], ...]}.
 """
 
+import io
 import json
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from paged.checks import shown
+from paged.checks import is_real, shown
 from paged.kv_cache.made_for import made_for
 
 Gates = tuple[tuple[float, ...], ...]  # [L][K]
+ROUNDING = 0.01  # of numbers near 1 in bfloat16
 
 
 def checked_gates(gates) -> Gates:
-    """Rows of numbers as tuples, so that they are compared and hashed by value. Raises ValueError
-    if they are not equally long rows of numbers from 0 to 1."""
+    """Rows of numbers, an array's too, as tuples, so that they are compared and hashed by value.
+    Raises ValueError if they are not equally long rows of numbers from 0 to 1."""
     try:
-        rows = tuple(tuple(float(gate) for gate in row) for row in gates)
-    except (TypeError, ValueError, OverflowError):  # the last: an integer beyond all floats
-        rows = ((),)
+        rows = [list(row) if not isinstance(row, str | dict) else [row] for row in gates]
+    except TypeError:
+        rows = []
     if not rows or len({len(row) for row in rows}) > 1 or not all(rows):
         raise ValueError(f"gates must be a row of numbers for each layer, not {shown(gates)}")
     for layer, row in enumerate(rows):
         for head, gate in enumerate(row):
-            if not 0 <= gate <= 1:
+            if not is_real(gate) or not 0 <= gate <= 1:
                 raise ValueError(
-                    f"gates must be from 0 to 1, not {gate} of layer {layer}, head {head}"
+                    "gates must be a row of numbers for each layer, from 0 to 1, not "
+                    f"{shown(gate)} of layer {layer}, head {head}"
                 )
-    return rows
+    return tuple(tuple(map(float, row)) for row in rows)
 
 
 def read_gates(path: str, weights_hash: Callable[[], str]) -> Gates:
@@ -42,18 +46,21 @@ def read_gates(path: str, weights_hash: Callable[[], str]) -> Gates:
     """
     try:
         text = Path(path).read_text("utf-8-sig")  # editors on Windows put a mark at the beginning
-        if not path.endswith(".json"):
+        if not path.lower().endswith(".json"):
             return checked_gates(_table(text))
         return checked_gates(*made_for(json.loads(text), weights_hash, "gates"))
     except (OSError, ValueError, RecursionError) as error:  # the last: brackets without end
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _table(text: str) -> list[Sequence[float]]:
-    """The numbers of a tab-separated file. Trained gates may lie beyond [0, 1] by a rounding, and
-    DuoAttention clips them as it reads them."""
-    rows = [[float(x) for x in line.split()] for line in text.splitlines() if line]
-    return [np.clip(row, 0, 1).tolist() for row in rows]
+def _table(text: str) -> list[list[float]]:
+    """The numbers of a tab-separated file [L, K], without comments. Trained gates may lie beyond
+    [0, 1] by a rounding, and DuoAttention clips them as it reads them; no others."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a file without numbers
+        gates = np.loadtxt(io.StringIO(text), ndmin=2)
+    clipped = np.clip(gates, 0, 1)
+    return np.where(np.abs(gates - clipped) <= ROUNDING, clipped, gates).tolist()
 
 
 def streaming_heads(gates: Gates, share: float) -> np.ndarray:

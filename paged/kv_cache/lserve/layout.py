@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged.kv_cache.lserve.gates import dense_first, streaming_heads
-from paged.kv_cache.lserve.options import UNQUANTISED, Options
+from paged.kv_cache.lserve.options import LEAST_SELECTED, UNQUANTISED, Options
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from pallas_kernels.quantization import KVFormat
 
 DENSE, STREAMING = "dense", "streaming"
-LEAST_SELECTED = 3  # pages: fewer would leave no choice beside the newest one
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def split(options: Options, model: ShardedModel) -> np.ndarray:
     L, K = model.whole.num_layers, model.whole.num_kv_heads
     if not options.gates:
         return np.zeros((L, K), bool)
-    return streaming_heads(options.gates, options.streaming_share)
+    return streaming_heads(options.gates, options.streaming_share or 0)
 
 
 def order_of(streams: np.ndarray, num_shards: int) -> np.ndarray:
@@ -176,15 +175,15 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         ring=max(1, min(most - sink, local + 1 + (longest + P - 2) // P)),
         format=KVFormat(options.kv_bits, model.shard.head_dim) if quantised else None,
         num_blocks=(0, 0),
-        minference=_minference(options, config.max_model_len, most, P),
+        minference=_minference(options, most, P),
         minference_from=options.minference_from,
     )  # fmt: skip
     return replace(layout, num_blocks=_blocks(layout, config, model))
 
 
-def _minference(options: Options, longest: int, most: int, page_size: int) -> int:
+def _minference(options: Options, most: int, page_size: int) -> int:
     pages = max(LEAST_SELECTED, options.minference_budget // page_size)
-    return pages if 0 < options.minference_from <= longest and pages < most else 0
+    return pages if options.minference_from and pages < most else 0
 
 
 def _blocks(layout: Layout, config: CacheConfig, model: ShardedModel) -> tuple[int, int]:

@@ -7,9 +7,12 @@ from models.config import ModelConfig
 from paged import checks
 from paged.checks import described
 from paged.kv_cache.lserve.gates import Gates, checked_gates, read_gates, streaming_heads
+from paged.kv_cache.policy import CacheConfig
 from pallas_kernels.quantization import KVFormat
 
 UNQUANTISED = 16  # kv_bits of pages that hold keys and values as they are
+LEAST_SELECTED = 3  # pages: fewer would leave no choice beside the newest one
+PAPERS_SHARE = 0.5  # of the KV heads that stream
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class Options:
     """Each field says what it is; counts are of tokens. The defaults are the paper's, but that
     without gates no head streams.
 
-    Raises ValueError for gates that are none.
+    Raises ValueError for gates that are none, and for a share of streaming heads without gates.
     """
 
     budget: int = described(4096, "tokens that a query of a dense head reads, whole pages of them")
@@ -44,7 +47,9 @@ class Options:
     minference_budget: int = described(
         4096, "tokens that a page of queries of a dense head reads then, whole pages of them"
     )
-    streaming_share: float = described(0.5, "share of KV heads that stream, those of lowest gates")
+    streaming_share: float | None = described(
+        None, f"share of KV heads that stream, those of lowest gates; {PAPERS_SHARE} with gates"
+    )
     gates: Gates = field(
         default=(),
         metadata={
@@ -55,13 +60,25 @@ class Options:
     )
 
     def __post_init__(self):
-        object.__setattr__(self, "gates", checked_gates(self.gates) if self.gates else ())
+        # A log has a list.
+        given = not isinstance(self.gates, tuple | list) or len(self.gates) > 0
+        object.__setattr__(self, "gates", checked_gates(self.gates) if given else ())
+        if given and self.streaming_share is None:
+            object.__setattr__(self, "streaming_share", PAPERS_SHARE)
+        if not given and self.streaming_share is not None:
+            raise ValueError(
+                f"streaming_share ({checks.shown(self.streaming_share)}) needs gates: without them "
+                "no head streams"
+            )
 
 
-def check_options(options: Options, page_size: int, model: ModelConfig | None) -> None:
-    """Raises ValueError for options that cannot work, alone, with these pages or with the model."""
+def check_options(options: Options, config: CacheConfig, model: ModelConfig | None) -> None:
+    """Raises ValueError for options that cannot work, alone, with the cache or with the model."""
+    page_size, longest, sparse = config.page_size, config.max_model_len, options.minference_from
+    least = min(LEAST_SELECTED * page_size, longest)
+    pages = f"at least {LEAST_SELECTED} pages of {page_size}"
     checks.require(options, {
-        "budget": (options.budget >= 1, "at least 1"),
+        "budget": (options.budget >= least, pages),
         "sparse_from": (0 <= options.sparse_from < 2**31, "at least 0 and below 2^31"),
         "dense_layers": (options.dense_layers >= 0, "at least 0"),
         "reuse": (
@@ -80,9 +97,9 @@ def check_options(options: Options, page_size: int, model: ModelConfig | None) -
             f"whole pages of {page_size}, at least one",
         ),
         "kv_bits": (options.kv_bits in (UNQUANTISED, 8, 4), f"{UNQUANTISED}, 8 or 4"),
-        "minference_from": (0 <= options.minference_from < 2**31, "at least 0 and below 2^31"),
-        "minference_budget": (options.minference_budget >= 1, "at least 1"),
-        "streaming_share": (0 <= options.streaming_share <= 1, "from 0 to 1"),
+        "minference_from": (0 <= sparse <= longest, f"from 0 to max_model_len ({longest})"),
+        "minference_budget": (not sparse or options.minference_budget >= least, pages),
+        "streaming_share": (0 <= (options.streaming_share or 0) <= 1, "from 0 to 1"),
     })  # fmt: skip
     if options.minference_from and options.kv_bits != UNQUANTISED:
         raise ValueError(
@@ -95,13 +112,17 @@ def check_options(options: Options, page_size: int, model: ModelConfig | None) -
         KVFormat(options.kv_bits, model.head_dim)
     if model.sliding_window is not None:
         raise ValueError("policy 'lserve' has windows of its own: the model's cannot be served")
+    if options.dense_layers > model.num_layers:
+        raise ValueError(
+            f"dense_layers ({options.dense_layers}) must be at most the model's {model.num_layers}"
+        )
     shape = model.num_layers, model.num_kv_heads
     if options.gates and (len(options.gates), len(options.gates[0])) != shape:
         raise ValueError(
             f"gates are of {len(options.gates)} layers of {len(options.gates[0])} KV heads, but "
             f"the model has {shape[0]} of {shape[1]}"
         )
-    if options.gates and streaming_heads(options.gates, options.streaming_share).all():
+    if options.gates and streaming_heads(options.gates, options.streaming_share or 0).all():
         raise ValueError(
             f"streaming_share ({options.streaming_share}) must leave a head dense of the "
             f"{shape[0] * shape[1]} that there are"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from experiments.soak import __main__ as soak
+from experiments.soak import engines
 from experiments.soak.checks import Asked, Violation
 from experiments.soak.comparison import smallest_lead
 from experiments.soak.operations import OPERATIONS, abort, submit
@@ -45,7 +46,7 @@ def make_users(
     tokenizer, engine_class=Engine, seed=0, sampling=PARAMETERS, config=CONFIG, interrupts=0.0
 ) -> Users:
     """Over a twin of the device whose tokens depend on all that a request's pages hold."""
-    alone = soak.reference_config(config)
+    alone = engines.reference_config(config)
     engine = engine_class(TINY, config, twin(config), tokenizer)
     reference = Engine(TINY, alone, twin(alone), tokenizer)
     for adapter in ADAPTERS if config.adapter_slots else ():

@@ -13,6 +13,7 @@ from paged import Engine, EngineConfig, SamplingParams
 from paged.adapters.device import DeviceAdapters
 from paged.device.executor import DeviceExecutor
 from paged.requests.sequence import RequestOutput
+from paged.simulator.executor import SimulatedExecutor
 from tests.models import peft_folders
 from tests.paged.tiny import TINY, padded
 
@@ -209,6 +210,8 @@ def test_bad_adapters_are_refused_and_queue_nothing(tiny_params, folders, tmp_pa
         ),
         (lambda: engine.add_adapter("", wide), "name must be a text that is not empty, not ''"),
         (lambda: engine.add_adapter("gone", tmp_path / "gone"), "there is no folder"),
+        (lambda: engine.add_adapter("long", "x" * 5_000), "File name too long"),
+        (lambda: engine.add_adapter("none", None), "must be a path, not None"),  # type: ignore
         (lambda: engine.add_request([5], adapter="b"), "'b' is not known; known are: 'a0', 'a1', "),
         (lambda: engine.stream([5], adapter=3), "adapter 3 is not known"),  # type: ignore
         (lambda: engine.generate([[5]], adapters=["a0", None]), "1 prompts with 2 adapters"),
@@ -222,6 +225,18 @@ def test_bad_adapters_are_refused_and_queue_nothing(tiny_params, folders, tmp_pa
     plain = Engine.from_model(tiny_params, TINY, dataclasses.replace(CONFIG, adapter_slots=0))
     with pytest.raises(ValueError, match="adapters need adapter_slots, which is 0"):
         plain.add_adapter("a0", folders / "a0")
+
+
+def test_an_adapter_beyond_the_engines_dtype_is_refused_as_it_is_added(tmp_path):
+    large = peft_folders.write(tmp_path, TINY, lora_alpha=1e6, size=10)
+    for dtype in ("bfloat16", "float16"):
+        engine = Engine(TINY, CONFIG, SimulatedExecutor(vocab_size=TINY.vocab_size, dtype=dtype))
+        if dtype == "bfloat16":
+            engine.add_adapter("large", large)
+        else:
+            with pytest.raises(ValueError, match=r"safetensors: .* beyond float16"):
+                engine.add_adapter("large", large)
+            assert engine.adapters.names == []
 
 
 @pytest.mark.parametrize(

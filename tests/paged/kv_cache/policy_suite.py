@@ -97,7 +97,7 @@ WRITTEN_ORACLE = functools.partial(
     masked_attend, TINY, dataclasses.replace(LSERVE_OPTIONS, sink=4, local=28),
     np.ones((TINY.num_layers, TINY.num_kv_heads), bool), 4,
 )  # fmt: skip
-LSERVE_STREAMS = streaming_heads(LSERVE_OPTIONS.gates, LSERVE_OPTIONS.streaming_share)
+LSERVE_STREAMS = streaming_heads(LSERVE_OPTIONS.gates, LSERVE_OPTIONS.streaming_share or 0)
 CASES = [
     Case("vllm", POLICIES["vllm"], lambda prompt: causal_attend(TINY)),
     Case("orca_max", POLICIES["orca_max"], lambda prompt: causal_attend(TINY)),

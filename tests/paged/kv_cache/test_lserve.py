@@ -226,11 +226,9 @@ def test_what_exceeds_all_sequences_costs_no_more_than_their_length():
     """Nor does it leave the integers of the device."""
     options = CASE.config["policy_options"]
     huge = CASE.engine_config(
-        policy_options=replace(options, budget=2**40, sink=2**40, local=2**40, dense_layers=2**40)
+        policy_options=replace(options, budget=2**40, sink=2**40, local=2**40)
     )
-    everything = CASE.engine_config(
-        policy_options=replace(options, budget=64, sink=64, local=64, dense_layers=2)
-    )
+    everything = CASE.engine_config(policy_options=replace(options, budget=64, sink=64, local=64))
     sharded = ShardedModel.split(TINY)
     assert lserve.device(huge, sharded) == lserve.device(everything, sharded)
 
@@ -241,7 +239,7 @@ def test_a_page_takes_the_bytes_of_its_tokens_and_statistics():
     config = EngineConfig(
         page_size=64, policy="lserve", max_model_len=256, kv_cache_tokens=8192,
         policy_options=lserve.Options(
-            budget=128, local=64, sink=64, gates=BOTH_LAYERS, streaming_share=1 / 3
+            budget=192, local=64, sink=64, gates=BOTH_LAYERS, streaming_share=1 / 3
         ),
     )  # fmt: skip
     layout = layout_of(config, model)
@@ -258,7 +256,7 @@ def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
     tokens share [max | min] in the dtype of the model."""
     model, D = ShardedModel.split(WIDE, 2, "bfloat16"), WIDE.head_dim
     options = lserve.Options(
-        budget=128, local=64, sink=64, gates=BOTH_LAYERS, streaming_share=1 / 3, kv_bits=kv_bits
+        budget=192, local=64, sink=64, gates=BOTH_LAYERS, streaming_share=1 / 3, kv_bits=kv_bits
     )
     config = EngineConfig(
         page_size=64, policy="lserve", max_model_len=256, kv_cache_tokens=8192, max_num_seqs=4,
@@ -280,19 +278,25 @@ def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"budget": 0}, "budget must be at least 1, not 0"),
+        ({"budget": 11}, "budget must be at least 3 pages of 4, not 11"),
         ({"reuse": 3}, r"reuse must be a divisor of page_size \(4\), or a new page would be"),
         ({"logical_page": 8}, r"logical_page must be a divisor of page_size \(4\)"),
-        ({"minference_from": -1}, "minference_from must be at least 0"),
-        ({"minference_budget": 0}, "minference_budget must be at least 1"),
+        ({"minference_from": -1}, r"minference_from must be from 0 to max_model_len \(64\), not"),
+        ({"minference_from": 65}, r"minference_from must be from 0 to max_model_len \(64\), not 6"),
+        (
+            {"minference_from": 8, "minference_budget": 11},
+            "minference_budget must be at least 3 pages of 4, not 11",
+        ),
         ({"minference_from": 8, "kv_bits": 4}, r"minference_from \(8\) needs keys as they are"),
         ({"sink": 6}, "sink must be whole pages of 4, not 6"),
         ({"local": 0}, "local must be whole pages of 4, at least one, not 0"),
-        ({"streaming_share": 1.5}, "streaming_share must be from 0 to 1"),
+        (
+            {"gates": BOTH_LAYERS, "streaming_share": 1.5},
+            "streaming_share must be from 0 to 1, not 1.5",
+        ),
+        ({"streaming_share": 0.5}, r"streaming_share \(0.5\) needs gates: without them no head"),
         ({"kv_bits": 2}, "kv_bits must be 16, 8 or 4, not 2"),
         ({"select_per": "layer"}, "select_per must be 'kv_head' or 'query_head', not 'layer'"),
-        ({"gates": ((0.5, 2.0), (0.1, 0.1))}, "gates must be from 0 to 1, not 2.0"),
-        ({"gates": ((0.5,), (0.1, 0.1))}, "gates must be a row of numbers for each layer"),
     ],
 )
 def test_options_that_cannot_work_are_refused(changes, message):
@@ -308,6 +312,11 @@ def test_options_that_cannot_work_are_refused(changes, message):
             {"head_dim": 6},
             {"policy_options": replace(LSERVE_OPTIONS, kv_bits=4)},
             "a head dim of 6 elements of 4 bits fills no whole words",
+        ),
+        (
+            {},
+            {"policy_options": replace(LSERVE_OPTIONS, dense_layers=3)},
+            r"dense_layers \(3\) must be at most the model's 2",
         ),
         ({"num_layers": 3}, {}, "gates are of 2 layers of 2 KV heads, but the model has 3 of 2"),
         ({}, {"policy_options": ALL_STREAM}, "must leave a head dense of the 4 that there are"),

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from paged.kv_cache import lserve
 from paged.kv_cache.lserve.gates import dense_first, read_gates, streaming_heads
 
 
@@ -28,6 +29,34 @@ def test_gates_are_cut_at_a_quantile():
     assert len(names[3]) == 6
 
 
+def test_gates_may_be_an_array():
+    rows = ((0.5, 1.0), (0.0, 0.25))
+    for gates in (np.array(rows), np.array(rows, np.float32), list(map(list, rows))):
+        options = lserve.Options(gates=gates)  # type: ignore[arg-type]
+        assert options == lserve.Options(gates=rows) and options.streaming_share == 0.5
+        assert hash(options) == hash(lserve.Options(gates=rows))
+    assert lserve.Options().streaming_share is None
+
+
+@pytest.mark.parametrize(
+    ("gates", "message"),
+    [
+        (((0.5, 2.0), (0.1, 0.1)), "from 0 to 1, not 2.0 of layer 0, head 1"),
+        (((0.5, "0.5"), (0.1, 0.1)), "from 0 to 1, not '0.5' of layer 0, head 1"),
+        (((0.5, True), (0.1, 0.1)), "from 0 to 1, not True of layer 0, head 1"),
+        (((0.5,), (0.1, 0.1)), "gates must be a row of numbers for each layer, not"),
+        (("01", "10"), "a row of numbers for each layer, from 0 to 1, not '01' of layer 0"),
+        (np.array([0.5, 0.1]), r"a row of numbers for each layer, not array\(\[0.5, 0.1"),
+        (np.zeros((0, 2)), "gates must be a row of numbers for each layer, not array"),
+        ([[]], r"gates must be a row of numbers for each layer, not \[\[\]\]"),
+        (3, "gates must be a row of numbers for each layer, not 3"),
+    ],
+)
+def test_what_are_no_gates_is_refused(gates, message):
+    with pytest.raises(ValueError, match=message):
+        lserve.Options(gates=gates)
+
+
 def test_gates_are_read_from_both_formats(tmp_path):
     table, ours = tmp_path / "full_attention_heads.tsv", tmp_path / "gates.json"
     table.write_text("1.0000001\t0.25\n-1e-8\t0.5\n")
@@ -38,20 +67,33 @@ def test_gates_are_read_from_both_formats(tmp_path):
     huge = f'{{"weights_sha256": "ab", "gates": [[{10**400}]]}}'
     with pytest.raises(ValueError, match=r"gates.json: is for weights of SHA-256 'ab', not cd"):
         read_gates(str(ours), lambda: "cd")
+    table.write_text("# full attention heads\n1.004\t0.25\n\n-0.004\t0.5  # of layer 1\n \n")
+    assert read_gates(str(table), lambda: "") == ((1.0, 0.25), (0.0, 0.5))
     for text, message in (
-        ("0.5\tx\n", "could not convert"), ("0.5\n0.5\t1\n", "a row of numbers for each layer"),
-        ("", "a row of numbers"), ("nan\n", "must be from 0 to 1"),
+        ("0.5\tx\n", "could not convert"), ("0.5\n0.5\t1\n", "number of columns changed"),
+        ("", "a row of numbers"), ("# none\n", "a row of numbers"), ("nan\n", "not nan of layer 0"),
+        ("0.5\n17\n", "from 0 to 1, not 17.0 of layer 1, head 0"), ("inf\n", "not inf of layer 0"),
+        ("0.5\t-0.1\n", "from 0 to 1, not -0.1 of layer 0, head 1"),
     ):  # fmt: skip
         table.write_text(text)
         with pytest.raises(ValueError, match=rf"full_attention_heads.tsv: .*{message}"):
             read_gates(str(table), lambda: "")
-    for text, message in (("[" * 100_000, "recursion"), (huge, "a row of numbers for each layer")):
+    empty, texts = (
+        json.dumps({"weights_sha256": "ab", "gates": gates}) for gates in ([], ["01", "10"])
+    )
+    for text, message in (
+        ("[" * 100_000, "recursion"), (huge, "not 10000"),
+        (empty, r"a row of numbers for each layer, not \[\]"), (texts, "not '01' of layer 0"),
+    ):  # fmt: skip
         ours.write_text(text)
         with pytest.raises(ValueError, match=rf"gates.json: .*{message}"):
             read_gates(str(ours), lambda: "ab")
     for path in (table, ours):
         path.write_bytes(b"\xef\xbb\xbf" + good[path])
         assert read_gates(str(path), lambda: "ab") == ((1.0, 0.25), (0.0, 0.5))
+    shouted = ours.with_name("GATES.JSON")
+    shouted.write_bytes(good[ours])
+    assert read_gates(str(shouted), lambda: "ab") == ((1.0, 0.25), (0.0, 0.5))
     ours.write_text('{"gates": []}')
     with pytest.raises(ValueError, match='needs "weights_sha256" and "gates"'):
         read_gates(str(ours), lambda: "ab")

@@ -1,0 +1,46 @@
+"""The engine that users soak, and its reference.
+
+Used by experiments/soak/__main__.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from experiments.lib.engines import load_engine
+from experiments.soak.users import MOST_SEQUENCES, Users
+from paged.adapters.adapter import Adapter
+from paged.config import EngineConfig
+
+
+def reference_config(config: EngineConfig) -> EngineConfig:
+    """One request at a time, in ample memory, with nothing shared and nothing ahead."""
+    most, longest = min(MOST_SEQUENCES, config.max_num_seqs), config.max_model_len
+    return replace(
+        config, max_num_seqs=most, max_prefills_per_step=1, prefix_caching=False, run_ahead=False,
+        kv_cache_tokens=most * (longest + config.page_size), watermark=0.0,
+    )  # fmt: skip
+
+
+def make_users(
+    config: EngineConfig, seed: int, check_share: float, interrupts: float, tolerance: float,
+    served: Sequence[Adapter] = (), **model: Any,
+) -> Users:  # fmt: skip
+    """Users of an engine that is not warmed up yet. served: the adapters that they name. model:
+    what `load_engine` takes by name.
+
+    Raises ValueError for what cannot be.
+    """
+    engine = load_engine(config, **model)
+    reference = load_engine(reference_config(config), **model)
+    for adapter in served:
+        engine.add_known_adapter(adapter)
+        reference.add_known_adapter(adapter)
+    return Users(engine, reference, seed, check_share, interrupts=interrupts, tolerance=tolerance)
+
+
+def warm_up(users: Users) -> None:
+    """Compile both engines' programs, the reference's first: compilations are counted for the whole
+    process."""
+    users.reference.warm_up()
+    users.engine.warm_up()

@@ -1,0 +1,199 @@
+"""Which modules an adapter adapts, by PEFT's rules for adapter_config.json (`LoraConfig`)."""
+
+import math
+import re
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import regex
+
+from models.hf_fields import HfConfig, finite, flag, integer
+
+MATCHING_S = 5.0  # that all expressions of a configuration may take
+MOST_REPEATS = 100_000  # in an expression: `regex` writes out what is to be repeated
+
+# Fields that change nothing once an adapter is trained. PEFT itself corrects fan_in_fan_out, which
+# only says how the base weights lie.
+_IGNORED = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out",
+    "inference_mode", "loftq_config", "lora_dropout", "megatron_config", "megatron_core",
+    "peft_version", "qalora_group_size", "revision", "runtime_config",
+}  # fmt: skip
+_READ = {
+    "alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "layers_pattern",
+    "layers_to_transform", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules",
+    "task_type", "use_rslora",
+}  # fmt: skip
+# The supported values of fields that have few.
+_ONLY: dict[str, tuple] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "bias": ("none", None),
+    # Others change the base weights too.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+}
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """How a module is adapted."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+
+    @property
+    def scale(self) -> float:
+        """Of BA; of a rank that is a tensor's, as any integer could be asked for."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+class _Expressions:
+    """The regular expressions of a configuration. Some take longer than the world lasts."""
+
+    def __init__(self):
+        self._end_s = time.monotonic() + MATCHING_S
+
+    def compiled(self, field: str, given: str, pattern: str) -> regex.Pattern:
+        """The expression that a field's text stands for."""
+        try:
+            re.compile(pattern)  # PEFT's own module, which has no bound
+            counts = (map(int, re.findall(r"\d+", each)) for each in re.findall(r"{[\d,]+}", given))
+            if math.prod(max([1, *pair]) for pair in counts) > MOST_REPEATS:
+                raise re.error(f"it repeats too much: at most {MOST_REPEATS} times in all")
+            return regex.compile(pattern)
+        except (re.error, regex.error, OverflowError) as error:  # the last: too many repeats
+            raise ValueError(f"{field} {given!r} is no regular expression: {error}") from None
+
+    def match(
+        self, expression: regex.Pattern, name: str, whole: bool = False
+    ) -> regex.Match | None:
+        """Of the beginning of a module's name, or of its whole."""
+        match = expression.fullmatch if whole else expression.match
+        try:
+            return match(name, timeout=max(1e-3, self._end_s - time.monotonic()))
+        except TimeoutError:
+            raise ValueError(
+                f"its regular expressions take more than {MATCHING_S:g} seconds, as does "
+                f"{expression.pattern!r:.200} for {name}"
+            ) from None
+
+
+def adapted_modules(hf: HfConfig, modules: Collection[str], others: set[str]) -> dict[str, Adapted]:
+    """The modules that a configuration adapts, and how. modules: PEFT's names of all that can be
+    adapted; others: of other matrices. Raises ValueError, naming the field, for what is not
+    supported."""
+    for field, allowed in _ONLY.items():
+        if not any(hf.get(field) is value or hf.get(field) == value for value in allowed):
+            raise ValueError(f"{field} {hf.get(field)!r:.60} is not supported; allowed: {allowed}")
+    for field in sorted(hf.keys() - _IGNORED - _READ):
+        if hf[field]:
+            raise ValueError(f"{field} {hf[field]!r:.60} is not supported")
+    expressions = _Expressions()
+
+    def of_modules[T](field: str, read: Callable[[HfConfig, str], T]) -> Callable[[str, T], T]:
+        """The value of a module by a field that maps expressions of the ends of names to numbers:
+        that of the first which matches, or else a default."""
+        given = hf.get(field) or {}
+        if not isinstance(given, dict):
+            raise ValueError(f"{field} must map names to numbers, not {given!r:.60}")
+        ends = {key: expressions.compiled(field, key, rf"(.*\.)?({key})$") for key in given}
+        try:
+            values = {end: read(given, key) for key, end in ends.items()}
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from None
+
+        def value(name: str, default: T) -> T:
+            found = (v for end, v in values.items() if expressions.match(end, name))
+            return next(found, default)
+
+        return value
+
+    rank, alpha = integer(hf, "r"), finite(hf, "lora_alpha")
+    rank_of, alpha_of = of_modules("rank_pattern", integer), of_modules("alpha_pattern", finite)
+    rslora = flag(hf, "use_rslora", False)
+    adapted = {}
+    for name in _targets(hf, modules, others, expressions):
+        r, a = rank_of(name, rank), alpha_of(name, alpha)
+        if r < 1:
+            raise ValueError(f"r and rank_pattern must be at least 1, not {r} ({name})")
+        adapted[name] = Adapted(r, a, rslora)
+    return adapted
+
+
+def _targets(
+    hf: HfConfig, modules: Collection[str], others: set[str], expressions: _Expressions
+) -> list[str]:
+    """The modules that target_modules names and nothing else takes away."""
+    field, target = "target_modules", hf.get("target_modules")
+    allowed = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
+    in_layers = _layers(hf, expressions)
+    all_linear = isinstance(target, str) and target.lower() == "all-linear"
+    targeted: list[str] = []
+    # A string is one regular expression.
+    for one in [target] if isinstance(target, str) else _names(field, target):
+        means = _meaning(field, target, one, expressions)
+        if all_linear:
+            found, wrong = list(modules), []
+        else:
+            found, wrong = list(filter(means, modules)), sorted(filter(means, others))
+        if wrong or not found:
+            what = f"names {wrong[0]}, which is" if wrong else "is"
+            raise ValueError(f"{field} {one!r} {what} no projection of a layer; allowed: {allowed}")
+        # A whole name is of one layer already.
+        targeted += [name for name in found if name == one or in_layers(name)]
+    excluded = hf.get("exclude_modules") or []
+    for one in [excluded] if isinstance(excluded, str) else _names("exclude_modules", excluded):
+        means = _meaning("exclude_modules", excluded, one, expressions)
+        targeted = [name for name in targeted if not means(name)]
+    if not targeted:
+        raise ValueError(f"{field}, exclude_modules and layers_to_transform leave nothing to adapt")
+    return sorted(set(targeted))
+
+
+def _layers(hf: HfConfig, expressions: _Expressions) -> Callable[[str], bool]:
+    """Whether a module, of which target_modules has the end of the name, is in one of
+    layers_to_transform: the number after layers_pattern, or the first one in its name."""
+    layers, patterns = hf.get("layers_to_transform"), hf.get("layers_pattern")
+    if isinstance(hf.get("target_modules"), str) and not layers is patterns is None:
+        raise ValueError(
+            "layers_to_transform and layers_pattern go with a list of target_modules, not with a "
+            "regular expression"
+        )
+    if patterns and layers is None:
+        raise ValueError(f"layers_pattern {patterns!r:.60} needs layers_to_transform")
+    if layers is None or layers == []:
+        return lambda name: True
+    numbers = layers if isinstance(layers, list) else [layers]
+    patterns = [patterns] if isinstance(patterns, str) else patterns or []
+    given = {each: rf"(?:^|.*?\.){each}" for each in _names("layers_pattern", patterns) if each}
+    before = given or {"": r".*?\.[^.]*"}
+    numbered = [
+        expressions.compiled("layers_pattern", each, rf"{pattern}\.(?P<idx>\d+)\.")
+        for each, pattern in before.items()
+    ]
+
+    def in_layers(name: str) -> bool:
+        matches = (expressions.match(each, name) for each in numbered)
+        found = next(filter(None, matches), None)
+        return found is not None and int(found["idx"]) in numbers
+
+    return in_layers
+
+
+def _names(field: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{field} must be a text or a list of texts, not {value!r:.60}")
+    return value
+
+
+def _meaning(
+    field: str, given: Any, one: str, expressions: _Expressions
+) -> Callable[[str], bool]:  # fmt: skip
+    """Whether one of the names of a field, or its regular expression, means a module."""
+    if isinstance(given, str):
+        whole = expressions.compiled(field, one, one)
+        return lambda name: expressions.match(whole, name, whole=True) is not None
+    return lambda name: name == one or name.endswith(f".{one}")

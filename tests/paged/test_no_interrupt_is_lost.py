@@ -1,0 +1,63 @@
+"""Ctrl-C that lands where Python would drop it: in what nobody called."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# An engine of a library user, whose program handles no signal.
+SCRIPT = """
+import gc, os, signal, sys, time, weakref
+from paged.engine import Engine, EngineConfig
+from tests.paged.hashing_executor import HashingExecutor
+from tests.paged.tiny import TINY
+config = EngineConfig(max_model_len=64)
+engine = Engine(TINY, config, HashingExecutor(config))
+
+class Thing:
+    pass
+
+class Finalized:
+    def __del__(self):
+        press()
+
+def generator():
+    try:
+        yield
+    finally:
+        press()
+
+def press(phase=None, _=None):
+    if phase != "stop":
+        os.kill(os.getpid(), signal.SIGINT)
+
+def weak_reference():
+    thing = Thing()
+    reference = weakref.ref(thing, press)
+    del thing
+
+def finalizer():
+    Finalized()
+
+def dropped_generator():
+    next(generator())
+
+def collector():
+    gc.callbacks.append(press)
+    gc.collect(0)
+    gc.callbacks.remove(press)
+
+for land in (weak_reference, finalizer, dropped_generator, collector):
+    try:
+        land()
+        time.sleep(10)
+        print("lost in", land.__name__)
+    except KeyboardInterrupt:
+        print("kept in", land.__name__)
+"""
+
+
+def test_an_interrupt_in_what_nobody_called_comes_again():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True)
+    places = ("weak_reference", "finalizer", "dropped_generator", "collector")
+    assert done.stdout.splitlines() == [f"kept in {place}" for place in places], done.stderr
