@@ -198,7 +198,7 @@ def _policy(reserve: Reserve, can: Capabilities) -> Policy:
     def host(config: CacheConfig, model: ShardedModel) -> ReservingHost:
         return ReservingHost(block_pool(config, model, 1), config, reserve)
 
-    return Policy(lambda config: can, host, dense.device, _check)
+    return Policy(lambda config: can, host, dense.device, _check, layout=dense.layout_of)
 
 
 def _reserve_max(prompt: int, limit: int, max_model_len: int) -> int:
