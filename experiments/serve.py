@@ -6,6 +6,7 @@ Writes to --output_dir: report.json (all about the run), summary.json (its numbe
 requests.csv, outputs.jsonl, events.jsonl, and pictures.
 """
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -108,15 +109,17 @@ def run(
     sampling: SamplingParams | None = None,
     seed: int = 0,
     progress: bool = True,
+    skip: bool = False,
 ) -> list[RequestOutput]:
     """Serve `requests` as they arrive on the engine's clock; their outputs, in the same order.
+    skip: in simulated time, take steps between events together, which the log then lacks.
 
     Time 0 of the workload is now. sampling: of all, but what a request says itself; request i draws
     with seed + i. Raises: ValueError for a request that the engine refuses, and for an engine that
     has requests already.
     """
     served: dict[int, RequestOutput] = {}
-    serve(engine, requests, served, sampling, seed, progress)
+    serve(engine, requests, served, sampling, seed, progress, skip=skip)
     return [served[i] for i in range(len(requests))]
 
 
@@ -128,6 +131,7 @@ def serve(
     seed: int = 0,
     progress: bool = True,
     stop_requested: Callable[[], bool] = lambda: False,
+    skip: bool = False,
 ) -> None:
     """As `run`, until `stop_requested`: then the requests that run are aborted, and have what they
     have by then. served: gets the outputs by index in `requests`, those of requests that have
@@ -154,7 +158,8 @@ def serve(
                     arrival = start + requests[coming[0]].arrival_s
                     clock.wait_until(min(arrival, clock.now() + LONGEST_WAIT_S))
                     continue
-                for output in engine.step():
+                until = start + requests[coming[0]].arrival_s if coming else math.inf
+                for output in engine.run_until(until) if skip else engine.step():
                     served[index[output.request_id]] = output
                     bar.update()
     finally:

@@ -180,10 +180,7 @@ class Engine:
         self._abort(group)
         output = self.requests.final_output(group)
         assert output is not None
-        # What it streamed and nobody has fetched is in this output.
-        self.requests.outputs = [
-            kept for kept in self.requests.outputs if kept.request_id != request_id
-        ]
+        self.requests.forget_streamed(request_id)
         return output
 
     def _abort(self, group: SequenceGroup) -> None:
@@ -195,10 +192,8 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        requests = self.requests
-        return bool(
-            self._half_done or requests.unfinished or self.loop.is_in_flight or requests.outputs
-        )
+        left = self.requests.unfinished or self.requests.outputs
+        return bool(self._half_done or left or self.loop.is_in_flight)
 
     def skip_rounds(self, count: int) -> None:
         """Count rounds of an engine that has nothing to do, without running them."""
@@ -218,12 +213,18 @@ class Engine:
         decode is empty, and the last log-probabilities may be missing.
         """
         self._advance()
-        outputs, self.requests.outputs = self.requests.outputs, []
-        return outputs
+        return self.requests.take()
 
-    def _advance(self) -> None:
+    @exclusive
+    def run_until(self, until_s: float) -> list[RequestOutput]:
+        """As `step`; in simulated time, as many steps that begin before `until_s` as are alike
+        (`paged.decode_runs`): they leave the same, but no events."""
+        self._advance(until_s)
+        return self.requests.take()
+
+    def _advance(self, until_s: float | None = None) -> None:
         self._half_done = True
-        self.loop.run_step()
+        self.loop.run_step(until_s)
         self._half_done = False
 
     @exclusive

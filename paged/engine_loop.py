@@ -13,6 +13,7 @@ from models.config import ModelConfig
 from paged.adapters.loads import AdapterLoads
 from paged.adapters.store import AdapterStore
 from paged.config import EngineConfig
+from paged.decode_runs import DecodeRuns
 from paged.device.buckets import Buckets
 from paged.device.executor import Executor
 from paged.device.step_inputs import build_step_inputs
@@ -63,6 +64,9 @@ class EngineLoop:
         self.scheduler = Scheduler(config, self.host_policy, gate)
         self._intake = Intake(self.model, self.scheduler, self._requests, self.event_log)
         self._in_flight: InFlight | None = None
+        self._runs = DecodeRuns.possible(
+            config, self.scheduler, self.executor, self.model.eos_token_ids
+        )
 
     def reset(self) -> None:
         """Forget all that waits, runs and is cached, on the host and on the device. It may be
@@ -81,8 +85,11 @@ class EngineLoop:
         """Whether a step was dispatched whose tokens have not been taken in."""
         return self._in_flight is not None
 
-    def run_step(self) -> None:
-        """Dispatch the next step, if there is anything to compute, and take in the previous one."""
+    def run_step(self, until_s: float | None = None) -> None:
+        """Dispatch the next step, if there is anything to compute, and take in the previous one.
+        until_s: in simulated time, all steps that begin before then, as far as they are alike."""
+        if until_s is not None and self._skip(until_s):
+            return
         began, self._waited_s = time.perf_counter(), 0.0
         changed = False
         if self.adapter_store:
@@ -101,6 +108,8 @@ class EngineLoop:
             changed |= self._begin_loads(self.adapter_store)
         step = self.scheduler.schedule(self._num_steps, decodes)
         self._in_flight = None if step is None else self._dispatch(step)
+        if self._runs:
+            self._runs.scheduled(self._in_flight)
         waits = not previous and step is None and self.scheduler.has_unfinished()
         if previous:
             self._take_in(previous)
@@ -114,6 +123,20 @@ class EngineLoop:
             self.round -= 1
         if self._in_flight:
             self._in_flight.host_s = time.perf_counter() - began - self._waited_s
+
+    def _skip(self, until_s: float) -> bool:
+        """Whether there were steps to be taken together."""
+        run = None
+        if self._runs and self._in_flight:
+            run = self._runs.next(self._in_flight, until_s, self._previous_end_s)
+        if run:
+            self.executor.clock.wait_until(run.clock_s)
+            self._previous_end_s = run.clock_s
+            self.round += run.steps
+            self._num_steps += run.steps
+            self.metrics.steps += run.records
+            self._in_flight = run.flight
+        return run is not None
 
     @property
     def _loads(self) -> AdapterLoads:

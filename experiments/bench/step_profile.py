@@ -45,8 +45,9 @@ from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import dense
 from paged.kv_cache.policy import ShardedModel
+from paged.kv_cache.work import kv_bytes_of_token
 from paged.simulator import roofline
-from paged.simulator.roofline import kv_bytes_of_token, step_cost
+from paged.simulator.roofline import step_cost
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.specs import Cost, Rates

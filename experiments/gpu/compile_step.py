@@ -48,7 +48,7 @@ from paged.device.step import GPU_OPTIONS, StepProgram, stacks
 from paged.device.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
 from paged.kv_cache.diffkv import layout as diffkv_layout
 from paged.kv_cache.lserve.layout import layout_of
-from paged.simulator.roofline import kv_bytes_of_token
+from paged.kv_cache.work import kv_bytes_of_token
 from pallas_kernels import backend
 from pallas_kernels.tools import aot
 from pallas_kernels.tools.compiled import spilled_bytes

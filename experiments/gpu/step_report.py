@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from models import lora
 from models.config import ModelConfig
 from models.families import family
-from paged.simulator.roofline import kv_bytes_of_token, layer_bytes
+from paged.kv_cache.work import kv_bytes_of_token
+from paged.simulator.roofline import layer_bytes
 from pallas_kernels.lora import PAGE_RANKS
 from pallas_kernels.paged_attention.schedule import SCOPE
 from pallas_kernels.tools import hlo

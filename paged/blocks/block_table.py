@@ -64,6 +64,10 @@ class BlockTables:
         have = self.num_tokens[slots[shared]]
         return shared[(have % self.page_size > 0) & (num_tokens[shared] > have)]
 
+    def copies_tail(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
+        """Whether `append` would copy a block."""
+        return len(self._copies_tail(slots, num_tokens)) > 0
+
     def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
         """Whether there are enough free blocks for `append`."""
         if not len(slots):

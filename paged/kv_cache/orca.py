@@ -114,6 +114,16 @@ class ReservingHost:
     def advance(self, number: int, slots, starts, ends) -> None:
         self._computed[slots] = ends
 
+    def decode_steps(self, number: int, slots, num_tokens, most: int) -> list[Usage]:
+        """See `paged.decode_runs.SteadyHost`."""
+        before = self.usage()
+        self._computed[slots] = num_tokens + most - 1
+        steps = (len(slots) * step for step in range(1, most + 1))
+        return [
+            replace(before, token_states=before.token_states + n, reserved=before.reserved - n)
+            for n in steps
+        ]
+
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
         raise AssertionError("no fork: a policy's capabilities tell")
 
@@ -198,7 +208,7 @@ def _policy(reserve: Reserve, can: Capabilities) -> Policy:
     def host(config: CacheConfig, model: ShardedModel) -> ReservingHost:
         return ReservingHost(block_pool(config, model, 1), config, reserve)
 
-    return Policy(lambda config: can, host, dense.device, _check)
+    return Policy(lambda config: can, host, dense.device, _check, layout=dense.layout_of)
 
 
 def _reserve_max(prompt: int, limit: int, max_model_len: int) -> int:

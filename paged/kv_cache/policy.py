@@ -16,8 +16,8 @@ import numpy as np
 
 from models.config import ModelConfig
 from paged.kv_cache.moves import Moves, Pool
+from paged.kv_cache.work import Layout, kv_bytes_of_token
 from paged.requests.sequence import Sequence
-from paged.simulator.roofline import kv_bytes_of_token
 
 if TYPE_CHECKING:
     from paged.device.step_inputs import StepInputs
@@ -346,7 +346,7 @@ class Policy:
     halves; `implementation` goes to the attention ops. options: the dataclass of its own flags,
     whose value is `EngineConfig.policy_options`. head_order: [L, K] int, the KV head of the model
     that stands at each place, or None for the model's own order; consecutive K / num_shards of them
-    are one shard's.
+    are one shard's. layout: for what measures and simulates, which a policy without one cannot.
     """
 
     capabilities: Callable[[CacheConfig], Capabilities]
@@ -355,3 +355,4 @@ class Policy:
     check: Callable[[CacheConfig, ModelConfig | None], None] = lambda config, model: None
     options: type = NoOptions
     head_order: Callable[[CacheConfig, ModelConfig], np.ndarray | None] = lambda c, m: None
+    layout: Callable[[CacheConfig, ShardedModel], Layout] | None = None

@@ -78,6 +78,15 @@ class Requests:
         """Hand over what an unfinished request has so far."""
         self._box(group).append(request_output(group, self._tokenizer))
 
+    def take(self) -> list[RequestOutput]:
+        """What `step` returns: nobody else gets it."""
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def forget_streamed(self, request_id: str) -> None:
+        """Drop what a request has streamed and nobody has fetched: its last output holds it."""
+        self.outputs = [kept for kept in self.outputs if kept.request_id != request_id]
+
     def retire(self, group: SequenceGroup, with_text: bool = True) -> None:
         """Hand over the last output of a request whose sequences have ended, record the end, and
         forget the request. Whatever interrupts or fails, either all of this is done or nothing."""

@@ -114,6 +114,14 @@ class Slots:
         behind = self.length[slots] - self.computed[slots] > 1
         return behind & (self.prefill_left(slots) == 0) & ~self.held[slots]
 
+    def decoded(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """So many steps have run as rows of `tokens` [k, n], in each of which every one of `slots`
+        [n] has computed its newest token; these are the k that were read since."""
+        steps = len(tokens)
+        self.tokens[slots[:, None], self.known[slots][:, None] + np.arange(steps)] = tokens.T
+        for count in (self.known, self.length, self.computed):
+            count[slots] += steps
+
     def acquire(self, sequence: Sequence) -> int:
         """Give `sequence` a slot, with nothing computed yet."""
         slot, group = self._free[-1], sequence.group

@@ -31,6 +31,11 @@ class LinearCost:
         tokens = int((inputs.lengths[rows] > 0).sum())
         return self.step_s + self.token_s * tokens + self.cached_token_s * int(inputs.lengths.sum())
 
+    def decodes_s(self, contexts: np.ndarray, adapters: np.ndarray) -> np.ndarray:
+        """Of steps [k] that compute one token of each row, contexts [k, n] after the step."""
+        step_s = self.step_s + self.token_s * contexts.shape[1]
+        return step_s + self.cached_token_s * contexts.sum(1)
+
 
 @dataclass(frozen=True)
 class RooflineCost:
@@ -92,6 +97,26 @@ class SimulatedExecutor:
         self._recorded = recorded
         self._num_steps = 0
         self._device_free_s = 0.0
+
+    @property
+    def takes_runs(self) -> bool:
+        """See `paged.decode_runs`, as of the four calls below it."""
+        return self._recorded is None and hasattr(self._cost, "decodes_s")
+
+    @property
+    def device_free_s(self) -> float:
+        return self._device_free_s
+
+    def decode_times(self, contexts: np.ndarray, adapters: np.ndarray) -> np.ndarray:
+        return self._cost.decodes_s(contexts, adapters)
+
+    def decoded(self, seeds: np.ndarray, contexts: np.ndarray) -> np.ndarray:
+        return self._made_up(seeds, contexts)
+
+    def run_decodes(self, num_steps: int, free_s: float, tokens: np.ndarray) -> "_SimulatedOutputs":
+        self._num_steps += num_steps
+        self._device_free_s = free_s
+        return _SimulatedOutputs(self.clock, free_s, lambda: StepOutputs(tokens, None))
 
     def warm_up(self, progress: bool = True) -> None:
         pass

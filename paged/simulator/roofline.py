@@ -22,6 +22,7 @@ from models import lora
 from models.config import ModelConfig
 from models.families import family
 from models.params import flatten
+from paged.kv_cache.work import kv_bytes_of_token, seen_up_to
 from pallas_kernels.specs import Cost
 
 SQUARE = 2048  # rows of the square matrices
@@ -53,7 +54,7 @@ def step_cost(
     window, L = model.sliding_window or int(context.max()), model.num_layers
     weights, tokens = _weights(model), int(new.sum())
 
-    seen = int((_seen_up_to(context, window) - _seen_up_to(context - new, window)).sum())
+    seen = int((seen_up_to(context, window) - seen_up_to(context - new, window)).sum())
     # The first new token sees the oldest one that is read.
     kept = int((context - np.maximum(0, context - new + 1 - window)).sum())
     return Cost(
@@ -75,12 +76,6 @@ def lora_cost(model: ModelConfig, rank: int, adapters: int, tokens: int, dtype="
     of_page = sum(math.prod(param.shape) for matrices in declared for param in matrices.values())
     numbers = lora.num_pages(rank) * of_page
     return Cost(adapters * numbers * jnp.dtype(dtype).itemsize, 2 * tokens * numbers)
-
-
-def _seen_up_to(position: np.ndarray, window: int) -> np.ndarray:
-    """How many tokens the first `position` tokens of a sequence attend to, all together."""
-    growing = np.minimum(position, window)
-    return growing * (growing + 1) // 2 + (position - growing) * window
 
 
 @dataclass(frozen=True)
@@ -133,11 +128,6 @@ def layer_bytes(
         "KV written": sum(new_tokens) * kv_bytes,
         "activations": sum(new_tokens) * itemsize * activations,
     }
-
-
-def kv_bytes_of_token(model: ModelConfig, dtype) -> int:
-    """Of a token's keys and values in a layer."""
-    return 2 * model.num_kv_heads * model.head_dim * jnp.dtype(dtype).itemsize
 
 
 def measure(

@@ -3,12 +3,13 @@
 from models.config import ModelConfig
 from paged.kv_cache.dense.device import DenseCache, DensePlan, DensePolicy
 from paged.kv_cache.dense.host import BLOCKS, DenseHost
+from paged.kv_cache.dense.layout import layout_of
 from paged.kv_cache.dense.reads import Reads, blocks_by_page
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 
 __all__ = [
     "BLOCKS", "CAPABILITIES", "VLLM", "DenseCache", "DenseHost", "DensePlan", "DensePolicy",
-    "Reads", "blocks_by_page", "device",
+    "Reads", "blocks_by_page", "device", "layout_of",
 ]  # fmt: skip
 
 CAPABILITIES = Capabilities(
@@ -48,4 +49,4 @@ def device(
     )
 
 
-VLLM = Policy(lambda config: CAPABILITIES, DenseHost.declare, device, check)
+VLLM = Policy(lambda config: CAPABILITIES, DenseHost.declare, device, check, layout=layout_of)

@@ -62,4 +62,4 @@ def device(
     )
 
 
-DIFFKV = Policy(capabilities, DiffKVHost, device, check, Options)
+DIFFKV = Policy(capabilities, DiffKVHost, device, check, Options, layout=layout_of)

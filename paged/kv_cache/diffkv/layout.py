@@ -6,7 +6,9 @@ import numpy as np
 
 from paged.kv_cache.diffkv.options import Options, page_formats
 from paged.kv_cache.policy import CacheConfig, ShardedModel
+from paged.kv_cache.work import Heads, Work, total, triangle
 from pallas_kernels.quantized_attention import PageFormat
+from pallas_kernels.specs import Cost
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Layout:
     heads: int
     longest: int
     horizon: int
+    attention: Heads
     num_pages: int = 0
 
     @property
@@ -77,6 +80,36 @@ class Layout:
         of_head = np.minimum(num_tokens, levels + np.maximum(num_tokens - levels, 0) // P)
         return self.all_heads * of_head
 
+    def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
+        """See `paged.kv_cache.work.Layout`. Prompts attend to themselves as they are, and are
+        compressed after that; a generated token reads what is `held`, adds to its scores, and may
+        have one token moved down in each head."""
+        heads, decodes, prompts = self.attention, new_tokens == 1, new_tokens > 1
+        if held is None:
+            held = np.zeros((*contexts.shape, self.levels))
+            held[..., 0] = contexts
+        bytes_of = np.array([float(format.token_bytes) for format in self.formats])
+        tokens = total(held.sum(-1), decodes)
+        read = heads.K * total(held @ bytes_of, decodes)
+        of_queries = 2 * heads.itemsize * heads.D * heads.H * total(new_tokens, decodes)
+        pairs = triangle(contexts) - triangle(contexts - new_tokens)
+        as_they_are = 2 * heads.D * heads.itemsize
+        prompt_tokens, generated = total(new_tokens, prompts), total(new_tokens, decodes)
+        written = total(held @ bytes_of, prompts)
+        lowest = bytes_of[0] + bytes_of[-1]  # read in one precision and written in another
+        return {
+            "prefill": heads.attention(
+                as_they_are, heads.K * total(contexts, prompts), heads.H * total(pairs, prompts),
+                prompt_tokens,
+            ),
+            "decode": Cost(read + of_queries, 4 * heads.D * heads.H * tokens),
+            "statistics": Cost(8 * heads.K * tokens),  # scores, read and written
+            "compression": Cost(
+                heads.K * (as_they_are * prompt_tokens + written + lowest * generated)
+            ),
+            "writes": heads.writes(bytes_of[0], generated),
+        }  # fmt: skip
+
 
 def dtype_of(config: CacheConfig, model: ShardedModel) -> str:
     return model.dtype if config.kv_dtype == "auto" else config.kv_dtype
@@ -94,6 +127,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         longest=config.max_model_len,
         # A report may be that of the step before the last one, and the next is being scheduled.
         horizon=3 * config.multi_step,
+        attention=Heads.of(model.shard, model.dtype),
     )
     room = config.kv_cache_tokens * model.kv_token_bytes(config.kv_dtype) // model.num_shards
     # A page has an entry in the list of free ones.

@@ -72,4 +72,4 @@ def device(
     )
 
 
-LSERVE = Policy(capabilities, LServeHost, device, check, Options, head_order)
+LSERVE = Policy(capabilities, LServeHost, device, check, Options, head_order, layout_of)

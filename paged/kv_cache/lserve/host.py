@@ -102,6 +102,19 @@ class LServeHost:
         if self.streaming:
             self.streaming.advance(slots, starts, ends)
 
+    def decode_steps(self, number: int, slots, num_tokens, most: int) -> list[Usage]:
+        """See `paged.decode_runs.SteadyHost`. What windows give back lets nobody in: they are
+        promised whole."""
+        if self.streaming is None:
+            return self.dense.decode_steps(number, slots, num_tokens, most)
+        usages = []
+        if self.streaming.can_append():
+            for usage in self.dense.decode_steps(number, slots, num_tokens, most):
+                self.streaming.advance(slots, num_tokens - 1, num_tokens)
+                usages.append(self._together(usage, self.streaming.usage()))
+                num_tokens = num_tokens + 1
+        return usages
+
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
         self.dense.computed(parent, child, num_tokens)
         if self.streaming:
@@ -166,10 +179,12 @@ class LServeHost:
         out[:, -1] = self._prompt_length[slots]
 
     def usage(self) -> Usage:
-        dense, *rest = (part.usage() for part in self._parts)
-        if not rest:
-            return dense
-        (streaming,) = rest
+        if self.streaming is None:
+            return self.dense.usage()
+        return self._together(self.dense.usage(), self.streaming.usage())
+
+    @staticmethod
+    def _together(dense: Usage, streaming: Usage) -> Usage:
         counts = {
             name: value + getattr(streaming, name)
             for name, value in vars(dense).items()

@@ -14,7 +14,9 @@ import numpy as np
 from paged.kv_cache.lserve.gates import dense_first, streaming_heads
 from paged.kv_cache.lserve.options import LEAST_SELECTED, UNQUANTISED, Options
 from paged.kv_cache.policy import CacheConfig, ShardedModel
+from paged.kv_cache.work import Heads, Work, seen_up_to, total, triangle
 from pallas_kernels.quantization import KVFormat
+from pallas_kernels.specs import Cost
 
 DENSE, STREAMING = "dense", "streaming"
 
@@ -30,7 +32,8 @@ class Layout:
     comes after the sink. format: of quantised keys and of quantised values. num_blocks: of the two
     pools, with the null block; 0 where no head is of the kind. minference: pages of keys that a
     page of queries of a dense head reads in prefill of prompts of minference_from tokens or more; 0
-    where all are read.
+    where all are read. selectors: heads that select by themselves. dense_layers: first layers that
+    select nothing. kv_itemsize: bytes of a number of unquantised keys and of statistics.
     """
 
     page_size: int
@@ -49,6 +52,10 @@ class Layout:
     ring: int
     format: KVFormat | None
     num_blocks: tuple[int, int]
+    attention: Heads
+    kv_itemsize: int
+    selectors: int
+    dense_layers: int = 0
     minference: int = 0
     minference_from: int = 0
 
@@ -102,13 +109,17 @@ class Layout:
         streaming = self.dense_pages + (streams_before + head - num_dense) * self.num_blocks[1]
         return np.where(head < num_dense, dense, streaming).astype(np.int32)
 
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's keys and values in one head."""
+        return 2 * (self.format.token_bytes if self.format else self.attention.D * self.kv_itemsize)
+
     def page_bytes(self, model: ShardedModel, kv_dtype: str) -> tuple[int, int]:
         """Of a page of a dense head, with statistics if rows select, and of a streaming head."""
         size = jnp.dtype(model.dtype if kv_dtype == "auto" else kv_dtype).itemsize
         D, P = model.shard.head_dim, self.page_size
         statistics = P // self.logical * 2 * D * size if self.selects else 0
-        token = self.format.token_bytes if self.format else D * size
-        return 2 * P * token + statistics, 2 * P * token
+        return P * self.token_bytes + statistics, P * self.token_bytes
 
     def unit_bytes(self, model: ShardedModel, kv_dtype: str) -> tuple[int, int]:
         """Of a block of each pool, on all shards."""
@@ -117,6 +128,60 @@ class Layout:
             model.num_shards * heads * page for heads, page in zip(self.most_heads, pages)
         )
         return dense, streaming
+
+    def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
+        """See `paged.kv_cache.work.Layout`. Of the shard with most dense heads; an owner's first
+        selection, wherever it falls, counts only where its position selects anyway."""
+        heads, P, C = self.attention, self.page_size, self.logical
+        dense = self.most_heads[0] / len(self.num_dense[0])
+        streaming, G = heads.K - dense, heads.H // heads.K
+        decodes, prefills = new_tokens == 1, new_tokens > 1
+        before, position = contexts - new_tokens, contexts - 1
+        everywhere = min(1.0, self.dense_layers / len(self.num_dense[0]))
+
+        sparse = decodes & (position // P >= self.all_below)
+        selected = np.where(sparse, (self.selected - 1) * P + position % P + 1, contexts)
+        read_all, read_few = total(contexts, decodes), total(selected, decodes)
+        of_dense = everywhere * read_all + (1 - everywhere) * read_few
+        in_window = self._window_seen(contexts) - self._window_seen(position)
+        read = dense * of_dense + streaming * total(in_window, decodes)
+        decode = heads.attention(self.token_bytes, read, G * read, total(new_tokens, decodes))
+
+        few = self.minference and contexts >= self.minference_from
+        most = np.where(few, self.minference * P, contexts)
+        pairs = seen_up_to(contexts, most) - seen_up_to(before, most)
+        windows = self._window_seen(contexts) - self._window_seen(before)
+        kept = np.minimum(contexts, (self.sink + self.local + 1) * P + new_tokens)
+        prefill = heads.attention(
+            self.token_bytes,
+            dense * total(contexts, prefills) + streaming * total(kept, prefills),
+            G * (dense * total(pairs, prefills) + streaming * total(windows, prefills)),
+            total(new_tokens, prefills),
+        )
+        parts = {
+            "prefill": prefill,
+            "decode": decode,
+            "writes": heads.writes(self.token_bytes, new_tokens.sum(-1)),
+        }
+        if self.selects:
+            extremes = 2 * heads.D * self.kv_itemsize
+            fresh = sparse & (position % self.reuse == 0)
+            pages = (1 - everywhere) * dense * total((position // P + 1) * (P // C), fresh)
+            queries = self.selectors / heads.K * pages
+            parts["selection"] = Cost(pages * extremes, 4 * heads.D * queries)
+            touched = -(-contexts // C) - before // C
+            keys = heads.D * heads.itemsize * new_tokens.sum(-1)
+            parts["statistics"] = Cost(dense * (keys + 2 * extremes * touched.sum(-1)))
+        return parts
+
+    def _window_seen(self, tokens):
+        """Pairs of a query and a key in a streaming head among the first `tokens` of a sequence: a
+        query sees sink and local pages and its own up to itself."""
+        P, pages = self.page_size, self.sink + self.local
+        first = np.minimum(tokens, (pages + 1) * P)
+        whole, part = np.divmod(tokens - first, P)
+        beyond = whole * (pages * P * P + triangle(P)) + part * pages * P + triangle(part)
+        return triangle(first) + beyond
 
 
 def split(options: Options, model: ShardedModel) -> np.ndarray:
@@ -148,6 +213,7 @@ def state_bytes(layout: Layout, options: Options, model: ShardedModel) -> int:
 def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     options: Options = config.policy_options
     P, shards = config.page_size, model.num_shards
+    kv_dtype = model.dtype if config.kv_dtype == "auto" else config.kv_dtype
     streams = split(options, model)
     streams = np.take_along_axis(streams, order_of(streams, shards), axis=1)
     groups = np.split(~streams, min(shards, streams.shape[1]), axis=1)
@@ -175,6 +241,10 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         ring=max(1, min(most - sink, local + 1 + (longest + P - 2) // P)),
         format=KVFormat(options.kv_bits, model.shard.head_dim) if quantised else None,
         num_blocks=(0, 0),
+        attention=Heads.of(model.shard, model.dtype),
+        kv_itemsize=jnp.dtype(kv_dtype).itemsize,
+        selectors=selectors(options, model),
+        dense_layers=options.dense_layers,
         minference=_minference(options, most, P),
         minference_from=options.minference_from,
     )  # fmt: skip

@@ -1,0 +1,117 @@
+"""Measured times of a layer's ops on a GPU, from CSV files as Vidur's profiles give them.
+
+MODEL-GPU-layer-times.csv: a row for each number of tokens in the batch and tensor-parallel degree,
+and a column OP_ms for each op, its median in milliseconds. Rows may repeat.
+"""
+
+import csv
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from models import checkpoint
+from paged.kv_cache.policy import ShardedModel
+from paged.simulator.cost_model import Op, Product
+from paged.simulator.layer import layer_ops
+
+ENDING = "-layer-times.csv"
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+# The columns' names, and ours. One residual sum of a layer's two is measured.
+OPS = {
+    "input_layernorm": "attention_norm",
+    "attn_pre_proj": "qkv",
+    "attn_rope": "rope",
+    "attn_post_proj": "o",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp_up_proj": "mlp_up",
+    "mlp_act": "activation",
+    "mlp_down_proj": "mlp_down",
+    "add": "mlp_add",
+}
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """A model's layer, spread over `shards` GPUs. tokens: [n] of each batch. seconds: [n] of each
+    op, by our names. ops: what is measured there, over the same batches."""
+
+    model: str
+    shards: int
+    tokens: np.ndarray
+    seconds: dict[str, np.ndarray]
+    ops: dict[str, Op]
+
+    @property
+    def products(self) -> list[str]:
+        return [name for name, op in self.ops.items() if isinstance(op, Product)]
+
+    def thinned(self) -> "LayerTimes":
+        """One batch of each quarter of an octave of tokens, or long batches would decide alone."""
+        _, first = np.unique(np.round(4 * np.log2(self.tokens)), return_index=True)
+        return self._of(first)
+
+    def _of(self, which: np.ndarray) -> "LayerTimes":
+        seconds = {name: times[which] for name, times in self.seconds.items()}
+        return layer_times(self.model, self.shards, self.tokens[which], seconds)
+
+
+def layer_times(
+    model: str, shards: int, tokens: np.ndarray, seconds: dict[str, np.ndarray]
+) -> LayerTimes:
+    """Raises ValueError if the model cannot be spread over so many GPUs."""
+    sharded = ShardedModel.split(checkpoint.load_config(MODELS / model), shards)
+    ops = layer_ops(sharded, tokens)
+    return LayerTimes(model, shards, tokens, seconds, {name: ops[name] for name in seconds})
+
+
+def read(folder: str | Path, gpu: str) -> list[LayerTimes]:
+    """The files of one GPU, which their names may call by its family alone: 'a100' for 'a100-80'.
+
+    Raises ValueError, naming file and line, for what is missing or no measured time.
+    """
+    names = {f"-{gpu}{ENDING}", f"-{gpu.partition('-')[0]}{ENDING}"}
+    paths = sorted(Path(folder).glob(f"*{ENDING}"))
+    mine = [(path, name) for path in paths for name in names if path.name.endswith(name)]
+    if not mine:
+        there = ", ".join(path.name for path in paths) or "none"
+        raise ValueError(f"{folder} has no MODEL-{gpu}{ENDING}; such files there: {there}")
+    return [times for path, name in mine for times in _read(path, path.name.removesuffix(name))]
+
+
+def _read(path: Path, called: str) -> Iterator[LayerTimes]:
+    known = {folder.name.replace("-", ""): folder.name for folder in sorted(MODELS.iterdir())}
+    model = known.get(called.replace("-", ""))
+    if model is None:
+        raise ValueError(f"{path}: no model {called!r} among {', '.join(known.values())}")
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = csv.DictReader(file)
+        wanted = ["num_tokens", "tensor_parallel", *(f"{name}_ms" for name in OPS)]
+        if missing := [name for name in wanted if name not in (rows.fieldnames or ())]:
+            raise ValueError(f"{path} lacks the columns {', '.join(missing)}")
+        table = np.array([_numbers(path, i, row, wanted) for i, row in enumerate(rows, 2)])
+    if not len(table):
+        raise ValueError(f"{path} has no rows")
+    for shards in np.unique(table[:, 1]).astype(int).tolist():
+        part = table[table[:, 1] == shards]
+        seconds = {ours: part[:, 2 + i] / 1e3 for i, ours in enumerate(OPS.values())}
+        try:
+            yield layer_times(model, shards, part[:, 0], seconds)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def _numbers(path: Path, line: int, row: dict[str, str], wanted: list[str]) -> list[float]:
+    numbers = []
+    for name in wanted:
+        try:
+            number = float(row[name])
+        except (TypeError, ValueError):
+            number = math.nan
+        whole = name.endswith("_ms") or number.is_integer()
+        if not (math.isfinite(number) and number > 0 and whole):
+            raise ValueError(f"{path}, line {line}: {name} must be above 0, not {row[name]!r}")
+        numbers.append(number)
+    return numbers

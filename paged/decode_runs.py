@@ -1,0 +1,234 @@
+"""Runs of steps that only decode, between two events, taken together: simulated time allows it.
+
+A run is what the engine's loop would do one step after the other, while the scheduler would decide
+the same each time: the same rows generate, none comes to its end, and nobody who waits is admitted.
+Nothing is decided here: a run begins after a step in which the scheduler has admitted nobody, and
+ends before the step in which it might decide anything else. Memory grows as the policy says.
+
+What a run leaves out is the log: its steps have records, and no events.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import numpy as np
+
+from paged.config import EngineConfig
+from paged.device.executor import Executor
+from paged.device.step import StepOutputs
+from paged.in_flight import InFlight
+from paged.kv_cache.moves import Moves
+from paged.kv_cache.policy import HostPolicy, PrefixCachingHost, Usage
+from paged.metrics import StepRecord
+from paged.scheduling.scheduled_step import ScheduledStep, by_adapter
+from paged.scheduling.scheduler import Scheduler
+
+LONGEST = 512  # steps of a run: what is computed at once is [steps, rows]
+
+
+class RunningExecutor(Executor, Protocol):
+    """An executor in simulated time that can take many steps at once."""
+
+    @property
+    def takes_runs(self) -> bool:
+        """Whether its clock and its tokens are functions of contexts alone."""
+        ...
+
+    @property
+    def device_free_s(self) -> float:
+        """When all that was dispatched has run."""
+        ...
+
+    def decode_times(self, contexts: np.ndarray, adapters: np.ndarray) -> np.ndarray:
+        """Seconds of steps [k] that compute one token of each row. contexts: [k, n] after the step.
+        adapters: [n] slots of adapters, -1 for none."""
+        ...
+
+    def decoded(self, seeds: np.ndarray, contexts: np.ndarray) -> np.ndarray:
+        """Tokens [k, n] that rows sample at these contexts [k, n]. seeds: [n]."""
+        ...
+
+    def run_decodes(self, num_steps: int, free_s: float, tokens: np.ndarray) -> "Ready":
+        """Count so many steps as dispatched; the last one has ended at `free_s`, and has sampled
+        tokens [1, n]: its outputs."""
+        ...
+
+
+class Ready(Protocol):
+    def wait(self) -> StepOutputs: ...
+
+
+class SteadyHost(HostPolicy, Protocol):
+    """A host half in which what is free only shrinks while rows generate: whoever was refused
+    stays refused."""
+
+    def decode_steps(
+        self, number: int, slots: np.ndarray, num_tokens: np.ndarray, most: int
+    ) -> list[Usage]:
+        """As `append` of slots [n] to num_tokens [n], and `advance` from one token less, and so on
+        with a token more for each step, `most` at most, while `can_append` would say so and nothing
+        is moved. number: of the first step. Returns the usage after each."""
+        ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """Steps that were dispatched, all but the last one of which have been taken in.
+
+    records: of those that were taken in, the first of them that which was in flight. flight: the
+    last one.
+    """
+
+    steps: int
+    records: list[StepRecord]
+    flight: InFlight
+    clock_s: float
+
+
+class DecodeRuns:
+    """Finds runs, and does to scheduler, policy and executor what their steps would do."""
+
+    def __init__(
+        self, config: EngineConfig, scheduler: Scheduler, executor: RunningExecutor,
+        eos_token_ids: tuple[int, ...],
+    ):  # fmt: skip
+        self._config, self._scheduler, self._executor = config, scheduler, executor
+        self._eos = np.array(eos_token_ids, np.int64)
+        self._settled: object = None
+
+    @classmethod
+    def possible(
+        cls, config: EngineConfig, scheduler: Scheduler, executor: Executor,
+        eos_token_ids: tuple[int, ...],
+    ) -> "DecodeRuns | None":  # fmt: skip
+        """None on a device, and where one step dispatches several iterations."""
+        if config.multi_step > 1 or not getattr(executor, "takes_runs", False):
+            return None
+        return cls(config, scheduler, cast(RunningExecutor, executor), eos_token_ids)
+
+    def scheduled(self, flight: InFlight | None) -> None:
+        """The scheduler has decided a step in the usual way, None if it had nothing to do. Without
+        admissions and preemptions it will admit nobody who waits until queue or slots change."""
+        nobody = flight and not flight.step.admitted and not flight.step.preempted
+        self._settled = self._queue() if nobody and self._scheduler.waiting else None
+
+    def _queue(self) -> object:
+        """Of requests that wait: differs when one has come or left, or a sequence has ended."""
+        waiting = self._scheduler.waiting
+        return self._scheduler.slots.num_free, len(waiting), waiting[0].order, waiting[-1].order
+
+    def next(self, flight: InFlight, until_s: float, previous_end_s: float) -> Run | None:
+        """The steps that begin before `until_s`, at least one, or None if the scheduler has to
+        decide. flight: what is in flight. previous_end_s: the end of the step before it."""
+        slots = self._slots_of_run(flight)
+        if slots is None:
+            return None
+        s, executor = self._scheduler.slots, self._executor
+        lengths = s.length[slots].copy()
+        seeds = s.sampling["seed"][slots]
+        most = min(LONGEST, int((s.limit[slots] - lengths).min()))
+        begins = executor.device_free_s
+        # About as long as the last one: a run that ends too soon is followed by another.
+        a_step = begins - max(flight.dispatched_s, previous_end_s)
+        if until_s - begins < LONGEST * a_step:
+            most = min(most, 3 + max(0, int((until_s - begins) / a_step)))
+        contexts = lengths + np.arange(most)[:, None]
+        times = executor.decode_times(contexts, s.adapter[slots])
+        ends = np.add.accumulate(np.concatenate([[begins], times]))
+        most = 1 + int(np.searchsorted(ends[: most - 1], until_s))
+        # Of the step in flight, and of all steps of the run but the last.
+        tokens = executor.decoded(seeds, contexts[:most] - 1)
+        if len(self._eos):
+            stops = (np.isin(tokens, self._eos) & ~s.ignore_eos[slots]).any(1)
+            most = int(stops.argmax()) if stops.any() else most
+        usages = self._grow(flight.number + 1, slots, lengths, most) if most else []
+        if not usages:
+            return None
+        steps = len(usages)
+        s.decoded(slots, tokens[:steps])
+        if self._config.prefix_caching:
+            policy = cast(PrefixCachingHost, self._scheduler.policy)
+            policy.confirm(slots, np.minimum(s.known[slots], s.computed[slots]), s.tokens)
+        last = executor.decoded(seeds, contexts[steps - 1 : steps])
+        outputs = executor.run_decodes(steps, float(ends[steps]), last)
+        return self._run(flight, slots, outputs, usages, ends, previous_end_s)
+
+    def _slots_of_run(self, flight: InFlight) -> np.ndarray | None:
+        """Rows of the next step, if the one in flight has the same and only decodes."""
+        scheduler, step, s = self._scheduler, flight.step, self._scheduler.slots
+        if scheduler.waiting and self._settled != self._queue():
+            return None
+        if scheduler.gate.loading or step.num_prefills or len(step.sources):
+            return None
+        slots = scheduler.running_slots()
+        if len(slots) != len(step.slots) or (step.generations != s.generation[step.slots]).any():
+            return None
+        if s.watched[slots].any() or s.beam[slots].any() or not s.generate(slots).all():
+            return None
+        if self._config.adapter_slots:
+            slots = by_adapter([], slots, s.adapter, self._config.adapter_slots)
+        return slots
+
+    def _grow(
+        self, number: int, slots: np.ndarray, num_tokens: np.ndarray, most: int
+    ) -> list[Usage]:
+        """As `SteadyHost.decode_steps`; other policies go step by step, while nobody waits."""
+        policy, usages = self._scheduler.policy, []
+        if hasattr(policy, "decode_steps"):
+            return cast(SteadyHost, policy).decode_steps(number, slots, num_tokens, most)
+        if self._scheduler.waiting or not self._config.run_ahead:
+            return []
+        for step in range(number, number + most):
+            if not policy.can_append(slots, num_tokens):
+                break
+            policy.append(slots, num_tokens)
+            policy.advance(step, slots, num_tokens - 1, num_tokens)
+            moves = policy.take_moves()
+            moved = moves.copies or moves.exports or moves.imports
+            assert not moved, "rows that generate move nothing"
+            usages.append(policy.usage())
+            if (report := policy.simulated_report(step - 1)) is not None:
+                policy.observe(step - 1, report)
+            num_tokens = num_tokens + 1
+        return usages
+
+    def _run(
+        self, flight: InFlight, slots: np.ndarray, outputs: Ready, usages: list[Usage],
+        ends: np.ndarray, previous_end_s: float,
+    ) -> Run:  # fmt: skip
+        """ends: of the step in flight, and of each step of the run."""
+        scheduler, s, steps = self._scheduler, self._scheduler.slots, len(usages)
+        before = flight.facts | {name: 0 for name in ("preemptions", "swapped_out", "swapped_in")}
+        before |= {"prefill_tokens": 0, "decode_tokens": len(slots), "copied_blocks": 0}
+        before |= {"num_running": len(scheduler.running), "num_waiting": len(scheduler.waiting)}
+        facts = [flight.facts]
+        for usage in usages:
+            of_memory = {f"kv_{name}": n for name, n in vars(usage).items() if name != "bytes"}
+            facts.append(before | of_memory | {"kv_bytes": sum(usage.bytes.values())})
+        times = ends.tolist()
+        starts = [max(flight.dispatched_s, previous_end_s), *times]
+        records = [
+            StepRecord(flight.number + i, times[i], flight.host_s if i == 0 else 0.0,
+                       times[i] - starts[i], **facts[i])
+            for i in range(steps)
+        ]  # fmt: skip
+        step = ScheduledStep(
+            slots=slots,
+            starts=s.computed[slots] - 1,
+            counts=np.ones_like(slots),
+            samples=np.ones(len(slots), bool),
+            yields=np.ones_like(slots),
+            generations=s.generation[slots],
+            num_prefills=0,
+            sources=np.zeros(0, np.int64),
+            moves=Moves(),
+            has_beams=False,
+            preempted=[],
+            admitted=[],
+        )
+        ahead = times[steps - 2] if steps > 1 else self._executor.clock.now()
+        last = InFlight(
+            flight.number + steps, step, np.arange(len(slots)), outputs,
+            ahead if self._config.run_ahead else times[steps - 1], facts[steps],
+        )  # fmt: skip
+        return Run(steps, records, last, times[steps - 1])

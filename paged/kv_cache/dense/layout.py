@@ -1,0 +1,42 @@
+"""What attention over the dense policy's blocks reads and computes."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from paged.kv_cache.policy import CacheConfig, ShardedModel
+from paged.kv_cache.work import Heads, Work, seen_up_to, total
+
+
+@dataclass(frozen=True)
+class DenseLayout:
+    """kv_itemsize: bytes of a number in the cache. window: tokens that a query sees at most."""
+
+    heads: Heads
+    kv_itemsize: int
+    window: int
+
+    def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
+        heads, before = self.heads, contexts - new_tokens
+        token = 2 * heads.D * self.kv_itemsize
+        seen = np.minimum(contexts, self.window + new_tokens - 1)
+        pairs = seen_up_to(contexts, self.window) - seen_up_to(before, self.window)
+        parts = {}
+        for name, rows in (("prefill", new_tokens > 1), ("decode", new_tokens == 1)):
+            parts[name] = heads.attention(
+                token,
+                heads.K * total(seen, rows),
+                heads.H * total(pairs, rows),
+                total(new_tokens, rows),
+            )
+        return parts | {"writes": heads.writes(token, new_tokens.sum(-1))}
+
+
+def layout_of(config: CacheConfig, model: ShardedModel) -> DenseLayout:
+    dtype = model.dtype if config.kv_dtype == "auto" else config.kv_dtype
+    return DenseLayout(
+        Heads.of(model.shard, model.dtype),
+        jnp.dtype(dtype).itemsize,
+        model.shard.sliding_window or config.max_model_len,
+    )

@@ -1,0 +1,175 @@
+"""Seconds that an op takes on a `Machine`: few constants, fitted once, over data-sheet rates.
+
+A product of [m, k] and [k, n] is cut into tiles, of which each multiprocessor computes one at a
+time; a last wave that is not full leaves multiprocessors idle. Arithmetic and memory traffic
+overlap, but not quite:
+
+    start + (compute^p + memory^p)^(1/p),    compute = flops / (e · peak) · (waves / full waves)^w
+
+`python -m experiments.fit_cost_model` fits `FITTED`, and tells its error.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from paged.simulator.machines import Machine
+from pallas_kernels.specs import Cost
+
+# Rows and columns of a product's tiles; the fastest shape counts.
+TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
+LEAST_ROWS = 16  # Tensor cores compute so many rows at least.
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The constants that are fitted to measured layers.
+
+    compute, memory: shares of the peaks that products reach, with the largest tile. start_s: of a
+    product. waves: w, 1 where idle multiprocessors of a last wave cost all of their time. overlap:
+    p, infinite where arithmetic and traffic overlap entirely. small_tiles: tiles of a share x of
+    the largest one's area reach x^small_tiles of its rate.
+    rows: share of the bandwidth of ops in which a thread block has one row (norms, rotations,
+    activations); elements: of sums, whose operands lie in the cache in part, so that it may exceed
+    1. pointwise_start_s: of both.
+    """
+
+    compute: float
+    memory: float
+    start_s: float
+    waves: float
+    overlap: float
+    small_tiles: float
+    rows: float
+    elements: float
+    pointwise_start_s: float
+
+
+# Fitted to Vidur's profiles (MIT) of Llama-2 7B and 70B on an A100-80GB, tensor parallel 1 to 8,
+# 1 to 4,096 tokens, by `python -m experiments.fit_cost_model --gpu=a100-80`.
+FITTED = Fitted(
+    compute=0.7661, memory=0.8383, start_s=4.496e-6, waves=0.5533, overlap=2.103,
+    small_tiles=0.1226, rows=0.5118, elements=1.106, pointwise_start_s=1.913e-6,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Constants that nothing here has measured; a result that turns over within ±20 % of one must
+    say so.
+
+    attention: share of the bandwidth at which attention, selection and compression read pages
+    (published decode kernels reach .75 to .8). attention_compute: share of the peak that prefill
+    attention reaches (published kernels: .45 to .55). attention_start_s: of each such kernel.
+    pcie: share of PCIe's bandwidth that copies reach. copy_start_s: of each copy.
+    """
+
+    attention: float = 0.775
+    attention_compute: float = 0.5
+    attention_start_s: float = 5e-6
+    pcie: float = 0.8
+    copy_start_s: float = 4e-6
+
+
+ASSUMED = Assumed()
+# All-reduces among the A100s of one box, NVLink at 300 GB/s one way, as fitted to Vidur's profiles:
+# seconds that any takes, and share of the link's bandwidth, by the number of GPUs.
+ALL_REDUCE = {2: (46e-6, 172 / 300), 4: (68e-6, 190 / 300), 8: (106e-6, 199 / 300)}
+SHORTEST_ALL_REDUCE_S = 40e-6
+
+
+@dataclass(frozen=True)
+class Product:
+    """[m, k] times [k, n]; ints or arrays. bits: of the operands, 16 or 8; outputs have 16."""
+
+    m: Any
+    k: Any
+    n: Any
+    bits: int = 16
+
+    def seconds(self, on: Machine, by: Fitted):
+        m, k, n = self.m, self.k, self.n
+        peak = on.flops if self.bits == 16 else on.int8_ops
+        full = 2.0 * np.maximum(m, LEAST_ROWS) * k * n / (peak * by.compute)
+        moved = self.bits // 8 * (1.0 * m * k + k * n) + 2.0 * m * n
+        memory = moved / (on.bandwidth * by.memory)
+        largest, times = TILES[0][0] * TILES[0][1], []
+        for rows, columns in TILES:
+            waves = np.ceil(np.ceil(m / rows) * np.ceil(n / columns) / on.multiprocessors)
+            computed = 2.0 * waves * on.multiprocessors * rows * columns * k
+            computed /= peak * by.compute * (rows * columns / largest) ** by.small_tiles
+            times.append(full * (computed / full) ** by.waves)
+        compute, p = np.minimum.reduce(times), by.overlap
+        return by.start_s + (compute**p + memory**p) ** (1 / p)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An op of `rows` rows, in which a thread block reads and writes the `bytes` of one."""
+
+    rows: Any
+    bytes: Any
+
+    def seconds(self, on: Machine, by: Fitted):
+        at_once = np.maximum(self.rows, on.multiprocessors)
+        return by.pointwise_start_s + at_once * self.bytes / (on.bandwidth * by.rows)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """An op that reads and writes `bytes`, element by element."""
+
+    bytes: Any
+
+    def seconds(self, on: Machine, by: Fitted):
+        return by.pointwise_start_s + self.bytes / (on.bandwidth * by.elements)
+
+
+Op = Product | Rows | Elements
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of everything that a step does on `machine`, or on several of one box.
+
+    attention_knob: multiplies the time of attention and its like: 0.8 and 1.2 show what a result
+    owes to the assumption.
+    """
+
+    machine: Machine
+    fitted: Fitted = FITTED
+    assumed: Assumed = field(default_factory=Assumed)
+    attention_knob: float = 1.0
+
+    def op_s(self, op: Op):
+        return op.seconds(self.machine, self.fitted)
+
+    def part_s(self, cost: Cost):
+        """A part of a layer's attention, as `Layout.work` has it; arrays if the cost's are."""
+        assumed, on = self.assumed, self.machine
+        memory = cost.bytes / (on.bandwidth * assumed.attention)
+        compute = cost.flops / (on.flops * assumed.attention_compute)
+        start = np.where(np.greater(cost.bytes, 0), assumed.attention_start_s, 0.0)
+        return self.attention_knob * (start + np.maximum(memory, compute))
+
+    def all_reduce_s(self, bytes_: float, gpus: int) -> float:
+        """Of so many bytes on each of `gpus`. Raises ValueError for a number that is not known."""
+        if gpus == 1:
+            return 0.0
+        if gpus not in ALL_REDUCE:
+            raise ValueError(f"all-reduces are known of 1, 2, 4 and 8 GPUs, not {gpus}")
+        least_s, share = ALL_REDUCE[gpus]
+        moved = 2 * (gpus - 1) / gpus * bytes_
+        return max(SHORTEST_ALL_REDUCE_S, least_s + moved / (share * self.machine.link))
+
+    def copies_s(self, copies: int, bytes_: float) -> float:
+        """Of `copies` between host and device over PCIe, of `bytes_` all together."""
+        rate = self.assumed.pcie * self.machine.pcie
+        return copies * self.assumed.copy_start_s + bytes_ / rate
+
+    def sgmv_s(self, pages_bytes: float, activation_bytes: float) -> float:
+        """One launch over adapters' pages (Punica §4): bound by the bytes that it reads, at the
+        products' share of the bandwidth."""
+        rate = self.fitted.memory * self.machine.bandwidth
+        return self.fitted.start_s + (pages_bytes + activation_bytes) / rate

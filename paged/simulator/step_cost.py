@@ -1,0 +1,125 @@
+"""The clock of simulated devices: seconds of a step on GPUs of a data sheet."""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.config import ModelConfig
+from paged.config import EngineConfig
+from paged.device.step_inputs import StepInputs
+from paged.kv_cache import POLICIES
+from paged.kv_cache.policy import ShardedModel
+from paged.kv_cache.work import Layout
+from paged.simulator.cost_model import CostModel
+from paged.simulator.layer import ITEMSIZE, adapter_page_bytes, adapters_s, head_ops, layer_ops
+from paged.simulator.machines import machine
+
+
+@dataclass(frozen=True)
+class Host:
+    """The host's part of a step, of a system by name: added_s where the device waits for it, and
+    least_s, below which no step ends."""
+
+    added_s: float = 0.0
+    least_s: float = 0.0
+
+
+HOSTS = {
+    # The host's work is done while the device computes the step before; it takes 0.14 ms for 256
+    # sequences (experiments/bench/host.py on two CPU cores), less than any step here.
+    "none": Host(),
+    # A decode step takes about 30 ms (Punica §5.2), for a 7B model as well.
+    "punica": Host(least_s=30e-3),
+}
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a step of `model`, one shard of which each GPU has.
+
+    layout: the KV policy's. bits: of the operands of products, 8 for W8A8. adapter_pages: that the
+    adapters of a step have each.
+    Sampling, and gathering logits from several GPUs, take no time.
+    """
+
+    costs: CostModel
+    model: ShardedModel
+    layout: Layout
+    bits: int = 16
+    host: Host = HOSTS["none"]
+    adapter_pages: int = 1
+
+    @classmethod
+    def declare(
+        cls, model: ModelConfig, config: EngineConfig, gpu: str, dtype: str = "float16",
+        host: str = "none", attention_knob: float = 1.0, adapter_pages: int = 1,
+    ) -> "StepCost":  # fmt: skip
+        """Of what `config` serves on as many GPUs as it has shards.
+
+        Raises ValueError for a GPU or a host's name that is unknown, for a policy without a layout,
+        and for a number of GPUs whose all-reduces are not known.
+        """
+        sharded = ShardedModel.split(model, config.tensor_parallel, dtype)
+        make = POLICIES[config.policy].layout
+        if make is None:
+            raise ValueError(f"policy {config.policy!r} has no layout: it cannot be simulated")
+        if host not in HOSTS:
+            raise ValueError(f"host {host!r} is none of {', '.join(HOSTS)}")
+        costs = CostModel(machine(gpu), attention_knob=attention_knob)
+        costs.all_reduce_s(0, config.tensor_parallel)
+        bits = 8 if config.quantization == "w8a8" else 16
+        return cls(costs, sharded, make(config, sharded), bits, HOSTS[host], adapter_pages)
+
+    @property
+    def adapter_page_s(self) -> float:
+        """To bring a page of an adapter's ranks over PCIe: an array of a and one of b for each
+        projection (Punica §5.2)."""
+        copies = 2 * (6 + (not self.model.shard.learned_positions))
+        return self.costs.copies_s(copies, adapter_page_bytes(self.model))
+
+    def __call__(self, inputs: StepInputs) -> float:
+        S = inputs.lengths.shape[0]
+        new = np.bincount(np.minimum(inputs.token_rows, S), minlength=S)[:S]
+        rows = np.flatnonzero((new > 0) & (inputs.lengths > 0))
+        new = new[rows]
+        seconds = self.dense_s(int(new.sum()), int((np.asarray(inputs.samples) != 0).sum()))
+        seconds += float(self.attention_s(np.asarray(inputs.lengths)[rows], new))
+        if inputs.num_segments.size and (count := int(inputs.num_segments[0])):
+            adapters = len(np.unique(inputs.segment_slots[:count]))
+            tokens = int((inputs.segment_ends - inputs.segment_starts)[:count].sum())
+            seconds += self.adapters_s(adapters, tokens)
+        return max(seconds + self.host.added_s, self.host.least_s)
+
+    def decodes_s(self, contexts: np.ndarray, adapters: np.ndarray) -> np.ndarray:
+        """Of steps [k] that compute one token of each row, contexts [k, n] after the step.
+        adapters: [n] slots of adapters, -1 for none."""
+        rows = contexts.shape[1]
+        seconds = self.dense_s(rows, rows) + self.attention_s(contexts, np.ones_like(contexts))
+        if tokens := int((adapters >= 0).sum()):
+            seconds = seconds + self.adapters_s(len(np.unique(adapters[adapters >= 0])), tokens)
+        return np.maximum(seconds + self.host.added_s, self.host.least_s)
+
+    def attention_s(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None):
+        """Of all layers; arguments as of `Layout.work`, whose leading axes the result has."""
+        parts = self.layout.work(contexts, new_tokens, held).values()
+        layer = sum(self.costs.part_s(part) for part in parts if np.any(part.bytes))
+        return self.model.shard.num_layers * layer
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 one clock lives as long as its study
+    def dense_s(self, tokens: int, sampled: int) -> float:
+        """Of all that does not depend on the cache: products, pointwise ops, all-reduces."""
+        if not tokens:
+            return 0.0
+        ops, num_gpus = layer_ops(self.model, tokens, self.bits).values(), self.model.num_shards
+        layer = sum(self.costs.op_s(op) for op in ops)
+        hidden = tokens * self.model.shard.hidden_size * ITEMSIZE
+        layer += 2 * self.costs.all_reduce_s(hidden, num_gpus)
+        head = sum(self.costs.op_s(op) for op in head_ops(self.model, tokens, sampled).values())
+        return float(self.model.shard.num_layers * layer + head)
+
+    def adapters_s(self, adapters: int, tokens: int) -> float:
+        """Of all layers: `adapters` different ones, that `tokens` of the step have."""
+        pages = adapters * self.adapter_pages
+        layer = adapters_s(self.costs, self.model, pages, tokens)
+        return self.model.shard.num_layers * layer

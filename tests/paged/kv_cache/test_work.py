@@ -1,0 +1,159 @@
+"""What policies say that attention reads and computes, recounted token by token, and against what
+the device half of LServe plans to read."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.config import ModelConfig
+from paged.config import EngineConfig
+from paged.kv_cache import POLICIES
+from paged.kv_cache.lserve import plan
+from paged.kv_cache.policy import ShardedModel
+
+MODEL = ModelConfig(
+    num_layers=3, num_heads=6, num_kv_heads=2, head_dim=32, max_position_embeddings=4096
+)
+H, K, D = 6, 2, 32
+GATES = ((0.9, 0.1), (0.2, 0.8), (0.3, 0.4))
+ROW = st.integers(1, 900).flatmap(
+    lambda n: st.tuples(st.just(n), st.sampled_from((1, 1, n, (n + 1) // 2)))
+)
+ROWS = st.lists(ROW, min_size=1, max_size=6)
+
+
+def layout(policy: str, model=MODEL, shards: int = 1, **options) -> Any:
+    config = EngineConfig(
+        policy=policy, max_model_len=1024, kv_cache_tokens=2**14, page_size=16, max_num_seqs=8,
+        max_num_batched_tokens=1024, chunked_prefill=False,
+        policy_options=options or None, tensor_parallel=shards,
+    )  # fmt: skip
+    make = POLICIES[policy].layout
+    assert make is not None
+    return make(config, ShardedModel.split(model, shards, "float16"))
+
+
+def columns(rows):
+    contexts, new_tokens = (np.array(column) for column in zip(*rows))
+    return contexts, new_tokens
+
+
+def queries(rows):
+    """(row is decode, row's tokens, position) of each new token."""
+    for context, new in rows:
+        for position in range(context - new, context):
+            yield new == 1, context, position
+
+
+@given(ROWS, st.sampled_from([None, 1, 40]))
+@settings(max_examples=40, deadline=None)
+def test_the_dense_policy_reads_each_visible_token_once(rows, window):
+    work = layout("vllm", MODEL.replace(sliding_window=window)).work(*columns(rows))
+    for name, decodes in (("decode", True), ("prefill", False)):
+        read = pairs = new = 0
+        for context, count in rows:
+            if (count == 1) != decodes:
+                continue
+            seen = [
+                range(max(0, p + 1 - (window or 9999)), p + 1)
+                for p in range(context - count, context)
+            ]
+            pairs += sum(map(len, seen))
+            read += len(set().union(*seen))
+            new += count
+        assert work[name].flops == 4 * H * D * pairs
+        assert work[name].bytes == 2 * (2 * K * D * read + 2 * H * D * new)
+    new = sum(count for _, count in rows)
+    assert work["writes"].bytes == 2 * (2 * 2 * K * D * new)
+
+
+def test_orca_reads_as_the_dense_policy_does():
+    rows = columns([(30, 30), (7, 1)])
+    assert layout("orca_max").work(*rows) == layout("vllm").work(*rows)
+
+
+def test_several_steps_at_once_are_steps_one_by_one():
+    contexts = np.array([300, 5, 64]) + np.arange(50)[:, None]
+    for policy in POLICIES:
+        lay = layout(policy)
+        together = lay.work(contexts, np.ones_like(contexts))
+        for i in (0, 17, 49):
+            alone = lay.work(contexts[i], np.ones(3, int))
+            for name, cost in alone.items():
+                flops = np.broadcast_to(together[name].flops, 50)
+                assert (together[name].bytes[i], flops[i]) == (cost.bytes, cost.flops)
+
+
+@given(ROWS)
+@settings(max_examples=40, deadline=None)
+def test_lserve_reads_what_its_device_half_plans_to_read(rows):
+    lay = layout("lserve", budget=128, sink=32, local=48, reuse=4, gates=GATES)
+    contexts, new_tokens = columns(rows)
+    work = lay.work(contexts, new_tokens)
+    decodes = contexts[new_tokens == 1]
+    positions = jnp.array(decodes - 1)
+    pages = np.minimum(lay.sink + lay.local, (decodes - 1) // 16)
+    step = plan.DecodePlan(
+        slots=positions, positions=positions, lengths=jnp.array(decodes),
+        sparse=positions // 16 >= lay.all_below, fresh=positions < 0, blocks=None,
+        lengths_in_window=jnp.array(pages * 16 + (decodes - 1) % 16 + 1),
+    )  # fmt: skip
+    read = 0.0
+    for count in lay.num_dense[0]:
+        streams = jnp.arange(K) >= count
+        read += float(plan.lengths_read(lay, step, streams, True).sum()) / 3
+    assert work["decode"].bytes == pytest.approx(2 * (2 * D * read + 2 * H * D * len(decodes)))
+    assert work["decode"].flops == pytest.approx(4 * D * H // K * read)
+
+    dense, pairs = sum(lay.num_dense[0]) / 3, 0.0
+    for decode, _, position in queries(rows):
+        if not decode:
+            window = min(position // 16, lay.sink + lay.local) * 16 + position % 16 + 1
+            pairs += dense * (position + 1) + (K - dense) * window
+    assert work["prefill"].flops == pytest.approx(4 * D * H // K * pairs)
+
+
+def test_lserve_selects_every_few_steps_and_quest_spares_its_first_layers():
+    lay = layout("lserve", budget=128, reuse=4)
+    at = np.arange(600, 608)[:, None]  # tokens: positions 599 …
+    selection = lay.work(at, np.ones_like(at))["selection"]
+    assert np.flatnonzero(selection.bytes).tolist() == [1, 5]
+    logical = -(-601 // 16)  # pages of 16 tokens with 1 of 16 tokens' extremes
+    assert selection.bytes[1] == logical * K * 2 * D * 2
+    assert selection.flops[1] == 4 * D * K * logical
+    quest = layout("lserve", budget=128, reuse=4, dense_layers=2, select_per="query_head")
+    selection = quest.work(np.array([601]), np.array([1]))["selection"]
+    assert selection.bytes == pytest.approx(logical * K * 2 * D * 2 / 3)
+    assert selection.flops == pytest.approx(4 * D * H * logical / 3)
+    below = lay.work(np.array([100]), np.array([1]))["selection"]
+    assert below.bytes == 0
+
+
+def test_diffkv_reads_what_it_holds():
+    lay = layout("diffkv")
+    high, low = (format.token_bytes for format in lay.formats)
+    contexts, new = np.array([100, 40]), np.array([1, 1])
+    full = lay.work(contexts, new)
+    fewer = lay.work(contexts, new, np.array([[20.0, 30.0], [10.0, 0.0]]))
+    of_queries = 2 * 2 * 2 * H * D
+    assert full["decode"].bytes == K * 140 * high + of_queries
+    assert fewer["decode"].bytes == K * (30 * high + 30 * low) + of_queries
+    assert fewer["decode"].flops == 4 * H * D * 60
+    assert full["prefill"].flops == 0 < full["compression"].bytes
+    prompt = lay.work(np.array([64]), np.array([64]))
+    assert prompt["decode"].flops == 0 == prompt["writes"].bytes
+    assert prompt["prefill"].flops == 4 * H * D * 64 * 65 // 2
+    assert prompt["compression"].bytes == K * 64 * (2 * 2 * D + high)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_shard_of_two_does_half(policy):
+    rows = columns([(200, 200), (333, 1), (50, 1)])
+    whole, half = layout(policy).work(*rows), layout(policy, shards=2).work(*rows)
+    for name, cost in whole.items():
+        assert cost.bytes == pytest.approx(2 * half[name].bytes)
+        assert cost.flops == pytest.approx(2 * half[name].flops)

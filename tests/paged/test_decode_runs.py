@@ -1,0 +1,129 @@
+"""Steps that are taken together in simulated time, against the same steps one by one."""
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments import serve
+from experiments.workloads.workloads import Request
+from paged.adapters.adapter import Adapter
+from paged.config import EngineConfig
+from paged.engine import Engine
+from paged.kv_cache import POLICIES
+from paged.requests.sampling_params import SamplingParams
+from paged.simulator.executor import LinearCost, SimulatedExecutor
+from paged.simulator.step_cost import StepCost
+from tests.paged.tiny import TINY
+
+OPTIONS = {
+    "lserve": {"budget": 16, "sink": 8, "local": 8, "logical_page": 4,
+               "gates": ((0.9, 0.1), (0.2, 0.8))},
+    "diffkv": {"high": "auto", "low": "auto", "alpha_h": 0.0, "alpha_l": 0.0},
+}  # fmt: skip
+
+
+def config_of(policy: str, tokens: int, **fields) -> EngineConfig:
+    if policy == "diffkv":
+        fields |= {"chunked_prefill": False, "max_num_batched_tokens": 128}
+    if policy != "vllm":
+        fields["prefix_caching"] = False
+    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
+    return EngineConfig(
+        policy=policy, kv_cache_tokens=tokens, page_size=8,
+        policy_options=OPTIONS.get(policy), **(defaults | fields),
+    )  # fmt: skip
+
+
+def served(config: EngineConfig, cost, requests, sampling, *, skip: bool, adapters: int = 0):
+    """What a run leaves: steps, requests and outputs; and the engine."""
+    executor = SimulatedExecutor(cost, vocab_size=61, adapter_page_s=0.03)
+    engine = Engine(TINY, config, executor)
+    for i in range(adapters):
+        engine.add_known_adapter(Adapter(f"a{i}", "", "random", 16))
+    outputs = serve.run(engine, requests, sampling, progress=False, skip=skip)
+    engine.host_policy.check()
+    engine.scheduler.slots.check()
+    steps = [asdict(replace(step, host_s=0.0)) for step in engine.metrics.steps]
+    return {
+        "steps": steps,
+        "requests": [asdict(record) for record in engine.metrics.requests],
+        "outputs": outputs,
+        "time": executor.clock.now(),
+        "rounds": engine.loop.round,
+        "held": {name: len(units) for name, units in engine.host_policy.held().items()},
+    }, engine
+
+
+@st.composite
+def runs(draw, policy: str):
+    """A configuration, a clock, requests, and how they are sampled."""
+    fields = {
+        "run_ahead": draw(st.booleans()),
+        "prefix_caching": draw(st.booleans()),
+        "preemption_mode": draw(st.sampled_from(["auto", "recompute"])),
+    }
+    reserves = policy.startswith("orca") or policy == "fastertransformer"
+    if reserves:
+        fields["preemption_mode"] = "auto"
+    adapters = draw(st.sampled_from([0, 0, 3]))
+    if adapters:
+        fields["adapter_slots"] = 2
+    tokens = draw(st.sampled_from([272, 400, 2000])) + 800 * (policy in ("diffkv", "lserve"))
+    kind = draw(st.sampled_from(["one", "one", "parallel", "beam"])) if not reserves else "one"
+    sampling = SamplingParams()
+    if kind == "parallel":
+        sampling = SamplingParams(temperature=1.0, n=3)
+    elif kind == "beam":
+        sampling = SamplingParams(beam_width=2, n=1)
+    config = config_of(policy, tokens, **fields)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    gaps = rng.exponential(draw(st.sampled_from([0.001, 0.05, 0.5])), draw(st.integers(1, 8)))
+    requests = [
+        Request(
+            float(arrival), rng.integers(3, 61, int(rng.integers(1, 40))).tolist(),
+            int(rng.integers(1, 70)), ignore_eos=bool(rng.integers(4)),
+            adapter=f"a{rng.integers(adapters)}" if adapters and rng.integers(4) else None,
+        )
+        for arrival in np.cumsum(gaps)
+    ]  # fmt: skip
+    if draw(st.booleans()):
+        cost: object = LinearCost(1e-3, 1e-5, 3e-6)
+    else:
+        cost = StepCost.declare(TINY, config, "a100-40")
+    return config, cost, requests, sampling, adapters
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(data=st.data())
+@settings(max_examples=8, deadline=None)
+def test_together_is_as_one_by_one(policy, data):
+    config, cost, requests, sampling, adapters = data.draw(runs(policy))
+    slow, _ = served(config, cost, requests, sampling, skip=False, adapters=adapters)
+    fast, _ = served(config, cost, requests, sampling, skip=True, adapters=adapters)
+    assert fast == slow
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_most_steps_are_taken_together(policy):
+    """Requests that come rarely, and are long: few steps are events."""
+    config = config_of(policy, 2000)
+    requests = [Request(0.4 * i, [5, 6, 7], 60, ignore_eos=True) for i in range(4)]
+    cost = LinearCost(1e-3, 1e-5, 1e-6)
+    slow, one_by_one = served(config, cost, requests, None, skip=False)
+    fast, engine = served(config, cost, requests, None, skip=True)
+    assert fast == slow
+    told = [event for event in engine.events if event["event"] == "step"]
+    assert len(slow["steps"]) == 240 == sum(e["event"] == "step" for e in one_by_one.events)
+    assert len(told) < 40
+
+
+def test_a_device_and_costs_of_inputs_take_steps_one_by_one():
+    config = config_of("vllm", 2000)
+    engine = Engine(TINY, config, SimulatedExecutor(lambda inputs: 0.5, vocab_size=61))
+    engine.add_request([5, 6], SamplingParams(max_tokens=30, ignore_eos=True))
+    while engine.has_unfinished():
+        engine.run_until(1e9)
+    assert sum(event["event"] == "step" for event in engine.events) == 30
