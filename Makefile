@@ -10,7 +10,7 @@ TESTS :=
 UNPINNED := \#
 PY := $(VENV)/bin/python
 
-.PHONY: help demo serve notebooks test test-all test-newest-jax test-parity test-cluster test-aot compile-kernels compile-kernels-once cuda check-page load-aiperf lint format typecheck constraints clean
+.PHONY: help demo serve notebooks test test-all test-newest-jax test-parity test-cluster test-lm-eval test-aot compile-kernels compile-kernels-once cuda check-page load-aiperf lint format typecheck constraints clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -23,6 +23,7 @@ help:
 	@echo 'make test-newest-jax  run the tests on the newest JAX 0.12, in .venv-newest'
 	@echo 'make test-parity      run the tests against its own models on torch (gigabytes), in .venv-parity'
 	@echo 'make test-cluster     run the tests of the cluster over Ray actors, in .venv-cluster'
+	@echo 'make test-lm-eval     evaluate over HTTP with lm-evaluation-harness, in .venv-lm-eval'
 	@echo 'make test-aot         compile kernels and whole steps for GPUs that need not be here, in .venv-aot'
 	@echo 'make compile-kernels  the same of every kernel and spec, on both JAX versions'
 	@echo 'make cuda             install for an NVIDIA GPU, in .venv-cuda'
@@ -82,6 +83,9 @@ test-parity:
 test-cluster:
 	$(MAKE) test-all VENV=.venv-cluster EXTRAS=test,cluster TESTS=tests/paged/cluster
 
+test-lm-eval:
+	$(MAKE) test-all VENV=.venv-lm-eval EXTRAS=test,lm-eval TESTS=tests/paged/server/test_lm_eval.py
+
 test-aot:
 	$(MAKE) test-all VENV=.venv-aot EXTRAS=test,aot \
 	    TESTS='tests/pallas_kernels/tools/test_compile.py tests/experiments/gpu/test_compile_step.py'
@@ -111,10 +115,10 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 
 constraints: $(VENV)/.created
 	$(PY) -m pip install --dry-run --ignore-installed --quiet --report $(VENV)/resolved.json \
-	    -e '.[test,aot,parity,cuda,cluster,notebooks]' jax==$(JAX) jaxlib==$(JAX) jax-cuda13-plugin==$(JAX)
+	    -e '.[test,aot,parity,cuda,cluster,notebooks,lm-eval]' jax==$(JAX) jaxlib==$(JAX) jax-cuda13-plugin==$(JAX)
 	$(PY) .ci/write_constraints.py $(VENV)/resolved.json > $(VENV)/pins.txt
 	mv $(VENV)/pins.txt constraints.txt
 
 clean:
-	rm -rf .venv .venv-newest .venv-parity .venv-cluster .venv-aot .venv-newest-aot .venv-cuda .venv-aiperf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-parity .venv-cluster .venv-lm-eval .venv-aot .venv-newest-aot .venv-cuda .venv-aiperf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -44,7 +44,10 @@ with extra("serve"):
 def define_flags() -> None:
     flags.DEFINE_string("host", "127.0.0.1", "address to listen on; 0.0.0.0 for all of the machine")
     flags.DEFINE_integer("port", 8000, "0 for any that is free", lower_bound=0, upper_bound=65535)
-    flags.DEFINE_string("served_model_name", "", "what requests call the model; empty for --model")
+    flags.DEFINE_string(
+        "served_model_name", "", "what requests call the model; empty for --model, of a folder its "
+        "last name",
+    )  # fmt: skip
     flags.DEFINE_string(
         "chat_template", "", "file of a Jinja chat template; empty for the tokenizer's own"
     )
@@ -70,6 +73,12 @@ def read_lines(flag: str, path: str) -> list[str]:
     if not lines:
         raise ValueError(f"--{flag}={path}: the file is empty")
     return lines
+
+
+def served_name(model: str) -> str:
+    """Of a folder the last name: clients need not see where it is."""
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model
 
 
 def prepared(
@@ -114,7 +123,7 @@ def main(options: Options) -> int:
         served = adapters.asked_for(options, model, config)
         make_owner = prepared(options, model, config, tokenizer)
     owner = make_owner()
-    name = options.served_model_name or options.model
+    name = options.served_model_name or served_name(options.model)
     service = Service(
         owner, model, config, tokenizer, name, settings, template,
         logprobs=options.executor == "device",

@@ -40,7 +40,7 @@ def running_server(options: Options, log: Path) -> Iterator[int]:
     OSError if it does not start."""
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
-    rest = {"served_model_name": "", "chat_template": "", "api_keys": "", "runners": 1}
+    rest = {"served_model_name": options.model, "chat_template": "", "api_keys": "", "runners": 1}
     rest |= {"ray": False, "adapters": ""} | vars(options)
     args = SimpleNamespace(**rest | {"host": HOST, "port": port}), log
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=args)

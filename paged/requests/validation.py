@@ -17,6 +17,10 @@ Prompt = str | Sequence[int]
 _BYTES = (bytes, bytearray, memoryview)
 
 
+class PromptTooLong(ValueError):
+    """The context has no room for a prompt."""
+
+
 def check_sequence(name: str, items: str, value) -> None:
     """Raise ValueError unless `value` is a list or another sequence of `items`."""
     if not isinstance(value, Sequence) or isinstance(value, (str, *_BYTES)):
@@ -97,12 +101,12 @@ def validated_prompt(
         raise ValueError("the prompt is empty")
     tokens = token_ids("a prompt", prompt, model.vocab_size)
     if len(tokens) >= config.max_model_len:
-        raise ValueError(
+        raise PromptTooLong(
             f"the prompt has {len(tokens)} tokens; max_model_len ({config.max_model_len}) "
             f"allows {config.max_model_len - 1}, and one to generate"
         )
     if len(tokens) + len(sampling.forced_output) > config.max_model_len:
-        raise ValueError(
+        raise PromptTooLong(
             f"the prompt has {len(tokens)} tokens and forced_output {len(sampling.forced_output)}; "
             f"max_model_len is {config.max_model_len}"
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paged.requests.sequence import RequestOutput, TokenLogprob
+from paged.requests.stopping import TextStream
 from paged.server.token_text import TokenTexts
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -16,7 +17,8 @@ LEAST_LOGPROB = -9999.0  # JSON has no -inf
 @dataclass(frozen=True)
 class Delta:
     """What is new of choice `index`, all of it if it was not streamed. logprobs: of `tokens`, where
-    they are asked for. first: whether it begins with the first token."""
+    they are asked for. first: whether it begins with the first token. echoed: tokens and characters
+    that are the prompt's."""
 
     index: int
     text: str
@@ -24,6 +26,7 @@ class Delta:
     logprobs: Sequence[TokenLogprob | None] | None
     finish_reason: str | None
     first: bool = False
+    echoed: tuple[int, int] = 0, 0
 
 
 @dataclass
@@ -92,8 +95,7 @@ class Shape:
         return self._one(logprob.token, logprob.logprob) | {"top_logprobs": top}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        spelt = self._texts.bytes(token)
-        text = spelt.decode(errors="replace")
+        text, spelt = self._texts.text(token), self._texts.bytes(token)
         return {"token": text, "logprob": finite(logprob), "bytes": list(spelt)}
 
     def prompt_logprobs(self, output: RequestOutput) -> dict[str, Any]:
@@ -108,7 +110,7 @@ class CompletionShape(Shape):
 
     def __init__(self, texts: TokenTexts, answer_id: str, name: str, token_ids: bool = False):
         super().__init__(texts, answer_id, name, token_ids)
-        self._offsets: dict[int, int] = {}  # characters of the tokens told so far, by choice
+        self._streams: dict[int, TextStream] = {}  # the tokens told so far, by choice
 
     def choice(self, delta: Delta) -> dict[str, Any]:
         return {
@@ -120,28 +122,42 @@ class CompletionShape(Shape):
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         assert delta.logprobs is not None
-        texts, offsets, offset = [], [], self._offsets.get(delta.index, 0)
-        for token in delta.tokens:
-            texts.append(self._texts.text(token))
-            offsets.append(offset)
-            offset += 0 if token in self._texts.special else len(texts[-1])
-        self._offsets[delta.index] = offset
+        echoed, start = delta.echoed
+        prompt = self._offsets(self._texts.stream(), delta.tokens[:echoed])
+        stream = self._streams.setdefault(delta.index, self._texts.stream())
+        output = self._offsets(stream, delta.tokens[echoed:])
         asked = any(each is not None and each.top for each in delta.logprobs)
         return {
-            "tokens": texts,
+            "tokens": [self._text(token) for token in delta.tokens],
             "token_logprobs": [None if p is None else finite(p.logprob) for p in delta.logprobs],
             "top_logprobs": [self._top(each) for each in delta.logprobs] if asked else None,
-            "text_offset": offsets,
+            # What a tokenizer normalises in a prompt may have had fewer characters.
+            "text_offset": [min(at, start) for at in prompt] + [start + at for at in output],
         }
 
+    def _offsets(self, stream: TextStream, tokens: Sequence[int]) -> list[int]:
+        """The characters before each token; those of an unfinished character are its first's."""
+        offsets = []
+        for token in tokens:
+            offsets.append(len(stream.text))
+            stream.push(token)
+        return offsets
+
+    def _text(self, token: int) -> str:
+        return self._texts.text(token, "bytes:")
+
     def _top(self, logprob: TokenLogprob | None) -> dict[str, float] | None:
-        """The alternatives by their text, best first, and the token itself."""
+        """The alternatives by their text, best first, and the token itself. A token whose text
+        another has goes by its id, as vLLM writes it."""
         if logprob is None:
             return None
-        told: dict[str, float] = {}
-        for token, value in [*logprob.top.items(), (logprob.token, logprob.logprob)]:
-            told.setdefault(self._texts.text(token), finite(value))
-        return told
+        values = {**logprob.top, logprob.token: logprob.logprob}
+        names: dict[str, int] = {}
+        for token in (logprob.token, *logprob.top):
+            if names.setdefault(self._text(token), token) != token:
+                names[f"token_id:{token}"] = token
+        named = {token: name for name, token in names.items()}
+        return {named[token]: finite(value) for token, value in values.items()}
 
 
 class ChatShape(Shape):

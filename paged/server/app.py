@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from paged.requests.stopping import decode
@@ -78,6 +79,9 @@ def create_app(service: Service, keys: Collection[str] = ()) -> FastAPI:
     for operations in document["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # status 400 says what is wrong
+    for route in app.routes:  # after the document, which need not say so
+        if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
+            route.methods.add("HEAD")
     return app
 
 
@@ -135,7 +139,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": service.started_s,
             "owned_by": "paged-jax",
-            "root": service.name if adapter is None else adapter.folder,
+            "root": service.name,
             "parent": None if adapter is None else service.name,
             "max_model_len": service.config.max_model_len,
         }

@@ -6,6 +6,7 @@ from typing import Any
 from paged.requests.sampling_params import SamplingParams
 from paged.server.errors import ApiError, refused
 from paged.server.schema import ChatRequest, CompletionRequest, Sampling
+from paged.server.service import Service
 
 # Fields that are called and mean the same in the API and in SamplingParams.
 SHARED = (
@@ -19,9 +20,9 @@ NAMES["sequences"] = "n"
 COMPLETION_TOKENS = 16  # OpenAI's default
 
 
-def of_completion(body: CompletionRequest) -> SamplingParams:
+def of_completion(body: CompletionRequest, service: Service) -> SamplingParams:
     """Raises ApiError, naming the field."""
-    values = shared(body)
+    values = shared(body, service)
     most = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if most == 0 and body.echo:
         most = 1  # the engine's least; the answer leaves it out
@@ -31,27 +32,33 @@ def of_completion(body: CompletionRequest) -> SamplingParams:
     return made(body, values, NAMES)
 
 
-def of_chat(body: ChatRequest, room: int) -> SamplingParams:
+def of_chat(body: ChatRequest, service: Service, room: int) -> SamplingParams:
     """room: tokens that the context leaves. Raises ApiError, naming the field."""
-    values, names = shared(body), NAMES | {"logprobs": "top_logprobs"}
+    values, names = shared(body, service), NAMES | {"logprobs": "top_logprobs"}
     values["max_tokens"] = max(1, room)
     for name in ("max_tokens", "max_completion_tokens"):
         if getattr(body, name) is not None:
             values["max_tokens"], names["max_tokens"] = getattr(body, name), name
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
     return made(body, values, names)
 
 
-def shared(body: Sampling) -> dict[str, Any]:
+def shared(body: Sampling, service: Service) -> dict[str, Any]:
     values = {name: getattr(body, name) for name in SHARED}
     values = {name: value for name, value in values.items() if value is not None}
     searches = values.get("beam_width", 1) != 1
     values.setdefault("temperature", 0.0 if searches else 1.0)
     if body.stop is not None:
-        values["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop
+        special = service.texts.special
+        # The text of a special token, which no output has, means the token.
+        values["stop"] = [text for text in stop if text not in special]
+        ends = () if body.ignore_eos else service.model.eos_token_ids
+        tokens = [special[text] for text in stop if text in special and special[text] not in ends]
+        values["stop_token_ids"] = [*values.get("stop_token_ids", ()), *tokens]
     if body.logit_bias is not None:
         values["logit_bias"] = _token_ids(body.logit_bias)
     return values
@@ -65,6 +72,8 @@ def _token_ids(bias: Mapping[str, float]) -> dict[int, float]:
 
 
 def made(body: Sampling, values: Mapping[str, Any], names: Mapping[str, str]) -> SamplingParams:
+    if body.stop_token_ids is None:
+        names = {**names, "stop_token_ids": "stop"}
     try:
         sampling = SamplingParams(**values)
     except ValueError as error:

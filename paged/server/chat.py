@@ -1,10 +1,15 @@
 """Conversations as prompts: what the tokenizer's chat template makes of messages."""
 
-import jinja2
+import inspect
+from typing import Any
 
 from paged.server.errors import ApiError
 from paged.server.schema import ChatRequest, TokenizeRequest
 from paged.server.service import Service
+
+LONGEST_REASON = 1000  # characters of what a template says against a request, which may quote it
+# What transformers takes from a request beside a template's own variables.
+ALLOWED = {"tools", "documents", "continue_final_message"}
 
 
 def chat_prompt(service: Service, body: ChatRequest | TokenizeRequest) -> list[int]:
@@ -20,17 +25,29 @@ def chat_prompt(service: Service, body: ChatRequest | TokenizeRequest) -> list[i
         | ({} if message.name is None else {"name": message.name})
         for message in body.messages or ()
     ]
-    prompt = body.add_generation_prompt is not False
+    prompt, variables = body.add_generation_prompt is not False, _variables(service, body)
     try:
         text = service.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=prompt,
-            chat_template=service.chat_template, **(body.chat_template_kwargs or {}),
+            chat_template=service.chat_template, **variables,
         )  # fmt: skip
-        if isinstance(body, ChatRequest):
-            service.check_length(text, "messages")
-        # The template says which special tokens there are.
-        return service.tokenizer.encode(text, add_special_tokens=False)
-    except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
-        raise ApiError(
-            400, f"messages: the chat template refuses them: {error}", "messages"
-        ) from None
+    except Exception as error:  # a template is a program, and the request is its input
+        why = str(error) or type(error).__name__
+        message = f"messages: the chat template refuses them: {why[:LONGEST_REASON]}"
+        raise ApiError(400, message, "messages") from None
+    if isinstance(body, ChatRequest):
+        service.check_length(text, "messages")
+    return service.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+def _variables(service: Service, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """What the template is given besides. Raises ApiError for names that are taken: a special
+    token's text would come as often as messages do."""
+    given = body.chat_template_kwargs or {}
+    taken = {*inspect.signature(service.tokenizer.apply_chat_template).parameters}
+    taken |= {*service.tokenizer.special_tokens_map}
+    for name in given:
+        if name in taken - ALLOWED:
+            message = f"chat_template_kwargs: {name!r} is not the request's to say"
+            raise ApiError(400, message, "chat_template_kwargs")
+    return given

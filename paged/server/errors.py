@@ -9,7 +9,10 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from paged.requests.validation import PromptTooLong
+
 CLIENT_LEFT = 499  # a status that nobody reads
+TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten conversations
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -53,7 +56,8 @@ def refused(what: ValueError, names: Mapping[str, str], otherwise: str) -> ApiEr
     message = str(what)
     words = message.replace(":", " ").replace("(", " ").split()
     found = next((names[word] for word in words if word in names), otherwise)
-    return ApiError(400, message if found in words else f"{found}: {message}", found)
+    code = TOO_LONG if isinstance(what, PromptTooLong) else None
+    return ApiError(400, message if found in words else f"{found}: {message}", found, code)
 
 
 def invalid(errors: Iterable[Mapping[str, Any]]) -> ApiError:
@@ -68,7 +72,7 @@ def invalid(errors: Iterable[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, "the body must be a JSON object, with Content-Type: application/json")
     field = where[0]
     same = [each for each in errors if len(each["loc"]) > 1 and str(each["loc"][1]) == field]
-    reasons = dict.fromkeys(str(each["msg"]) for each in same)
+    reasons = dict.fromkeys(str(each["msg"]).removeprefix("Value error, ") for each in same)
     return ApiError(400, f"{field}: {'; or: '.join(reasons)}", field)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fastapi import Request, Response
 
@@ -39,12 +38,14 @@ class Plan:
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
     answer_id, adapter = new_id("cmpl"), service.adapter(body.model)
-    sampling, given = asked.of_completion(body), asked.prompts_of(body.prompt)
+    sampling = asked.of_completion(body, service)
+    given = asked.prompts_of(body.prompt)
     most = service.settings.max_prompts
     if not 1 <= len(given) <= most:
         raise ApiError(400, f"prompt: from 1 to {most} prompts, not {len(given)}", "prompt")
     names = asked.NAMES
-    prompts = [await _validated(service, prompt, sampling, names) for prompt in given]
+    special = body.add_special_tokens is not False
+    prompts = [await _validated(service, p, sampling, names, special=special) for p in given]
     shape = CompletionShape(service.texts, answer_id, body.model, bool(body.return_token_ids))
     plan = Plan(body, shape, adapter, prompts, sampling)
     if body.echo:
@@ -59,7 +60,8 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     answer_id, adapter = new_id("chatcmpl"), service.adapter(body.model)
     tokens = await asyncio.to_thread(chat_prompt, service, body)
-    sampling = asked.of_chat(body, service.config.max_model_len - len(tokens))
+    room = service.config.max_model_len - len(tokens)
+    sampling = asked.of_chat(body, service, room)
     names = asked.NAMES | {"prompt": "messages"}
     prompt = await _validated(service, tokens, sampling, names, "messages")
     shape = ChatShape(service.texts, answer_id, body.model, bool(body.return_token_ids))
@@ -69,10 +71,15 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
 
 
 async def _validated(
-    service: Service, prompt: str | list[int], sampling: SamplingParams, names, field="prompt"
-) -> list[int]:
+    service: Service, prompt: str | list[int], sampling: SamplingParams, names, field="prompt",
+    special: bool = True,
+) -> list[int]:  # fmt: skip
+    """special: whether the tokenizer adds special tokens to a text."""
     if isinstance(prompt, str):
         service.check_length(prompt, field)
+        if not special:
+            encode = service.tokenizer.encode
+            prompt = await asyncio.to_thread(encode, prompt, add_special_tokens=False)
     try:
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             return await asyncio.to_thread(service.validated, prompt, sampling)
@@ -83,8 +90,11 @@ async def _validated(
 
 async def _answer(service: Service, request: Request, answer_id: str, plan: Plan) -> Response:
     body = plan.body
+    key, salt = request.state.key, body.cache_salt or ""
+    if key is not None:  # else `cached_tokens` tells one what another has asked
+        salt = f"key {key}: {salt}"
     generation = service.begin(
-        answer_id, plan.prompts, plan.sampling, plan.adapter, body.cache_salt or "",
+        answer_id, plan.prompts, plan.sampling, plan.adapter, salt,
         streams=bool(body.stream),
     )  # fmt: skip
     if body.stream:
@@ -94,10 +104,12 @@ async def _answer(service: Service, request: Request, answer_id: str, plan: Plan
             outputs = await generation.finish()
         except Left:
             return Response(status_code=CLIENT_LEFT)
-        return Json(_whole(plan, outputs))
+        if plan.sampling.logprobs is None and plan.sampling.prompt_logprobs is None:
+            return _whole(plan, outputs)
+        return await asyncio.to_thread(_whole, plan, outputs)
 
 
-def _whole(plan: Plan, outputs: list[RequestOutput]) -> dict[str, Any]:
+def _whole(plan: Plan, outputs: list[RequestOutput]) -> Json:
     usage, choices = Usage(), []
     for i, output in enumerate(outputs):
         usage.add(output, generated=not plan.silent)
@@ -107,7 +119,7 @@ def _whole(plan: Plan, outputs: list[RequestOutput]) -> dict[str, Any]:
             delta = Delta(index, sequence.text, sequence.tokens, sequence.logprobs, reason, True)
             choice = plan.shape.choice(_with_prompt(plan, i, delta, output))
             choices.append(choice | plan.shape.prompt_logprobs(output))
-    return plan.shape.answer(choices, usage)
+    return Json(plan.shape.answer(choices, usage))
 
 
 def _with_prompt(plan: Plan, i: int, delta: Delta, output: RequestOutput | None = None) -> Delta:
@@ -122,7 +134,11 @@ def _with_prompt(plan: Plan, i: int, delta: Delta, output: RequestOutput | None 
         assert output and output.prompt_logprobs is not None, "echo asks for them"
         logprobs = [*output.prompt_logprobs, *logprobs]
     tokens = [*plan.prompts[i], *delta.tokens]
-    return replace(delta, text=plan.echoes[i] + delta.text, tokens=tokens, logprobs=logprobs)
+    echo = plan.echoes[i]
+    return replace(
+        delta, text=echo + delta.text, tokens=tokens, logprobs=logprobs,
+        echoed=(len(plan.prompts[i]), len(echo)),
+    )  # fmt: skip
 
 
 async def _events(plan: Plan, generation: Generation) -> AsyncIterator[bytes]:

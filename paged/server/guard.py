@@ -33,7 +33,8 @@ class Guard:
         headers = {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _ID.fullmatch(given) else new_id("req")
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
         began, status = time.monotonic(), 0
 
         async def told(message: Message) -> None:
@@ -49,7 +50,7 @@ class Guard:
 
         body = _Body(receive, self._service.settings)
         try:
-            self._check(scope["path"], headers)
+            state["key"] = self._check(scope["path"], headers)
             await self._app(scope, body.receive, told)
         except ApiError as error:
             await answer(error)(scope, receive, told)
@@ -71,19 +72,22 @@ class Guard:
                 1e3 * (time.monotonic() - began),
             )  # fmt: skip
 
-    def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
+    def _check(self, path: str, headers: dict[bytes, bytes]) -> int | None:
+        """The place of the request's key among all; None where none is needed."""
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._service.settings.max_body_bytes:
             raise _too_large(self._service.settings.max_body_bytes)
         if not self._keys or path in OPEN:
-            return
+            return None
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         given = _digest(key) if kind.lower() == b"bearer" else b""
         # All are compared, so that the time tells nothing.
-        if not sum(hmac.compare_digest(given, key) for key in self._keys):
+        same = [hmac.compare_digest(given, key) for key in self._keys]
+        if not any(same):
             message = "this server needs an API key: 'Authorization: Bearer KEY'"
             challenge = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=challenge)
+        return same.index(True)
 
 
 class _Body:

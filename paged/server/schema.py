@@ -8,6 +8,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -34,10 +35,24 @@ def few(fields: Any) -> Any:
     return fields
 
 
+def nothing(value: Any) -> None:
+    if value not in (None, "", [], {}):
+        raise ValueError("this server does not support it: leave it out, empty or null")
+
+
 Text = Annotated[str, AfterValidator(whole)]
 Stop = Annotated[str, Field(max_length=LONGEST_STOP), AfterValidator(whole)]
 Items = Annotated[list[T], Field(fail_fast=True)]
 Map = Annotated[dict[Text, T], BeforeValidator(few)]
+# Fields of OpenAI's that clients send empty, and that mean too much to be passed over otherwise.
+Unsupported = Annotated[
+    Any,
+    AfterValidator(nothing),
+    WithJsonSchema(
+        {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 0},
+                   {"type": "array", "maxItems": 0}, {"type": "object", "maxProperties": 0}]}
+    ),
+]  # fmt: skip
 
 
 def option(name: str, more: str = "") -> Any:
@@ -54,6 +69,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="whether the last chunk counts tokens")
+    include_obfuscation: Literal[False] | None = None
 
 
 class Sampling(Body):
@@ -97,6 +113,7 @@ class Sampling(Body):
     service_tier: Text | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
 
 
 class CompletionRequest(Sampling):
@@ -106,6 +123,10 @@ class CompletionRequest(Sampling):
     max_tokens: int | None = option("max_tokens", "; 16 by default; 0 only with echo")
     echo: bool | None = Field(None, description="whether to give the prompt back before the output")
     logprobs: int | None = option("logprobs")
+    add_special_tokens: bool | None = Field(
+        None, description="whether texts begin with the tokenizer's special tokens; so they do"
+    )
+    suffix: Unsupported = None
 
 
 class TextPart(Body):
@@ -117,6 +138,13 @@ class Message(Body):
     role: Text
     content: Text | Items[TextPart] | None = None
     name: Text | None = None
+    # Of answers that clients send back.
+    refusal: Unsupported = None
+    annotations: Unsupported = None
+    audio: Unsupported = None
+    tool_calls: Unsupported = None
+    tool_call_id: Unsupported = None
+    function_call: Unsupported = None
 
     @property
     def text(self) -> str:
@@ -131,6 +159,11 @@ class ResponseFormat(Body):
 
 class Conversation(Body):
     messages: Items[Message] = Field(min_length=1)
+    add_special_tokens: bool | None = Field(
+        None,
+        description="whether the tokenizer adds special tokens to those that the chat template "
+        "writes; it does not",
+    )
     add_generation_prompt: bool | None = Field(
         None, description="whether the prompt ends where the assistant begins; so it does"
     )
@@ -145,6 +178,17 @@ class ChatRequest(Sampling, Conversation):
     logprobs: bool | None = Field(None, description="whether to report log-probabilities")
     top_logprobs: int | None = Field(None, description="of so many alternatives, with logprobs")
     response_format: ResponseFormat | None = None
+    modalities: Items[Literal["text"]] | None = None
+    tools: Unsupported = None
+    functions: Unsupported = None
+    tool_choice: Literal["none", "auto"] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Unsupported = None
+    verbosity: Unsupported = None
+    audio: Unsupported = None
+    prediction: Unsupported = None
+    web_search_options: Unsupported = None
 
 
 class TokenizeRequest(Body):

@@ -21,7 +21,7 @@ from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.validation import Prompt, validated_prompt
-from paged.server.errors import ApiError
+from paged.server.errors import TOO_LONG, ApiError
 from paged.server.generation import Generation
 from paged.server.metrics import ServerMetrics
 from paged.server.owner import Owner
@@ -133,7 +133,7 @@ class Service:
                 f"{field}: a text of {len(text):,} characters; those of max_model_len "
                 f"({self.config.max_model_len}) tokens are {self._longest_text:,} at most"
             )
-            raise ApiError(400, message, field)
+            raise ApiError(400, message, field, TOO_LONG)
 
     # Requests
 

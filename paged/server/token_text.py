@@ -20,10 +20,13 @@ class TokenTexts:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.items()
         self._added = {i: token.content for i, token in added}
-        self.special = frozenset(i for i, token in added if token.special)
+        self.special = {token.content: i for i, token in added if token.special}
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
         self.bytes = functools.lru_cache(maxsize=2**16)(self._bytes)
+
+    def stream(self) -> TextStream:
+        return TextStream(self._tokenizer, ())
 
     def _bytes(self, token: int) -> bytes:
         if token in self._added:
@@ -39,9 +42,13 @@ class TokenTexts:
             return piece.replace("▁", " ").encode()
         return decode(self._tokenizer, [token]).encode()
 
-    def text(self, token: int) -> str:
-        """With U+FFFD for bytes that are no whole character."""
-        return self.bytes(token).decode(errors="replace")
+    def text(self, token: int, mark: str = "") -> str:
+        """As OpenAI writes it: bytes that are no whole characters as `\\xf0\\x9f`, after `mark`."""
+        spelt = self.bytes(token)
+        try:
+            return spelt.decode()
+        except UnicodeDecodeError:
+            return mark + repr(spelt)[2:-1]
 
 
 class ChoiceText:

@@ -17,6 +17,7 @@ import httpx2
 import openai
 import pytest
 
+from experiments.serve_http import served_name
 from tests.experiments.test_bad_flags import RUNNER
 
 pytestmark = pytest.mark.slow  # processes of their own
@@ -135,6 +136,13 @@ def test_bad_flags_are_told_before_the_weights_are_read():
     for (status, text), wanted in zip(told, flags.values()):
         assert status == 1 and text.startswith("error: ") and wanted in text, text
         assert text.count("\n") == 1
+
+
+def test_a_folder_is_served_under_its_last_name(tmp_path: Path):
+    assert served_name(str(tmp_path / "mine")) == str(tmp_path / "mine")  # the hub's, if any
+    (tmp_path / "mine").mkdir()
+    assert served_name(str(tmp_path / "mine")) == served_name(f"{tmp_path}/mine/") == "mine"
+    assert served_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
 
 
 def test_simulated_engines_have_no_log_probabilities(program):

@@ -1,0 +1,234 @@
+"""Odd requests that clients send all the same: what is legal is served, and the rest is refused in
+words."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from paged.adapters.known import KnownAdapters
+from paged.requests.stopping import decode
+from paged.server.owner import EngineOwner
+from tests.paged.server.serving import (
+    BUNDLED,
+    CONFIG,
+    KEY,
+    TEMPLATE,
+    TOKENIZER,
+    Served,
+    served,
+    simulated,
+)
+
+COMPLETION = {"model": "bundled", "prompt": "a cat", "max_tokens": 4, "seed": 1}
+MESSAGES = [{"role": "user", "content": "Who?"}]
+CHAT = {"model": "bundled", "messages": MESSAGES, "max_tokens": 4, "seed": 1}
+# Fails as the request's variables say.
+FAILING = (
+    TEMPLATE + "{{ deep | default(0) | tojson }}{{ 1 // (divisor | default(1)) }}"
+    "{{ 'a' * (times | default(0)) }}{% for i in range(count | default(0)) %}{% endfor %}"
+    "{{ raise_exception(why) if why else '' }}{{ (1).nothing.more if attribute else '' }}"
+)
+CACHING = replace(CONFIG, prefix_caching=True)
+LONG = "The old sailor counted to five. " * 8
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served(EngineOwner(simulated()[0]), template=FAILING) as running:
+        yield running
+        assert not any(running.wait_until_idle().values())
+
+
+def post(server: Served, path: str, body: dict[str, Any]):
+    return server.http.post(f"{server.url}/v1/{path}", json=body)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": []}, {"tools": None}, {"functions": []}, {"tool_choice": "none"},
+        {"tool_choice": "auto", "tools": [], "parallel_tool_calls": True},
+        {"reasoning_effort": None}, {"reasoning_effort": ""}, {"verbosity": None},
+        {"modalities": ["text"], "audio": None, "prediction": None, "web_search_options": None},
+        {"logprobs": False, "top_logprobs": 0}, {"stop": []}, {"logit_bias": {}},
+        {"stop": "</s>"}, {"stop": ["</s>"], "beam_width": 2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_empty_fields_are_no_wishes(server: Served, more):
+    alone = {name: value for name, value in more.items() if name == "beam_width"}
+    wanted = post(server, "chat/completions", CHAT | alone).json()
+    answer = post(server, "chat/completions", CHAT | more)
+    assert answer.status_code == 200, answer.text
+    if not alone:  # a simulated engine makes its searches' tokens up anew
+        assert answer.json()["choices"] == wanted["choices"]
+
+
+def test_what_the_server_cannot_do_is_refused_in_words(server: Served):
+    for field in ("tools", "functions", "reasoning_effort", "prediction"):
+        answer = post(server, "chat/completions", CHAT | {field: "high"})
+        assert answer.status_code == 400
+        assert f"{field}: this server does not support it" in answer.json()["error"]["message"]
+    answer = post(server, "completions", COMPLETION | {"suffix": "the end"})
+    assert "suffix: this server does not support it" in answer.json()["error"]["message"]
+    assert post(server, "completions", COMPLETION | {"suffix": ""}).status_code == 200
+
+
+def test_an_answer_may_be_sent_back(server: Served):
+    """As the official client holds it, with fields that are null."""
+    create = server.client.chat.completions.create
+    message = create(**CHAT).choices[0].message
+    lengths = [
+        create(**CHAT | {"messages": [*MESSAGES, told, *MESSAGES]}).usage.prompt_tokens
+        for told in (
+            message,
+            message.model_dump(),
+            {"role": "assistant", "content": message.content},
+        )
+    ]
+    assert len(set(lengths)) == 1
+
+
+def test_prompts_that_are_too_long_have_openais_code(server: Served):
+    for prompt in ("cat " * 600, "cat " * 10_000, [4] * 512):
+        with pytest.raises(openai.BadRequestError) as caught:
+            server.client.completions.create(**COMPLETION | {"prompt": prompt})
+        assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
+    with pytest.raises(openai.BadRequestError) as caught:
+        long = [{"role": "user", "content": "cat " * 600}]
+        server.client.chat.completions.create(**CHAT | {"messages": long})
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
+
+
+def test_the_text_of_a_special_token_means_the_token():
+    """In streams as well; `ignore_eos` is about ends that the request does not name."""
+    engine, executor = simulated()
+    unknown, end = TOKENIZER.convert_tokens_to_ids(["<unk>", "</s>"])
+    tokens = np.resize([90, 91, 92, unknown, 93, end], 60).astype(np.int32)
+    made_up = lambda seed, position: tokens[(position - 3) % 60]  # noqa: E731
+    executor._made_up = made_up  # type: ignore[method-assign]
+    with served(EngineOwner(engine)) as server:
+
+        def text(stop, **more) -> tuple[str, str]:
+            how = {"model": "bundled", "prompt": [4, 4, 4], "max_tokens": 20, "stop": stop}
+            choice = server.client.completions.create(**how, extra_body=more).choices[0]
+            chunks = list(server.client.completions.create(**how, extra_body=more, stream=True))
+            assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+            assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+            return choice.text, choice.finish_reason
+
+        letters = decode(TOKENIZER, tokens[:3].tolist())
+        whole = letters + decode(TOKENIZER, [93])
+        assert text("<unk>") == text(["never", "<unk>"]) == (letters, "stop")
+        assert text("</s>") == text(None) == (whole, "stop")
+        assert text("</s>", ignore_eos=True) == (whole, "stop")
+        assert text(None, ignore_eos=True)[1] == "length"
+        assert text(whole[2], stop_token_ids=[unknown]) == (whole[:2], "stop")
+
+
+def test_texts_with_and_without_special_tokens(server: Served):
+    bare = TOKENIZER.encode("a cat", add_special_tokens=False)
+    for wish, more in ((None, 1), (True, 1), (False, 0)):
+        body = COMPLETION | {"add_special_tokens": wish, "return_token_ids": True, "echo": True}
+        answer = post(server, "completions", body).json()
+        assert answer["usage"]["prompt_tokens"] == len(bare) + more
+        assert answer["choices"][0]["token_ids"][more : len(bare) + more] == bare
+    assert post(server, "completions", COMPLETION | {"add_special_tokens": "no"}).status_code == 400
+    nothing = COMPLETION | {"prompt": "", "add_special_tokens": False}
+    assert "empty" in post(server, "completions", nothing).json()["error"]["message"]
+    counts = [
+        server.http.post(f"{server.url}/tokenize", json={"messages": MESSAGES} | wish).json()[
+            "count"
+        ]
+        for wish in ({}, {"add_special_tokens": False}, {"add_special_tokens": True})
+    ]  # a template writes its own
+    assert counts[0] == counts[1] == counts[2] - 1
+
+
+def nested(depth: int) -> list:
+    inner: list = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"deep": nested(1500)}, "recursion"), ({"divisor": 0}, "by zero"),
+        ({"count": 10**9}, "Range too big"), ({"times": 10**17}, "MemoryError"),
+        ({"times": 10**30}, "index-sized"), ({"times": []}, "can't multiply"),
+        ({"attribute": True}, "no attribute"), ({"why": "a" * 100_000}, "aaa"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_templates_that_fail_refuse_the_request(server: Served, variables, reason):
+    answer = post(server, "chat/completions", CHAT | {"chat_template_kwargs": variables})
+    assert answer.status_code == 400 and len(answer.text) < 2000
+    error = answer.json()["error"]
+    assert error["param"] == "messages" and "the chat template refuses them" in error["message"]
+    assert reason in error["message"]
+
+
+def test_templates_have_their_own_special_tokens(server: Served):
+    """A text of megabytes in the place of one would come as often as there are messages."""
+    for name in ("bos_token", "eos_token", "tokenize", "chat_template"):
+        body = CHAT | {"chat_template_kwargs": {name: "a"}}
+        assert (
+            "chat_template_kwargs"
+            in post(server, "chat/completions", body).json()["error"]["param"]
+        )
+    variables = {"enable_thinking": False, "tools": [], "documents": []}
+    body = CHAT | {"chat_template_kwargs": variables}
+    assert post(server, "chat/completions", body).status_code == 200
+
+
+def test_heads_of_what_can_be_got(server: Served):
+    for path in ("/health", "/v1/models", "/v1/models/bundled", "/", "/openapi.json", "/metrics"):
+        head, whole = server.http.head(server.url + path), server.http.get(server.url + path)
+        assert head.status_code == whole.status_code == 200
+        assert head.content == b"" and int(head.headers["content-length"]) > 0
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    assert server.http.head(f"{server.url}/state").status_code == 200
+    assert server.http.head(f"{server.url}/v1/models/gpt-0").status_code == 404
+    refused = server.http.head(f"{server.url}/v1/completions")
+    assert refused.status_code == 405 and refused.headers["allow"] == "POST"
+
+
+def test_keys_share_no_cached_prefix():
+    """Or one would see in `cached_tokens` what another has asked."""
+
+    def cached(server: Served, key: str | None, **more) -> int:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        body = COMPLETION | {"prompt": LONG, **more}
+        answer = server.http.post(f"{server.url}/v1/completions", json=body, headers=headers)
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    with served(EngineOwner(simulated(CACHING)[0]), CACHING, keys=[KEY, "other"]) as server:
+        assert cached(server, KEY) == 0
+        most = cached(server, KEY)
+        assert most > 0
+        assert cached(server, "other") == 0 and cached(server, "other") == most
+        assert cached(server, KEY, cache_salt="own") == 0
+        assert cached(server, KEY, cache_salt="own") == most
+        assert cached(server, KEY) == most
+    with served(EngineOwner(simulated(CACHING)[0]), CACHING) as server:
+        assert cached(server, None) == 0 and cached(server, None) == most
+
+
+def test_models_are_told_without_their_folders():
+    folder = "models/bundled/adapters/reversed"
+    with served(EngineOwner(simulated()[0])) as server:
+        server.service.adapters.add(KnownAdapters(BUNDLED, CONFIG).read("reversed", folder))
+        answer = server.http.get(f"{server.url}/v1/models")
+        model, adapter = answer.json()["data"]
+        assert (model["id"], model["root"], model["parent"]) == ("bundled", "bundled", None)
+        assert (adapter["id"], adapter["root"], adapter["parent"]) == (
+            "reversed",
+            "bundled",
+            "bundled",
+        )
+        assert "/" not in answer.text
