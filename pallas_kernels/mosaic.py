@@ -26,6 +26,7 @@ __all__ = [
     "is_shared_memory",
     "kernel",
     "kernel_seconds",
+    "loop_constants",
     "mma",
     "multiply_add",
     "pl",
@@ -33,6 +34,9 @@ __all__ = [
     "product_but",
     "product_of_registers",
     "products_left",
+    "reduced_rows",
+    "reduces_rows",
+    "reduction_scratch",
     "store",
     "sub_jaxprs",
     "swizzled",
@@ -100,14 +104,14 @@ def interpreted() -> bool:
     return _interpreting.get() or backend.current_gpu() is None
 
 
-def tiled(columns: int) -> tuple:
-    """Shared memory as tiles of 8 rows and `columns` columns, one tile after the other."""
-    return (plgpu.TilingTransform((8, columns)),)
+def tiled(columns: int, rows: int = 8) -> tuple:
+    """Shared memory as tiles of `rows` rows and `columns` columns, one tile after the other."""
+    return (plgpu.TilingTransform((rows, columns)),)
 
 
-def swizzled(columns: int) -> tuple:
-    """`tiled`, without bank conflicts if a row is 64 or 128 bytes of 2-byte elements."""
-    return (*tiled(columns), plgpu.SwizzleTransform(2 * columns))
+def swizzled(columns: int, rows: int = 8, itemsize: int = 2) -> tuple:
+    """`tiled`, without bank conflicts if a row is 64 or 128 bytes."""
+    return (*tiled(columns, rows), plgpu.SwizzleTransform(itemsize * columns))
 
 
 def whole_product(shape, a, b):
@@ -150,6 +154,32 @@ def multiply_add(value, a, b, meanwhile: Callable):
 def product_but(newer: int, acc_ref):
     """A product that has begun before the latest `newer` ones, once it has ended."""
     return wgmma_accumulator_load(acc_ref, wait_n=newer)
+
+
+def reduction_scratch(columns: int, warpgroups: int):
+    """Shared memory through which each of `warpgroups` computing warpgroups can take `reduced_rows`
+    of `columns` columns."""
+    # Of each column the warps leave a number for each of eight lanes.
+    return plgpu.SMEM((warpgroups, 4 * 8 * columns), jnp.float32)
+
+
+def reduced_rows(kind: str, x, scratch_ref):
+    """The 'add'ition or the 'max'imum of the rows of x [R, C] float32 in the layout WGMMA: [C].
+
+    Warps share the rows, so they meet in shared memory. Mosaic's own reductions do so at one place
+    of the thread block, whichever warpgroup it is: in a block in which several compute, each needs
+    a `scratch_ref` of its own.
+    """
+    if interpreted():
+        return x.sum(axis=0) if kind == "add" else x.max(axis=0)
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(x.shape[1:], x.dtype, layout=layout.reduce(0))
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=result)
+    def reduce(_, x, scratch_ref):
+        return x.reduce(kind, 0, scratch_ref)
+
+    return reduce(x, scratch_ref)
 
 
 # The next four functions serve GPUs before Hopper. The interpreter knows neither cp.async nor mma.
@@ -197,11 +227,23 @@ def sub_jaxprs(eqn) -> list:
     return list(core.jaxprs_in_params(eqn.params))
 
 
+def loop_constants(eqn) -> int:
+    """How many of the first operands of a loop's body are the same in all iterations."""
+    if eqn.primitive.name == "while":
+        return eqn.params["body_nconsts"]
+    return len(jax.tree.leaves(eqn.params["ft_in"][0], is_leaf=lambda x: x is None))
+
+
 def products_left(eqn) -> int | None:
     """How many products may be under way after an equation that waits for the older ones; None of
     one that does not wait."""
     name = eqn.primitive.name.removesuffix("_p")  # as JAX 0.11 calls it
     return eqn.params.get({"wgmma_accumulator_deref": "wait_n", "wgmma_wait": "n"}.get(name, ""))
+
+
+def reduces_rows(eqn) -> bool:
+    """Whether an equation is one of `reduced_rows`, of an array and its scratch memory."""
+    return eqn.primitive.name.removesuffix("_p") == "inline_mgpu"
 
 
 def is_barrier(aval) -> bool:

@@ -26,13 +26,19 @@ def write_kv(
         nothing.
 
     Returns the two pools; donated pools are written in place. Raises ValueError if the shapes do
-    not fit together, or if the named implementation cannot run them.
+    not fit together, if the pools have 2**31 slots or more, or if the named implementation cannot
+    run them.
     """
     T, K, D = k_TxKxD.shape
     if k_pages_NxPxD.shape != v_pages_NxPxD.shape or k_pages_NxPxD.shape[2:] != (D,):
         raise ValueError(
             f"pools must both be [N, P, {D}] for keys {k_TxKxD.shape}, "
             f"not {k_pages_NxPxD.shape} and {v_pages_NxPxD.shape}"
+        )
+    N, P, _ = k_pages_NxPxD.shape
+    if N * P >= 2**31:
+        raise ValueError(
+            f"{N} pages of {P} tokens have {N * P} slots, and an int32 counts to 2**31 - 1"
         )
     if v_TxKxD.shape != (T, K, D) or slot_mapping_TxK.shape != (T, K):
         raise ValueError(

@@ -72,11 +72,18 @@ def write_key_statistics(
     runs: of these tokens; None if no two of them lie in one logical page, as in decode.
 
     Returns the statistics; a donated array is written in place. Raises ValueError if the shapes do
-    not fit together, or if the named implementation cannot run them.
+    not fit together, if there are 2**31 slots or more, or if the named implementation cannot run
+    them.
     """
     T, K, D = k_TxKxD.shape
     if statistics_NxCx2D.ndim != 3 or statistics_NxCx2D.shape[2] != 2 * D:
         raise ValueError(f"statistics must be [N, C, {2 * D}], not {statistics_NxCx2D.shape}")
+    N, C, _ = statistics_NxCx2D.shape
+    if N * C * logical >= 2**31:
+        raise ValueError(
+            f"{N} pages of {C * logical} tokens have {N * C * logical} slots, and an int32 counts "
+            "to 2**31 - 1"
+        )
     if slots_TxK.shape != (T, K):
         raise ValueError(f"keys {k_TxKxD.shape} need slots [{T}, {K}], not {slots_TxK.shape}")
     refusal = write_sm90.refusal(k_TxKxD)

@@ -119,9 +119,10 @@ def decode(
             for heads in _copied_at_once(G, D):
                 q_s[heads] = q_ref[row, heads]
             q = plgpu.load(q_s.transpose((1, 0)), layout=RHS, optimized=False)
-            state = lax.fori_loop(
+            acc, top, total = lax.fori_loop(
                 begin, end, functools.partial(step, q), split_kv.softmax_start(D, N, tile)
             )
+            state = acc, top, total.sum(axis=0)
             write = functools.partial(_write, out_s, out_ref)
             split_kv.end_item(state, row, place, write, lse_ref, partials_ref, lses_ref)
 

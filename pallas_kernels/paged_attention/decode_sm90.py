@@ -115,10 +115,11 @@ def decode(
                 q_s.transpose((1, 0))[...] = queries
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(q_read.at[slot])
-                n, *state = lax.fori_loop(
+                n, acc, top, total = lax.fori_loop(
                     begin, end, functools.partial(step, row, first, length),
                     (n, *split_kv.softmax_start(D, N, tile)),
                 )  # fmt: skip
+                state = acc, top, total.sum(axis=0)
                 # The copy of the item before may still read.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 write = functools.partial(split_kv.write_row, out_s, out_ref)

@@ -29,6 +29,8 @@ from jax import lax
 from pallas_kernels.mosaic import kernel, multiply_add, pl, plgpu, product_but, store, swizzled
 from pallas_kernels.paged_attention import tiles
 from pallas_kernels.paged_attention.prefill_rows import (
+    COMPUTING_REGISTERS,
+    FETCHING_REGISTERS,
     ROWS,
     lse_of_rows,
     merge,
@@ -162,10 +164,8 @@ def _attend(
     q_filled, k_filled, v_filled, k_read, v_read, turn, cleared,
     *, heads: int, queries: int, scale, sliding_window, soft_cap,
 ):  # fmt: skip
-    _, _, D = q_s.shape
-    _, P, _ = k_ref.shape
-    warpgroup, group = lax.axis_index("warpgroup"), lax.axis_index("group")
-    item = lax.axis_index("item")
+    D, P = q_s.shape[-1], k_ref.shape[1]
+    warpgroup, group, item = map(lax.axis_index, ("warpgroup", "group", "item"))
     sequence, kv_head, base, lo, hi, position, length, begin, end, _ = (
         items_ref[item, field] for field in range(FIELDS)
     )
@@ -182,7 +182,7 @@ def _attend(
         return lax.rem(entry - begin, jnp.int32(STAGES))
 
     def compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
         my_q, my_p = q_s.at[warpgroup], p_s.at[warpgroup]
         my_row = warpgroup * queries
         my_position = position + my_row
@@ -311,7 +311,7 @@ def _attend(
         plgpu.wait_smem_to_gmem(0)
 
     def fetch():
-        plgpu.set_max_registers(48, action="decrease")
+        plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
 
         def copy(ids, pool, buffer, filled):
             for j, page in enumerate(ids):

@@ -29,6 +29,8 @@ from pallas_kernels.mosaic import (
     pl,
     plgpu,
     product_of_registers,
+    reduced_rows,
+    reduction_scratch,
     store,
     swizzled,
     whole_product,
@@ -81,7 +83,7 @@ def decode(
         (out_ref, lse_ref, partials_ref, lses_ref), refs = refs[:4], refs[4:]
         scores_refs, refs = refs[: len(shapes)], refs[len(shapes) :]
         queries_s, k_scales_s, v_scales_s, *refs = refs
-        of_lanes, refs = refs[:4], refs[4:]
+        of_lanes, refs = refs[:5], refs[5:]
         q_filled, q_read, filled, read, *codes_s = refs
         warpgroup = lax.axis_index("warpgroup")
         lane, fetches = lax.rem(warpgroup, LANES), warpgroup >= LANES
@@ -134,12 +136,10 @@ def decode(
                 pl.when(n >= STAGES)(lambda: plgpu.barrier_wait(read.at[slot]))
                 for i, page in enumerate(ids):
                     for which, format in enumerate(section.formats):
-                        C, W = format.code_words, (k_words, v_words)[which].shape[1]
+                        C = format.code_words
                         of_codes, of_scales = section.firsts[2 * which : 2 * which + 2]
                         plgpu.copy_gmem_to_smem(
-                            pool_refs[place_of_view[which, C]].at[
-                                pl.ds(page * (W // C) + of_codes // C, P)
-                            ],
+                            pool_refs[place_of_view[which, C]].at[page, pl.ds(of_codes // C, P)],
                             codes_s[buffers_of[number][which]].at[slot, pl.ds(i * section.rows, P)],
                             filled.at[slot],
                         )
@@ -170,7 +170,7 @@ def decode(
         @pl.when(jnp.logical_not(fetches))
         def compute():
             plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
-            q_s, values_s, p_s, out_s = (x.at[lane] for x in of_lanes)
+            q_s, values_s, p_s, out_s, scratch = (x.at[lane] for x in of_lanes)
 
             def run_item(item, n):
                 row, place, slot = items_ref[item, 0], items_ref[item, 3], query_slot(item)
@@ -181,19 +181,18 @@ def decode(
                 q_s.transpose((1, 0))[...] = queries
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(q_read.at[slot])
-                sums = queries.astype(jnp.float32).sum(axis=0)
+                sums = reduced_rows("add", queries.astype(jnp.float32), scratch)
                 zeros = constant(0, (CHUNK, N))
                 n, acc, top, total, rest = over_tiles(
                     item, functools.partial(step, row, sums),
                     (n, *split_kv.softmax_start(D, N, CHUNK), zeros),
                 )  # fmt: skip
-                acc += columns(rest.sum(axis=0), acc.shape)
+                acc += columns(reduced_rows("add", rest, scratch), acc.shape)
                 # The copy of the item before may still read.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 write = functools.partial(split_kv.write_row, out_s, out_ref)
-                split_kv.end_item(
-                    (acc, top, total), row, place, write, lse_ref, partials_ref, lses_ref
-                )
+                state = acc, top, reduced_rows("add", total, scratch)
+                split_kv.end_item(state, row, place, write, lse_ref, partials_ref, lses_ref)
                 return n
 
             def step(row, sums, number, count, tile, carry):
@@ -225,7 +224,8 @@ def decode(
                         place = scores_refs[number].at[row, tile * pages + page]
                         store(place.at[pl.ds(of_page, CHUNK)], of_chunk)
                     scores.append(jnp.where(held(at, shape), of_chunk * LOG2_E, NEG_INF))
-                new_top = jnp.maximum(top, functools.reduce(jnp.maximum, scores).max(axis=0))
+                largest = reduced_rows("max", functools.reduce(jnp.maximum, scores), scratch)
+                new_top = jnp.maximum(top, largest)
                 decay = jnp.exp2(top - new_top)
                 total, rest, acc = (x * columns(decay, x.shape) for x in (total, rest, acc))
                 weights_of = []
@@ -265,6 +265,11 @@ def decode(
         plgpu.wait_smem_to_gmem(0)
 
     stages, query_slots = LANES * STAGES, LANES * QUERY_SLOTS
+    rows_of_tile = quantized_tiles.rows_copied_together(sections, buffers_of, (k_words, v_words))
+    codes = [
+        plgpu.SMEM((stages, count, C), jnp.uint32, transforms=swizzled(min(C, 32), rows, 4))
+        for (C, count), rows in zip(sizes, rows_of_tile, strict=True)
+    ]
     scales_s = plgpu.SMEM((stages, most_rows), jnp.uint32)
     queries, read = plgpu.Barrier(num_barriers=query_slots), plgpu.Barrier(num_barriers=stages)
     out, lse, scores = split_kv.launch(
@@ -276,10 +281,10 @@ def decode(
             plgpu.SMEM((LANES, N, D), dtype, transforms=swizzled(64)),
             plgpu.SMEM((LANES, CHUNK, D), dtype, transforms=swizzled(64)),
             plgpu.SMEM((LANES, N, CHUNK), dtype, transforms=swizzled(64)),
-            plgpu.SMEM((LANES, N, D), dtype),
+            plgpu.SMEM((LANES, N, D), dtype), reduction_scratch(N, LANES),
             queries, queries,
             plgpu.Barrier(num_arrivals=pages * max(copies), num_barriers=stages), read,
-            *(plgpu.SMEM((stages, count, C), jnp.uint32) for C, count in sizes),
+            *codes,
         ),
         num_threads=2 * LANES, thread_name="warpgroup",
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Tiles of pages of few bits, as the kernel that reads them has them in shared memory."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,15 +89,18 @@ def schedule_of(
 
 
 def views_of(pools, sections):
-    """The pools as rows of so many words as a token has codes, and where each is among the pools
-    and them, by pool and number of words."""
+    """The pools' pages as rows of so many words as a token has codes, and where each view is among
+    the pools and views, by pool and number of words. Pages stay an axis: the rows of a large pool
+    are more than an int32 counts."""
     views: list[jnp.ndarray] = []
     places: dict[tuple[int, int], int] = {}
     for section in sections:
         for which, format in enumerate(section.formats):
             if (which, format.code_words) not in places:
                 places[which, format.code_words] = 2 + len(views)
-                views.append(pools[which].reshape(-1, format.code_words))
+                pages, words = pools[which].shape
+                C = format.code_words
+                views.append(pools[which].reshape(pages, words // C, C))
     return views, places
 
 
@@ -117,6 +121,18 @@ def buffers_of(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[i
             taken.append(free[0])
         taken_by.append(taken)
     return sizes, taken_by
+
+
+def rows_copied_together(sections, taken_by, pools) -> list[int]:
+    """Of each buffer of `buffers_of`, the rows of its tiles, at most 8. They divide where a page's
+    tokens begin, how many they are, and the rows of a page: else a copy would cut a tile."""
+    found: dict[int, int] = {}
+    for section, taken in zip(sections, taken_by, strict=True):
+        for which, (buffer, format) in enumerate(zip(taken, section.formats)):
+            C, first = format.code_words, section.firsts[2 * which]
+            rows = first // C, section.tokens, pools[which].shape[1] // C
+            found[buffer] = math.gcd(found.get(buffer, 8), *rows)
+    return [found[buffer] for buffer in sorted(found)]
 
 
 def section_of(format: KVFormat, page_size: int, values: KVFormat | None = None) -> Section:

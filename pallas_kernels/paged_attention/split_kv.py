@@ -138,7 +138,8 @@ def _merge(write, write_scratch, merges, partials, partial_lses, out, lse):
 
 
 def end_item(state, row, place, write: Callable, lse_ref, partials_ref, lses_ref) -> None:
-    """Hand over an item's attention: to `write` if the item is the whole row."""
+    """Hand over an item's attention: to `write` if the item is the whole row. state: the output
+    [D, N], maximum [N] and sum [N] after the last token."""
     acc, lse = softmax_end(*state)
 
     @pl.when(place < 0)
@@ -188,11 +189,10 @@ def softmax_step(scores_TxN, top_N, total_TxN, attended_TxN):
     return probs, new_top, total_TxN * columns(decay, scores.shape) + probs, decay
 
 
-def softmax_end(acc_DxN, top_N, total_TxN):
+def softmax_end(acc_DxN, top_N, total_N):
     """Attention [D, N], and the log-sum-exp of its scores [N]: 0 and -inf without any token."""
-    total = total_TxN.sum(axis=0)
-    attention = acc_DxN / columns(jnp.maximum(total, 1e-30), acc_DxN.shape)
-    return attention, top_N / LOG2_E + jnp.log(total)
+    attention = acc_DxN / columns(jnp.maximum(total_N, 1e-30), acc_DxN.shape)
+    return attention, top_N / LOG2_E + jnp.log(total_N)
 
 
 def attended(tile_index, shape, first, length):

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.mosaic import kernel, pl, plgpu, store, swizzled, whole_product
-from pallas_kernels.paged_attention import prefill_sm90
+from pallas_kernels.paged_attention import prefill_rows, prefill_sm90
 from pallas_kernels.paged_attention.schedule import (
     SCOPE,
     DecodeSchedule,
@@ -198,7 +198,7 @@ def _scores(
 
     @pl.when(warpgroup == 2)
     def fetch():
-        plgpu.set_max_registers(48, action="decrease")
+        plgpu.set_max_registers(prefill_rows.FETCHING_REGISTERS, action="decrease")
 
         def fetch_item(item, n):
             (head, tile), slot = place_of(item), key_slot(item)
@@ -235,7 +235,7 @@ def _scores(
 
     @pl.when(warpgroup < 2)
     def compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(prefill_rows.COMPUTING_REGISTERS, action="increase")
         my_keys = pl.ds(warpgroup * ROWS, ROWS)
         of_rows = partial(constant, shape=(ROWS,), layout=LAYOUT.reduce(1))
 

@@ -32,7 +32,7 @@ the buffer that is read next, and one for all copies as one for all buffers.
 
 from dataclasses import dataclass, field, replace
 
-from pallas_kernels.mosaic import is_shared_memory, products_left, sub_jaxprs
+from pallas_kernels.mosaic import is_shared_memory, products_left, reduces_rows, sub_jaxprs
 from pallas_kernels.tools.kernel_jaxpr import LOOPS, bodies, calls, inner_roots, known
 
 _READS = {"get", "load", "wgmma_ref", "copy_smem_to_gmem"}
@@ -206,6 +206,9 @@ class _Checker:
                 state = ends[0]
                 for end in ends[1:]:
                     state = state.join(end)
+            elif reduces_rows(eqn):
+                # Waits before and after, and no other instruction sees what it leaves there.
+                assert not buffers & set(self._filled), f"{eqn} reduces where a copy writes"
             else:
                 assert not buffers, f"{name} touches shared memory, unknown to this check"
         return state

@@ -1,0 +1,215 @@
+"""A check of a kernel's jaxpr for what neither the interpreter nor the compiler reports.
+
+To the interpreter a warpgroup is one thread with as many registers as it likes, memory of its own
+for reductions, and integers that a product never overflows; and the compiler takes for granted that
+a kernel keeps the rules below. A kernel that breaks one races or hangs on a GPU, or reads zeros.
+
+- Registers: after `set_max_registers` warpgroups take no more than the launch has given the thread
+  block. The last one to ask would wait for ever.
+- Reductions across warps: Mosaic takes them through one place of a thread block's shared memory,
+  and lets warpgroups wait only for their own warps. At most one warpgroup of a block reduces there.
+  Others use `mosaic.reduced_rows`, each with a scratch of its own.
+- Indices: TMA counts rows in int32 and fills with zeros what lies beyond, and so do the kernels'
+  own products. With the largest pools that a GPU holds, each axis of what a kernel reads or writes
+  is shorter than 2**31. Offsets in bytes are Mosaic's, which are of 64 bits.
+- Barriers: none is without Mosaic's automatic ones (`unsafe_no_auto_barriers`). Between the warps
+  of a warpgroup they alone order what one stores to shared memory and another one loads or lets
+  TMA overwrite; the barriers that kernels name order warpgroups.
+
+A warpgroup is followed by its number: where that decides a condition, one branch is left out. Every
+reduction counts as one across warps but that of the last of several axes, which lies within a
+warp's rows in the layouts that products have; compiled.py asks the compiler for the layouts.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.mosaic import loop_constants, reduces_rows, sub_jaxprs
+from pallas_kernels.specs import Spec
+from pallas_kernels.tools.kernel_jaxpr import LOOPS, WARPGROUP, bodies, calls, inner_roots
+from pallas_kernels.tools.predict import REGISTER_UNIT, REGISTERS
+
+MOST_REGISTERS = 255  # of a thread
+MOST_INDEX = 2**31
+
+
+def check(jaxpr) -> list[str]:
+    """The rules that Mosaic kernels of a traced function break: one complaint each, or none.
+
+    jaxpr: the result of `jax.make_jaxpr`, with the largest pools (`with_largest_pools`).
+    """
+    return [complaint for call in calls(jaxpr) for complaint in _check(call)]
+
+
+def with_largest_pools(spec: Spec, memory: int) -> dict[str, Any]:
+    """The shapes of a spec's arguments, with pools of so many pages that they fill `memory` bytes,
+    or as many as the op accepts.
+
+    Pools are the arguments whose names end with axes of which the first is N.
+    """
+    shapes = spec.shapes()
+    pools = {name: x for name, x in shapes.items() if name.split("_")[-1].startswith("Nx")}
+    if not pools:
+        return shapes
+    bytes_of_page = sum(
+        math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(list(pools.values()))
+    )
+    most = memory // bytes_of_page
+    if any("slot" in name for name in shapes):  # Ops that take slots refuse more than int32 counts.
+        tokens = next(iter(pools.values())).shape[1] * spec.options.get("logical", 1)
+        most = min(most, (MOST_INDEX - 1) // tokens)
+
+    def enlarged(x):
+        return jax.ShapeDtypeStruct((most, *x.shape[1:]), x.dtype)
+
+    return shapes | {name: jax.tree.map(enlarged, x) for name, x in pools.items()}
+
+
+def registers_of_launch(threads: int) -> int:
+    """The most registers of a thread that the compiler gives a thread block of so many threads."""
+    most = min(MOST_REGISTERS, REGISTERS // threads)
+    return most // REGISTER_UNIT * REGISTER_UNIT
+
+
+def registers_asked(call) -> list[int | None]:
+    """Of a call of a kernel, the most registers of a thread that each warpgroup asks for, or
+    None."""
+    return [
+        max((eqn.params["n"] for eqn, _, _ in reached if _sets_registers(eqn)), default=None)
+        for reached in _by_warpgroup(call)
+    ]
+
+
+def reducing(call) -> int:
+    """How many warpgroups of a thread block come to any of Mosaic's own reductions."""
+    return sum(any(_reduces(eqn) for eqn, _, _ in reached) for reached in _by_warpgroup(call))
+
+
+def too_many_registers(asked: list[int | None], of_launch: int) -> str | None:
+    """A complaint where warpgroups together ask for more than the launch has."""
+    if all(n is None for n in asked):
+        return None
+    most = of_launch * len(asked)
+    total = sum(of_launch if n is None else n for n in asked)
+    if total <= most:
+        return None
+    each = " + ".join(str(of_launch if n is None else n) for n in asked)
+    return (
+        f"warpgroups ask for {each} registers a thread, {total * WARPGROUP} in all, of a thread "
+        f"block launched with {most * WARPGROUP}"
+    )
+
+
+def _check(call) -> Iterator[str]:
+    name, (body,) = call.params["name"], sub_jaxprs(call)
+    warpgroups = len(_threads(call))
+    if call.params["compiler_params"].unsafe_no_auto_barriers:
+        yield f"{name} has no automatic barriers, which alone order the warps of a warpgroup"
+    asked = registers_asked(call)
+    if complaint := too_many_registers(asked, registers_of_launch(WARPGROUP * warpgroups)):
+        yield f"{name}: {complaint}"
+    yield from (f"{name}: {complaint}" for complaint in _shared_scratch(call))
+    for variable in body.invars:
+        if max(variable.aval.shape, default=0) >= MOST_INDEX:  # All are in global memory.
+            yield f"{name} has an axis of 2**31 or more, which no int32 counts: {variable.aval}"
+
+
+def _shared_scratch(call) -> Iterator[str]:
+    """Reductions through shared memory that those of another warpgroup take too."""
+    users: dict[Any, set[int]] = {}
+    example: dict[Any, Any] = {}
+    for warpgroup, reached in enumerate(_by_warpgroup(call)):
+        for eqn, roots, values in reached:
+            if _across_warps(eqn):
+                place = "the thread block's scratch"
+            elif reduces_rows(eqn):
+                _, scratch, *indices = eqn.invars
+                index = tuple(_value(v, values) for v in indices)
+                place = f"{index} of scratch {roots[scratch]}"
+            else:
+                continue
+            users.setdefault(place, set()).add(warpgroup)
+            example[place] = eqn
+    for place, warpgroups in users.items():
+        if len(warpgroups) > 1:
+            yield f"warpgroups {sorted(warpgroups)} reduce through one scratch: {example[place]}"
+
+
+def _reduces(eqn) -> bool:
+    name = eqn.primitive.name
+    return name.startswith(("reduce_", "arg", "cum")) and "precision" not in name
+
+
+def _across_warps(eqn) -> bool:
+    if not _reduces(eqn):
+        return False
+    rank = eqn.invars[0].aval.ndim
+    return rank < 2 or tuple(eqn.params.get("axes", ())) != (rank - 1,)
+
+
+def _sets_registers(eqn) -> bool:
+    return eqn.primitive.name.removesuffix("_p") == "set_max_registers"
+
+
+def _threads(call) -> range:
+    (mesh,) = call.params["meshes"]
+    return range(mesh.num_threads or 1)
+
+
+def _by_warpgroup(call) -> list[list]:
+    """For each warpgroup the equations that it may come to, each with the identities of references
+    and the numbers that are known there."""
+    (mesh,), (body,) = call.params["meshes"], sub_jaxprs(call)
+    return [list(_reached(body, {}, {}, {mesh.thread_name: thread})) for thread in _threads(call)]
+
+
+def _reached(jaxpr, roots, values, axes: Mapping[str, int]) -> Iterator[tuple]:
+    """values: of variables that are known numbers, which this adds to. axes: those that are."""
+    for eqn in jaxpr.eqns:
+        yield eqn, roots, values
+        name, subs = eqn.primitive.name, bodies(eqn)
+        if name == "axis_index" and eqn.params["axis_name"] in axes:
+            values[eqn.outvars[0]] = np.int32(axes[eqn.params["axis_name"]])
+        elif name == "cond" and (which := _value(eqn.invars[0], values)) is not None:
+            subs = [subs[int(which)]]
+        elif not subs and _gives_number(eqn):
+            operands = [_value(v, values) for v in eqn.invars]
+            if all(x is not None for x in operands):
+                values[eqn.outvars[0]] = eqn.primitive.bind(*operands, **eqn.params)
+        for sub in subs:
+            inner = _inner_values(eqn, sub, values)
+            yield from _reached(sub, inner_roots(eqn, sub, roots), inner, axes)
+            if name in ("jit", "pjit"):
+                for v, result in zip(eqn.outvars, sub.outvars, strict=True):
+                    if (x := _value(result, inner)) is not None:
+                        values[v] = x
+
+
+def _inner_values(eqn, sub, values) -> dict:
+    """The known numbers among what an equation hands to one of its jaxprs. What a loop carries
+    changes."""
+    name = eqn.primitive.name
+    first = {"cond": 1, "while": eqn.params.get("cond_nconsts", 0)}.get(name, 0)
+    operands = eqn.invars[first:]
+    if name in LOOPS:
+        operands = operands[: loop_constants(eqn)]
+    inner = zip([*sub.constvars, *sub.invars], operands)
+    return {v: x for v, o in inner if (x := _value(o, values)) is not None}
+
+
+def _gives_number(eqn) -> bool:
+    """Whether an equation computes one number, of nothing else than its operands."""
+    if eqn.effects or eqn.primitive.multiple_results or len(eqn.outvars) != 1:
+        return False
+    return getattr(eqn.outvars[0].aval, "shape", None) == ()
+
+
+def _value(v, values):
+    """The number that a variable is, if it is known and a scalar."""
+    if hasattr(v, "val"):
+        return v.val if np.ndim(v.val) == 0 else None
+    return values.get(v)
