@@ -1,9 +1,12 @@
-"""Train the bundled model: a small Qwen3-style decoder, on the tasks of `experiments.tasks.tasks`.
+"""Train a small Qwen3-style decoder on the tasks of `experiments.tasks.tasks`.
 
-Two CPU cores suffice. The same command resumes a run that was stopped.
-`models/bundled/training.json` holds the options and the log of the committed weights.
+By default the bundled model, for demos and identity; with the flag file, the one that judges
+sparsity and compression, which has 64 KV heads. Two CPU cores suffice. The same command resumes a
+run that was stopped. `training.json` in a model's folder holds the options and the log of its
+weights.
 
     python -m experiments.train.bundled --output_dir=results/bundled
+    python -m experiments.train.bundled --flagfile=configs/judge_training.flags
 """
 
 from pathlib import Path
@@ -40,10 +43,15 @@ OPTIONS = Options(
     rates="0:1;9420000:1;14600000:.17515924;15600000:.17515924;17600000:.01",
     jump_from=5652000,
 )
+SHAPE = (
+    "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+)  # fmt: skip
 
 
 def define_flags() -> None:
     define_fields(OPTIONS)
+    for name in SHAPE:
+        flags.DEFINE_integer(name, getattr(CONFIG, name), "of the model", lower_bound=1)
     define_float("minutes", 0.0, "stop (resumably) after this long; 0: no limit", 0)
     define_float("checkpoint_seconds", 120.0, "time between checkpoints", 0)
     define_float("evaluate_every", 1e6, "tokens between held-out evaluations", 1)
@@ -67,7 +75,8 @@ def main(options: program.Options) -> None:
     folder = Path(options.output_dir)
     with program.refusals():
         trained_by = Options(**fields_of(Options, options))
-    trainer = Trainer(CONFIG, trained_by, folder)
+        config = CONFIG.replace(**{name: getattr(options, name) for name in SHAPE})
+        trainer = Trainer(config, trained_by, folder)
     count = sum(x.size for x in jax.tree.leaves(trainer.params))
     print(f"{count:,} parameters, from step {trainer.step}")
     trainer.run(
@@ -76,7 +85,7 @@ def main(options: program.Options) -> None:
         options.evaluate_every,
         options.evaluation_prompts,
     )
-    export(folder / "model", CONFIG, trainer.params)
+    export(folder / "model", config, trainer.params)
     exact = trainer.evaluate([256, 512, 1024, 2048, 4096], 2 * options.evaluation_prompts)
     report = dict(
         phases=[row for row in trainer.log if "options" in row],

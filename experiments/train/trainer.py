@@ -54,6 +54,12 @@ class Options:
         4352, "positions jump up to here, so that retrieval carries this far"
     )
     jump_from: float = described(3.4e6, "tokens seen when jumps begin")
+    qk_gain: float = described(
+        1.5, "initial gain of q's and k's norms: selective attention learns to copy early"
+    )
+    filler_weight: float = described(
+        0.05, "of a filler token in the loss, where one of an answer has 1; four times in stories"
+    )
     seed: int = described(1, "of weights and data")
     corpus_characters: int = described(6_000_000, "of filler text")
 
@@ -61,6 +67,7 @@ class Options:
         checks.make_plain(self)
         numbers = {name: x for name, x in vars(self).items() if not isinstance(x, str)}
         checks.require(self, {name: (x >= 0, "at least 0") for name, x in numbers.items()})
+        checks.require(self, {"filler_weight": (self.filler_weight < 0.25, "below 0.25")})
 
 
 def shares_at(schedule: str, tokens: int) -> dict[str, float]:
@@ -77,11 +84,11 @@ def rate_at(step: int, tokens: int, rates: str) -> float:
     return min(1.0, (step + 1) / 50) * float(np.interp(tokens, points[:, 0], points[:, 1]))
 
 
-def initialise(config: ModelConfig, key):
-    """Random parameters. QK gains of 1.5 make attention selective, so copying is learnt early."""
+def initialise(config: ModelConfig, key, qk_gain: float):
+    """Random parameters."""
     p = params.init(llama.declare(config), key)
     residual = (2 * config.num_layers) ** -0.5
-    factors = {"q_norm": 1.5, "k_norm": 1.5, "wo": residual, "w_down": residual}
+    factors = {"q_norm": qk_gain, "k_norm": qk_gain, "wo": residual, "w_down": residual}
     layers = [{name: factors.get(name, 1) * x for name, x in each.items()} for each in p["layers"]]
     return p | {"embed": 5 * p["embed"], "lm_head": 0.5 * p["lm_head"], "layers": layers}
 
@@ -180,11 +187,11 @@ class Trainer:
     def __init__(self, config: ModelConfig, options: Options, folder: Path):
         self.config, self.options, self.folder = config, options, folder
         self.optimizer = make_optimizer(config, options.muon_lr, options.adam_lr)
-        self.params = initialise(config, jax.random.key(options.seed))
+        self.params = initialise(config, jax.random.key(options.seed), options.qk_gain)
         self.state = self.optimizer.init(self.params)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.log: list[dict] = []
-        self.data = TrainingData(options.seed, corpus_characters=options.corpus_characters)
+        self.data = TrainingData(options.seed, options.filler_weight, options.corpus_characters)
         self.pool = ThreadPoolExecutor(1)
         self.ahead: Future[Batch] | None = None
         if (folder / "checkpoint.npz").exists():
