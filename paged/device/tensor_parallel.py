@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models.common import ALONE, Reduce
 from models.config import ModelConfig
 from models.families import family
 from models.params import Param, is_param, partition_spec
@@ -133,9 +134,12 @@ class Shards:
         """Which shard runs this, in a function that `jit` made."""
         return jnp.int32(0) if self.size == 1 else jax.lax.axis_index(AXIS)
 
-    def reduce(self, y):
-        """The sum of what all shards give: the seam of models/common.py."""
-        return y if self.size == 1 else jax.lax.psum(y, AXIS)
+    @property
+    def reduce(self) -> Reduce:
+        """Over all shards: the seam of models/common.py."""
+        if self.size == 1:
+            return ALONE
+        return Reduce(lambda y: jax.lax.psum(y, AXIS), lambda x: jax.lax.pmax(x, AXIS))
 
     def jit(self, function: Callable, in_specs, out_specs, donate_argnums=()) -> jax.stages.Wrapped:
         """`function` as each shard runs it, compiled; the specs are of its arguments and results,
