@@ -26,8 +26,10 @@ class Int8Weights:
 
 
 def rounded(x, reduce_max=lambda largest: largest):
-    """x [..., n] as codes [..., n] int8 with a scale [...] float32 of the last axis each. reduce_max:
-    takes the largest absolute values [...] over all shards, where each has a part of the axis."""
+    """x [..., n] as codes [..., n] int8 with a scale [...] float32 of the last axis each.
+
+    reduce_max: takes the largest absolute values [...] over all shards, where each has a part of
+    the axis."""
     x = x.astype(jnp.float32)
     scale = reduce_max(jnp.abs(x).max(-1)) / LARGEST
     codes = jnp.round(x / jnp.where(scale > 0, scale, 1)[..., None])

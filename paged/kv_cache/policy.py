@@ -30,6 +30,8 @@ class Capabilities:
     would have; where it does not, users must name recomputation to get it.
     static_batching: not an ability: new requests are admitted only when nothing runs.
     slot_state: the device keeps state of each running sequence under its slot.
+    prefill_tile: a prompt of `tiled_from` tokens or more is cut into chunks only where whole tiles
+    of so many tokens are left up to the end of its last page; 0: all are cut anywhere.
     """
 
     fork: Literal["no", "computed", "anywhere"] = "no"
@@ -40,6 +42,8 @@ class Capabilities:
     recompute_exact: bool = False
     static_batching: bool = False
     slot_state: bool = False
+    prefill_tile: int = 0
+    tiled_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,8 @@ class ShardedModel:
 
     @classmethod
     def split(cls, model: ModelConfig, num_shards: int = 1, dtype="float32") -> "ShardedModel":
-        """With fewer KV heads than shards each is on several of them.
-
-        Raises ValueError where there is no even split.
-        """
+        """With fewer KV heads than shards each is on several of them. Raises ValueError where there
+        is no even split."""
         H, K, F = model.num_heads, model.num_kv_heads, model.intermediate_size
         for name, count in (("num_heads", H), ("intermediate_size", F)):
             if count % num_shards:

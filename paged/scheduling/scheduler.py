@@ -203,11 +203,12 @@ class Scheduler:
         assert sequence is not None
         if s.held[slot]:
             return
-        left = int(s.length[slot] - s.computed[slot])
+        start = int(s.computed[slot])
+        left = int(s.length[slot]) - start
         # Beams sample in the same step.
         if s.beam[slot] and len(sequence.group.sequences) > 1:
             left -= 1
-        room.add(slot, left, self._followers.forks_of([slot]))
+        room.add(slot, left, self._followers.forks_of([slot]), start)
 
     def schedule(self, number: int, decodes: np.ndarray | None = None) -> ScheduledStep | None:
         """Step `number`, or None if there is nothing to compute now. decodes: what `decodes` has

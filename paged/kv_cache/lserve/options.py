@@ -44,6 +44,11 @@ class Options:
     minference_budget: int = described(
         4096, "tokens that a page of queries of a dense head reads then, whole pages of them"
     )
+    minference_tile: int = described(
+        1024,
+        "tokens of such a prompt, counted from its end, whose last queries tell which pages all of "
+        "them read; a chunk takes whole ones",
+    )
     streaming_share: float = described(0.5, "share of KV heads that stream, those of lowest gates")
     gates: Gates = field(
         default=(),
@@ -82,6 +87,10 @@ def check_options(options: Options, page_size: int, model: ModelConfig | None) -
         "kv_bits": (options.kv_bits in (UNQUANTISED, 8, 4), f"{UNQUANTISED}, 8 or 4"),
         "minference_from": (0 <= options.minference_from < 2**31, "at least 0 and below 2^31"),
         "minference_budget": (options.minference_budget >= 1, "at least 1"),
+        "minference_tile": (
+            options.minference_tile >= 2 * page_size and options.minference_tile % page_size == 0,
+            f"whole pages of {page_size}, at least two",
+        ),
         "streaming_share": (0 <= options.streaming_share <= 1, "from 0 to 1"),
     })  # fmt: skip
     if options.minference_from and options.kv_bits != UNQUANTISED:

@@ -203,9 +203,9 @@ def test_the_order_of_heads_changes_no_token(served, size):
 def test_two_all_reduces_a_layer_are_all_that_travels(served, name, size):
     """A scan over stacked layers holds one layer's."""
     layers = MODELS[name].num_layers if name in UNSTACKED else 1
-    for collectives in served[name][str(size)]["collectives"]:
-        assert collectives == {"all-reduce": 2 * layers}
-    assert all(collectives == {} for collectives in served[name]["1"]["collectives"])
+    for counts in served[name][str(size)]["collectives"]:
+        assert counts == {"all-reduce": 2 * layers}
+    assert all(counts == {} for counts in served[name]["1"]["collectives"])
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
