@@ -54,7 +54,7 @@ PRESETS = {
     "lserve": Preset("lserve", LSERVE | {"reuse": 2}, streams=True, scores=True),
     "lserve_kv4": Preset("lserve", LSERVE | {"kv_bits": 4}, streams=True, scores=True),
     "minference": Preset(
-        "lserve", LSERVE | {"minference_from": 30, "minference_budget": 12, "minference_tile": 16},
+        "lserve", LSERVE | {"minference_from": 30, "minference_budget": 20, "minference_tile": 16},
         scores=True,
     ),
     "random": Preset("lserve", LSERVE | {"selection": "random"}),

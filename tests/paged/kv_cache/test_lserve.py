@@ -101,7 +101,7 @@ def test_attention_is_that_of_masks_over_all_keys(options):
 def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
     """Beside a prompt that is too short for it, in one step; streaming heads stream as ever."""
     options = {"gates": BOTH_LAYERS[:2], "streaming_share": 0.25}
-    options |= {"minference_from": 40, "minference_budget": 12, "minference_tile": 20}
+    options |= {"minference_from": 40, "minference_budget": 20, "minference_tile": 20}
     config = EngineConfig(
         max_num_seqs=2, max_num_batched_tokens=80, max_prefills_per_step=2, max_model_len=64,
         page_size=4, kv_cache_tokens=240, policy="lserve", policy_options=NEVER_SELECTS | options,
@@ -123,7 +123,7 @@ def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
     @jax.jit
     def blocks_of(q, pool):
         last = last_queries(q, segments)
-        return vertical_slash_blocks(last, pool, table, segments, tiles, sparse, 3)
+        return vertical_slash_blocks(last, pool, table, segments, tiles, sparse, 5)
 
     at = np.arange(48)
     for layer in range(L):
@@ -140,7 +140,7 @@ def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
         pool = k.reshape(12, 4, K, D).transpose(2, 0, 1, 3).reshape(12 * K, 4, D)
         blocks = np.asarray(blocks_of(q, pool))
         for h in range(H):
-            kept = [blocks[t // 4, h // 2, : min(t // 4 + 1, 3)] for t in at]
+            kept = [blocks[t // 4, h // 2, : min(t // 4 + 1, 5)] for t in at]
             seen = np.array([np.isin(at // 4, pages) for pages in kept]) & (at <= at[:, None])
             scores = np.where(seen, q[:, h] @ k[:, h // 2].T * D**-0.5, -np.inf)
             expected = jax.nn.softmax(scores) @ v[:, h // 2]
