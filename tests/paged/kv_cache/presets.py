@@ -3,15 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 
-from models import llama
-from models import params as parameters
 from models.config import ModelConfig
-from paged.engine import Engine, EngineConfig
-from paged.requests.sampling_params import SamplingParams
-from tests.paged.tiny import TINY, padded
+from paged.engine import EngineConfig
+from tests.paged.tiny import TINY
 
 CONFIG: dict[str, Any] = {
     "max_num_seqs": 3, "max_num_batched_tokens": 32, "max_prefills_per_step": 2,
@@ -27,14 +23,12 @@ UNIFORM = {"alpha_h": 0.0, "alpha_l": 0.0}
 
 @dataclass(frozen=True)
 class Preset:
-    """streams: whether it has gates. scores: whether it decides by the scores of all query heads of
-    a KV head."""
+    """streams: whether it has gates."""
 
     policy: str
     options: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     streams: bool = False
-    scores: bool = False
 
     def engine_config(self, model: ModelConfig, **changes) -> EngineConfig:
         options = dict(self.options)
@@ -47,57 +41,36 @@ class Preset:
 
 PRESETS = {
     "vllm": Preset("vllm"),
-    "vllm_w8a8": Preset("vllm", config={"quantization": "w8a8"}),
     "orca_max": Preset("orca_max"),
     "orca_pow2": Preset("orca_pow2"),
     "orca_oracle": Preset("orca_oracle"),
-    "lserve": Preset("lserve", LSERVE | {"reuse": 2}, streams=True, scores=True),
-    "lserve_kv4": Preset("lserve", LSERVE | {"kv_bits": 4}, streams=True, scores=True),
+    "lserve": Preset("lserve", LSERVE | {"reuse": 2}, streams=True),
+    "lserve_kv4": Preset("lserve", LSERVE | {"kv_bits": 4}, streams=True),
     "minference": Preset(
         "lserve", LSERVE | {"minference_from": 30, "minference_budget": 20, "minference_tile": 16},
-        scores=True,
     ),
     "random": Preset("lserve", LSERVE | {"selection": "random"}),
     "duo_attention": Preset("lserve", LSERVE | {"budget": 64}, streams=True),
     "quest": Preset("lserve", LSERVE | {"select_per": "query_head", "reuse": 1, "dense_layers": 1}),
-    "diffkv": Preset("diffkv", DIFFKV, WHOLE, scores=True),
+    "diffkv": Preset("diffkv", DIFFKV, WHOLE),
     "diffkv_repository": Preset(
         "diffkv", DIFFKV | {"prompt_rule": "repository", "generation_rule": "repository"}, WHOLE,
-        scores=True,
     ),
-    "diffkv_three": Preset("diffkv", THREE, WHOLE, scores=True),
+    "diffkv_three": Preset("diffkv", THREE, WHOLE),
     "h2o": Preset(
         "diffkv",
         AS_THEY_ARE | {"prompt_rule": "h2o", "generation_rule": "h2o", "budget": 0.5}, WHOLE,
-        scores=True,
     ),
     "snapkv": Preset(
         "diffkv",
         AS_THEY_ARE
         | {"prompt_rule": "snapkv", "generation_rule": "keep", "budget": 10, "window": 4},
-        WHOLE, scores=True,
+        WHOLE,
     ),
-    "kv_int8": Preset("diffkv", UNIFORM | {"high": "K8V8", "low": "K8V8"}, WHOLE, scores=True),
-    "kv_int4": Preset("diffkv", UNIFORM | {"high": "K4V4", "low": "K4V4"}, WHOLE, scores=True),
+    "kv_int8": Preset("diffkv", UNIFORM | {"high": "K8V8", "low": "K8V8"}, WHOLE),
+    "kv_int4": Preset("diffkv", UNIFORM | {"high": "K4V4", "low": "K4V4"}, WHOLE),
 }  # fmt: skip
 
 
-def model_of(num_kv_heads: int, num_heads: int = 8) -> ModelConfig:
-    return TINY.replace(num_heads=num_heads, num_kv_heads=num_kv_heads)
-
-
-def random_params(model: ModelConfig):
-    """Larger embeddings give varied continuations instead of one token forever."""
-    params = parameters.init(llama.declare(model), jax.random.key(1))
-    return params | {"embed": params["embed"] * 50}
-
-
-def requests() -> tuple[list[list[int]], SamplingParams]:
-    """The penalty keeps small models from repeating themselves."""
-    rng = np.random.default_rng(0)
-    how = SamplingParams(max_tokens=22, frequency_penalty=1.0, ignore_eos=True)
-    return [rng.integers(3, TINY.vocab_size, n).tolist() for n in (41, 17, 33)], how
-
-
-def engine_of(preset: Preset, model: ModelConfig, params, **changes) -> Engine:
-    return padded(Engine.from_model(params, model, preset.engine_config(model, **changes)))
+def model_of(num_kv_heads: int) -> ModelConfig:
+    return TINY.replace(num_heads=8, num_kv_heads=num_kv_heads)
