@@ -9,19 +9,20 @@ A family is a module with `declare`, `forward`, `logits` and `PROJECTIONS` (mode
 * `adapters(name, layer, x, y) -> y` adds an adapter to a projection: from the input x [T, in] and
   the product with the base weights y [T, out] it returns y + xAB, in y's dtype (LoRA; Punica §2.2
   and §4). `name` is one of the family's `PROJECTIONS`. None serves the base model.
-* `reduce(y) -> y` sums y [T, E] over the shards of tensor parallelism (vLLM §4.6), where `params`
-  and `config` are one shard's share of the heads and of the MLP.
+* `reduce` goes over the shards of tensor parallelism (vLLM §4.6), where `params` and `config` are
+  one shard's share of the heads and of the MLP: `reduce.sum(y)` sums y [T, E], and `reduce.max(x)`
+  is the largest of x [T], which W8A8 scales a token by.
 
 `layer` is a traced int32 scalar: both functions index stacks of all layers with it.
 
 `projection` says in which order these apply. On a shard, x and y are the shard's own. Where shards
 split the output ('wq', 'wk', 'wv', 'w_gate', 'w_up'), B is split as the weights' output is, and A
 is whole. Where they split the input ('wo', 'w_down'), A is split as the weights' input is, and B is
-whole: xAB is then a part of a sum as y is, and one `reduce` completes both.
+whole: xAB is then a part of a sum as y is, and one `reduce.sum` completes both.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,14 @@ from models.linear import linear
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 Adapters = Callable[[str, jax.Array, jax.Array, jax.Array], jax.Array]
-Reduce = Callable[[jax.Array], jax.Array]
+
+
+class Reduce(NamedTuple):
+    sum: Callable[[jax.Array], jax.Array]
+    max: Callable[[jax.Array], jax.Array]
+
+
+ALONE = Reduce(lambda y: y, lambda x: x)  # of a model that is not split
 
 INPUT_SPLIT = ("wo", "w_down")  # projections of which a shard has a part of the input
 
@@ -44,11 +52,12 @@ def projection(p: dict, layer, adapters: Adapters | None, reduce: Reduce) -> Cal
     """
 
     def project(name: str, x):
-        y = linear(x, p[name])
+        split = name in INPUT_SPLIT
+        y = linear(x, p[name], reduce_max=reduce.max if split else ALONE.max)
         if adapters is not None:
             y = adapters(name, layer, x, y)
-        if name in INPUT_SPLIT:
-            y = reduce(y)
+        if split:
+            y = reduce.sum(y)
         bias = "b" + name.removeprefix("w")
         return y + p[bias] if bias in p else y
 

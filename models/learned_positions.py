@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from models.common import Adapters, Attend, Reduce, over_layers, projection
+from models.common import ALONE, Adapters, Attend, Reduce, over_layers, projection
 from models.config import ModelConfig
 from models.linear import linear
 
@@ -39,7 +39,7 @@ def forward(
     attend: Attend,
     cache=None,
     adapters: Adapters | None = None,
-    reduce: Reduce = lambda y: y,
+    reduce: Reduce = ALONE,
 ):
     """Hidden states [T, W], and the cache that `attend` carried through.
 

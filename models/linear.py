@@ -13,12 +13,12 @@ from pallas_kernels import backend
 FEW_ROWS = 128  # Up to so many rows of x, a CPU is faster with the weights as the left operand.
 
 
-def linear(x, w, dtype=None):
+def linear(x, w, dtype=None, reduce_max=lambda largest: largest):
     """The product of x [T, in] and w [out, in]: [T, out], in `dtype`, by default x's. w may be
-    `Int8Weights`."""
+    `Int8Weights`, and then reduce_max is as in `w8a8.linear`."""
     dtype = dtype or x.dtype
     if isinstance(w, w8a8.Int8Weights):
-        return w8a8.linear(x, w, dtype)
+        return w8a8.linear(x, w, dtype, reduce_max)
     if x.shape[0] > FEW_ROWS or backend.current_gpu() is not None:
         return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
     # A product on the CPU first packs its right operand, so the right operand should be the smaller

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from models.common import Adapters, Attend, Reduce, logits, over_layers, projection
+from models.common import ALONE, Adapters, Attend, Reduce, logits, over_layers, projection
 from models.config import ModelConfig
 from models.params import Param
 from models.rope import apply_rope, rope_tables
@@ -72,7 +72,7 @@ def forward(
     attend: Attend,
     cache=None,
     adapters: Adapters | None = None,
-    reduce: Reduce = lambda y: y,
+    reduce: Reduce = ALONE,
 ):
     """Hidden states [T, E] after the final norm, and the cache that `attend` carried through.
 

@@ -25,17 +25,21 @@ class Int8Weights:
     scale: jax.Array
 
 
-def rounded(x):
-    """x [..., n] as codes [..., n] int8 with a scale [...] float32 of the last axis each."""
+def rounded(x, reduce_max=lambda largest: largest):
+    """x [..., n] as codes [..., n] int8 with a scale [...] float32 of the last axis each.
+
+    reduce_max: takes the largest absolute values [...] over all shards, where each has a part of
+    the axis."""
     x = x.astype(jnp.float32)
-    scale = jnp.abs(x).max(-1) / LARGEST
+    scale = reduce_max(jnp.abs(x).max(-1)) / LARGEST
     codes = jnp.round(x / jnp.where(scale > 0, scale, 1)[..., None])
     return codes.astype(jnp.int8), scale
 
 
-def linear(x, w: Int8Weights, dtype):
-    """The product of x [T, in] and w [out, in]: [T, out] in `dtype`. Sums of codes are exact."""
-    codes, scale = rounded(x)
+def linear(x, w: Int8Weights, dtype, reduce_max=lambda largest: largest):
+    """The product of x [T, in] and w [out, in]: [T, out] in `dtype`. Sums of codes are exact.
+    reduce_max: as in `rounded`, where x and w are a shard's part of the input."""
+    codes, scale = rounded(x, reduce_max)
     sums = jax.lax.dot_general(
         codes, w.codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
     )
@@ -44,7 +48,7 @@ def linear(x, w: Int8Weights, dtype):
 
 def quantize(params, projections: Collection[str]):
     """The parameters, placed and with layers as a list, with `Int8Weights` for the projections, on
-    the same devices. Each shard scales the part of an input that it has."""
+    the same devices. Scales are those of one device."""
     layers = [
         {name: _weights(x) if name in projections else x for name, x in layer.items()}
         for layer in params["layers"]

@@ -95,6 +95,13 @@ class EngineConfig:
         self._make_options()
         can = self.capabilities
         self._fill_defaults(can)
+        others = self.max_num_seqs - 1
+        if self.chunked_prefill and can.prefill_tile + others > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must hold a prefill tile "
+                f"of policy {self.policy!r} ({can.prefill_tile} tokens) beside a token of each "
+                f"other sequence ({others})"
+            )
         if self.prefix_caching and not can.prefix_cache:
             raise ValueError(f"policy {self.policy!r} cannot share prefixes: prefix_caching")
         if self.preemption_mode == "swap" and not can.swap:

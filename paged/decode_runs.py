@@ -18,7 +18,8 @@ from paged.device.executor import Executor
 from paged.device.step import StepOutputs
 from paged.in_flight import InFlight
 from paged.kv_cache.moves import Moves
-from paged.kv_cache.policy import HostPolicy, PrefixCachingHost, Usage
+from paged.kv_cache.policy import HostPolicy, PrefixCachingHost
+from paged.kv_cache.usage import Usage
 from paged.metrics import StepRecord
 from paged.scheduling.scheduled_step import ScheduledStep, by_adapter
 from paged.scheduling.scheduler import Scheduler

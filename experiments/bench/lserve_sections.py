@@ -195,7 +195,9 @@ def kernel(
         listed[f"streaming {share:.0%}"] = lserve(**streaming(model, share))
     for budget in budgets:
         if budget < context:
-            listed[f"minference {budget}"] = lserve(minference_from=1, minference_budget=budget)
+            listed[f"minference {budget}"] = lserve(
+                minference_from=1, minference_budget=budget, minference_tile=chunk
+            )
     return _prefill_rows(listed, [context], chunk, times, model, seed, {})
 
 

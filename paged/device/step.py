@@ -7,7 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from models.common import Adapters, Reduce
+from models.common import ALONE, Adapters, Reduce
 from models.config import ModelConfig
 from models.families import family
 from models.sampling import (
@@ -120,7 +120,7 @@ def _prompt_logprobs(params, hidden_TxE, targets_T, model: ModelConfig) -> Logpr
 
 def step(
     params, cache, state: SamplingState, inputs: StepInputs, model: ModelConfig, policy: KVPolicy,
-    multi_step: int = 1, adapters: Adapters | None = None, reduce: Reduce = lambda y: y,
+    multi_step: int = 1, adapters: Adapters | None = None, reduce: Reduce = ALONE,
 ):  # fmt: skip
     """One step of the model over a paged cache: (cache, state, StepOutputs).
 

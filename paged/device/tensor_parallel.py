@@ -2,9 +2,10 @@
 
 All shards run the same step on the same inputs and block tables. Megatron's splits give each of
 them some query heads with their KV heads, the pages of these, and a share of the MLP. Two
-all-reduces a layer, after 'wo' and 'w_down', complete the hidden states; nothing else travels.
-Embeddings, logits and sampling are not split: every shard does them in full, and samples the same
-tokens.
+all-reduces a layer, after 'wo' and 'w_down', complete the hidden states; nothing else travels,
+unless shards share a KV head whose queries decide what is read or kept (kv_cache/shared_heads.py),
+or must agree on the scale of a token (models/w8a8.py). Embeddings, logits and sampling are not
+split: every shard does them in full, and samples the same tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models.common import ALONE, Reduce
 from models.config import ModelConfig
 from models.families import family
 from models.params import Param, is_param, partition_spec
 from paged.kv_cache.policy import ShardedModel
+from paged.kv_cache.shared_heads import AXIS
 
-AXIS = "tp"
 SPLIT = PartitionSpec(AXIS)  # each shard's own, one after the other along the first axis
 SPLIT_UNITS = PartitionSpec(None, AXIS)  # units or slots [C, x, ...] on their way
 WHOLE = PartitionSpec()  # the same on every shard
@@ -133,9 +135,12 @@ class Shards:
         """Which shard runs this, in a function that `jit` made."""
         return jnp.int32(0) if self.size == 1 else jax.lax.axis_index(AXIS)
 
-    def reduce(self, y):
-        """The sum of what all shards give: the seam of models/common.py."""
-        return y if self.size == 1 else jax.lax.psum(y, AXIS)
+    @property
+    def reduce(self) -> Reduce:
+        """Over all shards: the seam of models/common.py."""
+        if self.size == 1:
+            return ALONE
+        return Reduce(lambda y: jax.lax.psum(y, AXIS), lambda x: jax.lax.pmax(x, AXIS))
 
     def jit(self, function: Callable, in_specs, out_specs, donate_argnums=()) -> jax.stages.Wrapped:
         """`function` as each shard runs it, compiled; the specs are of its arguments and results,

@@ -30,7 +30,8 @@ from paged.blocks.buddy_allocator import BuddyAllocator
 from paged.kv_cache import dense
 from paged.kv_cache.dense.host import BLOCKS, block_pool
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel, Usage
+from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+from paged.kv_cache.usage import Usage
 
 Reserve = Callable[[int, int, int], int]  # (prompt, limit, max_model_len) -> tokens
 

@@ -5,8 +5,7 @@ swapped before a step (`Moves`) and which pages a row may read (`tables`); the d
 that out, and may tell the host in a report what it has done with pages that it manages itself.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from paged.kv_cache.moves import Moves, Pool
+from paged.kv_cache.usage import Usage
 from paged.kv_cache.work import Layout, kv_bytes_of_token
 from paged.requests.sequence import Sequence
 
@@ -33,6 +33,8 @@ class Capabilities:
     prefilled with its prompt; otherwise it is replayed, decoded again token by token.
     static_batching: not an ability: new requests are admitted only when nothing runs.
     slot_state: the device keeps state of each running sequence under its slot.
+    prefill_tile: a prompt of `tiled_from` tokens or more is cut into chunks only where whole tiles
+    of so many tokens are left up to the end of its last page; 0: all are cut anywhere.
     """
 
     fork: Literal["no", "computed", "anywhere"] = "no"
@@ -43,26 +45,8 @@ class Capabilities:
     recompute_exact: bool = False
     static_batching: bool = False
     slot_state: bool = False
-
-
-@dataclass(frozen=True)
-class Usage:
-    """KV memory in use: `bytes` by pool, and what it serves for, in tokens.
-
-    The categories are those of vLLM §3.1 (Fig. 2). token_states: written or being written in this
-    step.  reserved: room for tokens to come: those that wait for their prefill and, under policies
-    that reserve for them, those to be generated.  internal: what else is allocated: room at the end
-    of last blocks, or reserved in vain.  external: unusable for the allocator's sake (none with
-    fixed-size blocks).  free: the rest.  shared: room saved by sharing; no other category has it.
-    """
-
-    token_states: int
-    reserved: int
-    internal: int
-    external: int
-    free: int
-    shared: int = 0
-    bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    prefill_tile: int = 0
+    tiled_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,10 +60,8 @@ class ShardedModel:
 
     @classmethod
     def split(cls, model: ModelConfig, num_shards: int = 1, dtype="float32") -> "ShardedModel":
-        """With fewer KV heads than shards each is on several of them.
-
-        Raises ValueError where there is no even split.
-        """
+        """With fewer KV heads than shards each is on several of them. Raises ValueError where there
+        is no even split."""
         H, K, F = model.num_heads, model.num_kv_heads, model.intermediate_size
         for name, count in (("num_heads", H), ("intermediate_size", F)):
             if count % num_shards:

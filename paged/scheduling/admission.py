@@ -18,28 +18,35 @@ class PrefillRoom:
         self.rows: list[tuple[int, int]] = []
         self.refused = False
 
-    @property
-    def full(self) -> bool:
-        return self.budget == 0 or len(self.rows) == self._config.max_prefills_per_step
+    def takes(self, length: int) -> bool:
+        """Whether there is room for any of a sequence of `length` tokens."""
+        free_rows = len(self.rows) < self._config.max_prefills_per_step
+        return free_rows and self._chunk(0, length, self.budget) > 0
 
-    def takes(self, left: int) -> bool:
-        return not self.full and (self._config.chunked_prefill or left <= self.budget)
+    def _chunk(self, start: int, left: int, most: int) -> int:
+        """Tokens of the next chunk of a sequence that has `left` after `start`, at most `most`."""
+        if left <= most:
+            return left
+        if not self._config.chunked_prefill:
+            return 0
+        can, length, page = self._config.capabilities, start + left, self._config.page_size
+        if not can.prefill_tile or length < can.tiled_from:
+            return most
+        end = -(-length // page) * page
+        tiles_left = -(-(end - start - most) // can.prefill_tile)
+        return max(0, end - tiles_left * can.prefill_tile - start)
 
-    def add(self, slot: int, left: int, forks: int = 0) -> None:
-        """As many of the `left` tokens as fit; none if the sequence must go whole and cannot. With
-        the last of them come `forks` rows of one token: it waits a step if these do not fit, and so
-        do all of them if the sequence must go whole."""
-        if not self.takes(left):
+    def add(self, slot: int, left: int, forks: int = 0, start: int = 0) -> None:
+        """As many of the `left` tokens after `start` as fit and the policy lets be cut off. With
+        the last of them come `forks` rows of one token: where these do not fit, it comes later."""
+        count = self._chunk(start, left, self.budget)
+        if count == left and left + forks > self.budget:
+            count = self._chunk(start, left, left - 1)
+            if not count and left + forks > self._config.max_num_batched_tokens:
+                count = left - 1  # Its forks fit no step: others decide nothing.
+        if not count or len(self.rows) == self._config.max_prefills_per_step:
             self.refused = True
             return
-        count = min(left, self.budget)
-        if count == left and count + forks > self.budget:
-            # What goes whole stays whole, unless its forks fit no step: others decide nothing.
-            whole = not self._config.chunked_prefill
-            if whole and left + forks <= self._config.max_num_batched_tokens:
-                self.refused = True
-                return
-            count = left - 1
         self.rows.append((slot, count))
         self.budget -= count + (forks if count == left else 0)
 

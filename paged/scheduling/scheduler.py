@@ -4,8 +4,7 @@ First come, first served. Each step takes all running sequences that generate, t
 prompts under a token budget, then new requests while blocks and slots allow; those whose adapter
 is not on the device may be overtaken. When blocks run out the latest arrivals are preempted, with
 all sequences of their group; they keep their place, and are recomputed or swapped in again.
-Where a policy would make something else of generated tokens in a prompt, recomputing prefills the
-prompt and replays the output: it decodes the known tokens again.
+Output that a policy would treat otherwise in a prompt is replayed then: decoded token by token.
 """
 
 import bisect
@@ -121,9 +120,8 @@ class Scheduler:
         left = np.where(replayed > 0, replayed, s.limit[decodes] - s.length[decodes])
         counts = np.minimum(self.config.multi_step, left)
         counts[s.beam[decodes]] = 1
-        if self.policy.can_append(decodes, s.computed[decodes] + counts):
-            return counts
-        return np.ones_like(counts)
+        fits = self.policy.can_append(decodes, s.computed[decodes] + counts)
+        return counts if fits else np.ones_like(counts)
 
     def _preempt_latest(self) -> SequenceGroup:
         """Take all sequences of the latest arrival off the device (vLLM §4.5)."""
@@ -202,17 +200,16 @@ class Scheduler:
             self.returning.discard(group)
         return True
 
-    def _add_prefill(self, slot: int, room: PrefillRoom) -> None:
-        """The next chunk of a sequence of which more than one token is to be prefilled."""
-        s, sequence = self.slots, self.slots.owner[slot]
-        assert sequence is not None
-        if s.held[slot]:
-            return
-        left = int(min(s.length[slot], s.prefill[slot]) - s.computed[slot])
-        # Beams sample in the same step.
-        if s.beam[slot] and len(sequence.group.sequences) > 1 and not s.replays:
-            left -= 1
-        room.add(slot, left, self._followers.forks_of([slot]))
+    def _add_prefills(self, slots: np.ndarray, room: PrefillRoom) -> None:
+        """The next chunk of each of `slots` that has more than one token to prefill."""
+        s = self.slots
+        for slot in slots[(s.prefill_left(slots) > 0) & ~s.held[slots]].tolist():
+            start = int(s.computed[slot])
+            left = int(min(s.length[slot], s.prefill[slot])) - start
+            # Beams sample in the same step.
+            if s.beam[slot] and len(s.sequence_in(slot).group.sequences) > 1 and not s.replays:
+                left -= 1
+            room.add(slot, left, self._followers.forks_of([slot]), start)
 
     def schedule(self, number: int, decodes: np.ndarray | None = None) -> ScheduledStep | None:
         """Step `number`, or None if there is nothing to compute now. decodes: what `decodes` has
@@ -226,9 +223,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - len(decodes)
         budget -= self._followers.forks_of(decodes)
         room = PrefillRoom(self.config, budget)
-        running = self.running_slots()
-        for slot in running[s.prefill_left(running) > 0].tolist():
-            self._add_prefill(slot, room)
+        self._add_prefills(self.running_slots(), room)
 
         admitted: list[SequenceGroup] = []
         # Requests wait in a step that preempts, or they would take what was just set free.
@@ -251,8 +246,7 @@ class Scheduler:
         """Prefill rows of a group that has just been admitted; its slots that decode at once."""
         s = self.slots
         slots = np.array([sequence.slot for sequence in group.unfinished], np.int64)
-        for slot in slots[s.prefill_left(slots) > 0].tolist():
-            self._add_prefill(slot, room)
+        self._add_prefills(slots, room)
         ready = self._ready(slots)
         rows = len(ready) + self._followers.forks_of(ready)
         if rows > room.budget:

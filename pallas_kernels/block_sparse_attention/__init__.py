@@ -14,17 +14,23 @@ from pallas_kernels.block_sparse_attention.lists import (
     tiles_of,
 )
 from pallas_kernels.block_sparse_attention.vertical_slash import (
+    Segments,
+    last_queries,
+    segments_of,
     vertical_slash_blocks,
     vertical_slash_lists,
 )
 
 __all__ = [
     "BlockLists",
+    "Segments",
     "Tiles",
     "block_sparse_prefill_attention",
     "hybrid_prefill_attention",
+    "last_queries",
     "lists_of",
     "plan_hybrid_prefill",
+    "segments_of",
     "streaming_blocks",
     "streaming_lists",
     "tiles_of",

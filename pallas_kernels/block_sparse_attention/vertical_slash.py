@@ -1,23 +1,60 @@
 """Index tables of dense heads in prefill: the best columns and diagonals (MInference; LServe §4.3).
 
-The last queries of a chunk tell, for each KV head, how much attention each key gets (its column, a
-vertical line of the attention map) and each distance between query and key (a diagonal, a slash).
-A page of keys is worth to a page of queries what the best of its columns, and of the diagonals that
-cross the two pages, are worth. Each page of queries keeps its best pages, its own always, and so do
-the first page of the sequence and the page before its own.
+The last queries of a segment of a prompt tell, for each KV head, how much attention each key gets
+(its column, a vertical line of the attention map) and each distance between query and key (a
+diagonal, a slash). A page of keys is worth to a page of queries what the best of its columns, and
+of the diagonals that cross the two pages, are worth. Each page of queries keeps its best pages, its
+own always, and so do the first page of the sequence and the page before its own.
 
-What is kept depends on where a prompt is cut into chunks, because the queries that tell it do.
+Segments are counted from the end of a prompt, so that the queries that ask, which come last, tell
+what they read themselves; one as long as the prompt is MInference's own estimate. Where chunks end
+with segments, what is kept depends on the prompt alone.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.block_sparse_attention.lists import BlockLists, Tiles, lists_of
+from pallas_kernels.block_sparse_attention.lists import BlockLists, Tiles, lists_of, tiles_of
 
-LAST_QUERIES = 64  # of a chunk, which tell what all of its queries read
+LAST_QUERIES = 64  # of a segment, which tell what all of its queries read
 CHUNK = 512  # keys that an iteration reads
 NEG_INF = -1e30
+
+
+class Segments(NamedTuple):
+    """Segments of the prompts of ragged chunks, as far as the chunks have them.
+
+    starts: [J + 1] int32, the first query of each; it ends where the next begins. rows: [J] int32,
+    the sequence of each. lengths: [J] int32, tokens of its sequence up to its last query; 0 for one
+    that is left over.
+    """
+
+    starts: jax.Array
+    rows: jax.Array
+    lengths: jax.Array
+
+
+def segments_of(
+    query_starts, lengths_S, prompts_S, num_tokens: int, size: int, page_size: int
+) -> Segments:
+    """query_starts, lengths, num_tokens: as in `tiles_of`. prompts: [S] int32, tokens of the whole
+    prompt of each chunk. size: tokens of a segment, whole pages; the last one ends with the
+    prompt's last page, and the first is what is left."""
+    end = (prompts_S + page_size - 1) // page_size * page_size
+    # Tiles with so many tokens before the prompt would all be whole, counted from its end too.
+    missing = -end % size
+    tiles = tiles_of(query_starts, lengths_S + missing, num_tokens, size)
+    lengths = tiles.blocks * size + tiles.held - missing[tiles.rows]
+    return Segments(tiles.starts, tiles.rows, jnp.where(tiles.held > 0, lengths, 0))
+
+
+def last_queries(q_TxHxD, segments: Segments):
+    """[J, LAST_QUERIES, H, D], those that tell; any where a segment has fewer."""
+    index = segments.starts[1:, None] + jnp.arange(LAST_QUERIES) - LAST_QUERIES
+    return q_TxHxD[jnp.clip(index, 0, len(q_TxHxD) - 1)]
 
 
 def vertical_slash_lists(
@@ -36,11 +73,10 @@ def vertical_slash_lists(
 
 
 def vertical_slash_blocks(
-    q_TxHxD,
+    q_JxQxHxD,
     k_pages_NxPxD,
     tables_SxKxM,
-    query_starts,
-    lengths_S,
+    segments: Segments,
     tiles: Tiles,
     sparse_S,
     count: int,
@@ -52,88 +88,96 @@ def vertical_slash_blocks(
     """The logical pages [I, K, M] int32 that each tile of queries keeps, in ascending order; those
     beyond a list's length may be anything.
 
-    q, k_pages, tables, query_starts, lengths, page_offset, scale: as in `paged_prefill_attention`.
-    tiles: of these chunks. sparse, count: as in `vertical_slash_lists`.
+    q: `last_queries` of the segments; head h reads with KV head h // G. k_pages, tables,
+    page_offset, scale: as in `paged_prefill_attention`. segments, tiles: of the same chunks.
+    sparse, count: as in `vertical_slash_lists`.
 
     Raises ValueError for a count that is not from 2 to M, or an implementation that is none.
     """
-    S, K, M = tables_SxKxM.shape
+    K, M = tables_SxKxM.shape[1:]
     if not 2 <= count <= M:
         raise ValueError(f"count must be from 2 to {M}, not {count}")
-    scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
+    scale = q_JxQxHxD.shape[-1] ** -0.5 if scale is None else scale
     run = backend.choose("vertical_slash_blocks", ESTIMATE, implementation)
-    q, k_pages, query_starts, lengths, sparse = (
-        jnp.asarray(x) for x in (q_TxHxD, k_pages_NxPxD, query_starts, lengths_S, sparse_S)
-    )
+    q, k_pages, sparse = (jnp.asarray(x) for x in (q_JxQxHxD, k_pages_NxPxD, sparse_S))
     tables = tables_SxKxM + jnp.asarray(page_offset, jnp.int32)[..., None]
-    columns, diagonals = run(q, k_pages, tables, query_starts, lengths, sparse, scale)
-    by_page = columns.reshape(S, K, M, -1).max(-1).at[:, :, 0].set(jnp.inf)
-    by_distance = _of_page_distances(diagonals.reshape(S, K, M, -1)).at[:, :, 1].set(jnp.inf)
+    telling = jnp.where(sparse[segments.rows], segments.lengths, 0)
+    by_page, by_distance = run(q, k_pages, tables, segments, telling, scale)
+    by_page, by_distance = by_page.at[:, :, 0].set(jnp.inf), by_distance.at[:, :, 1].set(jnp.inf)
     every = jnp.arange(M, dtype=jnp.int32)
+    segment = (
+        jnp.searchsorted(
+            segments.starts[:-1], tiles.starts[:-1], side="right", method="compare_all"
+        )
+        - 1
+    )
 
-    def of_tile(row, block):
+    def of_tile(row, block, j):
         distance = block - every
-        worth = jnp.maximum(by_page[row], by_distance[row][:, jnp.maximum(distance, 0)])
+        worth = jnp.maximum(by_page[j], by_distance[j][:, jnp.maximum(distance, 0)])
         _, best = jax.lax.top_k(jnp.where(distance > 0, worth, -1.0), count - 1)
         kept = jnp.concatenate([jnp.sort(best, axis=1), jnp.full((K, 1), block)], axis=1)
         kept = jnp.pad(kept, ((0, 0), (0, M - count)))
         return jnp.where(sparse[row] & (block >= count), kept, every)
 
-    return jax.vmap(of_tile)(tiles.rows, tiles.blocks)
+    return jax.vmap(of_tile)(tiles.rows, tiles.blocks, segment)
 
 
-def _of_page_distances(diagonals_SxKxMxP):
-    """Diagonals that are e pages away go from (e - 1) * P + 1 to (e + 1) * P - 1 tokens."""
-    here = diagonals_SxKxMxP.max(-1)
-    nearer = jnp.where(jnp.arange(diagonals_SxKxMxP.shape[-1]) > 0, diagonals_SxKxMxP, 0).max(-1)
-    return here.at[:, :, 1:].max(nearer[:, :, :-1])
+def _of_pages(columns_KxMxP, diagonals_KxMxP):
+    """The best of each page, and of each distance between pages, [K, M]. Diagonals that are e pages
+    away go from (e - 1) * P + 1 to (e + 1) * P - 1 tokens."""
+    here = diagonals_KxMxP.max(-1)
+    nearer = jnp.where(jnp.arange(diagonals_KxMxP.shape[-1]) > 0, diagonals_KxMxP, 0).max(-1)
+    return columns_KxMxP.max(-1), here.at[:, 1:].max(nearer[:, :-1])
 
 
-def _last_queries(q, query_starts, lengths, s, K: int):
-    """[K, G, LAST_QUERIES, D] of row s, their positions, and which of them there are."""
-    T, H, D = q.shape
-    before_end = jnp.arange(LAST_QUERIES) - LAST_QUERIES
-    index = query_starts[s + 1] + before_end
-    queries = q[jnp.clip(index, 0, T - 1)].reshape(LAST_QUERIES, K, H // K, D)
-    return queries.transpose(1, 2, 0, 3), lengths[s] + before_end, index >= query_starts[s]
+def _queries_of(q, segments: Segments, length, j, K: int):
+    """[K, G, Q, D] of segment j, which ends at `length`, their positions, and which there are."""
+    _, Q, H, D = q.shape
+    before_end = jnp.arange(Q) - Q
+    there = segments.starts[j + 1] + before_end >= segments.starts[j]
+    queries = q[j].reshape(Q, K, H // K, D)
+    return queries.transpose(1, 2, 0, 3), length + before_end, there
 
 
-def reference(q, k_pages, tables, query_starts, lengths, sparse, scale):
-    """The definition: sums of probabilities by column and by diagonal, [S, K, M * P] each, of the
-    query heads of a KV head together; zeros for rows that are not sparse."""
-    S, K, M = tables.shape
+def reference(q, k_pages, tables, segments: Segments, lengths, scale):
+    """The definition: sums of probabilities by column and by diagonal, of the query heads of a KV
+    head together, and of these the best by page and by distance of pages, [J, K, M] each. lengths:
+    [J] of segments; zeros where it is 0."""
+    K, M = tables.shape[1:]
     n = M * k_pages.shape[1]
 
-    def of_row(s):
-        queries, position, there = _last_queries(q, query_starts, lengths, s, K)
-        keys = k_pages[tables[s]].reshape(K, n, -1)
+    def of_segment(j):
+        queries, position, there = _queries_of(q, segments, lengths[j], j, K)
+        keys = k_pages[tables[segments.rows[j]]].reshape(K, n, -1)
         queries, keys = queries.astype(jnp.float32), keys.astype(jnp.float32)
         scores = jnp.einsum("kgqd,knd->kgqn", queries, keys, precision="highest") * scale
         distance = position[:, None] - jnp.arange(n)
-        seen = there[:, None] & (distance >= 0) & sparse[s]
+        seen = there[:, None] & (distance >= 0) & (lengths[j] > 0)
         probs = jax.nn.softmax(jnp.where(seen, scores, NEG_INF), axis=-1)
         probs = jnp.where(seen, probs, 0).sum(1)
         diagonals = jnp.zeros((K, n)).at[:, jnp.maximum(distance, 0)].add(probs)
-        return probs.sum(1), diagonals
+        return _of_pages(probs.sum(1).reshape(K, M, -1), diagonals.reshape(K, M, -1))
 
-    return jax.vmap(of_row)(jnp.arange(S))
+    return jax.vmap(of_segment)(jnp.arange(len(q)))
 
 
-def xla(q, k_pages, tables, query_starts, lengths, sparse, scale):
+def xla(q, k_pages, tables, segments: Segments, lengths, scale):
     """Reads the keys twice, for the sums that probabilities are divided by, and for these. Work is
     that of the keys that there are."""
-    S, K, M = tables.shape
-    P, D, Q = k_pages.shape[1], q.shape[-1], LAST_QUERIES
+    K, M = tables.shape[1:]
+    P, (_, Q, _, D) = k_pages.shape[1], q.shape
     pages = min(M, max(1, CHUNK // P))
     chunk = pages * P
     tables = jnp.pad(tables, ((0, 0), (0, 0), (0, -M % pages)))
     n = tables.shape[-1] * P
 
-    def of_row(s):
-        queries, position, there = _last_queries(q, query_starts, lengths, s, K)
+    def of_segment(segment):
+        length, row = lengths[segment], segments.rows[segment]
+        queries, position, there = _queries_of(q, segments, length, segment, K)
 
         def scores_of(j):
-            ids = jax.lax.dynamic_slice(tables[s], (0, j * pages), (K, pages))
+            ids = jax.lax.dynamic_slice(tables[row], (0, j * pages), (K, pages))
             keys = k_pages.at[ids].get(mode="clip").reshape(K, chunk, D)
             scores = scale * jnp.einsum(
                 "krd,kcd->krc", queries.reshape(K, -1, D), keys, preferred_element_type=jnp.float32
@@ -157,18 +201,19 @@ def xla(q, k_pages, tables, query_starts, lengths, sparse, scale):
             # A row more to the right with each query, so that a diagonal becomes a column.
             skewed = jnp.pad(probs[..., ::-1], ((0, 0), (0, 0), (0, Q))).reshape(K, -1)
             of_distances = skewed[:, :-Q].reshape(K, Q, -1).sum(1)
-            at = (0, lengths[s] - j * chunk + 1)  # distances begin at -(Q + chunk)
+            at = (0, length - j * chunk + 1)  # distances begin at -(Q + chunk)
             old = jax.lax.dynamic_slice(diagonals, at, of_distances.shape)
             return columns, jax.lax.dynamic_update_slice(diagonals, old + of_distances, at)
 
-        chunks = jnp.where(sparse[s], (lengths[s] + chunk - 1) // chunk, 0)
+        chunks = (length + chunk - 1) // chunk
         nothing = jnp.full(queries.shape[:3], NEG_INF), jnp.zeros(queries.shape[:3])
         top, total = jax.lax.fori_loop(0, chunks, normalise, nothing)
         nothing = jnp.zeros((K, n)), jnp.zeros((K, Q + chunk + n))
         columns, diagonals = jax.lax.fori_loop(0, chunks, add, nothing)
-        return columns[:, : M * P], diagonals[:, Q + chunk :][:, : M * P]
+        columns, diagonals = columns[:, : M * P], diagonals[:, Q + chunk :][:, : M * P]
+        return _of_pages(columns.reshape(K, M, P), diagonals.reshape(K, M, P))
 
-    return jax.lax.map(of_row, jnp.arange(S))
+    return jax.lax.map(of_segment, jnp.arange(len(q)))
 
 
 ESTIMATE = {"reference": reference, "xla": xla}

@@ -2,9 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+
+from paged.device.executor import DeviceExecutor
+from paged.engine import Engine
+
+COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
+)
 
 
 def printed_with_devices(module: str, count: int):
@@ -17,3 +26,10 @@ def printed_with_devices(module: str, count: int):
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
     )  # fmt: skip
     return json.loads(done.stdout)
+
+
+def collectives(engine: Engine) -> list[Counter[str]]:
+    """How often each is in every program that the engine has compiled."""
+    assert isinstance(engine.executor, DeviceExecutor)
+    texts = [program.as_text() or "" for program in engine.executor._programs.values()]
+    return [Counter(COLLECTIVE.findall(text)) for text in texts]

@@ -9,6 +9,8 @@ import pytest
 
 from pallas_kernels.block_sparse_attention import (
     block_sparse_prefill_attention,
+    last_queries,
+    segments_of,
     tiles_of,
     vertical_slash_blocks,
     vertical_slash_lists,
@@ -21,6 +23,8 @@ P, K, G, D, M = 4, 2, 2, 8, 24
 # is to read all pages.
 CHUNKS = ((0, 7), (10, 80), (0, 0), (21, 13), (30, 18), (2, 61))
 SPARSE = np.array([True, True, True, True, False, True])
+PROMPTS = np.array([7, 90, 0, 62, 48, 97])  # of which two chunks do not see the end
+SEGMENT = 68  # tokens, more than tell
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["reference", "xla"])
 
 
@@ -77,9 +81,10 @@ def kept(maps_KxQxn, first: int, block: int, count: int) -> list[list[int]]:
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def run(q, pools, tables, sparse, count, implementation, starts, lengths):
     tiles = tiles_of(starts, lengths, len(q), P)
+    segments = segments_of(starts, lengths, jnp.array(PROMPTS), len(q), SEGMENT, P)
     lists = vertical_slash_lists(tiles, sparse, count, M, P)
     blocks = vertical_slash_blocks(
-        q, pools[0], tables - 3, starts, lengths, tiles, sparse, count,
+        last_queries(q, segments), pools[0], tables - 3, segments, tiles, sparse, count,
         page_offset=jnp.full(K, 3), implementation=implementation,
     )  # fmt: skip
     rows, heads = tiles.rows[:, None, None], jnp.arange(K)[:, None]
@@ -96,7 +101,7 @@ def test_pages_are_those_of_the_best_columns_and_diagonals():
         for name in ("reference", "xla")
     }
     tiles, lists, _, _ = jax.tree.map(np.asarray, found["xla"])
-    sparse_tiles = 0
+    sparse_tiles, seen_segments = 0, set()
     for i, (row, block) in enumerate(zip(tiles.rows, tiles.blocks)):
         if tiles.held[i] == 0:
             continue
@@ -104,15 +109,19 @@ def test_pages_are_those_of_the_best_columns_and_diagonals():
         expected, keys = every, sequences[row][0]
         if SPARSE[row] and block + 1 > count:
             sparse_tiles += 1
-            last = min(LAST_QUERIES, CHUNKS[row][1])
-            queries = q[starts[row + 1] - last : starts[row + 1]]
-            first = int(lengths[row]) - last
+            # The segment of the page ends whole segments before the prompt's last page does.
+            history, end = CHUNKS[row][0], -(-PROMPTS[row] // P) * P
+            ends = [at for at in range(end, 0, -SEGMENT) if at > block * P]
+            last = min(ends[-1], lengths[row])
+            first = max(last - LAST_QUERIES, ends[-1] - SEGMENT, history)
+            queries = q[starts[row] + first - history : starts[row] + last - history]
+            seen_segments.add((row, last))
             expected = kept(probabilities(queries, keys, first), first, block, count)
         for name, (_, _, blocks, _) in found.items():
             of_tile = np.asarray(blocks)[i, :, : len(expected[0])]
             assert of_tile.tolist() == expected, (name, row, block)
         assert lists.lengths[i] == (len(expected[0]) - 1) * P + tiles.held[i]
-    assert sparse_tiles > 20
+    assert sparse_tiles > 20 and seen_segments == {(1, 90), (3, 34), (5, 32), (5, 63)}
 
 
 @IMPLEMENTATIONS

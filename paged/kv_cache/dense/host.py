@@ -9,7 +9,8 @@ from paged.blocks.block_table import BlockTables, SwappedTables
 from paged.blocks.prefix_cache import PrefixCache
 from paged.kv_cache.dense.prefix import Prefixes
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.policy import CacheConfig, HostPolicy, ShardedModel, Usage
+from paged.kv_cache.policy import CacheConfig, HostPolicy, ShardedModel
+from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
 BLOCKS = "blocks"  # the name of the pool

@@ -10,6 +10,7 @@ from paged.kv_cache.diffkv.host import DiffKVHost
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import AUTO, Options, check_options
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+from paged.kv_cache.shared_heads import SharedHeads
 
 __all__ = ["DIFFKV", "DiffKVHost", "DiffKVPolicy", "Options", "device"]
 
@@ -58,8 +59,9 @@ def device(
     layout = layout_of(config, model)
     alpha = tuple(level.alpha for level in options.levels)
     return DiffKVPolicy(
-        layout, options.rules, model.shard.num_heads, alpha, options.budget, implementation
-    )
+        layout, options.rules, model.shard.num_heads, alpha, options.budget, implementation,
+        SharedHeads.of(model),
+    )  # fmt: skip
 
 
 DIFFKV = Policy(capabilities, DiffKVHost, device, check, Options, layout=layout_of)

@@ -28,6 +28,7 @@ from paged.kv_cache.diffkv.state import (
     plan_decodes,
     plan_prompts,
 )
+from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from pallas_kernels.quantized_attention import (
     Tokens,
     mixed_precision_attention,
@@ -41,7 +42,8 @@ COPIED_PAGES = 64  # that an iteration of `copy_slots` copies
 @dataclass(frozen=True)
 class DiffKVPolicy:
     """query_heads: H of a shard.  alpha: by precision, the highest first, and budget, with which a
-    cache begins.  implementation: of the attention ops."""
+    cache begins.  implementation: of the attention ops.  shared: with whom the shard shares its KV
+    head."""
 
     layout: Layout
     rules: Rules
@@ -49,6 +51,7 @@ class DiffKVPolicy:
     alpha: tuple[float, ...]
     budget: float = 0.0
     implementation: str | None = None
+    shared: SharedHeads = ALONE
 
     def init(self, dtype, shard) -> DiffKVCache:
         return DiffKVCache.empty(self.layout, self.alpha, self.budget)
@@ -56,9 +59,11 @@ class DiffKVPolicy:
     def begin_step(self, cache: DiffKVCache, inputs) -> tuple[DiffKVCache, Plan]:
         prompts = decodes = None
         if inputs.num_prefill_tokens:
+            scored = 1 if self.rules.prompt_scores["by_head"] else self.shared.copies
             cache, prompts = plan_prompts(
-                self.layout, self.rules, self.query_heads, cache, inputs, self.implementation
-            )
+                self.layout, self.rules, self.query_heads * scored, cache, inputs,
+                self.implementation,
+            )  # fmt: skip
         if inputs.num_prefill_tokens < len(inputs.tokens):
             cache, decodes = plan_decodes(
                 self.layout, self.rules, cache, inputs, self.implementation
@@ -69,10 +74,7 @@ class DiffKVPolicy:
         Tp, outs = inputs.num_prefill_tokens, []
         if plan.prompts is not None:
             q, k, v = (x[:Tp] for x in (q_TxHxD, k_TxKxD, v_TxKxD))
-            out, sums = prompt_attention(
-                q, k, v, inputs.query_starts, **self.rules.prompt_scores,
-                schedule=plan.prompts.schedule, implementation=self.implementation,
-            )  # fmt: skip
+            out, sums = self._prompts(q, k, v, plan.prompts, inputs)
             outs.append(out)
             cache = self._compress(layer, k, v, sums, cache, plan.prompts, inputs)
         if plan.decodes is not None:
@@ -80,6 +82,18 @@ class DiffKVPolicy:
             out, cache = self._decode(layer, q, k, v, cache, plan.decodes)
             outs.append(out)
         return jnp.concatenate(outs).astype(q_TxHxD.dtype), cache
+
+    def _prompts(self, q_TxHxD, k_TxKxD, v_TxKxD, plan: PromptPlan, inputs):
+        """(attention [T, H, D], sums of scores [T, K]). Where the largest query head counts for
+        each query, and not for all together, it is found among all that share a KV head."""
+        scores = self.rules.prompt_scores
+        by_head = scores["by_head"]
+        out, sums = prompt_attention(
+            q_TxHxD if by_head else self.shared.gather(q_TxHxD), k_TxKxD, v_TxKxD,
+            inputs.query_starts, **scores, schedule=plan.schedule,
+            implementation=self.implementation,
+        )  # fmt: skip
+        return (out, self.shared.largest(sums)) if by_head else (self.shared.own(out), sums)
 
     def _heads(self, layer):
         return layer * self.layout.heads + jnp.arange(self.layout.heads)
@@ -173,10 +187,11 @@ class DiffKVPolicy:
             to = jnp.where(arrives[:, level], place[0], nowhere)
             words = format.write(words, to, place[1], coming)
             coming = leaving.where(replaces[:, level], coming)
+        # Reading pages costs the same for all query heads of a KV head as for some.
         out, lse, kept = mixed_precision_attention(
-            q_SxHxD, words, tables.reshape(S, K, -1), counts.reshape(S, K, -1), layout.formats,
-            single=layout.single, schedule=jax.tree.map(lambda x: x[layer], plan.schedules),
-            implementation=self.implementation,
+            self.shared.gather(q_SxHxD), words, tables.reshape(S, K, -1), counts.reshape(S, K, -1),
+            layout.formats, single=layout.single, implementation=self.implementation,
+            schedule=jax.tree.map(lambda x: x[layer], plan.schedules),
         )  # fmt: skip
         words, found = add_scores(
             self.rules, words, tables, cache.pages.runs, counts, layout.formats,
@@ -185,7 +200,7 @@ class DiffKVPolicy:
         )  # fmt: skip
         found = Found(*(x.reshape(S, K, -1) for x in found))
         cache = self._remember(replace(cache, words=words), plan.slots, self._heads(layer), found)
-        return out, cache
+        return self.shared.own(out), cache
 
     def end_step(self, cache: DiffKVCache, plan: Plan, inputs) -> DiffKVCache:
         """Prompts give back what compression has spared (§5.3)."""

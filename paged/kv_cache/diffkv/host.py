@@ -14,7 +14,8 @@ import numpy as np
 from paged.blocks.block_pool import BlockPool
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.policy import CacheConfig, ShardedModel, Usage
+from paged.kv_cache.policy import CacheConfig, ShardedModel
+from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
 PAGES = "pages"  # the name of the pool, whose unit slot * most + k is the k-th page of a slot

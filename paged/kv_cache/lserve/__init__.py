@@ -8,24 +8,34 @@ import numpy as np
 from models.config import ModelConfig
 from paged.kv_cache.lserve.device import LServePolicy
 from paged.kv_cache.lserve.host import LServeHost
-from paged.kv_cache.lserve.layout import layout_of, order_of, selectors, split
+from paged.kv_cache.lserve.layout import (
+    layout_of,
+    minference_pages,
+    minference_tile,
+    order_of,
+    selector_numbers,
+    selectors,
+    split,
+)
 from paged.kv_cache.lserve.options import Options, check_options
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+from paged.kv_cache.shared_heads import ALONE, SharedHeads
 
 __all__ = ["LSERVE", "LServeHost", "LServePolicy", "Options", "device"]
 
 
 def capabilities(config: CacheConfig) -> Capabilities:
-    """Generated tokens that have selected pages would be prefilled with all of them, and sparsely
-    prefilled prompts would be longer: output can be prefilled only where neither is.
+    """Generated tokens that have selected pages would be prefilled with all of them, and tiles of
+    sparsely prefilled prompts would end elsewhere: output can be prefilled only where neither is.
     Prefixes are not shared, because a window that has moved on lacks the pages that a later prompt
     would need."""
     options: Options = config.policy_options
-    longest = config.max_model_len
-    never_selects = max(options.budget, options.sparse_from) >= longest
+    never_selects = max(options.budget, options.sparse_from) >= config.max_model_len
+    sparse = minference_pages(config) > 0
     return Capabilities(
         fork="computed", swap=True, chunked_prefill=True, recompute=True,
-        recompute_exact=never_selects and not options.minference_from, slot_state=True,
+        recompute_exact=never_selects and not sparse, slot_state=True,
+        prefill_tile=minference_tile(config) if sparse else 0, tiled_from=options.minference_from,
     )  # fmt: skip
 
 
@@ -59,6 +69,7 @@ def device(
 ) -> LServePolicy:
     options: Options = config.policy_options
     layout = layout_of(config, model)
+    numbers = tuple(tuple(map(tuple, x)) for x in selector_numbers(options, model).tolist())
     return LServePolicy(
         layout,
         model.shard.num_layers,
@@ -66,9 +77,11 @@ def device(
         model.shard.head_dim,
         selectors(options, model),
         options.dense_layers,
-        options.selection == "keys",
+        numbers if options.selection == "random" else (),
         None if config.kv_dtype == "auto" else config.kv_dtype,
         implementation,
+        SharedHeads.of(model),
+        SharedHeads.of(model) if options.select_per == "kv_head" else ALONE,
     )
 
 

@@ -30,6 +30,7 @@ from paged.kv_cache.lserve.plan import (
 )
 from paged.kv_cache.lserve.prefill import prefill
 from paged.kv_cache.lserve.snapshot import Selections, snapshot
+from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from pallas_kernels.kv_write import copy_pages, write_kv
 from pallas_kernels.page_selection import select_pages, write_key_statistics
 from pallas_kernels.paged_attention import paged_attention
@@ -44,7 +45,8 @@ class LServeCache:
     statistics: [N_dense, C * 2D] of the keys of dense heads.  selected: [num_slots, L, K', B - 1]
     int32 logical pages, the newest one aside, by heads or query heads.  selected_at: [num_slots]
     int32, the position whose query selected. Without rows that could select, the statistics and
-    selections are None.
+    selections are None.  numbers: [L, J] int32 heads of the whole model, where random pages are
+    selected, so that these are a head's own however many shards there are.
     """
 
     k_pages: Any
@@ -54,14 +56,17 @@ class LServeCache:
     selected_at: jax.Array
     statistics: jax.Array | None = None
     selected: jax.Array | None = None
+    numbers: jax.Array | None = None
 
 
 @dataclass(frozen=True)
 class LServePolicy:
     """num_layers, num_heads, head_dim: of a shard. selectors: heads that select by themselves.
-    dense_layers: first ones in which none does. by_keys: whether pages are selected by their keys,
-    and not at random. bases: [shards][L][K], page of block 0. kv_dtype:
-    of the pages, where it is not the compute dtype. implementation: of the attention ops."""
+    dense_layers: first ones in which none does. numbers: [shards][L][J], of `LServeCache`, where
+    pages are selected at random; empty where they are selected by their keys. bases:
+    [shards][L][K], page of block 0. kv_dtype: of the pages, where it is not the compute dtype.
+    implementation: of the attention ops. shared: with whom the shard shares its KV head, and
+    select_together: with whom it selects pages."""
 
     layout: Layout
     num_layers: int
@@ -69,9 +74,11 @@ class LServePolicy:
     head_dim: int
     selectors: int
     dense_layers: int
-    by_keys: bool = True
+    numbers: tuple = ()
     kv_dtype: str | None = None
     implementation: str | None = None
+    shared: SharedHeads = ALONE
+    select_together: SharedHeads = ALONE
     bases: tuple = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -100,6 +107,7 @@ class LServePolicy:
             cache,
             statistics=jnp.zeros(statistics, dtype),
             selected=jnp.zeros(selected, jnp.int32),
+            numbers=jnp.asarray(self.numbers, jnp.int32)[shard] if self.numbers else None,
         )
 
     def begin_step(self, cache: LServeCache, inputs) -> tuple[LServeCache, LServePlan]:
@@ -154,8 +162,8 @@ class LServePolicy:
         outs = []
         if Tp:
             out = prefill(
-                self.layout, layer, q_TxHxD[:Tp], cache.k_pages, cache.v_pages, cache.page_base,
-                cache.num_dense, plan.prefill, inputs, self._prefill,
+                self.layout, self.shared, layer, q_TxHxD[:Tp], cache.k_pages, cache.v_pages,
+                cache.page_base, cache.num_dense, plan.prefill, inputs, self._prefill,
             )  # fmt: skip
             outs.append(out)
         if Tp < T:
@@ -189,12 +197,12 @@ class LServePolicy:
         case = case_of(layout, cache.num_dense[layer], selects)
         attention, selection = jax.tree.map(lambda x: x[case], (plan.attention, plan.selection))
         base = cache.page_base[layer][self._heads][:, None]
-        q_RxGxD = q_SxHxD.reshape(S * J, H // J, D)
         pages = tables_SxM[:, None] + base  # [S, J, M]
         lengths = lengths_read(layout, plan, streams, selects)
         if layout.selects:
+            deciding = self.select_together.gather(q_SxHxD).reshape(S * J, -1, D)
             cache, chosen = self._select(
-                layer, q_RxGxD, cache, plan, pages, selects & ~streams, selection
+                layer, deciding, cache, plan, pages, selects & ~streams, selection
             )
             sparse = (plan.sparse & selects)[:, None, None]
             newest = jnp.broadcast_to((plan.positions // P)[:, None, None], (S, J, 1))
@@ -208,8 +216,9 @@ class LServePolicy:
             blocks = jnp.pad(blocks, ((0, 0), (0, M - blocks.shape[1])))
             pages = jnp.where(streams[:, None], blocks[:, None] + base, pages)
         out = paged_attention(
-            q_RxGxD, cache.k_pages, cache.v_pages, pages.reshape(S * J, 1, M),
-            lengths.reshape(S * J, 1), schedule=attention, implementation=self.implementation,
+            q_SxHxD.reshape(S * J, H // J, D), cache.k_pages, cache.v_pages,
+            pages.reshape(S * J, 1, M), lengths.reshape(S * J, 1), schedule=attention,
+            implementation=self.implementation,
         )  # fmt: skip
         return out.reshape(S, H, D), cache
 
@@ -220,7 +229,7 @@ class LServePolicy:
         S, J, M = pages_SxJxM.shape
         fresh = plan.fresh & (layer >= self.dense_layers)
         num_pages = jnp.broadcast_to(plan.positions[:, None] // self.layout.page_size + 1, (S, J))
-        if self.by_keys:
+        if cache.numbers is None:
             new = select_pages(
                 q_RxGxD, self._statistics(cache), pages_SxJxM.reshape(S * J, M),
                 num_pages.reshape(-1), self.layout.selected - 1,
@@ -228,7 +237,9 @@ class LServePolicy:
                 implementation=self._selection,
             )  # fmt: skip
         else:
-            new = _random_pages(layer, plan.positions, num_pages, M, self.layout.selected - 1)
+            new = _random_pages(
+                layer, cache.numbers[layer], plan.positions, num_pages, M, self.layout.selected - 1
+            )
         assert cache.selected is not None
         slots = jnp.where(fresh, plan.slots, self.layout.num_slots)
         new = new.reshape(S, J, -1)
@@ -306,11 +317,14 @@ class LServePolicy:
         return snapshot(self.layout, cache)
 
 
-def _random_pages(layer, positions_S, num_pages_SxJ, M: int, count: int):
+def _random_pages(layer, numbers_J, positions_S, num_pages_SxJ, M: int, count: int):
     """[S, J, count] pages, the newest one aside: what selection by keys must be better than."""
-    J, key = num_pages_SxJ.shape[1], jax.random.fold_in(jax.random.key(0), layer)
-    scores = jax.vmap(lambda at: jax.random.uniform(jax.random.fold_in(key, at), (J, M)))(
-        positions_S
-    )
+    key = jax.random.fold_in(jax.random.key(0), layer)
+
+    def of_head(at, number):
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, at), number), (M,))
+
+    of_row = jax.vmap(of_head, (None, 0))
+    scores = jax.vmap(of_row, (0, None))(positions_S, numbers_J)
     scored = jnp.arange(M) < num_pages_SxJ[..., None] - 1
     return jax.lax.top_k(jnp.where(scored, scores, -1.0), count)[1].astype(jnp.int32)

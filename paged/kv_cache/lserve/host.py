@@ -15,7 +15,8 @@ from paged.kv_cache.dense.host import MOVED_TOKENS_PER_CALL, DenseHost
 from paged.kv_cache.lserve.layout import DENSE, STREAMING, Layout, layout_of
 from paged.kv_cache.lserve.streaming import StreamingHost, SwappedWindow
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.policy import CacheConfig, ShardedModel, Usage
+from paged.kv_cache.policy import CacheConfig, ShardedModel
+from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
 

@@ -32,8 +32,9 @@ class Layout:
     comes after the sink. format: of quantised keys and of quantised values. num_blocks: of the two
     pools, with the null block; 0 where no head is of the kind. minference: pages of keys that a
     page of queries of a dense head reads in prefill of prompts of minference_from tokens or more; 0
-    where all are read. selectors: heads that select by themselves. dense_layers: first layers that
-    select nothing. kv_itemsize: bytes of a number of unquantised keys and of statistics.
+    where all are read. minference_tile: tokens of such a prompt that share an estimate. selectors:
+    heads that select by themselves. dense_layers: first layers that select nothing. kv_itemsize:
+    bytes of a number of unquantised keys and of statistics.
     """
 
     page_size: int
@@ -58,6 +59,7 @@ class Layout:
     dense_layers: int = 0
     minference: int = 0
     minference_from: int = 0
+    minference_tile: int = 0
 
     @property
     def selects(self) -> bool:
@@ -203,11 +205,25 @@ def selectors(options: Options, model: ShardedModel) -> int:
     return shard.num_kv_heads if options.select_per == "kv_head" else shard.num_heads
 
 
+def selector_numbers(options: Options, model: ShardedModel) -> np.ndarray:
+    """[shards, L, J] int32, the head of the whole model, or the query head, that selects at each
+    place of a shard."""
+    K, G = model.whole.num_kv_heads, model.whole.num_heads // model.whole.num_kv_heads
+    order = order_of(split(options, model), model.num_shards)
+    if options.select_per == "query_head":
+        order = (order[..., None] * G + np.arange(G)).reshape(len(order), -1)
+        return np.stack(np.split(order, model.num_shards, axis=1)).astype(np.int32)
+    shards = np.stack(np.split(order, min(model.num_shards, K), axis=1))
+    return shards.repeat(model.num_shards // len(shards), axis=0).astype(np.int32)
+
+
 def state_bytes(layout: Layout, options: Options, model: ShardedModel) -> int:
     """Of a shard: all that does not lie in pages."""
     L, K = model.shard.num_layers, model.shard.num_kv_heads
-    selections = L * selectors(options, model) * (layout.selected - 1) if layout.selects else 0
-    return 4 * (L * K + L + layout.num_slots * (selections + 1))
+    J, by_keys = selectors(options, model), options.selection == "keys"
+    selections = L * J * (layout.selected - 1) if layout.selects else 0
+    numbers = 0 if by_keys or not layout.selects else L * J
+    return 4 * (L * K + L + numbers + layout.num_slots * (selections + 1))
 
 
 def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
@@ -221,7 +237,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     num_dense = [tuple(group.sum(1).tolist()) for group in groups for _ in range(copies)]
 
     # What exceeds the longest sequence counts as that: it fills no tables, and fits an int32.
-    most = -(-config.max_model_len // P)
+    most = _most(config)
     sink = min(options.sink // P, most)
     local = min(options.local // P, most - sink)
     # Tokens of several iterations may begin a page each.
@@ -245,15 +261,28 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         kv_itemsize=jnp.dtype(kv_dtype).itemsize,
         selectors=selectors(options, model),
         dense_layers=options.dense_layers,
-        minference=_minference(options, most, P),
+        minference=minference_pages(config),
         minference_from=options.minference_from,
+        minference_tile=minference_tile(config),
     )  # fmt: skip
     return replace(layout, num_blocks=_blocks(layout, config, model))
 
 
-def _minference(options: Options, most: int, page_size: int) -> int:
-    pages = max(LEAST_SELECTED, options.minference_budget // page_size)
-    return pages if options.minference_from and pages < most else 0
+def minference_pages(config: CacheConfig) -> int:
+    """Pages that a page of queries of a dense head reads in sparse prefill, 0 if there is none."""
+    options, longest = config.policy_options, config.max_model_len
+    pages = max(LEAST_SELECTED, options.minference_budget // config.page_size)
+    return pages if 0 < options.minference_from <= longest and pages < _most(config) else 0
+
+
+def minference_tile(config: CacheConfig) -> int:
+    """Tokens that share an estimate, no more than any prompt has."""
+    return min(config.policy_options.minference_tile, _most(config) * config.page_size)
+
+
+def _most(config: CacheConfig) -> int:
+    """Pages of the longest sequence."""
+    return -(-config.max_model_len // config.page_size)
 
 
 def _blocks(layout: Layout, config: CacheConfig, model: ShardedModel) -> tuple[int, int]:

@@ -47,6 +47,11 @@ class Options:
     minference_budget: int = described(
         4096, "tokens that a page of queries of a dense head reads then, whole pages of them"
     )
+    minference_tile: int = described(
+        1024,
+        "tokens of such a prompt, counted from its end, whose last queries tell which pages all of "
+        "them read; a chunk takes whole ones",
+    )
     streaming_share: float | None = described(
         None, f"share of KV heads that stream, those of lowest gates; {PAPERS_SHARE} with gates"
     )
@@ -77,6 +82,7 @@ def check_options(options: Options, config: CacheConfig, model: ModelConfig | No
     page_size, longest, sparse = config.page_size, config.max_model_len, options.minference_from
     least = min(LEAST_SELECTED * page_size, longest)
     pages = f"at least {LEAST_SELECTED} pages of {page_size}"
+    tile = options.minference_tile
     checks.require(options, {
         "budget": (options.budget >= least, pages),
         "sparse_from": (0 <= options.sparse_from < 2**31, "at least 0 and below 2^31"),
@@ -99,6 +105,10 @@ def check_options(options: Options, config: CacheConfig, model: ModelConfig | No
         "kv_bits": (options.kv_bits in (UNQUANTISED, 8, 4), f"{UNQUANTISED}, 8 or 4"),
         "minference_from": (0 <= sparse <= longest, f"from 0 to max_model_len ({longest})"),
         "minference_budget": (not sparse or options.minference_budget >= least, pages),
+        "minference_tile": (
+            not sparse or (tile >= 2 * page_size and tile % page_size == 0),
+            f"whole pages of {page_size}, at least two",
+        ),
         "streaming_share": (0 <= (options.streaming_share or 0) <= 1, "from 0 to 1"),
     })  # fmt: skip
     if options.minference_from and options.kv_bits != UNQUANTISED:

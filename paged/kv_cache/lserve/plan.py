@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from paged.kv_cache.lserve.layout import Layout
 from pallas_kernels.block_sparse_attention import (
     BlockLists,
+    Segments,
     Tiles,
     plan_hybrid_prefill,
+    segments_of,
     streaming_blocks,
     streaming_lists,
     tiles_of,
@@ -28,8 +30,8 @@ class PrefillPlan:
     """lists: of streaming heads, [I, B], and blocks: [I, B] of the pool.  schedules: of the dense
     and the streaming heads' attention by the number of dense heads.  hybrid: of both in one launch,
     instead, for kernels.  runs: of the chunks' keys.  sparse: [Sp] bool, rows in which dense heads
-    read the pages of their best columns and diagonals (MInference), and then tiles of queries, and
-    kept: the lists of these pages; or all None."""
+    read the pages of their best columns and diagonals (MInference), and then segments that share
+    an estimate, tiles of queries, and kept: the lists of these pages; or all None."""
 
     lists: BlockLists | None
     blocks: jax.Array | None
@@ -37,6 +39,7 @@ class PrefillPlan:
     runs: KeyRuns | None
     hybrid: PrefillSchedule | None = None
     sparse: jax.Array | None = None
+    segments: Segments | None = None
     tiles: Tiles | None = None
     kept: BlockLists | None = None
 
@@ -131,10 +134,14 @@ def _plan_prefill(
         schedules[dense] = of_dense, of_streaming
     if not layout.minference:
         return PrefillPlan(lists, blocks, schedules, runs)
-    sparse = inputs.tables[:Sp, -1] >= layout.minference_from
+    prompts = inputs.tables[:Sp, -1]
+    sparse = prompts >= layout.minference_from
+    segments = segments_of(starts, lengths, prompts, Tp, layout.minference_tile, layout.page_size)
     tiles = tiles_of(starts, lengths, Tp, layout.page_size)
     kept = vertical_slash_lists(tiles, sparse, layout.minference, layout.most, layout.page_size)
-    return PrefillPlan(lists, blocks, schedules, runs, sparse=sparse, tiles=tiles, kept=kept)
+    return PrefillPlan(
+        lists, blocks, schedules, runs, sparse=sparse, segments=segments, tiles=tiles, kept=kept
+    )
 
 
 def _plan_decode(layout: Layout, selected_at, inputs, computes) -> DecodePlan:
@@ -142,7 +149,8 @@ def _plan_decode(layout: Layout, selected_at, inputs, computes) -> DecodePlan:
     P, Tp, Sp = layout.page_size, inputs.num_prefill_tokens, inputs.num_prefill_rows
     positions, tables = inputs.positions[Tp:], inputs.tables[Sp:]
     slots = jnp.where(computes, inputs.slots[Sp:], layout.num_slots)
-    # A prompt's last token may be computed here: it reads all pages, as it would in a chunk.
+    # A prompt's last token may be computed here: it reads all pages, as it would in a chunk. A
+    # tile of a sparsely prefilled prompt has more than one.
     generated = positions >= tables[:, -1]
     sparse = computes & generated & (positions // P >= layout.all_below)
     before = selected_at.at[slots].get(mode="fill", fill_value=NEVER)

@@ -7,22 +7,25 @@ import jax.numpy as jnp
 
 from paged.kv_cache.lserve.layout import Layout
 from paged.kv_cache.lserve.plan import PrefillPlan
+from paged.kv_cache.shared_heads import SharedHeads
 from pallas_kernels.block_sparse_attention import (
     block_sparse_prefill_attention,
     hybrid_prefill_attention,
+    last_queries,
     vertical_slash_blocks,
 )
 from pallas_kernels.paged_attention import paged_prefill_attention
 
 
 def prefill(
-    layout: Layout, layer, q_TxHxD, k_pages, v_pages, page_base, num_dense, plan: PrefillPlan,
-    inputs, implementation: str | None,
+    layout: Layout, shared: SharedHeads, layer, q_TxHxD, k_pages, v_pages, page_base, num_dense,
+    plan: PrefillPlan, inputs, implementation: str | None,
 ):  # fmt: skip
     """Attention [Tp, H, D] of the chunks of a step, in one layer. How many dense heads the layer
     has decides the program.
 
-    k_pages, v_pages, page_base, num_dense: of the cache.
+    shared: with whom the shard shares its KV head. k_pages, v_pages, page_base, num_dense: of the
+    cache.
     """
     K, Sp = layout.heads, inputs.num_prefill_rows
     G = q_TxHxD.shape[1] // K
@@ -44,15 +47,19 @@ def prefill(
             implementation=implementation,
         )  # fmt: skip
 
+    # Here, as shards may have different numbers of dense heads.
+    telling = plan.segments and shared.gather(last_queries(q_TxHxD, plan.segments))
+
     def kept_pages(dense: int):
-        q, tiles = q_TxHxD[:, : dense * G], plan.tiles
+        segments, tiles = plan.segments, plan.tiles
+        assert telling is not None and segments is not None
         assert tiles is not None and plan.kept is not None
         blocks = vertical_slash_blocks(
-            q, k_pages, _by_head(tables, dense), inputs.query_starts, lengths, tiles,
-            sparse, layout.minference, page_offset=base[:dense],
+            telling[:, :, : dense * G * shared.copies], k_pages, _by_head(tables, dense), segments,
+            tiles, sparse, layout.minference, page_offset=base[:dense],
         )  # fmt: skip
         return block_sparse_prefill_attention(
-            q, k_pages, v_pages, tables[tiles.rows[:, None, None], blocks],
+            q_TxHxD[:, : dense * G], k_pages, v_pages, tables[tiles.rows[:, None, None], blocks],
             plan.kept, page_offset=base[:dense], implementation=implementation,
         )  # fmt: skip
 

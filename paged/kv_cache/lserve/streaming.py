@@ -15,7 +15,7 @@ import numpy as np
 from paged.blocks.block_pool import NULL_BLOCK, BlockPool
 from paged.kv_cache.lserve.layout import Layout
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.policy import Usage
+from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
 

@@ -6,7 +6,6 @@ the tests below look at.
 
 import dataclasses
 import json
-import re
 from collections import Counter
 
 import jax
@@ -25,7 +24,7 @@ from paged.device.tensor_parallel import WHOLE, Shards
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import VLLM
 from paged.requests.sampling_params import SamplingParams
-from tests.paged.devices import printed_with_devices
+from tests.paged.devices import collectives, printed_with_devices
 from tests.paged.tiny import TINY
 
 pytestmark = pytest.mark.slow  # Its second process compiles for minutes.
@@ -55,9 +54,6 @@ CROWDED = dataclasses.replace(
 )
 CONFIGS = {"reordered": CROWDED, "grouped": CROWDED, "llama": ALONE, "opt": ALONE, "gpt2": ALONE}
 UNSTACKED = ("llama",)
-COLLECTIVE = re.compile(
-    r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
-)
 
 
 def random_params(model: ModelConfig):
@@ -93,7 +89,6 @@ def facts(name: str, size: int) -> dict:
     outputs = engine.generate(*prompts_and_sampling())
     device = engine.executor
     assert isinstance(device, executor.DeviceExecutor)
-    texts = [program.as_text() or "" for program in device._programs.values()]
     layers = device._params["layers"]
     layer = layers[0] if name in UNSTACKED else layers
     bytes_of: Counter[int] = Counter()
@@ -105,7 +100,7 @@ def facts(name: str, size: int) -> dict:
         "preemptions": sum(r.preemptions for r in engine.metrics.requests),
         "cached_tokens": sum(r.cached_tokens for r in engine.metrics.requests),
         "compilations_after_warmup": engine.metrics.compilations_after_warmup,
-        "collectives": [Counter(COLLECTIVE.findall(text)) for text in texts],
+        "collectives": collectives(engine),
         "cache_bytes": list(bytes_of.values()),
         "keys": np.asarray(jax.device_get(layer["wk"]))[..., 0].ravel().tolist(),
         "wo_bytes": layer["wo"].addressable_shards[0].data.nbytes,
@@ -208,9 +203,9 @@ def test_the_order_of_heads_changes_no_token(served, size):
 def test_two_all_reduces_a_layer_are_all_that_travels(served, name, size):
     """A scan over stacked layers holds one layer's."""
     layers = MODELS[name].num_layers if name in UNSTACKED else 1
-    for collectives in served[name][str(size)]["collectives"]:
-        assert collectives == {"all-reduce": 2 * layers}
-    assert all(collectives == {} for collectives in served[name]["1"]["collectives"])
+    for counts in served[name][str(size)]["collectives"]:
+        assert counts == {"all-reduce": 2 * layers}
+    assert all(counts == {} for counts in served[name]["1"]["collectives"])
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.device.step_inputs import empty_step_inputs
+from paged.device.tensor_parallel import AXIS, SPLIT, WHOLE, Shards
 from paged.kv_cache import POLICIES
-from paged.kv_cache.policy import ShardedModel
 
 Chunks = list[tuple[int, int]]  # (slot, tokens) of a step; chunks of one token decode
 
@@ -20,11 +21,12 @@ Chunks = list[tuple[int, int]]  # (slot, tokens) of a step; chunks of one token 
 class Driver:
     """Sequences by slot. qkv: of each slot q [L, n, H, D], k and v [L, n, K, D], of which the first
     `prompts[slot]` tokens are there at admission, in the model's own order of heads. heads: [L, K],
-    those of the model in the order of the policy's places."""
+    those of the model in the order of the policy's places. The configuration says over how many
+    devices heads are split."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig, qkv, prompts: list[int]):
-        policy, sharded = POLICIES[config.policy], ShardedModel.split(model)
-        self._model, self._config = model, config
+        policy, shards = POLICIES[config.policy], Shards(model, config.tensor_parallel)
+        self._model, self._config, sharded = model, config, shards.sharded
         self.host = policy.host(config, sharded)
         self.device = policy.device(config, sharded, None)
         order = policy.head_order(config, model)
@@ -32,8 +34,12 @@ class Driver:
         self.heads = own if order is None else order
         self._qkv = qkv
         self._computed = [0] * len(prompts)
-        self.cache: Any = self.device.init(jnp.float32, jnp.int32(0))
-        self._run: Any = jax.jit(self._attend_all, donate_argnums=0)
+        empty = shards.jit(lambda: self.device.init(jnp.float32, shards.number()), (), SPLIT)
+        self.cache: Any = empty()
+        split = PartitionSpec(None, None, AXIS)
+        self._run: Any = shards.jit(
+            self._attend_all, (SPLIT, WHOLE, split, split, split), (SPLIT, split), donate_argnums=0
+        )
         self._number = 0
         for slot, prompt in enumerate(prompts):
             limit = qkv[slot][0].shape[1]
@@ -87,8 +93,10 @@ class Driver:
             for array, x in zip(arrays, self._qkv[slot]):
                 array[:, place] = x[:, start : start + place.stop - place.start]
         K = self._model.num_kv_heads
-        ordered = [_ordered(array, self.heads, K) for array in arrays]
-        self.cache, out = self._run(self.cache, replace(inputs, packed=None), *ordered)
+        q, k, v = (_ordered(array, self.heads, K) for array in arrays)
+        copies = max(1, self._config.tensor_parallel // K)
+        k, v = (x.repeat(copies, axis=2) for x in (k, v))
+        self.cache, out = self._run(self.cache, replace(inputs, packed=None), q, k, v)
         out = _ordered(np.asarray(out), np.argsort(self.heads, axis=1), K)
         for slot, count in chunks:
             self._computed[slot] += count

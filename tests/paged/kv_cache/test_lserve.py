@@ -17,7 +17,12 @@ from paged.kv_cache.lserve.gates import streaming_heads
 from paged.kv_cache.lserve.layout import layout_of
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator.executor import SimulatedExecutor
-from pallas_kernels.block_sparse_attention import tiles_of, vertical_slash_blocks
+from pallas_kernels.block_sparse_attention import (
+    last_queries,
+    segments_of,
+    tiles_of,
+    vertical_slash_blocks,
+)
 from tests.paged.kv_cache.attention_driver import Driver
 from tests.paged.kv_cache.lserve_oracle import masked_attend
 from tests.paged.kv_cache.policy_suite import (
@@ -96,7 +101,7 @@ def test_attention_is_that_of_masks_over_all_keys(options):
 def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
     """Beside a prompt that is too short for it, in one step; streaming heads stream as ever."""
     options = {"gates": BOTH_LAYERS[:2], "streaming_share": 0.25}
-    options |= {"minference_from": 40, "minference_budget": 12}
+    options |= {"minference_from": 40, "minference_budget": 20, "minference_tile": 20}
     config = EngineConfig(
         max_num_seqs=2, max_num_batched_tokens=80, max_prefills_per_step=2, max_model_len=64,
         page_size=4, kv_cache_tokens=240, policy="lserve", policy_options=NEVER_SELECTS | options,
@@ -110,12 +115,15 @@ def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
     streams = streaming_heads(config.policy_options.gates, config.policy_options.streaming_share)
     attend = jax.jit(masked_attend(model, config.policy_options, streams, 4, 64))
     starts, table = np.array([0, 48]), np.arange(12 * K).reshape(1, K, 12)
-    tiles = tiles_of(jnp.array(starts), jnp.array([48]), 48, 4)
+    lengths_S, sparse = jnp.array([48]), jnp.array([True])
+    tiles = tiles_of(jnp.array(starts), lengths_S, 48, 4)
+    segments = segments_of(jnp.array(starts), lengths_S, lengths_S, 48, 20, 4)
+    assert np.asarray(segments.lengths)[:3].tolist() == [8, 28, 48]
 
     @jax.jit
     def blocks_of(q, pool):
-        lengths, sparse = jnp.array([48]), jnp.array([True])
-        return vertical_slash_blocks(q, pool, table, starts, lengths, tiles, sparse, 3)
+        last = last_queries(q, segments)
+        return vertical_slash_blocks(last, pool, table, segments, tiles, sparse, 5)
 
     at = np.arange(48)
     for layer in range(L):
@@ -132,7 +140,7 @@ def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
         pool = k.reshape(12, 4, K, D).transpose(2, 0, 1, 3).reshape(12 * K, 4, D)
         blocks = np.asarray(blocks_of(q, pool))
         for h in range(H):
-            kept = [blocks[t // 4, h // 2, : min(t // 4 + 1, 3)] for t in at]
+            kept = [blocks[t // 4, h // 2, : min(t // 4 + 1, 5)] for t in at]
             seen = np.array([np.isin(at // 4, pages) for pages in kept]) & (at <= at[:, None])
             scores = np.where(seen, q[:, h] @ k[:, h // 2].T * D**-0.5, -np.inf)
             expected = jax.nn.softmax(scores) @ v[:, h // 2]
@@ -284,8 +292,16 @@ def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
         ({"minference_from": -1}, r"minference_from must be from 0 to max_model_len \(64\), not"),
         ({"minference_from": 65}, r"minference_from must be from 0 to max_model_len \(64\), not 6"),
         (
-            {"minference_from": 8, "minference_budget": 11},
+            {"minference_from": 8, "minference_tile": 10},
+            "minference_tile must be whole pages of 4, at least two, not 10",
+        ),
+        (
+            {"minference_from": 8, "minference_budget": 11, "minference_tile": 8},
             "minference_budget must be at least 3 pages of 4, not 11",
+        ),
+        (
+            {"minference_from": 8, "minference_budget": 12},
+            r"\(16\) must hold a prefill tile of policy 'lserve' \(64 tokens\) beside",
         ),
         ({"minference_from": 8, "kv_bits": 4}, r"minference_from \(8\) needs keys as they are"),
         ({"sink": 6}, "sink must be whole pages of 4, not 6"),

@@ -7,7 +7,8 @@ import numpy as np
 
 from paged.blocks.block_pool import BlockPool
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.policy import CacheConfig, ShardedModel, Usage
+from paged.kv_cache.policy import CacheConfig, ShardedModel
+from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 from tests.paged.kv_cache.device_owned.device import PAGES, num_pages, pages_of_slot
 

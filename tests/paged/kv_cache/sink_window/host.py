@@ -6,7 +6,8 @@ import numpy as np
 
 from paged.blocks.block_pool import NULL_BLOCK, BlockPool
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.policy import CacheConfig, ShardedModel, Usage
+from paged.kv_cache.policy import CacheConfig, ShardedModel
+from paged.kv_cache.usage import Usage
 
 SINK, WINDOW = POOLS = "sink", "window"
 UNITS_PER_CALL = 8

@@ -1,0 +1,76 @@
+"""All policies, and the presets of the flag files, at the size of tests."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from models.config import ModelConfig
+from paged.engine import EngineConfig
+from tests.paged.tiny import TINY
+
+CONFIG: dict[str, Any] = {
+    "max_num_seqs": 3, "max_num_batched_tokens": 32, "max_prefills_per_step": 2,
+    "max_model_len": 64, "page_size": 4, "kv_cache_tokens": 400, "watermark": 0.0,
+}  # fmt: skip
+LSERVE = {"budget": 12, "logical_page": 2, "sink": 4, "local": 8}
+WHOLE = {"chunked_prefill": False, "max_num_batched_tokens": 64}  # prompts come whole
+DIFFKV = {"high": "auto", "low": "K4V4", "alpha_h": 1.0, "alpha_l": 0.6, "window": 6}
+THREE = DIFFKV | {"top": "auto", "high": "K8V8", "alpha_top": 1.4}
+AS_THEY_ARE = {"high": "auto", "low": "auto", "alpha_h": 0.0, "alpha_l": 0.0}
+UNIFORM = {"alpha_h": 0.0, "alpha_l": 0.0}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """streams: whether it has gates."""
+
+    policy: str
+    options: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    streams: bool = False
+
+    def engine_config(self, model: ModelConfig, **changes) -> EngineConfig:
+        options = dict(self.options)
+        if self.streams:
+            gates = np.linspace(0, 1, model.num_layers * model.num_kv_heads)
+            options["gates"] = gates.reshape(-1, model.num_kv_heads).tolist()
+        given = CONFIG | self.config | {"policy_options": options} | changes
+        return EngineConfig(policy=self.policy, **given)
+
+
+PRESETS = {
+    "vllm": Preset("vllm"),
+    "orca_max": Preset("orca_max"),
+    "orca_pow2": Preset("orca_pow2"),
+    "orca_oracle": Preset("orca_oracle"),
+    "lserve": Preset("lserve", LSERVE | {"reuse": 2}, streams=True),
+    "lserve_kv4": Preset("lserve", LSERVE | {"kv_bits": 4}, streams=True),
+    "minference": Preset(
+        "lserve", LSERVE | {"minference_from": 30, "minference_budget": 20, "minference_tile": 16},
+    ),
+    "random": Preset("lserve", LSERVE | {"selection": "random"}),
+    "duo_attention": Preset("lserve", LSERVE | {"budget": 64}, streams=True),
+    "quest": Preset("lserve", LSERVE | {"select_per": "query_head", "reuse": 1, "dense_layers": 1}),
+    "diffkv": Preset("diffkv", DIFFKV, WHOLE),
+    "diffkv_repository": Preset(
+        "diffkv", DIFFKV | {"prompt_rule": "repository", "generation_rule": "repository"}, WHOLE,
+    ),
+    "diffkv_three": Preset("diffkv", THREE, WHOLE),
+    "h2o": Preset(
+        "diffkv",
+        AS_THEY_ARE | {"prompt_rule": "h2o", "generation_rule": "h2o", "budget": 0.5}, WHOLE,
+    ),
+    "snapkv": Preset(
+        "diffkv",
+        AS_THEY_ARE
+        | {"prompt_rule": "snapkv", "generation_rule": "keep", "budget": 10, "window": 4},
+        WHOLE,
+    ),
+    "kv_int8": Preset("diffkv", UNIFORM | {"high": "K8V8", "low": "K8V8"}, WHOLE),
+    "kv_int4": Preset("diffkv", UNIFORM | {"high": "K4V4", "low": "K4V4"}, WHOLE),
+}  # fmt: skip
+
+
+def model_of(num_kv_heads: int) -> ModelConfig:
+    return TINY.replace(num_heads=8, num_kv_heads=num_kv_heads)

@@ -1,0 +1,62 @@
+"""Sparse prefill is a property of the prompt: company and the cut into chunks change nothing."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paged.engine import Engine, EngineConfig
+from paged.requests.sampling_params import SamplingParams
+from tests.paged.tiny import TINY, padded
+
+TILE = 16
+CONFIG = EngineConfig(
+    max_num_seqs=3, max_num_batched_tokens=TILE + 2, max_prefills_per_step=3, max_model_len=80,
+    page_size=4, kv_cache_tokens=400, policy="lserve",
+    policy_options={
+        "budget": 80, "logical_page": 4, "sink": 4, "local": 4, "minference_from": 30,
+        "minference_budget": 24, "minference_tile": TILE,
+    },
+)  # fmt: skip
+# Whole tiles and a token more, whole tiles, a tile and a few tokens, and one that is not sparse.
+LENGTHS = (49, 48, 37, 20)
+HOW = SamplingParams(max_tokens=12, frequency_penalty=1.0, ignore_eos=True, prompt_logprobs=0)
+
+
+def answers(engine: Engine, prompts) -> list[tuple[list[int], np.ndarray]]:
+    """Tokens, and the log-probabilities of the prompt's."""
+    return [
+        (
+            output.tokens,
+            np.array([entry.logprob for entry in output.prompt_logprobs or () if entry]),
+        )
+        for output in engine.generate(prompts, HOW)
+    ]
+
+
+@pytest.mark.slow  # three engines
+def test_neither_company_nor_chunks_change_tokens(tiny_params):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, TINY.vocab_size, n).tolist() for n in LENGTHS]
+    options = CONFIG.policy_options
+    dense, narrow, wide = (
+        padded(Engine.from_model(tiny_params, TINY, config))
+        for config in (
+            replace(CONFIG, policy_options=replace(options, minference_from=0)),
+            CONFIG,
+            replace(CONFIG, max_num_batched_tokens=100),
+        )
+    )
+    alone = [answers(wide, [prompt])[0] for prompt in prompts]
+    others = {
+        "wide": answers(wide, prompts),
+        "narrow": answers(narrow, prompts),
+        "narrow and alone": [answers(narrow, [prompt])[0] for prompt in prompts],
+    }
+    for name, found in others.items():
+        for (tokens, logprobs), (expected, of_expected) in zip(found, alone, strict=True):
+            assert tokens == expected, name
+            np.testing.assert_allclose(logprobs, of_expected, atol=1e-4, err_msg=name)
+    for prompt, (_, logprobs), (_, whole) in zip(prompts, alone, answers(dense, prompts)):
+        sparse = len(prompt) >= options.minference_from
+        assert (np.abs(logprobs - whole).max() > 1e-2) == sparse

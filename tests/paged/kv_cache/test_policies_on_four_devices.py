@@ -1,0 +1,73 @@
+"""The policies of the suite on four devices, of which two each share a KV head, against one.
+
+A process counts its devices once: a second one, this file as a program, has four, and prints what
+the tests below look at.
+"""
+
+import json
+
+import pytest
+
+from paged.kv_cache import diffkv, lserve
+from tests.paged.devices import collectives, printed_with_devices
+from tests.paged.kv_cache.policy_suite import (
+    CASES,
+    CROWD,
+    Bench,
+    Case,
+    by_policy,
+    drain,
+    registered,
+)
+from tests.paged.tiny import random_params
+
+pytestmark = pytest.mark.slow  # each policy compiles anew for four devices
+
+
+def facts(bench: Bench, case: Case, size: int) -> dict:
+    mode = case.exact_modes[-1]
+    engine = bench.engine(case, tensor_parallel=size, preemption_mode=mode)
+    for request in CROWD:
+        if request.suits(engine):
+            engine.add_request(list(request.prompt), request.how)
+    return {
+        "tokens": drain(engine),
+        "preemptions": sum(step.preemptions for step in engine.metrics.steps),
+        "collectives": collectives(engine),
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def policies():
+    with registered():
+        yield
+
+
+@pytest.fixture(scope="module")
+def served() -> dict:
+    """`facts` by policy and number of devices."""
+    return printed_with_devices("tests.paged.kv_cache.test_policies_on_four_devices", 4)
+
+
+@by_policy
+def test_tokens_are_those_of_one_device(served, case):
+    """Also where sequences are swapped out and in with all that belongs to them."""
+    one, four = served[case.name]["1"], served[case.name]["4"]
+    assert one["tokens"] and four["tokens"] == one["tokens"]
+    assert four["preemptions"] == one["preemptions"]
+    assert (four["preemptions"] > 0) == case.capabilities.swap
+
+
+@by_policy
+def test_queries_travel_where_they_decide_together(served, case):
+    """Beside the two all-reduces of a layer, which a scan holds once: to those that share a KV
+    head, where the scores of its query heads select pages or keep tokens."""
+    together = {"all-gather": 1} if case.policy.options in (diffkv.Options, lserve.Options) else {}
+    decode, *_ = served[case.name]["4"]["collectives"]
+    assert decode == {"all-reduce": 2} | together
+
+
+if __name__ == "__main__":
+    with registered():
+        everything = Bench(random_params())
+        print(json.dumps({c.name: {n: facts(everything, c, n) for n in (1, 4)} for c in CASES}))

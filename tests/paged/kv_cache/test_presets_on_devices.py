@@ -1,0 +1,72 @@
+"""The attention of every policy and preset on 2, 4 and 8 devices against itself on one, for models
+with 1, 2 and 4 KV heads.
+
+A process counts its devices once: a second one, this file as a program, has eight, and prints what
+the tests below look at. `python -m tests.paged.kv_cache.test_presets_on_devices all`, with eight
+devices, tries everything; the tests a part.
+"""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from tests.paged.devices import printed_with_devices
+from tests.paged.kv_cache.attention_driver import Driver
+from tests.paged.kv_cache.presets import PRESETS, model_of
+
+pytestmark = pytest.mark.slow  # another process, which compiles each case
+
+LENGTHS, PROMPTS = (58, 46), [41, 30]
+# Prompts beside each other, then tokens one by one; DiffKV takes prompts whole.
+STEPS = [[(0, 41), (1, 30)]] + [[(0, 1), (1, 1)]] * 16 + [[(0, 1)]]
+# Shards share a KV head: pages are selected, and tokens kept, by scores or by sums of scores.
+SOME = [("lserve", 1, 4), ("minference", 1, 2), ("random", 2, 8), ("diffkv", 1, 4), ("h2o", 2, 8)]
+
+
+def attention(name: str, num_kv_heads: int, size: int) -> list[np.ndarray]:
+    """[L, n, H, D] of each sequence and step."""
+    model = model_of(num_kv_heads)
+    config = PRESETS[name].engine_config(
+        model, tensor_parallel=size, max_num_seqs=2, max_num_batched_tokens=80
+    )
+    rng, (L, H, K, D) = np.random.default_rng(3), (2, 8, num_kv_heads, 8)
+    qkv = [[2 * rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in LENGTHS]
+    driver = Driver(model, config, qkv, PROMPTS)
+    outs: list[np.ndarray] = []
+    for chunks in STEPS:
+        outs += driver.step(chunks, Tp=72, Sd=2).values()
+    return outs
+
+
+def differences(cases) -> dict[str, float]:
+    """The largest, of each case, from one device."""
+    alone: dict[tuple[str, int], list[np.ndarray]] = {}
+    found = {}
+    for name, K, size in cases:
+        if (name, K) not in alone:
+            alone[name, K] = attention(name, K, 1)
+        pairs = zip(attention(name, K, size), alone[name, K], strict=True)
+        found[f"{name} {K} {size}"] = max(float(np.abs(a - b).max()) for a, b in pairs)
+        print(f"{name} {K} {size}", found[f"{name} {K} {size}"], file=sys.stderr, flush=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, float]:
+    return printed_with_devices("tests.paged.kv_cache.test_presets_on_devices", 8)
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: "{} {} {}".format(*case))
+def test_attention_is_that_of_one_device(found, case):
+    """Whatever shards select or keep: what one does otherwise would differ by far more."""
+    assert found["{} {} {}".format(*case)] < 1e-4
+
+
+if __name__ == "__main__":
+    everything = [(name, K, size) for name in PRESETS for K in (1, 2, 4) for size in (2, 4, 8)]
+    if sys.argv[1:] == ["all"]:
+        print(json.dumps(differences(everything)))
+    else:
+        print(json.dumps(differences(SOME)))
