@@ -1,7 +1,6 @@
 """Drives both halves of a KV policy over given queries, keys and values, without a model."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -42,11 +41,9 @@ class Driver:
         )
         self._number = 0
         for slot, prompt in enumerate(prompts):
-            limit = qkv[slot][0].shape[1]
-            group = SimpleNamespace(limit=limit)
-            tokens = np.zeros(prompt, np.int32)
-            sequence: Any = SimpleNamespace(tokens=tokens, group=group, donor=None)
-            self.host.admit(slot, sequence)
+            tokens, limit = np.zeros(prompt, np.int32), qkv[slot][0].shape[1]
+            group = SequenceGroup("", slot, tokens, SamplingParams(), 0, limit)
+            self.host.admit(slot, group.sequences[0])
 
     def _attend_all(self, cache, inputs, *qkv):
         cache, plan = self.device.begin_step(cache, inputs)
