@@ -8,7 +8,7 @@ from typing import Any
 
 from paged.requests.sequence import RequestOutput, TokenLogprob
 from paged.requests.stopping import TextStream
-from paged.server.token_text import TokenTexts
+from paged.server.token_text import TokenTexts, offsets
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 LEAST_LOGPROB = -9999.0  # JSON has no -inf
@@ -17,8 +17,8 @@ LEAST_LOGPROB = -9999.0  # JSON has no -inf
 @dataclass(frozen=True)
 class Delta:
     """What is new of choice `index`, all of it if it was not streamed. logprobs: of `tokens`, where
-    they are asked for. first: whether it begins with the first token. echoed: tokens and characters
-    that are the prompt's."""
+    they are asked for. first: whether it begins with the first token. echoed: characters of the
+    prompt before it; offsets: where the prompt's tokens begin in them."""
 
     index: int
     text: str
@@ -26,7 +26,8 @@ class Delta:
     logprobs: Sequence[TokenLogprob | None] | None
     finish_reason: str | None
     first: bool = False
-    echoed: tuple[int, int] = 0, 0
+    echoed: int = 0
+    offsets: Sequence[int] = ()
 
 
 @dataclass
@@ -122,26 +123,15 @@ class CompletionShape(Shape):
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         assert delta.logprobs is not None
-        echoed, start = delta.echoed
-        prompt = self._offsets(self._texts.stream(), delta.tokens[:echoed])
         stream = self._streams.setdefault(delta.index, self._texts.stream())
-        output = self._offsets(stream, delta.tokens[echoed:])
+        output = offsets(stream, delta.tokens[len(delta.offsets) :])
         asked = any(each is not None and each.top for each in delta.logprobs)
         return {
             "tokens": [self._text(token) for token in delta.tokens],
             "token_logprobs": [None if p is None else finite(p.logprob) for p in delta.logprobs],
             "top_logprobs": [self._top(each) for each in delta.logprobs] if asked else None,
-            # What a tokenizer normalises in a prompt may have had fewer characters.
-            "text_offset": [min(at, start) for at in prompt] + [start + at for at in output],
+            "text_offset": [*delta.offsets, *(delta.echoed + at for at in output)],
         }
-
-    def _offsets(self, stream: TextStream, tokens: Sequence[int]) -> list[int]:
-        """The characters before each token; those of an unfinished character are its first's."""
-        offsets = []
-        for token in tokens:
-            offsets.append(len(stream.text))
-            stream.push(token)
-        return offsets
 
     def _text(self, token: int) -> str:
         return self._texts.text(token, "bytes:")

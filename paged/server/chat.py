@@ -1,9 +1,10 @@
 """Conversations as prompts: what the tokenizer's chat template makes of messages."""
 
 import inspect
+import json
 from typing import Any
 
-from paged.server.errors import ApiError
+from paged.server.errors import TOO_LONG, ApiError
 from paged.server.schema import ChatRequest, TokenizeRequest
 from paged.server.service import Service
 
@@ -20,17 +21,24 @@ def chat_prompt(service: Service, body: ChatRequest | TokenizeRequest) -> list[i
             "(--chat_template); /v1/completions takes a prompt"
         )
         raise ApiError(400, message, "messages", "no_chat_template")
+    given, most = body.messages or (), service.config.max_model_len
+    if len(given) > most:  # each is a token at least; to write them all takes seconds
+        message = f"messages: {len(given):,} messages; max_model_len is {most}"
+        raise ApiError(400, message, "messages", TOO_LONG)
     messages = [
         {"role": message.role, "content": message.text}
         | ({} if message.name is None else {"name": message.name})
-        for message in body.messages or ()
+        for message in given
     ]
     prompt, variables = body.add_generation_prompt is not False, _variables(service, body)
     try:
+        service.check_length(json.dumps(variables), "chat_template_kwargs")
         text = service.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=prompt,
             chat_template=service.chat_template, **variables,
         )  # fmt: skip
+    except ApiError:
+        raise
     except Exception as error:  # a template is a program, and the request is its input
         why = str(error) or type(error).__name__
         message = f"messages: the chat template refuses them: {why[:LONGEST_REASON]}"

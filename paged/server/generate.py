@@ -25,7 +25,8 @@ LONG_TEXT = 4096  # characters from which a text is made tokens in a thread of i
 @dataclass
 class Plan:
     """A request that has passed all checks. echoes: texts that the choices of each prompt begin
-    with. silent: whether no generated token was asked for, so that none is told."""
+    with; offsets: where their tokens begin in these, beside log-probabilities. silent: whether no
+    generated token was asked for, so that none is told."""
 
     body: Sampling
     shape: Shape
@@ -33,6 +34,7 @@ class Plan:
     prompts: list[list[int]]
     sampling: SamplingParams
     echoes: list[str] | None = None
+    offsets: list[list[int]] | None = None
     silent: bool = False
 
 
@@ -54,6 +56,9 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
             for prompt in given
         ]
         plan.silent = body.max_tokens == 0
+    if body.echo and body.logprobs is not None:
+        offsets = service.texts.prompt_offsets
+        plan.offsets = [await asyncio.to_thread(offsets, prompt, special) for prompt in given]
     return await _answer(service, request, answer_id, plan)
 
 
@@ -134,10 +139,10 @@ def _with_prompt(plan: Plan, i: int, delta: Delta, output: RequestOutput | None 
         assert output and output.prompt_logprobs is not None, "echo asks for them"
         logprobs = [*output.prompt_logprobs, *logprobs]
     tokens = [*plan.prompts[i], *delta.tokens]
-    echo = plan.echoes[i]
+    echo, offsets = plan.echoes[i], plan.offsets[i] if plan.offsets else ()
     return replace(
-        delta, text=echo + delta.text, tokens=tokens, logprobs=logprobs,
-        echoed=(len(plan.prompts[i]), len(echo)),
+        delta, text=echo + delta.text, tokens=tokens, logprobs=logprobs, echoed=len(echo),
+        offsets=offsets,
     )  # fmt: skip
 
 

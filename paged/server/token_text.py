@@ -1,6 +1,7 @@
 """The text of single tokens, and of a choice as its tokens come."""
 
 import functools
+from collections.abc import Sequence
 
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceOutput
@@ -28,6 +29,21 @@ class TokenTexts:
     def stream(self) -> TextStream:
         return TextStream(self._tokenizer, ())
 
+    def prompt_offsets(self, prompt: str | list[int], special: bool) -> list[int]:
+        """Where each of its tokens begins, in the text as it was given. special: whether the
+        tokenizer adds special tokens to a text."""
+        if isinstance(prompt, list):
+            return offsets(self.stream(), prompt)
+        spans = self._tokenizer(
+            prompt, add_special_tokens=special, return_offsets_mapping=True
+        )["offset_mapping"]  # fmt: skip
+        begun, end = [], 0
+        for start, stop in spans:
+            # An added token has no characters; a word's may leave out the space before it.
+            begun.append(end if start == stop else min(start, end))
+            end = max(end, stop)
+        return begun
+
     def _bytes(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token].encode()
@@ -49,6 +65,16 @@ class TokenTexts:
             return spelt.decode()
         except UnicodeDecodeError:
             return mark + repr(spelt)[2:-1]
+
+
+def offsets(stream: TextStream, tokens: Sequence[int]) -> list[int]:
+    """The characters before each token, which the stream takes in; tokens of one character begin
+    where it does."""
+    begun = []
+    for token in tokens:
+        begun.append(len(stream.text))
+        stream.push(token)
+    return begun
 
 
 class ChoiceText:

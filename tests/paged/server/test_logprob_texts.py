@@ -100,3 +100,18 @@ def test_offsets_of_an_answer(stream: bool):
     else:  # the prompt ends within a character
         assert text == "aé b\ufffdaé béa"
         assert offsets == [0, 1, 1, 2, 4, 5, 6, 6, 7, 9, 9, 10]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_offsets_in_a_prompt_that_is_a_text(special: bool):
+    """Also after a special token that it spells, which outputs would leave out."""
+    with served(EngineOwner(simulated()[0])) as server:
+        choice = server.client.completions.create(
+            model="bundled", prompt="The</s> old  sailor", max_tokens=3, logprobs=0, echo=True,
+            extra_body={"add_special_tokens": special},
+        ).choices[0]  # fmt: skip
+    begun = list(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True))
+    if special:
+        assert begun.pop(0) == ("<s>", 0)
+    assert "".join(token for token, _ in begun) == choice.text
+    assert all(choice.text.startswith(token, at) for token, at in begun)
