@@ -167,8 +167,9 @@ def run(
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, float]:
-    """Of memory, once settled: resident MiB at the beginning and the end, of `SLOPE_MINUTES` or
-    more their least-squares slope in MiB an hour; and JAX arrays alive with nothing unfinished, gained since."""
+    """Of memory, once settled: resident MiB at the beginning and the end, their least-squares
+    slope in MiB an hour if that is `SLOPE_MINUTES` or more; and JAX arrays alive with nothing
+    unfinished, gained since."""
     samples = samples[int(SETTLED * len(samples)) :]
     rest = [s.live_arrays for s in samples if s.at_rest]
     numbers: dict[str, float] = {"live_arrays_growth": rest[-1] - rest[0]} if rest else {}
