@@ -313,7 +313,7 @@ def finish(
         traceback.print_exception(wrong)
         sys.exit(
             f"violated in step {steps} with --seed={options.seed}: {wrong}\n"
-            f"repeat with the same flags and --steps={steps + 1}"
+            f"repeat with the same flags, --steps={steps + 1} and another --output_dir"
         )
     ended = f"nothing lost until {partial}" if partial else "nothing lost"
     print(f"{ended}; samples.csv, soak.png and more are in {options.output_dir}/")
