@@ -152,7 +152,7 @@ def _free_folder(options: Options) -> str:
         number += 1
         folder = f"{options.output_dir}-{number}"
     if number > 1:
-        print(f"{options.output_dir} holds another run: this one is in {folder}", file=sys.stderr)
+        print(f"{options.output_dir} holds another run: this one is in {folder}")
     return folder
 
 

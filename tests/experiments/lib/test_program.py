@@ -129,7 +129,7 @@ def test_a_run_does_not_replace_one_with_other_flags(tmp_path):
         1, "error: results holds a run with other flags (--seed was 0 and is 1): name another "
         "--output_dir, or let --overwrite replace it\n",
     )  # fmt: skip
-    assert call("--seed=1").stderr == "results holds another run: this one is in results-2\n"
+    assert call("--seed=1").stdout == "results holds another run: this one is in results-2\n"
     assert call("--seed=1").returncode == 0
     assert seeds() == {"results": 0, "results-2": 1}
     assert call("--seed=2", "--overwrite").returncode == 0
