@@ -229,9 +229,7 @@ def study(
 
     def write(cause: str | None) -> tuple[str, list[OSError]]:
         missing, all_rows = [name for name in systems if not whole(name)], rows()
-        text, numbers = f"PARTIAL: {cause}; what was answered is kept", {}
-        if not missing:
-            text, numbers = conclude(all_rows, found)
+        text, numbers = conclude(all_rows, found) if not missing else (f"PARTIAL: {cause}", {})
         facts = {
             "experiment": experiment,
             "flags": vars(options),
