@@ -36,13 +36,13 @@ help:
 	@echo 'make clean            remove the environments and caches; results/ stays'
 
 demo: $(VENV)/.installed-base
-	$(PY) -m experiments.serve --flagfile=configs/demo.flags --output_dir=results/demo
+	$(PY) -m experiments.serve --flagfile=configs/demo.flags --output_dir=results/demo --overwrite
 
 serve: $(VENV)/.installed-serve
 	$(PY) -m experiments.serve_http
 
 notebooks: $(VENV)/.installed-notebooks
-	$(PY) -m experiments.notebooks
+	$(PY) -m experiments.notebooks --overwrite
 
 test: CHOSEN := -m 'not slow'
 test test-all: $(VENV)/.installed-$(EXTRAS)
@@ -58,7 +58,7 @@ load-aiperf: .venv-aiperf/.created
 	    --use-server-token-count --ui none --artifact-dir results/aiperf
 
 check-page: $(VENV)/.installed-test
-	$(PY) -m experiments.check_page --adapters=models/bundled/adapters --adapter_slots=4 --kv_cache_tokens=8192
+	$(PY) -m experiments.check_page --adapters=models/bundled/adapters --adapter_slots=4 --kv_cache_tokens=8192 --overwrite
 
 lint: $(VENV)/.installed-test
 	$(PY) -m ruff check .

@@ -6,8 +6,8 @@ answers, and how far the distributions along them are from the first system's.
 
 A study takes long. What a system answered is kept in --output_dir (see `lib/kept_answers.py`), and
 a later run with the same output_dir does not ask it the same again, unless the sources that ask,
-answer and grade, the inputs or JAX's version have changed since. Other flags need --overwrite, and
-lose no answer.
+answer and grade, the inputs or JAX's version have changed since. With other flags --overwrite lets
+it use the same folder, and no answer is lost.
 """
 
 import dataclasses
@@ -229,9 +229,7 @@ def study(
 
     def write(cause: str | None) -> tuple[str, list[OSError]]:
         missing, all_rows = [name for name in systems if not whole(name)], rows()
-        text, numbers = f"PARTIAL: {cause}; what was answered is kept", {}
-        if not missing:
-            text, numbers = conclude(all_rows, found)
+        text, numbers = conclude(all_rows, found) if not missing else (f"PARTIAL: {cause}", {})
         facts = {
             "experiment": experiment,
             "flags": vars(options),

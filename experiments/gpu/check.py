@@ -215,6 +215,7 @@ def main(argv: list[str]) -> str | None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output_dir", help="folder for gpu_check.json; none if not given")
+    parser.add_argument("--overwrite", action="store_true", help="an older gpu_check.json there")
     several = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--op", type=several, default=list(OPS), help="default: all")
     parser.add_argument("--spec", type=several, help="default: all")
@@ -239,7 +240,9 @@ def main(argv: list[str]) -> str | None:
     if backend.current_gpu() is None and not small:
         parser.error("JAX sees no GPU; --small tries the program without one")
     if arguments.output_dir:
-        run_record.check_output_dir(arguments.output_dir, "gpu_check.json")
+        folder = run_record.check_output_dir(arguments.output_dir, "gpu_check.json")
+        if (folder / "gpu_check.json").exists() and not arguments.overwrite:
+            parser.error(f"{folder} holds a gpu_check.json: --overwrite replaces it")
     results, most_sets = Results(arguments.output_dir, arguments.minutes), 2 if small else MAX_SETS
 
     def check_and_time(what: list, how: Callable, to: list, kernels: bool, *options) -> None:

@@ -46,8 +46,8 @@ class Program:
 
     output_dir: the default of --output_dir; None for a program without one. The folder is made
     before `main` is called, and refused if it takes no files, if a folder stands where report.json,
-    summary.json or one of `files` would, and, unless --overwrite is given, if it holds the report
-    of a run with other flags. Where the default is empty, nothing need be written.
+    summary.json or one of `files` would. Unless --overwrite is given, no run replaces one with
+    other flags. Where the default is empty, nothing need be written.
     takes_arguments: what is no flag is in `options.arguments`; otherwise it is refused.
     error_status: of every error, where status 1 has another meaning.
     """
@@ -78,7 +78,10 @@ class Program:
             with group("output"):
                 flags.DEFINE_string("output_dir", self.output_dir, self.output_help)
                 flags.DEFINE_bool(
-                    "overwrite", False, "whether a run with other flags there may be replaced"
+                    "overwrite",
+                    False,
+                    "whether a run with other flags there may be replaced; "
+                    "otherwise a folder that is named is refused, and the default one is numbered",
                 )
         return [name for name in flags.FLAGS if name not in before]
 
@@ -125,14 +128,32 @@ class Program:
             raise Refused(f"unexpected argument {arguments[0]!r}: flags are --name=value")
         if self.output_dir is not None and (self.output_dir or options.output_dir):
             with refusals():
-                run_record.check_output_dir(options.output_dir, *self.files)
                 if not options.overwrite:
-                    run_record.check_same_run(options.output_dir, vars(options))
+                    options.output_dir = _free_folder(options)
+                run_record.check_output_dir(options.output_dir, *self.files)
         return options
 
     def _fail(self, message: str) -> NoReturn:
         print(f"error: {message}", file=sys.stderr)
         sys.exit(self.error_status)
+
+
+def _free_folder(options: Options) -> str:
+    """The folder that --output_dir names, or, where that is the default and holds a run with other
+    flags, the first of FOLDER-2, FOLDER-3, … that does not. Raises ValueError for a named one that
+    does."""
+    folder, number = options.output_dir, 1
+    while differs := run_record.other_flags(folder, vars(options)):
+        if not flags.FLAGS["output_dir"].using_default_value:
+            raise ValueError(
+                f"{folder} holds a run with other flags ({differs}): name another --output_dir, or "
+                "let --overwrite replace it"
+            )
+        number += 1
+        folder = f"{options.output_dir}-{number}"
+    if number > 1:
+        print(f"{options.output_dir} holds another run: this one is in {folder}")
+    return folder
 
 
 def _with_flagfiles_found(argv: Sequence[str]) -> list[str]:

@@ -13,7 +13,6 @@ import math
 import os
 import platform
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -78,28 +77,24 @@ def check_output_dir(output_dir: str | Path, *names: str) -> Path:
     return path
 
 
-def check_same_run(output_dir: str | Path, flags: Mapping[str, Any]) -> None:
-    """Say that a run with the same flags, where the folder holds its report, will be replaced.
-    Raises ValueError for one with other flags."""
+def other_flags(output_dir: str | Path, flags: Mapping[str, Any]) -> str:
+    """How a run whose report.json the folder holds differs from one with these flags, in words;
+    empty if there is none, or it does not."""
     path = Path(output_dir) / "report.json"
     if not path.exists():
-        return
-    way_out = "name another --output_dir, or let --overwrite replace it"
+        return ""
     try:
         before, now = json.loads(path.read_bytes())["flags"], plain(flags)
-        names = (before.keys() | now.keys()) - {"output_dir", "overwrite"}
+        names = sorted((before.keys() | now.keys()) - {"output_dir", "overwrite"})
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} is not the report of such a run: {way_out}") from None
+        return "it has none"
     absent = "absent"
-    others = [
+    differ = [
         f"--{name} was {before.get(name, absent)!r} and is {now.get(name, absent)!r}"
-        for name in sorted(names)
+        for name in names
         if before.get(name, absent) != now.get(name, absent)
     ]
-    if others:
-        shown = "; ".join(others[:3]) + "; …" * (len(others) > 3)
-        raise ValueError(f"{path} is of a run with other flags ({shown}): {way_out}")
-    print(f"{path} is of a run with the same flags: this one replaces it", file=sys.stderr)
+    return "; ".join(differ[:3]) + "; …" * (len(differ) > 3)
 
 
 def write_summary(output_dir: str | Path, numbers: Mapping[str, float | int]) -> Path:

@@ -163,8 +163,9 @@ def run(
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, float]:
-    """Of memory, once settled: resident MiB at the beginning and the end, of `SLOPE_MINUTES` or
-    more their least-squares slope in MiB an hour; and JAX arrays gained at rest since."""
+    """Of memory, once settled: resident MiB at the beginning and the end, their least-squares
+    slope in MiB an hour if that is `SLOPE_MINUTES` or more; and JAX arrays alive with nothing
+    unfinished, gained since."""
     samples = samples[int(SETTLED * len(samples)) :]
     rest = [s.live_arrays for s in samples if s.at_rest]
     numbers: dict[str, float] = {"live_arrays_growth": rest[-1] - rest[0]} if rest else {}
@@ -292,7 +293,7 @@ def finish(
             sys.exit(f"nothing lost in {steps} steps, but {wrong}")
         sys.exit(
             f"violated in step {steps} with --seed={options.seed}: {wrong}\n"
-            f"repeat with the same flags and --steps={steps + 1}"
+            f"repeat with the same flags, --steps={steps + 1} and another --output_dir"
         )
     ended = f"nothing lost until {partial}" if partial else "nothing lost"
     print(f"{ended}; samples.csv, soak.png and more are in {options.output_dir}/")

@@ -1,5 +1,6 @@
 """How programs start and end: real processes, real signals, a disk that is full."""
 
+import json
 import os
 import signal
 import subprocess
@@ -116,22 +117,25 @@ def test_a_run_does_not_replace_one_with_other_flags(tmp_path):
             capture_output=True, text=True,
         )  # fmt: skip
 
-    assert (call().returncode, call().returncode) == (0, 0)
-    again = call(f"--output_dir={tmp_path}/results")
-    assert again.returncode == 0
-    assert "results/report.json is of a run with the same flags" in again.stderr
-    first = (tmp_path / "results" / "report.json").read_bytes()
-    other = call("--seed=1")
-    assert other.returncode == 1
-    assert other.stderr == (
-        "error: results/report.json is of a run with other flags (--seed was 0 and is 1): name "
-        "another --output_dir, or let --overwrite replace it\n"
-    )
-    assert (tmp_path / "results" / "report.json").read_bytes() == first
-    replaced = call("--seed=1", "--overwrite")
-    assert (replaced.returncode, replaced.stderr) == (0, "")
+    def seeds() -> dict[str, int]:
+        paths = tmp_path.glob("*/report.json")
+        return {path.parent.name: json.loads(path.read_text())["flags"]["seed"] for path in paths}
+
+    assert call().returncode == call(f"--output_dir={tmp_path}/results").returncode == 0
+    assert seeds() == {"results": 0}
+    # A folder that is named is refused, and the default one is numbered.
+    named = call("--seed=1", "--output_dir=results")
+    assert (named.returncode, named.stderr) == (
+        1, "error: results holds a run with other flags (--seed was 0 and is 1): name another "
+        "--output_dir, or let --overwrite replace it\n",
+    )  # fmt: skip
+    assert call("--seed=1").stdout == "results holds another run: this one is in results-2\n"
+    assert call("--seed=1").returncode == 0
+    assert seeds() == {"results": 0, "results-2": 1}
+    assert call("--seed=2", "--overwrite").returncode == 0
+    assert seeds() == {"results": 2, "results-2": 1}
     (tmp_path / "results" / "report.json").write_text("[]")
-    assert "is not the report of such a run" in call().stderr
+    assert "holds a run with other flags (it has none)" in call("--output_dir=results").stderr
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from paged.config import EngineConfig
 from paged.device.step_inputs import empty_step_inputs
 from paged.device.tensor_parallel import AXIS, SPLIT, WHOLE, Shards
 from paged.kv_cache import POLICIES
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import SequenceGroup
 
 Chunks = list[tuple[int, int]]  # (slot, tokens) of a step; chunks of one token decode
 
