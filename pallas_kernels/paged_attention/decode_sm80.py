@@ -120,7 +120,7 @@ def decode(
                 q_s[heads] = q_ref[row, heads]
             q = plgpu.load(q_s.transpose((1, 0)), layout=RHS, optimized=False)
             acc, top, total = lax.fori_loop(
-                begin, end, functools.partial(step, q), split_kv.softmax_start(D, N, tile)
+                begin, end, functools.partial(step, q), split_kv.softmax_start(D, N)
             )
             state = acc, top, total.sum(axis=0)
             write = functools.partial(_write, out_s, out_ref)

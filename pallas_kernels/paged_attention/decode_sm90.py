@@ -117,7 +117,7 @@ def decode(
                 plgpu.barrier_arrive(q_read.at[slot])
                 n, acc, top, total = lax.fori_loop(
                     begin, end, functools.partial(step, row, first, length),
-                    (n, *split_kv.softmax_start(D, N, tile)),
+                    (n, *split_kv.softmax_start(D, N)),
                 )  # fmt: skip
                 state = acc, top, total.sum(axis=0)
                 # The copy of the item before may still read.

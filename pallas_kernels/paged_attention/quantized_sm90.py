@@ -45,7 +45,7 @@ LANES = 2  # Of a thread block.
 STAGES = 2  # Tiles of a lane under way.
 QUERY_SLOTS = 1  # Items of a lane whose queries are in shared memory.
 # Of a thread, so that those of all lanes are what a multiprocessor has.
-COMPUTING_REGISTERS, FETCHING_REGISTERS = 224, 32
+COMPUTING_REGISTERS, FETCHING_REGISTERS = 232, 24
 _ROWS = LAYOUT.reduce(1)
 
 
@@ -185,7 +185,7 @@ def decode(
                 zeros = constant(0, (CHUNK, N))
                 n, acc, top, total, rest = over_tiles(
                     item, functools.partial(step, row, sums),
-                    (n, *split_kv.softmax_start(D, N, CHUNK), zeros),
+                    (n, *split_kv.softmax_start(D, N), zeros),
                 )  # fmt: skip
                 acc += columns(reduced_rows("add", rest, scratch), acc.shape)
                 # The copy of the item before may still read.

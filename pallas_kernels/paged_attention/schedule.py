@@ -18,6 +18,8 @@ BLOCKS_PER_MULTIPROCESSOR = 2  # Of decode kernels, as their shared memory allow
 INTERPRETED_MULTIPROCESSORS = 2
 ALIGNMENT = 8  # A TMA starts at a multiple of so many rows: those of a swizzled tile.
 MIN_TILES = 4  # The fewest key tiles of a part: with fewer, its merge would cost more.
+# Pairs that a plan compares in one launch, which on a CPU keeps them all. It searches among more.
+MOST_COMPARED = 2**24
 # What a thread block may get beyond its part so that rows stay whole, and the rows that stay whole
 # in any case; both as fractions of a part.
 IMBALANCE = 0.05
@@ -80,7 +82,7 @@ def cut_rows(first_tile, tiles, counts, blocks: int | None, empty_rows: bool) ->
     cuts = jnp.concatenate([starts, bounds[:-1]])
     cuts = jnp.unique(cuts, size=rows + blocks, fill_value=total)
     next_cuts = jnp.append(cuts[1:], total)
-    row = jnp.minimum(jnp.searchsorted(ends, cuts, side="right", method="compare_all"), rows - 1)
+    row = jnp.minimum(_row_at(ends, cuts), rows - 1)
     begin, end = cuts - starts[row], next_cuts - starts[row]
     partial = (cuts < next_cuts) & ((begin > 0) | (next_cuts < ends[row]))
     place = jnp.where(partial, jnp.cumsum(partial) - 1, -1)
@@ -107,7 +109,7 @@ def _bounds(starts, ends, blocks: int):
     total = ends[-1]
     b = jnp.arange(blocks + 1)
     bounds = total // blocks * b + total % blocks * b // blocks
-    row = jnp.searchsorted(ends, bounds, side="right", method="compare_all")
+    row = _row_at(ends, bounds)
     row = jnp.minimum(row, len(ends) - 1)
     nearer_to_end = 2 * bounds > starts[row] + ends[row]
     at_rows = jnp.where(nearer_to_end, ends[row], starts[row]).at[-1].set(total)
@@ -174,7 +176,7 @@ def tiles_of_rows(
     counts_end = jnp.cumsum(counts)
     # n rows take at most (n + ALIGNMENT - 1 + rows - 1) // rows items.
     i = jnp.arange((T + (S + 1) * (ALIGNMENT + rows - 2)) // rows)
-    s = jnp.minimum(jnp.searchsorted(counts_end, i, side="right", method="compare_all"), S)
+    s = jnp.minimum(_row_at(counts_end, i), S)
     first_row = aligned[s] + (i - (counts_end - counts)[s]) * rows
     base = jnp.minimum(first_row, T - rows)  # A tile never leaves the array.
     lo = jnp.maximum(begin[s], first_row) - base
@@ -203,7 +205,7 @@ def split_items(
     place_start = place_end - parts
 
     j = jnp.arange(len(work) + blocks)
-    row = jnp.searchsorted(parts_end, j, side="right", method="compare_all")
+    row = _row_at(parts_end, j)
     left_over, row = row == len(work), jnp.minimum(row, len(work) - 1)
     part = j - (parts_end - parts)[row]
     sequence, base, lo, hi, position, length = (x[row] for x in fields)
@@ -222,6 +224,13 @@ def split_items(
     merges = jnp.stack([an_item, place_start[split], place_end[split]], axis=1)
     merges = jnp.where(split[:, None] < 0, -1, merges).astype(jnp.int32)
     return PrefillSchedule(items, merges, key_tiles)
+
+
+def _row_at(ends, places):
+    """The first of the rows, which end at `ends`, that ends after each of the places."""
+    few = len(ends) * len(places) <= MOST_COMPARED
+    method = "compare_all" if few else "scan_unrolled"
+    return jnp.searchsorted(ends, places, side="right", method=method)
 
 
 def first_token(lengths, sliding_window: int | None):

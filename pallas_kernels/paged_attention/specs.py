@@ -129,6 +129,8 @@ DECODE_SHAPES = _named(Attention(_LLAMA, sequences=64, context=4096)) | {
     "llama-3-8b-1x4k": Attention(_LLAMA, sequences=1, context=_LONG, tokens=(4096,)),
     "llama-3-8b-lserve": _lserve(_LLAMA, sequences=64),
     "llama-2-7b-lserve": _lserve(HEADS["llama-2-7b"], sequences=16),
+    # As many columns as products have, and tiles of as many tokens.
+    "dim64-group16": Attention(Heads(32, 2, 64)),
 }
 # Pages of 8 and of 4 bits, as LServe's.
 QUANTISED_SHAPES = {

@@ -20,6 +20,7 @@ from pallas_kernels.paged_attention.tiles import LAYOUT, LOG2_E, NEG_INF, column
 
 TILE_BYTES = 16 * 1024  # Keys of a tile. A tile has so many tokens that it is worth its waits.
 MOST_GROUP = 16  # Query heads of a KV head.
+SUMMED = 64  # Sums of tokens, each of every 64th: the fewest rows that products have.
 _COLUMNS = LAYOUT.reduce(0)
 
 
@@ -161,13 +162,13 @@ def write_row(out_s, out_ref, row, attention_DxN) -> None:
     plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, G)], out_ref.at[row])
 
 
-def softmax_start(D: int, N: int, tile: int):
-    """The running output [D, N], maximum [N] and sum [tile, N] before the first token."""
+def softmax_start(D: int, N: int):
+    """The running output [D, N], maximum [N] and sums [SUMMED, N] before the first token."""
     return (
         constant(0, (D, N)),
         constant(NEG_INF, (N,), _COLUMNS),
-        # The tokens are summed only at the end, because a sum across warps is slow.
-        constant(0, (tile, N)),
+        # They are added only at the end, because a sum across warps is slow.
+        constant(0, (SUMMED, N)),
     )
 
 
@@ -176,17 +177,20 @@ def scores_of(products_TxN, scale, soft_cap):
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
-def softmax_step(scores_TxN, top_N, total_TxN, attended_TxN):
+def softmax_step(scores_TxN, top_N, total_UxN, attended_TxN):
     """One step of the online softmax over a tile of tokens.
 
-    Returns the tile's weights exp(score - maximum) [tile, N], the new maximum [N], the new sum
-    [tile, N], and the factor [N] by which the step scales earlier results.
+    Returns the tile's weights exp(score - maximum) [tile, N], the new maximum [N], the new sums
+    [SUMMED, N], and the factor [N] by which the step scales earlier results.
     """
     scores = jnp.where(attended_TxN, scores_TxN * LOG2_E, NEG_INF)
     new_top = jnp.maximum(top_N, scores.max(axis=0))
     decay = jnp.exp2(top_N - new_top)
     probs = jnp.exp2(scores - columns(new_top, scores.shape))
-    return probs, new_top, total_TxN * columns(decay, scores.shape) + probs, decay
+    total = total_UxN * columns(decay, total_UxN.shape)
+    for first in range(0, len(probs), SUMMED):
+        total += probs[first : first + SUMMED]
+    return probs, new_top, total, decay
 
 
 def softmax_end(acc_DxN, top_N, total_N):

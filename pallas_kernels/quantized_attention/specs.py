@@ -152,6 +152,7 @@ SHAPES = {
     "qwen2.5-7b": Mixed(_QWEN, kept=(0.9, 0.0)),
     "qwen2.5-7b-mixed": Mixed(_QWEN),
     "qwen2.5-32b": Mixed(HEADS["qwen2.5-32b"], kept=(0.3, 0.7)),
+    "llama-3-70b-K4V2-K2V2": Mixed(HEADS["llama-3-70b"], names=("K4V2", "K2V2"), page_size=128),
     # 16-bit pages of head dim 128 leave no room for two more precisions.
     "llama-3-8b-three": Mixed(
         _LLAMA, kept=(0.1, 0.3, 0.5), names=("K8V8", "K8V4", "K4V2"), page_size=32

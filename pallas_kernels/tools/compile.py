@@ -11,13 +11,14 @@ tables:
   arrays is written in place;
 - of each loop over tiles: bytes under way beside those that Little's law asks for, instructions and
   barriers a tile, what it will wait for, and which share of the memory's bandwidth or of the tensor
-  cores' rate it can reach; how evenly the schedule spreads the work; and what that makes of the
-  call. predict.py holds the arithmetic and its assumptions;
+  cores' rate it can reach, as a range; how evenly the schedule spreads the work; and what that
+  makes of the call. predict.py holds the arithmetic and its assumptions;
 - the same of others' kernels for the same shapes (peers.py), where they can be imported.
 
 It exits with an error if a kernel does not compile within minutes, spills, leaves no report, takes
-so many registers or so much shared memory that fewer thread blocks fit than it is made for, or does
-not wait for what it reads (synchronization.py); if a donated array is copied; if decode launches
+so many registers or so much shared memory that fewer thread blocks fit than it is made for, does
+not wait for what it reads (synchronization.py), or would race or hang on a GPU where nothing here
+shows it (hazards.py); if a donated array is copied; if decode launches
 more than three kernels; or if a schedule of equal parts leaves thread blocks without work. It needs
 the extra `aot`, and no GPU.
 """
@@ -29,7 +30,7 @@ import signal
 import sys
 import time
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -37,109 +38,16 @@ import jax
 
 from pallas_kernels import backend
 from pallas_kernels.ops import OPS
-from pallas_kernels.tools import peers, predict, synchronization
+from pallas_kernels.tools import hazards, peers, predict, report, synchronization
 from pallas_kernels.tools.balance import Balance
-from pallas_kernels.tools.compiled import Compiled, Kernel, compile_function
+from pallas_kernels.tools.compiled import Compiled, compile_function
+from pallas_kernels.tools.report import Call, Report
 from pallas_kernels.tools.schedules import balance_of
 from pallas_kernels.tools.targets import TARGETS
 
-# Thread blocks of a kernel that must fit a multiprocessor at the same time.
-RESIDENT = {"paged_decode": 2, "paged_prefill": 1, "page_scores": 2}
 # Ops whose thread blocks read the same keys.
 PREFILLS = {"paged_prefill_attention", "hybrid_prefill_attention", "prompt_attention"}
-DECODES = ("paged_attention", "quantised_paged_attention", "mixed_precision_attention")
-MOST_LAUNCHES = 3  # of these
-CUT = (*DECODES, "prompt_attention")  # Their thread blocks get equal parts of the work.
-MOST_IDLE, MOST_LONGEST = 0.05, 1.2
 MOST_SECONDS = 300
-# Specs of these whose schedules must be balanced on Hopper, and the most bytes of partial results
-# for each byte of keys and values.
-BALANCED = {
-    "llama-3-8b": 0.02,
-    "llama-3-8b-256x512": 0.0,
-    "llama-3-8b-one-128k": 0.02,
-    "llama-3-8b-1x4k": 1.0,
-    "llama-3-8b-lserve": 0.02,
-    "llama-3-8b-lserve-kv8": 0.02,
-    "llama-3-8b-kv4": 0.02,
-    "qwen2.5-32b": 0.02,
-}
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a whole call could take: seconds, and the share of what bounds it, 'bandwidth' or
-    'tensor', that it reaches then."""
-
-    seconds: float
-    bound: str
-    share: float
-
-
-@dataclass(frozen=True)
-class Report:
-    """The result of compiling one op with one spec. Memory is in bytes.
-
-    unsynchronized: the complaints of synchronization.py.
-    launches: what the op runs on the device.
-    donated, aliased: the bytes that may be written in place, and those that are.
-    balance: of the op's schedule; None without one. call: what a kernel with a loop over tiles can
-        make of the call, where it is the only one.
-    problem: why there is nothing else to say of it.
-    """
-
-    target: str
-    op: str
-    spec: str
-    implementation: str
-    kernels: list[Kernel] = field(default_factory=list)
-    unsynchronized: list[str] = field(default_factory=list)
-    launches: list[str] = field(default_factory=list)
-    temporaries: int = 0
-    donated: int = 0
-    aliased: int = 0
-    seconds: float = 0.0
-    balance: Balance | None = None
-    call: Call | None = None
-    problem: str | None = None
-
-    @property
-    def faults(self) -> list[str]:
-        """The reasons why the result is not acceptable; empty if it is."""
-        if self.problem:
-            return [self.problem]
-        faults = list(self.unsynchronized)
-        if self.implementation != "xla" and not self.kernels:
-            faults.append("the compiler left no report")
-        for kernel in self.kernels:
-            if kernel.spills or kernel.local_memory_instructions:
-                faults.append(f"{kernel.name} spills {kernel.spills} bytes")
-            resident, found = RESIDENT.get(kernel.launch.name, 1), kernel.occupancy
-            if found.blocks < resident:
-                faults.append(
-                    f"{found.blocks} thread blocks of {kernel.name} fit a multiprocessor, "
-                    f"not {resident}, for want of {found.bound}"
-                )
-        if self.aliased < self.donated or self.temporaries > self.donated > 0:
-            faults.append("a donated array is not written in place")
-        decodes = self.op in DECODES and self.implementation != "xla"
-        if decodes and len(self.launches) > MOST_LAUNCHES:
-            faults.append(f"{len(self.launches)} launches, more than {MOST_LAUNCHES}")
-        hopper = TARGETS[self.target].gpu.compute_capability >= (9, 0)
-        if self.balance and self.op in CUT and hopper and self.spec in BALANCED:
-            faults += _imbalance(self.balance, BALANCED[self.spec])
-        return faults
-
-
-def _imbalance(found: Balance, most_partials: float) -> list[str]:
-    faults = []
-    if found.idle > MOST_IDLE:
-        faults.append(f"{found.idle:.0%} of the thread blocks have no work")
-    if found.longest > MOST_LONGEST:
-        faults.append(f"the longest thread block has {found.longest:.2f} times the mean work")
-    if found.partials > most_partials:
-        faults.append(f"partial results are {found.partials:.1%} of keys and values")
-    return faults
 
 
 def compile_one(target: str, op: str, spec: str, implementation: str) -> Report:
@@ -184,6 +92,10 @@ def _compile(target: str, op: str, spec: str, implementation: str) -> Report:
         implementation,
         compiled.kernels,
         unsynchronized=synchronization.check(compiled.jaxpr) if followed else [],
+        hazards=hazards.check(hazards.traced(call, implementation, gpu))
+        + hazards.check_compiled(compiled.jaxpr, compiled.kernels)
+        if followed
+        else [],
         launches=compiled.launches,
         temporaries=compiled.temporaries,
         donated=sum(x.size * x.dtype.itemsize for x in donated.values()),
@@ -210,7 +122,7 @@ def _call(
         "tensor": cost.flops / gpu.tensor_flops,
     }
     bound = max(floors, key=lambda name: floors[name])
-    return Call(seconds, bound, floors[bound] / seconds)
+    return Call(seconds, bound, (floors[bound] / seconds[1], floors[bound] / seconds[0]))
 
 
 def _implementations(target: str, op: str, spec: str) -> list[str]:
@@ -219,61 +131,6 @@ def _implementations(target: str, op: str, spec: str) -> list[str]:
     if kernel is None:
         return ["xla"]
     return [kernel, "xla"] if OPS[op].specs[spec].donated else [kernel]
-
-
-def _compilers_table(reports: list[Report]) -> str:
-    header = (
-        "target op spec implementation registers spills threads shared resident mma TMA launches "
-        "temp-MB in-place s gate"
-    )
-    rows = [header.split()]
-    for r in reports:
-        columns = [
-            (
-                k.registers, k.spills, k.launch.threads, k.shared_memory, k.occupancy.blocks,
-                k.tensor_core_instructions, k.tma_instructions,
-            )
-            for k in r.kernels
-        ]  # fmt: skip
-        joined = ["/".join(map(str, column)) for column in zip(*columns)] or ["-"] * 7
-        in_place = f"{r.aliased / r.donated:.0%}" if r.donated else "-"
-        outcome = "; ".join(r.faults) or "ok"
-        rows.append([r.target, r.op, r.spec, r.implementation, *joined, str(len(r.launches))])
-        rows[-1] += [f"{r.temporaries / 1e6:.1f}", in_place, f"{r.seconds:.0f}", outcome]
-    return _aligned(rows)
-
-
-def _loops_table(reports: list[Report]) -> str:
-    header = (
-        "target spec kernel KB-in-flight needed instructions BAR SYNCS waits-for reaches "
-        "blocks idle waves longest partials us of"
-    )
-    rows = [header.split()]
-    for r in reports:
-        over_tiles = [kernel for kernel in r.kernels if kernel.prediction]
-        for kernel in over_tiles:
-            rows.append([r.target, r.spec, kernel.launch.name, *peers.columns(kernel)])
-            # The balance is that of the last one's schedule.
-            rows[-1] += _schedule_columns(r) if kernel is over_tiles[-1] else ["-"] * 7
-    return _aligned(rows) if rows[1:] else ""
-
-
-def _schedule_columns(report: Report) -> list[str]:
-    found, call = report.balance, report.call
-    columns = ["-"] * 5
-    if found is not None:
-        shares = f"{found.idle:.1%}", f"{found.waves:.1f}", f"{found.longest:.2f}"
-        columns = [str(found.blocks), *shares, f"{found.partials:.2%}"]
-    if call is None:
-        return [*columns, "-", "-"]
-    return [*columns, f"{1e6 * call.seconds:.0f}", f"{call.share:.0%} of {call.bound}"]
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    if not rows:
-        return ""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def main(argv: list[str]) -> str | None:
@@ -326,10 +183,10 @@ def main(argv: list[str]) -> str | None:
             print(f"{number}/{len(jobs) + len(peer_jobs)} {name}", file=sys.stderr)
     reports.sort(key=lambda r: jobs.index((r.target, r.op, r.spec, r.implementation)))
     others.sort(key=lambda r: peer_jobs.index((r.target, r.peer)))
-    print(_compilers_table(reports))
+    print(report.compilers_table(reports))
     for title, table in (
-        ("loops over tiles, at best", _loops_table(reports)),
-        ("others' kernels beside ours, a tile each", _aligned(peers.rows(others, reports))),
+        ("loops over tiles", report.loops_table(reports)),
+        ("others' kernels beside ours, a tile each", report.aligned(peers.rows(others, reports))),
     ):
         if table:
             print(f"\n{title}\n{table}")

@@ -25,6 +25,7 @@ class Kernel:
     shared_memory: of a thread block.
     loop, fetching: of a warp that multiplies tiles, and of one that only fetches them.
     prediction: None for a kernel without a loop that fetches tiles.
+    reductions_across_warps: Mosaic's own, through the one scratch of a thread block.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Kernel:
     loop: sass.Loop | None = None
     fetching: sass.Loop | None = None
     prediction: predict.Prediction | None = None
+    reductions_across_warps: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,28 @@ def _read_report(path: Path, launch: kernel_jaxpr.Launch, gpu: Target, reused: b
             if loop and launch.copied
             else None
         ),
+        reductions_across_warps=reductions_across_warps(
+            path.with_suffix(".after_layout_inference.txt").read_text()
+        ),
     )
+
+
+def reductions_across_warps(module: str) -> int:
+    """How many of Mosaic's reductions make warps agree, in a kernel with inferred layouts: those to
+    a number, and those whose result all warps have where they shared the operand."""
+    count = 0
+    for line in module.splitlines():
+        if "vector.reduction" in line:
+            count += 1
+        elif "vector.multi_reduction" in line:
+            warps = [re.findall(r"warp_dims = \[([^\]]*)\]", part)[0] for part in _layouts(line)]
+            count += "Replicated" not in warps[0] and "Replicated" in warps[1]
+    return count
+
+
+def _layouts(line: str) -> tuple[str, str]:
+    """Of an operation's first operand, and of its result."""
+    return line.split("in_layouts = [")[1], line.split("out_layouts = [")[1]
 
 
 def spilled_bytes(report: str) -> int:

@@ -22,16 +22,19 @@ warp's rows in the layouts that products have; compiled.py asks the compiler for
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from pallas_kernels import backend
 from pallas_kernels.mosaic import loop_constants, reduces_rows, sub_jaxprs
 from pallas_kernels.specs import Spec
+from pallas_kernels.tools.compiled import Kernel
 from pallas_kernels.tools.kernel_jaxpr import LOOPS, WARPGROUP, bodies, calls, inner_roots
 from pallas_kernels.tools.predict import REGISTER_UNIT, REGISTERS
+from pallas_kernels.tools.targets import Target
 
 MOST_REGISTERS = 255  # of a thread
 MOST_INDEX = 2**31
@@ -40,9 +43,19 @@ MOST_INDEX = 2**31
 def check(jaxpr) -> list[str]:
     """The rules that Mosaic kernels of a traced function break: one complaint each, or none.
 
-    jaxpr: the result of `jax.make_jaxpr`, with the largest pools (`with_largest_pools`).
+    jaxpr: of the function with the largest pools (`traced`).
     """
     return [complaint for call in calls(jaxpr) for complaint in _check(call)]
+
+
+def traced(spec: Spec, implementation: str | None, target: Target):
+    """The jaxpr of a call of a spec's op on a GPU, with the largest pools that it holds."""
+
+    def call(arguments):
+        return spec.op(**arguments, **spec.options, implementation=implementation)
+
+    with backend.compiling_for(target.gpu):
+        return jax.make_jaxpr(call)(with_largest_pools(spec, target.memory))
 
 
 def with_largest_pools(spec: Spec, memory: int) -> dict[str, Any]:
@@ -67,6 +80,24 @@ def with_largest_pools(spec: Spec, memory: int) -> dict[str, Any]:
         return jax.ShapeDtypeStruct((most, *x.shape[1:]), x.dtype)
 
     return shapes | {name: jax.tree.map(enlarged, x) for name, x in pools.items()}
+
+
+def check_compiled(jaxpr, kernels: Sequence[Kernel]) -> list[str]:
+    """As `check`, of what the compiler made of the function: of the registers that kernels have,
+    and of the layouts in which they reduce."""
+    complaints = []
+    by_name = {kernel.launch.name: kernel for kernel in kernels}
+    for call in calls(jaxpr):
+        if (kernel := by_name.get(call.params["name"])) is None:
+            continue
+        if complaint := too_many_registers(registers_asked(call), kernel.registers):
+            complaints.append(f"{kernel.name}: {complaint}")
+        if kernel.reductions_across_warps and (several := reducing(call)) > 1:
+            complaints.append(
+                f"{kernel.name}: {several} warpgroups reduce, {kernel.reductions_across_warps} "
+                "times across warps, through the thread block's one scratch"
+            )
+    return complaints
 
 
 def registers_of_launch(threads: int) -> int:

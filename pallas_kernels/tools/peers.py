@@ -12,6 +12,7 @@ import jax
 
 from pallas_kernels.backend import GPU
 from pallas_kernels.paged_attention.specs import PREFILL_SHAPES
+from pallas_kernels.tools import predict
 from pallas_kernels.tools.compiled import Kernel, compile_function
 from pallas_kernels.tools.targets import TARGETS
 
@@ -105,7 +106,7 @@ def columns(kernel: Kernel) -> list[str]:
         "+".join(str(one.block_barriers) for one in both),
         "+".join(str(one.transaction_barriers) for one in both),
         found.bound,
-        f"{found.share:.0%} of {found.of}",
+        f"{predict.percent(found.shares)} of {found.of}",
     ]
 
 

@@ -1,8 +1,9 @@
-"""What a kernel could reach at best, from counts of its compiled code: arithmetic, not measurement.
+"""What a kernel could reach, from counts of its compiled code: arithmetic, not measurement.
 
 A multiprocessor works on the tiles of its resident thread blocks. A tile takes as long as the
 slowest of what it needs: bytes from memory, or from the L2 cache where others read the same; bytes
-through shared memory; issue slots; tensor cores. What is predicted rests on these assumptions:
+through shared memory; issue slots; tensor cores. At best all of these overlap perfectly; what is
+predicted is a range, from the cautious to the hopeful of the assumptions below.
 """
 
 from dataclasses import dataclass
@@ -19,19 +20,43 @@ WARP = 32
 REGISTER_UNIT = 8  # Registers of a thread are handed out in multiples of it.
 RESERVED_SHARED = 1024  # bytes of each thread block's shared memory that CUDA takes
 
-READ_SHARE = 0.92  # of the nominal bandwidth that reads reach
+READ_SHARE = 0.92  # of the nominal bandwidth that reads reach at best
 LATENCY_S = 1e-6  # of a read from memory that is busy
 L2_BYTES_PER_S = 7e12  # of reads from the L2 cache, all multiprocessors together
 SHARED_BYTES_PER_CLOCK = 128  # of a multiprocessor, for wgmma's operands, copies and threads alike
 SCHEDULERS = 4  # Each issues an instruction a clock, and has one warp of each warpgroup.
 LAUNCH_S = 1.5e-6  # from the end of a kernel to the start of the next
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What measurements of others leave open.
+
+    read_share: of the nominal bandwidth that reads reach.
+    clock_share: of the clock of the data sheet's tensor rate, at which tensor cores that never rest
+        keep within the power limit.
+    norm: where a kernel waits for memory, what a tile needs delays each other: the clocks that it
+        takes are the norm of this degree of the clocks that each of its needs takes. The larger the
+        degree, the nearer to perfect overlap.
+    """
+
+    read_share: float
+    clock_share: float
+    norm: float
+
+
+CAUTIOUS, HOPEFUL = Assumptions(0.87, 0.77, 2.0), Assumptions(READ_SHARE, 0.87, 4.0)
 ASSUMPTIONS = (
-    f"reads reach {READ_SHARE:.0%} of the nominal bandwidth and take {LATENCY_S * 1e6:g} us; "
+    f"reads reach {CAUTIOUS.read_share:.0%} to {HOPEFUL.read_share:.0%} of the nominal bandwidth "
+    f"and take {LATENCY_S * 1e6:g} us; "
     f"the L2 cache gives {L2_BYTES_PER_S / 1e12:g} TB/s; shared memory moves "
     f"{SHARED_BYTES_PER_CLOCK} bytes a clock, for operands of wgmma, copies and threads together; "
     f"each of {SCHEDULERS} schedulers issues an instruction a clock; a launch takes "
-    f"{LAUNCH_S * 1e6:g} us; the clock is that of the data sheet's tensor rate; all of these "
-    f"overlap, and tiles that need masks are few"
+    f"{LAUNCH_S * 1e6:g} us; the clock is that of the data sheet's tensor rate, of which tensor "
+    f"cores that never rest leave {CAUTIOUS.clock_share:.0%} to {HOPEFUL.clock_share:.0%}; where a "
+    f"kernel waits for memory, what a tile needs overlaps as norms of degree {CAUTIOUS.norm:g} to "
+    f"{HOPEFUL.norm:g} say, and elsewhere perfectly; tiles that need masks are few, and no thread "
+    f"block waits for its first tile"
 )
 
 
@@ -45,19 +70,21 @@ class Occupancy:
 
 @dataclass(frozen=True)
 class Prediction:
-    """clocks: of a multiprocessor, of one tile, by what it needs.
+    """clocks: of a multiprocessor, of one tile, by what it needs, at best.
     bound: what takes longest.
     in_flight: bytes that a multiprocessor's copies have under way.
     needed_in_flight: bytes under way at which memory is as fast as it can be, by Little's law.
-    share, of: what the loop over tiles reaches of the nominal 'bandwidth', or, where copies come
-        from the L2 cache, of the nominal rate of the 'tensor' cores.
+    tile_s: seconds of one tile, from hopeful to cautious.
+    shares, of: what the loop over tiles reaches of the nominal 'bandwidth', or, where copies come
+        from the L2 cache, of the nominal rate of the 'tensor' cores, from cautious to hopeful.
     """
 
     clocks: dict[str, float]
     bound: str
     in_flight: int
     needed_in_flight: int
-    share: float
+    tile_s: tuple[float, float]
+    shares: tuple[float, float]
     of: str
 
 
@@ -109,27 +136,51 @@ def predict(
         "tensor cores": tensor,
     }
     bound = max(clocks, key=lambda name: clocks[name])
+    nominal_s = (tensor if reused else launch.copied / per_clock) / clock
+    tile_s = tuple(
+        clocks[bound] / (clock * one.clock_share) if reused else _delayed(clocks, one) / clock
+        for one in (HOPEFUL, CAUTIOUS)
+    )
     return Prediction(
         clocks=clocks,
         bound=bound,
         in_flight=in_flight,
         needed_in_flight=needed,
-        share=(tensor if reused else launch.copied / per_clock) / clocks[bound],
+        tile_s=(tile_s[0], tile_s[1]),
+        shares=(nominal_s / tile_s[1], nominal_s / tile_s[0]),
         of="tensor" if reused else "bandwidth",
     )
+
+
+def _delayed(clocks: dict[str, float], assumed: Assumptions) -> float:
+    """Of a tile whose needs delay each other."""
+    memory = clocks["memory"] * READ_SHARE / assumed.read_share
+    each = [memory, *(count for name, count in clocks.items() if name != "memory")]
+    return sum(count**assumed.norm for count in each) ** (1 / assumed.norm)
 
 
 def seconds(
     prediction: Prediction, balance: Balance | None, resident: int, launches: int, bytes: int,
     target: Target,
-) -> float:  # fmt: skip
-    """Of a whole call: until the last of its thread blocks has ended, with partial results written
-    and read again, and no sooner than all `bytes` that it needs have come from memory once. Without
-    a balance all of them come as fast as the loop over tiles reads. resident: thread blocks of the
-    schedule that a multiprocessor runs at a time."""
-    if balance is None:
-        return bytes / (prediction.share * target.memory_bandwidth) + launches * LAUNCH_S
-    rate = READ_SHARE * target.memory_bandwidth
-    tile_s = resident * prediction.clocks[prediction.bound] / target.tensor_clock
-    busy_s = max(balance.longest_tiles * tile_s, bytes / rate)
-    return busy_s + 2 * balance.partial_bytes / rate + launches * LAUNCH_S
+) -> tuple[float, float]:  # fmt: skip
+    """Of a whole call, from hopeful to cautious: until the last of its thread blocks has ended,
+    with partial results written and read again, and no sooner than all `bytes` that it needs have
+    come from memory once. Without a balance all of them come as fast as the loop over tiles reads.
+    resident: thread blocks of the schedule that a multiprocessor runs at a time."""
+    found = []
+    for assumed, tile_s, share in zip(
+        (HOPEFUL, CAUTIOUS), prediction.tile_s, reversed(prediction.shares), strict=True
+    ):
+        rate = assumed.read_share * target.memory_bandwidth
+        if balance is None:
+            busy_s = bytes / (share * target.memory_bandwidth)
+        else:
+            busy_s = max(balance.longest_tiles * resident * tile_s, bytes / rate)
+            busy_s += 2 * balance.partial_bytes / rate
+        found.append(busy_s + launches * LAUNCH_S)
+    return found[0], found[1]
+
+
+def percent(shares: tuple[float, float]) -> str:
+    """A range of shares, as tables show it."""
+    return "-".join(f"{100 * share:.0f}" for share in shares) + "%"

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import backend
 from pallas_kernels.block_sparse_attention import (
     hybrid_prefill_attention,
     plan_hybrid_prefill,
@@ -136,3 +137,19 @@ def test_what_does_not_fit_is_refused():
         call(heads=3)
     with pytest.raises(ValueError, match=r"ascending numbers from 0 to 2, not \(2, 1\)"):
         call(counts=(2, 1))
+
+
+def test_the_plan_of_a_long_prompt_takes_little_memory():
+    """Of 131,072 tokens and 64 query heads: all pairs of items and rows would be 96 GB."""
+    T, page = 131072, 64
+
+    def plan(starts, lengths):
+        lists = streaming_lists(starts, lengths, T, page, 2, 4)
+        return plan_hybrid_prefill(
+            starts, lengths, lists, T, 64, 8, (2, 4, 8), implementation="mosaic_gpu"
+        )
+
+    shapes = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (2, 1))
+    with backend.compiling_for(backend.GPU((9, 0), 132)):
+        compiled = jax.jit(plan).lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**30

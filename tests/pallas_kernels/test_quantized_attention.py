@@ -294,3 +294,28 @@ def test_arguments_that_do_not_fit_are_refused():
         mixed_precision_attention(
             q, words, tables, counts, formats, single=2, implementation="mosaic_gpu"
         )
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes"),
+    [
+        (("K8V8",), (32, 64, 128)),
+        (("K8V4", "K4V2"), (16, 32, 64, 128)),
+        (("K8V4", "K4V4", "K4V2"), (16, 32, 64)),
+        (("K8V4", "K4V2", "K2V2"), (16, 32, 64)),
+        (("K8V8", "K8V4", "K4V2"), (32,)),
+        (("K16V16", "K8V4"), ()),
+    ],
+)
+def test_pages_of_head_dim_128_that_the_kernel_reads(names, sizes):
+    """As pallas_kernels/README.md says."""
+    read = []
+    for tokens in (16, 32, 64, 128):
+        highest, *others = (parse_format(name, 128, "bfloat16") for name in names)
+        first = PageFormat.holding(tokens, *highest)
+        formats = first, *(PageFormat(*other, words=first.words) for other in others)
+        q = jax.ShapeDtypeStruct((2, 8, 128), jnp.bfloat16)
+        words = jax.ShapeDtypeStruct((64, first.words), jnp.uint32)
+        if decode_sm90.refusal(q, words, 1, formats) is None:
+            read.append(tokens)
+    assert tuple(read) == sizes

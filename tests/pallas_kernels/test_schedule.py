@@ -139,3 +139,18 @@ def test_an_odd_number_of_thread_blocks_has_places_for_all_partial_results(block
     assert int(plan.items[:, 9].max()) < 2 * len(plan.merges)
     parts = int((plan.items[:, 4] > plan.items[:, 3]).sum())
     assert parts == blocks
+
+
+def test_a_search_among_many_rows_finds_what_comparing_all_finds(monkeypatch):
+    def plans(most):
+        monkeypatch.setattr(schedule, "MOST_COMPARED", most)
+
+        @jax.jit
+        def both(starts, lengths):
+            decode = schedule.decode_schedule(lengths[:, None], TILE, blocks=7)
+            return decode, schedule.prefill_schedule(starts, lengths, 208, 2, 32, TILE, blocks=9)
+
+        return jax.tree.leaves(both(jnp.array([0, 70, 70, 200]), jnp.array([900, 3, 130])))
+
+    for searched, compared in zip(plans(0), plans(2**24), strict=True):
+        np.testing.assert_array_equal(searched, compared)

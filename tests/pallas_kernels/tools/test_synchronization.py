@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels import backend, mosaic
 from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.ops import OPS
-from pallas_kernels.tools import synchronization
+from pallas_kernels.tools import hazards, synchronization
 from pallas_kernels.tools.targets import TARGETS
 from tests.pallas_kernels.mutant import SPECS, WAITS, LeaveOut
 
@@ -28,22 +28,19 @@ KERNELS = [
 
 
 def _complaints(target, op, spec):
-    gpu = TARGETS[target].gpu
-    kernel = OPS[op].kernel_for(gpu.compute_capability)
-
-    def call(arguments):
-        return spec.op(**arguments, **spec.options, implementation=kernel)
-
-    with backend.compiling_for(gpu):
-        return synchronization.check(jax.make_jaxpr(call)(spec.shapes()))
+    kernel = OPS[op].kernel_for(TARGETS[target].gpu.compute_capability)
+    return synchronization.check(hazards.traced(spec, kernel, TARGETS[target]))
 
 
 @pytest.mark.parametrize(
     ("target", "op", "spec"),
     [(*kernel, spec) for kernel in KERNELS for spec in OPS[kernel[1]].specs],
 )
-def test_kernel_waits_for_all_that_it_reads(target, op, spec):
-    assert _complaints(target, op, OPS[op].specs[spec]) == []
+def test_kernel_waits_for_all_that_it_reads_and_keeps_what_a_gpu_demands(target, op, spec):
+    kernel = OPS[op].kernel_for(TARGETS[target].gpu.compute_capability)
+    traced = hazards.traced(OPS[op].specs[spec], kernel, TARGETS[target])
+    assert synchronization.check(traced) == []
+    assert hazards.check(traced) == []
 
 
 @pytest.mark.parametrize(("target", "op"), KERNELS)

@@ -1,0 +1,160 @@
+"""What became of one op with one spec, what is not acceptable of it, and tables of many."""
+
+from dataclasses import dataclass, field
+
+from pallas_kernels.tools import peers, predict
+from pallas_kernels.tools.balance import Balance
+from pallas_kernels.tools.compiled import Kernel
+from pallas_kernels.tools.targets import TARGETS
+
+# Thread blocks of a kernel that must fit a multiprocessor at the same time.
+RESIDENT = {"paged_decode": 2, "paged_prefill": 1, "page_scores": 2}
+DECODES = ("paged_attention", "quantised_paged_attention", "mixed_precision_attention")
+MOST_LAUNCHES = 3  # of these
+CUT = (*DECODES, "prompt_attention")  # Their thread blocks get equal parts of the work.
+MOST_IDLE, MOST_LONGEST = 0.05, 1.2
+# Specs of these whose schedules must be balanced on Hopper, and the most bytes of partial results
+# for each byte of keys and values.
+BALANCED = {
+    "llama-3-8b": 0.02,
+    "llama-3-8b-256x512": 0.0,
+    "llama-3-8b-one-128k": 0.02,
+    "llama-3-8b-1x4k": 1.0,
+    "llama-3-8b-lserve": 0.02,
+    "llama-3-8b-lserve-kv8": 0.02,
+    "llama-3-8b-kv4": 0.02,
+    "qwen2.5-32b": 0.02,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a whole call could take: seconds, from hopeful to cautious assumptions, and the shares
+    of what bounds it, 'bandwidth' or 'tensor', that it reaches then, from cautious to hopeful."""
+
+    seconds: tuple[float, float]
+    bound: str
+    shares: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of compiling one op with one spec. Memory is in bytes.
+
+    unsynchronized, hazards: the complaints of synchronization.py and of hazards.py.
+    launches: what the op runs on the device.
+    donated, aliased: the bytes that may be written in place, and those that are.
+    balance: of the op's schedule; None without one. call: what a kernel with a loop over tiles can
+        make of the call, where it is the only one.
+    problem: why there is nothing else to say of it.
+    """
+
+    target: str
+    op: str
+    spec: str
+    implementation: str
+    kernels: list[Kernel] = field(default_factory=list)
+    unsynchronized: list[str] = field(default_factory=list)
+    hazards: list[str] = field(default_factory=list)
+    launches: list[str] = field(default_factory=list)
+    temporaries: int = 0
+    donated: int = 0
+    aliased: int = 0
+    seconds: float = 0.0
+    balance: Balance | None = None
+    call: Call | None = None
+    problem: str | None = None
+
+    @property
+    def faults(self) -> list[str]:
+        """The reasons why the result is not acceptable; empty if it is."""
+        if self.problem:
+            return [self.problem]
+        faults = [*self.unsynchronized, *self.hazards]
+        if self.implementation != "xla" and not self.kernels:
+            faults.append("the compiler left no report")
+        for kernel in self.kernels:
+            if kernel.spills or kernel.local_memory_instructions:
+                faults.append(f"{kernel.name} spills {kernel.spills} bytes")
+            resident, found = RESIDENT.get(kernel.launch.name, 1), kernel.occupancy
+            if found.blocks < resident:
+                faults.append(
+                    f"{found.blocks} thread blocks of {kernel.name} fit a multiprocessor, "
+                    f"not {resident}, for want of {found.bound}"
+                )
+        if self.aliased < self.donated or self.temporaries > self.donated > 0:
+            faults.append("a donated array is not written in place")
+        decodes = self.op in DECODES and self.implementation != "xla"
+        if decodes and len(self.launches) > MOST_LAUNCHES:
+            faults.append(f"{len(self.launches)} launches, more than {MOST_LAUNCHES}")
+        hopper = TARGETS[self.target].gpu.compute_capability >= (9, 0)
+        if self.balance and self.op in CUT and hopper and self.spec in BALANCED:
+            faults += _imbalance(self.balance, BALANCED[self.spec])
+        return faults
+
+
+def _imbalance(found: Balance, most_partials: float) -> list[str]:
+    faults = []
+    if found.idle > MOST_IDLE:
+        faults.append(f"{found.idle:.0%} of the thread blocks have no work")
+    if found.longest > MOST_LONGEST:
+        faults.append(f"the longest thread block has {found.longest:.2f} times the mean work")
+    if found.partials > most_partials:
+        faults.append(f"partial results are {found.partials:.1%} of keys and values")
+    return faults
+
+
+def compilers_table(reports: list[Report]) -> str:
+    header = (
+        "target op spec implementation registers spills threads shared resident mma TMA launches "
+        "temp-MB in-place s gate"
+    )
+    rows = [header.split()]
+    for r in reports:
+        columns = [
+            (
+                k.registers, k.spills, k.launch.threads, k.shared_memory, k.occupancy.blocks,
+                k.tensor_core_instructions, k.tma_instructions,
+            )
+            for k in r.kernels
+        ]  # fmt: skip
+        joined = ["/".join(map(str, column)) for column in zip(*columns)] or ["-"] * 7
+        in_place = f"{r.aliased / r.donated:.0%}" if r.donated else "-"
+        outcome = "; ".join(r.faults) or "ok"
+        rows.append([r.target, r.op, r.spec, r.implementation, *joined, str(len(r.launches))])
+        rows[-1] += [f"{r.temporaries / 1e6:.1f}", in_place, f"{r.seconds:.0f}", outcome]
+    return aligned(rows)
+
+
+def loops_table(reports: list[Report]) -> str:
+    header = (
+        "target spec kernel KB-in-flight needed instructions BAR SYNCS waits-for reaches "
+        "blocks idle waves longest partials us of"
+    )
+    rows = [header.split()]
+    for r in reports:
+        over_tiles = [kernel for kernel in r.kernels if kernel.prediction]
+        for kernel in over_tiles:
+            rows.append([r.target, r.spec, kernel.launch.name, *peers.columns(kernel)])
+            # The balance is that of the last one's schedule.
+            rows[-1] += _schedule_columns(r) if kernel is over_tiles[-1] else ["-"] * 7
+    return aligned(rows) if rows[1:] else ""
+
+
+def _schedule_columns(report: Report) -> list[str]:
+    found, call = report.balance, report.call
+    columns = ["-"] * 5
+    if found is not None:
+        shares = f"{found.idle:.1%}", f"{found.waves:.1f}", f"{found.longest:.2f}"
+        columns = [str(found.blocks), *shares, f"{found.partials:.2%}"]
+    if call is None:
+        return [*columns, "-", "-"]
+    seconds = "-".join(f"{1e6 * one:.0f}" for one in call.seconds)
+    return [*columns, seconds, f"{predict.percent(call.shares)} of {call.bound}"]
+
+
+def aligned(rows: list[list[str]]) -> str:
+    if not rows:
+        return ""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
