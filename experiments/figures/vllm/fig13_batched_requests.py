@@ -72,7 +72,8 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
 
 
 def main(options: Options) -> None:
-    dataset, sigma, tried = options.dataset, options.sigma, []
+    dataset, sigma = options.dataset, options.sigma
+    tried: list[Row] = []
     if not sigma:
         sigma, tried = calibrate(dataset, options.calibration_s, options.seed)
     rows = [

@@ -78,10 +78,8 @@ def test_adapters_add_their_pages_and_launches():
 
 @pytest.mark.parametrize("policy", ["vllm", "orca_max", "lserve", "diffkv"])
 def test_decodes_at_once_are_decodes_one_by_one(policy):
-    fields = (
-        {"chunked_prefill": False, "max_num_batched_tokens": 2048} if policy == "diffkv" else {}
-    )
-    clock = declared(policy=policy, **fields)
+    whole: dict[str, Any] = {"chunked_prefill": False, "max_num_batched_tokens": 2048}
+    clock = declared(policy=policy, **(whole if policy == "diffkv" else {}))
     contexts = np.array([40, 900]) + np.arange(20)[:, None]
     at_once = clock.decodes_s(contexts, np.array([0, -1]))
     alone = [float(clock.decodes_s(row[None], np.array([0, -1]))[0]) for row in contexts]
