@@ -6,8 +6,9 @@
 Arrivals are a Poisson process whose rate rises from 0 to --peak_rate and falls again over
 --duration_s seconds. Requests ask for --adapters by the paper's --popularity, and each runner loads
 those that its requests ask for into --adapter_slots. --runners is 'simulated' (the engines' own
-schedulers over the time that a roofline says; not a measurement of any GPU), 'threads' (an engine
-on each of JAX's devices) or 'ray' (an engine in each Ray actor; extra `cluster`).
+schedulers over a cost model's time, on GPUs of a data sheet; not a measurement of any GPU),
+'threads' (an engine on each of JAX's devices) or 'ray' (an engine in each Ray actor; extra
+`cluster`).
 
 The seed gives the requests, and in simulated time the whole run. Writes to --output_dir:
 report.json, summary.json, working_sets.csv (each second), requests.csv, cluster.png, and random
@@ -29,12 +30,18 @@ from tqdm import tqdm
 from experiments.lib import adapters, cluster_report, run_record, serving
 from experiments.lib.cluster_report import Sample
 from experiments.lib.engines import engine_config
-from experiments.lib.flags import define_engine_flags, define_float, fields_of
+from experiments.lib.flags import (
+    define_engine_flags,
+    define_float,
+    define_simulated_flags,
+    fields_of,
+)
 from experiments.lib.program import Options, Program, refusals
 from experiments.lib.runners import ray_actors, threads, uuids
 from experiments.workloads import popularity, ramp
 from models import checkpoint
 from models.config import ModelConfig
+from models.lora import num_pages
 from paged.adapters.adapter import Adapter
 from paged.cluster.cluster import Arrival
 from paged.cluster.live import LiveCluster
@@ -43,8 +50,8 @@ from paged.cluster.simulated import SimulatedCluster
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
-from paged.simulator.executor import RooflineCost, SimulatedExecutor
-from pallas_kernels.specs import Rates
+from paged.simulator.executor import SimulatedExecutor
+from paged.simulator.step_cost import StepCost
 
 RUNNERS = ("simulated", "threads", "ray")
 PERIOD_S = 1.0  # of samples
@@ -67,13 +74,18 @@ def serve(
 
 
 def simulated(options: Options, model: ModelConfig, config: EngineConfig) -> SimulatedCluster:
-    """Engines over a roofline."""
-    rates = Rates(1e9 * options.gigabytes_per_s, 1e12 * options.teraflops_per_s)
-    cost = RooflineCost(model, rates, options.dtype, more_s=options.more_s)
+    """Engines over a cost model. Adapters are taken to be of the largest rank."""
+    cost = StepCost.declare(
+        model, config, options.gpu, options.dtype, options.host,
+        adapter_pages=num_pages(config.max_adapter_rank),
+    )  # fmt: skip
     engines = {
         uuid: Engine(
             model, config,
-            SimulatedExecutor(cost, vocab_size=model.vocab_size, dtype=options.dtype),
+            SimulatedExecutor(
+                cost, vocab_size=model.vocab_size, dtype=options.dtype,
+                adapter_page_s=cost.adapter_page_s,
+            ),
         )
         for uuid in uuids(options.num_gpus)
     }  # fmt: skip
@@ -179,8 +191,8 @@ def write(
     footer = run_record.hardware_line(environment)
     if options.runners == "simulated":
         footer = (
-            f"simulated time: roofline of {options.gigabytes_per_s:g} GB/s and "
-            f"{options.teraflops_per_s:g} TFLOP/s, {1e3 * options.more_s:g} ms more a step"
+            f"simulated time: cost model of {options.gpu} (experiments.fit_cost_model), "
+            f"host {options.host}"
         )
     numbers = cluster_report.summary(cluster, samples, max_batch)
     table = cluster_report.table(numbers, max_batch)
@@ -215,9 +227,7 @@ def define_flags() -> None:
     define_float("peak_rate", 10.0, "requests a second at half of it", lower_bound=1e-3)
     define_float("rebalance_s", 10.0, "period of consolidation in seconds", lower_bound=1e-3)
     flags.DEFINE_integer("length_divisor", 1, "divides all lengths", lower_bound=1, upper_bound=64)
-    define_float("gigabytes_per_s", 1244.0, "of memory, on simulated GPUs", lower_bound=1e-3)
-    define_float("teraflops_per_s", 218.0, "on simulated GPUs", lower_bound=1e-3)
-    define_float("more_s", 0.0, "of each step on simulated GPUs, beside its roofline", 0.0)
+    define_simulated_flags("a100-40")
     adapters.define_flags("skewed")
     define_engine_flags()
 

@@ -20,7 +20,7 @@ from paged.in_flight import InFlight
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.policy import HostPolicy, PrefixCachingHost
 from paged.kv_cache.usage import Usage
-from paged.metrics import StepRecord
+from paged.metrics import StepRecord, memory_facts
 from paged.scheduling.scheduled_step import ScheduledStep, by_adapter
 from paged.scheduling.scheduler import Scheduler
 
@@ -199,13 +199,14 @@ class DecodeRuns:
     ) -> Run:  # fmt: skip
         """ends: of the step in flight, and of each step of the run."""
         scheduler, s, steps = self._scheduler, self._scheduler.slots, len(usages)
-        before = flight.facts | {name: 0 for name in ("preemptions", "swapped_out", "swapped_in")}
-        before |= {"prefill_tokens": 0, "decode_tokens": len(slots), "copied_blocks": 0}
-        before |= {"num_running": len(scheduler.running), "num_waiting": len(scheduler.waiting)}
-        facts = [flight.facts]
-        for usage in usages:
-            of_memory = {f"kv_{name}": n for name, n in vars(usage).items() if name != "bytes"}
-            facts.append(before | of_memory | {"kv_bytes": sum(usage.bytes.values())})
+        facts_of_all = {
+            "prefill_tokens": 0,
+            "decode_tokens": len(slots),
+            "num_running": len(scheduler.running),
+            "num_waiting": len(scheduler.waiting),
+            "preemptions": 0,
+        }
+        facts = [flight.facts, *(facts_of_all | memory_facts(usage) for usage in usages)]
         times = ends.tolist()
         starts = [max(flight.dispatched_s, previous_end_s), *times]
         records = [

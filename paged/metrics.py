@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paged.kv_cache.moves import count_units
+from paged.kv_cache.policy import Usage
 from paged.requests.sequence import RequestOutput, SequenceGroup
 from paged.scheduling.scheduled_step import ScheduledStep
 from paged.scheduling.scheduler import Scheduler
@@ -66,7 +67,6 @@ class RequestRecord:
 
 def step_facts(step: ScheduledStep, scheduler: Scheduler) -> dict[str, int]:
     """What a StepRecord says of a step that has just been scheduled, its times apart."""
-    usage = scheduler.policy.usage()
     return {
         "prefill_tokens": step.num_prefill_tokens,
         "decode_tokens": step.num_decode_tokens,
@@ -76,7 +76,19 @@ def step_facts(step: ScheduledStep, scheduler: Scheduler) -> dict[str, int]:
         "swapped_out": count_units(step.moves.exports),
         "swapped_in": count_units(step.moves.imports),
         "copied_blocks": count_units(step.moves.copies),
-        **{f"kv_{name}": value for name, value in vars(usage).items() if name != "bytes"},
+        **memory_facts(scheduler.policy.usage()),
+    }
+
+
+def memory_facts(usage: Usage) -> dict[str, int]:
+    """What a StepRecord says of KV memory."""
+    return {
+        "kv_token_states": usage.token_states,
+        "kv_reserved": usage.reserved,
+        "kv_internal": usage.internal,
+        "kv_external": usage.external,
+        "kv_free": usage.free,
+        "kv_shared": usage.shared,
         "kv_bytes": sum(usage.bytes.values()),
     }
 

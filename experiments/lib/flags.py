@@ -22,6 +22,8 @@ from models import checkpoint
 from paged.checks import help_of
 from paged.engine import EngineConfig
 from paged.kv_cache import POLICIES
+from paged.simulator.machines import MACHINES
+from paged.simulator.step_cost import HOSTS
 from pallas_kernels.paged_attention.api import DECODE, PREFILL
 
 flags.disclaim_key_flags()  # --help lists the flags as the program's own
@@ -193,6 +195,12 @@ def define_dtype(default: str) -> None:
 def define_executor_flag() -> None:
     """Define --executor, which `loading` takes where it is defined."""
     flags.DEFINE_enum("executor", "device", EXECUTORS, "what runs the steps")
+
+
+def define_simulated_flags(gpu: str) -> None:
+    """Of a clock that `StepCost.declare` makes."""
+    flags.DEFINE_enum("gpu", gpu, list(MACHINES), "simulated GPU, by its data sheet")
+    flags.DEFINE_enum("host", "none", list(HOSTS), "system whose host's part of a step is added")
 
 
 def define_engine_flags(defaults: EngineConfig | None = None) -> None:

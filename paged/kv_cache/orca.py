@@ -119,11 +119,9 @@ class ReservingHost:
         """See `paged.decode_runs.SteadyHost`."""
         before = self.usage()
         self._computed[slots] = num_tokens + most - 1
-        steps = (len(slots) * step for step in range(1, most + 1))
-        return [
-            replace(before, token_states=before.token_states + n, reserved=before.reserved - n)
-            for n in steps
-        ]
+        states, reserved, *rest = vars(before).values()
+        written = (len(slots) * step for step in range(1, most + 1))
+        return [Usage(states + n, reserved - n, *rest) for n in written]
 
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
         raise AssertionError("no fork: a policy's capabilities tell")

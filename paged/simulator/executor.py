@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from models.config import ModelConfig
 from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
 from paged.adapters.loads import SimulatedLoads
 from paged.clock import VirtualClock
@@ -14,8 +13,6 @@ from paged.device.step import StepOutputs
 from paged.device.step_inputs import StepInputs
 from paged.kv_cache.moves import Moves
 from paged.simulator.recorded import RecordedTokens
-from paged.simulator.roofline import step_cost
-from pallas_kernels.specs import Rates
 
 
 @dataclass(frozen=True)
@@ -35,27 +32,6 @@ class LinearCost:
         """Of steps [k] that compute one token of each row, contexts [k, n] after the step."""
         step_s = self.step_s + self.token_s * contexts.shape[1]
         return step_s + self.cached_token_s * contexts.sum(1)
-
-
-@dataclass(frozen=True)
-class RooflineCost:
-    """The time of a step on a simulated device: its floor, and `more_s` seconds.
-
-    rates: what kernels achieve there, rather than its data sheet's. dtype: of weights and KV cache.
-    """
-
-    model: ModelConfig
-    rates: Rates
-    dtype: str = "float32"
-    more_s: float = 0.0
-
-    def __call__(self, inputs: StepInputs) -> float:
-        S = inputs.lengths.shape[0]
-        new = np.bincount(np.minimum(inputs.token_rows, S), minlength=S)[:S]
-        rows = np.flatnonzero((new > 0) & (np.asarray(inputs.lengths) > 0))
-        contexts = np.asarray(inputs.lengths)[rows].tolist()
-        cost = step_cost(self.model, contexts, new[rows].tolist(), self.dtype)
-        return self.rates.floor_s(cost) + self.more_s
 
 
 class _SimulatedOutputs:
@@ -124,7 +100,9 @@ class SimulatedExecutor:
     def execute(self, inputs: StepInputs) -> _SimulatedOutputs:
         start = max(self.clock.now(), self._device_free_s)
         lengths = _lengths_by_iteration(inputs)
-        self._device_free_s = start + sum(self._cost(replace(inputs, lengths=n)) for n in lengths)
+        costs = [self._cost(inputs)]
+        costs += [self._cost(replace(inputs, lengths=later)) for later in lengths[1:]]
+        self._device_free_s = start + sum(costs)
         number = self._num_steps
         self._num_steps += 1
         if self._recorded:

@@ -3,6 +3,7 @@
 import functools
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
@@ -58,8 +59,10 @@ class StepCost:
         """Of what `config` serves on as many GPUs as it has shards.
 
         Raises ValueError for a GPU or a host's name that is unknown, for a policy without a layout,
-        and for a number of GPUs whose all-reduces are not known.
+        for a dtype that has not 16 bits, and for a number of GPUs whose all-reduces are not known.
         """
+        if jnp.dtype(dtype).itemsize != ITEMSIZE:
+            raise ValueError(f"simulated GPUs compute in 16 bits: dtype float16, not {dtype}")
         sharded = ShardedModel.split(model, config.tensor_parallel, dtype)
         make = POLICIES[config.policy].layout
         if make is None:

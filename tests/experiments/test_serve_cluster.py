@@ -60,7 +60,7 @@ def test_the_simulation_says_so_and_repeats(tmp_path):
     run(tmp_path / "two", SIMULATED)
     for name in ("working_sets.csv", "requests.csv", "summary.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    assert "simulated time: roofline" in said and "Punica §7.3" in said
+    assert "simulated time: cost model of a100-40" in said and "Punica §7.3" in said
     requests = rows(tmp_path / "one", "requests.csv")
     assert numbers["failed"] == 0 and len(requests) == numbers["requests"]
     assert numbers["tokens"] == sum(int(request["output_tokens"]) for request in requests)
@@ -148,8 +148,8 @@ def test_a_failure_is_told_after_what_was_served_is_written(tmp_path, capsys):
     how = SamplingParams(max_tokens=5, ignore_eos=True)
     arrivals = [Arrival(0.4 * i, [5], how) for i in range(9)]
     options = Options(
-        output_dir=str(tmp_path), runners="simulated", gigabytes_per_s=1.0, teraflops_per_s=1.0,
-        more_s=0.0, num_gpus=1, model="tiny", duration_s=4.0, peak_rate=2.0, max_num_seqs=8,
+        output_dir=str(tmp_path), runners="simulated", gpu="a100-40", host="none",
+        num_gpus=1, model="tiny", duration_s=4.0, peak_rate=2.0, max_num_seqs=8,
     )  # fmt: skip
     assert serve_cluster.serve_and_write(options, cluster, arrivals, {}) == 1
     requests = rows(tmp_path, "requests.csv")

@@ -71,7 +71,7 @@ def runs(draw, policy: str):
     adapters = draw(st.sampled_from([0, 0, 3]))
     if adapters:
         fields["adapter_slots"] = 2
-    tokens = draw(st.sampled_from([272, 400, 2000])) + 800 * (policy in ("diffkv", "lserve"))
+    tokens = draw(st.sampled_from([352, 480, 2000])) + 800 * (policy in ("diffkv", "lserve"))
     kind = draw(st.sampled_from(["one", "one", "parallel", "beam"])) if not reserves else "one"
     sampling = SamplingParams()
     if kind == "parallel":

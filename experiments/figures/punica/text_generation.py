@@ -3,10 +3,10 @@
 python -m experiments.figures.punica.text_generation
 
 Fig. 11, one GPU, is measured; Fig. 12, a model of 70 billion parameters on eight GPUs
-(--flagfile=configs/text_generation_70b.flags), is simulated: the engine's own scheduler over the
-time that a roofline says, not a measurement of any GPU. All requests are there from the start, have
-the lengths of ShareGPT, divided by --length_divisor, and are served first come, first served, in
-batches of up to --max_num_seqs:
+(--flagfile=configs/text_generation_70b.flags), is simulated: the engine's own scheduler over a cost
+model's time on --gpus GPUs of a data sheet, not a measurement of any GPU. All requests
+are there from the start, have the lengths of ShareGPT, divided by --length_divisor, and are served
+first come, first served, in batches of up to --max_num_seqs:
 
     punica             LoRA; a batch has requests of any adapters
     one_adapter        the same engine with LoRA, but a batch has requests of one adapter only
@@ -37,13 +37,12 @@ from tqdm import tqdm
 
 from experiments import serve
 from experiments.bench.vs_transformers import RANDOM_100M, model_folder
-from experiments.figures.punica.simulated_gpus import SharedCost
 from experiments.lib import random_adapters, run_record
 from experiments.lib.engines import check_implementation, engine_config, keep_compilations
 from experiments.lib.flags import (
     define_engine_flags,
     define_executor_flag,
-    define_float,
+    define_simulated_flags,
     fields_of,
 )
 from experiments.lib.program import Options, Program, refusals
@@ -52,12 +51,13 @@ from experiments.workloads.popularity import POPULARITIES
 from experiments.workloads.workloads import PAPER_CONTEXT, Request
 from models import checkpoint
 from models.config import ModelConfig
+from models.lora import num_pages
 from paged.adapters.adapter import Adapter
 from paged.config import EngineConfig
 from paged.device.tensor_parallel import Shards
 from paged.engine import Engine
 from paged.simulator.executor import SimulatedExecutor
-from pallas_kernels.specs import Rates
+from paged.simulator.step_cost import StepCost
 
 SYSTEMS = ("punica", "one_adapter", "vllm", "fastertransformer")
 WITH_LORA = ("punica", "one_adapter")
@@ -203,17 +203,16 @@ def make_engines(
     names = [f"a{i}" for i in range(options.num_requests)]
     make: Callable[[EngineConfig], Engine]
     if options.executor == "simulated":
-        rates = Rates(1e9 * options.gigabytes_per_s, 1e12 * options.teraflops_per_s)
-        cost = SharedCost(
-            model, rates, options.gpus, options.dtype, options.rank, options.more_s,
-            options.lora_more_s,
+        cost = StepCost.declare(
+            model, replace(config, tensor_parallel=options.gpus), options.gpu, options.dtype,
+            options.host, adapter_pages=num_pages(options.rank),
         )  # fmt: skip
         adapters = [Adapter(name, "", "random", options.rank) for name in names]
 
         def make(config: EngineConfig) -> Engine:
             simulated = SimulatedExecutor(
                 cost, vocab_size=model.vocab_size, dtype=options.dtype,
-                adapter_page_s=options.adapter_page_s,
+                adapter_page_s=cost.adapter_page_s,
             )  # fmt: skip
             return Engine(model, config, simulated)
     else:
@@ -287,9 +286,8 @@ def main(options: Options) -> None:
     footer = run_record.hardware_line(environment)
     if options.executor == "simulated":
         footer = (
-            f"simulated time: roofline of {options.gpus} × {options.gigabytes_per_s:g} GB/s and "
-            f"{options.teraflops_per_s:g} TFLOP/s, {1e3 * options.more_s:g} ms more a step, "
-            f"{1e3 * options.lora_more_s:g} ms with LoRA"
+            f"simulated time: cost model of {options.gpus} × {options.gpu} "
+            f"(experiments.fit_cost_model), host {options.host}"
         )
     title = f"{options.num_requests:,} requests, {options.model}, rank {options.rank}"
     facts = {
@@ -316,11 +314,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("length_divisor", 8, "divides all lengths", lower_bound=1, upper_bound=64)
     flags.DEFINE_integer("rank", 16, "of the adapters", lower_bound=1)
     flags.DEFINE_integer("gpus", 1, "simulated ones that share the model", lower_bound=1)
-    define_float("gigabytes_per_s", 1244.0, "of memory, on a simulated GPU", lower_bound=1e-3)
-    define_float("teraflops_per_s", 218.0, "on a simulated GPU", lower_bound=1e-3)
-    define_float("more_s", 0.0, "of each simulated step, beside its roofline", 0.0)
-    define_float("lora_more_s", 0.002, "of each simulated step with adapters", 0.0)
-    define_float("adapter_page_s", 0.002, "to load 16 ranks of an adapter, simulated", 0.0)
+    define_simulated_flags("a100-80")
     define_executor_flag()
     define_engine_flags()
 

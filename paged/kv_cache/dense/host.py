@@ -1,7 +1,5 @@
 """Host half of the dense policy: a block pool with reference counts, and block tables."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from paged.blocks.block_pool import NULL_BLOCK, BlockPool
@@ -127,28 +125,29 @@ class DenseHost:
     def decode_steps(self, number: int, slots, num_tokens, most: int) -> list[Usage]:
         """See `paged.decode_runs.SteadyHost`."""
         tables, P = self.block_tables, self.block_tables.page_size
-        held = tables.num_blocks[slots]
-        needed = tables.blocks_for(num_tokens + np.arange(most)[:, None]) - held
+        more = np.arange(most)[:, None]
+        needed = tables.blocks_for(num_tokens + more) - tables.num_blocks[slots]
         grown = np.maximum(needed, 0).sum(1)
         steps = int(np.searchsorted(grown, self.pool.num_free, side="right"))
         if not steps or tables.copies_tail(slots, num_tokens):
             return []
         before, n = self.usage(), len(slots)
-        room = np.maximum(tables.num_tokens[slots], num_tokens + np.arange(steps)[:, None]).sum(1)
+        room = np.maximum(tables.num_tokens[slots], num_tokens + more[:steps]).sum(1)
         room = (room - tables.num_tokens[slots].sum()).tolist()
         assert (self._computed[slots] == num_tokens - 1).all(), "rows compute their newest token"
         tables.append(slots, num_tokens + steps - 1)
         self._computed[slots] = num_tokens + steps - 1
+        unit_bytes = self.pools[0].unit_bytes
+        held = before.bytes[self._name] // unit_bytes
         usages = []
         for step, blocks in enumerate(grown[:steps].tolist()):
             reserved = before.reserved + room[step] - n * (step + 1)
             internal = before.internal + blocks * P - room[step]
-            used = before.bytes[self._name] // self.pools[0].unit_bytes + blocks
+            used = held + blocks
             usages.append(
-                replace(
-                    before, token_states=used * P - reserved - internal, reserved=reserved,
-                    internal=internal, free=before.free - blocks * P,
-                    bytes={self._name: used * self.pools[0].unit_bytes},
+                Usage(
+                    used * P - reserved - internal, reserved, internal, 0, before.free - blocks * P,
+                    before.shared, {self._name: used * unit_bytes},
                 )
             )  # fmt: skip
         return usages

@@ -9,10 +9,6 @@ from jax.extend.core import jaxprs_in_params
 from models import params as parameters
 from models.config import ModelConfig
 from models.families import family
-from paged.device.step_inputs import StepInputs
-from paged.engine import Engine, EngineConfig
-from paged.requests.sampling_params import SamplingParams
-from paged.simulator.executor import RooflineCost, SimulatedExecutor
 from paged.simulator.roofline import layer_bytes, measure, step_cost
 from pallas_kernels.specs import Cost, Rates
 
@@ -153,28 +149,3 @@ def test_rates_are_the_best_of_what_is_measured():
     assert rates.bytes_per_s == max(measured["read_bytes_per_s"], measured["copy_bytes_per_s"])
     assert rates.dispatch_s == measured["dispatch_s"]
     assert Rates.best({"read_bytes_per_s": 5.0, "dot_flops_per_s": 7.0}) == Rates(5.0, 7.0, 0.0)
-
-
-def test_a_simulated_step_takes_the_floor_of_its_rows():
-    """Of chunks, decodes and iterations, not of padding."""
-    rates, seen = Rates(bytes_per_s=1e9, flops_per_s=1e9), []
-    cost = RooflineCost(LLAMA, rates, "float16", more_s=0.5)
-
-    def recorded(inputs: StepInputs) -> float:
-        seen.append(cost(inputs))
-        return seen[-1]
-
-    config = EngineConfig(
-        max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, multi_step=2, run_ahead=False
-    )
-    engine = Engine(LLAMA, config, SimulatedExecutor(recorded, vocab_size=50))
-    engine.generate([[5] * 11, [6] * 2], SamplingParams(max_tokens=3, ignore_eos=True))
-    steps = [  # contexts and new tokens
-        ([8], [8]),
-        ([11, 2], [3, 2]),
-        ([12, 3], [1, 1]),  # two iterations in one dispatch
-        ([13, 4], [1, 1]),
-    ]
-    floors = [rates.floor_s(step_cost(LLAMA, *step, "float16")) + 0.5 for step in steps]
-    assert seen == pytest.approx(floors)
-    assert engine.executor.clock.now() == pytest.approx(sum(floors))

@@ -11,17 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.bench.decode_inputs import fill_decodes, fill_segments
 from experiments.figures.punica import text_generation
-from experiments.figures.punica.simulated_gpus import ALL_REDUCE, SharedCost
 from models import checkpoint
 from paged.adapters.adapter import Adapter
 from paged.config import EngineConfig
-from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine
 from paged.simulator.executor import SimulatedExecutor
-from paged.simulator.roofline import lora_cost, step_cost
-from pallas_kernels.specs import Rates
+from paged.simulator.step_cost import StepCost
 
 ROOT = Path(__file__).parents[4]
 LLAMA_70B = ROOT / "configs" / "models" / "llama-2-70b"
@@ -46,25 +42,6 @@ def test_systems_without_many_adapters_batch_only_requests_that_follow_each_othe
     assert len({request.adapter for request in distinct}) == 9
 
 
-def test_a_step_on_gpus_that_share_a_model_takes_its_parts():
-    model, rates = checkpoint.load_config(str(LLAMA_70B)), Rates(1e12, 1e14)
-    inputs = empty_step_inputs(0, 4, 4, 4, 8, adapters=True)
-    fill_decodes(inputs, [10, 20, 30, 5], 16)
-    eight = SharedCost(model, rates, 8, "float16", 16, more_s=1e-3, lora_more_s=2e-3)
-    whole = step_cost(model, [10, 20, 30, 5], dtype="float16")
-    least_s, bytes_per_s = ALL_REDUCE[8]
-    all_reduce = least_s + 2 * 7 / 8 * 4 * 8192 * 2 / bytes_per_s
-    base = whole.bytes / 8e12 + 1e-3 + 2 * 80 * all_reduce
-    assert eight(inputs) == pytest.approx(base)
-    fill_segments(inputs, [1, 3])
-    added = lora_cost(model, 16, 2, 4, "float16").bytes / 8e12 + 2e-3
-    assert eight(inputs) == pytest.approx(base + added)
-    alone = replace(eight, gpus=1, more_s=0.0, lora_more_s=0.0)
-    assert alone(inputs) == pytest.approx(8 * (added - 2e-3) + whole.bytes / 1e12)
-    with pytest.raises(ValueError, match="1, 2, 4 or 8 GPUs, not 3"):
-        replace(eight, gpus=3)
-
-
 def program(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "experiments.figures.punica.text_generation", *map(str, arguments)],
@@ -75,8 +52,8 @@ def program(*arguments: object) -> subprocess.CompletedProcess:
 def simulated_engines() -> dict[str, Engine]:
     """Of all systems, as the figure's flags have them."""
     model = checkpoint.load_config(str(LLAMA_70B))
-    cost = SharedCost(model, Rates(1244e9, 218e12), 8, more_s=0.004, lora_more_s=0.002)
-    config = EngineConfig(max_prefills_per_step=1, max_model_len=64)
+    config = EngineConfig(max_prefills_per_step=1, max_model_len=64, tensor_parallel=8)
+    cost = StepCost.declare(model, config, "a100-40")
     engines = {}
     for system in text_generation.SYSTEMS:
         changes: dict[str, Any] = {}

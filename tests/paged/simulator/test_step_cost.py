@@ -1,0 +1,112 @@
+"""The clock of simulated GPUs: a step takes its parts, recounted here."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models import checkpoint
+from models.config import ModelConfig
+from paged.adapters.adapter import Adapter
+from paged.config import EngineConfig
+from paged.device.step_inputs import StepInputs
+from paged.engine import Engine
+from paged.kv_cache.work import kv_bytes_of_token
+from paged.requests.sampling_params import SamplingParams
+from paged.simulator.executor import SimulatedExecutor
+from paged.simulator.layer import adapters_s, head_ops, layer_ops
+from paged.simulator.step_cost import StepCost
+
+LLAMA = checkpoint.load_config("configs/models/llama-2-7b")
+SMALL = ModelConfig(num_layers=3, vocab_size=64, max_position_embeddings=256)
+
+
+def declared(model=LLAMA, gpu: str = "a100-80", **fields: Any) -> StepCost:
+    clock = {name: fields.pop(name) for name in ("host", "attention_knob") if name in fields}
+    return StepCost.declare(model, EngineConfig(**fields), gpu, **clock)
+
+
+def timed(config: EngineConfig, prompts, max_tokens: int, adapters: int = 0):
+    """The clock, (contexts, new tokens) and seconds of each step, and simulated time."""
+    clock = StepCost.declare(SMALL, config, "a100-40")
+    steps: list[tuple[list[int], list[int]]] = []
+    seconds: list[float] = []
+
+    def recorded(inputs: StepInputs) -> float:
+        new = np.bincount(inputs.token_rows, minlength=len(inputs.lengths) + 1)[:-1]
+        rows = np.flatnonzero(new)
+        steps.append((np.asarray(inputs.lengths)[rows].tolist(), new[rows].tolist()))
+        seconds.append(clock(inputs))
+        return seconds[-1]
+
+    executor = SimulatedExecutor(recorded, vocab_size=64, first_token=3, adapter_page_s=1e-6)
+    engine = Engine(SMALL, config, executor)
+    names = [f"a{i}" for i in range(adapters)]
+    for name in names:
+        engine.add_known_adapter(Adapter(name, "", "random", 16))
+    how = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    engine.generate(prompts, how, names or None)
+    return clock, steps, seconds, engine.executor.clock.now()
+
+
+def test_a_step_is_its_layers_its_attention_and_its_head():
+    """Of chunks and decodes, not of padding."""
+    config = EngineConfig(
+        max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, run_ahead=False
+    )
+    clock, steps, seconds, now = timed(config, [[5] * 11, [6] * 2], 2)
+    assert steps == [([8], [8]), ([11, 2], [3, 2]), ([12, 3], [1, 1])]
+    for (contexts, new), found, sampled in zip(steps, seconds, (0, 2, 2), strict=True):
+        ops = layer_ops(clock.model, sum(new)).values()
+        layer = sum(clock.costs.op_s(op) for op in ops)
+        work = clock.layout.work(np.array(contexts), np.array(new))
+        layer += sum(clock.costs.part_s(part) for part in work.values())
+        head = head_ops(clock.model, sum(new), sampled).values()
+        expected = 3 * layer + sum(clock.costs.op_s(op) for op in head)
+        assert found == pytest.approx(expected)
+    assert now == pytest.approx(sum(seconds))
+
+
+def test_adapters_add_their_pages_and_launches():
+    config = EngineConfig(max_num_seqs=4, max_model_len=64, adapter_slots=4)
+    clock, steps, seconds, _ = timed(config, [[5] * 3, [6] * 3], 9, adapters=2)
+    both = max(i for i, (_, new) in enumerate(steps) if new == [1, 1])
+    plain = clock.dense_s(2, 2) + float(clock.attention_s(np.array(steps[both][0]), np.ones(2)))
+    added = 3 * adapters_s(clock.costs, clock.model, pages=2, tokens=2)
+    assert seconds[both] == pytest.approx(plain + added)
+
+
+@pytest.mark.parametrize("policy", ["vllm", "orca_max", "lserve", "diffkv"])
+def test_decodes_at_once_are_decodes_one_by_one(policy):
+    whole: dict[str, Any] = {"chunked_prefill": False, "max_num_batched_tokens": 2048}
+    clock = declared(policy=policy, **(whole if policy == "diffkv" else {}))
+    contexts = np.array([40, 900]) + np.arange(20)[:, None]
+    at_once = clock.decodes_s(contexts, np.array([0, -1]))
+    alone = [float(clock.decodes_s(row[None], np.array([0, -1]))[0]) for row in contexts]
+    assert at_once.tolist() == alone
+    assert (np.diff(clock.decodes_s(contexts[::4], np.array([-1, -1]))) > 0).all()
+
+
+def test_what_changes_a_step():
+    contexts, none = np.full((1, 32), 1000), np.full(32, -1)
+    whole = declared().decodes_s(contexts, none)[0]
+    # An A100 reads 13 GB of weights and 17 GB of keys and values in 8 and in 11 ms.
+    kv_s = 32 * kv_bytes_of_token(LLAMA, "float16") * 32_000 / (2039e9 * 0.775)
+    assert whole == pytest.approx(8e-3 + kv_s, rel=0.15)
+    assert declared(attention_knob=1.2).decodes_s(contexts, none)[0] - whole == pytest.approx(
+        0.2 * (kv_s + 32 * 10e-6), rel=0.03
+    )
+    half = declared(tensor_parallel=2).decodes_s(contexts, none)[0]
+    assert whole / 2 + 64 * 46e-6 < half < whole
+    assert declared(quantization="w8a8").decodes_s(contexts, none)[0] < whole
+    assert declared(gpu="h200").decodes_s(contexts, none)[0] < whole / 1.8
+    assert declared(host="punica").decodes_s(contexts[:, :1], none[:1])[0] == 30e-3
+
+
+def test_what_cannot_be_simulated_is_refused():
+    with pytest.raises(ValueError, match="host 'vllm' is none of none, punica"):
+        declared(host="vllm")
+    with pytest.raises(ValueError, match="16 bits: dtype float16, not float32"):
+        StepCost.declare(LLAMA, EngineConfig(), "a100-80", "float32")
+    with pytest.raises(ValueError, match="1, 2, 4 and 8 GPUs, not 16"):
+        declared(tensor_parallel=16)
