@@ -62,7 +62,8 @@ def choose(
 
     implementations: those of the op, by name.
     implementation: the name of the one to run; without a GPU, kernels run in Pallas's interpreter.
-        None chooses 'mosaic_gpu' on a Hopper GPU if it can run the arguments, and otherwise 'xla'.
+        None chooses 'mosaic_gpu' on a Hopper GPU if it can run the arguments, and otherwise 'xla';
+        on other GPUs the log says once for each op what that costs.
     refusal: why 'mosaic_gpu' cannot run the arguments, or None if it can.
 
     Raises ValueError if the op has no implementation of that name, or if that implementation cannot
@@ -82,8 +83,15 @@ def choose(
     gpu = current_gpu()
     if gpu is None or refusal or "mosaic_gpu" not in implementations:
         return xla
-    if gpu.compute_capability[0] != MADE_FOR["mosaic_gpu"]:
-        _say_once(f"GPUs of compute capability {gpu.compute_capability} run {op} as 'xla'")
+    major, minor = gpu.compute_capability
+    if major != MADE_FOR["mosaic_gpu"]:
+        named = [name for name in implementations if MADE_FOR.get(name) == major]
+        _say_once(
+            f"{op} runs as 'xla' on a GPU of compute capability {major}.{minor}: its kernel is for "
+            f"{MADE_FOR['mosaic_gpu']}.x (Hopper). XLA copies pages before it reads them, about "
+            "three times the bytes, in a loop of small launches; no GPU has timed that"
+            + "".join(f". A call may name implementation={name!r}" for name in named)
+        )
         return xla
 
     def on_either_device(*arrays, **options):

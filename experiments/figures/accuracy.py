@@ -35,6 +35,7 @@ from paged.kv_cache.lserve.gates import Gates, read_gates
 
 flags.disclaim_key_flags()  # --help lists the flags as the program's own
 FILES = ("accuracy.csv", "accuracy.png")
+PAGE_SIZE = 64
 # What is drawn of `Row`: the bounds of its interval, and what it is.
 MEASURES = {
     "difference": ("difference_low", "difference_high", "right answers, points to dense"),
@@ -109,7 +110,7 @@ def config_of(options: Options, **fields: Any) -> EngineConfig:
     """An engine for the prompts of the flags. Raises ValueError for what cannot work."""
     longest = longest_of(options)
     common = {
-        "page_size": 64, "max_model_len": longest, "max_num_seqs": 16,
+        "page_size": PAGE_SIZE, "max_model_len": longest, "max_num_seqs": 16,
         "kv_cache_tokens": 17 * longest, "max_num_batched_tokens": 1024,
     }  # fmt: skip
     return engine_config(checkpoint.load_config(options.model), **common | fields)
@@ -122,7 +123,7 @@ def longest_context(options: Options) -> int:
 
 def longest_of(options: Options) -> int:
     """The longest of the contexts, rounded up to whole pages."""
-    return -(-longest_context(options) // 64) * 64
+    return -(-longest_context(options) // PAGE_SIZE) * PAGE_SIZE
 
 
 def require_some(options: Options, *names: str) -> None:

@@ -55,6 +55,19 @@ def test_other_gpus_run_xla(capability):
     assert not _kernels_in(llama, backend.GPU(capability, 100))
 
 
+@pytest.mark.parametrize(("capability", "more"), [((8, 0), True), ((10, 0), False)])
+def test_other_gpus_are_told_what_runs_as_xla_and_what_it_costs(capability, more, caplog):
+    backend._say_once.cache_clear()
+    llama = specs.decode(specs.DECODE_SHAPES["llama-3-8b"])
+    for _ in range(2):
+        _kernels_in(llama, backend.GPU(capability, 100))
+    (record,) = caplog.records
+    number = ".".join(map(str, capability))
+    said = f"paged_attention runs as 'xla' on a GPU of compute capability {number}: its kernel is"
+    assert record.message.startswith(said) and "three times the bytes" in record.message
+    assert record.message.endswith("implementation='mosaic_gpu_ampere'") == more
+
+
 def test_a_program_for_hopper_still_runs_on_the_cpu():
     """A machine with a GPU may hold arrays on its CPU."""
     spec = specs.decode(Attention(Heads(4, 2, 64), sequences=3, context=70, ragged=True))

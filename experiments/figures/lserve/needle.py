@@ -7,7 +7,8 @@ answers, and LServe with half of the KV heads streaming, at each of --budgets.
 
 Claim (Fig. 9): LServe finds the needle at all lengths and depths where the dense model does, at a
 budget far below the longest context. Writes to --output_dir: accuracy.csv,
-accuracy.png (share of right answers, length by depth), report.json and summary.json.
+accuracy.png (share of right answers, length by depth; hatched where no prompt is), report.json and
+summary.json.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from absl import flags
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from experiments.figures import accuracy
 from experiments.figures.accuracy import Row
@@ -69,18 +71,27 @@ def heat_map(options: Options, found: Evaluation) -> np.ndarray:
     return shares
 
 
-def conclude(options: Options, rows: Sequence[Row]) -> tuple[str, dict[str, float]]:
+def conclude(
+    options: Options, rows: Sequence[Row], found: Mapping[str, Evaluation]
+) -> tuple[str, dict[str, float]]:
     whole = accuracy.pooled(rows)
+    asked = ~np.isnan(heat_map(options, next(iter(found.values()))))
     numbers = {
         f"right_{name.replace(' ', '_').replace(',', '')}": row.score for name, row in whole.items()
     }
     shown = ", ".join(f"{name} {row.score:.1f} %" for name, row in whole.items())
-    return f"found: {shown}", numbers
+    cells = f"in {asked.sum()} of {asked.size} cells of length and depth"
+    return f"found, {cells}: {shown}", numbers | {"cells_asked": int(asked.sum())}
 
 
 def draw(options: Options, figure: Figure, found: Mapping[str, Evaluation]) -> None:
     for axes, (name, one) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items()):
-        axes.imshow(heat_map(options, one), vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        shares = heat_map(options, one)
+        axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        for depth, column in np.argwhere(np.isnan(shares)):
+            corner = column - 0.5, depth - 0.5
+            axes.add_patch(Rectangle(corner, 1, 1, facecolor="white", edgecolor="gray", hatch="//"))
+            axes.text(column, depth, "no prompt", ha="center", va="center", fontsize="xx-small")
         axes.set_xticks(range(len(options.contexts)), options.contexts)
         axes.set_yticks(range(DEPTHS), [f"{depth / DEPTHS:.0%}" for depth in range(DEPTHS)])
         axes.set(title=name, xlabel="context (tokens)", ylabel="depth from")
@@ -91,7 +102,7 @@ def main(options: Options) -> int:
     return accuracy.study(
         options, "lserve_needle", systems,
         lambda figure, _, found: draw(options, figure, found),
-        lambda rows, _: conclude(options, rows),
+        lambda rows, found: conclude(options, rows, found),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from experiments.figures import accuracy
 from experiments.figures.lserve import formats, frontier, needle, page_size, reuse
@@ -28,26 +29,26 @@ def gates(tmp_path) -> str:
 
 def test_systems_differ_in_what_their_names_say(gates):
     options = Options(
-        **FLAGS, gates=gates, shares=["0", "0.5"], budgets=["128", "all"], controls=True,
+        **FLAGS, gates=gates, shares=["0", "0.5"], budgets=["192", "all"], controls=True,
         random_splits=2,
     )  # fmt: skip
     found = frontier.systems(options)
     assert list(found) == [
-        "dense", "0% streaming, budget 128", "50% streaming, budget 128",
+        "dense", "0% streaming, budget 192", "50% streaming, budget 192",
         "50% streaming, budget all", "gates turned around", "random pages", "random heads 1",
         "random heads 2",
     ]  # fmt: skip
-    chosen = found["50% streaming, budget 128"].policy_options
-    assert (chosen.budget, chosen.streaming_share, chosen.gates[0][0]) == (128, 0.5, 0.9)
+    chosen = found["50% streaming, budget 192"].policy_options
+    assert (chosen.budget, chosen.streaming_share, chosen.gates[0][0]) == (192, 0.5, 0.9)
     turned = found["gates turned around"].policy_options
-    assert turned.gates[0] == pytest.approx((0.1, 0.9, 0.9, 0.9)) and turned.budget == 64
-    pages = page_size.systems(Options(**FLAGS, budgets=["128"]))
+    assert turned.gates[0] == pytest.approx((0.1, 0.9, 0.9, 0.9)) and turned.budget == 192
+    pages = page_size.systems(Options(**FLAGS, budgets=["192"]))
     assert [config.page_size for config in pages.values()] == [64, 16, 64, 64]
     assert len({config.policy_options.reuse for config in list(pages.values())[1:]}) == 1
-    of = formats.systems(Options(**FLAGS, gates=gates, share=0.25, budget=128, with_bits="4"))
+    of = formats.systems(Options(**FLAGS, gates=gates, share=0.25, budget=192, with_bits="4"))
     both = of["sparse and quantised"]
     assert (both.quantization, both.policy_options.kv_bits, both.policy_options.budget) == (
-        "w8a8", 4, 128,
+        "w8a8", 4, 192,
     )  # fmt: skip
     assert not of["quantised"].policy_options.gates and of["sparse"].quantization == "none"
 
@@ -64,6 +65,7 @@ def test_systems_differ_in_what_their_names_say(gates):
         (reuse, {"contexts": []}, "--tasks and --contexts must name at least one"),
         (reuse, {"tasks": ["cot_32"]}, "no task fits the contexts"),
         (frontier, {"contexts": ["many"]}, "contexts are token counts from 256 .* not 'many'"),
+        (frontier, {"budgets": ["128"]}, "budget must be at least 3 pages of 64, not 128"),
         (frontier, {"shares": []}, "--shares must name at least one"),
         (needle, {"tasks": ["needle"], "budgets": []}, "--budgets must name at least one"),
         (frontier, {"gates": ""}, "--gates must name a file"),
@@ -74,7 +76,7 @@ def test_systems_differ_in_what_their_names_say(gates):
 def test_bad_flags_are_refused_before_any_model_is_loaded(
     gates, tmp_path, program, changes, message
 ):
-    of_programs = {"shares": ["0.5"], "budgets": ["128"], "intervals": ["2"], "budget": 128}
+    of_programs = {"shares": ["0.5"], "budgets": ["192"], "intervals": ["2"], "budget": 192}
     options = Options(
         **FLAGS | of_programs
         | {"gates": gates, "share": 0.5, "controls": False, "random_splits": 0}
@@ -126,15 +128,30 @@ def test_depths_of_needles():
     assert (shares[needle.DEPTHS // 2 :][held[needle.DEPTHS // 2 :]] == 0).all()
 
 
+def test_where_no_needle_was_asked_for_the_map_says_so():
+    options = Options(**FLAGS | {"tasks": ["needle"], "num_prompts": 3})
+    found = Evaluation([Answer("needle", 256, i, 1.0, "1;", "", 0.0) for i in range(3)])
+    empty = int(np.isnan(needle.heat_map(options, found)).sum())
+    assert empty >= needle.DEPTHS - 3
+    figure = Figure()
+    needle.draw(options, figure, {"dense": found})
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.texts] == ["no prompt"] * empty
+    assert sum(patch.get_hatch() is not None for patch in axes.patches) == empty
+    text, numbers = needle.conclude(options, _rows({"dense": _found([True] * 3)}), {"dense": found})
+    assert numbers["cells_asked"] == needle.DEPTHS - empty
+    assert f"in {needle.DEPTHS - empty} of {needle.DEPTHS} cells of length and depth" in text
+
+
 @pytest.mark.slow  # three policies compile
 def test_a_whole_study(gates, tmp_path, capsys, monkeypatch):
     options = Options(
         **FLAGS | {"num_prompts": 2, "tasks": ["values", "multikey"]}, gates=gates,
-        shares=["0.5"], budgets=["64"], controls=False, random_splits=0, output_dir=str(tmp_path),
+        shares=["0.5"], budgets=["192"], controls=False, random_splits=0, output_dir=str(tmp_path),
     )  # fmt: skip
     assert frontier.main(options) == 0
     loaded = capsys.readouterr().out
-    assert "goal at 50% streaming, budget 64" in loaded
+    assert "goal at 50% streaming, budget 192" in loaded
     with (tmp_path / "accuracy.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 3 and float(rows[0]["divergence"]) == 0
