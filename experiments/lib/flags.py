@@ -147,7 +147,7 @@ def define_model_flags() -> None:
 
 
 def define_model() -> None:
-    flags.DEFINE_string("model", "bundled", "'bundled', a Hugging Face folder or a hub id")
+    flags.DEFINE_string("model", "bundled", "'bundled', 'judge', a Hugging Face folder or a hub id")
 
 
 def define_dtype(default: str) -> None:

@@ -113,8 +113,8 @@ def batched_attend(
         q = q_TxHxD.reshape(-1, length, K, G, D).transpose(0, 2, 1, 3, 4) * D**-0.5
         k, v = (x.reshape(-1, length, K, D).transpose(0, 2, 1, 3) for x in (k_TxKxD, v_TxKxD))
         B = q.shape[0]
-        rows = [x.reshape(B * K, -1, D) for x in (q, k, v)]
-        out = _each(*rows, block, window).reshape(B, K, length, G, D)
+        q, k, v = (x.reshape(B * K, -1, D) for x in (q, k, v))
+        out = _each(q, k, v, block, window).reshape(B, K, length, G, D)
         return out.transpose(0, 2, 1, 3, 4).reshape(-1, H, D), cache
 
     return attend

@@ -1,4 +1,4 @@
-"""Which heads of the bundled model must see everything: DuoAttention's gates (LServe §3.3).
+"""Which heads of a model must see everything: DuoAttention's gates (LServe §3.3).
 
 Each KV head's output is mixed, alpha * full + (1 - alpha) * streaming, where a streaming head sees
 the sink and the last pages only. The model's weights stay as they are; the gates alone are trained,
@@ -6,7 +6,10 @@ to change the final hidden states of answers little and to be small: loss = mean
 0.05 * mean |alpha| (DuoAttention, §2.3). Heads whose gates stay high are the retrieval heads.
 
     python -m experiments.train.duo_gates --output_dir=results/duo_gates
+    python -m experiments.train.duo_gates --flagfile=configs/judge_gates.flags
 
+Without flags it trains the bundled model's gates on questions such as evaluation asks; with the
+flag file, the judge's as the paper has it: 2,000 steps on passkeys, which no evaluation asks.
 Contexts are long, because short ones fit the window and teach nothing. Writes to --output_dir:
 gates.json (for `--policy=lserve`), gates.png, training.json, report.json and summary.json. The seed
 gives the run.
@@ -22,11 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import flags
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.lib import run_record
-from experiments.lib.flags import define_float
+from experiments.lib.flags import define_float, define_model
 from experiments.lib.program import Options, Program, refusals
 from experiments.train.attention import Window, batched_attend
 from experiments.train.data import TrainingData
@@ -117,18 +121,23 @@ def train(
     return np.asarray(gates), rows
 
 
-def plot(gates: np.ndarray, path: Path, footer: str) -> None:
-    figure = Figure(figsize=(4.5, 4), layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow(gates, vmin=0, vmax=1, cmap="viridis")
+def draw(axes: Axes, gates: np.ndarray) -> None:
+    """A map of gates [L, K]."""
+    axes.imshow(gates, vmin=0, vmax=1, cmap="viridis")
     for (layer, head), gate in np.ndenumerate(gates):
         colour = "white" if gate < 0.6 else "black"
-        axes.text(head, layer, f"{gate:.2f}", ha="center", va="center", color=colour)
+        axes.text(head, layer, f"{gate:.2f}", ha="center", va="center", color=colour, fontsize=7)
     axes.set(
         xlabel="KV head", ylabel="layer", title="gates: 1 sees everything, 0 may stream",
         xticks=range(gates.shape[1]), yticks=range(gates.shape[0]),
     )  # fmt: skip
-    figure.colorbar(image)
+
+
+def plot(gates: np.ndarray, path: Path, footer: str) -> None:
+    figure = Figure(figsize=(4.5, 4), layout="constrained")
+    axes = figure.subplots()
+    draw(axes, gates)
+    figure.colorbar(axes.images[0])
     figure.supxlabel(footer, fontsize="x-small", color="#666666")
     run_record.save_figure(figure, path, dpi=130)
 
@@ -156,7 +165,10 @@ def checked(options: Options) -> tuple[Window, list[int], dict[str, float]]:
 def main(options: Options) -> None:
     with refusals():
         window, lengths, mix = checked(options)
-        config, params = checkpoint.load("bundled", "float32")
+        longest = checkpoint.load_config(options.model).max_position_embeddings
+        if max(lengths) > longest:
+            raise ValueError(f"--lengths must be at most {longest}, as many as the model's")
+        config, params = checkpoint.load(options.model, "float32")
         data = TrainingData(options.seed, corpus_characters=1_000_000)
         for task in mix:
             data.batch(0, lengths[0], 1, {task: 1.0})
@@ -166,7 +178,7 @@ def main(options: Options) -> None:
     )  # fmt: skip
     environment = run_record.describe_environment()
     folder = Path(options.output_dir)
-    weights = checkpoint.weights_hash("bundled")
+    weights = checkpoint.weights_hash(options.model)
     stored = {"weights_sha256": weights, "gates": np.round(gates, 4).tolist()}
     run_record.write_json(folder, "gates.json", stored)
     run_record.write_json(folder, "training.json", {"flags": vars(options), "log": rows})
@@ -183,6 +195,7 @@ def main(options: Options) -> None:
 
 
 def define_flags() -> None:
+    define_model()
     flags.DEFINE_integer("steps", 400, "of one sequence each", lower_bound=1)
     flags.DEFINE_list("lengths", ["2048", "4096"], "tokens of sequences, in turn")
     flags.DEFINE_list(
