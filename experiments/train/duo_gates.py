@@ -12,13 +12,14 @@ Without flags it trains the bundled model's gates on questions such as evaluatio
 flag file, the judge's as the paper has it: 2,000 steps on passkeys, which no evaluation asks.
 Contexts are long, because short ones fit the window and teach nothing. Writes to --output_dir:
 gates.json (for `--policy=lserve`), gates.png, training.json, report.json and summary.json. The seed
-gives the run.
+gives the run, and the same command resumes a run that was stopped.
 """
 
 import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from tqdm import tqdm
 from experiments.lib import run_record
 from experiments.lib.flags import define_float, define_model
 from experiments.lib.program import Options, Program, refusals
+from experiments.train import training_state
 from experiments.train.attention import Window, batched_attend
 from experiments.train.data import TrainingData
 from models import checkpoint, llama
@@ -89,8 +91,12 @@ def rate_at(steps: int, peak: float):
 def train(
     config: ModelConfig, params, data: TrainingData, *, steps: int, lengths: list[int],
     mix: dict[str, float], window: Window, rate: float, progress: bool = True,
+    kept: Path | None = None, asked: dict[str, Any] | None = None,
 ) -> tuple[np.ndarray, list[dict]]:  # fmt: skip
-    """Gates [L, K], all 1 at first, and a row for each 25 steps. One sequence a step."""
+    """Gates [L, K], all 1 at first, and a row for each 25 steps. One sequence a step.
+
+    kept: a file from which a run that was stopped goes on, if it was `asked` the same.
+    """
     optimizer = optax.adamw(rate_at(steps, rate), weight_decay=0.0)
     gates = jnp.ones((config.num_layers, config.num_kv_heads))
     state = optimizer.init(gates)
@@ -104,9 +110,14 @@ def train(
         return jnp.clip(optax.apply_updates(gates, updates), 0, 1), state, loss, moved
 
     rows: list[dict] = []
+    if kept and kept.exists():
+        before, meta = training_state.restore(kept, (gates, state))
+        if meta["asked"] == asked:
+            (gates, state), rows = before, meta["rows"]
+    first = rows[-1]["step"] if rows else 0
     tally: dict[str, list[float]] = defaultdict(list)
-    began = time.perf_counter()
-    bar = tqdm(range(steps), "training gates", unit=" steps", disable=not progress)
+    began = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
+    bar = tqdm(range(first, steps), "training gates", unit=" steps", disable=not progress)
     for number in bar:
         batch = data.batch(number, lengths[number % len(lengths)], 1, mix)
         gates, state, loss, moved = step(gates, state, batch.tokens, batch.weights, batch.positions)
@@ -118,6 +129,8 @@ def train(
             rows[-1]["seconds"] = round(time.perf_counter() - began)
             bar.set_postfix(rows[-1])
             tally.clear()
+            if kept:
+                training_state.save(kept, (gates, state), {"asked": asked, "rows": rows})
     return np.asarray(gates), rows
 
 
@@ -172,13 +185,13 @@ def main(options: Options) -> None:
         data = TrainingData(options.seed, corpus_characters=1_000_000)
         for task in mix:
             data.batch(0, lengths[0], 1, {task: 1.0})
+    folder, weights = Path(options.output_dir), checkpoint.weights_hash(options.model)
     gates, rows = train(
         config, params, data, steps=options.steps, lengths=lengths, mix=mix, window=window,
-        rate=options.rate,
+        rate=options.rate, kept=folder / "checkpoint.npz",
+        asked=vars(options) | {"weights_sha256": weights},
     )  # fmt: skip
     environment = run_record.describe_environment()
-    folder = Path(options.output_dir)
-    weights = checkpoint.weights_hash(options.model)
     stored = {"weights_sha256": weights, "gates": np.round(gates, 4).tolist()}
     run_record.write_json(folder, "gates.json", stored)
     run_record.write_json(folder, "training.json", {"flags": vars(options), "log": rows})
