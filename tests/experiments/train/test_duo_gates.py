@@ -62,7 +62,7 @@ def test_heads_that_need_no_more_than_the_window_lose_their_gates(params, data):
 
 
 @pytest.mark.slow
-def test_gates_that_were_stopped_are_resumed_if_asked_the_same(params, data, tmp_path):
+def test_gates_that_were_stopped_are_resumed_if_asked_the_same(params, data, tmp_path, monkeypatch):
     train = partial(
         duo_gates.train, MODEL, params, data, lengths=[96], mix={"needles": 1.0}, rate=0.1,
         window=WINDOW, progress=False, asked={"seed": 0},
@@ -71,17 +71,17 @@ def test_gates_that_were_stopped_are_resumed_if_asked_the_same(params, data, tmp
     whole, rows = train(steps=60, kept=kept)
     assert [row["step"] for row in rows] == [25, 50, 60]
 
-    class Stopped:
-        """The data of a run that is stopped in step 40."""
+    batch = data.batch
 
-        def batch(self, number, *args):
-            if number == 40:
-                raise KeyboardInterrupt
-            return data.batch(number, *args)
+    def stopped(number, *args):
+        if number == 40:
+            raise KeyboardInterrupt
+        return batch(number, *args)
 
     kept.unlink()
-    with pytest.raises(KeyboardInterrupt):
-        duo_gates.train(MODEL, params, Stopped(), **train.keywords | {"steps": 60, "kept": kept})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(data, "batch", stopped)
+        train(steps=60, kept=kept)
     resumed, rows = train(steps=60, kept=kept)
     np.testing.assert_array_equal(resumed, whole)
     assert [row["step"] for row in rows] == [25, 50, 60]
