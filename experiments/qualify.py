@@ -30,9 +30,11 @@ from experiments.figures.accuracy import Row
 from experiments.figures.diffkv import distributions
 from experiments.lib.answers import ALL
 from experiments.lib.program import Options, Program, refusals
-from experiments.tasks.tasks import make_prompts
+from experiments.tasks.files import Problems
+from experiments.tasks.tasks import MIN_CONTEXT
 from experiments.train import duo_gates
 from models import checkpoint, load_tokenizer
+from models.config import ModelConfig
 from models.hub import find
 
 LOCAL_GATE, RIGHT = 0.3, 95.0
@@ -48,11 +50,13 @@ class Spread:
 
     by_query: [N, L, H] keys that a query of a prompt's answer needs, the median of its queries.
     by_prompt: [N, L, K] tokens with a prompt's significance.
+    figures: the numbers of DiffKV's Figs. 2 to 5.
     """
 
     tokens: int
     by_query: np.ndarray
     by_prompt: np.ndarray
+    figures: dict[str, float]
 
     def numbers(self) -> dict[str, float]:
         of_heads = self.by_query.mean(0)
@@ -67,24 +71,39 @@ class Spread:
                 f"{name}_deviation_across_heads": float(counts.mean(0).std()),
                 f"{name}_deviation_across_requests": float(counts.std(0).mean()),
             }
-        return found
+        return found | self.figures
 
 
-def measure(options: Options) -> Spread:
-    config, params = checkpoint.load(options.model, "float32")
-    tokenizer = load_tokenizer(options.model)
-    by_query, by_prompt = [], []
-    for task in options.tasks:
-        asked = make_prompts(
-            task, options.spread_context, options.spread_prompts, options.seed, tokenizer
-        )
+def problems_of(options: Options, tokenizer) -> Problems:
+    """The prompts that attention is measured on. Raises ValueError for what cannot be."""
+    longest = checkpoint.load_config(options.model).max_position_embeddings
+    if options.spread_context > longest:
+        raise ValueError(f"--spread_context must be at most {longest}, as many as the model's")
+    pairs = [
+        (task, options.spread_context)
+        for task in options.tasks
+        if options.spread_context >= MIN_CONTEXT.get(task, 0)
+    ]
+    if not pairs:
+        raise ValueError("no task fits --spread_context")
+    return evaluate.own_problems(pairs, options.spread_prompts, options.seed, tokenizer)
+
+
+def measure(params, config: ModelConfig, tokenizer, problems: Problems) -> Spread:
+    """Over problems of one context."""
+    by_query: list[np.ndarray] = []
+    of_tasks: dict[str, list[distributions.Prompt]] = {}
+    for (task, _), asked in problems.items():
         found = attention_concentration.measure(
             params, config, tokenizer, asked, distributions.SHARE
         )
         by_query += [np.median(one[:, :, 0], -1) for one in found]
-        of_prompts = distributions.measure(params, config, tokenizer, asked)
-        by_prompt += [prompt.critical() for prompt in of_prompts]
-    return Spread(options.spread_context, np.stack(by_query), np.stack(by_prompt))
+        of_tasks[task] = distributions.measure(params, config, tokenizer, asked)
+    by_prompt = [prompt.critical() for prompts in of_tasks.values() for prompt in prompts]
+    rows = [row for task, prompts in of_tasks.items() for row in distributions.table(task, prompts)]
+    [tokens] = {context for _, context in problems}
+    figures = distributions.summarise(rows, of_tasks)
+    return Spread(tokens, np.stack(by_query), np.stack(by_prompt), figures)
 
 
 def conclude(
@@ -156,13 +175,15 @@ def _draw_spread(axes: Axes, counts: np.ndarray, tokens: int, what: str) -> None
 
 def main(options: Options) -> int:
     with refusals():
+        dense, tokenizer = accuracy.config_of(options), load_tokenizer(options.model)
+        evaluate.settings(options.tasks, options.contexts, dense)
+        problems = problems_of(options, tokenizer)
         options.gates = options.gates or str(find(options.model) / "duo_gates.json")
         gates = np.array(accuracy.gates_of(options))
-        config = accuracy.config_of(options)
-        evaluate.settings(options.tasks, [str(options.spread_context)], config)
-    spread = measure(options)
+        config, params = checkpoint.load(options.model, "float32")
+    spread = measure(params, config, tokenizer, problems)
     return accuracy.study(
-        options, "qualify", lambda _: {"dense": config},
+        options, "qualify", lambda _: {"dense": dense},
         lambda figure, _, found: draw(gates, spread, figure, accuracy.rows_of(
             "dense", found["dense"], found["dense"])),
         lambda rows, _: conclude(gates, spread, rows),

@@ -15,6 +15,7 @@ SPREAD = qualify.Spread(
     100,
     by_query=np.array([[[10, 40], [20, 60]], [[10, 40], [40, 60]]]),
     by_prompt=np.array([[[50], [70]], [[50], [90]]]),
+    figures={"score_orders_of_magnitude": 6.5},
 )
 
 
@@ -36,6 +37,7 @@ def test_numbers_and_goals():
     assert numbers["median_significant_tokens_for_95"] == np.median([50, 80])
     assert numbers["tokens_deviation_across_requests"] == 10 / 4  # one of four heads differs by 10
     assert numbers["significant_tokens_deviation_across_heads"] == 15
+    assert numbers["score_orders_of_magnitude"] == 6.5
     assert "local_head_share 0.50, goal at least 0.5: met" in text
     assert "median_share_of_tokens_for_95 0.35, goal at most 0.2: no" in text
 
