@@ -103,9 +103,13 @@ def _each(q, k, v, block: int, window: Window | None):
 
 
 def batched_attend(
-    config: ModelConfig, length: int, block: int = 128, window: Window | None = None
+    config: ModelConfig, length: int, block: int | None = None, window: Window | None = None
 ):
-    """An `attend` (models/common.py) over sequences of `length` tokens each in one flat batch."""
+    """An `attend` (models/common.py) over sequences of `length` tokens each in one flat batch.
+
+    block: of queries; by default 128 or more, in at most 17 blocks, because XLA compiles each.
+    """
+    block = block or max(128, length // 16)
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     G = H // K
 
