@@ -1,7 +1,8 @@
 """Where a model lies on disk.
 
-A model is named by 'bundled' (the one in this repository), by a folder (config.json, one or many
-safetensors files, a tokenizer), or by a Hugging Face hub id 'owner/name', which is downloaded.
+A model is named by 'bundled' or 'judge' (those of this repository), by a folder (config.json, one
+or many safetensors files, a tokenizer), or by a Hugging Face hub id 'owner/name', which is
+downloaded.
 """
 
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 BUNDLED = Path(__file__).parent / "bundled"
+OWN = {"bundled": BUNDLED, "judge": BUNDLED.with_name("judge")}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _DOWNLOADED = ("model*.safetensors", "*.json", "*.jinja", *TOKENIZER_FILES)
@@ -17,8 +19,12 @@ _DOWNLOADED = ("model*.safetensors", "*.json", "*.jinja", *TOKENIZER_FILES)
 
 def find(model: str | Path) -> Path:
     """The folder of `model`, downloaded if it is a hub id. Raises ValueError if there is none."""
-    if model == "bundled":
-        return BUNDLED
+    if model in OWN:
+        if not OWN[str(model)].is_dir():
+            raise ValueError(
+                f"{OWN[str(model)]} is not there: configs/judge_training.flags makes it"
+            )
+        return OWN[str(model)]
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder

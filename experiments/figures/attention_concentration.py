@@ -7,6 +7,7 @@ model that needs only its strongest key cannot show whether a page selector is g
     python -m experiments.figures.attention_concentration --model=bundled
 """
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -40,10 +41,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("seed", 0, "of the prompts", lower_bound=0)
 
 
-def measuring_attend(config: ModelConfig, num_rows: int):
+def measuring_attend(config: ModelConfig, num_rows: int, share: float = SHARE):
     """Plain causal attention that writes MEASURES of its last `num_rows` rows to the cache.
 
-    The cache is float32 [L, H, 3, num_rows].
+    The cache is float32 [L, H, 3, num_rows]. share: of the mass, which the first measure asks for.
     """
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
 
@@ -55,7 +56,7 @@ def measuring_attend(config: ModelConfig, num_rows: int):
         probs = jax.nn.softmax(jnp.where(key <= query, scores, -1e30)).reshape(H, T, T)
         rows = probs[:, T - num_rows :]
         descending = -jnp.sort(-rows, axis=-1)
-        keys = (jnp.cumsum(descending, axis=-1) < SHARE).sum(-1) + 1
+        keys = (jnp.cumsum(descending, axis=-1) < share).sum(-1) + 1
         recent = key > query[T - num_rows :] - LAST
         measured = (keys, rows[..., :FIRST].sum(-1), jnp.where(recent, rows, 0).sum(-1))
         cache = cache.at[layer].set(jnp.stack(measured, axis=1))
@@ -66,30 +67,32 @@ def measuring_attend(config: ModelConfig, num_rows: int):
     return attend
 
 
-@partial(jax.jit, static_argnums=(1, 3))
-def _measure(params, config: ModelConfig, tokens_T, num_rows: int):
+@partial(jax.jit, static_argnums=(1, 3, 4))
+def _measure(params, config: ModelConfig, tokens_T, num_rows: int, share: float):
     noted = jnp.zeros((config.num_layers, config.num_heads, len(MEASURES), num_rows))
     positions = jnp.arange(tokens_T.shape[0])
-    attend = measuring_attend(config, num_rows)
+    attend = measuring_attend(config, num_rows, share)
     return family(config).forward(params, config, tokens_T, positions, attend, noted)[1]
 
 
-def measure(params, config: ModelConfig, tokenizer, prompts) -> np.ndarray:
-    """MEASURES [L, H, 3, rows] of all rows that produce a token of an answer."""
-    noted = []
+def measure(
+    params, config: ModelConfig, tokenizer, prompts, share: float = SHARE
+) -> list[np.ndarray]:
+    """For each prompt MEASURES [L, H, 3, rows] of all rows that produce a token of its answer."""
+    found = []
     for prompt in tqdm(prompts, desc=prompts[0].task):
         tokens = tokenizer(prompt.prompt + prompt.answer)["input_ids"]
         answer = len(tokens) - len(tokenizer(prompt.prompt)["input_ids"])
         # The answer's last token is never an input.
-        noted.append(np.asarray(_measure(params, config, np.array(tokens[:-1]), answer)))
-    return np.concatenate(noted, axis=-1)
+        found.append(np.asarray(_measure(params, config, np.array(tokens[:-1]), answer, share)))
+    return found
 
 
-def table(task: str, measured: np.ndarray) -> list[dict]:
+def table(task: str, measured: Sequence[np.ndarray]) -> list[dict]:
     """One row for each layer and head."""
-    rows = []
-    for layer, head in np.ndindex(measured.shape[:2]):
-        keys, first, last = measured[layer, head]
+    rows, together = [], np.concatenate(measured, axis=-1)
+    for layer, head in np.ndindex(together.shape[:2]):
+        keys, first, last = together[layer, head]
         row = dict(task=task, layer=layer, head=head)
         row |= dict(keys_median=float(np.median(keys)), keys_p95=float(np.percentile(keys, 95)))
         rows.append(row | dict(mass_first=float(first.mean()), mass_last=float(last.mean())))

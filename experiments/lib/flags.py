@@ -183,7 +183,7 @@ def define_model() -> None:
     define_path(
         "model",
         "bundled",
-        "'bundled', a hub id, or a Hugging Face folder: config.json, safetensors and a tokenizer "
+        "'bundled', 'judge', a hub id, or a Hugging Face folder: config.json, safetensors and a tokenizer "
         "(tokenizer.json, or what transformers makes it of)",
     )
 

@@ -103,9 +103,13 @@ def _each(q, k, v, block: int, window: Window | None):
 
 
 def batched_attend(
-    config: ModelConfig, length: int, block: int = 128, window: Window | None = None
+    config: ModelConfig, length: int, block: int | None = None, window: Window | None = None
 ):
-    """An `attend` (models/common.py) over sequences of `length` tokens each in one flat batch."""
+    """An `attend` (models/common.py) over sequences of `length` tokens each in one flat batch.
+
+    block: of queries; by default 128 or more, in at most 17 blocks, because XLA compiles each.
+    """
+    block = block or max(128, length // 16)
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     G = H // K
 
@@ -113,8 +117,8 @@ def batched_attend(
         q = q_TxHxD.reshape(-1, length, K, G, D).transpose(0, 2, 1, 3, 4) * D**-0.5
         k, v = (x.reshape(-1, length, K, D).transpose(0, 2, 1, 3) for x in (k_TxKxD, v_TxKxD))
         B = q.shape[0]
-        rows = [x.reshape(B * K, -1, D) for x in (q, k, v)]
-        out = _each(*rows, block, window).reshape(B, K, length, G, D)
+        q, k, v = (x.reshape(B * K, -1, D) for x in (q, k, v))
+        out = _each(q, k, v, block, window).reshape(B, K, length, G, D)
         return out.transpose(0, 2, 1, 3, 4).reshape(-1, H, D), cache
 
     return attend

@@ -48,6 +48,11 @@ SHAPE = (
 )  # fmt: skip
 
 
+def config_of(options: program.Options) -> ModelConfig:
+    """Raises ValueError for a shape that cannot be."""
+    return CONFIG.replace(**{name: getattr(options, name) for name in SHAPE})
+
+
 def define_flags() -> None:
     define_fields(OPTIONS)
     for name in SHAPE:
@@ -75,7 +80,7 @@ def main(options: program.Options) -> None:
     folder = Path(options.output_dir)
     with program.refusals():
         trained_by = Options(**fields_of(Options, options))
-        config = CONFIG.replace(**{name: getattr(options, name) for name in SHAPE})
+        config = config_of(options)
         trainer = Trainer(config, trained_by, folder)
     count = sum(x.size for x in jax.tree.leaves(trainer.params))
     print(f"{count:,} parameters, from step {trainer.step}")

@@ -17,6 +17,16 @@ from experiments.tasks.tasks import (
 )
 from experiments.train.build_tokenizer import BOS, EOS, Vocabulary
 
+PASSKEY = 32  # characters
+
+
+def passkeys(rng, n: int, size: int) -> Problem:
+    """n random values of `size` characters, all asked in the order of the text: what gates are
+    trained on (DuoAttention, §2.3), which no evaluation asks."""
+    questions = [question for question, _ in needles(rng, n, 2).queries]
+    queries = [(question, _digits_and_letters(rng, size) + ";") for question in questions]
+    return Problem([f"#{question[1:]}{answer}" for question, answer in queries], queries)
+
 
 def training_problem(task: str, rng, room: int) -> Problem:
     """A problem of random difficulty that fits in `room` tokens, with as many questions as fit."""
@@ -43,6 +53,9 @@ def training_problem(task: str, rng, room: int) -> Problem:
         case "cot":
             most = min(50 if rng.random() < 0.3 else 26, (room - 9) // 20)
             return chain_of_thought(rng, int(rng.integers(max(1, most // 3), most + 1)))
+        case "passkeys":
+            size = min(PASSKEY, room // 2 - 5)
+            return passkeys(rng, min(10, room // (2 * (4 + size))), size)
     raise ValueError(f"unknown training task {task!r}")
 
 

@@ -1,4 +1,4 @@
-"""Which heads of the bundled model must see everything: DuoAttention's gates (LServe §3.3).
+"""Which heads of a model must see everything: DuoAttention's gates (LServe §3.3).
 
 Each KV head's output is mixed, alpha * full + (1 - alpha) * streaming, where a streaming head sees
 the sink and the last pages only. The model's weights stay as they are; the gates alone are trained,
@@ -6,28 +6,34 @@ to change the final hidden states of answers little and to be small: loss = mean
 0.05 * mean |alpha| (DuoAttention, §2.3). Heads whose gates stay high are the retrieval heads.
 
     python -m experiments.train.duo_gates --output_dir=results/duo_gates
+    python -m experiments.train.duo_gates --flagfile=configs/judge_gates.flags
 
+Without flags it trains the bundled model's gates on questions such as evaluation asks; with the
+flag file, the judge's as the paper has it: 2,000 steps on passkeys, which no evaluation asks.
 Contexts are long, because short ones fit the window and teach nothing. Writes to --output_dir:
 gates.json (for `--policy=lserve`), gates.png, training.json, report.json and summary.json. The seed
-gives the run.
+gives the run, and the same command resumes a run that was stopped.
 """
 
 import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import flags
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.lib import run_record
-from experiments.lib.flags import define_float
+from experiments.lib.flags import define_float, define_model
 from experiments.lib.program import Options, Program, refusals
+from experiments.train import training_state
 from experiments.train.attention import Window, batched_attend
 from experiments.train.data import TrainingData
 from models import checkpoint, llama
@@ -85,8 +91,12 @@ def rate_at(steps: int, peak: float):
 def train(
     config: ModelConfig, params, data: TrainingData, *, steps: int, lengths: list[int],
     mix: dict[str, float], window: Window, rate: float, progress: bool = True,
+    kept: Path | None = None, asked: dict[str, Any] | None = None,
 ) -> tuple[np.ndarray, list[dict]]:  # fmt: skip
-    """Gates [L, K], all 1 at first, and a row for each 25 steps. One sequence a step."""
+    """Gates [L, K], all 1 at first, and a row for each 25 steps. One sequence a step.
+
+    kept: a file from which a run that was stopped goes on, if it was `asked` the same.
+    """
     optimizer = optax.adamw(rate_at(steps, rate), weight_decay=0.0)
     gates = jnp.ones((config.num_layers, config.num_kv_heads))
     state = optimizer.init(gates)
@@ -100,9 +110,14 @@ def train(
         return jnp.clip(optax.apply_updates(gates, updates), 0, 1), state, loss, moved
 
     rows: list[dict] = []
+    if kept and kept.exists():
+        before, meta = training_state.restore(kept, (gates, state))
+        if meta["asked"] == asked:
+            (gates, state), rows = before, meta["rows"]
+    first = rows[-1]["step"] if rows else 0
     tally: dict[str, list[float]] = defaultdict(list)
-    began = time.perf_counter()
-    bar = tqdm(range(steps), "training gates", unit=" steps", disable=not progress)
+    began = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
+    bar = tqdm(range(first, steps), "training gates", unit=" steps", disable=not progress)
     for number in bar:
         batch = data.batch(number, lengths[number % len(lengths)], 1, mix)
         gates, state, loss, moved = step(gates, state, batch.tokens, batch.weights, batch.positions)
@@ -114,21 +129,28 @@ def train(
             rows[-1]["seconds"] = round(time.perf_counter() - began)
             bar.set_postfix(rows[-1])
             tally.clear()
+            if kept:
+                training_state.save(kept, (gates, state), {"asked": asked, "rows": rows})
     return np.asarray(gates), rows
+
+
+def draw(axes: Axes, gates: np.ndarray) -> None:
+    """A map of gates [L, K]."""
+    axes.imshow(gates, vmin=0, vmax=1, cmap="viridis")
+    for (layer, head), gate in np.ndenumerate(gates):
+        colour = "white" if gate < 0.6 else "black"
+        axes.text(head, layer, f"{gate:.2f}", ha="center", va="center", color=colour, fontsize=7)
+    axes.set(
+        xlabel="KV head", ylabel="layer", title="gates: 1 sees everything, 0 may stream",
+        xticks=range(gates.shape[1]), yticks=range(gates.shape[0]),
+    )  # fmt: skip
 
 
 def plot(gates: np.ndarray, path: Path, footer: str) -> None:
     figure = Figure(figsize=(4.5, 4), layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(gates, vmin=0, vmax=1, cmap="viridis")
-    for (layer, head), gate in np.ndenumerate(gates):
-        colour = "white" if gate < 0.6 else "black"
-        axes.text(head, layer, f"{gate:.2f}", ha="center", va="center", color=colour)
-    axes.set(
-        xlabel="KV head", ylabel="layer", title="gates: 1 sees everything, 0 may stream",
-        xticks=range(gates.shape[1]), yticks=range(gates.shape[0]),
-    )  # fmt: skip
-    figure.colorbar(image)
+    draw(axes, gates)
+    figure.colorbar(axes.images[0])
     figure.supxlabel(footer, fontsize="x-small", color="#666666")
     run_record.save_figure(figure, path, dpi=130)
 
@@ -156,17 +178,20 @@ def checked(options: Options) -> tuple[Window, list[int], dict[str, float]]:
 def main(options: Options) -> None:
     with refusals():
         window, lengths, mix = checked(options)
-        config, params = checkpoint.load("bundled", "float32")
+        longest = checkpoint.load_config(options.model).max_position_embeddings
+        if max(lengths) > longest:
+            raise ValueError(f"--lengths must be at most {longest}, as many as the model's")
+        config, params = checkpoint.load(options.model, "float32")
         data = TrainingData(options.seed, corpus_characters=1_000_000)
         for task in mix:
             data.batch(0, lengths[0], 1, {task: 1.0})
+    folder, weights = Path(options.output_dir), checkpoint.weights_hash(options.model)
     gates, rows = train(
         config, params, data, steps=options.steps, lengths=lengths, mix=mix, window=window,
-        rate=options.rate,
+        rate=options.rate, kept=folder / "checkpoint.npz",
+        asked=vars(options) | {"weights_sha256": weights},
     )  # fmt: skip
     environment = run_record.describe_environment()
-    folder = Path(options.output_dir)
-    weights = checkpoint.weights_hash("bundled")
     stored = {"weights_sha256": weights, "gates": np.round(gates, 4).tolist()}
     run_record.write_json(folder, "gates.json", stored)
     run_record.write_json(folder, "training.json", {"flags": vars(options), "log": rows})
@@ -183,6 +208,7 @@ def main(options: Options) -> None:
 
 
 def define_flags() -> None:
+    define_model()
     flags.DEFINE_integer("steps", 400, "of one sequence each", lower_bound=1)
     flags.DEFINE_list("lengths", ["2048", "4096"], "tokens of sequences, in turn")
     flags.DEFINE_list(

@@ -6,14 +6,12 @@ stopped.
 """
 
 import json
-import os
 import time
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +21,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from tqdm import tqdm
 
 from experiments.tasks import tasks
-from experiments.train import build_tokenizer
+from experiments.train import build_tokenizer, training_state
 from experiments.train.attention import batched_attend
 from experiments.train.data import Batch, TrainingData
 from models import llama, params
@@ -31,6 +29,8 @@ from models.common import Adapters
 from models.config import ModelConfig
 from paged import checks
 from paged.checks import described
+
+CHECKPOINT = "checkpoint.npz"
 
 
 @dataclass(frozen=True)
@@ -194,28 +194,17 @@ class Trainer:
         self.data = TrainingData(options.seed, options.filler_weight, options.corpus_characters)
         self.pool = ThreadPoolExecutor(1)
         self.ahead: Future[Batch] | None = None
-        if (folder / "checkpoint.npz").exists():
+        if (folder / CHECKPOINT).exists():
             self._restore()
 
     def save(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        leaves = jax.tree.leaves((self.params, self.state))
         meta = dict(step=self.step, tokens=self.tokens, log=self.log, seconds=self.seconds)
-        arrays: dict[str, Any] = {f"leaf{i}": np.asarray(x) for i, x in enumerate(leaves)}
-        arrays["meta"] = np.array(json.dumps(meta))
-        unfinished = self.folder / "checkpoint.tmp.npz"
-        np.savez(unfinished, **arrays)
-        os.replace(unfinished, self.folder / "checkpoint.npz")
+        training_state.save(self.folder / CHECKPOINT, (self.params, self.state), meta)
 
     def _restore(self) -> None:
-        leaves, treedef = jax.tree.flatten((self.params, self.state))
-        with np.load(self.folder / "checkpoint.npz") as z:
-            meta = json.loads(str(z["meta"]))
-            shapes = [z[f"leaf{i}"].shape for i in range(len(z.files) - 1)]
-            if shapes != [x.shape for x in leaves]:
-                raise ValueError(f"the checkpoint in {self.folder} is of another model")
-            loaded = [jnp.asarray(z[f"leaf{i}"]) for i in range(len(leaves))]
-        self.params, self.state = jax.tree.unflatten(treedef, loaded)
+        (self.params, self.state), meta = training_state.restore(
+            self.folder / CHECKPOINT, (self.params, self.state)
+        )
         self.step, self.tokens = meta["step"], meta["tokens"]
         self.log, self.seconds = meta["log"], meta["seconds"]
 

@@ -145,6 +145,17 @@ CONCENTRATION = [
     ("--model=tests", "tests has no tokenizer.json"),
     ("needle", "unexpected argument 'needle': flags are --name=value"),
 ]
+QUALIFY = [
+    ("--tasks=needle,juggle", "unknown task 'juggle'; allowed: needle"),
+    ("--contexts=12", "contexts are token counts from 256"),
+    ("--spread_context=2048", "--spread_context must be at most 1024, as many as the model's"),
+    ("--tasks=cot_long --spread_context=256 --contexts=512", "no task fits --spread_context"),
+    ("--spread_context=512", "FOLDER/duo_gates.json: No such file or directory"),
+    (
+        "--spread_context=512 --gates=pyproject.toml",
+        "error: pyproject.toml: could not convert string to float",
+    ),
+]
 SAVINGS = [
     ("--sequences=2,many", "--sequences must be numbers above 1, not '2,many'"),
     ("--kv_cache_tokens=32", "leave 0 tokens for each sequence of a request: too few"),
@@ -181,6 +192,7 @@ CASES = {
     "serve": SERVE + ENGINE,
     "serve_cluster": CLUSTER,
     "evaluate": EVALUATE + ENGINE,
+    "qualify": QUALIFY,
 }
 
 
@@ -195,7 +207,7 @@ def said(tiny_folder, tmp_path_factory):
     (folder / "binary.flags").write_bytes(b"--model=\xff\n")
     said = {}
     for program, cases in CASES.items():
-        good = [f"--model={folder}"] + ["--contexts=256"] * (program == "evaluate")
+        good = [f"--model={folder}"] + ["--contexts=256"] * (program in ("evaluate", "qualify"))
         arguments = [[*good, *flag.replace("FOLDER", str(folder)).split()] for flag, _ in cases]
         done = subprocess.run(
             [sys.executable, "-c", RUNNER, f"experiments.{program}", json.dumps(arguments)],

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models import checkpoint, load_tokenizer
+from models import checkpoint, hub, load_tokenizer
 from models.hub import BUNDLED
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -267,6 +267,14 @@ def test_names_that_are_no_model(folder, monkeypatch):
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             checkpoint.load(name)
+
+
+def test_a_model_of_this_repository_that_is_not_there_yet(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(hub.OWN, "judge", tmp_path / "none")
+    with pytest.raises(ValueError, match=r"/none is not there: configs/judge_training\.flags"):
+        checkpoint.load("judge")
+    monkeypatch.setitem(hub.OWN, "judge", folder)
+    assert hub.find("judge") == folder
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", "fp16", "float8_e4m3fn"])

@@ -6,7 +6,7 @@ import pytest
 from experiments.train.build_tokenizer import BOS, EOS
 from experiments.train.data import TrainingData
 
-TASKS = ("needles", "chain", "values", "count", "vote", "cot", "copy", "story")
+TASKS = ("needles", "chain", "values", "count", "vote", "cot", "copy", "story", "passkeys")
 DATA = TrainingData(seed=3, corpus_characters=50_000)
 
 
@@ -25,7 +25,7 @@ def test_batches_have_the_asked_shape_and_learn_answers_only(task, length):
         answers = DATA.vocabulary.decode(tokens[weights >= 1])
         assert " " not in answers
         assert (answers == "") == (task == "story")
-        if task in ("needles", "chain", "values"):
+        if task in ("needles", "chain", "values", "passkeys"):
             text = DATA.vocabulary.decode(tokens)
             assert answers.count(";") == text.count("?") + text.count("&")
 

@@ -1,6 +1,5 @@
 """Gates of a random model: what they mix, what they learn, and the file that holds them."""
 
-import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,9 +11,10 @@ import pytest
 from experiments.train import duo_gates
 from experiments.train.attention import Window, batched_attend
 from experiments.train.data import TrainingData
-from models import llama
+from models import checkpoint, llama
 from models import params as parameters
 from models.config import ModelConfig
+from paged.kv_cache.lserve.gates import read_gates
 
 MODEL = ModelConfig(
     vocab_size=512, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=4,
@@ -61,6 +61,34 @@ def test_heads_that_need_no_more_than_the_window_lose_their_gates(params, data):
     np.testing.assert_array_equal(narrow, again)
 
 
+@pytest.mark.slow
+def test_gates_that_were_stopped_are_resumed_if_asked_the_same(params, data, tmp_path, monkeypatch):
+    train = partial(
+        duo_gates.train, MODEL, params, data, lengths=[96], mix={"needles": 1.0}, rate=0.1,
+        window=WINDOW, progress=False, asked={"seed": 0},
+    )  # fmt: skip
+    kept = tmp_path / "checkpoint.npz"
+    whole, rows = train(steps=60, kept=kept)
+    assert [row["step"] for row in rows] == [25, 50, 60]
+
+    batch = data.batch
+
+    def stopped(number, *args):
+        if number == 40:
+            raise KeyboardInterrupt
+        return batch(number, *args)
+
+    kept.unlink()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(data, "batch", stopped)
+        train(steps=60, kept=kept)
+    resumed, rows = train(steps=60, kept=kept)
+    np.testing.assert_array_equal(resumed, whole)
+    assert [row["step"] for row in rows] == [25, 50, 60]
+    other, _ = train(steps=60, kept=kept, asked={"seed": 1}, rate=0.01)
+    assert (other != whole).any()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -78,13 +106,12 @@ def test_bad_flags_are_refused(change, message):
 
 
 @pytest.mark.slow
-def test_the_program_writes_its_gates(tmp_path):
+def test_the_program_writes_the_gates_of_any_model(tiny_folder, tmp_path):
     options = SimpleNamespace(
-        output_dir=str(tmp_path), steps=2, lengths=["512"], mix=["needles=1"], sink=64, local=64,
-        page_size=64, rate=0.02, seed=3,
+        output_dir=str(tmp_path), model=str(tiny_folder), steps=2, lengths=["512"],
+        mix=["passkeys=1"], sink=64, local=64, page_size=64, rate=0.02, seed=3,
     )  # fmt: skip
     duo_gates.main(options)
-    stored = json.loads((tmp_path / "gates.json").read_text())
-    assert np.array(stored["gates"]).shape == (4, 4)
-    assert len(stored["weights_sha256"]) == 64
+    gates = read_gates(str(tmp_path / "gates.json"), lambda: checkpoint.weights_hash(tiny_folder))
+    assert np.array(gates).shape == (2, 2)
     assert (tmp_path / "gates.png").stat().st_size > 5000

@@ -1,5 +1,9 @@
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,6 +14,7 @@ from experiments.train.trainer import Options, Trainer
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 
+ROOT = Path(__file__).parents[3]
 CONFIG = ModelConfig(
     model_type="qwen3", vocab_size=512, hidden_size=32, intermediate_size=48, num_layers=2,
     num_heads=2, num_kv_heads=1, head_dim=16, qk_norm=True, bos_token_id=1, eos_token_ids=(2,),
@@ -32,7 +37,9 @@ def test_training_reduces_the_loss(tmp_path):
 
 def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
     lengths, mix = "0:64=1;8000:64=.5,100=.5", "0:needles=1;3000:needles=.2,count=.8"
-    options = replace(OPTIONS, lengths=lengths, mix=mix, jump_from=3000)
+    options = replace(
+        OPTIONS, lengths=lengths, mix=mix, jump_from=3000, qk_gain=1.75, filler_weight=0.15
+    )
     whole, first = (Trainer(CONFIG, options, tmp_path / name) for name in ("whole", "parts"))
     for _ in range(8):
         whole.advance()
@@ -67,6 +74,42 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     Trainer(CONFIG, OPTIONS, tmp_path).save()
     with pytest.raises(ValueError, match="another model"):
         Trainer(CONFIG.replace(num_layers=1), OPTIONS, tmp_path)
+
+
+def test_the_judge_has_64_kv_heads_and_schedules_that_hold():
+    program = "from experiments.train import bundled; import sys; names = bundled.PROGRAM.define()"
+    program += "; from absl import flags; flags.FLAGS(sys.argv); import json"
+    program += "; print(json.dumps({name: flags.FLAGS[name].value for name in names}))"
+    flagfile = "--flagfile=configs/judge_training.flags"
+    done = subprocess.run(
+        [sys.executable, "-c", program, flagfile], cwd=ROOT, capture_output=True, text=True
+    )
+    options = SimpleNamespace(**json.loads(done.stdout))
+    config = bundled.config_of(options)
+    assert config.num_layers * config.num_kv_heads == 64 and config.num_heads == 16
+    count = sum(
+        x.size
+        for x in jax.tree.leaves(
+            jax.eval_shape(
+                lambda key: trainer.initialise(config, key, options.qk_gain), jax.random.key(0)
+            )
+        )
+    )
+    assert 6e6 < count < 10e6
+    for tokens in range(0, int(options.tokens), 500_000):
+        for schedule in (options.mix, options.lengths):
+            assert sum(trainer.shares_at(schedule, tokens).values()) == pytest.approx(1.0)
+    assert max(map(int, trainer.shares_at(options.lengths, options.tokens))) == 4096
+
+
+def test_initial_gains_and_the_weight_of_filler_are_those_of_the_options(tmp_path):
+    with pytest.raises(ValueError, match=r"filler_weight must be below 0\.25"):
+        replace(OPTIONS, filler_weight=0.25)
+    options = replace(OPTIONS, mix="0:needles=1", qk_gain=2, filler_weight=0.125)
+    new = Trainer(CONFIG, options, tmp_path)
+    assert (new.params["layers"][1]["q_norm"] == 2).all()
+    weights = new.data.batch(0, 64, 4, {"needles": 1.0}).weights
+    assert set(np.unique(weights[weights < 1])) == {0, 0.125}
 
 
 def test_schedule():
