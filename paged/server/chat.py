@@ -26,8 +26,7 @@ def chat_prompt(service: Service, body: ChatRequest | TokenizeRequest) -> list[i
             messages, tokenize=False, add_generation_prompt=prompt,
             chat_template=service.chat_template, **(body.chat_template_kwargs or {}),
         )  # fmt: skip
-        if isinstance(body, ChatRequest):
-            service.check_length(text, "messages")
+        service.check_length(text, "messages")
         # The template says which special tokens there are.
         return service.tokenizer.encode(text, add_special_tokens=False)
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
