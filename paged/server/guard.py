@@ -118,18 +118,18 @@ class _Body:
         except TimeoutError:
             seconds = self._settings.body_timeout_s
             raise ApiError(408, f"the body has not come within {seconds:g} s") from None
+        self._whole = not message.get("more_body", False)
         self._left -= len(message.get("body", b""))
         if self._left < 0:
             raise _too_large(self._settings.max_body_bytes)
-        self._whole = not message.get("more_body", False)
         return message
 
     async def discard(self) -> None:
         """Take in what still comes of it, for some time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                while (await self._receive()).get("more_body", False):
-                    continue
+                while not self._whole:
+                    self._whole = not (await self._receive()).get("more_body", False)
 
 
 def _too_large(most: int) -> ApiError:
