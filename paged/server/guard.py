@@ -58,6 +58,8 @@ class Guard:
 
         body = _Body(receive, self._service.settings)
         try:
+            if scope["http_version"] not in ("1.0", "1.1"):
+                raise ApiError(400, "HTTP/1.1 is spoken here", headers={"Connection": "close"})
             self._check(scope["path"], headers)
             await self._app(scope, body.receive, told)
         except ApiError as error:

@@ -258,8 +258,16 @@ def test_bodies_are_as_long_and_deep_as_they_may_be(server: Served):
     for body in (nested(DEEPEST), {**CHAT, "messages": [{"role": "user", "content": text}]}):
         assert server.http.post(url, json=body).status_code == 200
     check(server.http.post(url, json=nested(DEEPEST + 1)), "chat_template_kwargs")
-    check_lengths(json.dumps([[4] * 100, [4] * 100, {"a": "," * 1000}, "[" * 1000]).encode(), 100)
+    check_lengths(
+        json.dumps([[4] * 100, [4] * 100, {"a": "," * 1000}, "[" * 1000]).encode(), 100, 300
+    )
     longer: list[Any]
     for longer in ([4] * 101, [["a"] * 101], [{"a": {"b": [[]] * 101}}]):
         with pytest.raises(ApiError, match="at most 100 items"):
-            check_lengths(json.dumps(longer).encode(), 100)
+            check_lengths(json.dumps(longer).encode(), 100, 300)
+    with pytest.raises(ApiError, match="at most 100 items"):  # all together
+        check_lengths(json.dumps([[4] * 100] * 4).encode(), 100, 300)
+    for text in ("\\", '"', '\\"', '"\\', '\\\\"[,' * 200):
+        check_lengths(json.dumps([text] * 100).encode(), 100, 100)
+        with pytest.raises(ApiError, match="at most 100 items"):
+            check_lengths(json.dumps([text] * 101).encode(), 100, 300)

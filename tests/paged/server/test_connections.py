@@ -84,9 +84,11 @@ def test_a_body_after_an_offer_of_another_protocol_is_no_request(server, cut):
         head("Transfer-Encoding: chunked") + b"g\r\n" + HIDDEN,
         head("Transfer-Encoding: chunked") + b"2\r\n{}xx0\r\n\r\n" + HIDDEN,
         head("Content-\x00Length: 5") + b"12345",
+        b"GET /health HTTP/1.2\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_what_others_may_read_otherwise_is_refused_and_nothing_follows(server, request_):
     told = statuses(server, request_ + HEALTH)
