@@ -183,8 +183,8 @@ def define_model() -> None:
     define_path(
         "model",
         "bundled",
-        "'bundled', 'judge', a hub id, or a Hugging Face folder: config.json, safetensors and a tokenizer "
-        "(tokenizer.json, or what transformers makes it of)",
+        "'bundled', 'judge', a hub id, or a Hugging Face folder: config.json, safetensors and a "
+        "tokenizer (tokenizer.json, or what transformers makes it of)",
     )
 
 

@@ -11,10 +11,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 from absl import app, flags
 
@@ -37,6 +37,26 @@ def refusals() -> Iterator[None]:
         yield
     except ValueError as error:
         raise Refused(str(error)) from error
+
+
+class Unfailing:
+    """A stream that nothing ends with: progress and messages that it does not take, as its disk is
+    full or its reader has gone, are dropped."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 @dataclass(frozen=True)
@@ -66,6 +86,8 @@ class Program:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         # absl's log would show JAX looking for TPUs.
         logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+        # Python has none where the descriptor is closed; it lasts as long as the process.
+        sys.stderr = cast(TextIO, Unfailing(sys.stderr or open(os.devnull, "w")))  # noqa: SIM115
         with interrupts():
             self.start(self.define())
 

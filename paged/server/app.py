@@ -1,22 +1,23 @@
 """The HTTP application: which path does what."""
 
-import asyncio
 from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from paged.requests.stopping import decode
 from paged.server import errors, generate
+from paged.server.body import read
 from paged.server.chat import chat_prompt
 from paged.server.errors import ApiError, Json
 from paged.server.guard import Guard
 from paged.server.live import PAGE, Live
 from paged.server.schema import (
+    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -59,6 +60,11 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     for status, text in _STATUS.items()
 }
 
+BODIES = (
+    CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, LoadAdapterRequest,
+)  # fmt: skip
+REF = "#/components/schemas/{model}"
+
 
 def create_app(service: Service, keys: Collection[str] = ()) -> FastAPI:
     """keys: if there are any, requests need one of them."""
@@ -69,13 +75,14 @@ def create_app(service: Service, keys: Collection[str] = ()) -> FastAPI:
     app.state.service = service
     app.add_middleware(Guard, service=service, keys=keys)
     app.add_exception_handler(ApiError, errors.on_api_error)
-    app.add_exception_handler(RequestValidationError, errors.on_invalid)
     app.add_exception_handler(HTTPException, errors.on_http_error)
     _add_generation(app, service)
     _add_tokenization(app, service)
     _add_models(app, service)
     _add_operation(app, service)
     document = app.openapi()
+    _, schemas = models_json_schema([(body, "validation") for body in BODIES], ref_template=REF)
+    document["components"] = {"schemas": schemas["$defs"]}
     for operations in document["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # status 400 says what is wrong
@@ -85,18 +92,24 @@ def create_app(service: Service, keys: Collection[str] = ()) -> FastAPI:
     return app
 
 
+def _takes(body: type[Body]) -> dict[str, Any]:
+    """What the document says of a path that reads its body itself."""
+    content = {"application/json": {"schema": {"$ref": REF.format(model=body.__name__)}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 def _add_generation(app: FastAPI, service: Service) -> None:
     streams: dict[int | str, dict[str, Any]] = {
         200: {"content": {"application/json": {}, "text/event-stream": {}}}
     }
 
-    @app.post("/v1/completions", responses=streams)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await generate.complete(service, request, body)
+    @app.post("/v1/completions", responses=streams, openapi_extra=_takes(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        return await generate.complete(service, request)
 
-    @app.post("/v1/chat/completions", responses=streams)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await generate.chat(service, request, body)
+    @app.post("/v1/chat/completions", responses=streams, openapi_extra=_takes(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        return await generate.chat(service, request)
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
@@ -104,31 +117,39 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokenization(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
-        if body.model is not None:
-            service.adapter(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "prompt: either prompt or messages must be given", "prompt")
-        if body.messages is not None:
-            tokens = await asyncio.to_thread(chat_prompt, service, body)
-        else:
-            special = body.add_special_tokens is not False
-            encode = service.tokenizer.encode
-            tokens = await asyncio.to_thread(encode, body.prompt, add_special_tokens=special)
-        longest = service.config.max_model_len
-        return Json({"tokens": tokens, "count": len(tokens), "max_model_len": longest})
+    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        return await read(service, request, TokenizeRequest, _tokenized)
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
-        if body.model is not None:
-            service.adapter(body.model)
-        most = service.model.vocab_size
-        for token in body.tokens:
-            if not 0 <= token < most:
-                message = f"tokens: {token} is outside the vocabulary [0, {most - 1}]"
-                raise ApiError(400, message, "tokens")
-        return Json({"prompt": decode(service.tokenizer, body.tokens)})
+    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        return await read(service, request, DetokenizeRequest, _detokenized)
+
+
+def _tokenized(service: Service, body: TokenizeRequest) -> Response:
+    if body.model is not None:
+        service.adapter(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "prompt: either prompt or messages must be given", "prompt")
+    if body.prompt is None:
+        tokens = chat_prompt(service, body)
+    else:
+        service.check_length(body.prompt, "prompt")
+        special = body.add_special_tokens is not False
+        tokens = service.tokenizer.encode(body.prompt, add_special_tokens=special)
+    longest = service.config.max_model_len
+    return Json({"tokens": tokens, "count": len(tokens), "max_model_len": longest})
+
+
+def _detokenized(service: Service, body: DetokenizeRequest) -> Response:
+    if body.model is not None:
+        service.adapter(body.model)
+    most = service.model.vocab_size
+    for token in body.tokens:
+        if not 0 <= token < most:
+            message = f"tokens: {token} is outside the vocabulary [0, {most - 1}]"
+            raise ApiError(400, message, "tokens")
+    return Json({"prompt": decode(service.tokenizer, body.tokens)})
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -153,8 +174,9 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def model(name: str) -> Response:
         return Json(card(name))
 
-    @app.post("/v1/load_lora_adapter")
-    async def load_lora_adapter(body: LoadAdapterRequest) -> Response:
+    @app.post("/v1/load_lora_adapter", openapi_extra=_takes(LoadAdapterRequest))
+    async def load_lora_adapter(request: Request) -> Response:
+        body = await read(service, request, LoadAdapterRequest, lambda _, body: body)
         if not service.settings.allow_adapter_loading:
             message = "this server was started without --allow_adapter_loading"
             raise ApiError(403, message, code="adapter_loading_not_allowed")

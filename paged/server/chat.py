@@ -43,8 +43,7 @@ def chat_prompt(service: Service, body: ChatRequest | TokenizeRequest) -> list[i
         why = str(error) or type(error).__name__
         message = f"messages: the chat template refuses them: {why[:LONGEST_REASON]}"
         raise ApiError(400, message, "messages") from None
-    if isinstance(body, ChatRequest):
-        service.check_length(text, "messages")
+    service.check_length(text, "messages")
     return service.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
 

@@ -1,12 +1,11 @@
 """Errors as OpenAI's API tells them: `{"error": {"message", "type", "param", "code"}}`."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import fastapi
 from fastapi import Request, Response
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from paged.requests.validation import PromptTooLong
@@ -60,30 +59,21 @@ def refused(what: ValueError, names: Mapping[str, str], otherwise: str) -> ApiEr
     return ApiError(400, message if found in words else f"{found}: {message}", found, code)
 
 
-def invalid(errors: Iterable[Mapping[str, Any]]) -> ApiError:
+def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """What pydantic refuses: the first field, with all that is wrong with it."""
-    errors = list(errors)
-    where = [str(part) for part in errors[0]["loc"] if part != "body"]
-    if errors[0]["type"] == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {errors[0]['ctx']['error']}")
-    if not where and errors[0]["type"] in ("value_error", "string_unicode"):
-        return ApiError(400, f"the body: {errors[0]['msg']}")
-    if not where:
+    if not errors or not errors[0]["loc"]:
+        if errors and errors[0]["type"] == "json_invalid":
+            return ApiError(400, f"the body is no JSON: {errors[0]['ctx']['error']}")
         return ApiError(400, "the body must be a JSON object, with Content-Type: application/json")
-    field = where[0]
-    same = [each for each in errors if len(each["loc"]) > 1 and str(each["loc"][1]) == field]
-    reasons = dict.fromkeys(str(each["msg"]).removeprefix("Value error, ") for each in same)
+    field = errors[0]["loc"][0]
+    same = [str(each["msg"]) for each in errors if each["loc"][0] == field]
+    reasons = dict.fromkeys(why.removeprefix("Value error, ") for why in same)
     return ApiError(400, f"{field}: {'; or: '.join(reasons)}", field)
 
 
 async def on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return answer(error)
-
-
-async def on_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return answer(invalid(error.errors()))
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:

@@ -12,6 +12,7 @@ from paged.requests.sequence import RequestOutput
 from paged.requests.stopping import decode
 from paged.server import asked
 from paged.server.answers import FINISH, ChatShape, CompletionShape, Delta, Shape, Usage
+from paged.server.body import read
 from paged.server.chat import chat_prompt
 from paged.server.errors import CLIENT_LEFT, ApiError, Json, refused
 from paged.server.generation import Generation, Left
@@ -19,15 +20,14 @@ from paged.server.schema import ChatRequest, CompletionRequest, Sampling
 from paged.server.service import Service, new_id
 from paged.server.streaming import EventStream, event, served
 
-LONG_TEXT = 4096  # characters from which a text is made tokens in a thread of its own
-
 
 @dataclass
 class Plan:
-    """A request that has passed all checks. echoes: texts that the choices of each prompt begin
-    with; offsets: where their tokens begin in these, beside log-probabilities. silent: whether no
-    generated token was asked for, so that none is told."""
+    """A request that has passed all checks. name: the answer's. echoes: texts that the choices of
+    each prompt begin with; offsets: where their tokens begin in these, beside log-probabilities.
+    silent: whether no generated token was asked for, so that none is told."""
 
+    name: str
     body: Sampling
     shape: Shape
     adapter: Adapter | None
@@ -38,18 +38,25 @@ class Plan:
     silent: bool = False
 
 
-async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
+async def complete(service: Service, request: Request) -> Response:
+    return await _answer(service, request, await read(service, request, CompletionRequest, _plan))
+
+
+async def chat(service: Service, request: Request) -> Response:
+    return await _answer(service, request, await read(service, request, ChatRequest, _plan_chat))
+
+
+def _plan(service: Service, body: CompletionRequest) -> Plan:
     answer_id, adapter = new_id("cmpl"), service.adapter(body.model)
     sampling = asked.of_completion(body, service)
     given = asked.prompts_of(body.prompt)
     most = service.settings.max_prompts
     if not 1 <= len(given) <= most:
         raise ApiError(400, f"prompt: from 1 to {most} prompts, not {len(given)}", "prompt")
-    names = asked.NAMES
     special = body.add_special_tokens is not False
-    prompts = [await _validated(service, p, sampling, names, special=special) for p in given]
+    prompts = [_validated(service, p, sampling, asked.NAMES, special=special) for p in given]
     shape = CompletionShape(service.texts, answer_id, body.model, bool(body.return_token_ids))
-    plan = Plan(body, shape, adapter, prompts, sampling)
+    plan = Plan(answer_id, body, shape, adapter, prompts, sampling)
     if body.echo:
         plan.echoes = [
             prompt if isinstance(prompt, str) else decode(service.tokenizer, prompt)
@@ -57,25 +64,21 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         ]
         plan.silent = body.max_tokens == 0
     if body.echo and body.logprobs is not None:
-        offsets = service.texts.prompt_offsets
-        plan.offsets = [await asyncio.to_thread(offsets, prompt, special) for prompt in given]
-    return await _answer(service, request, answer_id, plan)
+        plan.offsets = [service.texts.prompt_offsets(prompt, special) for prompt in given]
+    return plan
 
 
-async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
+def _plan_chat(service: Service, body: ChatRequest) -> Plan:
     answer_id, adapter = new_id("chatcmpl"), service.adapter(body.model)
-    tokens = await asyncio.to_thread(chat_prompt, service, body)
-    room = service.config.max_model_len - len(tokens)
-    sampling = asked.of_chat(body, service, room)
+    tokens = chat_prompt(service, body)
+    sampling = asked.of_chat(body, service, service.config.max_model_len - len(tokens))
     names = asked.NAMES | {"prompt": "messages"}
-    prompt = await _validated(service, tokens, sampling, names, "messages")
+    prompt = _validated(service, tokens, sampling, names, "messages")
     shape = ChatShape(service.texts, answer_id, body.model, bool(body.return_token_ids))
-    return await _answer(
-        service, request, answer_id, Plan(body, shape, adapter, [prompt], sampling)
-    )
+    return Plan(answer_id, body, shape, adapter, [prompt], sampling)
 
 
-async def _validated(
+def _validated(
     service: Service, prompt: str | list[int], sampling: SamplingParams, names, field="prompt",
     special: bool = True,
 ) -> list[int]:  # fmt: skip
@@ -83,23 +86,20 @@ async def _validated(
     if isinstance(prompt, str):
         service.check_length(prompt, field)
         if not special:
-            encode = service.tokenizer.encode
-            prompt = await asyncio.to_thread(encode, prompt, add_special_tokens=False)
+            prompt = service.tokenizer.encode(prompt, add_special_tokens=False)
     try:
-        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
-            return await asyncio.to_thread(service.validated, prompt, sampling)
         return service.validated(prompt, sampling)
     except ValueError as error:
         raise refused(error, names, field) from None
 
 
-async def _answer(service: Service, request: Request, answer_id: str, plan: Plan) -> Response:
+async def _answer(service: Service, request: Request, plan: Plan) -> Response:
     body = plan.body
     key, salt = request.state.key, body.cache_salt or ""
     if key is not None:  # else `cached_tokens` tells one what another has asked
         salt = f"key {key}: {salt}"
     generation = service.begin(
-        answer_id, plan.prompts, plan.sampling, plan.adapter, salt,
+        plan.name, plan.prompts, plan.sampling, plan.adapter, salt,
         streams=bool(body.stream),
     )  # fmt: skip
     if body.stream:

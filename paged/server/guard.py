@@ -7,8 +7,10 @@ import logging
 import re
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from urllib.parse import quote
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paged.server.errors import CLIENT_LEFT, ApiError, answer
@@ -16,6 +18,9 @@ from paged.server.service import Service, new_id
 
 log = logging.getLogger("paged.server.access")
 OPEN = ("/health", "/")  # without a key
+# Statuses of bodies that are not read. A connection that is closed on what still comes is reset,
+# and many clients then see no answer: it ends once the rest has come, or after LINGER_S seconds.
+UNREAD, LINGER_S = (408, 413), 2.0
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -44,16 +49,24 @@ class Guard:
                 message["headers"] = [
                     *message.get("headers", ()), (b"x-request-id", request_id.encode())
                 ]  # fmt: skip
-                if self._service.draining:
+                if self._service.draining or status in UNREAD:
                     message["headers"].append((b"connection", b"close"))
+            elif status in UNREAD and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await body.discard()
+                message = {"type": "http.response.body"}
             await send(message)
 
         body = _Body(receive, self._service.settings)
         try:
+            if scope["http_version"] not in ("1.0", "1.1"):
+                raise ApiError(400, "HTTP/1.1 is spoken here", headers={"Connection": "close"})
             state["key"] = self._check(scope["path"], headers)
             await self._app(scope, body.receive, told)
         except ApiError as error:
             await answer(error)(scope, receive, told)
+        except ClientDisconnect:  # in the middle of its body
+            pass
         except asyncio.CancelledError:  # the server ends; uvicorn would show where it waited
             if not status:
                 await answer(ApiError(503, "the server has shut down"))(scope, receive, told)
@@ -74,6 +87,10 @@ class Guard:
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> int | None:
         """The place of the request's key among all; None where none is needed."""
+        if b"transfer-encoding" in headers and b"content-length" in headers:
+            # A proxy that reads the other one would take the rest for another's request.
+            message = "either Transfer-Encoding or Content-Length, not both"
+            raise ApiError(400, message, headers={"Connection": "close"})
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._service.settings.max_body_bytes:
             raise _too_large(self._service.settings.max_body_bytes)
@@ -107,11 +124,18 @@ class _Body:
         except TimeoutError:
             seconds = self._settings.body_timeout_s
             raise ApiError(408, f"the body has not come within {seconds:g} s") from None
+        self._whole = not message.get("more_body", False)
         self._left -= len(message.get("body", b""))
         if self._left < 0:
             raise _too_large(self._settings.max_body_bytes)
-        self._whole = not message.get("more_body", False)
         return message
+
+    async def discard(self) -> None:
+        """Take in what still comes of it, for some time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while not self._whole:
+                    self._whole = not (await self._receive()).get("more_body", False)
 
 
 def _too_large(most: int) -> ApiError:

@@ -1,37 +1,65 @@
-"""HTTP/1.1 as uvicorn reads it with httptools, and what that leaves out."""
+"""HTTP/1.1 as uvicorn reads it with h11, which is strict, and an end of waiting for heads."""
 
-import re
+import asyncio
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST_UNREAD = 64 * 2**10  # bytes, as many as uvicorn's other parser keeps
-_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-class BoundedHttp(HttpToolsProtocol):
-    """Heads and trailers of MOST_UNREAD bytes at most: httptools keeps all of them, and they come
-    before any key is checked. Offers of another protocol are not seen: httptools would leave the
-    body unread, and Java's client offers HTTP/2 with each request."""
+class BoundedHttp(H11Protocol):
+    """uvicorn's keep-alive timeout ends with the first byte of a head, and begins with the first
+    answer: here it goes from the connection or the last answer to the end of a head. A connection
+    above uvicorn's limit_concurrency - 1 takes the place of the one that has waited longest; where
+    none waits, uvicorn answers with status 503."""
 
-    _in_head, _unread = True, 0
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        assert self.limit_concurrency is not None
+        if len(self.connections) >= self.limit_concurrency - 1:
+            self._make_room()
+        super().connection_made(transport)
+        self._await_head()
+
+    def _make_room(self) -> None:
+        self.logger.warning(
+            "%d connections are open, as many as may be: the one that has waited longest for a "
+            "request makes room", len(self.connections),
+        )  # fmt: skip
+        ends = {c: c.timeout_keep_alive_task.when() for c in self.connections
+                if isinstance(c, BoundedHttp) and c.timeout_keep_alive_task}  # fmt: skip
+        if ends:
+            longest = min(ends, key=ends.__getitem__)
+            self.connections.discard(longest)
+            longest.transport.abort()
+
+    def _await_head(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            head, end, rest = data.partition(b"\r\n\r\n")
-            data = _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + rest
-        self._unread += len(data)
-        super().data_received(data)
-        if self._unread > MOST_UNREAD and not self.transport.is_closing():
-            self.send_400_response(f"A head may have {MOST_UNREAD} bytes.")
+        self.conn.receive_data(data)
+        self.handle_events()
 
-    def on_headers_complete(self) -> None:
-        self._in_head, self._unread = False, 0
-        super().on_headers_complete()
+    def _should_upgrade(self) -> bool:
+        return False  # Java's client offers HTTP/2 with each request
 
-    def on_body(self, body: bytes) -> None:
-        self._unread = 0
-        super().on_body(body)
+    def timeout_keep_alive_handler(self) -> None:
+        head_has_begun = self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]
+        if head_has_begun and not self.transport.is_closing():
+            self.transport.write(LATE)
+        super().timeout_keep_alive_handler()
 
-    def on_message_complete(self) -> None:
-        self._in_head, self._unread = True, 0
-        super().on_message_complete()
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def send_400_response(self, msg: str) -> None:
+        """To what is no HTTP; while an answer is under way the connection ends without."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+        if self.cycle is not None:
+            self.cycle.disconnected = True

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import resource
 import signal
 import socket
 from types import FrameType
@@ -13,6 +15,7 @@ from paged.server.protocol import BoundedHttp
 from paged.server.service import Service
 
 log = logging.getLogger("paged.server")
+SPARE_FILES = 64  # beside connections: adapters and answers of engines that are in other processes
 
 
 def check_address(host: str, port: int) -> None:
@@ -24,6 +27,22 @@ def check_address(host: str, port: int) -> None:
         raise ValueError(f"--host={host} --port={port}: {error.strerror}") from None
 
 
+def connections_for(wanted: int) -> int:
+    """How many connections this process may have, after it has asked the system for so many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    others = len(os.listdir("/dev/fd")) + SPARE_FILES
+    most = hard if hard != resource.RLIM_INFINITY else wanted + others
+    if soft != resource.RLIM_INFINITY and soft < wanted + others:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted + others, most), hard))
+    allowed = max(1, min(wanted, most - others))
+    if allowed < wanted:
+        log.warning(
+            "%d connections at a time, not %d: the process may have %d files open (ulimit -Hn)",
+            allowed, wanted, hard,
+        )  # fmt: skip
+    return allowed
+
+
 class Server(uvicorn.Server):
     """The first SIGTERM or SIGINT lets running requests end, within `drain_s`; new ones are refused
     with status 503 meanwhile. The next one ends it at once. stopped_by: the first of them."""
@@ -32,6 +51,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app, host=host, port=port, log_config=None, access_log=False, lifespan="off",
             timeout_graceful_shutdown=5, http=BoundedHttp,
+            timeout_keep_alive=service.settings.head_timeout_s,
         )  # fmt: skip
         super().__init__(config)
         self._service = service
@@ -41,6 +61,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets=None) -> None:
         self._loop = asyncio.get_running_loop()
+        most = connections_for(self._service.settings.max_connections)
+        self.config.limit_concurrency = most + 1  # it refuses at the limit itself
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

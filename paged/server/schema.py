@@ -2,37 +2,16 @@
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
-from paged.checks import help_of, is_text
+from paged.checks import help_of
 from paged.requests.sampling_params import SamplingParams
 
 HELP = help_of(SamplingParams)
 T = TypeVar("T")  # each `type` would be a schema of its own in the server's document
-# A body may hold a million of anything. What is wrong with it is told of the first, as a message
-# for each takes minutes and gigabytes; and what each token is compared with is kept short.
-MOST_FIELDS = 1000
+MOST_FIELDS = 1000  # of any map
+# What each token is compared with is kept short.
 MOST_STOPS, LONGEST_STOP, MOST_STOP_TOKENS = 64, 1024, 1024
-
-
-def whole(text: str) -> str:
-    if not is_text(text):
-        raise ValueError("half a surrogate pair is no text")
-    return text
-
-
-def few(fields: Any) -> Any:
-    if isinstance(fields, dict) and len(fields) > MOST_FIELDS:
-        raise ValueError(f"at most {MOST_FIELDS} entries are allowed, not {len(fields)}")
-    return fields
 
 
 def nothing(value: Any) -> None:
@@ -40,10 +19,8 @@ def nothing(value: Any) -> None:
         raise ValueError("this server does not support it: leave it out, empty or null")
 
 
-Text = Annotated[str, AfterValidator(whole)]
-Stop = Annotated[str, Field(max_length=LONGEST_STOP), AfterValidator(whole)]
-Items = Annotated[list[T], Field(fail_fast=True)]
-Map = Annotated[dict[Text, T], BeforeValidator(few)]
+Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
+Items = Annotated[list[T], Field(fail_fast=True)]  # or a message for each takes minutes
 # Fields of OpenAI's that clients send empty, and that mean too much to be passed over otherwise.
 Unsupported = Annotated[
     Any,
@@ -64,7 +41,6 @@ class Body(BaseModel):
     """Of exactly these fields, of exactly these types; null is the default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    _few = model_validator(mode="before")(few)
 
 
 class StreamOptions(Body):
@@ -75,7 +51,7 @@ class StreamOptions(Body):
 class Sampling(Body):
     """What both APIs share. Defaults are OpenAI's: temperature 1."""
 
-    model: Text = Field(description="the served model, or an adapter")
+    model: str = Field(description="the served model, or an adapter")
     stream: bool | None = Field(None, description="whether to answer by server-sent events")
     stream_options: StreamOptions | None = None
     n: int | None = option("n")
@@ -85,7 +61,7 @@ class Sampling(Body):
     frequency_penalty: float | None = option("frequency_penalty")
     seed: int | None = option("seed")
     stop: Stop | Annotated[Items[Stop], Field(max_length=MOST_STOPS)] | None = option("stop")
-    logit_bias: Map[float] | None = Field(None, description="token id → added to its logit")
+    logit_bias: dict[str, float] | None = Field(None, description="token id → added to its logit")
     # The engine's own.
     top_k: int | None = option("top_k")
     min_p: float | None = option("min_p")
@@ -103,21 +79,21 @@ class Sampling(Body):
     beam_width: int | None = option("beam_width")
     length_penalty: float | None = option("length_penalty")
     early_stopping: bool | Literal["never"] | None = option("early_stopping")
-    cache_salt: Text | None = Field(
+    cache_salt: str | None = Field(
         None, description="cached prefixes are shared only among requests of the same salt"
     )
     # Taken, and of no effect.
-    user: Text | None = None
+    user: str | None = None
     store: bool | None = None
-    metadata: Map[Text] | None = None
-    service_tier: Text | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
-    prompt_cache_retention: Text | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
 
 class CompletionRequest(Sampling):
-    prompt: Text | Items[Text] | Items[int] | Items[Items[int]] = Field(
+    prompt: str | Items[str] | Items[int] | Items[Items[int]] = Field(
         description="text or token ids, one or several"
     )
     max_tokens: int | None = option("max_tokens", "; 16 by default; 0 only with echo")
@@ -131,13 +107,13 @@ class CompletionRequest(Sampling):
 
 class TextPart(Body):
     type: Literal["text"]
-    text: Text
+    text: str
 
 
 class Message(Body):
-    role: Text
-    content: Text | Items[TextPart] | None = None
-    name: Text | None = None
+    role: str
+    content: str | Items[TextPart] | None = None
+    name: str | None = None
     # Of answers that clients send back.
     refusal: Unsupported = None
     annotations: Unsupported = None
@@ -167,7 +143,7 @@ class Conversation(Body):
     add_generation_prompt: bool | None = Field(
         None, description="whether the prompt ends where the assistant begins; so it does"
     )
-    chat_template_kwargs: Map[Any] | None = Field(
+    chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="what the chat template is given besides"
     )
 
@@ -192,19 +168,19 @@ class ChatRequest(Sampling, Conversation):
 
 
 class TokenizeRequest(Body):
-    model: Text | None = None
-    prompt: Text | None = None
+    model: str | None = None
+    prompt: str | None = None
     messages: Items[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: Map[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(Body):
-    model: Text | None = None
+    model: str | None = None
     tokens: Items[int]
 
 
 class LoadAdapterRequest(Body):
-    lora_name: Text = Field(min_length=1, description="the name that requests give as `model`")
-    lora_path: Text = Field(min_length=1, description="its folder, as PEFT writes it")
+    lora_name: str = Field(min_length=1, description="the name that requests give as `model`")
+    lora_path: str = Field(min_length=1, description="its folder, as PEFT writes it")

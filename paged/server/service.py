@@ -32,6 +32,7 @@ log = logging.getLogger("paged.server")
 RATE_WINDOW_S = 30.0
 LONGEST_RETRY_S = 600.0
 MOST_COMPOSED = 4  # characters that a tokenizer may normalise to one (NFC)
+MOST_LONG_BODIES = 2  # that are worked on at a time
 LAST_WORD_S = 1.0  # in which clients must have read that the server ends
 
 
@@ -89,6 +90,7 @@ class Service:
         longest_token = max(map(len, tokenizer.get_vocab()))
         self._longest_text = MOST_COMPOSED * config.max_model_len * longest_token
         self._active: dict[Generation, int] = {}  # with their prompts
+        self._long_bodies = asyncio.Semaphore(MOST_LONG_BODIES)
         self._pace = Pace()
         self._order = itertools.count()
 
@@ -134,6 +136,11 @@ class Service:
                 f"({self.config.max_model_len}) tokens are {self._longest_text:,} at most"
             )
             raise ApiError(400, message, field, TOO_LONG)
+
+    async def beside[T](self, work: Callable[[], T]) -> T:
+        """What long work gives, in a thread. Most threads remain for other requests."""
+        async with self._long_bodies:
+            return await asyncio.to_thread(work)
 
     # Requests
 

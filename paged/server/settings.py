@@ -18,6 +18,12 @@ class ServerConfig:
     )
     max_prompts: int = described(128, "prompts of one request")
     max_body_bytes: int = described(8 * 2**20, "of a request; larger ones are refused")
+    max_connections: int = described(
+        4096, "open at a time; above it the one that waits longest for a request is cut off"
+    )
+    head_timeout_s: int = described(
+        30, "seconds in which a request's head must have come, after the connection or an answer"
+    )
     body_timeout_s: float = described(30.0, "seconds in which a request's body must have come")
     request_timeout_s: float = described(600.0, "seconds after which a request is aborted")
     drain_s: float = described(
@@ -39,6 +45,8 @@ class ServerConfig:
                 f"from 1 to max_pending ({self.max_pending})",
             ),
             "max_body_bytes": (self.max_body_bytes >= 1, "at least 1"),
+            "max_connections": (self.max_connections >= 1, "at least 1"),
+            "head_timeout_s": (self.head_timeout_s >= 1, "at least 1"),
             "body_timeout_s": (self.body_timeout_s > 0, "above 0"),
             "request_timeout_s": (self.request_timeout_s > 0, "above 0"),
             "drain_s": (self.drain_s >= 0, "0 or more"),

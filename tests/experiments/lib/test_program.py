@@ -20,14 +20,20 @@ from experiments.lib import program, signals
 
 
 def run(
-    body: str, *arguments: str, stdout=subprocess.PIPE, how: str = ""
+    body: str,
+    *arguments: str,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    how: str = "",
+    closed: str = "",
 ) -> subprocess.CompletedProcess:
-    """A program whose main is `body`; how: further arguments of `Program`."""
+    """A program whose main is `body`; how: further arguments of `Program`; closed: descriptors that
+    it starts without."""
     main = "def main(options):\n" + textwrap.indent(textwrap.dedent(body), "    ")
     source = f"{START}{main}\nprogram.Program(main, lambda: None, {how}).run()"
     return subprocess.run(
-        [sys.executable, "-c", source, *arguments],
-        cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True,
+        ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", source, *arguments],
+        cwd=ROOT, stdout=stdout, stderr=stderr, text=True,
     )  # fmt: skip
 
 
@@ -196,3 +202,20 @@ def test_output_that_nobody_takes_is_an_error_in_a_line(closed):
 def test_what_a_terminal_cannot_show_is_escaped():
     done = run("print('half a pair: \\ud83d')")
     assert (done.returncode, done.stdout) == (0, "half a pair: \\ud83d\n")
+
+
+@pytest.mark.parametrize("closed", ["", "2>&-"])
+def test_nobody_need_read_of_progress(closed):
+    """Neither a full disk nor a closed descriptor ends what runs, or changes how it ends."""
+    body = """
+        import logging, warnings
+        from tqdm import tqdm
+        for _ in tqdm(range(10), "going", mininterval=0):
+            logging.warning("one more")
+        warnings.warn("nearly")
+        print("it ended", flush=True)
+        raise program.Refused("nobody reads why")
+        """
+    with open("/dev/full", "w") as full:
+        done = run(body, stderr=full, closed=closed)
+    assert (done.returncode, done.stdout) == (1, "it ended\n")

@@ -7,14 +7,18 @@ from transformers import AutoTokenizer
 
 from experiments.tasks import stories
 from experiments.train import build_tokenizer
-from experiments.train.build_tokenizer import BOS, EOS, PAD, UNK, Vocabulary
+from experiments.train.build_tokenizer import BOS, EOS, PAD, SPECIALS, UNK, Vocabulary
 from models.hub import BUNDLED
 
 PRINTABLE = "".join(chr(c) for c in range(32, 127)) + "\n"
 VOCABULARY = Vocabulary()
-TEXTS = st.lists(
-    st.text(PRINTABLE, max_size=12) | st.sampled_from(VOCABULARY.pieces[100:]), max_size=12
-).map("".join)
+TEXTS = (
+    st.lists(
+        st.text(PRINTABLE, max_size=12) | st.sampled_from(VOCABULARY.pieces[100:]), max_size=12
+    )
+    .map("".join)
+    .filter(lambda text: not any(special in text for special in SPECIALS))
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +52,8 @@ def test_words_of_stories_are_one_token_and_keys_one_token_a_character(tokenizer
 
 def test_long_words_and_other_characters(tokenizer):
     assert tokenizer("x" * 3000)["input_ids"] == [BOS] + [VOCABULARY.ids["x"]] * 3000
+    word = " upon" * 20 + "upon" * 50 + "."
+    assert tokenizer(word)["input_ids"] == [BOS, *VOCABULARY.encode(word)]
     assert tokenizer("é")["input_ids"] == [BOS, UNK] == [BOS, *VOCABULARY.encode("é")]
 
 

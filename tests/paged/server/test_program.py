@@ -1,6 +1,8 @@
 """The server as a program, which a signal ends in the middle of its work."""
 
 import concurrent.futures
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -151,3 +153,28 @@ def test_simulated_engines_have_no_log_probabilities(program):
     with pytest.raises(openai.BadRequestError, match="simulated") as caught:
         client.completions.create(model="bundled", prompt="a cat", logprobs=2)
     assert caught.value.param == "logprobs"
+
+
+def test_too_few_files_are_told_at_the_start_and_stop_nobody():
+    """The system lets this process have fewer than all connections need."""
+    server = [sys.executable, "-m", "experiments.serve_http", *FLAGS]
+    command = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *server]
+    with (
+        subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process,
+        contextlib.ExitStack() as open_,
+    ):
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"running on http://([\d.]+):(\d+)", line):
+                break
+        said = re.search(r"(\d+) connections at a time, not 4096: .*256 files", "".join(lines))
+        assert found and said
+        address = found[1], int(found[2])
+        for _ in range(300):
+            open_.enter_context(socket.create_connection(address, timeout=60))
+        assert httpx2.get(f"http://{found[1]}:{found[2]}/health", timeout=60).status_code == 200
+        told = "".join(itertools.islice(process.stderr, 1))
+        assert f"{said[1]} connections are open" in told
+        process.kill()
