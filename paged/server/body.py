@@ -11,7 +11,7 @@ from collections.abc import Callable
 from fastapi import Request
 from pydantic import ValidationError
 
-from paged.server.errors import ApiError, invalid
+from paged.server.errors import TOO_LONG, ApiError, invalid
 from paged.server.schema import MOST_FIELDS, MOST_STOP_TOKENS, Body
 from paged.server.service import Service
 
@@ -86,4 +86,5 @@ def _refused(field: bytes | None, message: str) -> ApiError:
         name = None if field is None else str(json.loads(field))[:80]
     except ValueError:
         name = None
-    return ApiError(400, f"{name or 'the body'}: {message}", name)
+    code = TOO_LONG if name in ("prompt", "messages") else None
+    return ApiError(400, f"{name or 'the body'}: {message}", name, code)
