@@ -30,8 +30,8 @@ class Capabilities:
     would have; where it does not, users must name recomputation to get it.
     static_batching: not an ability: new requests are admitted only when nothing runs.
     slot_state: the device keeps state of each running sequence under its slot.
-    prefill_tile: prompts of `tiled_from` tokens or more are cut into chunks only whole tiles of so
-    many tokens before the end of their last page; 0: anywhere.
+    prefill_tile: prompts of `tiled_from` tokens or more are cut only where whole tiles of so many
+    tokens are left to the end of their last page; 0: anywhere.
     """
 
     fork: Literal["no", "computed", "anywhere"] = "no"
