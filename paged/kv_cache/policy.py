@@ -33,8 +33,8 @@ class Capabilities:
     prefilled with its prompt; otherwise it is replayed, decoded again token by token.
     static_batching: not an ability: new requests are admitted only when nothing runs.
     slot_state: the device keeps state of each running sequence under its slot.
-    prefill_tile: a prompt of `tiled_from` tokens or more is cut into chunks only where whole tiles
-    of so many tokens are left up to the end of its last page; 0: all are cut anywhere.
+    prefill_tile: prompts of `tiled_from` tokens or more are cut only where whole tiles of so many
+    tokens are left to the end of their last page; 0: anywhere.
     """
 
     fork: Literal["no", "computed", "anywhere"] = "no"
@@ -79,8 +79,7 @@ class ShardedModel:
         return cls(model, shard, num_shards, str(jnp.dtype(dtype)))
 
     def kv_token_bytes(self, kv_dtype: str = "auto") -> int:
-        """Bytes of a token's keys and values, in all layers and on all shards, if they are kept as
-        they are. 'auto' is the dtype that the model computes in."""
+        """Bytes of a token's keys and values, as they are, in all layers and on all shards."""
         dtype = self.dtype if kv_dtype == "auto" else kv_dtype
         return self.num_shards * self.shard.num_layers * kv_bytes_of_token(self.shard, dtype)
 
