@@ -29,7 +29,8 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
     if places >= 2**31 - 2**24:
         raise ValueError(
             f"kv_cache_tokens ({config.kv_cache_tokens}) over {shard.num_layers} layers and "
-            f"{shard.num_kv_heads} KV heads exceed the places that an int32 can name"
+            f"{shard.num_kv_heads} KV heads exceed the places that an int32 can name: {places}, "
+            f"and fewer than {2**31 - 2**24} are allowed"
         )
 
 

@@ -42,7 +42,8 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
     # Room above the pool is for padding, each entry of which has a page of its own.
     if layout.num_pages >= 2**31 - 2**27:
         raise ValueError(
-            f"kv_cache_tokens ({config.kv_cache_tokens}) exceed the pages that an int32 can name"
+            f"kv_cache_tokens ({config.kv_cache_tokens}) exceed the pages that an int32 can name: "
+            f"{layout.num_pages}, and fewer than {2**31 - 2**27} are allowed"
         )
     # What is swapped names pages by their slots.
     if layout.num_slots * layout.most >= 2**31 - 1:

@@ -52,9 +52,10 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
             f"need a window of {layout.window} pages and {layout.chunks} for the chunks of a step"
         )
     # Room above the pool is for padding tokens, each of which has a place of its own.
-    if layout.num_pages * layout.page_size >= 2**31 - 2**24:
+    if (places := layout.num_pages * layout.page_size) >= 2**31 - 2**24:
         raise ValueError(
-            f"kv_cache_tokens ({config.kv_cache_tokens}) exceed the places that an int32 can name"
+            f"kv_cache_tokens ({config.kv_cache_tokens}) exceed the places that an int32 can name: "
+            f"{places}, and fewer than {2**31 - 2**24} are allowed"
         )
 
 
