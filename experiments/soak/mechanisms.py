@@ -123,7 +123,10 @@ def _seen_of_lserve(engine: Any) -> dict[str, int]:
 
 def _of_diffkv(users: Users) -> list[Mechanism]:
     options, found = users.engine.config.policy_options, []
-    flags = "a smaller --diffkv_window, or a longer --max_model_len"
+    flags = (
+        "larger --diffkv_alpha_h and --diffkv_alpha_l, a smaller --diffkv_window, or a longer "
+        "--max_model_len"
+    )
     highest, *_, lowest = options.levels
     if not options.budget and highest.alpha > lowest.alpha:
         found.append(Mechanism("demoted", "no token in a lower precision", flags))

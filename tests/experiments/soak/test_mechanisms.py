@@ -27,7 +27,8 @@ LSERVE = replace(
 )  # fmt: skip
 DIFFKV = replace(
     CONFIG, policy="diffkv", prefix_caching=False, preemption_mode="swap", chunked_prefill=False,
-    page_size=8, max_num_batched_tokens=96, policy_options={"window": 16, "low": "K4V4"},
+    page_size=8, max_num_batched_tokens=96,
+    policy_options={"window": 8, "low": "K4V4", "alpha_h": 1.2, "alpha_l": 0.9},
 )  # fmt: skip
 
 
