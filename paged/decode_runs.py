@@ -131,7 +131,7 @@ class DecodeRuns:
         begins = executor.device_free_s
         # About as long as the last one: a run that ends too soon is followed by another.
         a_step = begins - max(flight.dispatched_s, previous_end_s)
-        if until_s - begins < LONGEST * a_step:
+        if a_step > 0 and until_s - begins < LONGEST * a_step:
             most = min(most, 3 + max(0, int((until_s - begins) / a_step)))
         contexts = lengths + np.arange(most)[:, None]
         times = executor.decode_times(contexts, s.adapter[slots])

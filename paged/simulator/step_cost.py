@@ -1,7 +1,6 @@
 """The clock of simulated devices: seconds of a step on GPUs of a data sheet."""
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +49,10 @@ class StepCost:
     bits: int = 16
     host: Host = HOSTS["none"]
     adapter_pages: int = 1
+    # Steps of the same size come again and again.
+    _dense: dict[tuple[int, int], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def declare(
@@ -109,11 +112,13 @@ class StepCost:
         layer = sum(self.costs.part_s(part) for part in parts if np.any(part.bytes))
         return self.model.shard.num_layers * layer
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019 one clock lives as long as its study
     def dense_s(self, tokens: int, sampled: int) -> float:
         """Of all that does not depend on the cache: products, pointwise ops, all-reduces."""
-        if not tokens:
-            return 0.0
+        if (tokens, sampled) not in self._dense:
+            self._dense[tokens, sampled] = self._dense_s(tokens, sampled) if tokens else 0.0
+        return self._dense[tokens, sampled]
+
+    def _dense_s(self, tokens: int, sampled: int) -> float:
         ops, num_gpus = layer_ops(self.model, tokens, self.bits).values(), self.model.num_shards
         layer = sum(self.costs.op_s(op) for op in ops)
         hidden = tokens * self.model.shard.hidden_size * ITEMSIZE

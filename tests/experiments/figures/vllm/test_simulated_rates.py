@@ -42,6 +42,19 @@ def test_fig_13_calibrates_on_the_oracle_alone(tmp_path, capsys):
     assert (tmp_path / "batches.png").stat().st_size > 5_000
 
 
+def test_a_rate_that_is_only_a_lower_bound_says_so():
+    rows = [
+        opt_13b.Row("sharegpt", policy, rate, 1.0, 1.0, 5.0, latency_s, 0, 9, 9, 1.0)
+        for policy, rate, latency_s in (
+            ("orca_max", 1.0, 0.1), ("orca_max", 2.0, 0.5), ("vllm", 1.0, 0.05), ("vllm", 2.0, 0.1),
+        )
+    ]  # fmt: skip
+    numbers = fig12_latency_over_rate.summary(rows, 0.3)
+    assert numbers["rate_orca_max"] == 1.5 and numbers["vllm_over_orca_max"] == 2 / 1.5
+    assert (numbers["reached_orca_max"], numbers["reached_vllm"]) == (1, 0)
+    assert "≥ 2.00" in fig12_latency_over_rate.table(rows, 0.3)
+
+
 @pytest.mark.slow
 def test_fig_12_has_the_papers_order(tmp_path):
     fig12_latency_over_rate.main(
