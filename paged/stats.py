@@ -4,10 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from paged.engine import Engine
-from paged.kv_cache.lserve.options import Options as LServeOptions
 from paged.kv_cache.policy import ShardedModel
 
 
@@ -99,30 +96,19 @@ class Tally:
 
 
 def policy_figures(engine: Engine, report: Mapping[str, Any] | None) -> dict[str, float]:
-    """Of the sequences that run, by name. report: what the policy's device half said last.
+    """Of the running sequences, by name: the policy's own gauges, and
 
-    context_tokens: computed so far. dense_kv_bytes: what the dense policy would hold for them.
-    selected_tokens: those that a query of a dense head reads, where pages are selected (LServe
-    §3.4). high_tokens, low_tokens, dropped_tokens, and top_tokens in a third precision: of a KV
-    head on average, where tokens are kept by their significance (DiffKV §3.2).
+    context_tokens: tokens computed so far.
+    dense_kv_bytes: bytes that the dense policy would hold for them.
+
+    report: the last one of the policy's device half.
     """
     config, scheduler = engine.config, engine.scheduler
-    contexts = scheduler.slots.computed[scheduler.running_slots()]
+    slots = scheduler.running_slots()
+    contexts = scheduler.slots.computed[slots]
     model = ShardedModel.split(engine.model, config.tensor_parallel, engine.executor.dtype)
     figures: dict[str, float] = {
         "context_tokens": int(contexts.sum()),
         "dense_kv_bytes": int(contexts.sum()) * model.kv_token_bytes(config.kv_dtype),
     }
-    if isinstance(options := config.policy_options, LServeOptions):
-        sparse = contexts >= options.sparse_from
-        selected = np.where(sparse, np.minimum(contexts, options.budget), contexts)
-        figures["selected_tokens"] = int(selected.sum())
-    if report is not None and "kept" in report:
-        heads = engine.model.num_layers * engine.model.num_kv_heads
-        # A slot that nobody has keeps what was said of it last.
-        of_running = np.asarray(report["kept"])[:, scheduler.running_slots()]
-        kept = (of_running.sum((0, 1)) / heads).tolist()
-        # The lowest first: of two precisions none is on top.
-        figures |= dict(zip(("low_tokens", "high_tokens", "top_tokens"), kept[::-1]))
-        figures["dropped_tokens"] = max(0.0, figures["context_tokens"] - sum(kept))
-    return figures
+    return figures | engine.host_policy.gauges(report, slots, contexts)

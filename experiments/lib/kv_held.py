@@ -1,14 +1,13 @@
-"""What sequences hold of KV memory while they run, of policies that keep less than all (DiffKV,
-LServe)."""
+"""What sequences hold of KV memory while they run, under policies that keep less than all."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from paged.engine import Engine
+from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 
 
@@ -25,22 +24,16 @@ class Held:
     top: float = 0.0
 
 
-# Of sequences with these slots and tokens: the bytes that they hold, and the shares of tokens, over
-# all heads, that are kept in each precision, the highest first.
-Measure = Callable[[Mapping[str, Any], np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-
-
 def of_sequences(engine: Engine) -> list[Held]:
     """Those that the engine's events tell of, in the order in which they were admitted, with at
     least one whole step. None where sequences keep all of their tokens as they are."""
-    policies = {"diffkv": _as_reported, "lserve": _of_pools}
-    layout = getattr(engine.host_policy, "layout", None)
-    if engine.config.policy not in policies or layout is None:
-        return []
-    P, shards = engine.config.page_size, engine.config.tensor_parallel
+    config, declared = engine.config, policy_of(engine.config.policy).layout
+    P, shards = config.page_size, config.tensor_parallel
     sharded = ShardedModel.split(engine.model, shards, engine.executor.dtype)
+    held_by = getattr(declared and declared(config, sharded), "held", None)
+    if held_by is None:
+        return []
     dense_page = P * sharded.kv_token_bytes("float16")
-    measure: Measure = policies[engine.config.policy](engine, layout, sharded)
     owners: dict[int, int] = {}  # by slot
     rows: dict[int, tuple] = {}  # by step: owners, slots and lengths at its end
     samples: list[list[tuple[float, ...]]] = []
@@ -58,38 +51,12 @@ def of_sequences(engine: Engine) -> list[Held]:
                 rows[event["step"]] = [owners[slot] for slot in slots.tolist()], slots, ends
             case "step" if event["step"] in rows:
                 of_rows, slots, ends = rows.pop(event["step"])
-                held, kept = measure(event, slots, ends)
+                held, kept = held_by(event["report"], slots, ends)
                 fractions = held / (-(-ends // P) * dense_page)
                 for owner, fraction, of_levels in zip(of_rows, fractions, kept, strict=True):
                     *top, high, low = of_levels
                     samples[owner].append((fraction, high, low, *top))
     return [Held(*map(float, np.mean(each, axis=0))) for each in samples if each]
-
-
-def _as_reported(engine: Engine, layout: Any, sharded: ShardedModel) -> Measure:
-    """DiffKV's device tells what it has kept."""
-    heads = layout.all_heads * sharded.num_shards
-
-    def measure(event, slots, ends):
-        held = np.asarray(event["report"]["held"]).sum(0)[slots] * layout.page_bytes
-        return held, np.asarray(event["report"]["kept"]).sum(0)[slots] / (heads * ends[:, None])
-
-    return measure
-
-
-def _of_pools(engine: Engine, layout: Any, sharded: ShardedModel) -> Measure:
-    """LServe's dense heads keep all tokens, and its streaming heads a window of pages."""
-    dense, streaming = layout.unit_bytes(sharded, engine.config.kv_dtype)
-    dense_heads, streaming_heads = layout.most_heads
-
-    def measure(event, slots, ends):
-        pages = -(-ends // layout.page_size)
-        window = np.minimum(pages, layout.window)
-        held = dense_heads * pages + streaming_heads * window
-        kept = held / ((dense_heads + streaming_heads) * pages)
-        return pages * dense + window * streaming, np.stack([kept, np.zeros_like(kept)], -1)
-
-    return measure
 
 
 def mean(all_held: Sequence[Held]) -> Held | None:

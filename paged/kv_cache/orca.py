@@ -30,6 +30,7 @@ from paged.blocks.buddy_allocator import BuddyAllocator
 from paged.kv_cache import dense
 from paged.kv_cache.dense.host import BLOCKS, block_pool
 from paged.kv_cache.moves import Moves, Pool
+from paged.kv_cache.owners import of_tables
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 from paged.kv_cache.usage import Usage
 
@@ -154,6 +155,12 @@ class ReservingHost:
 
     def held(self) -> dict[str, np.ndarray]:
         return {BLOCKS: np.sort(self.blocks[self.blocks != NULL_BLOCK])}
+
+    def owners(self) -> dict[str, np.ndarray]:
+        return {BLOCKS: of_tables(self.blocks, np.zeros(self.pools[0].num_units))}
+
+    def gauges(self, report, slots, contexts) -> dict[str, float]:
+        return {}
 
     def check(self) -> None:
         held = self.held()[BLOCKS]

@@ -220,6 +220,15 @@ class HostPolicy(Protocol):
         host's memory of pool NAME."""
         ...
 
+    def owners(self) -> dict[str, np.ndarray]:
+        """int16, the owner of each unit of each pool: a slot, or one of `owners`' constants."""
+        ...
+
+    def gauges(self, report: Any, slots: np.ndarray, contexts: np.ndarray) -> dict[str, float]:
+        """Numbers of the policy's own, by name, of running `slots` [n] that have computed
+        `contexts` [n] tokens. report: the device half's last, None before the first."""
+        ...
+
     def check(self) -> None:
         """Assert that every unit is either free or has the owners that are counted."""
         ...

@@ -22,10 +22,20 @@ from models.config import ModelConfig
 from pallas_kernels.specs import Cost
 
 Work = dict[str, Cost]
+# Bytes [n] that sequences hold, and the shares of their tokens, over all heads, that are kept in
+# each precision [n, I], the highest first.
+Held = tuple[np.ndarray, np.ndarray]
 
 
 class Layout(Protocol):
-    """What a policy holds and reads, by numbers alone: frozen, and without a host half."""
+    """What a policy holds and reads, by numbers alone: frozen, and without a host half.
+
+    A policy that holds less than all of its tokens as they are has a method besides:
+
+        held(report, slots, tokens) -> Held
+
+    of sequences in `slots` [n] with `tokens` [n] each. report: the device half's.
+    """
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
         """The parts of a layer's attention in one step, or in several at once.

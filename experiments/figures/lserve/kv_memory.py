@@ -68,10 +68,10 @@ def _row(
     sharded = ShardedModel.split(model, dtype=DTYPE)
     lserve.check(config, model)
     layout = layout_of(config, sharded)
-    dense, streaming = layout.unit_bytes(sharded, config.kv_dtype)
+    dense, streaming = layout.unit_bytes
     pages = -(-context // page_size)
     held = pages * dense + min(pages, layout.window) * streaming
-    per_token = [page / page_size for page in layout.page_bytes(sharded, config.kv_dtype)]
+    per_token = [page / page_size for page in layout.page_bytes]
     return Row(
         bits, share, per_token[0], per_token[1] if layout.streams else 0.0, held,
         held / (context * sharded.kv_token_bytes()),

@@ -7,6 +7,7 @@ from paged.blocks.block_table import BlockTables, SwappedTables
 from paged.blocks.prefix_cache import PrefixCache
 from paged.kv_cache.dense.prefix import Prefixes
 from paged.kv_cache.moves import Moves, Pool
+from paged.kv_cache.owners import CACHED, of_tables
 from paged.kv_cache.policy import CacheConfig, HostPolicy, ShardedModel
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
@@ -216,6 +217,15 @@ class DenseHost:
     def held(self) -> dict[str, np.ndarray]:
         on_host = np.flatnonzero(self.host_pool.refcounts)
         return {self._name: np.flatnonzero(self.pool.refcounts), f"host {self._name}": on_host}
+
+    def owners(self) -> dict[str, np.ndarray]:
+        owners = of_tables(self.block_tables.blocks, self.pool.refcounts)
+        if self.pool.cache:
+            owners[np.fromiter(self.pool.cache.idle, np.int64) - 1] = CACHED
+        return {self._name: owners}
+
+    def gauges(self, report, slots, contexts) -> dict[str, float]:
+        return {}
 
     def check(self) -> None:
         blocks = self.block_tables.blocks

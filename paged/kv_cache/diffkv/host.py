@@ -14,6 +14,7 @@ import numpy as np
 from paged.blocks.block_pool import BlockPool
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.moves import Moves, Pool
+from paged.kv_cache.owners import FREE
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
@@ -53,6 +54,7 @@ class DiffKVHost:
     def __init__(self, config: CacheConfig, model: ShardedModel):
         self.layout = layout = layout_of(config, model)
         self.capacity = layout.num_pages
+        self._all_heads = model.whole.num_layers * model.whole.num_kv_heads
         num_units = layout.num_slots * layout.most
         unit_bytes = layout.page_bytes * model.num_shards
         self._pool = Pool(
@@ -235,9 +237,22 @@ class DiffKVHost:
             bytes={PAGES: used * self._pool.unit_bytes},
         )
 
-    def pages_held(self) -> np.ndarray:
-        """Of each slot, int64 [slots], as the last report says."""
-        return self._held.copy()
+    def owners(self) -> dict[str, np.ndarray]:
+        """The device knows the pages of a slot; the host half knows their number."""
+        owners = np.full(self.capacity, FREE, np.int16)
+        owners[: self._held.sum()] = np.repeat(np.arange(len(self._held)), self._held)
+        return {PAGES: owners}
+
+    def gauges(self, report, slots, contexts) -> dict[str, float]:
+        """low_tokens, high_tokens, dropped_tokens, and top_tokens in a third precision: of a KV
+        head on average (§3.2)."""
+        if report is None:
+            return {}
+        # A slot without an owner has the numbers of its last one.
+        kept = np.asarray(report["kept"])[:, slots].sum((0, 1)) / self._all_heads
+        # The lowest first: of two precisions none is on top.
+        gauges = dict(zip(("low_tokens", "high_tokens", "top_tokens"), kept[::-1].tolist()))
+        return gauges | {"dropped_tokens": max(0.0, float(contexts.sum() - kept.sum()))}
 
     def held(self) -> dict[str, np.ndarray]:
         pages = np.arange(self.layout.most) < self._held[:, None]

@@ -6,7 +6,7 @@ import numpy as np
 
 from paged.kv_cache.diffkv.options import Options, page_formats
 from paged.kv_cache.policy import CacheConfig, ShardedModel
-from paged.kv_cache.work import Heads, Work, total, triangle
+from paged.kv_cache.work import Heads, Held, Work, total, triangle
 from pallas_kernels.quantized_attention import PageFormat
 from pallas_kernels.specs import Cost
 
@@ -79,6 +79,12 @@ class Layout:
         P, levels = self.formats[0].tokens, self.levels
         of_head = np.minimum(num_tokens, levels + np.maximum(num_tokens - levels, 0) // P)
         return self.all_heads * of_head
+
+    def held(self, report, slots: np.ndarray, tokens: np.ndarray) -> Held:
+        """See `paged.kv_cache.work.Layout`: as the device reports."""
+        pages, kept = (np.asarray(report[name]) for name in ("held", "kept"))
+        heads = len(pages) * self.all_heads
+        return pages.sum(0)[slots] * self.page_bytes, kept.sum(0)[slots] / (heads * tokens[:, None])
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
         """See `paged.kv_cache.work.Layout`. Prompts attend to themselves as they are, and are

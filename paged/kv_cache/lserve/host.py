@@ -32,7 +32,7 @@ class Swapped(NamedTuple):
 def pools_of(config: CacheConfig, model: ShardedModel, layout: Layout) -> tuple[Pool, ...]:
     """Output is replayed token by token if it is recomputed, so the host's memory holds what all
     slots can."""
-    sizes = layout.num_blocks, layout.unit_bytes(model, config.kv_dtype)
+    sizes = layout.num_blocks, layout.unit_bytes
     held = layout.most, layout.sink + layout.local + 1
     return tuple(
         Pool(
@@ -51,7 +51,7 @@ def pools_of(config: CacheConfig, model: ShardedModel, layout: Layout) -> tuple[
 
 class LServeHost:
     def __init__(self, config: CacheConfig, model: ShardedModel):
-        self.layout = layout_of(config, model)
+        self.layout, self._options = layout_of(config, model), config.policy_options
         self.pools = pools_of(config, model, self.layout)
         self.dense = DenseHost(self.pools[0], config)
         self.streaming = StreamingHost(self.pools[1], self.layout) if self.layout.streams else None
@@ -195,6 +195,16 @@ class LServeHost:
 
     def held(self) -> dict[str, np.ndarray]:
         return {name: units for part in self._parts for name, units in part.held().items()}
+
+    def owners(self) -> dict[str, np.ndarray]:
+        return {name: owners for part in self._parts for name, owners in part.owners().items()}
+
+    def gauges(self, report, slots, contexts) -> dict[str, float]:
+        """selected_tokens: that a query of a dense head reads (§3.4)."""
+        options = self._options
+        sparse = contexts >= options.sparse_from
+        selected = np.where(sparse, np.minimum(contexts, options.budget), contexts)
+        return {"selected_tokens": int(selected.sum())}
 
     def check(self) -> None:
         for part in self._parts:

@@ -14,7 +14,7 @@ import numpy as np
 from paged.kv_cache.lserve.gates import dense_first, streaming_heads
 from paged.kv_cache.lserve.options import LEAST_SELECTED, UNQUANTISED, Options
 from paged.kv_cache.policy import CacheConfig, ShardedModel
-from paged.kv_cache.work import Heads, Work, seen_up_to, total, triangle
+from paged.kv_cache.work import Heads, Held, Work, seen_up_to, total, triangle
 from pallas_kernels.quantization import KVFormat
 from pallas_kernels.specs import Cost
 
@@ -116,20 +116,32 @@ class Layout:
         """Of a token's keys and values in one head."""
         return 2 * (self.format.token_bytes if self.format else self.attention.D * self.kv_itemsize)
 
-    def page_bytes(self, model: ShardedModel, kv_dtype: str) -> tuple[int, int]:
+    @property
+    def page_bytes(self) -> tuple[int, int]:
         """Of a page of a dense head, with statistics if rows select, and of a streaming head."""
-        size = jnp.dtype(model.dtype if kv_dtype == "auto" else kv_dtype).itemsize
-        D, P = model.shard.head_dim, self.page_size
-        statistics = P // self.logical * 2 * D * size if self.selects else 0
+        P, of_extremes = self.page_size, 2 * self.attention.D * self.kv_itemsize
+        statistics = P // self.logical * of_extremes if self.selects else 0
         return P * self.token_bytes + statistics, P * self.token_bytes
 
-    def unit_bytes(self, model: ShardedModel, kv_dtype: str) -> tuple[int, int]:
+    @property
+    def unit_bytes(self) -> tuple[int, int]:
         """Of a block of each pool, on all shards."""
-        pages = self.page_bytes(model, kv_dtype)
+        shards = len(self.num_dense)
         dense, streaming = (
-            model.num_shards * heads * page for heads, page in zip(self.most_heads, pages)
+            shards * heads * page for heads, page in zip(self.most_heads, self.page_bytes)
         )
         return dense, streaming
+
+    def held(self, report, slots: np.ndarray, tokens: np.ndarray) -> Held:
+        """See `paged.kv_cache.work.Layout`. Dense heads hold all tokens, streaming heads a window
+        of pages."""
+        dense, streaming = self.unit_bytes
+        dense_heads, streaming_heads = self.most_heads
+        pages = -(-tokens // self.page_size)
+        window = np.minimum(pages, self.window)
+        held = dense_heads * pages + streaming_heads * window
+        kept = held / ((dense_heads + streaming_heads) * pages)
+        return pages * dense + window * streaming, np.stack([kept, np.zeros_like(kept)], -1)
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
         """See `paged.kv_cache.work.Layout`. Of the shard with most dense heads; an owner's first
@@ -288,9 +300,7 @@ def _most(config: CacheConfig) -> int:
 def _blocks(layout: Layout, config: CacheConfig, model: ShardedModel) -> tuple[int, int]:
     """Blocks of the two pools: windows for all slots, as far as half of the memory holds them. They
     are short, and without one no sequence can run; all else is for dense heads."""
-    dense, streaming = (
-        size // model.num_shards for size in layout.unit_bytes(model, config.kv_dtype)
-    )
+    dense, streaming = (size // model.num_shards for size in layout.unit_bytes)
     room = config.kv_cache_tokens * model.kv_token_bytes(config.kv_dtype) // model.num_shards
     room = max(0, room - state_bytes(layout, config.policy_options, model))
     if not streaming:

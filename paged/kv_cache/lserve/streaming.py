@@ -15,6 +15,7 @@ import numpy as np
 from paged.blocks.block_pool import NULL_BLOCK, BlockPool
 from paged.kv_cache.lserve.layout import Layout
 from paged.kv_cache.moves import Moves, Pool
+from paged.kv_cache.owners import of_tables
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
@@ -190,6 +191,9 @@ class StreamingHost:
     def held(self) -> dict[str, np.ndarray]:
         on_host = np.flatnonzero(self.host_pool.refcounts)
         return {self._name: np.flatnonzero(self.pool.refcounts), f"host {self._name}": on_host}
+
+    def owners(self) -> dict[str, np.ndarray]:
+        return {self._name: of_tables(self.blocks, self.pool.refcounts)}
 
     def check(self) -> None:
         tables = self.blocks[self.blocks != NULL_BLOCK]

@@ -252,10 +252,10 @@ def test_a_page_takes_the_bytes_of_its_tokens_and_statistics():
     )  # fmt: skip
     layout = layout_of(config, model)
     page = 64 * 2 * 8 * 2
-    assert layout.page_bytes(model, "auto") == (page + page // 16, page)
+    assert layout.page_bytes == (page + page // 16, page)
     # Of eight dense and four streaming heads each shard has half.
     assert layout.most_heads == (4, 2)
-    assert layout.unit_bytes(model, "auto") == (8 * (page + page // 16), 4 * page)
+    assert layout.unit_bytes == (8 * (page + page // 16), 4 * page)
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8, 4])
@@ -273,9 +273,9 @@ def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
     layout = layout_of(config, model)
     token = 2 * (D * kv_bits // 8 + (4 if kv_bits < 16 else 0))
     statistics = 64 // 16 * 2 * D * 2
-    assert layout.page_bytes(model, "auto") == (64 * token + statistics, 64 * token)
+    assert layout.page_bytes == (64 * token + statistics, 64 * token)
     dense, streaming = POLICIES["lserve"].host(config, model).pools
-    assert (dense.unit_bytes, streaming.unit_bytes) == layout.unit_bytes(model, "auto")
+    assert (dense.unit_bytes, streaming.unit_bytes) == layout.unit_bytes
     policy = lserve.device(config, model)
     leaves = jax.tree.leaves(jax.eval_shape(lambda: policy.init(jnp.bfloat16, jnp.int32(0))))
     used = model.num_shards * sum(x.size * x.dtype.itemsize for x in leaves)

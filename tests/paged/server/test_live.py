@@ -10,10 +10,11 @@ import httpx2
 import pytest
 
 from paged.kv_cache import POLICIES
+from paged.kv_cache.owners import CACHED, FREE, SHARED
 from paged.requests.sampling_params import SamplingParams
 from paged.server.live import FRESH_S, PAGE
 from paged.server.owner import EngineOwner
-from paged.server.view import CACHED, FREE, MOST_CELLS, MOST_ROWS, SHARED, view
+from paged.server.view import MOST_CELLS, MOST_ROWS, view
 from tests.paged.server.serving import CONFIG, KEY, served, simulated
 
 CONFIGS = {

@@ -187,6 +187,12 @@ class OwnedHost:
         on_host = np.flatnonzero(self._host_pool.refcounts)
         return {PAGES: np.flatnonzero(pages), f"host {PAGES}": on_host}
 
+    def owners(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def gauges(self, report, slots, contexts) -> dict[str, float]:
+        return {}
+
     def check(self) -> None:
         assert (self._settled <= self._computed).all(), "reported before it was computed"
         assert (self._computed <= self._room).all(), "computed and not promised"

@@ -282,6 +282,12 @@ class SinkWindowHost:
         on_host = {f"host {name}": np.flatnonzero(p.refcounts) for name, p in self._host.items()}
         return on_device | on_host
 
+    def owners(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def gauges(self, report, slots, contexts) -> dict[str, float]:
+        return {}
+
     def check(self) -> None:
         for name, pool in self._pools.items():
             blocks = [block for held in self._slots for block in held.blocks[name]]
