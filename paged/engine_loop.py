@@ -14,9 +14,9 @@ from paged.adapters.loads import AdapterLoads
 from paged.adapters.store import AdapterStore
 from paged.config import EngineConfig
 from paged.decode_runs import DecodeRuns
+from paged.device.batch_builder import build_step_inputs
 from paged.device.buckets import Buckets
 from paged.device.executor import Executor
-from paged.device.step_inputs import build_step_inputs
 from paged.event_log import EventLog
 from paged.in_flight import InFlight
 from paged.intake import Intake

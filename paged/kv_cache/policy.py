@@ -7,20 +7,18 @@ that out, and may tell the host in a report what it has done with pages that it 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
+from paged.device.step_inputs import StepInputs
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.usage import Usage
 from paged.kv_cache.work import Layout, kv_bytes_of_token
 from paged.requests.sequence import Sequence
-
-if TYPE_CHECKING:
-    from paged.device.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
@@ -269,12 +267,12 @@ class KVPolicy(Protocol):
         number."""
         ...
 
-    def begin_step(self, cache, inputs: "StepInputs") -> tuple[Any, Any]:
+    def begin_step(self, cache, inputs: StepInputs) -> tuple[Any, Any]:
         """In each iteration of a step, before the layers: `(cache, plan)`."""
         ...
 
     def attend(
-        self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache, plan, inputs: "StepInputs"
+        self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache, plan, inputs: StepInputs
     ) -> tuple[jax.Array, Any]:
         """In each layer: write the new tokens, attend: `(out [T, H, D], cache)`.
 
@@ -282,7 +280,7 @@ class KVPolicy(Protocol):
         indices, so each token of padding names a place of its own beyond the pool."""
         ...
 
-    def end_step(self, cache, plan, inputs: "StepInputs") -> Any:
+    def end_step(self, cache, plan, inputs: StepInputs) -> Any:
         """In each iteration of a step, after the layers: `cache`."""
         ...
 
