@@ -81,7 +81,7 @@ def step_facts(step: ScheduledStep, scheduler: Scheduler) -> dict[str, int]:
 
 
 def memory_facts(usage: Usage) -> dict[str, int]:
-    """What a StepRecord says of KV memory."""
+    """The fields of a StepRecord that describe KV memory."""
     return {
         "kv_token_states": usage.token_states,
         "kv_reserved": usage.reserved,

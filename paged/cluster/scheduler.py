@@ -21,8 +21,11 @@ LIGHT = 0.5  # the load below which a GPU counts as lightly loaded: no more are 
 
 @dataclass(frozen=True)
 class Limits:
-    """What each GPU has. max_batch: sequences. moves: whether requests may move once they have
-    output, which is recomputed."""
+    """What each GPU has.
+
+    max_batch: sequences.
+    moves: whether a request with output may move; the other GPU recomputes its keys and values.
+    """
 
     max_batch: int
     kv_tokens: int
