@@ -95,7 +95,7 @@ def train(
 ) -> tuple[np.ndarray, list[dict]]:  # fmt: skip
     """Gates [L, K], all 1 at first, and a row for each 25 steps. One sequence a step.
 
-    kept: a file from which a run that was stopped goes on, if it was `asked` the same.
+    kept: a checkpoint, from which a stopped run resumes if it was `asked` the same.
     """
     optimizer = optax.adamw(rate_at(steps, rate), weight_decay=0.0)
     gates = jnp.ones((config.num_layers, config.num_kv_heads))
@@ -180,7 +180,7 @@ def main(options: Options) -> None:
         window, lengths, mix = checked(options)
         longest = checkpoint.load_config(options.model).max_position_embeddings
         if max(lengths) > longest:
-            raise ValueError(f"--lengths must be at most {longest}, as many as the model's")
+            raise ValueError(f"--lengths must be at most the model's longest, {longest}")
         config, params = checkpoint.load(options.model, "float32")
         data = TrainingData(options.seed, corpus_characters=1_000_000)
         for task in mix:

@@ -19,8 +19,8 @@ from paged.server.service import Service, new_id
 log = logging.getLogger("paged.server.access")
 OPEN = ("/health", "/")  # without a key
 # Statuses of requests whose body is not read to its end. A connection that is closed while data
-# still arrives is reset, and many clients then see no answer: so the rest is read and dropped first,
-# for LINGER_S seconds at most.
+# still arrives is reset, and many clients then see no answer: so the rest is read and dropped
+# first, for LINGER_S seconds at most.
 UNREAD, LINGER_S = (408, 413), 2.0
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 

@@ -76,7 +76,6 @@ class Assumed:
     copy_start_s: float = 4e-6
 
 
-ASSUMED = Assumed()
 # All-reduces among the A100s of one box, NVLink at 300 GB/s one way, as fitted to Vidur's profiles:
 # number of GPUs → (seconds of the smallest one, share of the link's bandwidth).
 ALL_REDUCE = {2: (46e-6, 172 / 300), 4: (68e-6, 190 / 300), 8: (106e-6, 199 / 300)}

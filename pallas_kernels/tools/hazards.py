@@ -107,8 +107,8 @@ def registers_of_launch(threads: int) -> int:
 
 
 def registers_asked(call) -> list[int | None]:
-    """Of a call of a kernel, the most registers of a thread that each warpgroup asks for, or
-    None."""
+    """For each warpgroup of a kernel's call the most registers of a thread that it sets, or None if
+    it sets none."""
     return [
         max((eqn.params["n"] for eqn, _, _ in reached if _sets_registers(eqn)), default=None)
         for reached in _by_warpgroup(call)
@@ -116,7 +116,7 @@ def registers_asked(call) -> list[int | None]:
 
 
 def reducing(call) -> int:
-    """How many warpgroups of a thread block come to any of Mosaic's own reductions."""
+    """The number of a thread block's warpgroups that reach any of Mosaic's own reductions."""
     return sum(any(_reduces(eqn) for eqn, _, _ in reached) for reached in _by_warpgroup(call))
 
 
@@ -150,7 +150,7 @@ def _check(call) -> Iterator[str]:
 
 
 def _shared_scratch(call) -> Iterator[str]:
-    """Reductions through shared memory that those of another warpgroup take too."""
+    """Reductions through shared memory that another warpgroup's reductions use too."""
     users: dict[Any, set[int]] = {}
     example: dict[Any, Any] = {}
     for warpgroup, reached in enumerate(_by_warpgroup(call)):
@@ -192,14 +192,14 @@ def _threads(call) -> range:
 
 
 def _by_warpgroup(call) -> list[list]:
-    """For each warpgroup the equations that it may come to, each with the identities of references
-    and the numbers that are known there."""
+    """For each warpgroup the equations that it may reach, each with the references' identities and
+    the numbers that are known there."""
     (mesh,), (body,) = call.params["meshes"], sub_jaxprs(call)
     return [list(_reached(body, {}, {}, {mesh.thread_name: thread})) for thread in _threads(call)]
 
 
 def _reached(jaxpr, roots, values, axes: Mapping[str, int]) -> Iterator[tuple]:
-    """values: of variables that are known numbers, which this adds to. axes: those that are."""
+    """values: known numbers by variable, extended on the way. axes: known axis indices by name."""
     for eqn in jaxpr.eqns:
         yield eqn, roots, values
         name, subs = eqn.primitive.name, bodies(eqn)
@@ -221,8 +221,8 @@ def _reached(jaxpr, roots, values, axes: Mapping[str, int]) -> Iterator[tuple]:
 
 
 def _inner_values(eqn, sub, values) -> dict:
-    """The known numbers among what an equation hands to one of its jaxprs. What a loop carries
-    changes."""
+    """The known numbers among the operands of one of an equation's jaxprs, without what a loop
+    carries, which changes."""
     name = eqn.primitive.name
     first = {"cond": 1, "while": eqn.params.get("cond_nconsts", 0)}.get(name, 0)
     operands = eqn.invars[first:]

@@ -141,4 +141,4 @@ def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(kept_answers, "sources_hash", lambda: "other")
     status, said, systems = run(interrupt=True)
     assert (status, systems) == (130, [])
-    assert "pages of 64 was asked before, and is again: sources_sha256 changed" in said
+    assert "pages of 64 is asked again: sources_sha256 changed since its kept answers" in said
