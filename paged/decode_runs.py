@@ -14,8 +14,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from paged.config import EngineConfig
-from paged.device.executor import Executor
-from paged.device.step import StepOutputs
+from paged.device.executor import Executor, PendingOutputs
 from paged.in_flight import InFlight
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.policy import HostPolicy, PrefixCachingHost
@@ -52,14 +51,10 @@ class RunningExecutor(Executor, Protocol):
         """Tokens [k, n] that rows sample at these contexts [k, n]. seeds: [n]."""
         ...
 
-    def run_decodes(self, num_steps: int, free_s: float, tokens: np.ndarray) -> "Ready":
+    def run_decodes(self, num_steps: int, free_s: float, tokens: np.ndarray) -> PendingOutputs:
         """Count `num_steps` more steps as dispatched. Returns the outputs of the last one, which
         ends at `free_s` and samples tokens [1, n]."""
         ...
-
-
-class Ready(Protocol):
-    def wait(self) -> StepOutputs: ...
 
 
 class SteadyHost(HostPolicy, Protocol):
@@ -208,7 +203,7 @@ class DecodeRuns:
         return usages
 
     def _run(
-        self, flight: InFlight, slots: np.ndarray, outputs: Ready, usages: list[Usage],
+        self, flight: InFlight, slots: np.ndarray, outputs: PendingOutputs, usages: list[Usage],
         ends: np.ndarray, previous_end_s: float,
     ) -> Run:  # fmt: skip
         """ends: of the step in flight, and of each step of the run."""

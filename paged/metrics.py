@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paged.kv_cache.moves import count_units
-from paged.kv_cache.policy import Usage
+from paged.kv_cache.usage import Usage
 from paged.requests.sequence import RequestOutput, SequenceGroup
 from paged.scheduling.scheduled_step import ScheduledStep
 from paged.scheduling.scheduler import Scheduler

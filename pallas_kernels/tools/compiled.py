@@ -146,7 +146,7 @@ def reductions_across_warps(module: str) -> int:
 
 
 def _layouts(line: str) -> tuple[str, str]:
-    """The layouts of an operation's operands, and of its results."""
+    """The layouts of an operation's operands, the first one's first, and of its results."""
     return line.split("in_layouts = [")[1], line.split("out_layouts = [")[1]
 
 

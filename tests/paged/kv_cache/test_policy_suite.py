@@ -157,7 +157,7 @@ def test_a_crowd_gets_the_tokens_of_each_alone(bench, case, multi_step, run_ahea
 @by_policy
 @pytest.mark.parametrize("multi_step", [1, 4])
 def test_a_crowd_that_is_recomputed_gets_the_tokens_of_each_alone(bench, case, multi_step):
-    """Policies that lose something replay the output: no token is prefilled that was decoded."""
+    """Lossy policies replay output: no token that was decoded is prefilled."""
     if not case.capabilities.recompute:
         pytest.skip("it cannot recompute")
     engine = bench.engine(case, multi_step=multi_step, preemption_mode="recompute")
@@ -171,7 +171,7 @@ def test_a_crowd_that_is_recomputed_gets_the_tokens_of_each_alone(bench, case, m
 
 @by_policy
 def test_known_output_goes_on_as_it_would_have(bench, case):
-    """A request that moves brings its output: at any token of it, to an engine with others."""
+    """A request may move at any token of its output, to an engine that serves others."""
     if not case.capabilities.recompute:
         pytest.skip("it cannot recompute")
     moved = [r for r in SINGLE if r.how.max_tokens >= 12]
