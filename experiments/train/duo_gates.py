@@ -8,8 +8,9 @@ to change the final hidden states of answers little and to be small: loss = mean
     python -m experiments.train.duo_gates --output_dir=results/duo_gates
     python -m experiments.train.duo_gates --flagfile=configs/judge_gates.flags
 
-Without flags it trains the bundled model's gates on questions such as evaluation asks; with the
-flag file, the judge's as the paper has it: 2,000 steps on passkeys, which no evaluation asks.
+Without flags it trains the bundled model's gates on the tasks of evaluation. With the flag file it
+trains those of the model 'judge' by the paper's recipe: 2,000 steps on passkeys, which no
+evaluation has.
 Contexts are long, because short ones fit the window and teach nothing. Writes to --output_dir:
 gates.json (for `--policy=lserve`), gates.png, training.json, report.json and summary.json. The seed
 gives the run, and the same command resumes a run that was stopped.

@@ -189,8 +189,8 @@ def newest(gpu: Gpu) -> Job | None:
 def rebalance(state: ClusterState) -> list[Move]:
     """Moves that empty one GPU: the most lightly loaded whose requests all fit on other busy ones.
 
-    None while requests queue, for GPUs that run beam searches, which would begin again, and where
-    output cannot be recomputed.
+    None while requests queue, if the policy cannot recompute output, and none of GPUs that run beam
+    searches, which would begin again.
     """
     if state.queue or not state.limits.moves:
         return []

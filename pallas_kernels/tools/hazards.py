@@ -1,24 +1,24 @@
 """A check of a kernel's jaxpr for what neither the interpreter nor the compiler reports.
 
-To the interpreter a warpgroup is one thread with as many registers as it likes, memory of its own
-for reductions, and integers that a product never overflows; and the compiler takes for granted that
-a kernel keeps the rules below. A kernel that breaks one races or hangs on a GPU, or reads zeros.
+In the interpreter a warpgroup is one thread with unlimited registers, memory of its own for
+reductions, and integers that never overflow; and the compiler assumes that a kernel keeps the rules
+below. A kernel that breaks one races or hangs on a GPU, or reads zeros.
 
 - Registers: after `set_max_registers` warpgroups take no more than the launch has given the thread
   block. The last one to ask would wait for ever.
-- Reductions across warps: Mosaic takes them through one place of a thread block's shared memory,
-  and lets warpgroups wait only for their own warps. At most one warpgroup of a block reduces there.
-  Others use `mosaic.reduced_rows`, each with a scratch of its own.
-- Indices: TMA counts rows in int32 and fills with zeros what lies beyond, and so do the kernels'
-  own products. With the largest pools that a GPU holds, each axis of what a kernel reads or writes
-  is shorter than 2**31. Offsets in bytes are Mosaic's, which are of 64 bits.
-- Barriers: none is without Mosaic's automatic ones (`unsafe_no_auto_barriers`). Between the warps
-  of a warpgroup they alone order what one stores to shared memory and another one loads or lets
-  TMA overwrite; the barriers that kernels name order warpgroups.
+- Reductions across warps: Mosaic's own use one place of a thread block's shared memory, at which a
+  warpgroup waits only for its own warps. So at most one warpgroup of a block uses them. Others use
+  `mosaic.reduced_rows`, each with a scratch of its own.
+- Indices: TMA counts rows in int32, and fills rows beyond with zeros; the kernels' own products are
+  int32 too. With the largest pools that a GPU holds, each axis of an array that a kernel reads or
+  writes is shorter than 2**31. Offsets in bytes are computed by Mosaic, in 64 bits.
+- Barriers: every kernel has Mosaic's automatic ones (no `unsafe_no_auto_barriers`). They alone order
+  a warp's stores to shared memory and the loads, or TMA's writes, of another warp of its warpgroup;
+  the barriers that kernels name order warpgroups.
 
-A warpgroup is followed by its number: where that decides a condition, one branch is left out. Every
-reduction counts as one across warps but that of the last of several axes, which lies within a
-warp's rows in the layouts that products have; compiled.py asks the compiler for the layouts.
+The check follows each warpgroup by its number: where that decides a condition, one branch is left
+out. Every reduction counts as one across warps, except over the last of several axes, which lies
+within a warp's rows in the layouts of products; compiled.py reads the inferred layouts.
 """
 
 import math

@@ -343,9 +343,8 @@ def test_a_simulated_device_serves_the_same_requests(case, multi_step):
 @pytest.mark.parametrize("kv_cache_tokens", [256, 1000])
 def test_a_cache_takes_no_more_bytes_than_the_dense_ones_tokens(name, kv_cache_tokens):
     changes: dict[str, Any] = {case.name: case.config for case in CASES}.get(name, {})
-    sizes = {"max_num_seqs": 4, "max_model_len": 64, "page_size": 4}
-    named = sizes | {"policy": name} | changes | {"kv_cache_tokens": kv_cache_tokens}
-    config = EngineConfig(**named)
+    sizes = {"policy": name, "max_num_seqs": 4, "max_model_len": 64, "page_size": 4}
+    config = EngineConfig(**sizes | changes | {"kv_cache_tokens": kv_cache_tokens})
     total, null = cache_bytes(POLICIES[name], config)
     token = ShardedModel.split(TINY).kv_token_bytes()
     assert 0.8 * kv_cache_tokens * token < total - null <= kv_cache_tokens * token
