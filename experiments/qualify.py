@@ -112,7 +112,7 @@ def conclude(
 ) -> tuple[str, dict[str, float]]:
     [whole] = accuracy.pooled(rows).values()
     names = dict.fromkeys(row.task for row in rows if row.task != ALL)
-    # Each context has as many prompts.
+    # All contexts have equally many prompts.
     scores = {task: np.mean([row.score for row in rows if row.task == task]) for task in names}
     numbers = {
         "accuracy_pooled": whole.score / 100,

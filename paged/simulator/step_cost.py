@@ -53,7 +53,7 @@ class StepCost:
     bits: int = 16
     host: Host = HOSTS["none"]
     adapter_pages: int = 1
-    # Steps of the same size come again and again.
+    # Results by (tokens, sampled): steps of the same size recur.
     _dense: dict[tuple[int, int], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -12,9 +12,9 @@ below. A kernel that breaks one races or hangs on a GPU, or reads zeros.
 - Indices: TMA counts rows in int32, and fills rows beyond with zeros; the kernels' own products are
   int32 too. With the largest pools that a GPU holds, each axis of an array that a kernel reads or
   writes is shorter than 2**31. Offsets in bytes are computed by Mosaic, in 64 bits.
-- Barriers: every kernel has Mosaic's automatic ones (no `unsafe_no_auto_barriers`). They alone order
-  a warp's stores to shared memory and the loads, or TMA's writes, of another warp of its warpgroup;
-  the barriers that kernels name order warpgroups.
+- Barriers: every kernel has Mosaic's automatic ones (no `unsafe_no_auto_barriers`). Within a
+  warpgroup they alone order a warp's stores to shared memory and another warp's loads, or TMA's
+  writes that it starts; the barriers that kernels name order warpgroups.
 
 The check follows each warpgroup by its number: where that decides a condition, one branch is left
 out. Every reduction counts as one across warps, except over the last of several axes, which lies

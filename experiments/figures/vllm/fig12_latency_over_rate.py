@@ -88,7 +88,7 @@ def main(options: Options) -> None:
             raise ValueError(f"--rates are above 0, not {options.rates}")
     rows: list[Row] = []
     for policy, rate in tqdm(list(itertools.product(POLICIES, rates)), desc="runs"):
-        # Above the knee latencies only grow: two rates tell where it is.
+        # Above the knee latencies only grow: two rates beyond it suffice.
         above = [r for r in rows if r.policy == policy and r.latency_s > options.latency_s]
         if len(above) < 2:
             rows.append(
