@@ -78,10 +78,13 @@ def evaluate(
     found: Evaluation | None = None, stopped: Callable[[], bool] = lambda: False,
     measure_memory: bool = False, after_each: Callable[[], object] = lambda: None,
 ) -> Evaluation:  # fmt: skip
-    """Greedy answers of `engine` to all problems, until all are there or `stopped` says so. match:
-    of `files.MATCHES`. found: what they are added to, a setting at a time. measure_memory: whether
-    it is told too what sequences held, for which the engine forgets its events. after_each: called
-    after each setting."""
+    """Greedy answers of `engine` to all problems, until all are answered or `stopped` returns True.
+
+    match: a name in `files.MATCHES`.
+    found: evaluation that answers are added to, a setting at a time.
+    measure_memory: whether to record what sequences held; it clears the engine's events.
+    after_each: called after each setting.
+    """
     found, score = Evaluation() if found is None else found, files.MATCHES[match]
     total = sum(map(len, problems.values()))
     bar = tqdm(total=total, desc="answering", unit=" prompts", disable=not progress)

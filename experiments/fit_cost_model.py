@@ -1,12 +1,12 @@
-"""Fit the simulator's cost model to measured times of layers, and tell its error.
+"""Fit the simulator's cost model to measured times of layers, and report its error.
 
     python -m experiments.fit_cost_model --data=FOLDER --gpu=a100-80
     python -m experiments.fit_cost_model --data=FOLDER --gpu=h100 --fixed
 
---data: a folder of MODEL-GPU-layer-times.csv, see experiments/lib/layer_times.py. With --fixed the
-constants of paged/simulator/cost_model.py are kept, and only their error on these times is told:
-so they are judged on a GPU that they were not fitted to. Without it they are fitted anew, and
-printed as that file has them.
+--data: a folder of MODEL-GPU-layer-times.csv, see experiments/lib/layer_times.py. --fixed keeps the
+constants of paged/simulator/cost_model.py, and only computes their error on these times: a test on
+a GPU that they were not fitted to. Without it the constants are fitted anew, and printed in the
+form of that file.
 
 Every measured batch counts in the error; the fit looks at one of each quarter of an octave. An
 error is |predicted / measured - 1|, a layer the sum of the ops that were measured. Beside it stands
@@ -37,13 +37,17 @@ from paged.simulator.machines import MACHINES, Machine, machine
 LAYER = "layer"
 RESTARTS, STEPS = 5, 3000  # of the simplex search: it needs no derivatives, which waves lack
 ROOFLINE = (0.61, 0.70)
-BATCHES = (1, 16, 128, 1024, 2**31)  # errors are told between these
+BATCHES = (1, 16, 128, 1024, 2**31)  # bounds of the groups that errors are reported for
 
 
 @dataclass(frozen=True)
 class Error:
-    """Of an op, or of the layer: means over `count` batches of at least `batch` tokens. ratio: of
-    predicted to measured, the median."""
+    """The error of an op, or of the layer.
+
+    batch: least tokens of the batches that are averaged over.
+    count: number of these batches.
+    ratio: median of predicted over measured.
+    """
 
     model: str
     tensor_parallel: int
@@ -56,8 +60,8 @@ class Error:
 
 
 def fit(measured: Sequence[LayerTimes], on: Machine) -> Fitted:
-    """The constants with the least mean |log(predicted / measured)|: products by themselves, and
-    pointwise ops, as no constant is of both."""
+    """The constants with the least mean |log(predicted / measured)|. Products and pointwise ops,
+    which share no constant, are fitted apart."""
     start = asdict(FITTED)
     thinned = [times.thinned() for times in measured]
     for is_product in (True, False):
@@ -240,8 +244,8 @@ def main(options: Options) -> None:
 
 def define_flags() -> None:
     flags.DEFINE_string("data", "", "a folder of MODEL-GPU-layer-times.csv")
-    flags.DEFINE_string("gpu", "a100-80", f"that measured them: {', '.join(MACHINES)}")
-    flags.DEFINE_bool("fixed", False, "keep the committed constants, and tell their error alone")
+    flags.DEFINE_string("gpu", "a100-80", f"GPU of the measured times: {', '.join(MACHINES)}")
+    flags.DEFINE_bool("fixed", False, "keep the committed constants, and only compute their error")
 
 
 PROGRAM = Program(main, define_flags, "results/fit_cost_model", ("errors.csv", "cost_model.png"))

@@ -8,8 +8,8 @@ Right answers on the tasks by context; the share of KV heads that may stream, by
 
 * of a query that produces a token of the answer, by query head: the keys that it needs;
 * of a prompt, by KV head: the tokens with most significance, as DiffKV counts them (§3, Figs. 4 and
-  5). By this measure alone a head of the last 64 tokens needs most of them, since every token is
-  among the last 64 of some query; so the first one tells whether a head is local.
+  5). By this measure alone a head that sees the last 64 tokens needs most tokens, since every token
+  is among the last 64 of some query: the first measure shows whether a head is local.
 
 Goals: 95 % right on six of eight tasks, half of the KV heads below .3, and a median head that needs
 20 % of the tokens by query. Writes to --output_dir: accuracy.csv, accuracy.png, report.json and
@@ -46,10 +46,10 @@ GOALS = {
 
 @dataclass(frozen=True)
 class Spread:
-    """Tokens with 95 % of a head's attention, of `tokens` that there are.
+    """How many of `tokens` tokens hold 95 % of a head's attention, over N prompts.
 
-    by_query: [N, L, H] keys that a query of a prompt's answer needs, the median of its queries.
-    by_prompt: [N, L, K] tokens with a prompt's significance.
+    by_query: [N, L, H] keys for one query, the median over the queries of a prompt's answer.
+    by_prompt: [N, L, K] tokens for the significance of a whole prompt.
     figures: the numbers of DiffKV's Figs. 2 to 5.
     """
 
@@ -75,10 +75,11 @@ class Spread:
 
 
 def problems_of(options: Options, tokenizer) -> Problems:
-    """The prompts that attention is measured on. Raises ValueError for what cannot be."""
+    """The prompts that attention is measured on. Raises ValueError if the model's context is too
+    short, or no task fits."""
     longest = checkpoint.load_config(options.model).max_position_embeddings
     if options.spread_context > longest:
-        raise ValueError(f"--spread_context must be at most {longest}, as many as the model's")
+        raise ValueError(f"--spread_context must be at most the model's longest, {longest}")
     pairs = [
         (task, options.spread_context)
         for task in options.tasks
@@ -111,7 +112,7 @@ def conclude(
 ) -> tuple[str, dict[str, float]]:
     [whole] = accuracy.pooled(rows).values()
     names = dict.fromkeys(row.task for row in rows if row.task != ALL)
-    # Each context has as many prompts.
+    # All contexts have equally many prompts.
     scores = {task: np.mean([row.score for row in rows if row.task == task]) for task in names}
     numbers = {
         "accuracy_pooled": whole.score / 100,

@@ -56,7 +56,7 @@ def logged_config(log: EventLog) -> EngineConfig:
         module = str(values.get("policy", "")).partition(":")[0]
         if values.get("policy") not in POLICIES and module not in sys.modules:
             raise ValueError(
-                f"a log imports nothing: name its policy, --policy={shown(values.get('policy'))}"
+                f"a log imports no module by itself: --policy={shown(values.get('policy'))} does"
             )
         _check_fields(values, {field.name for field in fields(EngineConfig)}, "configuration")
         try:

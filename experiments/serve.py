@@ -112,7 +112,7 @@ def run(
     skip: bool = False,
 ) -> list[RequestOutput]:
     """Serve `requests` as they arrive on the engine's clock; their outputs, in the same order.
-    skip: in simulated time, take steps between events together, which the log then lacks.
+    skip: in simulated time, take runs of decode steps (`paged.decode_runs`), which the log lacks.
 
     Time 0 of the workload is now. sampling: of all, but what a request says itself; request i draws
     with seed + i. Raises: ValueError for a request that the engine refuses, and for an engine that

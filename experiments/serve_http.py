@@ -45,8 +45,8 @@ def define_flags() -> None:
     flags.DEFINE_string("host", "127.0.0.1", "address to listen on; 0.0.0.0 for all of the machine")
     flags.DEFINE_integer("port", 8000, "0 for any that is free", lower_bound=0, upper_bound=65535)
     flags.DEFINE_string(
-        "served_model_name", "", "what requests call the model; empty for --model, of a folder its "
-        "last name",
+        "served_model_name", "", "what requests call the model; empty for --model, or for the last "
+        "part of a folder's path",
     )  # fmt: skip
     flags.DEFINE_string(
         "chat_template", "", "file of a Jinja chat template; empty for the tokenizer's own"
@@ -76,7 +76,7 @@ def read_lines(flag: str, path: str) -> list[str]:
 
 
 def served_name(model: str) -> str:
-    """Of a folder the last name: clients need not see where it is."""
+    """The model's name; of a folder only the last part, as clients need not see its path."""
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model
 

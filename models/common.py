@@ -11,7 +11,7 @@ A family is a module with `declare`, `forward`, `logits` and `PROJECTIONS` (mode
   and §4). `name` is one of the family's `PROJECTIONS`. None serves the base model.
 * `reduce` goes over the shards of tensor parallelism (vLLM §4.6), where `params` and `config` are
   one shard's share of the heads and of the MLP: `reduce.sum(y)` sums y [T, E], and `reduce.max(x)`
-  is the largest of x [T], which W8A8 scales a token by.
+  is the elementwise maximum of x [T], from which W8A8 computes the scale of each token.
 
 `layer` is a traced int32 scalar: both functions index stacks of all layers with it.
 

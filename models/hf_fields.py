@@ -32,7 +32,7 @@ def number(hf: HfConfig, field: str, default: float | None = None) -> float:
 def finite(hf: HfConfig, field: str) -> float:
     """A number that float32 holds."""
     value = _given(hf, field, None)
-    # Compared before it is converted, because an integer may be too large for a float.
+    # Compared before conversion, because an integer may be too large for a float.
     if not _is_number(value) or not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"{field} must be a number that float32 holds, not {value!r:.60}")
     return float(value)

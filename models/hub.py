@@ -1,8 +1,8 @@
 """Where a model lies on disk.
 
-A model is named by 'bundled' or 'judge' (those of this repository), by a folder (config.json, one
-or many safetensors files, a tokenizer), or by a Hugging Face hub id 'owner/name', which is
-downloaded.
+A model is named by 'bundled' (models/bundled, in this repository), by 'judge' (models/judge, which
+users train), by a folder (config.json, one or many safetensors files, a tokenizer), or by a Hugging
+Face hub id 'owner/name', which is downloaded.
 """
 
 import json
@@ -22,7 +22,8 @@ def find(model: str | Path) -> Path:
     if model in OWN:
         if not OWN[str(model)].is_dir():
             raise ValueError(
-                f"{OWN[str(model)]} is not there: configs/judge_training.flags makes it"
+                f"{OWN[str(model)]} is not there: configs/judge_training.flags trains the model as "
+                "results/judge/model, to be copied there"
             )
         return OWN[str(model)]
     folder = Path(model).expanduser()

@@ -48,7 +48,7 @@ class _Module:
 def load(folder: str | Path, model: ModelConfig, dtype="float32") -> tuple[Lora, str]:
     """The adapter of a folder for `model`, and the SHA-256, in hex, of the folder's content.
 
-    dtype: that it is to be served in; what is returned is float32 all the same.
+    dtype: in which the adapter will be served; the returned weights are float32 all the same.
     Raises ValueError, naming file and field or tensor, for what is missing, broken, unreadable,
     misshapen, not finite in this dtype, not supported, or not for this model.
     """
@@ -85,7 +85,7 @@ def load(folder: str | Path, model: ModelConfig, dtype="float32") -> tuple[Lora,
 def _existing(folder: str | Path) -> Path:
     if not isinstance(folder, str | Path):
         raise ValueError(f"an adapter's folder must be a path, not {folder!r:.60}")
-    path = Path(os.path.expanduser(folder))  # which leaves the home of nobody as it is
+    path = Path(os.path.expanduser(folder))  # leaves '~' of an unknown user as it is
     try:
         if path.is_dir():
             return path

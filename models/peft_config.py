@@ -12,7 +12,7 @@ import regex
 from models.hf_fields import HfConfig, finite, flag, integer
 
 MATCHING_S = 5.0  # that all expressions of a configuration may take
-MOST_REPEATS = 100_000  # in an expression: `regex` writes out what is to be repeated
+MOST_REPEATS = 100_000  # in an expression: `regex` expands repeats
 
 # Fields that change nothing once an adapter is trained. PEFT itself corrects fan_in_fan_out, which
 # only says how the base weights lie.
@@ -46,12 +46,13 @@ class Adapted:
 
     @property
     def scale(self) -> float:
-        """Of BA; of a rank that is a tensor's, as any integer could be asked for."""
+        """The factor of BA. Only for ranks that tensors have: the file may name any integer."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 class _Expressions:
-    """The regular expressions of a configuration. Some take longer than the world lasts."""
+    """The regular expressions of a configuration. Some take exponential time to match, so all
+    matches together have MATCHING_S seconds."""
 
     def __init__(self):
         self._end_s = time.monotonic() + MATCHING_S
@@ -59,7 +60,7 @@ class _Expressions:
     def compiled(self, field: str, given: str, pattern: str) -> regex.Pattern:
         """The expression that a field's text stands for."""
         try:
-            re.compile(pattern)  # PEFT's own module, which has no bound
+            re.compile(pattern)  # PEFT uses `re`, which has no timeout
             counts = (map(int, re.findall(r"\d+", each)) for each in re.findall(r"{[\d,]+}", given))
             if math.prod(max([1, *pair]) for pair in counts) > MOST_REPEATS:
                 raise re.error(f"it repeats too much: at most {MOST_REPEATS} times in all")
@@ -70,7 +71,7 @@ class _Expressions:
     def match(
         self, expression: regex.Pattern, name: str, whole: bool = False
     ) -> regex.Match | None:
-        """Of the beginning of a module's name, or of its whole."""
+        """The match at the beginning of a module's name, or of the `whole` name."""
         match = expression.fullmatch if whole else expression.match
         try:
             return match(name, timeout=max(1e-3, self._end_s - time.monotonic()))
@@ -82,9 +83,12 @@ class _Expressions:
 
 
 def adapted_modules(hf: HfConfig, modules: Collection[str], others: set[str]) -> dict[str, Adapted]:
-    """The modules that a configuration adapts, and how. modules: PEFT's names of all that can be
-    adapted; others: of other matrices. Raises ValueError, naming the field, for what is not
-    supported."""
+    """The modules that a configuration adapts, and how.
+
+    modules: PEFT's names of all modules that can be adapted.
+    others: PEFT's names of the model's other matrices.
+    Raises ValueError, naming the field, for what is not supported.
+    """
     for field, allowed in _ONLY.items():
         if not any(hf.get(field) is value or hf.get(field) == value for value in allowed):
             raise ValueError(f"{field} {hf.get(field)!r:.60} is not supported; allowed: {allowed}")
@@ -94,8 +98,8 @@ def adapted_modules(hf: HfConfig, modules: Collection[str], others: set[str]) ->
     expressions = _Expressions()
 
     def of_modules[T](field: str, read: Callable[[HfConfig, str], T]) -> Callable[[str, T], T]:
-        """The value of a module by a field that maps expressions of the ends of names to numbers:
-        that of the first which matches, or else a default."""
+        """A function from a module's name and a default to the module's value in `field`, which
+        maps expressions for the ends of names to numbers: the first that matches counts."""
         given = hf.get(field) or {}
         if not isinstance(given, dict):
             raise ValueError(f"{field} must map names to numbers, not {given!r:.60}")
@@ -142,7 +146,7 @@ def _targets(
         if wrong or not found:
             what = f"names {wrong[0]}, which is" if wrong else "is"
             raise ValueError(f"{field} {one!r} {what} no projection of a layer; allowed: {allowed}")
-        # A whole name is of one layer already.
+        # A module's full name belongs to one layer already.
         targeted += [name for name in found if name == one or in_layers(name)]
     excluded = hf.get("exclude_modules") or []
     for one in [excluded] if isinstance(excluded, str) else _names("exclude_modules", excluded):
@@ -154,8 +158,8 @@ def _targets(
 
 
 def _layers(hf: HfConfig, expressions: _Expressions) -> Callable[[str], bool]:
-    """Whether a module, of which target_modules has the end of the name, is in one of
-    layers_to_transform: the number after layers_pattern, or the first one in its name."""
+    """A predicate: whether a module, given by the end of its name, is in one of
+    layers_to_transform. Its layer is the number after layers_pattern, or the first in its name."""
     layers, patterns = hf.get("layers_to_transform"), hf.get("layers_pattern")
     if isinstance(hf.get("target_modules"), str) and not layers is patterns is None:
         raise ValueError(
@@ -192,7 +196,7 @@ def _names(field: str, value: Any) -> list[str]:
 def _meaning(
     field: str, given: Any, one: str, expressions: _Expressions
 ) -> Callable[[str], bool]:  # fmt: skip
-    """Whether one of the names of a field, or its regular expression, means a module."""
+    """A predicate: whether `one` of a field's names, or its regular expression, names a module."""
     if isinstance(given, str):
         whole = expressions.compiled(field, one, one)
         return lambda name: expressions.match(whole, name, whole=True) is not None

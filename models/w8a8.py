@@ -28,8 +28,8 @@ class Int8Weights:
 def rounded(x, reduce_max=lambda largest: largest):
     """x [..., n] as codes [..., n] int8 with a scale [...] float32 of the last axis each.
 
-    reduce_max: takes the largest absolute values [...] over all shards, where each has a part of
-    the axis."""
+    reduce_max: the maximum over all shards of the largest absolute values [...], if each shard has
+    a part of the axis."""
     x = x.astype(jnp.float32)
     scale = reduce_max(jnp.abs(x).max(-1)) / LARGEST
     codes = jnp.round(x / jnp.where(scale > 0, scale, 1)[..., None])
@@ -48,7 +48,7 @@ def linear(x, w: Int8Weights, dtype, reduce_max=lambda largest: largest):
 
 def quantize(params, projections: Collection[str]):
     """The parameters, placed and with layers as a list, with `Int8Weights` for the projections, on
-    the same devices. Scales are those of one device."""
+    the same devices. Their scales equal those of a single device."""
     layers = [
         {name: _weights(x) if name in projections else x for name, x in layer.items()}
         for layer in params["layers"]

@@ -31,12 +31,13 @@ class EngineConfig:
     max_num_seqs: int = described(32, "sequences that run at once")
     max_num_batched_tokens: int = described(
         0,
-        f"tokens of one step; 0 for {STEP_TOKENS} or, where prompts come whole, max_model_len",
+        f"most tokens of one step; 0: the largest of {STEP_TOKENS}, max_num_seqs and, where "
+        "prompts come whole, max_model_len",
     )
     max_prefills_per_step: int = described(8, "prompts that are prefilled in one step")
     max_model_len: int = described(2048, "longest sequence in tokens, prompt and output together")
     chunked_prefill: bool = described(
-        True, "whether a prompt may be spread over steps, under policies that can do that"
+        True, "whether a prompt may be split over steps; policies that need whole prompts never do"
     )
     page_size: int = described(16, "tokens of a KV page")
     kv_cache_tokens: int = described(32_768, "tokens that all KV pages hold")
@@ -56,7 +57,7 @@ class EngineConfig:
     preemption_mode: Literal["auto", "recompute", "swap"] = described(
         "auto",
         "'recompute', 'swap', or 'auto': swap groups of several sequences, and all sequences of "
-        "policies that would decode their output again",
+        "policies whose recomputation would decode output again token by token",
     )
     admit_after_swap: Literal["completed", "resumed"] = described(
         "completed",

@@ -1,11 +1,11 @@
-"""Runs of steps that only decode, between two events, taken together: simulated time allows it.
+"""Decode runs: consecutive steps that only decode, executed in one call in simulated time.
 
-A run is what the engine's loop would do one step after the other, while the scheduler would decide
-the same each time: the same rows generate, none comes to its end, and nobody who waits is admitted.
-Nothing is decided here: a run begins after a step in which the scheduler has admitted nobody, and
-ends before the step in which it might decide anything else. Memory grows as the policy says.
+A run equals the engine's loop step by step as long as the scheduler would decide the same in each
+step: the same rows decode, no row ends, and no waiting request is admitted. This module decides
+nothing: a run begins after a step in which the scheduler admitted nobody, and ends before the first
+step in which the scheduler might decide anything else. Memory grows as the policy says.
 
-What a run leaves out is the log: its steps have records, and no events.
+The steps of a run have records, but no events in the log.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from paged.config import EngineConfig
-from paged.device.executor import Executor
-from paged.device.step import StepOutputs
+from paged.device.executor import Executor, PendingOutputs
 from paged.in_flight import InFlight
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.policy import HostPolicy, PrefixCachingHost
@@ -24,7 +23,7 @@ from paged.metrics import StepRecord, memory_facts
 from paged.scheduling.scheduled_step import ScheduledStep, by_adapter
 from paged.scheduling.scheduler import Scheduler
 
-LONGEST = 512  # steps of a run: what is computed at once is [steps, rows]
+LONGEST = 512  # steps of a run: bounds its arrays [steps, rows]
 
 
 class RunningExecutor(Executor, Protocol):
@@ -32,52 +31,57 @@ class RunningExecutor(Executor, Protocol):
 
     @property
     def takes_runs(self) -> bool:
-        """Whether its clock and its tokens are functions of contexts alone."""
+        """Whether step times and tokens depend on contexts alone."""
         ...
 
     @property
     def device_free_s(self) -> float:
-        """When all that was dispatched has run."""
+        """When the last dispatched step ends."""
         ...
 
     def decode_times(self, contexts: np.ndarray, adapters: np.ndarray) -> np.ndarray:
-        """Seconds of steps [k] that compute one token of each row. contexts: [k, n] after the step.
-        adapters: [n] slots of adapters, -1 for none."""
+        """Seconds [k] of k steps that each compute one token of every row.
+
+        contexts: [k, n] tokens of each row after the step.
+        adapters: [n] adapter slots, -1 for none.
+        """
         ...
 
     def decoded(self, seeds: np.ndarray, contexts: np.ndarray) -> np.ndarray:
         """Tokens [k, n] that rows sample at these contexts [k, n]. seeds: [n]."""
         ...
 
-    def run_decodes(self, num_steps: int, free_s: float, tokens: np.ndarray) -> "Ready":
-        """Count so many steps as dispatched; the last one has ended at `free_s`, and has sampled
-        tokens [1, n]: its outputs."""
+    def run_decodes(self, num_steps: int, free_s: float, tokens: np.ndarray) -> PendingOutputs:
+        """Count `num_steps` more steps as dispatched. Returns the outputs of the last one, which
+        ends at `free_s` and samples tokens [1, n]."""
         ...
 
 
-class Ready(Protocol):
-    def wait(self) -> StepOutputs: ...
-
-
 class SteadyHost(HostPolicy, Protocol):
-    """A host half in which what is free only shrinks while rows generate: whoever was refused
-    stays refused."""
+    """A host half whose free memory only shrinks while rows decode: a request that had no room
+    still has none."""
 
     def decode_steps(
         self, number: int, slots: np.ndarray, num_tokens: np.ndarray, most: int
     ) -> list[Usage]:
-        """As `append` of slots [n] to num_tokens [n], and `advance` from one token less, and so on
-        with a token more for each step, `most` at most, while `can_append` would say so and nothing
-        is moved. number: of the first step. Returns the usage after each."""
+        """Grow slots [n] by one token a step: equals `append` and `advance` step by step.
+
+        Stops after `most` steps, or before the first step that lacks room (`can_append`) or would
+        move a block. Returns the usage after each step.
+
+        number: of the first step. num_tokens: [n] tokens after the first step.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Run:
-    """Steps that were dispatched, all but the last one of which have been taken in.
+    """Dispatched steps: the last one is in flight, the others have been taken in.
 
-    records: of those that were taken in, the first of them that which was in flight. flight: the
-    last one.
+    steps: how many the run dispatched.
+    records: of the steps taken in, beginning with the step that was in flight before the run.
+    flight: the last step.
+    clock_s: the end of the newest step that was taken in.
     """
 
     steps: int
@@ -87,7 +91,7 @@ class Run:
 
 
 class DecodeRuns:
-    """Finds runs, and does to scheduler, policy and executor what their steps would do."""
+    """Finds runs, and applies their steps to scheduler, policy and executor."""
 
     def __init__(
         self, config: EngineConfig, scheduler: Scheduler, executor: RunningExecutor,
@@ -102,25 +106,27 @@ class DecodeRuns:
         cls, config: EngineConfig, scheduler: Scheduler, executor: Executor,
         eos_token_ids: tuple[int, ...],
     ) -> "DecodeRuns | None":  # fmt: skip
-        """None on a device, and where one step dispatches several iterations."""
+        """The runs of an engine; None on a real device, and if a step dispatches several
+        iterations (multi_step)."""
         if config.multi_step > 1 or not getattr(executor, "takes_runs", False):
             return None
         return cls(config, scheduler, cast(RunningExecutor, executor), eos_token_ids)
 
     def scheduled(self, flight: InFlight | None) -> None:
-        """The scheduler has decided a step in the usual way, None if it had nothing to do. Without
-        admissions and preemptions it will admit nobody who waits until queue or slots change."""
+        """Note that the scheduler has scheduled a step: `flight`, None if nothing can run. After a
+        step without admissions and preemptions no waiting request is admitted until the queue or
+        the slots change."""
         nobody = flight and not flight.step.admitted and not flight.step.preempted
         self._settled = self._queue() if nobody and self._scheduler.waiting else None
 
     def _queue(self) -> object:
-        """Of requests that wait: differs when one has come or left, or a sequence has ended."""
+        """Changes when a waiting request comes or leaves, or when a sequence ends."""
         waiting = self._scheduler.waiting
         return self._scheduler.slots.num_free, len(waiting), waiting[0].order, waiting[-1].order
 
     def next(self, flight: InFlight, until_s: float, previous_end_s: float) -> Run | None:
-        """The steps that begin before `until_s`, at least one, or None if the scheduler has to
-        decide. flight: what is in flight. previous_end_s: the end of the step before it."""
+        """A run of the steps that begin before `until_s`, at least one; None if the scheduler must
+        decide. flight: the step in flight. previous_end_s: the end of the step before it."""
         slots = self._slots_of_run(flight)
         if slots is None:
             return None
@@ -129,7 +135,8 @@ class DecodeRuns:
         seeds = s.sampling["seed"][slots]
         most = min(LONGEST, int((s.limit[slots] - lengths).min()))
         begins = executor.device_free_s
-        # About as long as the last one: a run that ends too soon is followed by another.
+        # Compute no more steps than `until_s` allows, if they take as long as the last one did. Too
+        # low an estimate costs nothing but another run.
         a_step = begins - max(flight.dispatched_s, previous_end_s)
         if a_step > 0 and until_s - begins < LONGEST * a_step:
             most = min(most, 3 + max(0, int((until_s - begins) / a_step)))
@@ -137,7 +144,7 @@ class DecodeRuns:
         times = executor.decode_times(contexts, s.adapter[slots])
         ends = np.add.accumulate(np.concatenate([[begins], times]))
         most = 1 + int(np.searchsorted(ends[: most - 1], until_s))
-        # Of the step in flight, and of all steps of the run but the last.
+        # Sampled by the step in flight, and by all steps of the run but the last.
         tokens = executor.decoded(seeds, contexts[:most] - 1)
         if len(self._eos):
             stops = (np.isin(tokens, self._eos) & ~s.ignore_eos[slots]).any(1)
@@ -155,7 +162,8 @@ class DecodeRuns:
         return self._run(flight, slots, outputs, usages, ends, previous_end_s)
 
     def _slots_of_run(self, flight: InFlight) -> np.ndarray | None:
-        """Rows of the next step, if the one in flight has the same and only decodes."""
+        """Slots of the next step's rows; None unless it has the rows of the step in flight, and
+        both only decode."""
         scheduler, step, s = self._scheduler, flight.step, self._scheduler.slots
         if scheduler.waiting and self._settled != self._queue():
             return None
@@ -173,7 +181,8 @@ class DecodeRuns:
     def _grow(
         self, number: int, slots: np.ndarray, num_tokens: np.ndarray, most: int
     ) -> list[Usage]:
-        """As `SteadyHost.decode_steps`; other policies go step by step, while nobody waits."""
+        """As `SteadyHost.decode_steps`. Other hosts grow step by step, and only while no request
+        waits."""
         policy, usages = self._scheduler.policy, []
         if hasattr(policy, "decode_steps"):
             return cast(SteadyHost, policy).decode_steps(number, slots, num_tokens, most)
@@ -194,7 +203,7 @@ class DecodeRuns:
         return usages
 
     def _run(
-        self, flight: InFlight, slots: np.ndarray, outputs: Ready, usages: list[Usage],
+        self, flight: InFlight, slots: np.ndarray, outputs: PendingOutputs, usages: list[Usage],
         ends: np.ndarray, previous_end_s: float,
     ) -> Run:  # fmt: skip
         """ends: of the step in flight, and of each step of the run."""

@@ -217,8 +217,8 @@ class Engine:
 
     @exclusive
     def run_until(self, until_s: float) -> list[RequestOutput]:
-        """As `step`; in simulated time, as many steps that begin before `until_s` as are alike
-        (`paged.decode_runs`): they leave the same, but no events."""
+        """As `step`. In simulated time one call may take a whole run of decode steps that begin
+        before `until_s` (`paged.decode_runs`); results are the same, but the log lacks them."""
         self._advance(until_s)
         return self.requests.take()
 

@@ -87,7 +87,7 @@ class EngineLoop:
 
     def run_step(self, until_s: float | None = None) -> None:
         """Dispatch the next step, if there is anything to compute, and take in the previous one.
-        until_s: in simulated time, all steps that begin before then, as far as they are alike."""
+        until_s: take a run of decode steps that begin before then instead, if there is one."""
         if until_s is not None and self._skip(until_s):
             return
         began, self._waited_s = time.perf_counter(), 0.0
@@ -125,7 +125,7 @@ class EngineLoop:
             self._in_flight.host_s = time.perf_counter() - began - self._waited_s
 
     def _skip(self, until_s: float) -> bool:
-        """Whether there were steps to be taken together."""
+        """Take a run of decode steps. Returns whether there was one."""
         run = None
         if self._runs and self._in_flight:
             run = self._runs.next(self._in_flight, until_s, self._previous_end_s)

@@ -1,8 +1,8 @@
-"""No Ctrl-C is lost.
+"""Interrupts that Python drops are sent again, so that no Ctrl-C is lost.
 
-Ctrl-C raises KeyboardInterrupt wherever Python code runs. In code that nobody called, callbacks of
-weak references and of the garbage collector (JAX has one) and finalizers, Python can only print
-what is raised, and goes on as if nothing had been.
+Ctrl-C raises KeyboardInterrupt in whatever Python code runs. In finalizers, and in callbacks of
+weak references and of the garbage collector (JAX has one), Python only prints the exception, and
+goes on as if nobody had pressed Ctrl-C.
 """
 
 import signal
@@ -10,13 +10,13 @@ import sys
 import threading
 
 AGAIN_S = 0.01
-# The signal of each exception that must not be lost, itself and not its subclasses.
+# The signal that is sent again for each exception; subclasses need entries of their own.
 SIGNALS: dict[type[BaseException], int] = {KeyboardInterrupt: signal.SIGINT}
 
 
 def keep_interrupts() -> None:
-    """From now on an interrupt that Python would drop is sent again, as a signal, to end waits
-    too."""
+    """From now on send each interrupt that Python drops again: as a signal, which also ends
+    waits."""
     before = sys.unraisablehook
     if getattr(before, "keeps_interrupts", False):
         return
@@ -24,7 +24,7 @@ def keep_interrupts() -> None:
     def hook(unraisable) -> None:
         if (number := SIGNALS.get(unraisable.exc_type)) is None:
             before(unraisable)
-        else:  # later, as what is raised here would be lost too
+        else:  # later: an exception raised here would be lost too
             main = threading.main_thread().ident
             threading.Timer(AGAIN_S, signal.pthread_kill, (main, number)).start()
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paged.kv_cache.moves import count_units
-from paged.kv_cache.policy import Usage
+from paged.kv_cache.usage import Usage
 from paged.requests.sequence import RequestOutput, SequenceGroup
 from paged.scheduling.scheduled_step import ScheduledStep
 from paged.scheduling.scheduler import Scheduler
@@ -81,7 +81,7 @@ def step_facts(step: ScheduledStep, scheduler: Scheduler) -> dict[str, int]:
 
 
 def memory_facts(usage: Usage) -> dict[str, int]:
-    """What a StepRecord says of KV memory."""
+    """The fields of a StepRecord that describe KV memory."""
     return {
         "kv_token_states": usage.token_states,
         "kv_reserved": usage.reserved,

@@ -164,11 +164,11 @@ def reduction_scratch(columns: int, warpgroups: int):
 
 
 def reduced_rows(kind: str, x, scratch_ref):
-    """The 'add'ition or the 'max'imum of the rows of x [R, C] float32 in the layout WGMMA: [C].
+    """The sum ('add') or maximum ('max') [C] of the rows of x [R, C] float32, in the layout WGMMA.
 
-    Warps share the rows, so they meet in shared memory. Mosaic's own reductions do so at one place
-    of the thread block, whichever warpgroup it is: in a block in which several compute, each needs
-    a `scratch_ref` of its own.
+    Rows are spread over warps, which exchange their results through shared memory. Mosaic's own
+    reductions use one place there for all warpgroups of a thread block. If several warpgroups
+    compute, each therefore needs a `scratch_ref` of its own.
     """
     if interpreted():
         return x.sum(axis=0) if kind == "add" else x.max(axis=0)

@@ -4,10 +4,10 @@ Used by the figures of `lserve` and `diffkv`. A system is an engine configuratio
 is judged as `experiments.evaluate` judges it: right answers, the log-probability of the reference
 answers, and how far the distributions along them are from the first system's.
 
-A study takes long. What a system answered is kept in --output_dir (see `lib/kept_answers.py`), and
-a later run with the same output_dir does not ask it the same again, unless the sources that ask,
-answer and grade, the inputs or JAX's version have changed since. With other flags --overwrite lets
-it use the same folder, and no answer is lost.
+A study takes long. Answers are kept in --output_dir (`lib/kept_answers.py`), and a later run with
+the same output_dir does not ask a system the same again, unless the sources that ask, answer and
+grade, the inputs, or JAX's version have changed. A run with other flags needs --overwrite to use
+the folder, and keeps its answers.
 """
 
 import dataclasses
@@ -211,7 +211,7 @@ def study(
         one = found[name]
         changed = kept_answers.made_otherwise(folder, name, asked[name])
         if changed and not one.answers:
-            print(f"{name} was asked before, and is again: {', '.join(changed)} changed")
+            print(f"{name} is asked again: {', '.join(changed)} changed since its kept answers")
         left = {key: each for key, each in problems.items() if key not in one.held}
         evaluate.evaluate(
             load_engine(systems[name], **loading(options)), left, found=one, stopped=stopped,

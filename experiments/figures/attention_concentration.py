@@ -44,7 +44,7 @@ def define_flags() -> None:
 def measuring_attend(config: ModelConfig, num_rows: int, share: float = SHARE):
     """Plain causal attention that writes MEASURES of its last `num_rows` rows to the cache.
 
-    The cache is float32 [L, H, 3, num_rows]. share: of the mass, which the first measure asks for.
+    The cache is float32 [L, H, 3, num_rows]. share: of the mass that the first measure's keys hold.
     """
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
 

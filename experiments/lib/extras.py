@@ -1,4 +1,4 @@
-"""What not every installation has."""
+"""Imports that need an extra of pyproject.toml."""
 
 import sys
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """While a program imports what an extra of pyproject.toml brings: where it is missing, the
-    program ends with a line that says how to install it."""
+    """A context for imports that need the extra: if one is missing, the program ends with a line
+    that says how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:

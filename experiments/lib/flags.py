@@ -64,8 +64,8 @@ class _PathParser(flags.ArgumentParser):
 
 
 def define_path(name: str, default: str, help: str) -> None:
-    """As `flags.DEFINE_string`, of a flag that names what is read: a file or a folder of the
-    project is found from any folder."""
+    """As `flags.DEFINE_string`, for a flag that names an input file or folder: the project's own
+    are found from any working directory."""
     flags.DEFINE(_PathParser(), name, default, help, serializer=flags.ArgumentSerializer())
 
 
@@ -184,7 +184,7 @@ def define_model() -> None:
         "model",
         "bundled",
         "'bundled', 'judge', a hub id, or a Hugging Face folder: config.json, safetensors and a "
-        "tokenizer (tokenizer.json, or what transformers makes it of)",
+        "tokenizer (tokenizer.json, or files that transformers converts to it)",
     )
 
 
@@ -198,9 +198,9 @@ def define_executor_flag() -> None:
 
 
 def define_simulated_flags(gpu: str) -> None:
-    """Of a clock that `StepCost.declare` makes."""
+    """Define --gpu and --host, the arguments of `StepCost.declare`."""
     flags.DEFINE_enum("gpu", gpu, list(MACHINES), "simulated GPU, by its data sheet")
-    flags.DEFINE_enum("host", "none", list(HOSTS), "system whose host's part of a step is added")
+    flags.DEFINE_enum("host", "none", list(HOSTS), "system whose host time a step includes")
 
 
 def define_engine_flags(defaults: EngineConfig | None = None) -> None:

@@ -11,10 +11,10 @@ OWN = "program"  # the group of flags that are in no other
 
 @contextmanager
 def group(title: str) -> Iterator[None]:
-    """What is defined within belongs together, but for groups within it."""
+    """Flags that are defined in this context are one group of --help; inner groups stay apart."""
     before = set(flags.FLAGS)
     yield
-    # absl's key flags of a module, by which --help asks for flags, serve as groups.
+    # absl's help lists key flags by module: a group is registered as if it were a module.
     grouped = {flag.name for one in flags.FLAGS.key_flags_by_module_dict().values() for flag in one}
     for name in set(flags.FLAGS) - before - grouped:
         flags.FLAGS.register_key_flag_for_module(title, flags.FLAGS[name])

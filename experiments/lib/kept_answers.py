@@ -1,7 +1,7 @@
 """What the systems of a study have answered, kept in its folder for a later run.
 
-Answers belong to all that made them: the system, the inputs and the sources. Each system has a
-folder in `answered/` for each of these, so that studies which run at once never mix theirs.
+Answers depend on the system, the inputs and the sources. Each combination has a folder of its own
+in `answered/`, so that studies that run at once never mix their answers.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from experiments.tasks.files import Problems
 from models import checkpoint
 from models.hub import TOKENIZER_FILES, find
 
-# What asks, answers and grades.
+# The sources that ask, answer and grade.
 SOURCES = (
     "pallas_kernels", "models", "paged", "experiments/tasks", "experiments/evaluate.py",
     "experiments/lib/engines.py", "experiments/lib/kv_held.py", "experiments/lib/reference.py",
@@ -52,7 +52,7 @@ def made_by(model: str, problems: Problems) -> dict[str, str]:
 
 
 def folder_of(output_dir: str | Path, name: str, asked: Any) -> Path:
-    """Where the answers of a system are that was asked this."""
+    """The folder of a system's answers. asked: all that they depend on."""
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
     return Path(output_dir) / "answered" / f"{_slug(name)}_{digest[:8]}"
 
@@ -62,8 +62,8 @@ def _slug(name: str) -> str:
 
 
 def keep(folder: Path, asked: Any, found: Evaluation) -> None:
-    """Write what a system has answered so far. prompts.csv is the last, so that the other files
-    have all that it has."""
+    """Write what a system has answered so far. prompts.csv is written last, so that the other files
+    have all of its prompts."""
     run_record.write_json(folder, "asked.json", asked)
     held = [[*key, vars(each)] for key, all_held in found.held.items() for each in all_held]
     run_record.write_json(folder, "held.json", held)
@@ -72,7 +72,7 @@ def keep(folder: Path, asked: Any, found: Evaluation) -> None:
 
 
 def answered_before(folder: Path, asked: Any) -> Evaluation:
-    """What `keep` wrote, if the system was asked the same then: settings that are whole."""
+    """The complete settings that `keep` wrote, if the system was asked the same then."""
     kept = Evaluation()
     try:
         if json.loads((folder / "asked.json").read_text()) != asked:
@@ -94,7 +94,8 @@ def answered_before(folder: Path, asked: Any) -> Evaluation:
 
 
 def made_otherwise(output_dir: str | Path, name: str, asked: Mapping[str, Any]) -> list[str]:
-    """What has changed of `MADE_BY` since a system was asked the same; nothing if it never was."""
+    """The names of `MADE_BY` that changed since a system was asked the same; empty if it never
+    was."""
     for path in sorted((Path(output_dir) / "answered").glob(f"{_slug(name)}_*/asked.json")):
         try:
             before = json.loads(path.read_text())

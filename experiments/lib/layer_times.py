@@ -12,14 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.lib import shipped
 from models import checkpoint
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator.cost_model import Op, Product
 from paged.simulator.layer import layer_ops
 
 ENDING = "-layer-times.csv"
-MODELS = Path(__file__).parents[2] / "configs" / "models"
-# The columns' names, and ours. One residual sum of a layer's two is measured.
+MODELS = shipped.ROOT / "configs" / "models"
+# Vidur's names of columns, and ours. Of a layer's two residual sums one is measured.
 OPS = {
     "input_layernorm": "attention_norm",
     "attn_pre_proj": "qkv",
@@ -35,8 +36,12 @@ OPS = {
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """A model's layer, spread over `shards` GPUs. tokens: [n] of each batch. seconds: [n] of each
-    op, by our names. ops: what is measured there, over the same batches."""
+    """A model's layer, spread over `shards` GPUs.
+
+    tokens: [n] of each batch.
+    seconds: [n] of each op, by our names.
+    ops: the measured ops, over the same batches.
+    """
 
     model: str
     shards: int
@@ -49,7 +54,7 @@ class LayerTimes:
         return [name for name, op in self.ops.items() if isinstance(op, Product)]
 
     def thinned(self) -> "LayerTimes":
-        """One batch of each quarter of an octave of tokens, or long batches would decide alone."""
+        """One batch of each quarter octave of tokens, or long batches would dominate a fit."""
         _, first = np.unique(np.round(4 * np.log2(self.tokens)), return_index=True)
         return self._of(first)
 

@@ -40,8 +40,8 @@ def refusals() -> Iterator[None]:
 
 
 class Unfailing:
-    """A stream that nothing ends with: progress and messages that it does not take, as its disk is
-    full or its reader has gone, are dropped."""
+    """A stream whose errors do not end the program: progress and messages are dropped if its disk
+    is full or its reader has gone."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -86,7 +86,7 @@ class Program:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         # absl's log would show JAX looking for TPUs.
         logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
-        # Python has none where the descriptor is closed; it lasts as long as the process.
+        # Where the descriptor is closed, sys.stderr is None. The stream is open until the end.
         sys.stderr = cast(TextIO, Unfailing(sys.stderr or open(os.devnull, "w")))  # noqa: SIM115
         with interrupts():
             self.start(self.define())
@@ -102,8 +102,8 @@ class Program:
                 flags.DEFINE_bool(
                     "overwrite",
                     False,
-                    "whether a run with other flags there may be replaced; "
-                    "otherwise a folder that is named is refused, and the default one is numbered",
+                    "replace a run with other flags in --output_dir; without it such a folder is "
+                    "refused, or numbered if it is the default one",
                 )
         return [name for name in flags.FLAGS if name not in before]
 
@@ -124,7 +124,7 @@ class Program:
         except OSError as error:
             _give_up_broken_stdout()
             self._fail(told(error))
-        except SystemExit:  # of absl's other flags for help, which show it
+        except SystemExit:  # absl's other help flags exit after showing help
             sys.exit()
 
     def _call(self, arguments: Sequence[str], names: Sequence[str]) -> int | None:

@@ -78,8 +78,8 @@ def check_output_dir(output_dir: str | Path, *names: str) -> Path:
 
 
 def other_flags(output_dir: str | Path, flags: Mapping[str, Any]) -> str:
-    """How a run whose report.json the folder holds differs from one with these flags, in words;
-    empty if there is none, or it does not."""
+    """In words, the flags of the folder's report.json that differ from these; empty if there is no
+    report, or no difference."""
     path = Path(output_dir) / "report.json"
     if not path.exists():
         return ""

@@ -7,8 +7,8 @@ FOLDERS = ("configs/", "models/bundled")
 
 
 def found(text: str) -> str:
-    """A path, or KIND:PATH as workloads are named. If it names something of the project that the
-    current folder has not, the path is that of the project's own."""
+    """Resolve a path, or KIND:PATH as workloads are named. A name of the project's files that the
+    current folder lacks becomes a path in the project."""
     kind, colon, path = text.rpartition(":")
     shipped = path.startswith(FOLDERS) and not Path(path).exists() and (ROOT / path).exists()
     return f"{kind}{colon}{ROOT / path}" if shipped else text

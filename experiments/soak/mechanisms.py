@@ -1,4 +1,4 @@
-"""Whether a soak soaks what its flags name: LServe without a selected page is the dense policy.
+"""Whether what a soak's flags name has happened: LServe without a selected page soaks nothing new.
 
 Used by experiments/soak/__main__.py.
 """
@@ -16,8 +16,10 @@ from paged.kv_cache.lserve.options import UNQUANTISED
 class Mechanism:
     """Something that a soak's flags name.
 
-    count: its name in `Users.counts`.  never: the complaint where that stays 0.  flags: the ones
-    that make it happen.  possible: whether it can happen at all.
+    count: its name in `Users.counts`.
+    never: the complaint if the count stays 0, before ' happened'.
+    flags: the flags that make it happen.
+    possible: whether it can happen at all.
     """
 
     count: str
@@ -27,7 +29,7 @@ class Mechanism:
 
 
 def named_mechanisms(users: Users) -> list[Mechanism]:
-    """Of the engine that `users` soak, and of the users themselves.
+    """The mechanisms that the flags of the engine and of its users name.
 
     Raises ValueError for one that cannot happen.
     """
@@ -49,11 +51,11 @@ def check_mechanisms(named: Iterable[Mechanism], counts: dict[str, int]) -> Viol
 
 
 def observe(users: Users) -> None:
-    """Count the traces that a policy's mechanisms leave between two steps, as the device has them.
+    """Count the traces of a policy's mechanisms on the device, between two steps.
 
-    Of LServe, running sequences: selecting (a query has selected pages), streaming (windows have
-    left pages behind), sparse_prompts (longer than minference_budget).  Of DiffKV, tokens of all
-    heads: demoted (in a lower precision than new ones), dropped.
+    LServe, in running sequences: selecting (a query has selected pages), streaming (windows have
+    left pages behind), sparse_prompts (longer than minference_budget).
+    DiffKV, in tokens of all heads: demoted (in a lower precision than new ones), dropped.
     """
     if of_policy := _OF_POLICIES.get(users.engine.config.policy):
         users.counts.update(of_policy[1](users.engine))

@@ -15,7 +15,7 @@ from experiments.tasks import stories
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>")
 PAD, BOS, EOS, UNK = range(4)
-# Longer words are cut, which changes no token: WordPiece takes the cube of a word's length.
+# Longer words are cut, which changes no token: WordPiece's time is the cube of a word's length.
 PATTERN = r" ?[A-Za-z]{1,64}|\s|."
 
 

@@ -21,8 +21,8 @@ PASSKEY = 32  # characters
 
 
 def passkeys(rng, n: int, size: int) -> Problem:
-    """n random values of `size` characters, all asked in the order of the text: what gates are
-    trained on (DuoAttention, §2.3), which no evaluation asks."""
+    """n random values of `size` characters, and a question for each in the order of the text: the
+    task that gates are trained on (DuoAttention, §2.3), which no evaluation has."""
     questions = [question for question, _ in needles(rng, n, 2).queries]
     queries = [(question, _digits_and_letters(rng, size) + ";") for question in questions]
     return Problem([f"#{question[1:]}{answer}" for question, answer in queries], queries)

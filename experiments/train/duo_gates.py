@@ -8,8 +8,9 @@ to change the final hidden states of answers little and to be small: loss = mean
     python -m experiments.train.duo_gates --output_dir=results/duo_gates
     python -m experiments.train.duo_gates --flagfile=configs/judge_gates.flags
 
-Without flags it trains the bundled model's gates on questions such as evaluation asks; with the
-flag file, the judge's as the paper has it: 2,000 steps on passkeys, which no evaluation asks.
+Without flags it trains the bundled model's gates on the tasks of evaluation. With the flag file it
+trains those of the model 'judge' by the paper's recipe: 2,000 steps on passkeys, which no
+evaluation has.
 Contexts are long, because short ones fit the window and teach nothing. Writes to --output_dir:
 gates.json (for `--policy=lserve`), gates.png, training.json, report.json and summary.json. The seed
 gives the run, and the same command resumes a run that was stopped.
@@ -95,7 +96,7 @@ def train(
 ) -> tuple[np.ndarray, list[dict]]:  # fmt: skip
     """Gates [L, K], all 1 at first, and a row for each 25 steps. One sequence a step.
 
-    kept: a file from which a run that was stopped goes on, if it was `asked` the same.
+    kept: a checkpoint, from which a stopped run resumes if it was `asked` the same.
     """
     optimizer = optax.adamw(rate_at(steps, rate), weight_decay=0.0)
     gates = jnp.ones((config.num_layers, config.num_kv_heads))
@@ -180,7 +181,7 @@ def main(options: Options) -> None:
         window, lengths, mix = checked(options)
         longest = checkpoint.load_config(options.model).max_position_embeddings
         if max(lengths) > longest:
-            raise ValueError(f"--lengths must be at most {longest}, as many as the model's")
+            raise ValueError(f"--lengths must be at most the model's longest, {longest}")
         config, params = checkpoint.load(options.model, "float32")
         data = TrainingData(options.seed, corpus_characters=1_000_000)
         for task in mix:

@@ -58,7 +58,7 @@ class Options:
         1.5, "initial gain of q's and k's norms: selective attention learns to copy early"
     )
     filler_weight: float = described(
-        0.05, "of a filler token in the loss, where one of an answer has 1; four times in stories"
+        0.05, "weight of a filler token in the loss, four times that in stories; answers have 1"
     )
     seed: int = described(1, "of weights and data")
     corpus_characters: int = described(6_000_000, "of filler text")

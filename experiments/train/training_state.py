@@ -1,4 +1,4 @@
-"""What a training run keeps to be resumed from: arrays and plain values, whole or not at all."""
+"""Checkpoints of training runs: arrays and plain values, written whole or not at all."""
 
 import json
 import os
@@ -11,7 +11,8 @@ import numpy as np
 
 
 def save(path: Path, tree, meta: dict[str, Any]) -> None:
-    """Write the arrays of a pytree, and what JSON can hold; a file of before stays until then."""
+    """Write a pytree's arrays, and `meta` as JSON. An older file stays until the new one is
+    whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     leaves = jax.tree.leaves(tree)
     arrays: dict[str, Any] = {f"leaf{i}": np.asarray(x) for i, x in enumerate(leaves)}

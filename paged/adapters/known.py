@@ -12,10 +12,10 @@ MOST_SHOWN = 10  # adapters that an error message names
 
 
 class KnownAdapters:
-    """By name; `add` gives a name another content, which later requests get.
+    """Adapters by name; `add` gives a name another content, which later requests get.
 
-    by_content: all that there have been, by name and content hash. dtype: that adapters are served
-    in, where it is known.
+    by_content: every adapter that was ever added, by name and content hash.
+    dtype: in which adapters are served; `add` refuses weights that are not finite in it.
     """
 
     def __init__(self, model: ModelConfig, config: EngineConfig, dtype: str = "float32"):

@@ -21,8 +21,11 @@ LIGHT = 0.5  # the load below which a GPU counts as lightly loaded: no more are 
 
 @dataclass(frozen=True)
 class Limits:
-    """What each GPU has. max_batch: sequences. moves: whether requests may move once they have
-    output, which is recomputed."""
+    """What each GPU has.
+
+    max_batch: sequences.
+    moves: whether a request with output may move; the other GPU recomputes its keys and values.
+    """
 
     max_batch: int
     kv_tokens: int
@@ -186,8 +189,8 @@ def newest(gpu: Gpu) -> Job | None:
 def rebalance(state: ClusterState) -> list[Move]:
     """Moves that empty one GPU: the most lightly loaded whose requests all fit on other busy ones.
 
-    None while requests queue, for GPUs that run beam searches, which would begin again, and where
-    output cannot be recomputed.
+    None while requests queue, if the policy cannot recompute output, and none of GPUs that run beam
+    searches, which would begin again.
     """
     if state.queue or not state.limits.moves:
         return []

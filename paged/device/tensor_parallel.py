@@ -2,10 +2,10 @@
 
 All shards run the same step on the same inputs and block tables. Megatron's splits give each of
 them some query heads with their KV heads, the pages of these, and a share of the MLP. Two
-all-reduces a layer, after 'wo' and 'w_down', complete the hidden states; nothing else travels,
-unless shards share a KV head whose queries decide what is read or kept (kv_cache/shared_heads.py),
-or must agree on the scale of a token (models/w8a8.py). Embeddings, logits and sampling are not
-split: every shard does them in full, and samples the same tokens.
+all-reduces a layer, after 'wo' and 'w_down', complete the hidden states. Other collectives are
+needed only where shards share a KV head whose queries decide what is read or kept
+(kv_cache/shared_heads.py), or must agree on the scale of a token (models/w8a8.py). Embeddings,
+logits and sampling are not split: every shard does them in full, and samples the same tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -137,7 +137,7 @@ class Shards:
 
     @property
     def reduce(self) -> Reduce:
-        """Over all shards: the seam of models/common.py."""
+        """Sum and maximum over all shards: the seam of models/common.py."""
         if self.size == 1:
             return ALONE
         return Reduce(lambda y: jax.lax.psum(y, AXIS), lambda x: jax.lax.pmax(x, AXIS))

@@ -31,8 +31,8 @@ class Capabilities:
     prefilled with its prompt; otherwise it is replayed, decoded again token by token.
     static_batching: not an ability: new requests are admitted only when nothing runs.
     slot_state: the device keeps state of each running sequence under its slot.
-    prefill_tile: prompts of `tiled_from` tokens or more are cut only where whole tiles of so many
-    tokens are left to the end of their last page; 0: anywhere.
+    prefill_tile: tokens of a tile; 0: prompts are cut anywhere. A prompt of `tiled_from` tokens or
+    more is cut only where whole tiles are left up to the end of its last page.
     """
 
     fork: Literal["no", "computed", "anywhere"] = "no"
@@ -334,7 +334,7 @@ class Policy:
     halves; `implementation` goes to the attention ops. options: the dataclass of its own flags,
     whose value is `EngineConfig.policy_options`. head_order: [L, K] int, the KV head of the model
     that stands at each place, or None for the model's own order; consecutive K / num_shards of them
-    are one shard's. layout: for what measures and simulates, which a policy without one cannot.
+    are one shard's. layout: sizes and work, for measurements and simulation, which need one.
     """
 
     capabilities: Callable[[CacheConfig], Capabilities]

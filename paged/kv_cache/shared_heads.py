@@ -1,9 +1,9 @@
-"""Query heads of a KV head that several shards have (tensor parallelism, vLLM §4.6).
+"""Decisions for a KV head that lies on several shards (tensor parallelism, vLLM §4.6).
 
 With more shards than KV heads each KV head, with its pages, is on several shards, and its query
-heads are spread over these. What is decided by the scores of all query heads of a KV head, such as
-which pages are selected or which tokens stay, must be the same on all of them, or their pages would
-differ from each other's and tokens from those of one device.
+heads are spread over these. A decision that depends on the scores of all query heads (which pages
+are selected, which tokens stay) must be the same on all of these shards. Otherwise their pages
+would differ, and tokens would not be those of one device.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,12 @@ AXIS = "tp"  # of the devices' mesh
 
 @dataclass(frozen=True)
 class SharedHeads:
-    """copies: shards that share a KV head, which follow each other; with 1 all functions are the
-    identity, and nothing travels. num_shards: a multiple of it."""
+    """The shards that have the same KV head.
+
+    num_shards: all shards, a multiple of `copies`.
+    copies: consecutive shards that share a KV head; with 1 each function is the identity, without
+        a collective.
+    """
 
     num_shards: int = 1
     copies: int = 1
@@ -41,7 +45,7 @@ class SharedHeads:
         )
 
     def own(self, x_TxHxD):
-        """Of [T, copies * H, D], as `gather` gives it, the shard's own [T, H, D]."""
+        """The shard's own heads [T, H, D] of [T, copies * H, D], in the order of `gather`."""
         if self.copies == 1:
             return x_TxHxD
         heads = x_TxHxD.shape[1] // self.copies
@@ -49,7 +53,7 @@ class SharedHeads:
         return jax.lax.dynamic_slice_in_dim(x_TxHxD, first, heads, 1)
 
     def largest(self, x):
-        """The largest of what the shards that share a KV head give."""
+        """The elementwise maximum of `x` over the shards that share a KV head."""
         if self.copies == 1:
             return x
         return jax.lax.pmax(x, AXIS, axis_index_groups=self._groups)

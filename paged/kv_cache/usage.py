@@ -1,4 +1,4 @@
-"""What KV memory serves for."""
+"""How KV memory is used."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Usage:
-    """KV memory in use: `bytes` by pool, and what it serves for, in tokens.
+    """KV memory by category, in tokens (vLLM §3.1, Fig. 2), and in bytes.
 
-    The categories are those of vLLM §3.1 (Fig. 2). token_states: written or being written in this
-    step.  reserved: room for tokens to come: those that wait for their prefill and, under policies
-    that reserve for them, those to be generated.  internal: what else is allocated: room at the end
-    of last blocks, or reserved in vain.  external: unusable for the allocator's sake (none with
-    fixed-size blocks).  free: the rest.  shared: room saved by sharing; no other category has it.
+    token_states: tokens written, or being written in this step.
+    reserved: room for tokens to come: tokens that wait for their prefill and, under policies that
+        reserve for them, tokens to be generated.
+    internal: other allocated room: at the end of last blocks, or reserved in vain.
+    external: room that the allocator cannot use (none with fixed-size blocks).
+    free: the rest.
+    shared: room saved by sharing, which no other category counts.
+    bytes: in use, by pool.
     """
 
     token_states: int

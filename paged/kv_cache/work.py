@@ -1,15 +1,15 @@
-"""What attention over a KV cache reads and computes in a step: what policies say of themselves.
+"""Work of attention over a KV cache in a step: bytes and operations, as each policy states them.
 
-A layer's attention has parts, of which a policy's `Layout.work` gives the `Cost`, on one shard:
+`Layout.work` of a policy returns the `Cost` of each part of a layer's attention, on one shard:
 
     prefill       attention of rows that compute several tokens
     decode        attention of rows that compute one
-    selection     choosing the pages that are read
-    statistics    what is kept of tokens besides their keys and values, as these are written
-    compression   what is moved to fewer bits, or dropped
+    selection     choice of the pages that are read
+    statistics    reads and writes of key extremes and scores, which lie beside keys and values
+    compression   moving tokens to fewer bits, or dropping them
     writes        new tokens' keys and values
 
-A part that a step lacks costs nothing. Layers may differ: costs are means over the layers.
+A part that a step lacks costs nothing. Where layers differ, a cost is the mean over the layers.
 """
 
 from dataclasses import dataclass
@@ -40,10 +40,11 @@ class Layout(Protocol):
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
         """The parts of a layer's attention in one step, or in several at once.
 
-        contexts: [..., S] tokens of each row after the step. new_tokens: [..., S] how many of them
-        it computes, 1 or more. Costs have the leading axes, numbers if there are none. held: [...,
-        S, I] tokens of each precision that a KV head holds on average, for policies that keep fewer
-        than all (None: all, in the highest).
+        contexts: [..., S] tokens of each row after the step.
+        new_tokens: [..., S] tokens of each row that the step computes, 1 or more.
+        held: [..., S, I] tokens of each precision that a KV head holds on average, for policies
+            that keep fewer than all (None: all, in the highest).
+        Returns costs with the leading axes, or numbers if there are none.
         """
         ...
 
@@ -64,9 +65,11 @@ class Heads:
         return cls(shard.num_heads, shard.num_kv_heads, shard.head_dim, itemsize)
 
     def attention(self, kv_token_bytes: float, read, pairs, queries) -> Cost:
-        """read: tokens whose keys and values, of `kv_token_bytes` a KV head, are read once, summed
-        over rows and KV heads. pairs: of a query and a key, summed over query heads. queries: of
-        all heads."""
+        """kv_token_bytes: of a token's keys and values in one KV head.
+        read: tokens that are read, each once, summed over rows and KV heads.
+        pairs: (query, key) pairs, summed over query heads.
+        queries: tokens that attend; each has a query in all H heads.
+        """
         moved = kv_token_bytes * read + 2 * self.itemsize * self.D * self.H * queries
         return Cost(moved, 4 * self.D * pairs)
 
@@ -76,7 +79,7 @@ class Heads:
 
 
 def kv_bytes_of_token(model: ModelConfig, dtype) -> int:
-    """Of a token's keys and values in a layer."""
+    """Bytes of a token's keys and values in one layer."""
     return 2 * model.num_kv_heads * model.head_dim * jnp.dtype(dtype).itemsize
 
 
@@ -86,12 +89,12 @@ def triangle(tokens):
 
 
 def seen_up_to(tokens, window):
-    """Pairs of a query and a key among the first `tokens` of a sequence, if a query sees at most
-    `window` tokens, itself among them."""
+    """(query, key) pairs among the first `tokens` of a sequence, if a query sees at most `window`
+    tokens, itself included."""
     growing = np.minimum(tokens, window)
     return triangle(growing) + (tokens - growing) * window
 
 
 def total(numbers, where) -> Any:
-    """Of numbers [..., S] over the rows where [..., S] is true."""
+    """The sum of numbers [..., S] over the rows in which `where` [..., S] is true."""
     return np.where(where, numbers, 0).sum(-1)

@@ -15,10 +15,11 @@ from paged.scheduling.slots import Slots
 
 
 class Requests:
-    """unfinished: by id; none of them has had its last output. outputs: for whoever calls `step`
-    next. streams: the requests of `stream` by id, until somebody fetches their last output, each
-    with its iterator: a reference without a callback, in which an interrupt would be lost. dropped:
-    requests for whose outputs nobody waits, to be aborted at the next occasion.
+    """unfinished: requests without their last output, by id.
+    outputs: what the next call of `step` returns.
+    streams: requests of `stream` by id, until their last output is fetched, each with a weak
+        reference to its iterator; without a callback, in which an interrupt would be lost.
+    dropped: requests to abort at the next occasion, because nobody waits for their outputs.
 
     A request of `generate` or `stream` has a mailbox of its own, which its caller keeps.
     """
@@ -46,12 +47,13 @@ class Requests:
         self.unfinished[group.request_id] = group
 
     def open(self, stream: OutputStream, group: SequenceGroup) -> None:
-        """Before the request is queued: if nobody gets the stream, it is aborted."""
+        """Register a stream before its request is queued: a request whose stream nobody receives
+        is aborted."""
         stream.group = group
         self.streams[group.request_id] = weakref.ref(stream), group
 
     def fetch(self, stream: OutputStream) -> RequestOutput:
-        """Hand over the next output of a stream that has one."""
+        """Remove and return the next output of a stream, which must have one."""
         output = stream.mailbox[0]
         if output.finished:
             self.streams.pop(output.request_id, None)
@@ -59,13 +61,13 @@ class Requests:
         return output
 
     def drop_streams(self) -> None:
-        """Drop the requests whose stream nobody has any more."""
+        """Drop the requests whose stream has been garbage-collected."""
         for stream, group in list(self.streams.values()):
             if stream() is None:
                 self.dropped.append(group)
 
     def forget(self, group: SequenceGroup) -> None:
-        """The outputs of a request that has ended, for which nobody waits."""
+        """Delete the outputs of a request that has ended and for which nobody waits."""
         if group.mailbox is not None:
             group.mailbox.clear()
         if group.request_id in self.streams and self.streams[group.request_id][1] is group:
@@ -79,12 +81,12 @@ class Requests:
         self._box(group).append(request_output(group, self._tokenizer))
 
     def take(self) -> list[RequestOutput]:
-        """What `step` returns: nobody else gets it."""
+        """Remove and return the outputs for `step`."""
         outputs, self.outputs = self.outputs, []
         return outputs
 
     def forget_streamed(self, request_id: str) -> None:
-        """Drop what a request has streamed and nobody has fetched: its last output holds it."""
+        """Delete streamed outputs that nobody has fetched: the last output repeats them."""
         self.outputs = [kept for kept in self.outputs if kept.request_id != request_id]
 
     def retire(self, group: SequenceGroup, with_text: bool = True) -> None:

@@ -149,8 +149,8 @@ class SequenceGroup:
 def share_prefixes(
     sequences: list[Sequence], page_size: int, whole: bool = False, replays: bool = False
 ) -> None:
-    """Let each of a group's sequences share what it can with one before it, of the tokens that are
-    prefilled.
+    """Let each of a group's sequences share with one before it as many as it can of the tokens that
+    are prefilled.
 
     Sequences with equal tokens share all of them; others, unless only `whole` sequences can be
     shared, full blocks, without their last token.

@@ -19,7 +19,7 @@ class PrefillRoom:
         self.refused = False
 
     def takes(self, length: int) -> bool:
-        """Whether there is room for any of a sequence of `length` tokens."""
+        """Whether a first chunk of a sequence of `length` tokens fits."""
         free_rows = len(self.rows) < self._config.max_prefills_per_step
         return free_rows and self._chunk(0, length, self.budget) > 0
 
@@ -37,13 +37,14 @@ class PrefillRoom:
         return max(0, end - tiles_left * can.prefill_tile - start)
 
     def add(self, slot: int, left: int, forks: int = 0, start: int = 0) -> None:
-        """As many of the `left` tokens after `start` as fit and the policy lets be cut off. With
-        the last of them come `forks` rows of one token: where these do not fit, it comes later."""
+        """Add a row with as many of the `left` tokens after `start` as fit, cut where the policy
+        allows it. The last token comes with `forks` rows of one token each: it waits for a later
+        step if these do not fit."""
         count = self._chunk(start, left, self.budget)
         if count == left and left + forks > self.budget:
             count = self._chunk(start, left, left - 1)
             if not count and left + forks > self._config.max_num_batched_tokens:
-                count = left - 1  # Its forks fit no step: others decide nothing.
+                count = left - 1  # Its forks fit in no step, whoever else runs.
         if not count or len(self.rows) == self._config.max_prefills_per_step:
             self.refused = True
             return

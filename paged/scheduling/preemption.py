@@ -6,7 +6,8 @@ from paged.config import EngineConfig
 def swaps(config: EngineConfig, num_sequences: int) -> bool:
     """Whether a group of so many sequences is swapped out, not recomputed.
 
-    'auto' recomputes a single sequence if all of it is prefilled: it is no worse then (§7.3).
+    'auto' recomputes a single sequence if all of it is prefilled: this is no worse than swapping
+    (§7.3).
     Sequences of a group would share less once they are recomputed.
     """
     if config.preemption_mode != "auto":

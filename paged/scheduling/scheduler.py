@@ -4,7 +4,7 @@ First come, first served. Each step takes all running sequences that generate, t
 prompts under a token budget, then new requests while blocks and slots allow; those whose adapter
 is not on the device may be overtaken. When blocks run out the latest arrivals are preempted, with
 all sequences of their group; they keep their place, and are recomputed or swapped in again.
-Output that a policy would treat otherwise in a prompt is replayed then: decoded token by token.
+Output that a policy would treat differently in a prompt is then replayed: decoded token by token.
 """
 
 import bisect
@@ -98,8 +98,8 @@ class Scheduler:
         self._running_slots = None
 
     def _ready(self, slots: np.ndarray) -> np.ndarray:
-        """Those of running `slots` that compute one token in the next step: their newest, and then
-        sample, or one of the output that they replay."""
+        """Those of running `slots` that compute one token in the next step: their newest one, after
+        which they sample, or one of the output that they replay."""
         ready = slots[self.slots.generate(slots)]
         for group in self._beams:
             beams = [beam.slot for beam in group.sequences]
@@ -201,7 +201,7 @@ class Scheduler:
         return True
 
     def _add_prefills(self, slots: np.ndarray, room: PrefillRoom) -> None:
-        """The next chunk of each of `slots` that has more than one token to prefill."""
+        """Add the next chunk of each of `slots` that has more than one token to prefill."""
         s = self.slots
         for slot in slots[(s.prefill_left(slots) > 0) & ~s.held[slots]].tolist():
             start = int(s.computed[slot])
@@ -265,7 +265,7 @@ class Scheduler:
         if self._followers:
             released = self._followers.release([*prefills, *((int(slot), 1) for slot in decodes)])
         iterations = np.ones(len(decodes), np.int64)
-        # Who shares with a follower shares what it has computed in this step, and no more.
+        # A released follower shares what its donor has computed after one iteration, no more.
         if self.config.multi_step > 1 and not prefills and not released.shares:
             iterations = self._iterations(decodes)
             self.policy.append(decodes, s.computed[decodes] + iterations)

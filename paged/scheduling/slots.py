@@ -36,7 +36,7 @@ class Slots:
     computed: tokens whose keys and values are written once all dispatched steps have run.
     prefill:  tokens that are computed in prefill rows. The known output beyond them is replayed:
               decoded again, a token at a time, because a policy that drops, compresses or skips
-              tokens would make something else of it in a prompt.
+              tokens would treat it differently in a prompt.
     limit:    length at which generation ends.
 
     A sequence that generates while the host runs ahead:
@@ -109,14 +109,14 @@ class Slots:
         return np.where(left > 1, left, 0)
 
     def replay(self, slots: np.ndarray) -> np.ndarray:
-        """Whether the next token to compute of `slots` [n] is known output, or the prompt's last
-        token before it, and so nothing is to be sampled: bool [n]."""
+        """bool [n]: whether the next token that a slot computes is known output, or the prompt's
+        last token before known output, so that nothing is sampled."""
         behind = self.length[slots] - self.computed[slots] > 1
         return behind & (self.prefill_left(slots) == 0) & ~self.held[slots]
 
     def decoded(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """So many steps have run as rows of `tokens` [k, n], in each of which every one of `slots`
-        [n] has computed its newest token; these are the k that were read since."""
+        """Note k steps, in each of which every one of `slots` [n] computed its newest token.
+        tokens: [k, n], read from the device since."""
         steps = len(tokens)
         self.tokens[slots[:, None], self.known[slots][:, None] + np.arange(steps)] = tokens.T
         for count in (self.known, self.length, self.computed):

@@ -16,9 +16,13 @@ LEAST_LOGPROB = -9999.0  # JSON has no -inf
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of choice `index`, all of it if it was not streamed. logprobs: of `tokens`, where
-    they are asked for. first: whether it begins with the first token. echoed: characters of the
-    prompt before it; offsets: where the prompt's tokens begin in them."""
+    """The new part of choice `index`; all of it if it is not streamed.
+
+    logprobs: of `tokens`, if requested.
+    first: whether the part begins with the first token.
+    echoed: number of characters of the prompt before it.
+    offsets: where the prompt's tokens begin among these characters.
+    """
 
     index: int
     text: str
@@ -111,7 +115,7 @@ class CompletionShape(Shape):
 
     def __init__(self, texts: TokenTexts, answer_id: str, name: str, token_ids: bool = False):
         super().__init__(texts, answer_id, name, token_ids)
-        self._streams: dict[int, TextStream] = {}  # the tokens told so far, by choice
+        self._streams: dict[int, TextStream] = {}  # the tokens answered so far, by choice
 
     def choice(self, delta: Delta) -> dict[str, Any]:
         return {
@@ -137,8 +141,8 @@ class CompletionShape(Shape):
         return self._texts.text(token, "bytes:")
 
     def _top(self, logprob: TokenLogprob | None) -> dict[str, float] | None:
-        """The alternatives by their text, best first, and the token itself. A token whose text
-        another has goes by its id, as vLLM writes it."""
+        """The alternatives by their text, best first, and the token itself. A token with the same
+        text as another is named by its id, in vLLM's notation."""
         if logprob is None:
             return None
         values = {**logprob.top, logprob.token: logprob.logprob}

@@ -86,14 +86,14 @@ def create_app(service: Service, keys: Collection[str] = ()) -> FastAPI:
     for operations in document["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # status 400 says what is wrong
-    for route in app.routes:  # after the document, which need not say so
+    for route in app.routes:  # after the OpenAPI document, which need not list HEAD
         if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
             route.methods.add("HEAD")
     return app
 
 
 def _takes(body: type[Body]) -> dict[str, Any]:
-    """What the document says of a path that reads its body itself."""
+    """The request body in the OpenAPI document, for a path that parses it itself."""
     content = {"application/json": {"schema": {"$ref": REF.format(model=body.__name__)}}}
     return {"requestBody": {"required": True, "content": content}}
 

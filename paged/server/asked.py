@@ -54,7 +54,7 @@ def shared(body: Sampling, service: Service) -> dict[str, Any]:
     if body.stop is not None:
         stop = [body.stop] if isinstance(body.stop, str) else body.stop
         special = service.texts.special
-        # The text of a special token, which no output has, means the token.
+        # No output has the text of a special token: as a stop string it means the token.
         values["stop"] = [text for text in stop if text not in special]
         ends = () if body.ignore_eos else service.model.eos_token_ids
         tokens = [special[text] for text in stop if text in special and special[text] not in ends]

@@ -1,7 +1,7 @@
-"""Bodies of requests: bounded before they are parsed, and worked on beside the event loop if long.
+"""Request bodies: bounds are checked before parsing, and long bodies are parsed in a thread.
 
-Parsing holds Python's lock, a tenth of a second for the largest body that is allowed; a list that
-must be refused would hold it for seconds.
+Parsing holds Python's global lock: a tenth of a second for the largest body that is allowed, but
+seconds for a list that must be refused.
 """
 
 import json
@@ -15,16 +15,17 @@ from paged.server.errors import TOO_LONG, ApiError, invalid
 from paged.server.schema import MOST_FIELDS, MOST_STOP_TOKENS, Body
 from paged.server.service import Service
 
-LONG_BODY = 4096  # bytes from which a body is worked on in a thread
-DEEPEST = 64  # lists and maps in each other
-# A bracket, a quote, or what is between them; short enough for other threads to have their turn.
+LONG_BODY = 4096  # bytes above which a body is parsed in a thread
+DEEPEST = 64  # nested lists and maps
+# A bracket, a quote, or the text between them, in pieces short enough to let other threads run.
 _PIECE = re.compile(rb'[][{}"]|[^][{}"]{1,65536}')
 
 
 async def read[B: Body, T](
     service: Service, request: Request, kind: type[B], use: Callable[[Service, B], T]
 ) -> T:
-    """What `use` makes of a request's body. Raises ApiError for one that is no `kind`."""
+    """Parse a request's body as a `kind`, and return `use(service, body)`. Raises ApiError for a
+    body that is none."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     content = b"".join([part async for part in request.stream()])
     most_prompts = service.settings.max_prompts
@@ -45,10 +46,10 @@ async def read[B: Body, T](
 
 def check_lengths(content: bytes, longest: int, most: int) -> None:
     """Raise ApiError for JSON with a list of more than `longest` items, a map of more than
-    MOST_FIELDS, more than `most` in all, or too many of them in each other. What is no JSON
-    passes."""
-    room: list[int] = []  # for more commas, in each list or map that is open
-    field = None  # the last string in the body's own map: before a list or a map, its name
+    MOST_FIELDS, more than `most` items in all, or lists and maps nested deeper than DEEPEST. Text
+    that is not JSON passes: the parser refuses it."""
+    room: list[int] = []  # commas still allowed in each open list or map
+    field = None  # last string in the outermost map: the name of the value after it
     at = 0
     while found := _PIECE.match(content, at):
         piece, at = found[0], found.end()
@@ -72,7 +73,7 @@ def check_lengths(content: bytes, longest: int, most: int) -> None:
 
 
 def _end_of_string(content: bytes, at: int) -> int:
-    """Behind the quote that ends it."""
+    """The index after the quote that ends a string."""
     while (end := content.find(b'"', at)) >= 0:
         before = content[at:end]
         at = end + 1

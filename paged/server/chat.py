@@ -8,8 +8,8 @@ from paged.server.errors import TOO_LONG, ApiError
 from paged.server.schema import ChatRequest, TokenizeRequest
 from paged.server.service import Service
 
-LONGEST_REASON = 1000  # characters of what a template says against a request, which may quote it
-# What transformers takes from a request beside a template's own variables.
+LONGEST_REASON = 1000  # characters of a template's error, which may quote the request
+# Parameters of `apply_chat_template` that a request may set beside a template's own variables.
 ALLOWED = {"tools", "documents", "continue_final_message"}
 
 
@@ -22,7 +22,7 @@ def chat_prompt(service: Service, body: ChatRequest | TokenizeRequest) -> list[i
         )
         raise ApiError(400, message, "messages", "no_chat_template")
     given, most = body.messages or (), service.config.max_model_len
-    if len(given) > most:  # each is a token at least; to write them all takes seconds
+    if len(given) > most:  # each has a token at least, and rendering them takes seconds
         message = f"messages: {len(given):,} messages; max_model_len is {most}"
         raise ApiError(400, message, "messages", TOO_LONG)
     messages = [
@@ -48,8 +48,8 @@ def chat_prompt(service: Service, body: ChatRequest | TokenizeRequest) -> list[i
 
 
 def _variables(service: Service, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """What the template is given besides. Raises ApiError for names that are taken: a special
-    token's text would come as often as messages do."""
+    """The request's variables for the template. Raises ApiError for reserved names: other
+    parameters, and special tokens, whose text a template may repeat for each message."""
     given = body.chat_template_kwargs or {}
     taken = {*inspect.signature(service.tokenizer.apply_chat_template).parameters}
     taken |= {*service.tokenizer.special_tokens_map}

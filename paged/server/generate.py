@@ -23,9 +23,13 @@ from paged.server.streaming import EventStream, event, served
 
 @dataclass
 class Plan:
-    """A request that has passed all checks. name: the answer's. echoes: texts that the choices of
-    each prompt begin with; offsets: where their tokens begin in these, beside log-probabilities.
-    silent: whether no generated token was asked for, so that none is told."""
+    """A request that has passed all checks.
+
+    name: id of the answer.
+    echoes: for each prompt the text that its choices begin with.
+    offsets: for each prompt where its tokens begin in this text; None without log-probabilities.
+    silent: whether the answer leaves out generated tokens, because none was requested.
+    """
 
     name: str
     body: Sampling
@@ -96,7 +100,7 @@ def _validated(
 async def _answer(service: Service, request: Request, plan: Plan) -> Response:
     body = plan.body
     key, salt = request.state.key, body.cache_salt or ""
-    if key is not None:  # else `cached_tokens` tells one what another has asked
+    if key is not None:  # or `cached_tokens` would show one what another has sent
         salt = f"key {key}: {salt}"
     generation = service.begin(
         plan.name, plan.prompts, plan.sampling, plan.adapter, salt,

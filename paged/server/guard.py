@@ -18,8 +18,9 @@ from paged.server.service import Service, new_id
 
 log = logging.getLogger("paged.server.access")
 OPEN = ("/health", "/")  # without a key
-# Statuses of bodies that are not read. A connection that is closed on what still comes is reset,
-# and many clients then see no answer: it ends once the rest has come, or after LINGER_S seconds.
+# Statuses of requests whose body is not read to its end. A connection that is closed while data
+# still arrives is reset, and many clients then see no answer: so the rest is read and dropped
+# first, for LINGER_S seconds at most.
 UNREAD, LINGER_S = (408, 413), 2.0
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
@@ -86,9 +87,9 @@ class Guard:
             )  # fmt: skip
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> int | None:
-        """The place of the request's key among all; None where none is needed."""
+        """The index of the request's key among the keys; None if the path needs none."""
         if b"transfer-encoding" in headers and b"content-length" in headers:
-            # A proxy that reads the other one would take the rest for another's request.
+            # A proxy that goes by the other header would read the rest as another request.
             message = "either Transfer-Encoding or Content-Length, not both"
             raise ApiError(400, message, headers={"Connection": "close"})
         length = headers.get(b"content-length", b"0")
@@ -131,7 +132,7 @@ class _Body:
         return message
 
     async def discard(self) -> None:
-        """Take in what still comes of it, for some time."""
+        """Read and drop the rest of the body, for LINGER_S seconds at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 while not self._whole:

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn reads it with h11, which is strict, and an end of waiting for heads."""
+"""HTTP/1.1 by uvicorn with h11, a strict parser, and with a timeout for request heads."""
 
 import asyncio
 
@@ -9,10 +9,12 @@ LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\
 
 
 class BoundedHttp(H11Protocol):
-    """uvicorn's keep-alive timeout ends with the first byte of a head, and begins with the first
-    answer: here it goes from the connection or the last answer to the end of a head. A connection
-    above uvicorn's limit_concurrency - 1 takes the place of the one that has waited longest; where
-    none waits, uvicorn answers with status 503."""
+    """uvicorn's own keep-alive timeout runs from an answer to the first byte of the next head. Here
+    it runs from the connection, or from the last answer, to the end of a head.
+
+    A connection above uvicorn's limit_concurrency - 1 replaces the one that has waited longest for
+    a request; if none waits, uvicorn answers with status 503.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         assert self.limit_concurrency is not None
@@ -56,7 +58,7 @@ class BoundedHttp(H11Protocol):
         self._unset_keepalive_if_required()
 
     def send_400_response(self, msg: str) -> None:
-        """To what is no HTTP; while an answer is under way the connection ends without."""
+        """Answer what is not HTTP; while another answer is under way, only close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:

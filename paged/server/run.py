@@ -28,7 +28,8 @@ def check_address(host: str, port: int) -> None:
 
 
 def connections_for(wanted: int) -> int:
-    """How many connections this process may have, after it has asked the system for so many."""
+    """Raise the process's limit of open files as far as `wanted` connections need, and return how
+    many connections it then allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = len(os.listdir("/dev/fd")) + SPARE_FILES
     most = hard if hard != resource.RLIM_INFINITY else wanted + others
@@ -62,7 +63,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets=None) -> None:
         self._loop = asyncio.get_running_loop()
         most = connections_for(self._service.settings.max_connections)
-        self.config.limit_concurrency = most + 1  # it refuses at the limit itself
+        self.config.limit_concurrency = most + 1  # uvicorn refuses at the limit itself
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -10,7 +10,7 @@ from paged.requests.sampling_params import SamplingParams
 HELP = help_of(SamplingParams)
 T = TypeVar("T")  # each `type` would be a schema of its own in the server's document
 MOST_FIELDS = 1000  # of any map
-# What each token is compared with is kept short.
+# Bounds on what each generated token is compared with.
 MOST_STOPS, LONGEST_STOP, MOST_STOP_TOKENS = 64, 1024, 1024
 
 
@@ -20,8 +20,8 @@ def nothing(value: Any) -> None:
 
 
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
-Items = Annotated[list[T], Field(fail_fast=True)]  # or a message for each takes minutes
-# Fields of OpenAI's that clients send empty, and that mean too much to be passed over otherwise.
+Items = Annotated[list[T], Field(fail_fast=True)]  # a message for each bad item takes minutes
+# Fields of OpenAI's that clients send empty. Others are refused: they change what a request means.
 Unsupported = Annotated[
     Any,
     AfterValidator(nothing),
@@ -100,7 +100,7 @@ class CompletionRequest(Sampling):
     echo: bool | None = Field(None, description="whether to give the prompt back before the output")
     logprobs: int | None = option("logprobs")
     add_special_tokens: bool | None = Field(
-        None, description="whether texts begin with the tokenizer's special tokens; so they do"
+        None, description="whether texts begin with the tokenizer's special tokens; true by default"
     )
     suffix: Unsupported = None
 
@@ -114,7 +114,7 @@ class Message(Body):
     role: str
     content: str | Items[TextPart] | None = None
     name: str | None = None
-    # Of answers that clients send back.
+    # Fields of an assistant's message, which clients send back.
     refusal: Unsupported = None
     annotations: Unsupported = None
     audio: Unsupported = None
@@ -138,13 +138,13 @@ class Conversation(Body):
     add_special_tokens: bool | None = Field(
         None,
         description="whether the tokenizer adds special tokens to those that the chat template "
-        "writes; it does not",
+        "writes; false by default",
     )
     add_generation_prompt: bool | None = Field(
-        None, description="whether the prompt ends where the assistant begins; so it does"
+        None, description="whether the prompt ends where the assistant begins; true by default"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="what the chat template is given besides"
+        None, description="further variables of the chat template"
     )
 
 

@@ -32,7 +32,7 @@ log = logging.getLogger("paged.server")
 RATE_WINDOW_S = 30.0
 LONGEST_RETRY_S = 600.0
 MOST_COMPOSED = 4  # characters that a tokenizer may normalise to one (NFC)
-MOST_LONG_BODIES = 2  # that are worked on at a time
+MOST_LONG_BODIES = 2  # parsed at a time
 LAST_WORD_S = 1.0  # in which clients must have read that the server ends
 
 
@@ -138,7 +138,8 @@ class Service:
             raise ApiError(400, message, field, TOO_LONG)
 
     async def beside[T](self, work: Callable[[], T]) -> T:
-        """What long work gives, in a thread. Most threads remain for other requests."""
+        """The result of long work, in a thread: few at a time, so that threads remain for other
+        requests."""
         async with self._long_bodies:
             return await asyncio.to_thread(work)
 

@@ -19,10 +19,10 @@ class ServerConfig:
     max_prompts: int = described(128, "prompts of one request")
     max_body_bytes: int = described(8 * 2**20, "of a request; larger ones are refused")
     max_connections: int = described(
-        4096, "open at a time; above it the one that waits longest for a request is cut off"
+        4096, "open at a time; one more closes the one that has waited longest for a request"
     )
     head_timeout_s: int = described(
-        30, "seconds in which a request's head must have come, after the connection or an answer"
+        30, "seconds from the connection, or the last answer, to the end of a request's head"
     )
     body_timeout_s: float = described(30.0, "seconds in which a request's body must have come")
     request_timeout_s: float = described(600.0, "seconds after which a request is aborted")

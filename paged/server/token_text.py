@@ -30,7 +30,7 @@ class TokenTexts:
         return TextStream(self._tokenizer, ())
 
     def prompt_offsets(self, prompt: str | list[int], special: bool) -> list[int]:
-        """Where each of its tokens begins, in the text as it was given. special: whether the
+        """For each token of a prompt where it begins in the given text. special: whether the
         tokenizer adds special tokens to a text."""
         if isinstance(prompt, list):
             return offsets(self.stream(), prompt)
@@ -39,7 +39,7 @@ class TokenTexts:
         )["offset_mapping"]  # fmt: skip
         begun, end = [], 0
         for start, stop in spans:
-            # An added token has no characters; a word's may leave out the space before it.
+            # An added token covers no characters; a word's span may lack the space before it.
             begun.append(end if start == stop else min(start, end))
             end = max(end, stop)
         return begun
@@ -68,8 +68,8 @@ class TokenTexts:
 
 
 def offsets(stream: TextStream, tokens: Sequence[int]) -> list[int]:
-    """The characters before each token, which the stream takes in; tokens of one character begin
-    where it does."""
+    """For each token the number of characters before it; tokens of one character begin where it
+    does. Pushes the tokens to the stream."""
     begun = []
     for token in tokens:
         begun.append(len(stream.text))

@@ -1,4 +1,4 @@
-"""Seconds that an op takes on a `Machine`: few constants, fitted once, over data-sheet rates.
+"""Seconds of an op on a `Machine`: data-sheet rates, and few constants that are fitted once.
 
 A product of [m, k] and [k, n] is cut into tiles, of which each multiprocessor computes one at a
 time; a last wave that is not full leaves multiprocessors idle. Arithmetic and memory traffic
@@ -6,7 +6,7 @@ overlap, but not quite:
 
     start + (compute^p + memory^p)^(1/p),    compute = flops / (e · peak) · (waves / full waves)^w
 
-`python -m experiments.fit_cost_model` fits `FITTED`, and tells its error.
+`python -m experiments.fit_cost_model` fits `FITTED`, and reports its error.
 """
 
 from dataclasses import dataclass, field
@@ -26,13 +26,17 @@ LEAST_ROWS = 16  # Tensor cores compute so many rows at least.
 class Fitted:
     """The constants that are fitted to measured layers.
 
-    compute, memory: shares of the peaks that products reach, with the largest tile. start_s: of a
-    product. waves: w, 1 where idle multiprocessors of a last wave cost all of their time. overlap:
-    p, infinite where arithmetic and traffic overlap entirely. small_tiles: tiles of a share x of
-    the largest one's area reach x^small_tiles of its rate.
-    rows: share of the bandwidth of ops in which a thread block has one row (norms, rotations,
-    activations); elements: of sums, whose operands lie in the cache in part, so that it may exceed
-    1. pointwise_start_s: of both.
+    Of products:
+    compute, memory: shares of the peaks that they reach, with the largest tile.
+    start_s: seconds before a product starts.
+    waves: w; 1 if idle multiprocessors of a last wave cost all of their time.
+    overlap: p; infinite if arithmetic and traffic overlap entirely.
+    small_tiles: a tile with a share x of the largest one's area reaches x^small_tiles of its rate.
+
+    Of pointwise ops:
+    rows: share of the bandwidth, if a thread block has one row (norms, rotations, activations).
+    elements: share of the bandwidth of sums, which may exceed 1: operands lie in the cache in part.
+    pointwise_start_s: seconds before either starts.
     """
 
     compute: float
@@ -72,9 +76,8 @@ class Assumed:
     copy_start_s: float = 4e-6
 
 
-ASSUMED = Assumed()
 # All-reduces among the A100s of one box, NVLink at 300 GB/s one way, as fitted to Vidur's profiles:
-# seconds that any takes, and share of the link's bandwidth, by the number of GPUs.
+# number of GPUs → (seconds of the smallest one, share of the link's bandwidth).
 ALL_REDUCE = {2: (46e-6, 172 / 300), 4: (68e-6, 190 / 300), 8: (106e-6, 199 / 300)}
 SHORTEST_ALL_REDUCE_S = 40e-6
 
@@ -106,7 +109,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Rows:
-    """An op of `rows` rows, in which a thread block reads and writes the `bytes` of one."""
+    """An op with a thread block for each of `rows` rows, which reads and writes `bytes`."""
 
     rows: Any
     bytes: Any
@@ -133,8 +136,8 @@ Op = Product | Rows | Elements
 class CostModel:
     """Seconds of everything that a step does on `machine`, or on several of one box.
 
-    attention_knob: multiplies the time of attention and its like: 0.8 and 1.2 show what a result
-    owes to the assumption.
+    attention_knob: factor on the time of attention, selection and compression; 0.8 and 1.2 show how
+    far a result rests on their assumed rate.
     """
 
     machine: Machine
@@ -146,7 +149,7 @@ class CostModel:
         return op.seconds(self.machine, self.fitted)
 
     def part_s(self, cost: Cost):
-        """A part of a layer's attention, as `Layout.work` has it; arrays if the cost's are."""
+        """Seconds of a part of a layer's attention (`Layout.work`); an array if the cost's are."""
         assumed, on = self.assumed, self.machine
         memory = cost.bytes / (on.bandwidth * assumed.attention)
         compute = cost.flops / (on.flops * assumed.attention_compute)
@@ -154,7 +157,8 @@ class CostModel:
         return self.attention_knob * (start + np.maximum(memory, compute))
 
     def all_reduce_s(self, bytes_: float, gpus: int) -> float:
-        """Of so many bytes on each of `gpus`. Raises ValueError for a number that is not known."""
+        """Seconds of an all-reduce of `bytes_` on each of `gpus` GPUs. Raises ValueError for a
+        number of GPUs that ALL_REDUCE lacks."""
         if gpus == 1:
             return 0.0
         if gpus not in ALL_REDUCE:
@@ -164,12 +168,12 @@ class CostModel:
         return max(SHORTEST_ALL_REDUCE_S, least_s + moved / (share * self.machine.link))
 
     def copies_s(self, copies: int, bytes_: float) -> float:
-        """Of `copies` between host and device over PCIe, of `bytes_` all together."""
+        """Seconds of `copies` copies between host and device over PCIe, `bytes_` in all."""
         rate = self.assumed.pcie * self.machine.pcie
         return copies * self.assumed.copy_start_s + bytes_ / rate
 
     def sgmv_s(self, pages_bytes: float, activation_bytes: float) -> float:
-        """One launch over adapters' pages (Punica §4): bound by the bytes that it reads, at the
-        products' share of the bandwidth."""
+        """Seconds of one SGMV launch over adapters' pages (Punica §4): bound by the bytes that it
+        reads, at the products' share of the bandwidth."""
         rate = self.fitted.memory * self.machine.bandwidth
         return self.fitted.start_s + (pages_bytes + activation_bytes) / rate

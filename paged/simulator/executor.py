@@ -29,7 +29,8 @@ class LinearCost:
         return self.step_s + self.token_s * tokens + self.cached_token_s * int(inputs.lengths.sum())
 
     def decodes_s(self, contexts: np.ndarray, adapters: np.ndarray) -> np.ndarray:
-        """Of steps [k] that compute one token of each row, contexts [k, n] after the step."""
+        """Seconds [k] of k steps that each compute one token of every row. contexts: [k, n] after
+        the step."""
         step_s = self.step_s + self.token_s * contexts.shape[1]
         return step_s + self.cached_token_s * contexts.sum(1)
 
@@ -76,7 +77,7 @@ class SimulatedExecutor:
 
     @property
     def takes_runs(self) -> bool:
-        """See `paged.decode_runs`, as of the four calls below it."""
+        """See `paged.decode_runs.RunningExecutor`, as for the next four members."""
         return self._recorded is None and hasattr(self._cost, "decodes_s")
 
     @property

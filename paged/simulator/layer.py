@@ -34,8 +34,8 @@ def layer_ops(model: ShardedModel, tokens, bits: int = 16) -> dict[str, Op]:
 
 
 def head_ops(model: ShardedModel, tokens: int, sampled: int) -> dict[str, Op]:
-    """Before and after the layers: embeddings of `tokens`, the final norm and logits of `sampled`
-    of them, which are not quantised. Shards split the vocabulary."""
+    """Ops before and after the layers: embeddings of `tokens`, and the final norm and logits of the
+    `sampled` ones. They are not quantised. Shards split the vocabulary."""
     E, V = model.shard.hidden_size, model.shard.vocab_size
     return {
         "embed": Rows(tokens, 2 * ITEMSIZE * E),
@@ -53,21 +53,22 @@ def projections(model: ShardedModel) -> list[tuple[int, int]]:
 
 
 def adapter_page_bytes(model: ShardedModel) -> int:
-    """Of `PAGE_RANKS` ranks of all projections of all layers, on a shard."""
+    """Bytes of `PAGE_RANKS` ranks of all projections of all layers, on a shard."""
     widths = sum(fan_in + fan_out for fan_in, fan_out in projections(model))
     return model.shard.num_layers * PAGE_RANKS * widths * ITEMSIZE
 
 
 def adapters_s(costs: CostModel, model: ShardedModel, pages: int, tokens: int) -> float:
-    """SGMV of all projections of a layer: a launch shrinks and one expands (Punica §4).
+    """Seconds of SGMV for all projections of a layer: a shrink and an expand launch each (Punica
+    §4).
 
-    pages: of the different adapters in the step, all together; mixed ranks take the pages that
-    they need. tokens: with an adapter.
+    pages: of all different adapters in the step; an adapter has as many as its rank needs.
+    tokens: those with an adapter.
     """
     of_ranks = PAGE_RANKS * ITEMSIZE
     seconds = 0.0
     for fan_in, fan_out in projections(model):
-        ranks = tokens * of_ranks  # what one launch hands to the other, if ranks fill one page
+        ranks = tokens * of_ranks  # between the two launches, if an adapter has one page
         seconds += costs.sgmv_s(pages * of_ranks * fan_in, tokens * ITEMSIZE * fan_in + ranks)
         expanded = 2 * tokens * ITEMSIZE * fan_out + ranks
         seconds += costs.sgmv_s(pages * of_ranks * fan_out, expanded)

@@ -18,8 +18,11 @@ from paged.simulator.machines import machine
 
 @dataclass(frozen=True)
 class Host:
-    """The host's part of a step, of a system by name: added_s where the device waits for it, and
-    least_s, below which no step ends."""
+    """The host's part of a step.
+
+    added_s: seconds of each step in which the device waits for the host.
+    least_s: seconds of the shortest step that the host allows.
+    """
 
     added_s: float = 0.0
     least_s: float = 0.0
@@ -36,10 +39,11 @@ HOSTS = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step of `model`, one shard of which each GPU has.
+    """Seconds of a step of `model`, of which each GPU has one shard.
 
-    layout: the KV policy's. bits: of the operands of products, 8 for W8A8. adapter_pages: that the
-    adapters of a step have each.
+    layout: the KV policy's.
+    bits: of the operands of products, 8 for W8A8.
+    adapter_pages: pages of each adapter.
     Sampling, and gathering logits from several GPUs, take no time.
     """
 
@@ -49,7 +53,7 @@ class StepCost:
     bits: int = 16
     host: Host = HOSTS["none"]
     adapter_pages: int = 1
-    # Steps of the same size come again and again.
+    # Results by (tokens, sampled): steps of the same size recur.
     _dense: dict[tuple[int, int], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -59,7 +63,7 @@ class StepCost:
         cls, model: ModelConfig, config: EngineConfig, gpu: str, dtype: str = "float16",
         host: str = "none", attention_knob: float = 1.0, adapter_pages: int = 1,
     ) -> "StepCost":  # fmt: skip
-        """Of what `config` serves on as many GPUs as it has shards.
+        """The cost of serving `model` under `config`, with one GPU for each shard.
 
         Raises ValueError for a GPU or a host's name that is unknown, for a policy without a layout,
         for a dtype that has not 16 bits, and for a number of GPUs whose all-reduces are not known.
@@ -79,8 +83,8 @@ class StepCost:
 
     @property
     def adapter_page_s(self) -> float:
-        """To bring a page of an adapter's ranks over PCIe: an array of a and one of b for each
-        projection (Punica §5.2)."""
+        """Seconds to copy a page of an adapter's ranks over PCIe: an array of A and one of B for
+        each projection (Punica §5.2)."""
         copies = 2 * (6 + (not self.model.shard.learned_positions))
         return self.costs.copies_s(copies, adapter_page_bytes(self.model))
 
@@ -98,8 +102,11 @@ class StepCost:
         return max(seconds + self.host.added_s, self.host.least_s)
 
     def decodes_s(self, contexts: np.ndarray, adapters: np.ndarray) -> np.ndarray:
-        """Of steps [k] that compute one token of each row, contexts [k, n] after the step.
-        adapters: [n] slots of adapters, -1 for none."""
+        """Seconds [k] of k steps that each compute one token of every row.
+
+        contexts: [k, n] tokens of each row after the step.
+        adapters: [n] adapter slots, -1 for none.
+        """
         rows = contexts.shape[1]
         seconds = self.dense_s(rows, rows) + self.attention_s(contexts, np.ones_like(contexts))
         if tokens := int((adapters >= 0).sum()):
@@ -107,13 +114,14 @@ class StepCost:
         return np.maximum(seconds + self.host.added_s, self.host.least_s)
 
     def attention_s(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None):
-        """Of all layers; arguments as of `Layout.work`, whose leading axes the result has."""
+        """Seconds of attention in all layers. Arguments are those of `Layout.work`; the result has
+        their leading axes."""
         parts = self.layout.work(contexts, new_tokens, held).values()
         layer = sum(self.costs.part_s(part) for part in parts if np.any(part.bytes))
         return self.model.shard.num_layers * layer
 
     def dense_s(self, tokens: int, sampled: int) -> float:
-        """Of all that does not depend on the cache: products, pointwise ops, all-reduces."""
+        """Seconds of what does not depend on the cache: products, pointwise ops, all-reduces."""
         if (tokens, sampled) not in self._dense:
             self._dense[tokens, sampled] = self._dense_s(tokens, sampled) if tokens else 0.0
         return self._dense[tokens, sampled]
@@ -127,7 +135,7 @@ class StepCost:
         return float(self.model.shard.num_layers * layer + head)
 
     def adapters_s(self, adapters: int, tokens: int) -> float:
-        """Of all layers: `adapters` different ones, that `tokens` of the step have."""
+        """Seconds of SGMV in all layers: `adapters` different adapters, on `tokens` tokens."""
         pages = adapters * self.adapter_pages
         layer = adapters_s(self.costs, self.model, pages, tokens)
         return self.model.shard.num_layers * layer

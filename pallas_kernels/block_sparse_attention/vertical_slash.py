@@ -1,14 +1,14 @@
 """Index tables of dense heads in prefill: the best columns and diagonals (MInference; LServe §4.3).
 
-The last queries of a segment of a prompt tell, for each KV head, how much attention each key gets
-(its column, a vertical line of the attention map) and each distance between query and key (a
-diagonal, a slash). A page of keys is worth to a page of queries what the best of its columns, and
-of the diagonals that cross the two pages, are worth. Each page of queries keeps its best pages, its
-own always, and so do the first page of the sequence and the page before its own.
+The last queries of each segment of a prompt estimate, for each KV head, the attention of each key
+(its column, a vertical line of the attention map) and of each distance between query and key (a
+diagonal, a slash). The worth of a page of keys to a page of queries is that of its best column or
+of the best diagonal that crosses the two pages. Each page of queries keeps its best pages; its own,
+the page before it, and the first page of the sequence are always among them.
 
-Segments are counted from the end of a prompt, so that the queries that ask, which come last, tell
-what they read themselves; one as long as the prompt is MInference's own estimate. Where chunks end
-with segments, what is kept depends on the prompt alone.
+Segments are counted from the end of a prompt, so that the question at its end estimates its own
+reads. A segment as long as the prompt gives MInference's own estimate. If chunks end with segments,
+the kept pages depend on the prompt alone.
 """
 
 from typing import NamedTuple
@@ -19,17 +19,17 @@ import jax.numpy as jnp
 from pallas_kernels import backend
 from pallas_kernels.block_sparse_attention.lists import BlockLists, Tiles, lists_of, tiles_of
 
-LAST_QUERIES = 64  # of a segment, which tell what all of its queries read
+LAST_QUERIES = 64  # of a segment, from which the reads of all its queries are estimated
 CHUNK = 512  # keys that an iteration reads
 NEG_INF = -1e30
 
 
 class Segments(NamedTuple):
-    """Segments of the prompts of ragged chunks, as far as the chunks have them.
+    """Segments of prompts, or the parts of them that lie in a step's ragged chunks.
 
-    starts: [J + 1] int32, the first query of each; it ends where the next begins. rows: [J] int32,
-    the sequence of each. lengths: [J] int32, tokens of its sequence up to its last query; 0 for one
-    that is left over.
+    starts: [J + 1] int32, the first query of each segment, which ends where the next begins.
+    rows: [J] int32, the sequence of each segment.
+    lengths: [J] int32, tokens of its sequence up to its last query; 0 for an unused segment.
     """
 
     starts: jax.Array
@@ -44,7 +44,7 @@ def segments_of(
     prompt of each chunk. size: tokens of a segment, whole pages; the last one ends with the
     prompt's last page, and the first is what is left."""
     end = (prompts_S + page_size - 1) // page_size * page_size
-    # Tiles with so many tokens before the prompt would all be whole, counted from its end too.
+    # With `missing` tokens before the prompt, tiles from its beginning are segments from its end.
     missing = -end % size
     tiles = tiles_of(query_starts, lengths_S + missing, num_tokens, size)
     lengths = tiles.blocks * size + tiles.held - missing[tiles.rows]
@@ -52,7 +52,7 @@ def segments_of(
 
 
 def last_queries(q_TxHxD, segments: Segments):
-    """[J, LAST_QUERIES, H, D], those that tell; any where a segment has fewer."""
+    """The last queries [J, LAST_QUERIES, H, D] of each segment; any queries if it has fewer."""
     index = segments.starts[1:, None] + jnp.arange(LAST_QUERIES) - LAST_QUERIES
     return q_TxHxD[jnp.clip(index, 0, len(q_TxHxD) - 1)]
 
@@ -124,15 +124,15 @@ def vertical_slash_blocks(
 
 
 def _of_pages(columns_KxMxP, diagonals_KxMxP):
-    """The best of each page, and of each distance between pages, [K, M]. Diagonals that are e pages
-    away go from (e - 1) * P + 1 to (e + 1) * P - 1 tokens."""
+    """The best column of each page, and the best diagonal of each distance between pages, [K, M]
+    each. Diagonals e pages away go from (e - 1) * P + 1 to (e + 1) * P - 1 tokens."""
     here = diagonals_KxMxP.max(-1)
     nearer = jnp.where(jnp.arange(diagonals_KxMxP.shape[-1]) > 0, diagonals_KxMxP, 0).max(-1)
     return columns_KxMxP.max(-1), here.at[:, 1:].max(nearer[:, :-1])
 
 
 def _queries_of(q, segments: Segments, length, j, K: int):
-    """[K, G, Q, D] of segment j, which ends at `length`, their positions, and which there are."""
+    """[K, G, Q, D] of segment j, which ends at `length`, their positions, and which exist."""
     _, Q, H, D = q.shape
     before_end = jnp.arange(Q) - Q
     there = segments.starts[j + 1] + before_end >= segments.starts[j]
@@ -141,9 +141,9 @@ def _queries_of(q, segments: Segments, length, j, K: int):
 
 
 def reference(q, k_pages, tables, segments: Segments, lengths, scale):
-    """The definition: sums of probabilities by column and by diagonal, of the query heads of a KV
-    head together, and of these the best by page and by distance of pages, [J, K, M] each. lengths:
-    [J] of segments; zeros where it is 0."""
+    """The definition. Probabilities are summed by column and by diagonal, over all query heads of a
+    KV head. Returns the best sum of each page, and of each distance between pages, [J, K, M] each.
+    lengths: [J] of segments; a length of 0 gives zeros."""
     K, M = tables.shape[1:]
     n = M * k_pages.shape[1]
 

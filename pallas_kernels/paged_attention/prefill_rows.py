@@ -15,8 +15,8 @@ from pallas_kernels.paged_attention.schedule import ALIGNMENT
 from pallas_kernels.paged_attention.tiles import LAYOUT, NEG_INF, constant, rows
 
 ROWS = 64  # Rows of one warpgroup: the M of a wgmma.
-# Of a thread. Two warpgroups that compute and one that fetches have together what the launch of 384
-# threads gives them, 168 registers each: who asks for more would wait for ever.
+# Registers of a thread. Two computing warpgroups and a fetching one have together what the launch
+# of 384 threads gives, 168 registers each: with a larger sum the last one would wait for ever.
 COMPUTING_REGISTERS, FETCHING_REGISTERS = 232, 40
 FEW_TOKENS = 512  # With at most so many queries, rows of a tile may stay unused.
 

@@ -89,9 +89,9 @@ def schedule_of(
 
 
 def views_of(pools, sections):
-    """The pools' pages as rows of so many words as a token has codes, and where each view is among
-    the pools and views, by pool and number of words. Pages stay an axis: the rows of a large pool
-    are more than an int32 counts."""
+    """Views [N, rows, C] of the pools, one for each number C of words that a token's codes have,
+    and the place of each view among pools and views, by (pool, C). Pages stay an axis: a large pool
+    has more rows than an int32 counts."""
     views: list[jnp.ndarray] = []
     places: dict[tuple[int, int], int] = {}
     for section in sections:
@@ -124,8 +124,9 @@ def buffers_of(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[i
 
 
 def rows_copied_together(sections, taken_by, pools) -> list[int]:
-    """Of each buffer of `buffers_of`, the rows of its tiles, at most 8. They divide where a page's
-    tokens begin, how many they are, and the rows of a page: else a copy would cut a tile."""
+    """For each buffer of `buffers_of` the rows of its tiles, at most 8. They divide the first row
+    of a page's codes, its number of tokens, and its number of rows: otherwise a copy would cut a
+    tile."""
     found: dict[int, int] = {}
     for section, taken in zip(sections, taken_by, strict=True):
         for which, (buffer, format) in enumerate(zip(taken, section.formats)):

@@ -18,7 +18,8 @@ BLOCKS_PER_MULTIPROCESSOR = 2  # Of decode kernels, as their shared memory allow
 INTERPRETED_MULTIPROCESSORS = 2
 ALIGNMENT = 8  # A TMA starts at a multiple of so many rows: those of a swizzled tile.
 MIN_TILES = 4  # The fewest key tiles of a part: with fewer, its merge would cost more.
-# Pairs that a plan compares in one launch, which on a CPU keeps them all. It searches among more.
+# Most (row, place) pairs that a plan compares in one launch: a CPU keeps them all in memory. With
+# more of them the plan takes a binary search.
 MOST_COMPARED = 2**24
 # What a thread block may get beyond its part so that rows stay whole, and the rows that stay whole
 # in any case; both as fractions of a part.
@@ -227,7 +228,7 @@ def split_items(
 
 
 def _row_at(ends, places):
-    """The first of the rows, which end at `ends`, that ends after each of the places."""
+    """For each of `places` the first row that ends after it. ends: where the rows end."""
     few = len(ends) * len(places) <= MOST_COMPARED
     method = "compare_all" if few else "scan_unrolled"
     return jnp.searchsorted(ends, places, side="right", method=method)

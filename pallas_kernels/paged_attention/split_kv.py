@@ -20,7 +20,7 @@ from pallas_kernels.paged_attention.tiles import LAYOUT, LOG2_E, NEG_INF, column
 
 TILE_BYTES = 16 * 1024  # Keys of a tile. A tile has so many tokens that it is worth its waits.
 MOST_GROUP = 16  # Query heads of a KV head.
-SUMMED = 64  # Sums of tokens, each of every 64th: the fewest rows that products have.
+SUMMED = 64  # Partial sums, each over every 64th token: products have at least 64 rows.
 _COLUMNS = LAYOUT.reduce(0)
 
 
@@ -167,7 +167,7 @@ def softmax_start(D: int, N: int):
     return (
         constant(0, (D, N)),
         constant(NEG_INF, (N,), _COLUMNS),
-        # They are added only at the end, because a sum across warps is slow.
+        # The sums are added only at the end, because a sum across warps is slow.
         constant(0, (SUMMED, N)),
     )
 

@@ -132,8 +132,9 @@ def _read_report(path: Path, launch: kernel_jaxpr.Launch, gpu: Target, reused: b
 
 
 def reductions_across_warps(module: str) -> int:
-    """How many of Mosaic's reductions make warps agree, in a kernel with inferred layouts: those to
-    a number, and those whose result all warps have where they shared the operand."""
+    """The number of Mosaic's reductions that combine results of several warps, in a kernel with
+    inferred layouts: reductions to a number, and reductions of an operand that is spread over warps
+    to a result that all warps have."""
     count = 0
     for line in module.splitlines():
         if "vector.reduction" in line:
@@ -145,7 +146,7 @@ def reductions_across_warps(module: str) -> int:
 
 
 def _layouts(line: str) -> tuple[str, str]:
-    """Of an operation's first operand, and of its result."""
+    """The layouts of an operation's operands, the first one's first, and of its results."""
     return line.split("in_layouts = [")[1], line.split("out_layouts = [")[1]
 
 

@@ -1,24 +1,24 @@
 """A check of a kernel's jaxpr for what neither the interpreter nor the compiler reports.
 
-To the interpreter a warpgroup is one thread with as many registers as it likes, memory of its own
-for reductions, and integers that a product never overflows; and the compiler takes for granted that
-a kernel keeps the rules below. A kernel that breaks one races or hangs on a GPU, or reads zeros.
+In the interpreter a warpgroup is one thread with unlimited registers, memory of its own for
+reductions, and integers that never overflow; and the compiler assumes that a kernel keeps the rules
+below. A kernel that breaks one races or hangs on a GPU, or reads zeros.
 
 - Registers: after `set_max_registers` warpgroups take no more than the launch has given the thread
   block. The last one to ask would wait for ever.
-- Reductions across warps: Mosaic takes them through one place of a thread block's shared memory,
-  and lets warpgroups wait only for their own warps. At most one warpgroup of a block reduces there.
-  Others use `mosaic.reduced_rows`, each with a scratch of its own.
-- Indices: TMA counts rows in int32 and fills with zeros what lies beyond, and so do the kernels'
-  own products. With the largest pools that a GPU holds, each axis of what a kernel reads or writes
-  is shorter than 2**31. Offsets in bytes are Mosaic's, which are of 64 bits.
-- Barriers: none is without Mosaic's automatic ones (`unsafe_no_auto_barriers`). Between the warps
-  of a warpgroup they alone order what one stores to shared memory and another one loads or lets
-  TMA overwrite; the barriers that kernels name order warpgroups.
+- Reductions across warps: Mosaic's own use one place of a thread block's shared memory, at which a
+  warpgroup waits only for its own warps. So at most one warpgroup of a block uses them. Others use
+  `mosaic.reduced_rows`, each with a scratch of its own.
+- Indices: TMA counts rows in int32, and fills rows beyond with zeros; the kernels' own products are
+  int32 too. With the largest pools that a GPU holds, each axis of an array that a kernel reads or
+  writes is shorter than 2**31. Offsets in bytes are computed by Mosaic, in 64 bits.
+- Barriers: every kernel has Mosaic's automatic ones (no `unsafe_no_auto_barriers`). Within a
+  warpgroup they alone order a warp's stores to shared memory and another warp's loads, or TMA's
+  writes that it starts; the barriers that kernels name order warpgroups.
 
-A warpgroup is followed by its number: where that decides a condition, one branch is left out. Every
-reduction counts as one across warps but that of the last of several axes, which lies within a
-warp's rows in the layouts that products have; compiled.py asks the compiler for the layouts.
+The check follows each warpgroup by its number: where that decides a condition, one branch is left
+out. Every reduction counts as one across warps, except over the last of several axes, which lies
+within a warp's rows in the layouts of products; compiled.py reads the inferred layouts.
 """
 
 import math
@@ -107,8 +107,8 @@ def registers_of_launch(threads: int) -> int:
 
 
 def registers_asked(call) -> list[int | None]:
-    """Of a call of a kernel, the most registers of a thread that each warpgroup asks for, or
-    None."""
+    """For each warpgroup of a kernel's call the most registers of a thread that it sets, or None if
+    it sets none."""
     return [
         max((eqn.params["n"] for eqn, _, _ in reached if _sets_registers(eqn)), default=None)
         for reached in _by_warpgroup(call)
@@ -116,7 +116,7 @@ def registers_asked(call) -> list[int | None]:
 
 
 def reducing(call) -> int:
-    """How many warpgroups of a thread block come to any of Mosaic's own reductions."""
+    """The number of a thread block's warpgroups that reach any of Mosaic's own reductions."""
     return sum(any(_reduces(eqn) for eqn, _, _ in reached) for reached in _by_warpgroup(call))
 
 
@@ -150,7 +150,7 @@ def _check(call) -> Iterator[str]:
 
 
 def _shared_scratch(call) -> Iterator[str]:
-    """Reductions through shared memory that those of another warpgroup take too."""
+    """Reductions through shared memory that another warpgroup's reductions use too."""
     users: dict[Any, set[int]] = {}
     example: dict[Any, Any] = {}
     for warpgroup, reached in enumerate(_by_warpgroup(call)):
@@ -192,14 +192,14 @@ def _threads(call) -> range:
 
 
 def _by_warpgroup(call) -> list[list]:
-    """For each warpgroup the equations that it may come to, each with the identities of references
-    and the numbers that are known there."""
+    """For each warpgroup the equations that it may reach, each with the references' identities and
+    the numbers that are known there."""
     (mesh,), (body,) = call.params["meshes"], sub_jaxprs(call)
     return [list(_reached(body, {}, {}, {mesh.thread_name: thread})) for thread in _threads(call)]
 
 
 def _reached(jaxpr, roots, values, axes: Mapping[str, int]) -> Iterator[tuple]:
-    """values: of variables that are known numbers, which this adds to. axes: those that are."""
+    """values: known numbers by variable, extended on the way. axes: known axis indices by name."""
     for eqn in jaxpr.eqns:
         yield eqn, roots, values
         name, subs = eqn.primitive.name, bodies(eqn)
@@ -221,8 +221,8 @@ def _reached(jaxpr, roots, values, axes: Mapping[str, int]) -> Iterator[tuple]:
 
 
 def _inner_values(eqn, sub, values) -> dict:
-    """The known numbers among what an equation hands to one of its jaxprs. What a loop carries
-    changes."""
+    """The known numbers among the operands of one of an equation's jaxprs, without what a loop
+    carries, which changes."""
     name = eqn.primitive.name
     first = {"cond": 1, "while": eqn.params.get("cond_nconsts", 0)}.get(name, 0)
     operands = eqn.invars[first:]

@@ -30,14 +30,13 @@ LAUNCH_S = 1.5e-6  # from the end of a kernel to the start of the next
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What measurements of others leave open.
+    """Quantities that others' measurements leave open.
 
-    read_share: of the nominal bandwidth that reads reach.
-    clock_share: of the clock of the data sheet's tensor rate, at which tensor cores that never rest
-        keep within the power limit.
-    norm: where a kernel waits for memory, what a tile needs delays each other: the clocks that it
-        takes are the norm of this degree of the clocks that each of its needs takes. The larger the
-        degree, the nearer to perfect overlap.
+    read_share: share of the nominal bandwidth that reads reach.
+    clock_share: share of the data sheet's clock at which busy tensor cores keep within the power
+        limit.
+    norm: degree p. If a kernel waits for memory, the needs of a tile delay each other: the tile
+        takes the p-norm of the clocks of each need. The larger p, the nearer to perfect overlap.
     """
 
     read_share: float
@@ -153,7 +152,7 @@ def predict(
 
 
 def _delayed(clocks: dict[str, float], assumed: Assumptions) -> float:
-    """Of a tile whose needs delay each other."""
+    """Clocks of a tile whose needs delay each other."""
     memory = clocks["memory"] * READ_SHARE / assumed.read_share
     each = [memory, *(count for name, count in clocks.items() if name != "memory")]
     return sum(count**assumed.norm for count in each) ** (1 / assumed.norm)
@@ -163,9 +162,9 @@ def seconds(
     prediction: Prediction, balance: Balance | None, resident: int, launches: int, bytes: int,
     target: Target,
 ) -> tuple[float, float]:  # fmt: skip
-    """Of a whole call, from hopeful to cautious: until the last of its thread blocks has ended,
-    with partial results written and read again, and no sooner than all `bytes` that it needs have
-    come from memory once. Without a balance all of them come as fast as the loop over tiles reads.
+    """Seconds of a whole call, from hopeful to cautious: until its last thread block has ended,
+    with partial results written and read again, but no less than reading all `bytes` from memory
+    once. Without a balance, `bytes` are read as fast as the loop over tiles reads.
     resident: thread blocks of the schedule that a multiprocessor runs at a time."""
     found = []
     for assumed, tile_s, share in zip(

@@ -1,4 +1,4 @@
-"""What became of one op with one spec, what is not acceptable of it, and tables of many."""
+"""The result of compiling one op with one spec, its faults, and tables of many results."""
 
 from dataclasses import dataclass, field
 
@@ -29,8 +29,12 @@ BALANCED = {
 
 @dataclass(frozen=True)
 class Call:
-    """What a whole call could take: seconds, from hopeful to cautious assumptions, and the shares
-    of what bounds it, 'bandwidth' or 'tensor', that it reaches then, from cautious to hopeful."""
+    """What a whole call could take.
+
+    seconds: from hopeful to cautious assumptions.
+    bound: 'bandwidth' or 'tensor', whichever limits the call.
+    shares: of the bound's nominal rate that the call reaches, from cautious to hopeful.
+    """
 
     seconds: tuple[float, float]
     bound: str

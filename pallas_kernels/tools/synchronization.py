@@ -207,7 +207,7 @@ class _Checker:
                 for end in ends[1:]:
                     state = state.join(end)
             elif reduces_rows(eqn):
-                # Waits before and after, and no other instruction sees what it leaves there.
+                # It waits before and after, and no other instruction reads its scratch.
                 assert not buffers & set(self._filled), f"{eqn} reduces where a copy writes"
             else:
                 assert not buffers, f"{name} touches shared memory, unknown to this check"

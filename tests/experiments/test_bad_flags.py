@@ -148,7 +148,7 @@ CONCENTRATION = [
 QUALIFY = [
     ("--tasks=needle,juggle", "unknown task 'juggle'; allowed: needle"),
     ("--contexts=12", "contexts are token counts from 256"),
-    ("--spread_context=2048", "--spread_context must be at most 1024, as many as the model's"),
+    ("--spread_context=2048", "--spread_context must be at most the model's longest, 1024"),
     ("--tasks=cot_long --spread_context=256 --contexts=512", "no task fits --spread_context"),
     ("--spread_context=512", "FOLDER/duo_gates.json: No such file or directory"),
     (

@@ -1,4 +1,4 @@
-"""The fit on times that the cost model itself has made, and what it refuses."""
+"""The fit, on times that the cost model itself computed, and the files that it refuses."""
 
 import csv
 import json

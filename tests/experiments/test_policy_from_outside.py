@@ -39,7 +39,7 @@ def test_it_serves_and_its_log_replays_once_it_is_named(tiny_folder, tmp_path):
     again = (model, f"--log={log}", "--executor=simulated", f"--output_dir={tmp_path / 'again'}")
     unnamed = run("replay", *again)
     assert unnamed.returncode == 2
-    assert "a log imports nothing: name its policy, --policy='tova:TOVA'" in unnamed.stderr
+    assert "a log imports no module by itself: --policy='tova:TOVA' does" in unnamed.stderr
     named = run("replay", POLICY, *again)
     assert named.returncode == 0, named.stderr
     assert "same schedule and tokens" in named.stdout

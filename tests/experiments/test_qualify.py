@@ -1,4 +1,4 @@
-"""What qualifies a model: its numbers by hand, and a thin slice of the bundled model."""
+"""The program `qualify`: its numbers by hand, and a small run on the bundled model."""
 
 import json
 from types import SimpleNamespace

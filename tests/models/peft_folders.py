@@ -57,7 +57,7 @@ def write(folder: Path, model: ModelConfig, rank=8, seed=0, size=1.0, targets=No
 
 
 def edit(folder: Path, change) -> None:
-    """Write an adapter's tensors anew, as `change` leaves the dict of them."""
+    """Rewrite an adapter's file of tensors after `change` has edited their dict."""
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
     change(tensors)

@@ -1,4 +1,4 @@
-"""Which modules adapter_config.json means, and how, by PEFT's rules."""
+"""Which modules an adapter_config.json adapts, and how, by PEFT's rules."""
 
 import json
 from typing import Any

@@ -21,7 +21,7 @@ class Interruption(KeyboardInterrupt):
 
 
 class Points:
-    """How many points have been passed, and at which ones Interruption is raised."""
+    """Counts the points that code passes, and raises Interruption at some of them."""
 
     def __init__(self, raise_at: tuple[int, ...] = ()):
         self.passed = self.raised = 0
@@ -61,7 +61,7 @@ def _calls(code, *_):
 
 @contextmanager
 def interrupted_at(*points: int) -> Iterator[Points]:
-    """Interruption at these points, counted from 1, of what `Points.call` calls within."""
+    """Raise Interruption at these points, counted from 1, of functions called by `Points.call`."""
     state = Points(points)
     callbacks: dict[int, Callable] = {
         EVENTS.PY_START: state.begins_or_goes_round, EVENTS.JUMP: state.begins_or_goes_round,

@@ -1,4 +1,4 @@
-"""Steps that are taken together in simulated time, against the same steps one by one."""
+"""Decode runs in simulated time against the same steps one by one."""
 
 from dataclasses import asdict, replace
 

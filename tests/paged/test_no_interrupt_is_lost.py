@@ -1,4 +1,4 @@
-"""Ctrl-C that lands where Python would drop it: in what nobody called."""
+"""Ctrl-C in code whose exceptions Python drops: finalizers and callbacks."""
 
 import subprocess
 import sys

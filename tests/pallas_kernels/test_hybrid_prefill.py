@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_the_plan_of_a_long_prompt_takes_little_memory():
-    """Of 131,072 tokens and 64 query heads: all pairs of items and rows would be 96 GB."""
+    """131,072 tokens and 64 query heads: all pairs of items and rows would take 96 GB."""
     T, page = 131072, 64
 
     def plan(starts, lengths):

@@ -172,7 +172,7 @@ def main(options: Options) -> None:
     with refusals():
         longest = checkpoint.load_config(options.model).max_position_embeddings
         if options.context_length > longest:
-            raise ValueError(f"--context_length must be at most {longest}, as many as the model's")
+            raise ValueError(f"--context_length must be at most the model's longest, {longest}")
         tokenizer = load_tokenizer(options.model)
         prompts = {
             task: tasks.make_prompts(

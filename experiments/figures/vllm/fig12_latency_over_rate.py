@@ -28,13 +28,13 @@ PAPER = {"orca_oracle": "1.7 to 2.7", "orca_max": "2.7 to 8", "fastertransformer
 
 
 def sustained(rows: Sequence[Row], policy: str, latency_s: float) -> float:
-    """The rate at which a system comes to this latency, between the rates that were run."""
+    """The rate at which a system reaches this latency, interpolated between measured rates."""
     mine = [row for row in rows if row.policy == policy]
     return opt_13b.crossing([r.rate for r in mine], [r.latency_s for r in mine], latency_s)
 
 
 def reaches(rows: Sequence[Row], policy: str, latency_s: float) -> bool:
-    """Whether it comes to this latency at all; `sustained` is a lower bound where it does not."""
+    """Whether a system reaches this latency; if not, `sustained` is a lower bound."""
     return any(row.latency_s >= latency_s for row in rows if row.policy == policy)
 
 
@@ -88,7 +88,7 @@ def main(options: Options) -> None:
             raise ValueError(f"--rates are above 0, not {options.rates}")
     rows: list[Row] = []
     for policy, rate in tqdm(list(itertools.product(POLICIES, rates)), desc="runs"):
-        # Above the knee latencies only grow: two rates tell where it is.
+        # Above the knee latencies only grow: two rates beyond it suffice.
         above = [r for r in rows if r.policy == policy and r.latency_s > options.latency_s]
         if len(above) < 2:
             rows.append(

@@ -3,9 +3,10 @@
     python -m experiments.figures.vllm.fig13_batched_requests --dataset=sharegpt
     python -m experiments.figures.vllm.fig13_batched_requests --dataset=alpaca
 
-Lengths of ShareGPT and Alpaca are published as means alone. Without --sigma the one free number of
-their log-normal is the one at which Orca (Oracle), and it alone, has the paper's batch; all else is
-predicted. Claim: vLLM batches 2.2 (ShareGPT) and 1.8 (Alpaca) times the requests of Orca (Oracle).
+Of the lengths of ShareGPT and Alpaca only means are published. Without --sigma the one free number
+of their log-normal is calibrated so that Orca (Oracle) has the paper's batch; the other systems'
+batches are predictions. Claim: vLLM batches 2.2 (ShareGPT) and 1.8 (Alpaca) times the requests of
+Orca (Oracle).
 
 Writes to --output_dir: batches.csv, batches.png, report.json, summary.json.
 """
@@ -33,7 +34,7 @@ SIGMAS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 
 
 def calibrate(dataset: str, duration_s: float, seed: int) -> tuple[float, list[Row]]:
-    """The sigma at which Orca (Oracle) has the paper's batch, and the runs that tell."""
+    """The sigma at which Orca (Oracle) has the paper's batch, and the runs that it rests on."""
     rate = RATES[dataset]
     rows = [
         opt_13b.run(dataset, ORACLE, rate, sigma, duration_s, seed)

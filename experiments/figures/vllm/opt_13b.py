@@ -25,8 +25,12 @@ SETTING = (
 
 @dataclass(frozen=True)
 class Row:
-    """One system at one rate. batch: requests that run, mean over the steps. latency_s: mean of a
-    request's latency over its output tokens, the paper's normalised latency."""
+    """One system at one rate.
+
+    batch: running requests, mean over the steps.
+    latency_s: a request's latency divided by its output tokens (the paper's normalised latency),
+        mean over the requests.
+    """
 
     dataset: str
     policy: str

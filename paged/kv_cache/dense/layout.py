@@ -1,4 +1,4 @@
-"""What attention over the dense policy's blocks reads and computes."""
+"""Work of attention over the dense policy's blocks: bytes and operations of a step."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from paged.kv_cache.work import Heads, Work, seen_up_to, total
 
 @dataclass(frozen=True)
 class DenseLayout:
-    """kv_itemsize: bytes of a number in the cache. window: tokens that a query sees at most."""
+    """kv_itemsize: bytes of a number in the cache. window: most tokens that a query sees."""
 
     heads: Heads
     kv_itemsize: int

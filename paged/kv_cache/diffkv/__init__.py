@@ -16,10 +16,10 @@ __all__ = ["DIFFKV", "DiffKVHost", "DiffKVPolicy", "Options", "device"]
 
 
 def capabilities(config: CacheConfig) -> Capabilities:
-    """Prompts come whole: which of their tokens are kept depends on all queries, and these attend
-    to all keys as they are, of which a chunk would find only what is kept. Prefixes are not shared,
-    as what is kept of one depends on what follows. Prefilled output would be judged as prompt: that
-    is the same only where all is kept as it is."""
+    """Prompts come whole: which tokens are kept depends on all queries of the prompt, and these
+    attend to all keys unquantised, while a later chunk would find only the kept ones. Prefixes are
+    not shared: which of their tokens are kept depends on the suffix. Prefill would judge output as
+    prompt: it recomputes exactly (`recompute_exact`) only if every token is kept as it is."""
     options: Options = config.policy_options
     as_they_are = options.levels[0].format == AUTO and config.kv_dtype == "auto"
     return Capabilities(

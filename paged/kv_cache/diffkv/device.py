@@ -41,9 +41,11 @@ COPIED_PAGES = 64  # that an iteration of `copy_slots` copies
 
 @dataclass(frozen=True)
 class DiffKVPolicy:
-    """query_heads: H of a shard.  alpha: by precision, the highest first, and budget, with which a
-    cache begins.  implementation: of the attention ops.  shared: with whom the shard shares its KV
-    head."""
+    """query_heads: H of a shard.
+    alpha, budget: thresholds with which a cache begins; alpha by precision, the highest first.
+    implementation: of the attention ops.
+    shared: the shards that have the same KV head.
+    """
 
     layout: Layout
     rules: Rules
@@ -84,8 +86,11 @@ class DiffKVPolicy:
         return jnp.concatenate(outs).astype(q_TxHxD.dtype), cache
 
     def _prompts(self, q_TxHxD, k_TxKxD, v_TxKxD, plan: PromptPlan, inputs):
-        """(attention [T, H, D], sums of scores [T, K]). Where the largest query head counts for
-        each query, and not for all together, it is found among all that share a KV head."""
+        """(attention [T, H, D], sums of scores [T, K]).
+
+        A KV head's score is the largest of its query heads', on all shards that share it: for each
+        query, which needs all queries on each shard, or with `by_head` of the sums over queries.
+        """
         scores = self.rules.prompt_scores
         by_head = scores["by_head"]
         out, sums = prompt_attention(
@@ -187,7 +192,7 @@ class DiffKVPolicy:
             to = jnp.where(arrives[:, level], place[0], nowhere)
             words = format.write(words, to, place[1], coming)
             coming = leaving.where(replaces[:, level], coming)
-        # Reading pages costs the same for all query heads of a KV head as for some.
+        # All query heads of a KV head read the same pages: gathered ones read no more.
         out, lse, kept = mixed_precision_attention(
             self.shared.gather(q_SxHxD), words, tables.reshape(S, K, -1), counts.reshape(S, K, -1),
             layout.formats, single=layout.single, implementation=self.implementation,

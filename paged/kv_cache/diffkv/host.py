@@ -116,7 +116,7 @@ class DiffKVHost:
         return num_sequences * int(self.layout.worst(num_tokens)) <= self.capacity
 
     def _prefill(self, sequence: Sequence) -> int:
-        """Tokens; what is replayed after them grows as it did."""
+        """Tokens that are prefilled. Output that is replayed after them grows as it did before."""
         return len(sequence.prefill_tokens(self._replays))
 
     def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:

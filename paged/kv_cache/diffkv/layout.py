@@ -87,9 +87,9 @@ class Layout:
         return pages.sum(0)[slots] * self.page_bytes, kept.sum(0)[slots] / (heads * tokens[:, None])
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
-        """See `paged.kv_cache.work.Layout`. Prompts attend to themselves as they are, and are
-        compressed after that; a generated token reads what is `held`, adds to its scores, and may
-        have one token moved down in each head."""
+        """See `paged.kv_cache.work.Layout`. A prompt attends to its own unquantised keys and
+        values, and is compressed afterwards. A generated token reads the `held` tokens, adds to
+        their scores, and moves at most one token of each head to a lower precision."""
         heads, decodes, prompts = self.attention, new_tokens == 1, new_tokens > 1
         if held is None:
             held = np.zeros((*contexts.shape, self.levels))

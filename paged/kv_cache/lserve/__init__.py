@@ -25,10 +25,10 @@ __all__ = ["LSERVE", "LServeHost", "LServePolicy", "Options", "device"]
 
 
 def capabilities(config: CacheConfig) -> Capabilities:
-    """Generated tokens that have selected pages would be prefilled with all of them, and tiles of
-    sparsely prefilled prompts would end elsewhere: output can be prefilled only where neither is.
-    Prefixes are not shared, because a window that has moved on lacks the pages that a later prompt
-    would need."""
+    """Output is prefilled again (`recompute_exact`) only without page selection and without sparse
+    prefill: a prefill reads all pages where a generated token had selected some, and with output in
+    it the tiles of a sparse prefill would end elsewhere. Prefixes are not shared: a window that has
+    moved on lacks the pages that a later prompt would need."""
     options: Options = config.policy_options
     never_selects = max(options.budget, options.sparse_from) >= config.max_model_len
     sparse = minference_pages(config) > 0

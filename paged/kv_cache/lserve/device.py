@@ -40,13 +40,15 @@ from pallas_kernels.quantization import QuantizedPages
 @flax.struct.dataclass
 class LServeCache:
     """k_pages, v_pages: [N, P, D], pages of dense heads and then of streaming heads; quantised if
-    the layout has a format.
-    page_base: [L, K] int32, the page of block 0 of each head.  num_dense: [L] int32.
-    statistics: [N_dense, C * 2D] of the keys of dense heads.  selected: [num_slots, L, K', B - 1]
-    int32 logical pages, the newest one aside, by heads or query heads.  selected_at: [num_slots]
-    int32, the position whose query selected. Without rows that could select, the statistics and
-    selections are None.  numbers: [L, J] int32 heads of the whole model, where random pages are
-    selected, so that these are a head's own however many shards there are.
+        the layout has a format.
+    page_base: [L, K] int32, the page of block 0 of each head.
+    num_dense: [L] int32.
+    selected_at: [num_slots] int32, the position whose query selected.
+    statistics: [N_dense, C * 2D] of the keys of dense heads; None if no row can select.
+    selected: [num_slots, L, K', B - 1] int32 logical pages, the newest one aside, by heads or query
+        heads; None if no row can select.
+    numbers: [L, J] int32, each selecting head's number in the whole model, which seeds its random
+        pages, so that they do not depend on the number of shards; None if keys select.
     """
 
     k_pages: Any
@@ -61,12 +63,16 @@ class LServeCache:
 
 @dataclass(frozen=True)
 class LServePolicy:
-    """num_layers, num_heads, head_dim: of a shard. selectors: heads that select by themselves.
-    dense_layers: first ones in which none does. numbers: [shards][L][J], of `LServeCache`, where
-    pages are selected at random; empty where they are selected by their keys. bases:
-    [shards][L][K], page of block 0. kv_dtype: of the pages, where it is not the compute dtype.
-    implementation: of the attention ops. shared: with whom the shard shares its KV head, and
-    select_together: with whom it selects pages."""
+    """num_layers, num_heads, head_dim: of a shard.
+    selectors: heads that select by themselves.
+    dense_layers: number of first layers in which no head selects.
+    numbers: [shards][L][J], as in `LServeCache`; empty if keys select.
+    bases: [shards][L][K], page of block 0.
+    kv_dtype: of the pages, if it is not the compute dtype.
+    implementation: of the attention ops.
+    shared: the shards that have the same KV head.
+    select_together: the shards that select the same pages.
+    """
 
     layout: Layout
     num_layers: int
@@ -318,7 +324,7 @@ class LServePolicy:
 
 
 def _random_pages(layer, numbers_J, positions_S, num_pages_SxJ, M: int, count: int):
-    """[S, J, count] pages, the newest one aside: what selection by keys must be better than."""
+    """[S, J, count] random pages, the newest one aside: the baseline of selection by keys."""
     key = jax.random.fold_in(jax.random.key(0), layer)
 
     def of_head(at, number):

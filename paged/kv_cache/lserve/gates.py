@@ -17,12 +17,12 @@ from paged.checks import is_real, shown
 from paged.kv_cache.made_for import made_for
 
 Gates = tuple[tuple[float, ...], ...]  # [L][K]
-ROUNDING = 0.01  # of numbers near 1 in bfloat16
+ROUNDING = 0.01  # most error of a gate near 1 that was stored in bfloat16
 
 
 def checked_gates(gates) -> Gates:
-    """Rows of numbers, an array's too, as tuples, so that they are compared and hashed by value.
-    Raises ValueError if they are not equally long rows of numbers from 0 to 1."""
+    """The gates as tuples, which compare and hash by value. gates: rows of numbers, or an array.
+    Raises ValueError unless all rows have equally many numbers, from 0 to 1."""
     try:
         rows = [list(row) if not isinstance(row, str | dict) else [row] for row in gates]
     except TypeError:
@@ -54,10 +54,11 @@ def read_gates(path: str, weights_hash: Callable[[], str]) -> Gates:
 
 
 def _table(text: str) -> list[list[float]]:
-    """The numbers of a tab-separated file [L, K], without comments. Trained gates may lie beyond
-    [0, 1] by a rounding, and DuoAttention clips them as it reads them; no others."""
+    """The numbers [L, K] of a tab-separated file, without comments. Trained gates may lie beyond
+    [0, 1] by a rounding: these are clipped, as DuoAttention does when it loads them. Others stay,
+    and are refused later."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a file without numbers
+        warnings.simplefilter("ignore", UserWarning)  # loadtxt's, of an empty file
         gates = np.loadtxt(io.StringIO(text), ndmin=2)
     clipped = np.clip(gates, 0, 1)
     return np.where(np.abs(gates - clipped) <= ROUNDING, clipped, gates).tolist()

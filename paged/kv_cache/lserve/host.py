@@ -21,7 +21,7 @@ from paged.requests.sequence import Sequence
 
 
 class Swapped(NamedTuple):
-    """Sequences in the host's memory: what each pool knows of them, and the keys of their slots'
+    """Sequences in the host's memory: their tables in each pool, and the keys of their slots'
     states."""
 
     dense: SwappedTables
@@ -30,8 +30,8 @@ class Swapped(NamedTuple):
 
 
 def pools_of(config: CacheConfig, model: ShardedModel, layout: Layout) -> tuple[Pool, ...]:
-    """Output is replayed token by token if it is recomputed, so the host's memory holds what all
-    slots can."""
+    """Recomputation replays output token by token, so sequences are swapped instead: the host's
+    memory has room for all slots at their longest."""
     sizes = layout.num_blocks, layout.unit_bytes
     held = layout.most, layout.sink + layout.local + 1
     return tuple(
@@ -104,8 +104,8 @@ class LServeHost:
             self.streaming.advance(slots, starts, ends)
 
     def decode_steps(self, number: int, slots, num_tokens, most: int) -> list[Usage]:
-        """See `paged.decode_runs.SteadyHost`. What windows give back lets nobody in: they are
-        promised whole."""
+        """See `paged.decode_runs.SteadyHost`. Pages that a window frees admit no request: admission
+        reserves whole windows."""
         if self.streaming is None:
             return self.dense.decode_steps(number, slots, num_tokens, most)
         usages = []

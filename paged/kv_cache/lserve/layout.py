@@ -23,18 +23,26 @@ DENSE, STREAMING = "dense", "streaming"
 
 @dataclass(frozen=True)
 class Layout:
-    """Counts are of pages or blocks, but for those of tokens: page_size, reuse and logical.
+    """Counts are of pages or blocks; page_size, reuse, logical, minference_from and minference_tile
+    are counts of tokens.
 
-    num_dense: by shard and layer, the dense heads, which come first. sink, local: as
-    `streaming_blocks` takes them. selected: that a query of a dense head reads; all_below: rows of
-    so many pages read all. window: that a sequence's streaming heads hold at most between steps.
-    chunks: that the chunks of a step need beyond this. ring: places of a slot's table for what
-    comes after the sink. format: of quantised keys and of quantised values. num_blocks: of the two
-    pools, with the null block; 0 where no head is of the kind. minference: pages of keys that a
-    page of queries of a dense head reads in prefill of prompts of minference_from tokens or more; 0
-    where all are read. minference_tile: tokens of such a prompt that share an estimate. selectors:
-    heads that select by themselves. dense_layers: first layers that select nothing. kv_itemsize:
-    bytes of a number of unquantised keys and of statistics.
+    num_dense: dense heads by shard and layer; they come first.
+    sink, local: as `streaming_blocks` takes them.
+    selected: pages that a query of a dense head reads.
+    all_below: rows of so many pages read all of them.
+    window: most blocks that a sequence's streaming heads hold between steps.
+    chunks: blocks that the chunks of a step need beyond the windows.
+    ring: places of a slot's table for the blocks after the sink.
+    format: of quantised keys and of quantised values.
+    num_blocks: of the two pools, with the null block; 0 if no head is of the kind.
+    attention: the shard's heads, for `work`.
+    kv_itemsize: bytes of a number of unquantised keys and of statistics.
+    selectors: heads that select by themselves.
+    dense_layers: number of first layers in which no head selects.
+    minference: pages of keys that a page of queries of a dense head reads in sparse prefill; 0 if
+        it reads all.
+    minference_from: length from which a prompt is prefilled sparsely.
+    minference_tile: tokens of such a prompt that share an estimate.
     """
 
     page_size: int
@@ -144,8 +152,8 @@ class Layout:
         return pages * dense + window * streaming, np.stack([kept, np.zeros_like(kept)], -1)
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
-        """See `paged.kv_cache.work.Layout`. Of the shard with most dense heads; an owner's first
-        selection, wherever it falls, counts only where its position selects anyway."""
+        """See `paged.kv_cache.work.Layout`. Work of the shard with the most dense heads. A new
+        owner's first selection counts only if its position is one that selects anyway."""
         heads, P, C = self.attention, self.page_size, self.logical
         dense = self.most_heads[0] / len(self.num_dense[0])
         streaming, G = heads.K - dense, heads.H // heads.K
@@ -189,8 +197,8 @@ class Layout:
         return parts
 
     def _window_seen(self, tokens):
-        """Pairs of a query and a key in a streaming head among the first `tokens` of a sequence: a
-        query sees sink and local pages and its own up to itself."""
+        """(query, key) pairs of a streaming head among the first `tokens` of a sequence: a query
+        sees the sink pages, the local pages, and its own page up to itself."""
         P, pages = self.page_size, self.sink + self.local
         first = np.minimum(tokens, (pages + 1) * P)
         whole, part = np.divmod(tokens - first, P)
@@ -218,8 +226,8 @@ def selectors(options: Options, model: ShardedModel) -> int:
 
 
 def selector_numbers(options: Options, model: ShardedModel) -> np.ndarray:
-    """[shards, L, J] int32, the head of the whole model, or the query head, that selects at each
-    place of a shard."""
+    """[shards, L, J] int32: the number in the whole model of each selecting KV head of a shard, or
+    of each query head if these select."""
     K, G = model.whole.num_kv_heads, model.whole.num_heads // model.whole.num_kv_heads
     order = order_of(split(options, model), model.num_shards)
     if options.select_per == "query_head":
@@ -281,7 +289,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
 
 
 def minference_pages(config: CacheConfig) -> int:
-    """Pages that a page of queries of a dense head reads in sparse prefill, 0 if there is none."""
+    """Pages that a page of queries of a dense head reads in sparse prefill; 0 if it reads all."""
     options, longest = config.policy_options, config.max_model_len
     pages = max(LEAST_SELECTED, options.minference_budget // config.page_size)
     return pages if 0 < options.minference_from <= longest and pages < _most(config) else 0

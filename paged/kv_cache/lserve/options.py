@@ -49,11 +49,13 @@ class Options:
     )
     minference_tile: int = described(
         1024,
-        "tokens of such a prompt, counted from its end, whose last queries tell which pages all of "
-        "them read; a chunk takes whole ones",
+        "tokens of a tile of such a prompt, counted from its end: a tile's last queries choose the "
+        "pages that all of its queries read, and a chunk has whole tiles",
     )
     streaming_share: float | None = described(
-        None, f"share of KV heads that stream, those of lowest gates; {PAPERS_SHARE} with gates"
+        None,
+        f"share of KV heads that stream, those with the lowest gates; {PAPERS_SHARE} if gates are "
+        "given, and refused without them",
     )
     gates: Gates = field(
         default=(),
@@ -65,7 +67,7 @@ class Options:
     )
 
     def __post_init__(self):
-        # A log has a list.
+        # A log restores a list; an array has no truth value.
         given = not isinstance(self.gates, tuple | list) or len(self.gates) > 0
         object.__setattr__(self, "gates", checked_gates(self.gates) if given else ())
         if given and self.streaming_share is None:

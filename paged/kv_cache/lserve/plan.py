@@ -27,11 +27,19 @@ NEVER = -1  # where the owner of a slot has not selected
 
 @flax.struct.dataclass
 class PrefillPlan:
-    """lists: of streaming heads, [I, B], and blocks: [I, B] of the pool.  schedules: of the dense
-    and the streaming heads' attention by the number of dense heads.  hybrid: of both in one launch,
-    instead, for kernels.  runs: of the chunks' keys.  sparse: [Sp] bool, rows in which dense heads
-    read the pages of their best columns and diagonals (MInference), and then segments that share
-    an estimate, tiles of queries, and kept: the lists of these pages; or all None."""
+    """lists: [I, B] of streaming heads.
+    blocks: [I, B] blocks of the pool.
+    schedules: of the dense and the streaming heads' attention, by the number of dense heads.
+    runs: of the chunks' keys.
+    hybrid: schedule of both kinds of heads in one launch, for kernels, instead of `schedules`.
+
+    Sparse prefill (MInference); all None without it:
+    sparse: [Sp] bool, rows whose dense heads read only the pages of their best columns and
+        diagonals.
+    segments: queries that share an estimate.
+    tiles: of queries.
+    kept: lists of the pages that are read.
+    """
 
     lists: BlockLists | None
     blocks: jax.Array | None
@@ -149,8 +157,8 @@ def _plan_decode(layout: Layout, selected_at, inputs, computes) -> DecodePlan:
     P, Tp, Sp = layout.page_size, inputs.num_prefill_tokens, inputs.num_prefill_rows
     positions, tables = inputs.positions[Tp:], inputs.tables[Sp:]
     slots = jnp.where(computes, inputs.slots[Sp:], layout.num_slots)
-    # A prompt's last token may be computed here: it reads all pages, as it would in a chunk. A
-    # tile of a sparsely prefilled prompt has more than one.
+    # A prompt's last token may be computed here: it reads all pages, as it would in a chunk. No
+    # token of a sparsely prefilled prompt is: a tile has more than one.
     generated = positions >= tables[:, -1]
     sparse = computes & generated & (positions // P >= layout.all_below)
     before = selected_at.at[slots].get(mode="fill", fill_value=NEVER)

@@ -24,8 +24,8 @@ def prefill(
     """Attention [Tp, H, D] of the chunks of a step, in one layer. How many dense heads the layer
     has decides the program.
 
-    shared: with whom the shard shares its KV head. k_pages, v_pages, page_base, num_dense: of the
-    cache.
+    shared: the shards that have the same KV head.
+    k_pages, v_pages, page_base, num_dense: of the cache.
     """
     K, Sp = layout.heads, inputs.num_prefill_rows
     G = q_TxHxD.shape[1] // K
@@ -47,7 +47,8 @@ def prefill(
             implementation=implementation,
         )  # fmt: skip
 
-    # Here, as shards may have different numbers of dense heads.
+    # Outside of the branches: shards may differ in their number of dense heads, and so in the
+    # branch that they take, and a collective needs all of them.
     telling = plan.segments and shared.gather(last_queries(q_TxHxD, plan.segments))
 
     def kept_pages(dense: int):

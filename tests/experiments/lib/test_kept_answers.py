@@ -1,4 +1,4 @@
-"""Answers that a study keeps: of the same questions, inputs and sources; what a cut study has."""
+"""Kept answers of a study count for the same questions, inputs and sources; a cut study resumes."""
 
 import csv
 import json
@@ -29,7 +29,7 @@ def _found() -> Evaluation:
 
 
 def test_kept_answers_are_those_of_the_same_questions(tmp_path):
-    """Also where another study has the same folder, or ended while it wrote."""
+    """Also if another study uses the same folder, or was killed while it wrote."""
     asked = {"prompts": {"values 256": 3}, "seed": 1}
     ours, others = (
         kept_answers.folder_of(tmp_path, "50% streaming", a) for a in (asked, asked | {"seed": 2})
@@ -69,7 +69,7 @@ def test_settings_that_were_answered_are_kept_though_others_were_not(tmp_path):
 
 
 def test_sources_are_all_that_asks_answers_and_grades(tmp_path):
-    """A change of any counts, and of nothing else."""
+    """A change of any of these files counts, and no other change."""
     names = ("a", "b/c.py")
     for file in ("a/one.py", "a/deep/two.py", "a/notes.md", "b/c.py", "b/other.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -103,8 +103,8 @@ def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
     keep = kept_answers.keep
 
     def run(interrupt: bool) -> tuple[int, str, list[str]]:
-        """Exit status, what is printed, and the systems in accuracy.csv; of a run that is cut
-        after its first setting, or of a whole one."""
+        """Run the study whole, or cut after its first setting: the exit status, the output, and the
+        systems in accuracy.csv."""
 
         def keep_and_interrupt(folder, asked, found):
             keep(folder, asked, found)
@@ -137,8 +137,8 @@ def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
     assert (status, systems) == (130, ["pages of 64", "pages of 32"])
     assert json.loads((tmp_path / "report.json").read_text())["missing"] == ["pages of 16"]
 
-    # Other sources: nothing of what was answered counts, and the program says so.
+    # With other sources no kept answer counts, and the program says so.
     monkeypatch.setattr(kept_answers, "sources_hash", lambda: "other")
     status, said, systems = run(interrupt=True)
     assert (status, systems) == (130, [])
-    assert "pages of 64 was asked before, and is again: sources_sha256 changed" in said
+    assert "pages of 64 is asked again: sources_sha256 changed since its kept answers" in said

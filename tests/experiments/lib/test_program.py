@@ -206,7 +206,7 @@ def test_what_a_terminal_cannot_show_is_escaped():
 
 @pytest.mark.parametrize("closed", ["", "2>&-"])
 def test_nobody_need_read_of_progress(closed):
-    """Neither a full disk nor a closed descriptor ends what runs, or changes how it ends."""
+    """Neither a full disk nor a closed descriptor ends a program, or changes its exit status."""
     body = """
         import logging, warnings
         from tqdm import tqdm

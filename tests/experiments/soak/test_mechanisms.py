@@ -33,7 +33,7 @@ DIFFKV = replace(
 
 
 def changed(config: EngineConfig, **options: Any) -> EngineConfig:
-    """With other options of its policy."""
+    """The configuration with other options of its policy."""
     return replace(config, policy_options=replace(config.policy_options, **options))
 
 

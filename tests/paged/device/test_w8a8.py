@@ -92,10 +92,10 @@ def four_devices() -> dict:
 
 @pytest.mark.slow  # another process
 def test_four_devices_have_the_codes_of_one_and_its_logits(four_devices):
-    """A token has one scale, also where shards have a part each of the input ('wo', 'w_down')."""
+    """A token has one scale, also if each shard has a part of the input ('wo', 'w_down')."""
     assert four_devices["same_weights"]
     assert max(four_devices["logprob_differences"]) < 1e-4
-    # Beside two sums in a layer, which a scan holds once, the largest of each of the two inputs.
+    # In a layer, which a scan holds once: two sums, and the maxima of their two inputs.
     assert all(each == {"all-reduce": 4} for each in four_devices["collectives"])
 
 

@@ -23,7 +23,7 @@ UNIFORM = {"alpha_h": 0.0, "alpha_l": 0.0}
 
 @dataclass(frozen=True)
 class Preset:
-    """streams: whether it has gates."""
+    """streams: whether heads stream, by gates that are made up."""
 
     policy: str
     options: dict[str, Any] = field(default_factory=dict)

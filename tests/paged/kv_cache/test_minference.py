@@ -1,4 +1,4 @@
-"""Sparse prefill is a property of the prompt: company and the cut into chunks change nothing."""
+"""Sparse prefill depends on the prompt alone, not on other requests or on the cut into chunks."""
 
 from dataclasses import replace
 

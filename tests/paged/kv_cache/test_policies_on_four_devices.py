@@ -1,7 +1,7 @@
-"""The policies of the suite on four devices, of which two each share a KV head, against one.
+"""The policies of the suite on four devices, of which each two share a KV head, against one device.
 
-A process counts its devices once: a second one, this file as a program, has four, and prints what
-the tests below look at.
+A process fixes its number of devices once. So this file also runs as a program, in a process with
+four, which prints the facts that the tests check.
 """
 
 import json
@@ -51,7 +51,7 @@ def served() -> dict:
 
 @by_policy
 def test_tokens_are_those_of_one_device(served, case):
-    """Also where sequences are swapped out and in with all that belongs to them."""
+    """Also if sequences are swapped out and in, with their slots' state."""
     one, four = served[case.name]["1"], served[case.name]["4"]
     assert one["tokens"] and four["tokens"] == one["tokens"]
     assert four["preemptions"] == one["preemptions"]

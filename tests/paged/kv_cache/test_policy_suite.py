@@ -157,7 +157,7 @@ def test_a_crowd_gets_the_tokens_of_each_alone(bench, case, multi_step, run_ahea
 @by_policy
 @pytest.mark.parametrize("multi_step", [1, 4])
 def test_a_crowd_that_is_recomputed_gets_the_tokens_of_each_alone(bench, case, multi_step):
-    """Policies that lose something replay the output: no token is prefilled that was decoded."""
+    """Lossy policies replay output: no token that was decoded is prefilled."""
     if not case.capabilities.recompute:
         pytest.skip("it cannot recompute")
     engine = bench.engine(case, multi_step=multi_step, preemption_mode="recompute")
@@ -171,7 +171,7 @@ def test_a_crowd_that_is_recomputed_gets_the_tokens_of_each_alone(bench, case, m
 
 @by_policy
 def test_known_output_goes_on_as_it_would_have(bench, case):
-    """A request that moves brings its output: at any token of it, to an engine with others."""
+    """A request may move at any token of its output, to an engine that serves others."""
     if not case.capabilities.recompute:
         pytest.skip("it cannot recompute")
     moved = [r for r in SINGLE if r.how.max_tokens >= 12]
@@ -343,9 +343,8 @@ def test_a_simulated_device_serves_the_same_requests(case, multi_step):
 @pytest.mark.parametrize("kv_cache_tokens", [256, 1000])
 def test_a_cache_takes_no_more_bytes_than_the_dense_ones_tokens(name, kv_cache_tokens):
     changes: dict[str, Any] = {case.name: case.config for case in CASES}.get(name, {})
-    sizes = {"max_num_seqs": 4, "max_model_len": 64, "page_size": 4}
-    named = sizes | {"policy": name} | changes | {"kv_cache_tokens": kv_cache_tokens}
-    config = EngineConfig(**named)
+    sizes = {"policy": name, "max_num_seqs": 4, "max_model_len": 64, "page_size": 4}
+    config = EngineConfig(**sizes | changes | {"kv_cache_tokens": kv_cache_tokens})
     total, null = cache_bytes(POLICIES[name], config)
     token = ShardedModel.split(TINY).kv_token_bytes()
     assert 0.8 * kv_cache_tokens * token < total - null <= kv_cache_tokens * token

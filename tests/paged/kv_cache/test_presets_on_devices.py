@@ -1,9 +1,9 @@
-"""The attention of every policy and preset on 2, 4 and 8 devices against itself on one, for models
-with 1, 2 and 4 KV heads.
+"""The attention of every policy and preset on 2, 4 and 8 devices equals that on one device, for
+models with 1, 2 and 4 KV heads.
 
-A process counts its devices once: a second one, this file as a program, has eight, and prints what
-the tests below look at. `python -m tests.paged.kv_cache.test_presets_on_devices all`, with eight
-devices, tries everything; the tests a part.
+A process fixes its number of devices once. So this file also runs as a program, in a process with
+eight, which prints the differences that the tests check. The tests cover a part of the cases;
+`python -m tests.paged.kv_cache.test_presets_on_devices all`, with eight devices, covers all.
 """
 
 import json
@@ -60,7 +60,7 @@ def found() -> dict[str, float]:
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: "{} {} {}".format(*case))
 def test_attention_is_that_of_one_device(found, case):
-    """Whatever shards select or keep: what one does otherwise would differ by far more."""
+    """A shard that selected or kept anything else would differ by far more."""
     assert found["{} {} {}".format(*case)] < 1e-4
 
 

@@ -1,5 +1,5 @@
-"""Which shards share a KV head. What goes between them is tried on several devices, in
-test_presets_on_devices.py."""
+"""Which shards share a KV head. test_presets_on_devices.py tests their collectives, on several
+devices."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""What policies say that attention reads and computes, recounted token by token, and against what
-the device half of LServe plans to read."""
+"""The layouts' work of attention, against a count token by token, and against the reads that
+LServe's device half plans."""
 
 from typing import Any
 

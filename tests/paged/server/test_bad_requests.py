@@ -249,7 +249,7 @@ def test_a_body_that_is_wrong_everywhere_is_told_of_the_first(server: Served, fi
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """A request with so many lists and maps in each other."""
+    """A request with so many nested lists and maps."""
     value: Any = 1
     for _ in range(depth - 2):
         value = [value]

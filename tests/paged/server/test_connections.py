@@ -1,5 +1,5 @@
-"""What raw sockets may do to the server: bytes that are cut anywhere, heads that never end, bodies
-that are requests, and more connections than there may be."""
+"""Raw sockets against the server: bytes cut anywhere, heads that never end, bodies that look like
+requests, and too many connections."""
 
 import json
 import re
@@ -135,7 +135,7 @@ def test_slow_heads_are_cut_off(hasty, before, begun):
 
 
 def test_a_head_that_drips_is_cut_off(hasty):
-    """However often something comes."""
+    """However often a few bytes arrive."""
     with connected(hasty) as connection, pytest.raises(OSError):
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nA: ")
         for _ in range(10_000):
@@ -223,7 +223,7 @@ HEAVY = {
 
 @pytest.mark.parametrize("path", HEAVY)
 def test_heavy_work_of_one_client_stops_nobody(path):
-    """Neither the loop, nor all threads that others need."""
+    """It blocks neither the event loop nor all threads."""
     held = Held()
     with served(EngineOwner(simulated()[0]), tokenizer=held) as server:
         content = json.dumps(HEAVY[path]).encode()

@@ -99,8 +99,8 @@ def expected():
 
 
 def test_tasks(server: Served, questions, expected, tmp_path: Path):
-    """The program itself. The end of a sequence, whose text it sends as a stop string, means the
-    token."""
+    """The program itself. It sends the text of the end-of-sequence token as a stop string, which
+    means the token."""
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
     for name, task in TASKS.items():
         (tmp_path / f"{name}.yaml").write_text(task + COMMON)
@@ -138,7 +138,8 @@ class Bare(LocalCompletionsAPI):
 
 
 def test_texts_without_special_tokens(server: Served, questions, expected):
-    """The harness counts a prompt's tokens without them: with one more, sums begin too early."""
+    """The harness counts a prompt's tokens without special ones: with one more, its sums would
+    begin too early."""
     how = {
         "model": "bundled", "base_url": f"{server.url}/v1/completions", "tokenizer": str(BUNDLED),
         "tokenizer_backend": "huggingface", "tokenized_requests": False, "max_retries": 1,

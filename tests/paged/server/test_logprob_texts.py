@@ -31,7 +31,7 @@ def told(case, tokens: list[int], logprobs: list[TokenLogprob]) -> dict[str, Any
 
 @each_tokenizer
 def test_no_token_hides_another(case):
-    """Also those whose texts are alike have an entry each, and the best is the best one's."""
+    """Tokens with equal texts have an entry each, and the best entry is the best token's."""
     best, *others = dict.fromkeys(case.tokens)
     top = {token: -1.0 - i for i, token in enumerate([best, *others])}
     for chosen in (best, others[-1]):
@@ -57,7 +57,7 @@ def test_bytes_are_written_as_openai_does():
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_offsets_count_characters(data):
-    """Of a character in several tokens, all begin where it does."""
+    """All tokens of one character begin where it does."""
     texts = TokenTexts(BYTE_LEVEL.tokenizer)
     by_bytes = {texts.bytes(token): token for token in BYTE_LEVEL.tokens}
     characters = [

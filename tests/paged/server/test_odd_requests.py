@@ -1,5 +1,4 @@
-"""Odd requests that clients send all the same: what is legal is served, and the rest is refused in
-words."""
+"""Unusual requests that real clients send: legal ones are served, others refused with a reason."""
 
 from dataclasses import replace
 from typing import Any
@@ -183,7 +182,7 @@ def test_nested_variables_are_refused_unparsed(server: Served):
 
 
 def test_templates_are_given_no_more_than_the_context_holds(server: Served):
-    """To write hundreds of thousands of messages takes them seconds."""
+    """Templates take seconds to render hundreds of thousands of messages."""
     many = MESSAGES * 512 + [{"role": "nobody", "content": "a"}]
     error = post(server, "chat/completions", CHAT | {"messages": many}).json()["error"]
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
@@ -194,7 +193,7 @@ def test_templates_are_given_no_more_than_the_context_holds(server: Served):
 
 
 def test_templates_have_their_own_special_tokens(server: Served):
-    """A text of megabytes in the place of one would come as often as there are messages."""
+    """Megabytes of text in place of a special token would be rendered once for each message."""
     for name in ("bos_token", "eos_token", "tokenize", "chat_template"):
         body = CHAT | {"chat_template_kwargs": {name: "a"}}
         assert (

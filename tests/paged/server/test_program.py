@@ -156,7 +156,7 @@ def test_simulated_engines_have_no_log_probabilities(program):
 
 
 def test_too_few_files_are_told_at_the_start_and_stop_nobody():
-    """The system lets this process have fewer than all connections need."""
+    """The system's limit of open files is below what all connections need."""
     server = [sys.executable, "-m", "experiments.serve_http", *FLAGS]
     command = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *server]
     with (

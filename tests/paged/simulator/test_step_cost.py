@@ -50,7 +50,7 @@ def timed(config: EngineConfig, prompts, max_tokens: int, adapters: int = 0):
 
 
 def test_a_step_is_its_layers_its_attention_and_its_head():
-    """Of chunks and decodes, not of padding."""
+    """Chunks and decodes count, padding does not."""
     config = EngineConfig(
         max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, run_ahead=False
     )

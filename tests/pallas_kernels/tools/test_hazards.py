@@ -1,4 +1,4 @@
-"""Faults that neither the interpreter nor the compiler shows, put back one by one, are noticed."""
+"""hazards.py notices faults that neither interpreter nor compiler shows, each put back in turn."""
 
 from dataclasses import replace
 from functools import partial
@@ -72,7 +72,7 @@ def test_registers_of_launches():
 
 @pytest.fixture
 def compiled_decode():
-    """The jaxpr of quantised decode, and a report that the compiler could have left."""
+    """The jaxpr of quantised decode, and a compiler's report as it could be."""
     spec = OPS[QUANTISED[0]].specs["llama-3-8b-kv4"]
     jaxpr = hazards.traced(spec, "mosaic_gpu", H200)
     launch = kernel_jaxpr.launches(jaxpr)[0]
@@ -155,8 +155,8 @@ def test_pools_with_more_slots_than_an_int32_counts_are_refused():
 
 
 def _kernel(reduces, *, warpgroups=3, axis=0, auto_barriers=True):
-    """The complaints about a kernel in which the warpgroups for which `reduces(warpgroup)` holds
-    sum up an array along an axis."""
+    """The complaints about a kernel in which the warpgroups that satisfy `reduces(warpgroup)` sum
+    an array along an axis."""
 
     def body(out_ref):
         warpgroup = lax.axis_index("warpgroup")

@@ -32,7 +32,7 @@ class Options:
 
 
 class TovaHost(dense.DenseHost):
-    """The dense policy's, where no sequence has more blocks than hold the budget."""
+    """The dense policy's host half, in which no sequence has more blocks than the budget fills."""
 
     def __init__(self, pool, config: CacheConfig):
         super().__init__(pool, config)

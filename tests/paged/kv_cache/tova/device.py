@@ -1,4 +1,4 @@
-"""Device half: the pools of the dense policy, in which each KV head writes places again.
+"""Device half: the pools of the dense policy, in which each KV head overwrites places.
 
 Place p of a head holds token p until the budget is reached. TOVA averages attention over all heads
 of a layer and cuts a long prompt token by token; here each KV head decides by the largest weight
