@@ -1,7 +1,23 @@
 """The serving engine: a host loop of plain integers over jitted step functions."""
 
-from paged.config import EngineConfig
-from paged.engine import Engine
-from paged.requests.sampling_params import SamplingParams
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paged.config import EngineConfig
+    from paged.engine import Engine
+    from paged.requests.sampling_params import SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "SamplingParams"]
+_MODULES = {
+    "Engine": "paged.engine",
+    "EngineConfig": "paged.config",
+    "SamplingParams": "paged.requests.sampling_params",
+}
+
+
+def __getattr__(name: str):
+    """Load the engine when it is named: `paged.interrupts` and others need less."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

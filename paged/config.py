@@ -31,8 +31,8 @@ class EngineConfig:
     max_num_seqs: int = described(32, "sequences that run at once")
     max_num_batched_tokens: int = described(
         0,
-        f"most tokens of one step; 0: the largest of {STEP_TOKENS}, max_num_seqs and, where "
-        "prompts come whole, max_model_len",
+        f"most tokens of one step; 0: the largest of {STEP_TOKENS}, max_num_seqs and what prompts "
+        "need that come whole or in tiles",
     )
     max_prefills_per_step: int = described(8, "prompts that are prefilled in one step")
     max_model_len: int = described(2048, "longest sequence in tokens, prompt and output together")
@@ -135,8 +135,9 @@ class EngineConfig:
     def _fill_defaults(self, can: Capabilities) -> None:
         object.__setattr__(self, "chunked_prefill", self.chunked_prefill and can.chunked_prefill)
         if self.max_num_batched_tokens == 0:
-            whole = 0 if self.chunked_prefill else self.max_model_len
-            most = max(STEP_TOKENS, self.max_num_seqs, whole)
+            others = self.max_num_seqs - 1
+            prompts = can.prefill_tile + others if self.chunked_prefill else self.max_model_len
+            most = max(STEP_TOKENS, self.max_num_seqs, prompts)
             object.__setattr__(self, "max_num_batched_tokens", min(most, MAX_STEP_TOKENS))
 
     def _check_ranges(self) -> None:

@@ -24,6 +24,7 @@ from paged.scheduling.scheduled_step import ScheduledStep, by_adapter
 from paged.scheduling.scheduler import Scheduler
 
 LONGEST = 512  # steps of a run: bounds its arrays [steps, rows]
+REPEATED = ("can_append", "append", "advance", "usage")  # what `decode_steps` does many times
 
 
 class RunningExecutor(Executor, Protocol):
@@ -184,7 +185,7 @@ class DecodeRuns:
         """As `SteadyHost.decode_steps`. Other hosts grow step by step, and only while no request
         waits."""
         policy, usages = self._scheduler.policy, []
-        if hasattr(policy, "decode_steps"):
+        if _is_steady(policy):
             return cast(SteadyHost, policy).decode_steps(number, slots, num_tokens, most)
         if self._scheduler.waiting or not self._config.run_ahead:
             return []
@@ -243,3 +244,11 @@ class DecodeRuns:
             ahead if self._config.run_ahead else times[steps - 1], facts[steps],
         )  # fmt: skip
         return Run(steps, records, last, times[steps - 1])
+
+
+def _is_steady(policy: HostPolicy) -> bool:
+    """Whether it has `decode_steps`, and none of what these repeat is a later class's."""
+    classes = type(policy).__mro__
+    first = next((i for i, of in enumerate(classes) if "decode_steps" in vars(of)), len(classes))
+    later = {name for of in classes[:first] for name in vars(of)}
+    return first < len(classes) and later.isdisjoint(REPEATED)

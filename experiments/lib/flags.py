@@ -147,7 +147,7 @@ def _policy_options(options: Options) -> dict[str, Any]:
 def _json_options(text: str) -> dict[str, Any]:
     try:
         values = json.loads(text or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--policy_options: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"--policy_options must be a JSON object, not {text}")

@@ -25,12 +25,14 @@ def policy_of(name: str) -> Policy:
     if name in POLICIES:
         return POLICIES[name]
     module, colon, attribute = name.partition(":")
-    if not (colon and module and attribute):
+    if not (colon and module and attribute) or module.startswith("."):
         raise ValueError(f"policy must be {NAMES}, not {name!r}")
     try:
         policy = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"policy {name!r}: {error}") from error
+    except SystemExit as error:
+        raise ValueError(f"policy {name!r}: its module ends the program, as scripts do") from error
     if not isinstance(policy, Policy):
         raise ValueError(f"policy {name!r} is a {type(policy).__name__}, not a Policy")
     return policy

@@ -8,7 +8,7 @@ import numpy as np
 from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.device.step_inputs import StepInputs
-from paged.kv_cache import POLICIES
+from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.kv_cache.work import Layout
 from paged.simulator.cost_model import CostModel
@@ -71,7 +71,7 @@ class StepCost:
         if jnp.dtype(dtype).itemsize != ITEMSIZE:
             raise ValueError(f"simulated GPUs compute in 16 bits: dtype float16, not {dtype}")
         sharded = ShardedModel.split(model, config.tensor_parallel, dtype)
-        make = POLICIES[config.policy].layout
+        make = policy_of(config.policy).layout
         if make is None:
             raise ValueError(f"policy {config.policy!r} has no layout: it cannot be simulated")
         if host not in HOSTS:

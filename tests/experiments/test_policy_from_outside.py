@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from paged.config import EngineConfig
+
 ROOT = Path(__file__).parents[2]
 POLICY = "--policy=tova:TOVA"
 
@@ -43,3 +47,11 @@ def test_it_serves_and_its_log_replays_once_it_is_named(tiny_folder, tmp_path):
     named = run("replay", POLICY, *again)
     assert named.returncode == 0, named.stderr
     assert "same schedule and tokens" in named.stdout
+
+
+def test_a_module_that_ends_the_program_is_no_policy(tmp_path, monkeypatch):
+    """As a script does that lacks `if __name__ == "__main__"`: the status would be its own."""
+    (tmp_path / "a_script.py").write_text("import sys\n\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="policy 'a_script:POLICY': its module ends the program"):
+        EngineConfig(policy="a_script:POLICY")

@@ -227,6 +227,7 @@ def test_bad_sampling_parameters_are_refused(field, value, allowed):
         ({"kv_cache_tokens": 3}, "must hold at least one page"),
         ({"watermark": 1.0}, r"watermark must be in \[0, 1\)"),
         ({"policy": "vlm"}, "policy must be one of .*orca_max, .*vllm, or MODULE:ATT.*, not 'vlm'"),
+        ({"policy": ".dense:VLLM"}, "or MODULE:ATTRIBUTE, not '.dense:VLLM'"),
         ({"policy": "orca_max", "prefix_caching": True}, "'orca_max' cannot share prefixes"),
         ({"max_num_seqs": 0}, "max_num_seqs must be from 1 to 65536, not 0"),
         ({"max_num_seqs": 64}, r"max_num_batched_tokens \(32\) must be at least max_num_seqs"),

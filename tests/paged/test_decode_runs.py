@@ -18,15 +18,17 @@ from paged.simulator.executor import LinearCost, SimulatedExecutor
 from paged.simulator.step_cost import StepCost
 from tests.paged.tiny import TINY
 
+TOVA = "tests.paged.kv_cache.tova:TOVA"  # of the dense policy's host half, and grows otherwise
 OPTIONS = {
-    "lserve": {"budget": 16, "sink": 8, "local": 8, "logical_page": 4,
+    TOVA: {"budget": 20},
+    "lserve": {"budget": 24, "sink": 8, "local": 8, "logical_page": 4,
                "gates": ((0.9, 0.1), (0.2, 0.8))},
     "diffkv": {"high": "auto", "low": "auto", "alpha_h": 0.0, "alpha_l": 0.0},
 }  # fmt: skip
 
 
 def config_of(policy: str, tokens: int, **fields) -> EngineConfig:
-    if policy == "diffkv":
+    if policy in ("diffkv", TOVA):
         fields |= {"chunked_prefill": False, "max_num_batched_tokens": 128}
     if policy != "vllm":
         fields["prefix_caching"] = False
@@ -68,11 +70,12 @@ def runs(draw, policy: str):
     reserves = policy.startswith("orca") or policy == "fastertransformer"
     if reserves:
         fields["preemption_mode"] = "auto"
+    cannot_fork = reserves or policy == TOVA
     adapters = draw(st.sampled_from([0, 0, 3]))
     if adapters:
         fields["adapter_slots"] = 2
     tokens = draw(st.sampled_from([352, 480, 2000])) + 800 * (policy in ("diffkv", "lserve"))
-    kind = draw(st.sampled_from(["one", "one", "parallel", "beam"])) if not reserves else "one"
+    kind = draw(st.sampled_from(["one", "one", "parallel", "beam"])) if not cannot_fork else "one"
     sampling = SamplingParams()
     if kind == "parallel":
         sampling = SamplingParams(temperature=1.0, n=3)
@@ -89,14 +92,14 @@ def runs(draw, policy: str):
         )
         for arrival in np.cumsum(gaps)
     ]  # fmt: skip
-    if draw(st.booleans()):
+    if policy == TOVA or draw(st.booleans()):
         cost: object = LinearCost(1e-3, 1e-5, 3e-6)
     else:
         cost = StepCost.declare(TINY, config, "a100-40")
     return config, cost, requests, sampling, adapters
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, TOVA])
 @given(data=st.data())
 @settings(max_examples=8, deadline=None)
 def test_together_is_as_one_by_one(policy, data):

@@ -44,6 +44,7 @@ class DenseHost:
             self.pool, config.max_num_seqs, config.max_model_len, config.page_size
         )
         self.watermark_blocks = int(config.watermark * self.pool.capacity)
+        self._replays = not config.capabilities.recompute_exact
         self.prefixes = None if cache is None else Prefixes(cache, self.pool, self.block_tables)
         self._computed = np.zeros(config.max_num_seqs, np.int64)  # tokens of each slot
         self._moves = Moves()
@@ -96,7 +97,10 @@ class DenseHost:
         elif self.prefixes:
             computed = self.prefixes.adopt(slot, sequence)
         self._computed[slot] = computed
-        self.append(np.array([slot]), np.array([len(sequence.tokens)]))
+        # What is replayed grows as it did: a copy of a shared last block would come before its
+        # donor has computed it.
+        num_tokens = len(sequence.prefill_tokens(self._replays))
+        self.append(np.array([slot]), np.array([num_tokens]))
         return computed
 
     def confirm(self, slots, num_tokens, tokens) -> None:

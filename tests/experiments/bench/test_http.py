@@ -107,7 +107,7 @@ def test_bad_rates_are_refused(flag):
 
 @pytest.mark.slow  # it imports JAX in another process
 def test_a_server_that_does_not_start_is_told(tmp_path):
-    options = SimpleNamespace(max_pending=0)
+    options = SimpleNamespace(model="bundled", max_pending=0)
     with (
         pytest.raises(OSError, match=r"server\.log says why"),
         http_load.running_server(options, tmp_path / "server.log"),

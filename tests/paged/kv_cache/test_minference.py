@@ -60,3 +60,11 @@ def test_neither_company_nor_chunks_change_tokens(tiny_params):
     for prompt, (_, logprobs), (_, whole) in zip(prompts, alone, answers(dense, prompts)):
         sparse = len(prompt) >= options.minference_from
         assert (np.abs(logprobs - whole).max() > 1e-2) == sparse
+
+
+def test_a_step_has_room_for_a_tile_by_default():
+    config = replace(CONFIG, max_num_batched_tokens=0)
+    assert config.max_num_batched_tokens == 512
+    options = replace(CONFIG.policy_options, minference_from=1024, minference_tile=1024)
+    longer = replace(config, max_model_len=2048, max_num_batched_tokens=0, policy_options=options)
+    assert longer.max_num_batched_tokens == 1024 + CONFIG.max_num_seqs - 1

@@ -5,6 +5,7 @@ of the policy's oracle, where it has one.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -174,15 +175,14 @@ def test_known_output_goes_on_as_it_would_have(bench, case):
     """A request may move at any token of its output, to an engine that serves others."""
     if not case.capabilities.recompute:
         pytest.skip("it cannot recompute")
-    moved = [r for r in SINGLE if r.how.max_tokens >= 12]
-    alone = {request: bench.alone(case, request)[0] for request in moved}
-    engine = bench.engine(case)
-    asked = {}
-    for number, request in enumerate(moved):
-        known = alone[request][: 1 + 5 * number % (len(alone[request]) - 1)]
-        output = SequenceOutput(tokens=known, text="", finish_reason=None)
-        prompt, how = list(request.prompt), request.how
-        asked[engine.add_request(prompt, how, known_output=[output])] = request
+    moved = [r for r in CATALOGUE if r.how.max_tokens >= 9 and not r.how.is_beam_search]
+    alone = {request: bench.alone(case, request) for request in moved}
+    engine, asked, cuts = bench.engine(case), {}, itertools.count(step=5)
+    for request, outputs in alone.items():
+        if request.suits(engine):
+            known = [SequenceOutput(o[: 1 + next(cuts) % (len(o) - 1)], "", None) for o in outputs]
+            prompt, how = list(request.prompt), request.how
+            asked[engine.add_request(prompt, how, known_output=known)] = request
     check_tokens(bench, case, asked, drain(engine))
 
 

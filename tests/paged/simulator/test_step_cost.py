@@ -87,6 +87,12 @@ def test_decodes_at_once_are_decodes_one_by_one(policy):
     assert (np.diff(clock.decodes_s(contexts[::4], np.array([-1, -1]))) > 0).all()
 
 
+def test_a_policy_is_simulated_by_its_modules_name_too():
+    contexts, none = np.full((1, 4), 1000), np.full(4, -1)
+    named = declared(policy="paged.kv_cache.dense:VLLM").decodes_s(contexts, none)
+    assert named.tolist() == declared(policy="vllm").decodes_s(contexts, none).tolist()
+
+
 def test_what_changes_a_step():
     contexts, none = np.full((1, 32), 1000), np.full(32, -1)
     whole = declared().decodes_s(contexts, none)[0]

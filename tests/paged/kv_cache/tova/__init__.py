@@ -13,6 +13,7 @@ from models.config import ModelConfig
 from paged.blocks.block_table import BlockTables
 from paged.kv_cache import dense
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+from paged.kv_cache.shared_heads import SharedHeads
 
 from .device import TovaDevice
 
@@ -73,7 +74,8 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
 
 def device(config: CacheConfig, model: ShardedModel, implementation: str | None = None):
     same = dense.device(config, model, implementation)
-    return TovaDevice(**vars(same), budget=config.policy_options.budget)
+    budget, shared = config.policy_options.budget, SharedHeads.of(model)
+    return TovaDevice(**vars(same), budget=budget, shared=shared)
 
 
 TOVA = Policy(lambda config: CAPABILITIES, TovaHost.declare, device, check, Options)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from paged.device.step_inputs import StepInputs
 from paged.kv_cache.dense import DenseCache, DensePolicy
+from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantized_attention import prompt_attention
@@ -20,6 +21,7 @@ from pallas_kernels.quantized_attention import prompt_attention
 @dataclass(frozen=True)
 class TovaDevice(DensePolicy):
     budget: int = 1024
+    shared: SharedHeads = ALONE
 
     def begin_step(self, cache: DenseCache, inputs: StepInputs):
         """The plan: [S, K, M] pages of layer 0."""
@@ -39,6 +41,7 @@ class TovaDevice(DensePolicy):
                 implementation=self.implementation,
             )  # fmt: skip
             outs.append(out)
+            weights = self.shared.largest(weights)
             places.append(ranks(weights, inputs.token_rows[:Tp], inputs.query_starts))
         if Tp < T:
             decode = tables[Sp:], inputs.positions[Tp:], cache
@@ -73,9 +76,10 @@ class TovaDevice(DensePolicy):
         out = old.reshape(q_SxKxGxD.shape) * (1 - weight) + values * weight
 
         received = jnp.exp(scores.reshape(*own.shape, -1) - total[..., None]).max(2)  # [S, K, M·P]
+        received = self.shared.largest(received)
         seen = jnp.arange(received.shape[-1]) < held_S[:, None, None]
         received = jnp.where(seen, received, jnp.inf)
-        least, own_weight = received.argmin(-1), weight[..., 0].max(2)
+        least, own_weight = received.argmin(-1), self.shared.largest(weight[..., 0].max(2))
         full = jnp.where(received.min(-1) <= own_weight, least, self.budget)
         place = jnp.where(positions_S[:, None] < self.budget, positions_S[:, None], full)
         return out.reshape(q_SxHxD.shape).astype(q_SxHxD.dtype), place
