@@ -60,7 +60,8 @@ def check_lengths(content: bytes, longest: int, most: int) -> None:
         elif piece in (b"[", b"{"):
             room.append((longest if piece == b"[" else MOST_FIELDS) - 1)
             if len(room) > DEEPEST:
-                raise _refused(field, f"at most {DEEPEST} lists and maps may be in each other")
+                message = f"at most {DEEPEST} lists and maps may be in each other"
+                raise _refused(field, message, too_long=False)
         elif piece in (b"]", b"}"):
             if room:
                 room.pop()
@@ -82,10 +83,10 @@ def _end_of_string(content: bytes, at: int) -> int:
     return len(content)
 
 
-def _refused(field: bytes | None, message: str) -> ApiError:
+def _refused(field: bytes | None, message: str, too_long: bool = True) -> ApiError:
     try:
         name = None if field is None else str(json.loads(field))[:80]
     except ValueError:
         name = None
-    code = TOO_LONG if name in ("prompt", "messages") else None
+    code = TOO_LONG if too_long and name in ("prompt", "messages") else None
     return ApiError(400, f"{name or 'the body'}: {message}", name, code)

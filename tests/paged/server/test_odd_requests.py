@@ -181,6 +181,12 @@ def test_nested_variables_are_refused_unparsed(server: Served):
     assert "lists and maps may be in each other" in error["message"]
 
 
+def test_a_nested_prompt_is_not_too_long(server: Served):
+    """Clients answer that code by asking again with less."""
+    error = post(server, "completions", {"model": "m", "prompt": nested(70)}).json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", None)
+
+
 def test_templates_are_given_no_more_than_the_context_holds(server: Served):
     """Templates take seconds to render hundreds of thousands of messages."""
     many = MESSAGES * 512 + [{"role": "nobody", "content": "a"}]
