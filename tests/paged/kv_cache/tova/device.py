@@ -76,11 +76,11 @@ class TovaDevice(DensePolicy):
         out = old.reshape(q_SxKxGxD.shape) * (1 - weight) + values * weight
 
         received = jnp.exp(scores.reshape(*own.shape, -1) - total[..., None]).max(2)  # [S, K, M·P]
-        received = self.shared.largest(received)
+        both = jnp.concatenate([received, weight[..., 0].max(2)[..., None]], -1)
+        received, own_weight = jnp.split(self.shared.largest(both), [received.shape[-1]], -1)
         seen = jnp.arange(received.shape[-1]) < held_S[:, None, None]
         received = jnp.where(seen, received, jnp.inf)
-        least, own_weight = received.argmin(-1), self.shared.largest(weight[..., 0].max(2))
-        full = jnp.where(received.min(-1) <= own_weight, least, self.budget)
+        full = jnp.where(received.min(-1) <= own_weight[..., 0], received.argmin(-1), self.budget)
         place = jnp.where(positions_S[:, None] < self.budget, positions_S[:, None], full)
         return out.reshape(q_SxHxD.shape).astype(q_SxHxD.dtype), place
 
