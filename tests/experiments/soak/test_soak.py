@@ -327,7 +327,7 @@ def test_the_program_soaks_a_model_with_every_sampling_parameter(tiny_folder, tm
     done = program(
         f"--model={tiny_folder}", f"--output_dir={tmp_path}",
         "--steps=150", "--drain_every=75", "--check_share=0.3", "--max_model_len=96",
-        "--kv_cache_tokens=176", "--max_num_seqs=3", "--max_num_batched_tokens=64",
+        "--kv_cache_tokens=176", "--max_num_seqs=8", "--max_num_batched_tokens=64",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "nothing lost" in done.stdout and "soaking" in done.stderr
