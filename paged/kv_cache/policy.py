@@ -7,7 +7,7 @@ that out, and may tell the host in a report what it has done with pages that it 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +15,11 @@ import numpy as np
 
 from models.config import ModelConfig
 from paged.device.step_inputs import StepInputs
+from paged.kv_cache.capabilities import Capabilities
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.usage import Usage
 from paged.kv_cache.work import Layout, kv_bytes_of_token
 from paged.requests.sequence import Sequence
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a policy can do; `EngineConfig` refuses what it cannot.
-
-    fork: 'anywhere' if a sequence can share any prefix of another one, 'computed' if it can share
-    exactly what the other one has computed, so that only equal prompts share.
-    recompute: a preempted sequence can be computed again. recompute_exact: its output can be
-    prefilled with its prompt; otherwise it is replayed, decoded again token by token.
-    static_batching: not an ability: new requests are admitted only when nothing runs.
-    slot_state: the device keeps state of each running sequence under its slot.
-    prefill_tile: tokens of a tile; 0: prompts are cut anywhere. A prompt of `tiled_from` tokens or
-    more is cut only where whole tiles are left up to the end of its last page.
-    """
-
-    fork: Literal["no", "computed", "anywhere"] = "no"
-    prefix_cache: bool = False
-    swap: bool = False
-    chunked_prefill: bool = False
-    recompute: bool = False
-    recompute_exact: bool = False
-    static_batching: bool = False
-    slot_state: bool = False
-    prefill_tile: int = 0
-    tiled_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,8 +53,12 @@ class ShardedModel:
 
     def kv_token_bytes(self, kv_dtype: str = "auto") -> int:
         """Bytes of a token's keys and values, as they are, in all layers and on all shards."""
-        dtype = self.dtype if kv_dtype == "auto" else kv_dtype
-        return self.num_shards * self.shard.num_layers * kv_bytes_of_token(self.shard, dtype)
+        kept = kv_bytes_of_token(self.shard, self.kv_dtype(kv_dtype))
+        return self.num_shards * self.shard.num_layers * kept
+
+    def kv_dtype(self, name: str) -> str:
+        """The dtype of keys and values; 'auto' names the dtype that the model computes in."""
+        return self.dtype if name == "auto" else name
 
 
 class CacheConfig(Protocol):
@@ -114,7 +93,7 @@ class CacheConfig(Protocol):
     @property
     def policy_options(self) -> Any: ...
     @property
-    def capabilities(self) -> "Capabilities": ...
+    def capabilities(self) -> Capabilities: ...
 
 
 class HostPolicy(Protocol):

@@ -35,8 +35,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, policy: HostPolicy, gate: AdmissionGate | None = None):
         self.config, self.policy, self._can = config, policy, config.capabilities
         self.gate: AdmissionGate = gate or OpenGate()
-        replays = not self._can.recompute_exact
-        self.slots = Slots(config.max_num_seqs, config.max_model_len, replays)
+        self.slots = Slots(config.max_num_seqs, config.max_model_len, self._can.replays)
         self.waiting: deque[SequenceGroup] = deque()  # by arrival order
         self.running: list[SequenceGroup] = []  # by arrival order
         self._running_slots: np.ndarray | None = None

@@ -9,7 +9,7 @@ from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedMode
 
 __all__ = [
     "BLOCKS", "CAPABILITIES", "VLLM", "DenseCache", "DenseHost", "DensePlan", "DensePolicy",
-    "Reads", "blocks_by_page", "device", "layout_of",
+    "Reads", "blocks_by_page", "check_places", "device", "layout_of",
 ]  # fmt: skip
 
 CAPABILITIES = Capabilities(
@@ -24,7 +24,12 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
     if model is None:
         return
     shard = ShardedModel.split(model, config.tensor_parallel).shard
-    places = shard.num_layers * shard.num_kv_heads * config.num_blocks * config.page_size
+    tokens = config.num_blocks * config.page_size
+    check_places(config, shard, shard.num_layers * shard.num_kv_heads * tokens)
+
+
+def check_places(config: CacheConfig, shard: ModelConfig, places: int) -> None:
+    """Raises ValueError for more places for tokens in a shard's pools than an int32 can name."""
     # Room above the pool is for padding tokens, each of which has a place of its own.
     if places >= 2**31 - 2**24:
         raise ValueError(

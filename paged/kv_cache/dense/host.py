@@ -44,7 +44,7 @@ class DenseHost:
             self.pool, config.max_num_seqs, config.max_model_len, config.page_size
         )
         self.watermark_blocks = int(config.watermark * self.pool.capacity)
-        self._replays = not config.capabilities.recompute_exact
+        self._replays = config.capabilities.replays
         self.prefixes = None if cache is None else Prefixes(cache, self.pool, self.block_tables)
         self._computed = np.zeros(config.max_num_seqs, np.int64)  # tokens of each slot
         self._moves = Moves()

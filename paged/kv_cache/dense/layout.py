@@ -34,9 +34,8 @@ class DenseLayout:
 
 
 def layout_of(config: CacheConfig, model: ShardedModel) -> DenseLayout:
-    dtype = model.dtype if config.kv_dtype == "auto" else config.kv_dtype
     return DenseLayout(
         Heads.of(model.shard, model.dtype),
-        jnp.dtype(dtype).itemsize,
+        jnp.dtype(model.kv_dtype(config.kv_dtype)).itemsize,
         model.shard.sliding_window or config.max_model_len,
     )

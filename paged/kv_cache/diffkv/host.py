@@ -68,7 +68,7 @@ class DiffKVHost:
         )
         self.pools = (self._pool,)
         self._watermark = int(config.watermark * self.capacity)
-        self._replays = not config.capabilities.recompute_exact
+        self._replays = config.capabilities.replays
         self._known = np.zeros((5, layout.num_slots), np.int64)
         self._held, self._settled, self._computed, self._room, self.bound = self._known
         self._needs = np.zeros((layout.num_slots, layout.horizon), np.int64)

@@ -117,14 +117,10 @@ class Layout:
         }  # fmt: skip
 
 
-def dtype_of(config: CacheConfig, model: ShardedModel) -> str:
-    return model.dtype if config.kv_dtype == "auto" else config.kv_dtype
-
-
 def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     """Raises ValueError for formats that cannot work."""
     options: Options = config.policy_options
-    dtype = dtype_of(config, model)
+    dtype = model.kv_dtype(config.kv_dtype)
     layout = Layout(
         page_formats(options, config.page_size, model.shard.head_dim, dtype),
         num_slots=config.max_num_seqs,

@@ -6,6 +6,7 @@ DuoAttention and Quest are settings of it: configs/duo_attention.flags, configs/
 import numpy as np
 
 from models.config import ModelConfig
+from paged.kv_cache.dense import check_places
 from paged.kv_cache.lserve.device import LServePolicy
 from paged.kv_cache.lserve.host import LServeHost
 from paged.kv_cache.lserve.layout import (
@@ -44,19 +45,15 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
     check_options(config.policy_options, config, model)
     if model is None:
         return
-    layout = layout_of(config, ShardedModel.split(model, config.tensor_parallel))
+    sharded = ShardedModel.split(model, config.tensor_parallel)
+    layout = layout_of(config, sharded)
     dense, streaming = layout.num_blocks
     if dense < 2 or (layout.streams and streaming - 1 < layout.window + layout.chunks):
         raise ValueError(
             f"kv_cache_tokens ({config.kv_cache_tokens}) hold no sequence: streaming heads alone "
             f"need a window of {layout.window} pages and {layout.chunks} for the chunks of a step"
         )
-    # Room above the pool is for padding tokens, each of which has a place of its own.
-    if (places := layout.num_pages * layout.page_size) >= 2**31 - 2**24:
-        raise ValueError(
-            f"kv_cache_tokens ({config.kv_cache_tokens}) exceed the places that an int32 can name: "
-            f"{places}, and fewer than {2**31 - 2**24} are allowed"
-        )
+    check_places(config, sharded.shard, layout.num_pages * layout.page_size)
 
 
 def head_order(config: CacheConfig, model: ModelConfig) -> np.ndarray | None:

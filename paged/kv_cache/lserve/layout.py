@@ -249,7 +249,6 @@ def state_bytes(layout: Layout, options: Options, model: ShardedModel) -> int:
 def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     options: Options = config.policy_options
     P, shards = config.page_size, model.num_shards
-    kv_dtype = model.dtype if config.kv_dtype == "auto" else config.kv_dtype
     streams = split(options, model)
     streams = np.take_along_axis(streams, order_of(streams, shards), axis=1)
     groups = np.split(~streams, min(shards, streams.shape[1]), axis=1)
@@ -278,7 +277,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         format=KVFormat(options.kv_bits, model.shard.head_dim) if quantised else None,
         num_blocks=(0, 0),
         attention=Heads.of(model.shard, model.dtype),
-        kv_itemsize=jnp.dtype(kv_dtype).itemsize,
+        kv_itemsize=jnp.dtype(model.kv_dtype(config.kv_dtype)).itemsize,
         selectors=selectors(options, model),
         dense_layers=options.dense_layers,
         minference=minference_pages(config),

@@ -1,0 +1,35 @@
+"""The abilities of a KV-cache policy, which an engine configuration is checked against."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a policy can do; `EngineConfig` refuses what it cannot.
+
+    fork: 'anywhere' if a sequence can share any prefix of another one, 'computed' if it can share
+    exactly what the other one has computed, so that only equal prompts share.
+    recompute: a preempted sequence can be computed again. recompute_exact: its output can be
+    prefilled with its prompt; otherwise it is replayed, decoded again token by token.
+    static_batching: not an ability: new requests are admitted only when nothing runs.
+    slot_state: the device keeps state of each running sequence under its slot.
+    prefill_tile: tokens of a tile; 0: prompts are cut anywhere. A prompt of `tiled_from` tokens or
+    more is cut only where whole tiles are left up to the end of its last page.
+    """
+
+    fork: Literal["no", "computed", "anywhere"] = "no"
+    prefix_cache: bool = False
+    swap: bool = False
+    chunked_prefill: bool = False
+    recompute: bool = False
+    recompute_exact: bool = False
+    static_batching: bool = False
+    slot_state: bool = False
+    prefill_tile: int = 0
+    tiled_from: int = 0
+
+    @property
+    def replays(self) -> bool:
+        """Whether known output is decoded again, not prefilled."""
+        return not self.recompute_exact
