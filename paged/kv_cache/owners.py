@@ -6,9 +6,9 @@ FREE, SHARED, CACHED = -1, -2, -3  # CACHED: kept for later prompts
 
 
 def of_tables(tables: np.ndarray, refcounts: np.ndarray) -> np.ndarray:
-    """int16 [N - 1], of units 1 to N - 1. tables: [slots, M] int32 units of each slot, 0 for none.
+    """int32 [N - 1], of units 1 to N - 1. tables: [slots, M] int32 units of each slot, 0 for none.
     refcounts: [N]."""
-    owners = np.full(len(refcounts), FREE, np.int16)
+    owners = np.full(len(refcounts), FREE, np.int32)
     slots, columns = np.nonzero(tables)
     owners[tables[slots, columns]] = slots
     owners[refcounts > 1] = SHARED

@@ -198,7 +198,7 @@ class HostPolicy(Protocol):
         ...
 
     def owners(self) -> dict[str, np.ndarray]:
-        """int16, the owner of each unit of each pool: a slot, or one of `owners`' constants."""
+        """int32, the owner of each unit of each pool: a slot, or one of `owners`' constants."""
         ...
 
     def gauges(self, report: Any, slots: np.ndarray, contexts: np.ndarray) -> dict[str, float]:

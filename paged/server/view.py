@@ -14,7 +14,7 @@ MOST_ROWS = 64  # requests that are told one by one
 
 @dataclass(frozen=True)
 class PoolMap:
-    """Who owns the units of a pool of KV memory. cells: `HostPolicy.owners`, int16 [at most
+    """Who owns the units of a pool of KV memory. cells: `HostPolicy.owners`, int32 [at most
     MOST_CELLS], each of `units_per_cell` units."""
 
     name: str

@@ -239,7 +239,7 @@ class DiffKVHost:
 
     def owners(self) -> dict[str, np.ndarray]:
         """The device knows the pages of a slot; the host half knows their number."""
-        owners = np.full(self.capacity, FREE, np.int16)
+        owners = np.full(self.capacity, FREE, np.int32)
         owners[: self._held.sum()] = np.repeat(np.arange(len(self._held)), self._held)
         return {PAGES: owners}
 
