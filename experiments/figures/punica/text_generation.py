@@ -51,7 +51,6 @@ from experiments.workloads.popularity import POPULARITIES
 from experiments.workloads.workloads import PAPER_CONTEXT, Request
 from models import checkpoint
 from models.config import ModelConfig
-from models.lora import num_pages
 from paged.adapters.adapter import Adapter
 from paged.config import EngineConfig
 from paged.device.tensor_parallel import Shards
@@ -203,10 +202,8 @@ def make_engines(
     names = [f"a{i}" for i in range(options.num_requests)]
     make: Callable[[EngineConfig], Engine]
     if options.executor == "simulated":
-        cost = StepCost.declare(
-            model, replace(config, tensor_parallel=options.gpus), options.gpu, options.dtype,
-            options.host, adapter_pages=num_pages(options.rank),
-        )  # fmt: skip
+        shared = replace(config, tensor_parallel=options.gpus)
+        cost = StepCost.declare(model, shared, options.gpu, options.dtype, options.host)
         adapters = [Adapter(name, "", "random", options.rank) for name in names]
 
         def make(config: EngineConfig) -> Engine:
