@@ -128,7 +128,7 @@ class StepCost:
         seconds += float(self.attention_s(np.asarray(inputs.lengths)[rows], new))
         if inputs.num_segments.size and (count := int(inputs.num_segments[0])):
             tokens = int((inputs.segment_ends - inputs.segment_starts)[:count].sum())
-            seconds += self.adapters_s(inputs.segment_slots[:count], tokens)
+            seconds += self.adapters_s(np.asarray(inputs.segment_slots[:count]), tokens)
         return float(self.host.step_s(seconds, len(rows), self.model.num_shards))
 
     def decodes_s(self, contexts: np.ndarray, adapters: np.ndarray) -> np.ndarray:
