@@ -215,12 +215,14 @@ def plot(measured: Sequence[LayerTimes], on: Machine, by: Fitted, path: Path, ti
 def main(options: Options) -> None:
     with refusals():
         on = machine(options.gpu)
-        measured = layer_times.read(options.data, options.gpu)
+        measured, left_out = layer_times.read(options.data, options.gpu)
     by = FITTED if options.fixed else fit(measured, on)
     rows, numbers = errors(measured, on, by), summary(measured, on, by)
     constants = asdict(by)
     text = table(rows, numbers)
     print(text)
+    if left_out:
+        print(f"left out, as no configuration is known: {', '.join(left_out)}")
     print(f"constants{' (committed)' * options.fixed}:")
     print("\n".join(f"    {name}={value:.4g}" for name, value in constants.items()))
     content = {
@@ -230,6 +232,7 @@ def main(options: Options) -> None:
         "constants": constants,
         "fitted": not options.fixed,
         "files": sorted({f"{times.model}, {len(times.tokens)} batches" for times in measured}),
+        "left_out": left_out,
         "measured": numbers,
         "claims": text.splitlines(),
         **run_record.describe_environment(),

@@ -41,7 +41,6 @@ from experiments.lib.runners import ray_actors, threads, uuids
 from experiments.workloads import popularity, ramp
 from models import checkpoint
 from models.config import ModelConfig
-from models.lora import num_pages
 from paged.adapters.adapter import Adapter
 from paged.cluster.cluster import Arrival
 from paged.cluster.live import LiveCluster
@@ -74,11 +73,8 @@ def serve(
 
 
 def simulated(options: Options, model: ModelConfig, config: EngineConfig) -> SimulatedCluster:
-    """Engines over a cost model. Adapters are taken to be of the largest rank."""
-    cost = StepCost.declare(
-        model, config, options.gpu, options.dtype, options.host,
-        adapter_pages=num_pages(config.max_adapter_rank),
-    )  # fmt: skip
+    """Engines over a cost model."""
+    cost = StepCost.declare(model, config, options.gpu, options.dtype, options.host)
     engines = {
         uuid: Engine(
             model, config,

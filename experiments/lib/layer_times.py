@@ -72,10 +72,12 @@ def layer_times(
     return LayerTimes(model, shards, tokens, seconds, {name: ops[name] for name in seconds})
 
 
-def read(folder: str | Path, gpu: str) -> list[LayerTimes]:
-    """The files of one GPU, which their names may call by its family alone: 'a100' for 'a100-80'.
+def read(folder: str | Path, gpu: str) -> tuple[list[LayerTimes], list[str]]:
+    """The files of one GPU, which their names may call by its family alone: 'a100' for 'a100-80';
+    and the names of those whose model has no configuration here, which are left out.
 
-    Raises ValueError, naming file and line, for what is missing or no measured time.
+    Raises ValueError, naming file and line, for what is missing or no measured time, and if no
+    file's model is known.
     """
     names = {f"-{gpu}{ENDING}", f"-{gpu.partition('-')[0]}{ENDING}"}
     paths = sorted(Path(folder).glob(f"*{ENDING}"))
@@ -83,16 +85,23 @@ def read(folder: str | Path, gpu: str) -> list[LayerTimes]:
     if not mine:
         there = ", ".join(path.name for path in paths) or "none"
         raise ValueError(f"{folder} has no MODEL-{gpu}{ENDING}; such files there: {there}")
-    return [times for path, name in mine for times in _read(path, path.name.removesuffix(name))]
+    known = {_plain(each.name): each.name for each in sorted(MODELS.iterdir())}
+    models = {path: known.get(_plain(path.name.removesuffix(name))) for path, name in mine}
+    left_out = [path.name for path, model in models.items() if model is None]
+    if len(left_out) == len(models):
+        raise ValueError(f"{', '.join(left_out)}: no model among {', '.join(known.values())}")
+    measured = [times for path, model in models.items() if model for times in _read(path, model)]
+    return measured, left_out
 
 
-def _read(path: Path, called: str) -> Iterator[LayerTimes]:
-    known = {folder.name.replace("-", ""): folder.name for folder in sorted(MODELS.iterdir())}
-    model = known.get(called.replace("-", ""))
-    if model is None:
-        raise ValueError(f"{path}: no model {called!r} among {', '.join(known.values())}")
+def _plain(name: str) -> str:
+    """A model's name without what spellings differ in: 'Meta-Llama-3-8B' is 'llama38b'."""
+    return name.lower().removeprefix("meta-").replace("-", "").replace("_", "")
+
+
+def _read(path: Path, model: str) -> Iterator[LayerTimes]:
     with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = csv.DictReader(file)
+        rows = csv.DictReader(file, skipinitialspace=True)
         wanted = ["num_tokens", "tensor_parallel", *(f"{name}_ms" for name in OPS)]
         if missing := [name for name in wanted if name not in (rows.fieldnames or ())]:
             raise ValueError(f"{path} lacks the columns {', '.join(missing)}")

@@ -38,14 +38,17 @@ class SimulatedLoads:
     """Loads that take simulated time: one after the other, `page_s` seconds for each rank page.
 
     The default is that of a model of rank 16 over PCIe Gen4 (Punica §5.2: about 2 ms).
+    pages: rank pages of the adapter in each slot.
     """
 
     def __init__(self, clock: VirtualClock, page_s: float = 2e-3):
         self._clock, self._page_s = clock, page_s
+        self.pages: dict[int, int] = {}
         self.reset()
 
     def reset(self) -> None:
         self._free_s = 0.0
+        self.pages.clear()
         self._coming: dict[Adapter, float] = {}
 
     def begin(self, adapter: Adapter) -> None:
@@ -59,7 +62,7 @@ class SimulatedLoads:
         return [(adapter, None) for adapter in done]
 
     def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
-        pass
+        self.pages[slot] = len(pages)
 
     def wait(self) -> None:
         self._clock.wait_until(min(self._clock.now() + MOST_WAIT_S, *self._coming.values()))

@@ -69,7 +69,11 @@ class SimulatedExecutor:
         self.adapters = SimulatedLoads(self.clock, adapter_page_s)
         self.compilations = 0
         self.dtype = dtype
-        self._cost = cost or LinearCost()
+        cost = cost or LinearCost()
+        if hasattr(cost, "with_adapters"):
+            cost = cost.with_adapters(self.adapters.pages)
+        self._cost = cost
+        self._moves_s = 0.0  # of the next step
         self._first_token, self._vocab_size = first_token, vocab_size
         self._recorded = recorded
         self._num_steps = 0
@@ -99,7 +103,8 @@ class SimulatedExecutor:
         pass
 
     def execute(self, inputs: StepInputs) -> _SimulatedOutputs:
-        start = max(self.clock.now(), self._device_free_s)
+        start = max(self.clock.now(), self._device_free_s) + self._moves_s
+        self._moves_s = 0.0
         lengths = _lengths_by_iteration(inputs)
         costs = [self._cost(inputs)]
         costs += [self._cost(replace(inputs, lengths=later)) for later in lengths[1:]]
@@ -135,7 +140,8 @@ class SimulatedExecutor:
         return np.asarray(self._first_token + (mixed >> np.uint64(7)) % span, np.int32)
 
     def apply(self, moves: Moves) -> None:
-        pass
+        if hasattr(self._cost, "moves_s"):
+            self._moves_s += self._cost.moves_s(moves)
 
     def apply_after(self, moves: Moves) -> None:
         pass
@@ -144,7 +150,7 @@ class SimulatedExecutor:
         pass
 
     def reset(self) -> None:
-        self._device_free_s = self.clock.now()
+        self._device_free_s, self._moves_s = self.clock.now(), 0.0
         self.adapters.reset()
 
 

@@ -25,8 +25,10 @@ class Machine:
 
 
 PCIE_4, PCIE_5 = 32 * GB, 64 * GB  # x16, one way
-# NVIDIA's data sheets: A100 (2021), L40 (2022), L40S (2023), H100 SXM (2023), H200 SXM (2024).
+# NVIDIA's data sheets: A40 (2020), A100 (2021), L40 (2022), L40S (2023), H100 SXM (2023), H200 SXM
+# (2024).
 MACHINES = {
+    "a40": Machine(48 * GIB, 696 * GB, 149.7 * TERA, 299.3 * TERA, 84, 56.25 * GB, PCIE_4),
     "a100-40": Machine(40 * GIB, 1555 * GB, 312 * TERA, 624 * TERA, 108, 300 * GB, PCIE_4),
     "a100-80": Machine(80 * GIB, 2039 * GB, 312 * TERA, 624 * TERA, 108, 300 * GB, PCIE_4),
     "l40": Machine(48 * GIB, 864 * GB, 181.05 * TERA, 362 * TERA, 142, PCIE_4, PCIE_4),

@@ -1,6 +1,7 @@
 """The clock of simulated devices: seconds of a step on GPUs of a data sheet."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.device.step_inputs import StepInputs
 from paged.kv_cache import policy_of
+from paged.kv_cache.moves import Moves, Pairs
 from paged.kv_cache.policy import ShardedModel
 from paged.kv_cache.work import Layout
 from paged.simulator.cost_model import CostModel
@@ -21,19 +23,40 @@ class Host:
     """The host's part of a step.
 
     added_s: seconds of each step in which the device waits for the host.
-    least_s: seconds of the shortest step that the host allows.
+    each_sequence_s: seconds that each sequence of the step adds to that.
+    each_gpu: share of both that each GPU of a model adds, beyond the first.
     """
 
     added_s: float = 0.0
-    least_s: float = 0.0
+    each_sequence_s: float = 0.0
+    each_gpu: float = 0.0
+
+    def step_s(self, device_s, sequences: int, gpus: int):
+        """Seconds of a step, or of several [k], that take `device_s` on the device."""
+        added_s = self.added_s + self.each_sequence_s * sequences
+        return device_s + added_s * (1 + (gpus - 1) * self.each_gpu)
+
+    def times(self, knob: float) -> "Host":
+        """`knob` times as long."""
+        each_s = knob * self.each_sequence_s
+        return replace(self, added_s=knob * self.added_s, each_sequence_s=each_s)
 
 
 HOSTS = {
     # The host's work is done while the device computes the step before; it takes 0.14 ms for 256
     # sequences (experiments/bench/host.py on two CPU cores), less than any step here.
     "none": Host(),
-    # A decode step takes about 30 ms (Punica §5.2), for a 7B model as well.
-    "punica": Host(least_s=30e-3),
+    # A decode step takes about 30 ms (Punica §5.2), of which this cost model explains 14.7 ms (all
+    # rows of one adapter) to 16.2 ms (each of its own) of a 7B model in batches of 32 on an
+    # A100-80. Several GPUs: the parallel scheme is vLLM's (§7.2).
+    "punica": Host(added_s=14.5e-3, each_gpu=0.157),
+    # vLLM of 2023, and the baselines that its paper built on it; no figure of that paper is in it.
+    # Punica's Figs. 11 and 12 time vLLM's backbone. In batches of 32 its 1,140, 789 and 457
+    # tokens/s are 28.1, 40.6 and 70.0 ms a step, of which this cost model explains 14.6, 26.5 and
+    # 41.3 ms (7B and 13B on an A100-80, 70B on eight A100-40; 210 cached tokens a row, a prompt of
+    # 161 in a third of the steps); 13.4, 14.0 and 28.7 ms are left. In batches of one the 70B's 21
+    # tokens/s leave 12.2 ms, so 0.57 of the 28.7 ms grow with the batch. One GPU: the same share.
+    "vllm": Host(added_s=5.7e-3, each_sequence_s=0.25e-3, each_gpu=0.157),
 }
 
 
@@ -42,44 +65,51 @@ class StepCost:
     """Seconds of a step of `model`, of which each GPU has one shard.
 
     layout: the KV policy's.
+    unit_bytes: of a unit of each of the policy's pools, on all shards together.
     bits: of the operands of products, 8 for W8A8.
-    adapter_pages: pages of each adapter.
+    adapter_pages: rank pages of the adapter in each adapter slot; 1 in slots that it lacks.
     Sampling, and gathering logits from several GPUs, take no time.
     """
 
     costs: CostModel
     model: ShardedModel
     layout: Layout
+    unit_bytes: Mapping[str, int]
     bits: int = 16
     host: Host = HOSTS["none"]
-    adapter_pages: int = 1
+    adapter_pages: Mapping[int, int] = field(default_factory=dict)
     # Results by (tokens, sampled): steps of the same size recur.
-    _dense: dict[tuple[int, int], float] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _dense: dict[tuple[int, int], float] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def declare(
         cls, model: ModelConfig, config: EngineConfig, gpu: str, dtype: str = "float16",
-        host: str = "none", attention_knob: float = 1.0, adapter_pages: int = 1,
+        host: str = "none", attention_knob: float = 1.0, host_knob: float = 1.0,
     ) -> "StepCost":  # fmt: skip
         """The cost of serving `model` under `config`, with one GPU for each shard.
 
+        attention_knob, host_knob: factors on the time of attention and of the host.
         Raises ValueError for a GPU or a host's name that is unknown, for a policy without a layout,
         for a dtype that has not 16 bits, and for a number of GPUs whose all-reduces are not known.
         """
         if jnp.dtype(dtype).itemsize != ITEMSIZE:
             raise ValueError(f"simulated GPUs compute in 16 bits: dtype float16, not {dtype}")
         sharded = ShardedModel.split(model, config.tensor_parallel, dtype)
-        make = policy_of(config.policy).layout
-        if make is None:
+        policy = policy_of(config.policy)
+        if policy.layout is None:
             raise ValueError(f"policy {config.policy!r} has no layout: it cannot be simulated")
         if host not in HOSTS:
             raise ValueError(f"host {host!r} is none of {', '.join(HOSTS)}")
         costs = CostModel(machine(gpu), attention_knob=attention_knob)
         costs.all_reduce_s(0, config.tensor_parallel)
         bits = 8 if config.quantization == "w8a8" else 16
-        return cls(costs, sharded, make(config, sharded), bits, HOSTS[host], adapter_pages)
+        units = {pool.name: pool.unit_bytes for pool in policy.host(config, sharded).pools}
+        layout = policy.layout(config, sharded)
+        return cls(costs, sharded, layout, units, bits, HOSTS[host].times(host_knob))
+
+    def with_adapters(self, pages: Mapping[int, int]) -> "StepCost":
+        """The same cost with other `adapter_pages`."""
+        return replace(self, adapter_pages=pages)
 
     @property
     def adapter_page_s(self) -> float:
@@ -96,10 +126,9 @@ class StepCost:
         seconds = self.dense_s(int(new.sum()), int((np.asarray(inputs.samples) != 0).sum()))
         seconds += float(self.attention_s(np.asarray(inputs.lengths)[rows], new))
         if inputs.num_segments.size and (count := int(inputs.num_segments[0])):
-            adapters = len(np.unique(inputs.segment_slots[:count]))
             tokens = int((inputs.segment_ends - inputs.segment_starts)[:count].sum())
-            seconds += self.adapters_s(adapters, tokens)
-        return max(seconds + self.host.added_s, self.host.least_s)
+            seconds += self.adapters_s(np.asarray(inputs.segment_slots[:count]), tokens)
+        return float(self.host.step_s(seconds, len(rows), self.model.num_shards))
 
     def decodes_s(self, contexts: np.ndarray, adapters: np.ndarray) -> np.ndarray:
         """Seconds [k] of k steps that each compute one token of every row.
@@ -110,8 +139,24 @@ class StepCost:
         rows = contexts.shape[1]
         seconds = self.dense_s(rows, rows) + self.attention_s(contexts, np.ones_like(contexts))
         if tokens := int((adapters >= 0).sum()):
-            seconds = seconds + self.adapters_s(len(np.unique(adapters[adapters >= 0])), tokens)
-        return np.maximum(seconds + self.host.added_s, self.host.least_s)
+            seconds = seconds + self.adapters_s(adapters[adapters >= 0], tokens)
+        return self.host.step_s(seconds, rows, self.model.num_shards)
+
+    def moves_s(self, moves: Moves) -> float:
+        """Seconds of the moves before a step. Each shard swaps its share over a PCIe link of its
+        own, a copy for the keys and one for the values of each layer; block copies are one launch
+        (vLLM §5.1), which reads and writes device memory. The state of slots takes no time."""
+        swapped = [*moves.exports.items(), *moves.imports.items()]
+        copies = 2 * self.model.shard.num_layers * sum(len(pairs) for _, pairs in swapped)
+        seconds = self.costs.copies_s(copies, self._shard_bytes(swapped))
+        if moves.copies:
+            seconds += self.costs.block_copies_s(self._shard_bytes(moves.copies.items()))
+        return seconds
+
+    def _shard_bytes(self, moved: Iterable[tuple[str, Pairs]]) -> float:
+        """Bytes of units of pools on one shard."""
+        units = sum(self.unit_bytes[pool] * len(pairs) for pool, pairs in moved)
+        return units / self.model.num_shards
 
     def attention_s(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None):
         """Seconds of attention in all layers. Arguments are those of `Layout.work`; the result has
@@ -134,8 +179,9 @@ class StepCost:
         head = sum(self.costs.op_s(op) for op in head_ops(self.model, tokens, sampled).values())
         return float(self.model.shard.num_layers * layer + head)
 
-    def adapters_s(self, adapters: int, tokens: int) -> float:
-        """Seconds of SGMV in all layers: `adapters` different adapters, on `tokens` tokens."""
-        pages = adapters * self.adapter_pages
+    def adapters_s(self, slots: np.ndarray, tokens: int) -> float:
+        """Seconds of SGMV in all layers: the adapters of these slots, each of which is read once,
+        on `tokens` tokens."""
+        pages = sum(self.adapter_pages.get(slot, 1) for slot in np.unique(slots).tolist())
         layer = adapters_s(self.costs, self.model, pages, tokens)
         return self.model.shard.num_layers * layer

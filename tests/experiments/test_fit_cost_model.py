@@ -41,7 +41,7 @@ def write_times(folder, gpu: str, by=FITTED, noise: float = 0.0, called="llama2-
 
 def test_the_committed_constants_reproduce_what_they_made(tmp_path):
     write_times(tmp_path, "a100-80")
-    measured = layer_times.read(tmp_path, "a100-80")
+    measured, _ = layer_times.read(tmp_path, "a100-80")
     assert sum(len(times.tokens) for times in measured) == 2 * len(TOKENS)
     numbers = fit_cost_model.summary(measured, MACHINES["a100-80"], FITTED)
     assert max(numbers["layer_error"], numbers["product_error"]) < 1e-9
@@ -54,7 +54,7 @@ def test_the_committed_constants_reproduce_what_they_made(tmp_path):
 def test_the_fit_finds_other_constants(tmp_path):
     true = replace(FITTED, memory=0.7, compute=0.6, rows=0.4, start_s=8e-6)
     write_times(tmp_path, "h100", true, noise=0.02, called="llama-2-7b-h100")
-    measured = layer_times.read(tmp_path, "h100")
+    measured, _ = layer_times.read(tmp_path, "h100")
     on = MACHINES["h100"]
     assert fit_cost_model.summary(measured, on, FITTED)["layer_error"] > 0.1
     found = fit_cost_model.fit(measured, on)
@@ -77,11 +77,25 @@ def test_fixed_constants_stay_and_their_error_is_written(tmp_path, capsys):
     assert "roofline's layer" in capsys.readouterr().out
 
 
+def test_files_in_other_orders_spellings_and_of_unknown_models(tmp_path, capsys):
+    """Columns in any order, more columns than are needed, a model that has no configuration."""
+    path = write_times(tmp_path, "a40", called="Llama-2-7b-a40")
+    header, *lines = [line.split(",") for line in path.read_text().splitlines()]
+    text = "\n".join(", ".join(reversed([*line, "0"])) for line in [header, *lines])
+    path.write_text(text.replace("0, add_ms", "more, add_ms") + "\n\n")
+    write_times(tmp_path, "a40", called="codellama-34b-a40")
+    fit_cost_model.main(
+        Options(data=str(tmp_path), gpu="a40", fixed=True, output_dir=str(tmp_path))
+    )
+    assert json.loads((tmp_path / "summary.json").read_text())["layer_error"] < 1e-9
+    assert "left out, as no configuration is known: codellama-34b-a40" in capsys.readouterr().out
+
+
 def test_bad_files_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"has no MODEL-a100-80-layer-times\.csv; .* there: none"):
         layer_times.read(tmp_path, "a100-80")
     path = write_times(tmp_path, "a100-80", called="gpt5-a100")
-    with pytest.raises(ValueError, match="no model 'gpt5' among llama-13b"):
+    with pytest.raises(ValueError, match=r"gpt5-a100-.*: no model among llama-13b"):
         layer_times.read(tmp_path, "a100-80")
     path.unlink()
     path = write_times(tmp_path, "a100-80")

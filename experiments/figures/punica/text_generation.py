@@ -6,7 +6,8 @@ Fig. 11, one GPU, is measured; Fig. 12, a model of 70 billion parameters on eigh
 (--flagfile=configs/text_generation_70b.flags), is simulated: the engine's own scheduler over a cost
 model's time on --gpus GPUs of a data sheet, not a measurement of any GPU. All requests
 are there from the start, have the lengths of ShareGPT, divided by --length_divisor, and are served
-first come, first served, in batches of up to --max_num_seqs:
+first come, first served, in batches of up to --max_num_seqs. --lengths=punica has the output tokens
+that the paper counts, 101 a request, in place of the mean of 338 that vLLM's paper gives:
 
     punica             LoRA; a batch has requests of any adapters
     one_adapter        the same engine with LoRA, but a batch has requests of one adapter only
@@ -42,6 +43,7 @@ from experiments.lib.engines import check_implementation, engine_config, keep_co
 from experiments.lib.flags import (
     define_engine_flags,
     define_executor_flag,
+    define_float,
     define_simulated_flags,
     fields_of,
 )
@@ -51,7 +53,6 @@ from experiments.workloads.popularity import POPULARITIES
 from experiments.workloads.workloads import PAPER_CONTEXT, Request
 from models import checkpoint
 from models.config import ModelConfig
-from models.lora import num_pages
 from paged.adapters.adapter import Adapter
 from paged.config import EngineConfig
 from paged.device.tensor_parallel import Shards
@@ -85,12 +86,13 @@ class Row:
 
 
 def make_requests(
-    names: Sequence[str], asked: str, vocab_size: int, longest: int, length_divisor: int, seed: int
-) -> list[Request]:
+    names: Sequence[str], asked: str, vocab_size: int, longest: int, length_divisor: int, seed: int,
+    dataset: str = "sharegpt", sigma: float = 1.0,
+) -> list[Request]:  # fmt: skip
     """A request for each name; they choose among the names by the popularity that is `asked`."""
     count, rng = len(names), np.random.default_rng([seed, 5])
     lengths, _ = synthetic_lengths.draw_divided(
-        count, "sharegpt", 1.0, longest, seed, length_divisor
+        count, dataset, sigma, longest, seed, length_divisor
     )
     chosen = popularity.assign(names, asked, count, seed)
     return [
@@ -110,22 +112,23 @@ def batches_of(system: str, requests: Sequence[Request], resident: str) -> list[
 
 def run(
     engines: dict[str, Engine], names: Sequence[str], asked: Sequence[str], length_divisor: int,
-    seed: int, progress: bool = True,
+    seed: int, progress: bool = True, dataset: str = "sharegpt", sigma: float = 1.0,
 ) -> list[Row]:  # fmt: skip
-    """All systems under all popularities."""
+    """All systems under all popularities. dataset, sigma: of the lengths."""
     rows = []
     total = len(engines) * len(asked) * len(names)
     bar = tqdm(total=total, unit=" requests", disable=not progress)
     for which, (system, engine) in itertools.product(asked, engines.items()):
         bar.set_description(f"{system}, {which}")
         requests = make_requests(
-            names, which, engine.model.vocab_size, engine.config.max_model_len, length_divisor, seed
-        )
+            names, which, engine.model.vocab_size, engine.config.max_model_len, length_divisor,
+            seed, dataset, sigma,
+        )  # fmt: skip
         engine.metrics.clear()
         clock, outputs = engine.executor.clock, []
         began = clock.now()
         for batch in batches_of(system, requests, names[0]):
-            outputs += serve.run(engine, batch, seed=seed, progress=False)
+            outputs += serve.run(engine, batch, seed=seed, progress=False, skip=True)
             bar.update(len(batch))
         seconds = clock.now() - began
         tokens = sum(len(output.tokens) for output in outputs)
@@ -203,10 +206,8 @@ def make_engines(
     names = [f"a{i}" for i in range(options.num_requests)]
     make: Callable[[EngineConfig], Engine]
     if options.executor == "simulated":
-        cost = StepCost.declare(
-            model, replace(config, tensor_parallel=options.gpus), options.gpu, options.dtype,
-            options.host, adapter_pages=num_pages(options.rank),
-        )  # fmt: skip
+        shared = replace(config, tensor_parallel=options.gpus)
+        cost = StepCost.declare(model, shared, options.gpu, options.dtype, options.host)
         adapters = [Adapter(name, "", "random", options.rank) for name in names]
 
         def make(config: EngineConfig) -> Engine:
@@ -281,7 +282,10 @@ def main(options: Options) -> None:
         scratch = tempfile.TemporaryDirectory()
         engines, names = make_engines(options, model, config, Path(scratch.name))
     with scratch:
-        rows = run(engines, names, options.popularities, options.length_divisor, options.seed)
+        rows = run(
+            engines, names, options.popularities, options.length_divisor, options.seed,
+            dataset=options.lengths, sigma=options.sigma,
+        )  # fmt: skip
     environment: dict[str, Any] = run_record.describe_environment()
     footer = run_record.hardware_line(environment)
     if options.executor == "simulated":
@@ -312,6 +316,8 @@ def define_flags() -> None:
     flags.DEFINE_list("popularities", list(POPULARITIES), "of adapters (§7)")
     flags.DEFINE_integer("num_requests", 96, "the paper has 1,000", lower_bound=1)
     flags.DEFINE_integer("length_divisor", 8, "divides all lengths", lower_bound=1, upper_bound=64)
+    flags.DEFINE_enum("lengths", "sharegpt", ["sharegpt", "punica"], "whose mean lengths count")
+    define_float("sigma", 1.0, "of the lengths, which are log-normal", 0.0, 3.0)
     flags.DEFINE_integer("rank", 16, "of the adapters", lower_bound=1)
     flags.DEFINE_integer("gpus", 1, "simulated ones that share the model", lower_bound=1)
     define_simulated_flags("a100-80")

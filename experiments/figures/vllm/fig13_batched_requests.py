@@ -8,21 +8,28 @@ of their log-normal is calibrated so that Orca (Oracle) has the paper's batch; t
 batches are predictions. Claim: vLLM batches 2.2 (ShareGPT) and 1.8 (Alpaca) times the requests of
 Orca (Oracle).
 
-Writes to --output_dir: batches.csv, batches.png, report.json, summary.json.
+--causes also runs vLLM with one thing changed at a time, at the same sigma: without host time, with
+the host's and attention's time at ±20 %, with a trace of a sixth, and at a rate at which requests
+always wait. Whether a request waits for memory decides its batch, and so does the time of a step.
+
+Writes to --output_dir: batches.csv, batches.png, report.json, summary.json, and in runs/ each run,
+which is not repeated while the sources are the same.
 """
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from absl import flags
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from experiments.figures.vllm import opt_13b
-from experiments.figures.vllm.opt_13b import Row
-from experiments.lib import run_record
+from experiments.figures.vllm.opt_13b import Case, Row
+from experiments.lib import kept_runs, run_record
 from experiments.lib.flags import define_float
 from experiments.lib.program import Options, Program
+from paged.simulator.step_cost import HOSTS
 
 RATES = {"sharegpt": 2.0, "alpaca": 30.0}  # requests/s
 ORACLE = "orca_oracle"
@@ -30,18 +37,26 @@ PAPER = {
     "sharegpt": {"orca_max": 7.00, "orca_pow2": 9.81, ORACLE: 13.62, "vllm": 30.42},
     "alpaca": {"orca_max": 7.00, "orca_pow2": 43.24, ORACLE: 72.75, "vllm": 132.44},
 }
-SIGMAS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
+SIGMAS = (0.5, 0.65, 0.8, 0.95, 1.1)
 
 
-def calibrate(dataset: str, duration_s: float, seed: int) -> tuple[float, list[Row]]:
-    """The sigma at which Orca (Oracle) has the paper's batch, and the runs that it rests on."""
-    rate = RATES[dataset]
-    rows = [
-        opt_13b.run(dataset, ORACLE, rate, sigma, duration_s, seed)
-        for sigma in tqdm(SIGMAS, desc="sigma")
-    ]
+def calibrate(rows: Sequence[Row], dataset: str) -> float:
+    """The sigma at which Orca (Oracle) has the paper's batch. rows: its runs, sigma ascending."""
     wanted = PAPER[dataset][ORACLE]
-    return opt_13b.crossing(SIGMAS, [row.batch for row in rows], wanted), rows
+    return opt_13b.crossing([row.sigma for row in rows], [row.batch for row in rows], wanted)
+
+
+def causes(case: Case) -> dict[str, Case]:
+    """`case` with one thing changed, by what it is."""
+    return {
+        "no host time": replace(case, host="none"),
+        "host -20 %": replace(case, host_knob=0.8),
+        "host +20 %": replace(case, host_knob=1.2),
+        "attention -20 %": replace(case, attention_knob=0.8),
+        "attention +20 %": replace(case, attention_knob=1.2),
+        "a sixth of the trace": replace(case, duration_s=case.duration_s / 6),
+        "requests always wait": replace(case, rate=2 * case.rate, duration_s=case.duration_s / 6),
+    }
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -51,6 +66,17 @@ def table(rows: Sequence[Row]) -> str:
         told = " (calibrated)" if row.policy == ORACLE else ""
         lines.append(
             f"{row.policy:20}{row.batch:10.2f}{paper:10.2f}{row.batch / paper - 1:+12.1%}{told}"
+        )
+    return "\n".join(lines)
+
+
+def table_of_causes(changed: dict[str, Row], base: Row) -> str:
+    """vLLM's batch with one thing changed, and the mean step of rows that only decode."""
+    lines = [f"{'vLLM, if':24}{'batch':>8}{'step, ms':>10}{'s/token':>9}{'preempted':>11}"]
+    for name, row in {"as it is": base, **changed}.items():
+        lines.append(
+            f"{name:24}{row.batch:8.2f}{1e3 * row.step_s:10.1f}{row.latency_s:9.3f}"
+            f"{row.preemptions:11,}"
         )
     return "\n".join(lines)
 
@@ -73,26 +99,40 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
 
 
 def main(options: Options) -> None:
-    dataset, sigma = options.dataset, options.sigma
+    dataset, folder = options.dataset, Path(options.output_dir)
+    one = functools.partial(
+        kept_runs.kept, opt_13b.run, Row, folder=folder, sources=kept_runs.sources()
+    )
+
+    def run(cases: Sequence[Case]) -> list[Row]:
+        return kept_runs.at_once(one, cases, options.jobs)
+
+    oracle = Case(
+        "13b", dataset, ORACLE, RATES[dataset], options.sigma, options.duration_s, options.seed,
+        options.host,
+    )  # fmt: skip
     tried: list[Row] = []
-    if not sigma:
-        sigma, tried = calibrate(dataset, options.calibration_s, options.seed)
-    rows = [
-        opt_13b.run(dataset, policy, RATES[dataset], sigma, options.duration_s, options.seed)
-        for policy in tqdm(PAPER[dataset], desc="policies")
-    ]
-    text = f"{table(rows)}\n(simulated; {opt_13b.SETTING}, sigma {sigma:.2f})"
+    if not options.sigma:
+        tried = run([replace(oracle, sigma=sigma) for sigma in SIGMAS])
+        oracle = replace(oracle, sigma=calibrate(tried, dataset))
+    rows = run([replace(oracle, policy=policy) for policy in PAPER[dataset]])
+    setting = opt_13b.setting("13b", options.host)
+    text = f"{table(rows)}\n(simulated; {setting}, sigma {oracle.sigma:.2f})"
+    changed: dict[str, Row] = {}
+    if options.causes:
+        cases = causes(replace(oracle, policy="vllm"))
+        changed = dict(zip(cases, run(list(cases.values())), strict=True))
+        text += "\n" + table_of_causes(changed, rows[-1])
     print(text)
     batches = {row.policy: row.batch for row in rows}
     numbers = {f"batch_{policy}": batch for policy, batch in batches.items()}
     numbers |= {f"over_paper_{p}": batches[p] / PAPER[dataset][p] for p in batches}
-    numbers |= {"vllm_over_oracle": batches["vllm"] / batches[ORACLE], "sigma": sigma}
-    folder = Path(options.output_dir)
+    numbers |= {"vllm_over_oracle": batches["vllm"] / batches[ORACLE], "sigma": oracle.sigma}
     run_record.write_csv(folder, "batches.csv", rows)
     content = {
         "experiment": "fig13_batched_requests", "flags": vars(options), "kind": "simulated",
-        "setting": opt_13b.SETTING, "rows": rows, "paper": PAPER[dataset], "calibration": tried,
-        "claims": text.splitlines(),
+        "setting": setting, "rows": rows, "paper": PAPER[dataset], "calibration": tried,
+        "causes": changed, "claims": text.splitlines(),
     }  # fmt: skip
     run_record.write_json(folder, "report.json", content | run_record.describe_environment())
     run_record.write_summary(folder, numbers)
@@ -103,8 +143,10 @@ def define_flags() -> None:
     flags.DEFINE_enum("dataset", "sharegpt", list(RATES), "whose mean lengths count")
     define_float("sigma", 0.0, "of the lengths; 0: calibrated on Orca (Oracle)", 0.0, 3.0)
     define_float("duration_s", 3600.0, "of the arrivals; the paper's traces take an hour", 1.0)
-    define_float("calibration_s", 600.0, "of the arrivals of each run that calibrates", 1.0)
+    flags.DEFINE_bool("causes", False, "also run vLLM with one thing changed at a time")
+    flags.DEFINE_enum("host", "vllm", list(HOSTS), "system whose host time a step includes")
     flags.DEFINE_integer("seed", 0, "of lengths and arrivals", lower_bound=0)
+    kept_runs.define_flags()
 
 
 PROGRAM = Program(main, define_flags, "results/fig13", ("batches.csv", "batches.png"))

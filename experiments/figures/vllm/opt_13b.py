@@ -1,4 +1,4 @@
-"""OPT-13B on an A100 with 40 GB, as vLLM §6 serves it, in simulated time."""
+"""OPT models on A100s, as vLLM §6 serves them, in simulated time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,40 +9,101 @@ from experiments import serve
 from experiments.workloads import synthetic_lengths
 from experiments.workloads.workloads import Request
 from models import checkpoint
+from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.engine import Engine
+from paged.kv_cache.work import kv_bytes_of_token
+from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
+from paged.simulator.machines import GIB
 from paged.simulator.step_cost import StepCost
 
-MODEL, GPU = "configs/models/opt-13b", "a100-40"
-KV_TOKENS, CONTEXT = 15_700, 2048  # Table 1: 15.7K slots in 12 GB
+CONTEXT = 2048
 POLICIES = ("fastertransformer", "orca_max", "orca_pow2", "orca_oracle", "vllm")
-SETTING = (
-    "OPT-13B, A100-40GB by its data sheet (experiments.fit_cost_model), 15.7K KV slots, whole "
-    "lengths, Poisson arrivals, no host time; lengths are log-normal with the published means"
-)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One system at one rate.
+class Server:
+    """A column of Table 1. kv_gib: memory for the KV cache, on all GPUs together. paper_slots: the
+    table's number of KV slots."""
 
-    batch: running requests, mean over the steps.
-    latency_s: a request's latency divided by its output tokens (the paper's normalised latency),
-        mean over the requests.
+    model: str
+    gpu: str
+    gpus: int
+    kv_gib: int
+    paper_slots: int
+
+    @property
+    def config(self) -> ModelConfig:
+        return checkpoint.load_config(f"configs/models/{self.model}")
+
+    @property
+    def kv_slots(self) -> int:
+        """Tokens whose keys and values fit."""
+        config = self.config
+        return self.kv_gib * GIB // (config.num_layers * kv_bytes_of_token(config, "float16"))
+
+
+SERVERS = {
+    "13b": Server("opt-13b", "a100-40", 1, 12, 15_700),
+    "66b": Server("opt-66b", "a100-40", 4, 21, 9_700),
+    "175b": Server("opt-175b", "a100-80", 8, 264, 60_100),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A system that serves a trace.
+
+    rate: requests/s.
+    sigma: of the log-normal lengths.
+    duration_s: of the arrivals.
+    host: whose host time a step includes (`step_cost.HOSTS`).
+    attention_knob, host_knob: factors on the time of attention and of the host.
+    best_of, beam_width: sequences of each request, 1 for basic sampling.
     """
 
+    server: str
     dataset: str
     policy: str
     rate: float
     sigma: float
-    attention_knob: float
-    batch: float
-    latency_s: float
-    preemptions: int
-    steps: int
-    requests: int
-    simulated_s: float
+    duration_s: float
+    seed: int = 0
+    host: str = "vllm"
+    attention_knob: float = 1.0
+    host_knob: float = 1.0
+    best_of: int = 1
+    beam_width: int = 1
+
+
+@dataclass(frozen=True)
+class Row(Case):
+    """What came of a case.
+
+    batch: running requests, mean over the steps.
+    latency_s: a request's latency divided by its output tokens (the paper's normalised latency),
+        mean over the requests.
+    step_s: mean duration of a step that only decodes.
+    """
+
+    batch: float = 0.0
+    latency_s: float = 0.0
+    step_s: float = 0.0
+    preemptions: int = 0
+    steps: int = 0
+    requests: int = 0
+    simulated_s: float = 0.0
+
+
+def setting(server: str, host: str) -> str:
+    """The setting in words, for tables and reports."""
+    which = SERVERS[server]
+    return (
+        f"{which.model.upper()}, {which.gpus} × {which.gpu} by data sheet "
+        f"(experiments.fit_cost_model), {which.kv_slots:,} KV slots, whole lengths, Poisson "
+        f"arrivals, host {host}; lengths are log-normal with the published means"
+    )
 
 
 def requests_of(
@@ -58,27 +119,40 @@ def requests_of(
     ]
 
 
-def run(
-    dataset: str, policy: str, rate: float, sigma: float, duration_s: float, seed: int = 0,
-    attention_knob: float = 1.0,
-) -> Row:  # fmt: skip
+def run(case: Case) -> Row:
     """Serve a trace to its end."""
-    model = checkpoint.load_config(MODEL)
+    server = SERVERS[case.server]
+    model = server.config
     config = EngineConfig(
-        policy=policy, kv_cache_tokens=KV_TOKENS, max_model_len=CONTEXT, max_num_seqs=256,
-        max_num_batched_tokens=2560, max_prefills_per_step=64,
+        policy=case.policy, kv_cache_tokens=server.kv_slots, max_model_len=CONTEXT,
+        max_num_seqs=256, max_num_batched_tokens=2560, max_prefills_per_step=64,
+        tensor_parallel=server.gpus,
     )  # fmt: skip
-    clock = StepCost.declare(model, config, GPU, attention_knob=attention_knob)
+    clock = StepCost.declare(
+        model, config, server.gpu, host=case.host, attention_knob=case.attention_knob,
+        host_knob=case.host_knob,
+    )  # fmt: skip
     engine = Engine(model, config, SimulatedExecutor(clock, vocab_size=model.vocab_size))
-    requests = requests_of(dataset, rate, duration_s, sigma, seed)
-    serve.run(engine, requests, progress=False, skip=True)
+    requests = requests_of(case.dataset, case.rate, case.duration_s, case.sigma, case.seed)
+    sampling = SamplingParams()
+    if case.beam_width > 1:
+        sampling = SamplingParams(beam_width=case.beam_width, n=1)
+    elif case.best_of > 1:
+        sampling = SamplingParams(temperature=1.0, n=case.best_of)
+    serve.run(engine, requests, sampling, progress=False, skip=True)
     steps, records = engine.metrics.steps, engine.metrics.requests
     latencies = [(each.finish_s - each.arrival_s) / each.output_tokens for each in records]
+    decodes = [step.device_s for step in steps if not step.prefill_tokens]
     return Row(
-        dataset, policy, rate, sigma, attention_knob,
-        float(np.mean([step.num_running for step in steps])), float(np.mean(latencies)),
-        sum(step.preemptions for step in steps), len(steps), len(records), steps[-1].time_s,
-    )  # fmt: skip
+        **vars(case),
+        batch=float(np.mean([step.num_running for step in steps])),
+        latency_s=float(np.mean(latencies)),
+        step_s=float(np.mean(decodes)),
+        preemptions=sum(step.preemptions for step in steps),
+        steps=len(steps),
+        requests=len(records),
+        simulated_s=steps[-1].time_s,
+    )
 
 
 def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:

@@ -11,6 +11,7 @@ from paged.adapters.adapter import Adapter
 from paged.config import EngineConfig
 from paged.device.step_inputs import StepInputs
 from paged.engine import Engine
+from paged.kv_cache.moves import Moves
 from paged.kv_cache.work import kv_bytes_of_token
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
@@ -21,8 +22,11 @@ LLAMA = checkpoint.load_config("configs/models/llama-2-7b")
 SMALL = ModelConfig(num_layers=3, vocab_size=64, max_position_embeddings=256)
 
 
+KNOBS = ("host", "attention_knob", "host_knob")
+
+
 def declared(model=LLAMA, gpu: str = "a100-80", **fields: Any) -> StepCost:
-    clock = {name: fields.pop(name) for name in ("host", "attention_knob") if name in fields}
+    clock = {name: fields.pop(name) for name in KNOBS if name in fields}
     return StepCost.declare(model, EngineConfig(**fields), gpu, **clock)
 
 
@@ -76,6 +80,58 @@ def test_adapters_add_their_pages_and_launches():
     assert seconds[both] == pytest.approx(plain + added)
 
 
+def test_adapters_of_two_ranks_are_read_as_their_pages():
+    """A step with adapters of ranks 16 and 64 reads five pages of ranks."""
+    config = EngineConfig(max_num_seqs=4, max_model_len=64, adapter_slots=4, max_adapter_rank=64)
+    clock = StepCost.declare(SMALL, config, "a100-40")
+    executor = SimulatedExecutor(clock, vocab_size=64, first_token=3, adapter_page_s=1e-6)
+    engine = Engine(SMALL, config, executor)
+    for name, rank in (("a", 16), ("b", 64)):
+        engine.add_known_adapter(Adapter(name, "", "random", rank))
+    engine.generate([[5] * 3, [6] * 3], SamplingParams(max_tokens=9, ignore_eos=True), ["a", "b"])
+    both = [step for step in engine.metrics.steps if step.decode_tokens == 2][-1]
+    contexts = np.array([1, both.kv_token_states - 1])  # only their sum counts
+    plain = clock.dense_s(2, 2) + float(clock.attention_s(contexts, np.ones(2, int)))
+    added = 3 * adapters_s(clock.costs, clock.model, pages=5, tokens=2)
+    assert both.device_s == pytest.approx(plain + added)
+
+
+def test_swaps_take_pcies_time_and_copies_the_memorys():
+    """40 layers of two copies a block, each of which starts; and shards share the bytes."""
+    clock = declared(tensor_parallel=2, kv_cache_tokens=4096)
+    ((pool, unit),) = clock.unit_bytes.items()
+    assert unit == clock.model.shard.num_layers * 16 * kv_bytes_of_token(LLAMA, "float16")
+    costs, layers = clock.costs, clock.model.shard.num_layers
+    out = clock.moves_s(Moves(exports={pool: [(1, 1), (2, 2), (3, 3)]}))
+    assert out == pytest.approx(
+        3 * 2 * layers * costs.assumed.copy_start_s + 3 * unit / 2 / (0.8 * 32e9)
+    )
+    assert clock.moves_s(Moves(imports={pool: [(1, 1), (2, 2), (3, 3)]})) == out
+    copied = clock.moves_s(Moves(copies={pool: [(1, 2)]}))
+    assert costs.fitted.start_s < copied < out / 10
+    assert clock.moves_s(Moves(released=[3])) == 0.0
+
+
+def test_a_run_that_swaps_takes_longer_by_its_swaps():
+    config = EngineConfig(
+        max_num_seqs=4, max_model_len=64, kv_cache_tokens=80, page_size=8, preemption_mode="swap",
+        max_num_batched_tokens=64,
+    )  # fmt: skip
+    clock, executors = StepCost.declare(SMALL, config, "a100-40"), []
+    for cost in (clock, clock.__call__):  # the second knows no moves
+        executors.append(SimulatedExecutor(cost, vocab_size=64, first_token=3))
+        engine = Engine(SMALL, config, executors[-1])
+        how = SamplingParams(max_tokens=30, ignore_eos=True)
+        engine.generate([[5] * 9, [6] * 9, [7] * 9], how)
+    schedules = [event["moves"] for event in engine.events if event["event"] == "schedule"]
+    moved = [Moves(**{name: moves.get(name, {}) for name in ("exports", "imports", "copies")})
+             for moves in schedules]  # fmt: skip
+    swaps_s = sum(clock.moves_s(each) for each in moved)
+    assert swaps_s > 0
+    ends = [executor.clock.now() for executor in executors]
+    assert ends[0] - ends[1] == pytest.approx(swaps_s)
+
+
 @pytest.mark.parametrize("policy", ["vllm", "orca_max", "lserve", "diffkv"])
 def test_decodes_at_once_are_decodes_one_by_one(policy):
     whole: dict[str, Any] = {"chunked_prefill": False, "max_num_batched_tokens": 2048}
@@ -106,12 +162,17 @@ def test_what_changes_a_step():
     assert whole / 2 + 64 * 46e-6 < half < whole
     assert declared(quantization="w8a8").decodes_s(contexts, none)[0] < whole
     assert declared(gpu="h200").decodes_s(contexts, none)[0] < whole / 1.8
-    assert declared(host="punica").decodes_s(contexts[:, :1], none[:1])[0] == 30e-3
+    with_lora = declared(host="punica").decodes_s(np.full((1, 32), 210), np.arange(32) // 6)[0]
+    assert with_lora == pytest.approx(30e-3, rel=0.02)  # Punica §5.2
+    assert declared(host="vllm").decodes_s(contexts, none)[0] == pytest.approx(whole + 13.7e-3)
+    eight = [declared(host=host, host_knob=0.5, tensor_parallel=8) for host in ("vllm", "none")]
+    slow, fast = (float(cost.decodes_s(contexts, none)[0]) for cost in eight)
+    assert slow - fast == pytest.approx(0.5 * 28.7e-3, rel=0.01)
 
 
 def test_what_cannot_be_simulated_is_refused():
-    with pytest.raises(ValueError, match="host 'vllm' is none of none, punica"):
-        declared(host="vllm")
+    with pytest.raises(ValueError, match="host 'orca' is none of none, punica, vllm"):
+        declared(host="orca")
     with pytest.raises(ValueError, match="16 bits: dtype float16, not float32"):
         StepCost.declare(LLAMA, EngineConfig(), "a100-80", "float32")
     with pytest.raises(ValueError, match="1, 2, 4 and 8 GPUs, not 16"):
