@@ -1,12 +1,17 @@
 """DiffKV's policy: precision by key, value, token and head, and a manager of pages on the device.
 
 Uniform quantisation is a setting of it, with thresholds of 0; H2O and SnapKV are settings too, with
-rules of their own and a budget.
+rules of their own and a budget. With gates, as LServe and DuoAttention have them, KV heads stream.
+
+The policy is made of parts: what a page holds (`options.page_formats`), which tokens stay (`keeps`:
+`compression` by significance or budget, `streaming` by head), and who owns the pages
+(`page_manager`, `host`).
 """
 
 from models.config import ModelConfig
 from paged.kv_cache.diffkv.device import DiffKVPolicy
 from paged.kv_cache.diffkv.host import DiffKVHost
+from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import AUTO, Options, check_options
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
@@ -60,8 +65,8 @@ def device(
     layout = layout_of(config, model)
     alpha = tuple(level.alpha for level in options.levels)
     return DiffKVPolicy(
-        layout, options.rules, model.shard.num_heads, alpha, options.budget, implementation,
-        SharedHeads.of(model),
+        layout, Keeps(options.rules, layout.streaming), model.shard.num_heads, alpha,
+        options.budget, implementation, SharedHeads.of(model),
     )  # fmt: skip
 
 

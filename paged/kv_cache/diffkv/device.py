@@ -10,13 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from paged.kv_cache.diffkv import page_manager
-from paged.kv_cache.diffkv.compression import (
-    NOBODY,
-    Found,
-    Rules,
-    classify_prompts,
-    least,
-)
+from paged.kv_cache.diffkv.compression import NOBODY, Found, Rules, least
+from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import Layout
 from paged.kv_cache.diffkv.significance import add_scores
 from paged.kv_cache.diffkv.snapshot import Snapshot, snapshot
@@ -48,27 +43,32 @@ class DiffKVPolicy:
     """
 
     layout: Layout
-    rules: Rules
+    keeps: Keeps
     query_heads: int
     alpha: tuple[float, ...]
     budget: float = 0.0
     implementation: str | None = None
     shared: SharedHeads = ALONE
 
+    @property
+    def rules(self) -> Rules:
+        """Of the heads that do not stream."""
+        return self.keeps.rules
+
     def init(self, dtype, shard) -> DiffKVCache:
-        return DiffKVCache.empty(self.layout, self.alpha, self.budget)
+        return DiffKVCache.empty(self.layout, self.alpha, self.budget, shard)
 
     def begin_step(self, cache: DiffKVCache, inputs) -> tuple[DiffKVCache, Plan]:
         prompts = decodes = None
         if inputs.num_prefill_tokens:
             scored = 1 if self.rules.prompt_scores["by_head"] else self.shared.copies
             cache, prompts = plan_prompts(
-                self.layout, self.rules, self.query_heads * scored, cache, inputs,
+                self.layout, self.keeps, self.query_heads * scored, cache, inputs,
                 self.implementation,
             )  # fmt: skip
         if inputs.num_prefill_tokens < len(inputs.tokens):
             cache, decodes = plan_decodes(
-                self.layout, self.rules, cache, inputs, self.implementation
+                self.layout, self.keeps, cache, inputs, self.implementation
             )
         return cache, Plan(prompts, decodes)
 
@@ -112,10 +112,11 @@ class DiffKVPolicy:
         real = inputs.token_rows[:T] < R
         row, positions = jnp.minimum(inputs.token_rows[:T], R - 1), inputs.positions[:T]
         lengths = plan.lengths[row]
-        masks, scores = classify_prompts(
-            self.rules, sums_TxK, positions, lengths, cache.alpha[0], cache.budget[0]
-        )
         heads = self._heads(layer)
+        streams = cache.streams_of(heads)
+        masks, scores = self.keeps.of_prompts(
+            streams, sums_TxK, positions, lengths, cache.alpha[0], cache.budget[0]
+        )
         tables = cache.pages.tables.at[plan.slots[:, None], heads].get(mode="clip")
         tokens = Tokens(
             k_TxKxD.reshape(T * K, D), v_TxKxD.reshape(T * K, D), scores.reshape(-1),
@@ -130,9 +131,11 @@ class DiffKVPolicy:
             sums = jnp.cumsum(jnp.pad(kept, ((1, 0), (0, 0))), axis=0, dtype=jnp.int32)
             of_rows = sums[inputs.query_starts]  # [Sp + 1, K] kept tokens before each row
             rank = sums[1:] - 1 - of_rows[row]
+            if level == 0:
+                rank = self.keeps.places(streams, positions, rank)
             column = page_manager.allocated_column(
                 level, layout.levels, rank // format.tokens, before[row],
-                plan.allocated[row][:, None],
+                plan.allocated[row[:, None], heads],
             )  # fmt: skip
             page = tables[row[:, None], jnp.arange(K), jnp.clip(column, 0, layout.table_width - 1)]
             page = jnp.where(kept, page, nowhere)
@@ -177,6 +180,7 @@ class DiffKVPolicy:
             mine, (plan.arrives, plan.replaces, plan.page, plan.at, plan.counts, plan.tables)
         )
         nowhere, words = N + jnp.arange(R, dtype=jnp.int32), cache.words
+        streams = cache.streams_of(self._heads(layer))
         positions = jnp.repeat(plan.positions, K)
         new = Tokens(
             k_SxKxD.reshape(R, D), v_SxKxD.reshape(R, D), jnp.zeros(R, jnp.float32), positions
@@ -198,8 +202,10 @@ class DiffKVPolicy:
             layout.formats, single=layout.single, implementation=self.implementation,
             schedule=jax.tree.map(lambda x: x[layer], plan.schedules),
         )  # fmt: skip
+        # Of streaming heads no score is ever asked for.
+        scored = counts if streams is None else jnp.where(jnp.tile(streams, S)[:, None], 0, counts)
         words, found = add_scores(
-            self.rules, words, tables, cache.pages.runs, counts, layout.formats,
+            self.rules, words, tables, cache.pages.runs, scored, layout.formats,
             [x.reshape(R, *x.shape[2:]) for x in kept], lse.reshape(R, -1), positions,
             cache.budget[0],
         )  # fmt: skip
@@ -238,6 +244,10 @@ class DiffKVPolicy:
             taken = taken + of_lower[..., None] + 1
             with_lower = jnp.where(more >= taken, number + of_highest(more - taken), 0)
             needs = jnp.maximum(needs, with_lower)
+        if cache.streams is not None:
+            in_window = layout.pages_in_window(cache.counts[..., 0, None] + more)
+            in_window -= pages.held[..., 0, None]
+            needs = jnp.where(cache.streams[0, :, None], in_window, needs)
         return {
             "free": pages.free, "held": pages.held.sum((1, 2)),
             "needs": needs.sum(1, dtype=jnp.int32), "kept": cache.counts.sum(1),

@@ -56,6 +56,7 @@ PRESETS = {
     "diffkv_repository": Preset(
         "diffkv", DIFFKV | {"prompt_rule": "repository", "generation_rule": "repository"}, WHOLE,
     ),
+    "diffkv_streaming": Preset("diffkv", DIFFKV | {"sink": 4, "local": 8}, WHOLE, streams=True),
     "diffkv_three": Preset("diffkv", THREE, WHOLE),
     "h2o": Preset(
         "diffkv",
