@@ -21,8 +21,8 @@ class Token:
 class Head:
     """alpha: of each precision, the highest first. stores: what each leaves of a token. prompt,
     generation: 'paper' or 'repository', or with a budget, up to 1 as a share of the tokens, 'h2o'
-    or 'snapkv', and 'h2o' or 'keep'. streaming: the sink and the last tokens of a head that streams,
-    whose scores mean nothing."""
+    or 'snapkv', and 'h2o' or 'keep'. streaming: the sink and the last tokens of a head that
+    streams, whose scores mean nothing."""
 
     alpha: tuple[float, ...]
     window: int

@@ -186,6 +186,21 @@ def test_a_page_is_as_large_as_the_paper_says():
     assert layout.all_heads == 2 * 4
 
 
+def test_bounds_are_of_the_shard_with_the_fewest_streaming_heads():
+    """Of three heads that stream among eight, one shard has one and the other has two."""
+    model = TINY.replace(num_layers=2, num_heads=4, num_kv_heads=4)
+    gates = ((0.1, 0.9, 0.9, 0.2), (0.9, 0.9, 0.9, 0.3))
+    options = {"gates": gates, "streaming_share": 3 / 8, "sink": 4, "local": 6, "high": "auto"}
+    config = CASE.engine_config(policy_options=options | {"low": "K4V4"}, tensor_parallel=2)
+    layout = layout_of(config, ShardedModel.split(model, 2))
+    assert layout.streaming.by_shard == ((True, False, False, False), (False, True, False, True))
+    assert layout.formats[0].tokens == 4
+    # A dense head takes a page more for its second precision, a streaming one its window's.
+    assert [int(layout.worst(n)) for n in (0, 1, 9, 40)] == [0, 3 * 2 + 1, 3 * 4 + 3, 3 * 11 + 3]
+    pages, tokens = layout.uncompressed(np.array([3, 40]))
+    assert (pages.tolist(), tokens.tolist()) == ([4, 33], [12, 130])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -211,6 +226,14 @@ def test_a_page_is_as_large_as_the_paper_says():
         ({"policy_options": {"thresholds": None}}, r"thresholds must be .*, or \(\), not None"),
         ({"policy_options": {"budget": -1.0}}, "budget must be at least 0"),
         ({"policy_options": {"budget": 0.5}}, "needs generation_rule h2o or keep, not paper"),
+        ({"policy_options": {"streaming_share": 0.5}}, r"streaming_share \(0.5\) needs gates"),
+        (
+            {"policy_options": {"gates": ((0.5,),), "streaming_share": 1.5}},
+            "streaming_share must be from 0 to 1, not 1.5",
+        ),
+        ({"policy_options": {"gates": ((2.0,),)}}, "from 0 to 1, not 2.0 of layer 0, head 0"),
+        ({"policy_options": {"sink": -1}}, "sink must be at least 0 and below 2.30, not -1"),
+        ({"policy_options": {"local": 0}}, "local must be at least 1 and below 2.30, not 0"),
     ],
 )
 def test_what_cannot_work_is_refused(changes, message):
@@ -222,6 +245,10 @@ def test_what_cannot_work_is_refused(changes, message):
     ("model", "changes", "message"),
     [
         ({"sliding_window": 8}, {}, "the model's cannot be served"),
+        (
+            {}, {"policy_options": {"gates": ((0.5, 0.5),)}},
+            "gates are of 1 layers of 2 KV heads, but the model has 2 of 2",
+        ),
         ({}, {"policy_options": {"low": "K4V2"}}, "fills no whole words"),
         (
             {}, {"policy_options": {"high": "K4V4", "low": "K8V8"}},
@@ -254,6 +281,9 @@ def test_output_can_be_prefilled_only_where_all_is_kept_as_it_is():
     assert exact.capabilities.recompute_exact
     uniform = CASE.engine_config(policy_options={"high": "K8V8", "alpha_h": 0.0, "alpha_l": 0.0})
     assert not uniform.capabilities.recompute_exact
+    window = replace(DIFFKV_EXACT_OPTIONS, gates=((0.1, 0.9), (0.8, 0.7)), streaming_share=0.5)
+    streams = CASE.engine_config(policy_options=window)
+    assert not streams.capabilities.recompute_exact
 
 
 def test_thresholds_of_a_file_are_those_of_the_weights(tmp_path):
