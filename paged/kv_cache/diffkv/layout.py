@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
 import numpy as np
 
 from paged.kv_cache.diffkv.options import Options, page_formats
+from paged.kv_cache.diffkv.selection import TopPages
 from paged.kv_cache.diffkv.streaming import StreamingHeads
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.work import Heads, Held, Work, total, triangle
@@ -17,7 +19,8 @@ class Layout:
     """Of a shard. formats: of each precision, the highest first, of which a page holds the fewest
     tokens. layers, heads: L, and K of the shard. longest: tokens of a sequence at most. num_pages:
     N. horizon: tokens ahead for which a report tells what they can take. streaming: heads that
-    stream; None if none does."""
+    stream; None if none does. reads: pages that a token reads; None for all. kv_itemsize: bytes of
+    a number of key extremes."""
 
     formats: tuple[PageFormat, ...]
     num_slots: int
@@ -28,6 +31,8 @@ class Layout:
     attention: Heads
     num_pages: int = 0
     streaming: StreamingHeads | None = None
+    reads: TopPages | None = None
+    kv_itemsize: int = 4
 
     @property
     def all_heads(self) -> int:
@@ -68,8 +73,13 @@ class Layout:
         return which_stream + 4 * (self.num_slots * self.all_heads * of_head + 2 + self.levels)
 
     @property
+    def extremes(self) -> int:
+        """Numbers of a page's key extremes, of C logical pages; 0 if all pages are read."""
+        return self.reads.logical_pages(self.formats) * 2 * self.attention.D if self.reads else 0
+
+    @property
     def page_bytes(self) -> int:
-        return 4 * self.formats[0].words
+        return 4 * self.formats[0].words + self.extremes * self.kv_itemsize
 
     def worst(self, num_tokens):
         """Pages of a sequence, an int or an array, whatever is kept: a page more for each dense
@@ -82,6 +92,11 @@ class Layout:
     def worst_of_head(self, num_tokens):
         """Pages of a dense head for so many tokens, one at least."""
         return -(-num_tokens // self.formats[0].tokens) + self.levels - 1
+
+    def pages_of(self, counts):
+        """Pages that counts [..., I] of tokens fill."""
+        sizes = np.array([format.tokens for format in self.formats], np.int32)
+        return (counts + sizes - 1) // sizes
 
     def in_window(self, num_tokens):
         """Tokens that a streaming head keeps of so many."""
@@ -123,26 +138,33 @@ class Layout:
             held = np.zeros((*contexts.shape, self.levels))
             held[..., 0] = self.uncompressed(contexts)[1] / self.all_heads
         bytes_of = np.array([float(format.token_bytes) for format in self.formats])
+        pages = held @ (1 / np.array([format.tokens for format in self.formats]))
+        few = np.minimum(1, self.reads.count / np.maximum(pages, 1)) if self.reads else 1
         tokens = total(held.sum(-1), decodes)
-        read = heads.K * total(held @ bytes_of, decodes)
+        tokens_read = total(few * held.sum(-1), decodes)
+        read = heads.K * total(few * (held @ bytes_of), decodes)
         of_queries = 2 * heads.itemsize * heads.D * heads.H * total(new_tokens, decodes)
         pairs = triangle(contexts) - triangle(contexts - new_tokens)
         as_they_are = 2 * heads.D * heads.itemsize
         prompt_tokens, generated = total(new_tokens, prompts), total(new_tokens, decodes)
         written = total(held @ bytes_of, prompts)
         lowest = bytes_of[0] + bytes_of[-1]  # read in one precision and written in another
-        return {
+        parts = {
             "prefill": heads.attention(
                 as_they_are, heads.K * total(contexts, prompts), heads.H * total(pairs, prompts),
                 prompt_tokens,
             ),
-            "decode": Cost(read + of_queries, 4 * heads.D * heads.H * tokens),
+            "decode": Cost(read + of_queries, 4 * heads.D * heads.H * tokens_read),
             "statistics": Cost(8 * heads.K * tokens),  # scores, read and written
             "compression": Cost(
                 heads.K * (as_they_are * prompt_tokens + written + lowest * generated)
             ),
             "writes": heads.writes(bytes_of[0], generated),
         }  # fmt: skip
+        if self.reads:
+            scored = total(np.where(few < 1, pages, 0), decodes) * self.extremes
+            parts["selection"] = Cost(heads.K * self.kv_itemsize * scored, 2 * heads.H * scored)
+        return parts
 
 
 def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
@@ -159,7 +181,11 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         horizon=3 * config.multi_step,
         attention=Heads.of(model.shard, model.dtype),
         streaming=StreamingHeads.of(options, model, options.sink, options.local),
+        kv_itemsize=jnp.dtype(dtype).itemsize,
     )
+    # What exceeds the pages of a head counts as all of them.
+    if options.reads and options.reads.count < layout.worst_of_head(layout.longest):
+        layout = replace(layout, reads=options.reads)
     room = config.kv_cache_tokens * model.kv_token_bytes(config.kv_dtype) // model.num_shards
     # A page has an entry in the list of free ones.
     pages = (room - layout.state_bytes) // (layout.page_bytes + 4)

@@ -11,7 +11,9 @@ from models.config import ModelConfig
 from paged import checks
 from paged.checks import described
 from paged.kv_cache.diffkv.compression import Rules
+from paged.kv_cache.diffkv.selection import TopPages
 from paged.kv_cache.lserve.gates import GatedOptions
+from paged.kv_cache.lserve.options import LEAST_SELECTED
 from paged.kv_cache.made_for import made_for
 from pallas_kernels.quantized_attention import PageFormat, parse_format
 
@@ -93,6 +95,10 @@ class Options(GatedOptions):
     )
     sink: int = described(128, "first tokens that streaming heads keep, in the highest precision")
     local: int = described(256, "last tokens that streaming heads keep, in the highest precision")
+    read_pages: int = described(
+        0, "pages that a generated token reads in each dense head, of all precisions; 0 for all"
+    )
+    logical_page: int = described(16, "tokens whose keys share the extremes that select pages")
     thresholds: Thresholds = field(
         default=(),
         metadata={
@@ -120,6 +126,11 @@ class Options(GatedOptions):
         """Two or three, the highest precision first."""
         lower = Level("high", self.high, self.alpha_h), Level("low", self.low, self.alpha_l)
         return (Level("top", self.top, self.alpha_top), *lower) if self.top else lower
+
+    @property
+    def reads(self) -> TopPages | None:
+        """None if all pages are read."""
+        return TopPages(self.read_pages, self.logical_page) if self.read_pages else None
 
     @property
     def keeps_all(self) -> bool:
@@ -171,6 +182,11 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
         ),
         "sink": (0 <= options.sink < 2**30, "at least 0 and below 2^30"),
         "local": (1 <= options.local < 2**30, "at least 1 and below 2^30"),
+        "read_pages": (
+            options.read_pages == 0 or LEAST_SELECTED <= options.read_pages < 2**31,
+            f"0, or at least {LEAST_SELECTED} and below 2^31",
+        ),
+        "logical_page": (1 <= options.logical_page < 2**31, "at least 1 and below 2^31"),
         "streaming_share": (0 <= (options.streaming_share or 0) <= 1, "from 0 to 1"),
     })  # fmt: skip
     by_budget = options.prompt_rule in ("h2o", "snapkv"), options.generation_rule in ("h2o", "keep")

@@ -27,7 +27,8 @@ class DiffKVCache:
     L * K, I] int32 tokens of each head by precision, the highest first.  found: [num_slots, L * K,
     1 + I], the tokens that may leave with the next one.  alpha: [1, I] float32, by precision, and
     budget: [1] float32: data, so that calibration compiles nothing.  streams: [1, L * K] bool, the
-    heads that stream; None if none does."""
+    heads that stream; None if none does.  extremes: [N, C * 2D] of the keys of pages; None if all
+    pages are read."""
 
     words: jax.Array
     pages: Pages
@@ -36,11 +37,13 @@ class DiffKVCache:
     alpha: jax.Array
     budget: jax.Array
     streams: jax.Array | None = None
+    extremes: jax.Array | None = None
 
     @classmethod
     def empty(
-        cls, layout: Layout, alpha: Sequence[float], budget: float = 0.0, shard=0
-    ) -> "DiffKVCache":
+        cls, layout: Layout, alpha: Sequence[float], budget: float = 0.0, dtype=jnp.float32,
+        shard=0,
+    ) -> "DiffKVCache":  # fmt: skip
         heads, levels = (layout.num_slots, layout.all_heads), layout.levels
         width, found = layout.table_width, (*heads, 1 + levels)
         streams = None
@@ -54,7 +57,16 @@ class DiffKVCache:
             alpha=jnp.array([alpha], jnp.float32),
             budget=jnp.array([budget], jnp.float32),
             streams=streams,
+            extremes=jnp.zeros((layout.num_pages, layout.extremes), dtype)
+            if layout.reads
+            else None,
         )
+
+    @property
+    def by_page(self) -> dict[str, jax.Array]:
+        """The arrays that have a part of each page."""
+        arrays = {"words": self.words, "extremes": self.extremes}
+        return {name: array for name, array in arrays.items() if array is not None}
 
     def streams_of(self, heads) -> jax.Array | None:
         """[...] bool, which of these heads stream; None if none does."""
@@ -147,8 +159,38 @@ def plan_decodes(layout: Layout, keeps: Keeps, cache: DiffKVCache, inputs, imple
         lambda counts: plan_mixed_decode(counts, layout.formats, implementation=implementation),
         in_axes=1,
     )(by_layer)
+    # Each layer chooses what it reads.
+    schedules = None if layout.reads else schedules
     plan = DecodePlan(
         slots, positions, arrives, decision.replaces, jnp.take_along_axis(tables, column, -1),
         at % sizes, tables, read, schedules,
     )  # fmt: skip
     return replace(cache, pages=pages, counts=counts), plan
+
+
+def report(layout: Layout, cache: DiffKVCache) -> dict[str, jax.Array]:
+    """free: [1] pages.  held: [num_slots] pages.  needs: [num_slots, J] pages that 1 … J tokens
+    more can take.  kept: [num_slots, I] tokens of all heads by precision."""
+    pages = cache.pages
+    sizes = jnp.array([format.tokens for format in layout.formats])
+    room = -cache.counts % sizes  # in last pages
+    more, highest = jnp.arange(1, layout.horizon + 1), room[..., 0, None]
+
+    def of_highest(tokens):
+        return (jnp.maximum(tokens - highest, 0) + sizes[0] - 1) // sizes[0]
+
+    # Of each lower precision at most one page: another would take more tokens than one of the
+    # highest. The fullest pages are the first to need another.
+    needs, taken = of_highest(more), 0
+    for number, of_lower in enumerate(jnp.moveaxis(jnp.sort(room[..., 1:]), -1, 0), 1):
+        taken = taken + of_lower[..., None] + 1
+        with_lower = jnp.where(more >= taken, number + of_highest(more - taken), 0)
+        needs = jnp.maximum(needs, with_lower)
+    if cache.streams is not None:
+        in_window = layout.pages_in_window(cache.counts[..., 0, None] + more)
+        in_window -= pages.held[..., 0, None]
+        needs = jnp.where(cache.streams[0, :, None], in_window, needs)
+    return {
+        "free": pages.free, "held": pages.held.sum((1, 2)),
+        "needs": needs.sum(1, dtype=jnp.int32), "kept": cache.counts.sum(1),
+    }  # fmt: skip

@@ -154,9 +154,8 @@ def _check_tokens(section, tokens: list[Token], with_scores: bool) -> None:
     expected = sorted((token.position, token.score) for token in tokens)
     assert [position for position, _ in ours] == [position for position, _ in expected]
     if with_scores:
-        np.testing.assert_allclose(
-            *([s for _, s in x] for x in (ours, expected)), rtol=1e-3, atol=1e-5
-        )
+        scores, by_oracle = [s for _, s in ours], [s for _, s in expected]
+        np.testing.assert_allclose(scores, by_oracle, rtol=1e-3, atol=1e-5)
 
 
 def _report(driver: Driver):
