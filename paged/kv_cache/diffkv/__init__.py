@@ -1,12 +1,17 @@
 """DiffKV's policy: precision by key, value, token and head, and a manager of pages on the device.
 
 Uniform quantisation is a setting of it, with thresholds of 0; H2O and SnapKV are settings too, with
-rules of their own and a budget.
+rules of their own and a budget. With gates, as LServe and DuoAttention have them, KV heads stream.
+
+The policy is made of parts: what a page holds (`options.page_formats`), which tokens stay (`keeps`:
+`compression` by significance or budget, `streaming` by head), which pages are read (`selection`),
+and who owns the pages (`page_manager`, `host`).
 """
 
 from models.config import ModelConfig
 from paged.kv_cache.diffkv.device import DiffKVPolicy
 from paged.kv_cache.diffkv.host import DiffKVHost
+from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import AUTO, Options, check_options
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
@@ -19,12 +24,13 @@ def capabilities(config: CacheConfig) -> Capabilities:
     """Prompts come whole: which tokens are kept depends on all queries of the prompt, and these
     attend to all keys unquantised, while a later chunk would find only the kept ones. Prefixes are
     not shared: which of their tokens are kept depends on the suffix. Prefill would judge output as
-    prompt: it recomputes exactly (`recompute_exact`) only if every token is kept as it is."""
+    prompt: it recomputes exactly (`recompute_exact`) only if all tokens are kept as they are, and
+    read."""
     options: Options = config.policy_options
     as_they_are = options.levels[0].format == AUTO and config.kv_dtype == "auto"
     return Capabilities(
         fork="computed", swap=True, recompute=True,
-        recompute_exact=options.keeps_all and as_they_are, slot_state=True,
+        recompute_exact=options.keeps_all and as_they_are and not options.reads, slot_state=True,
     )  # fmt: skip
 
 
@@ -60,8 +66,8 @@ def device(
     layout = layout_of(config, model)
     alpha = tuple(level.alpha for level in options.levels)
     return DiffKVPolicy(
-        layout, options.rules, model.shard.num_heads, alpha, options.budget, implementation,
-        SharedHeads.of(model),
+        layout, Keeps(options.rules, layout.streaming), model.shard.num_heads, alpha,
+        options.budget, implementation, SharedHeads.of(model), model.kv_dtype(config.kv_dtype),
     )  # fmt: skip
 
 

@@ -10,14 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from paged.kv_cache.diffkv import page_manager
-from paged.kv_cache.diffkv.compression import (
-    NOBODY,
-    Found,
-    Rules,
-    classify_prompts,
-    least,
-)
+from paged.kv_cache.diffkv.compression import NOBODY, Found, Rules, least
+from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import Layout
+from paged.kv_cache.diffkv.selection import Read
 from paged.kv_cache.diffkv.significance import add_scores
 from paged.kv_cache.diffkv.snapshot import Snapshot, snapshot
 from paged.kv_cache.diffkv.state import (
@@ -27,6 +23,7 @@ from paged.kv_cache.diffkv.state import (
     PromptPlan,
     plan_decodes,
     plan_prompts,
+    report,
 )
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from pallas_kernels.quantized_attention import (
@@ -45,30 +42,37 @@ class DiffKVPolicy:
     alpha, budget: thresholds with which a cache begins; alpha by precision, the highest first.
     implementation: of the attention ops.
     shared: the shards that have the same KV head.
+    kv_dtype: of key extremes.
     """
 
     layout: Layout
-    rules: Rules
+    keeps: Keeps
     query_heads: int
     alpha: tuple[float, ...]
     budget: float = 0.0
     implementation: str | None = None
     shared: SharedHeads = ALONE
+    kv_dtype: str = "float32"
+
+    @property
+    def rules(self) -> Rules:
+        """Of the heads that do not stream."""
+        return self.keeps.rules
 
     def init(self, dtype, shard) -> DiffKVCache:
-        return DiffKVCache.empty(self.layout, self.alpha, self.budget)
+        return DiffKVCache.empty(self.layout, self.alpha, self.budget, self.kv_dtype, shard)
 
     def begin_step(self, cache: DiffKVCache, inputs) -> tuple[DiffKVCache, Plan]:
         prompts = decodes = None
         if inputs.num_prefill_tokens:
             scored = 1 if self.rules.prompt_scores["by_head"] else self.shared.copies
             cache, prompts = plan_prompts(
-                self.layout, self.rules, self.query_heads * scored, cache, inputs,
+                self.layout, self.keeps, self.query_heads * scored, cache, inputs,
                 self.implementation,
             )  # fmt: skip
         if inputs.num_prefill_tokens < len(inputs.tokens):
             cache, decodes = plan_decodes(
-                self.layout, self.rules, cache, inputs, self.implementation
+                self.layout, self.keeps, cache, inputs, self.implementation
             )
         return cache, Plan(prompts, decodes)
 
@@ -112,10 +116,11 @@ class DiffKVPolicy:
         real = inputs.token_rows[:T] < R
         row, positions = jnp.minimum(inputs.token_rows[:T], R - 1), inputs.positions[:T]
         lengths = plan.lengths[row]
-        masks, scores = classify_prompts(
-            self.rules, sums_TxK, positions, lengths, cache.alpha[0], cache.budget[0]
-        )
         heads = self._heads(layer)
+        streams = cache.streams_of(heads)
+        masks, scores = self.keeps.of_prompts(
+            streams, sums_TxK, positions, lengths, cache.alpha[0], cache.budget[0]
+        )
         tables = cache.pages.tables.at[plan.slots[:, None], heads].get(mode="clip")
         tokens = Tokens(
             k_TxKxD.reshape(T * K, D), v_TxKxD.reshape(T * K, D), scores.reshape(-1),
@@ -125,19 +130,26 @@ class DiffKVPolicy:
         mean = self.rules.significance(scores, age)
         nowhere = N + jnp.arange(T * K, dtype=jnp.int32).reshape(T, K)
         words, counts, ranks, before = cache.words, [], [], jnp.zeros((R, K), jnp.int32)
+        extremes = cache.extremes
         for level, (kept, format) in enumerate(zip(masks, layout.formats, strict=True)):
             kept &= real[:, None]
             sums = jnp.cumsum(jnp.pad(kept, ((1, 0), (0, 0))), axis=0, dtype=jnp.int32)
             of_rows = sums[inputs.query_starts]  # [Sp + 1, K] kept tokens before each row
             rank = sums[1:] - 1 - of_rows[row]
+            if level == 0:
+                rank = self.keeps.places(streams, positions, rank)
             column = page_manager.allocated_column(
                 level, layout.levels, rank // format.tokens, before[row],
-                plan.allocated[row][:, None],
+                plan.allocated[row[:, None], heads],
             )  # fmt: skip
             page = tables[row[:, None], jnp.arange(K), jnp.clip(column, 0, layout.table_width - 1)]
             page = jnp.where(kept, page, nowhere)
             at = jnp.where(kept, rank % format.tokens, 0)
             words = format.write(words, page.reshape(-1), at.reshape(-1), tokens)
+            if layout.reads:
+                extremes = layout.reads.write(
+                    extremes, page.reshape(-1), at.reshape(-1), tokens.keys, True
+                )
             counts.append(of_rows[1:] - of_rows[:-1])
             ranks.append((kept, rank))
             before = before + (counts[-1] + format.tokens - 1) // format.tokens
@@ -150,7 +162,7 @@ class DiffKVPolicy:
             nobody = jnp.full((R, K), NOBODY, jnp.float32), jnp.zeros((R, K), jnp.int32)
             found.append(least(jnp.where(kept, mean, NOBODY), rank, row, nobody))
         means, places = (jnp.stack(x, -1) for x in zip(*found))
-        cache = replace(cache, words=words)
+        cache = replace(cache, words=words, extremes=extremes)
         return self._remember(cache, plan.slots, heads, Found(places, means), jnp.stack(counts, -1))
 
     def _remember(self, cache: DiffKVCache, slots, heads, found: Found, counts=None):
@@ -176,7 +188,8 @@ class DiffKVPolicy:
         arrives, replaces, page, at, counts, tables = map(
             mine, (plan.arrives, plan.replaces, plan.page, plan.at, plan.counts, plan.tables)
         )
-        nowhere, words = N + jnp.arange(R, dtype=jnp.int32), cache.words
+        nowhere, words, extremes = N + jnp.arange(R, dtype=jnp.int32), cache.words, cache.extremes
+        streams = cache.streams_of(self._heads(layer))
         positions = jnp.repeat(plan.positions, K)
         new = Tokens(
             k_SxKxD.reshape(R, D), v_SxKxD.reshape(R, D), jnp.zeros(R, jnp.float32), positions
@@ -191,20 +204,36 @@ class DiffKVPolicy:
                 )
             to = jnp.where(arrives[:, level], place[0], nowhere)
             words = format.write(words, to, place[1], coming)
+            if layout.reads:
+                extremes = layout.reads.write(
+                    extremes, to, place[1], coming.keys, ~replaces[:, level]
+                )
             coming = leaving.where(replaces[:, level], coming)
         # All query heads of a KV head read the same pages: gathered ones read no more.
+        q, read = self.shared.gather(q_SxHxD), Read(tables, counts, ())
+        if layout.reads:
+            read = layout.reads.read(
+                q.reshape(R, -1, D), extremes, tables, counts, page[:, 0],
+                jnp.ones(R, bool) if streams is None else ~jnp.tile(streams, S),
+                cache.pages.runs, layout.formats, self.implementation,
+            )  # fmt: skip
         out, lse, kept = mixed_precision_attention(
-            self.shared.gather(q_SxHxD), words, tables.reshape(S, K, -1), counts.reshape(S, K, -1),
+            q, words, read.tables.reshape(S, K, -1), read.counts.reshape(S, K, -1),
             layout.formats, single=layout.single, implementation=self.implementation,
             schedule=jax.tree.map(lambda x: x[layer], plan.schedules),
         )  # fmt: skip
+        kept = [x.reshape(R, *x.shape[2:]) for x in kept]
+        if layout.reads:
+            kept = read.of_held(kept)
+        # Of streaming heads no score is ever asked for.
+        scored = counts if streams is None else jnp.where(jnp.tile(streams, S)[:, None], 0, counts)
         words, found = add_scores(
-            self.rules, words, tables, cache.pages.runs, counts, layout.formats,
-            [x.reshape(R, *x.shape[2:]) for x in kept], lse.reshape(R, -1), positions,
-            cache.budget[0],
+            self.rules, words, tables, cache.pages.runs, scored, layout.formats,
+            kept, lse.reshape(R, -1), positions, cache.budget[0],
         )  # fmt: skip
         found = Found(*(x.reshape(S, K, -1) for x in found))
-        cache = self._remember(replace(cache, words=words), plan.slots, self._heads(layer), found)
+        cache = replace(cache, words=words, extremes=extremes)
+        cache = self._remember(cache, plan.slots, self._heads(layer), found)
         return self.shared.own(out), cache
 
     def end_step(self, cache: DiffKVCache, plan: Plan, inputs) -> DiffKVCache:
@@ -212,36 +241,11 @@ class DiffKVPolicy:
         if plan.prompts is None:
             return cache
         slots = plan.prompts.slots
-        held = self._pages_of(cache.counts.at[slots].get(mode="clip"))
+        held = self.layout.pages_of(cache.counts.at[slots].get(mode="clip"))
         return replace(cache, pages=page_manager.plan_prompts(cache.pages, slots, held))
 
-    def _pages_of(self, counts):
-        """Pages that counts [..., I] of tokens fill."""
-        sizes = jnp.array([format.tokens for format in self.layout.formats])
-        return (counts + sizes - 1) // sizes
-
     def report(self, cache: DiffKVCache) -> dict[str, jax.Array]:
-        """free: [1] pages.  held: [num_slots] pages.  needs: [num_slots, J] pages that 1 … J tokens
-        more can take.  kept: [num_slots, I] tokens of all heads by precision."""
-        layout, pages = self.layout, cache.pages
-        sizes = jnp.array([format.tokens for format in layout.formats])
-        room = -cache.counts % sizes  # in last pages
-        more, highest = jnp.arange(1, layout.horizon + 1), room[..., 0, None]
-
-        def of_highest(tokens):
-            return (jnp.maximum(tokens - highest, 0) + sizes[0] - 1) // sizes[0]
-
-        # Of each lower precision at most one page: another would take more tokens than one of the
-        # highest. The fullest pages are the first to need another.
-        needs, taken = of_highest(more), 0
-        for number, of_lower in enumerate(jnp.moveaxis(jnp.sort(room[..., 1:]), -1, 0), 1):
-            taken = taken + of_lower[..., None] + 1
-            with_lower = jnp.where(more >= taken, number + of_highest(more - taken), 0)
-            needs = jnp.maximum(needs, with_lower)
-        return {
-            "free": pages.free, "held": pages.held.sum((1, 2)),
-            "needs": needs.sum(1, dtype=jnp.int32), "kept": cache.counts.sum(1),
-        }  # fmt: skip
+        return report(self.layout, cache)
 
     # What moves: unit slot * most + k is the k-th page of a slot.
 
@@ -258,13 +262,16 @@ class DiffKVPolicy:
 
     def export_units(self, cache: DiffKVCache, pool: str, units):
         page, _ = self._unit_pages(cache, units)
-        return cache.words[page][:, None]
+        return jax.tree.map(lambda x: x[page][:, None], cache.by_page)
 
     def import_units(self, cache: DiffKVCache, pool: str, units, content) -> DiffKVCache:
         page, live = self._unit_pages(cache, units)
         page = jnp.where(live, page, len(cache.words) + jnp.arange(len(units), dtype=jnp.int32))
-        words = cache.words.at[page].set(content[:, 0], mode="drop", unique_indices=True)
-        return replace(cache, words=words)
+
+        def put(x, new):
+            return x.at[page].set(new[:, 0], mode="drop", unique_indices=True)
+
+        return replace(cache, **jax.tree.map(put, cache.by_page, content))
 
     def copy_units(self, cache: DiffKVCache, pool: str, sources, destinations) -> DiffKVCache:
         """Pages have one owner each: slots are copied, never units."""
@@ -284,20 +291,24 @@ class DiffKVPolicy:
         pages, heads = cache.pages, self.layout.all_heads
         held = pages.held.sum(-1).at[children].get(mode="fill", fill_value=0).reshape(-1)
 
-        def copy(trip, words):
+        def copy(trip, by_page):
             row, number, live = listed(held, trip, COPIED_PAGES)
             of, to = (
                 page_manager.page_of(pages, slots[row // heads], row % heads, number)
                 for slots in (parents, children)
             )
-            copied = words.at[jnp.where(live, of, 0)].get(mode="promise_in_bounds")
-            copied, words = jax.lax.optimization_barrier((copied, words))
-            nowhere = len(words) + jnp.arange(COPIED_PAGES, dtype=jnp.int32)
+            of = jnp.where(live, of, 0)
+            copied = {name: x.at[of].get(mode="promise_in_bounds") for name, x in by_page.items()}
+            copied, by_page = jax.lax.optimization_barrier((copied, by_page))
+            nowhere = len(cache.words) + jnp.arange(COPIED_PAGES, dtype=jnp.int32)
             to = jnp.where(live, to, nowhere)
-            return words.at[to].set(copied, mode="drop", unique_indices=True)
+            return {
+                name: x.at[to].set(copied[name], mode="drop", unique_indices=True)
+                for name, x in by_page.items()
+            }
 
         trips = num_trips(held, COPIED_PAGES)
-        return replace(cache, words=jax.lax.fori_loop(0, trips, copy, cache.words))
+        return replace(cache, **jax.lax.fori_loop(0, trips, copy, cache.by_page))
 
     def export_slots(self, cache: DiffKVCache, slots):
         """Counts, and what is found: [C, L * K, …]."""
@@ -308,7 +319,7 @@ class DiffKVPolicy:
         counts, found = jax.tree.map(
             lambda x, new: x.at[slots].set(new, mode="drop"), (cache.counts, cache.found), content
         )
-        pages = page_manager.give(cache.pages, slots, self._pages_of(content[0]))
+        pages = page_manager.give(cache.pages, slots, self.layout.pages_of(content[0]))
         return replace(cache, pages=pages, counts=counts, found=found)
 
     def snapshot(self, cache: DiffKVCache) -> list[Snapshot]:

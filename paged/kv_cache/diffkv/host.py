@@ -153,12 +153,13 @@ class DiffKVHost:
 
     def _uncompressed(self) -> dict[str, np.ndarray]:
         """The report of a device that drops nothing and moves nothing down."""
-        layout, P = self.layout, self.layout.formats[0].tokens
-        held = layout.all_heads * -(-self._computed // P)[None]
+        layout = self.layout
+        pages, tokens = layout.uncompressed(self._computed)
+        held = pages[None]
         more = np.arange(1, layout.horizon + 1)
         needs = np.broadcast_to(layout.growth(more), (*held.shape, layout.horizon))
         kept = np.zeros((1, layout.num_slots, layout.levels), np.int64)
-        kept[..., 0] = layout.all_heads * self._computed
+        kept[..., 0] = tokens
         free = self.capacity - held.sum(1, keepdims=True)
         return {"free": free, "held": held, "needs": needs, "kept": kept}
 

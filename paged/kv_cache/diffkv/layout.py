@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
 import numpy as np
 
 from paged.kv_cache.diffkv.options import Options, page_formats
+from paged.kv_cache.diffkv.selection import TopPages
+from paged.kv_cache.diffkv.streaming import StreamingHeads
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.work import Heads, Held, Work, total, triangle
 from pallas_kernels.quantized_attention import PageFormat
@@ -15,7 +18,9 @@ from pallas_kernels.specs import Cost
 class Layout:
     """Of a shard. formats: of each precision, the highest first, of which a page holds the fewest
     tokens. layers, heads: L, and K of the shard. longest: tokens of a sequence at most. num_pages:
-    N. horizon: tokens ahead for which a report tells what they can take."""
+    N. horizon: tokens ahead for which a report tells what they can take. streaming: heads that
+    stream; None if none does. reads: pages that a token reads; None for all. kv_itemsize: bytes of
+    a number of key extremes."""
 
     formats: tuple[PageFormat, ...]
     num_slots: int
@@ -25,6 +30,9 @@ class Layout:
     horizon: int
     attention: Heads
     num_pages: int = 0
+    streaming: StreamingHeads | None = None
+    reads: TopPages | None = None
+    kv_itemsize: int = 4
 
     @property
     def all_heads(self) -> int:
@@ -47,6 +55,11 @@ class Layout:
         return self.single - (-self.longest // self.formats[-2].tokens) + 1
 
     @property
+    def dense_heads(self) -> int:
+        """Heads that do not stream, of the shard that has most of them."""
+        return self.all_heads - (self.streaming.fewest if self.streaming else 0)
+
+    @property
     def most(self) -> int:
         """Pages that a slot can hold."""
         return int(self.worst(self.longest))
@@ -54,23 +67,53 @@ class Layout:
     @property
     def state_bytes(self) -> int:
         """Of all that is no page: tables, counts of pages and tokens, places and significance of
-        what is found, pointers and thresholds."""
+        what is found, pointers, thresholds, and which heads stream."""
         of_head = self.table_width + 2 * self.levels + 2 * (self.levels + 1)
-        return 4 * (self.num_slots * self.all_heads * of_head + 2 + self.levels)
+        which_stream = self.all_heads if self.streaming else 0
+        return which_stream + 4 * (self.num_slots * self.all_heads * of_head + 2 + self.levels)
+
+    @property
+    def extremes(self) -> int:
+        """Numbers of a page's key extremes, of C logical pages; 0 if all pages are read."""
+        return self.reads.logical_pages(self.formats) * 2 * self.attention.D if self.reads else 0
 
     @property
     def page_bytes(self) -> int:
-        return 4 * self.formats[0].words
+        return 4 * self.formats[0].words + self.extremes * self.kv_itemsize
 
     def worst(self, num_tokens):
-        """Pages of a sequence, an int or an array, whatever is kept: a page more for each head and
-        further precision than the paper says. Eight tokens of high and eight of low precision need
-        two pages where sixteen of high precision fill one."""
-        return np.where(num_tokens > 0, self.all_heads * self.worst_of_head(num_tokens), 0)
+        """Pages of a sequence, an int or an array, whatever is kept: a page more for each dense
+        head and further precision than the paper says. Eight tokens of high and eight of low
+        precision need two pages where sixteen of high precision fill one."""
+        pages = self.dense_heads * self.worst_of_head(num_tokens)
+        pages = pages + (self.all_heads - self.dense_heads) * self.pages_in_window(num_tokens)
+        return np.where(num_tokens > 0, pages, 0)
 
     def worst_of_head(self, num_tokens):
-        """Pages of a head for so many tokens, one at least."""
+        """Pages of a dense head for so many tokens, one at least."""
         return -(-num_tokens // self.formats[0].tokens) + self.levels - 1
+
+    def pages_of(self, counts):
+        """Pages that counts [..., I] of tokens fill."""
+        sizes = np.array([format.tokens for format in self.formats], np.int32)
+        return (counts + sizes - 1) // sizes
+
+    def in_window(self, num_tokens):
+        """Tokens that a streaming head keeps of so many."""
+        window = self.streaming.window if self.streaming else 0
+        # NumPy's and JAX's arrays have no minimum in common.
+        return num_tokens - (num_tokens > window) * (num_tokens - window)
+
+    def pages_in_window(self, num_tokens):
+        return -(-self.in_window(num_tokens) // self.formats[0].tokens)
+
+    def uncompressed(self, num_tokens):
+        """(pages, tokens) that all heads hold of so many if the dense ones drop nothing and move
+        nothing down."""
+        dense, streaming = self.dense_heads, self.all_heads - self.dense_heads
+        pages = dense * -(-num_tokens // self.formats[0].tokens)
+        pages = pages + streaming * self.pages_in_window(num_tokens)
+        return pages, dense * num_tokens + streaming * self.in_window(num_tokens)
 
     def growth(self, num_tokens):
         """Pages that so many tokens more can take, whatever the heads hold: one each and step, as
@@ -93,28 +136,35 @@ class Layout:
         heads, decodes, prompts = self.attention, new_tokens == 1, new_tokens > 1
         if held is None:
             held = np.zeros((*contexts.shape, self.levels))
-            held[..., 0] = contexts
+            held[..., 0] = self.uncompressed(contexts)[1] / self.all_heads
         bytes_of = np.array([float(format.token_bytes) for format in self.formats])
+        pages = held @ (1 / np.array([format.tokens for format in self.formats]))
+        few = np.minimum(1, self.reads.count / np.maximum(pages, 1)) if self.reads else 1
         tokens = total(held.sum(-1), decodes)
-        read = heads.K * total(held @ bytes_of, decodes)
+        tokens_read = total(few * held.sum(-1), decodes)
+        read = heads.K * total(few * (held @ bytes_of), decodes)
         of_queries = 2 * heads.itemsize * heads.D * heads.H * total(new_tokens, decodes)
         pairs = triangle(contexts) - triangle(contexts - new_tokens)
         as_they_are = 2 * heads.D * heads.itemsize
         prompt_tokens, generated = total(new_tokens, prompts), total(new_tokens, decodes)
         written = total(held @ bytes_of, prompts)
         lowest = bytes_of[0] + bytes_of[-1]  # read in one precision and written in another
-        return {
+        parts = {
             "prefill": heads.attention(
                 as_they_are, heads.K * total(contexts, prompts), heads.H * total(pairs, prompts),
                 prompt_tokens,
             ),
-            "decode": Cost(read + of_queries, 4 * heads.D * heads.H * tokens),
+            "decode": Cost(read + of_queries, 4 * heads.D * heads.H * tokens_read),
             "statistics": Cost(8 * heads.K * tokens),  # scores, read and written
             "compression": Cost(
                 heads.K * (as_they_are * prompt_tokens + written + lowest * generated)
             ),
             "writes": heads.writes(bytes_of[0], generated),
         }  # fmt: skip
+        if self.reads:
+            scored = total(np.where(few < 1, pages, 0), decodes) * self.extremes
+            parts["selection"] = Cost(heads.K * self.kv_itemsize * scored, 2 * heads.H * scored)
+        return parts
 
 
 def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
@@ -130,7 +180,12 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         # A report may be that of the step before the last one, and the next is being scheduled.
         horizon=3 * config.multi_step,
         attention=Heads.of(model.shard, model.dtype),
+        streaming=StreamingHeads.of(options, model, options.sink, options.local),
+        kv_itemsize=jnp.dtype(dtype).itemsize,
     )
+    # What exceeds the pages of a head counts as all of them.
+    if options.reads and options.reads.count < layout.worst_of_head(layout.longest):
+        layout = replace(layout, reads=options.reads)
     room = config.kv_cache_tokens * model.kv_token_bytes(config.kv_dtype) // model.num_shards
     # A page has an entry in the list of free ones.
     pages = (room - layout.state_bytes) // (layout.page_bytes + 4)

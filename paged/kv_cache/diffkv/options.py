@@ -11,6 +11,9 @@ from models.config import ModelConfig
 from paged import checks
 from paged.checks import described
 from paged.kv_cache.diffkv.compression import Rules
+from paged.kv_cache.diffkv.selection import TopPages
+from paged.kv_cache.lserve.gates import GatedOptions
+from paged.kv_cache.lserve.options import LEAST_SELECTED
 from paged.kv_cache.made_for import made_for
 from pallas_kernels.quantized_attention import PageFormat, parse_format
 
@@ -47,7 +50,7 @@ def read_thresholds(path: str, weights_hash: Callable[[], str]) -> Thresholds:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(GatedOptions):
     """Each field says what it is. The defaults are the paper's, alpha those of Llama3-8B."""
 
     alpha_h: float = described(
@@ -90,6 +93,12 @@ class Options:
         "tokens that a head keeps of a prompt, those of the largest scores, and h2o at all; up to "
         "1 a share of them. Alpha decides if it is 0, and else has no meaning",
     )
+    sink: int = described(128, "first tokens that streaming heads keep, in the highest precision")
+    local: int = described(256, "last tokens that streaming heads keep, in the highest precision")
+    read_pages: int = described(
+        0, "pages that a generated token reads in each dense head, of all precisions; 0 for all"
+    )
+    logical_page: int = described(16, "tokens whose keys share the extremes that select pages")
     thresholds: Thresholds = field(
         default=(),
         metadata={
@@ -100,6 +109,7 @@ class Options:
     )
 
     def __post_init__(self):
+        super().__post_init__()
         # A log has a list.
         if not isinstance(self.thresholds, list | tuple) or len(self.thresholds) not in (0, 2):
             raise checks.refusal("thresholds", "alpha_h and alpha_l, or ()", self.thresholds)
@@ -118,9 +128,15 @@ class Options:
         return (Level("top", self.top, self.alpha_top), *lower) if self.top else lower
 
     @property
+    def reads(self) -> TopPages | None:
+        """None if all pages are read."""
+        return TopPages(self.read_pages, self.logical_page) if self.read_pages else None
+
+    @property
     def keeps_all(self) -> bool:
         """Whether nothing that is written is ever changed or dropped."""
-        return self.budget == 0 == max(level.alpha for level in self.levels)
+        by_scores = self.budget == 0 == max(level.alpha for level in self.levels)
+        return by_scores and not self.streaming_share
 
 
 def page_formats(
@@ -164,6 +180,14 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
         "window": (
             2 <= options.window < 2**31, "at least 2, so that later tokens have scored, below 2^31"
         ),
+        "sink": (0 <= options.sink < 2**30, "at least 0 and below 2^30"),
+        "local": (1 <= options.local < 2**30, "at least 1 and below 2^30"),
+        "read_pages": (
+            options.read_pages == 0 or LEAST_SELECTED <= options.read_pages < 2**31,
+            f"0, or at least {LEAST_SELECTED} and below 2^31",
+        ),
+        "logical_page": (1 <= options.logical_page < 2**31, "at least 1 and below 2^31"),
+        "streaming_share": (0 <= (options.streaming_share or 0) <= 1, "from 0 to 1"),
     })  # fmt: skip
     by_budget = options.prompt_rule in ("h2o", "snapkv"), options.generation_rule in ("h2o", "keep")
     if options.budget and not by_budget[1]:
@@ -181,5 +205,8 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
     for level in options.levels:
         if level.format != AUTO:
             parse_format(level.format, 32 * options.groups, "float16", options.groups)
-    if model is not None and model.sliding_window is not None:
+    if model is None:
+        return
+    options.check_gates(model)
+    if model.sliding_window is not None:
         raise ValueError("policy 'diffkv' keeps no windows: the model's cannot be served")

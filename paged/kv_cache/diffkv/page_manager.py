@@ -55,14 +55,15 @@ def init(
     )
 
 
-def allocate_prompts(pages: Pages, slots_S, counts_S) -> Pages:
+def allocate_prompts(pages: Pages, slots_S, counts) -> Pages:
     """Each head of an empty slot gets `counts` pages, which lie from the left end of its row on and
     count as of the highest precision: the prompt workflow's first allocation, of as many as
     compression can leave at worst. Where `allocated_column` says, prompts are written.
 
-    slots: [S] int32, num_slots for a row that is none. counts: [S] int32.
+    slots: [S] int32, num_slots for a row that is none. counts: [S] int32, or [S, H] by head.
     """
-    counts = jnp.broadcast_to(counts_S[:, None], (len(slots_S), pages.held.shape[1]))
+    counts = counts.reshape(len(slots_S), -1)
+    counts = jnp.broadcast_to(counts, (len(slots_S), pages.held.shape[1]))
     others = jnp.zeros((*counts.shape, pages.held.shape[2] - 1), jnp.int32)
     ids, pages, held = _taken(pages, slots_S, jnp.concatenate([counts[..., None], others], -1))
     return _put(pages, slots_S, ids, held)

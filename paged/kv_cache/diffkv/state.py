@@ -6,9 +6,11 @@ from dataclasses import replace
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paged.kv_cache.diffkv import page_manager
-from paged.kv_cache.diffkv.compression import NOBODY, Decision, Found, Rules, decide
+from paged.kv_cache.diffkv.compression import NOBODY, Found
+from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import Layout
 from paged.kv_cache.diffkv.page_manager import Pages
 from pallas_kernels.paged_attention.schedule import DecodeSchedule
@@ -24,7 +26,9 @@ class DiffKVCache:
     """words: [N, W] uint32, the pool of unified pages.  pages: who owns them.  counts: [num_slots,
     L * K, I] int32 tokens of each head by precision, the highest first.  found: [num_slots, L * K,
     1 + I], the tokens that may leave with the next one.  alpha: [1, I] float32, by precision, and
-    budget: [1] float32: data, so that calibration compiles nothing."""
+    budget: [1] float32: data, so that calibration compiles nothing.  streams: [1, L * K] bool, the
+    heads that stream; None if none does.  extremes: [N, C * 2D] of the keys of pages; None if all
+    pages are read."""
 
     words: jax.Array
     pages: Pages
@@ -32,11 +36,19 @@ class DiffKVCache:
     found: Found
     alpha: jax.Array
     budget: jax.Array
+    streams: jax.Array | None = None
+    extremes: jax.Array | None = None
 
     @classmethod
-    def empty(cls, layout: Layout, alpha: Sequence[float], budget: float = 0.0) -> "DiffKVCache":
+    def empty(
+        cls, layout: Layout, alpha: Sequence[float], budget: float = 0.0, dtype=jnp.float32,
+        shard=0,
+    ) -> "DiffKVCache":  # fmt: skip
         heads, levels = (layout.num_slots, layout.all_heads), layout.levels
         width, found = layout.table_width, (*heads, 1 + levels)
+        streams = None
+        if layout.streaming:
+            streams = jnp.asarray(np.array(layout.streaming.by_shard))[shard][None]
         return cls(
             words=jnp.zeros((layout.num_pages, layout.formats[0].words), jnp.uint32),
             pages=page_manager.init(layout.num_pages, *heads, width, levels, layout.single),
@@ -44,13 +56,27 @@ class DiffKVCache:
             found=Found(jnp.zeros(found, jnp.int32), jnp.full(found, NOBODY, jnp.float32)),
             alpha=jnp.array([alpha], jnp.float32),
             budget=jnp.array([budget], jnp.float32),
+            streams=streams,
+            extremes=jnp.zeros((layout.num_pages, layout.extremes), dtype)
+            if layout.reads
+            else None,
         )
+
+    @property
+    def by_page(self) -> dict[str, jax.Array]:
+        """The arrays that have a part of each page."""
+        arrays = {"words": self.words, "extremes": self.extremes}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    def streams_of(self, heads) -> jax.Array | None:
+        """[...] bool, which of these heads stream; None if none does."""
+        return None if self.streams is None else self.streams[0, heads]
 
 
 @flax.struct.dataclass
 class PromptPlan:
-    """slots: [Sp], num_slots for a row that is none.  lengths: [Sp] tokens.  allocated: [Sp] pages
-    of each head, until the prompt is compressed.  schedule: of kernels, or None."""
+    """slots: [Sp], num_slots for a row that is none.  lengths: [Sp] tokens.  allocated: [Sp,
+    L * K] pages, until the prompt is compressed.  schedule: of kernels, or None."""
 
     slots: jax.Array
     lengths: jax.Array
@@ -84,7 +110,7 @@ class Plan:
 
 
 def plan_prompts(
-    layout: Layout, rules: Rules, query_heads: int, cache: DiffKVCache, inputs, implementation
+    layout: Layout, keeps: Keeps, query_heads: int, cache: DiffKVCache, inputs, implementation
 ):
     """Pages for prompts as if nothing could be compressed (§5.3): (cache, PromptPlan)."""
     Sp, S = inputs.num_prefill_rows, len(inputs.lengths)
@@ -92,24 +118,29 @@ def plan_prompts(
     ends = jnp.zeros(S, jnp.int32).at[inputs.token_rows].max(inputs.positions + 1, mode="drop")
     lengths = ends[:Sp]
     slots = jnp.where(lengths > 0, inputs.slots[:Sp], layout.num_slots)
-    allocated = jnp.where(lengths > 0, layout.worst_of_head(lengths), 0)
+    allocated = jnp.broadcast_to(layout.worst_of_head(lengths)[:, None], (Sp, layout.all_heads))
+    if cache.streams is not None:
+        in_window = layout.pages_in_window(lengths)[:, None]
+        allocated = jnp.where(cache.streams, in_window, allocated)
+    allocated = jnp.where(lengths[:, None] > 0, allocated, 0)
     pages = page_manager.allocate_prompts(cache.pages, slots, allocated)
     schedule = plan_prompt_attention(
         inputs.query_starts, inputs.num_prefill_tokens, query_heads, layout.heads,
-        **rules.prompt_scores, implementation=implementation,
+        **keeps.rules.prompt_scores, implementation=implementation,
     )  # fmt: skip
     return replace(cache, pages=pages), PromptPlan(slots, lengths, allocated, schedule)
 
 
-def plan_decodes(layout: Layout, rules: Rules, cache: DiffKVCache, inputs, implementation):
+def plan_decodes(layout: Layout, keeps: Keeps, cache: DiffKVCache, inputs, implementation):
     """What heads do with the new token, and pages where they need one: (cache, DecodePlan)."""
     Tp, Sp, S = inputs.num_prefill_tokens, inputs.num_prefill_rows, len(inputs.lengths)
     positions, real = inputs.positions[Tp:], (inputs.token_rows[Tp:] < S)[:, None]
     slots = jnp.where(real[:, 0], inputs.slots[Sp:], layout.num_slots)
     before = cache.counts.at[slots].get(mode="fill", fill_value=0)
     found = Found(*(x.at[slots].get(mode="clip") for x in cache.found))
-    decision: Decision = decide(
-        rules, found, positions[:, None] + 1, cache.alpha[0], before[..., 0], cache.budget[0]
+    streams = cache.streams_of(jnp.arange(layout.all_heads))
+    decision = keeps.decide(
+        streams, found, positions, cache.alpha[0], before[..., 0], cache.budget[0]
     )
     sizes = jnp.array([format.tokens for format in layout.formats])
     arrives = real[..., None] & decision.arrives
@@ -128,8 +159,38 @@ def plan_decodes(layout: Layout, rules: Rules, cache: DiffKVCache, inputs, imple
         lambda counts: plan_mixed_decode(counts, layout.formats, implementation=implementation),
         in_axes=1,
     )(by_layer)
+    # Each layer chooses what it reads.
+    schedules = None if layout.reads else schedules
     plan = DecodePlan(
         slots, positions, arrives, decision.replaces, jnp.take_along_axis(tables, column, -1),
         at % sizes, tables, read, schedules,
     )  # fmt: skip
     return replace(cache, pages=pages, counts=counts), plan
+
+
+def report(layout: Layout, cache: DiffKVCache) -> dict[str, jax.Array]:
+    """free: [1] pages.  held: [num_slots] pages.  needs: [num_slots, J] pages that 1 … J tokens
+    more can take.  kept: [num_slots, I] tokens of all heads by precision."""
+    pages = cache.pages
+    sizes = jnp.array([format.tokens for format in layout.formats])
+    room = -cache.counts % sizes  # in last pages
+    more, highest = jnp.arange(1, layout.horizon + 1), room[..., 0, None]
+
+    def of_highest(tokens):
+        return (jnp.maximum(tokens - highest, 0) + sizes[0] - 1) // sizes[0]
+
+    # Of each lower precision at most one page: another would take more tokens than one of the
+    # highest. The fullest pages are the first to need another.
+    needs, taken = of_highest(more), 0
+    for number, of_lower in enumerate(jnp.moveaxis(jnp.sort(room[..., 1:]), -1, 0), 1):
+        taken = taken + of_lower[..., None] + 1
+        with_lower = jnp.where(more >= taken, number + of_highest(more - taken), 0)
+        needs = jnp.maximum(needs, with_lower)
+    if cache.streams is not None:
+        in_window = layout.pages_in_window(cache.counts[..., 0, None] + more)
+        in_window -= pages.held[..., 0, None]
+        needs = jnp.where(cache.streams[0, :, None], in_window, needs)
+    return {
+        "free": pages.free, "held": pages.held.sum((1, 2)),
+        "needs": needs.sum(1, dtype=jnp.int32), "kept": cache.counts.sum(1),
+    }  # fmt: skip

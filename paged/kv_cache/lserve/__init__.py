@@ -16,7 +16,6 @@ from paged.kv_cache.lserve.layout import (
     order_of,
     selector_numbers,
     selectors,
-    split,
 )
 from paged.kv_cache.lserve.options import Options, check_options
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
@@ -57,8 +56,7 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
 
 
 def head_order(config: CacheConfig, model: ModelConfig) -> np.ndarray | None:
-    sharded = ShardedModel.split(model, config.tensor_parallel)
-    streams = split(config.policy_options, sharded)
+    streams = config.policy_options.streams(model)
     return order_of(streams, config.tensor_parallel) if streams.any() else None
 
 

@@ -9,14 +9,17 @@ import io
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from paged.checks import is_real, shown
+from models.config import ModelConfig
+from paged.checks import described, is_real, shown
 from paged.kv_cache.made_for import made_for
 
 Gates = tuple[tuple[float, ...], ...]  # [L][K]
+PAPERS_SHARE = 0.5  # of the KV heads that stream
 ROUNDING = 0.01  # most error of a gate near 1 that was stored in bfloat16
 
 
@@ -72,6 +75,55 @@ def streaming_heads(gates: Gates, share: float) -> np.ndarray:
     streams = np.zeros(len(flat), bool)
     streams[np.argsort(flat, kind="stable")[:count]] = True
     return streams.reshape(len(gates), -1)
+
+
+@dataclass(frozen=True)
+class GatedOptions:
+    """Options of a policy whose heads may stream.
+
+    Raises ValueError for gates that are none, and for a share of streaming heads without gates.
+    """
+
+    streaming_share: float | None = described(
+        None,
+        f"share of KV heads that stream, those with the lowest gates; {PAPERS_SHARE} if gates are "
+        "given, and refused without them",
+    )
+    gates: Gates = field(
+        default=(),
+        metadata={
+            "help": "file of a gate for each KV head: full_attention_heads.tsv of DuoAttention, or "
+            "JSON; without one no head streams",
+            "read": read_gates,
+        },
+    )
+
+    def __post_init__(self):
+        # A log restores a list; an array has no truth value.
+        given = not isinstance(self.gates, tuple | list) or len(self.gates) > 0
+        object.__setattr__(self, "gates", checked_gates(self.gates) if given else ())
+        if given and self.streaming_share is None:
+            object.__setattr__(self, "streaming_share", PAPERS_SHARE)
+        if not given and self.streaming_share is not None:
+            raise ValueError(
+                f"streaming_share ({shown(self.streaming_share)}) needs gates: without them no "
+                "head streams"
+            )
+
+    def streams(self, model: ModelConfig) -> np.ndarray:
+        """[L, K] bool: which KV heads of the whole model stream."""
+        if not self.gates:
+            return np.zeros((model.num_layers, model.num_kv_heads), bool)
+        return streaming_heads(self.gates, self.streaming_share or 0)
+
+    def check_gates(self, model: ModelConfig) -> None:
+        """Raises ValueError for gates of another model's shape."""
+        shape = model.num_layers, model.num_kv_heads
+        if self.gates and (len(self.gates), len(self.gates[0])) != shape:
+            raise ValueError(
+                f"gates are of {len(self.gates)} layers of {len(self.gates[0])} KV heads, but "
+                f"the model has {shape[0]} of {shape[1]}"
+            )
 
 
 def dense_first(streams: np.ndarray, num_groups: int) -> np.ndarray:

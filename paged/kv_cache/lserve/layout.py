@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from paged.kv_cache.lserve.gates import dense_first, streaming_heads
+from paged.kv_cache.lserve.gates import dense_first
 from paged.kv_cache.lserve.options import LEAST_SELECTED, UNQUANTISED, Options
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.work import Heads, Held, Work, seen_up_to, total, triangle
@@ -206,14 +206,6 @@ class Layout:
         return triangle(first) + beyond
 
 
-def split(options: Options, model: ShardedModel) -> np.ndarray:
-    """[L, K] bool: which KV heads of the whole model stream."""
-    L, K = model.whole.num_layers, model.whole.num_kv_heads
-    if not options.gates:
-        return np.zeros((L, K), bool)
-    return streaming_heads(options.gates, options.streaming_share or 0)
-
-
 def order_of(streams: np.ndarray, num_shards: int) -> np.ndarray:
     """[L, K], the heads as shards have them. With more shards than heads, several have the same."""
     return dense_first(streams, min(num_shards, streams.shape[1]))
@@ -229,7 +221,7 @@ def selector_numbers(options: Options, model: ShardedModel) -> np.ndarray:
     """[shards, L, J] int32: the number in the whole model of each selecting KV head of a shard, or
     of each query head if these select."""
     K, G = model.whole.num_kv_heads, model.whole.num_heads // model.whole.num_kv_heads
-    order = order_of(split(options, model), model.num_shards)
+    order = order_of(options.streams(model.whole), model.num_shards)
     if options.select_per == "query_head":
         order = (order[..., None] * G + np.arange(G)).reshape(len(order), -1)
         return np.stack(np.split(order, model.num_shards, axis=1)).astype(np.int32)
@@ -249,7 +241,7 @@ def state_bytes(layout: Layout, options: Options, model: ShardedModel) -> int:
 def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     options: Options = config.policy_options
     P, shards = config.page_size, model.num_shards
-    streams = split(options, model)
+    streams = options.streams(model.whole)
     streams = np.take_along_axis(streams, order_of(streams, shards), axis=1)
     groups = np.split(~streams, min(shards, streams.shape[1]), axis=1)
     copies = shards // len(groups)

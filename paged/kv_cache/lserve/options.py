@@ -1,22 +1,21 @@
 """The options of LServe's policy, and what it refuses."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from models.config import ModelConfig
 from paged import checks
 from paged.checks import described
-from paged.kv_cache.lserve.gates import Gates, checked_gates, read_gates, streaming_heads
+from paged.kv_cache.lserve.gates import GatedOptions
 from paged.kv_cache.policy import CacheConfig
 from pallas_kernels.quantization import KVFormat
 
 UNQUANTISED = 16  # kv_bits of pages that hold keys and values as they are
 LEAST_SELECTED = 3  # pages: fewer would leave no choice beside the newest one
-PAPERS_SHARE = 0.5  # of the KV heads that stream
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(GatedOptions):
     """Each field says what it is; counts are of tokens. The defaults are the paper's, but that
     without gates no head streams.
 
@@ -52,31 +51,6 @@ class Options:
         "tokens of a tile of such a prompt, counted from its end: a tile's last queries choose the "
         "pages that all of its queries read, and a chunk has whole tiles",
     )
-    streaming_share: float | None = described(
-        None,
-        f"share of KV heads that stream, those with the lowest gates; {PAPERS_SHARE} if gates are "
-        "given, and refused without them",
-    )
-    gates: Gates = field(
-        default=(),
-        metadata={
-            "help": "file of a gate for each KV head: full_attention_heads.tsv of DuoAttention, or "
-            "JSON; without one no head streams",
-            "read": read_gates,
-        },
-    )
-
-    def __post_init__(self):
-        # A log restores a list; an array has no truth value.
-        given = not isinstance(self.gates, tuple | list) or len(self.gates) > 0
-        object.__setattr__(self, "gates", checked_gates(self.gates) if given else ())
-        if given and self.streaming_share is None:
-            object.__setattr__(self, "streaming_share", PAPERS_SHARE)
-        if not given and self.streaming_share is not None:
-            raise ValueError(
-                f"streaming_share ({checks.shown(self.streaming_share)}) needs gates: without them "
-                "no head streams"
-            )
 
 
 def check_options(options: Options, config: CacheConfig, model: ModelConfig | None) -> None:
@@ -128,14 +102,10 @@ def check_options(options: Options, config: CacheConfig, model: ModelConfig | No
         raise ValueError(
             f"dense_layers ({options.dense_layers}) must be at most the model's {model.num_layers}"
         )
-    shape = model.num_layers, model.num_kv_heads
-    if options.gates and (len(options.gates), len(options.gates[0])) != shape:
-        raise ValueError(
-            f"gates are of {len(options.gates)} layers of {len(options.gates[0])} KV heads, but "
-            f"the model has {shape[0]} of {shape[1]}"
-        )
-    if options.gates and streaming_heads(options.gates, options.streaming_share or 0).all():
+    options.check_gates(model)
+    streams = options.streams(model)
+    if streams.all():
         raise ValueError(
             f"streaming_share ({options.streaming_share}) must leave a head dense of the "
-            f"{shape[0] * shape[1]} that there are"
+            f"{streams.size} that there are"
         )

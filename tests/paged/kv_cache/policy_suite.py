@@ -85,6 +85,16 @@ DIFFKV_THREE_OPTIONS = dataclasses.replace(
     DIFFKV_OPTIONS, top="auto", high="K8V8", alpha_top=1.4, alpha_h=1.0
 )
 WHOLE_PROMPTS = {"max_num_batched_tokens": LONGEST}
+# A head of each layer streams, not the same one; the others read three pages.
+DIFFKV_COMPOSED_OPTIONS = dataclasses.replace(
+    DIFFKV_OPTIONS,
+    sink=4,
+    local=8,
+    streaming_share=0.5,
+    gates=LSERVE_OPTIONS.gates,
+    read_pages=3,
+    logical_page=2,
+)
 DIFFKV_EXACT_OPTIONS = diffkv.Options(high="auto", low="auto", alpha_h=0.0, alpha_l=0.0)
 # Thresholds are data: its programs are those of the options with which tokens move down.
 DIFFKV_EXACT_THREE_OPTIONS = dataclasses.replace(
@@ -118,6 +128,13 @@ CASES = [
     Case(
         "diffkv", POLICIES["diffkv"],
         config={**WHOLE_PROMPTS, "policy_options": DIFFKV_OPTIONS, "kv_cache_tokens": 150},
+        slow=True,
+    ),
+    Case(
+        "diffkv_composed", POLICIES["diffkv"],
+        config={
+            **WHOLE_PROMPTS, "policy_options": DIFFKV_COMPOSED_OPTIONS, "kv_cache_tokens": 130
+        },
         slow=True,
     ),
     Case(

@@ -56,6 +56,8 @@ PRESETS = {
     "diffkv_repository": Preset(
         "diffkv", DIFFKV | {"prompt_rule": "repository", "generation_rule": "repository"}, WHOLE,
     ),
+    "diffkv_streaming": Preset("diffkv", DIFFKV | {"sink": 4, "local": 8}, WHOLE, streams=True),
+    "diffkv_selected": Preset("diffkv", DIFFKV | {"read_pages": 3, "logical_page": 2}, WHOLE),
     "diffkv_three": Preset("diffkv", THREE, WHOLE),
     "h2o": Preset(
         "diffkv",

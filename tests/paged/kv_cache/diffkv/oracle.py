@@ -21,7 +21,8 @@ class Token:
 class Head:
     """alpha: of each precision, the highest first. stores: what each leaves of a token. prompt,
     generation: 'paper' or 'repository', or with a budget, up to 1 as a share of the tokens, 'h2o'
-    or 'snapkv', and 'h2o' or 'keep'."""
+    or 'snapkv', and 'h2o' or 'keep'. streaming: the sink and the last tokens of a head that
+    streams, whose scores mean nothing."""
 
     alpha: tuple[float, ...]
     window: int
@@ -29,6 +30,7 @@ class Head:
     prompt: str = "paper"
     generation: str = "paper"
     budget: float = 0.0
+    streaming: tuple[int, int] | None = None
     kept: list[list[Token]] = field(init=False)
 
     def __post_init__(self):
@@ -42,6 +44,11 @@ class Head:
             scores = q[i] @ k[: i + 1].T * D**-0.5
             weights = np.exp(scores - scores.max(1, keepdims=True))
             probs[i, :, : i + 1] = weights / weights.sum(1, keepdims=True)
+        if self.streaming:
+            sink, local = self.streaming
+            for j in sorted({*range(min(n, sink)), *range(max(0, n - local), n)}):
+                self.kept[0].append(Token(j, *self.stores[0](k[j], v[j]), 0.0))
+            return np.einsum("igj,jd->igd", probs, v)
         if self.budget:
             self._take_budget(probs, k, v)
             return np.einsum("igj,jd->igd", probs, v)
@@ -88,7 +95,12 @@ class Head:
     def take_token(self, position: int, q, k, v) -> np.ndarray:
         """Attention [G, D] of the query [G, D] of a generated token."""
         N, self.now = position + 1, position
-        if self.generation == "h2o":
+        if self.streaming:
+            sink, local = self.streaming
+            self.kept[0] = [
+                t for t in self.kept[0] if t.position < sink or position - t.position < local
+            ]
+        elif self.generation == "h2o":
             self._evict(self._most(N), self._recent(N))
         elif self.generation != "keep":
             compress = self._algorithm_1 if self.generation == "paper" else self._argmin

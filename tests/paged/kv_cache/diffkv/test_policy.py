@@ -1,5 +1,6 @@
 """What DiffKV's policy keeps, bounds and refuses. The suite of all policies runs it too."""
 
+import functools
 import itertools
 import json
 from dataclasses import replace
@@ -13,11 +14,12 @@ from models.sampling import SamplingState
 from paged.device.step import step
 from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache import POLICIES, diffkv
+from paged.kv_cache import POLICIES, diffkv, lserve
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import read_thresholds
 from paged.kv_cache.diffkv.state import DiffKVCache
 from paged.kv_cache.policy import ShardedModel
+from tests.paged.kv_cache.lserve_oracle import masked_attend
 from tests.paged.kv_cache.policy_suite import (
     CASES,
     CATALOGUE,
@@ -113,16 +115,34 @@ def test_with_thresholds_of_zero_and_pages_as_they_are_it_is_vllm(
 
 
 @pytest.mark.slow
+def test_selected_pages_that_are_kept_whole_are_lserves(bench):
+    """Where nothing is compressed, pages are those of LServe without streaming heads."""
+    lserve_options = lserve.Options(budget=12, reuse=1, logical_page=2)
+    dense = np.zeros((TINY.num_layers, TINY.num_kv_heads), bool)
+    options = replace(DIFFKV_EXACT_OPTIONS, read_pages=3, logical_page=2)
+    case = replace(
+        CASE,
+        name="diffkv",
+        oracle=functools.partial(masked_attend, TINY, lserve_options, dense, 4),
+        config=CASE.config | {"policy_options": options, "kv_cache_tokens": 200},
+    )
+    for request in (r for r in CATALOGUE if r.how.max_tokens in (25, 60)):
+        (tokens,) = Bench(bench.params).alone(case, request)
+        bench.check_oracle(case, list(request.prompt), tokens)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("Tp", "Sd", "multi_step", "top"), [(64, 4, 1, ""), (0, 4, 4, ""), (64, 4, 1, "K16V16")]
+    ("Tp", "Sd", "multi_step", "options"),
+    [(64, 4, 1, {}), (0, 4, 4, {}), (64, 4, 1, {"top": "K16V16"}), (64, 4, 1, {"read_pages": 4})],
 )
-def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step, top):
+def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step, options):
     """The pool is aliased from input to output, and no temporary comes near its size. The cache is
     large, so that the state of slots is small beside it."""
     config = EngineConfig(
         max_num_seqs=4, max_model_len=256, kv_cache_tokens=65536, page_size=16,
         multi_step=multi_step, policy="diffkv", chunked_prefill=False,
-        policy_options={"top": top, "low": "K4V4"},
+        policy_options=options | {"low": "K4V4"},
     )  # fmt: skip
     policy = diffkv.device(config, ShardedModel.split(TINY))
     cache = jax.eval_shape(lambda: policy.init(np.float32, jnp.int32(0)))
@@ -132,14 +152,15 @@ def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step, top):
     compiled = program.lower(tiny_params, cache, state, inputs, TINY, policy, multi_step).compile()
     memory = compiled.memory_analysis()
     assert memory is not None
-    pool = cache.words
     total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert memory.alias_size_in_bytes >= total
-    assert memory.temp_size_in_bytes < pool.size * pool.dtype.itemsize / 2
-    shape = ",".join(map(str, pool.shape))
     text = (compiled.as_text() or "").splitlines()
-    assert any(f"u32[{shape}]" in line for line in text)
-    assert not any(f"u32[{shape}]" in line and " copy(" in line for line in text)
+    for pool in cache.by_page.values():
+        assert memory.temp_size_in_bytes < pool.size * pool.dtype.itemsize / 2
+        kind = {"uint32": "u32", "float32": "f32"}[pool.dtype.name]
+        shape = f"{kind}[{','.join(map(str, pool.shape))}]"
+        assert any(shape in line for line in text)
+        assert not any(shape in line and " copy(" in line for line in text)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +207,22 @@ def test_a_page_is_as_large_as_the_paper_says():
     assert layout.all_heads == 2 * 4
 
 
+def test_bounds_are_of_the_shard_with_the_fewest_streaming_heads():
+    """Of three heads that stream among eight, one shard has one and the other has two."""
+    model = TINY.replace(num_layers=2, num_heads=4, num_kv_heads=4)
+    gates = ((0.1, 0.9, 0.9, 0.2), (0.9, 0.9, 0.9, 0.3))
+    options = {"gates": gates, "streaming_share": 3 / 8, "sink": 4, "local": 6, "high": "auto"}
+    config = CASE.engine_config(policy_options=options | {"low": "K4V4"}, tensor_parallel=2)
+    layout = layout_of(config, ShardedModel.split(model, 2))
+    assert layout.streaming is not None
+    assert layout.streaming.by_shard == ((True, False, False, False), (False, True, False, True))
+    assert layout.formats[0].tokens == 4
+    # A dense head takes a page more for its second precision, a streaming one its window's.
+    assert [int(layout.worst(n)) for n in (0, 1, 9, 40)] == [0, 3 * 2 + 1, 3 * 4 + 3, 3 * 11 + 3]
+    pages, tokens = layout.uncompressed(np.array([3, 40]))
+    assert (pages.tolist(), tokens.tolist()) == ([4, 33], [12, 130])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -211,6 +248,19 @@ def test_a_page_is_as_large_as_the_paper_says():
         ({"policy_options": {"thresholds": None}}, r"thresholds must be .*, or \(\), not None"),
         ({"policy_options": {"budget": -1.0}}, "budget must be at least 0"),
         ({"policy_options": {"budget": 0.5}}, "needs generation_rule h2o or keep, not paper"),
+        ({"policy_options": {"streaming_share": 0.5}}, r"streaming_share \(0.5\) needs gates"),
+        (
+            {"policy_options": {"gates": ((0.5,),), "streaming_share": 1.5}},
+            "streaming_share must be from 0 to 1, not 1.5",
+        ),
+        ({"policy_options": {"gates": ((2.0,),)}}, "from 0 to 1, not 2.0 of layer 0, head 0"),
+        ({"policy_options": {"sink": -1}}, "sink must be at least 0 and below 2.30, not -1"),
+        (
+            {"policy_options": {"read_pages": 2}},
+            "read_pages must be 0, or at least 3 and below 2.31, not 2",
+        ),
+        ({"policy_options": {"logical_page": 0}}, "logical_page must be at least 1 and below"),
+        ({"policy_options": {"local": 0}}, "local must be at least 1 and below 2.30, not 0"),
     ],
 )
 def test_what_cannot_work_is_refused(changes, message):
@@ -222,6 +272,10 @@ def test_what_cannot_work_is_refused(changes, message):
     ("model", "changes", "message"),
     [
         ({"sliding_window": 8}, {}, "the model's cannot be served"),
+        (
+            {}, {"policy_options": {"gates": ((0.5, 0.5),)}},
+            "gates are of 1 layers of 2 KV heads, but the model has 2 of 2",
+        ),
         ({}, {"policy_options": {"low": "K4V2"}}, "fills no whole words"),
         (
             {}, {"policy_options": {"high": "K4V4", "low": "K8V8"}},
@@ -254,6 +308,11 @@ def test_output_can_be_prefilled_only_where_all_is_kept_as_it_is():
     assert exact.capabilities.recompute_exact
     uniform = CASE.engine_config(policy_options={"high": "K8V8", "alpha_h": 0.0, "alpha_l": 0.0})
     assert not uniform.capabilities.recompute_exact
+    window = replace(DIFFKV_EXACT_OPTIONS, gates=((0.1, 0.9), (0.8, 0.7)), streaming_share=0.5)
+    streams = CASE.engine_config(policy_options=window)
+    assert not streams.capabilities.recompute_exact
+    few = CASE.engine_config(policy_options=replace(DIFFKV_EXACT_OPTIONS, read_pages=3))
+    assert not few.capabilities.recompute_exact
 
 
 def test_thresholds_of_a_file_are_those_of_the_weights(tmp_path):

@@ -1,0 +1,117 @@
+"""Which pages a generated token reads: all, or in each head those whose keys promise most (LServe
+§3.5, Quest), whatever their precision.
+
+A page's key extremes are of every `logical` of its tokens, so that pages of lower precision, which
+hold more tokens, have no larger bounds by that. A token that leaves its page does not narrow them,
+so they stay bounds. The page of the new token is always read. What is not read gets no score.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.page_selection import select_pages
+from pallas_kernels.quantized_attention import PageFormat
+from pallas_kernels.quantized_attention.tables import Run
+
+
+class Read(NamedTuple):
+    """tables: [R, M] and counts: [R, I], what attention reads. ranks: of each precision [R, W], the
+    place among the pages that are read of each page that is held; W where it is not."""
+
+    tables: jax.Array
+    counts: jax.Array
+    ranks: tuple[jax.Array, ...]
+
+    def of_held(self, kept: Sequence[jax.Array]) -> list[jax.Array]:
+        """Scores of each precision's pages [R, W, P, G] as they are held, of those that are read;
+        -inf of the others."""
+        rows = jnp.arange(len(self.tables))[:, None]
+        return [
+            scores.at[rows, ranks].get(mode="fill", fill_value=-jnp.inf)
+            for scores, ranks in zip(kept, self.ranks, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class TopPages:
+    """count: pages that a head reads at most. logical: tokens whose keys share extremes."""
+
+    count: int
+    logical: int
+
+    def logical_pages(self, formats: tuple[PageFormat, ...]) -> int:
+        """C, of a page of the precision that holds the most tokens."""
+        return max(-(-format.tokens // self.logical) for format in formats)
+
+    def write(self, extremes_NxE, page, at, keys_nxD, added):
+        """Bring keys, at places `at` of pages `page` [n], into the extremes, C times [max | min].
+        What goes to pages beyond N is dropped. added: [n] whether the place was free. The first
+        token of a page sets those of all of its logical pages."""
+        (N, E), (n, D) = extremes_NxE.shape, keys_nxD.shape
+        C, keys = E // (2 * D), keys_nxD.astype(extremes_NxE.dtype)
+        nowhere = N * C + jnp.arange(n, dtype=jnp.int32)
+        begun = jnp.where(added & (at == 0) & (page < N), page, nowhere)
+        of_pages = jnp.tile(keys, (1, 2 * C))
+        extremes = extremes_NxE.at[begun].set(of_pages, mode="drop", unique_indices=True)
+        place = jnp.where(page < N, page * C + at // self.logical, nowhere)
+        begun = jnp.where(added & (at % self.logical == 0), place, nowhere)
+        flat = extremes.reshape(N * C, 2 * D)
+        flat = flat.at[begun].set(jnp.tile(keys, (1, 2)), mode="drop", unique_indices=True)
+        flat = flat.at[place, :D].max(keys, mode="drop").at[place, D:].min(keys, mode="drop")
+        return flat.reshape(N, E)
+
+    def read(
+        self, q_RxGxD, extremes_NxE, tables_RxM, counts_RxI, newest_R, selects_R,
+        runs: tuple[Run, ...], formats: tuple[PageFormat, ...], implementation: str | None,
+    ) -> Read:  # fmt: skip
+        """The pages that rows read.
+
+        newest: [R] int32, the page of the new token. selects: [R] bool, which rows may leave pages
+        out. implementation: of attention. The kernel of selection cannot run all options, so it is
+        not named.
+        """
+        (R, M), N, D = tables_RxM.shape, len(extremes_NxE), q_RxGxD.shape[-1]
+        row, entry = jnp.arange(R)[:, None], jnp.arange(M)
+        sizes = jnp.array([format.tokens for format in formats])
+        held = (counts_RxI + sizes - 1) // sizes
+        ends = jnp.cumsum(held, axis=1)
+        before, total = ends - held, ends[:, -1]
+        # All pages of a row, one precision after the other. The newest one changes places with the
+        # last one, which `select_pages` leaves out.
+        column = jnp.zeros((R, M), jnp.int32)
+        for level, run in enumerate(runs):
+            number = entry - before[:, level, None]
+            column = jnp.where(number >= 0, run.column(number), column)
+        pages = jnp.take_along_axis(tables_RxM, column, axis=1)
+        last = jnp.maximum(total - 1, 0)[:, None]
+        newest = ((pages == newest_R[:, None]) & (entry <= last)).argmax(1)[:, None]
+        pages = jnp.where(entry == newest, jnp.take_along_axis(pages, last, axis=1), pages)
+        selects = selects_R & (total > self.count)
+        chosen = select_pages(
+            q_RxGxD, extremes_NxE.reshape(N, -1, 2 * D), pages, total, self.count - 1,
+            selects_R=selects,
+            implementation=implementation if implementation in ("reference", "xla") else None,
+        )  # fmt: skip
+        chosen = jnp.concatenate([jnp.where(chosen == newest, last, chosen), newest], axis=1)
+        chosen, selects = jnp.sort(chosen, axis=1), selects[:, None]
+        tables, counts, ranks = tables_RxM, [], []
+        for level, (run, P) in enumerate(zip(runs, sizes)):
+            number, of_level = chosen - before[:, level, None], held[:, level, None]
+            mine = selects & (number >= 0) & (number < of_level)
+            rank = jnp.cumsum(mine, axis=1) - 1
+            ids = jnp.take_along_axis(tables_RxM, run.column(number), axis=1)
+            tables = tables.at[row, jnp.where(mine, run.column(rank), M)].set(ids, mode="drop")
+            # Chosen pages are in order, so that the last one, which may not be full, stays last.
+            with_last = (mine & (number == of_level - 1)).any(1)
+            lacks = held[:, level] * P - counts_RxI[:, level]
+            read = mine.sum(1) * P - jnp.where(with_last, lacks, 0)
+            counts.append(jnp.where(selects[:, 0], read, counts_RxI[:, level]))
+            all_read = jnp.broadcast_to(jnp.arange(run.width), (R, run.width))
+            ranks_of_level = jnp.where(selects, run.width, all_read)
+            at = jnp.where(mine, number, run.width)
+            ranks.append(ranks_of_level.at[row, at].set(rank, mode="drop"))
+        return Read(tables, jnp.stack(counts, axis=1).astype(jnp.int32), tuple(ranks))
