@@ -109,7 +109,7 @@ class Study[F: Flags, R]:
     values: Callable[[F, Sequence[R]], Values]
     holds: Callable[[Mapping[str, float]], bool]
     paper: Mapping[str, float | tuple[float, float]] = dataclasses.field(default_factory=dict)
-    draw: Callable[[F, Figure, Sequence[R]], None] | None = None
+    draw: Callable[[F, Figure, Sequence[R]], object] | None = None
     table: Callable[[F, Sequence[R]], str] | None = None
     check: Callable[[F], None] = lambda flags: None
     tolerance: float = 0.1
@@ -121,9 +121,16 @@ class Study[F: Flags, R]:
 
     @property
     def name(self) -> str:
-        """PAPER/FILE, as vllm/fig12_latency_over_rate."""
+        """PAPER/FILE, as vllm/fig12_latency_over_rate; FILE alone of a program of `experiments`."""
         path = Path(self.file)
-        return f"{path.parent.name}/{path.stem}"
+        return path.stem if path.parent.name == "experiments" else f"{path.parent.name}/{path.stem}"
+
+    def changed(self, flags: F) -> str:
+        """In words, the flags that are not those of the setting."""
+        full = self.at("full")
+        return " ".join(
+            f"--{name}={value}" for name, value in vars(flags).items() if value != vars(full)[name]
+        )
 
     def at(self, scale: Literal["quick", "full"]) -> F:
         """The flags of a scale."""
@@ -249,6 +256,8 @@ class Study[F: Flags, R]:
             f"setting  {self.setting.here}",
             f"differs  {self.setting.differs or 'in nothing'}",
         ]
+        if changed := self.changed(flags):
+            lines.append(f"         and here: {changed}")
         if report["partial"]:
             lines.append(f"PARTIAL  {report['partial']}: {len(rows)} rows")
         return "\n".join(lines)

@@ -178,7 +178,7 @@ def _json_options(text: str) -> dict[str, Any]:
     return values
 
 
-def loading(options: Options) -> dict[str, Any]:
+def loading(options: object) -> dict[str, Any]:
     """The values that `engines.load_engine` takes by name."""
     return {name: value for name, value in vars(options).items() if name in _LOADING}
 

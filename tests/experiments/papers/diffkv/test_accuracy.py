@@ -1,35 +1,36 @@
 """DiffKV's studies: what is asked of which system, what memory is measured, and what is said."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.figures import accuracy
-from experiments.figures.diffkv import accuracy_memory, dynamic_sparsity
+from experiments import accuracy
 from experiments.lib import kv_held
 from experiments.lib.answers import Answer, Evaluation
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.kv_held import Held
-from experiments.lib.program import Options, Refused
+from experiments.lib.program import Refused
 from experiments.lib.reference import Distributions
-from experiments.train import calibrate_diffkv
+from experiments.papers.diffkv import fig09_dynamic_sparsity as dynamic_sparsity
+from experiments.papers.diffkv import fig10_thresholds as thresholds
+from experiments.papers.diffkv import table1_accuracy_memory as accuracy_memory
 from models import checkpoint
-from models.hub import BUNDLED
 from paged.requests.sampling_params import SamplingParams
 
-FLAGS = {
-    "model": "bundled", "dtype": "float32", "attention_implementation": "", "seed": 1,
-    "compilation_cache": "", "tasks": ["values"], "contexts": ["256"], "num_prompts": 4,
-    "alphas": ["1/0", "3/0.02"], "formats": ["K4V4", "K2V4"], "budgets": ["0.3", "0.5"],
-    "alphas_h": ["1", "2"], "alphas_l": ["0", "0.1"], "three_levels": ["5/1/0"],
-    "duo_share": 0.5, "gates": str(BUNDLED / "duo_gates.json"), "quest_budget": 64,
+FLAGS: dict[str, Any] = {
+    "seed": 1, "compilation_cache": "", "tasks": ("values",), "contexts": (256,), "num_prompts": 4,
+}  # fmt: skip
+MEMORY: dict[str, Any] = FLAGS | {
+    "alphas": ("1/0", "3/0.02"), "formats": ("K4V4", "K2V4"), "budgets": (0.3, 0.5),
+    "quest_budget": 64,
 }  # fmt: skip
 
 
 def test_systems_differ_in_what_their_names_say():
-    found = accuracy_memory.make_systems(Options(**FLAGS))
+    found = accuracy_memory.make_systems(accuracy_memory.MemoryFlags(**MEMORY))
     assert list(found) == [
         "16 bits", "DiffKV 1/0", "H2O 0.3", "SnapKV 0.3", "H2O 0.5", "SnapKV 0.5", "K4V4", "K2V4",
         "DiffKV 3/0.02", "three levels 5/1/0", "DuoAttention", "Quest",
@@ -54,23 +55,23 @@ def test_systems_differ_in_what_their_names_say():
 
 
 @pytest.mark.parametrize(
-    ("program", "changes", "message"),
+    ("module", "changes", "message"),
     [
-        (accuracy_memory, {"alphas": ["1"]}, "--alphas must be pairs such as 1/0.02"),
-        (accuracy_memory, {"alphas": []}, "--alphas must be pairs such as 1/0.02"),
-        (accuracy_memory, {"alphas": ["0/1"]}, "alpha_l must be from 0 to alpha_h"),
-        (accuracy_memory, {"three_levels": ["1/0"]}, "--three_levels must be such as 5/1/0"),
-        (accuracy_memory, {"three_levels": ["0/1/0"]}, "alpha_top must be at least alpha_h"),
-        (accuracy_memory, {"budgets": ["half"]}, "--budgets must be numbers"),
-        (accuracy_memory, {"formats": ["INT4"]}, "a page format is named K8V4"),
-        (dynamic_sparsity, {"alphas": ["1/0"]}, "--alphas must be numbers"),
-        (calibrate_diffkv, {"alphas_l": ["0.1"]}, "--alphas_l 0, where nothing is dropped"),
+        (accuracy_memory, {"alphas": ("1",)}, "--alphas must be pairs such as 1/0.02"),
+        (accuracy_memory, {"alphas": ()}, "--alphas must be pairs such as 1/0.02"),
+        (accuracy_memory, {"alphas": ("0/1",)}, "alpha_l must be from 0 to alpha_h"),
+        (accuracy_memory, {"three_levels": ("1/0",)}, "--three_levels must be such as 5/1/0"),
+        (accuracy_memory, {"three_levels": ("0/1/0",)}, "alpha_top must be at least alpha_h"),
+        (accuracy_memory, {"budgets": ("half",)}, "--budgets must be numbers"),
+        (accuracy_memory, {"formats": ("INT4",)}, "a page format is named K8V4"),
+        (dynamic_sparsity, {"alphas": ("1/0",)}, "--alphas must be numbers"),
+        (thresholds, {"alphas_l": (0.1,)}, "--alphas_l 0, where nothing is dropped"),
     ],
 )
-def test_bad_flags_are_refused_before_any_model_is_loaded(tmp_path, program, changes, message):
-    with pytest.raises(Refused, match=message):
-        program.main(Options(**FLAGS | changes, output_dir=str(tmp_path)))
-    assert not (tmp_path / "accuracy.csv").exists()
+def test_bad_flags_are_refused_before_any_model_is_loaded(tmp_path, module, changes, message):
+    with pytest.raises((Refused, ValueError), match=message):
+        module.STUDY.write(module.STUDY.flags(**FLAGS | changes), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def found_with(right: list[bool], fraction: float | None = None) -> Evaluation:
@@ -82,9 +83,15 @@ def found_with(right: list[bool], fraction: float | None = None) -> Evaluation:
 
 
 def rows_of(found: dict[str, Evaluation]) -> list[accuracy.Row]:
+    reference = found["16 bits"]
     return [
-        row for name, one in found.items() for row in accuracy.rows_of(name, one, found["16 bits"])
-    ]
+        row for name, one in found.items()
+        for row in accuracy.rows_of(name, one, "16 bits", reference)
+    ]  # fmt: skip
+
+
+def numbers_of(report: dict[str, Any]) -> dict[str, float]:
+    return {value["name"]: value["here"] for value in report["values"]}
 
 
 def test_the_goal_and_baselines_at_no_less_memory():
@@ -93,31 +100,37 @@ def test_the_goal_and_baselines_at_no_less_memory():
     found |= {f"{m} {b}": found_with(half, b + 0.01) for m in ("H2O", "SnapKV") for b in (0.3, 0.5)}
     found |= {"K4V4": found_with(half, 0.3), "K2V4": found_with(half, 0.2)}
     found["DiffKV 3/0.02"] = found_with(right, 0.29)
-    options = Options(**FLAGS)
-    text, numbers = accuracy_memory.conclude(options, rows_of(found), found)
-    assert "memory 0.330 (at most 0.40" in text and ", met" in text
-    assert "DiffKV 1/0 to H2O 0.5: +50.0 points" in text and "memory 0.330 against 0.510" in text
-    assert "DiffKV 3/0.02 to K4V4" in text and "memory 0.290 against 0.300" in text
-    assert numbers["kv_memory_fraction"] == pytest.approx(0.33)
-    assert numbers["points_diffkv_over_k4v4"] == 50
+    flags, study = accuracy_memory.MemoryFlags(**MEMORY), accuracy_memory.STUDY
+
+    def report() -> dict[str, Any]:
+        rows = rows_of(found)
+        for name, other in accuracy_memory.compare(flags, rows):
+            rows.append(accuracy.rows_of(name, found[name], other, found[other])[-1])
+        accuracy_memory.draw(flags, Figure(), rows)
+        paired = {(row.system, row.reference) for row in accuracy.pairs(rows)}
+        assert ("DiffKV 1/0", "H2O 0.5") in paired and ("DiffKV 3/0.02", "K4V4") in paired
+        return study.report(flags, rows)
+
+    whole = report()
+    numbers = numbers_of(whole)
+    assert whole["holds"] is True and numbers["kv_memory_fraction"] == pytest.approx(0.33)
+    assert numbers["points_diffkv_over_k4v4"] == numbers["points_diffkv_over_h2o_0_5"] == 50
     found["DiffKV 1/0"] = found_with(right, 0.41)
-    assert "not met" in accuracy_memory.conclude(options, rows_of(found), found)[0]
-    rows = rows_of(found)
-    accuracy_memory.draw(options, Figure(), accuracy.pooled(rows), rows[1:2])
+    assert report()["holds"] is False
 
 
 def test_calibration_is_the_papers_procedure():
     """First alpha_h where nothing is dropped, then alpha_l; of equal ones the least memory."""
-    options = Options(**FLAGS)
+    flags = thresholds.ThresholdFlags(**FLAGS, alphas_h=(1.0, 2.0), alphas_l=(0.0, 0.1))
 
     def chosen(cells):
         found = {"16 bits": found_with([True] * 10)}
         for cell, (right, memory) in cells.items():
             one = found_with([True] * right + [False] * (10 - right), memory)
-            found[calibrate_diffkv.label(cell)] = one
+            found[thresholds.label(cell)] = one
         rows = rows_of(found)
-        calibrate_diffkv.draw(options, Figure(), accuracy.pooled(rows))
-        numbers = calibrate_diffkv.conclude(options, rows)[1]
+        thresholds.draw(flags, Figure(), rows)
+        numbers = thresholds.values(flags, rows)
         return numbers["alpha_h"], numbers["alpha_l"]
 
     cells = {(1, 0): (10, 0.4), (2, 0): (10, 0.3), (1, 0.1): (10, 0.2), (2, 0.1): (9, 0.1)}
@@ -172,16 +185,27 @@ def test_memory_of_dense_and_streaming_heads(tiny_folder):
 
 @pytest.mark.slow  # two policies compile
 def test_a_whole_study(tmp_path, capsys, monkeypatch):
-    few = {"alphas": ["1/0.02"], "three_levels": [], "formats": [], "budgets": []}
-    least = {"num_prompts": 1, "gates": "", "quest_budget": 0, "contexts": ["256", "256"]}
-    options = Options(**FLAGS | few | least, output_dir=str(tmp_path))
-    assert accuracy_memory.main(options) == 0
-    assert "goal of DiffKV 1/0.02" in capsys.readouterr().out
+    few = {"alphas": ("1/0.02",), "three_levels": (), "formats": (), "budgets": ()}
+    least = {"num_prompts": 1, "gates": "", "quest_budget": 0, "contexts": (256, 256)}
+    flags = accuracy_memory.MemoryFlags(**FLAGS | few | least)
+    assert accuracy_memory.STUDY.write(flags, tmp_path) == 0
+    assert "DiffKV 1/0.02" in capsys.readouterr().out
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert 0.2 < numbers["kv_memory_fraction"] < 0.6
-    first = (tmp_path / "accuracy.csv").read_bytes()
+    first = (tmp_path / "rows.csv").read_bytes()
     # The second time nothing is asked again, and the same is found.
     monkeypatch.setattr(accuracy, "load_engine", None)
-    assert accuracy_memory.main(options) == 0
+    assert accuracy_memory.STUDY.write(flags, tmp_path) == 0
     assert json.loads((tmp_path / "summary.json").read_text()) == numbers
-    assert (tmp_path / "accuracy.csv").read_bytes() == first
+    assert (tmp_path / "rows.csv").read_bytes() == first
+
+
+@pytest.mark.slow  # two policies compile
+def test_thresholds_are_written_for_the_policy_to_read(tmp_path):
+    flags = thresholds.ThresholdFlags(
+        **FLAGS | {"num_prompts": 1}, alphas_h=(1.0,), alphas_l=(0.0,)
+    )
+    assert thresholds.STUDY.write(flags, tmp_path) == 0
+    stored = json.loads((tmp_path / thresholds.THRESHOLDS).read_text())
+    assert (stored["alpha_h"], stored["alpha_l"]) == (1.0, 0.0)
+    assert stored["weights_sha256"] == checkpoint.weights_hash("bundled")

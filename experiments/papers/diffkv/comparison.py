@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
-from experiments.figures import accuracy
-from experiments.figures.accuracy import Row
-from experiments.figures.diffkv.systems import REFERENCE
-from experiments.lib.answers import Evaluation
+from experiments import accuracy
+from experiments.accuracy import Row
+from experiments.papers.diffkv.systems import REFERENCE
 
 
 def _sizes(whole: Mapping[str, Row], names: Sequence[str]) -> dict[str, float]:
@@ -30,21 +29,6 @@ def at_no_more_memory(whole: Mapping[str, Row], names: Sequence[str], memory: fl
     return max(fitting, key=fitting.__getitem__) if fitting else None
 
 
-def compared(found: Mapping[str, Evaluation], first: str, second: str) -> Row:
-    """The first, paired with the second."""
-    return accuracy.rows_of(first, found[first], found[second])[-1]
-
-
-def told(row: Row, other: str) -> str:
-    points = (
-        f"{row.difference:+.1f} points ({row.difference_low:+.1f} to {row.difference_high:+.1f})"
-    )
-    return (
-        f"{row.system} to {other}: {points}, log-probability {row.logprob_difference:+.4f} "
-        f"({row.logprob_low:+.4f} to {row.logprob_high:+.4f})"
-    )
-
-
 def draw_family(axes: Axes, rows: Sequence[Row], measure: str, **style) -> None:
     """A measure of `Row` over memory, with its interval."""
     low, high, label = accuracy.MEASURES[measure]
@@ -55,4 +39,3 @@ def draw_family(axes: Axes, rows: Sequence[Row], measure: str, **style) -> None:
     x = np.array([row.kv_memory_fraction for row in rows], float)
     axes.errorbar(x, middle, errors, marker="o", markersize=4, capsize=2, **style)
     axes.set(xlabel="KV memory, of 16-bit pages", ylabel=label.replace("dense", REFERENCE))
-    axes.spines[["top", "right"]].set_visible(False)

@@ -1,28 +1,28 @@
 """Decode attention by format and length, beside the dense op (DiffKV Fig. 15a).
 
-python -m experiments.figures.diffkv.kernel_speed
+python -m experiments.papers.diffkv.fig15a_kernel_speed
 
-A layer of Llama-3-8B's heads (32 query and 8 KV heads of 128), --kernel_batch sequences, all
+A layer of Llama-3-8B's heads (32 query and 8 KV heads of 128), --batch sequences, all
 tokens in one format, and half of them in each of K8V4 and K4V2. All formats read the same pool,
 whose words each parses in its way; the dense op reads pages of float32. The cases take turns, and
-medians count. Floors are of the bytes alone, at the machine's measured rate. Writes to
---output_dir: kernel_speed.csv, kernel_speed.png, report.json and summary.json.
+medians count. Floors are of the bytes alone, at the machine's measured rate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from matplotlib.figure import Figure
 
 from experiments.bench.lserve_engine import MODEL
-from experiments.figures.diffkv import performance
-from experiments.figures.diffkv.performance import PAGE_SIZE, Section
-from experiments.lib.program import Options
+from experiments.lib import plots, run_record
+from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.diffkv.systems import PAGE_SIZE
+from experiments.study import Setting, Study, Values
+from experiments.timing import medians_ms
 from paged.simulator import roofline
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantized_attention import PageFormat, mixed_precision_attention, parse_format
@@ -35,8 +35,22 @@ FINITE = 0x3BFF3BFF
 
 
 @dataclass(frozen=True)
+class KernelFlags(Flags):
+    tokens: tuple[int, ...] = flag((512, 1024, 2048, 4096), "of each sequence", least=1)
+    formats: tuple[str, ...] = flag(FORMATS, "of the pages", choices=FORMATS)
+    batch: int = flag(8, "sequences", least=1)
+    rounds: int = flag(9, "timed runs of all that is compared", least=1)
+    seed: int = flag(0, "of all that is drawn", least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_some("tokens", "formats")
+
+
+@dataclass(frozen=True)
 class Row:
-    """bytes: of keys and values, their scales among them, that cannot be left unread."""
+    """bytes: of keys and values, their scales among them, that cannot be left unread.
+    times_fewer_bytes: than the dense op's; the speedup that they allow."""
 
     format: str
     tokens: int
@@ -44,6 +58,7 @@ class Row:
     floor_ms: float
     over_dense: float
     bytes: int
+    times_fewer_bytes: float
 
 
 def formats_of(name: str, head_dim: int) -> tuple[PageFormat, PageFormat]:
@@ -108,61 +123,44 @@ def attend_dense(q, k_pages, v_pages, tables, lengths):
     return paged_attention(q, k_pages, v_pages, tables, lengths)
 
 
-def check(options: Options, heads: Heads = HEADS["llama-3-8b"]) -> None:
-    longest = max(performance.positive(options, "kernel_tokens"))
-    pages, words = Pool.shape(heads, options.kernel_batch, longest)
+def check(flags: KernelFlags, heads: Heads = HEADS["llama-3-8b"]) -> None:
+    pages, words = Pool.shape(heads, flags.batch, max(flags.tokens))
     # The words, and while they are drawn twice them; then the dense op's keys and values.
     size = 4 * pages * max(3 * words, words + 2 * PAGE_SIZE * heads.D)
-    performance.check_memory("--kernel_tokens and --kernel_batch", size)
-    unknown = set(options.kernel_formats) - set(FORMATS)
-    if unknown or not options.kernel_formats:
-        raise ValueError(f"--kernel_formats are some of {', '.join(FORMATS)}, not {unknown}")
+    run_record.check_memory("--tokens and --batch", size)
 
 
-def measure(options: Options, heads: Heads = HEADS["llama-3-8b"]) -> list[Row]:
-    lengths = performance.positive(options, "kernel_tokens")
-    pool = Pool(heads, options.kernel_batch, max(lengths), options.seed)
+def measure(flags: KernelFlags, _, heads: Heads = HEADS["llama-3-8b"]) -> Iterator[Row]:
+    lengths = sorted(set(flags.tokens))
+    pool = Pool(heads, flags.batch, max(lengths), flags.seed)
     pages = len(pool.tables.reshape(-1))
     k_pages, v_pages = (
         jax.random.normal(key, (pages, PAGE_SIZE, heads.D))
-        for key in jax.random.split(jax.random.key(options.seed))
+        for key in jax.random.split(jax.random.key(flags.seed))
     )
     rates = Rates.best(roofline.measure(MODEL, 32))
-    rows = []
     for tokens in lengths:
-        whole = jnp.full((options.kernel_batch, heads.K), tokens, jnp.int32)
+        whole = jnp.full((flags.batch, heads.K), tokens, jnp.int32)
         cases = {
             name: partial(
                 attend, formats_of(name, heads.D), pool.q, pool.words, pool.tables_of(name),
                 pool.counts(name, tokens),
             )
-            for name in options.kernel_formats
+            for name in flags.formats
         }  # fmt: skip
         cases[DENSE] = partial(attend_dense, pool.q, k_pages, v_pages, pool.tables, whole)
-        timed = {name: (lambda: 0, lambda _, work=work: work()) for name, work in cases.items()}
-        ms = performance.turns_ms(f"decode {tokens}", timed, options.rounds)
-        for name in (DENSE, *options.kernel_formats):
-            dense_bytes = 2 * 4 * heads.D * heads.K * options.kernel_batch * tokens
+        ms = medians_ms(cases, flags.rounds, f"decode {tokens}")
+        for name in (DENSE, *flags.formats):
+            dense_bytes = 2 * 4 * heads.D * heads.K * flags.batch * tokens
             read = dense_bytes if name == DENSE else pool.bytes(name, tokens)
             floor_ms = 1e3 * rates.floor_s(Cost(read), dispatches=0)
-            rows.append(Row(name, tokens, ms[name], floor_ms, ms[name] / ms[DENSE], read))
-    return rows
+            over = ms[name] / ms[DENSE]
+            yield Row(name, tokens, ms[name], floor_ms, over, read, dense_bytes / read)
 
 
-def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'tokens':>8}  {'':10}{'ms':>9}{'floor':>9}{'MB':>9}{'speedup':>9}{'by bytes':>9}"]
-    dense = {row.tokens: row.bytes for row in rows if row.format == DENSE}
-    lines += [
-        f"{r.tokens:8,}  {r.format:10}{r.ms:9.2f}{r.floor_ms:9.2f}{r.bytes / 1e6:9.1f}"
-        f"{1 / r.over_dense:9.2f}{dense[r.tokens] / r.bytes:9.2f}"
-        for r in rows
-    ]
-    return "\n".join(lines)
-
-
-def draw(figure: Figure, rows: Sequence[Row]) -> None:
+def draw(_: KernelFlags, figure: Figure, rows: Sequence[Row]) -> None:
     times, speedups = figure.subplots(1, 2)
-    performance.lines(times, rows, "tokens", "ms", "format", "tokens of a sequence", "ms")
+    plots.lines(times, rows, "tokens", "ms", "format", "tokens of a sequence", "ms")
     times.set(xscale="log", yscale="log")
     for name in dict.fromkeys(row.format for row in rows):
         mine = [row for row in rows if row.format == name]
@@ -170,25 +168,33 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
     speedups.set(xlabel="tokens of a sequence", ylabel="× dense", xscale="log", ylim=(0, None))
 
 
-def numbers(rows: Sequence[Row]) -> dict[str, float | None]:
+def values(_: KernelFlags, rows: Sequence[Row]) -> Values:
     """decode_over_dense: of K4V2, at the length where it is worst."""
     found = [row.over_dense for row in rows if row.format == "K4V2"]
     return {"decode_over_dense": max(found, default=None)}
 
 
-def define_flags() -> None:
-    flags.DEFINE_list("kernel_tokens", ["512", "1024", "2048", "4096"], "of each sequence")
-    flags.DEFINE_list("kernel_formats", list(FORMATS), f"some of {', '.join(FORMATS)}")
-    flags.DEFINE_integer("kernel_batch", 8, "sequences", lower_bound=1)
-
-
-SECTION = Section(
-    "kernel_speed", "Fig. 15a",
-    "nearly as much faster than vLLM's kernel as pages are smaller; K8V8 1.7 of 2 possible; more "
-    "at longer sequences (L40, 16 bits; here dense is of 32 bits).",
-    define_flags, check, measure, table, draw, numbers,
-)  # fmt: skip
-PROGRAM = SECTION.program
+STUDY = Study(
+    __file__,
+    title="Decode attention by format and length (DiffKV Fig. 15a)",
+    kind="measured",
+    claim="compressed pages are read nearly as much faster as they are smaller (K8V8: 1.7 of 2)",
+    rule="K4V2 takes at most 0.9 of the dense op's time at every length",
+    holds=lambda v: v["decode_over_dense"] <= 0.9,
+    setting=Setting(
+        "a layer of Llama-3-8B's heads, 8 sequences, XLA on this machine",
+        "the paper times its CUDA kernel on an L40 beside pages of 16 bits; dense is of 32 bits",
+        "wrong",
+    ),
+    flags=KernelFlags,
+    row=Row,
+    measure=measure,
+    values=values,
+    check=check,
+    draw=draw,
+    quick={"tokens": (512, 1024), "rounds": 3},
+    minutes=(1, 5),
+)
 
 if __name__ == "__main__":
-    PROGRAM.run()
+    STUDY.run()

@@ -1,33 +1,31 @@
 """What DiffKV builds on: attention scores, norms of values, and how many tokens matter (DiffKV §3,
 Figs. 2 to 5).
 
-python -m experiments.figures.diffkv.distributions
+python -m experiments.papers.diffkv.fig02_distributions
 
 Over whole prompts of each task, by layer and KV head: the significance of each token, which is the
 mean of the probabilities that later tokens give it, the largest of its KV head's query heads; the
 norm of its value; and how many tokens hold 95 % of a prompt's significance.
 
 Claims: scores span far more orders of magnitude than norms (paper: seven against two); tokens that
-matter differ in number between layers, heads and prompts. Writes to --output_dir: tokens.csv (by
-task, layer and head), distributions.png, report.json and summary.json.
+matter differ in number between layers, heads and prompts.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.lib import run_record
-from experiments.lib.flags import define_model
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.typed_flags import Flags, flag
+from experiments.study import Setting, Study, Values
 from experiments.tasks import tasks
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
@@ -35,7 +33,41 @@ from models.families import family
 from pallas_kernels.quantized_attention import prompt_attention
 
 SHARE = 0.95
-FILES = ("tokens.csv", "distributions.png")
+
+
+@dataclass(frozen=True)
+class PromptFlags(Flags):
+    model: str = flag("bundled", "'bundled', 'judge', a hub id, or a folder", path=True)
+    tasks: tuple[str, ...] = flag(
+        ("story", "needle", "multikey", "values", "cot"), "of experiments/tasks/tasks.py"
+    )
+    context_length: int = flag(1024, "tokens of prompt and answer", least=2)
+    num_prompts: int = flag(20, "per task", least=1)
+    seed: int = flag(7, "of the prompts", least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_some("tasks")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A KV head on a task. tokens: of a prompt. critical: tokens that hold 95 % of significance,
+    mean and deviation over prompts. score, norm: percentiles of significance and of values'
+    norms."""
+
+    task: str
+    layer: int
+    head: int
+    tokens: int
+    critical_mean: float
+    critical_std: float
+    score_p01: float
+    score_p50: float
+    score_p999: float
+    norm_p01: float
+    norm_p50: float
+    norm_p999: float
 
 
 class Prompt(NamedTuple):
@@ -68,7 +100,7 @@ def _measure(params, config: ModelConfig, tokens_T):
     return family(config).forward(params, config, tokens_T, jnp.arange(T), attend, noted)[1]
 
 
-def measure(params, config: ModelConfig, tokenizer, prompts) -> list[Prompt]:
+def over_prompts(params, config: ModelConfig, tokenizer, prompts) -> list[Prompt]:
     found = []
     for prompt in tqdm(prompts, desc=prompts[0].task):
         tokens = np.array(tokenizer(prompt.prompt + prompt.answer)["input_ids"], np.int32)
@@ -77,21 +109,47 @@ def measure(params, config: ModelConfig, tokenizer, prompts) -> list[Prompt]:
     return found
 
 
-def table(task: str, found: Sequence[Prompt]) -> list[dict]:
-    """A row for each layer and KV head: tokens that matter, their mean and deviation over prompts,
-    and percentiles of scores and norms."""
+def rows_of(task: str, found: Sequence[Prompt]) -> Iterator[Row]:
+    """A row for each layer and KV head."""
     critical = np.stack([prompt.critical() for prompt in found])
-    rows = []
     for layer, head in np.ndindex(critical.shape[1:]):
-        counts = critical[:, layer, head]
-        row = dict(task=task, layer=layer, head=head, tokens=len(found[0].scores[0]))
-        row |= dict(critical_mean=float(counts.mean()), critical_std=float(counts.std()))
-        for name, index in (("score", 0), ("norm", 1)):
+        counts, percentiles = critical[:, layer, head], []
+        for index in (0, 1):
             values = np.concatenate([prompt[index][layer, :, head] for prompt in found])
-            for percentile, value in zip((0.1, 50, 99.9), np.percentile(values, (0.1, 50, 99.9))):
-                row[f"{name}_p{percentile:g}"] = float(value)
-        rows.append(row)
-    return rows
+            percentiles += np.percentile(values, (0.1, 50, 99.9)).tolist()
+        yield Row(
+            task, layer, head, len(found[0].scores[0]), float(counts.mean()),
+            float(counts.std()), *percentiles,
+        )  # fmt: skip
+
+
+def prompts_of(flags: PromptFlags) -> dict[str, list]:
+    """By task. Raises ValueError for what cannot be asked."""
+    longest = checkpoint.load_config(flags.model).max_position_embeddings
+    if flags.context_length > longest:
+        raise ValueError(f"--context_length must be at most the model's longest, {longest}")
+    tokenizer, length = load_tokenizer(flags.model), flags.context_length
+    return {
+        task: tasks.make_prompts(task, length, flags.num_prompts, flags.seed, tokenizer)
+        for task in flags.tasks
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def found_of(flags: PromptFlags) -> dict[str, list[Prompt]]:
+    """By task; rows and the figure are of the same."""
+    config, params = checkpoint.load(flags.model, "float32")
+    tokenizer, prompts = load_tokenizer(flags.model), prompts_of(flags)
+    return {task: over_prompts(params, config, tokenizer, asked) for task, asked in prompts.items()}
+
+
+def measure(flags: PromptFlags, _) -> Iterator[Row]:
+    for task, found in found_of(flags).items():
+        yield from rows_of(task, found)
+
+
+def check(flags: PromptFlags) -> None:
+    prompts_of(flags)
 
 
 def orders(values: np.ndarray) -> float:
@@ -100,7 +158,11 @@ def orders(values: np.ndarray) -> float:
     return float(np.log10(positive.max() / positive.min()))
 
 
-def summarise(rows: Sequence[dict], found: dict[str, list[Prompt]]) -> dict[str, float]:
+def values(flags: PromptFlags, rows: Sequence[Row]) -> Values:
+    return summarise(rows, found_of(flags))
+
+
+def summarise(rows: Sequence[Row], found: dict[str, list[Prompt]]) -> dict[str, float]:
     everything = [prompt for prompts in found.values() for prompt in prompts]
     layers = range(len(everything[0].scores))
     both = {
@@ -110,7 +172,7 @@ def summarise(rows: Sequence[dict], found: dict[str, list[Prompt]]) -> dict[str,
         for name, i in (("score", 0), ("norm", 1))
     }
     numbers = {f"{name}_orders_of_magnitude": max(values) for name, values in both.items()}
-    means = {(r["task"], r["layer"], r["head"]): r["critical_mean"] for r in rows}
+    means = {(r.task, r.layer, r.head): r.critical_mean for r in rows}
     numbers["critical_tokens_least_head"] = min(means.values())
     numbers["critical_tokens_most_head"] = max(means.values())
     for task in found:
@@ -119,9 +181,8 @@ def summarise(rows: Sequence[dict], found: dict[str, list[Prompt]]) -> dict[str,
     return numbers
 
 
-def plot(rows: Sequence[dict], found: dict[str, list[Prompt]], path: Path, footer: str) -> None:
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    figure.supxlabel(footer, fontsize=7)
+def draw(flags: PromptFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    found = found_of(flags)
     scores, norms, tokens, by_layer, by_head, by_task = figure.subplots(2, 3).flat
     everything = [prompt for prompts in found.values() for prompt in prompts]
     for axes, index, title in (
@@ -149,11 +210,10 @@ def plot(rows: Sequence[dict], found: dict[str, list[Prompt]], path: Path, foote
     by_head.set(xlabel="tokens", title="by layer.head (Fig. 5)")
     by_head.tick_params(axis="y", labelsize=6)
     for task in found:
-        means = [row["critical_mean"] for row in rows if row["task"] == task]
+        means = [row.critical_mean for row in rows if row.task == task]
         by_task.plot(sorted(means), label=task, marker=".")
     by_task.set(xlabel="heads, sorted", ylabel="tokens", title="by task")
     by_task.legend(fontsize="x-small")
-    run_record.save_figure(figure, path, dpi=130)
 
 
 def _draw_distributions(axes: Axes, prompts: Sequence[Prompt], index: int, title: str) -> None:
@@ -167,53 +227,39 @@ def _draw_distributions(axes: Axes, prompts: Sequence[Prompt], index: int, title
     axes.legend(fontsize="x-small")
 
 
-def main(options: Options) -> None:
-    folder = Path(options.output_dir)
-    with refusals():
-        longest = checkpoint.load_config(options.model).max_position_embeddings
-        if options.context_length > longest:
-            raise ValueError(f"--context_length must be at most the model's longest, {longest}")
-        tokenizer = load_tokenizer(options.model)
-        prompts = {
-            task: tasks.make_prompts(
-                task, options.context_length, options.num_prompts, options.seed, tokenizer
-            )
-            for task in options.tasks
-        }
-        if not prompts:
-            raise ValueError("--tasks must name at least one")
-        config, params = checkpoint.load(options.model, "float32")
-    found = {task: measure(params, config, tokenizer, prompts[task]) for task in prompts}
-    rows = [row for task in found for row in table(task, found[task])]
-    numbers = summarise(rows, found)
-    environment = run_record.describe_environment()
-    facts = {
-        "experiment": "diffkv_distributions", "flags": vars(options), "rows": rows,
-        "weights_sha256": checkpoint.weights_hash(options.model),
-    }  # fmt: skip
-    print(
-        f"orders of magnitude, most of a layer: scores {numbers['score_orders_of_magnitude']:.1f} "
-        f"(paper: 7), norms of values {numbers['norm_orders_of_magnitude']:.1f} (paper: 2)"
-    )
-    for task in found:
-        print(f"{task:12}{numbers[f'critical_tokens_{task}']:8.1f} tokens with 95 %, mean of heads")
-    least, most = (numbers[f"critical_tokens_{name}_head"] for name in ("least", "most"))
-    print(f"by head and task: {least:.1f} to {most:.1f} of {options.context_length} tokens")
-    run_record.write_csv(folder, "tokens.csv", rows)
-    plot(rows, found, folder / "distributions.png", run_record.hardware_line(environment))
-    run_record.write_json(folder, "report.json", facts | environment)
-    run_record.write_summary(folder, numbers)
+def table(flags: PromptFlags, rows: Sequence[Row]) -> str:
+    """Tokens with 95 %: a line a task, the mean over heads, and its least and most head."""
+    lines = [f"{'tokens with 95 %':18}{'mean':>8}{'least':>8}{'most':>8}"]
+    for task in flags.tasks:
+        means = [row.critical_mean for row in rows if row.task == task]
+        lines.append(f"{task:18}{np.mean(means):8.1f}{min(means):8.1f}{max(means):8.1f}")
+    return "\n".join(lines)
 
 
-def define_flags() -> None:
-    define_model()
-    flags.DEFINE_list("tasks", "story,needle,multikey,values,cot", "of experiments/tasks/tasks.py")
-    flags.DEFINE_integer("context_length", 1024, "tokens of prompt and answer", lower_bound=2)
-    flags.DEFINE_integer("num_prompts", 20, "per task", lower_bound=1)
-    flags.DEFINE_integer("seed", 7, "of the prompts", lower_bound=0)
-
-
-PROGRAM = Program(main, define_flags, "results/diffkv_distributions", FILES)
+STUDY = Study(
+    __file__,
+    title="Attention scores, norms of values, and tokens that matter (DiffKV §3, Figs. 2 to 5)",
+    kind="analogue",
+    claim="scores span far more orders of magnitude than norms: seven against two",
+    rule="scores span at least twice the orders of magnitude of norms",
+    holds=lambda v: v["score_orders_of_magnitude"] >= 2 * v["norm_orders_of_magnitude"],
+    setting=Setting(
+        "the bundled model, 20 prompts of each of five tasks, 1,024 tokens",
+        "the paper measures Llama-3-8B and others, on MATH, GSM8K and MMLU",
+        "reduced",
+    ),
+    flags=PromptFlags,
+    row=Row,
+    measure=measure,
+    values=values,
+    paper={"score_orders_of_magnitude": 7, "norm_orders_of_magnitude": 2},
+    check=check,
+    draw=draw,
+    table=table,
+    quick={"num_prompts": 2},
+    minutes=(1, 3),
+    size=(12, 7),
+)
 
 if __name__ == "__main__":
-    PROGRAM.run()
+    STUDY.run()

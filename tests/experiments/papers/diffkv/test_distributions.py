@@ -1,11 +1,13 @@
 """Scores of tokens and norms of values, against loops in float64."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.figures.diffkv import distributions
-from experiments.figures.diffkv.distributions import Prompt
+from experiments.papers.diffkv import fig02_distributions as distributions
+from experiments.papers.diffkv.fig02_distributions import Prompt
 from experiments.tasks import tasks
 from models import checkpoint
 from models.families import family
@@ -16,7 +18,7 @@ from models.full_attention import causal_attend
 def test_scores_are_means_over_later_tokens(tiny_folder, tokenizer, tmp_path):
     config, params = checkpoint.load(tiny_folder, "float32")
     prompts = tasks.make_prompts("needle", 256, 2, 0, tokenizer)
-    found = distributions.measure(params, config, tokenizer, prompts)
+    found = distributions.over_prompts(params, config, tokenizer, prompts)
     tokens = np.array(tokenizer(prompts[0].prompt + prompts[0].answer)["input_ids"])
     T, exact = len(tokens), causal_attend(config)
 
@@ -40,12 +42,15 @@ def test_scores_are_means_over_later_tokens(tiny_folder, tokenizer, tmp_path):
             np.testing.assert_allclose(found[0].scores[layer, :, head], expected, rtol=1e-3)
             norms = np.linalg.norm(v[layer, :-1, head], axis=-1)
             np.testing.assert_allclose(found[0].norms[layer, :, head], norms, rtol=1e-4)
-    rows = distributions.table("needle", found)
+    flags = distributions.PromptFlags(
+        model=str(tiny_folder), tasks=("needle",), context_length=256, num_prompts=2, seed=0
+    )
+    assert distributions.STUDY.write(flags, tmp_path) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    rows = report["rows"]
     assert len(rows) == L * K and all(1 <= row["critical_mean"] < T for row in rows)
-    numbers = distributions.summarise(rows, {"needle": found})
-    assert numbers["score_orders_of_magnitude"] > 0
-    distributions.plot(rows, {"needle": found}, tmp_path / "distributions.png", "")
-    assert (tmp_path / "distributions.png").stat().st_size > 1000
+    assert report["values"][0]["here"] > 0
+    assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 def test_tokens_that_matter_are_counted():

@@ -1,6 +1,6 @@
 """Page management on the device against threaded host code (DiffKV §5.3, Fig. 13).
 
-python -m experiments.figures.diffkv.compaction
+python -m experiments.papers.diffkv.fig13_compaction
 
 Llama-3-8B's 256 heads of a sequence; sequences of 1,024 tokens, with random shares in each
 precision. Prompts: all get pages for the worst case, plan, and give the surplus back. Generation: a
@@ -11,33 +11,46 @@ must equal a third one, page by page in lists.
 
 On a CPU, device and host are the same cores and share their memory: the paper's factor is a GPU's.
 Beside the times: one layer's decode attention over the same sequences, of which a step has 32.
-Writes to --output_dir: compaction.csv, compaction.png, report.json and summary.json.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from matplotlib.figure import Figure
 
-from experiments.figures.diffkv import kernel_speed, performance
-from experiments.figures.diffkv.host_managers import ThreadedManager, Twin
-from experiments.figures.diffkv.performance import LAYERS_8B, MODEL_8B, PAGE_SIZE, Section
-from experiments.lib.program import Options
+from experiments.lib import run_record
+from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.diffkv import fig15a_kernel_speed as kernel_speed
+from experiments.papers.diffkv.host_managers import ThreadedManager, Twin
+from experiments.papers.diffkv.systems import PAGE_SIZE
+from experiments.study import Setting, Study, Values
+from experiments.timing import Case as Timed
+from experiments.timing import medians_ms
 from paged.kv_cache.diffkv import page_manager
 from paged.kv_cache.diffkv.page_manager import Pages
 from pallas_kernels.specs import HEADS
 
 TOKENS, MORE = 1024, 256  # of each prompt; and room for what is generated
 PROMPTS, GENERATION = "prompts", "generation"
-HEADS_8B = LAYERS_8B * MODEL_8B.num_kv_heads
+LLAMA, LAYERS_8B = HEADS["llama-3-8b"], 32
+HEADS_8B = LAYERS_8B * LLAMA.K
 CHECKED_STEPS = 20
+
+
+@dataclass(frozen=True)
+class CompactionFlags(Flags):
+    sequences: tuple[int, ...] = flag((2, 8, 32), "of 256 heads each", least=1)
+    rounds: int = flag(9, "timed runs of all that is compared", least=1)
+    seed: int = flag(0, "of all that is drawn", least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_some("sequences")
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class Case:
 
     def __init__(self, sequences: int, seed: int):
         self.sequences, rng = sequences, np.random.default_rng(seed)
-        self.formats = kernel_speed.formats_of(kernel_speed.MIXED, MODEL_8B.head_dim)
+        self.formats = kernel_speed.formats_of(kernel_speed.MIXED, LLAMA.D)
         self.allocated = -(-TOKENS // PAGE_SIZE) + 1
         self.width = -(-(TOKENS + MORE) // PAGE_SIZE) + 1
         self.num_pages = sequences * HEADS_8B * self.allocated * 9 // 8
@@ -137,13 +150,17 @@ def is_exact(case: Case, threads: int, steps: int = CHECKED_STEPS) -> bool:
     )
 
 
-def measure(options: Options) -> list[Row]:
-    batches = performance.positive(options, "compaction_sequences")
-    pool = kernel_speed.Pool(HEADS["llama-3-8b"], max(batches), TOKENS, options.seed)
-    rows: list[Row] = []
+def check(flags: CompactionFlags) -> None:
+    pages, words = kernel_speed.Pool.shape(LLAMA, max(flags.sequences), TOKENS)
+    # The words, and while they are drawn twice them.
+    run_record.check_memory("--sequences", 12 * pages * words)
+
+
+def measure(flags: CompactionFlags, _) -> Iterator[Row]:
+    batches = sorted(set(flags.sequences))
+    pool = kernel_speed.Pool(LLAMA, max(batches), TOKENS, flags.seed)
     for sequences in batches:
-        rows += _of_sequences(Case(sequences, options.seed), pool, options.rounds)
-    return rows
+        yield from _of_sequences(Case(sequences, flags.seed), pool, flags.rounds)
 
 
 def _of_sequences(case: Case, pool: kernel_speed.Pool, rounds: int) -> list[Row]:
@@ -159,22 +176,21 @@ def _of_sequences(case: Case, pool: kernel_speed.Pool, rounds: int) -> list[Row]
     q, tables = pool.q[:sequences], pool.tables[:sequences]
     counts = pool.counts(kernel_speed.MIXED, TOKENS)[:sequences]
     attend = partial(kernel_speed.attend, case.formats, q, pool.words, tables, counts)
-    cases: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-        "device prompts": (
-            case.device, lambda p: prompts_on_device(p, case.allocated, tokens, sizes)
+    cases = {
+        "device prompts": Timed(
+            lambda p: prompts_on_device(p, case.allocated, tokens, sizes), case.device
         ),
-        "host prompts": (
-            partial(case.host, threads),
-            lambda h: prompts_on_host(h, case.allocated, tokens, sizes),
+        "host prompts": Timed(
+            lambda h: prompts_on_host(h, case.allocated, tokens, sizes), partial(case.host, threads)
         ),
-        "device generation": (
-            lambda: jax.tree.map(jnp.copy, pages),
+        "device generation": Timed(
             lambda p: step_on_device(p, tokens, to_high, sizes),
+            lambda: jax.tree.map(jnp.copy, pages),
         ),
-        "host generation": (with_prompts, lambda h: step_on_host(h, tokens, to_high, sizes)),
-        "attention": (lambda: 0, lambda _: attend()),
-    }  # fmt: skip
-    ms = performance.turns_ms(f"{sequences} sequences", cases, rounds)
+        "host generation": Timed(lambda h: step_on_host(h, tokens, to_high, sizes), with_prompts),
+        "attention": Timed(attend),
+    }
+    ms = medians_ms(cases, rounds, f"{sequences} sequences")
     exact, heads = is_exact(case, threads), sequences * HEADS_8B
     return [
         Row(
@@ -185,33 +201,12 @@ def _of_sequences(case: Case, pool: kernel_speed.Pool, rounds: int) -> list[Row]
     ]  # fmt: skip
 
 
-def check(options: Options) -> None:
-    most = max(performance.positive(options, "compaction_sequences"))
-    pages, words = kernel_speed.Pool.shape(HEADS["llama-3-8b"], most, TOKENS)
-    # The words, and while they are drawn twice them.
-    performance.check_memory("--compaction_sequences", 12 * pages * words)
-
-
 def share(row: Row) -> float:
     """Of the attention of all layers."""
     return row.device_ms / (LAYERS_8B * row.attention_ms)
 
 
-def table(rows: Sequence[Row]) -> str:
-    lines = [
-        f"{'':12}{'sequences':>10}{'heads':>8}{'device ms':>11}{'host ms':>9}{'host / device':>15}"
-        f"{'of attention':>14}  exact"
-    ]
-    lines += [
-        f"{r.phase:12}{r.sequences:10}{r.heads:8,}{r.device_ms:11.2f}{r.host_ms:9.2f}"
-        f"{r.host_ms / r.device_ms:15.2f}"
-        f"{f'{share(r):.3%}' if r.phase == GENERATION else '':>14}  {'yes' if r.exact else 'NO'}"
-        for r in rows
-    ]
-    return "\n".join(lines)
-
-
-def draw(figure: Figure, rows: Sequence[Row]) -> None:
+def draw(_: CompactionFlags, figure: Figure, rows: Sequence[Row]) -> None:
     for axes, phase in zip(figure.subplots(1, 2), (PROMPTS, GENERATION)):
         mine = [row for row in rows if row.phase == phase]
         for name in ("device_ms", "host_ms"):
@@ -222,29 +217,40 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
         axes.legend(frameon=False)
 
 
-def numbers(rows: Sequence[Row]) -> dict[str, float | None]:
-    """compaction_exact_heads: the most heads, if all that were tried were exact. share: of a step
-    of generation with the most heads."""
-    last = max(
-        (row for row in rows if row.phase == GENERATION), key=lambda r: r.heads, default=None
-    )
+def values(_: CompactionFlags, rows: Sequence[Row]) -> Values:
+    """Of a step of generation with the most heads. exact_heads: the most heads, if all that were
+    tried were exact. share: of the attention of all layers."""
+    last = max((r for r in rows if r.phase == GENERATION), key=lambda r: r.heads, default=None)
     if last is None:
-        return {"compaction_exact_heads": None, "compaction_share_8b": None}
-    exact = all(row.exact for row in rows)
-    return {"compaction_exact_heads": last.heads * exact, "compaction_share_8b": share(last)}
+        return {"compaction_exact_heads": None, "compaction_share_8b": None, "over_host": None}
+    return {
+        "compaction_exact_heads": last.heads * all(row.exact for row in rows),
+        "compaction_share_8b": share(last),
+        "over_host": last.host_ms / last.device_ms,
+    }
 
 
-def define_flags() -> None:
-    flags.DEFINE_list("compaction_sequences", ["2", "8", "32"], "of 256 heads each")
-
-
-SECTION = Section(
-    "compaction", "Fig. 13",
-    "up to three orders of magnitude faster than multi-threaded host code, at 1,024 tokens (L40); "
-    "§7.3: below 0.2 % of a prompt step's time and 0.9 % of a generation step's.",
-    define_flags, check, measure, table, draw, numbers,
-)  # fmt: skip
-PROGRAM = SECTION.program
+STUDY = Study(
+    __file__,
+    title="Page management on the device against threaded host code (DiffKV Fig. 13)",
+    kind="measured",
+    claim="up to three orders of magnitude faster than multi-threaded host code; and exact",
+    rule="exact with all heads, and at least 100 times as fast in generation",
+    holds=lambda v: v["compaction_exact_heads"] > 0 and v["over_host"] >= 100,
+    setting=Setting(
+        "Llama-3-8B's 256 heads a sequence, 1,024 tokens, 2 to 32 sequences",
+        "device and host are the same CPU; the paper's device is an L40",
+        "wrong",
+    ),
+    flags=CompactionFlags,
+    row=Row,
+    measure=measure,
+    values=values,
+    check=check,
+    draw=draw,
+    quick={"sequences": (2,), "rounds": 3},
+    minutes=(1, 5),
+)
 
 if __name__ == "__main__":
-    PROGRAM.run()
+    STUDY.run()
