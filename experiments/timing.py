@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+LEAST_S = 0.002  # that a round of a short call fills
+
 
 @dataclass(frozen=True)
 class Case:

@@ -1,22 +1,16 @@
 """The paper's order of the systems, in simulated time; the same tokens on the device."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from experiments.figures.vllm import allocation_baselines as baselines
+from experiments.papers.vllm import fig02_memory_waste as baselines
 from experiments.workloads.workloads import Request, Vocabulary
 from models import checkpoint
 from paged.engine import Engine
 from paged.simulator.executor import SimulatedExecutor
 from tests.experiments.conftest import TINY
-
-ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +22,7 @@ def rows(tokenizer):
         for dataset in ("sharegpt", "alpaca")
     }
     engine = Engine(TINY, config, SimulatedExecutor(vocab_size=TINY.vocab_size))
-    return {(r.workload, r.policy): r for r in baselines.run(engine, requests, progress=False)}
+    return {(r.workload, r.policy): r for r in baselines.run(engine, requests)}
 
 
 @pytest.mark.parametrize("dataset", ["sharegpt", "alpaca"])
@@ -67,24 +61,15 @@ def test_the_device_gives_the_same_tokens_under_all_policies(tiny_folder):
     )  # fmt: skip
     base = Engine.from_model(params, model, config)
     requests = [Request(0.0, [5 + i] * (i % 9 + 1), 3 + 7 * i % 20, True) for i in range(16)]
-    rows = baselines.run(base, {"alpaca": requests}, progress=False)
+    rows = list(baselines.run(base, {"alpaca": requests}))
     assert [row.different for row in rows] == [0] * len(baselines.POLICIES)
 
 
-def program(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.figures.vllm.allocation_baselines",
-         *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-
-
-def test_the_program_writes_its_report(tmp_path):
-    done = program(
-        "--executor=simulated", "--length_divisor=16", "--fill=3", f"--output_dir={tmp_path}"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "(30.42)" in done.stdout and "(96.3)" in done.stdout and "simulated" in done.stdout
+def test_the_study_writes_its_report(tmp_path, capsys):
+    flags = baselines.WasteFlags(executor="simulated", length_divisor=16, fill=3.0)
+    assert baselines.STUDY.write(flags, tmp_path) == 0
+    told = capsys.readouterr().out
+    assert "(30.42)" in told and "(96.3)" in told
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert numbers["batch_vllm"] > 1.5 * numbers["batch_orca_oracle"]
     assert numbers["batch_vllm"] > 3 * numbers["batch_orca_max"]
@@ -92,12 +77,12 @@ def test_the_program_writes_its_report(tmp_path):
     assert numbers["batch_vllm_alpaca"] > 10 * numbers["batch_orca_max_alpaca"]
     report = json.loads((tmp_path / "report.json").read_text())
     assert len(report["rows"]) == 2 * len(baselines.POLICIES)
-    assert report["engine"]["kv_cache_tokens"] == 15_700 // 16
-    assert (tmp_path / "baselines.csv").read_text().count("\n") == 1 + len(report["rows"])
-    assert (tmp_path / "baselines.png").stat().st_size > 10_000
+    assert (tmp_path / "rows.csv").read_text().count("\n") == 1 + len(report["rows"])
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
-def test_a_bad_flag_is_told_in_a_line():
-    done = program("--executor=simulated", "--fill=0.1", "--length_divisor=16")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "no request of sharegpt ever waits: raise --fill" in done.stderr
+def test_requests_that_all_fit_are_refused(tmp_path, capsys):
+    flags = baselines.WasteFlags(executor="simulated", length_divisor=16, fill=0.1)
+    assert baselines.STUDY.write(flags, tmp_path) == 1
+    told = capsys.readouterr().err
+    assert "no request of sharegpt ever waits: raise --fill" in told and "Traceback" not in told
