@@ -12,24 +12,24 @@ Right answers on the tasks by context; the share of KV heads that may stream, by
   is among the last 64 of some query: the first measure shows whether a head is local.
 
 Goals: 95 % right on six of eight tasks, half of the KV heads below .3, and a median head that needs
-20 % of the tokens by query. Writes to --output_dir: accuracy.csv, accuracy.png, report.json and
-summary.json. Answers are kept there, and a later run does not ask again.
+20 % of the tokens by query.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from absl import flags
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments import evaluate
-from experiments.figures import accuracy, attention_concentration
-from experiments.figures.accuracy import Row
-from experiments.figures.diffkv import distributions
+from experiments import accuracy, evaluate
+from experiments.accuracy import AccuracyFlags, Row, measured
+from experiments.figures import attention_concentration
 from experiments.lib.answers import ALL
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.typed_flags import flag
+from experiments.papers.diffkv import fig02_distributions as distributions
+from experiments.study import Setting, Study, Values
 from experiments.tasks.files import Problems
 from experiments.tasks.tasks import MIN_CONTEXT
 from experiments.train import duo_gates
@@ -42,6 +42,18 @@ GOALS = {
     "tasks_at_95": (6, "at least"), "local_head_share": (0.5, "at least"),
     "median_share_of_tokens_for_95": (0.2, "at most"),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class QualifyFlags(AccuracyFlags):
+    tasks: tuple[str, ...] = flag(
+        tuple(evaluate.DEFAULT_TASKS), "tasks of experiments/tasks/tasks.py"
+    )
+    contexts: tuple[int, ...] = flag((512, 1024, 2048, 4096), "prompt and answer, in tokens")
+    num_prompts: int = flag(32, "of each task and context", least=1, most=evaluate.MOST_PROMPTS)
+    gates: str = flag("", "file of the model's gates; its own duo_gates.json by default", path=True)
+    spread_context: int = flag(2048, "tokens of prompt and answer", least=256)
+    spread_prompts: int = flag(4, "of each task", least=1)
 
 
 @dataclass(frozen=True)
@@ -74,23 +86,23 @@ class Spread:
         return found | self.figures
 
 
-def problems_of(options: Options, tokenizer) -> Problems:
+def problems_of(flags: QualifyFlags, tokenizer) -> Problems:
     """The prompts that attention is measured on. Raises ValueError if the model's context is too
     short, or no task fits."""
-    longest = checkpoint.load_config(options.model).max_position_embeddings
-    if options.spread_context > longest:
+    longest = checkpoint.load_config(flags.model).max_position_embeddings
+    if flags.spread_context > longest:
         raise ValueError(f"--spread_context must be at most the model's longest, {longest}")
     pairs = [
-        (task, options.spread_context)
-        for task in options.tasks
-        if options.spread_context >= MIN_CONTEXT.get(task, 0)
+        (task, flags.spread_context)
+        for task in flags.tasks
+        if flags.spread_context >= MIN_CONTEXT.get(task, 0)
     ]
     if not pairs:
         raise ValueError("no task fits --spread_context")
-    return evaluate.own_problems(pairs, options.spread_prompts, options.seed, tokenizer)
+    return evaluate.own_problems(pairs, flags.spread_prompts, flags.seed, tokenizer)
 
 
-def measure(params, config: ModelConfig, tokenizer, problems: Problems) -> Spread:
+def measure_spread(params, config: ModelConfig, tokenizer, problems: Problems) -> Spread:
     """Over problems of one context."""
     by_query: list[np.ndarray] = []
     of_tasks: dict[str, list[distributions.Prompt]] = {}
@@ -99,22 +111,50 @@ def measure(params, config: ModelConfig, tokenizer, problems: Problems) -> Sprea
             params, config, tokenizer, asked, distributions.SHARE
         )
         by_query += [np.median(one[:, :, 0], -1) for one in found]
-        of_tasks[task] = distributions.measure(params, config, tokenizer, asked)
+        of_tasks[task] = distributions.over_prompts(params, config, tokenizer, asked)
     by_prompt = [prompt.critical() for prompts in of_tasks.values() for prompt in prompts]
-    rows = [row for task, prompts in of_tasks.items() for row in distributions.table(task, prompts)]
+    rows = [
+        row for task, prompts in of_tasks.items() for row in distributions.rows_of(task, prompts)
+    ]
     [tokens] = {context for _, context in problems}
     figures = distributions.summarise(rows, of_tasks)
     return Spread(tokens, np.stack(by_query), np.stack(by_prompt), figures)
 
 
-def conclude(
-    gates: np.ndarray, spread: Spread, rows: Sequence[Row]
-) -> tuple[str, dict[str, float]]:
+def gates_of(flags: QualifyFlags) -> np.ndarray:
+    """[L, K]."""
+    file = flags.gates or str(find(flags.model) / "duo_gates.json")
+    return np.array(accuracy.gates_of(flags, file))
+
+
+@functools.lru_cache(maxsize=1)
+def spread_of(flags: QualifyFlags) -> Spread:
+    config, params = checkpoint.load(flags.model, "float32")
+    tokenizer = load_tokenizer(flags.model)
+    return measure_spread(params, config, tokenizer, problems_of(flags, tokenizer))
+
+
+def dense(flags: QualifyFlags) -> accuracy.Systems:
+    return {"dense": accuracy.config_of(flags)}
+
+
+def check(flags: QualifyFlags) -> None:
+    evaluate.settings(flags.tasks, list(map(str, flags.contexts)), dense(flags)["dense"])
+    problems_of(flags, load_tokenizer(flags.model))
+    gates_of(flags)
+    accuracy.checked(dense)(flags)
+
+
+def values(flags: QualifyFlags, rows: Sequence[Row]) -> Values:
+    return numbers_of(gates_of(flags), spread_of(flags), rows)
+
+
+def numbers_of(gates: np.ndarray, spread: Spread, rows: Sequence[Row]) -> dict[str, float]:
     [whole] = accuracy.pooled(rows).values()
     names = dict.fromkeys(row.task for row in rows if row.task != ALL)
     # All contexts have equally many prompts.
     scores = {task: np.mean([row.score for row in rows if row.task == task]) for task in names}
-    numbers = {
+    return {
         "accuracy_pooled": whole.score / 100,
         "tasks": len(names),
         "tasks_at_95": sum(bool(score >= RIGHT) for score in scores.values()),
@@ -123,20 +163,20 @@ def conclude(
         "median_gate": float(np.median(gates)),
         **spread.numbers(),
     }
-    lines = [f"{task:10}{score:7.1f} % right" for task, score in scores.items()]
-    for name, (goal, bound) in GOALS.items():
-        met = numbers[name] >= goal if bound == "at least" else numbers[name] <= goal
-        lines.append(
-            f"{name} {numbers[name]:.2f}, goal {bound} {goal:g}: {'no' * (not met) or 'met'}"
-        )
-    return "\n".join(lines), numbers
 
 
-def draw(gates: np.ndarray, spread: Spread, figure: Figure, rows: Sequence[Row]) -> None:
-    figure.set_size_inches(13, 9)
+def table(_: QualifyFlags, rows: Sequence[Row]) -> str:
+    """Right answers in percent, a line a task."""
+    names = dict.fromkeys(row.task for row in rows if row.task != ALL)
+    scores = {task: np.mean([row.score for row in rows if row.task == task]) for task in names}
+    return "\n".join(f"{task:10}{score:7.1f} % right" for task, score in scores.items())
+
+
+def draw(flags: QualifyFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    spread = spread_of(flags)
     answers, of_gates, by_query, by_prompt = figure.subplots(2, 2).flat
     _draw_answers(answers, [row for row in rows if row.task != ALL])
-    duo_gates.draw(of_gates, gates)
+    duo_gates.draw(of_gates, gates_of(flags))
     for axes, counts, what in (
         (by_query, spread.by_query, "query head: keys that a query needs"),
         (by_prompt, spread.by_prompt, "KV head: tokens with a prompt's significance"),
@@ -174,33 +214,28 @@ def _draw_spread(axes: Axes, counts: np.ndarray, tokens: int, what: str) -> None
     axes.legend()
 
 
-def main(options: Options) -> int:
-    with refusals():
-        dense, tokenizer = accuracy.config_of(options), load_tokenizer(options.model)
-        evaluate.settings(options.tasks, options.contexts, dense)
-        problems = problems_of(options, tokenizer)
-        options.gates = options.gates or str(find(options.model) / "duo_gates.json")
-        gates = np.array(accuracy.gates_of(options))
-        config, params = checkpoint.load(options.model, "float32")
-    spread = measure(params, config, tokenizer, problems)
-    return accuracy.study(
-        options, "qualify", lambda _: {"dense": dense},
-        lambda figure, _, found: draw(gates, spread, figure, accuracy.rows_of(
-            "dense", found["dense"], found["dense"])),
-        lambda rows, _: conclude(gates, spread, rows),
-    )  # fmt: skip
-
-
-def define_flags() -> None:
-    contexts = ["512", "1024", "2048", "4096"]
-    # 8 tasks at 4 contexts: 1,024 prompts
-    accuracy.define_flags(evaluate.DEFAULT_TASKS, contexts, num_prompts=32)
-    flags.DEFINE_string("gates", "", "file of the model's gates; its own duo_gates.json by default")
-    flags.DEFINE_integer("spread_context", 2048, "tokens of prompt and answer", lower_bound=256)
-    flags.DEFINE_integer("spread_prompts", 4, "of each task", lower_bound=1)
-
-
-PROGRAM = Program(main, define_flags, "results/qualify", accuracy.FILES)
+STUDY = Study(
+    __file__,
+    title="Whether a model can judge sparsity and compression",
+    kind="analogue",
+    claim="the model answers, half of its KV heads may stream, and its heads need few tokens",
+    rule="95 % right on six tasks, half of the gates below 0.3, and a median of 20 % of the tokens",
+    holds=lambda v: all(
+        v[name] >= goal if bound == "at least" else v[name] <= goal
+        for name, (goal, bound) in GOALS.items()
+    ),
+    setting=Setting("eight tasks at 512 to 4,096 tokens", "no paper has this", "reduced"),
+    flags=QualifyFlags,
+    row=Row,
+    measure=measured(dense),
+    values=values,
+    check=check,
+    draw=draw,
+    table=table,
+    quick={"num_prompts": 1, "contexts": (512,), "spread_context": 512, "spread_prompts": 1},
+    minutes=(2, 60),
+    size=(13, 9),
+)
 
 if __name__ == "__main__":
-    PROGRAM.run()
+    STUDY.run()

@@ -5,8 +5,7 @@ which of them the tokens use. The peers have their weights in the layout that su
 """
 
 import functools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,30 +176,6 @@ def expand_program(case: Case, weights: Weights) -> Callable[[], jax.Array]:
     segments = segments_of(case)
     w = vars(weights)
     return lambda: _expand(v, w, segments)
-
-
-def medians_us(
-    runs: Mapping[str, Callable[[], Any]], rounds: int, least_us: float = 2000.0
-) -> dict[str, float]:
-    """Microseconds of a call of each. In a round each is called as often as fills `least_us`; the
-    runs take turns, so that a slow spell of the machine meets them all."""
-    calls: dict[str, int] = {}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for name, run in runs.items():
-        jax.block_until_ready(run())
-        calls[name] = max(1, int(least_us / _mean_us(run, 1)))
-    for _ in range(rounds):
-        for name, run in runs.items():
-            times[name].append(_mean_us(run, calls[name]))
-    return {name: float(np.median(values)) for name, values in times.items()}
-
-
-def _mean_us(run: Callable[[], Any], calls: int) -> float:
-    began = time.perf_counter()
-    for _ in range(calls):
-        out = run()
-    jax.block_until_ready(out)
-    return 1e6 * (time.perf_counter() - began) / calls
 
 
 def cases(

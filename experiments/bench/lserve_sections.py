@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tqdm import tqdm
 
 from experiments.bench.lserve_layer import (
     LAYER,
@@ -22,7 +21,7 @@ from experiments.bench.lserve_layer import (
     streaming,
     systems,
 )
-from experiments.bench.step_profile import medians_ms
+from experiments.timing import medians_ms
 from models.config import ModelConfig
 from pallas_kernels.page_selection import key_runs, select_pages, write_key_statistics
 from pallas_kernels.paged_attention import paged_attention
@@ -58,8 +57,7 @@ class Times:
     progress: bool = True
 
     def medians_ms(self, name: str, runs: dict[str, Callable[[], object]]) -> dict[str, float]:
-        with tqdm(total=self.rounds + 1, desc=name, unit=" rounds", disable=not self.progress) as b:
-            return medians_ms(runs, self.rounds, b)
+        return medians_ms(runs, self.rounds, name if self.progress else "")
 
     def floor_ms(self, cost: Cost) -> float:
         return 1e3 * self.rates.floor_s(cost, dispatches=0)

@@ -19,7 +19,6 @@ parts.csv, report.json, summary.json and parts.png.
 """
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,12 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from experiments.bench.decode_inputs import fill_decodes
 from experiments.bench.vs_transformers import MODELS, MODELS_HELP, RANDOM_100M, integers
 from experiments.lib import run_record
 from experiments.lib.program import Options, Program, refusals
+from experiments.timing import medians_ms
 from models import checkpoint, llama
 from models import params as parameters
 from models.config import ModelConfig
@@ -147,19 +146,6 @@ def programs(
     }
 
 
-def medians_ms(runs: dict[str, Callable[[], object]], rounds: int, bar: tqdm) -> dict[str, float]:
-    """Milliseconds of each; they take turns, so that a slow spell of the machine meets them all."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for round_ in range(-1, rounds):
-        for name, run in runs.items():
-            began = time.perf_counter()
-            jax.block_until_ready(run())
-            if round_ >= 0:
-                times[name].append(1e3 * (time.perf_counter() - began))
-        bar.update()
-    return {name: float(np.median(values)) for name, values in times.items()}
-
-
 def floors_ms(model: ModelConfig, contexts: Sequence[int], rates: Rates) -> dict[str, float]:
     """The floor of each part; attention's arithmetic and its reading overlap at best."""
     whole, new = (step_cost(model, c) for c in (contexts, [1] * len(contexts)))
@@ -242,8 +228,8 @@ def profile(
         kv_cache_tokens=max(32_768, 2 * batch * span[1]),
     )  # fmt: skip
     contexts = np.random.default_rng(seed).integers(span[0], span[1] + 1, batch).tolist()
-    with tqdm(total=rounds + 1, desc=name, unit=" rounds", disable=not progress) as bar:
-        ms = medians_ms(programs(params, model, config, contexts, seed), rounds, bar)
+    cases = programs(params, model, config, contexts, seed)
+    ms = medians_ms(cases, rounds, name if progress else "")
     measured = roofline.measure(model, batch)
     floor_ms = floors_ms(model, contexts, Rates.best(measured))
     return parts_of(name, ms, floor_ms), measured

@@ -15,16 +15,16 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from absl import flags
 
 from experiments.lib import shipped
-from experiments.lib.engines import COMPILATION_CACHE, EXECUTORS, GPU_PAGE_SIZE
+from experiments.lib.engines import EXECUTORS, GPU_PAGE_SIZE
 from experiments.lib.help import group
 from experiments.lib.program import Options
+from experiments.lib.typed_flags import ModelFlags
 from models import checkpoint
 from paged.checks import help_of
 from paged.engine import EngineConfig
 from paged.kv_cache import POLICIES
 from paged.simulator.machines import MACHINES
 from paged.simulator.step_cost import HOSTS
-from pallas_kernels.paged_attention.api import DECODE, PREFILL
 
 flags.disclaim_key_flags()  # --help lists the flags as the program's own
 _DEFINE: dict[type, Callable[..., Any]] = {
@@ -69,17 +69,41 @@ def define_path(name: str, default: str, help: str) -> None:
     flags.DEFINE(_PathParser(), name, default, help, serializer=flags.ArgumentSerializer())
 
 
+class _TupleParser(flags.ArgumentParser):
+    """Of numbers or texts with commas between them."""
+
+    syntactic_help = "a comma separated list"
+
+    def __init__(self, kind: type):
+        self._kind = kind
+
+    def parse(self, argument) -> tuple:
+        given = argument.split(",") if isinstance(argument, str) else argument
+        return tuple(self._kind(each) for each in given if each != "")
+
+
 def define_fields(config, leave_out: Collection[str] = ()) -> None:
     """Define a flag for each field of a dataclass that has a help text, a default, and a type that
-    a flag can have: bool, int, float, str, literals of one of these, or one of these or None.
+    a flag can have: bool, int, float, str, literals of one of these, one of these or None, or a
+    tuple of any number of one of these. Fields of `typed_flags.flag` have choices, or are paths.
 
     config: the class, or an instance whose values are to be the defaults.
     """
     hints = get_type_hints(config if isinstance(config, type) else type(config))
+    metadata = {field.name: field.metadata for field in fields(config)}
     for name, text in help_of(config).items():
-        kind = _kind(hints[name])
-        if kind and hasattr(config, name) and name not in leave_out:
-            _DEFINE[kind](name, getattr(config, name), text)
+        if name in leave_out or not hasattr(config, name):
+            continue
+        default, kind = getattr(config, name), _kind(hints[name])
+        if get_origin(hints[name]) is tuple:
+            parser = _TupleParser(get_args(hints[name])[0])
+            flags.DEFINE(parser, name, default, text, serializer=flags.CsvListSerializer(","))
+        elif metadata[name].get("path"):
+            define_path(name, default, text)
+        elif "choices" in metadata[name]:
+            flags.DEFINE_enum(name, default, metadata[name]["choices"], text)
+        elif kind:
+            _DEFINE[kind](name, default, text)
 
 
 def _kind(hint) -> type | None:
@@ -154,7 +178,7 @@ def _json_options(text: str) -> dict[str, Any]:
     return values
 
 
-def loading(options: Options) -> dict[str, Any]:
+def loading(options: object) -> dict[str, Any]:
     """The values that `engines.load_engine` takes by name."""
     return {name: value for name, value in vars(options).items() if name in _LOADING}
 
@@ -162,34 +186,15 @@ def loading(options: Options) -> dict[str, Any]:
 def define_model_flags() -> None:
     """Define what `loading` takes."""
     with group("model"):
-        define_model()
-        define_dtype("float32")
-        flags.DEFINE_enum(
-            "attention_implementation",
-            "",
-            ["", *(name for name in DECODE if name in PREFILL)],
-            "of the attention ops; empty for the device's own. mosaic_gpu runs in Pallas's "
-            "interpreter where there is no GPU",
-        )
-        flags.DEFINE_string(
-            "compilation_cache",
-            COMPILATION_CACHE,
-            "folder that keeps compiled programs for the next run, and grows with each shape; may "
-            "be deleted; empty for none",
-        )
+        define_fields(ModelFlags)
 
 
 def define_model() -> None:
-    define_path(
-        "model",
-        "bundled",
-        "'bundled', 'judge', a hub id, or a Hugging Face folder: config.json, safetensors and a "
-        "tokenizer (tokenizer.json, or files that transformers converts to it)",
-    )
+    define_path("model", "bundled", help_of(ModelFlags)["model"])
 
 
 def define_dtype(default: str) -> None:
-    flags.DEFINE_enum("dtype", default, checkpoint.DTYPES, "of weights, computation and KV cache")
+    flags.DEFINE_enum("dtype", default, checkpoint.DTYPES, help_of(ModelFlags)["dtype"])
 
 
 def define_executor_flag() -> None:

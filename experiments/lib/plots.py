@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -137,3 +138,14 @@ def _save(figure: Figure, path: Path, title: str, hardware: str) -> Path:
     figure.suptitle(title)
     figure.supxlabel(hardware, fontsize="x-small", color="#666666", x=0.01, ha="left")
     return run_record.save_figure(figure, path, dpi=150)
+
+
+def lines(
+    axes: Axes, rows: Sequence[Any], x: str, y: str, label: str, xlabel: str, ylabel: str
+) -> None:
+    """A line for each value of `label`, of rows' attributes."""
+    for value in dict.fromkeys(getattr(row, label) for row in rows):
+        mine = [row for row in rows if getattr(row, label) == value]
+        axes.plot([getattr(r, x) for r in mine], [getattr(r, y) for r in mine], "o-", label=value)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.legend(frameon=False, fontsize="small")

@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from experiments.lib.program import told
+from experiments.lib.program import Refused, told
 from experiments.lib.report import COMPLETE
 from experiments.lib.signals import Stop
 
@@ -39,6 +39,8 @@ def serve_and_write(
     if error:
         if isinstance(error, OSError):  # a full disk is no fault of the program
             cause = told(error)
+        elif isinstance(error, Refused):
+            cause = str(error)
         else:
             traceback.print_exception(error)
         print(f"error: {cause}", file=sys.stderr)

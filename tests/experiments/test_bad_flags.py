@@ -17,7 +17,8 @@ import contextlib, importlib, io, json, sys
 from absl import flags
 from absl.testing import flagsaver
 
-program = importlib.import_module(sys.argv[1]).PROGRAM
+module = importlib.import_module(sys.argv[1])
+program = module.PROGRAM if hasattr(module, "PROGRAM") else module.STUDY.program
 names = program.define()
 flags.FLAGS(["program"])
 defaults = flagsaver.save_flag_values()
@@ -149,6 +150,7 @@ CONCENTRATION = [
 QUALIFY = [
     ("--tasks=needle,juggle", "unknown task 'juggle'; allowed: needle"),
     ("--contexts=12", "contexts are token counts from 256"),
+    ("--contexts=many", "flag --contexts=many: invalid literal"),
     ("--spread_context=2048", "--spread_context must be at most the model's longest, 1024"),
     ("--tasks=cot_long --spread_context=256 --contexts=512", "no task fits --spread_context"),
     ("--spread_context=512", "FOLDER/duo_gates.json: No such file or directory"),

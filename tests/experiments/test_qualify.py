@@ -1,15 +1,14 @@
 """The program `qualify`: its numbers by hand, and a small run on the bundled model."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from experiments import qualify
-from experiments.figures.accuracy import Row
-from experiments.figures.diffkv.distributions import Prompt
+from experiments.accuracy import Row
 from experiments.lib.answers import ALL
+from experiments.papers.diffkv.fig02_distributions import Prompt
 
 SPREAD = qualify.Spread(
     100,
@@ -20,7 +19,7 @@ SPREAD = qualify.Spread(
 
 
 def _row(task: str, context: int, score: float) -> Row:
-    return Row("dense", task, context, 10, score, *(0.0,) * 10)
+    return Row("dense", "dense", task, context, 10, score, *(0.0,) * 11)
 
 
 def test_numbers_and_goals():
@@ -28,7 +27,7 @@ def test_numbers_and_goals():
         _row("needle", 512, 100), _row("needle", 1024, 92), _row("vote", 512, 94),
         _row(ALL, 0, 95),
     ]  # fmt: skip
-    text, numbers = qualify.conclude(np.array([[0.1, 0.3], [0.29, 1.0]]), SPREAD, rows)
+    numbers = qualify.numbers_of(np.array([[0.1, 0.3], [0.29, 1.0]]), SPREAD, rows)
     assert numbers["accuracy_pooled"] == 0.95
     assert (numbers["tasks"], numbers["tasks_at_95"], numbers["kv_heads"]) == (2, 1, 4)
     assert numbers["local_head_share"] == 0.5  # .3 is not below .3
@@ -38,8 +37,9 @@ def test_numbers_and_goals():
     assert numbers["tokens_deviation_across_requests"] == 10 / 4  # one of four heads differs by 10
     assert numbers["significant_tokens_deviation_across_heads"] == 15
     assert numbers["score_orders_of_magnitude"] == 6.5
-    assert "local_head_share 0.50, goal at least 0.5: met" in text
-    assert "median_share_of_tokens_for_95 0.35, goal at most 0.2: no" in text
+    assert not qualify.STUDY.holds(numbers)
+    met = numbers | {"tasks_at_95": 6, "median_share_of_tokens_for_95": 0.2}
+    assert qualify.STUDY.holds(met) and not qualify.STUDY.holds(met | {"local_head_share": 0.4})
 
 
 def test_significance_alone_does_not_show_that_a_head_is_local():
@@ -55,14 +55,13 @@ def test_significance_alone_does_not_show_that_a_head_is_local():
 
 @pytest.mark.slow
 def test_a_slice_of_the_bundled_model(tmp_path):
-    options = SimpleNamespace(
-        model="bundled", dtype="float32", attention_implementation="", compilation_cache="",
-        output_dir=str(tmp_path), seed=7, gates="", tasks=["needle"], contexts=["256"],
-        num_prompts=2, spread_context=256, spread_prompts=1,
+    flags = qualify.QualifyFlags(
+        compilation_cache="", tasks=("needle",), contexts=(256,), num_prompts=2, spread_context=256,
+        spread_prompts=1,
     )  # fmt: skip
-    assert qualify.main(options) == 0
+    assert qualify.STUDY.write(flags, tmp_path) == 0
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert numbers["accuracy_pooled"] == 1 and numbers["kv_heads"] == 16
     assert numbers["local_head_share"] == 2 / 16
     assert 1 < numbers["median_tokens_for_95"] < numbers["median_significant_tokens_for_95"] < 256
-    assert (tmp_path / "accuracy.png").stat().st_size > 1000
+    assert (tmp_path / "figure.png").stat().st_size > 1000

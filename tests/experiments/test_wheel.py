@@ -66,8 +66,8 @@ def test_the_demo(packages, tmp_path):
 
 @pytest.mark.slow
 def test_a_figure_of_a_models_shape(packages, tmp_path):
-    written = run(packages, tmp_path, "figures.lserve.kv_memory", "--context=1024")
-    assert (written / "formats.csv").exists()
+    written = run(packages, tmp_path, "papers.lserve.kv_memory", "--context=1024")
+    assert (written / "kv_memory" / "rows.csv").exists()
 
 
 @pytest.mark.slow

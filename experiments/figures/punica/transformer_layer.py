@@ -26,11 +26,11 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.bench.decode_inputs import fill_decodes, fill_segments
-from experiments.bench.lora_operator import medians_us
 from experiments.bench.vs_transformers import integers
 from experiments.lib import run_record
 from experiments.lib.flags import define_path
 from experiments.lib.program import Options, Program, refusals
+from experiments.timing import LEAST_S, medians_s
 from models import checkpoint, lora
 from models import params as parameters
 from models.config import ModelConfig
@@ -148,11 +148,12 @@ def run(
         config = config_of(batch, length, rank)
         runs = programs(params, adapters, model, config, length, popularities)
         step = roofline.step_cost(model, [length] * batch)
-        for popularity, us in medians_us(runs, rounds).items():
+        for popularity, seconds in medians_s(runs, rounds, least_s=LEAST_S).items():
             lengths_of = () if popularity == BASE else segment_lengths(popularity, batch)
             added = roofline.lora_cost(model, rank, len(lengths_of), sum(lengths_of))
             floor = rates.floor_s(Cost(step.bytes + added.bytes, step.flops + added.flops))
-            rows.append(Row(length, batch, popularity, len(lengths_of), us / 1e3, 1e3 * floor))
+            ms, floor_ms = 1e3 * seconds, 1e3 * floor
+            rows.append(Row(length, batch, popularity, len(lengths_of), ms, floor_ms))
     return rows
 
 

@@ -12,8 +12,6 @@ kernels.csv, serving.csv, fig18.png, report.json and summary.json.
 """
 
 import os
-import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +28,7 @@ from experiments.figures.vllm import sweep
 from experiments.lib import run_record
 from experiments.lib.flags import loading
 from experiments.lib.program import Options, Program, refusals
+from experiments.timing import medians_s
 from experiments.workloads.workloads import Request, Vocabulary
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
@@ -147,18 +146,9 @@ def kernels(
     for ways in cases.values():
         for name in ("dot_product_us", "plain_us"):
             np.testing.assert_allclose(ways["paged_us"](), ways[name](), rtol=1e-4, atol=1e-5)
-    times: dict[tuple[int, int, str], list[float]] = defaultdict(list)
-    for _ in tqdm(range(rounds), "attending", disable=not progress):
-        for at, ways in cases.items():
-            for name, way in ways.items():
-                began = time.perf_counter()
-                jax.block_until_ready(way())
-                times[*at, name].append(1e6 * (time.perf_counter() - began))
-    rows = []
-    for batch, context in cases:
-        medians = {name: float(np.median(times[batch, context, name])) for name in WAYS}
-        rows.append(Kernel(batch=batch, context=context, **medians))
-    return rows
+    works = {f"{at} {name}": way for at, ways in cases.items() for name, way in ways.items()}
+    seconds = medians_s(works, rounds, "attending" if progress else "")
+    return [Kernel(*at, **{name: 1e6 * seconds[f"{at} {name}"] for name in WAYS}) for at in cases]
 
 
 def serving(

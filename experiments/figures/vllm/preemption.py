@@ -14,8 +14,6 @@ summary.json.
 """
 
 import os
-import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +29,7 @@ from experiments.figures.vllm import sweep
 from experiments.lib import run_record
 from experiments.lib.flags import loading
 from experiments.lib.program import Options, Program, refusals
+from experiments.timing import medians_ms
 from experiments.workloads.workloads import Request, Vocabulary
 from models import checkpoint, load_tokenizer
 from paged.device.executor import DeviceExecutor
@@ -120,20 +119,15 @@ def micro(
     for engine in engines:
         recompute = {"recompute_ms": lambda engine=engine: engine.generate([prompt], how)}
         cases.append(swapper(engine, tokens, rng) | recompute)
-    times: list[dict[str, list[float]]] = [defaultdict(list) for _ in cases]
-    for round_ in tqdm(range(rounds + 1), "moving blocks", disable=not progress):
-        for case, measured in zip(cases, times):
-            for name, work in case.items():
-                began = time.perf_counter()
-                work()
-                if round_:  # The first round warms up.
-                    measured[name].append(1e3 * (time.perf_counter() - began))
-    rows = []
-    for engine, measured in zip(engines, times):
-        blocks = -(-tokens // engine.config.page_size)
-        medians = {name: float(np.median(values)) for name, values in measured.items()}
-        rows.append(Micro(engine.config.page_size, blocks, **medians))
-    return rows
+    works = {f"{i} {name}": work for i, case in enumerate(cases) for name, work in case.items()}
+    ms = medians_ms(works, rounds, "moving blocks" if progress else "")
+    return [
+        Micro(
+            engine.config.page_size, -(-tokens // engine.config.page_size),
+            **{name: ms[f"{i} {name}"] for name in case},
+        )
+        for i, (engine, case) in enumerate(zip(engines, cases))
+    ]  # fmt: skip
 
 
 def serving(

@@ -102,8 +102,8 @@ class Options(GatedOptions):
     thresholds: Thresholds = field(
         default=(),
         metadata={
-            "help": "file of alpha_h and alpha_l that experiments.train.calibrate_diffkv has found "
-            "for the model; those given beside it have no meaning",
+            "help": "file of alpha_h and alpha_l that experiments.papers.diffkv.fig10_thresholds "
+            "has found for the model; those given beside it have no meaning",
             "read": read_thresholds,
         },
     )

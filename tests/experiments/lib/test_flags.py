@@ -50,14 +50,16 @@ def defined(monkeypatch):
 
     made = {kind: define(one) for kind, one in flags._DEFINE.items()}
     monkeypatch.setattr(flags, "_DEFINE", made)
+    monkeypatch.setattr(absl_flags, "DEFINE", define(absl_flags.DEFINE))
     return values
 
 
 def test_flags_are_the_fields_that_one_word_can_tell(defined):
     flags.define_fields(Config, leave_out=("made_left_out",))
     made = {name for name in defined if name.startswith("made_")}
-    assert made == {"made_whole", "made_or_none", "made_literal"}
-    defined(["program", "--made_or_none=2.5"])
+    assert made == {"made_whole", "made_or_none", "made_literal", "made_tuple"}
+    defined(["program", "--made_or_none=2.5", "--made_tuple=3,4"])
+    assert defined.made_tuple == (3, 4)
     assert (defined.made_whole, defined.made_or_none, defined.made_literal) == (3, 2.5, "a")
     assert defined["made_whole"].help == "a whole number"
 

@@ -1,23 +1,23 @@
 """Kept answers of a study count for the same questions, inputs and sources; a cut study resumes."""
 
 import csv
-import json
 import os
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
 
-from experiments.figures import accuracy
+from experiments import accuracy
 from experiments.lib import kept_answers
 from experiments.lib.answers import Answer, Evaluation
-from experiments.lib.program import Options
 from experiments.lib.reference import Distributions
+from experiments.study import Setting, Study
 from experiments.tasks import tasks
 
-FLAGS = {
-    "dtype": "float32", "attention_implementation": "", "seed": 1, "compilation_cache": "",
-    "tasks": ["needle", "multikey"], "contexts": ["256"], "num_prompts": 1,
+FLAGS: dict[str, Any] = {
+    "seed": 1, "compilation_cache": "", "tasks": ("needle", "multikey"), "contexts": (256,),
+    "num_prompts": 1,
 }  # fmt: skip
 
 
@@ -97,14 +97,23 @@ def test_answers_belong_to_their_inputs(tiny_folder, tokenizer):
 
 @pytest.mark.slow  # an engine for each run
 def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
-    options = Options(**FLAGS, model=str(tiny_folder), output_dir=str(tmp_path))
+    flags = accuracy.AccuracyFlags(**FLAGS, model=str(tiny_folder))
     sizes = {"pages of 64": 64, "pages of 32": 32}
     kept: list[str] = []
     keep = kept_answers.keep
 
+    def make(flags: accuracy.AccuracyFlags) -> accuracy.Systems:
+        return {name: accuracy.config_of(flags, page_size=size) for name, size in sizes.items()}
+
+    study = Study(
+        __file__, title="cut", kind="analogue", claim="none", rule="none", holds=lambda v: True,
+        setting=Setting("here", "", "reduced"), flags=accuracy.AccuracyFlags, row=accuracy.Row,
+        measure=accuracy.measured(make), values=lambda flags, rows: {}, table=accuracy.table,
+    )  # fmt: skip
+
     def run(interrupt: bool) -> tuple[int, str, list[str]]:
         """Run the study whole, or cut after its first setting: the exit status, the output, and the
-        systems in accuracy.csv."""
+        systems in rows.csv."""
 
         def keep_and_interrupt(folder, asked, found):
             keep(folder, asked, found)
@@ -114,19 +123,16 @@ def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
 
         monkeypatch.setattr(kept_answers, "keep", keep_and_interrupt)
         kept.clear()
-        status = accuracy.study(
-            options, "cut",
-            lambda options: {
-                name: accuracy.config_of(options, page_size=size) for name, size in sizes.items()
-            },
-            lambda figure, rows, found: None, lambda rows, found: ("done", {}),
-        )  # fmt: skip
-        with (tmp_path / "accuracy.csv").open() as file:
-            systems = list(dict.fromkeys(row["system"] for row in csv.DictReader(file)))
+        (tmp_path / "rows.csv").unlink(missing_ok=True)
+        status = study.write(flags, tmp_path)
+        systems = []
+        if (tmp_path / "rows.csv").exists():
+            with (tmp_path / "rows.csv").open() as file:
+                systems = list(dict.fromkeys(row["system"] for row in csv.DictReader(file)))
         return status, capfd.readouterr().out, systems
 
     status, said, systems = run(interrupt=True)
-    assert (status, systems, len(kept)) == (130, [], 1) and "PARTIAL: SIGINT" in said
+    assert (status, systems, len(kept)) == (130, [], 1) and "nothing was measured" in said
     status, said, systems = run(interrupt=False)
     assert (status, systems) == (0, list(sizes)) and said.count("answered before") == 0
     assert len(kept) == 3, "the setting that was answered is not asked again"
@@ -134,8 +140,9 @@ def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
     # A system that comes between the others, and is cut.
     sizes = {"pages of 64": 64, "pages of 16": 16, "pages of 32": 32}
     status, said, systems = run(interrupt=True)
-    assert (status, systems) == (130, ["pages of 64", "pages of 32"])
-    assert json.loads((tmp_path / "report.json").read_text())["missing"] == ["pages of 16"]
+    assert (status, systems) == (130, ["pages of 64"]) and "PARTIAL  SIGINT" in said
+    status, said, systems = run(interrupt=False)
+    assert (status, systems) == (0, list(sizes)) and said.count("answered before") == 2
 
     # With other sources no kept answer counts, and the program says so.
     monkeypatch.setattr(kept_answers, "sources_hash", lambda: "other")

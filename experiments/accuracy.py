@@ -1,0 +1,269 @@
+"""Accuracy of several systems on the same prompts, each paired with the first one.
+
+A system is an engine configuration; what it answers is judged as `experiments.evaluate` judges it:
+right answers, the log-probability of the reference answers, and how far the distributions along
+them are from the first system's.
+
+A study takes long. Answers are kept in its folder (`lib/kept_answers.py`): a later run there does
+not ask a system the same again, unless the sources that ask, answer and grade, the inputs, or JAX's
+version have changed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments import evaluate
+from experiments.lib import kept_answers, kv_held, run_record
+from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies
+from experiments.lib.engines import check_implementation, engine_config, load_engine
+from experiments.lib.flags import loading
+from experiments.lib.typed_flags import ModelFlags, flag
+from experiments.study import Run
+from experiments.tasks.files import Problems
+from models import checkpoint, load_tokenizer
+from models.hub import BUNDLED
+from paged.config import EngineConfig
+from paged.device.tensor_parallel import Shards
+from paged.kv_cache.lserve.gates import Gates, read_gates
+
+PAGE_SIZE = 64
+PARTS = 5  # of the prompts, by index: their deviation
+BUNDLED_GATES = str(BUNDLED / "duo_gates.json")
+# What is drawn of `Row`: the bounds of its interval, and what it is.
+MEASURES = {
+    "difference": ("difference_low", "difference_high", "right answers, points to dense"),
+    "logprob_difference": ("logprob_low", "logprob_high", "log-probability, to dense"),
+    "divergence": ("divergence_low", "divergence_high", "divergence from dense (nats)"),
+}
+Systems = Mapping[str, EngineConfig]
+
+
+@dataclass(frozen=True)
+class AccuracyFlags(ModelFlags):
+    """A study gives `tasks`, `contexts` and `num_prompts` defaults of its own."""
+
+    tasks: tuple[str, ...] = flag(("needle",), "tasks of experiments/tasks/tasks.py")
+    contexts: tuple[int, ...] = flag((1024,), "prompt and answer, in tokens")
+    num_prompts: int = flag(50, "of each task and context", least=1, most=evaluate.MOST_PROMPTS)
+    seed: int = flag(7, "of the prompts", least=0)
+
+    @property
+    def longest(self) -> int:
+        """The longest context, in whole pages."""
+        return -(-max(self.contexts, default=256) // PAGE_SIZE) * PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class Row:
+    """A system on the prompts of a task and context, or on all. score, difference: in percent and
+    points. log-probabilities: of the answers, by token. divergence: in nats by token. Differences
+    are to `reference`, with the bounds of the paired 95 % bootstrap interval. deviation: of the
+    scores of PARTS parts of the prompts. kv_memory_fraction, high, low, top: means of
+    `kv_held.Held`, where the policy tells."""
+
+    system: str
+    reference: str
+    task: str
+    context: int
+    prompts: int
+    score: float
+    deviation: float
+    difference: float
+    difference_low: float
+    difference_high: float
+    logprob: float
+    logprob_difference: float
+    logprob_low: float
+    logprob_high: float
+    divergence: float
+    divergence_low: float
+    divergence_high: float
+    kv_memory_fraction: float | None = None
+    high: float | None = None
+    low: float | None = None
+    top: float | None = None
+
+
+def rows_of(system: str, found: Evaluation, reference: str, other: Evaluation) -> list[Row]:
+    """Each task and context, and all together, paired with what another system answered."""
+    return [_row(system, reference, each, found) for each in accuracies(found, other)]
+
+
+def _row(system: str, reference: str, of: Accuracy, found: Evaluation) -> Row:
+    assert of.difference and of.logprob_difference and of.divergence
+    points, low, high = (100 * x for x in of.difference)
+    held, answers = found.held.get((of.task, of.context), []), found.answers
+    if of.task == ALL:
+        held = [each for of_setting in found.held.values() for each in of_setting]
+    else:
+        answers = [a for a in answers if (a.task, a.context) == (of.task, of.context)]
+    parts = [[a.score for a in answers if a.index % PARTS == i] for i in range(PARTS)]
+    mean = kv_held.mean(held)
+    return Row(
+        system, reference, of.task, of.context, of.prompts, 100 * of.score,
+        float(np.std([100 * np.mean(part) for part in parts if part])), points, low, high,
+        of.logprob, *of.logprob_difference, *of.divergence,
+        *(() if mean is None else dataclasses.astuple(mean)),
+    )  # fmt: skip
+
+
+def pooled(rows: Sequence[Row]) -> dict[str, Row]:
+    """Of each system, all prompts together, paired with the first system."""
+    first = [row for row in rows if row.reference == rows[0].system]
+    alone = {row.system for row in first if sum(r.system == row.system for r in first) == 1}
+    return {row.system: row for row in first if row.task == ALL or row.system in alone}
+
+
+def pairs(rows: Sequence[Row]) -> list[Row]:
+    """All prompts together, of systems paired with another than the first one."""
+    return [row for row in rows if row.reference != rows[0].system]
+
+
+def config_of(flags: AccuracyFlags, **fields: Any) -> EngineConfig:
+    """An engine for the prompts of the flags. Raises ValueError for what cannot work."""
+    common = {
+        "page_size": PAGE_SIZE, "max_model_len": flags.longest, "max_num_seqs": 16,
+        "kv_cache_tokens": 17 * flags.longest, "max_num_batched_tokens": 1024,
+    }  # fmt: skip
+    return engine_config(checkpoint.load_config(flags.model), **common | fields)
+
+
+def gates_of(flags: AccuracyFlags, gates: str) -> Gates:
+    """Raises ValueError for a model or a file that is none."""
+    checkpoint.load_config(flags.model)  # Its errors are not the file's.
+    if not gates:
+        raise ValueError("--gates must name a file, not ''")
+    return read_gates(gates, lambda: checkpoint.weights_hash(flags.model))
+
+
+def problems_of(flags: AccuracyFlags, systems: Systems) -> Problems:
+    """The prompts, by task and context. Raises ValueError for what cannot be asked or run."""
+    contexts = [str(context) for context in flags.contexts]
+    chosen = evaluate.settings(flags.tasks, contexts, next(iter(systems.values())))
+    if not chosen:
+        raise ValueError("no task fits the contexts")
+    model = checkpoint.load_config(flags.model)
+    for config in systems.values():
+        shards = Shards(model, config.tensor_parallel, dtype=flags.dtype)
+        check_implementation(flags.attention_implementation, config, shards)
+    tokenizer = load_tokenizer(flags.model)
+    return evaluate.own_problems(chosen, flags.num_prompts, flags.seed, tokenizer)
+
+
+def answered[F: AccuracyFlags](
+    flags: F, run: Run, make: Callable[[F], Systems]
+) -> Iterator[tuple[str, Evaluation]]:
+    """What each system of `make` answers, the first one's first; ends early if the run is to. What
+    was answered before is not asked again."""
+    systems = make(flags)
+    problems = problems_of(flags, systems)
+    made_by = kept_answers.made_by(flags.model, problems)
+    total = sum(map(len, problems.values()))
+    for i, (name, config) in enumerate(systems.items(), start=1):
+        asked = run_record.plain({
+            "config": config, "dtype": flags.dtype, "seed": flags.seed,
+            "attention_implementation": flags.attention_implementation,
+            "prompts": {f"{task} {context}": len(p) for (task, context), p in problems.items()},
+        } | made_by)  # fmt: skip
+        folder = kept_answers.folder_of(run.folder, name, asked)
+        found = kept_answers.answered_before(folder, asked)
+        before = ", answered before" * (len(found.answers) == total)
+        print(f"{i} of {len(systems)}: {name}{before}", flush=True)
+        changed = kept_answers.made_otherwise(run.folder, name, asked)
+        if changed and not found.answers:
+            print(f"{name} is asked again: {', '.join(changed)} changed since its kept answers")
+        if not before:
+            keep = partial(kept_answers.keep, folder, asked, found)
+            evaluate.evaluate(
+                load_engine(config, **loading(flags)),
+                {key: each for key, each in problems.items() if key not in found.held},
+                found=found, stopped=run.stopped, measure_memory=True, after_each=keep,
+            )  # fmt: skip
+        if len(found.answers) == total:
+            yield name, found
+        if run.stopped():
+            return
+
+
+def measured[F: AccuracyFlags](
+    make: Callable[[F], Systems],
+    compare: Callable[[F, Sequence[Row]], Iterable[tuple[str, str]]] = lambda flags, rows: (),
+) -> Callable[[F, Run], Iterator[Row]]:
+    """A study's `measure`: rows of all systems. compare: of their rows, which systems are paired
+    with which others beside the first one."""
+
+    def measure(flags: F, run: Run) -> Iterator[Row]:
+        found: dict[str, Evaluation] = {}
+        rows: list[Row] = []
+        for name, one in answered(flags, run, make):
+            found[name] = one
+            first = next(iter(found))
+            rows += (mine := rows_of(name, one, first, found[first]))
+            yield from mine
+        if not run.stopped():
+            for name, other in compare(flags, rows):
+                yield rows_of(name, found[name], other, found[other])[-1]
+
+    return measure
+
+
+def checked[F: AccuracyFlags](make: Callable[[F], Systems]) -> Callable[[F], None]:
+    """A study's `check`."""
+
+    def check(flags: F) -> None:
+        problems_of(flags, make(flags))
+
+    return check
+
+
+def table(_: AccuracyFlags, rows: Sequence[Row]) -> str:
+    """A line a system, and a pair of systems, over all prompts."""
+    lines = [
+        f"{'of all prompts':<34} {'right %':>8} {'points (95 % interval)':>26} "
+        f"{'log-probability (interval)':>32} {'divergence':>11} {'memory':>7} {'high %':>7} "
+        f"{'low %':>6}"
+    ]
+    for row in [*pooled(rows).values(), *pairs(rows)]:
+        name = row.system if row.reference == rows[0].system else f"{row.system} to {row.reference}"
+        points = f"{row.difference:+.1f} ({row.difference_low:+.1f} to {row.difference_high:+.1f})"
+        logprob = (
+            f"{row.logprob_difference:+.4f} ({row.logprob_low:+.4f} to {row.logprob_high:+.4f})"
+        )
+        line = f"{name:<34} {row.score:>8.1f} {points:>26} {logprob:>32} {row.divergence:>11.4f}"
+        if row.kv_memory_fraction is not None:
+            shares = f"{100 * (row.high or 0):>7.1f} {100 * (row.low or 0):>6.1f}"
+            line += f" {row.kv_memory_fraction:>7.3f} {shares}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def draw_measures(
+    figure: Figure, lines: Mapping[str, Mapping[int, Row]], xlabel: str, legend: str
+) -> None:
+    """All measures beside each other, each over x: by label, a line."""
+    for axes, measure in zip(figure.subplots(1, len(MEASURES)), MEASURES):
+        _draw_lines(axes, lines, measure)
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel=xlabel)
+    figure.axes[0].legend(title=legend)
+
+
+def _draw_lines(axes: Axes, lines: Mapping[str, Mapping[int, Row]], measure: str) -> None:
+    """A line for each label, over x, of a measure of `Row` with its interval."""
+    low, high, label = MEASURES[measure]
+    for name, points in lines.items():
+        values = np.array([
+            [x, *(getattr(row, each) for each in (measure, low, high))]
+            for x, row in points.items()
+        ])  # fmt: skip
+        x, middle = values[:, 0], values[:, 1]
+        errors = np.abs(values[:, 2:].T - middle)
+        axes.errorbar(x, middle, errors, label=name, marker="o", capsize=3, markersize=4)
+    axes.set(ylabel=label)

@@ -1,0 +1,45 @@
+"""The project's sources that a file rests on."""
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+from experiments.lib.shipped import ROOT
+from models import checkpoint
+
+
+def sources_hash(file: str | Path) -> str:
+    """SHA-256, in hex, of a Python file and of the project's modules that it imports, directly or
+    through others."""
+    return checkpoint.files_hash(sorted(_closure(Path(file).resolve())))
+
+
+def _closure(file: Path) -> set[Path]:
+    found: set[Path] = set()
+    left = [file]
+    while left:
+        if (path := left.pop()) not in found:
+            found.add(path)
+            left += _imports(path)
+    return found
+
+
+@functools.cache
+def _imports(file: Path) -> list[Path]:
+    return [path for name in _names(file) for path in _files(name.split("."))]
+
+
+def _names(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _files(parts: list[str]) -> Iterator[Path]:
+    """Of a module, and of the packages that it is in; nothing if it is none of the project's."""
+    for end in range(1, len(parts) + 1):
+        path = ROOT.joinpath(*parts[:end])
+        yield from (p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file())

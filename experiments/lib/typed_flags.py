@@ -1,0 +1,99 @@
+"""Flags of a program as a frozen dataclass: each field typed, with a help text and bounds."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from experiments.lib.engines import COMPILATION_CACHE
+from models import checkpoint
+from paged.checks import described, is_real, is_text, is_whole, make_plain, refusal
+from pallas_kernels.paged_attention.api import DECODE, PREFILL
+
+IS_OF = {int: (is_whole, "whole numbers"), float: (is_real, "numbers"), str: (is_text, "texts")}
+
+
+def flag[T](
+    default: T, help: str, *, least: float | None = None, above: float | None = None,
+    most: float | None = None, choices: Any = None, path: bool = False,
+) -> T:  # fmt: skip
+    """A field of `Flags`. least, above, most: bounds of a number, or of each number of a tuple.
+    choices: the values allowed. path: an input file or folder, the project's own by name."""
+    bounds = {"least": least, "above": above, "most": most, "choices": choices, "path": path}
+    given = {
+        name: value for name, value in bounds.items() if value is not None and value is not False
+    }
+    return dataclasses.field(default=default, metadata={"help": help} | given)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Base of a study's flags. Fields are bool, int, float, str or a tuple of numbers or texts,
+    made by `flag` or `described`. A subclass that checks more does so in its own `__post_init__`.
+
+    Raises ValueError for a value that a field does not allow.
+    """
+
+    def __post_init__(self):
+        make_plain(self)
+        hints = get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if get_origin(hints[field.name]) is tuple:
+                self._check_tuple(field, value, get_args(hints[field.name])[0])
+            elif (allowed := _allowed(field.metadata, value)) is not None:
+                raise refusal(f"--{field.name}", allowed, value)
+
+    def _check_tuple(self, field: dataclasses.Field, value: Any, kind: type) -> None:
+        is_one, named = IS_OF[kind]
+        if not isinstance(value, tuple) or not all(map(is_one, value)):
+            raise refusal(f"--{field.name}", named, value)
+        for each in value:
+            if (allowed := _allowed(field.metadata, each)) is not None:
+                raise refusal(f"--{field.name}", f"{named}, each {allowed}", each)
+
+    def require_some(self, *names: str) -> None:
+        """Raise ValueError for a tuple that is empty."""
+        for name in names:
+            if not getattr(self, name):
+                raise ValueError(f"--{name} must name at least one")
+
+
+def _allowed(metadata: Any, value: Any) -> str | None:
+    """In words, what is allowed, if the value is not."""
+    tests = {
+        "least": ("at least", lambda bound: value >= bound),
+        "above": ("above", lambda bound: value > bound),
+        "most": ("at most", lambda bound: value <= bound),
+        "choices": ("one of", lambda choices: value in choices),
+    }
+    for name, (words, good) in tests.items():
+        if name in metadata and value is not None and not good(metadata[name]):
+            bound = metadata[name]
+            return f"{words} {', '.join(map(str, bound)) if name == 'choices' else bound}"
+    return None
+
+
+@dataclass(frozen=True)
+class ModelFlags(Flags):
+    """What `engines.load_engine` takes by name."""
+
+    model: str = flag(
+        "bundled",
+        "'bundled', 'judge', a hub id, or a Hugging Face folder: config.json, safetensors and a "
+        "tokenizer (tokenizer.json, or files that transformers converts to it)",
+        path=True,
+    )
+    dtype: str = flag(
+        "float32", "of weights, computation and KV cache", choices=tuple(checkpoint.DTYPES)
+    )
+    attention_implementation: str = flag(
+        "",
+        "of the attention ops; empty for the device's own. mosaic_gpu runs in Pallas's interpreter "
+        "where there is no GPU",
+        choices=("", *(name for name in DECODE if name in PREFILL)),
+    )
+    compilation_cache: str = described(
+        COMPILATION_CACHE,
+        "folder that keeps compiled programs for the next run, and grows with each shape; may be "
+        "deleted; empty for none",
+    )

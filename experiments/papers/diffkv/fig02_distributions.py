@@ -1,0 +1,265 @@
+"""What DiffKV builds on: attention scores, norms of values, and how many tokens matter (DiffKV §3,
+Figs. 2 to 5).
+
+python -m experiments.papers.diffkv.fig02_distributions
+
+Over whole prompts of each task, by layer and KV head: the significance of each token, which is the
+mean of the probabilities that later tokens give it, the largest of its KV head's query heads; the
+norm of its value; and how many tokens hold 95 % of a prompt's significance.
+
+Claims: scores span far more orders of magnitude than norms (paper: seven against two); tokens that
+matter differ in number between layers, heads and prompts.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from experiments.lib.typed_flags import Flags, flag
+from experiments.study import Setting, Study, Values
+from experiments.tasks import tasks
+from models import checkpoint, load_tokenizer
+from models.config import ModelConfig
+from models.families import family
+from pallas_kernels.quantized_attention import prompt_attention
+
+SHARE = 0.95
+
+
+@dataclass(frozen=True)
+class PromptFlags(Flags):
+    model: str = flag("bundled", "'bundled', 'judge', a hub id, or a folder", path=True)
+    tasks: tuple[str, ...] = flag(
+        ("story", "needle", "multikey", "values", "cot"), "of experiments/tasks/tasks.py"
+    )
+    context_length: int = flag(1024, "tokens of prompt and answer", least=2)
+    num_prompts: int = flag(20, "per task", least=1)
+    seed: int = flag(7, "of the prompts", least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_some("tasks")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A KV head on a task. tokens: of a prompt. critical: tokens that hold 95 % of significance,
+    mean and deviation over prompts. score, norm: percentiles of significance and of values'
+    norms."""
+
+    task: str
+    layer: int
+    head: int
+    tokens: int
+    critical_mean: float
+    critical_std: float
+    score_p01: float
+    score_p50: float
+    score_p999: float
+    norm_p01: float
+    norm_p50: float
+    norm_p999: float
+
+
+class Prompt(NamedTuple):
+    """scores: [L, T, K] significance of tokens. norms: [L, T, K] of their values. The last token,
+    which no later one sees, is left out."""
+
+    scores: np.ndarray
+    norms: np.ndarray
+
+    def critical(self) -> np.ndarray:
+        """[L, K] the least number of tokens with `SHARE` of all significance."""
+        descending = -np.sort(-self.scores, axis=1)
+        sums = np.cumsum(descending, axis=1)
+        return (sums < SHARE * sums[:, -1:]).sum(1) + 1
+
+
+@partial(jax.jit, static_argnums=1)
+def _measure(params, config: ModelConfig, tokens_T):
+    T = len(tokens_T)
+    shape = config.num_layers, T, config.num_kv_heads
+    starts, later = jnp.array([0, T]), jnp.maximum(T - 1 - jnp.arange(T), 1)[:, None]
+
+    def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, noted):
+        out, sums_TxK = prompt_attention(q_TxHxD, k_TxKxD, v_TxKxD, starts)
+        norms = jnp.linalg.norm(v_TxKxD.astype(jnp.float32), axis=-1)
+        scores, all_norms = noted
+        return out, (scores.at[layer].set(sums_TxK / later), all_norms.at[layer].set(norms))
+
+    noted = jnp.zeros(shape), jnp.zeros(shape)
+    return family(config).forward(params, config, tokens_T, jnp.arange(T), attend, noted)[1]
+
+
+def over_prompts(params, config: ModelConfig, tokenizer, prompts) -> list[Prompt]:
+    found = []
+    for prompt in tqdm(prompts, desc=prompts[0].task):
+        tokens = np.array(tokenizer(prompt.prompt + prompt.answer)["input_ids"], np.int32)
+        scores, norms = _measure(params, config, tokens)
+        found.append(Prompt(np.asarray(scores)[:, :-1], np.asarray(norms)[:, :-1]))
+    return found
+
+
+def rows_of(task: str, found: Sequence[Prompt]) -> Iterator[Row]:
+    """A row for each layer and KV head."""
+    critical = np.stack([prompt.critical() for prompt in found])
+    for layer, head in np.ndindex(critical.shape[1:]):
+        counts, percentiles = critical[:, layer, head], []
+        for index in (0, 1):
+            values = np.concatenate([prompt[index][layer, :, head] for prompt in found])
+            percentiles += np.percentile(values, (0.1, 50, 99.9)).tolist()
+        yield Row(
+            task, layer, head, len(found[0].scores[0]), float(counts.mean()),
+            float(counts.std()), *percentiles,
+        )  # fmt: skip
+
+
+def prompts_of(flags: PromptFlags) -> dict[str, list]:
+    """By task. Raises ValueError for what cannot be asked."""
+    longest = checkpoint.load_config(flags.model).max_position_embeddings
+    if flags.context_length > longest:
+        raise ValueError(f"--context_length must be at most the model's longest, {longest}")
+    tokenizer, length = load_tokenizer(flags.model), flags.context_length
+    return {
+        task: tasks.make_prompts(task, length, flags.num_prompts, flags.seed, tokenizer)
+        for task in flags.tasks
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def found_of(flags: PromptFlags) -> dict[str, list[Prompt]]:
+    """By task; rows and the figure are of the same."""
+    config, params = checkpoint.load(flags.model, "float32")
+    tokenizer, prompts = load_tokenizer(flags.model), prompts_of(flags)
+    return {task: over_prompts(params, config, tokenizer, asked) for task, asked in prompts.items()}
+
+
+def measure(flags: PromptFlags, _) -> Iterator[Row]:
+    for task, found in found_of(flags).items():
+        yield from rows_of(task, found)
+
+
+def check(flags: PromptFlags) -> None:
+    prompts_of(flags)
+
+
+def orders(values: np.ndarray) -> float:
+    """Orders of magnitude between the least and the most, of those above 0."""
+    positive = values[values > 0]
+    return float(np.log10(positive.max() / positive.min()))
+
+
+def values(flags: PromptFlags, rows: Sequence[Row]) -> Values:
+    return summarise(rows, found_of(flags))
+
+
+def summarise(rows: Sequence[Row], found: dict[str, list[Prompt]]) -> dict[str, float]:
+    everything = [prompt for prompts in found.values() for prompt in prompts]
+    layers = range(len(everything[0].scores))
+    both = {
+        name: [
+            orders(np.concatenate([p[i][layer].ravel() for p in everything])) for layer in layers
+        ]
+        for name, i in (("score", 0), ("norm", 1))
+    }
+    numbers = {f"{name}_orders_of_magnitude": max(values) for name, values in both.items()}
+    means = {(r.task, r.layer, r.head): r.critical_mean for r in rows}
+    numbers["critical_tokens_least_head"] = min(means.values())
+    numbers["critical_tokens_most_head"] = max(means.values())
+    for task in found:
+        of_task = [mean for (name, _, _), mean in means.items() if name == task]
+        numbers[f"critical_tokens_{task}"] = float(np.mean(of_task))
+    return numbers
+
+
+def draw(flags: PromptFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    found = found_of(flags)
+    scores, norms, tokens, by_layer, by_head, by_task = figure.subplots(2, 3).flat
+    everything = [prompt for prompts in found.values() for prompt in prompts]
+    for axes, index, title in (
+        (scores, 0, "significance of tokens (Fig. 2; paper: 7 orders)"),
+        (norms, 1, "norms of values (Fig. 2; paper: 2 orders)"),
+    ):
+        _draw_distributions(axes, everything, index, title)
+    one, middle = everything[0], len(everything[0].scores) // 2
+    for head in range(one.scores.shape[2]):
+        tokens.semilogy(one.scores[middle, :, head], linewidth=0.5, label=f"head {head}")
+    tokens.set(
+        xlabel="token", ylabel="significance", title=f"layer {middle} of one prompt (Fig. 3)"
+    )
+    tokens.legend(fontsize="x-small")
+    critical = np.stack([prompt.critical() for prompt in everything])
+    of_layers = critical.mean(2)
+    layers = range(critical.shape[1])
+    by_layer.errorbar(layers, of_layers.mean(0), of_layers.std(0), marker="o", capsize=3)
+    by_layer.set_xticks(layers)
+    by_layer.set(xlabel="layer", ylabel="tokens", title="tokens with 95 %, by layer (Fig. 4)")
+    names = [f"{layer}.{head}" for layer, head in np.ndindex(critical.shape[1:])]
+    flat = critical.reshape(len(critical), -1)
+    by_head.barh(range(len(names)), flat.mean(0), xerr=flat.std(0), color="#2f6b9a")
+    by_head.set_yticks(range(len(names)), names)
+    by_head.set(xlabel="tokens", title="by layer.head (Fig. 5)")
+    by_head.tick_params(axis="y", labelsize=6)
+    for task in found:
+        means = [row.critical_mean for row in rows if row.task == task]
+        by_task.plot(sorted(means), label=task, marker=".")
+    by_task.set(xlabel="heads, sorted", ylabel="tokens", title="by task")
+    by_task.legend(fontsize="x-small")
+
+
+def _draw_distributions(axes: Axes, prompts: Sequence[Prompt], index: int, title: str) -> None:
+    """The share of tokens below x in three layers."""
+    last = len(prompts[0].scores) - 1
+    for layer in sorted({0, last // 2, last}):
+        values = np.sort(np.concatenate([prompt[index][layer].ravel() for prompt in prompts]))
+        at = np.linspace(0, len(values) - 1, 400).astype(int)
+        axes.semilogx(values[at], at / len(values), label=f"layer {layer}")
+    axes.set(ylabel="share of tokens below", title=title)
+    axes.legend(fontsize="x-small")
+
+
+def table(flags: PromptFlags, rows: Sequence[Row]) -> str:
+    """Tokens with 95 %: a line a task, the mean over heads, and its least and most head."""
+    lines = [f"{'tokens with 95 %':18}{'mean':>8}{'least':>8}{'most':>8}"]
+    for task in flags.tasks:
+        means = [row.critical_mean for row in rows if row.task == task]
+        lines.append(f"{task:18}{np.mean(means):8.1f}{min(means):8.1f}{max(means):8.1f}")
+    return "\n".join(lines)
+
+
+STUDY = Study(
+    __file__,
+    title="Attention scores, norms of values, and tokens that matter (DiffKV §3, Figs. 2 to 5)",
+    kind="analogue",
+    claim="scores span far more orders of magnitude than norms: seven against two",
+    rule="scores span at least twice the orders of magnitude of norms",
+    holds=lambda v: v["score_orders_of_magnitude"] >= 2 * v["norm_orders_of_magnitude"],
+    setting=Setting(
+        "the bundled model, 20 prompts of each of five tasks, 1,024 tokens",
+        "the paper measures Llama-3-8B and others, on MATH, GSM8K and MMLU",
+        "reduced",
+    ),
+    flags=PromptFlags,
+    row=Row,
+    measure=measure,
+    values=values,
+    paper={"score_orders_of_magnitude": 7, "norm_orders_of_magnitude": 2},
+    check=check,
+    draw=draw,
+    table=table,
+    quick={"num_prompts": 2},
+    minutes=(1, 3),
+    size=(12, 7),
+)
+
+if __name__ == "__main__":
+    STUDY.run()

@@ -1,0 +1,78 @@
+"""Engine configurations of DiffKV's studies: the 16-bit reference, DiffKV, and its baselines."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from experiments import accuracy
+from experiments.accuracy import AccuracyFlags
+from paged.config import EngineConfig
+
+REFERENCE = "16 bits"
+PAGE_SIZE = 16  # tokens of high precision
+BUDGETED = {
+    "H2O": {"prompt_rule": "h2o", "generation_rule": "h2o"},
+    "SnapKV": {"prompt_rule": "snapkv", "generation_rule": "keep"},
+}
+
+
+def _config(flags: AccuracyFlags, **fields: Any) -> EngineConfig:
+    """Few sequences at once and one prompt a step: few programs to compile."""
+    longest = flags.longest
+    common = {
+        "page_size": PAGE_SIZE, "max_num_seqs": 8, "max_prefills_per_step": 1,
+        "max_num_batched_tokens": longest, "kv_cache_tokens": 9 * longest,
+        "chunked_prefill": False,
+    }  # fmt: skip
+    return accuracy.config_of(flags, **common | fields)
+
+
+def reference(flags: AccuracyFlags) -> EngineConfig:
+    """Pages of 16 bits (the paper's vLLM)."""
+    return _config(flags, kv_dtype="float16")
+
+
+def policy(flags: AccuracyFlags, **chosen: Any) -> EngineConfig:
+    """Of these options of `--policy=diffkv`. Raises ValueError for what cannot work."""
+    return _config(flags, policy="diffkv", policy_options=chosen)
+
+
+def three_levels(flags: AccuracyFlags, alpha: Sequence[float]) -> EngineConfig:
+    """16 bits, K8V4 and K4V2 (§7.2), with an alpha each. Pages take about the memory of DiffKV's:
+    half as many tokens of a precision of which each takes twice as much."""
+    chosen: dict[str, Any] = {"top": "K16V16"}
+    chosen |= dict(zip(("alpha_top", "alpha_h", "alpha_l"), alpha, strict=True))
+    return _config(flags, policy="diffkv", policy_options=chosen, page_size=PAGE_SIZE // 2)
+
+
+def uniform_options(name: str) -> dict[str, Any]:
+    """All tokens in one format, as K8V4."""
+    return {"high": name, "low": name, "alpha_h": 0.0, "alpha_l": 0.0}
+
+
+def pruning_options(method: str, budget: float) -> dict[str, Any]:
+    """Of `BUDGETED`: pruning to a share of the tokens, kept in 16 bits."""
+    return uniform_options("K16V16") | BUDGETED[method] | {"budget": budget}
+
+
+def uniform(flags: AccuracyFlags, name: str) -> EngineConfig:
+    return policy(flags, **uniform_options(name))
+
+
+def budgeted(flags: AccuracyFlags, method: str, budget: float) -> EngineConfig:
+    return policy(flags, **pruning_options(method, budget))
+
+
+def duo_attention(flags: AccuracyFlags, gates: str, share: float) -> EngineConfig:
+    """A share of the KV heads streams, by the gates of this file, all tokens in 16 bits."""
+    all_pages = flags.longest + PAGE_SIZE
+    chosen = {"gates": accuracy.gates_of(flags, gates), "streaming_share": share}
+    return _lserve(flags, **chosen, budget=all_pages)
+
+
+def quest(flags: AccuracyFlags, budget: int) -> EngineConfig:
+    """All tokens are kept, in 16 bits, and `budget` of them read by each query."""
+    return _lserve(flags, budget=budget, logical_page=PAGE_SIZE, reuse=1)
+
+
+def _lserve(flags: AccuracyFlags, **chosen: Any) -> EngineConfig:
+    return _config(flags, policy="lserve", policy_options=chosen, kv_dtype="float16")

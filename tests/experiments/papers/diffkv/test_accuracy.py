@@ -1,0 +1,211 @@
+"""DiffKV's studies: what is asked of which system, what memory is measured, and what is said."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from experiments import accuracy
+from experiments.lib import kv_held
+from experiments.lib.answers import Answer, Evaluation
+from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.kv_held import Held
+from experiments.lib.program import Refused
+from experiments.lib.reference import Distributions
+from experiments.papers.diffkv import fig09_dynamic_sparsity as dynamic_sparsity
+from experiments.papers.diffkv import fig10_thresholds as thresholds
+from experiments.papers.diffkv import table1_accuracy_memory as accuracy_memory
+from models import checkpoint
+from paged.requests.sampling_params import SamplingParams
+
+FLAGS: dict[str, Any] = {
+    "seed": 1, "compilation_cache": "", "tasks": ("values",), "contexts": (256,), "num_prompts": 4,
+}  # fmt: skip
+MEMORY: dict[str, Any] = FLAGS | {
+    "alphas": ("1/0", "3/0.02"), "formats": ("K4V4", "K2V4"), "budgets": (0.3, 0.5),
+    "quest_budget": 64,
+}  # fmt: skip
+
+
+def test_systems_differ_in_what_their_names_say():
+    found = accuracy_memory.make_systems(accuracy_memory.MemoryFlags(**MEMORY))
+    assert list(found) == [
+        "16 bits", "DiffKV 1/0", "H2O 0.3", "SnapKV 0.3", "H2O 0.5", "SnapKV 0.5", "K4V4", "K2V4",
+        "DiffKV 3/0.02", "three levels 5/1/0", "DuoAttention", "Quest",
+    ]  # fmt: skip
+    chosen = {name: config.policy_options for name, config in found.items()}
+    assert (chosen["DiffKV 3/0.02"].alpha_h, chosen["DiffKV 3/0.02"].alpha_l) == (3, 0.02)
+    assert (chosen["K2V4"].high, chosen["K2V4"].low, chosen["K2V4"].keeps_all) == (
+        "K2V4", "K2V4", True,
+    )  # fmt: skip
+    for name, rules in (("H2O 0.3", ("h2o", "h2o")), ("SnapKV 0.3", ("snapkv", "keep"))):
+        one = chosen[name]
+        assert (one.prompt_rule, one.generation_rule, one.budget) == (*rules, 0.3)
+    assert found["16 bits"].kv_dtype == found["Quest"].kv_dtype == "float16"
+    assert chosen["DuoAttention"].budget > 256 > chosen["Quest"].budget == 64
+    assert chosen["DuoAttention"].gates and not chosen["Quest"].gates
+    three = chosen["three levels 5/1/0"].levels
+    assert [tuple(level)[1:] for level in three] == [("K16V16", 5), ("K8V4", 1), ("K4V2", 0)]
+    # Its pages have about the bytes of the others'. Everything else is the same.
+    page_sizes = {name: c.page_size for name, c in found.items()}
+    assert page_sizes.pop("three levels 5/1/0") == 8 and len(set(page_sizes.values())) == 1
+    assert len({(c.max_num_seqs, c.max_model_len) for c in found.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "changes", "message"),
+    [
+        (accuracy_memory, {"alphas": ("1",)}, "--alphas must be pairs such as 1/0.02"),
+        (accuracy_memory, {"alphas": ()}, "--alphas must be pairs such as 1/0.02"),
+        (accuracy_memory, {"alphas": ("0/1",)}, "alpha_l must be from 0 to alpha_h"),
+        (accuracy_memory, {"three_levels": ("1/0",)}, "--three_levels must be such as 5/1/0"),
+        (accuracy_memory, {"three_levels": ("0/1/0",)}, "alpha_top must be at least alpha_h"),
+        (accuracy_memory, {"budgets": ("half",)}, "--budgets must be numbers"),
+        (accuracy_memory, {"formats": ("INT4",)}, "a page format is named K8V4"),
+        (dynamic_sparsity, {"alphas": ("1/0",)}, "--alphas must be numbers"),
+        (thresholds, {"alphas_l": (0.1,)}, "--alphas_l 0, where nothing is dropped"),
+    ],
+)
+def test_bad_flags_are_refused_before_any_model_is_loaded(tmp_path, module, changes, message):
+    with pytest.raises((Refused, ValueError), match=message):
+        module.STUDY.write(module.STUDY.flags(**FLAGS | changes), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def found_with(right: list[bool], fraction: float | None = None) -> Evaluation:
+    """Answers of one setting, all with the same distributions, and sequences of the same memory."""
+    along = Distributions(np.full(1, -0.1), np.array([[3, 4]], np.int32), np.array([[-0.1, -3.0]]))
+    answers = [Answer("values", 256, i, float(ok), "1;", "1;", -0.1) for i, ok in enumerate(right)]
+    held = {} if fraction is None else {("values", 256): [Held(fraction, 0.5, 0.25)] * 2}
+    return Evaluation(answers, {answer.key: along for answer in answers}, held)
+
+
+def rows_of(found: dict[str, Evaluation]) -> list[accuracy.Row]:
+    reference = found["16 bits"]
+    return [
+        row for name, one in found.items()
+        for row in accuracy.rows_of(name, one, "16 bits", reference)
+    ]  # fmt: skip
+
+
+def numbers_of(report: dict[str, Any]) -> dict[str, float]:
+    return {value["name"]: value["here"] for value in report["values"]}
+
+
+def test_the_goal_and_baselines_at_no_less_memory():
+    right, half = [True] * 40, [True, False] * 20
+    found = {"16 bits": found_with(right), "DiffKV 1/0": found_with(right, 0.33)}
+    found |= {f"{m} {b}": found_with(half, b + 0.01) for m in ("H2O", "SnapKV") for b in (0.3, 0.5)}
+    found |= {"K4V4": found_with(half, 0.3), "K2V4": found_with(half, 0.2)}
+    found["DiffKV 3/0.02"] = found_with(right, 0.29)
+    flags, study = accuracy_memory.MemoryFlags(**MEMORY), accuracy_memory.STUDY
+
+    def report() -> dict[str, Any]:
+        rows = rows_of(found)
+        for name, other in accuracy_memory.compare(flags, rows):
+            rows.append(accuracy.rows_of(name, found[name], other, found[other])[-1])
+        accuracy_memory.draw(flags, Figure(), rows)
+        paired = {(row.system, row.reference) for row in accuracy.pairs(rows)}
+        assert ("DiffKV 1/0", "H2O 0.5") in paired and ("DiffKV 3/0.02", "K4V4") in paired
+        return study.report(flags, rows)
+
+    whole = report()
+    numbers = numbers_of(whole)
+    assert whole["holds"] is True and numbers["kv_memory_fraction"] == pytest.approx(0.33)
+    assert numbers["points_diffkv_over_k4v4"] == numbers["points_diffkv_over_h2o_0_5"] == 50
+    found["DiffKV 1/0"] = found_with(right, 0.41)
+    assert report()["holds"] is False
+
+
+def test_calibration_is_the_papers_procedure():
+    """First alpha_h where nothing is dropped, then alpha_l; of equal ones the least memory."""
+    flags = thresholds.ThresholdFlags(**FLAGS, alphas_h=(1.0, 2.0), alphas_l=(0.0, 0.1))
+
+    def chosen(cells):
+        found = {"16 bits": found_with([True] * 10)}
+        for cell, (right, memory) in cells.items():
+            one = found_with([True] * right + [False] * (10 - right), memory)
+            found[thresholds.label(cell)] = one
+        rows = rows_of(found)
+        thresholds.draw(flags, Figure(), rows)
+        numbers = thresholds.values(flags, rows)
+        return numbers["alpha_h"], numbers["alpha_l"]
+
+    cells = {(1, 0): (10, 0.4), (2, 0): (10, 0.3), (1, 0.1): (10, 0.2), (2, 0.1): (9, 0.1)}
+    assert chosen(cells) == (2, 0)
+    assert chosen(cells | {(2, 0.1): (10, 0.1)}) == (2, 0.1)
+    assert chosen(cells | {(2, 0): (9, 0.3)}) == (1, 0.1)
+
+
+def test_memory_is_counted_in_whole_pages(tiny_folder):
+    """A simulated device drops nothing: of D channels a token of K8V8 in one head takes 2 D bytes,
+    2 * 4 of scales and 2 * 4 of score and position, of 4 D in 16 bits; sections are whole 16
+    bytes."""
+    D = checkpoint.load_config(tiny_folder).head_dim
+    config = engine_config(
+        checkpoint.load_config(tiny_folder), policy="diffkv", page_size=8, max_model_len=64,
+        max_num_batched_tokens=64, chunked_prefill=False, kv_cache_tokens=1024,
+        policy_options={"high": "K8V8", "low": "K8V8", "alpha_h": 0.0, "alpha_l": 0.0},
+    )  # fmt: skip
+    engine = load_engine(config, model=str(tiny_folder), executor="simulated")
+    for length in (5, 20, 33):
+        engine.add_request(list(range(3, 3 + length)))
+    while engine.has_unfinished():
+        engine.step()
+    held = kv_held.of_sequences(engine)
+    assert len(held) == 3
+    for one in held:
+        assert (one.fraction, one.high, one.low) == pytest.approx(((2 * D + 16) / (4 * D), 1, 0))
+    engine.metrics.clear()
+    assert kv_held.of_sequences(engine) == [] and kv_held.mean([]) is None
+
+
+def test_memory_of_dense_and_streaming_heads(tiny_folder):
+    """Half of the heads stream: beyond their window, of a page each for sink, local and a query's
+    own tokens, they keep nothing. No row is long enough to select pages, so none has statistics."""
+    model = checkpoint.load_config(tiny_folder)
+    gates = [[head % 2 for head in range(model.num_kv_heads)]] * model.num_layers
+    config = engine_config(
+        model, policy="lserve", page_size=8, max_model_len=64, max_num_batched_tokens=64,
+        chunked_prefill=False, kv_cache_tokens=1024, kv_dtype="float16",
+        policy_options={
+            "gates": gates, "budget": 64, "logical_page": 8, "sink": 8, "local": 8,
+        },
+    )  # fmt: skip
+    engine = load_engine(config, model=str(tiny_folder), executor="simulated")
+    engine.add_request(list(range(3, 52)), SamplingParams(max_tokens=2, ignore_eos=True))
+    while engine.has_unfinished():
+        engine.step()
+    (held,) = kv_held.of_sequences(engine)
+    share = (7 + 3) / 14
+    assert (held.fraction, held.high, held.low) == pytest.approx((share, share, 0))
+
+
+@pytest.mark.slow  # two policies compile
+def test_a_whole_study(tmp_path, capsys, monkeypatch):
+    few = {"alphas": ("1/0.02",), "three_levels": (), "formats": (), "budgets": ()}
+    least = {"num_prompts": 1, "gates": "", "quest_budget": 0, "contexts": (256, 256)}
+    flags = accuracy_memory.MemoryFlags(**FLAGS | few | least)
+    assert accuracy_memory.STUDY.write(flags, tmp_path) == 0
+    assert "DiffKV 1/0.02" in capsys.readouterr().out
+    numbers = json.loads((tmp_path / "summary.json").read_text())
+    assert 0.2 < numbers["kv_memory_fraction"] < 0.6
+    first = (tmp_path / "rows.csv").read_bytes()
+    # The second time nothing is asked again, and the same is found.
+    monkeypatch.setattr(accuracy, "load_engine", None)
+    assert accuracy_memory.STUDY.write(flags, tmp_path) == 0
+    assert json.loads((tmp_path / "summary.json").read_text()) == numbers
+    assert (tmp_path / "rows.csv").read_bytes() == first
+
+
+@pytest.mark.slow  # two policies compile
+def test_thresholds_are_written_for_the_policy_to_read(tmp_path):
+    flags = thresholds.ThresholdFlags(
+        **FLAGS | {"num_prompts": 1}, alphas_h=(1.0,), alphas_l=(0.0,)
+    )
+    assert thresholds.STUDY.write(flags, tmp_path) == 0
+    stored = json.loads((tmp_path / thresholds.THRESHOLDS).read_text())
+    assert (stored["alpha_h"], stored["alpha_l"]) == (1.0, 0.0)
+    assert stored["weights_sha256"] == checkpoint.weights_hash("bundled")

@@ -1,0 +1,61 @@
+"""Scores of tokens and norms of values, against loops in float64."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.papers.diffkv import fig02_distributions as distributions
+from experiments.papers.diffkv.fig02_distributions import Prompt
+from experiments.tasks import tasks
+from models import checkpoint
+from models.families import family
+from models.full_attention import causal_attend
+
+
+@pytest.mark.slow
+def test_scores_are_means_over_later_tokens(tiny_folder, tokenizer, tmp_path):
+    config, params = checkpoint.load(tiny_folder, "float32")
+    prompts = tasks.make_prompts("needle", 256, 2, 0, tokenizer)
+    found = distributions.over_prompts(params, config, tokenizer, prompts)
+    tokens = np.array(tokenizer(prompts[0].prompt + prompts[0].answer)["input_ids"])
+    T, exact = len(tokens), causal_attend(config)
+
+    def attend(layer, q, k, v, cache):
+        noted = tuple(x.at[layer].set(new) for x, new in zip(cache, (q, k, v)))
+        return exact(layer, q, k, v, None)[0], noted
+
+    L, H, K, D = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
+    cache = tuple(jnp.zeros((L, T, heads, D)) for heads in (H, K, K))
+    forward = family(config).forward
+    _, cache = forward(params, config, jnp.asarray(tokens), jnp.arange(T), attend, cache)
+    q, k, v = (np.asarray(x, np.float64) for x in cache)
+    for layer in range(L):
+        for head in range(K):
+            probs = np.zeros((H // K, T, T))
+            for i in range(T):
+                of_head = q[layer, i].reshape(K, H // K, D)[head]
+                scores = np.exp(of_head @ k[layer, : i + 1, head].T * D**-0.5)
+                probs[:, i, : i + 1] = scores / scores.sum(1, keepdims=True)
+            expected = [probs[:, j + 1 :, j].max(0).mean() for j in range(T - 1)]
+            np.testing.assert_allclose(found[0].scores[layer, :, head], expected, rtol=1e-3)
+            norms = np.linalg.norm(v[layer, :-1, head], axis=-1)
+            np.testing.assert_allclose(found[0].norms[layer, :, head], norms, rtol=1e-4)
+    flags = distributions.PromptFlags(
+        model=str(tiny_folder), tasks=("needle",), context_length=256, num_prompts=2, seed=0
+    )
+    assert distributions.STUDY.write(flags, tmp_path) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    rows = report["rows"]
+    assert len(rows) == L * K and all(1 <= row["critical_mean"] < T for row in rows)
+    assert report["values"][0]["here"] > 0
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_tokens_that_matter_are_counted():
+    """Of 20 equal tokens 19 hold 95 %; of one that has all it is one."""
+    scores = np.ones((1, 20, 2))
+    scores[0, 1:, 1] = 1e-9
+    assert Prompt(scores, scores).critical().tolist() == [[19, 1]]
+    assert abs(distributions.orders(np.array([0, 0.01, 3, 10])) - 3) < 1e-9

@@ -1,0 +1,179 @@
+"""DiffKV's performance figures: managers on the host, numbers, refusals; no times."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.papers.diffkv import fig13_compaction as compaction
+from experiments.papers.diffkv import fig14_step_breakdown as step_breakdown
+from experiments.papers.diffkv import fig15a_kernel_speed as kernel_speed
+from experiments.papers.diffkv import fig15b_batch_latency as batch_latency
+from experiments.papers.diffkv import fig16_dynamic_workload as dynamic_workload
+from experiments.papers.diffkv import fig17_throughput as throughput
+from experiments.papers.diffkv.host_managers import ThreadedManager, Twin
+from pallas_kernels.quantized_attention import mixed_precision_attention
+from pallas_kernels.specs import Heads
+
+MODULES = (
+    batch_latency, compaction, dynamic_workload, kernel_speed, step_breakdown, throughput,
+)  # fmt: skip
+
+
+def numbers(module, rows):
+    return module.values(module.STUDY.flags(), rows)
+
+
+def test_the_managers_of_the_host_agree_page_by_page():
+    rng, slots, heads, allocated, width = np.random.default_rng(0), 3, 5, 6, 9
+    twin = Twin(120, slots, heads)
+    threaded = ThreadedManager(120, slots, heads, width, threads=2)
+    high = rng.integers(0, 4, (slots, heads))
+    low = rng.integers(0, 3, (slots, heads))
+    twin.prompts(allocated, high, low)
+    threaded.prompts(allocated, high, low)
+    for _ in range(3):
+        kind = rng.integers(0, 3, (slots, heads))
+        twin.grow(kind == 1, kind == 2)
+        threaded.grow(kind == 1, kind == 2)
+
+    def same() -> bool:
+        m = threaded
+        return twin.equals(m.free_list, m.start, m.free, m.tables, m.high, m.low)
+
+    assert same()
+    owned = [page for kind in (twin.high, twin.low) for slot in kind for h in slot for page in h]
+    assert sorted([*owned, *twin.free]) == list(range(120))
+    threaded.tables[1, 2, 0] += 1  # of high precision, unless it has none
+    threaded.free_list[threaded.start] += 1
+    assert not same()
+
+
+@pytest.mark.slow  # programs compile
+def test_the_device_is_exact_at_the_heads_of_8b():
+    case = compaction.Case(1, seed=0)
+    assert compaction.is_exact(case, threads=2, steps=18)
+    # Some heads have grown in that time: a page has room for 16 tokens of high precision.
+    assert case.to_high.any() and not case.to_high.all()
+
+
+@pytest.mark.slow  # programs compile
+@pytest.mark.parametrize("name", kernel_speed.FORMATS)
+def test_formats_read_the_same_pool(name):
+    """What is timed is attention: it is that of the reference."""
+    pool, tokens = kernel_speed.Pool(Heads(4, 2, 32), 2, 40, seed=0), 33
+    formats, counts = kernel_speed.formats_of(name, 32), pool.counts(name, tokens)
+    out, lse, _ = kernel_speed.attend(formats, pool.q, pool.words, pool.tables_of(name), counts)
+    expected = mixed_precision_attention(
+        pool.q, pool.words, pool.tables_of(name), counts, formats, implementation="reference"
+    )
+    np.testing.assert_allclose(out, expected[0], rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(lse, expected[1], rtol=1e-4)
+    assert jnp.isfinite(out).all()
+
+
+def test_bytes_are_those_of_codes_and_scales():
+    pool = kernel_speed.Pool(Heads(4, 2), 3, 32, seed=0)
+    of_token = {"K8V8": 264, "K8V4": 200, "K4V4": 136, "K4V2": 104, kernel_speed.MIXED: 152}
+    for name, size in of_token.items():
+        assert pool.bytes(name, 32) == 3 * 2 * 32 * size
+
+
+def test_the_summary_is_of_the_rows_that_it_names():
+    def kernel(format, tokens, over_dense):
+        return kernel_speed.Row(format, tokens, 1.0, 0.1, over_dense, 1, 4.0)
+
+    def managed(phase, heads, device_ms, exact=True):
+        return compaction.Row(phase, heads // 256, heads, device_ms, 9.0, 2.0, exact)
+
+    rows = [kernel("K4V2", 512, 0.7), kernel("K4V2", 4096, 0.8), kernel("K8V4", 512, 0.95)]
+    assert numbers(kernel_speed, rows) == {"decode_over_dense": 0.8}
+    rows = [
+        managed("prompts", 8192, 70.0), managed("generation", 512, 5.0),
+        managed("generation", 8192, 0.64),
+    ]  # fmt: skip
+    assert numbers(compaction, rows) == {
+        "compaction_exact_heads": 8192, "compaction_share_8b": pytest.approx(0.01),
+        "over_host": pytest.approx(9 / 0.64),
+    }  # fmt: skip
+    broken = [*rows, managed("prompts", 512, 1.0, exact=False)]
+    assert numbers(compaction, broken)["compaction_exact_heads"] == 0
+    served = [
+        throughput.Row("vllm", 4.0, 100.0, 1.0, 1.0, 1, 0),
+        throughput.Row("diffkv", 11.0, 150.0, 0.3, 1.0, 1, 0),
+    ]
+    assert numbers(throughput, served) == pytest.approx({
+        "kv_memory_fraction": 0.3, "batch_gain": 2.75, "batch_gain_over_ideal": 0.825,
+        "throughput_gain": 1.5,
+    })  # fmt: skip
+    latencies = [
+        dynamic_workload.Row(system, rate, ms, 1, 0)
+        for system, rate, ms in (("vllm", 1.0, 10.0), ("vllm", 4.0, 40.0), ("diffkv", 4.0, 30.0))
+    ]
+    assert numbers(dynamic_workload, latencies) == {"latency_over_vllm_4": 0.75}
+    batches = [
+        batch_latency.Row(system, tokens, seconds, step_ms)
+        for system, tokens, seconds, step_ms in (
+            ("vllm", 1024, 2.0, 9.0), ("diffkv", 1024, 4.0, 9.0), ("vllm", 4096, 9.0, 30.0),
+            ("diffkv", 4096, 6.0, 15.0),
+        )
+    ]  # fmt: skip
+    assert numbers(batch_latency, batches) == {
+        "batch_latency_speedup": 1.5, "batch_step_speedup": 2.0,
+    }  # fmt: skip
+    parts = [step_breakdown.Row("generation", 8, "pages", 1.0, 0.005)]
+    shares = numbers(step_breakdown, parts)
+    assert shares == {"pages_share_prompts": None, "pages_share_generation": 0.005}
+
+
+def test_what_was_not_measured_is_null():
+    for module in MODULES:
+        assert not any(numbers(module, []).values())
+    assert numbers(throughput, [throughput.Row("vllm", math.nan, 1.0, 1.0, 1.0, 1, 0)]) == {
+        "kv_memory_fraction": None, "batch_gain": None, "batch_gain_over_ideal": None,
+        "throughput_gain": None,
+    }  # fmt: skip
+    alone = [throughput.Row(name, math.nan, 1.0, 0.5, 1.0, 1, 0) for name in ("vllm", "diffkv")]
+    assert numbers(throughput, alone) == {
+        "kv_memory_fraction": 0.5, "batch_gain": None, "batch_gain_over_ideal": None,
+        "throughput_gain": 1.0,
+    }  # fmt: skip
+
+
+TIGHT = {
+    "systems": ("vllm", "h2o"), "prompt_tokens": 64, "output_tokens": 64, "budget_tokens": 128,
+    "most_sequences": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "flags", "message"),
+    [
+        (kernel_speed, {"tokens": (0,)}, "--tokens must be whole numbers, each at least 1"),
+        (
+            kernel_speed, {"tokens": (9, 10**20)},
+            "--tokens and --batch would take .* GiB; this machine has",
+        ),
+        (
+            compaction, {"sequences": (2, 9999999)},
+            "--sequences would take .* GiB; this machine has",
+        ),
+        (
+            batch_latency, {"tokens": (512, 128), "output": 128},
+            r"--tokens must be more than --output \(128\), not 128",
+        ),
+        (kernel_speed, {"formats": ("K3V3",)}, "--formats must be texts, each one of K8V8"),
+        (compaction, {"sequences": ()}, "--sequences must name at least one"),
+        (dynamic_workload, {"rates": ("fast",)}, "--rates must be numbers, not"),
+        (dynamic_workload, {"rates": (1.0, math.nan)}, "--rates must be numbers, not"),
+        (step_breakdown, {"tokens": 64, "model": "/nowhere"}, "/nowhere"),
+        (step_breakdown, {"tokens": 9000}, "max_model_len"),
+        (throughput, {"systems": ("quest",)}, "each one of vllm, int4, h2o, snapkv, diffkv"),
+        # vllm's pages fit, and those of h2o have scores and positions too.
+        (throughput, TIGHT, "h2o: the bytes of 128 tokens in 16 bits hold no sequence of 128"),
+    ],
+)  # fmt: skip
+def test_bad_flags_are_refused(module, flags, message):
+    with pytest.raises(ValueError, match=message):
+        module.STUDY.check(module.STUDY.flags(**flags))

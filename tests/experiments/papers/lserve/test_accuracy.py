@@ -1,0 +1,159 @@
+"""Studies of accuracy: what is asked of which system, and what is said of the answers."""
+
+import csv
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from experiments import accuracy
+from experiments.lib.answers import Answer, Evaluation
+from experiments.lib.program import Refused
+from experiments.lib.reference import Distributions
+from experiments.papers.lserve import fig06_page_size as page_size
+from experiments.papers.lserve import fig09_needle as needle
+from experiments.papers.lserve import formats
+from experiments.papers.lserve import table3_streaming_and_selection as frontier
+from experiments.papers.lserve import table6_reuse as reuse
+
+FLAGS: dict[str, Any] = {
+    "seed": 1, "compilation_cache": "", "tasks": ("values",), "contexts": (256,), "num_prompts": 4,
+}  # fmt: skip
+
+
+@pytest.fixture
+def gates(tmp_path) -> str:
+    """The first KV head of each layer is a retrieval head."""
+    path = tmp_path / "gates.tsv"
+    path.write_text("\n".join("\t".join(["0.9", *["0.1"] * 3]) for _ in range(4)))
+    return str(path)
+
+
+def test_systems_differ_in_what_their_names_say(gates):
+    flags = frontier.FrontierFlags(
+        **FLAGS, gates=gates, shares=(0.0, 0.5), budgets=("192", "all"), random_splits=2
+    )
+    found = frontier.systems(flags)
+    assert list(found) == [
+        "dense", "0% streaming, budget 192", "50% streaming, budget 192",
+        "50% streaming, budget all", "gates turned around", "random pages", "random heads 1",
+        "random heads 2",
+    ]  # fmt: skip
+    chosen = found["50% streaming, budget 192"].policy_options
+    assert (chosen.budget, chosen.streaming_share, chosen.gates[0][0]) == (192, 0.5, 0.9)
+    turned = found["gates turned around"].policy_options
+    assert turned.gates[0] == pytest.approx((0.1, 0.9, 0.9, 0.9)) and turned.budget == 192
+    pages = page_size.systems(page_size.PageFlags(**FLAGS, budgets=(192,)))
+    assert [config.page_size for config in pages.values()] == [64, 16, 64, 64]
+    assert len({config.policy_options.reuse for config in list(pages.values())[1:]}) == 1
+    of = formats.systems(formats.FormatFlags(**FLAGS, gates=gates, budget=192))
+    both = of["sparse and quantised"]
+    assert (both.quantization, both.policy_options.kv_bits, both.policy_options.budget) == (
+        "w8a8", 4, 192,
+    )  # fmt: skip
+    assert not of["quantised"].policy_options.gates and of["sparse"].quantization == "none"
+
+
+@pytest.mark.parametrize(
+    ("module", "changes", "message"),
+    [
+        (frontier, {"shares": (1.5,)}, "--shares must be numbers, each at most 1"),
+        (frontier, {"budgets": ("some",)}, "--budgets must be tokens or 'all'"),
+        (page_size, {"budgets": (0,)}, "--budgets must be whole numbers, each at least 1"),
+        (reuse, {"intervals": (3,)}, "reuse must be a divisor of page_size"),
+        (needle, {"tasks": ("values",)}, "--tasks must be needle"),
+        (reuse, {"tasks": ("nothing",)}, "unknown task 'nothing'"),
+        (reuse, {"contexts": ()}, "--tasks and --contexts must name at least one"),
+        (reuse, {"tasks": ("cot_32",)}, "no task fits the contexts"),
+        (frontier, {"contexts": (12,)}, "contexts are token counts from 256 .* not '12'"),
+        (frontier, {"budgets": ("128",)}, "budget must be at least 3 pages of 64, not 128"),
+        (frontier, {"shares": ()}, "--shares must name at least one"),
+        (needle, {"tasks": ("needle",), "budgets": ()}, "--budgets must name at least one"),
+        (frontier, {"gates": ""}, "--gates must name a file"),
+        (frontier, {"model": "/none"}, "^there is no folder /none"),
+        (formats, {"with_bits": 5}, "--with_bits must be one of 4, 8, not 5"),
+        (formats, {"attention_implementation": "mosaic_gpu"}, "must all be"),
+    ],
+)
+def test_bad_flags_are_refused_before_any_model_is_loaded(tmp_path, module, changes, message):
+    with pytest.raises((Refused, ValueError), match=message):
+        module.STUDY.write(module.STUDY.flags(**FLAGS | changes), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def _found(right: list[bool]) -> Evaluation:
+    """Answers of one setting, all with the same distributions."""
+    along = Distributions(np.full(1, -0.1), np.array([[3, 4]], np.int32), np.array([[-0.1, -3.0]]))
+    answers = [Answer("values", 256, i, float(ok), "1;", "1;", -0.1) for i, ok in enumerate(right)]
+    return Evaluation(answers, {answer.key: along for answer in answers})
+
+
+def _rows(found: dict[str, Evaluation]) -> list[accuracy.Row]:
+    dense = found["dense"]
+    return [
+        row for name, one in found.items() for row in accuracy.rows_of(name, one, "dense", dense)
+    ]
+
+
+def test_the_goal_is_judged_by_the_lower_bound_over_all_prompts():
+    flags = frontier.FrontierFlags(**FLAGS, shares=(0.5,), budgets=("192",))
+    right, half = [True] * 40, [True, False] * 20
+    at = frontier.label(*flags.goal)
+    found = {"dense": _found(right), at: _found(right), "random heads 1": _found(half)}
+    report = frontier.STUDY.report(flags, _rows(found))
+    numbers = {value["name"]: value["here"] for value in report["values"]}
+    assert report["holds"] is True and numbers["difference_low"] == 0
+    assert numbers["difference_random_heads_1"] == -50 and numbers["random_splits_beaten"] == 1
+    report = frontier.STUDY.report(flags, _rows(found | {at: _found([False, *right[1:]])}))
+    numbers = {value["name"]: value["here"] for value in report["values"]}
+    assert numbers["difference_points"] == -2.5 and report["holds"] is False
+    assert numbers["holding_points"] == 0
+
+
+def test_depths_of_needles():
+    flags = needle.NeedleFlags(**FLAGS | {"tasks": ("needle",), "num_prompts": 24})
+    depths = needle.depths(flags, 256)
+    assert (depths >= 0).all() and (depths < 1).all() and np.ptp(depths) > 0.5
+    rows = list(needle.rows_of("dense", 256, depths, (depths < 0.5).astype(float)))
+    half = needle.DEPTHS // 2
+    assert {row.right for row in rows[:half]} <= {100, None}
+    assert {row.right for row in rows[half:]} <= {0, None}
+    assert sum(row.prompts for row in rows) == 24
+
+
+def test_where_no_needle_was_asked_for_the_map_says_so():
+    flags = needle.NeedleFlags(**FLAGS | {"tasks": ("needle",), "num_prompts": 3})
+    rows = list(needle.rows_of("dense", 256, needle.depths(flags, 256), np.ones(3)))
+    empty = sum(row.right is None for row in rows)
+    assert empty >= needle.DEPTHS - 3
+    figure = Figure()
+    needle.draw(flags, figure, rows)
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.texts] == ["no prompt"] * empty
+    assert sum(patch.get_hatch() is not None for patch in axes.patches) == empty
+    numbers = needle.values(flags, rows)
+    assert numbers == {"right_dense": 100, "cells_asked": needle.DEPTHS - empty}
+
+
+@pytest.mark.slow  # three policies compile
+def test_a_whole_study(gates, tmp_path, capsys, monkeypatch):
+    flags = frontier.FrontierFlags(
+        **FLAGS | {"num_prompts": 2, "tasks": ("values", "multikey")}, gates=gates, shares=(0.5,),
+        budgets=("192",), controls=False,
+    )  # fmt: skip
+    assert frontier.STUDY.write(flags, tmp_path) == 0
+    assert "50% streaming, budget 192" in capsys.readouterr().out
+    first = (tmp_path / "rows.csv").read_text()
+    rows = list(csv.DictReader(first.splitlines()))
+    assert len(rows) == 2 * 3 and float(rows[0]["divergence"]) == 0
+    assert float(rows[-1]["divergence"]) > 0
+    assert json.loads((tmp_path / "report.json").read_text())["partial"] is None
+    assert (tmp_path / "figure.png").exists()
+    # The second time nothing is asked again, and the same is found.
+    monkeypatch.setattr(accuracy, "load_engine", None)
+    assert frontier.STUDY.write(flags, tmp_path) == 0
+    for row, before in zip(csv.DictReader((tmp_path / "rows.csv").open()), rows, strict=True):
+        assert row["difference"] == before["difference"]
+        assert float(row["logprob"]) == pytest.approx(float(before["logprob"]), abs=1e-5)

@@ -1,0 +1,260 @@
+"""A study as a value: its flags, its report and verdicts, and what a run that was cut keeps."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from experiments import reproduce
+from experiments.lib import sources
+from experiments.lib.program import Refused
+from experiments.lib.typed_flags import Flags, flag
+from experiments.study import Run, Setting, Study, Values
+
+
+@dataclass(frozen=True)
+class ToyFlags(Flags):
+    sizes: tuple[int, ...] = flag((1, 2, 3), "of the squares", least=1)
+    scale: float = flag(1.0, "of what is squared", above=0, most=9)
+    how: str = flag("exact", "of the product", choices=("exact", "rough"))
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_some("sizes")
+
+
+@dataclass(frozen=True)
+class Row:
+    size: int
+    square: float
+
+
+MADE: list[int] = []
+
+
+def square(flags: ToyFlags, size: int) -> Row:
+    MADE.append(size)
+    return Row(size, (flags.scale * size) ** 2)
+
+
+def measure(flags: ToyFlags, run: Run) -> Iterator[Row]:
+    for size in flags.sizes:
+        yield run.once(square, flags, size)
+
+
+def values(_: ToyFlags, rows: Sequence[Row]) -> Values:
+    return {"largest": rows[-1].square, "first": rows[0].square, "third": None}
+
+
+STUDY = Study(
+    __file__, title="Squares", kind="counted", claim="squares grow", rule="largest above first",
+    holds=lambda v: v["largest"] > v["first"], setting=Setting("numbers", "", "paper"),
+    flags=ToyFlags, row=Row, measure=measure, values=values, paper={"largest": 10.0},
+    quick={"sizes": (1, 2)}, draw=lambda _, figure, rows: figure.subplots().plot([0], [0]),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_made():
+    MADE.clear()
+
+
+def report(folder) -> dict:
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_a_report_has_values_beside_the_papers_and_a_verdict(tmp_path, capsys):
+    assert STUDY.write(ToyFlags(), tmp_path) == 0
+    found = report(tmp_path)
+    assert found["values"] == [
+        {"name": "largest", "here": 9.0, "paper": 10.0, "within_tolerance": True},
+        {"name": "first", "here": 1.0, "paper": None, "within_tolerance": None},
+        {"name": "third", "here": None, "paper": None, "within_tolerance": None},
+    ]  # fmt: skip
+    assert (found["kind"], found["holds"], found["at_setting"]) == ("counted", True, True)
+    assert found["flags"] == {"sizes": [1, 2, 3], "scale": 1.0, "how": "exact"}
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"largest": 9.0, "first": 1.0}
+    assert (tmp_path / "rows.csv").read_text().splitlines() == [
+        "size,square", "1,1.0", "2,4.0", "3,9.0",
+    ]  # fmt: skip
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    told = capsys.readouterr().out
+    assert "holds (largest above first)" in told and "not measured" in told
+
+
+@pytest.mark.parametrize(
+    "paper, within",
+    [(8.0, False), (8.5, True), ((8.0, 8.5), True), ((9.5, 12.0), True), (11, False)],
+)
+def test_a_value_is_within_tolerance_of_a_number_or_a_range(paper, within):
+    found = replace(STUDY, paper={"largest": paper}).report(ToyFlags(), [Row(1, 1.0), Row(3, 9.0)])
+    assert found["values"][0]["within_tolerance"] is within
+
+
+def test_a_claim_is_undecided_where_a_value_was_not_measured():
+    study = replace(STUDY, holds=lambda v: v["third"] > 0)
+    assert study.report(ToyFlags(), [Row(1, 1.0)])["holds"] is None
+    assert STUDY.report(ToyFlags(), [Row(1, 1.0)])["holds"] is False
+
+
+def test_only_the_flags_of_the_full_scale_are_the_papers_setting():
+    assert STUDY.is_at_setting(STUDY.at("full")) and not STUDY.is_at_setting(STUDY.at("quick"))
+    assert not replace(STUDY, setting=Setting("", "small", "reduced")).is_at_setting(ToyFlags())
+
+
+def cut_after(rows: int):
+    """A measurement that a signal meets after so many rows."""
+
+    def cut(flags: ToyFlags, run: Run) -> Iterator[Row]:
+        for i, row in enumerate(measure(flags, run), start=1):
+            if i == rows:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield row
+
+    return cut
+
+
+def test_a_study_that_was_cut_has_what_it_had_and_goes_on(tmp_path, capsys):
+    assert replace(STUDY, measure=cut_after(2)).write(ToyFlags(), tmp_path) == 130
+    found = report(tmp_path)
+    assert found["partial"] == "SIGINT" and found["values"] == [] and len(found["rows"]) == 2
+    assert "PARTIAL" in capsys.readouterr().out
+    assert STUDY.write(ToyFlags(), tmp_path) == 0
+    assert MADE == [1, 2, 3] and report(tmp_path)["rows"][1] == {"size": 2, "square": 4.0}
+    # A whole study keeps nothing: the next run measures anew.
+    assert STUDY.write(ToyFlags(), tmp_path) == 0 and MADE == [1, 2, 3] * 2
+
+
+@pytest.mark.parametrize("changed", ["flags", "sources", "noresume", "torn"])
+def test_rows_are_kept_for_the_same_flags_and_sources_only(tmp_path, monkeypatch, changed):
+    replace(STUDY, measure=cut_after(2)).write(ToyFlags(), tmp_path)
+    if changed == "sources":
+        monkeypatch.setattr("experiments.study.sources_hash", lambda file: "other")
+    if changed == "torn":
+        kept = tmp_path / "kept.jsonl"
+        kept.write_text(kept.read_text()[:-9])
+    how = ToyFlags(scale=2.0) if changed == "flags" else ToyFlags()
+    assert STUDY.write(how, tmp_path, resume=changed != "noresume") == 0
+    assert MADE == [1, 2, 1, 2, 3]
+    assert report(tmp_path)["values"][0]["here"] == (36 if changed == "flags" else 9)
+
+
+def test_a_failure_keeps_the_rows_and_an_earlier_result(tmp_path, capsys):
+    def fails(flags: ToyFlags, run: Run) -> Iterator[Row]:
+        raise ValueError("raise --scale")
+        yield
+
+    assert STUDY.write(ToyFlags(), tmp_path) == 0
+    assert replace(STUDY, measure=fails).write(ToyFlags(), tmp_path) == 1
+    assert "error: raise --scale" in capsys.readouterr().err
+    assert report(tmp_path)["partial"] is None
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"sizes": (0,)}, "--sizes must be whole numbers, each at least 1, not 0"),
+        ({"sizes": (1.5,)}, "--sizes must be whole numbers, not"),
+        ({"sizes": ()}, "--sizes must name at least one"),
+        ({"scale": 0.0}, "--scale must be above 0, not 0.0"),
+        ({"scale": 10.0}, "--scale must be at most 9"),
+        ({"scale": float("nan")}, "scale must be a finite number, not nan"),
+        ({"how": "well"}, "--how must be one of exact, rough, not 'well'"),
+    ],
+)
+def test_a_flag_out_of_bounds_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ToyFlags(**fields)
+
+
+def test_flags_of_the_command_line_reach_the_study_typed(tmp_path):
+    """A process: absl's flags are of one."""
+    body = (
+        "from dataclasses import replace\n"
+        "from tests.experiments.test_study import STUDY\n"
+        "replace(STUDY, check=print).run()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", body, "--sizes=4,5", "--scale=2", f"--output_dir={tmp_path}"],
+        cwd=reproduce.ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "ToyFlags(sizes=(4, 5), scale=2.0, how='exact')" in done.stdout
+    assert report(tmp_path)["flags"] == {"sizes": [4, 5], "scale": 2.0, "how": "exact"}
+
+
+def test_check_refuses_before_any_work(tmp_path):
+    def check(flags: ToyFlags) -> None:
+        raise ValueError("too large together")
+
+    with pytest.raises(Refused, match="too large together"):
+        replace(STUDY, check=check).write(ToyFlags(), tmp_path)
+    assert not MADE and not list(tmp_path.iterdir())
+
+
+def test_sources_are_a_file_and_what_it_imports_through_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    texts = {
+        "a.py": "from b import c\n", "b/__init__.py": "", "b/c.py": "def f():\n    import d\n",
+        "d.py": "import json\nimport a\n", "e.py": "",
+    }  # fmt: skip
+    (tmp_path / "b").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+
+    def hashed() -> str:
+        sources._imports.cache_clear()
+        return sources.sources_hash(tmp_path / "a.py")
+
+    before = hashed()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"{text}# changed\n")
+        assert (hashed() == before) is (name == "e.py"), name
+        (tmp_path / name).write_text(text)
+    sources._imports.cache_clear()
+
+
+def test_the_state_of_a_result(tmp_path, monkeypatch):
+    states = [reproduce.state(STUDY, "quick", reproduce.read(tmp_path))]
+    STUDY.write(STUDY.at("quick"), tmp_path)
+    states.append(reproduce.state(STUDY, "quick", reproduce.read(tmp_path)))
+    states.append(reproduce.state(STUDY, "full", reproduce.read(tmp_path)))
+    numbers = reproduce.counts(
+        [(STUDY, states[1], reproduce.read(tmp_path)), (STUDY, states[0], None)]
+    )
+    monkeypatch.setattr(reproduce, "sources_hash", lambda file: "other")
+    states.append(reproduce.state(STUDY, "quick", reproduce.read(tmp_path)))
+    replace(STUDY, measure=cut_after(1)).write(STUDY.at("quick"), tmp_path)
+    states.append(reproduce.state(STUDY, "quick", reproduce.read(tmp_path)))
+    assert states == ["no result", "holds", "stale", "stale", "partial"]
+    assert numbers == {
+        "rows": 2, "with_result": 1, "at_setting": 0, "claims_held": 1, "not_run": 0,
+        "wrong_setting": 0, "failed": 1,
+    }  # fmt: skip
+
+
+def test_every_study_has_a_claim_its_rule_and_flags_for_both_scales():
+    found = reproduce.studies()
+    assert found
+    for name, study in found.items():
+        assert name.count("/") == 1 and study.kind in reproduce.KINDS
+        assert study.claim and study.rule and study.setting.here and study.title, name
+        assert isinstance(study.at("quick"), study.flags) and isinstance(
+            study.at("full"), study.flags
+        )
+        assert study.kind != "not run" or study.needs
+
+
+def test_studies_are_named_by_how_their_names_begin():
+    (study,) = reproduce.chosen(["lserve/kv"], [])
+    assert study.name == "lserve/kv_memory"
+    assert study in reproduce.chosen(["lserve"], ["counted"])
+    assert study not in reproduce.chosen(["lserve"], ["measured"])
+    for names, kinds, message in ((["lserv"], [], "'lserv'"), ([], ["guessed"], "guessed")):
+        with pytest.raises(ValueError, match=message):
+            reproduce.chosen(names, kinds)
