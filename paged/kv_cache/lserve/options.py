@@ -52,6 +52,11 @@ class Options:
         "tokens of a tile of such a prompt, counted from its end: a tile's last queries choose the "
         "pages that all of its queries read, and a chunk has whole tiles",
     )
+    checkpoints: int | None = described(
+        None,
+        "windows of streaming heads, at the ends of prefixes, for which prefix_caching sets memory "
+        "aside; max_num_seqs if not given. Others are kept while no sequence needs their memory",
+    )
     streaming_share: float | None = described(
         None,
         f"share of KV heads that stream, those with the lowest gates; {PAPERS_SHARE} if gates are "
@@ -111,6 +116,7 @@ def check_options(options: Options, config: CacheConfig, model: ModelConfig | No
             not sparse or (tile >= 2 * page_size and tile % page_size == 0),
             f"whole pages of {page_size}, at least two",
         ),
+        "checkpoints": (0 <= (options.checkpoints or 0) < 2**31, "at least 0 and below 2^31"),
         "streaming_share": (0 <= (options.streaming_share or 0) <= 1, "from 0 to 1"),
     })  # fmt: skip
     if options.minference_from and options.kv_bits != UNQUANTISED:
