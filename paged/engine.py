@@ -302,11 +302,12 @@ class Engine:
         """Compute a prompt that many requests will begin with, and keep its blocks for good (vLLM
         §4.4, shared prefix); whoever goes on from its last one copies it. Returns its length.
 
-        Raises ValueError without prefix caching, for a bad prompt or one whose logits are not
-        finite, and while requests are unfinished: these were accepted for the memory that is there.
+        Raises ValueError without prefix caching, for a bad prompt, one that the policy shares with
+        nobody or whose logits are not finite, and while requests are unfinished: these were
+        accepted for the memory that is there.
         """
-        self._pinning.check()
         tokens, mailbox = self._arrivals.validated(prompt, SAMPLING), deque[RequestOutput]()
+        self._pinning.check(tokens)
         length, known = len(tokens), self.adapters.named(adapter)
         group = self._arrivals.new_group(
             tokens, SAMPLING, "pin", cache_salt=cache_salt, mailbox=mailbox, adapter=known

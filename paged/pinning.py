@@ -18,13 +18,20 @@ class Pinning:
     def __init__(self, loop: EngineLoop, requests: Requests, event_log: EventLog):
         self._loop, self._requests, self._event_log = loop, requests, event_log
 
-    def check(self) -> None:
-        """Raise ValueError without prefix caching, and while requests are unfinished."""
+    def check(self, prompt: np.ndarray) -> None:
+        """Raise ValueError without prefix caching, while requests are unfinished, and for a prompt
+        that the policy shares with nobody."""
+        can = self._loop.config.capabilities
         if not self._loop.config.prefix_caching:
             raise ValueError("pinning a prefix needs prefix_caching")
         if self._requests.unfinished:
             count = len(self._requests.unfinished)
             raise ValueError(f"{count} requests are unfinished: pin prefixes before")
+        if not can.shares(len(prompt)):
+            raise ValueError(
+                f"a prefix of {len(prompt)} tokens is prefilled sparsely and shared with nobody: "
+                f"pin fewer than {can.unshared_from}"
+            )
 
     def run(self, group: SequenceGroup, prompt: np.ndarray) -> bool:
         """Compute the prompt of a queued group with `pin`, and whether it is kept: it is not if its

@@ -126,13 +126,14 @@ def make_case(mode: str, pool: int, load: Load) -> Case:
 
 def fill_with_prefixes(engine: Engine) -> None:
     """Every free block holds an old prefix that nobody will ask for."""
-    pool, page_size = DenseHost.of(engine.host_policy).pool, engine.config.page_size
-    assert pool.cache is not None
+    policy, page_size = DenseHost.of(engine.host_policy), engine.config.page_size
+    assert policy.prefixes is not None
+    pool, cache = policy.pool, policy.prefixes.cache
     blocks = pool.allocate(pool.num_free)
     tokens = np.arange(len(blocks) * page_size, dtype=np.int32)
     old = chain(tokens, page_size, root_key("old"))
     for block, (key, content) in zip(blocks.tolist(), old):
-        pool.cache.publish(block, key, content)
+        cache.publish(block, key, content)
     pool.release(blocks)
 
 

@@ -1,23 +1,38 @@
 """Fixed-size physical blocks with reference counts (vLLM §4.2, §4.3)."""
 
+from collections import OrderedDict
+from typing import Protocol
+
 import numpy as np
 
-from paged.blocks.prefix_cache import PrefixCache
-
 NULL_BLOCK = 0  # Never allocated. Unused entries of block tables name it.
+
+
+class BlockCache(Protocol):
+    """What keeps blocks that their last owner has released. idle: those without owners."""
+
+    idle: OrderedDict[int, None]
+
+    def __contains__(self, block: int) -> bool:
+        """Whether `block` is kept once its last owner releases it."""
+        ...
+
+    def evict(self) -> int:
+        """Forget an idle block and return it."""
+        ...
 
 
 class BlockPool:
     """`num_blocks` physical blocks, of which block 0 is reserved.
 
     Allocating or releasing n blocks takes time O(n). Free blocks form a stack, so the most recently
-    freed blocks are allocated first. With a prefix cache, a published block stays cached when its
-    last owner releases it, and is evicted only when the stack is empty.
+    freed blocks are allocated first. With a cache, a block that it keeps stays cached when its last
+    owner releases it, and is evicted only when the stack is empty.
 
     Raises ValueError for fewer than 2 blocks.
     """
 
-    def __init__(self, num_blocks: int, cache: PrefixCache | None = None):
+    def __init__(self, num_blocks: int, cache: BlockCache | None = None):
         if num_blocks < 2:
             raise ValueError(
                 f"a block pool needs at least 2 blocks (one is reserved), not {num_blocks}"
@@ -36,7 +51,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """The number of blocks without owners, including those that the prefix cache keeps."""
+        """The number of blocks without owners, including those that the cache keeps."""
         return self._num_stacked + (len(self.cache.idle) if self.cache else 0)
 
     @property

@@ -14,12 +14,15 @@ class Capabilities:
     prefilled with its prompt; otherwise it is replayed, decoded again token by token.
     static_batching: not an ability: new requests are admitted only when nothing runs.
     slot_state: the device keeps state of each running sequence under its slot.
+    unshared_from: tokens of a prompt from which it neither finds nor leaves cached prefixes; 0: all
+    do.
     prefill_tile: tokens of a tile; 0: prompts are cut anywhere. A prompt of `tiled_from` tokens or
     more is cut only where whole tiles are left up to the end of its last page.
     """
 
     fork: Literal["no", "computed", "anywhere"] = "no"
     prefix_cache: bool = False
+    unshared_from: int = 0
     swap: bool = False
     chunked_prefill: bool = False
     recompute: bool = False
@@ -28,6 +31,10 @@ class Capabilities:
     slot_state: bool = False
     prefill_tile: int = 0
     tiled_from: int = 0
+
+    def shares(self, prompt_length: int) -> bool:
+        """Whether a prompt of so many tokens may share cached prefixes."""
+        return not self.unshared_from or prompt_length < self.unshared_from
 
     @property
     def replays(self) -> bool:

@@ -227,7 +227,7 @@ class PrefixCachingHost(HostPolicy, Protocol):
         written, or will be before any later step: others may share them."""
         ...
 
-    def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> None:
+    def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> Any:
         """Keep in the cache for good the blocks of the prompt `tokens`, which `slot` holds. root:
         the group's `cache_root`."""
         ...

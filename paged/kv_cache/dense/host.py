@@ -1,5 +1,7 @@
 """Host half of the dense policy: a block pool with reference counts, and block tables."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from paged.blocks.block_pool import NULL_BLOCK, BlockPool
@@ -34,9 +36,13 @@ class DenseHost:
 
     A prompt is admitted when its blocks, and above them a watermark of free blocks that lets
     running sequences grow, are there. With a prefix cache it starts from the blocks that are known.
+    can_resume: as `Prefixes` takes it.
     """
 
-    def __init__(self, pool: Pool, config: CacheConfig):
+    def __init__(
+        self, pool: Pool, config: CacheConfig,
+        can_resume: Callable[[bytes], bool] = lambda end: True,
+    ):  # fmt: skip
         cache = PrefixCache() if config.prefix_caching else None
         self.pools, self._name = (pool,), pool.name
         self.pool = BlockPool(pool.num_units, cache)
@@ -44,8 +50,11 @@ class DenseHost:
             self.pool, config.max_num_seqs, config.max_model_len, config.page_size
         )
         self.watermark_blocks = int(config.watermark * self.pool.capacity)
-        self._replays = config.capabilities.replays
-        self.prefixes = None if cache is None else Prefixes(cache, self.pool, self.block_tables)
+        can = config.capabilities
+        self._replays = can.replays
+        self.prefixes = None
+        if cache is not None:
+            self.prefixes = Prefixes(cache, self.pool, self.block_tables, can, can_resume)
         self._computed = np.zeros(config.max_num_seqs, np.int64)  # tokens of each slot
         self._moves = Moves()
         self.host_pool = BlockPool(pool.num_host_units)
@@ -84,7 +93,7 @@ class DenseHost:
                 needed -= self.block_tables.blocks_for(sequence.shared)
             elif self.prefixes:
                 # Blocks with owners cost nothing; idle ones count as free until they are taken.
-                needed -= int((self.pool.refcounts[self.prefixes.find(sequence)[0]] > 0).sum())
+                needed -= int((self.pool.refcounts[self.prefixes.find(sequence).blocks] > 0).sum())
         return self.pool.can_allocate(needed)
 
     def admit(self, slot: int, sequence: Sequence) -> int:
@@ -107,9 +116,10 @@ class DenseHost:
         assert self.prefixes is not None, "confirmed without a prefix cache"
         self.prefixes.confirm(slots, num_tokens, tokens)
 
-    def pin(self, slot: int, tokens, root: bytes) -> None:
+    def pin(self, slot: int, tokens, root: bytes) -> bytes:
+        """Returns the `end_key` of the tokens."""
         assert self.prefixes is not None, "pinned without a prefix cache"
-        self.prefixes.pin(slot, tokens, root)
+        return self.prefixes.pin(slot, tokens, root)
 
     def can_append(self, slots, num_tokens) -> bool:
         return self.block_tables.can_append(slots, num_tokens)

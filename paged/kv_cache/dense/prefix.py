@@ -1,21 +1,54 @@
-"""The prefix cache of the dense policy's host half: which blocks of a sequence others may find."""
+"""The prefix cache of a host half of block tables: which blocks of a sequence others may find."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from paged.blocks.block_pool import NULL_BLOCK, BlockPool
 from paged.blocks.block_table import BlockTables
 from paged.blocks.prefix_cache import PrefixCache, chain
+from paged.kv_cache.capabilities import Capabilities
 from paged.requests.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cached prefix from which a sequence can go on.
+
+    blocks: [n] int32 full blocks.  key: of these.
+    tail: [0 or 1] int32, the pinned block that holds the tokens after them.
+    num_tokens: of the prefix.  end: the key of all its tokens, as `end_key` gives it.
+    num_cached: full blocks that are cached, also where no sequence can go on.
+    """
+
+    blocks: np.ndarray
+    key: bytes
+    tail: np.ndarray
+    num_tokens: int
+    end: bytes
+    num_cached: int
+
+
+def end_key(key: bytes, tail: bytes) -> bytes:
+    """Of a prefix: the key of its full blocks, which has a fixed length, and its other tokens."""
+    return key + tail
 
 
 class Prefixes:
     """Publishes and finds full blocks, and keeps pinned ones.
 
+    can_resume: whether all else that a sequence needs to go on from a prefix is there, by its
+    `end_key`; it can always begin afresh.
     num_pinned: blocks that only pins keep from being free. num_references: of all pins.
     """
 
-    def __init__(self, cache: PrefixCache, pool: BlockPool, tables: BlockTables):
-        self._cache, self._pool, self._tables = cache, pool, tables
+    def __init__(
+        self, cache: PrefixCache, pool: BlockPool, tables: BlockTables, can: Capabilities,
+        can_resume: Callable[[bytes], bool],
+    ):  # fmt: skip
+        self.cache, self._pool, self._tables = cache, pool, tables
+        self._can, self._can_resume = can, can_resume
         num_slots = len(tables.blocks)
         self._published = np.zeros(num_slots, np.int64)  # blocks of each slot
         self._keys = [b""] * num_slots  # of each slot's published prefix
@@ -23,36 +56,47 @@ class Prefixes:
         self.num_pinned = 0
         self.num_references = 0
 
-    def find(self, sequence: Sequence) -> tuple[np.ndarray, bytes]:
-        """Full blocks that hold a prefix of the sequence, and its key. They leave out the last
-        token: it must be computed, for what comes after it."""
-        root = sequence.group.cache_root
-        # A prompt whose log-probabilities are asked for must be computed in full.
-        if sequence.group.misses_prompt_logprobs:
-            return np.zeros(0, np.int32), root
+    def links(self, sequence: Sequence) -> list[tuple[bytes, bytes]]:
+        """The chain of the full blocks that are prefilled, without the last token: it must be
+        computed, for what comes after it."""
         if sequence.block_keys is None:
-            page_size = self._tables.page_size
-            sequence.block_keys = list(chain(sequence.tokens[:-1], page_size, root))
-        blocks, key = self._cache.find(sequence.block_keys)
-        return np.array(blocks, np.int32), key or root
+            tokens = sequence.prefill_tokens(self._can.replays)[:-1]
+            root = sequence.group.cache_root
+            sequence.block_keys = list(chain(tokens, self._tables.page_size, root))
+        return sequence.block_keys
+
+    def find(self, sequence: Sequence) -> Found:
+        """The longest cached prefix from which the sequence can go on."""
+        root, nothing = sequence.group.cache_root, np.zeros(0, np.int32)
+        afresh = Found(nothing, root, nothing, 0, root, 0)
+        # A prompt whose log-probabilities are asked for must be computed in full.
+        if sequence.group.misses_prompt_logprobs or not self._can.shares(
+            sequence.num_prompt_tokens
+        ):
+            return afresh
+        links, P = self.links(sequence), self._tables.page_size
+        cached, _ = self.cache.find(links)
+        blocks = np.array(cached, np.int32)
+        tokens = sequence.prefill_tokens(self._can.replays)[:-1]
+        for count in range(len(cached), -1, -1):
+            key = links[count - 1][0] if count else root
+            rest = tokens[count * P : (count + 1) * P]
+            block, size = self.cache.find_tail(key, rest.tobytes()) or (NULL_BLOCK, 0)
+            end = end_key(key, rest.tobytes()[:size])
+            if size and self._can_resume(end):
+                in_tail, tail = size // tokens.itemsize, np.array([block], np.int32)
+                return Found(blocks[:count], key, tail, count * P + in_tail, end, len(cached))
+            if count and self._can_resume(key):
+                return Found(blocks[:count], key, nothing, count * P, key, len(cached))
+        return Found(nothing, root, nothing, 0, root, len(cached))
 
     def adopt(self, slot: int, sequence: Sequence) -> int:
         """The empty `slot` becomes one more owner of what is known of a sequence: its tokens."""
-        blocks, key = self.find(sequence)
-        self._published[slot], self._keys[slot] = len(blocks), key
-        num_tokens = len(blocks) * self._tables.page_size
-        tail, in_tail = self._find_tail(sequence, key, num_tokens)
-        self._tables.adopt(slot, np.append(blocks, tail), num_tokens + in_tail)
+        found = self.find(sequence)
+        self._published[slot], self._keys[slot] = len(found.blocks), found.key
+        self._tables.adopt(slot, np.append(found.blocks, found.tail), found.num_tokens)
         sequence.block_keys = None
-        return num_tokens + in_tail
-
-    def _find_tail(self, sequence: Sequence, key: bytes, start: int) -> tuple[np.ndarray, int]:
-        """The pinned block, if any, that holds the tokens from `start` on, and how many."""
-        if not sequence.group.misses_prompt_logprobs:
-            tokens = sequence.tokens[start:-1]
-            if found := self._cache.find_tail(key, tokens.tobytes()):
-                return np.array(found[:1], np.int32), found[1] // tokens.itemsize
-        return np.zeros(0, np.int32), 0
+        return found.num_tokens
 
     def restart(self, slot: int, sequence: Sequence) -> None:
         """Nothing of it is published: what others have published already is found so."""
@@ -70,23 +114,25 @@ class Prefixes:
             new = tokens[slot, first * page_size : last * page_size]
             blocks = self._tables.blocks[slot, first:last].tolist()
             for block, (key, content) in zip(blocks, chain(new, page_size, self._keys[slot])):
-                self._cache.publish(block, key, content)
+                self.cache.publish(block, key, content)
                 self._keys[slot] = key
         self._published[slots[rows]] = full[rows]
 
-    def pin(self, slot: int, tokens, root: bytes) -> None:
-        cache, page_size = self._cache, self._tables.page_size
-        found, key = cache.find(chain(tokens, page_size, root))
-        full = len(tokens) // page_size
+    def pin(self, slot: int, tokens, root: bytes) -> bytes:
+        """Returns the `end_key` of the prompt."""
+        cache, page_size = self.cache, self._tables.page_size
+        found, last = cache.find(chain(tokens, page_size, root))
+        full, key = len(tokens) // page_size, last or root
         assert len(found) == full, f"only {len(found)} of {full} blocks are published"
         tail, held = tokens[full * page_size :].tobytes(), np.array(found, np.int32)
-        _, pinned = cache.find_tail(key or root, tail) or (NULL_BLOCK, 0)
+        _, pinned = cache.find_tail(key, tail) or (NULL_BLOCK, 0)
         if pinned < len(tail):
             block = self._tables.blocks[slot, full]
-            cache.pin_tail(key or root, tail, int(block))
+            cache.pin_tail(key, tail, int(block))
             held = np.append(held, block)
         owners = self._pool.refcounts[held] - np.isin(held, self._tables.blocks[slot])
         self.num_pinned += int((owners == 0).sum())
         self.num_references += len(held)
         self.pins[held] += 1
         self._pool.share(held)
+        return end_key(key, tail)

@@ -27,14 +27,17 @@ __all__ = ["LSERVE", "LServeHost", "LServePolicy", "Options", "device"]
 def capabilities(config: CacheConfig) -> Capabilities:
     """Output is prefilled again (`recompute_exact`) only without page selection and without sparse
     prefill: a prefill reads all pages where a generated token had selected some, and with output in
-    it the tiles of a sparse prefill would end elsewhere. Prefixes are not shared: a window that has
-    moved on lacks the pages that a later prompt would need."""
+    it the tiles of a sparse prefill would end elsewhere. For the same reasons prompts that are
+    prefilled sparsely share no prefixes, nor does output from where pages are selected."""
     options: Options = config.policy_options
     never_selects = max(options.budget, options.sparse_from) >= config.max_model_len
     sparse = minference_pages(config) > 0
+    unshared_from = options.minference_from if sparse else 0
     return Capabilities(
         fork="computed", swap=True, chunked_prefill=True, recompute=True,
         recompute_exact=never_selects and not sparse, slot_state=True,
+        prefix_cache=not sparse or unshared_from > config.page_size + 1,
+        unshared_from=unshared_from,
         prefill_tile=minference_tile(config) if sparse else 0, tiled_from=options.minference_from,
     )  # fmt: skip
 

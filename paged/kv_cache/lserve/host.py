@@ -12,6 +12,7 @@ import numpy as np
 from paged.blocks.block_pool import NULL_BLOCK
 from paged.blocks.block_table import SwappedTables
 from paged.kv_cache.dense.host import MOVED_TOKENS_PER_CALL, DenseHost
+from paged.kv_cache.dense.prefix import Prefixes
 from paged.kv_cache.lserve.layout import DENSE, STREAMING, Layout, layout_of
 from paged.kv_cache.lserve.streaming import StreamingHost, SwappedWindow
 from paged.kv_cache.moves import Moves, Pool
@@ -53,8 +54,11 @@ class LServeHost:
     def __init__(self, config: CacheConfig, model: ShardedModel):
         self.layout, self._options = layout_of(config, model), config.policy_options
         self.pools = pools_of(config, model, self.layout)
-        self.dense = DenseHost(self.pools[0], config)
-        self.streaming = StreamingHost(self.pools[1], self.layout) if self.layout.streams else None
+        self.streaming = None
+        if self.layout.streams:
+            self.streaming = StreamingHost(self.pools[1], self.layout, config.prefix_caching)
+        self.dense = DenseHost(self.pools[0], config, self._can_resume)
+        self._can = config.capabilities
         self._prompt_length = np.zeros(config.max_num_seqs, np.int32)
         self._moves, self._keys = Moves(), itertools.count()
 
@@ -83,7 +87,45 @@ class LServeHost:
         self._prompt_length[slot] = sequence.num_prompt_tokens
         if self.streaming:
             self.streaming.admit(slot, sequence)
+            if self.dense.prefixes and not sequence.donor:
+                self._resume(slot, sequence, self.dense.prefixes, self.streaming)
         return self.dense.admit(slot, sequence)
+
+    def _can_resume(self, end: bytes) -> bool:
+        """See `Prefixes`. Dense heads need nothing else."""
+        return self.streaming is None or self.streaming.can_resume(end)
+
+    def _resume(
+        self, slot: int, sequence: Sequence, prefixes: Prefixes, streaming: StreamingHost
+    ) -> None:
+        """Take the window at the end of a cached prefix. The prompt is to leave checkpoints at its
+        own end, and where it parts from another one that left none there."""
+        found = prefixes.find(sequence)
+        if found.num_tokens:
+            streaming.adopt(slot, found.num_tokens, found.end)
+        if self._can.shares(sequence.num_prompt_tokens):
+            links = prefixes.links(sequence)
+            ends = {found.num_cached, len(links)}
+            full = [end for end in sorted(ends) if end > len(found.blocks)]
+            streaming.plan(slot, [(end, links[end - 1][0]) for end in full])
+
+    def confirm(self, slots: np.ndarray, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
+        """Others may share what was prefilled, and what was decoded where nothing is selected; of
+        sparsely prefilled prompts nothing."""
+        prompts, layout = self._prompt_length[slots], self.layout
+        if layout.selects:
+            all_read = np.maximum(prompts, layout.all_below * layout.page_size)
+            num_tokens = np.minimum(num_tokens, all_read)
+        if self._can.unshared_from:
+            num_tokens = np.where(prompts < self._can.unshared_from, num_tokens, 0)
+        self.dense.confirm(slots, num_tokens, tokens)
+        if self.streaming:
+            self.streaming.confirm(slots)
+
+    def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> None:
+        end = self.dense.pin(slot, tokens, root)
+        if self.streaming:
+            self.streaming.pin(slot, len(tokens), end)
 
     def can_append(self, slots, num_tokens) -> bool:
         dense = self.dense.can_append(slots, num_tokens)

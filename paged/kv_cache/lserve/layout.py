@@ -32,6 +32,7 @@ class Layout:
     all_below: rows of so many pages read all of them.
     window: most blocks that a sequence's streaming heads hold between steps.
     chunks: blocks that the chunks of a step need beyond the windows.
+    quota: blocks that are set aside for checkpoints of prefixes.
     ring: places of a slot's table for the blocks after the sink.
     format: of quantised keys and of quantised values.
     num_blocks: of the two pools, with the null block; 0 if no head is of the kind.
@@ -68,6 +69,7 @@ class Layout:
     minference: int = 0
     minference_from: int = 0
     minference_tile: int = 0
+    quota: int = 0
 
     @property
     def selects(self) -> bool:
@@ -276,7 +278,18 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         minference_from=options.minference_from,
         minference_tile=minference_tile(config),
     )  # fmt: skip
-    return replace(layout, num_blocks=_blocks(layout, config, model))
+    dense, streaming = _blocks(layout, config, model)
+    beside_windows = max(0, streaming - 1 - layout.num_slots * layout.window - layout.chunks)
+    quota = min(_checkpoints(config) * layout.window, beside_windows)
+    return replace(layout, num_blocks=(dense, streaming), quota=quota)
+
+
+def _checkpoints(config: CacheConfig) -> int:
+    """Whole windows for which there is room beside those of running sequences."""
+    most = config.policy_options.checkpoints
+    if not config.prefix_caching:
+        return 0
+    return config.max_num_seqs if most is None else most
 
 
 def minference_pages(config: CacheConfig) -> int:
@@ -297,14 +310,15 @@ def _most(config: CacheConfig) -> int:
 
 
 def _blocks(layout: Layout, config: CacheConfig, model: ShardedModel) -> tuple[int, int]:
-    """Blocks of the two pools: windows for all slots, as far as half of the memory holds them. They
-    are short, and without one no sequence can run; all else is for dense heads."""
+    """Blocks of the two pools: windows for all slots, and then for checkpoints, as far as half of
+    the memory holds them. They are short, and without one no sequence can run; all else is for
+    dense heads."""
     dense, streaming = (size // model.num_shards for size in layout.unit_bytes)
     room = config.kv_cache_tokens * model.kv_token_bytes(config.kv_dtype) // model.num_shards
     room = max(0, room - state_bytes(layout, config.policy_options, model))
     if not streaming:
         return room // dense + 1, 0
-    useful = layout.num_slots * layout.window + layout.chunks
+    useful = (layout.num_slots + _checkpoints(config)) * layout.window + layout.chunks
     half = max(room // 2 // streaming, layout.window + layout.chunks)
     num_streaming = min(useful, half, room // streaming)
     return (room - num_streaming * streaming) // dense + 1, num_streaming + 1

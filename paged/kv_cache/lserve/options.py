@@ -51,6 +51,11 @@ class Options(GatedOptions):
         "tokens of a tile of such a prompt, counted from its end: a tile's last queries choose the "
         "pages that all of its queries read, and a chunk has whole tiles",
     )
+    checkpoints: int | None = described(
+        None,
+        "windows of streaming heads, at the ends of prefixes, for which prefix_caching sets memory "
+        "aside; max_num_seqs if not given. Others are kept while no sequence needs their memory",
+    )
 
 
 def check_options(options: Options, config: CacheConfig, model: ModelConfig | None) -> None:
@@ -85,6 +90,7 @@ def check_options(options: Options, config: CacheConfig, model: ModelConfig | No
             not sparse or (tile >= 2 * page_size and tile % page_size == 0),
             f"whole pages of {page_size}, at least two",
         ),
+        "checkpoints": (0 <= (options.checkpoints or 0) < 2**31, "at least 0 and below 2^31"),
         "streaming_share": (0 <= (options.streaming_share or 0) <= 1, "from 0 to 1"),
     })  # fmt: skip
     if options.minference_from and options.kv_bits != UNQUANTISED:

@@ -6,6 +6,7 @@ ring, so that a page stays where it is while it is held.
 
 The whole window of a sequence is promised when it is admitted, so it never asks for more. What the
 chunks of a step need beyond windows is set aside, and is given back before the next step takes any.
+So is a quota of checkpoints; more of them stay while windows leave room.
 """
 
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from paged.blocks.block_pool import NULL_BLOCK, BlockPool
+from paged.kv_cache.lserve.checkpoints import Checkpoints
 from paged.kv_cache.lserve.layout import Layout
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.owners import of_tables
+from paged.kv_cache.owners import CACHED, of_tables
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
@@ -37,13 +39,15 @@ class StreamingHost:
 
     blocks: [num_slots, sink + ring] int32. first: the first page of the window, at least sink. end:
     the page after the last one held. computed: tokens that are written once all dispatched steps
-    have run. promised: blocks that the sequence may hold between steps.
+    have run. promised: blocks that the sequence may hold between steps. checkpoints: for later
+    prompts, if there is a prefix cache.
     """
 
-    def __init__(self, pool: Pool, layout: Layout):
+    def __init__(self, pool: Pool, layout: Layout, prefix_caching: bool = False):
         self._name, self._unit_bytes, self._layout = pool.name, pool.unit_bytes, layout
-        self.pool, self.host_pool = BlockPool(pool.num_units), BlockPool(pool.num_host_units)
-        self._usable = self.pool.capacity - layout.chunks
+        self.checkpoints = Checkpoints(pool.num_units) if prefix_caching else None
+        self.pool = BlockPool(pool.num_units, self.checkpoints)
+        self.host_pool = BlockPool(pool.num_host_units)
         num_slots = layout.num_slots
         self.blocks = np.full((num_slots, layout.sink + layout.ring), NULL_BLOCK, np.int32)
         self.first = np.full(num_slots, layout.sink)
@@ -52,6 +56,12 @@ class StreamingHost:
 
     def _needs(self, num_tokens: int) -> int:
         return min(-(-num_tokens // self._layout.page_size), self._layout.window)
+
+    @property
+    def _usable(self) -> int:
+        """Blocks for windows. Pins that exceed the quota take from them."""
+        pinned = self.checkpoints.num_pinned if self.checkpoints else 0
+        return self.pool.capacity - self._layout.chunks - max(self._layout.quota, pinned)
 
     def _has_room(self, blocks: int) -> bool:
         return int(self.promised.sum()) + blocks <= self._usable
@@ -80,15 +90,60 @@ class StreamingHost:
         for array in (self.blocks, self.first, self.end, self.computed):
             array[child] = array[parent]
 
-    def _pages(self, slot: int) -> np.ndarray:
-        """Logical pages that a slot holds, in order."""
-        end = int(self.end[slot])
+    def _pages(self, first: int, end: int) -> np.ndarray:
+        """Logical pages of the sink and of a window, in order, of `end` pages."""
         sinks = np.arange(min(self._layout.sink, end))
-        return np.concatenate([sinks, np.arange(self.first[slot], max(end, self.first[slot]))])
+        return np.concatenate([sinks, np.arange(first, max(end, first))])
 
     def held_by(self, slot: int) -> np.ndarray:
         """Blocks of a slot, in the order of its pages."""
-        return self.blocks[slot, self._layout.column(self._pages(slot))]
+        pages = self._pages(int(self.first[slot]), int(self.end[slot]))
+        return self.blocks[slot, self._layout.column(pages)]
+
+    def _window(self, num_tokens: int) -> np.ndarray:
+        """Logical pages with tokens that the query after `num_tokens` reads, in order."""
+        layout, P = self._layout, self._layout.page_size
+        return self._pages(max(num_tokens // P - layout.local, layout.sink), -(-num_tokens // P))
+
+    def can_resume(self, key: bytes) -> bool:
+        """Whether there is a checkpoint at the end of the prefix."""
+        return self.checkpoints is not None and self.checkpoints.has(key)
+
+    def plan(self, slot: int, ends: list[tuple[int, bytes]]) -> None:
+        """See `Checkpoints`."""
+        if self.checkpoints:
+            self.checkpoints.plan(slot, ends)
+
+    def confirm(self, slots: np.ndarray) -> None:
+        """The prompts of `slots` are computed."""
+        if self.checkpoints and self.checkpoints.plans:
+            for slot in slots.tolist():
+                self.checkpoints.confirm(slot)
+
+    def adopt(self, slot: int, num_tokens: int, key: bytes) -> None:
+        """The empty `slot` becomes an owner of the checkpoint of a prefix of `num_tokens`."""
+        assert self.checkpoints is not None and self.end[slot] == 0, f"slot {slot} is not empty"
+        blocks, pages = self.checkpoints.use(key), self._window(num_tokens)
+        self.pool.share(blocks)
+        self.blocks[slot, self._layout.column(pages)] = blocks
+        P, layout = self._layout.page_size, self._layout
+        self.first[slot] = max(num_tokens // P - layout.local, layout.sink)
+        self.end[slot], self.computed[slot] = -(-num_tokens // P), num_tokens
+
+    def pin(self, slot: int, num_tokens: int, key: bytes) -> None:
+        """Keep for good the window after the first `num_tokens`, all that `slot` has computed."""
+        assert self.checkpoints is not None, "pinned without a prefix cache"
+        blocks = self.blocks[slot, self._layout.column(self._window(num_tokens))]
+        if self.checkpoints.pin(key, blocks):
+            self.pool.share(blocks)
+
+    def _leave_checkpoints(self, checkpoints: Checkpoints) -> None:
+        """Of pages that the last step has filled: their windows are held until the next one."""
+        P = self._layout.page_size
+        for slot in list(checkpoints.plans):
+            for pages, key in checkpoints.due(slot, int(self.computed[slot]) // P):
+                window = self._layout.column(self._window(pages * P))
+                checkpoints.keep(slot, key, self.blocks[slot, window])
 
     def _trim(self) -> None:
         """Give back what no later query reads. A step in flight may still read it, but it runs
@@ -117,6 +172,8 @@ class StreamingHost:
             columns = self._layout.column(np.arange(self.end[slots[i]], last[i]))
             self.blocks[slots[i], columns] = self.pool.allocate(len(columns))
         self.end[slots], self.computed[slots] = np.maximum(self.end[slots], last), ends
+        if self.checkpoints and self.checkpoints.plans:
+            self._leave_checkpoints(self.checkpoints)
 
     def _unshare(self, slot: int, column: int) -> None:
         """Copy-on-write; the last owner of a block writes without a copy."""
@@ -127,6 +184,8 @@ class StreamingHost:
             self.moves.copy(self._name, [(int(source[0]), int(self.blocks[slot, column]))])
 
     def free(self, slot: int) -> None:
+        if self.checkpoints:
+            self.checkpoints.leave(slot)
         self.pool.release(self.held_by(slot))
         self.blocks[slot], self.first[slot] = NULL_BLOCK, self._layout.sink
         self.end[slot] = self.computed[slot] = self.promised[slot] = 0
@@ -166,7 +225,7 @@ class StreamingHost:
             self.computed[slot], self.promised[slot] = window.computed, window.promised
             blocks = taken[np.searchsorted(on_host, window.blocks)]
             self.pool.share(blocks)
-            self.blocks[slot, self._layout.column(self._pages(slot))] = blocks
+            self.blocks[slot, self._layout.column(self._pages(window.first, window.end))] = blocks
         self.pool.release(taken)
         self.drop_swapped(swapped)
 
@@ -180,11 +239,12 @@ class StreamingHost:
         in_window = np.maximum(self.end - self.first, 0)
         held = P * int((np.minimum(self.end, layout.sink) + in_window).sum())
         used = P * self.pool.num_used
+        pinned = P * self.checkpoints.num_references if self.checkpoints else 0
         sinks = np.minimum(self.computed, layout.sink * P)
-        tokens = int((sinks + np.maximum(self.computed - self.first * P, 0)).sum())
+        tokens = int((sinks + np.maximum(self.computed - self.first * P, 0)).sum()) + pinned
         return Usage(
             token_states=min(tokens, used), reserved=0, internal=used - min(tokens, used),
-            external=0, free=P * self.pool.num_free, shared=held - used,
+            external=0, free=P * self.pool.num_free, shared=held + pinned - used,
             bytes={self._name: self.pool.num_used * self._unit_bytes},
         )  # fmt: skip
 
@@ -193,11 +253,17 @@ class StreamingHost:
         return {self._name: np.flatnonzero(self.pool.refcounts), f"host {self._name}": on_host}
 
     def owners(self) -> dict[str, np.ndarray]:
-        return {self._name: of_tables(self.blocks, self.pool.refcounts)}
+        owners = of_tables(self.blocks, self.pool.refcounts)
+        if self.checkpoints:
+            owners[self.checkpoints.cached_blocks - 1] = CACHED
+        return {self._name: owners}
 
     def check(self) -> None:
         tables = self.blocks[self.blocks != NULL_BLOCK]
         owners = np.bincount(tables, minlength=self.pool.num_blocks)
+        if self.checkpoints:
+            owners += self.checkpoints.pins
+            self.checkpoints.check()
         assert (owners == self.pool.refcounts).all(), "blocks have other owners than are counted"
         for slot in np.flatnonzero(self.end).tolist():
             assert (self.held_by(slot) != NULL_BLOCK).all(), "a page of a window has no block"
