@@ -74,6 +74,11 @@ class SteadyHost(HostPolicy, Protocol):
         """
         ...
 
+    def free_ahead(self, slots: np.ndarray, num_tokens: np.ndarray, most: int) -> np.ndarray:
+        """Free tokens [k] after each of the steps that `decode_steps` would take; changes nothing.
+        num_tokens: [n] tokens after the first step."""
+        ...
+
 
 @dataclass(frozen=True)
 class Run:
@@ -89,6 +94,37 @@ class Run:
     records: list[StepRecord]
     flight: InFlight
     clock_s: float
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Steps that only decode, if nothing comes in between.
+
+    ends_s: [k] the clock after each call of the engine that takes in one of them.
+    free: [k] free tokens of KV memory then.
+    """
+
+    ends_s: np.ndarray
+    free: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Certain:
+    """The steps after the one in flight that need no decision of the scheduler, as far as memory
+    allows them.
+
+    slots: [n]; lengths: [n] tokens after the first step; seeds: [n].
+    contexts: [k, n] tokens after each step.
+    ends_s: [k + 1] of the step in flight, and of each step.
+    tokens: [k, n] sampled by the step in flight, and by all steps but the last.
+    """
+
+    slots: np.ndarray
+    lengths: np.ndarray
+    seeds: np.ndarray
+    contexts: np.ndarray
+    ends_s: np.ndarray
+    tokens: np.ndarray
 
 
 class DecodeRuns:
@@ -128,6 +164,39 @@ class DecodeRuns:
     def next(self, flight: InFlight, until_s: float, previous_end_s: float) -> Run | None:
         """A run of the steps that begin before `until_s`, at least one; None if the scheduler must
         decide. flight: the step in flight. previous_end_s: the end of the step before it."""
+        steps_ahead = self._certain(flight, until_s, previous_end_s)
+        if steps_ahead is None:
+            return None
+        slots, s, executor = steps_ahead.slots, self._scheduler.slots, self._executor
+        usages = self._grow(
+            flight.number + 1, slots, steps_ahead.lengths, len(steps_ahead.contexts)
+        )
+        if not usages:
+            return None
+        steps, ends = len(usages), steps_ahead.ends_s
+        s.decoded(slots, steps_ahead.tokens[:steps])
+        if self._config.prefix_caching:
+            policy = cast(PrefixCachingHost, self._scheduler.policy)
+            policy.confirm(slots, np.minimum(s.known[slots], s.computed[slots]), s.tokens)
+        last = executor.decoded(steps_ahead.seeds, steps_ahead.contexts[steps - 1 : steps])
+        outputs = executor.run_decodes(steps, float(ends[steps]), last)
+        return self._run(flight, slots, outputs, usages, ends, previous_end_s)
+
+    def ahead(self, flight: InFlight, previous_end_s: float) -> Ahead | None:
+        """The steps that `next` would take if nothing came in between, without taking them; None if
+        there are none, if a request waits, or if the policy cannot tell."""
+        policy = self._scheduler.policy
+        if self._scheduler.waiting or not _is_steady(policy):
+            return None
+        found = self._certain(flight, np.inf, previous_end_s)
+        if found is None:
+            return None
+        steady = cast(SteadyHost, policy)
+        free = steady.free_ahead(found.slots, found.lengths, len(found.contexts))
+        return Ahead(found.ends_s[: len(free)], free) if len(free) else None
+
+    def _certain(self, flight: InFlight, until_s: float, previous_end_s: float) -> _Certain | None:
+        """Of the steps that begin before `until_s`, at least one; None if there are none."""
         slots = self._slots_of_run(flight)
         if slots is None:
             return None
@@ -145,22 +214,13 @@ class DecodeRuns:
         times = executor.decode_times(contexts, s.adapter[slots])
         ends = np.add.accumulate(np.concatenate([[begins], times]))
         most = 1 + int(np.searchsorted(ends[: most - 1], until_s))
-        # Sampled by the step in flight, and by all steps of the run but the last.
         tokens = executor.decoded(seeds, contexts[:most] - 1)
         if len(self._eos):
             stops = (np.isin(tokens, self._eos) & ~s.ignore_eos[slots]).any(1)
             most = int(stops.argmax()) if stops.any() else most
-        usages = self._grow(flight.number + 1, slots, lengths, most) if most else []
-        if not usages:
+        if not most:
             return None
-        steps = len(usages)
-        s.decoded(slots, tokens[:steps])
-        if self._config.prefix_caching:
-            policy = cast(PrefixCachingHost, self._scheduler.policy)
-            policy.confirm(slots, np.minimum(s.known[slots], s.computed[slots]), s.tokens)
-        last = executor.decoded(seeds, contexts[steps - 1 : steps])
-        outputs = executor.run_decodes(steps, float(ends[steps]), last)
-        return self._run(flight, slots, outputs, usages, ends, previous_end_s)
+        return _Certain(slots, lengths, seeds, contexts[:most], ends, tokens)
 
     def _slots_of_run(self, flight: InFlight) -> np.ndarray | None:
         """Slots of the next step's rows; None unless it has the rows of the step in flight, and

@@ -13,7 +13,7 @@ from models.config import ModelConfig
 from paged.adapters.loads import AdapterLoads
 from paged.adapters.store import AdapterStore
 from paged.config import EngineConfig
-from paged.decode_runs import DecodeRuns
+from paged.decode_runs import Ahead, DecodeRuns
 from paged.device.batch_builder import build_step_inputs
 from paged.device.buckets import Buckets
 from paged.device.executor import Executor
@@ -137,6 +137,12 @@ class EngineLoop:
             self.metrics.steps += run.records
             self._in_flight = run.flight
         return run is not None
+
+    def decodes_ahead(self) -> Ahead | None:
+        """See `DecodeRuns.ahead`."""
+        if self._runs is None or self._in_flight is None:
+            return None
+        return self._runs.ahead(self._in_flight, self._previous_end_s)
 
     @property
     def _loads(self) -> AdapterLoads:

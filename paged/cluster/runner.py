@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from paged.cluster.messages import ClusterRequest, Event, Figures, Growth, Progress, Status
+from paged.decode_runs import Ahead
 from paged.engine import Engine
-from paged.requests.sequence import Sequence, SequenceGroup, SequenceOutput
+from paged.requests.sequence import RequestOutput, Sequence, SequenceGroup, SequenceOutput
 from paged.stats import Tally
 
 MakeEngine = Callable[[], Engine]  # a warm one
@@ -97,7 +98,28 @@ class EngineRunner:
         """Empty the inbox, run a step if there is any work; what is new, a status last."""
         while not self._inbox.empty():
             self._take(self._inbox.get())
-        outputs = self.engine.step() if self.engine.has_unfinished() else []
+        return self._told(self.engine.step() if self.engine.has_unfinished() else [])
+
+    def ahead(self) -> Ahead | None:
+        """The steps that only decode if nothing comes into the inbox; None while something is in
+        it, and where the engine cannot tell."""
+        return self.engine.loop.decodes_ahead() if self._inbox.empty() else None
+
+    def take(self, until_s: float) -> list[Event]:
+        """As `step`, of all steps of `ahead` that begin before `until_s`; the inbox stays."""
+        clock = self.engine.executor.clock
+        while clock.now() < until_s:
+            ended = self.engine.run_until(until_s)
+            assert not ended, "rows that only decode do not end"
+        return self._told([])
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether something is in the inbox."""
+        return not self._inbox.empty()
+
+    def _told(self, outputs: Iterable[RequestOutput]) -> list[Event]:
+        """What is new after a step that ended with `outputs`."""
         ended = {output.request_id: output for output in outputs}
         for request_id, attempt in list(self._attempts.items()):
             output = ended.get(request_id)

@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from models.config import ModelConfig
 from paged.clock import VirtualClock
 from paged.cluster.cluster import Arrival, Cluster
 from paged.cluster.messages import Event
 from paged.cluster.runner import EngineRunner
 from paged.config import EngineConfig
+from paged.decode_runs import Ahead
 from paged.engine import Engine
 from paged.requests.sequence import RequestOutput
 
@@ -22,17 +25,23 @@ class SimulatedCluster:
     All runs in the order of time: a step's events reach the cluster when the step has ended, and
     what the cluster answers reaches a runner between its steps. The same arrivals give the same
     run. engines: by UUID. keep_records: whether the engines' own records are kept.
+
+    skip: take runs of decode steps at once, of which the engines' logs then lack the steps. What
+    the cluster sees of a runner in such a run is its free memory, which is known beforehand; the
+    steps are taken when something comes for the runner, and before the cluster looks at tokens.
     """
 
     def __init__(
         self, engines: Mapping[str, Engine], model: ModelConfig, config: EngineConfig,
         tokenizer=None, *, rebalance_s: float = 10.0, keep_records: bool = False,
+        skip: bool = True,
     ):  # fmt: skip
         self._runners = {
             uuid: EngineRunner(engine, keep_records) for uuid, engine in engines.items()
         }
         self.cluster = Cluster(self._runners, model, config, tokenizer, lambda: self.now)
-        self._rebalance_s = rebalance_s
+        self._rebalance_s, self._skip = rebalance_s, skip
+        self._ahead: dict[str, Ahead] = {}  # of the runners that are in a run of decode steps
         self.now = 0.0
 
     def serve(
@@ -54,6 +63,7 @@ class SimulatedCluster:
             )
 
         def again(period_s: float, what: Callable[[], Any]) -> None:
+            cut(*self._ahead)
             what()
             if len(names) < len(arrivals) or self.cluster.has_unfinished():
                 at(self.now + period_s, partial(again, period_s, what))
@@ -62,6 +72,30 @@ class SimulatedCluster:
             steps.remove(uuid)
             self.cluster.receive(uuid, events)
 
+        def begin(uuid: str) -> None:
+            steps.add(uuid)
+            if (ahead := self._steps_ahead(uuid)) is not None:
+                self._ahead[uuid] = ahead
+                at(float(ahead.ends_s[-1]), partial(end, uuid, ahead))
+                return
+            when, events = self._step(self._runners[uuid])
+            at(when, partial(report, uuid, events))
+
+        def end(uuid: str, ahead: Ahead) -> None:
+            if self._ahead.get(uuid) is ahead:  # otherwise it was cut
+                del self._ahead[uuid]
+                report(uuid, self._runners[uuid].take(float(ahead.ends_s[-1])))
+
+        def cut(*uuids: str) -> None:
+            """Take the steps of runs so far; the one that has begun is reported when it ends."""
+            for uuid in uuids:
+                ahead, runner = self._ahead.pop(uuid), self._runners[uuid]
+                reported = int(np.searchsorted(ahead.ends_s, self.now, side="right"))
+                if reported:
+                    self.cluster.receive(uuid, runner.take(float(ahead.ends_s[reported - 1])))
+                when = float(ahead.ends_s[reported])
+                at(when, partial(report, uuid, runner.take(when)))
+
         steps: set[str] = set()  # runners whose next events are on the heap
         at(0.0, partial(again, period_s, lambda: observe(self.now)))
         at(self._rebalance_s, partial(again, self._rebalance_s, self.cluster.rebalance))
@@ -69,14 +103,32 @@ class SimulatedCluster:
             at(arrival.arrival_s, partial(arrive, i, arrival))
         while heap and not stop_requested():
             self.now, _, what = heapq.heappop(heap)
+            self._look_at_runs()
             what()
+            cut(*[uuid for uuid in self._ahead if self._runners[uuid].is_asked])
             for uuid, runner in self._runners.items():
                 if uuid not in steps and runner.has_work:
-                    steps.add(uuid)
-                    when, events = self._step(runner)
-                    at(when, partial(report, uuid, events))
+                    begin(uuid)
+        cut(*self._ahead)
         self.cluster.cancel_all()
         return [self.cluster.outputs.pop(names[i]) for i in sorted(names)]
+
+    def _look_at_runs(self) -> None:
+        """Bring the free memory of runners in a run to what they have said by now."""
+        for uuid, ahead in self._ahead.items():
+            if reported := int(np.searchsorted(ahead.ends_s, self.now, side="right")):
+                self.cluster.state.gpus[uuid].free_tokens = int(ahead.free[reported - 1])
+
+    def _steps_ahead(self, uuid: str) -> Ahead | None:
+        """Of a runner that is between two steps; None if there are not several, or where steps are
+        not skipped."""
+        if not self._skip:
+            return None
+        runner = self._runners[uuid]
+        runner.engine.executor.clock.wait_until(self.now)
+        ahead = runner.ahead()
+        several = ahead is not None and len(ahead.ends_s) > 1 and ahead.ends_s[0] > self.now
+        return ahead if several else None
 
     def _step(self, runner: EngineRunner) -> tuple[float, list[Event]]:
         """The next step of a runner from now on: when it has ended, and what it tells."""

@@ -124,6 +124,10 @@ class ReservingHost:
         written = (len(slots) * step for step in range(1, most + 1))
         return [Usage(states + n, reserved - n, *rest) for n in written]
 
+    def free_ahead(self, slots, num_tokens, most: int) -> np.ndarray:
+        """See `paged.decode_runs.SteadyHost`."""
+        return np.full(most, self.usage().free)
+
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
         raise AssertionError("no fork: a policy's capabilities tell")
 

@@ -140,14 +140,13 @@ class DenseHost:
     def decode_steps(self, number: int, slots, num_tokens, most: int) -> list[Usage]:
         """See `paged.decode_runs.SteadyHost`."""
         tables, P = self.block_tables, self.block_tables.page_size
-        more = np.arange(most)[:, None]
-        needed = tables.blocks_for(num_tokens + more) - tables.num_blocks[slots]
-        grown = np.maximum(needed, 0).sum(1)
-        steps = int(np.searchsorted(grown, self.pool.num_free, side="right"))
-        if not steps or tables.copies_tail(slots, num_tokens):
+        grown = self._grown(slots, num_tokens, most)
+        steps = len(grown)
+        if not steps:
             return []
         before, n = self.usage(), len(slots)
-        room = np.maximum(tables.num_tokens[slots], num_tokens + more[:steps]).sum(1)
+        more = np.arange(steps)[:, None]
+        room = np.maximum(tables.num_tokens[slots], num_tokens + more).sum(1)
         room = (room - tables.num_tokens[slots].sum()).tolist()
         assert (self._computed[slots] == num_tokens - 1).all(), "rows compute their newest token"
         tables.append(slots, num_tokens + steps - 1)
@@ -155,7 +154,7 @@ class DenseHost:
         unit_bytes = self.pools[0].unit_bytes
         held = before.bytes[self._name] // unit_bytes
         usages = []
-        for step, blocks in enumerate(grown[:steps].tolist()):
+        for step, blocks in enumerate(grown.tolist()):
             reserved = before.reserved + room[step] - n * (step + 1)
             internal = before.internal + blocks * P - room[step]
             used = held + blocks
@@ -166,6 +165,21 @@ class DenseHost:
                 )
             )  # fmt: skip
         return usages
+
+    def free_ahead(self, slots: np.ndarray, num_tokens: np.ndarray, most: int) -> np.ndarray:
+        """See `paged.decode_runs.SteadyHost`."""
+        return (
+            self.usage().free - self._grown(slots, num_tokens, most) * self.block_tables.page_size
+        )
+
+    def _grown(self, slots: np.ndarray, num_tokens: np.ndarray, most: int) -> np.ndarray:
+        """Blocks that slots have been given after each of the steps that have room for them."""
+        tables = self.block_tables
+        if tables.copies_tail(slots, num_tokens):
+            return np.zeros(0, np.int64)
+        needed = tables.blocks_for(num_tokens + np.arange(most)[:, None]) - tables.num_blocks[slots]
+        grown = np.maximum(needed, 0).sum(1)
+        return grown[: np.searchsorted(grown, self.pool.num_free, side="right")]
 
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
         """They have shared their blocks since the child was admitted."""

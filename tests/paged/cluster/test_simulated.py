@@ -208,3 +208,55 @@ def test_a_run_that_is_stopped_has_what_it_has():
     assert not cluster.cluster.has_unfinished() and not cluster.cluster.state.queue
     recorded = [record.finish_reason for record in cluster.cluster.records]
     assert Counter(reasons) == Counter(recorded)
+
+
+def timed_cluster(skip: bool, cost, adapters: int, **fields) -> SimulatedCluster:
+    config = replace(CONFIG, adapter_slots=2 if adapters else 0, **fields)
+    engines = {
+        f"gpu-{i}": Engine(TINY, config, SimulatedExecutor(cost, vocab_size=61, first_token=3))
+        for i in range(3)
+    }
+    cluster = SimulatedCluster(engines, TINY, config, rebalance_s=0.7, skip=skip, keep_records=True)
+    for i in range(adapters):
+        cluster.cluster.add_known_adapter(Adapter(f"a{i}", "", "random", 16))
+    return cluster
+
+
+@pytest.mark.parametrize("adapters", [0, 3])
+@pytest.mark.parametrize(
+    "fields", [{}, {"run_ahead": False}, {"policy": "orca_oracle"}, {"kv_cache_tokens": 1000}]
+)
+def test_runs_of_decode_steps_are_as_steps_one_by_one(fields, adapters):
+    """Records, samples and outputs, through evictions and consolidations."""
+    moved, logged = 0, [0, 0]
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        names = [f"a{i}" for i in range(adapters)] or [None]
+        asked = [
+            Arrival(
+                float(time), rng.integers(3, 61, rng.integers(1, 20)).tolist(),
+                SamplingParams(max_tokens=int(rng.integers(1, 44)), seed=int(rng.integers(1000)),
+                               ignore_eos=bool(rng.integers(3))),
+                names[rng.integers(len(names))],
+            )
+            for time in np.cumsum(rng.exponential(0.02 + 0.1 * (seed % 2), 40))
+        ]  # fmt: skip
+        found = []
+        for skip in (False, True):
+            cluster = timed_cluster(skip, LinearCost(0.01, 1e-4, 1e-5), adapters, **fields)
+            seen: list[tuple] = []
+
+            def observe(now, cluster=cluster.cluster, seen=seen):
+                gpus = [(g.batch, g.free_tokens) for g in cluster.state.gpus.values()]
+                seen.append((now, gpus, cluster.num_tokens, len(cluster.state.queue)))
+
+            outputs = cluster.serve(asked, observe, 0.25)
+            for runner in cluster._runners.values():
+                runner.engine.host_policy.check()
+                steps = [event for event in runner.engine.events if event["event"] == "step"]
+                logged[skip] += len(steps)
+            found.append((outputs, cluster.cluster.records, seen, cluster.now))
+            moved += cluster.cluster.num_evictions + cluster.cluster.num_consolidations
+        assert found[0] == found[1]
+    assert logged[True] < 0.8 * logged[False]
+    assert moved or "kv_cache_tokens" in fields or "policy" in fields
