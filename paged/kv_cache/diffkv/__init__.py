@@ -46,10 +46,12 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
             f"{layout.num_pages} pages, of which a token of each head takes {layout.worst(1)}"
         )
     # Room above the pool is for padding, each entry of which has a page of its own.
-    if layout.num_pages >= 2**31 - 2**27:
+    pages = layout.num_pages * max(1, layout.logical_pages)
+    if pages >= 2**31 - 2**27:
         raise ValueError(
             f"kv_cache_tokens ({config.kv_cache_tokens}) exceed the pages that an int32 can name: "
-            f"{layout.num_pages}, and fewer than {2**31 - 2**27} are allowed"
+            f"{pages}, logical ones where pages are selected, and fewer than {2**31 - 2**27} are "
+            "allowed"
         )
     # What is swapped names pages by their slots.
     if layout.num_slots * layout.most >= 2**31 - 1:

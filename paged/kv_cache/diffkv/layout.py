@@ -73,9 +73,14 @@ class Layout:
         return which_stream + 4 * (self.num_slots * self.all_heads * of_head + 2 + self.levels)
 
     @property
+    def logical_pages(self) -> int:
+        """C, of a page; 0 if all pages are read."""
+        return self.reads.logical_pages(self.formats) if self.reads else 0
+
+    @property
     def extremes(self) -> int:
-        """Numbers of a page's key extremes, of C logical pages; 0 if all pages are read."""
-        return self.reads.logical_pages(self.formats) * 2 * self.attention.D if self.reads else 0
+        """Numbers of a page's key extremes."""
+        return self.logical_pages * 2 * self.attention.D
 
     @property
     def page_bytes(self) -> int:

@@ -155,12 +155,12 @@ def plan_decodes(layout: Layout, keeps: Keeps, cache: DiffKVCache, inputs, imple
     )
     read = jnp.where(real[..., None], before + grows, 0)
     by_layer = read.reshape(len(slots), layout.layers, layout.heads, layout.levels)
-    schedules = jax.vmap(
-        lambda counts: plan_mixed_decode(counts, layout.formats, implementation=implementation),
-        in_axes=1,
-    )(by_layer)
-    # Each layer chooses what it reads.
-    schedules = None if layout.reads else schedules
+    schedules = None
+    if not layout.reads:  # which each layer chooses by itself
+        schedules = jax.vmap(
+            lambda counts: plan_mixed_decode(counts, layout.formats, implementation=implementation),
+            in_axes=1,
+        )(by_layer)
     plan = DecodePlan(
         slots, positions, arrives, decision.replaces, jnp.take_along_axis(tables, column, -1),
         at % sizes, tables, read, schedules,

@@ -94,7 +94,7 @@ def test_options_of_the_chosen_policy_are_flags(tmp_path):
     assert values == {"policy": "lserve", "policy_options": options}
     assert EngineConfig(**values).policy_options == LServeOptions(**options)
     given.policy = "vllm"
-    with pytest.raises(ValueError, match="--lserve_budget is an option of --policy=lserve, not of"):
+    with pytest.raises(ValueError, match="--lserve_gates is an option of --policy=lserve, not of"):
         flags.fields_of(EngineConfig, given)
 
 

@@ -133,7 +133,7 @@ CASES = [
     Case(
         "diffkv_composed", POLICIES["diffkv"],
         config={
-            **WHOLE_PROMPTS, "policy_options": DIFFKV_COMPOSED_OPTIONS, "kv_cache_tokens": 130
+            **WHOLE_PROMPTS, "policy_options": DIFFKV_COMPOSED_OPTIONS, "kv_cache_tokens": 222
         },
         slow=True,
     ),

@@ -150,6 +150,26 @@ def test_diffkv_reads_what_it_holds():
     assert prompt["compression"].bytes == K * 64 * (2 * 2 * D + high)
 
 
+def test_over_diffkvs_pages_heads_stream_and_pages_are_selected():
+    """A third of the heads keep up to 80 tokens, and each head reads 4 of its pages, on average."""
+    chosen: dict[str, Any] = {"gates": GATES, "streaming_share": 1 / 3, "sink": 32, "local": 48}
+    contexts, new = np.array([240, 40]), np.array([1, 1])
+    mean = (2 * 240 + 80) / 3  # the other sequence keeps all
+    streaming = layout("diffkv", **chosen).work(contexts, new)
+    high = layout("diffkv").formats[0].token_bytes
+    of_queries = 2 * 2 * 2 * H * D
+    assert streaming["decode"].bytes == pytest.approx(K * (mean + 40) * high + of_queries)
+    selecting = layout("diffkv", **chosen, read_pages=4)
+    few = selecting.work(contexts, new)
+    assert few["decode"].bytes == pytest.approx(K * (4 * 16 + 40) * high + of_queries)
+    assert few["decode"].flops == pytest.approx(4 * D * H * (4 * 16 + 40))
+    # A page of low precision has tokens for two logical pages; the short sequence selects nothing.
+    assert [-(-format.tokens // 16) for format in selecting.formats] == [1, 2]
+    assert few["selection"].bytes == pytest.approx(K * mean / 16 * 2 * 2 * D * 2)
+    assert few["selection"].flops == pytest.approx(4 * D * H * mean / 16 * 2)
+    assert "selection" not in streaming
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_shard_of_two_does_half(policy):
     rows = columns([(200, 200), (333, 1), (50, 1)])
