@@ -160,7 +160,7 @@ QUALIFY = [
     ),
 ]
 SAVINGS = [
-    ("--sequences=2,many", "--sequences must be numbers above 1, not '2,many'"),
+    ("--sequences=2,many", "flag --sequences=2,many: invalid literal"),
     ("--kv_cache_tokens=32", "leave 0 tokens for each sequence of a request: too few"),
 ]
 MEMORY_MAP = [
@@ -189,7 +189,7 @@ CLUSTER = [
 ]
 CASES = {
     "soak.__main__": SOAK,
-    "figures.vllm.sharing_savings": SAVINGS,
+    "papers.vllm.fig15_sharing_savings": SAVINGS,
     "figures.vllm.memory_map": MEMORY_MAP,
     "figures.attention_concentration": CONCENTRATION,
     "serve": SERVE + ENGINE,

@@ -148,7 +148,7 @@ def kernels(
             np.testing.assert_allclose(ways["paged_us"](), ways[name](), rtol=1e-4, atol=1e-5)
     works = {f"{at} {name}": way for at, ways in cases.items() for name, way in ways.items()}
     seconds = medians_s(works, rounds, "attending" if progress else "")
-    return [Kernel(*at, **{name: 1e6 * seconds[f"{at} {name}"] for name in WAYS}) for at in cases]
+    return [Kernel(*at, *(1e6 * seconds[f"{at} {name}"] for name in WAYS)) for at in cases]
 
 
 def serving(

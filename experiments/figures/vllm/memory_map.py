@@ -37,7 +37,6 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from experiments.figures.vllm.sharing_savings import story_tokens
 from experiments.figures.vllm.snapshots import Owner, Snapshot, run
 from experiments.lib import run_record
 from experiments.lib.engines import engine_config, load_engine
@@ -48,6 +47,7 @@ from experiments.lib.flags import (
     loading,
 )
 from experiments.lib.program import Options, Program, refusals
+from experiments.papers.vllm.fig15_sharing_savings import story_tokens
 from models import checkpoint, load_tokenizer
 from paged.engine import EngineConfig
 from paged.kv_cache import policy_of

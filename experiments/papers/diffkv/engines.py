@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from experiments import serve
-from experiments.figures.vllm.sharing_savings import story_tokens
 from experiments.lib.engines import check_implementation, engine_config, load_engine
 from experiments.lib.flags import loading
 from experiments.lib.typed_flags import ModelFlags, flag
 from experiments.papers.diffkv import systems
 from experiments.papers.diffkv.systems import PAGE_SIZE
+from experiments.papers.vllm.fig15_sharing_savings import story_tokens
 from experiments.workloads.workloads import Request
 from models import checkpoint, load_tokenizer
 from paged.config import EngineConfig

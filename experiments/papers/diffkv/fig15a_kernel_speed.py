@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.bench.lserve_engine import MODEL
 from experiments.lib import plots, run_record
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.diffkv.systems import PAGE_SIZE
+from experiments.papers.lserve.layer_times import MODEL
 from experiments.study import Setting, Study, Values
 from experiments.timing import medians_ms
 from paged.simulator import roofline

@@ -4,8 +4,13 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.figures.punica import transformer_layer
-from experiments.figures.punica.transformer_layer import BASE, config_of, one_layer
+from experiments.papers.punica import fig10_transformer_layer as transformer_layer
+from experiments.papers.punica.fig10_transformer_layer import (
+    BASE,
+    LayerFlags,
+    config_of,
+    one_layer,
+)
 from models import params as parameters
 from models.families import family
 from paged.adapters.pool import AdapterPool
@@ -34,18 +39,22 @@ def test_rows_of_a_batch_have_the_adapters_of_their_popularity():
 
 @pytest.mark.slow
 def test_a_run_covers_all_cases_and_floors_count_each_adapter_once(tmp_path):
-    rows = transformer_layer.run(
-        MODEL, [1, 2], [20], 8, ("distinct", "identical"), rounds=1, seed=0,
-        rates=Rates(1e9, 1e30), progress=False,
+    rows = list(
+        transformer_layer.run(
+            MODEL, [1, 2], [20], 8, ("distinct", "identical"), rounds=1, seed=0,
+            rates=Rates(1e9, 1e30),
+        )
     )  # fmt: skip
     assert len(rows) == 2 * 3 and all(row.ms > 0 for row in rows)
-    numbers = transformer_layer.summary(rows)
+    numbers = transformer_layer.values(LayerFlags(), rows)
     at = [row for row in rows if row.popularity == "distinct"]
     assert [row.adapters for row in at] == [1, 2]
     assert numbers["growth_distinct_20"] == pytest.approx(at[1].ms / at[0].ms)
     floor = {row.popularity: row.floor_ms for row in rows if row.batch == 2}
     added = floor["identical"] - floor[BASE]
     assert floor["distinct"] - floor[BASE] == pytest.approx(2 * added) and added > 0
-    assert "× 1.72" in transformer_layer.table(rows)
-    transformer_layer.plot(rows, tmp_path / "layer.png", "here")
-    assert (tmp_path / "layer.png").stat().st_size > 0
+    study = transformer_layer.STUDY
+    report = study.report(LayerFlags(), rows)
+    assert report["holds"] is None, "nothing was measured at 512 tokens"
+    study._plot(LayerFlags(), rows, tmp_path / "figure.png", report)
+    assert (tmp_path / "figure.png").stat().st_size > 0

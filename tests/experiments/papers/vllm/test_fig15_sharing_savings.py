@@ -2,26 +2,22 @@
 
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.figures.vllm import genealogies, sharing_savings
+from experiments.papers.vllm import fig15_sharing_savings as sharing_savings
+from experiments.papers.vllm import genealogies
+from experiments.papers.vllm.fig15_sharing_savings import SharingFlags
 from experiments.workloads.workloads import Request
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.beam_search import BeamSearch
 from tests.paged.hashing_executor import HashingExecutor, candidates
 from tests.paged.tiny import TINY
-
-ROOT = Path(__file__).parents[4]
 
 
 def engine(page_size: int) -> Engine:
@@ -32,7 +28,7 @@ def engine(page_size: int) -> Engine:
 def run(method: str, sequences: int, page_size: int, prompt=21, output=30):
     requests = [Request(0.0, list(range(3, 3 + prompt)), output, ignore_eos=True)]
     e = engine(page_size)
-    row, trees = sharing_savings.run_case(e, "alpaca", method, sequences, requests, 0, False)
+    row, trees = sharing_savings.run_case(e, "alpaca", method, sequences, requests, 0)
     return e, row, trees
 
 
@@ -121,22 +117,14 @@ def test_genealogies_are_those_of_the_search():
     assert trees[0]["prompt_tokens"] == 21 and trees[0]["width"] == 4
 
 
-def program(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.figures.vllm.sharing_savings", *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+def test_the_study_writes_its_report(tmp_path, tiny_folder, capsys):
+    flags = SharingFlags(
+        model=str(tiny_folder), executor="simulated", num_requests=4, num_sharegpt_requests=2,
+        length_scale=0.1, page_size=2, sequences=(2, 3),
     )  # fmt: skip
-
-
-def test_the_program_writes_its_report(tmp_path, tiny_folder):
-    done = program(
-        f"--model={tiny_folder}", "--executor=simulated", f"--output_dir={tmp_path}",
-        "--num_requests=4", "--num_sharegpt_requests=2", "--length_scale=0.1", "--page_size=2",
-        "--sequences=2,3",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "serving" in done.stderr
-    assert "6.09%" in done.stdout and "16.2% – 30.5%" in done.stdout
+    assert sharing_savings.STUDY.write(flags, tmp_path) == 0
+    told = capsys.readouterr().out
+    assert "0.0609" in told and "0.162 to 0.305" in told
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert numbers.keys() == {
         f"{method}{n}_saving{suffix}"
@@ -145,11 +133,9 @@ def test_the_program_writes_its_report(tmp_path, tiny_folder):
         for suffix in ("", "_sharegpt")
     }
     assert all(0 <= numbers[name] < 2 / 3 for name in numbers)
-    with (tmp_path / "savings.csv").open() as file:
+    with (tmp_path / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["saving"]) for row in rows] == list(numbers.values())
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["lengths"]["alpaca"]["length_scale"] == 0.1
     trees = [json.loads(line) for line in (tmp_path / "genealogies.jsonl").open()]
     assert len(trees) == (4 + 2) * 2
     for tree in trees:
@@ -157,19 +143,18 @@ def test_the_program_writes_its_report(tmp_path, tiny_folder):
         for step in tree["parents"].split():
             assert len(step) == tree["width"] and all(int(digit, 36) < count for digit in step)
             count = len(step)
-    assert (tmp_path / "savings.png").stat().st_size > 10_000
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
-    "sizes, complaint",
+    "fields, complaint",
     [
-        (["1"], "--sequences must be numbers above 1, not '1'"),
-        (["2", "many"], "not '2,many'"),
-        ([], "must be numbers"),
-        (["33"], "--sequences (33) exceed --max_num_seqs (32)"),
-        (["20"], "beam_width must be from 1 to 19, not 20"),
+        ({"sequences": (1,)}, "--sequences must be whole numbers, each at least 2, not 1"),
+        ({"sequences": ()}, "--sequences must name at least one"),
+        ({"sequences": (33,)}, "--sequences (33) exceed --max_num_seqs (32)"),
+        ({"sequences": (20,)}, "beam_width must be from 1 to 19, not 20"),
     ],
 )
-def test_bad_sequences_are_refused(sizes, complaint):
+def test_bad_sequences_are_refused(fields, complaint):
     with pytest.raises(ValueError, match=re.escape(complaint)):
-        sharing_savings.checked_sizes(sizes, EngineConfig())
+        SharingFlags(**fields)

@@ -1,6 +1,6 @@
 """The latency of a transformer layer with LoRA, over popularities and batches (Punica Fig. 10).
 
-python -m experiments.figures.punica.transformer_layer
+python -m experiments.papers.punica.fig10_transformer_layer
 
 A decode step of one layer with random weights, projections, their adapters, norms and attention
 through block tables, as an engine computes it; each sequence has --lengths tokens. The model's
@@ -10,26 +10,22 @@ a CPU.
 Claims (§7.1): the latency is about the same whatever the popularity, because what LoRA adds is
 small; it grows little with the batch, by 72 % from 1 to 32 on an A100 at 512 tokens; and more where
 sequences are longer. 'base' is the layer without adapters. All popularities of a batch take turns,
-and medians count. Writes to --output_dir: layer.csv, layer.png, report.json and summary.json.
+and medians count.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from experiments.bench.decode_inputs import fill_decodes, fill_segments
-from experiments.bench.vs_transformers import integers
-from experiments.lib import run_record
-from experiments.lib.flags import define_path
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.typed_flags import Flags, flag
+from experiments.study import Setting, Study, Values
 from experiments.timing import LEAST_S, medians_s
 from models import checkpoint, lora
 from models import params as parameters
@@ -47,7 +43,22 @@ from pallas_kernels.lora.specs import POPULARITIES, segment_lengths
 from pallas_kernels.specs import Cost, Rates
 
 BASE = "base"
-PAPER_GROWTH = 1.72  # from batch 1 to 32, at 512 tokens, of the 7B model
+
+
+@dataclass(frozen=True)
+class LayerFlags(Flags):
+    model: str = flag(
+        "configs/models/llama-2-7b", "whose shape counts: a folder with a config.json", path=True
+    )
+    batches: tuple[int, ...] = flag((1, 2, 4, 8, 16, 32), "sequences of a step", least=1)
+    lengths: tuple[int, ...] = flag((128, 512), "tokens of each sequence", least=1)
+    rank: int = flag(16, "of the adapters", least=1)
+    rounds: int = flag(5, "of all popularities, in turn", least=1)
+    seed: int = flag(0, "of the weights", least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_some("batches", "lengths")
 
 
 @dataclass(frozen=True)
@@ -135,16 +146,14 @@ def programs(
 
 def run(
     model: ModelConfig, batches: Sequence[int], lengths: Sequence[int], rank: int,
-    popularities: Sequence[str], rounds: int, seed: int, rates: Rates, progress: bool = True,
-) -> list[Row]:  # fmt: skip
+    popularities: Sequence[str], rounds: int, seed: int, rates: Rates,
+) -> Iterator[Row]:  # fmt: skip
     """All cases of a model of one layer."""
     params = parameters.init(family(model).declare(model), jax.random.key(seed))
     pool = AdapterPool.declare(config_of(max(batches), max(lengths), rank), None)
     assert pool is not None
     adapters = draw_adapters(model, pool, seed + 1)
-    rows = []
-    listed = [(length, batch) for length in lengths for batch in batches]
-    for length, batch in tqdm(listed, "measuring", unit=" cases", disable=not progress):
+    for length, batch in itertools.product(lengths, batches):
         config = config_of(batch, length, rank)
         runs = programs(params, adapters, model, config, length, popularities)
         step = roofline.step_cost(model, [length] * batch)
@@ -153,8 +162,7 @@ def run(
             added = roofline.lora_cost(model, rank, len(lengths_of), sum(lengths_of))
             floor = rates.floor_s(Cost(step.bytes + added.bytes, step.flops + added.flops))
             ms, floor_ms = 1e3 * seconds, 1e3 * floor
-            rows.append(Row(length, batch, popularity, len(lengths_of), ms, floor_ms))
-    return rows
+            yield Row(length, batch, popularity, len(lengths_of), ms, floor_ms)
 
 
 def of(rows: Sequence[Row], length: int, popularity: str) -> list[Row]:
@@ -163,7 +171,7 @@ def of(rows: Sequence[Row], length: int, popularity: str) -> list[Row]:
     return sorted(mine, key=lambda row: row.batch)
 
 
-def summary(rows: Sequence[Row]) -> dict[str, float]:
+def values(_: LayerFlags, rows: Sequence[Row]) -> Values:
     """For each length: how latency grows from the smallest batch to the largest, by popularity, and
     what it is there over the layer without adapters, and distinct over identical."""
     numbers = {}
@@ -181,36 +189,9 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
     return numbers
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A line for each length and batch, and what the paper has."""
-    names = list(dict.fromkeys(row.popularity for row in rows))
-    lines = ["ms of a layer" + f"{'tokens':>9}{'batch':>7}" + "".join(f"{n:>11}" for n in names)]
-    for length in sorted({row.length for row in rows}):
-        for batch in sorted({row.batch for row in rows}):
-            cells = [next(r for r in of(rows, length, n) if r.batch == batch) for n in names]
-            lines.append(
-                f"{length:22,}{batch:7}" + "".join(f"{cell.ms:11.2f}" for cell in cells)
-                + f"   floors {cells[0].floor_ms:.2f} to {max(c.floor_ms for c in cells):.2f}"
-            )  # fmt: skip
-    numbers = summary(rows)
-    for length in sorted({row.length for row in rows}):
-        grown = [numbers[f"growth_{name}_{length}"] for name in names]
-        lines.append(
-            f"{length:,} tokens: from the smallest to the largest batch × {min(grown):.2f} to "
-            f"{max(grown):.2f}; at the largest × {numbers[f'slowest_over_fastest_{length}']:.2f} "
-            "from the fastest popularity to the slowest"
-        )
-    lines.append(
-        f"Punica on an A100, 7B, 512 tokens, batch 1 to 32: × {PAPER_GROWTH}, more at 2,048; "
-        "roughly the same for all popularities"
-    )
-    return "\n".join(lines)
-
-
-def plot(rows: Sequence[Row], path: Path, footer: str) -> None:
+def draw(_: LayerFlags, figure: Figure, rows: Sequence[Row]) -> None:
     """Latency over the batch, a panel for each length."""
     lengths = sorted({row.length for row in rows})
-    figure = Figure(figsize=(4.2 * len(lengths), 3.6), layout="constrained")
     panels = figure.subplots(1, len(lengths), squeeze=False)[0]
     for axes, length in zip(panels, lengths):
         for popularity in dict.fromkeys(row.popularity for row in rows):
@@ -219,64 +200,48 @@ def plot(rows: Sequence[Row], path: Path, footer: str) -> None:
             axes.plot([r.batch for r in mine], [r.ms for r in mine], style, label=popularity)
         axes.set_title(f"{length:,} tokens", loc="left", fontsize="medium")
         axes.set(xlabel="batch size", ylabel="ms of a layer", ylim=(0, None))
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False, fontsize="small")
-    figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    run_record.save_figure(figure, path, dpi=130)
 
 
-def prepare(options: Options) -> tuple[ModelConfig, list[int], list[int]]:
-    """The model of one layer, batches and lengths. ValueError for what cannot be."""
-    model = checkpoint.load_config(options.model)
-    found = {}
-    for name in ("batches", "lengths"):
-        found[name] = sorted(set(integers(name, getattr(options, name))))
-        if not found[name] or found[name][0] < 1:
-            raise ValueError(f"--{name} must be whole numbers from 1, not {found[name]}")
-    if found["lengths"][-1] >= model.max_position_embeddings:
+def check(flags: LayerFlags) -> None:
+    model = checkpoint.load_config(flags.model)
+    if max(flags.lengths) >= model.max_position_embeddings:
         raise ValueError(f"--lengths exceed the model's {model.max_position_embeddings} tokens")
-    config_of(found["batches"][-1], found["lengths"][-1], options.rank)
-    return one_layer(model), found["batches"], found["lengths"]
+    config_of(max(flags.batches), max(flags.lengths), flags.rank)
 
 
-def main(options: Options) -> None:
-    with refusals():
-        model, batches, lengths = prepare(options)
-    measured = roofline.measure(model, max(batches))
-    rows = run(
-        model, batches, lengths, options.rank, POPULARITIES, options.rounds, options.seed,
-        Rates.best(measured),
-    )  # fmt: skip
-    output_dir, environment = Path(options.output_dir), run_record.describe_environment()
-    footer = f"one layer of {options.model}, rank {options.rank}, float32; "
-    footer += run_record.hardware_line(environment)
-    facts = {
-        "experiment": "transformer_layer",
-        "flags": vars(options),
-        "model": model,
-        "rows": rows,
-        "rates": measured,
-        "paper": {"growth_512": PAPER_GROWTH},
-    }
-    run_record.write_csv(output_dir, "layer.csv", rows)
-    run_record.write_json(output_dir, "report.json", facts | environment)
-    run_record.write_summary(output_dir, summary(rows))
-    plot(rows, output_dir / "layer.png", footer)
-    print(f"{table(rows)}\n({footer})")
-
-
-def define_flags() -> None:
-    define_path(
-        "model", "configs/models/llama-2-7b", "whose shape counts: a folder with a config.json"
+def measure(flags: LayerFlags, _) -> Iterator[Row]:
+    model = one_layer(checkpoint.load_config(flags.model))
+    batches, lengths = sorted(set(flags.batches)), sorted(set(flags.lengths))
+    rates = Rates.best(roofline.measure(model, max(batches)))
+    yield from run(
+        model, batches, lengths, flags.rank, POPULARITIES, flags.rounds, flags.seed, rates
     )
-    flags.DEFINE_list("batches", ["1", "2", "4", "8", "16", "32"], "sequences of a step")
-    flags.DEFINE_list("lengths", ["128", "512"], "tokens of each sequence")
-    flags.DEFINE_integer("rank", 16, "of the adapters", lower_bound=1)
-    flags.DEFINE_integer("rounds", 5, "of all popularities, in turn", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "of the weights", lower_bound=0)
 
 
-PROGRAM = Program(main, define_flags, "results/transformer_layer", ("layer.csv", "layer.png"))
+STUDY = Study(
+    __file__,
+    title="A transformer layer with LoRA, over popularities and batches (Punica Fig. 10)",
+    kind="measured",
+    claim="1.72 times the latency from batch 1 to 32 at 512 tokens, the same for all popularities",
+    rule="at 512 tokens distinct grows at most 1.9 times, and popularities are within 10 %",
+    holds=lambda v: v["growth_distinct_512"] <= 1.9 and v["slowest_over_fastest_512"] <= 1.1,
+    setting=Setting(
+        "a layer of Llama-2-7B, 128 and 512 tokens, float32 on this machine",
+        "the paper has an A100, whose layer is bound by reading weights, and 2,048 tokens too",
+        "wrong",
+    ),
+    flags=LayerFlags,
+    row=Row,
+    measure=measure,
+    values=values,
+    paper={"growth_distinct_512": 1.72},
+    check=check,
+    draw=draw,
+    quick={"batches": (1, 4), "lengths": (128,), "rounds": 1},
+    minutes=(1, 8),
+    size=(8.4, 3.6),
+)
 
 if __name__ == "__main__":
-    PROGRAM.run()
+    STUDY.run()
