@@ -66,7 +66,7 @@ ENGINE = [
     ("--policy=orca_max --preemption_mode=swap", "policy 'orca_max' cannot swap a sequence"),
     ("--lserve_sink=64", "--lserve_sink is an option of --policy=lserve, not of --policy=vllm"),
     ("--policy=lserve --lserve_sink=100", "sink must be whole pages of 16, not 100"),
-    ("--policy=lserve --prefix_caching", "policy 'lserve' cannot share prefixes"),
+    ("--policy=diffkv --prefix_caching", "policy 'diffkv' cannot share prefixes"),
     ("--policy=nowhere:POLICY", "policy 'nowhere:POLICY': No module named 'nowhere'"),
     ("--policy=math:pi", "policy 'math:pi' is a float, not a Policy"),
     ("--policy=lserve --policy_options=[]", "--policy_options must be a JSON object, not []"),

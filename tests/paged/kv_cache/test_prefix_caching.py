@@ -1,0 +1,131 @@
+"""Cached and pinned prefixes change no token, under every policy that shares them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from paged.engine import Engine
+from paged.kv_cache import POLICIES, lserve
+from paged.requests.sampling_params import SamplingParams
+from tests.paged.kv_cache.policy_suite import (
+    CASES,
+    LSERVE_OPTIONS,
+    Bench,
+    Case,
+    Request,
+    check_empty,
+    registered,
+    take_step,
+)
+from tests.paged.tiny import TINY
+
+# With no memory set aside for checkpoints the programs are those of an engine without prefixes.
+LSERVE = dataclasses.replace(LSERVE_OPTIONS, checkpoints=0)
+QUEST = lserve.Options(budget=12, logical_page=2, select_per="query_head", reuse=1, local=4)
+OF_SUITE = {case.name: case for case in CASES}
+
+
+def shares(name: str, options: lserve.Options, slow: bool = True, **config) -> Case:
+    return Case(name, POLICIES["lserve"], None, {"policy_options": options, **config}, slow)
+
+
+SHARING = [
+    OF_SUITE["vllm"],
+    shares("lserve", LSERVE, slow=False, kv_cache_tokens=140),
+    shares("lserve_kv8", dataclasses.replace(LSERVE, kv_bits=8), kv_cache_tokens=72),
+    shares("quest", QUEST, kv_cache_tokens=140),
+]
+by_policy = pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * c.slow) for c in SHARING]
+)
+TRUNK = tuple(np.random.default_rng(8).integers(3, TINY.vocab_size, 22).tolist())
+GREEDY = SamplingParams(max_tokens=25, ignore_eos=True, seed=0)
+HOWS = [
+    GREEDY, dataclasses.replace(GREEDY, max_tokens=32),
+    SamplingParams(max_tokens=20, ignore_eos=True, temperature=2.0, seed=3, n=2),
+    SamplingParams(max_tokens=7, ignore_eos=True, seed=0, beam_width=2, n=2),
+]  # fmt: skip
+# Some part within the trunk, others at its end or after it.
+CROWD = [
+    Request((*TRUNK[: 22 - 4 * (i % 3)], *range(8 + 6 * i, 13 + 6 * i - i % 4)), how)
+    for i, how in enumerate(HOWS * 2)
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def policies():
+    with registered():
+        yield
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_params):
+    return Bench(tiny_params)
+
+
+def goes_on(bench: Bench, case: Case) -> list[Request]:
+    """The crowd, and prompts that go on from an output."""
+    alone = {request: bench.alone(case, request) for request in CROWD}
+    later = [
+        Request((*request.prompt, *alone[request][0][:11], 7), GREEDY) for request in CROWD[:2]
+    ]
+    for request in later:
+        bench.alone(case, request)
+    return [*CROWD, *later]
+
+
+def serve(engine: Engine, requests: list[Request]) -> dict[Request, list[list[int]]]:
+    names = {engine.add_request(list(r.prompt), r.how): r for r in requests}
+    ended: dict[str, list[list[int]]] = {}
+    while engine.has_unfinished():
+        take_step(engine, ended)
+    return {names[name]: tokens for name, tokens in ended.items()}
+
+
+def cached(engine: Engine) -> list[int]:
+    return [request.cached_tokens for request in engine.metrics.requests]
+
+
+@by_policy
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_shared_prefixes_change_no_tokens(bench, case, mode):
+    """Of requests in company, preempted, in a cache that they fill, one wave after the other."""
+    every = goes_on(bench, case)
+    engine = bench.engine(case, prefix_caching=True, preemption_mode=mode, multi_step=1)
+    for _ in range(3):
+        found = serve(engine, every)
+        assert found == {request: bench.alone(case, request) for request in every}
+        check_empty(engine)
+    assert sum(step.preemptions for step in engine.metrics.steps) > 0
+    assert sum(cached(engine)) > 0
+
+
+@by_policy
+def test_a_request_alone_finds_all_that_was_left(bench, case):
+    """Whole pages of the prompt but for its last token, and where two prompts have parted."""
+    first, second, third = CROWD[0], Request((*TRUNK, 5, 6), GREEDY), Request((*TRUNK, 8), GREEDY)
+    expected = [bench.alone(case, request) for request in (first, second, third)]
+    engine = bench.engine(case, prefix_caching=True)
+    for request, tokens in zip((first, first, second, third), (expected[0], *expected)):
+        assert serve(engine, [request])[request] == tokens
+    whole = (len(first.prompt) - 1) // 4 * 4
+    # The second leaves a checkpoint where it parts from the first, which left none there.
+    parts = 20 if case.name in ("vllm", "quest") else 0
+    assert cached(engine) == [0, whole, parts, 20]
+
+
+@by_policy
+def test_a_pinned_prefix_changes_no_tokens(bench, case):
+    """It ends within a page, which each request that goes on from it copies."""
+    request = Request((*TRUNK, 9, 10, 11), GREEDY)
+    expected, crowd = bench.alone(case, request), goes_on(bench, case)[:3]
+    engine = bench.engine(case, prefix_caching=True)
+    assert engine.pin_prefix(list(TRUNK)) == len(TRUNK)
+    pinned = {name: len(units) for name, units in engine.host_policy.held().items()}
+    for _ in range(2):
+        assert serve(engine, [request])[request] == expected
+        for other, tokens in serve(engine, crowd).items():
+            assert tokens == bench.alone(case, other)
+    assert cached(engine)[1] == len(TRUNK)
+    assert {name: len(units) for name, units in engine.host_policy.held().items()} == pinned
