@@ -15,6 +15,7 @@ Rows that `Run.once` made are kept until the study is whole: a run that was cut 
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ class Run:
             row = make(*case)
             self._kept[name] = dataclasses.asdict(row)  # type: ignore[call-overload]
             self._lines.append({"case": name, "row": self._kept[name]})
-            run_record.write_json_lines(self.folder, KEPT, [self._key, *self._lines])
+            lines = [json.dumps(x, default=run_record.plain) for x in (self._key, *self._lines)]
+            run_record.write_whole(self._path, "\n".join(lines))
         return self._row(**self._kept[name])
 
     def forget(self) -> None:
@@ -88,13 +90,14 @@ class Study[F: Flags, R]:
     """A study. Functions of its rows get the flags first, then the rows.
 
     file: `__file__` of its module. flags: their class. row: class of a row, a frozen dataclass.
-    measure: yields rows. values: numbers by name; None for what was not measured. paper: the
-    paper's value of each, a number or (least, most); a name that it lacks is printed without one.
-    tolerance: of a value to the paper's, relative. rule, holds: what decides the claim, in words
-    and of the values; a value that is not there leaves it undecided. check: raises ValueError for
-    flags that cannot work together, before any work. table: the rows for people. quick, full: flags
-    that differ from the defaults, by scale; full is the setting that `setting` tells. minutes: of
-    both on two cores. needs: what a machine must have beside two cores.
+    measure: yields rows; raises Refused for flags that turn out not to work. values: numbers by
+    name; None or nan for what was not measured. paper: the paper's value of each, a number or
+    (least, most); a name that it lacks is printed without one. tolerance: of a value to the
+    paper's, relative. rule, holds: what decides the claim, in words and of the values; a value
+    that is not there leaves it undecided. check: raises ValueError for flags that cannot work
+    together, before any work. table: the rows for people. quick, full: flags that differ from
+    the defaults, by scale; full is the setting that `setting` tells. minutes: of both on two
+    cores. needs: what a machine must have beside two cores.
     """
 
     file: str
@@ -172,11 +175,10 @@ class Study[F: Flags, R]:
             run.stopped = stopped
             if run.known:
                 print(f"{run.known} rows are kept from a run that was cut; --noresume drops them")
-            with refusals():
-                for row in tqdm(self.measure(flags, run), self.name, unit=" rows", leave=False):
-                    rows.append(row)
-                    if stopped():
-                        break
+            for row in tqdm(self.measure(flags, run), self.name, unit=" rows", leave=False):
+                rows.append(row)
+                if stopped():
+                    break
 
         def write(cause: str | None) -> tuple[str, list[OSError]]:
             if cause and not rows:
@@ -201,7 +203,10 @@ class Study[F: Flags, R]:
         self, flags: F, rows: Sequence[R], cause: str | None = None, seconds: float = 0.0
     ) -> dict[str, Any]:
         """report.json of these rows. cause: why they are not all."""
-        values = {} if cause else self.values(flags, rows)
+        values = {
+            name: None if value is None or math.isnan(value) else value
+            for name, value in ({} if cause else self.values(flags, rows)).items()
+        }
         measured = {name: value for name, value in values.items() if value is not None}
         return {
             "study": self.name, "title": self.title, "kind": self.kind,

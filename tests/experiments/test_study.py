@@ -98,6 +98,7 @@ def test_a_value_is_within_tolerance_of_a_number_or_a_range(paper, within):
 
 def test_a_claim_is_undecided_where_a_value_was_not_measured():
     study = replace(STUDY, holds=lambda v: v["third"] > 0)
+    assert study.report(ToyFlags(), [Row(1, float("nan"))])["values"][0]["here"] is None
     assert study.report(ToyFlags(), [Row(1, 1.0)])["holds"] is None
     assert STUDY.report(ToyFlags(), [Row(1, 1.0)])["holds"] is False
 
@@ -144,9 +145,18 @@ def test_rows_are_kept_for_the_same_flags_and_sources_only(tmp_path, monkeypatch
     assert report(tmp_path)["values"][0]["here"] == (36 if changed == "flags" else 9)
 
 
+def test_kept_numbers_are_those_that_were_measured(tmp_path):
+    """Also those that JSON has not."""
+    made = Run(tmp_path, Row, "key", resume=True)
+    first = made.once(lambda size: Row(size, float("nan")), 3)
+    again = Run(tmp_path, Row, "key", resume=True)
+    kept = again.once(lambda size: Row(size, 0.0), 3)
+    assert again.known == 1 and repr(kept) == repr(first)
+
+
 def test_a_failure_keeps_the_rows_and_an_earlier_result(tmp_path, capsys):
     def fails(flags: ToyFlags, run: Run) -> Iterator[Row]:
-        raise ValueError("raise --scale")
+        raise Refused("raise --scale")
         yield
 
     assert STUDY.write(ToyFlags(), tmp_path) == 0

@@ -107,10 +107,10 @@ def measure(flags: BatchFlags, _) -> Iterator[Row]:
 
 
 def check(flags: BatchFlags) -> None:
-    longest = config_of(flags.batches, max(flags.lengths), flags.output_tokens).max_model_len
     most = model_config(flags.model).max_position_embeddings
-    if longest > most:
+    if max(flags.lengths) + flags.output_tokens > most:
         raise ValueError(f"--lengths exceed the {most} tokens")
+    config_of(flags.batches, max(flags.lengths), flags.output_tokens)
 
 
 def of(rows: Sequence[Row], stage: str, length: int) -> list[Row]:

@@ -5,23 +5,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.figures.punica import adapter_slots
 from experiments.lib import adapters
-from experiments.lib.program import Options
+from experiments.papers.punica import adapter_slots
+from experiments.papers.punica.adapter_slots import SlotFlags
 from tests.experiments.conftest import TINY
 
 
 def test_overtaking_is_bounded_and_pays():
-    options = Options(adapters=60, requests=70, rate=100.0, load_ms=100.0, zipf=1.3, seed=1)
+    flags = SlotFlags(adapters=60, requests=70, rate=100.0, load_ms=100.0, seed=1)
     config = replace(adapter_slots.CONFIG, adapter_slots=4, max_model_len=180)
     bounds = (0, 8, adapter_slots.UNBOUNDED)
-    runs = adapter_slots.run(options, TINY, config, bounds)  # asserts bounds, and replays
+    # Asserts bounds, and replays.
+    runs = [adapter_slots.with_bound(flags, TINY, config, bound) for bound in bounds]
     none, eight, unbounded = runs
     assert none.most_overtaken == 0 and eight.most_overtaken == 8
     assert unbounded.most_overtaken > 8
     assert unbounded.ttft_mean_s < 0.8 * none.ttft_mean_s
     assert all(0 < run.hidden < 1 and 0 < run.hit_rate < 1 for run in runs)
-    assert adapter_slots.table(runs).count("simulated") == 3
 
 
 def test_a_run_that_overtakes_too_often_is_a_fault():
@@ -30,7 +30,7 @@ def test_a_run_that_overtakes_too_often_is_a_fault():
     engine = adapter_slots.simulate(TINY, config, requests, ["a", "b", "c"], 0.1)
     object.__setattr__(engine.config, "max_overtakes", 1)
     with pytest.raises(AssertionError, match=r"overtaken \d+ times, not 1 at most"):
-        adapter_slots.numbers_of("simulated", engine)
+        adapter_slots.row_of("simulated", engine)
 
 
 def test_what_is_counted_of_loads():
@@ -66,10 +66,10 @@ def test_the_bundled_model(tmp_path, monkeypatch):
     # Fewer shapes of steps to compile, three times.
     few = replace(adapter_slots.CONFIG, max_num_seqs=2, max_num_batched_tokens=32)
     monkeypatch.setattr(adapter_slots, "CONFIG", few)
-    options = Options(
-        output_dir=str(tmp_path), adapters=20, adapter_slots=4, requests=30, rate=70.0, load_ms=50,
-        zipf=1.3, real_adapters=10, real_requests=12, real_rate=20.0, seed=0,
+    flags = SlotFlags(
+        adapters=20, adapter_slots=4, requests=30, load_ms=50.0, real_adapters=10, real_requests=12,
+        real_rate=20.0,
     )  # fmt: skip
-    adapter_slots.main(options)
-    assert (tmp_path / "events.jsonl").exists() and (tmp_path / "adapter_slots.png").exists()
-    assert "measured" in (tmp_path / "runs.csv").read_text()
+    assert adapter_slots.STUDY.write(flags, tmp_path) == 0
+    assert (tmp_path / "events.jsonl").exists() and (tmp_path / "figure.png").exists()
+    assert "measured" in (tmp_path / "rows.csv").read_text()
