@@ -231,7 +231,7 @@ def test_runs_of_decode_steps_are_as_steps_one_by_one(fields, adapters):
     moved, logged = 0, [0, 0]
     for seed in range(3):
         rng = np.random.default_rng(seed)
-        names = [f"a{i}" for i in range(adapters)] or [None]
+        names: list[str | None] = [None] if not adapters else [f"a{i}" for i in range(adapters)]
         asked = [
             Arrival(
                 float(time), rng.integers(3, 61, rng.integers(1, 20)).tolist(),

@@ -5,7 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.figures.vllm import fig12_latency_over_rate, fig13_batched_requests, opt_13b
+from experiments.figures.vllm import (
+    fig12_latency_over_rate,
+    fig13_batched_requests,
+    fig19_swap_or_recompute,
+    opt_13b,
+)
 from experiments.figures.vllm.opt_13b import Case, Row
 from experiments.lib import kept_runs
 from experiments.lib.program import Options
@@ -132,3 +137,16 @@ def test_fig_12_has_the_papers_order(tmp_path):
     assert rates == sorted(rates) and rates[0] < rates[-1]
     assert numbers["a_vllm_over_orca_max"] > numbers["a_vllm_over_orca_oracle"] > 1
     assert (tmp_path / "latencies.png").stat().st_size > 5_000
+
+
+def test_small_blocks_are_recomputed_and_large_ones_swapped(tmp_path):
+    """Fig. 19a: recomputing knows no blocks, and a small block's copies are mostly their starts."""
+    fig19_swap_or_recompute.main(Options(tokens=256, copy_knob=1.0, output_dir=str(tmp_path)))
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert len({row["recompute_ms"] for row in rows}) == 1
+    swaps = [row["swap_ms"] for row in rows]
+    assert swaps == sorted(swaps, reverse=True)
+    assert swaps[-1] < rows[0]["recompute_ms"] < swaps[0]
+    slower = fig19_swap_or_recompute.overhead(256, 1, copy_knob=1.2)
+    copies_ms = 0.2 * 4e-3 * 2 * 2 * 40 * 256  # of keys and values, out and in, of 40 layers
+    assert slower.swap_ms - swaps[0] == pytest.approx(copies_ms)
