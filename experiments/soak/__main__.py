@@ -1,7 +1,7 @@
 """Serve random requests for a long time, and check at every step that nothing is lost.
 
 python -m experiments.soak --minutes=30
-python -m experiments.soak --policy=lserve --noprefix_caching --preemption_mode=swap \\
+python -m experiments.soak --policy=lserve --preemption_mode=swap \\
     --lserve_gates=models/bundled/duo_gates.json --lserve_streaming_share=0.5 \\
     --lserve_budget=48 --lserve_sink=16 --lserve_local=32
 python -m experiments.soak --policy=diffkv --noprefix_caching --nochunked_prefill --page_size=8 \\

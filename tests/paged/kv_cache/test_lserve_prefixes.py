@@ -295,8 +295,10 @@ class HostBesideMemory(RuleBasedStateMachine):
         for swapped, _ in self.swapped:
             self.host.drop_swapped(swapped)
         self.host.check()
+        assert self.host.dense.prefixes is not None
         pinned = {"dense": self.host.dense.prefixes.num_pinned}
         if self.host.streaming:
+            assert self.host.streaming.checkpoints is not None
             pinned["streaming"] = self.host.streaming.checkpoints.num_pinned
         for name, units in self.host.held().items():
             assert len(units) == pinned.get(name, 0), f"{name}: units of nobody"

@@ -27,7 +27,13 @@ OF_SUITE = {case.name: case for case in CASES}
 
 
 def shares(name: str, options: lserve.Options, slow: bool = True, **config) -> Case:
-    return Case(name, POLICIES["lserve"], None, {"policy_options": options, **config}, slow)
+    return Case(
+        name,
+        POLICIES["lserve"],
+        None,
+        {"policy": "lserve", "policy_options": options, **config},
+        slow,
+    )
 
 
 SHARING = [
