@@ -2,31 +2,28 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-from tqdm import tqdm
-
 from experiments.lib import run_record
-from experiments.lib.kept_answers import sources_hash
+from experiments.lib.typed_flags import flag
 
-# The sources that a simulated run depends on.
-SOURCES = (
-    "pallas_kernels", "models", "paged", "experiments/workloads", "experiments/serve.py",
-    "experiments/figures/vllm/opt_13b.py",
-)  # fmt: skip
+
+def jobs_flag() -> int:
+    """A field of `Flags`, for `at_once`."""
+    return flag(0, "processes that simulate at once; 0: one a core", least=0)
 
 
 def kept[Case, Row](
     run: Callable[[Case], Row], row: Callable[..., Row], case: Case, folder: Path, sources: str
 ) -> Row:
     """The row of a case, a dataclass: read from `folder/runs` if the same sources made it before,
-    otherwise of `run`, and kept there. row: makes one of its fields."""
+    otherwise made by `run`, and kept there. row: makes one of its fields."""
     asked = {"case": asdict(case), "sources_sha256": sources}  # type: ignore[call-overload]
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
     path = folder / "runs" / f"{digest[:16]}.json"
@@ -38,21 +35,9 @@ def kept[Case, Row](
 
 
 def at_once[Task](work: Callable[[Task], Any], tasks: Sequence[Task], jobs: int) -> list:
-    """`work` of each task, in `jobs` processes, with progress; in the tasks' order."""
-    if jobs == 1 or len(tasks) < 2:
-        return [work(task) for task in tqdm(tasks, desc="simulated", unit="task")]
+    """`work` of each task, in the tasks' order. jobs: of `jobs_flag`."""
+    jobs = min(jobs or os.cpu_count() or 1, len(tasks))
+    if jobs < 2:
+        return [work(task) for task in tasks]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        return _shown(pool.map(work, tasks), len(tasks))
-
-
-def _shown(results: Iterable[Any], total: int) -> list:
-    return list(tqdm(results, total=total, desc="simulated", unit="task"))
-
-
-def define_flags() -> None:
-    flags.DEFINE_integer("jobs", 1, "processes that simulate at once", lower_bound=1)
-
-
-def sources() -> str:
-    """SHA-256 of the sources that simulated runs depend on."""
-    return sources_hash(names=SOURCES)
+        return list(pool.map(work, tasks))

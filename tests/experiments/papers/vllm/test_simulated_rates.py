@@ -5,19 +5,21 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.figures.vllm import (
+from experiments.lib import kept_runs
+from experiments.papers.vllm import (
     fig12_latency_over_rate,
     fig13_batched_requests,
-    fig19_swap_or_recompute,
-    opt_13b,
+    fig19a_swap_or_recompute,
+    opt,
 )
-from experiments.figures.vllm.opt_13b import Case, Row
-from experiments.lib import kept_runs
-from experiments.lib.program import Options
+from experiments.papers.vllm.fig12_latency_over_rate import Point, RateFlags
+from experiments.papers.vllm.fig13_batched_requests import BatchFlags
+from experiments.papers.vllm.fig19a_swap_or_recompute import SwapFlags
+from experiments.papers.vllm.opt import Case, Row
 
 
 def test_the_same_seed_gives_the_same_requests_at_all_rates():
-    slow, fast = (opt_13b.requests_of("alpaca", rate, 60 / rate, 1.0, 3) for rate in (1.0, 4.0))
+    slow, fast = (opt.requests_of("alpaca", rate, 60 / rate, 1.0, 3) for rate in (1.0, 4.0))
     assert [(len(r.prompt), r.max_tokens) for r in slow] == [
         (len(r.prompt), r.max_tokens) for r in fast
     ]
@@ -25,12 +27,12 @@ def test_the_same_seed_gives_the_same_requests_at_all_rates():
 
 
 def test_a_level_is_crossed_between_points():
-    assert opt_13b.crossing([1, 2, 4], [0.1, 0.2, 0.6], 0.4) == pytest.approx(3)
-    assert opt_13b.crossing([1, 2, 4], [9.0, 5.0, 1.0], 7.0) == pytest.approx(1.5)
-    assert opt_13b.crossing([1, 2, 4], [0.1, 0.2, 0.6], 0.9) == 4
+    assert opt.crossing([1, 2, 4], [0.1, 0.2, 0.6], 0.4) == pytest.approx(3)
+    assert opt.crossing([1, 2, 4], [9.0, 5.0, 1.0], 7.0) == pytest.approx(1.5)
+    assert opt.crossing([1, 2, 4], [0.1, 0.2, 0.6], 0.9) == 4
 
 
-@pytest.mark.parametrize("server", opt_13b.SERVERS.values(), ids=lambda each: each.model)
+@pytest.mark.parametrize("server", opt.SERVERS.values(), ids=lambda each: each.model)
 def test_kv_slots_are_table_1s(server):
     assert server.kv_slots == pytest.approx(server.paper_slots, rel=0.02)
 
@@ -69,25 +71,35 @@ def test_each_system_begins_where_the_one_before_it_ended():
 
     def run(case: Case) -> Row:
         begun.setdefault(case.policy, case.rate)
-        limit = 1.0 + opt_13b.POLICIES.index(case.policy)
+        limit = 1.0 + opt.POLICIES.index(case.policy)
         return row(case.policy, case.rate, 0.1 * case.rate / limit + (case.rate > limit))
 
     rows = fig12_latency_over_rate.panel(run, Case("13b", "sharegpt", "", 0.5, 1.0, 1.0), 0.3)
-    assert list(begun) == list(opt_13b.POLICIES)
-    for before, after in zip(opt_13b.POLICIES, opt_13b.POLICIES[1:], strict=False):
+    assert list(begun) == list(opt.POLICIES)
+    for before, after in zip(opt.POLICIES, opt.POLICIES[1:], strict=False):
         knee = fig12_latency_over_rate.sustained(rows, before, 0.3)
         assert begun[after] == pytest.approx(knee, abs=1e-4)
 
 
-def test_claims_are_of_sharegpts_panels():
-    rates = {"vllm": 8.0, "orca_oracle": 4.0, "orca_pow2": 3.0, "orca_max": 0.9,
-             "fastertransformer": 0.5}  # fmt: skip
-    found = [fig12_latency_over_rate.Rates(name, rates) for name in ("a", "d")]
-    numbers = fig12_latency_over_rate.summary(found)
-    assert (numbers["claims"], numbers["claims_held"]) == (3, 2)  # not Max's: 8.9 times
-    assert numbers["d_vllm_over_orca_pow2"] == pytest.approx(8 / 3)
-    shown = fig12_latency_over_rate.table(found, 0.3)
-    assert "2.00x holds" in shown and "8.89x fails" in shown
+def test_the_verdict_needs_all_panels_and_all_bounds():
+    """FasterTransformer's bound is of Alpaca's panels too."""
+
+    def verdict(panels, **changes: float) -> bool | None:
+        rates = {"vllm": 8.0, "orca_oracle": 4.0, "orca_pow2": 3.0, "orca_max": 1.0,
+                 "fastertransformer": 0.5} | changes  # fmt: skip
+        knees = [
+            Point("13b", "", policy, factor * rate, 1.0, 1.0, panel=panel, latency_s=factor * 0.3)
+            for panel in panels
+            for policy, rate in rates.items()
+            for factor in (0.9, 1.1)
+        ]
+        study = fig12_latency_over_rate.STUDY
+        return study.report(RateFlags(), knees)["holds"]
+
+    assert verdict("abcdef")
+    assert verdict("ab") is None
+    assert verdict("abcdef", orca_max=0.9) is False  # 8.9 times
+    assert verdict("abcdef", fastertransformer=0.3) is False
 
 
 def test_a_kept_run_is_not_repeated_until_the_sources_change(tmp_path):
@@ -107,46 +119,40 @@ def test_a_kept_run_is_not_repeated_until_the_sources_change(tmp_path):
 
 @pytest.mark.slow
 def test_fig_13_predicts_all_systems_but_the_oracle(tmp_path, capsys):
-    options = Options(
-        dataset="sharegpt", sigma=0.0, duration_s=20.0, seed=0, host="vllm", causes=False, jobs=1,
-        output_dir=str(tmp_path),
-    )  # fmt: skip
-    fig13_batched_requests.main(options)
+    flags = BatchFlags(datasets=("sharegpt",), sharegpt_s=20.0, jobs=1)
+    assert fig13_batched_requests.STUDY.write(flags, tmp_path) == 0
     report = json.loads((tmp_path / "report.json").read_text())
-    tried, rows = report["calibration"], report["rows"]
+    tried = [row for row in report["rows"] if row["change"]]
+    rows = [row for row in report["rows"] if not row["change"]]
     assert {row["policy"] for row in tried} == {"orca_oracle"}
     assert [row["policy"] for row in rows] == list(fig13_batched_requests.PAPER["sharegpt"])
     (sigma,) = {row["sigma"] for row in rows}
     assert min(row["sigma"] for row in tried) <= sigma <= max(row["sigma"] for row in tried)
     batches = [row["batch"] for row in rows]
     assert batches == sorted(batches) and batches[0] < batches[-1]
+    assert report["holds"] is None and not report["at_setting"]  # of one panel alone
     assert "(calibrated)" in capsys.readouterr().out
-    assert (tmp_path / "batches.png").stat().st_size > 5_000
+    assert (tmp_path / "figure.png").stat().st_size > 5_000
 
 
 @pytest.mark.slow
 def test_fig_12_has_the_papers_order(tmp_path):
-    fig12_latency_over_rate.main(
-        Options(
-            panels=["a"], scale="quick", latency_s=0.1, sigma=0.8, duration_s=30.0, seed=0,
-            host="vllm", attention_knob=1.0, host_knob=1.0, jobs=1, output_dir=str(tmp_path),
-        )
-    )  # fmt: skip
+    flags = RateFlags(panels=("a",), latency_s=0.1, sigma=0.8, sharegpt_s=30.0, jobs=1)
+    assert fig12_latency_over_rate.STUDY.write(flags, tmp_path) == 0
     numbers = json.loads((tmp_path / "summary.json").read_text())
-    rates = [numbers[f"a_rate_{policy}"] for policy in opt_13b.POLICIES]
+    rates = [numbers[f"a_rate_{policy}"] for policy in opt.POLICIES]
     assert rates == sorted(rates) and rates[0] < rates[-1]
     assert numbers["a_vllm_over_orca_max"] > numbers["a_vllm_over_orca_oracle"] > 1
-    assert (tmp_path / "latencies.png").stat().st_size > 5_000
+    assert (tmp_path / "figure.png").stat().st_size > 5_000
 
 
-def test_small_blocks_are_recomputed_and_large_ones_swapped(tmp_path):
+def test_small_blocks_are_recomputed_and_large_ones_swapped():
     """Fig. 19a: recomputing knows no blocks, and a small block's copies are mostly their starts."""
-    fig19_swap_or_recompute.main(Options(tokens=256, copy_knob=1.0, output_dir=str(tmp_path)))
-    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
-    assert len({row["recompute_ms"] for row in rows}) == 1
-    swaps = [row["swap_ms"] for row in rows]
+    rows = list(fig19a_swap_or_recompute.measure(SwapFlags(), None))
+    assert len({row.recompute_ms for row in rows}) == 1
+    swaps = [row.swap_ms for row in rows]
     assert swaps == sorted(swaps, reverse=True)
-    assert swaps[-1] < rows[0]["recompute_ms"] < swaps[0]
-    slower = fig19_swap_or_recompute.overhead(256, 1, copy_knob=1.2)
+    assert swaps[-1] < rows[0].recompute_ms < swaps[0]
+    slower = fig19a_swap_or_recompute.overhead(256, 1, copy_knob=1.2)
     copies_ms = 0.2 * 4e-3 * 2 * 2 * 40 * 256  # of keys and values, out and in, of 40 layers
     assert slower.swap_ms - swaps[0] == pytest.approx(copies_ms)

@@ -1,0 +1,195 @@
+"""How many requests run at once, at the paper's rates (vLLM Fig. 13), in simulated time.
+
+    python -m experiments.papers.vllm.fig13_batched_requests --datasets=sharegpt --causes
+
+Of the lengths of ShareGPT and Alpaca only means are published. Without --sigma the one free number
+of their log-normal is calibrated so that Orca (Oracle) has the paper's batch; the other systems'
+batches are predictions.
+
+--causes also runs vLLM with one thing changed at a time, at the same sigma: without host time, with
+the host's and attention's time at ±20 %, with a trace of a sixth, and at a rate at which requests
+always wait. Whether a request waits for memory decides its batch, and so does the time of a step.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from matplotlib.figure import Figure
+
+from experiments.lib import kept_runs
+from experiments.lib.sources import sources_hash
+from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.vllm import opt
+from experiments.papers.vllm.opt import Case, Row
+from experiments.study import Run, Setting, Study, Values
+from paged.simulator.step_cost import HOSTS
+
+RATES = {"sharegpt": 2.0, "alpaca": 30.0}  # requests/s
+ORACLE = "orca_oracle"
+PAPER = {
+    "sharegpt": {"orca_max": 7.00, "orca_pow2": 9.81, ORACLE: 13.62, "vllm": 30.42},
+    "alpaca": {"orca_max": 7.00, "orca_pow2": 43.24, ORACLE: 72.75, "vllm": 132.44},
+}
+SIGMAS = (0.5, 0.65, 0.8, 0.95, 1.1)
+CALIBRATION = "calibration"
+TOLERANCE = 0.15
+
+
+@dataclass(frozen=True)
+class BatchFlags(Flags):
+    datasets: tuple[str, ...] = flag(tuple(RATES), "whose mean lengths count", choices=tuple(RATES))
+    sharegpt_s: float = flag(
+        3600.0, "seconds of ShareGPT's arrivals; an hour is the paper's", least=1
+    )
+    alpaca_s: float = flag(3600.0, "seconds of Alpaca's arrivals; an hour is the paper's", least=1)
+    sigma: float = flag(0.0, "of the lengths; 0: calibrated on Orca (Oracle)", least=0, most=3)
+    causes: bool = flag(False, "also run vLLM with one thing changed at a time")
+    host: str = flag("vllm", "system whose host time a step includes", choices=tuple(HOSTS))
+    seed: int = flag(0, "of lengths and arrivals", least=0)
+    jobs: int = kept_runs.jobs_flag()
+
+
+@dataclass(frozen=True)
+class Batch(Row):
+    """A run. change: what it is for, if it is none of the figure's: CALIBRATION, or one of
+    `causes`."""
+
+    change: str = ""
+
+
+def calibrate(rows: Sequence[Row], dataset: str) -> float:
+    """The sigma at which Orca (Oracle) has the paper's batch. rows: its runs, sigma ascending."""
+    wanted = PAPER[dataset][ORACLE]
+    return opt.crossing([row.sigma for row in rows], [row.batch for row in rows], wanted)
+
+
+def causes(case: Case) -> dict[str, Case]:
+    """`case` with one thing changed, by what it is."""
+    return {
+        "no host time": replace(case, host="none"),
+        "host -20 %": replace(case, host_knob=0.8),
+        "host +20 %": replace(case, host_knob=1.2),
+        "attention -20 %": replace(case, attention_knob=0.8),
+        "attention +20 %": replace(case, attention_knob=1.2),
+        "a sixth of the trace": replace(case, duration_s=case.duration_s / 6),
+        "requests always wait": replace(case, rate=2 * case.rate, duration_s=case.duration_s / 6),
+    }
+
+
+def measure(flags: BatchFlags, run: Run) -> Iterator[Batch]:
+    one = functools.partial(
+        kept_runs.kept, opt.run, Row, folder=run.folder, sources=sources_hash(opt.__file__)
+    )
+
+    def batches(cases: Sequence[Case], changes: Sequence[str]) -> list[Batch]:
+        rows = kept_runs.at_once(one, cases, flags.jobs)
+        return [Batch(**vars(row) | {"change": c}) for row, c in zip(rows, changes, strict=True)]
+
+    for dataset in flags.datasets:
+        oracle = Case(
+            "13b", dataset, ORACLE, RATES[dataset], flags.sigma,
+            getattr(flags, f"{dataset}_s"), flags.seed, flags.host,
+        )  # fmt: skip
+        if not flags.sigma:
+            tried = batches(
+                [replace(oracle, sigma=sigma) for sigma in SIGMAS], [CALIBRATION] * len(SIGMAS)
+            )
+            yield from tried
+            oracle = replace(oracle, sigma=calibrate(tried, dataset))
+        systems = [replace(oracle, policy=policy) for policy in PAPER[dataset]]
+        yield from batches(systems, [""] * len(systems))
+        if flags.causes:
+            changed = causes(replace(oracle, policy="vllm"))
+            yield from batches(list(changed.values()), list(changed))
+
+
+def of_figure(rows: Sequence[Batch], dataset: str) -> dict[str, Batch]:
+    """The figure's runs of a dataset, by policy."""
+    return {row.policy: row for row in rows if row.dataset == dataset and not row.change}
+
+
+def values(_: BatchFlags, rows: Sequence[Batch]) -> Values:
+    numbers: dict[str, float | None] = {}
+    for dataset in dict.fromkeys(row.dataset for row in rows):
+        found = of_figure(rows, dataset)
+        numbers |= {f"batch_{policy}_{dataset}": row.batch for policy, row in found.items()}
+        numbers[f"vllm_over_oracle_{dataset}"] = found["vllm"].batch / found[ORACLE].batch
+        numbers[f"sigma_{dataset}"] = found[ORACLE].sigma
+        numbers |= {
+            f"batch_vllm_{dataset}, {row.change}": row.batch
+            for row in rows
+            if row.dataset == dataset and row.change not in ("", CALIBRATION)
+        }
+    return numbers
+
+
+PAPER_VALUES = {
+    f"batch_{policy}_{dataset}": batch
+    for dataset, batches in PAPER.items()
+    for policy, batch in batches.items()
+}
+PREDICTED = [name for name in PAPER_VALUES if ORACLE not in name]
+
+
+def table(_: BatchFlags, rows: Sequence[Batch]) -> str:
+    """Batches beside the paper's; then vLLM's with one thing changed, and the mean step of rows
+    that only decode."""
+    lines = [f"{'requests that run':32}{'here':>8}{'paper':>8}{'step, ms':>10}{'preempted':>11}"]
+    for row in rows:
+        if row.change == CALIBRATION:
+            continue
+        name = f"{row.dataset} {row.policy}" + (f", {row.change}" if row.change else "")
+        paper = "" if row.change else f"{PAPER[row.dataset][row.policy]:.2f}"
+        calibrated = " (calibrated)" if row.policy == ORACLE else ""
+        lines.append(
+            f"{name:32}{row.batch:8.2f}{paper:>8}{1e3 * row.step_s:10.1f}{row.preemptions:11,}"
+            f"{calibrated}"
+        )
+    return "\n".join(lines)
+
+
+def draw(_: BatchFlags, figure: Figure, rows: Sequence[Batch]) -> None:
+    datasets = list(dict.fromkeys(row.dataset for row in rows))
+    for axes, dataset in zip(figure.subplots(1, len(datasets), squeeze=False).flat, datasets):
+        found = of_figure(rows, dataset)
+        for offset, batches, label in (
+            (-0.2, [row.batch for row in found.values()], "simulated"),
+            (0.2, [PAPER[dataset][policy] for policy in found], "vLLM Fig. 13"),
+        ):
+            bars = axes.bar([i + offset for i in range(len(found))], batches, 0.38, label=label)
+            axes.bar_label(bars, fmt="{:.2f}", fontsize="small")
+        axes.set_xticks(range(len(found)), list(found))
+        axes.set_ylabel("requests that run, on average")
+        axes.set_title(f"{dataset}, {RATES[dataset]:g} requests/s", loc="left", fontsize="medium")
+        axes.legend(frameon=False)
+
+
+STUDY = Study(
+    __file__,
+    title="Requests that run at once, at the paper's rates (vLLM Fig. 13)",
+    kind="simulated",
+    claim="vLLM batches 2.2 (ShareGPT) and 1.8 (Alpaca) times the requests of Orca (Oracle)",
+    rule="with sigma calibrated on Oracle alone, each other batch is within "
+    f"{TOLERANCE:.0%} of the paper's",
+    holds=lambda v: all(abs(v[name] / PAPER_VALUES[name] - 1) <= TOLERANCE for name in PREDICTED),
+    setting=Setting(
+        opt.setting("13b", "vllm"),
+        "the paper's lengths are those of ShareGPT and Alpaca; its GPU is measured",
+        "paper",
+    ),
+    flags=BatchFlags,
+    row=Batch,
+    measure=measure,
+    values=values,
+    paper=PAPER_VALUES | {"vllm_over_oracle_sharegpt": 2.2, "vllm_over_oracle_alpaca": 1.8},
+    draw=draw,
+    table=table,
+    tolerance=TOLERANCE,
+    quick={"sharegpt_s": 600.0, "alpaca_s": 60.0},
+    minutes=(1, 25),
+    size=(10, 3.6),
+)
+
+if __name__ == "__main__":
+    STUDY.run()
