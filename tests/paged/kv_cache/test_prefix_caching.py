@@ -40,7 +40,7 @@ SHARING = [
     OF_SUITE["vllm"],
     shares("lserve", LSERVE, slow=False, kv_cache_tokens=140),
     shares("lserve_kv8", dataclasses.replace(LSERVE, kv_bits=8), kv_cache_tokens=72),
-    shares("quest", QUEST, kv_cache_tokens=140),
+    shares("quest", QUEST, kv_cache_tokens=170),
 ]
 by_policy = pytest.mark.parametrize(
     "case", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * c.slow) for c in SHARING]
