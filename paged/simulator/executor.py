@@ -51,7 +51,12 @@ class SimulatedExecutor:
     that runs ahead sees the same lag. Tokens are those of `recorded`, if given; waiting for a step
     raises ValueError if it lacks one. Otherwise they are a function of the row's seed and position
     alone, and never below `first_token`, so that with special tokens below it lengths follow the
-    request's `max_tokens`. dtype: what the model would compute in.
+    request's `max_tokens`.
+
+    cost: StepInputs -> seconds of a step; `LinearCost` by default. Methods that it may have:
+        `decodes_s`, without which steps run one by one; `moves_s`, without which moves take no
+        time; `with_adapters`, which takes the rank pages of each adapter slot.
+    dtype: what the model would compute in.
     adapter_page_s: as `SimulatedLoads` takes it.
     """
 
