@@ -29,7 +29,7 @@ from tests.paged.tiny import TINY
 ROOT = Path(__file__).parents[2]
 SIMULATED = [
     "--runners=simulated", "--model=configs/models/llama-2-7b", "--dtype=float16", "--num_gpus=4",
-    "--duration_s=30", "--peak_rate=20", "--length_divisor=4", "--rebalance_s=3",
+    "--duration_s=30", "--peak_rate=16", "--length_divisor=4", "--rebalance_s=3",
     "--max_num_seqs=8", "--max_prefills_per_step=1", "--kv_cache_tokens=1536",
     "--adapters=12", "--adapter_slots=4",
 ]  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_failure_is_told_after_what_was_served_is_written(tmp_path, capsys):
 
     config = EngineConfig(max_num_seqs=8, max_model_len=64)
     engine = Engine(TINY, config, Failing(LinearCost(0.1), vocab_size=TINY.vocab_size))
-    cluster = SimulatedCluster({"gpu-00": engine}, TINY, config)
+    cluster = SimulatedCluster({"gpu-00": engine}, TINY, config, skip=False)  # no step is left out
     how = SamplingParams(max_tokens=5, ignore_eos=True)
     arrivals = [Arrival(0.4 * i, [5], how) for i in range(9)]
     options = Options(
