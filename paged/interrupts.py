@@ -8,6 +8,8 @@ goes on as if nobody had pressed Ctrl-C.
 import signal
 import sys
 import threading
+import time
+from types import CodeType
 
 AGAIN_S = 0.01
 # The signal that is sent again for each exception; subclasses need entries of their own.
@@ -24,9 +26,22 @@ def keep_interrupts() -> None:
     def hook(unraisable) -> None:
         if (number := SIGNALS.get(unraisable.exc_type)) is None:
             before(unraisable)
-        else:  # later: an exception raised here would be lost too
-            main = threading.main_thread().ident
-            threading.Timer(AGAIN_S, signal.pthread_kill, (main, number)).start()
+        else:
+            threading.Thread(target=_send, args=(number, hook.__code__), daemon=True).start()
 
     hook.keeps_interrupts = True  # type: ignore[attr-defined]
     sys.unraisablehook = hook
+
+
+def _send(number: int, hook: CodeType) -> None:
+    """Send the signal to the main thread once that has left the hook: an exception raised in the
+    hook would be lost too."""
+    main = threading.main_thread().ident
+    assert main is not None
+    inside = True
+    while inside:
+        time.sleep(AGAIN_S)
+        frame, inside = sys._current_frames().get(main), False
+        while frame is not None and not inside:
+            frame, inside = frame.f_back, frame.f_code is hook
+    signal.pthread_kill(main, number)

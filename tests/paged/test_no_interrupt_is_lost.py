@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 # An engine of a library user, whose program handles no signal.
 SCRIPT = """
@@ -57,7 +59,17 @@ for land in (weak_reference, finalizer, dropped_generator, collector):
 """
 
 
-def test_an_interrupt_in_what_nobody_called_comes_again():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True)
+# A machine on which the main thread must wait for a processor after it has started another thread.
+BUSY = """
+import threading, time
+start = threading.Thread.start
+threading.Thread.start = lambda self: (start(self), time.sleep(0.1))
+"""
+
+
+@pytest.mark.parametrize("machine", ["", BUSY], ids=["idle", "busy"])
+def test_an_interrupt_in_what_nobody_called_comes_again(machine):
+    program = [sys.executable, "-c", machine + SCRIPT]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
     places = ("weak_reference", "finalizer", "dropped_generator", "collector")
     assert done.stdout.splitlines() == [f"kept in {place}" for place in places], done.stderr
