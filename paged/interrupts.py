@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from types import CodeType
 
 AGAIN_S = 0.01
@@ -41,7 +42,6 @@ def _send(number: int, hook: CodeType) -> None:
     inside = True
     while inside:
         time.sleep(AGAIN_S)
-        frame, inside = sys._current_frames().get(main), False
-        while frame is not None and not inside:
-            frame, inside = frame.f_back, frame.f_code is hook
+        walk = traceback.walk_stack(sys._current_frames().get(main))
+        inside = any(frame.f_code is hook for frame, _ in walk)
     signal.pthread_kill(main, number)
