@@ -10,21 +10,21 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.gpu import check as gpu_check
-from experiments.gpu.correctness import SHAPES, Check, check
+from experiments.gpu.correctness import SHAPES, Check, check, specs_to_check
 from pallas_kernels.ops import OPS
 from pallas_kernels.specs import Attention, Heads
 
 
 @pytest.mark.slow
 def test_checks_times_and_names_every_part(tmp_path, capsys):
-    names = "small,capped-logits"
-    flags = ["--small", f"--spec={names}", "--minutes=60", f"--output_dir={tmp_path}"]
+    names, ops = {"small", "capped-logits"}, {"paged_attention", "write_kv", "copy_pages", "sgmv"}
+    flags = ["--small", f"--spec={','.join(names)}", f"--op={','.join(ops)}", "--minutes=60"]
+    flags += [f"--output_dir={tmp_path}"]
     assert gpu_check.main(flags) is None
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     assert {check["implementation"] for check in found["checks"]} == {"mosaic_gpu", "xla"}
-    ops = OPS.keys() - {"hybrid_prefill_attention"}  # It has the kernel of another op.
     assert {check["op"] for check in found["checks"]} == ops
-    assert {one["spec"] for one in found["checks"]} == set(names.split(","))
+    assert {one["spec"] for one in found["checks"]} == names
     for one in found["checks"]:
         assert 0 <= one["of_bound"] <= 1
         assert one["repeats_to_the_bit"]
@@ -34,6 +34,12 @@ def test_checks_times_and_names_every_part(tmp_path, capsys):
     assert all(peer["seconds"] or peer["problem"] for peer in found["peers"])
     assert found["hardware"] and found["versions"]
     assert "of floor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_every_op_is_checked(small):
+    """How each kernel is called, and that it is right, the ops' own tests show."""
+    assert {op for op, _, _ in specs_to_check(small)} == OPS.keys()
 
 
 def test_a_wrong_result_fails():
