@@ -23,6 +23,7 @@ def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_it_serves_and_its_log_replays_once_it_is_named(tiny_folder, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Once upon a time there was an old sailor who\nThe sea\n")

@@ -76,6 +76,7 @@ class Pool:
             self.had.setdefault(one, [[] for _ in range(C)])[place // TOP.logical].append(key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("levels", [2, 3])
 def test_pages_are_read_by_their_extremes(levels):
     rng = np.random.default_rng(levels)
