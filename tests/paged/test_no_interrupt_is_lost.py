@@ -13,6 +13,8 @@ import gc, os, signal, sys, time, weakref
 from paged.engine import Engine, EngineConfig
 from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.tiny import TINY
+# As at a terminal: shells start background programs with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 config = EngineConfig(max_model_len=64)
 engine = Engine(TINY, config, HashingExecutor(config))
 
