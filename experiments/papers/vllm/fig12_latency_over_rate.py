@@ -150,7 +150,8 @@ def values(flags: RateFlags, rows: Sequence[Point]) -> Values:
 
 def holds(found: Mapping[str, float]) -> bool:
     """Raises KeyError for panels that are missing."""
-    return all(low <= found[name] <= high for name, (low, high) in CLAIMS.items())
+    ratios = {name: found[name] for name in CLAIMS}
+    return all(low <= ratios[name] <= high for name, (low, high) in CLAIMS.items())
 
 
 def table(flags: RateFlags, rows: Sequence[Point]) -> str:

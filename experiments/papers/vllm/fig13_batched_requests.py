@@ -12,7 +12,7 @@ always wait. Whether a request waits for memory decides its batch, and so does t
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from matplotlib.figure import Figure
@@ -132,6 +132,11 @@ PAPER_VALUES = {
 PREDICTED = [name for name in PAPER_VALUES if ORACLE not in name]
 
 
+def most_off(found: Mapping[str, float]) -> float:
+    """The largest relative difference of a predicted batch. Raises KeyError if one is missing."""
+    return max(abs(found[name] / PAPER_VALUES[name] - 1) for name in PREDICTED)
+
+
 def table(_: BatchFlags, rows: Sequence[Batch]) -> str:
     """Batches beside the paper's; then vLLM's with one thing changed, and the mean step of rows
     that only decode."""
@@ -172,7 +177,7 @@ STUDY = Study(
     claim="vLLM batches 2.2 (ShareGPT) and 1.8 (Alpaca) times the requests of Orca (Oracle)",
     rule="with sigma calibrated on Oracle alone, each other batch is within "
     f"{TOLERANCE:.0%} of the paper's",
-    holds=lambda v: all(abs(v[name] / PAPER_VALUES[name] - 1) <= TOLERANCE for name in PREDICTED),
+    holds=lambda v: most_off(v) <= TOLERANCE,
     setting=Setting(
         opt.setting("13b", "vllm"),
         "the paper's lengths are those of ShareGPT and Alpaca; its GPU is measured",
