@@ -14,7 +14,7 @@ import pytest
 
 from tests.paged.devices import printed_with_devices
 from tests.paged.kv_cache.attention_driver import Driver
-from tests.paged.kv_cache.presets import PRESETS, model_of
+from experiments.lib.presets import PRESETS, model_of
 
 pytestmark = pytest.mark.slow  # another process, which compiles each case
 
