@@ -1,6 +1,5 @@
-"""A cluster that packs requests onto few GPUs while the load rises and falls (Punica Fig. 13).
+"""A cluster that packs requests onto few GPUs while the load rises and falls (Punica §7.3).
 
-    python -m experiments.serve_cluster --flagfile=configs/cluster_simulated.flags
     python -m experiments.serve_cluster --flagfile=configs/cluster_bundled.flags
 
 Arrivals are a Poisson process whose rate rises from 0 to --peak_rate and falls again over

@@ -1,6 +1,7 @@
 """What the cluster and its runners tell each other."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paged.adapters.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
@@ -29,8 +30,7 @@ class ClusterRequest:
     known: tuple[SequenceOutput, ...] = ()
 
 
-@dataclass(frozen=True)
-class Growth:
+class Growth(NamedTuple):
     """What sequence `index` of a request got after its first `start` output tokens. output: the new
     tokens and their log-probabilities alone; its score so far, and why it ended, if it did."""
 
@@ -39,8 +39,7 @@ class Growth:
     output: SequenceOutput
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """Of one attempt at a request. output: all of it, once it has ended. refused: why the engine
     did not take it, if so."""
 

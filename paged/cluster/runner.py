@@ -33,14 +33,16 @@ class Runner(Protocol):
 
 @dataclass
 class _Attempt:
-    """sent: output tokens that were told of each sequence. ended: which ends were. grows: whether
-    each token is told, or only the first ones and the end."""
+    """sent: output tokens that were told of each sequence. ended: which ends were. plain: the only
+    sequence of a request that has tokens to tell and nothing else. grows: whether each token is
+    told, or only the first ones and the end."""
 
     request: ClusterRequest
     number: int
     group: SequenceGroup
     sent: list[int]
     ended: list[bool]
+    plain: Sequence | None
     grows: bool = True
 
 
@@ -121,14 +123,27 @@ class EngineRunner:
     def _told(self, outputs: Iterable[RequestOutput]) -> list[Event]:
         """What is new after a step that ended with `outputs`."""
         ended = {output.request_id: output for output in outputs}
+        slots = self.engine.scheduler.slots
+        known, newest = slots.known.tolist(), slots.newest().tolist()
         for request_id, attempt in list(self._attempts.items()):
-            output = ended.get(request_id)
+            output, plain = ended.get(request_id), attempt.plain
+            if plain is not None and output is None and plain.slot >= 0 and attempt.grows:
+                # Nearly all that is told: a request has one token more.
+                first, start = plain.group.num_prompt_tokens, attempt.sent[0]
+                count = known[plain.slot] - first
+                if count > start:
+                    one = count == start + 1
+                    tokens = [newest[plain.slot]] if one else self._tokens(plain, start)
+                    attempt.sent[0] = count
+                    growth = Growth(0, start, SequenceOutput(tokens, "", None))
+                    self._events.append(Progress(request_id, attempt.number, (growth,)))
+                continue
             told_enough = not attempt.grows and any(attempt.sent)
             if output is None and (told_enough or attempt.group.first_token_s is None):
                 continue
-            growth = tuple(self._growth(attempt))
-            if growth or output is not None:
-                self._events.append(Progress(request_id, attempt.number, growth, output))
+            grown = tuple(self._growth(attempt))
+            if grown or output is not None:
+                self._events.append(Progress(request_id, attempt.number, grown, output))
             if output is not None:
                 del self._attempts[request_id]
         if not self._keep_records:
@@ -160,7 +175,12 @@ class EngineRunner:
         group = engine.requests.unfinished[request.request_id]
         sent = [len(self._tokens(sequence)) for sequence in group.sequences]
         ended = [sequence.finish_reason is not None for sequence in group.sequences]
-        self._attempts[request.request_id] = _Attempt(request, attempt, group, sent, ended, grows)
+        how = group.sampling
+        tells_more = how.is_beam_search or how.ranks or how.logprobs is not None
+        plain = None if tells_more or len(group.sequences) > 1 else group.sequences[0]
+        self._attempts[request.request_id] = _Attempt(
+            request, attempt, group, sent, ended, plain, grows
+        )
 
     def _cancel(self, request_id: str, attempt: int) -> None:
         running = self._attempts.get(request_id)

@@ -107,6 +107,7 @@ class Gpu:
 
     free_tokens: of its KV memory, and adapter_loads, as its runner said last. promised: tokens of
     those requests, by (id, attempt), that it has been given and the runner did not count yet.
+    batch: sequences of the working set.
     """
 
     uuid: str
@@ -115,10 +116,7 @@ class Gpu:
     working_set: dict[str, Job] = field(default_factory=dict)
     promised: dict[tuple[str, int], int] = field(default_factory=dict)
     adapter_loads: int = 0
-
-    @property
-    def batch(self) -> int:
-        return sum(job.width for job in self.working_set.values())
+    batch: int = 0
 
     @property
     def room(self) -> int:
@@ -139,11 +137,13 @@ class Gpu:
 
     def add(self, job: Job) -> None:
         self.working_set[job.request.request_id] = job
+        self.batch += job.width
         self.promised[job.request.request_id, job.attempt] = job.needed(self.limits)
 
     def remove(self, job: Job) -> None:
         """Its memory counts as free once the runner says so."""
         del self.working_set[job.request.request_id]
+        self.batch -= job.width
         self.promised.pop((job.request.request_id, job.attempt), None)
 
 

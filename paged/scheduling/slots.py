@@ -95,6 +95,10 @@ class Slots:
     def num_free(self) -> int:
         return len(self._free)
 
+    def newest(self) -> np.ndarray:
+        """The last known token of each slot [num_slots]."""
+        return self.tokens[np.arange(self.num_slots), self.known - 1]
+
     def generate(self, slots: np.ndarray) -> np.ndarray:
         """Whether `slots` [n] have one token to compute, their newest, and sample the next: bool
         [n]."""

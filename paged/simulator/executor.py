@@ -12,7 +12,7 @@ from paged.clock import VirtualClock
 from paged.device.step import StepOutputs
 from paged.device.step_inputs import StepInputs
 from paged.kv_cache.moves import Moves
-from paged.simulator.recorded import RecordedTokens
+from paged.simulator.recorded import RecordedAncestry, RecordedTokens
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class SimulatedExecutor:
     cost: StepInputs -> seconds of a step; `LinearCost` by default. Methods that it may have:
         `decodes_s`, without which steps run one by one; `moves_s`, without which moves take no
         time; `with_adapters`, which takes the rank pages of each adapter slot.
+    ancestry: of beam searches; without it their beams have made-up candidates.
     dtype: what the model would compute in.
     adapter_page_s: as `SimulatedLoads` takes it.
     """
@@ -67,6 +68,7 @@ class SimulatedExecutor:
         vocab_size: int,
         first_token: int = 0,
         recorded: RecordedTokens | None = None,
+        ancestry: RecordedAncestry | None = None,
         dtype: str = "float32",
         adapter_page_s: float = 2e-3,
     ):
@@ -80,7 +82,7 @@ class SimulatedExecutor:
         self._cost = cost
         self._moves_s = 0.0  # of the next step
         self._first_token, self._vocab_size = first_token, vocab_size
-        self._recorded = recorded
+        self._recorded, self._ancestry = recorded, ancestry
         self._num_steps = 0
         self._device_free_s = 0.0
 
@@ -130,14 +132,32 @@ class SimulatedExecutor:
         return StepOutputs(self._made_up(seed, position), logprobs)
 
     def _candidates(self, inputs: StepInputs, seed: np.ndarray, position: np.ndarray) -> Logprobs:
-        """They differ by slot, or all beams would come from one."""
+        """They differ by slot, or all beams would come from one; with an ancestry, as many of each
+        beam as continue it are certain."""
         places = np.arange(min(MAX_LOGPROBS, self._vocab_size - self._first_token))
         which = (position[..., None] * 1_000_003 + np.asarray(inputs.slots)[:, None]) % 2**20
         first = self._made_up(seed[:, None], which)
         span = self._vocab_size - self._first_token
         candidates = self._first_token + (first - self._first_token + places) % span
         top = -1.0 - places * (1 + which % 7) / 8
+        if self._ancestry is not None:
+            top = self._recorded_candidates(self._ancestry, inputs, position, places)
         return Logprobs(np.full(position.shape, np.nan), candidates, top.astype(np.float32))
+
+    @staticmethod
+    def _recorded_candidates(
+        ancestry: RecordedAncestry, inputs: StepInputs, position: np.ndarray, places: np.ndarray
+    ) -> np.ndarray:
+        """Log-probabilities [I, S, A]: certain for as many candidates of a beam as continue it."""
+        how = np.asarray(inputs.sampling).view(SAMPLING_ROW)[:, 0]
+        top = np.full((*position.shape, len(places)), -np.inf)
+        beams = np.flatnonzero((how["logprobs"] == BEAM) & (np.asarray(inputs.samples) != 0))
+        for seed in np.unique(how["seed"][beams]).tolist():
+            rows = beams[how["seed"][beams] == seed]  # of one search, best first
+            step = int(position[0, rows[0]]) - int(how["prompt_length"][rows[0]])
+            counts = ancestry.children(seed, step)
+            top[0, rows] = np.where(places < counts[:, None], 0.0, -np.inf)
+        return top
 
     def _made_up(self, seed: np.ndarray, position: np.ndarray) -> np.ndarray:
         mixed = np.uint64(position) * np.uint64(2654435761) + np.uint64(seed)

@@ -1,7 +1,7 @@
 """Tokens of a run that was, and candidates of its beams: what a simulated device samples when the
-run is replayed."""
+run is replayed. And ancestries of searches that were, for searches that have no model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,3 +78,35 @@ class RecordedTokens:
             sampled[0, row] = 0 if len(tokens) else INVALID_TOKEN
             candidates[0, row, : len(tokens)], top[0, row, : len(tokens)] = tokens, logprobs
         return Logprobs(np.full(sampled.shape, np.nan, np.float32), candidates, top)
+
+
+class RecordedAncestry:
+    """In how many beams each beam of a search continues, step by step.
+
+    searches: of each, the parents of the live beams after each step, by their places among the
+    beams before it; before the first step there is one. A search that goes on for longer continues
+    with its second step.
+    """
+
+    def __init__(self, searches: Sequence[Sequence[Sequence[int]]]):
+        """Raises ValueError without searches of two steps."""
+        if not searches or min(map(len, searches)) < 2:
+            raise ValueError("an ancestry needs searches, each of two steps at least")
+        self._children = [_children(search) for search in searches]
+
+    def children(self, request: int, step: int) -> np.ndarray:
+        """In how many beams each of a request's beams continues after a step, the first being 0.
+        request: a number that it keeps, as its seed."""
+        steps = self._children[request % len(self._children)]
+        return steps[step if step < len(steps) else 1 + (step - 1) % (len(steps) - 1)]
+
+
+def _children(parents: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Of each step. Beams are renamed so that they stand in the order of their parents: all that a
+    search without a model has to tell them apart."""
+    steps, place = [], [0]  # where each recorded beam stands
+    for of_step in parents:
+        ours = np.array([place[parent] for parent in of_step])
+        steps.append(np.bincount(ours, minlength=len(place)))
+        place = np.argsort(np.argsort(ours, kind="stable"), kind="stable").tolist()
+    return steps

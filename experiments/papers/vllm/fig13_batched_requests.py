@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from matplotlib.figure import Figure
 
-from experiments.lib import kept_runs
+from experiments.lib import kept_runs, knobs
 from experiments.lib.sources import sources_hash
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.vllm import opt
@@ -68,10 +68,7 @@ def causes(case: Case) -> dict[str, Case]:
     """`case` with one thing changed, by what it is."""
     return {
         "no host time": replace(case, host="none"),
-        "host -20 %": replace(case, host_knob=0.8),
-        "host +20 %": replace(case, host_knob=1.2),
-        "attention -20 %": replace(case, attention_knob=0.8),
-        "attention +20 %": replace(case, attention_knob=1.2),
+        **knobs.varied(case),
         "a sixth of the trace": replace(case, duration_s=case.duration_s / 6),
         "requests always wait": replace(case, rate=2 * case.rate, duration_s=case.duration_s / 6),
     }

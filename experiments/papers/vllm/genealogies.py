@@ -32,6 +32,11 @@ def word(parents: Sequence[int]) -> str:
     return "".join(DIGITS[parent] for parent in parents)
 
 
+def parents_of(words: str) -> list[list[int]]:
+    """The parents of each step, from genealogies.jsonl."""
+    return [[DIGITS.index(digit) for digit in of_step] for of_step in words.split()]
+
+
 @dataclass(frozen=True)
 class Sharing:
     """The tokens that a request holds in each of its steps.

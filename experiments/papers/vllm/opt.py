@@ -1,11 +1,15 @@
-"""OPT models on A100s, as vLLM §6 serves them, in simulated time."""
+"""OPT models and LLaMA-13B on A100s, as vLLM §6 serves them, in simulated time."""
 
-from collections.abc import Sequence
+import functools
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from experiments import serve
+from experiments.lib import shipped
+from experiments.papers.vllm.genealogies import parents_of
 from experiments.workloads import synthetic_lengths
 from experiments.workloads.workloads import Request
 from models import checkpoint
@@ -16,9 +20,14 @@ from paged.kv_cache.work import kv_bytes_of_token
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.machines import GIB
+from paged.simulator.recorded import RecordedAncestry
 from paged.simulator.step_cost import StepCost
 
 CONTEXT = 2048
+BLOCK_SIZE = 16
+RESULTS = shipped.ROOT / "experiments/results/vllm"
+SIGMAS = RESULTS / "fig13_batched_requests/summary.json"
+GENEALOGIES = RESULTS / "fig15_sharing_savings/genealogies.jsonl"
 POLICIES = ("fastertransformer", "orca_max", "orca_pow2", "orca_oracle", "vllm")
 
 
@@ -48,6 +57,7 @@ SERVERS = {
     "13b": Server("opt-13b", "a100-40", 1, 12, 15_700),
     "66b": Server("opt-66b", "a100-40", 4, 21, 9_700),
     "175b": Server("opt-175b", "a100-80", 8, 264, 60_100),
+    "llama-13b": Server("llama-13b", "a100-40", 1, 12, 15_700),
 }
 
 
@@ -61,6 +71,8 @@ class Case:
     host: whose host time a step includes (`step_cost.HOSTS`).
     attention_knob, host_knob: factors on the time of attention and of the host.
     best_of, beam_width: sequences of each request, 1 for basic sampling.
+    prefix_tokens: that all prompts begin with; vLLM computes and keeps them once.
+    block_size: tokens of a block.
     """
 
     server: str
@@ -75,6 +87,8 @@ class Case:
     host_knob: float = 1.0
     best_of: int = 1
     beam_width: int = 1
+    prefix_tokens: int = 0
+    block_size: int = BLOCK_SIZE
 
 
 @dataclass(frozen=True)
@@ -85,15 +99,27 @@ class Row(Case):
     latency_s: a request's latency divided by its output tokens (the paper's normalised latency),
         mean over the requests.
     step_s: mean duration of a step that only decodes.
+    tokens_per_s: output tokens of all requests, over the whole run.
+    kv_used: share of the KV memory that is in use, mean over the steps.
+    saving: share of blocks that sharing saves, mean over the steps (§6.3).
     """
 
     batch: float = 0.0
     latency_s: float = 0.0
     step_s: float = 0.0
+    tokens_per_s: float = 0.0
+    kv_used: float = 0.0
+    saving: float = 0.0
     preemptions: int = 0
     steps: int = 0
     requests: int = 0
     simulated_s: float = 0.0
+
+
+def calibrated(dataset: str) -> float:
+    """The sigma of the committed result of fig13_batched_requests. Raises KeyError for a dataset
+    that it has not calibrated."""
+    return float(json.loads(SIGMAS.read_text())[f"sigma_{dataset}"])
 
 
 def setting(server: str, host: str) -> str:
@@ -107,51 +133,96 @@ def setting(server: str, host: str) -> str:
 
 
 def requests_of(
-    dataset: str, rate: float, duration_s: float, sigma: float, seed: int
+    dataset: str, rate: float, duration_s: float, sigma: float, seed: int, prefix_tokens: int = 0
 ) -> list[Request]:
-    """Poisson arrivals over `duration_s`; the same seed gives the same lengths at all rates."""
+    """Poisson arrivals over `duration_s`; the same seed gives the same lengths at all rates. After
+    a prefix that all share prompts differ from their first token on."""
     count = max(1, round(rate * duration_s))
-    lengths, _ = synthetic_lengths.draw(count, dataset, sigma, CONTEXT, seed)
+    if dataset == "chatbot":
+        lengths, _ = synthetic_lengths.draw_chats(count, sigma, CONTEXT, CONTEXT // 2, seed, 1)
+    else:
+        longest = CONTEXT - prefix_tokens
+        lengths, _ = synthetic_lengths.draw(count, dataset, sigma, longest, seed)
     gaps = np.random.default_rng([seed, 0]).exponential(1 / rate, count)
     return [
-        Request(float(arrival), [5] * prompt, output, ignore_eos=True)
-        for arrival, (prompt, output) in zip(np.cumsum(gaps), lengths, strict=True)
+        Request(
+            float(arrival), [5] * prefix_tokens + [6 + i % 10_000] * prompt, output, ignore_eos=True
+        )
+        for i, (arrival, (prompt, output)) in enumerate(zip(np.cumsum(gaps), lengths, strict=True))
     ]
 
 
-def run(case: Case) -> Row:
-    """Serve a trace to its end."""
+@functools.cache
+def ancestry(width: int) -> RecordedAncestry:
+    """Of the searches of this width that `fig15_sharing_savings` has recorded with Alpaca's
+    lengths."""
+    trees = map(json.loads, GENEALOGIES.read_text().splitlines())
+    mine = [tree for tree in trees if (tree["dataset"], tree["width"]) == ("alpaca", width)]
+    searches = [parents_of(tree["parents"]) for tree in mine]
+    return RecordedAncestry([search for search in searches if len(search) > 1])
+
+
+def sampling_of(case: Case) -> SamplingParams:
+    """Orca, which forks nothing, keeps each beam as a sample of its own (§4.4)."""
+    if case.beam_width > 1 and case.policy == "vllm":
+        return SamplingParams(beam_width=case.beam_width, n=1)
+    if (count := max(case.beam_width, case.best_of)) > 1:
+        return SamplingParams(temperature=1.0, n=count)
+    return SamplingParams()
+
+
+def engine_of(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -> Engine:
+    """declare: of the clock, with the arguments of `StepCost.declare`."""
     server = SERVERS[case.server]
-    model = server.config
+    model, beams = server.config, case.beam_width if case.policy == "vllm" else 1
     config = EngineConfig(
         policy=case.policy, kv_cache_tokens=server.kv_slots, max_model_len=CONTEXT,
         max_num_seqs=256, max_num_batched_tokens=2560, max_prefills_per_step=64,
-        tensor_parallel=server.gpus,
+        tensor_parallel=server.gpus, page_size=case.block_size,
+        prefix_caching=case.policy == "vllm" and case.prefix_tokens > 0,
     )  # fmt: skip
-    clock = StepCost.declare(
+    clock = declare(
         model, config, server.gpu, host=case.host, attention_knob=case.attention_knob,
         host_knob=case.host_knob,
     )  # fmt: skip
-    engine = Engine(model, config, SimulatedExecutor(clock, vocab_size=model.vocab_size))
-    requests = requests_of(case.dataset, case.rate, case.duration_s, case.sigma, case.seed)
-    sampling = SamplingParams()
-    if case.beam_width > 1:
-        sampling = SamplingParams(beam_width=case.beam_width, n=1)
-    elif case.best_of > 1:
-        sampling = SamplingParams(temperature=1.0, n=case.best_of)
-    serve.run(engine, requests, sampling, progress=False, skip=True)
+    executor = SimulatedExecutor(
+        clock, vocab_size=model.vocab_size, ancestry=ancestry(beams) if beams > 1 else None
+    )
+    engine = Engine(model, config, executor)
+    if config.prefix_caching:
+        engine.pin_prefix([5] * case.prefix_tokens)
+        engine.metrics.clear()
+    return engine
+
+
+def run(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -> Row:
+    """Serve a trace to its end. declare: as `engine_of` takes it."""
+    engine = engine_of(case, declare)
+    requests = requests_of(
+        case.dataset, case.rate, case.duration_s, case.sigma, case.seed, case.prefix_tokens
+    )
+    began = engine.executor.clock.now()
+    serve.run(engine, requests, sampling_of(case), progress=False, skip=True)
     steps, records = engine.metrics.steps, engine.metrics.requests
-    latencies = [(each.finish_s - each.arrival_s) / each.output_tokens for each in records]
+    seconds = steps[-1].time_s - began
+    outputs = [each.output_tokens / each.sequences for each in records]
+    latencies = [(r.finish_s - r.arrival_s) / tokens for r, tokens in zip(records, outputs)]
     decodes = [step.device_s for step in steps if not step.prefill_tokens]
+    held, shared = np.array([
+        (engine.config.kv_cache_tokens - step.kv_free, step.kv_shared) for step in steps
+    ]).T  # fmt: skip
     return Row(
         **vars(case),
         batch=float(np.mean([step.num_running for step in steps])),
         latency_s=float(np.mean(latencies)),
         step_s=float(np.mean(decodes)),
+        tokens_per_s=sum(outputs) / seconds,
+        kv_used=float((held / engine.config.kv_cache_tokens).mean()),
+        saving=float((shared / np.maximum(1, shared + held)).mean()),
         preemptions=sum(step.preemptions for step in steps),
         steps=len(steps),
         requests=len(records),
-        simulated_s=steps[-1].time_s,
+        simulated_s=seconds,
     )
 
 

@@ -11,11 +11,13 @@ from experiments.papers.vllm import (
     fig13_batched_requests,
     fig19a_swap_or_recompute,
     opt,
+    rates,
 )
-from experiments.papers.vllm.fig12_latency_over_rate import Point, RateFlags
+from experiments.papers.vllm.fig12_latency_over_rate import LatencyFlags
 from experiments.papers.vllm.fig13_batched_requests import BatchFlags
 from experiments.papers.vllm.fig19a_swap_or_recompute import SwapFlags
 from experiments.papers.vllm.opt import Case, Row
+from experiments.papers.vllm.rates import Point
 
 
 def test_the_same_seed_gives_the_same_requests_at_all_rates():
@@ -54,31 +56,44 @@ def test_a_sweep_closes_in_on_the_latency_from_either_side():
     """A system that is overloaded from 3.3 requests/s on."""
 
     def run(case: Case) -> Row:
-        rates.append(case.rate)
+        tried.append(case.rate)
         return row(case.policy, case.rate, 0.05 if case.rate < 3.3 else 5.0)
 
     for first in (0.2, 3.0, 40.0):
-        rates: list[float] = []
-        rows = fig12_latency_over_rate.sweep(run, Case("13b", "alpaca", "vllm", first, 1, 1), 0.3)
-        assert [each.rate for each in rows] == sorted(rates)
+        tried: list[float] = []
+        rows = rates.sweep(run, Case("13b", "alpaca", "vllm", first, 1, 1), 0.3)
+        assert [each.rate for each in rows] == sorted(tried)
         above = next(i for i, each in enumerate(rows) if each.latency_s > 0.3)
-        assert rows[above].rate / rows[above - 1].rate < fig12_latency_over_rate.STEP**0.3
+        assert rows[above].rate / rows[above - 1].rate < rates.STEP**0.3
         assert rows[above - 1].rate < 3.3 <= rows[above].rate
 
 
 def test_each_system_begins_where_the_one_before_it_ended():
-    begun: dict[str, float] = {}
+    """With other constants vLLM and Oracle alone, each from its own rate."""
+    begun: dict[tuple[str, float, float], float] = {}
 
     def run(case: Case) -> Row:
-        begun.setdefault(case.policy, case.rate)
-        limit = 1.0 + opt.POLICIES.index(case.policy)
-        return row(case.policy, case.rate, 0.1 * case.rate / limit + (case.rate > limit))
+        knobs = case.attention_knob, case.host_knob
+        begun.setdefault((case.policy, *knobs), case.rate)
+        limit = (1.0 + opt.POLICIES.index(case.policy)) / knobs[0]
+        latency_s = 0.1 * case.rate / limit + (case.rate > limit)
+        return replace(row(case.policy, case.rate, latency_s), attention_knob=knobs[0])
 
-    rows = fig12_latency_over_rate.panel(run, Case("13b", "sharegpt", "", 0.5, 1.0, 1.0), 0.3)
-    assert list(begun) == list(opt.POLICIES)
+    cases = [Case("13b", "sharegpt", policy, 0.5, 1.0, 1.0) for policy in opt.POLICIES]
+    points = rates.panel(run, cases, 0.3, vary=True)
+    plain = [point for point in points if not point.change]
+    knees = {policy: rates.sustained(plain, policy, 0.3) for policy in opt.POLICIES}
+    assert [policy for policy, *knobs in begun if knobs == [1, 1]] == list(opt.POLICIES)
     for before, after in zip(opt.POLICIES, opt.POLICIES[1:], strict=False):
-        knee = fig12_latency_over_rate.sustained(rows, before, 0.3)
-        assert begun[after] == pytest.approx(knee, abs=1e-4)
+        assert begun[after, 1, 1] == pytest.approx(knees[before], abs=1e-4)
+    assert {point.policy for point in points if point.change} == set(rates.COMPARED)
+    assert begun["vllm", 1.2, 1] == pytest.approx(knees["vllm"], abs=1e-4)
+    named = [replace(point, panel="a") for point in points]
+    flags = rates.RateFlags(latency_s=0.3)
+    for threshold, turned in ((1.2, 0), (5.0, 1)):  # at a fifth less time vLLM sustains 6.2
+        found = rates.values(flags, named, lambda v, least=threshold: v["a_rate_vllm"] > least)
+        assert found["knobs_that_turn_the_claim"] == turned
+        assert found["a_rate_vllm, attention -20 %"] == pytest.approx(5 / 0.8, rel=0.1)
 
 
 def test_the_verdict_needs_all_panels_and_all_bounds():
@@ -94,7 +109,7 @@ def test_the_verdict_needs_all_panels_and_all_bounds():
             for factor in (0.9, 1.1)
         ]
         study = fig12_latency_over_rate.STUDY
-        return study.report(RateFlags(), knees)["holds"]
+        return study.report(LatencyFlags(), knees)["holds"]
 
     assert verdict("abcdef")
     assert verdict("ab") is None and verdict("ab", orca_max=0.9) is None
@@ -137,7 +152,9 @@ def test_fig_13_predicts_all_systems_but_the_oracle(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_fig_12_has_the_papers_order(tmp_path):
-    flags = RateFlags(panels=("a",), latency_s=0.1, sigma=0.8, sharegpt_s=30.0, jobs=1)
+    flags = LatencyFlags(
+        panels=("a",), latency_s=0.1, sigma=0.8, sharegpt_s=30.0, jobs=1, knobs=False
+    )
     assert fig12_latency_over_rate.STUDY.write(flags, tmp_path) == 0
     numbers = json.loads((tmp_path / "summary.json").read_text())
     rates = [numbers[f"a_rate_{policy}"] for policy in opt.POLICIES]

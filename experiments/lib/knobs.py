@@ -1,0 +1,62 @@
+"""Results at ±20 % of the constants that a simulated clock assumes: attention's and the host's."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from experiments.lib.typed_flags import flag
+from experiments.study import Values
+
+CHANGES = {
+    "attention -20 %": {"attention_knob": 0.8},
+    "attention +20 %": {"attention_knob": 1.2},
+    "host -20 %": {"host_knob": 0.8},
+    "host +20 %": {"host_knob": 1.2},
+}
+TURNS = "knobs_that_turn_the_claim"
+
+
+def knobs_flag() -> bool:
+    """A field of `Flags`."""
+    return flag(True, "also at ±20 % of attention's and of the host's time")
+
+
+def varied[Case](case: Case, asked: bool = True) -> dict[str, Case]:
+    """The case with one of the times changed, by the change. Its class has `attention_knob` and
+    `host_knob`."""
+    if not asked:
+        return {}
+    return {name: replace(case, **factor) for name, factor in CHANGES.items()}  # type: ignore[type-var]
+
+
+def values[R](
+    rows: Sequence[R], of: Callable[[Sequence[R]], Values],
+    holds: Callable[[Mapping[str, float]], bool],
+) -> Values:  # fmt: skip
+    """`of` the rows without a change; then 'NAME, CHANGE' of those with one, and TURNS: at how many
+    changes the claim has another verdict. A value that a change leaves out stays as it is.
+
+    Rows have `change`, empty for none; changes that are not of CHANGES are left out.
+    """
+    by_change = {
+        name: [row for row in rows if row.change == name]  # type: ignore[attr-defined]
+        for name in ("", *CHANGES)
+    }
+    plain = of(by_change[""])
+    numbers = dict(plain)
+    changed = {name: of(found) for name, found in by_change.items() if name and found}
+    for name, found in changed.items():
+        numbers |= {f"{value}, {name}": number for value, number in found.items()}
+    verdicts = [_verdict(holds, {**plain, **found}) for found in changed.values()]
+    if verdicts and None not in verdicts:
+        verdict = _verdict(holds, plain)
+        numbers[TURNS] = sum(each is not verdict for each in verdicts)
+    return numbers
+
+
+def _verdict(holds: Callable[[Mapping[str, float]], bool], found: Mapping[str, Any]) -> bool | None:
+    """None where a value that the rule needs is missing."""
+    try:
+        return bool(holds({name: value for name, value in found.items() if value is not None}))
+    except KeyError:
+        return None

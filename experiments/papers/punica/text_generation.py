@@ -1,0 +1,249 @@
+"""Text generation for many LoRA tenants, beside systems that batch one at a time (Punica §7.2), in
+simulated time: what Figs. 11 and 12 share.
+
+All requests are there from the start and are served first come, first served, in batches of up to
+32, with one prefill a step:
+
+    punica             LoRA; a batch has requests of any adapters
+    vllm               the backbone without LoRA; a batch has requests of one adapter only
+    fastertransformer  as vllm, and a batch goes on until its longest request has ended
+
+A batch of one adapter holds only requests that follow each other in the queue, and switching costs
+such systems nothing, as in the paper. Punica loads each adapter when a request needs it. Prompts
+have ShareGPT's mean length; 1,000 requests generate 101k tokens, as the paper counts.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import serve
+from experiments.lib import kept_runs, knobs
+from experiments.lib.sources import sources_hash
+from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.vllm.opt import calibrated
+from experiments.study import Run, Values
+from experiments.workloads import popularity, synthetic_lengths
+from experiments.workloads.popularity import POPULARITIES
+from experiments.workloads.workloads import Request
+from models import checkpoint
+from paged.adapters.adapter import Adapter
+from paged.config import EngineConfig
+from paged.engine import Engine
+from paged.metrics import StepRecord
+from paged.simulator.executor import SimulatedExecutor
+from paged.simulator.step_cost import StepCost
+
+CONTEXT, BATCH, RANK = 2048, 32, 16
+NO_HOST = "no host time"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A Llama-2 model and its GPUs. kv_tokens: room in 90 % of their memory, less the weights."""
+
+    model: str
+    gpu: str
+    gpus: int
+    kv_tokens: int
+
+
+SERVERS = {
+    "7b": Server("llama-2-7b", "a100-80", 1, 111_000),
+    "13b": Server("llama-2-13b", "a100-80", 1, 56_000),
+    "70b": Server("llama-2-70b", "a100-40", 8, 458_000),
+}
+
+
+@dataclass(frozen=True)
+class TextFlags(Flags):
+    requests: int = flag(1000, "of each system and popularity", least=1)
+    sigma: float = flag(
+        0.0, "of the log-normal lengths; 0: ShareGPT's, of vllm/fig13's committed result",
+        least=0, most=3,
+    )  # fmt: skip
+    knobs: bool = knobs.knobs_flag()
+    seed: int = flag(0, "of lengths and popularities", least=0)
+    jobs: int = kept_runs.jobs_flag()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A system under a popularity. host: whose host time a step includes. attention_knob,
+    host_knob: factors on the time of attention and of the host. change: what it is for, if it is
+    not the figure's: NO_HOST, or one of `knobs.CHANGES`."""
+
+    server: str
+    system: str
+    popularity: str
+    requests: int
+    sigma: float
+    seed: int
+    host: str = "punica"
+    attention_knob: float = 1.0
+    host_knob: float = 1.0
+    change: str = ""
+
+
+@dataclass(frozen=True)
+class Row(Case):
+    """tokens_per_s: of the output. full_tokens_per_s: while all places are taken. host_share: of
+    the time. batch: requests that run, mean over the steps. loads: of adapters."""
+
+    tokens_per_s: float = 0.0
+    full_tokens_per_s: float | None = None
+    host_share: float = 0.0
+    seconds: float = 0.0
+    output_tokens: int = 0
+    batch: float = 0.0
+    steps: int = 0
+    loads: int = 0
+
+
+def requests_of(case: Case, names: Sequence[str]) -> list[Request]:
+    """All there from the start; they choose among the names by the case's popularity."""
+    lengths, _ = synthetic_lengths.draw(case.requests, "punica", case.sigma, CONTEXT, case.seed)
+    chosen = popularity.assign(names, case.popularity, case.requests, case.seed)
+    return [
+        Request(0.0, [5] * prompt, output, ignore_eos=True, adapter=name)
+        for (prompt, output), name in zip(lengths, chosen, strict=True)
+    ]
+
+
+def batches_of(system: str, requests: Sequence[Request]) -> list[list[Request]]:
+    """What a system serves one after the other, each as it likes."""
+    if system == "punica":
+        return [list(requests)]
+    runs = itertools.groupby(requests, lambda each: each.adapter)
+    return [[replace(request, adapter=None) for request in run] for _, run in runs]
+
+
+def run(case: Case) -> Row:
+    server = SERVERS[case.server]
+    model = checkpoint.load_config(f"configs/models/{server.model}")
+    config = EngineConfig(
+        policy="fastertransformer" if case.system == "fastertransformer" else "vllm",
+        max_num_seqs=BATCH, max_num_batched_tokens=CONTEXT, max_prefills_per_step=1,
+        max_model_len=CONTEXT, kv_cache_tokens=server.kv_tokens, tensor_parallel=server.gpus,
+        adapter_slots=BATCH if case.system == "punica" else 0, max_adapter_rank=RANK,
+    )  # fmt: skip
+    cost = StepCost.declare(
+        model, config, server.gpu, host=case.host, attention_knob=case.attention_knob,
+        host_knob=case.host_knob,
+    )  # fmt: skip
+    executor = SimulatedExecutor(
+        cost, vocab_size=model.vocab_size, adapter_page_s=cost.adapter_page_s
+    )
+    engine = Engine(model, config, executor)
+    names = [f"a{i}" for i in range(case.requests)]
+    if config.adapter_slots:
+        for name in names:
+            engine.add_known_adapter(Adapter(name, "", "random", RANK))
+    tokens = 0
+    for batch in batches_of(case.system, requests_of(case, names)):
+        outputs = serve.run(engine, batch, progress=False, skip=True)
+        tokens += sum(len(output.tokens) for output in outputs)
+    steps, seconds = engine.metrics.steps, executor.clock.now()
+    host_s = sum(cost.host.step_s(0.0, step.num_running, server.gpus) for step in steps)
+    return Row(
+        **vars(case),
+        tokens_per_s=tokens / seconds,
+        full_tokens_per_s=_full_rate(steps),
+        host_share=float(host_s / seconds),
+        seconds=seconds,
+        output_tokens=tokens,
+        batch=float(np.mean([step.num_running for step in steps])),
+        steps=len(steps),
+        loads=sum(event["event"] == "load" for event in engine.events),
+    )
+
+
+def _full_rate(steps: Sequence[StepRecord]) -> float | None:
+    """Tokens a second of steps in which all places are taken; None without any. Each request that
+    runs gets a token a step."""
+    full = [step for step in steps if step.num_running == BATCH]
+    return BATCH * len(full) / sum(step.device_s for step in full) if full else None
+
+
+def measure(
+    flags: TextFlags, run_: Run, servers: Sequence[str], systems: Sequence[str]
+) -> Iterator[Row]:
+    """The figure's cases; and Punica's, for the popularities that are farthest apart, without host
+    time and at other constants."""
+    sigma = flags.sigma or calibrated("sharegpt")
+    cases = []
+    for server, system, asked in itertools.product(servers, systems, POPULARITIES):
+        case = Case(server, system, asked, flags.requests, sigma, flags.seed)
+        cases.append(case)
+        if system == "punica" and asked in ("distinct", "identical"):
+            cases.append(replace(case, host="none", change=NO_HOST))
+            varied = knobs.varied(case, flags.knobs).items()
+            cases += [replace(other, change=change) for change, other in varied]
+    one = functools.partial(
+        kept_runs.kept, run, Row, folder=run_.folder, sources=sources_hash(__file__)
+    )
+    yield from kept_runs.at_once(one, cases, flags.jobs)
+
+
+def rates(rows: Sequence[Row]) -> Values:
+    """Tokens a second, SERVER_SYSTEM_POPULARITY; SERVER_slowest_over_fastest of Punica's
+    popularities."""
+    numbers: dict[str, float | None] = {
+        f"{row.server}_{row.system}_{row.popularity}": row.tokens_per_s for row in rows
+    }
+    for server in dict.fromkeys(row.server for row in rows):
+        mine = [r.tokens_per_s for r in rows if (r.server, r.system) == (server, "punica")]
+        numbers[f"{server}_slowest_over_fastest"] = min(mine) / max(mine)
+    return numbers
+
+
+def values(rows: Sequence[Row], holds) -> Values:
+    """`rates`, also at other constants; of Punica's identical requests what full batches give, the
+    host's share, and the rate without it."""
+    numbers = dict(knobs.values(rows, rates, holds))
+    for row in rows:
+        if (row.system, row.popularity) == ("punica", "identical"):
+            if not row.change:
+                numbers[f"{row.server}_full_batches"] = row.full_tokens_per_s
+                numbers[f"{row.server}_host_share"] = row.host_share
+            elif row.change == NO_HOST:
+                numbers[f"{row.server}_punica_identical, {NO_HOST}"] = row.tokens_per_s
+    return numbers
+
+
+def table(_: TextFlags, rows: Sequence[Row]) -> str:
+    """Tokens a second, with the mean batch in brackets."""
+    lines = [f"{'output tokens/s (batch)':28}" + "".join(f"{name:>16}" for name in POPULARITIES)]
+    found: dict[tuple[str, str], Mapping[str, Row]] = {}
+    for row in rows:
+        if not row.change:
+            key = row.server, row.system
+            found[key] = {**found.get(key, {}), row.popularity: row}
+    for (server, system), mine in found.items():
+        cells = [f"{mine[p].tokens_per_s:,.1f} ({mine[p].batch:.1f})" for p in POPULARITIES]
+        lines.append(f"{server} {system:24}" + "".join(f"{cell:>16}" for cell in cells))
+    return "\n".join(lines)
+
+
+def draw(_: TextFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    """Bars of all systems, for each popularity; a panel a model."""
+    servers = list(dict.fromkeys(row.server for row in rows))
+    for axes, server in zip(figure.subplots(1, len(servers), squeeze=False).flat, servers):
+        mine = [row for row in rows if row.server == server and not row.change]
+        systems = list(dict.fromkeys(row.system for row in mine))
+        width = 0.8 / len(systems)
+        for i, system in enumerate(systems):
+            places = np.arange(len(POPULARITIES)) - 0.4 + (i + 0.5) * width
+            bars = axes.bar(
+                places, [row.tokens_per_s for row in mine if row.system == system], width,
+                label=system,
+            )  # fmt: skip
+            axes.bar_label(bars, fmt="{:,.0f}", fontsize="x-small")
+        axes.set_xticks(np.arange(len(POPULARITIES)), POPULARITIES)
+        axes.set_ylabel("output tokens/s")
+        axes.set_title(f"Llama-2-{server}", loc="left", fontsize="medium")
+    figure.axes[0].legend(frameon=False, fontsize="small")

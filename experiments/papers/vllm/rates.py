@@ -1,0 +1,186 @@
+"""The rate that each system sustains at a normalised latency: what vLLM's Figs. 12, 14, 16 and 17
+draw.
+
+For each system of a panel the rate rises until the latency is above a level, and bisection finds
+the rate between. Of an overloaded system the latency grows with the trace, so that a short trace
+sustains more.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from experiments.lib import kept_runs, knobs
+from experiments.lib.sources import sources_hash
+from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.vllm import opt
+from experiments.papers.vllm.opt import Case, Row
+from experiments.study import Run, Values
+from paged.simulator.step_cost import HOSTS
+
+LEAST = 1e-3
+STEP = 1.6  # factor between rates until the latency is reached
+BISECTIONS = 2
+COMPARED = ("orca_oracle", "vllm")  # at other constants too
+NEAR = 1.25  # the factor there, from the rate that is sustained without a change
+
+
+@dataclass(frozen=True)
+class RateFlags(Flags):
+    latency_s: float = flag(0.3, "normalised latency at which rates are compared", least=1e-3)
+    sigma: float = flag(
+        0.0, "of the lengths; 0: of fig13_batched_requests' committed result", least=0, most=3
+    )
+    host: str = flag("vllm", "system whose host time a step includes", choices=tuple(HOSTS))
+    knobs: bool = knobs.knobs_flag()
+    seed: int = flag(0, "of lengths and arrivals", least=0)
+    jobs: int = kept_runs.jobs_flag()
+
+    def sigma_of(self, dataset: str) -> float:
+        """Raises KeyError for a dataset that is not calibrated."""
+        return self.sigma or opt.calibrated(dataset)
+
+
+@dataclass(frozen=True)
+class Point(Row):
+    """A run of a panel. change: of the clock's constants (`knobs.CHANGES`)."""
+
+    panel: str = ""
+    change: str = ""
+
+
+Panels = Mapping[str, Sequence[Case]]  # a case for each system, in the order in which they run
+
+
+def sweep(
+    run: Callable[[Case], Row], case: Case, latency_s: float, step: float = STEP,
+    bisections: int = BISECTIONS,
+) -> list[Row]:  # fmt: skip
+    """Runs of a system by rate, ascending: the last two that are below and above the latency lie
+    within a factor of step^(1/2^bisections). case: its rate is the first that is tried. Raises
+    ValueError if the latency is above `latency_s` at any rate."""
+    rows = [run(case)]
+    upwards = rows[0].latency_s < latency_s
+    while (rows[-1].latency_s < latency_s) == upwards:
+        rate = rows[-1].rate * (step if upwards else 1 / step)
+        if rate < LEAST:
+            raise ValueError(f"{case.policy} of {case.server} is always above {latency_s} s/token")
+        rows.append(run(replace(case, rate=round(rate, 4))))
+    below, above = sorted(rows[-2:], key=lambda row: row.rate)
+    for _ in range(bisections):
+        middle = run(replace(case, rate=round((below.rate * above.rate) ** 0.5, 4)))
+        rows.append(middle)
+        below, above = (middle, above) if middle.latency_s < latency_s else (below, middle)
+    return sorted(rows, key=lambda row: row.rate)
+
+
+def panel(
+    run: Callable[[Case], Row], cases: Sequence[Case], latency_s: float, vary: bool = False
+) -> list[Point]:
+    """The sweeps of all systems, weakest first: each begins at the rate that the one before it
+    sustains, the first at its own. vary: those of COMPARED at other constants too."""
+    points: list[Point] = []
+    rate = cases[0].rate
+    for case in cases:
+        rows = sweep(run, replace(case, rate=rate), latency_s)
+        points += [Point(**vars(row)) for row in rows]
+        rate = round(sustained(rows, case.policy, latency_s), 4)
+        if vary and case.policy in COMPARED:
+            for change, varied in knobs.varied(replace(case, rate=rate)).items():
+                rows = sweep(run, varied, latency_s, NEAR, 1)
+                points += [Point(**vars(row), change=change) for row in rows]
+    return points
+
+
+def sustained(rows: Sequence[Row], policy: str, latency_s: float) -> float:
+    """The rate at which a system reaches this latency, interpolated between simulated rates."""
+    mine = [row for row in rows if row.policy == policy]
+    return opt.crossing([r.rate for r in mine], [r.latency_s for r in mine], latency_s)
+
+
+def _panel(
+    name: str, panels: Panels, latency_s: float, vary: bool, folder: Path, sources: str
+) -> list[Point]:
+    run = functools.partial(kept_runs.kept, opt.run, Row, folder=folder, sources=sources)
+    return [replace(point, panel=name) for point in panel(run, panels[name], latency_s, vary)]
+
+
+def measure(flags: RateFlags, run: Run, panels: Panels) -> Iterator[Point]:
+    work = functools.partial(
+        _panel, panels=panels, latency_s=flags.latency_s, vary=flags.knobs, folder=run.folder,
+        sources=sources_hash(opt.__file__),
+    )  # fmt: skip
+    for points in kept_runs.at_once(work, list(panels), flags.jobs):
+        yield from points
+
+
+def names(points: Sequence[Point]) -> list[str]:
+    return list(dict.fromkeys(point.panel for point in points))
+
+
+def of_panel(points: Sequence[Point], name: str, change: str = "") -> list[Point]:
+    return [point for point in points if (point.panel, point.change) == (name, change)]
+
+
+def plain_values(points: Sequence[Point], latency_s: float) -> Values:
+    """PANEL_rate_SYSTEM, and PANEL_vllm_over_SYSTEM."""
+    numbers: dict[str, float | None] = {}
+    for name in names(points):
+        mine = [point for point in points if point.panel == name]
+        policies = dict.fromkeys(point.policy for point in mine)
+        rates = {policy: sustained(mine, policy, latency_s) for policy in policies}
+        numbers |= {f"{name}_rate_{policy}": rate for policy, rate in rates.items()}
+        numbers |= {
+            f"{name}_vllm_over_{policy}": rates["vllm"] / rate
+            for policy, rate in rates.items()
+            if policy != "vllm"
+        }
+    return numbers
+
+
+def values(
+    flags: RateFlags, points: Sequence[Point], holds: Callable[[Mapping[str, float]], bool]
+) -> Values:
+    """`plain_values`, and the same at other constants."""
+    return knobs.values(points, lambda rows: plain_values(rows, flags.latency_s), holds)
+
+
+def table(flags: RateFlags, points: Sequence[Point]) -> str:
+    plain = [point for point in points if not point.change]
+    numbers, panels = plain_values(plain, flags.latency_s), names(plain)
+    lines = [
+        f"requests/s at {flags.latency_s:g} s/token, and vLLM's rate over it",
+        f"{'':18}" + "".join(f"{name:>18}" for name in panels),
+    ]
+    for policy in dict.fromkeys(point.policy for point in plain):
+        cells = []
+        for name in panels:
+            rate, over = numbers.get(f"{name}_rate_{policy}"), f"{name}_vllm_over_{policy}"
+            cell = "" if rate is None else f"{rate:.2f}"
+            if over in numbers:
+                cell += f" ({numbers[over]:.2f}x)"
+            cells.append(f"{cell:>18}")
+        lines.append(f"{policy:18}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def draw(flags: RateFlags, figure: Figure, points: Sequence[Point]) -> None:
+    panels = names(points)
+    columns = min(3, len(panels))
+    places = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flat
+    for axes, name in zip(places, panels, strict=False):
+        mine = of_panel(points, name)
+        for policy in dict.fromkeys(point.policy for point in mine):
+            curve = [point for point in mine if point.policy == policy]
+            axes.plot(
+                [p.rate for p in curve], [p.latency_s for p in curve], marker=".", label=policy
+            )
+        axes.axhline(flags.latency_s, color="#999999", lw=0.6)
+        axes.set_ylim(0, 3 * flags.latency_s)
+        axes.set_xlabel("requests/s")
+        axes.set_ylabel("normalised latency, s/token")
+        axes.set_title(name, loc="left", fontsize="medium")
+    figure.axes[0].legend(frameon=False, fontsize="x-small")
