@@ -234,11 +234,40 @@ def test_learned_positions(model_type, fields, expected):
             },
             7,
         ),
+        ("phi3", {"sliding_window": 7}, 7),
+        ("phi3", {}, None),
     ],
 )  # fmt: skip
 def test_sliding_window(model_type, fields, window):
     config = from_hf(hf(model_type, **fields))
     assert config.sliding_window == window
+    assert config.full_layers == ()
+    assert from_hf(to_hf(config)) == config
+
+
+@pytest.mark.parametrize(
+    "model_type, fields, windows",
+    [
+        ("gemma2", {}, (4096, None)),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, (None, 4096)),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, (None, None)),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, (None, 4096)),
+    ],
+)
+def test_layers_with_and_without_a_window(model_type, fields, windows):
+    config = from_hf(hf(model_type, **fields))
+    assert config.attention.windows == windows
+    assert from_hf(to_hf(config)) == config
+    assert config.attention.within(4096).windows == (None, None)
+
+
+def test_longrope_serves_the_original_context_with_short_factors():
+    short = [1.0, 1.5, 2.0, 3.0]
+    rope = {"type": "su", "short_factor": short, "long_factor": [9.0] * 4}
+    config = from_hf(hf("phi3", original_max_position_embeddings=32, rope_scaling=rope))
+    assert config.max_position_embeddings == 32
+    assert config.rope_scaling is not None and config.rope_scaling.factors == tuple(short)
+    assert config.rope_scaling.factor == pytest.approx((1 + 2 / 5) ** 0.5)  # 128 is 32 four times
     assert from_hf(to_hf(config)) == config
 
 
