@@ -40,7 +40,8 @@ def test_products_are_those_of_integers(rows):
     assert weights.codes.dtype == np.uint8 and weights.codes.size == w.size // 2
     in_8_bits = jax.jit(w4a8.Int4Weights.in_8_bits)(weights)
     np.testing.assert_array_equal(in_8_bits.codes, restored)
-    assert np.abs(restored - whole).max() <= 8 and np.abs(restored).max() <= 127
+    # At most a step, where a group ends between two codes.
+    assert np.abs(restored - whole).max() <= 16 and np.abs(restored).max() <= 127
     got = np.asarray(jax.jit(linear)(x, weights))
     x_scale = np.abs(x).max(1, keepdims=True) / np.float32(127)
     expected = np.rint(x / x_scale) @ restored.T * x_scale * scale
