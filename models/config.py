@@ -140,10 +140,16 @@ class ModelConfig:
 
     @property
     def attention(self) -> Attention:
+        """What `attend` computes in each layer; policies take it from here."""
         layers = range(self.num_layers)
         windows = (None if i in self.full_layers else self.sliding_window for i in layers)
         scale = self.query_scale or self.head_dim**-0.5
         return Attention(scale, self.attention_cap, tuple(windows))
+
+    @property
+    def plain_attention(self) -> bool:
+        """Whether a policy is right that knows of no scale, soft cap and window."""
+        return self.attention == Attention(self.head_dim**-0.5, None, (None,) * self.num_layers)
 
     def replace(self, **changes) -> "ModelConfig":
         return dataclasses.replace(self, **changes)

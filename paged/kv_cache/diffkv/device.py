@@ -233,7 +233,8 @@ class DiffKVPolicy:
             layout.formats, single=layout.single, scale=self.attention.scale,
             soft_cap=self.attention.soft_cap,
             oldest_S=None if window is None else plan.positions + 1 - window,
-            implementation=self.implementation, schedule=jax.tree.map(lambda x: x[layer], plan.schedules),
+            implementation=self.implementation,
+            schedule=jax.tree.map(lambda x: x[layer], plan.schedules),
         )  # fmt: skip
         kept = [x.reshape(R, *x.shape[2:]) for x in kept]
         if layout.reads:
