@@ -213,9 +213,9 @@ def _to_llama(config: ModelConfig) -> dict[str, Any]:
 
 
 def _refuse_unsupported(hf: HfConfig) -> None:
-    field, allowed = "hidden_act", ("silu", "swish")
+    field, allowed = "hidden_act", ["silu", "swish"]
     if hf["model_type"] == "gemma2":
-        field, allowed = "hidden_activation", ("gelu_pytorch_tanh",)
+        field, allowed = "hidden_activation", ["gelu_pytorch_tanh"]
     if hf.get(field, allowed[0]) not in allowed:
         raise ValueError(f"{field} {hf[field]!r} is not supported: only {allowed[0]!r} is")
     if hf.get("partial_rotary_factor") not in (None, 1):

@@ -79,11 +79,12 @@ def _weights(w) -> Int4Weights:
     if inputs % GROUP:
         raise ValueError(f"w4a8 needs whole groups of {GROUP} inputs, not {inputs} on a device")
     weights = jax.jit(rounded)(w)
-    if isinstance(w.sharding, NamedSharding):
-        rows, columns, *_ = (*w.sharding.spec, None, None)
-        groups = PartitionSpec(rows, columns)
-        specs = Int4Weights(groups, groups, PartitionSpec(rows))
-        weights = jax.tree.map(
-            lambda x, spec: jax.device_put(x, NamedSharding(w.sharding.mesh, spec)), weights, specs
-        )
-    return weights
+    if not isinstance(w.sharding, NamedSharding):
+        return weights
+    mesh, (rows, columns, *_) = w.sharding.mesh, (*w.sharding.spec, None, None)
+
+    def placed(x, *axes):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    codes, groups = (placed(x, rows, columns) for x in (weights.codes, weights.groups))
+    return Int4Weights(codes, groups, placed(weights.scale, rows))

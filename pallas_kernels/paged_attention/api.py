@@ -1,5 +1,7 @@
 """The public ops. They check shapes, fill in defaults and choose an implementation."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -18,13 +20,13 @@ from pallas_kernels.paged_attention import (
 from pallas_kernels.paged_attention.schedule import DecodeSchedule, PrefillSchedule
 from pallas_kernels.quantization import KVFormat, QuantizedPages
 
-DECODE = {
+DECODE: dict[str, Callable] = {
     "reference": reference.decode,
     "xla": xla.decode,
     "mosaic_gpu": decode_sm90.decode,
     "mosaic_gpu_ampere": decode_sm80.decode,
 }
-DECODE_QUANTISED = {
+DECODE_QUANTISED: dict[str, Callable] = {
     "reference": reference.decode,
     "xla": xla.decode,
     "mosaic_gpu": quantized_sm90.decode_pages,

@@ -104,7 +104,7 @@ def prompt(
         row = start + jnp.arange(tile)
         trips = (jnp.minimum(start + tile, end) - first + KEY_TILE - 1) // KEY_TILE
 
-        nearest = 0
+        nearest = jnp.int32(0)
         if sliding_window is not None:
             nearest = jnp.maximum(start + 1 - sliding_window - first, 0) // KEY_TILE
 

@@ -138,8 +138,10 @@ def test_pages_of_few_bits_are_judged_by_what_they_hold(implementation):
     )
     for i in np.flatnonzero(of_codes[0].held):
         count = int(of_codes[1].lengths[i] - of_codes[0].held[i]) // P + 1
-        kept_pages = (np.asarray(each[2])[i, :, :count] for each in (of_floats, of_codes))
-        np.testing.assert_array_equal(*kept_pages)
+        kept_of_floats, kept_of_codes = (
+            np.asarray(each[2])[i, :, :count] for each in (of_floats, of_codes)
+        )
+        np.testing.assert_array_equal(kept_of_codes, kept_of_floats)
 
 
 @IMPLEMENTATIONS

@@ -23,12 +23,12 @@ class DenseLayout:
         """See `paged.kv_cache.work.Layout`. Of layers that differ, the mean."""
         heads, before = self.heads, contexts - new_tokens
         token = 2 * heads.D * self.kv_itemsize
-        seen = pairs = np.zeros(contexts.shape, np.int64)
+        seen = pairs = np.zeros(contexts.shape)
         for window, layers in Counter(self.windows).items():
-            seen = seen + layers * np.minimum(contexts, window + new_tokens - 1)
+            share = layers / len(self.windows)
+            seen = seen + share * np.minimum(contexts, window + new_tokens - 1)
             of_window = seen_up_to(contexts, window) - seen_up_to(before, window)
-            pairs = pairs + layers * of_window
-        seen, pairs = seen / len(self.windows), pairs / len(self.windows)
+            pairs = pairs + share * of_window
         parts = {}
         for name, rows in (("prefill", new_tokens > 1), ("decode", new_tokens == 1)):
             parts[name] = heads.attention(

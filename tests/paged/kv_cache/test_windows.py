@@ -77,7 +77,7 @@ def test_layers_have_their_own_windows(policy, options):
 def test_kernels_refuse_in_words_what_they_do_not_mask():
     pages, table = jnp.zeros((4, 16, 64), jnp.bfloat16), jnp.zeros((1, 1, 2), jnp.int32)
     q, ones = jnp.zeros((1, 1, 64), jnp.bfloat16), jnp.ones((1, 1), jnp.int32)
-    how = {"implementation": "mosaic_gpu"}
+    how: Any = {"implementation": "mosaic_gpu"}
     with pytest.raises(ValueError, match="reads tables from their beginning"):
         paged_attention(q, pages, pages, table, ones, first_SxK=ones, **how)
     starts = jnp.array([0, 1])
