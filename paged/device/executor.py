@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from models import w8a8
+from models import w4a8, w8a8
 from models.families import family
 from models.params import stack
 from models.sampling import MAX_LOGIT_BIAS, SAMPLING_ROW, SamplingState
@@ -109,8 +109,9 @@ class DeviceExecutor:
         self._program = program
         shards, policy = program.shards, program.policy
         params = shards.place(params)
-        if quantization == "w8a8":
-            params = w8a8.quantize(params, family(shards.model).PROJECTIONS)
+        if quantization != "none":
+            quantize = {"w8a8": w8a8.quantize, "w4a8": w4a8.quantize}[quantization]
+            params = quantize(params, family(shards.model).PROJECTIONS)
         layers = jax.tree.leaves(params["layers"])
         layer_bytes = sum(x.nbytes for x in layers) // shards.model.num_layers
         if stacks(shards.platform, layer_bytes):

@@ -253,7 +253,9 @@ class KVPolicy(Protocol):
     def attend(
         self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache, plan, inputs: StepInputs
     ) -> tuple[jax.Array, Any]:
-        """In each layer: write the new tokens, attend: `(out [T, H, D], cache)`.
+        """In each layer: write the new tokens, attend: `(out [T, H, D], cache)`. The layer's scale,
+        soft cap and window are those of `ModelConfig.attention`; a policy that knows of none
+        refuses models without `plain_attention` in its `check`.
 
         A token of padding (`inputs.token_rows` is S) writes nothing: scatters promise distinct
         indices, so each token of padding names a place of its own beyond the pool."""

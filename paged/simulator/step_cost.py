@@ -66,7 +66,7 @@ class StepCost:
 
     layout: the KV policy's.
     unit_bytes: of a unit of each of the policy's pools, on all shards together.
-    bits: of the operands of products, 8 for W8A8.
+    bits: of the operands of products, 8 for W8A8 and W4A8.
     adapter_pages: rank pages of the adapter in each adapter slot; 1 in slots that it lacks.
     Sampling, and gathering logits from several GPUs, take no time.
     """
@@ -102,7 +102,7 @@ class StepCost:
             raise ValueError(f"host {host!r} is none of {', '.join(HOSTS)}")
         costs = CostModel(machine(gpu), attention_knob=attention_knob)
         costs.all_reduce_s(0, config.tensor_parallel)
-        bits = 8 if config.quantization == "w8a8" else 16
+        bits = 16 if config.quantization == "none" else 8
         units = {pool.name: pool.unit_bytes for pool in policy.host(config, sharded).pools}
         layout = policy.layout(config, sharded)
         return cls(costs, sharded, layout, units, bits, HOSTS[host].times(host_knob))

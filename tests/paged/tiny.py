@@ -9,8 +9,8 @@ from paged.device.buckets import Buckets
 from paged.engine import Engine
 
 
-def random_params():
-    params = parameters.init(llama.declare(TINY), jax.random.key(1))
+def random_params(model: ModelConfig = TINY):
+    params = parameters.init(llama.declare(model), jax.random.key(1))
     # Larger embeddings give varied continuations instead of one token forever.
     return params | {"embed": params["embed"] * 50}
 

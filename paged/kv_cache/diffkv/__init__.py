@@ -69,7 +69,8 @@ def device(
     alpha = tuple(level.alpha for level in options.levels)
     return DiffKVPolicy(
         layout, Keeps(options.rules, layout.streaming), model.shard.num_heads, alpha,
-        options.budget, implementation, SharedHeads.of(model), model.kv_dtype(config.kv_dtype),
+        model.shard.attention.within(config.max_model_len), options.budget, implementation,
+        SharedHeads.of(model), model.kv_dtype(config.kv_dtype),
     )  # fmt: skip
 
 
