@@ -18,7 +18,7 @@ from tests.paged.kv_cache.device_owned.device import (
     pages_of_slot,
     snapshot,
 )
-from tests.paged.kv_cache.device_owned.host import OwnedHost
+from tests.paged.kv_cache.device_owned.host import OwnedHost, OwnedSlots
 
 __all__ = ["DEVICE_OWNED", "Options", "OwnedCache", "OwnedDevice", "OwnedHost", "snapshot"]
 
@@ -51,4 +51,6 @@ def device(
 
 
 CAPABILITIES = Capabilities(fork="computed", swap=True, chunked_prefill=True, slot_state=True)
-DEVICE_OWNED = Policy(lambda config: CAPABILITIES, OwnedHost, device, check, Options)
+DEVICE_OWNED = Policy(
+    lambda config: CAPABILITIES, OwnedHost, device, check, Options, simulated=OwnedSlots
+)

@@ -8,6 +8,7 @@ import numpy as np
 from paged.blocks.block_pool import BlockPool
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.policy import CacheConfig, ShardedModel
+from paged.kv_cache.simulated_slots import SimulatedSlots
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 from tests.paged.kv_cache.device_owned.device import PAGES, num_pages, pages_of_slot
@@ -20,6 +21,21 @@ class Swapped(NamedTuple):
     key: int
     units: np.ndarray
     known: np.ndarray
+
+
+class OwnedSlots(SimulatedSlots):
+    """What the device half would report, were there one."""
+
+    def __init__(self, config: CacheConfig, model: ShardedModel, recorded: str = ""):
+        super().__init__(config.max_num_seqs)
+        self._page_size, self._capacity = config.page_size, num_pages(config, model) - 1
+
+    def report(self) -> dict[str, np.ndarray]:
+        held = -(-self.ends // self._page_size)[None]
+        return {"free": self._capacity - held.sum(1, keepdims=True), "held": held}
+
+    def held(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        return ends[..., None]
 
 
 class OwnedHost:
@@ -49,7 +65,6 @@ class OwnedHost:
         self._owners = np.zeros(config.max_num_seqs, np.int64)  # counted, so that they can be told
         # Of each step in flight: [(slot, its owner, the slot that has its state, tokens then)]
         self._in_flight: dict[int, list[tuple[int, int, int, int]]] = {}
-        self._reports: dict[int, dict[str, np.ndarray]] = {}  # what a simulated device would say
         self._moves = Moves()
         self._host_pool = BlockPool(self._pool.num_host_units)
         self._swapped: dict[int, Swapped] = {}
@@ -75,10 +90,6 @@ class OwnedHost:
             if self._owners[slot] == owner:
                 self._held[slot], self._settled[slot] = held[:, source].max(), num_tokens
                 self.bound[slot] = self._bounds(slot, self._room[slot])
-        self._reports.pop(number)
-
-    def simulated_report(self, number: int) -> dict[str, np.ndarray]:
-        return self._reports[number]
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
         # With nothing in flight a sequence holds what it needs, and is promised a page more.
@@ -111,8 +122,6 @@ class OwnedHost:
         self._computed[slots[rows]] = ends[rows]
         of_rows = slots[rows], self._owners[slots[rows]], slots[rows], ends[rows]
         self._in_flight[number] = list(zip(*(x.tolist() for x in of_rows)))
-        held = self._pages(self._computed)[None]
-        self._reports[number] = {"free": self.capacity - held.sum(1, keepdims=True), "held": held}
 
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
         self._moves.after.append((parent, child))

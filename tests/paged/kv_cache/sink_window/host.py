@@ -106,9 +106,6 @@ class SinkWindowHost:
     def observe(self, number: int, report) -> None:
         raise AssertionError("the device half reports nothing")
 
-    def simulated_report(self, number: int) -> None:
-        """The device half reports nothing."""
-
     def _promised(self, room: dict[int, int] | None = None) -> np.ndarray:
         """Blocks of each pool, once some slots have `room` for more tokens."""
         grown = [max(held.room, (room or {}).get(i, 0)) for i, held in enumerate(self._slots)]
