@@ -272,6 +272,7 @@ class DecodeRuns:
             usages.append(policy.usage())
             if (report := self._executor.report()) is not None:
                 policy.observe(step - 1, report)
+                self._executor.apply(moves)
                 self._executor.grow(slots, num_tokens)
             num_tokens = num_tokens + 1
         return usages

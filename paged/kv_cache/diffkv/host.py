@@ -99,13 +99,15 @@ class DiffKVHost:
         needs = np.asarray(report["needs"])
         assert (free >= 0).all(), f"step {number} lacked {-free.min()} pages"
         assert (free + held.sum(1) == self.capacity).all(), "pages are lost on the device"
-        for slot, owner, source, num_tokens in self._in_flight.pop(number):
-            if self._owners[slot] == owner:
-                # Shards differ in what they hold: the one that holds most counts.
-                self._held[slot], self._settled[slot] = held[:, source].max(), num_tokens
-                self._needs[slot] = (held[:, source, None] + needs[:, source]).max(0)
-                self._needs[slot] -= self._held[slot]
-                self.bound[slot] = self._bounds(slot, self._room[slot])
+        rows = [r for r in self._in_flight.pop(number) if self._owners[r.slot] == r.owner]
+        if rows:
+            slots, _, sources, num_tokens = np.array(rows).T
+            # Shards differ in what they hold: the one that holds most counts.
+            most = held[:, sources].max(0)
+            self._held[slots], self._settled[slots] = most, num_tokens
+            taken = (held[:, sources, None] + needs[:, sources]).max(0)
+            self._needs[slots] = taken - most[:, None]
+            self.bound[slots] = self._bounds(slots, self._room[slots])
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
         return num_sequences * int(self.layout.worst(num_tokens)) <= self.capacity
