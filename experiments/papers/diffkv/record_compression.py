@@ -130,7 +130,7 @@ def stored(flags: RecordFlags, rows: Sequence[Row]) -> dict[str, Any]:
     for alpha in ALPHAS:
         curves = {
             phase: np.array([
-                [round(row.high, 1), round(row.low, 1)]
+                [round(row.high, 3), round(row.low, 3)]
                 for row in rows if (row.alpha_h, row.alpha_l, row.phase) == (*alpha, phase)
             ]).reshape(shape).tolist()
             for phase in (PROMPT, GENERATED)

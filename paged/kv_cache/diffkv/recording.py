@@ -18,6 +18,9 @@ import numpy as np
 from paged.kv_cache.diffkv.options import Options
 
 
+ROUNDING = 1e-6  # of a sum of tokens that were rounded
+
+
 @dataclass(frozen=True)
 class Recording:
     """lengths: [n] ascending. prompt, generated: [n, L, K, 2] tokens that a head keeps in any
@@ -62,7 +65,7 @@ class Recording:
             total = np.concatenate([begin, high + low])
             curves.append(np.stack([total, np.concatenate([0 * begin, low])], -1))
         grown = np.diff(curves[1], axis=0) / np.diff(grid)[:, None, None, None]
-        if (grown < 0).any() or (grown[..., 0] > 1).any() or (curves[0] < 0).any():
+        if (grown < 0).any() or (grown[..., 0] > 1 + ROUNDING).any() or (curves[0] < 0).any():
             raise ValueError("tokens come one by one: a head's cannot grow by more, or get fewer")
         return cls(grid, *curves)
 
