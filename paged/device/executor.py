@@ -1,10 +1,10 @@
 """Runs steps on the device: one compiled program for each declared shape."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from paged.device.step import StepOutputs, StepProgram, stacks
 from paged.device.step_inputs import StepInputs
 from paged.device.tensor_parallel import WHOLE
 from paged.kv_cache.moves import Moves
+from paged.kv_cache.policy import CacheConfig, ShardedModel, SimulatedDevice
 
 
 class PendingOutputs(Protocol):
@@ -74,6 +75,17 @@ class Executor(Protocol):
     def reset(self) -> None:
         """Start afresh after a failure, with an empty cache, and compile nothing: whatever call was
         interrupted, and this one too."""
+        ...
+
+
+@runtime_checkable
+class ReportingExecutor(Protocol):
+    """An executor in simulated time: no device half reports to the policy's host half."""
+
+    def report_by(
+        self, simulated: Callable[..., SimulatedDevice], config: CacheConfig, model: ShardedModel
+    ) -> None:
+        """Report what this half of the policy of `config` says, from the next step on."""
         ...
 
 

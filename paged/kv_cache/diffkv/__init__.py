@@ -14,6 +14,7 @@ from paged.kv_cache.diffkv.host import DiffKVHost
 from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import AUTO, Options, check_options
+from paged.kv_cache.diffkv.simulated import SimulatedPages
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 from paged.kv_cache.shared_heads import SharedHeads
 
@@ -74,4 +75,6 @@ def device(
     )  # fmt: skip
 
 
-DIFFKV = Policy(capabilities, DiffKVHost, device, check, Options, layout=layout_of)
+DIFFKV = Policy(
+    capabilities, DiffKVHost, device, check, Options, layout=layout_of, simulated=SimulatedPages
+)
