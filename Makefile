@@ -10,7 +10,7 @@ TESTS :=
 UNPINNED := \#
 PY := $(VENV)/bin/python
 
-.PHONY: help demo serve notebooks test test-all test-newest-jax test-parity test-cluster test-lm-eval test-aot compile-kernels compile-kernels-once cuda check-page load-aiperf lint format typecheck constraints clean
+.PHONY: help demo serve notebooks test test-all test-sweeps test-newest-jax test-parity test-cluster test-lm-eval test-aot compile-kernels compile-kernels-once cuda check-page load-aiperf lint format typecheck constraints clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -19,7 +19,8 @@ help:
 	@echo 'make serve            serve the bundled model over HTTP, as OpenAI does, until Ctrl-C'
 	@echo 'make notebooks        run the notebooks; with their outputs in results/notebooks/'
 	@echo 'make test             run the tests but for the slow ones'
-	@echo 'make test-all         run all tests, as CI does'
+	@echo 'make test-all         run all tests but for the sweeps, as CI does'
+	@echo 'make test-sweeps      run the sweeps: every kernel and shape where test-all has some'
 	@echo 'make test-newest-jax  run the tests on the newest JAX 0.12, in .venv-newest'
 	@echo 'make test-parity      run the tests against its own models on torch (gigabytes), in .venv-parity'
 	@echo 'make test-cluster     run the tests of the cluster over Ray actors, in .venv-cluster'
@@ -44,8 +45,10 @@ serve: $(VENV)/.installed-serve
 notebooks: $(VENV)/.installed-notebooks
 	$(PY) -m experiments.notebooks --overwrite
 
-test: CHOSEN := -m 'not slow'
-test test-all: $(VENV)/.installed-$(EXTRAS)
+test: CHOSEN := -m 'not slow and not sweep'
+test-all: CHOSEN := -m 'not sweep'
+test-sweeps: CHOSEN := -m sweep
+test test-all test-sweeps: $(VENV)/.installed-$(EXTRAS)
 	$(PY) -m pytest -n logical --maxprocesses=8 --dist=worksteal $(CHOSEN) $(TESTS)
 
 # Of the lengths of alpaca's requests (vLLM §6.1). It needs a server: make serve.

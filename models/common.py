@@ -5,7 +5,8 @@ A family is a module with `declare`, `forward`, `logits` and `PROJECTIONS` (mode
 
 * `attend(layer, q, k, v, cache) -> (out, cache)` computes attention. q is [T, H, D], k and v are
   [T, K, D], all after QK norm and rotary embedding; out is [T, H, D]. Behind it may be a paged
-  cache, sparse pages, quantised pages, or plain causal attention.
+  cache, sparse pages, quantised pages, or plain causal attention. The layer's scale, soft cap and
+  window are those of `ModelConfig.attention`.
 * `adapters(name, layer, x, y) -> y` adds an adapter to a projection: from the input x [T, in] and
   the product with the base weights y [T, out] it returns y + xAB, in y's dtype (LoRA; Punica §2.2
   and §4). `name` is one of the family's `PROJECTIONS`. None serves the base model.

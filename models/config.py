@@ -17,6 +17,8 @@ class RopeScaling:
     kind: 'linear' divides all frequencies by `factor`. 'llama3' divides only those of wavelengths
         above `original_max_position_embeddings / low_freq_factor` positions, keeps those of
         wavelengths below `original_max_position_embeddings / high_freq_factor`, and blends between.
+        'longrope' divides each frequency by its own of `factors`, and multiplies cosines and sines
+        by `factor`.
     """
 
     kind: str
@@ -24,10 +26,11 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    factors: tuple[float, ...] = ()
 
     def __post_init__(self):
-        if self.kind not in ("linear", "llama3"):
-            raise ValueError(f"rope scaling is 'linear' or 'llama3', not {self.kind!r}")
+        if self.kind not in ("linear", "llama3", "longrope"):
+            raise ValueError(f"rope scaling is 'linear', 'llama3' or 'longrope', not {self.kind!r}")
         if self.factor < 1:  # Angles overflow if it is far below 1.
             raise ValueError(f"factor must be at least 1, not {self.factor}")
         _check_size("original_max_position_embeddings", self.original_max_position_embeddings)
@@ -39,12 +42,45 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """How a model's scores become attention, apart from which tokens a policy lets queries see.
+
+    scale: multiplies q·k.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
+    windows: by layer, how many of the last tokens a query sees, itself included; None: all.
+    """
+
+    scale: float
+    soft_cap: float | None
+    windows: tuple[int | None, ...]
+
+    def within(self, tokens: int) -> "Attention":
+        """The same for sequences of at most `tokens`, without windows that hold them whole."""
+        windows = tuple(None if window and window >= tokens else window for window in self.windows)
+        return dataclasses.replace(self, windows=windows)
+
+    @property
+    def kinds(self) -> tuple[int | None, ...]:
+        """The windows that layers have, each once."""
+        return tuple(dict.fromkeys(self.windows))
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of a model: all in which members of a family differ.
 
-    The Llama family (Llama 1/2/3, Mistral, Qwen2/2.5, Qwen3) has rotary positions, which
-    `rope_theta` and `rope_scaling` describe. OPT and GPT-2 have learned positions, and only they
-    change the last four fields:
+    The Llama family (Llama 1/2/3, Mistral, Qwen2/2.5, Qwen3), Phi-3 and Gemma-2 have rotary
+    positions, which `rope_theta` and `rope_scaling` describe.
+
+    sliding_window: tokens that a query sees, itself included; None: all.
+    full_layers: layers without the window.
+
+    Gemma-2 alone has
+
+    query_scale: what q·k is multiplied by, where it is not head_dim ** -0.5.
+    attention_cap, logits_cap: soft caps of scores and of logits.
+
+    OPT and GPT-2 have learned positions, and only they change the last four fields:
 
     activation: of the MLP.
     norm_first: whether norms come before attention and MLP; otherwise after their residual sums.
@@ -70,6 +106,10 @@ class ModelConfig:
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     sliding_window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    query_scale: float | None = None
+    attention_cap: float | None = None
+    logits_cap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     activation: str = "silu"
@@ -97,6 +137,19 @@ class ModelConfig:
     @property
     def learned_positions(self) -> bool:
         return self.model_type in ("opt", "gpt2")
+
+    @property
+    def attention(self) -> Attention:
+        """What `attend` computes in each layer; policies take it from here."""
+        layers = range(self.num_layers)
+        windows = (None if i in self.full_layers else self.sliding_window for i in layers)
+        scale = self.query_scale or self.head_dim**-0.5
+        return Attention(scale, self.attention_cap, tuple(windows))
+
+    @property
+    def plain_attention(self) -> bool:
+        """Whether a policy is right that knows of no scale, soft cap and window."""
+        return self.attention == Attention(self.head_dim**-0.5, None, (None,) * self.num_layers)
 
     def replace(self, **changes) -> "ModelConfig":
         return dataclasses.replace(self, **changes)

@@ -2,11 +2,12 @@
 
 from types import ModuleType
 
-from models import gpt2, llama, opt
+from models import gemma2, gpt2, llama, opt, phi3
 from models.config import ModelConfig
 
 FAMILIES = {
-    "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "opt": opt, "gpt2": gpt2,
+    "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "phi3": phi3,
+    "gemma2": gemma2, "opt": opt, "gpt2": gpt2,
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def declare(config: ModelConfig) -> dict:
         def vector(size, axis, init, name, part=None):
             return Param((size,), (axis,), init, f"{prefix}.{name}", part=part)
 
-        q, k, v = (0, 3), (1, 3), (2, 3)
+        q, k, v = (0, 3 * E), (E, 3 * E), (2 * E, 3 * E)
         return {
             "attention_norm": vector(E, "embed", "ones", "ln_1.weight"),
             "attention_norm_bias": vector(E, "embed", "zeros", "ln_1.bias"),

@@ -1,6 +1,7 @@
 """`ModelConfig` from and to Hugging Face's config.json."""
 
 import dataclasses
+import math
 from typing import Any
 
 from models import hf_opt
@@ -12,6 +13,8 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
@@ -29,10 +32,13 @@ _REFUSED = {
     "attention_chunk_size": "attention within chunks",
     "kv_sharing_modes": "layers that share their keys and values",
     "is_encoder_decoder": "an encoder",
+    "use_bidirectional_attention": "attention to later tokens",
     "transformers_weights": "weights in a file of another name",
 }
-ROPE_KINDS = ("default", "linear", "llama3")
+ROPE_KINDS = ("default", "linear", "llama3", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_MOST_LAYERS = 4096  # of a model whose layers differ; a broken file may ask for any number
 
 
 def from_hf(hf: HfConfig) -> ModelConfig:
@@ -55,7 +61,8 @@ def from_hf(hf: HfConfig) -> ModelConfig:
     if not flag(hf, "is_causal", True):
         raise ValueError("is_causal False (attention to later tokens) is not supported")
     config = hf_opt.from_hf(hf) if model_type in hf_opt.NAMES else _from_llama(hf)
-    return config.replace(sliding_window=_sliding_window(hf, config.num_layers))
+    window, full_layers = _windows(hf, config.num_layers)
+    return config.replace(sliding_window=window, full_layers=full_layers)
 
 
 def _complete(hf: HfConfig) -> dict[str, Any]:
@@ -119,8 +126,13 @@ def _from_llama(hf: HfConfig) -> ModelConfig:
             f"head_dim is missing, and hidden_size ({width}) is no multiple of "
             f"num_attention_heads ({num_heads})"
         )
-    rope_theta, rope_scaling = _rope(hf)
-    return ModelConfig(
+    head_dim = width // num_heads if head_dim is None else integer(hf, "head_dim")
+    rope_theta, rope_scaling = _rope(hf, head_dim)
+    longest = integer(hf, "max_position_embeddings")
+    if rope_scaling is not None and rope_scaling.kind == "longrope":
+        # The frequencies of longer requests are others, for all of their tokens.
+        longest = min(longest, rope_scaling.original_max_position_embeddings)
+    config = ModelConfig(
         model_type=model_type,
         vocab_size=integer(hf, "vocab_size"),
         hidden_size=width,
@@ -128,8 +140,8 @@ def _from_llama(hf: HfConfig) -> ModelConfig:
         num_layers=integer(hf, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=integer(hf, "num_key_value_heads", num_heads),
-        head_dim=width // num_heads if head_dim is None else integer(hf, "head_dim"),
-        max_position_embeddings=integer(hf, "max_position_embeddings"),
+        head_dim=head_dim,
+        max_position_embeddings=longest,
         norm_eps=number(hf, "rms_norm_eps"),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
@@ -138,6 +150,17 @@ def _from_llama(hf: HfConfig) -> ModelConfig:
         tie_word_embeddings=flag(hf, "tie_word_embeddings"),
         bos_token_id=bos_token_id(hf),
         eos_token_ids=eos_token_ids(hf),
+    )
+    if model_type != "gemma2":
+        return config
+    attention_cap, logits_cap = (
+        None if hf.get(field) is None else number(hf, field)
+        for field in ("attn_logit_softcapping", "final_logit_softcapping")
+    )
+    return config.replace(
+        query_scale=max(1, integer(hf, "query_pre_attn_scalar")) ** -0.5,
+        attention_cap=attention_cap,
+        logits_cap=logits_cap,
     )
 
 
@@ -157,9 +180,17 @@ def _to_llama(config: ModelConfig) -> dict[str, Any]:
     if config.rope_scaling is not None:
         scaling = dataclasses.asdict(config.rope_scaling)
         kind, factor = scaling.pop("kind"), scaling.pop("factor")
+        factors = list(scaling.pop("factors"))
         hf["rope_scaling"] = {"rope_type": kind, "factor": factor}
         if kind == "llama3":
             hf["rope_scaling"] |= scaling
+        if kind == "longrope":
+            original = scaling[_ORIGINAL]
+            hf[_ORIGINAL] = original
+            hf["rope_scaling"] = {
+                "rope_type": kind, "short_factor": factors, "long_factor": factors,
+                "attention_factor": factor, _ORIGINAL: original,
+            }  # fmt: skip
     if config.model_type != "llama":
         hf["sliding_window"] = config.sliding_window
     if config.model_type in ("qwen2", "qwen3"):
@@ -168,12 +199,25 @@ def _to_llama(config: ModelConfig) -> dict[str, Any]:
             "use_sliding_window": windowed,
             "max_window_layers": 0 if windowed else config.num_layers,
         }
+    if config.full_layers or config.model_type == "gemma2":
+        hf["layer_types"] = [_SLIDING if w else _FULL for w in config.attention.windows]
+    if config.model_type == "gemma2":
+        del hf["hidden_act"]
+        hf |= {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": round(config.attention.scale**-2),
+            "attn_logit_softcapping": config.attention_cap,
+            "final_logit_softcapping": config.logits_cap,
+        }
     return hf
 
 
 def _refuse_unsupported(hf: HfConfig) -> None:
-    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ValueError(f"hidden_act {hf['hidden_act']!r} is not supported: only 'silu' is")
+    field, allowed = "hidden_act", ["silu", "swish"]
+    if hf["model_type"] == "gemma2":
+        field, allowed = "hidden_activation", ["gelu_pytorch_tanh"]
+    if hf.get(field, allowed[0]) not in allowed:
+        raise ValueError(f"{field} {hf[field]!r} is not supported: only {allowed[0]!r} is")
     if hf.get("partial_rotary_factor") not in (None, 1):
         raise ValueError(
             f"partial_rotary_factor {hf['partial_rotary_factor']!r} is not supported: "
@@ -187,7 +231,7 @@ def _refuse_unsupported(hf: HfConfig) -> None:
             raise ValueError(f"{field} {hf[field]!r} ({what}) is not supported")
 
 
-def _rope(hf: HfConfig) -> tuple[float, RopeScaling | None]:
+def _rope(hf: HfConfig, head_dim: int) -> tuple[float, RopeScaling | None]:
     """Base and scaling from `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
     where = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     rope = hf.get(where) or {}
@@ -195,6 +239,7 @@ def _rope(hf: HfConfig) -> tuple[float, RopeScaling | None]:
         raise ValueError(f"{where} must be one object for all layers, not {rope!r}")
     rope = {"rope_theta": hf["rope_theta"], **rope}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # as the first Phi-3 were published
     if kind not in ROPE_KINDS:
         raise ValueError(f"{where}: rope_type {kind!r} is not among {', '.join(ROPE_KINDS)}")
     try:
@@ -207,6 +252,8 @@ def _rope(hf: HfConfig) -> tuple[float, RopeScaling | None]:
             return theta, RopeScaling(kind, number(rope, "factor"))
         # As in transformers, a length beside the object takes precedence over one inside it.
         length = rope if hf.get(_ORIGINAL) is None else hf
+        if kind == "longrope":
+            return theta, _longrope(rope, hf, integer(length, _ORIGINAL), head_dim)
         return theta, RopeScaling(
             kind,
             number(rope, "factor"),
@@ -218,30 +265,50 @@ def _rope(hf: HfConfig) -> tuple[float, RopeScaling | None]:
         raise ValueError(f"{where} of rope_type {kind!r}: {error}") from None
 
 
-def _sliding_window(hf: HfConfig, num_layers: int) -> int | None:
-    """The sliding window of all layers, or None. Raises ValueError if layers differ."""
-    qwen = hf["model_type"] in ("qwen2", "qwen3")
-    windowed = flag(hf, "use_sliding_window") if qwen else hf["model_type"] == "mistral"
+def _longrope(rope: HfConfig, hf: HfConfig, original: int, head_dim: int) -> RopeScaling:
+    """LongRoPE of requests within the original length, which have the short factors."""
+    factors = rope.get("short_factor")
+    if not isinstance(factors, list) or len(factors) != head_dim // 2:
+        raise ValueError(f"short_factor must be a list of {head_dim // 2} numbers, not {factors!r}")
+    each = tuple(number({"short_factor": factor}, "short_factor") for factor in factors)
+    if rope.get("attention_factor") is not None:
+        scale = number(rope, "attention_factor")
+    else:
+        stretch = number(rope, "factor", integer(hf, "max_position_embeddings") / original)
+        scale = math.sqrt(1 + math.log(max(stretch, 1)) / math.log(max(original, 2)))
+    return RopeScaling("longrope", scale, original_max_position_embeddings=original, factors=each)
+
+
+def _windows(hf: HfConfig, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """The sliding window, and the layers without it if others have it."""
+    kind = hf["model_type"]
+    qwen, gemma = kind in ("qwen2", "qwen3"), kind == "gemma2"
+    windowed = flag(hf, "use_sliding_window") if qwen else kind in ("mistral", "phi3", "gemma2")
     window, first, layers = None, num_layers, hf.get("layer_types")
     if windowed and hf["sliding_window"] is not None:
         window = integer(hf, "sliding_window")
         first = integer(hf, "max_window_layers") if qwen else 0
     elif not qwen and not layers and hf.get("sliding_window") is not None:
         # transformers would attend to the whole prompt here, but to a window in later tokens.
-        kind = hf["model_type"]
         raise ValueError(f"sliding_window {hf['sliding_window']!r} is not supported for {kind}")
     if layers and (not isinstance(layers, list) or len(layers) != num_layers):
         raise ValueError(f"layer_types {layers!r} must name the kind of {num_layers} layers")
-    # One entry for each kind is enough, and a broken file may ask for any number of layers.
-    implied = ["full_attention"] * (first > 0) + ["sliding_attention"] * (first < num_layers)
-    if layers and not qwen and any(layer not in implied for layer in layers):
+    first = min(max(first, 0), num_layers)
+    differ = gemma or 0 < first < num_layers
+    if differ and num_layers > _MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers must be at most {_MOST_LAYERS}, not {num_layers}")
+    if not differ:
+        implied = [_FULL if first else _SLIDING]  # of all layers
+    elif gemma:
+        implied = [(_SLIDING, _FULL)[i % 2] for i in range(num_layers)]
+    else:
+        implied = [_FULL if i < first else _SLIDING for i in range(num_layers)]
+    allowed = (_FULL, _SLIDING) if qwen or gemma else implied
+    if layers and any(layer not in allowed for layer in layers):
         raise ValueError(f"layer_types {layers} is not supported with sliding_window {window}")
     layers = layers or implied
-    if all(layer == "full_attention" for layer in layers):
-        return None
-    if window is None or any(layer != "sliding_attention" for layer in layers):
-        raise ValueError(
-            f"layer_types {layers} (sliding_window {window}, max_window_layers {first}) is not "
-            "supported: all layers must attend alike"
-        )
-    return window
+    if _SLIDING not in layers:
+        return None, ()
+    if window is None:
+        raise ValueError(f"layer_types {layers} is not supported without a sliding_window")
+    return window, tuple(i for i, layer in enumerate(layers) if layer == _FULL)

@@ -7,7 +7,7 @@ EPYC, AVX-512).
 
 import jax
 
-from models import w8a8
+from models import w4a8, w8a8
 from pallas_kernels import backend
 
 FEW_ROWS = 128  # Up to so many rows of x, a CPU is faster with the weights as the left operand.
@@ -15,8 +15,10 @@ FEW_ROWS = 128  # Up to so many rows of x, a CPU is faster with the weights as t
 
 def linear(x, w, dtype=None, reduce_max=lambda largest: largest):
     """The product of x [T, in] and w [out, in]: [T, out], in `dtype`, by default x's. w may be
-    `Int8Weights`, and then reduce_max is as in `w8a8.linear`."""
+    `Int8Weights` or `Int4Weights`, and then reduce_max is as in `w8a8.linear`."""
     dtype = dtype or x.dtype
+    if isinstance(w, w4a8.Int4Weights):
+        w = w.in_8_bits()
     if isinstance(w, w8a8.Int8Weights):
         return w8a8.linear(x, w, dtype, reduce_max)
     if x.shape[0] > FEW_ROWS or backend.current_gpu() is not None:

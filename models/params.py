@@ -17,8 +17,8 @@ class Param:
     init:    'normal' (standard deviation `fan_in ** -0.5`), 'embed' (0.02), 'ones' or 'zeros'.
     hf_name: the tensor's name in a Hugging Face checkpoint.
     transpose: whether the checkpoint holds [in, out] where we hold [out, in].
-    part: (i, n) if the tensor holds n parameters of this size side by side in its last axis and
-        this parameter is the i-th of them, as in GPT-2's fused queries, keys and values.
+    part: (first, n) if the tensor has n rows, as we hold it, and this parameter is those from
+        `first` on, as in fused queries, keys and values.
     """
 
     shape: tuple[int, ...]
@@ -34,14 +34,16 @@ class Param:
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """The shape of the checkpoint's tensor."""
-        *rest, last = self.shape[::-1] if self.transpose else self.shape
-        return *rest, last * (self.part[1] if self.part else 1)
+        shape = (self.part[1] if self.part else self.shape[0], *self.shape[1:])
+        return shape[::-1] if self.transpose else shape
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
         """This parameter, in its own shape, as a view into the checkpoint's tensor."""
-        if self.part is not None:
-            tensor = np.split(tensor, self.part[1], axis=-1)[self.part[0]]
-        return tensor.T if self.transpose else tensor
+        tensor = tensor.T if self.transpose else tensor
+        if self.part is None:
+            return tensor
+        first = self.part[0]
+        return tensor[first : first + self.shape[0]]
 
 
 def is_param(x) -> bool:

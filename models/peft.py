@@ -42,7 +42,7 @@ class _Module:
     @property
     def in_order(self) -> list[str]:
         """The projections as their outputs lie side by side."""
-        return sorted(self.projections, key=lambda name: self.projections[name].part or (0, 1))
+        return sorted(self.projections, key=lambda name: self.projections[name].part or (0, 0))
 
 
 def load(folder: str | Path, model: ModelConfig, dtype="float32") -> tuple[Lora, str]:
@@ -70,8 +70,8 @@ def load(folder: str | Path, model: ModelConfig, dtype="float32") -> tuple[Lora,
     for name, how in adapted.items():
         a, b = read(name, "A"), read(name, "B")
         for projection, param in modules[name].projections.items():
-            part, parts = param.part or (0, 1)
-            rows = np.split(b, parts)[part]
+            first = param.part[0] if param.part else 0
+            rows = b[first : first + param.shape[0]]
             with np.errstate(over="ignore"):
                 scaled = np.ascontiguousarray(rows.T) * how.scale
             layers = weights.setdefault(projection, [None] * model.num_layers)

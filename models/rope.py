@@ -12,9 +12,12 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     Intermediate results are rounded as in Hugging Face's models, because rounding shows: at
     position 3000, one bit of a frequency is 2e-4 radians.
     """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
-    freqs = 1 / (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
     scaling = config.rope_scaling
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
+    wavelengths = (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
+    if scaling is not None and scaling.kind == "longrope":
+        return 1 / (np.array(scaling.factors, np.float32) * wavelengths)
+    freqs = 1 / wavelengths
     if scaling is None:
         return freqs
     if scaling.kind == "linear":
@@ -31,7 +34,9 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
 def rope_tables(positions, config: ModelConfig):
     """Cosines and sines [T, D/2], float32, of the angles at `positions` [T] int32."""
     angles = positions[:, None].astype(jnp.float32) * inverse_frequencies(config)
-    return jnp.cos(angles), jnp.sin(angles)
+    scaling = config.rope_scaling
+    factor = scaling.factor if scaling and scaling.kind == "longrope" else 1
+    return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
 def apply_rope(x_TxNxD, cos, sin):

@@ -6,7 +6,7 @@ symmetric: x ~ scale * codes with codes from -127 to 127. Embeddings, the head, 
 stay as they are.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import jax
@@ -46,11 +46,12 @@ def linear(x, w: Int8Weights, dtype, reduce_max=lambda largest: largest):
     return (sums.astype(jnp.float32) * scale[:, None] * w.scale).astype(dtype)
 
 
-def quantize(params, projections: Collection[str]):
-    """The parameters, placed and with layers as a list, with `Int8Weights` for the projections, on
-    the same devices. Their scales equal those of a single device."""
+def quantize(params, projections: Collection[str], of: Callable | None = None):
+    """The parameters, placed and with layers as a list, with `of` the projections' weights, by
+    default `Int8Weights`, on the same devices. Their scales equal those of a single device."""
+    of = of or _weights
     layers = [
-        {name: _weights(x) if name in projections else x for name, x in layer.items()}
+        {name: of(x) if name in projections else x for name, x in layer.items()}
         for layer in params["layers"]
     ]
     return params | {"layers": layers}

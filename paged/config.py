@@ -68,10 +68,11 @@ class EngineConfig:
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = described(
         "auto", "of keys and values in the cache; 'auto' is the dtype that the model computes in"
     )
-    quantization: Literal["none", "w8a8"] = described(
+    quantization: Literal["none", "w8a8", "w4a8"] = described(
         "none",
         "of the layers' products: 'w8a8' has 8-bit weights, a scale for each output channel, and "
-        "8-bit activations, a scale for each token",
+        "8-bit activations, a scale for each token; 'w4a8' has 4-bit weights, with a scale and a "
+        "zero point for each 128 inputs too",
     )
     adapter_slots: int = described(0, "LoRA adapters on the device at a time; 0 for none at all")
     max_adapter_rank: int = described(64, "largest rank of an adapter")

@@ -9,7 +9,7 @@ The steps of a run have records, but no events in the log.
 """
 
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -40,12 +40,24 @@ class RunningExecutor(Executor, Protocol):
         """When the last dispatched step ends."""
         ...
 
-    def decode_times(self, contexts: np.ndarray, adapters: np.ndarray) -> np.ndarray:
+    def decode_times(
+        self, slots: np.ndarray, contexts: np.ndarray, adapters: np.ndarray
+    ) -> np.ndarray:
         """Seconds [k] of k steps that each compute one token of every row.
 
+        slots: [n] of the rows.
         contexts: [k, n] tokens of each row after the step.
         adapters: [n] adapter slots, -1 for none.
         """
+        ...
+
+    def report(self) -> Any:
+        """What the policy's device half would report of the step that was computed last; None if
+        it reports nothing."""
+        ...
+
+    def grow(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
+        """A step computes a token of slots [n], which then have `num_tokens` [n]."""
         ...
 
     def decoded(self, seeds: np.ndarray, contexts: np.ndarray) -> np.ndarray:
@@ -221,7 +233,7 @@ class DecodeRuns:
         if a_step > 0 and until_s - begins < LONGEST * a_step:
             most = min(most, 3 + max(0, int((until_s - begins) / a_step)))
         contexts = lengths + np.arange(most)[:, None]
-        times = executor.decode_times(contexts, s.adapter[slots])
+        times = executor.decode_times(slots, contexts, s.adapter[slots])
         ends = np.add.accumulate(np.concatenate([[begins], times]))
         most = 1 + int(np.searchsorted(ends[: most - 1], until_s))
         tokens = executor.decoded(seeds, contexts[:most] - 1)
@@ -268,8 +280,10 @@ class DecodeRuns:
             moved = moves.copies or moves.exports or moves.imports
             assert not moved, "rows that generate move nothing"
             usages.append(policy.usage())
-            if (report := policy.simulated_report(step - 1)) is not None:
+            if (report := self._executor.report()) is not None:
                 policy.observe(step - 1, report)
+                self._executor.apply(moves)
+                self._executor.grow(slots, num_tokens)
             num_tokens = num_tokens + 1
         return usages
 

@@ -16,7 +16,7 @@ from paged.config import EngineConfig
 from paged.decode_runs import Ahead, DecodeRuns
 from paged.device.batch_builder import build_step_inputs
 from paged.device.buckets import Buckets
-from paged.device.executor import Executor
+from paged.device.executor import Executor, ReportingExecutor
 from paged.event_log import EventLog
 from paged.in_flight import InFlight
 from paged.intake import Intake
@@ -60,7 +60,10 @@ class EngineLoop:
             gate = AdapterStore(config.adapter_slots, config.num_adapter_pages)
         self.adapter_store: AdapterStore | None = gate
         sharded = ShardedModel.split(self.model, config.tensor_parallel, self.executor.dtype)
-        self.host_policy = policy_of(config.policy).host(config, sharded)
+        policy = policy_of(config.policy)
+        self.host_policy = policy.host(config, sharded)
+        if policy.simulated and isinstance(self.executor, ReportingExecutor):
+            self.executor.report_by(policy.simulated, config, sharded)
         self.scheduler = Scheduler(config, self.host_policy, gate)
         self._intake = Intake(self.model, self.scheduler, self._requests, self.event_log)
         self._in_flight: InFlight | None = None
@@ -217,8 +220,6 @@ class EngineLoop:
         record = StepRecord(flight.number, now, flight.host_s, device_s, **flight.facts)
         metrics.steps.append(record)
         report = outputs.report
-        if report is None:
-            report = self.host_policy.simulated_report(flight.number)
         if report is not None:
             self.host_policy.observe(flight.number, report)
         self.event_log.step(record, step, sampled, report)

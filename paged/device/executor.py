@@ -1,16 +1,16 @@
 """Runs steps on the device: one compiled program for each declared shape."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from models import w8a8
+from models import w4a8, w8a8
 from models.families import family
 from models.params import stack
 from models.sampling import MAX_LOGIT_BIAS, SAMPLING_ROW, SamplingState
@@ -24,6 +24,7 @@ from paged.device.step import StepOutputs, StepProgram, stacks
 from paged.device.step_inputs import StepInputs
 from paged.device.tensor_parallel import WHOLE
 from paged.kv_cache.moves import Moves
+from paged.kv_cache.policy import CacheConfig, ShardedModel, SimulatedDevice
 
 
 class PendingOutputs(Protocol):
@@ -77,6 +78,17 @@ class Executor(Protocol):
         ...
 
 
+@runtime_checkable
+class ReportingExecutor(Protocol):
+    """An executor in simulated time: no device half reports to the policy's host half."""
+
+    def report_by(
+        self, simulated: Callable[..., SimulatedDevice], config: CacheConfig, model: ShardedModel
+    ) -> None:
+        """Report what this half of the policy of `config` says, from the next step on."""
+        ...
+
+
 class _DeviceOutputs:
     def __init__(self, outputs: StepOutputs, inputs: StepInputs):
         # Log-probabilities are of many times a token's bytes: they stay where they are if unasked.
@@ -109,8 +121,9 @@ class DeviceExecutor:
         self._program = program
         shards, policy = program.shards, program.policy
         params = shards.place(params)
-        if quantization == "w8a8":
-            params = w8a8.quantize(params, family(shards.model).PROJECTIONS)
+        if quantization != "none":
+            quantize = {"w8a8": w8a8.quantize, "w4a8": w4a8.quantize}[quantization]
+            params = quantize(params, family(shards.model).PROJECTIONS)
         layers = jax.tree.leaves(params["layers"])
         layer_bytes = sum(x.nbytes for x in layers) // shards.model.num_layers
         if stacks(shards.platform, layer_bytes):

@@ -100,9 +100,6 @@ class ReservingHost:
     def observe(self, number: int, report) -> None:
         raise AssertionError("the device half reports nothing")
 
-    def simulated_report(self, number: int) -> None:
-        """The device half reports nothing."""
-
     def can_append(self, slots, num_tokens) -> bool:
         """Always: all the room was reserved at admission."""
         return True

@@ -214,10 +214,6 @@ class HostPolicy(Protocol):
         """What happened to units since the last call: (pool, verb, units), in order."""
         ...
 
-    def simulated_report(self, number: int) -> Any:
-        """What the device half would report of step `number`, where there is none."""
-        ...
-
 
 class PrefixCachingHost(HostPolicy, Protocol):
     """What a host half with the capability `prefix_cache` does besides."""
@@ -253,7 +249,9 @@ class KVPolicy(Protocol):
     def attend(
         self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache, plan, inputs: StepInputs
     ) -> tuple[jax.Array, Any]:
-        """In each layer: write the new tokens, attend: `(out [T, H, D], cache)`.
+        """In each layer: write the new tokens, attend: `(out [T, H, D], cache)`. The layer's scale,
+        soft cap and window are those of `ModelConfig.attention`; a policy that knows of none
+        refuses models without `plain_attention` in its `check`.
 
         A token of padding (`inputs.token_rows` is S) writes nothing: scatters promise distinct
         indices, so each token of padding names a place of its own beyond the pool."""
@@ -299,6 +297,32 @@ class SlotStateKVPolicy(KVPolicy, Protocol):
         ...
 
 
+class SimulatedDevice(Protocol):
+    """What a device half would report, where there is no device: of policies whose host half needs
+    reports."""
+
+    def move(self, moves: Moves) -> None:
+        """What `moves` do to the state of slots before the next step."""
+        ...
+
+    def move_after(self, moves: Moves) -> None:
+        """What they do after it."""
+        ...
+
+    def compute(self, slots: np.ndarray, ends: np.ndarray, are_prompts: np.ndarray) -> None:
+        """A step computes `slots` [n] up to `ends` [n]: tokens of prompts, or generated ones."""
+        ...
+
+    def report(self) -> Any:
+        """Of the step that was computed last."""
+        ...
+
+    def held(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """[..., n, I] tokens of each precision that a KV head of `slots` [n] holds on average once
+        they have `ends` [..., n] tokens."""
+        ...
+
+
 @dataclass(frozen=True)
 class NoOptions:
     """Of policies that have none."""
@@ -314,6 +338,8 @@ class Policy:
     whose value is `EngineConfig.policy_options`. head_order: [L, K] int, the KV head of the model
     that stands at each place, or None for the model's own order; consecutive K / num_shards of them
     are one shard's. layout: sizes and work, for measurements and simulation, which need one.
+    simulated: of a configuration, a model and a file of what was recorded (empty for none), what
+    reports in place of the device half; None if that reports nothing.
     """
 
     capabilities: Callable[[CacheConfig], Capabilities]
@@ -323,3 +349,4 @@ class Policy:
     options: type = NoOptions
     head_order: Callable[[CacheConfig, ModelConfig], np.ndarray | None] = lambda c, m: None
     layout: Callable[[CacheConfig, ShardedModel], Layout] | None = None
+    simulated: Callable[[CacheConfig, ShardedModel, str], SimulatedDevice] | None = None

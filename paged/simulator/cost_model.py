@@ -84,18 +84,21 @@ SHORTEST_ALL_REDUCE_S = 40e-6
 
 @dataclass(frozen=True)
 class Product:
-    """[m, k] times [k, n]; ints or arrays. bits: of the operands, 16 or 8; outputs have 16."""
+    """[m, k] times [k, n]; ints or arrays. bits: of the operands, 16 or 8; outputs have 16.
+    weight_bits: of [k, n] in memory, if fewer."""
 
     m: Any
     k: Any
     n: Any
     bits: int = 16
+    weight_bits: int = 16
 
     def seconds(self, on: Machine, by: Fitted):
         m, k, n = self.m, self.k, self.n
         peak = on.flops if self.bits == 16 else on.int8_ops
         full = 2.0 * np.maximum(m, LEAST_ROWS) * k * n / (peak * by.compute)
-        moved = self.bits // 8 * (1.0 * m * k + k * n) + 2.0 * m * n
+        of_weights = min(self.bits, self.weight_bits)
+        moved = (self.bits * 1.0 * m * k + of_weights * 1.0 * k * n) / 8 + 2.0 * m * n
         memory = moved / (on.bandwidth * by.memory)
         largest, times = TILES[0][0] * TILES[0][1], []
         for rows, columns in TILES:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from paged.clock import VirtualClock
 from paged.device.step import StepOutputs
 from paged.device.step_inputs import StepInputs
 from paged.kv_cache.moves import Moves
+from paged.kv_cache.policy import CacheConfig, ShardedModel, SimulatedDevice
 from paged.simulator.recorded import RecordedAncestry, RecordedTokens
 
 
@@ -55,10 +57,13 @@ class SimulatedExecutor:
 
     cost: StepInputs -> seconds of a step; `LinearCost` by default. Methods that it may have:
         `decodes_s`, without which steps run one by one; `moves_s`, without which moves take no
-        time; `with_adapters`, which takes the rank pages of each adapter slot.
+        time; `holding_s`, which takes what heads hold besides (`SimulatedDevice.held`);
+        `with_adapters`, which takes the rank pages of each adapter slot.
     ancestry: of beam searches; without it their beams have made-up candidates.
     dtype: what the model would compute in.
     adapter_page_s: as `SimulatedLoads` takes it.
+    compression: a file of what a policy's heads have kept in real runs, for policies that drop
+        tokens or keep them in fewer bits (DiffKV: `diffkv.recording`); empty for none.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class SimulatedExecutor:
         ancestry: RecordedAncestry | None = None,
         dtype: str = "float32",
         adapter_page_s: float = 2e-3,
+        compression: str = "",
     ):
         self.clock = VirtualClock()
         self.adapters = SimulatedLoads(self.clock, adapter_page_s)
@@ -82,7 +88,8 @@ class SimulatedExecutor:
         self._cost = cost
         self._moves_s = 0.0  # of the next step
         self._first_token, self._vocab_size = first_token, vocab_size
-        self._recorded, self._ancestry = recorded, ancestry
+        self._recorded, self._ancestry, self._compression = recorded, ancestry, compression
+        self._pages: SimulatedDevice | None = None
         self._num_steps = 0
         self._device_free_s = 0.0
 
@@ -95,8 +102,19 @@ class SimulatedExecutor:
     def device_free_s(self) -> float:
         return self._device_free_s
 
-    def decode_times(self, contexts: np.ndarray, adapters: np.ndarray) -> np.ndarray:
-        return self._cost.decodes_s(contexts, adapters)
+    def decode_times(
+        self, slots: np.ndarray, contexts: np.ndarray, adapters: np.ndarray
+    ) -> np.ndarray:
+        if self._pages is None or not hasattr(self._cost, "holding_s"):
+            return self._cost.decodes_s(contexts, adapters)
+        return self._cost.decodes_s(contexts, adapters, self._pages.held(slots, contexts))
+
+    def report(self) -> Any:
+        return self._pages.report() if self._pages else None
+
+    def grow(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
+        assert self._pages
+        self._pages.compute(slots, num_tokens, np.zeros(len(slots), bool))
 
     def decoded(self, seeds: np.ndarray, contexts: np.ndarray) -> np.ndarray:
         return self._made_up(seeds, contexts)
@@ -104,7 +122,14 @@ class SimulatedExecutor:
     def run_decodes(self, num_steps: int, free_s: float, tokens: np.ndarray) -> "_SimulatedOutputs":
         self._num_steps += num_steps
         self._device_free_s = free_s
-        return _SimulatedOutputs(self.clock, free_s, lambda: StepOutputs(tokens, None))
+        report = self.report()
+        return _SimulatedOutputs(self.clock, free_s, lambda: StepOutputs(tokens, report=report))
+
+    def report_by(
+        self, simulated: Callable[..., SimulatedDevice], config: CacheConfig, model: ShardedModel
+    ) -> None:
+        """See `paged.device.executor.ReportingExecutor`."""
+        self._pages = simulated(config, model, self._compression)
 
     def warm_up(self, progress: bool = True) -> None:
         pass
@@ -113,23 +138,41 @@ class SimulatedExecutor:
         start = max(self.clock.now(), self._device_free_s) + self._moves_s
         self._moves_s = 0.0
         lengths = _lengths_by_iteration(inputs)
-        costs = [self._cost(inputs)]
-        costs += [self._cost(replace(inputs, lengths=later)) for later in lengths[1:]]
+        if self._pages:
+            rows = _computed_rows(inputs)
+            prompts = rows < inputs.num_prefill_rows
+            self._pages.compute(np.asarray(inputs.slots)[rows], lengths[:, rows].max(0), prompts)
+        report = self.report()
+        costs = [self._step_s(inputs)]
+        costs += [self._step_s(replace(inputs, lengths=later)) for later in lengths[1:]]
         self._device_free_s = start + sum(costs)
         number = self._num_steps
         self._num_steps += 1
         if self._recorded:
-            outputs = functools.partial(self._recorded.sample, number, inputs)
+            outputs = functools.partial(self._replay, self._recorded, number, inputs, report)
         else:
-            outputs = functools.partial(self._sample, inputs, lengths)
+            outputs = functools.partial(self._sample, inputs, lengths, report)
         return _SimulatedOutputs(self.clock, self._device_free_s, outputs)
 
-    def _sample(self, inputs: StepInputs, position: np.ndarray) -> StepOutputs:
+    @staticmethod
+    def _replay(recorded: RecordedTokens, number: int, inputs: StepInputs, report) -> StepOutputs:
+        """report: for a log that holds none."""
+        outputs = recorded.sample(number, inputs)
+        return outputs if outputs.report is not None else replace(outputs, report=report)
+
+    def _step_s(self, inputs: StepInputs) -> float:
+        if self._pages is None or not hasattr(self._cost, "holding_s"):
+            return self._cost(inputs)
+        rows = _computed_rows(inputs)
+        held = self._pages.held(np.asarray(inputs.slots)[rows], np.asarray(inputs.lengths)[rows])
+        return self._cost.holding_s(inputs, held)
+
+    def _sample(self, inputs: StepInputs, position: np.ndarray, report=None) -> StepOutputs:
         how = np.asarray(inputs.sampling).view(SAMPLING_ROW)[:, 0]
         seed, logprobs = how["seed"], None
         if (how["logprobs"] == BEAM).any():
             logprobs = self._candidates(inputs, seed, position)
-        return StepOutputs(self._made_up(seed, position), logprobs)
+        return StepOutputs(self._made_up(seed, position), logprobs, report=report)
 
     def _candidates(self, inputs: StepInputs, seed: np.ndarray, position: np.ndarray) -> Logprobs:
         """They differ by slot, or all beams would come from one; with an ancestry, as many of each
@@ -167,9 +210,12 @@ class SimulatedExecutor:
     def apply(self, moves: Moves) -> None:
         if hasattr(self._cost, "moves_s"):
             self._moves_s += self._cost.moves_s(moves)
+        if self._pages:
+            self._pages.move(moves)
 
     def apply_after(self, moves: Moves) -> None:
-        pass
+        if self._pages:
+            self._pages.move_after(moves)
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
         pass
@@ -177,6 +223,12 @@ class SimulatedExecutor:
     def reset(self) -> None:
         self._device_free_s, self._moves_s = self.clock.now(), 0.0
         self.adapters.reset()
+
+
+def _computed_rows(inputs: StepInputs) -> np.ndarray:
+    """Rows of which the step computes tokens."""
+    rows = np.unique(inputs.token_rows[inputs.token_rows < inputs.lengths.shape[0]])
+    return rows[np.asarray(inputs.lengths)[rows] > 0]
 
 
 def _lengths_by_iteration(inputs: StepInputs) -> np.ndarray:

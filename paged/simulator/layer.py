@@ -8,25 +8,28 @@ from pallas_kernels.lora import PAGE_RANKS
 ITEMSIZE = 2  # of activations and, unless they are W8A8, of weights
 
 
-def layer_ops(model: ShardedModel, tokens, bits: int = 16) -> dict[str, Op]:
+def layer_ops(model: ShardedModel, tokens, bits: int = 16, weight_bits: int = 16) -> dict[str, Op]:
     """All ops of a layer but attention and all-reduces, in the order in which they run.
 
     tokens: T, an int or an array. bits: of the operands of products, 16, or 8 for W8A8, whose
-    activations are quantised by row before each product. Norms read their rows twice; gated MLPs
-    compute gate and up in one product.
+    activations are quantised by row before each product. weight_bits: of weights in memory, if
+    fewer. Norms read their rows twice; gated MLPs compute gate and up in one product.
     """
     T, shard = tokens, model.shard
     E, F, D = shard.hidden_size, shard.intermediate_size, shard.head_dim
     H, K, gated = shard.num_heads, shard.num_kv_heads, not shard.learned_positions
     norm, add = Rows(T, 3 * ITEMSIZE * E), Elements(3 * ITEMSIZE * T * E)
-    ops: dict[str, Op] = {"attention_norm": norm, "qkv": Product(T, E, (H + 2 * K) * D, bits)}
+    ops: dict[str, Op] = {
+        "attention_norm": norm,
+        "qkv": Product(T, E, (H + 2 * K) * D, bits, weight_bits),
+    }
     if gated:
         ops["rope"] = Rows(T, 2 * ITEMSIZE * (H + K) * D)
-    ops["o"] = Product(T, H * D, E, bits)
+    ops["o"] = Product(T, H * D, E, bits, weight_bits)
     ops |= {"attention_add": add, "mlp_norm": norm}
-    ops["mlp_up"] = Product(T, E, (1 + gated) * F, bits)
+    ops["mlp_up"] = Product(T, E, (1 + gated) * F, bits, weight_bits)
     ops["activation"] = Rows(T, (2 + gated) * ITEMSIZE * F)
-    ops |= {"mlp_down": Product(T, F, E, bits), "mlp_add": add}
+    ops |= {"mlp_down": Product(T, F, E, bits, weight_bits), "mlp_add": add}
     if bits == 8:
         quantised = {name: op for name, op in ops.items() if isinstance(op, Product)}
         ops |= {f"quantise_{name}": Rows(T, 3 * op.k) for name, op in quantised.items()}

@@ -11,6 +11,7 @@ best, so the floor is the longer of the two, plus the time of dispatching progra
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -51,18 +52,21 @@ def step_cost(
         raise ValueError(f"{context.size} contexts with {new.size} numbers of new tokens")
     for i in np.flatnonzero((new < 1) | (new > context)):
         raise ValueError(f"{new[i]} new tokens in a context of {context[i]}")
-    window, L = model.sliding_window or int(context.max()), model.num_layers
+    windows = [window or int(context.max()) for window in model.attention.windows]
     weights, tokens = _weights(model), int(new.sum())
 
-    seen = int((seen_up_to(context, window) - seen_up_to(context - new, window)).sum())
-    # The first new token sees the oldest one that is read.
-    kept = int((context - np.maximum(0, context - new + 1 - window)).sum())
+    seen = kept = 0
+    for window, layers in Counter(windows).items():
+        of_window = seen_up_to(context, window) - seen_up_to(context - new, window)
+        seen += layers * int(of_window.sum())
+        # The first new token sees the oldest one that is read.
+        kept += layers * int((context - np.maximum(0, context - new + 1 - window)).sum())
     return Cost(
         bytes=jnp.dtype(dtype).itemsize * (weights.numbers + tokens * weights.looked_up)
-        + L * kv_bytes_of_token(model, dtype) * kept,
+        + kv_bytes_of_token(model, dtype) * kept,
         flops=tokens * weights.token_flops
         + len(context) * weights.sequence_flops
-        + 2 * 2 * L * model.num_heads * model.head_dim * seen,  # q·k, and its weights times v
+        + 2 * 2 * model.num_heads * model.head_dim * seen,  # q·k, and its weights times v
     )
 
 

@@ -66,7 +66,8 @@ class StepCost:
 
     layout: the KV policy's.
     unit_bytes: of a unit of each of the policy's pools, on all shards together.
-    bits: of the operands of products, 8 for W8A8.
+    bits: of the operands of products, 8 for W8A8 and W4A8.
+    weight_bits: of weights in memory, if fewer: 4 for W4A8.
     adapter_pages: rank pages of the adapter in each adapter slot; 1 in slots that it lacks.
     Sampling, and gathering logits from several GPUs, take no time.
     """
@@ -76,6 +77,7 @@ class StepCost:
     layout: Layout
     unit_bytes: Mapping[str, int]
     bits: int = 16
+    weight_bits: int = 16
     host: Host = HOSTS["none"]
     adapter_pages: Mapping[int, int] = field(default_factory=dict)
     # Results by (tokens, sampled): steps of the same size recur.
@@ -102,10 +104,11 @@ class StepCost:
             raise ValueError(f"host {host!r} is none of {', '.join(HOSTS)}")
         costs = CostModel(machine(gpu), attention_knob=attention_knob)
         costs.all_reduce_s(0, config.tensor_parallel)
-        bits = 8 if config.quantization == "w8a8" else 16
+        bits = 16 if config.quantization == "none" else 8
         units = {pool.name: pool.unit_bytes for pool in policy.host(config, sharded).pools}
         layout = policy.layout(config, sharded)
-        return cls(costs, sharded, layout, units, bits, HOSTS[host].times(host_knob))
+        weight_bits = 4 if config.quantization == "w4a8" else bits
+        return cls(costs, sharded, layout, units, bits, weight_bits, HOSTS[host].times(host_knob))
 
     def with_adapters(self, pages: Mapping[int, int]) -> "StepCost":
         """The same cost with other `adapter_pages`."""
@@ -119,25 +122,33 @@ class StepCost:
         return self.costs.copies_s(copies, adapter_page_bytes(self.model))
 
     def __call__(self, inputs: StepInputs) -> float:
+        return self.holding_s(inputs, None)
+
+    def holding_s(self, inputs: StepInputs, held: np.ndarray | None) -> float:
+        """Seconds of a step whose rows hold so many tokens (`Layout.work`)."""
         S = inputs.lengths.shape[0]
         new = np.bincount(np.minimum(inputs.token_rows, S), minlength=S)[:S]
         rows = np.flatnonzero((new > 0) & (inputs.lengths > 0))
         new = new[rows]
         seconds = self.dense_s(int(new.sum()), int((np.asarray(inputs.samples) != 0).sum()))
-        seconds += float(self.attention_s(np.asarray(inputs.lengths)[rows], new))
+        seconds += float(self.attention_s(np.asarray(inputs.lengths)[rows], new, held))
         if inputs.num_segments.size and (count := int(inputs.num_segments[0])):
             tokens = int((inputs.segment_ends - inputs.segment_starts)[:count].sum())
             seconds += self.adapters_s(np.asarray(inputs.segment_slots[:count]), tokens)
         return float(self.host.step_s(seconds, len(rows), self.model.num_shards))
 
-    def decodes_s(self, contexts: np.ndarray, adapters: np.ndarray) -> np.ndarray:
+    def decodes_s(
+        self, contexts: np.ndarray, adapters: np.ndarray, held: np.ndarray | None = None
+    ) -> np.ndarray:
         """Seconds [k] of k steps that each compute one token of every row.
 
         contexts: [k, n] tokens of each row after the step.
         adapters: [n] adapter slots, -1 for none.
+        held: [k, n, I] tokens that rows hold (`Layout.work`).
         """
         rows = contexts.shape[1]
-        seconds = self.dense_s(rows, rows) + self.attention_s(contexts, np.ones_like(contexts))
+        attention_s = self.attention_s(contexts, np.ones_like(contexts), held)
+        seconds = self.dense_s(rows, rows) + attention_s
         if tokens := int((adapters >= 0).sum()):
             seconds = seconds + self.adapters_s(adapters[adapters >= 0], tokens)
         return self.host.step_s(seconds, rows, self.model.num_shards)
@@ -172,7 +183,8 @@ class StepCost:
         return self._dense[tokens, sampled]
 
     def _dense_s(self, tokens: int, sampled: int) -> float:
-        ops, num_gpus = layer_ops(self.model, tokens, self.bits).values(), self.model.num_shards
+        num_gpus = self.model.num_shards
+        ops = layer_ops(self.model, tokens, self.bits, self.weight_bits).values()
         layer = sum(self.costs.op_s(op) for op in ops)
         hidden = tokens * self.model.shard.hidden_size * ITEMSIZE
         layer += 2 * self.costs.all_reduce_s(hidden, num_gpus)

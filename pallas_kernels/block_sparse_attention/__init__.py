@@ -8,6 +8,7 @@ from pallas_kernels.block_sparse_attention.hybrid import (
 from pallas_kernels.block_sparse_attention.lists import (
     BlockLists,
     Tiles,
+    first_in_list,
     lists_of,
     streaming_blocks,
     streaming_lists,
@@ -26,6 +27,7 @@ __all__ = [
     "Segments",
     "Tiles",
     "block_sparse_prefill_attention",
+    "first_in_list",
     "hybrid_prefill_attention",
     "last_queries",
     "lists_of",

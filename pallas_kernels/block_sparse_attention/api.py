@@ -17,6 +17,7 @@ def block_sparse_prefill_attention(
     page_offset: int | jax.Array = 0,
     scale: float | None = None,
     soft_cap: float | None = None,
+    first_T=None,
     schedule: PrefillSchedule | None = None,
     implementation: str | None = None,
 ):
@@ -24,7 +25,8 @@ def block_sparse_prefill_attention(
     list alone (LServe §3.1, §3.4). The work is that of the pages that are kept.
 
     q:        [T, H, D] queries; head h reads with KV head h // G.
-    k_pages, v_pages [N, P, D], page_offset, scale, soft_cap: as in `paged_prefill_attention`.
+    k_pages, v_pages [N, P, D], page_offset, scale, soft_cap, first: as in
+              `paged_prefill_attention`; `first_in_list` has those of a sliding window.
     pages:    [I, K, B] int32, the page ids of `lists.blocks`; all heads keep the same number.
     lists:    of the queries' chunks, for pages of P tokens.
     schedule: `plan_prefill` of `lists.starts` and `lists.lengths`; None makes one for this call.
@@ -39,6 +41,7 @@ def block_sparse_prefill_attention(
         )
     return paged_prefill_attention(
         q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, pages_IxKxB, lists.starts, lists.lengths,
-        page_offset=page_offset, scale=scale, soft_cap=soft_cap, schedule=schedule,
+        page_offset=page_offset, scale=scale, soft_cap=soft_cap, first_T=first_T,
+        schedule=schedule,
         implementation=implementation,
     )  # fmt: skip

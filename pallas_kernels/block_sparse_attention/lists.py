@@ -49,6 +49,15 @@ def streaming_blocks(query_blocks, sink: int, local: int):
     return blocks, query_blocks + 1 - skipped
 
 
+def first_in_list(positions, page_size: int, sink: int, local: int, window: int):
+    """The first token of the list of a streaming head, by its place there, that is within the
+    sliding `window` of queries at `positions` [...]: [...] int32. sink, local: pages, as in
+    `streaming_blocks`."""
+    skipped = jnp.maximum(positions // page_size - local - sink, 0) * page_size
+    oldest, sinks = jnp.maximum(positions + 1 - window, 0), sink * page_size
+    return jnp.where(oldest < sinks, oldest, jnp.maximum(oldest - skipped, sinks))
+
+
 class Tiles(NamedTuple):
     """The tiles of queries of ragged chunks, [I] int32 each.
 

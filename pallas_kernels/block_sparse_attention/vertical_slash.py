@@ -18,6 +18,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.block_sparse_attention.lists import BlockLists, Tiles, lists_of, tiles_of
+from pallas_kernels.paged_attention.xla import scores_of
+from pallas_kernels.quantization import QuantizedPages
 
 LAST_QUERIES = 64  # of a segment, from which the reads of all its queries are estimated
 CHUNK = 512  # keys that an iteration reads
@@ -83,14 +85,15 @@ def vertical_slash_blocks(
     *,
     page_offset: int | jax.Array = 0,
     scale: float | None = None,
+    soft_cap: float | None = None,
     implementation: str | None = None,
 ):
     """The logical pages [I, K, M] int32 that each tile of queries keeps, in ascending order; those
     beyond a list's length may be anything.
 
     q: `last_queries` of the segments; head h reads with KV head h // G. k_pages, tables,
-    page_offset, scale: as in `paged_prefill_attention`. segments, tiles: of the same chunks.
-    sparse, count: as in `vertical_slash_lists`.
+    page_offset, scale, soft_cap: as in `paged_prefill_attention`; pages may be quantised. segments,
+    tiles: of the same chunks. sparse, count: as in `vertical_slash_lists`.
 
     Raises ValueError for a count that is not from 2 to M, or an implementation that is none.
     """
@@ -99,10 +102,10 @@ def vertical_slash_blocks(
         raise ValueError(f"count must be from 2 to {M}, not {count}")
     scale = q_JxQxHxD.shape[-1] ** -0.5 if scale is None else scale
     run = backend.choose("vertical_slash_blocks", ESTIMATE, implementation)
-    q, k_pages, sparse = (jnp.asarray(x) for x in (q_JxQxHxD, k_pages_NxPxD, sparse_S))
+    q, k_pages, sparse = jax.tree.map(jnp.asarray, (q_JxQxHxD, k_pages_NxPxD, sparse_S))
     tables = tables_SxKxM + jnp.asarray(page_offset, jnp.int32)[..., None]
     telling = jnp.where(sparse[segments.rows], segments.lengths, 0)
-    by_page, by_distance = run(q, k_pages, tables, segments, telling, scale)
+    by_page, by_distance = run(q, k_pages, tables, segments, telling, scale, soft_cap)
     by_page, by_distance = by_page.at[:, :, 0].set(jnp.inf), by_distance.at[:, :, 1].set(jnp.inf)
     every = jnp.arange(M, dtype=jnp.int32)
     segment = (
@@ -140,18 +143,22 @@ def _queries_of(q, segments: Segments, length, j, K: int):
     return queries.transpose(1, 2, 0, 3), length + before_end, there
 
 
-def reference(q, k_pages, tables, segments: Segments, lengths, scale):
+def reference(q, k_pages, tables, segments: Segments, lengths, scale, soft_cap=None):
     """The definition. Probabilities are summed by column and by diagonal, over all query heads of a
     KV head. Returns the best sum of each page, and of each distance between pages, [J, K, M] each.
     lengths: [J] of segments; a length of 0 gives zeros."""
     K, M = tables.shape[1:]
     n = M * k_pages.shape[1]
+    if isinstance(k_pages, QuantizedPages):
+        k_pages = k_pages.values()
 
     def of_segment(j):
         queries, position, there = _queries_of(q, segments, lengths[j], j, K)
         keys = k_pages[tables[segments.rows[j]]].reshape(K, n, -1)
         queries, keys = queries.astype(jnp.float32), keys.astype(jnp.float32)
         scores = jnp.einsum("kgqd,knd->kgqn", queries, keys, precision="highest") * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         distance = position[:, None] - jnp.arange(n)
         seen = there[:, None] & (distance >= 0) & (lengths[j] > 0)
         probs = jax.nn.softmax(jnp.where(seen, scores, NEG_INF), axis=-1)
@@ -162,7 +169,7 @@ def reference(q, k_pages, tables, segments: Segments, lengths, scale):
     return jax.vmap(of_segment)(jnp.arange(len(q)))
 
 
-def xla(q, k_pages, tables, segments: Segments, lengths, scale):
+def xla(q, k_pages, tables, segments: Segments, lengths, scale, soft_cap=None):
     """Reads the keys twice, for the sums that probabilities are divided by, and for these. Work is
     that of the keys that there are."""
     K, M = tables.shape[1:]
@@ -176,25 +183,26 @@ def xla(q, k_pages, tables, segments: Segments, lengths, scale):
         length, row = lengths[segment], segments.rows[segment]
         queries, position, there = _queries_of(q, segments, length, segment, K)
 
-        def scores_of(j):
+        def scores_at(j):
             ids = jax.lax.dynamic_slice(tables[row], (0, j * pages), (K, pages))
-            keys = k_pages.at[ids].get(mode="clip").reshape(K, chunk, D)
-            scores = scale * jnp.einsum(
-                "krd,kcd->krc", queries.reshape(K, -1, D), keys, preferred_element_type=jnp.float32
-            )
+            if isinstance(k_pages, QuantizedPages):
+                keys = k_pages.read(k_pages.words.at[ids].get(mode="clip"))
+            else:
+                keys = k_pages.at[ids].get(mode="clip").reshape(K, chunk, D)
+            scores = scores_of(queries.reshape(K, -1, D), keys, scale, soft_cap)
             seen = there[:, None] & (j * chunk + jnp.arange(chunk) <= position[:, None])
             return jnp.where(seen, scores.reshape(K, -1, Q, chunk), NEG_INF)
 
         def normalise(j, state):
             top, total = state
-            scores = scores_of(j)
+            scores = scores_at(j)
             new_top = jnp.maximum(top, scores.max(-1))
             new = jnp.exp(scores - new_top[..., None]).sum(-1)
             return new_top, total * jnp.exp(top - new_top) + new
 
         def add(j, state):
             columns, diagonals = state
-            scores = scores_of(j)
+            scores = scores_at(j)
             probs = jnp.exp(scores - top[..., None]) / total[..., None]
             probs = jnp.where(scores > NEG_INF, probs, 0).sum(1)  # [K, Q, chunk]
             columns = jax.lax.dynamic_update_slice(columns, probs.sum(1), (0, j * chunk))

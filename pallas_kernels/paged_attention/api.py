@@ -1,5 +1,7 @@
 """The public ops. They check shapes, fill in defaults and choose an implementation."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -18,13 +20,13 @@ from pallas_kernels.paged_attention import (
 from pallas_kernels.paged_attention.schedule import DecodeSchedule, PrefillSchedule
 from pallas_kernels.quantization import KVFormat, QuantizedPages
 
-DECODE = {
+DECODE: dict[str, Callable] = {
     "reference": reference.decode,
     "xla": xla.decode,
     "mosaic_gpu": decode_sm90.decode,
     "mosaic_gpu_ampere": decode_sm80.decode,
 }
-DECODE_QUANTISED = {
+DECODE_QUANTISED: dict[str, Callable] = {
     "reference": reference.decode,
     "xla": xla.decode,
     "mosaic_gpu": quantized_sm90.decode_pages,
@@ -102,6 +104,7 @@ def paged_attention(
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    first_SxK=None,
     return_lse: bool = False,
     return_scores: bool = False,
     schedule: DecodeSchedule | None = None,
@@ -121,6 +124,9 @@ def paged_attention(
     scale:    multiplies q·k; None means D ** -0.5.
     sliding_window: how many of the last tokens are read; None means all.
     soft_cap: scores become soft_cap * tanh(score / soft_cap).
+    first:    [S, K] int32, the first token of its table that each head reads, for windows over
+              tables that leave pages out; None means 0, or what the sliding window says. Kernels
+              read tables from their beginning.
     return_lse: whether to return the log-sum-exp of the scores too.
     return_scores: whether to return the scores too.
     schedule: `plan_decode` of these lengths, made for all layers; None makes one for this call.
@@ -152,13 +158,14 @@ def paged_attention(
     else:
         implementations, refuse = DECODE, DECODE_REFUSALS.get(implementation or "mosaic_gpu")
         refusal = refusal_of(refuse, q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
+    refusal, skips = _skips(first_SxK, refusal)
     run = backend.choose("paged_attention", implementations, implementation, refusal)
     page_offset = _offset(page_offset, K)
     out, lse, *scores = run(
         q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, lengths_SxK,
         page_offset=page_offset, scale=D**-0.5 if scale is None else scale,
         sliding_window=sliding_window, soft_cap=soft_cap, returns_scores=return_scores,
-        schedule=schedule,
+        schedule=schedule, **skips,
     )  # fmt: skip
     results = out, *[lse] * return_lse, *scores
     return results if len(results) > 1 else out
@@ -176,6 +183,7 @@ def paged_prefill_attention(
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    first_T=None,
     schedule: PrefillSchedule | None = None,
     implementation: str | None = None,
 ):
@@ -187,6 +195,8 @@ def paged_prefill_attention(
     query_starts: [S + 1] int32, non-decreasing from 0. Rows from query_starts[S] on are padding.
     lengths:  [S] int32 tokens of each sequence in the cache, with those of the chunk. The last
               query of a chunk sees all of them, and each query before it sees one fewer.
+    first:    [T] int32, as in `paged_attention`, of all heads; no query's is below that of the one
+              before it in its sequence.
     schedule: `plan_prefill` of these chunks, made for all layers; None makes one for this call.
 
     Returns [T, H, D] in q's dtype; padding rows hold any finite values. Raises ValueError if
@@ -205,6 +215,7 @@ def paged_prefill_attention(
         tables=tables_SxKxM, query_starts=query_starts, lengths=lengths_S
     )
     refusal = refusal_of(prefill_sm90.refusal, q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
+    refusal, skips = _skips(first_T, refusal)
     _check_schedule(schedule, PrefillSchedule)
     lists = schedule is not None and schedule.key_tiles is not None
     if lists and (refusal or not backend.runs_kernels(implementation)):
@@ -214,8 +225,15 @@ def paged_prefill_attention(
     return run(
         q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, query_starts, lengths_S,
         page_offset=_offset(page_offset, K), scale=scale, sliding_window=sliding_window,
-        soft_cap=soft_cap, schedule=schedule,
+        soft_cap=soft_cap, schedule=schedule, **skips,
     )  # fmt: skip
+
+
+def _skips(first, refusal: str | None) -> tuple[str | None, dict]:
+    """The kernel's refusal, and the argument `first` if it is given."""
+    if first is None:
+        return refusal, {}
+    return refusal or "it reads tables from their beginning", {"first": first}
 
 
 def _array(x):

@@ -15,7 +15,7 @@ def _gather(pages_NxPxD, tables_SxKxM):
 
 def decode(
     q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap,
-    returns_scores=False, schedule=None,
+    returns_scores=False, schedule=None, first=None,
 ):  # fmt: skip
     S, H, D = q.shape
     K = tables.shape[1]
@@ -29,6 +29,8 @@ def decode(
     seen = index < lengths[..., None]
     if sliding_window is not None:
         seen &= index >= lengths[..., None] - sliding_window
+    if first is not None:
+        seen &= index >= first[..., None]
     probs = jax.nn.softmax(scores, where=seen[:, :, None], axis=-1)
     # The softmax of a row that sees nothing is undefined. The op promises zeros there.
     probs = jnp.where(seen[:, :, None], probs, 0.0)
@@ -43,7 +45,7 @@ def decode(
 
 def prefill(
     q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window,
-    soft_cap, schedule=None,
+    soft_cap, schedule=None, first=None,
 ):  # fmt: skip
     """Each query row becomes a decode query whose length ends at the row's own position."""
     T = q.shape[0]
@@ -53,8 +55,11 @@ def prefill(
     visible = lengths[seq] - (query_starts[seq + 1] - 1 - row)
     visible = jnp.where(row < query_starts[-1], visible, 0)
     visible_TxK = jnp.broadcast_to(visible[:, None], (T, K))
+    if first is not None:
+        first = jnp.broadcast_to(first[:, None], (T, K))
     out, _ = decode(
         q, k_pages, v_pages, tables[seq], visible_TxK,
         page_offset=page_offset, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
+        first=first,
     )  # fmt: skip
     return out

@@ -43,7 +43,7 @@ def _read(k_pages_NxPxD, v_pages_NxPxD, ids):
     return copied(k_pages_NxPxD), copied(v_pages_NxPxD)
 
 
-def _scores(q, k, scale, soft_cap):
+def scores_of(q, k, scale, soft_cap):
     """Scores [..., R, C] in float32. A query that was scaled itself would be rounded once more."""
     if isinstance(k, Codes):
         products = k.products(in_planes(q, k.format))
@@ -86,20 +86,23 @@ def _result(acc, top, total):
     return acc / jnp.maximum(total, 1e-30)[..., None], top + jnp.log(total)
 
 
-def _first_tokens(lengths, sliding_window):
+def _first_tokens(lengths, sliding_window, first=None):
+    if first is not None:
+        return jnp.minimum(first, lengths)
     if sliding_window is None:
         return jnp.zeros_like(lengths)
     return jnp.maximum(lengths - sliding_window, 0)
 
 
-def _ends(first, lengths, begin, end, P: int, sliding_window):
+def _ends(first, lengths, begin, end, P: int, skips: bool):
     """The columns of a table that are read in part, [S, K, e].
 
+    skips: whether any sequence reads its tokens from another than the first on.
     A sequence reads its tokens `first` to `lengths` - 1 [S, K]; columns `begin` to `end` - 1 of its
     table are read whole. The second result [S, K, e * P] tells which tokens of the others are read.
     """
     parts = [(end, jnp.maximum(first, end * P), lengths)]
-    if sliding_window is not None:
+    if skips:
         parts.append((first // P, first, jnp.minimum(begin, end) * P))
     columns, start, stop = (jnp.stack(values, -1) for values in zip(*parts))
     token = columns[..., None] * P + jnp.arange(P)
@@ -109,7 +112,7 @@ def _ends(first, lengths, begin, end, P: int, sliding_window):
 
 def decode(
     q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap,
-    returns_scores=False, schedule=None,
+    returns_scores=False, schedule=None, first=None,
 ):  # fmt: skip
     """First pages that are read in part, of all sequences at once; then whole pages in a loop.
 
@@ -126,7 +129,8 @@ def decode(
     # of them, so short sequences do not wait for long ones.
     W = max(1, tokens // (pages * P))
     q_SxKxGxD = q.reshape(S, K, H // K, D)
-    first = _first_tokens(lengths, sliding_window)
+    skips = first is not None or sliding_window is not None
+    first = _first_tokens(lengths, sliding_window, first)
     begin, end = (first + P - 1) // P, lengths // P
 
     def listed(s, columns):
@@ -145,13 +149,13 @@ def decode(
         heads = jnp.arange(K)[:, None]
         return all_scores.at[s[:, None, None], heads, :, columns].set(scores, mode="drop")
 
-    columns, held = _ends(first, lengths, begin, end, P, sliding_window)
+    columns, held = _ends(first, lengths, begin, end, P, skips)
     # An entry of the table without a token that is read may name no page.
     some_held = held.reshape(*columns.shape, P).any(-1)
     ids = jnp.where(some_held, listed(jnp.arange(S), columns), 0)
     k, v = _read(k_pages, v_pages, ids)
     v = _only_held(v, held)
-    scores = _scores(q_SxKxGxD, k, scale, soft_cap)
+    scores = scores_of(q_SxKxGxD, k, scale, soft_cap)
     seen = held[:, :, None]
     kept = jnp.full((S, K, H // K, tables.shape[-1] * returns_scores, P), -jnp.inf)
     kept = keep(kept, jnp.arange(S), columns, seen, scores)
@@ -184,7 +188,7 @@ def decode(
         ids = jnp.where(whole, listed(s, columns), whole_page[s][:, None, None])
 
         k, v = _read(k_pages, v_pages, ids)
-        scores = _scores(q_SxKxGxD[s], k, scale, soft_cap)
+        scores = scores_of(q_SxKxGxD[s], k, scale, soft_cap)
         kept = keep(kept, s, columns, seen, scores)
         scores = jnp.where(seen, scores, NEG_INF)
         new_top = top.at[sequence].max(scores.max(-1), mode="drop")
@@ -202,11 +206,12 @@ def decode(
 
 def prefill(
     q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window,
-    soft_cap, schedule=None,
+    soft_cap, schedule=None, first=None,
 ):  # fmt: skip
     T, H, D = q.shape
     _, P, _ = k_pages.shape
     S, K, _ = tables.shape
+    firsts = None if first is None else jnp.pad(first, (0, min(T, QUERY_TILE)))
     G = H // K
     pages = max(1, PREFILL_CHUNK // P)
     chunk = pages * P
@@ -226,7 +231,10 @@ def prefill(
         # The position of each row in its sequence. Rows beyond the chunk see as much as its last.
         position = lengths[s] - query_starts[s + 1] + start + jnp.arange(tile)
         position = jnp.minimum(position, lengths[s] - 1)
-        first = _first_tokens(position + 1, sliding_window)
+        if firsts is None:
+            first = _first_tokens(position + 1, sliding_window)
+        else:
+            first = jax.lax.dynamic_slice_in_dim(firsts, start, tile)
         last_column = jnp.maximum(lengths[s] - 1, 0) // P
 
         def attend_chunk(j, state):
@@ -239,7 +247,7 @@ def prefill(
             # The other tokens of a page are what a former owner has left there, maybe NaN.
             k, v = _read(k_pages, v_pages, ids)
             v = _only_held(v, held)
-            scores = _scores(q_KxRxD, k, scale, soft_cap)
+            scores = scores_of(q_KxRxD, k, scale, soft_cap)
             acc, top, total = state
             new_acc, new_top, new_total = _attended(scores, jnp.tile(seen, (G, 1)), v, top)
             decay = jnp.exp(top - new_top)

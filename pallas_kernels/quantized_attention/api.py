@@ -31,6 +31,8 @@ def mixed_precision_attention(
     *,
     single: int = 0,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    oldest_S=None,
     schedule: DecodeSchedule | None = None,
     implementation: str | None = None,
 ):
@@ -45,6 +47,9 @@ def mixed_precision_attention(
     formats:  of each precision, the highest first.
     single:   columns that the highest of three precisions has, and no other (§5.3); 0 of two.
     scale:    multiplies q·k; None means D ** -0.5.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap).
+    oldest:   [S] int32, the position from which on tokens are read, as pages say it; None means 0.
+              The kernel reads all.
     schedule: `plan_mixed_decode` of these counts; None makes one.
 
     Returns the attention [S, H, D] in q's dtype, zeros where nothing is read; the log-sum-exp of
@@ -72,6 +77,9 @@ def mixed_precision_attention(
                 f"{q_SxHxD.shape} and a pool {words_NxW.shape}"
             )
     refusal = decode_sm90.refusal(q_SxHxD, words_NxW, K, formats)
+    window = {} if oldest_S is None else {"oldest": oldest_S}
+    if window:
+        refusal = refusal or "it reads tokens of all positions"
     implementations = DECODE
     if implementation is None and not refusal and backend.runs_kernels(None):
         # The results of both devices' programs have one shape.
@@ -80,7 +88,7 @@ def mixed_precision_attention(
     counts = tuple(jnp.moveaxis(jnp.asarray(counts_SxKxI, jnp.int32), -1, 0))
     return run(
         q_SxHxD, words_NxW, tables_SxKxM, counts, formats=formats, runs=runs,
-        scale=D**-0.5 if scale is None else scale, schedule=schedule,
+        scale=D**-0.5 if scale is None else scale, soft_cap=soft_cap, schedule=schedule, **window,
     )  # fmt: skip
 
 
@@ -117,6 +125,8 @@ def prompt_attention(
     query_starts,
     *,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sliding_window=None,
     last_rows: int | None = None,
     own: bool = False,
     by_head: bool = False,
@@ -129,6 +139,9 @@ def prompt_attention(
               prompt s.
     query_starts: [S + 1] int32, non-decreasing from 0. Rows from query_starts[S] on are padding.
     scale:    multiplies q·k; None means D ** -0.5.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap). The kernel has none.
+    sliding_window: int32, which may be traced: how many of the last tokens a query sees, itself
+              included; None means all. The kernel has none.
     last_rows: queries at the end of each prompt whose scores count; None means all.
     own:      whether the score counts that a token gives itself.
     by_head:  whether scores are summed over queries before the largest of a KV head's query heads
@@ -151,8 +164,12 @@ def prompt_attention(
         raise ValueError(f"last_rows must be at least 1, not {last_rows}")
     scale = D**-0.5 if scale is None else scale
     refusal = prompt_sm90.refusal(q_TxHxD, k_TxKxD, v_TxKxD, scale)
+    masks = {"soft_cap": soft_cap, "sliding_window": sliding_window}
+    masks = {name: value for name, value in masks.items() if value is not None}
+    if masks:
+        refusal = refusal or f"it has no {' and no '.join(masks)}"
     run = backend.choose("prompt_attention", PROMPT, implementation, refusal)
     return run(
         q_TxHxD, k_TxKxD, v_TxKxD, jnp.asarray(query_starts, jnp.int32), scale=scale,
-        last_rows=last_rows, own=own, by_head=by_head, schedule=schedule,
+        last_rows=last_rows, own=own, by_head=by_head, schedule=schedule, **masks,
     )  # fmt: skip

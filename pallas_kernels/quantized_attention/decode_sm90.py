@@ -37,10 +37,10 @@ def schedule_of(counts, formats: tuple[PageFormat, ...]) -> DecodeSchedule:
     return quantized_tiles.schedule_of(counts, sections_of(formats))
 
 
-def decode(q, words, tables, counts, *, formats, runs, scale, schedule=None):
+def decode(q, words, tables, counts, *, formats, runs, scale, soft_cap=None, schedule=None):
     out, lse, scores = quantized_sm90.decode(
         q, words, words, tables, counts, sections_of(formats, runs), scale=scale,
-        schedule=schedule, returns_scores=True,
+        soft_cap=soft_cap, schedule=schedule, returns_scores=True,
     )  # fmt: skip
     return out, lse, tuple(scores)
 

@@ -7,7 +7,9 @@ import numpy as np
 from pallas_kernels.quantization import dequantize
 
 
-def decode(q, words, tables, counts, formats, *, runs, scale, schedule=None):
+def decode(
+    q, words, tables, counts, formats, *, runs, scale, soft_cap=None, oldest=None, schedule=None
+):
     S, H, D = q.shape
     K = tables.shape[1]
     q_SxKxGxD = q.astype(jnp.float32).reshape(S, K, H // K, D)
@@ -19,7 +21,12 @@ def decode(q, words, tables, counts, formats, *, runs, scale, schedule=None):
         keys = dequantize(parts[0], parts[1], format.keys)
         values = dequantize(parts[2], parts[3], format.values)
         seen = jnp.arange(M * P) < count[..., None]
+        if oldest is not None:
+            positions = format.section(rows, 5).reshape(S, K, M * P).astype(jnp.int32)
+            seen &= positions >= oldest[:, None, None]
         scores = jnp.einsum("skgd,sktd->skgt", q_SxKxGxD, keys, precision="highest") * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         all_scores.append(jnp.where(seen[:, :, None], scores, -jnp.inf))
         all_values.append(jnp.where(seen[..., None], values, 0))
         shapes.append((S, K, H // K, M, P))
@@ -31,15 +38,22 @@ def decode(q, words, tables, counts, formats, *, runs, scale, schedule=None):
     return out.reshape(S, H, D).astype(q.dtype), lse.reshape(S, H), kept
 
 
-def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head, schedule=None):
+def prompt(
+    q, k, v, query_starts, *, scale, last_rows, own, by_head, schedule=None, soft_cap=None,
+    sliding_window=None,
+):  # fmt: skip
     T, H, D = q.shape
     K, S = k.shape[1], len(query_starts) - 1
     at = jnp.arange(T)
     row = jnp.searchsorted(query_starts, at, side="right") - 1
     real = at < query_starts[-1]
     seen = (row[:, None] == row) & (at <= at[:, None]) & real[:, None] & real
+    if sliding_window is not None:
+        seen &= at[:, None] - at < sliding_window
     q_TxKxGxD, k, v = (x.astype(jnp.float32) for x in (q.reshape(T, K, H // K, D), k, v))
     scores = jnp.einsum("tkgd,ukd->kgtu", q_TxKxGxD, k, precision="highest") * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     probs = jax.nn.softmax(scores, where=seen, axis=-1)
     probs = jnp.where(seen, probs, 0.0)
     out = jnp.einsum("kgtu,ukd->tkgd", probs, v, precision="highest").reshape(T, H, D)

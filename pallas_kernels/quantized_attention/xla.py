@@ -16,18 +16,23 @@ KEY_TILE = 128  # keys that they read at a time
 NEG_INF = -1e30
 
 
-def decode(q, words, tables, counts, formats, *, runs, scale, schedule=None):
+def decode(
+    q, words, tables, counts, formats, *, runs, scale, soft_cap=None, oldest=None, schedule=None
+):
     """One precision after the other (§6.2): the pages of all rows and heads form a list for each,
     so that no head waits for a longer one. What parts of a row give is merged by its largest score.
     """
     S, H, D = q.shape
     K, M = tables.shape[1:]
     q_RxGxD = q.astype(jnp.float32).reshape(S * K, H // K, D) * scale
+    if oldest is not None:
+        oldest = jnp.repeat(oldest, K)
     states, kept = [], []
     for run, count, format in zip(runs, counts, formats, strict=True):
         state, scores = _section(
-            q_RxGxD, words, tables.reshape(S * K, M), run, count.reshape(-1), format
-        )
+            q_RxGxD, words, tables.reshape(S * K, M), run, count.reshape(-1), format, soft_cap,
+            oldest,
+        )  # fmt: skip
         states.append(state)
         kept.append(scores.reshape(S, K, run.width, -1, H // K))
     accs, tops, totals = zip(*states)
@@ -39,7 +44,7 @@ def decode(q, words, tables, counts, formats, *, runs, scale, schedule=None):
     return out.astype(q.dtype), (top + jnp.log(total)).reshape(S, H), tuple(kept)
 
 
-def _section(q_RxGxD, words, tables_RxM, run: Run, count_R, format: PageFormat):
+def _section(q_RxGxD, words, tables_RxM, run: Run, count_R, format: PageFormat, soft_cap, oldest_R):
     """An online softmax over the tokens of one precision: ((sums of values [R, G, D], largest
     scores [R, G], sums of weights [R, G]), scores [R, M, P, G], M pages of this precision)."""
     (R, G, D), P, M = q_RxGxD.shape, format.tokens, run.width
@@ -52,8 +57,12 @@ def _section(q_RxGxD, words, tables_RxM, run: Run, count_R, format: PageFormat):
         row, number, live = listed(pages_R, trip, width)
         page = jnp.where(live, tables_RxM[row, run.column(number)], 0)
         held = live[:, None] & (number[:, None] * P + jnp.arange(P) < count_R[row][:, None])
+        if oldest_R is not None:
+            held &= format.read_scores(words, page)[1] >= oldest_R[row][:, None]
         keys, values = format.read(words, page, held)
         scores = keys.products(jax.tree.map(lambda x: x[row], queries))
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(held[:, None], scores, -jnp.inf)
         new_top = top.at[row].max(scores.max(-1))
         # Else XLA computes the weights once for each sum that they are in.
@@ -70,7 +79,10 @@ def _section(q_RxGxD, words, tables_RxM, run: Run, count_R, format: PageFormat):
     return (out_of_planes(acc, format.values), *rest), kept
 
 
-def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head, schedule=None):
+def prompt(
+    q, k, v, query_starts, *, scale, last_rows, own, by_head, schedule=None, soft_cap=None,
+    sliding_window=None,
+):  # fmt: skip
     """Each tile of queries reads the keys twice: once for the largest scores and for the output,
     and once for probabilities, which are not known before."""
     T, H, D = q.shape
@@ -92,13 +104,22 @@ def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head, schedule=No
         row = start + jnp.arange(tile)
         trips = (jnp.minimum(start + tile, end) - first + KEY_TILE - 1) // KEY_TILE
 
+        nearest = jnp.int32(0)
+        if sliding_window is not None:
+            nearest = jnp.maximum(start + 1 - sliding_window - first, 0) // KEY_TILE
+
         def read(j):
             """(scores [K, G, tile, C], their mask [tile, C], the chunk's first token)"""
             at = first + j * KEY_TILE
             index = at + jnp.arange(KEY_TILE)
             chunk = jax.lax.dynamic_slice_in_dim(keys, at, KEY_TILE)
             products = jnp.einsum("tkgd,ckd->kgtc", q_t, chunk, preferred_element_type=jnp.float32)
-            return products * scale, index <= row[:, None], at
+            scores, seen = products * scale, index <= row[:, None]
+            if soft_cap is not None:
+                scores = soft_cap * jnp.tanh(scores / soft_cap)
+            if sliding_window is not None:
+                seen &= row[:, None] - index < sliding_window
+            return scores, seen, at
 
         def attend_chunk(j, state):
             acc, top, total = state
@@ -116,7 +137,7 @@ def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head, schedule=No
 
         shape = K, G, tile
         nothing = jnp.zeros((*shape, D)), jnp.full(shape, NEG_INF), jnp.zeros(shape)
-        acc, top, total = jax.lax.fori_loop(0, trips, attend_chunk, nothing)
+        acc, top, total = jax.lax.fori_loop(nearest, trips, attend_chunk, nothing)
         tile_out = (acc / jnp.maximum(total, 1e-30)[..., None]).transpose(2, 0, 1, 3)
         tile_out = tile_out.reshape(tile, H, D).astype(q.dtype)
         out = jax.lax.dynamic_update_slice_in_dim(out, tile_out, start, 0)
@@ -135,7 +156,7 @@ def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head, schedule=No
 
         if last_rows is not None:  # few tiles have any row that counts
             trips = jnp.where(start + tile > end - last_rows, trips, 0)
-        return out, jax.lax.fori_loop(0, trips, add_chunk, sums)
+        return out, jax.lax.fori_loop(nearest, trips, add_chunk, sums)
 
     sums = jnp.zeros((K, G if by_head else 1, len(keys)))
     out, sums = jax.lax.fori_loop(0, tiles_before[-1], attend_tile, (jnp.zeros_like(queries), sums))

@@ -71,7 +71,7 @@ def test_the_simulation_says_so_and_repeats(tmp_path):
         assert all(0 <= int(sample[f"gpu-0{i}"]) <= 8 for i in range(4))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep  # tests/paged/cluster has engines in threads, the next test this program's end
 def test_real_engines(tmp_path):
     said, numbers = run(tmp_path, BUNDLED)
     assert "simulated" not in said

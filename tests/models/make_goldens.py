@@ -160,6 +160,41 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, int | None]] = {
         None,
     ),
     "gpt2_relu": (GPT2 | {"activation_function": "relu", "n_head": 3}, torch.float16, None),
+    "qwen3_layers": (
+        SMALL
+        | {"model_type": "qwen3", "use_sliding_window": True}
+        | {"sliding_window": 6, "max_window_layers": 1},
+        torch.float16,
+        None,
+    ),
+    "phi3": (
+        {k: v for k, v in SMALL.items() if k != "head_dim"}
+        | {"model_type": "phi3", "sliding_window": 7, "pad_token_id": 0},
+        torch.float16,
+        None,
+    ),
+    "phi3_longrope": (
+        MHA
+        | {"model_type": "phi3", "pad_token_id": 0, "max_position_embeddings": 512}
+        | {"original_max_position_embeddings": 64}
+        | {
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.5, 3.0],
+                "long_factor": [9.0] * 3,
+            }
+        },
+        torch.float16,
+        None,
+    ),
+    "gemma2": (
+        SMALL
+        | {"model_type": "gemma2", "num_hidden_layers": 3, "tie_word_embeddings": True}
+        | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 12}
+        | {"sliding_window": 7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
+        torch.float16,
+        None,
+    ),
 }
 
 

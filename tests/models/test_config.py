@@ -53,6 +53,41 @@ PUBLISHED = {
             sliding_window=4096, bos_token_id=1, eos_token_ids=(2,),
         ),
     ),
+    "microsoft/Phi-3-mini-4k-instruct": (
+        {
+            "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "bos_token_id": 1,
+            "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072,
+            "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "phi3",
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+            "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0,
+            "sliding_window": 2047, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "vocab_size": 32064,
+        },
+        ModelConfig(
+            "phi3", 32064, 3072, 8192, 32, 32, 32, 96, 4096, 1e-5, 10_000.0,
+            sliding_window=2047, bos_token_id=1, eos_token_ids=(32000,),
+        ),
+    ),
+    "google/gemma-2-2b": (
+        {
+            "architectures": ["Gemma2ForCausalLM"], "attention_bias": False,
+            "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid",
+            "eos_token_id": 1, "final_logit_softcapping": 30.0, "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 2304, "intermediate_size": 9216, "max_position_embeddings": 8192,
+            "model_type": "gemma2", "num_attention_heads": 8, "num_hidden_layers": 26,
+            "num_key_value_heads": 4, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+            "torch_dtype": "float32", "vocab_size": 256000,
+        },
+        ModelConfig(
+            "gemma2", 256000, 2304, 9216, 26, 8, 4, 256, 8192, 1e-6, 10_000.0,
+            tie_word_embeddings=True, sliding_window=4096, full_layers=tuple(range(1, 26, 2)),
+            query_scale=1 / 16, attention_cap=50.0, logits_cap=30.0, bos_token_id=2,
+            eos_token_ids=(1,),
+        ),
+    ),
     "Qwen/Qwen2.5-0.5B": (
         {
             "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0,
@@ -234,11 +269,40 @@ def test_learned_positions(model_type, fields, expected):
             },
             7,
         ),
+        ("phi3", {"sliding_window": 7}, 7),
+        ("phi3", {}, None),
     ],
 )  # fmt: skip
 def test_sliding_window(model_type, fields, window):
     config = from_hf(hf(model_type, **fields))
     assert config.sliding_window == window
+    assert config.full_layers == ()
+    assert from_hf(to_hf(config)) == config
+
+
+@pytest.mark.parametrize(
+    "model_type, fields, windows",
+    [
+        ("gemma2", {}, (4096, None)),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, (None, 4096)),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, (None, None)),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, (None, 4096)),
+    ],
+)
+def test_layers_with_and_without_a_window(model_type, fields, windows):
+    config = from_hf(hf(model_type, **fields))
+    assert config.attention.windows == windows
+    assert from_hf(to_hf(config)) == config
+    assert config.attention.within(4096).windows == (None, None)
+
+
+def test_longrope_serves_the_original_context_with_short_factors():
+    short = [1.0, 1.5, 2.0, 3.0]
+    rope = {"type": "su", "short_factor": short, "long_factor": [9.0] * 4}
+    config = from_hf(hf("phi3", original_max_position_embeddings=32, rope_scaling=rope))
+    assert config.max_position_embeddings == 32
+    assert config.rope_scaling is not None and config.rope_scaling.factors == tuple(short)
+    assert config.rope_scaling.factor == pytest.approx((1 + 2 / 5) ** 0.5)  # 128 is 32 four times
     assert from_hf(to_hf(config)) == config
 
 

@@ -29,6 +29,8 @@ FIELDS = [
     for field in dataclasses.fields(CONFIG_MAPPING[kind])
 ]
 WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+LONGROPE = {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}
+ORIGINAL = "original_max_position_embeddings"  # which nothing but LongRoPE has a use for
 # What differs from the default where adding to it would not do.
 OTHER = {
     "architectures": ["Other"],
@@ -54,6 +56,7 @@ def _changed(value):
 @pytest.mark.parametrize(("kind", "field", "default"), FIELDS)
 def test_a_field_that_changes_the_computation_is_read_or_refused(kind, field, default):
     base = hf(kind, **(WINDOWS if kind in ("qwen2", "qwen3") else {}))
+    base |= {ORIGINAL: 64, **LONGROPE} if field == ORIGINAL else {}
     other = OTHER[field] if field in OTHER else _changed(base.get(field, default))
     try:
         noticed = from_hf(base | {field: other}) != from_hf(base)

@@ -51,6 +51,12 @@ def test_layers_in_a_list_compute_what_stacked_layers_do(case):
         ("mistral_window", {"sliding_window": 8}),
         ("qwen2_window", {"sliding_window": 6}),
         ("qwen2", {"qkv_bias": False}),
+        ("qwen3_layers", {"full_layers": ()}),
+        ("phi3_longrope", {"rope_scaling": None}),
+        ("gemma2", {"full_layers": (0,)}),
+        ("gemma2", {"query_scale": None}),
+        ("gemma2", {"attention_cap": None}),
+        ("gemma2", {"logits_cap": 4.5}),
         ("qwen3_sharded", {"qk_norm": False}),
         ("opt", {"model_type": "gpt2"}),  # positions from row 0 of the table
         ("opt", {"norm_eps": 1e-3}),

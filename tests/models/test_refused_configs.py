@@ -47,7 +47,7 @@ from tests.models.config_json import BASE, LLAMA3, ORIGINAL, hf
         ),
         (hf(rope_scaling={"type": "yarn"}), "rope_scaling: rope_type 'yarn' is not among default"),
         (hf(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_type 'dynamic' is not"),
-        (hf(rope_parameters={"rope_type": "longrope"}), "rope_parameters: rope_type 'longrope'"),
+        (hf(rope_parameters={"rope_type": "yarn"}), "rope_parameters: rope_type 'yarn'"),
         (hf(rope_parameters={"full_attention": {}}), "rope_parameters must be one object"),
         (hf(rope_scaling=[2.0]), "rope_scaling must be one object for all layers, not [2.0]"),
         (hf(rope_scaling={"type": "linear"}), "rope_type 'linear': factor is missing"),
@@ -87,12 +87,29 @@ from tests.models.config_json import BASE, LLAMA3, ORIGINAL, hf
         (hf(layer_types=["sliding_attention"] * 2), "layer_types"),
         (hf(layer_types=["full_attention"]), "must name the kind of 2 layers"),
         (
-            hf("qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1),
-            "(sliding_window 7, max_window_layers 1) is not supported: all layers must attend",
+            hf("qwen2", use_sliding_window=True, num_hidden_layers=10**9, max_window_layers=1),
+            "num_hidden_layers must be at most 4096, not 1000000000",
+        ),
+        (
+            hf("qwen2", layer_types=["full_attention", "chunked"]),
+            "layer_types ['full_attention', 'ch",
+        ),
+        (hf("gemma2", sliding_window=None), "is not supported without a sliding_window"),
+        (hf("gemma2", hidden_activation="gelu"), "hidden_activation 'gelu' is not supported"),
+        (hf("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention True"),
+        (hf("gemma2", query_pre_attn_scalar="x"), "query_pre_attn_scalar must be an integer, not"),
+        (
+            hf("gemma2", attn_logit_softcapping=0),
+            "attn_logit_softcapping must be a positive number",
+        ),
+        (hf("phi3", partial_rotary_factor=0.75), "partial_rotary_factor 0.75 is not supported"),
+        (
+            hf("phi3", rope_scaling={"type": "longrope", "short_factor": [1.0] * 3}),
+            "short_factor must be a list of 4 numbers, not [1.0, 1.0, 1.0]",
         ),
         (
             hf("qwen3", layer_types=["sliding_attention"] * 2, sliding_window=7),
-            "(sliding_window None, max_window_layers 2) is not supported",
+            "is not supported without a sliding_window",
         ),
         (hf("qwen2", use_sliding_window="no"), "use_sliding_window must be true or false"),
         (hf("opt", enable_bias=False), "enable_bias False (projections without biases) is not"),
@@ -153,5 +170,5 @@ def test_a_model_that_no_architecture_is_cannot_be_written(config, message):
 
 
 def test_rope_scaling_of_an_unknown_kind():
-    with pytest.raises(ValueError, match="'linear' or 'llama3', not 'yarn'"):
+    with pytest.raises(ValueError, match="'llama3' or 'longrope', not 'yarn'"):
         RopeScaling("yarn", 2.0)

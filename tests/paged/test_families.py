@@ -21,6 +21,10 @@ MODELS = {
     "gpt2": ModelConfig(
         "gpt2", 61, 24, 96, 2, 3, 3, 8, 48, 1e-5, tie_word_embeddings=True, activation="gelu_new"
     ),
+    "gemma2": ModelConfig(
+        "gemma2", 61, 24, 40, 3, 4, 2, 8, 48, 1e-5, sliding_window=9,
+        full_layers=(1,), query_scale=0.3, attention_cap=5.0, logits_cap=8.0,
+    ),
     "wide": ModelConfig("llama", 61, 256, 1152, 2, 4, 2, 64, 48),
 }  # fmt: skip
 SMALL = EngineConfig(
@@ -38,7 +42,9 @@ def make(config):
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(config, id=name, marks=[pytest.mark.slow] * (name in ("wide", "gpt2")))
+        pytest.param(
+            config, id=name, marks=[pytest.mark.slow] * (name in ("wide", "gpt2", "gemma2"))
+        )
         for name, config in MODELS.items()
     ],
 )

@@ -2,21 +2,15 @@
 
 import jax
 
+from experiments.lib.presets import TINY as TINY
 from models import llama
 from models import params as parameters
-from models.config import ModelConfig
 from paged.device.buckets import Buckets
 from paged.engine import Engine
 
-TINY = ModelConfig(
-    model_type="qwen3", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2,
-    num_heads=4, num_kv_heads=2, head_dim=8, max_position_embeddings=256, qk_norm=True,
-    eos_token_ids=(2,),
-)  # fmt: skip
 
-
-def random_params():
-    params = parameters.init(llama.declare(TINY), jax.random.key(1))
+def random_params(model: ModelConfig = TINY):
+    params = parameters.init(llama.declare(model), jax.random.key(1))
     # Larger embeddings give varied continuations instead of one token forever.
     return params | {"embed": params["embed"] * 50}
 

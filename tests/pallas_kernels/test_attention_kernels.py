@@ -28,6 +28,7 @@ from tests.pallas_kernels.dense_softmax import (
     tokens,
 )
 from tests.pallas_kernels.interpreted import run, run_spec
+from tests.sweeps import swept
 
 
 @pytest.mark.slow
@@ -64,7 +65,7 @@ EDGES = [(*pair, *heads) for pair, heads in zip(PAIRS, HEADS_IN_TURN)] + [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("history", "chunk", "G", "dim"), EDGES)
+@pytest.mark.parametrize(("history", "chunk", "G", "dim"), swept(EDGES, 3))
 def test_prefill_kernel_at_the_edges_of_tiles(history, chunk, G, dim):
     """Chunks and histories around tiles, long ones split over thread blocks, NaN where no token
     is, and tables of 8,192 entries, with repeated pages and ids that name none."""
@@ -188,13 +189,13 @@ def _distinct(shapes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shapes", _distinct(specs.DECODE_SHAPES))
+@pytest.mark.parametrize("shapes", swept(_distinct(specs.DECODE_SHAPES), 1))
 def test_decode_kernel_in_a_models_shapes_is_near_reference(shapes):
     _compare_with_reference(specs.decode(shapes))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shapes", _distinct(specs.PREFILL_SHAPES))
+@pytest.mark.parametrize("shapes", swept(_distinct(specs.PREFILL_SHAPES), 1))
 def test_prefill_kernel_in_a_models_shapes_is_near_reference(shapes):
     _compare_with_reference(specs.prefill(shapes))
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pallas_kernels.lora import Segments, sgmv, sgmv_expand, sgmv_shrink, specs
 from pallas_kernels.lora.work_items import padded, sgmv_schedule, work_items
 from tests.pallas_kernels.interpreted import run, run_spec
+from tests.sweeps import swept
 
 L, N, A, Q = 2, 12, 5, 4  # layers, rank pages, adapter slots, most pages of an adapter
 LAYER = 1
@@ -237,7 +238,9 @@ def test_a_step_copies_no_stack_and_makes_no_second_output():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(1, 1, 2, 40), (1,)])
-@pytest.mark.parametrize("name", ["llama-2-7b-down", "llama-2-70b-part-k", "llama-2-70b-part-o"])
+@pytest.mark.parametrize(
+    "name", swept(["llama-2-7b-down", "llama-2-70b-part-k", "llama-2-70b-part-o"], 1)
+)
 def test_kernels_in_a_models_widths_are_near_reference(name, lengths):
     shapes = replace(specs.SHAPES[name], lengths=lengths, ranks=(16, 8), without=2)
     spec = specs.make(replace(shapes, outputs=min(shapes.outputs, 512)))

@@ -17,6 +17,7 @@ from pallas_kernels.block_sparse_attention import (
 )
 from pallas_kernels.block_sparse_attention.vertical_slash import LAST_QUERIES
 from pallas_kernels.paged_attention import paged_prefill_attention
+from pallas_kernels.quantization import KVFormat, QuantizedPages
 
 P, K, G, D, M = 4, 2, 2, 8, 24
 # Histories and chunks, longer than the queries that are looked at and shorter; the last but one row
@@ -122,6 +123,25 @@ def test_pages_are_those_of_the_best_columns_and_diagonals():
             assert of_tile.tolist() == expected, (name, row, block)
         assert lists.lengths[i] == (len(expected[0]) - 1) * P + tiles.held[i]
     assert sparse_tiles > 20 and seen_segments == {(1, 90), (3, 34), (5, 32), (5, 63)}
+
+
+@IMPLEMENTATIONS
+def test_pages_of_few_bits_are_judged_by_what_they_hold(implementation):
+    """As pages with the values that quantised ones read as."""
+    q, _, pools, tables, starts, lengths = drawn()
+    quantised = QuantizedPages.zeros(pools.shape[1], P, KVFormat(8, D))
+    slots = np.arange(pools.shape[1] * P)[:, None]
+    keys = quantised.write(np.nan_to_num(pools[0]).reshape(-1, 1, D), slots)
+    of_floats, of_codes = (
+        run(q, [pages, pages], tables, SPARSE, 6, implementation, starts, lengths)
+        for pages in (keys.values(), keys)
+    )
+    for i in np.flatnonzero(of_codes[0].held):
+        count = int(of_codes[1].lengths[i] - of_codes[0].held[i]) // P + 1
+        kept_of_floats, kept_of_codes = (
+            np.asarray(each[2])[i, :, :count] for each in (of_floats, of_codes)
+        )
+        np.testing.assert_array_equal(kept_of_codes, kept_of_floats)
 
 
 @IMPLEMENTATIONS

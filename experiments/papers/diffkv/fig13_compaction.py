@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 
 from experiments.lib import run_record
 from experiments.lib.typed_flags import Flags, flag
-from experiments.papers.diffkv import fig15a_kernel_speed as kernel_speed
+from experiments.papers.diffkv import kernels_on_cpu as kernel_speed
 from experiments.papers.diffkv.host_managers import ThreadedManager, Twin
 from experiments.papers.diffkv.systems import PAGE_SIZE
 from experiments.study import Setting, Study, Values

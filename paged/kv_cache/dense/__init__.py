@@ -49,7 +49,7 @@ def device(
         model.shard.head_dim,
         config.num_blocks,
         config.page_size,
-        model.shard.sliding_window,
+        model.shard.attention.within(config.max_model_len),
         None if config.kv_dtype == "auto" else config.kv_dtype,
         implementation,
     )

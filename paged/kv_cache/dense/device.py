@@ -11,7 +11,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from models.config import Attention
 from paged.kv_cache.dense.reads import Reads, all_blocks
+from paged.kv_cache.windows import by_window
 from pallas_kernels.kv_write import copy_pages, write_kv
 from pallas_kernels.paged_attention import (
     paged_attention,
@@ -36,7 +38,7 @@ class DensePlan:
 
     slot_mapping: [T, K] where each token's keys and values go.  written: [T] whether the token is
     real.  query_starts, lengths: as in `Reads`.  tables: [R, K, M] page ids.  decode, prefill:
-    schedules of the attention ops, or None.
+    schedules of the attention ops, or None, for each of `Attention.kinds`.
     """
 
     slot_mapping: jax.Array
@@ -44,14 +46,14 @@ class DensePlan:
     query_starts: jax.Array
     tables: jax.Array
     lengths: jax.Array
-    decode: DecodeSchedule | None = None
-    prefill: PrefillSchedule | None = None
+    decode: tuple[DecodeSchedule | None, ...] = ()
+    prefill: tuple[PrefillSchedule | None, ...] = ()
 
 
 @dataclass(frozen=True)
 class DensePolicy:
-    """kv_dtype: of the pages, where it is not the compute dtype. implementation: of the attention
-    ops."""
+    """attention: of the model. kv_dtype: of the pages, where it is not the compute dtype.
+    implementation: of the attention ops."""
 
     num_layers: int
     num_heads: int
@@ -59,7 +61,7 @@ class DensePolicy:
     head_dim: int
     num_blocks: int
     page_size: int
-    sliding_window: int | None = None
+    attention: Attention
     kv_dtype: str | None = None
     implementation: str | None = None
 
@@ -92,15 +94,21 @@ class DensePolicy:
         """Which thread block reads what, the same in each layer."""
         T, K = inputs.tokens.shape[0], self.num_kv_heads
         Tp, Rp = inputs.num_prefill_tokens, len(reads.query_starts) - 1
-        how: dict = {"sliding_window": self.sliding_window, "implementation": self.implementation}
+        how: list[dict] = [
+            {"sliding_window": window, "implementation": self.implementation}
+            for window in self.attention.kinds
+        ]
         schedules: dict = {}
         if Tp:
-            schedules["prefill"] = plan_prefill(
-                reads.query_starts, reads.lengths[:Rp], Tp, self.num_heads, K, **how
+            starts, lengths = reads.query_starts, reads.lengths[:Rp]
+            schedules["prefill"] = tuple(
+                plan_prefill(starts, lengths, Tp, self.num_heads, K, **each) for each in how
             )
         if Tp < T:
             lengths = jnp.broadcast_to(reads.lengths[Rp:, None], (T - Tp, K))
-            schedules["decode"] = plan_decode(lengths, self.head_dim, dtype, **how)
+            schedules["decode"] = tuple(
+                plan_decode(lengths, self.head_dim, dtype, **each) for each in how
+            )
         return schedules
 
     def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: DenseCache, plan: DensePlan, inputs):
@@ -115,37 +123,37 @@ class DensePolicy:
         slots = jnp.where(plan.written[:, None], plan.slot_mapping + page_offset * P, nowhere)
         k_pages, v_pages = write_kv(cache.k_pages, cache.v_pages, k_TxKxD, v_TxKxD, slots)
 
+        def attend(window: int | None):
+            return self._attend(window, q_TxHxD, k_pages, v_pages, page_offset, plan, inputs)
+
+        out = by_window(self.attention, layer, attend)
+        return out.astype(compute_dtype), DenseCache(k_pages, v_pages)
+
+    def _attend(
+        self, window: int | None, q_TxHxD, k_pages, v_pages, page_offset, plan: DensePlan, inputs
+    ):
+        T, K = len(q_TxHxD), self.num_kv_heads
         Tp, Rp = inputs.num_prefill_tokens, len(plan.query_starts) - 1
-        window, implementation = self.sliding_window, self.implementation
+        kind = self.attention.kinds.index(window)
+        how: dict = {
+            "page_offset": page_offset, "sliding_window": window, "scale": self.attention.scale,
+            "soft_cap": self.attention.soft_cap, "implementation": self.implementation,
+        }  # fmt: skip
         outs = []
         if Tp:
             out = paged_prefill_attention(
-                q_TxHxD[:Tp],
-                k_pages,
-                v_pages,
-                plan.tables[:Rp],
-                plan.query_starts,
-                plan.lengths[:Rp],
-                page_offset=page_offset,
-                sliding_window=window,
-                schedule=plan.prefill,
-                implementation=implementation,
-            )
+                q_TxHxD[:Tp], k_pages, v_pages, plan.tables[:Rp], plan.query_starts,
+                plan.lengths[:Rp], schedule=plan.prefill[kind], **how,
+            )  # fmt: skip
             outs.append(out)
         if Tp < T:
             out = paged_attention(
-                q_TxHxD[Tp:],
-                k_pages,
-                v_pages,
-                plan.tables[Rp:],
+                q_TxHxD[Tp:], k_pages, v_pages, plan.tables[Rp:],
                 jnp.broadcast_to(plan.lengths[Rp:, None], (T - Tp, K)),
-                page_offset=page_offset,
-                sliding_window=window,
-                schedule=plan.decode,
-                implementation=implementation,
-            )
+                schedule=plan.decode[kind], **how,
+            )  # fmt: skip
             outs.append(out)
-        return jnp.concatenate(outs).astype(compute_dtype), DenseCache(k_pages, v_pages)
+        return jnp.concatenate(outs)
 
     def end_step(self, cache: DenseCache, plan: DensePlan, inputs) -> DenseCache:
         return cache

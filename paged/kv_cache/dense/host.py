@@ -77,9 +77,6 @@ class DenseHost:
     def observe(self, number: int, report) -> None:
         raise AssertionError("the device half reports nothing")
 
-    def simulated_report(self, number: int) -> None:
-        """The device half reports nothing."""
-
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
         needed = num_sequences * self.block_tables.blocks_for(num_tokens)
         pinned = self.prefixes.num_pinned if self.prefixes else 0

@@ -14,6 +14,7 @@ from paged.kv_cache.diffkv.host import DiffKVHost
 from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import AUTO, Options, check_options
+from paged.kv_cache.diffkv.simulated import SimulatedPages
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 from paged.kv_cache.shared_heads import SharedHeads
 
@@ -69,8 +70,11 @@ def device(
     alpha = tuple(level.alpha for level in options.levels)
     return DiffKVPolicy(
         layout, Keeps(options.rules, layout.streaming), model.shard.num_heads, alpha,
-        options.budget, implementation, SharedHeads.of(model), model.kv_dtype(config.kv_dtype),
+        model.shard.attention.within(config.max_model_len), options.budget, implementation,
+        SharedHeads.of(model), model.kv_dtype(config.kv_dtype),
     )  # fmt: skip
 
 
-DIFFKV = Policy(capabilities, DiffKVHost, device, check, Options, layout=layout_of)
+DIFFKV = Policy(
+    capabilities, DiffKVHost, device, check, Options, layout=layout_of, simulated=SimulatedPages
+)

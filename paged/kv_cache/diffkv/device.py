@@ -2,6 +2,9 @@
 
 Prompts come whole: their attention is exact, over keys and values as they are, and compression
 follows it. Generated tokens attend to what is kept, and each changes what is kept of those before.
+
+A window of the model's is one more mask, by the positions that pages have of their tokens. Layers
+with one read all of their pages.
 """
 
 from dataclasses import dataclass, replace
@@ -9,6 +12,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from models.config import Attention
 from paged.kv_cache.diffkv import page_manager
 from paged.kv_cache.diffkv.compression import NOBODY, Found, Rules, least
 from paged.kv_cache.diffkv.keeps import Keeps
@@ -26,6 +30,7 @@ from paged.kv_cache.diffkv.state import (
     report,
 )
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
+from paged.kv_cache.windows import EVERYTHING, window_of
 from pallas_kernels.quantized_attention import (
     Tokens,
     mixed_precision_attention,
@@ -39,6 +44,7 @@ COPIED_PAGES = 64  # that an iteration of `copy_slots` copies
 @dataclass(frozen=True)
 class DiffKVPolicy:
     """query_heads: H of a shard.
+    attention: of the model.
     alpha, budget: thresholds with which a cache begins; alpha by precision, the highest first.
     implementation: of the attention ops.
     shared: the shards that have the same KV head.
@@ -49,6 +55,7 @@ class DiffKVPolicy:
     keeps: Keeps
     query_heads: int
     alpha: tuple[float, ...]
+    attention: Attention
     budget: float = 0.0
     implementation: str | None = None
     shared: SharedHeads = ALONE
@@ -77,19 +84,19 @@ class DiffKVPolicy:
         return cache, Plan(prompts, decodes)
 
     def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: DiffKVCache, plan: Plan, inputs):
-        Tp, outs = inputs.num_prefill_tokens, []
+        Tp, outs, window = inputs.num_prefill_tokens, [], window_of(self.attention, layer)
         if plan.prompts is not None:
             q, k, v = (x[:Tp] for x in (q_TxHxD, k_TxKxD, v_TxKxD))
-            out, sums = self._prompts(q, k, v, plan.prompts, inputs)
+            out, sums = self._prompts(q, k, v, plan.prompts, inputs, window)
             outs.append(out)
             cache = self._compress(layer, k, v, sums, cache, plan.prompts, inputs)
         if plan.decodes is not None:
             q, k, v = (x[Tp:] for x in (q_TxHxD, k_TxKxD, v_TxKxD))
-            out, cache = self._decode(layer, q, k, v, cache, plan.decodes)
+            out, cache = self._decode(layer, q, k, v, cache, plan.decodes, window)
             outs.append(out)
         return jnp.concatenate(outs).astype(q_TxHxD.dtype), cache
 
-    def _prompts(self, q_TxHxD, k_TxKxD, v_TxKxD, plan: PromptPlan, inputs):
+    def _prompts(self, q_TxHxD, k_TxKxD, v_TxKxD, plan: PromptPlan, inputs, window):
         """(attention [T, H, D], sums of scores [T, K]).
 
         A KV head's score is the largest of its query heads', on all shards that share it: for each
@@ -99,7 +106,8 @@ class DiffKVPolicy:
         by_head = scores["by_head"]
         out, sums = prompt_attention(
             q_TxHxD if by_head else self.shared.gather(q_TxHxD), k_TxKxD, v_TxKxD,
-            inputs.query_starts, **scores, schedule=plan.schedule,
+            inputs.query_starts, scale=self.attention.scale, soft_cap=self.attention.soft_cap,
+            sliding_window=window, **scores, schedule=plan.schedule,
             implementation=self.implementation,
         )  # fmt: skip
         return (out, self.shared.largest(sums)) if by_head else (self.shared.own(out), sums)
@@ -174,7 +182,9 @@ class DiffKVPolicy:
             return cache
         return replace(cache, counts=cache.counts.at[at].set(counts, mode="drop"))
 
-    def _decode(self, layer, q_SxHxD, k_SxKxD, v_SxKxD, cache: DiffKVCache, plan: DecodePlan):
+    def _decode(
+        self, layer, q_SxHxD, k_SxKxD, v_SxKxD, cache: DiffKVCache, plan: DecodePlan, window
+    ):
         """(attention [Sd, H, D], cache). The new token goes to the highest precision, the one whose
         place it takes to a lower one, and so on (§4, generation phase)."""
         S, K, D = k_SxKxD.shape
@@ -212,14 +222,18 @@ class DiffKVPolicy:
         # All query heads of a KV head read the same pages: gathered ones read no more.
         q, read = self.shared.gather(q_SxHxD), Read(tables, counts, ())
         if layout.reads:
+            selects = jnp.ones(R, bool) if streams is None else ~jnp.tile(streams, S)
             read = layout.reads.read(
                 q.reshape(R, -1, D), extremes, tables, counts, page[:, 0],
-                jnp.ones(R, bool) if streams is None else ~jnp.tile(streams, S),
+                selects if window is None else selects & (window == EVERYTHING),
                 cache.pages.runs, layout.formats, self.implementation,
             )  # fmt: skip
         out, lse, kept = mixed_precision_attention(
             q, words, read.tables.reshape(S, K, -1), read.counts.reshape(S, K, -1),
-            layout.formats, single=layout.single, implementation=self.implementation,
+            layout.formats, single=layout.single, scale=self.attention.scale,
+            soft_cap=self.attention.soft_cap,
+            oldest_S=None if window is None else plan.positions + 1 - window,
+            implementation=self.implementation,
             schedule=jax.tree.map(lambda x: x[layer], plan.schedules),
         )  # fmt: skip
         kept = [x.reshape(R, *x.shape[2:]) for x in kept]

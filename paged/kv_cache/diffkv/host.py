@@ -74,7 +74,6 @@ class DiffKVHost:
         self._needs = np.zeros((layout.num_slots, layout.horizon), np.int64)
         self._owners = np.zeros(layout.num_slots, np.int64)  # counted, so that they can be told
         self._in_flight: dict[int, list[Row]] = {}
-        self._reports: dict[int, dict[str, np.ndarray]] = {}  # what a simulated device would say
         self._moves = Moves()
         self._host_pool = BlockPool(self._pool.num_host_units)
         self._swapped: dict[int, Swapped] = {}
@@ -100,17 +99,15 @@ class DiffKVHost:
         needs = np.asarray(report["needs"])
         assert (free >= 0).all(), f"step {number} lacked {-free.min()} pages"
         assert (free + held.sum(1) == self.capacity).all(), "pages are lost on the device"
-        for slot, owner, source, num_tokens in self._in_flight.pop(number):
-            if self._owners[slot] == owner:
-                # Shards differ in what they hold: the one that holds most counts.
-                self._held[slot], self._settled[slot] = held[:, source].max(), num_tokens
-                self._needs[slot] = (held[:, source, None] + needs[:, source]).max(0)
-                self._needs[slot] -= self._held[slot]
-                self.bound[slot] = self._bounds(slot, self._room[slot])
-        self._reports.pop(number)
-
-    def simulated_report(self, number: int) -> dict[str, np.ndarray]:
-        return self._reports[number]
+        rows = [r for r in self._in_flight.pop(number) if self._owners[r.slot] == r.owner]
+        if rows:
+            slots, _, sources, num_tokens = np.array(rows).T
+            # Shards differ in what they hold: the one that holds most counts.
+            most = held[:, sources].max(0)
+            self._held[slots], self._settled[slots] = most, num_tokens
+            taken = (held[:, sources, None] + needs[:, sources]).max(0)
+            self._needs[slots] = taken - most[:, None]
+            self.bound[slots] = self._bounds(slots, self._room[slots])
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
         return num_sequences * int(self.layout.worst(num_tokens)) <= self.capacity
@@ -149,19 +146,6 @@ class DiffKVHost:
         self._computed[slots] = ends
         of_rows = slots, self._owners[slots], slots, ends
         self._in_flight[number] = [Row(*row) for row in zip(*(x.tolist() for x in of_rows))]
-        self._reports[number] = self._uncompressed()
-
-    def _uncompressed(self) -> dict[str, np.ndarray]:
-        """The report of a device that drops nothing and moves nothing down."""
-        layout = self.layout
-        pages, tokens = layout.uncompressed(self._computed)
-        held = pages[None]
-        more = np.arange(1, layout.horizon + 1)
-        needs = np.broadcast_to(layout.growth(more), (*held.shape, layout.horizon))
-        kept = np.zeros((1, layout.num_slots, layout.levels), np.int64)
-        kept[..., 0] = tokens
-        free = self.capacity - held.sum(1, keepdims=True)
-        return {"free": free, "held": held, "needs": needs, "kept": kept}
 
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
         self._moves.after.append((parent, child))

@@ -1,6 +1,7 @@
 """What both halves of DiffKV's policy know of memory: sizes, and bounds of what sequences take."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -127,6 +128,30 @@ class Layout:
         P, levels = self.formats[0].tokens, self.levels
         of_head = np.minimum(num_tokens, levels + np.maximum(num_tokens - levels, 0) // P)
         return self.all_heads * of_head
+
+    def needs(self, counts, held, streams=None):
+        """Pages [..., J] that 1 … J tokens more can take, of heads with counts [..., I] of tokens
+        and `held` [...] pages of the highest precision. streams: [...] heads that stream, or None.
+        """
+        xp: Any = jnp if isinstance(counts, jnp.ndarray) else np
+        sizes = xp.array([format.tokens for format in self.formats])
+        room = -counts % sizes  # in last pages
+        more, highest = xp.arange(1, self.horizon + 1), room[..., 0, None]
+
+        def of_highest(tokens):
+            return (xp.maximum(tokens - highest, 0) + sizes[0] - 1) // sizes[0]
+
+        # Of each lower precision at most one page: another would take more tokens than one of the
+        # highest. The fullest pages are the first to need another.
+        needs, taken = of_highest(more), 0
+        for number, of_lower in enumerate(xp.moveaxis(xp.sort(room[..., 1:]), -1, 0), 1):
+            taken = taken + of_lower[..., None] + 1
+            with_lower = xp.where(more >= taken, number + of_highest(more - taken), 0)
+            needs = xp.maximum(needs, with_lower)
+        if streams is None:
+            return needs
+        in_window = self.pages_in_window(counts[..., 0, None] + more) - held[..., None]
+        return xp.where(streams[..., None], in_window, needs)
 
     def held(self, report, slots: np.ndarray, tokens: np.ndarray) -> Held:
         """See `paged.kv_cache.work.Layout`: as the device reports."""

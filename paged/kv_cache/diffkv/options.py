@@ -208,5 +208,3 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
     if model is None:
         return
     options.check_gates(model)
-    if model.sliding_window is not None:
-        raise ValueError("policy 'diffkv' keeps no windows: the model's cannot be served")

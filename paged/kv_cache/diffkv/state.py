@@ -172,24 +172,8 @@ def report(layout: Layout, cache: DiffKVCache) -> dict[str, jax.Array]:
     """free: [1] pages.  held: [num_slots] pages.  needs: [num_slots, J] pages that 1 … J tokens
     more can take.  kept: [num_slots, I] tokens of all heads by precision."""
     pages = cache.pages
-    sizes = jnp.array([format.tokens for format in layout.formats])
-    room = -cache.counts % sizes  # in last pages
-    more, highest = jnp.arange(1, layout.horizon + 1), room[..., 0, None]
-
-    def of_highest(tokens):
-        return (jnp.maximum(tokens - highest, 0) + sizes[0] - 1) // sizes[0]
-
-    # Of each lower precision at most one page: another would take more tokens than one of the
-    # highest. The fullest pages are the first to need another.
-    needs, taken = of_highest(more), 0
-    for number, of_lower in enumerate(jnp.moveaxis(jnp.sort(room[..., 1:]), -1, 0), 1):
-        taken = taken + of_lower[..., None] + 1
-        with_lower = jnp.where(more >= taken, number + of_highest(more - taken), 0)
-        needs = jnp.maximum(needs, with_lower)
-    if cache.streams is not None:
-        in_window = layout.pages_in_window(cache.counts[..., 0, None] + more)
-        in_window -= pages.held[..., 0, None]
-        needs = jnp.where(cache.streams[0, :, None], in_window, needs)
+    streams = None if cache.streams is None else cache.streams[0]
+    needs = layout.needs(cache.counts, pages.held[..., 0], streams)
     return {
         "free": pages.free, "held": pages.held.sum((1, 2)),
         "needs": needs.sum(1, dtype=jnp.int32), "kept": cache.counts.sum(1),

@@ -77,6 +77,7 @@ def device(
         selectors(options, model),
         options.dense_layers,
         numbers if options.selection == "random" else (),
+        model.shard.attention.within(config.max_model_len),
         None if config.kv_dtype == "auto" else config.kv_dtype,
         implementation,
         SharedHeads.of(model),

@@ -8,6 +8,9 @@ Where keys and values are quantised, every query reads what is stored, also one 
 tokens do not depend on how the load cut the prompt into chunks. (QServe, on which the authors
 build, has no chunks, and a prompt attends to itself unquantised.) Statistics are of unquantised
 keys, as the authors' are.
+
+A window of the model's is one more mask: in a layer that has one, streaming heads read what of sink
+and window is within it, and dense heads all of it, without a selection.
 """
 
 from dataclasses import dataclass, field, replace
@@ -18,10 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.config import Attention
 from paged.kv_cache.lserve.layout import DENSE, Layout
 from paged.kv_cache.lserve.plan import (
     NEVER,
     DecodePlan,
+    Kind,
     LServePlan,
     case_of,
     lengths_read,
@@ -31,6 +36,8 @@ from paged.kv_cache.lserve.plan import (
 from paged.kv_cache.lserve.prefill import prefill
 from paged.kv_cache.lserve.snapshot import Selections, snapshot
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
+from paged.kv_cache.windows import by_window
+from pallas_kernels.block_sparse_attention import first_in_list
 from pallas_kernels.kv_write import copy_pages, write_kv
 from pallas_kernels.page_selection import select_pages, write_key_statistics
 from pallas_kernels.paged_attention import paged_attention
@@ -67,6 +74,7 @@ class LServePolicy:
     selectors: heads that select by themselves.
     dense_layers: number of first layers in which no head selects.
     numbers: [shards][L][J], as in `LServeCache`; empty if keys select.
+    attention: of the model.
     bases: [shards][L][K], page of block 0.
     kv_dtype: of the pages, if it is not the compute dtype.
     implementation: of the attention ops.
@@ -80,7 +88,8 @@ class LServePolicy:
     head_dim: int
     selectors: int
     dense_layers: int
-    numbers: tuple = ()
+    numbers: tuple
+    attention: Attention
     kv_dtype: str | None = None
     implementation: str | None = None
     shared: SharedHeads = ALONE
@@ -118,11 +127,12 @@ class LServePolicy:
 
     def begin_step(self, cache: LServeCache, inputs) -> tuple[LServeCache, LServePlan]:
         G = self.num_heads // self.layout.heads
-        plan = make_plan(self.layout, G, cache.selected_at, inputs, self._prefill)
+        kinds = self.attention.kinds
+        plan = make_plan(self.layout, G, kinds, cache.selected_at, inputs, self._prefill)
         if plan.decode is None:
             return cache, plan
         decode = with_schedules(
-            self.layout, plan.decode, self._heads, self.dense_layers, self.head_dim,
+            self.layout, plan.decode, self._heads, list(dict.fromkeys(self._kinds)), self.head_dim,
             jax.tree.leaves(cache.k_pages)[0].dtype, self.implementation, self._selection,
         )  # fmt: skip
         return cache, replace(plan, decode=decode)
@@ -131,6 +141,13 @@ class LServePolicy:
     def _heads(self) -> jax.Array:
         """[J], the KV head of each that selects by itself."""
         return jnp.arange(self.selectors) * self.layout.heads // self.selectors
+
+    @property
+    def _kinds(self) -> list[Kind]:
+        """Of each layer."""
+        selects, first = self.layout.selects, self.dense_layers
+        windows = enumerate(self.attention.windows)
+        return [(selects and layer >= first and not window, window) for layer, window in windows]
 
     @property
     def _prefill(self) -> str | None:
@@ -167,14 +184,23 @@ class LServePolicy:
             cache = self._write_statistics(cache, k_TxKxD, slots, plan, Tp)
         outs = []
         if Tp:
-            out = prefill(
-                self.layout, self.shared, layer, q_TxHxD[:Tp], cache.k_pages, cache.v_pages,
-                cache.page_base, cache.num_dense, plan.prefill, inputs, self._prefill,
-            )  # fmt: skip
-            outs.append(out)
+
+            def prompts(window: int | None):
+                return prefill(
+                    self.layout, self.shared, self.attention, window, layer, q_TxHxD[:Tp],
+                    cache.k_pages, cache.v_pages, cache.page_base, cache.num_dense, plan.prefill,
+                    inputs, self._prefill,
+                )  # fmt: skip
+
+            outs.append(by_window(self.attention, layer, prompts))
         if Tp < T:
             tables = inputs.tables[inputs.num_prefill_rows :, : self.layout.most]
-            out, cache = self._decode(layer, q_TxHxD[Tp:], cache, plan.decode, tables)
+
+            def decodes(window: int | None):
+                return self._decode(window, layer, q_TxHxD[Tp:], cache, plan.decode, tables)
+
+            out, selected = by_window(self.attention, layer, decodes)
+            cache = replace(cache, selected=selected)
             outs.append(out)
         return jnp.concatenate(outs).astype(compute_dtype), cache
 
@@ -194,18 +220,21 @@ class LServePolicy:
         assert cache.statistics is not None
         return cache.statistics.reshape(len(cache.statistics), -1, 2 * self.head_dim)
 
-    def _decode(self, layer, q_SxHxD, cache: LServeCache, plan: DecodePlan, tables_SxM):
-        """(attention [Sd, H, D], cache), each row's heads as rows of one KV head."""
+    def _decode(self, window, layer, q_SxHxD, cache: LServeCache, plan: DecodePlan, tables_SxM):
+        """(attention [Sd, H, D], `cache.selected`), each row's heads as rows of one KV head."""
         layout, P, J = self.layout, self.layout.page_size, self.selectors
         S, H, D = q_SxHxD.shape
         M = layout.most
-        streams, selects = self._heads >= cache.num_dense[layer], layer >= self.dense_layers
-        case = case_of(layout, cache.num_dense[layer], selects)
+        streams = self._heads >= cache.num_dense[layer]
+        selects = layer >= self.dense_layers if window is None else jnp.bool_(False)
+        kinds = list(dict.fromkeys(self._kinds))
+        kind = jnp.array([kinds.index(of_layer) for of_layer in self._kinds])[layer]
+        case = case_of(layout, cache.num_dense[layer], kind)
         attention, selection = jax.tree.map(lambda x: x[case], (plan.attention, plan.selection))
         base = cache.page_base[layer][self._heads][:, None]
         pages = tables_SxM[:, None] + base  # [S, J, M]
         lengths = lengths_read(layout, plan, streams, selects)
-        if layout.selects:
+        if layout.selects and window is None:
             deciding = self.select_together.gather(q_SxHxD).reshape(S * J, -1, D)
             cache, chosen = self._select(
                 layer, deciding, cache, plan, pages, selects & ~streams, selection
@@ -221,12 +250,19 @@ class LServePolicy:
             blocks = plan.blocks[:, :M]
             blocks = jnp.pad(blocks, ((0, 0), (0, M - blocks.shape[1])))
             pages = jnp.where(streams[:, None], blocks[:, None] + base, pages)
+        how: dict = {"sliding_window": window}
+        if window is not None and layout.streams:
+            in_list = first_in_list(plan.positions, P, layout.sink, layout.local, window)
+            oldest = jnp.maximum(plan.positions + 1 - window, 0)
+            first = jnp.where(streams, in_list[:, None], oldest[:, None])
+            how = {"first_SxK": first.reshape(S * J, 1)}
         out = paged_attention(
             q_SxHxD.reshape(S * J, H // J, D), cache.k_pages, cache.v_pages,
-            pages.reshape(S * J, 1, M), lengths.reshape(S * J, 1), schedule=attention,
-            implementation=self.implementation,
+            pages.reshape(S * J, 1, M), lengths.reshape(S * J, 1), scale=self.attention.scale,
+            soft_cap=self.attention.soft_cap, schedule=attention,
+            implementation=self.implementation, **how,
         )  # fmt: skip
-        return out.reshape(S, H, D), cache
+        return out.reshape(S, H, D), cache.selected
 
     def _select(
         self, layer, q_RxGxD, cache: LServeCache, plan: DecodePlan, pages_SxJxM, selects_J, schedule

@@ -73,9 +73,6 @@ class LServeHost:
     def observe(self, number: int, report) -> None:
         raise AssertionError("the device half reports nothing")
 
-    def simulated_report(self, number: int) -> None:
-        """The device half reports nothing."""
-
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
         return all(part.fits(num_tokens, num_sequences) for part in self._parts)
 

@@ -154,8 +154,9 @@ class Layout:
         return pages * dense + window * streaming, np.stack([kept, np.zeros_like(kept)], -1)
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
-        """See `paged.kv_cache.work.Layout`. Work of the shard with the most dense heads. A new
-        owner's first selection counts only if its position is one that selects anyway."""
+        """See `paged.kv_cache.work.Layout`. Work of the shard with the most dense heads, without
+        the model's windows, by which layers read less. A new owner's first selection counts only if
+        its position is one that selects anyway."""
         heads, P, C = self.attention, self.page_size, self.logical
         dense = self.most_heads[0] / len(self.num_dense[0])
         streaming, G = heads.K - dense, heads.H // heads.K
@@ -261,10 +262,12 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     # A context that the budget holds is read whole, also where it ends within a page.
     read_whole = -(-max(options.budget, options.sparse_from) // P)
     quantised = options.kv_bits != UNQUANTISED
+    # Layers with a window read it whole.
+    sparse = None in model.shard.attention.within(config.max_model_len).windows
     layout = Layout(
         page_size=P, num_slots=config.max_num_seqs, heads=model.shard.num_kv_heads,
         num_dense=tuple(num_dense), most=most, sink=sink, local=local, selected=selected,
-        all_below=min(most, max(selected, read_whole)), reuse=options.reuse,
+        all_below=min(most, max(selected, read_whole)) if sparse else most, reuse=options.reuse,
         logical=options.logical_page, window=window,
         chunks=min(tokens // P + rows, rows * (most - window)),
         ring=max(1, min(most - sink, local + 1 + (longest + P - 2) // P)),
@@ -274,7 +277,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         kv_itemsize=jnp.dtype(model.kv_dtype(config.kv_dtype)).itemsize,
         selectors=selectors(options, model),
         dense_layers=options.dense_layers,
-        minference=minference_pages(config),
+        minference=minference_pages(config) if sparse else 0,
         minference_from=options.minference_from,
         minference_tile=minference_tile(config),
     )  # fmt: skip

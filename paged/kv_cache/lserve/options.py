@@ -93,17 +93,10 @@ def check_options(options: Options, config: CacheConfig, model: ModelConfig | No
         "checkpoints": (0 <= (options.checkpoints or 0) < 2**31, "at least 0 and below 2^31"),
         "streaming_share": (0 <= (options.streaming_share or 0) <= 1, "from 0 to 1"),
     })  # fmt: skip
-    if options.minference_from and options.kv_bits != UNQUANTISED:
-        raise ValueError(
-            f"minference_from ({options.minference_from}) needs keys as they are, kv_bits "
-            f"{UNQUANTISED}, not {options.kv_bits}"
-        )
     if model is None:
         return
     if options.kv_bits != UNQUANTISED:
         KVFormat(options.kv_bits, model.head_dim)
-    if model.sliding_window is not None:
-        raise ValueError("policy 'lserve' has windows of its own: the model's cannot be served")
     if options.dense_layers > model.num_layers:
         raise ValueError(
             f"dense_layers ({options.dense_layers}) must be at most the model's {model.num_layers}"

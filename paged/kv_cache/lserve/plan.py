@@ -1,5 +1,6 @@
 """What a step of LServe's device half knows before its layers: tables, and who selects pages."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import flax.struct
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from paged.kv_cache.lserve.layout import Layout
+from paged.kv_cache.windows import EVERYTHING
 from pallas_kernels.block_sparse_attention import (
     BlockLists,
     Segments,
@@ -29,7 +31,8 @@ NEVER = -1  # where the owner of a slot has not selected
 class PrefillPlan:
     """lists: [I, B] of streaming heads.
     blocks: [I, B] blocks of the pool.
-    schedules: of the dense and the streaming heads' attention, by the number of dense heads.
+    schedules: of the dense heads' attention, for each window that layers have, and of the
+        streaming heads', by the number of dense heads.
     runs: of the chunks' keys.
     hybrid: schedule of both kinds of heads in one launch, for kernels, instead of `schedules`.
 
@@ -43,7 +46,7 @@ class PrefillPlan:
 
     lists: BlockLists | None
     blocks: jax.Array | None
-    schedules: dict[int, tuple[PrefillSchedule | None, PrefillSchedule | None]]
+    schedules: dict[int, tuple[tuple[PrefillSchedule | None, ...], PrefillSchedule | None]]
     runs: KeyRuns | None
     hybrid: PrefillSchedule | None = None
     sparse: jax.Array | None = None
@@ -83,9 +86,12 @@ class LServePlan:
     decode: DecodePlan | None
 
 
-def make_plan(layout: Layout, group: int, selected_at, inputs, implementation) -> LServePlan:
-    """group: query heads of a KV head. selected_at [num_slots] int32: at which position each slot's
-    owner has selected its pages, or `NEVER`. implementation: of the attention ops."""
+def make_plan(
+    layout: Layout, group: int, windows: tuple[int | None, ...], selected_at, inputs, implementation
+) -> LServePlan:
+    """group: query heads of a KV head. windows: that layers have, each once. selected_at
+    [num_slots] int32: at which position each slot's owner has selected its pages, or `NEVER`.
+    implementation: of the attention ops."""
     P, Tp = layout.page_size, inputs.num_prefill_tokens
     T, S = len(inputs.tokens), len(inputs.lengths)
     written = inputs.token_rows < S
@@ -98,7 +104,7 @@ def make_plan(layout: Layout, group: int, selected_at, inputs, implementation) -
         streaming_slots = blocks * P + offset
     if Tp:
         prefill = _plan_prefill(
-            layout, group, inputs, dense_slots[:Tp], written[:Tp], implementation
+            layout, group, windows, inputs, dense_slots[:Tp], written[:Tp], implementation
         )
     if Tp < T:
         decode = _plan_decode(layout, selected_at, inputs, written[Tp:])
@@ -106,7 +112,7 @@ def make_plan(layout: Layout, group: int, selected_at, inputs, implementation) -
 
 
 def _plan_prefill(
-    layout: Layout, G: int, inputs, dense_slots, written, implementation
+    layout: Layout, G: int, windows, inputs, dense_slots, written, implementation
 ) -> PrefillPlan:
     Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
     starts, lengths = inputs.query_starts, inputs.lengths[:Sp]
@@ -118,12 +124,16 @@ def _plan_prefill(
     if layout.selects:
         runs = key_runs(dense_slots, written, layout.logical, Sp)
 
-    def schedule(starts, lengths, heads: int):
-        return plan_prefill(starts, lengths, Tp, heads * G, heads, implementation=implementation)
+    def schedule(starts, lengths, heads: int, window=None):
+        return plan_prefill(
+            starts, lengths, Tp, heads * G, heads, sliding_window=window,
+            implementation=implementation,
+        )  # fmt: skip
 
     counts, K = tuple(layout.dense_counts), layout.heads
     if (
         lists
+        and windows == (None,)
         and not layout.minference
         and (
             hybrid := plan_hybrid_prefill(
@@ -134,7 +144,7 @@ def _plan_prefill(
         return PrefillPlan(lists, blocks, {}, runs, hybrid=hybrid)
     schedules: dict = {}
     for dense in counts:
-        of_dense = schedule(starts, lengths, dense) if dense else None
+        of_dense = tuple(schedule(starts, lengths, dense, window) for window in windows if dense)
         streaming = layout.heads - dense
         of_streaming = (
             schedule(lists.starts, lists.lengths, streaming) if lists and streaming else None
@@ -193,35 +203,39 @@ def lengths_read(layout: Layout, plan: DecodePlan, streams, selects):
     return jnp.broadcast_to(lengths, (len(plan.lengths), len(streams)))
 
 
-def case_of(layout: Layout, num_dense, selects):
-    """Which of the `cases` a layer is of so many dense heads, that select pages or not."""
+Kind = tuple[bool, int | None]  # whether a layer's dense heads may select pages, and its window
+
+
+def case_of(layout: Layout, num_dense, kind):
+    """Which of the `cases` a layer is of so many dense heads and of the `kind`-th kind."""
     counts = jnp.array(layout.dense_counts)
-    of_count = jnp.searchsorted(counts, num_dense)
-    return of_count + jnp.where(selects, 0, len(counts)) if layout.selects else of_count
+    return jnp.searchsorted(counts, num_dense) + kind * len(counts)
 
 
 def with_schedules(
-    layout: Layout, plan: DecodePlan, heads, dense_layers: int, head_dim: int, dtype,
+    layout: Layout, plan: DecodePlan, heads, kinds: Sequence[Kind], head_dim: int, dtype,
     implementation: str | None, selection: str | None,
 ) -> DecodePlan:  # fmt: skip
-    """The plan with what kernels read, at once for all cases of layers: those of each number of
-    dense heads, and such of them as select no pages.
+    """The plan with what kernels read, at once for all cases of layers: those of each kind and
+    number of dense heads.
 
     heads: [J] int32, the KV head of each that selects by itself. head_dim, dtype: of the pages.
     implementation, selection: of attention, and of the selection of pages.
     """
-    counts = layout.dense_counts
-    cases = [(count, True) for count in counts]
-    if dense_layers and layout.selects:
-        cases += [(count, False) for count in counts]
+    cases = [
+        (count, selects, window or EVERYTHING)
+        for selects, window in kinds
+        for count in layout.dense_counts
+    ]
+    windowed = any(window for _, window in kinds)
     num_pages = plan.positions // layout.page_size + 1
 
-    def of_case(count, selects):
+    def of_case(count, selects, window):
         streams = heads >= count
         lengths = lengths_read(layout, plan, streams, selects).reshape(-1, 1)
         attention = plan_decode(
-            lengths, head_dim, dtype, format=layout.format, page_size=layout.page_size,
-            implementation=implementation,
+            lengths, head_dim, dtype, sliding_window=window if windowed else None,
+            format=layout.format, page_size=layout.page_size, implementation=implementation,
         )  # fmt: skip
         if not layout.selects:
             return attention, None
@@ -231,6 +245,5 @@ def with_schedules(
             layout.page_size // layout.logical, implementation=selection,
         )  # fmt: skip
 
-    dense, selects = (jnp.array(values) for values in zip(*cases))
-    attention, of_pages = jax.vmap(of_case)(dense, selects)
+    attention, of_pages = jax.vmap(of_case)(*(jnp.array(values) for values in zip(*cases)))
     return replace(plan, attention=attention, selection=of_pages)

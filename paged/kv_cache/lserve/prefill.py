@@ -1,15 +1,18 @@
 """Prefill of LServe's policy, the heads of a kind at once: streaming heads read their window, dense
-heads all pages, or those that MInference keeps.
+heads all pages, or those that MInference keeps. In a layer with a window of the model's both read
+what is within it, and MInference keeps all.
 """
 
 import jax
 import jax.numpy as jnp
 
+from models.config import Attention
 from paged.kv_cache.lserve.layout import Layout
 from paged.kv_cache.lserve.plan import PrefillPlan
 from paged.kv_cache.shared_heads import SharedHeads
 from pallas_kernels.block_sparse_attention import (
     block_sparse_prefill_attention,
+    first_in_list,
     hybrid_prefill_attention,
     last_queries,
     vertical_slash_blocks,
@@ -18,38 +21,42 @@ from pallas_kernels.paged_attention import paged_prefill_attention
 
 
 def prefill(
-    layout: Layout, shared: SharedHeads, layer, q_TxHxD, k_pages, v_pages, page_base, num_dense,
-    plan: PrefillPlan, inputs, implementation: str | None,
+    layout: Layout, shared: SharedHeads, attention: Attention, window: int | None, layer, q_TxHxD,
+    k_pages, v_pages, page_base, num_dense, plan: PrefillPlan, inputs, implementation: str | None,
 ):  # fmt: skip
     """Attention [Tp, H, D] of the chunks of a step, in one layer. How many dense heads the layer
     has decides the program.
 
     shared: the shards that have the same KV head.
+    window: of the layer.
     k_pages, v_pages, page_base, num_dense: of the cache.
     """
     K, Sp = layout.heads, inputs.num_prefill_rows
     G = q_TxHxD.shape[1] // K
     tables, lengths = inputs.tables[:Sp, : layout.most], inputs.lengths[:Sp]
-    sparse, base = plan.sparse, page_base[layer]
+    sparse, base = plan.sparse if window is None else None, page_base[layer]
+    how: dict = {"scale": attention.scale, "soft_cap": attention.soft_cap}
     if plan.hybrid is not None:
         assert plan.lists is not None
         return hybrid_prefill_attention(
             q_TxHxD, k_pages, v_pages, tables, inputs.query_starts, lengths,
             plan.blocks, plan.lists, num_dense[layer], base,
             dense_counts=tuple(layout.dense_counts), schedules=plan.hybrid,
-            implementation=implementation,
+            implementation=implementation, **how,
         )  # fmt: skip
 
     def all_pages(dense: int, schedule):
         return paged_prefill_attention(
             q_TxHxD[:, : dense * G], k_pages, v_pages, _by_head(tables, dense),
-            inputs.query_starts, lengths, page_offset=base[:dense], schedule=schedule,
-            implementation=implementation,
+            inputs.query_starts, lengths, page_offset=base[:dense], sliding_window=window,
+            schedule=schedule, implementation=implementation, **how,
         )  # fmt: skip
 
     # Outside of the branches: shards may differ in their number of dense heads, and so in the
     # branch that they take, and a collective needs all of them.
-    telling = plan.segments and shared.gather(last_queries(q_TxHxD, plan.segments))
+    telling = None
+    if sparse is not None and plan.segments is not None:
+        telling = shared.gather(last_queries(q_TxHxD, plan.segments))
 
     def kept_pages(dense: int):
         segments, tiles = plan.segments, plan.tiles
@@ -57,11 +64,11 @@ def prefill(
         assert tiles is not None and plan.kept is not None
         blocks = vertical_slash_blocks(
             telling[:, :, : dense * G * shared.copies], k_pages, _by_head(tables, dense), segments,
-            tiles, sparse, layout.minference, page_offset=base[:dense],
+            tiles, sparse, layout.minference, page_offset=base[:dense], **how,
         )  # fmt: skip
         return block_sparse_prefill_attention(
             q_TxHxD[:, : dense * G], k_pages, v_pages, tables[tiles.rows[:, None, None], blocks],
-            plan.kept, page_offset=base[:dense], implementation=implementation,
+            plan.kept, page_offset=base[:dense], implementation=implementation, **how,
         )  # fmt: skip
 
     def dense_heads(dense: int, schedule):
@@ -71,16 +78,22 @@ def prefill(
             sparse.any(), lambda: kept_pages(dense), lambda: all_pages(dense, schedule)
         )
 
+    first = None
+    if window is not None:
+        first = first_in_list(
+            inputs.positions[: len(q_TxHxD)], layout.page_size, layout.sink, layout.local, window
+        )
+
     def with_dense(dense: int):
         outs, (of_dense, of_streaming) = [], plan.schedules[dense]
         if dense:
-            outs.append(dense_heads(dense, of_dense))
+            outs.append(dense_heads(dense, of_dense[attention.kinds.index(window)]))
         if dense < K:
             assert plan.lists is not None and plan.blocks is not None
             out = block_sparse_prefill_attention(
                 q_TxHxD[:, dense * G :], k_pages, v_pages,
                 _by_head(plan.blocks, K - dense), plan.lists, page_offset=base[dense:],
-                schedule=of_streaming, implementation=implementation,
+                first_T=first, schedule=of_streaming, implementation=implementation, **how,
             )  # fmt: skip
             outs.append(out)
         return jnp.concatenate(outs, axis=1)

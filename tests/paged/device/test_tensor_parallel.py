@@ -35,14 +35,11 @@ MODELS = {
     "opt": ModelConfig(
         "opt", 61, 48, 40, 3, 8, 8, 6, 48, 1e-5, tie_word_embeddings=True, activation="relu"
     ),
-    "gpt2": ModelConfig(
-        "gpt2", 61, 32, 96, 3, 4, 4, 8, 48, 1e-5, tie_word_embeddings=True, activation="gelu_new"
-    ),
 }  # fmt: skip
 MODELS["reordered"] = MODELS["grouped"]
 HEAD_ORDER = np.array([[1, 0], [0, 1], [1, 0]])  # of each layer
 POLICIES = {"reordered": dataclasses.replace(VLLM, head_order=lambda config, model: HEAD_ORDER)}
-SIZES = {"reordered": (1, 8), "grouped": (1, 8), "llama": (1, 2), "opt": (1, 8), "gpt2": (1, 4)}
+SIZES = {"reordered": (1, 8), "grouped": (1, 8), "llama": (1, 2), "opt": (1, 8)}
 CASES = [(name, size) for name, sizes in SIZES.items() for size in sizes if size > 1]
 ALONE = EngineConfig(
     max_num_seqs=1, max_num_batched_tokens=16, max_prefills_per_step=1, max_model_len=48,
@@ -52,7 +49,7 @@ ALONE = EngineConfig(
 CROWDED = dataclasses.replace(
     ALONE, max_num_seqs=2, max_prefills_per_step=2, kv_cache_tokens=80, prefix_caching=True
 )
-CONFIGS = {"reordered": CROWDED, "grouped": CROWDED, "llama": ALONE, "opt": ALONE, "gpt2": ALONE}
+CONFIGS = {"reordered": CROWDED, "grouped": CROWDED, "llama": ALONE, "opt": ALONE}
 UNSTACKED = ("llama",)
 
 

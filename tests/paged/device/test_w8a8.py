@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import llama, peft, w8a8
+from models import llama, peft, w4a8, w8a8
 from models.full_attention import causal_attend
 from paged import Engine, EngineConfig, SamplingParams
 from paged.device.tensor_parallel import Shards
@@ -93,19 +93,27 @@ def four_devices() -> dict:
 @pytest.mark.slow  # another process
 def test_four_devices_have_the_codes_of_one_and_its_logits(four_devices):
     """A token has one scale, also if each shard has a part of the input ('wo', 'w_down')."""
-    assert four_devices["same_weights"]
+    assert four_devices["same_weights"] and four_devices["same_weights_of_4_bits"]
     assert max(four_devices["logprob_differences"]) < 1e-4
     # In a layer, which a scan holds once: two sums, and the maxima of their two inputs.
     assert all(each == {"all-reduce": 4} for each in four_devices["collectives"])
 
 
-def main() -> None:
-    params = random_params()
+def same_weights(model, quantize) -> bool:
+    """Whether two devices have the codes and scales of one."""
+    params = random_params(model)
     layers = [
-        w8a8.quantize(Shards(TINY, size).place(params), llama.PROJECTIONS)["layers"]
-        for size in (1, 2)
+        quantize(Shards(model, size).place(params), llama.PROJECTIONS)["layers"] for size in (1, 2)
     ]
     same = jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), *layers)
+    return all(jax.tree.leaves(same))
+
+
+def main() -> None:
+    params, wide = (
+        random_params(),
+        TINY.replace(hidden_size=128, intermediate_size=256, head_dim=64),
+    )
     one, four = (
         padded(Engine.from_model(params, TINY, replace(CONFIG, tensor_parallel=size)))
         for size in (1, 4)
@@ -117,7 +125,8 @@ def main() -> None:
         pairs = zip(output.logprobs or (), again.logprobs or (), strict=True)
         differences += [abs(a.logprob - b.logprob) for a, b in pairs]
     facts = {
-        "same_weights": all(jax.tree.leaves(same)),
+        "same_weights": same_weights(TINY, w8a8.quantize),
+        "same_weights_of_4_bits": same_weights(wide, w4a8.quantize),
         "logprob_differences": differences,
         "collectives": collectives(four),
     }

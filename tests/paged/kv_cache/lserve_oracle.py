@@ -19,7 +19,8 @@ def masked_attend(
     streams: [L, K] bool, in the model's own order of heads.
     """
     P, K, D = page_size, model.num_kv_heads, model.head_dim
-    G = model.num_heads // K
+    G, attention = model.num_heads // K, model.attention
+    windows = np.array([window or 2**30 for window in attention.windows])
 
     def scores_of_pages(q_TxKxGxD, k_TxKxD):
         """Eq. 2, as it is written: [T, K, G, pages]."""
@@ -56,12 +57,17 @@ def masked_attend(
         reads_all = (at < prompt_length) | (
             page < max(count, -(-max(options.budget, options.sparse_from) // P))
         )
-        reads_all |= layer < options.dense_layers
+        window = jnp.asarray(windows)[layer]
+        reads_all |= (layer < options.dense_layers) | (window < T)
         kept = jnp.repeat(kept, P, axis=-1) | reads_all[:, None, None, None]
 
         streaming = jnp.asarray(streams)[layer][:, None, None]
         seen = jnp.where(streaming, near[:, None, None], kept) & (at <= at[:, None, None, None])
-        logits = jnp.einsum("tkgd,skd->tkgs", q, stored(k_TxKxD), precision="highest") * D**-0.5
+        seen &= at > at[:, None, None, None] - window
+        logits = jnp.einsum("tkgd,skd->tkgs", q, stored(k_TxKxD), precision="highest")
+        logits *= attention.scale
+        if attention.soft_cap is not None:
+            logits = attention.soft_cap * jnp.tanh(logits / attention.soft_cap)
         probs = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf))
         out = jnp.einsum("tkgs,skd->tkgd", probs, stored(v_TxKxD), precision="highest")
         return out.reshape(q_TxHxD.shape), cache

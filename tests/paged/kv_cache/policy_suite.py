@@ -28,9 +28,7 @@ from paged.kv_cache.policy import Capabilities, Policy
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
 from tests.notebooks.stored import written_policy
-from tests.paged.kv_cache.device_owned import DEVICE_OWNED
 from tests.paged.kv_cache.lserve_oracle import masked_attend
-from tests.paged.kv_cache.sink_window import SINK_WINDOW, Options, dense_attend
 from tests.paged.kv_cache.tova import TOVA
 from tests.paged.kv_cache.tova_oracle import tova_attend
 from tests.paged.tiny import TINY, padded
@@ -70,7 +68,6 @@ class Case:
         return ["auto"] + ["recompute"] * can.recompute + ["swap"] * can.swap
 
 
-SINK_WINDOW_OPTIONS = Options(sink_tokens=8, window_tokens=10)
 # A head of each layer streams, not the same one; the others read three pages of up to sixteen.
 LSERVE_OPTIONS = lserve.Options(
     budget=12, reuse=2, logical_page=2, sink=4, local=8, streaming_share=0.5,
@@ -112,10 +109,6 @@ CASES = [
     Case("vllm", POLICIES["vllm"], lambda prompt: causal_attend(TINY)),
     Case("orca_max", POLICIES["orca_max"], lambda prompt: causal_attend(TINY)),
     Case(
-        "sink_window", SINK_WINDOW, functools.partial(dense_attend, TINY, SINK_WINDOW_OPTIONS),
-        {"policy_options": SINK_WINDOW_OPTIONS},
-    ),
-    Case(
         "lserve", POLICIES["lserve"],
         functools.partial(masked_attend, TINY, LSERVE_OPTIONS, LSERVE_STREAMS, 4),
         {"policy_options": LSERVE_OPTIONS, "kv_cache_tokens": 140},
@@ -142,7 +135,6 @@ CASES = [
         {**WHOLE_PROMPTS, "policy_options": {"budget": 20}, "kv_cache_tokens": 44},
         slow=True,
     ),
-    Case("device_owned", DEVICE_OWNED, lambda prompt: causal_attend(TINY)),
     Case(
         WRITTEN.NAME, WRITTEN.POLICY, WRITTEN_ORACLE,
         {"policy_options": WRITTEN_OPTIONS, "kv_cache_tokens": 104}, slow=True,

@@ -41,6 +41,8 @@ SELECTS = NEVER_SELECTS | {"budget": 12, "reuse": 2}
 BOTH_LAYERS = ((0.9, 0.2, 0.9, 0.9), (0.1, 0.3, 0.2, 0.9), (0.9, 0.9, 0.9, 0.9))
 ALL_STREAM = replace(CASE.config["policy_options"], streaming_share=1.0)
 WIDE = replace(TINY, num_layers=3, num_heads=8, num_kv_heads=4)
+# Layers with dense and streaming heads have the window, which ends within pages.
+WINDOWED = {"sliding_window": 15, "full_layers": (0,), "query_scale": 0.4, "attention_cap": 3.0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,17 +52,22 @@ def policies():
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "model"),
     [
-        NEVER_SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3},
-        SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3},
-        SELECTS | {"select_per": "query_head", "reuse": 1, "dense_layers": 1, "sparse_from": 22},
-        SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3, "kv_bits": 8},
-        pytest.param(NEVER_SELECTS | {"kv_bits": 4}, marks=pytest.mark.slow),
+        (NEVER_SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3}, {}),
+        (SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3}, {}),
+        (
+            SELECTS
+            | {"select_per": "query_head", "reuse": 1, "dense_layers": 1, "sparse_from": 22},
+            {},
+        ),
+        (SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3, "kv_bits": 8}, {}),
+        pytest.param(NEVER_SELECTS | {"kv_bits": 4}, {}, marks=pytest.mark.slow),
+        (SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3}, WINDOWED),
     ],
-    ids=["streaming", "both", "quest", "8_bits", "4_bits"],
+    ids=["streaming", "both", "quest", "8_bits", "4_bits", "windows"],
 )
-def test_attention_is_that_of_masks_over_all_keys(options):
+def test_attention_is_that_of_masks_over_all_keys(options, model):
     """Two prompts in chunks of all sizes beside each other, then tokens one by one; the second
     prompt's last token is computed as a generated one is."""
     config = EngineConfig(
@@ -68,9 +75,10 @@ def test_attention_is_that_of_masks_over_all_keys(options):
         page_size=4, kv_cache_tokens=240, policy="lserve", policy_options=options,
     )  # fmt: skip
     rng, (L, H, K, D) = np.random.default_rng(3), (3, 8, 4, 8)
+    wide = WIDE.replace(**model)
     lengths, prompts = (64, 48), [30, 21]
     qkv = [[rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in lengths]
-    driver = Driver(WIDE, config, qkv, prompts)
+    driver = Driver(wide, config, qkv, prompts)
     streams, chosen = np.zeros((L, K), bool), config.policy_options
     if chosen.gates:
         streams = streaming_heads(chosen.gates, chosen.streaming_share)
@@ -85,7 +93,7 @@ def test_attention_is_that_of_masks_over_all_keys(options):
 
     @jax.jit
     def expected(prompt, *qkv):
-        attend = masked_attend(WIDE, config.policy_options, streams, 4, prompt)
+        attend = masked_attend(wide, config.policy_options, streams, 4, prompt)
         of_layer = lambda x: attend(x[0], *x[1:], None)[0]  # noqa: E731
         return jax.lax.map(of_layer, (jnp.arange(L), *qkv))
 
@@ -303,7 +311,6 @@ def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
             {"minference_from": 8, "minference_budget": 12},
             r"\(16\) must hold a prefill tile of policy 'lserve' \(64 tokens\) beside",
         ),
-        ({"minference_from": 8, "kv_bits": 4}, r"minference_from \(8\) needs keys as they are"),
         ({"sink": 6}, "sink must be whole pages of 4, not 6"),
         ({"local": 0}, "local must be whole pages of 4, at least one, not 0"),
         (
@@ -323,7 +330,6 @@ def test_options_that_cannot_work_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
-        ({"sliding_window": 8}, {}, "the model's cannot be served"),
         (
             {"head_dim": 6},
             {"policy_options": replace(LSERVE_OPTIONS, kv_bits=4)},

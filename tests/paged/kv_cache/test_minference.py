@@ -7,7 +7,7 @@ import pytest
 
 from paged.engine import Engine, EngineConfig
 from paged.requests.sampling_params import SamplingParams
-from tests.paged.tiny import TINY, padded
+from tests.paged.tiny import TINY, padded, random_params
 
 TILE = 16
 CONFIG = EngineConfig(
@@ -17,6 +17,16 @@ CONFIG = EngineConfig(
         "budget": 80, "logical_page": 4, "sink": 4, "local": 4, "minference_from": 30,
         "minference_budget": 24, "minference_tile": TILE,
     },
+)  # fmt: skip
+# All of LServe: 4-bit weights, keys and values, streaming heads, and pages that are selected.
+WIDE = TINY.replace(hidden_size=128, intermediate_size=128, head_dim=32)
+WHOLE = replace(
+    CONFIG,
+    quantization="w4a8",
+    policy_options=replace(
+        CONFIG.policy_options, kv_bits=4, budget=16, gates=((0.9, 0.1), (0.2, 0.8)),
+        streaming_share=0.5,
+    ),
 )  # fmt: skip
 # Whole tiles and a token more, whole tiles, a tile and a few tokens, and one that is not sparse.
 LENGTHS = (49, 48, 37, 20)
@@ -35,16 +45,20 @@ def answers(engine: Engine, prompts) -> list[tuple[list[int], np.ndarray]]:
 
 
 @pytest.mark.slow  # three engines
-def test_neither_company_nor_chunks_change_tokens(tiny_params):
+@pytest.mark.parametrize(
+    ("model", "config", "near"), [(TINY, CONFIG, 1e-4), (WIDE, WHOLE, 0.05)], ids=["alone", "whole"]
+)
+def test_neither_company_nor_chunks_change_tokens(model, config, near):
+    """near: a rounding of float32 may turn a code of an activation, and that one of a key."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, TINY.vocab_size, n).tolist() for n in LENGTHS]
-    options = CONFIG.policy_options
+    prompts = [rng.integers(3, model.vocab_size, n).tolist() for n in LENGTHS]
+    options, params = config.policy_options, random_params(model)
     dense, narrow, wide = (
-        padded(Engine.from_model(tiny_params, TINY, config))
-        for config in (
-            replace(CONFIG, policy_options=replace(options, minference_from=0)),
-            CONFIG,
-            replace(CONFIG, max_num_batched_tokens=100),
+        padded(Engine.from_model(params, model, each))
+        for each in (
+            replace(config, policy_options=replace(options, minference_from=0)),
+            config,
+            replace(config, max_num_batched_tokens=100),
         )
     )
     alone = [answers(wide, [prompt])[0] for prompt in prompts]
@@ -56,10 +70,10 @@ def test_neither_company_nor_chunks_change_tokens(tiny_params):
     for name, found in others.items():
         for (tokens, logprobs), (expected, of_expected) in zip(found, alone, strict=True):
             assert tokens == expected, name
-            np.testing.assert_allclose(logprobs, of_expected, atol=1e-4, err_msg=name)
+            np.testing.assert_allclose(logprobs, of_expected, atol=near, err_msg=name)
     for prompt, (_, logprobs), (_, whole) in zip(prompts, alone, answers(dense, prompts)):
         sparse = len(prompt) >= options.minference_from
-        assert (np.abs(logprobs - whole).max() > 1e-2) == sparse
+        assert (np.abs(logprobs - whole).max() > max(1e-2, near)) == sparse
 
 
 def test_a_step_has_room_for_a_tile_by_default():

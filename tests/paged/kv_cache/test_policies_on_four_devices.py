@@ -22,11 +22,9 @@ from tests.paged.kv_cache.policy_suite import (
 from tests.paged.tiny import random_params
 
 pytestmark = pytest.mark.slow  # each policy compiles anew for four devices
-# The shards of device_owned and diffkv_composed have tests of their own; lserve differs from
-# lserve_kv8 in its page format alone; the device half of the others is vllm's, or reads less.
-ELSEWHERE = (
-    "device_owned", "diffkv_composed", "lserve", "orca_max", "sink_window", WRITTEN.NAME
-)  # fmt: skip
+# The shards of vllm and diffkv_composed have tests of their own; lserve differs from lserve_kv8 in
+# its page format alone; the device half of the others is vllm's, or reads less.
+ELSEWHERE = "vllm", "diffkv_composed", "lserve", "orca_max", WRITTEN.NAME
 SERVED = [case for case in CASES if case.name not in ELSEWHERE]
 by_policy = pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
 

@@ -131,7 +131,7 @@ def test_random_operations_beside_a_twin(bench, case, multi_step, data):
     random_operations(bench, case, data, multi_step)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @by_policy
 @pytest.mark.parametrize("multi_step", [1, 3])
 @settings(max_examples=100, deadline=None)

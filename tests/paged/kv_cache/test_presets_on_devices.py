@@ -14,7 +14,7 @@ import pytest
 
 from tests.paged.devices import printed_with_devices
 from tests.paged.kv_cache.attention_driver import Driver
-from tests.paged.kv_cache.presets import PRESETS, model_of
+from experiments.lib.presets import PRESETS, model_of
 
 pytestmark = pytest.mark.slow  # another process, which compiles each case
 
@@ -23,8 +23,7 @@ LENGTHS, PROMPTS = (58, 46), [41, 30]
 STEPS = [[(0, 41), (1, 30)]] + [[(0, 1), (1, 1)]] * 16 + [[(0, 1)]]
 # Shards share a KV head: pages are selected, and tokens kept, by scores or by sums of scores.
 SOME = [
-    ("lserve", 1, 4), ("minference", 1, 2), ("random", 2, 8), ("diffkv", 1, 4), ("h2o", 2, 8),
-    ("diffkv_streaming", 4, 2), ("diffkv_selected", 1, 4),
+    ("lserve", 1, 4), ("minference", 1, 2), ("h2o", 2, 8), ("diffkv_streaming", 4, 2),
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from paged.kv_cache.policy import ShardedModel
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
-from tests.paged.kv_cache.presets import model_of
+from experiments.lib.presets import model_of
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from experiments.lib.event_log import read_log, write_log
 from experiments.replay import replay, simulated_engine
 from models import load_tokenizer
 from paged.engine import Engine, EngineConfig
+from paged.kv_cache import POLICIES
+from paged.kv_cache.policy import Capabilities
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.hashing_executor import EOS, HashingExecutor
-from tests.paged.kv_cache.policy_suite import registered
 from tests.paged.tiny import TINY, padded
 
 CONFIG = EngineConfig(
@@ -148,9 +149,10 @@ def test_refusals(message):
     assert not engine.has_unfinished()
 
 
-def test_a_policy_that_cannot_recompute_refuses_it():
-    with registered():
-        config = replace(CONFIG, policy="device_owned", max_num_seqs=1)
-        engine = Engine(TINY, config, SimulatedExecutor(vocab_size=TINY.vocab_size))
-        with pytest.raises(ValueError, match="'device_owned' cannot recompute known output"):
-            engine.add_request(PROMPT, SAMPLED, known_output=[ONE])
+def test_a_policy_that_cannot_recompute_refuses_it(monkeypatch):
+    swaps = replace(POLICIES["vllm"], capabilities=lambda config: Capabilities(swap=True))
+    monkeypatch.setitem(POLICIES, "swaps", swaps)
+    config = replace(CONFIG, policy="swaps", max_num_batched_tokens=64)
+    engine = Engine(TINY, config, SimulatedExecutor(vocab_size=TINY.vocab_size))
+    with pytest.raises(ValueError, match="'swaps' cannot recompute known output"):
+        engine.add_request(PROMPT, SAMPLED, known_output=[ONE])

@@ -51,8 +51,21 @@ def test_kernels_are_made_where_jax_has_64_bits(target, op):
 
 
 # SPECS lacks kernels that wait for nothing, and those that another op has too.
+MUTATED = [kernel for kernel in KERNELS if kernel[1] in SPECS]
+INTERPRETED_LONG = (
+    "mixed_precision_attention", "paged_prefill_attention", "prompt_attention",
+    "quantised_paged_attention", "sgmv",
+)  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "op"), [kernel for kernel in KERNELS if kernel[1] in SPECS])
+@pytest.mark.parametrize(
+    ("target", "op"),
+    [
+        pytest.param(target, op, marks=[pytest.mark.sweep] * (op in INTERPRETED_LONG))
+        for target, op in MUTATED
+    ],
+)
 def test_a_missing_wait_or_commit_is_noticed(target, op, monkeypatch):
     """By the check of the jaxpr or, where that is content, by the interpreter: wrong numbers, a
     race, an error, or a kernel that never ends. Of copies before Hopper the interpreter knows

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.papers.diffkv import batch_on_cpu as throughput
 from experiments.papers.diffkv import fig13_compaction as compaction
-from experiments.papers.diffkv import fig14_step_breakdown as step_breakdown
-from experiments.papers.diffkv import fig15a_kernel_speed as kernel_speed
 from experiments.papers.diffkv import fig15b_batch_latency as batch_latency
 from experiments.papers.diffkv import fig16_dynamic_workload as dynamic_workload
-from experiments.papers.diffkv import fig17_throughput as throughput
+from experiments.papers.diffkv import kernels_on_cpu as kernel_speed
+from experiments.papers.diffkv import step_breakdown_on_cpu as step_breakdown
 from experiments.papers.diffkv.host_managers import ThreadedManager, Twin
 from pallas_kernels.quantized_attention import mixed_precision_attention
 from pallas_kernels.specs import Heads

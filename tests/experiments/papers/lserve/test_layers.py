@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 from experiments.papers.lserve import (
-    fig10_engine,
-    fig11_prefill_attention,
+    decode_on_cpu,
+    engine_on_cpu,
     fig12_prefill_kernel,
-    fig14_page_selector,
-    fig15_decode_attention,
     layer_memory,
+    prefill_on_cpu,
     table1_page_size,
 )
-from experiments.papers.lserve.fig10_engine import Run
+from experiments.papers.lserve.engine_on_cpu import Run
 from experiments.papers.lserve.layer import LAYER, Layer, config_of, lserve, streaming, systems
 from experiments.papers.lserve.layer import Reads as Counted
 from experiments.papers.lserve.layer_times import Row, Times
@@ -75,26 +74,25 @@ def test_each_timed_run_selects_as_often_as_reuse_says():
 
 @pytest.mark.slow  # many small programs compile
 def test_studies_time_all_that_they_compare(tmp_path):
-    tiny = fig10_engine.MODEL.replace(hidden_size=32, intermediate_size=48, head_dim=8)
+    tiny = engine_on_cpu.MODEL.replace(hidden_size=32, intermediate_size=48, head_dim=8)
     found: dict[Any, list[Any]] = {
-        fig15_decode_attention: fig15_decode_attention.decode([64, 8192], TIMES, SMALL, 0),
-        fig11_prefill_attention: fig11_prefill_attention.prefill([256, 512], 256, TIMES, SMALL, 0),
+        decode_on_cpu: decode_on_cpu.decode([64, 8192], TIMES, SMALL, 0),
+        prefill_on_cpu: prefill_on_cpu.prefill([256, 512], 256, TIMES, SMALL, 0),
         fig12_prefill_kernel: fig12_prefill_kernel.kernel(
             2048, 1024, TIMES, SMALL, 0, [0.5], [1024]
         ),
-        fig14_page_selector: fig14_page_selector.selector([8192], TIMES, SMALL, 0),
         table1_page_size: table1_page_size.page_size([64, 128], [16, 64], 2, TIMES, SMALL, 0),
         layer_memory: layer_memory.memory([4096, 16384]),
-        fig10_engine: list(
-            fig10_engine.run(["dense", "quest"], [128], 128, 1, 0, TIMES.rates, tiny)
+        engine_on_cpu: list(
+            engine_on_cpu.run(["dense", "quest"], [128], 128, 1, 0, TIMES.rates, tiny)
         ),
     }
     names = {module: [row.system for row in rows] for module, rows in found.items()}
     four = ["dense", "static", "dynamic", "lserve"]
-    assert names[fig15_decode_attention] == 2 * [*four, "products"]
-    assert names[fig11_prefill_attention] == 2 * ["dense", "lserve", "products", "pooling"]
+    assert names[decode_on_cpu] == 2 * [*four, "products"]
+    assert names[prefill_on_cpu] == 2 * ["dense", "lserve", "products", "pooling"]
     assert {"minference 1024", "streaming 50%"} <= set(names[fig12_prefill_kernel])
-    assert names[fig10_engine] == ["dense", "quest"]
+    assert names[engine_on_cpu] == ["dense", "quest"]
     for row in found[layer_memory]:
         assert row.bytes == row.of_formula
     for module, rows in found.items():
@@ -113,7 +111,7 @@ def test_the_values_are_of_the_rows_that_they_name():
         found = module.STUDY.report(module.STUDY.flags(), rows)
         return found["holds"], {value["name"]: value["here"] for value in found["values"]}
 
-    holds, numbers = report(fig15_decode_attention, [
+    holds, numbers = report(decode_on_cpu, [
         row("dense", 16384, 12), row("lserve", 16384, 2), row("dense", 65536, 40),
         row("lserve", 65536, 2.5), row("static", 16384, 7), row("products", 16384, 4),
     ])  # fmt: skip
@@ -122,7 +120,7 @@ def test_the_values_are_of_the_rows_that_they_name():
         "decode_growth_16k_64k": 1.25, "static_speedup_16k": 12 / 7, "static_speedup_64k": None,
         "attention_share_16k": 0.75,
     })  # fmt: skip
-    holds, numbers = report(fig11_prefill_attention, [
+    holds, numbers = report(prefill_on_cpu, [
         row("dense", 8192, 50), row("lserve", 8192, 32, 0.5), row("products", 8192, 60),
         row("pooling", 8192, 8),
     ])  # fmt: skip
@@ -130,7 +128,7 @@ def test_the_values_are_of_the_rows_that_they_name():
         "prefill_attention_speedup_8k": 50 / 32, "prefill_over_oracle_8k": 50 / 32 * 0.5,
         "pooling_share_8k": 0.08, "attention_share_8k": 50 / 110,
     })  # fmt: skip
-    holds, numbers = report(fig10_engine, [
+    holds, numbers = report(engine_on_cpu, [
         Run("dense", 16384, 9, 30, 1, 1), Run("lserve", 16384, 6, 20, 1, 1),
         Run("quest", 16384, 12, 25, 1, 1),
     ])  # fmt: skip
@@ -156,12 +154,12 @@ def test_the_memory_of_a_layer_is_counted(tmp_path):
 @pytest.mark.parametrize(
     ("module", "flags", "message"),
     [
-        (fig15_decode_attention, {"contexts": (1000,)}, "--contexts are multiples of 64"),
-        (fig11_prefill_attention, {"contexts": (64,)}, "--contexts are multiples of 1024"),
-        (fig14_page_selector, {"contexts": ()}, "--contexts must name at least one"),
-        (fig10_engine, {"systems": ()}, "--systems must name at least one"),
-        (fig10_engine, {"systems": ("h2o",)}, "each one of dense, static"),
-        (fig10_engine, {"contexts": (1048576,)}, "--contexts are at most 1048518"),
+        (decode_on_cpu, {"contexts": (1000,)}, "--contexts are multiples of 64"),
+        (prefill_on_cpu, {"contexts": (64,)}, "--contexts are multiples of 1024"),
+        (decode_on_cpu, {"contexts": ()}, "--contexts must name at least one"),
+        (engine_on_cpu, {"systems": ()}, "--systems must name at least one"),
+        (engine_on_cpu, {"systems": ("h2o",)}, "each one of dense, static"),
+        (engine_on_cpu, {"contexts": (1048576,)}, "--contexts are at most 1048518"),
     ],
 )
 def test_bad_flags_are_refused(module, flags, message):

@@ -271,7 +271,6 @@ def test_what_cannot_work_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
-        ({"sliding_window": 8}, {}, "the model's cannot be served"),
         (
             {}, {"policy_options": {"gates": ((0.5, 0.5),)}},
             "gates are of 1 layers of 2 KV heads, but the model has 2 of 2",

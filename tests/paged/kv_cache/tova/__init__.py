@@ -68,8 +68,8 @@ class TovaHost(dense.DenseHost):
 
 def check(config: CacheConfig, model: ModelConfig | None) -> None:
     dense.VLLM.check(config, model)
-    if model and model.sliding_window is not None:
-        raise ValueError("TOVA serves no models with a sliding window")
+    if model and not model.plain_attention:
+        raise ValueError("TOVA serves no models with windows, soft caps or a scale of their own")
 
 
 def device(config: CacheConfig, model: ShardedModel, implementation: str | None = None):

@@ -1,4 +1,4 @@
-"""All policies, and the presets of the flag files, at the size of tests."""
+"""All policies, and the presets of the flag files, at a size that runs anywhere in seconds."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,8 +7,12 @@ import numpy as np
 
 from models.config import ModelConfig
 from paged.engine import EngineConfig
-from tests.paged.tiny import TINY
 
+TINY = ModelConfig(
+    model_type="qwen3", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2,
+    num_heads=4, num_kv_heads=2, head_dim=8, max_position_embeddings=256, qk_norm=True,
+    eos_token_ids=(2,),
+)  # fmt: skip
 CONFIG: dict[str, Any] = {
     "max_num_seqs": 3, "max_num_batched_tokens": 32, "max_prefills_per_step": 2,
     "max_model_len": 64, "page_size": 4, "kv_cache_tokens": 400, "watermark": 0.0,

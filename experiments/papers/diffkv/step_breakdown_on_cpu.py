@@ -1,6 +1,6 @@
-"""Where a step's time goes with DiffKV, by phase and batch (DiffKV Fig. 14).
+"""Where a step's time goes with DiffKV on a CPU, by phase and batch (DiffKV §7.3).
 
-python -m experiments.papers.diffkv.fig14_step_breakdown
+python -m experiments.papers.diffkv.step_breakdown_on_cpu
 
 The engine's own compiled step of the bundled model is timed, and its parts alone on the same state,
 all layers in one program:
@@ -243,7 +243,7 @@ def values(_: BreakdownFlags, rows: Sequence[Row]) -> Values:
 
 STUDY = Study(
     __file__,
-    title="Where a step's time goes (DiffKV Fig. 14)",
+    title="Where a step's time goes, on a CPU (DiffKV §7.3)",
     kind="measured",
     claim="page management takes below 0.2 % of a prompt step and 0.9 % of a generation step",
     rule="both shares at most the paper's, with the largest batch",

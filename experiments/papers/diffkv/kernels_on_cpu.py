@@ -1,6 +1,6 @@
-"""Decode attention by format and length, beside the dense op (DiffKV Fig. 15a).
+"""Decode attention by format and length on a CPU, beside the dense op (DiffKV §7.3).
 
-python -m experiments.papers.diffkv.fig15a_kernel_speed
+python -m experiments.papers.diffkv.kernels_on_cpu
 
 A layer of Llama-3-8B's heads (32 query and 8 KV heads of 128), --batch sequences, all
 tokens in one format, and half of them in each of K8V4 and K4V2. All formats read the same pool,
@@ -176,7 +176,7 @@ def values(_: KernelFlags, rows: Sequence[Row]) -> Values:
 
 STUDY = Study(
     __file__,
-    title="Decode attention by format and length (DiffKV Fig. 15a)",
+    title="Decode attention by format and length, on a CPU (DiffKV §7.3)",
     kind="measured",
     claim="compressed pages are read nearly as much faster as they are smaller (K8V8: 1.7 of 2)",
     rule="K4V2 takes at most 0.9 of the dense op's time at every length",

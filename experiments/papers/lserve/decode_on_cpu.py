@@ -1,6 +1,6 @@
-"""Decode attention over long contexts, by what is sparse (LServe §5.5, Fig. 15; Fig. 2).
+"""Decode attention of this code over long contexts on a CPU, by what is sparse (LServe §5.4).
 
-python -m experiments.papers.lserve.fig15_decode_attention
+python -m experiments.papers.lserve.decode_on_cpu
 
 A token's attention, selection included: dense heads alone, static sparsity (half of the heads
 stream), dynamic sparsity (selected pages), and both; beside the layer's matrix products.
@@ -85,7 +85,7 @@ def values(_: DecodeFlags, rows: Sequence[Row]) -> Values:
 
 STUDY = Study(
     __file__,
-    title="Decode attention by what is sparse (LServe Fig. 15)",
+    title="Decode attention by what is sparse, on a CPU (LServe §5.4)",
     kind="measured",
     claim="static sparsity 1.3 to 1.7 times as fast; with dynamic sparsity 30 times at 256k",
     rule="5 times as fast at 16k and 15 times at 64k, at most 1.3 times as slow at 64k as at 16k",

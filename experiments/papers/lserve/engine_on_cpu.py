@@ -1,6 +1,7 @@
-"""Whole engines over long contexts: dense, LServe, and its presets (LServe §4.3, 4.4, 5.5).
+"""Whole engines over long contexts on a CPU: dense, LServe, and its presets (LServe §4.3, 4.4,
+5.5).
 
-python -m experiments.papers.lserve.fig10_engine
+python -m experiments.papers.lserve.engine_on_cpu
 
 One request at a time on a small random model of Llama-3-8B's head shapes. Prompts are prefilled as
 any are, in chunks; then all engines decode in turns from the same context.
@@ -171,7 +172,7 @@ def draw(_: EngineFlags, figure: Figure, rows: Sequence[Run]) -> None:
 
 STUDY = Study(
     __file__,
-    title="Whole engines over long contexts (LServe Figs. 10, 11, 16, Table 5)",
+    title="Whole engines over long contexts, on a CPU (LServe §4.3, 4.4, 5.5)",
     kind="analogue",
     claim="decode 1.5 times vLLM on average; faster than Quest in prefill and decode",
     rule="at 16k decode at least 1.5 times dense, and no slower than Quest",

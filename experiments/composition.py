@@ -1,0 +1,467 @@
+"""The matrix of what composes: every policy and preset with every feature of the engine.
+
+    python -m experiments.composition
+    python -m experiments.composition --presets=lserve,diffkv --features=swapping,adapters
+
+A cell serves requests to a small random model whose pages are so few that the policy is at work. A
+cell works if every request has the tokens that it has alone, on the same policy without the
+feature; sequences that are sampled or searched must besides have the log-probabilities that their
+tokens have as known ones. A cell is refused if engine or request raise a ValueError, whose message
+it keeps. Features that change numbers, as 16-bit keys, are compared with themselves alone.
+Logits that lie closer than a rounding error are no difference.
+
+The program has two devices, for tensor parallelism, and compiles without optimisation.
+"""
+
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.diff_events import first_difference
+from experiments.lib import random_adapters
+from experiments.lib.event_log import read_log, write_log
+from experiments.lib.presets import PRESETS, TINY, Preset
+from experiments.lib.typed_flags import Flags, flag
+from experiments.replay import replay, simulated_engine
+from experiments.study import Run, Setting, Study, Values
+from models import params as parameters
+from models.config import ModelConfig
+from models.families import family
+from paged.engine import Engine
+from paged.kv_cache import policy_of
+from paged.kv_cache.policy import ShardedModel
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
+
+WINDOWED = TINY.replace(model_type="mistral", qk_norm=False, sliding_window=24)
+OPT = ModelConfig(
+    "opt", 61, 32, 48, 2, 4, 4, 8, 256, 1e-5, tie_word_embeddings=True, activation="relu"
+)
+GREEDY = SamplingParams(max_tokens=18, ignore_eos=True, logprobs=2)
+SAMPLED = replace(GREEDY, temperature=1.0, seed=11)
+NEAR_TIE, SAME_LOGPROB = 1e-4, 2e-3
+WORKS, REFUSED, WRONG = "works", "refused", "wrong"
+MARKS = {WORKS: "●", REFUSED: "–", WRONG: "✗"}
+
+
+class Wrong(Exception):
+    """A cell whose tokens are others."""
+
+
+@functools.cache
+def params_of(model: ModelConfig) -> dict[str, Any]:
+    made = parameters.init(family(model).declare(model), jax.random.key(1))
+    # Larger embeddings give varied continuations instead of one token forever.
+    return made | {name: made[name] * 50 for name in ("embed", "positions") if name in made}
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(3, TINY.vocab_size, length).tolist() for length in lengths]
+
+
+PROMPTS = prompts(40, 33, 21)
+
+
+class Bench:
+    """A preset with what a feature changes of model and configuration."""
+
+    def __init__(self, preset: Preset, model: ModelConfig = TINY, **changes: Any):
+        self.preset, self.model = preset, model
+        self.changes = {"run_ahead": False} | changes
+        self._alone: dict[Any, RequestOutput] = {}
+
+    def engine(self, **changes: Any) -> Engine:
+        """A fresh one. Raises ValueError for what the preset refuses."""
+        config = self.preset.engine_config(self.model, **(self.changes | changes))
+        return Engine.from_model(params_of(self.model), self.model, config)
+
+    @functools.cached_property
+    def single(self) -> Engine:
+        return self.engine()
+
+    def alone(
+        self, how: SamplingParams, asked: Sequence[list[int]] = PROMPTS, adapters: Any = None
+    ) -> list[RequestOutput]:
+        """The outputs of requests that are served one after the other."""
+        cases = list(zip(asked, adapters or [None] * len(asked), strict=True))
+        for prompt, adapter in cases:
+            if (*prompt, how, adapter) not in self._alone:
+                (output,) = self.single.generate([prompt], how, [adapter])
+                self._alone[*prompt, how, adapter] = output
+        return [self._alone[*prompt, how, adapter] for prompt, adapter in cases]
+
+    def company(self, how: SamplingParams, **changes: Any) -> Engine:
+        """Requests beside each other have the tokens that they have alone; the engine."""
+        engine = self.engine(**changes)
+        compare(engine.generate(PROMPTS, how), self.alone(how))
+        return engine
+
+    def known(self, outputs: Sequence[RequestOutput]) -> None:
+        """Sampled tokens have the log-probabilities that they have if they are known before."""
+        for output in outputs:
+            for sequence in output.sequences:
+                forced = self.forced(output.prompt_tokens, sequence.tokens)
+                close(sequence.logprobs, forced.logprobs)
+
+    def forced(self, prompt: list[int], tokens: list[int]) -> SequenceOutput:
+        how = replace(GREEDY, forced_output=tuple(tokens), max_tokens=len(tokens))
+        return self.single.generate([prompt], how)[0].sequences[0]
+
+
+def compare(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]) -> None:
+    """Raise Wrong unless all tokens are the same, up to the first near tie."""
+    for a, b in zip(ours, theirs, strict=True):
+        for s, t in zip(a.sequences, b.sequences, strict=True):
+            pairs = zip(s.tokens, t.tokens)
+            at = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
+            if at is None:
+                if len(s.tokens) != len(t.tokens):
+                    raise Wrong(f"{len(s.tokens)} tokens for {len(t.tokens)}")
+            elif t.logprobs is None or lead(t.logprobs[at]) > NEAR_TIE:
+                raise Wrong(f"token {s.tokens[at]} for {t.tokens[at]} at {at}")
+
+
+def lead(entry: TokenLogprob) -> float:
+    """Of the best token over the second."""
+    best, second = sorted(entry.top.values(), reverse=True)[:2]
+    return best - second
+
+
+def close(ours: Sequence[TokenLogprob | None] | None, theirs: Any) -> None:
+    """Raise Wrong unless all log-probabilities are the same."""
+    pairs = [(a, b) for a, b in zip(ours or (), theirs, strict=True) if a is not None]
+    far = max(abs(a.logprob - b.logprob) for a, b in pairs)
+    if far > SAME_LOGPROB:
+        raise Wrong(f"a log-probability differs by {far:.3g}")
+
+
+# The features: each raises ValueError if it is refused, Wrong if tokens are others.
+
+
+def company(bench: Bench) -> None:
+    bench.company(GREEDY)
+
+
+def chunked_prompts(bench: Bench) -> None:
+    if not bench.company(GREEDY, max_num_batched_tokens=20).config.chunked_prefill:
+        raise ValueError(f"policy {bench.preset.policy!r} needs whole prompts")
+
+
+def several_tokens_a_step(bench: Bench) -> None:
+    bench.company(GREEDY, multi_step=4)
+
+
+def running_ahead(bench: Bench) -> None:
+    bench.company(GREEDY, run_ahead=True)
+
+
+def seeds(bench: Bench) -> None:
+    bench.company(SAMPLED)
+    bench.known(bench.alone(SAMPLED))
+
+
+def penalties(bench: Bench) -> None:
+    bench.company(
+        replace(GREEDY, repetition_penalty=1.5, frequency_penalty=0.5, logit_bias={9: 1.0})
+    )
+
+
+def parallel_sampling(bench: Bench) -> None:
+    how = replace(SAMPLED, n=3)
+    bench.company(how)
+    bench.known(bench.alone(how))
+
+
+def beam_search(bench: Bench) -> None:
+    how = replace(
+        GREEDY, max_tokens=10, beam_width=3, n=3, logprobs=None, length_penalty=0.0
+    )  # so that scores are sums of log-probabilities
+    bench.company(how)
+    for output in bench.alone(how):
+        for beam in output.sequences:
+            forced = bench.forced(output.prompt_tokens, beam.tokens)
+            total = sum(each.logprob for each in forced.logprobs or ())
+            if beam.score is None or abs(beam.score - total) > SAME_LOGPROB:
+                raise Wrong(f"a beam of score {beam.score} has log-probability {total}")
+
+
+def prompt_log_probabilities(bench: Bench) -> None:
+    how = replace(GREEDY, max_tokens=2, prompt_logprobs=0)
+    outputs = bench.engine().generate(PROMPTS, how)
+    for ours, theirs in zip(outputs, bench.alone(how), strict=True):
+        close(ours.prompt_logprobs, theirs.prompt_logprobs)
+
+
+def known_output(bench: Bench) -> None:
+    alone = bench.alone(GREEDY)
+    for output in alone:
+        how = replace(GREEDY, forced_output=tuple(output.tokens[:9]))
+        compare(bench.engine().generate([output.prompt_tokens], how), [output])
+
+
+def preempted(bench: Bench, how: SamplingParams, mode: str) -> None:
+    """In as little memory as holds the longest request, and in more, until one is preempted."""
+    bench.engine(preemption_mode=mode)
+    for tokens in smallest(bench), *range(60, 400, 20):
+        try:
+            engine = bench.company(how, preemption_mode=mode, kv_cache_tokens=tokens)
+        except ValueError:  # not even one fits
+            continue
+        if any(record.preemptions for record in engine.metrics.requests):
+            return
+    raise ValueError("memory is reserved: nothing is ever preempted")
+
+
+def smallest(bench: Bench) -> int:
+    """kv_cache_tokens that hold the longest of PROMPTS with its output."""
+    longest = max(map(len, PROMPTS)) + GREEDY.max_tokens
+    sharded = ShardedModel.split(bench.model)
+    for tokens in range(8, 400, 8):
+        try:
+            config = bench.preset.engine_config(
+                bench.model, **(bench.changes | {"kv_cache_tokens": tokens})
+            )
+            if policy_of(config.policy).host(config, sharded).fits(longest, 1):
+                return tokens
+        except ValueError:
+            pass
+    raise AssertionError("no memory holds a request")
+
+
+def swapping(bench: Bench) -> None:
+    preempted(bench, GREEDY, "swap")
+
+
+def recomputing(bench: Bench) -> None:
+    preempted(bench, GREEDY, "recompute")
+
+
+def moving_between_engines(bench: Bench) -> None:
+    there, here = bench.engine(), bench.engine()
+    ids = [there.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    for _ in range(9):
+        there.step()
+    moved = [there.abort(name) for name in ids]
+    for output in moved:
+        here.add_request(
+            output.prompt_tokens, GREEDY, output.request_id, known_output=output.sequences
+        )
+    outputs = finish(here)
+    compare([outputs[name] for name in ids], bench.alone(GREEDY))
+
+
+def finish(engine: Engine) -> dict[str, RequestOutput]:
+    """By their ids."""
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        outputs |= {output.request_id: output for output in engine.step()}
+    return outputs
+
+
+def aborting(bench: Bench) -> None:
+    engine = bench.engine()
+    ids = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    for _ in range(5):
+        engine.step()
+    engine.abort(ids.pop(1))
+    outputs = finish(engine)
+    compare([outputs[name] for name in ids], bench.alone(GREEDY)[::2])
+    engine.host_policy.check()
+    if held := [name for name, units in engine.host_policy.held().items() if len(units)]:
+        raise Wrong(f"units of {', '.join(held)} have owners at the end")
+
+
+def with_shared_prefix() -> list[list[int]]:
+    (shared,) = prompts(26)
+    return [shared + own for own in prompts(3, 9, 6)]
+
+
+def prefix_caching(bench: Bench) -> None:
+    asked = with_shared_prefix()
+    engine = bench.engine(prefix_caching=True)
+    outputs = [engine.generate([prompt], GREEDY)[0] for prompt in asked]
+    compare(outputs, bench.alone(GREEDY, asked))
+    if not outputs[-1].cached_tokens:
+        raise Wrong("nothing was found in the cache")
+
+
+def pinned_prefix(bench: Bench) -> None:
+    asked = with_shared_prefix()
+    engine = bench.engine(prefix_caching=True)
+    engine.pin_prefix(asked[0][:26])
+    outputs = engine.generate(asked, GREEDY)
+    compare(outputs, bench.alone(GREEDY, asked))
+    if not all(output.cached_tokens for output in outputs):
+        raise Wrong("nothing was found in the cache")
+
+
+def with_adapters(bench: Bench, slots: int) -> None:
+    adapted = Bench(bench.preset, bench.model, adapter_slots=slots)
+    names = ["a", "b", None]
+    with tempfile.TemporaryDirectory() as folder:
+        engine = adapted.engine()
+        for seed, name in enumerate(filter(None, names)):
+            path = random_adapters.write(Path(folder) / name, bench.model, seed, rank=4 + 4 * seed)
+            engine.add_adapter(name, path)
+            adapted.single.add_adapter(name, path)
+        outputs = engine.generate(PROMPTS, GREEDY, names)
+        compare(outputs, adapted.alone(GREEDY, adapters=names))
+
+
+def adapters(bench: Bench) -> None:
+    with_adapters(bench, slots=2)
+
+
+def more_adapters_than_slots(bench: Bench) -> None:
+    with_adapters(bench, slots=1)
+
+
+def tensor_parallel(bench: Bench) -> None:
+    if jax.device_count() < 2:
+        raise ValueError("this process has one device")
+    bench.company(GREEDY, tensor_parallel=2)
+
+
+def keys_of_16_bits(bench: Bench) -> None:
+    company(Bench(bench.preset, bench.model, kv_dtype="bfloat16"))
+
+
+def w8a8(bench: Bench) -> None:
+    company(Bench(bench.preset, bench.model, quantization="w8a8"))
+
+
+def sliding_window(bench: Bench) -> None:
+    company(Bench(bench.preset, WINDOWED))
+
+
+def no_grouped_queries(bench: Bench) -> None:
+    company(Bench(bench.preset, OPT))
+
+
+def replayed_log(bench: Bench) -> None:
+    engine = bench.company(GREEDY, run_ahead=True)
+    with tempfile.TemporaryDirectory() as folder:
+        write_log(folder, "events.jsonl", engine.events)
+        log = read_log(Path(folder) / "events.jsonl")
+    if difference := first_difference(log, replay(simulated_engine(log, bench.model), log)):
+        raise Wrong(str(difference))
+
+
+FEATURES: dict[str, Callable[[Bench], None]] = {
+    function.__name__: function
+    for function in (
+        company, chunked_prompts, several_tokens_a_step, running_ahead, seeds, penalties,
+        parallel_sampling, beam_search, prompt_log_probabilities, known_output, swapping,
+        recomputing, moving_between_engines, aborting, prefix_caching, pinned_prefix, adapters,
+        more_adapters_than_slots, tensor_parallel, keys_of_16_bits, w8a8, sliding_window,
+        no_grouped_queries, replayed_log,
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CompositionFlags(Flags):
+    presets: tuple[str, ...] = flag(tuple(PRESETS), "rows", choices=tuple(PRESETS))
+    features: tuple[str, ...] = flag(tuple(FEATURES), "columns", choices=tuple(FEATURES))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """reason: of a refusal, or what is wrong."""
+
+    preset: str
+    feature: str
+    verdict: str
+    reason: str = ""
+
+
+def cell(preset: str, feature: str) -> Cell:
+    try:
+        FEATURES[feature](Bench(PRESETS[preset]))
+    except ValueError as error:
+        return Cell(preset, feature, REFUSED, str(error))
+    except Wrong as error:
+        return Cell(preset, feature, WRONG, str(error))
+    return Cell(preset, feature, WORKS)
+
+
+def measure(flags: CompositionFlags, run: Run) -> Iterator[Cell]:
+    for preset in flags.presets:
+        for feature in flags.features:
+            yield run.once(cell, preset, feature)
+        jax.clear_caches()
+
+
+def values(_: CompositionFlags, cells: Sequence[Cell]) -> Values:
+    return {
+        name: sum(each.verdict == name for each in cells) for name in (WORKS, REFUSED, WRONG)
+    } | {"cells": len(cells)}
+
+
+def markdown(cells: Sequence[Cell]) -> str:
+    """The matrix, a feature a line, with the refusals' reasons below it."""
+    names = list(dict.fromkeys(each.preset for each in cells))
+    by_place = {(each.preset, each.feature): each for each in cells}
+    notes: dict[str, int] = {}
+    lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for feature in dict.fromkeys(each.feature for each in cells):
+        marks = []
+        for name in names:
+            each = by_place.get((name, feature))
+            note = notes.setdefault(each.reason, len(notes) + 1) if each and each.reason else ""
+            marks.append(f"{MARKS[each.verdict]}{note}" if each else "")
+        lines.append(f"| {feature.replace('_', ' ')} | {' | '.join(marks)} |")
+    return "\n".join([*lines, "", *(f"{at}. {reason}" for reason, at in notes.items())])
+
+
+def draw(_: CompositionFlags, figure: Figure, cells: Sequence[Cell]) -> None:
+    names = list(dict.fromkeys(each.preset for each in cells))
+    features = list(dict.fromkeys(each.feature for each in cells))
+    colours = {WORKS: 0, REFUSED: 1, WRONG: 2}
+    grid = np.full((len(features), len(names)), np.nan)
+    for each in cells:
+        grid[features.index(each.feature), names.index(each.preset)] = colours[each.verdict]
+    axes = figure.subplots()
+    axes.imshow(grid, cmap="Pastel2", vmin=0, vmax=7)
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize="small")
+    axes.set_yticks(range(len(features)), [f.replace("_", " ") for f in features], fontsize="small")
+    for (y, x), value in np.ndenumerate(grid):
+        mark = next((MARKS[name] for name, colour in colours.items() if colour == value), "")
+        axes.text(x, y, mark, ha="center", va="center", fontsize="small")
+
+
+STUDY = Study(
+    __file__,
+    title="The matrix of what composes",
+    kind="counted",
+    claim="every feature works under every policy, or is refused in words",
+    rule="no cell is wrong",
+    holds=lambda v: v[WRONG] == 0,
+    setting=Setting("a random model of two layers; 64 tokens in pages of 4", "no paper's", "paper"),
+    flags=CompositionFlags,
+    row=Cell,
+    measure=measure,
+    values=values,
+    draw=draw,
+    table=lambda _, cells: markdown(cells),
+    quick={"presets": ("vllm", "lserve", "diffkv_streaming")},
+    minutes=(10, 60),
+    size=(9, 8),
+)
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 2)
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    with tempfile.TemporaryDirectory() as cache:  # engines of equal programs are compiled once
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        STUDY.run()

@@ -1,0 +1,263 @@
+"""The systems of LServe's evaluation on simulated GPUs (§4.1): what each keeps, reads and computes
+with, and the seconds of its steps.
+
+    dense       16 bits
+    w8a8, w4a8  8-bit products, with weights of 8 and of 4 bits; keys and values of 16
+    vllm        vLLM 0.6.3: W8A8, keys and values of 8 bits. Table 7 grows by 57 ns a token, which
+                is more than the A100's bandwidth if these had 16 bits
+    qserve      W4A8KV4 in pages of 64 tokens: LServe without sparsity
+    minference  16 bits; sparse prefill, dense decode
+    duo         DuoAttention: 16 bits, half of the heads stream
+    static, dynamic, lserve
+                qserve with half of the heads streaming, with 4,096 tokens read by selected pages,
+                and with both
+    lserve_minference
+                lserve's prompts from 128k on, of which dense heads attend as MInference does (§4.3)
+    quest       16 bits; flat pages of 16 tokens, selected by each query head at each token, but in
+                the first two layers
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.lserve.layer import EVERYTHING, config_of, lserve, streaming
+from models import checkpoint
+from models.config import ModelConfig
+from paged.kv_cache.lserve.layout import Layout
+from paged.simulator.machines import MACHINES
+from paged.simulator.step_cost import Host, StepCost
+from pallas_kernels.specs import Cost
+
+DECODE, PREFILL = "decode", "prefill"
+LONGEST = 2**19  # tokens of a context
+A_STEP_OF_QSERVE = 10.5e-3, 32, 512  # Table 1: seconds, sequences, tokens of each; A100
+
+
+@dataclass(frozen=True)
+class System:
+    """options: of the policy lserve. streams: whether half of the KV heads do. bits: of products'
+    operands; weight_bits: of weights in memory. by_heads: see `Clock`."""
+
+    options: Mapping[str, Any]
+    streams: bool = False
+    by_heads: bool = False
+    bits: int = 16
+    weight_bits: int = 16
+    page_size: int = 64
+
+
+_W4A8: Mapping[str, Any] = {"bits": 8, "weight_bits": 4}
+_QSERVE: Mapping[str, Any] = {"by_heads": True, **_W4A8}
+SYSTEMS = {
+    "dense": System({"budget": EVERYTHING}),
+    "w8a8": System({"budget": EVERYTHING}, bits=8),
+    "w4a8": System({"budget": EVERYTHING}, **_W4A8),
+    "vllm": System({"budget": EVERYTHING, "kv_bits": 8}, bits=8),
+    "qserve": System({"budget": EVERYTHING, "kv_bits": 4}, **_QSERVE),
+    "minference": System({"budget": EVERYTHING, "minference_from": 1}),
+    "duo": System({"budget": EVERYTHING}, streams=True),
+    "static": System({"budget": EVERYTHING, "kv_bits": 4}, streams=True, **_QSERVE),
+    "dynamic": System({"kv_bits": 4}, **_QSERVE),
+    "lserve": System({"kv_bits": 4}, streams=True, **_QSERVE),
+    # Prompts attend to keys as they are, whatever is kept of them.
+    "lserve_minference": System({"minference_from": 1}, streams=True, **_QSERVE),
+    "quest": System({"select_per": "query_head", "reuse": 1, "dense_layers": 2}, page_size=16),
+}
+
+
+@dataclass(frozen=True)
+class SimulatedFlags(Flags):
+    """A study gives `contexts` defaults of its own."""
+
+    contexts: tuple[int, ...] = flag((2**16,), "tokens", least=64, most=LONGEST)
+    gpu: str = flag("a100-80", "that is simulated", choices=tuple(MACHINES))
+    attention_knob: float = flag(1.0, "times the time of attention and selection", above=0)
+    host_knob: float = flag(1.0, "times the time of the host", least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_some("contexts")
+
+    @property
+    def ascending(self) -> list[int]:
+        return sorted(set(self.contexts))
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds of the steps of one system on one GPU.
+
+    by_heads: whether decode attention and selection are parallel over heads and sequences alone
+    ('the computation along the KV token dimension remains sequential', §2.2, §3.1): then the
+    longest head takes what one multiprocessor's share of the bandwidth needs, however few heads
+    there are. Otherwise a head's tokens are split over as many multiprocessors as there are.
+    """
+
+    cost: StepCost
+    by_heads: bool
+
+    @classmethod
+    def of(
+        cls, system: str, model: ModelConfig, gpu: str = "a100-80", attention_knob: float = 1.0,
+        host_s: float = 0.0, split: bool = False,
+    ) -> "Clock":  # fmt: skip
+        """host_s: that the host adds to each step. split: heads, in a system that does not."""
+        cost = _declared(system, model, gpu)
+        costs = dataclasses.replace(cost.costs, attention_knob=attention_knob)
+        cost = dataclasses.replace(cost, costs=costs, host=Host(added_s=host_s))
+        return cls(cost, SYSTEMS[system].by_heads and not split)
+
+    def parts_s(self, context: int, new_tokens: int = 1, sequences: int = 1) -> dict[str, float]:
+        """Of attention in a layer, by part, the mean over tokens that share a selection."""
+        layout: Layout = self.cost.layout  # type: ignore[assignment]
+        ends = np.repeat(context + np.arange(layout.reuse)[:, None], sequences, axis=1)
+        new = np.full_like(ends, new_tokens)
+        work, part_s = layout.work(ends, new), self.cost.costs.part_s
+        seconds = {name: np.where(part.bytes, part_s(part), 0.0) for name, part in work.items()}
+        if self.by_heads and new_tokens == 1:
+            K, on = layout.heads, self.cost.costs.machine.multiprocessors
+            all_dense = ((K,) * len(layout.num_dense[0]),)
+            longest = dataclasses.replace(layout, num_dense=all_dense).work(ends, new)
+            for name in {"decode", "selection"} & set(seconds):
+                # One multiprocessor reads a head as fast as all of them read so many.
+                as_many = Cost(longest[name].bytes * on // (K * sequences))
+                of_longest = np.where(as_many.bytes, part_s(as_many), 0.0)
+                seconds[name] = np.maximum(seconds[name], of_longest)
+        return {name: float(np.mean(each)) for name, each in seconds.items()}
+
+    def step_s(self, context: int, new_tokens: int = 1, sequences: int = 1) -> float:
+        """Of one step that computes the last `new_tokens` of each of `sequences` of `context`."""
+        layers = self.cost.model.shard.num_layers
+        device_s = self.cost.dense_s(sequences * new_tokens, sequences)
+        device_s += layers * sum(self.parts_s(context, new_tokens, sequences).values())
+        return float(self.cost.host.step_s(device_s, sequences, 1))
+
+    def prefill_s(self, tokens: int) -> float:
+        """Of a whole prompt in one step."""
+        return self.step_s(tokens, tokens)
+
+
+@functools.cache
+def _declared(name: str, model: ModelConfig, gpu: str) -> StepCost:
+    system = SYSTEMS[name]
+    options = dict(system.options) | (streaming(model, 0.5) if system.streams else {})
+    config = config_of(
+        lserve(**options) | {"quantization": "w8a8" if system.bits == 8 else "none"},
+        LONGEST + 64, page_size=system.page_size,
+    )  # fmt: skip
+    cost = StepCost.declare(model, config, gpu)
+    return dataclasses.replace(cost, weight_bits=system.weight_bits)
+
+
+@functools.cache
+def model_of(name: str) -> ModelConfig:
+    """A model of configs/models, extended to LONGEST tokens as the paper's are."""
+    return checkpoint.load_config(f"configs/models/{name}").replace(
+        max_position_embeddings=2 * LONGEST
+    )
+
+
+@functools.cache
+def host_s() -> float:
+    """What the host adds to a step of LServe, QServe and the baselines, all of which are driven
+    from PyTorch: what the cost model leaves of a step of QServe in Table 1. It is in none of the
+    figures that are predicted."""
+    measured_s, sequences, tokens = A_STEP_OF_QSERVE
+    clock = Clock.of("qserve", model_of("llama-3-8b"))
+    return measured_s - clock.step_s(tokens, sequences=sequences)
+
+
+def thousands(context: int) -> str:
+    return f"{context // 1024}k" if context % 1024 == 0 else str(context)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step of one sequence.
+
+    stage: decode, of its next token; or prefill, of its whole prompt.
+    knob: the constant that is changed, of `KNOBS`.
+    ms: of the step. attention_ms: of attention in all layers, selection and statistics included.
+    selection_ms: of selection.
+    """
+
+    model: str
+    stage: str
+    system: str
+    context: int
+    knob: str
+    ms: float
+    attention_ms: float
+    selection_ms: float
+
+
+# Factors on the time of attention and of the host: a result that turns over within these rests on
+# constants that nothing here has measured.
+KNOBS = {
+    "": (1.0, 1.0), "attention_0.8": (0.8, 1.0), "attention_1.2": (1.2, 1.0),
+    "host_0.8": (1.0, 0.8), "host_1.2": (1.0, 1.2),
+}  # fmt: skip
+
+
+def rows(
+    flags: SimulatedFlags, model: str, stage: str, systems: Iterable[str],
+    contexts: Iterable[int], split: bool = False,
+) -> Iterator[Row]:  # fmt: skip
+    """With each of `KNOBS`. split: as of `Clock.of`; the system is then called 'NAME split'."""
+    for knob, (attention, host) in KNOBS.items():
+        for system, context in itertools.product(systems, contexts):
+            clock = Clock.of(
+                system, model_of(model), flags.gpu, attention * flags.attention_knob,
+                host * flags.host_knob * host_s(), split,
+            )  # fmt: skip
+            new = context if stage == PREFILL else 1
+            parts, layers = clock.parts_s(context, new), clock.cost.model.shard.num_layers
+            yield Row(
+                model, stage, f"{system} split" if split else system, context, knob,
+                1e3 * clock.step_s(context, new), 1e3 * layers * sum(parts.values()),
+                1e3 * layers * parts.get("selection", 0.0),
+            )  # fmt: skip
+
+
+def by_knob(
+    found: Callable[[Sequence[Row]], Mapping[str, float | None]], rows: Sequence[Row],
+    beside: Iterable[str],
+) -> dict[str, float | None]:  # fmt: skip
+    """The values `found` of the rows, and those named `beside` with each of `KNOBS`."""
+    values = dict(found([row for row in rows if not row.knob]))
+    for knob in filter(None, KNOBS):
+        changed = found([row for row in rows if row.knob == knob])
+        values |= {f"{name}_{knob}": changed.get(name) for name in beside}
+    return values
+
+
+def draw(figure: Figure, rows: Sequence[Row], by: Sequence[str] = ("model", "stage")) -> None:
+    """Milliseconds over the context, a line for each system."""
+    mine = [row for row in rows if not row.knob]
+    panels = list(dict.fromkeys(tuple(getattr(row, name) for name in by) for row in mine))
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+        for system in dict.fromkeys(row.system for row in mine):
+            of = [
+                row for row in mine
+                if row.system == system and tuple(getattr(row, name) for name in by) == panel
+            ]  # fmt: skip
+            axes.plot([r.context for r in of], [r.ms for r in of], "o-", ms=3, label=system)
+        axes.set(xscale="log", yscale="log", xlabel="context", ylabel="ms", title=" ".join(panel))
+    figure.axes[0].legend(frameon=False, fontsize="x-small")
+
+
+SETTING = (
+    "GPUs by data sheet (experiments.fit_cost_model); attention and selection read at 0.775 of the "
+    "bandwidth, of LServe and QServe each head by one multiprocessor (§2.2), and prompts attend at "
+    "half of the peak, which nothing here has measured; a step's host time is what the cost model "
+    "leaves of Table 1's 10.5 ms (32 sequences of QServe)"
+)
+DIFFERS = "all 32 layers alike: half of the KV heads of each layer stream"

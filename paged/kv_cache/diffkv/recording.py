@@ -1,0 +1,100 @@
+"""What KV heads kept as sequences grew in runs of a real model: simulated devices replay it.
+
+A file holds, for each pair of thresholds that was recorded, the tokens of each KV head in high and
+in low precision (means over several sequences)
+
+    prompt      right after prompts of `lengths` tokens
+    generated   of sequences of `lengths` tokens that were generated but for their beginnings
+
+`python -m experiments.papers.diffkv.record_compression` writes it.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from paged.kv_cache.diffkv.options import Options
+
+
+ROUNDING = 1e-6  # of a sum of tokens that were rounded
+
+
+@dataclass(frozen=True)
+class Recording:
+    """lengths: [n] ascending. prompt, generated: [n, L, K, 2] tokens that a head keeps in any
+    precision, and in the low one. Between lengths they are interpolated; up to `window` tokens all
+    are kept, in high precision; above the longest, shares are those of the longest."""
+
+    lengths: np.ndarray
+    prompt: np.ndarray
+    generated: np.ndarray
+
+    @classmethod
+    def read(cls, path: str | Path, options: Options) -> "Recording":
+        """That of the options' thresholds. Raises ValueError if they were not recorded, if others
+        of the options differ from the recorded ones, and if the file is none of this kind."""
+        try:
+            stored = json.loads(Path(path).expanduser().read_text())
+            found = {(each["alpha_h"], each["alpha_l"]): each for each in stored["recorded"]}
+            wanted = options.alpha_h, options.alpha_l
+            if wanted not in found:
+                raise ValueError(f"alpha_h and alpha_l are {list(found)}, not {wanted}")
+            for name, value in stored["options"].items():
+                if value != getattr(options, name):
+                    raise ValueError(f"{name} is {value!r}, not {getattr(options, name)!r}")
+            of_alpha = found[wanted]
+            return cls.of(stored["lengths"], of_alpha["prompt"], of_alpha["generated"], options)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"recorded compression {str(path)!r}: {error}") from error
+
+    @classmethod
+    def of(cls, lengths, prompt, generated, options: Options) -> "Recording":
+        """lengths: [n]. prompt, generated: [n, L, K, 2] tokens in high and in low precision.
+        Raises ValueError for what no sequence can keep: of tokens that come one by one, a head
+        keeps each at most, and no precision gets fewer."""
+        W = options.window
+        grid = np.array([0, W, *lengths], float)
+        if (np.diff(grid) <= 0).any():
+            raise ValueError(f"lengths must ascend from above the window ({W}): {lengths}")
+        curves = []
+        for kept in (prompt, generated):
+            high, low = np.moveaxis(np.array(kept, float), -1, 0)
+            begin = np.stack([np.zeros_like(high[0]), np.full_like(high[0], W)])
+            total = np.concatenate([begin, high + low])
+            curves.append(np.stack([total, np.concatenate([0 * begin, low])], -1))
+        grown = np.diff(curves[1], axis=0) / np.diff(grid)[:, None, None, None]
+        if (grown < 0).any() or (grown[..., 0] > 1 + ROUNDING).any() or (curves[0] < 0).any():
+            raise ValueError("tokens come one by one: a head's cannot grow by more, or get fewer")
+        return cls(grid, *curves)
+
+    def classes(self, layers: int, heads: int, streams: np.ndarray | None) -> np.ndarray:
+        """[L * K] how many heads of a model of `layers` layers of `heads` KV heads keep what each
+        recorded head keeps: a layer is the recorded one of the same depth, and its heads are the
+        recorded layer's in turn. streams: [layers * heads], heads that stream and so keep none."""
+        L, K = self.prompt.shape[1:3]
+        number = np.arange(layers * heads)
+        recorded = (number // heads * L // layers) * K + number % K
+        return np.bincount(recorded if streams is None else recorded[~streams], minlength=L * K)
+
+    def tokens(self, prompts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """[r, L * K, 2] tokens that heads keep in high and in low precision, of sequences with
+        `prompts` [r] tokens that have grown to `ends` [r]. A generated token adds what it did in
+        the recorded generation at this length."""
+        kept = self._at(self.prompt, prompts)
+        kept = kept + self._at(self.generated, ends) - self._at(self.generated, prompts)
+        # Rounded so that a token more adds at most one, to one precision.
+        total, low = np.moveaxis(np.floor(kept + 1e-6).astype(np.int64), -1, 0)
+        low = np.minimum(low, total)
+        return np.stack([total - low, low], -1)
+
+    def _at(self, curve: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """[r, L * K, 2]."""
+        grid = self.lengths
+        curve = curve.reshape(len(grid), -1, 2)
+        at = np.minimum(tokens, grid[-1])
+        after = np.clip(np.searchsorted(grid, at), 1, len(grid) - 1)
+        share = ((at - grid[after - 1]) / (grid[after] - grid[after - 1]))[:, None, None]
+        found = curve[after - 1] + share * (curve[after] - curve[after - 1])
+        return found * np.maximum(tokens / grid[-1], 1)[:, None, None]

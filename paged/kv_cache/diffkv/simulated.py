@@ -1,0 +1,89 @@
+"""What a device half would hold and report, where there is no device: it follows from tokens alone.
+
+Streaming heads, budgets (H2O, SnapKV) and thresholds of 0 (uniform formats) by formula; thresholds
+by a `Recording`, and without one as if every token were significant.
+"""
+
+import numpy as np
+
+from paged.kv_cache.diffkv.layout import layout_of
+from paged.kv_cache.diffkv.options import Options
+from paged.kv_cache.diffkv.recording import Recording
+from paged.kv_cache.policy import CacheConfig, ShardedModel
+from paged.kv_cache.simulated_slots import SimulatedSlots
+
+
+class SimulatedPages(SimulatedSlots):
+    """Counts heads by class: those that keep alike, and last those that stream."""
+
+    def __init__(self, config: CacheConfig, model: ShardedModel, recorded: str = ""):
+        """recorded: a file of `Recording`; empty for none. Raises ValueError if it lacks the
+        thresholds."""
+        self._layout, self._options = layout_of(config, model), config.policy_options
+        layout, options = self._layout, self._options
+        super().__init__(layout.num_slots)
+        by_scores = not options.budget and max(level.alpha for level in options.levels) > 0
+        self._recording = None
+        if recorded and by_scores:
+            if layout.levels != 2:
+                raise ValueError("compression is recorded in two precisions, not with --diffkv_top")
+            self._recording = Recording.read(recorded, options)
+        # Of the shard that has the fewest streaming heads.
+        streams = np.array(min(layout.streaming.by_shard, key=sum)) if layout.streaming else None
+        num_streaming = 0 if streams is None else int(streams.sum())
+        of_class = np.array([layout.all_heads - num_streaming])
+        if self._recording:
+            of_class = self._recording.classes(layout.layers, layout.heads, streams)
+        self._heads = np.append(of_class, num_streaming)  # [C] heads of each class
+        self._kept = np.zeros((layout.num_slots, len(self._heads), layout.levels), np.int64)
+
+    def report(self) -> dict[str, np.ndarray]:
+        layout, heads, kept = self._layout, self._heads, self._kept
+        pages = layout.pages_of(kept)
+        streams = np.arange(len(heads)) == len(heads) - 1
+        needs = layout.needs(kept, pages[..., 0], streams)
+        held = (heads @ pages.sum(-1)[..., None])[None, :, 0]
+        free = layout.num_pages - held.sum(1, keepdims=True)
+        needs = np.einsum("c,scj->sj", heads, needs)[None]
+        return {"free": free, "held": held, "needs": needs, "kept": self._all(kept)[None]}
+
+    def held(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        prompts = np.broadcast_to(self.prompts[slots], ends.shape)
+        kept = self._all(self._kept_of(prompts.reshape(-1), ends.reshape(-1)))
+        return kept.reshape(*ends.shape, -1) / self._layout.all_heads
+
+    def _all(self, kept: np.ndarray) -> np.ndarray:
+        """[n, I] tokens of all heads together."""
+        return np.einsum("c,sci->si", self._heads, kept)
+
+    def _changed(self, slots: np.ndarray) -> None:
+        if len(slots):
+            self._kept[slots] = self._kept_of(self.prompts[slots], self.ends[slots])
+
+    def _kept_of(self, prompts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """[n, C, I] tokens of a head of each class, of sequences of `ends` [n] tokens."""
+        kept = np.zeros((len(ends), *self._kept.shape[1:]), np.int64)
+        if self._recording:
+            kept[:, :-1] = self._recording.tokens(prompts, ends)
+        else:
+            kept[:, 0, 0] = kept_by_budget(self._options, prompts, ends)
+        kept[:, -1, 0] = self._layout.in_window(ends)
+        return kept
+
+
+def kept_by_budget(options: Options, prompts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Tokens [n] that a head keeps of sequences with `prompts` [n] tokens that have grown to `ends`
+    [n]; all of them without a budget. See `compression`."""
+    if not options.budget:
+        return ends
+
+    def budget(tokens):
+        of = np.float32(options.budget)
+        return np.ceil(of * tokens if options.budget <= 1 else of + 0 * tokens).astype(np.int64)
+
+    h2o = options.generation_rule == "h2o"
+    least = np.maximum(budget(prompts) // 2, 2) if h2o else options.window
+    of_prompt = np.minimum(prompts, np.maximum(budget(prompts), least))
+    if not h2o:
+        return of_prompt + ends - prompts
+    return np.maximum(of_prompt, np.minimum(of_prompt + ends - prompts, budget(ends)))

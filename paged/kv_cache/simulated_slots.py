@@ -1,0 +1,45 @@
+"""What sequences hold on a simulated device: it follows from the tokens of each slot."""
+
+import numpy as np
+
+from paged.kv_cache.moves import Moves
+
+
+class SimulatedSlots:
+    """The part of `SimulatedDevice` that knows the tokens of slots.
+
+    prompts: [num_slots] tokens of a slot's prompt. ends: [num_slots] its tokens so far.
+    """
+
+    def __init__(self, num_slots: int):
+        self._known = np.zeros((2, num_slots), np.int64)
+        self.prompts, self.ends = self._known
+        self._swapped: dict[int, np.ndarray] = {}
+
+    def move(self, moves: Moves) -> None:
+        for slot, key in moves.slot_exports:
+            self._swapped[key] = self._known[:, slot].copy()
+        self._known[:, moves.released] = 0
+        for key, slot in moves.slot_imports:
+            self._known[:, slot] = self._swapped.pop(key)
+        self._copy(moves.slot_copies)
+        for key in moves.dropped:
+            self._swapped.pop(key, None)
+        brought = [slot for _, slot in [*moves.slot_imports, *moves.slot_copies]]
+        self._changed(np.array([*moves.released, *brought], np.int64))
+
+    def move_after(self, moves: Moves) -> None:
+        self._copy(moves.after)
+        self._changed(np.array([child for _, child in moves.after], np.int64))
+
+    def compute(self, slots: np.ndarray, ends: np.ndarray, are_prompts: np.ndarray) -> None:
+        self.prompts[slots] = np.where(are_prompts, ends, self.prompts[slots])
+        self.ends[slots] = ends
+        self._changed(slots)
+
+    def _copy(self, pairs) -> None:
+        for parent, child in pairs:
+            self._known[:, child] = self._known[:, parent]
+
+    def _changed(self, slots: np.ndarray) -> None:
+        """The tokens of these slots have changed."""

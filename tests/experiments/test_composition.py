@@ -1,0 +1,42 @@
+"""The matrix of what composes: how a cell is judged, and one of each verdict."""
+
+import pytest
+
+from experiments.composition import REFUSED, WORKS, WRONG, Cell, Wrong, cell, compare, markdown
+from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
+
+
+def output(*tokens: int, second: float = -2.0) -> RequestOutput:
+    """`second`: log-probability of the second best token, where the best has -1."""
+    entries = [TokenLogprob(token, -1.0, {token: -1.0, 9: second}) for token in tokens]
+    return RequestOutput("a", [1], [SequenceOutput(list(tokens), "", "length", entries)], True)
+
+
+def test_other_tokens_are_wrong_but_for_near_ties():
+    compare([output(3, 4)], [output(3, 4)])
+    compare([output(3, 4, 5)], [output(3, 6, 7, second=-1.00001)])
+    with pytest.raises(Wrong, match="token 4 for 6 at 1"):
+        compare([output(3, 4)], [output(3, 6)])
+    with pytest.raises(Wrong, match="1 tokens for 2"):
+        compare([output(3)], [output(3, 4)])
+
+
+def test_a_refusal_is_a_verdict_with_its_reason():
+    refused = cell("h2o", "prefix_caching")
+    assert (refused.verdict, "cannot share prefixes" in refused.reason) == (REFUSED, True)
+
+
+@pytest.mark.slow  # compiles
+def test_a_request_that_moves_works():
+    assert cell("orca_max", "moving_between_engines").verdict == WORKS
+
+
+def test_the_table_has_a_line_a_feature_and_numbers_reasons():
+    cells = [
+        Cell("a", "this_one", WORKS), Cell("b", "this_one", REFUSED, "no pages"),
+        Cell("a", "other", WRONG, "token 4"), Cell("b", "other", REFUSED, "no pages"),
+    ]  # fmt: skip
+    lines = markdown(cells).splitlines()
+    assert lines[0] == "| | a | b |"
+    assert lines[2:4] == ["| this one | ● | –1 |", "| other | ✗2 | –1 |"]
+    assert lines[5:] == ["1. no pages", "2. token 4"]

@@ -1,0 +1,17 @@
+"""Which of a test's cases belong to the sweeps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def swept(cases: Sequence[Any], first: int) -> list[Any]:
+    """The cases, of which all but the `first` run in the sweeps alone."""
+    plain = [getattr(case, "values", case) for case in cases]
+    names = [getattr(case, "id", None) for case in cases]
+    return [
+        pytest.param(*(values if isinstance(values, tuple) else (values,)), id=name,
+                     marks=[pytest.mark.sweep] * (number >= first))
+        for number, (values, name) in enumerate(zip(plain, names, strict=True))
+    ]  # fmt: skip
