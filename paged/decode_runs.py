@@ -8,7 +8,7 @@ step in which the scheduler might decide anything else. Memory grows as the poli
 The steps of a run have records, but no events in the log.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -138,6 +138,11 @@ class _Certain:
     ends_s: np.ndarray
     tokens: np.ndarray
 
+    def until(self, until_s: float) -> "_Certain":
+        """Those of the steps that begin before `until_s`."""
+        steps = 1 + int(np.searchsorted(self.ends_s[: len(self.contexts) - 1], until_s))
+        return replace(self, contexts=self.contexts[:steps], tokens=self.tokens[:steps])
+
 
 class DecodeRuns:
     """Finds runs, and applies their steps to scheduler, policy and executor."""
@@ -149,6 +154,7 @@ class DecodeRuns:
         self._config, self._scheduler, self._executor = config, scheduler, executor
         self._eos = np.array(eos_token_ids, np.int64)
         self._settled: object = None
+        self._seen: tuple[InFlight, _Certain] | None = None  # by `ahead`, for `next`
 
     @classmethod
     def possible(
@@ -203,6 +209,7 @@ class DecodeRuns:
         found = self._certain(flight, np.inf, previous_end_s)
         if found is None:
             return None
+        self._seen = flight, found
         steady = cast(SteadyHost, policy)
         free = steady.free_ahead(found.slots, found.lengths, len(found.contexts))
         return Ahead(found.ends_s[: len(free)], free) if len(free) else None
@@ -212,6 +219,9 @@ class DecodeRuns:
         slots = self._slots_of_run(flight)
         if slots is None:
             return None
+        seen, self._seen = self._seen, None
+        if seen and seen[0] is flight and np.array_equal(seen[1].slots, slots):
+            return seen[1].until(until_s)
         s, executor = self._scheduler.slots, self._executor
         lengths = s.length[slots].copy()
         seeds = s.sampling["seed"][slots]

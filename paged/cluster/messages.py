@@ -30,7 +30,8 @@ class ClusterRequest:
     known: tuple[SequenceOutput, ...] = ()
 
 
-class Growth(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Growth:
     """What sequence `index` of a request got after its first `start` output tokens. output: the new
     tokens and their log-probabilities alone; its score so far, and why it ended, if it did."""
 

@@ -24,7 +24,8 @@ class SimulatedCluster:
 
     All runs in the order of time: a step's events reach the cluster when the step has ended, and
     what the cluster answers reaches a runner between its steps. The same arrivals give the same
-    run. engines: by UUID. keep_records: whether the engines' own records are kept.
+    run. engines: by UUID. keep_records: whether the engines' own records are kept. keep_outputs:
+    whether `serve` returns the requests' outputs, which are large in a run of hours.
 
     skip: take runs of decode steps at once, of which the engines' logs then lack the steps. What
     the cluster sees of a runner in such a run is its free memory, which is known beforehand; the
@@ -34,13 +35,13 @@ class SimulatedCluster:
     def __init__(
         self, engines: Mapping[str, Engine], model: ModelConfig, config: EngineConfig,
         tokenizer=None, *, rebalance_s: float = 10.0, keep_records: bool = False,
-        skip: bool = True,
+        skip: bool = True, keep_outputs: bool = True,
     ):  # fmt: skip
         self._runners = {
             uuid: EngineRunner(engine, keep_records) for uuid, engine in engines.items()
         }
         self.cluster = Cluster(self._runners, model, config, tokenizer, lambda: self.now)
-        self._rebalance_s, self._skip = rebalance_s, skip
+        self._rebalance_s, self._skip, self._keep_outputs = rebalance_s, skip, keep_outputs
         self._ahead: dict[str, Ahead] = {}  # of the runners that are in a run of decode steps
         self.now = 0.0
 
@@ -71,6 +72,8 @@ class SimulatedCluster:
         def report(uuid: str, events: list[Event]) -> None:
             steps.remove(uuid)
             self.cluster.receive(uuid, events)
+            if not self._keep_outputs:
+                self.cluster.outputs.clear()
 
         def begin(uuid: str) -> None:
             steps.add(uuid)
@@ -111,6 +114,8 @@ class SimulatedCluster:
                     begin(uuid)
         cut(*self._ahead)
         self.cluster.cancel_all()
+        if not self._keep_outputs:
+            return []
         return [self.cluster.outputs.pop(names[i]) for i in sorted(names)]
 
     def _look_at_runs(self) -> None:

@@ -114,7 +114,9 @@ def cluster_of(
         )
         for uuid in uuids(GPUS)
     }  # fmt: skip
-    cluster = SimulatedCluster(engines, model, CONFIG, rebalance_s=flags.rebalance_s)
+    cluster = SimulatedCluster(
+        engines, model, CONFIG, rebalance_s=flags.rebalance_s, keep_outputs=False
+    )
     for i in range(ADAPTERS):
         cluster.cluster.add_known_adapter(Adapter(f"a{i}", "", "random", RANK))
     return cluster

@@ -44,7 +44,7 @@ def cases_of(name: str, flags: SharingFlags) -> list[Case]:
     return [
         Case(
             "13b", "alpaca", policy, round(FIRST_RATE / size, 4), flags.sigma_of("alpaca"),
-            flags.duration_s, flags.seed, flags.host, **sequences,  # type: ignore[arg-type]
+            flags.duration_s, flags.seed, flags.host, **sequences,
         )
         for policy in SYSTEMS
     ]  # fmt: skip
