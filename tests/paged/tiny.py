@@ -5,6 +5,7 @@ import jax
 from experiments.lib.presets import TINY as TINY
 from models import llama
 from models import params as parameters
+from models.config import ModelConfig
 from paged.device.buckets import Buckets
 from paged.engine import Engine
 
