@@ -17,7 +17,6 @@ import numpy as np
 
 from paged.kv_cache.diffkv.options import Options
 
-
 ROUNDING = 1e-6  # of a sum of tokens that were rounded
 
 

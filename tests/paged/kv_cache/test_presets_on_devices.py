@@ -12,9 +12,9 @@ import sys
 import numpy as np
 import pytest
 
+from experiments.lib.presets import PRESETS, model_of
 from tests.paged.devices import printed_with_devices
 from tests.paged.kv_cache.attention_driver import Driver
-from experiments.lib.presets import PRESETS, model_of
 
 pytestmark = pytest.mark.slow  # another process, which compiles each case
 

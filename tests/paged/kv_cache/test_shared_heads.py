@@ -3,9 +3,9 @@ devices."""
 
 import pytest
 
+from experiments.lib.presets import model_of
 from paged.kv_cache.policy import ShardedModel
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
-from experiments.lib.presets import model_of
 
 
 @pytest.mark.parametrize(
