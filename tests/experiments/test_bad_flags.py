@@ -190,8 +190,8 @@ CLUSTER = [
 CASES = {
     "soak.__main__": SOAK,
     "papers.vllm.fig15_sharing_savings": SAVINGS,
-    "figures.vllm.memory_map": MEMORY_MAP,
-    "figures.attention_concentration": CONCENTRATION,
+    "papers.vllm.memory_map": MEMORY_MAP,
+    "papers.lserve.attention_concentration": CONCENTRATION,
     "serve": SERVE + ENGINE,
     "serve_cluster": CLUSTER,
     "evaluate": EVALUATE + ENGINE,
