@@ -29,6 +29,7 @@ from experiments.lib.answers import ALL
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import fig02_distributions as distributions
 from experiments.papers.lserve import attention_concentration, duo_gates
+from experiments.papers.lserve.gates import gates_of as named_gates
 from experiments.study import Setting, Study, Values
 from experiments.tasks.files import Problems
 from experiments.tasks.tasks import MIN_CONTEXT
@@ -123,7 +124,7 @@ def measure_spread(params, config: ModelConfig, tokenizer, problems: Problems) -
 def gates_of(flags: QualifyFlags) -> np.ndarray:
     """[L, K]."""
     file = flags.gates or str(find(flags.model) / "duo_gates.json")
-    return np.array(accuracy.gates_of(flags, file))
+    return np.array(named_gates(flags, file))
 
 
 @functools.lru_cache(maxsize=1)
