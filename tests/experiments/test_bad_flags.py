@@ -142,7 +142,7 @@ CONCENTRATION = [
     ("--tasks=juggle", "unknown task 'juggle'"),
     ("--tasks=", "--tasks must name at least one"),
     ("--context_length=8 --tasks=needle", "task 'needle' needs 256 tokens, not 8"),
-    ("--num_prompts=0", NOT_POSITIVE),
+    ("--num_prompts=0", "--num_prompts must be at least 1, not 0"),
     ("--output_dir=pyproject.toml", "--output_dir=pyproject.toml cannot be written to:"),
     ("--model=tests", "tests has no tokenizer.json"),
     ("needle", "unexpected argument 'needle': flags are --name=value"),

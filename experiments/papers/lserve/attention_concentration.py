@@ -18,7 +18,6 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.lib.program import refusals
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Setting, Study, Values
 from experiments.tasks import tasks
@@ -118,18 +117,21 @@ def rows_of(task: str, found: Sequence[np.ndarray]) -> Iterator[Row]:
         )  # fmt: skip
 
 
+def prompts_of(flags: AttentionFlags, tokenizer) -> dict[str, list[tasks.TaskPrompt]]:
+    """By task. Raises ValueError for a task that there is not, or does not fit."""
+    lengths = flags.context_length, flags.num_prompts, flags.seed
+    return {task: tasks.make_prompts(task, *lengths, tokenizer) for task in flags.tasks}
+
+
+def check(flags: AttentionFlags) -> None:
+    prompts_of(flags, load_tokenizer(flags.model))
+
+
 def measure(flags: AttentionFlags, _) -> Iterator[Row]:
-    with refusals():
-        tokenizer = load_tokenizer(flags.model)
-        prompts = {
-            task: tasks.make_prompts(
-                task, flags.context_length, flags.num_prompts, flags.seed, tokenizer
-            )
-            for task in flags.tasks
-        }
+    tokenizer = load_tokenizer(flags.model)
     config, params = checkpoint.load(flags.model)
-    for task, of_task in prompts.items():
-        yield from rows_of(task, measured(params, config, tokenizer, of_task))
+    for task, prompts in prompts_of(flags, tokenizer).items():
+        yield from rows_of(task, measured(params, config, tokenizer, prompts))
 
 
 def values(_: AttentionFlags, rows: Sequence[Row]) -> Values:
@@ -195,6 +197,7 @@ STUDY = Study(
     row=Row,
     measure=measure,
     values=values,
+    check=check,
     draw=draw,
     table=table,
     quick={"tasks": ("needle", "count"), "num_prompts": 2},
