@@ -81,7 +81,7 @@ test-newest-jax:
 # torch and JAX's CUDA plugin bring CUDA libraries: each has an environment of its own.
 test-parity:
 	$(MAKE) test-all VENV=.venv-parity EXTRAS=test,parity \
-	    TESTS='tests/models/test_live_parity.py tests/experiments/bench/test_vs_transformers.py tests/experiments/bench/test_lora.py'
+	    TESTS='tests/models/test_live_parity.py tests/experiments/bench/test_vs_transformers.py tests/experiments/papers/punica/test_lora_cpu.py'
 
 test-cluster:
 	$(MAKE) test-all VENV=.venv-cluster EXTRAS=test,cluster TESTS=tests/paged/cluster

@@ -28,14 +28,11 @@ from experiments.lib.typed_flags import ModelFlags, flag
 from experiments.study import Run
 from experiments.tasks.files import Problems
 from models import checkpoint, load_tokenizer
-from models.hub import BUNDLED
 from paged.config import EngineConfig
 from paged.device.tensor_parallel import Shards
-from paged.kv_cache.lserve.gates import Gates, read_gates
 
 PAGE_SIZE = 64
 PARTS = 5  # of the prompts, by index: their deviation
-BUNDLED_GATES = str(BUNDLED / "duo_gates.json")
 # What is drawn of `Row`: the bounds of its interval, and what it is.
 MEASURES = {
     "difference": ("difference_low", "difference_high", "right answers, points to dense"),
@@ -133,14 +130,6 @@ def config_of(flags: AccuracyFlags, **fields: Any) -> EngineConfig:
         "kv_cache_tokens": 17 * flags.longest, "max_num_batched_tokens": 1024,
     }  # fmt: skip
     return engine_config(checkpoint.load_config(flags.model), **common | fields)
-
-
-def gates_of(flags: AccuracyFlags, gates: str) -> Gates:
-    """Raises ValueError for a model or a file that is none."""
-    checkpoint.load_config(flags.model)  # Its errors are not the file's.
-    if not gates:
-        raise ValueError("--gates must name a file, not ''")
-    return read_gates(gates, lambda: checkpoint.weights_hash(flags.model))
 
 
 def problems_of(flags: AccuracyFlags, systems: Systems) -> Problems:

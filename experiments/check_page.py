@@ -74,7 +74,7 @@ def main(options: Options) -> int:
         http_load.completion(names[i % len(names)], request, i % 2 == 0)
         for i, request in enumerate(trace)
     ]
-    with http_load.running_server(options, output_dir / "server.log") as port:
+    with http_load.running_server(vars(options), output_dir / "server.log") as port:
         arrivals = [request.arrival_s for request in trace]
         load = threading.Thread(target=lambda: asyncio.run(open_loop(port, requests, arrivals)))
         with chromium.page(browser) as page:

@@ -3,7 +3,7 @@
 python -m experiments.qualify --model=judge
 
 Right answers on the tasks by context; the share of KV heads that may stream, by a gate below .3
-(--gates; `experiments.train.duo_gates`); and, over --spread_prompts of each task at
+(--gates; `experiments.papers.lserve.duo_gates`); and, over --spread_prompts of each task at
 --spread_context tokens, how many tokens hold 95 % of a head's attention:
 
 * of a query that produces a token of the answer, by query head: the keys that it needs;
@@ -25,14 +25,14 @@ from matplotlib.figure import Figure
 
 from experiments import accuracy, evaluate
 from experiments.accuracy import AccuracyFlags, Row, measured
-from experiments.figures import attention_concentration
 from experiments.lib.answers import ALL
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import fig02_distributions as distributions
+from experiments.papers.lserve import attention_concentration, duo_gates
+from experiments.papers.lserve.gates import gates_of as named_gates
 from experiments.study import Setting, Study, Values
 from experiments.tasks.files import Problems
 from experiments.tasks.tasks import MIN_CONTEXT
-from experiments.train import duo_gates
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from models.hub import find
@@ -107,7 +107,7 @@ def measure_spread(params, config: ModelConfig, tokenizer, problems: Problems) -
     by_query: list[np.ndarray] = []
     of_tasks: dict[str, list[distributions.Prompt]] = {}
     for (task, _), asked in problems.items():
-        found = attention_concentration.measure(
+        found = attention_concentration.measured(
             params, config, tokenizer, asked, distributions.SHARE
         )
         by_query += [np.median(one[:, :, 0], -1) for one in found]
@@ -124,7 +124,7 @@ def measure_spread(params, config: ModelConfig, tokenizer, problems: Problems) -
 def gates_of(flags: QualifyFlags) -> np.ndarray:
     """[L, K]."""
     file = flags.gates or str(find(flags.model) / "duo_gates.json")
-    return np.array(accuracy.gates_of(flags, file))
+    return np.array(named_gates(flags, file))
 
 
 @functools.lru_cache(maxsize=1)
@@ -176,7 +176,7 @@ def draw(flags: QualifyFlags, figure: Figure, rows: Sequence[Row]) -> None:
     spread = spread_of(flags)
     answers, of_gates, by_query, by_prompt = figure.subplots(2, 2).flat
     _draw_answers(answers, [row for row in rows if row.task != ALL])
-    duo_gates.draw(of_gates, gates_of(flags))
+    duo_gates.draw_gates(of_gates, gates_of(flags))
     for axes, counts, what in (
         (by_query, spread.by_query, "query head: keys that a query needs"),
         (by_prompt, spread.by_prompt, "KV head: tokens with a prompt's significance"),

@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,11 +28,10 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.lib import run_record, serving
-from experiments.lib.flags import define_fields, define_model_flags
+from experiments.lib.flags import define_typed, typed
 from experiments.lib.program import Options, Program, refusals
 from experiments.lib.sources import sources_hash
-from experiments.lib.typed_flags import Flags, ModelFlags
-from paged.checks import help_of
+from experiments.lib.typed_flags import Flags, flat
 
 KEPT = "kept.jsonl"
 FILES = ("rows.csv", "figure.png")
@@ -130,10 +130,8 @@ class Study[F: Flags, R]:
 
     def changed(self, flags: F) -> str:
         """In words, the flags that are not those of the setting."""
-        full = self.at("full")
-        return " ".join(
-            f"--{name}={value}" for name, value in vars(flags).items() if value != vars(full)[name]
-        )
+        now, full = flat(flags), flat(self.at("full"))
+        return " ".join(f"--{name}={value}" for name, value in now.items() if value != full[name])
 
     def at(self, scale: Literal["quick", "full"]) -> F:
         """The flags of a scale."""
@@ -142,24 +140,21 @@ class Study[F: Flags, R]:
     @property
     def program(self) -> Program:
         def define() -> None:
-            takes_model = issubclass(self.flags, ModelFlags)
-            if takes_model:
-                define_model_flags()
-            define_fields(self.flags, leave_out=help_of(ModelFlags) if takes_model else ())
+            define_typed(self.flags)
             absl_flags.DEFINE_bool(
                 "resume", True, "begin with the rows of a run with the same flags that was cut"
             )
 
-        return Program(self._main, define, f"results/{self.name}", FILES)
+        folder = f"results/{self.name}"
+        return Program(self._main, define, folder, FILES, asked=partial(typed, self.flags))
 
     def run(self) -> None:
         """Run it as the command line says, and exit."""
         self.program.run()
 
     def _main(self, options: Options) -> int:
-        names = [field.name for field in dataclasses.fields(self.flags)]
         with refusals():
-            flags = self.flags(**{name: getattr(options, name) for name in names})
+            flags = typed(self.flags, options)
         return self.write(flags, options.output_dir, options.resume)
 
     def write(self, flags: F, output_dir: str | Path, resume: bool = True) -> int:

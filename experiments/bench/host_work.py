@@ -162,7 +162,7 @@ def stop(case: Case) -> None:
     case.engine.metrics.clear()
 
 
-def measure(
+def times_of(
     case: Case, load: Load, rng: np.random.Generator, around: Callable[[Callable], float]
 ) -> list[float]:
     """What `around` makes of each of `load.steps` calls of `Engine.step`."""
@@ -251,7 +251,7 @@ def parts_us(case: Case, load: Load, rng: np.random.Generator) -> dict[str, floa
             laps.append(list(watch.by_part.values()))
             return total
 
-        measure(case, load, rng, around)
+        times_of(case, load, rng, around)
     return dict(zip(PARTS, np.median(laps, axis=0).tolist()))
 
 
@@ -281,7 +281,7 @@ def work(case: Case, load: Load, rng: np.random.Generator) -> tuple[float, float
         finally:
             tracemalloc.stop()
 
-    median_calls, median_peak = (np.median(measure(case, load, rng, f)) for f in (calls, peak))
+    median_calls, median_peak = (np.median(times_of(case, load, rng, f)) for f in (calls, peak))
     return float(median_calls), float(median_peak)
 
 

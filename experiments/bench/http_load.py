@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,14 +35,16 @@ def _serve(options: Options, log: Path) -> None:
 
 
 @contextlib.contextmanager
-def running_server(options: Options, log: Path) -> Iterator[int]:
+def running_server(options: Mapping[str, Any], log: Path) -> Iterator[int]:
     """The port of `experiments.serve_http` with these options, in a process of its own. Raises
     OSError if it does not start."""
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
-    rest = {"served_model_name": options.model, "chat_template": "", "api_keys": "", "runners": 1}
-    rest |= {"ray": False, "adapters": ""} | vars(options)
-    args = SimpleNamespace(**rest | {"host": HOST, "port": port}), log
+    rest = {
+        "served_model_name": options["model"], "chat_template": "", "api_keys": "", "runners": 1,
+        "ray": False, "adapters": "", "output_dir": "", **options, "host": HOST, "port": port,
+    }  # fmt: skip
+    args = SimpleNamespace(**rest), log
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=args)
     process.start()
     try:

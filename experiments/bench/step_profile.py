@@ -14,25 +14,22 @@ shapes, tables and lengths, all layers in one program:
 
 The programs take turns, and medians count. A gather is the plainest way to read pages, not the only
 one: attention that reads pages where they lie has a negative `attend`. Floors rest on the machine's
-measured rates (paged/simulator/roofline.py); the rest's is one dispatch. Writes to --output_dir:
-parts.csv, report.json, summary.json and parts.png.
+measured rates (paged/simulator/roofline.py); the rest's is one dispatch.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from matplotlib.figure import Figure
 
 from experiments.bench.decode_inputs import fill_decodes
-from experiments.bench.vs_transformers import MODELS, MODELS_HELP, RANDOM_100M, integers
-from experiments.lib import run_record
-from experiments.lib.program import Options, Program, refusals
+from experiments.bench.race import MODELS, RANDOM_100M
+from experiments.lib.typed_flags import Flags, flag
+from experiments.study import Setting, Study, Values
 from experiments.timing import medians_ms
 from models import checkpoint, llama
 from models import params as parameters
@@ -52,6 +49,25 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.specs import Cost, Rates
 
 PARTS = ("products", "gather", "attend", "kv write", "sampling", "rest")
+
+
+@dataclass(frozen=True)
+class ProfileFlags(Flags):
+    models: tuple[str, ...] = flag(MODELS, "'100m' is a random Llama", choices=MODELS)
+    batch: int = flag(32, "sequences of the step", least=1)
+    context_tokens: tuple[int, ...] = flag((64, 160), "shortest and longest context", least=2)
+    rounds: int = flag(30, "timed runs of the step and of each part", least=1)
+    seed: int = flag(0, "of the contexts and stand-in values", least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_some("models")
+        span, most = self.context_tokens, RANDOM_100M.max_position_embeddings - 1
+        if len(span) != 2 or not span[0] <= span[1] <= most:
+            raise ValueError(
+                f"--context_tokens are the shortest and the longest context, from 2 to {most}, not "
+                f"{span}"
+            )
 
 
 @dataclass(frozen=True)
@@ -172,115 +188,74 @@ def parts_of(name: str, ms: dict[str, float], floor_ms: dict[str, float]) -> lis
     return [Part(name, part, values[part], floor_ms[part]) for part in PARTS]
 
 
-def summary(parts: Sequence[Part]) -> dict[str, float]:
-    """<part>_ms_<model> and step_ms_<model>, and the same with floor_ms."""
+def values(_: ProfileFlags, parts: Sequence[Part]) -> Values:
+    """PART_ms_MODEL, PART_floor_ms_MODEL and PART_share_MODEL, and the same of the step."""
     numbers: dict[str, float] = {}
     for model in dict.fromkeys(part.model for part in parts):
         mine = [part for part in parts if part.model == model]
-        for part in mine:
+        step = Part(model, "step", sum(p.ms for p in mine), sum(p.floor_ms for p in mine))
+        for part in (*mine, step):
             key = part.part.replace(" ", "_")
-            numbers |= {f"{key}_ms_{model}": part.ms, f"{key}_floor_ms_{model}": part.floor_ms}
-        numbers[f"step_ms_{model}"] = sum(part.ms for part in mine)
-        numbers[f"step_floor_ms_{model}"] = sum(part.floor_ms for part in mine)
+            numbers |= {
+                f"{key}_ms_{model}": part.ms, f"{key}_floor_ms_{model}": part.floor_ms,
+                f"{key}_share_{model}": part.ms / step.ms,
+            }  # fmt: skip
     return numbers
 
 
-def table(parts: Sequence[Part], batch: int) -> str:
-    """A line a part."""
-    numbers = summary(parts)
-    lines = [f"{f'a decode step of {batch}':24}{'ms':>9}{'share':>8}{'floor ms':>10}"]
-    for model in dict.fromkeys(part.model for part in parts):
-        mine = [part for part in parts if part.model == model]
-        step, floor = numbers[f"step_ms_{model}"], numbers[f"step_floor_ms_{model}"]
-        for p in (*mine, Part(model, "step", step, floor)):
-            lines.append(f"{model:12}{p.part:12}{p.ms:9.2f}{p.ms / step:8.0%}{p.floor_ms:10.2f}")
-    return "\n".join(lines)
-
-
-def plot(parts: Sequence[Part], path: Path, footer: str) -> None:
+def draw(_: ProfileFlags, figure: Figure, parts: Sequence[Part]) -> None:
     """Two stacked bars a model: the step and its floor."""
     models = list(dict.fromkeys(part.model for part in parts))
-    figure = Figure(figsize=(4.5 * len(models), 4), layout="constrained")
     for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models):
         bottom = np.zeros(2)
         for part in (part for part in parts if part.model == model):
             heights = np.maximum([part.ms, part.floor_ms], 0)
             axes.bar(["step", "floor"], heights, bottom=bottom, label=part.part)
             bottom += heights
-        axes.set_title(model, loc="left", fontsize="medium")
-        axes.set(ylabel="ms")
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.set(title=model, ylabel="ms")
         axes.legend(frameon=False, fontsize="small")
-    figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
-    run_record.save_figure(figure, path, dpi=150)
 
 
-def profile(
-    name: str, batch: int, span: tuple[int, ...], rounds: int, seed: int, progress: bool = True
-) -> tuple[list[Part], dict[str, float]]:
-    """One model's parts at contexts uniform in span, both ends included, and the measured rates."""
-    if name == "100m":
-        model, params = RANDOM_100M, parameters.init(llama.declare(RANDOM_100M), jax.random.key(0))
-    else:
-        model, params = checkpoint.load(name)
-    config = EngineConfig(
-        max_num_seqs=batch, max_num_batched_tokens=max(batch, 512), max_model_len=span[1] + 1,
-        kv_cache_tokens=max(32_768, 2 * batch * span[1]),
-    )  # fmt: skip
-    contexts = np.random.default_rng(seed).integers(span[0], span[1] + 1, batch).tolist()
-    cases = programs(params, model, config, contexts, seed)
-    ms = medians_ms(cases, rounds, name if progress else "")
-    measured = roofline.measure(model, batch)
-    floor_ms = floors_ms(model, contexts, Rates.best(measured))
-    return parts_of(name, ms, floor_ms), measured
+def measure(flags: ProfileFlags, _) -> Iterator[Part]:
+    """Each model's parts at contexts uniform in their span, both ends included."""
+    low, high = flags.context_tokens
+    for name in flags.models:
+        if name == "100m":
+            params = parameters.init(llama.declare(RANDOM_100M), jax.random.key(0))
+            model = RANDOM_100M
+        else:
+            model, params = checkpoint.load(name)
+        config = EngineConfig(
+            max_num_seqs=flags.batch, max_num_batched_tokens=max(flags.batch, 512),
+            max_model_len=high + 1, kv_cache_tokens=max(32_768, 2 * flags.batch * high),
+        )  # fmt: skip
+        rng = np.random.default_rng(flags.seed)
+        contexts = rng.integers(low, high + 1, flags.batch).tolist()
+        cases = programs(params, model, config, contexts, flags.seed)
+        ms = medians_ms(cases, flags.rounds, name)
+        rates = Rates.best(roofline.measure(model, flags.batch))
+        yield from parts_of(name, ms, floors_ms(model, contexts, rates))
 
 
-def checked(models: Sequence[str], contexts: Sequence[str]) -> tuple[int, ...]:
-    """The shortest and the longest context. ValueError for what cannot be."""
-    unknown = [name for name in models if name not in MODELS]
-    if unknown or not models:
-        raise ValueError(f"--models are some of {', '.join(MODELS)}, not {models}")
-    span = integers("context_tokens", contexts)
-    if len(span) != 2 or not 2 <= span[0] <= span[1] < RANDOM_100M.max_position_embeddings:
-        raise ValueError(
-            "--context_tokens are the shortest and the longest context, from 2 to "
-            f"{RANDOM_100M.max_position_embeddings - 1}, not {contexts}"
-        )
-    return span
-
-
-def main(options: Options) -> None:
-    with refusals():
-        span = checked(options.models, options.context_tokens)
-    parts: list[Part] = []
-    rates = {}
-    for name in options.models:
-        more, rates[name] = profile(name, options.batch, span, options.rounds, options.seed)
-        parts += more
-    output_dir, environment = Path(options.output_dir), run_record.describe_environment()
-    facts = {
-        "experiment": "step_profile",
-        "flags": vars(options),
-        "parts": parts,
-        "rates": rates,
-    }
-    footer = run_record.hardware_line(environment)
-    run_record.write_csv(output_dir, "parts.csv", parts)
-    run_record.write_json(output_dir, "report.json", facts | environment)
-    run_record.write_summary(output_dir, summary(parts))
-    plot(parts, output_dir / "parts.png", footer)
-    print(f"{table(parts, options.batch)}\n({footer})")
-
-
-def define_flags() -> None:
-    flags.DEFINE_list("models", list(MODELS), MODELS_HELP)
-    flags.DEFINE_integer("batch", 32, "sequences of the step", lower_bound=1)
-    flags.DEFINE_list("context_tokens", ["64", "160"], "shortest and longest context")
-    flags.DEFINE_integer("rounds", 30, "timed runs of the step and of each part", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "of the contexts and stand-in values", lower_bound=0)
-
-
-PROGRAM = Program(main, define_flags, "results/step_profile", ("parts.csv", "parts.png"))
+STUDY = Study(
+    __file__,
+    title="A decode step's parts and their floors",
+    kind="measured",
+    claim="a decode step takes little more than its products and its pages' reading",
+    rule="what is none of the parts takes less than a third of the step, of every model",
+    holds=lambda v: all(x < 1 / 3 for name, x in v.items() if name.startswith("rest_share")),
+    setting=Setting(
+        "the bundled model (1.5M) and a random Llama of 110M, batch 32, float32", "", "paper"
+    ),
+    flags=ProfileFlags,
+    row=Part,
+    measure=measure,
+    values=values,
+    draw=draw,
+    quick={"models": ("bundled",), "rounds": 3},
+    minutes=(0.3, 2),
+    size=(9, 4),
+)
 
 if __name__ == "__main__":
-    PROGRAM.run()
+    STUDY.run()

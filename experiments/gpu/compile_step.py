@@ -24,11 +24,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import flags
 
 from experiments.gpu.step_report import (
     MOST_TEMPORARY,
+    Compiled,
     Report,
     Step,
     report_of,
@@ -38,6 +38,7 @@ from experiments.lib import run_record
 from experiments.lib.engines import GPU_PAGE_SIZE
 from experiments.lib.flags import define_dtype
 from experiments.lib.program import Options, Program, refusals
+from experiments.policies import COMPILED
 from models import checkpoint
 from models.config import ModelConfig
 from paged.adapters.pool import AdapterPool
@@ -46,8 +47,6 @@ from paged.config import EngineConfig
 from paged.device.mover import UnitMover
 from paged.device.step import GPU_OPTIONS, StepProgram, stacks
 from paged.device.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
-from paged.kv_cache.diffkv import layout as diffkv_layout
-from paged.kv_cache.lserve.layout import layout_of
 from paged.kv_cache.work import kv_bytes_of_token
 from pallas_kernels import backend
 from pallas_kernels.tools import aot
@@ -74,12 +73,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("prefill_tokens", 0, "of a prompt beside them", lower_bound=0)
     flags.DEFINE_integer("context", 4096, "tokens of a sequence", lower_bound=2)
     flags.DEFINE_integer("adapter_slots", 0, help_of(EngineConfig)["adapter_slots"], lower_bound=0)
-    flags.DEFINE_enum(
-        "policy", "vllm", ["vllm", "lserve", "diffkv"], help_of(EngineConfig)["policy"]
-    )
-    flags.DEFINE_integer("kv_bits", 16, "of keys and values with policy lserve: 16, 8 or 4")
+    flags.DEFINE_enum("policy", "vllm", ["vllm", *COMPILED], help_of(EngineConfig)["policy"])
+    flags.DEFINE_integer("kv_bits", 16, "of keys and values: 16, or 8 or 4 if the policy can")
     flags.DEFINE_float(
-        "streaming_share", 0.5, "KV heads that stream with policy lserve, drawn at random", 0, 1
+        "streaming_share", 0.5, "KV heads that stream, of a policy with such, drawn at random", 0, 1
     )
     flags.DEFINE_integer("adapter_rank", 16, "of each adapter", lower_bound=1)
 
@@ -91,7 +88,7 @@ def compile_step(
 ) -> tuple[Report, str]:  # fmt: skip
     """The engine's step at the model's shapes, with KV pools that fill the GPU: what is to be said
     of it, and the program's text. streaming_share, kv_bits: of the KV heads that stream, and of
-    keys and values, with policy lserve.
+    keys and values, of a policy with such options.
 
     Raises ValueError if the model or the sequences do not fit, and without the extra `aot`.
     """
@@ -104,20 +101,21 @@ def compile_step(
     abstract = shards.abstract_params(dtype)
     weight_bytes = sum(map(_bytes_on_device, jax.tree.leaves(abstract)))
     token_bytes = kv_bytes_of_token(shards.model, dtype) * model.num_layers
+    compiled_as = COMPILED.get(policy, Compiled())
+    options = compiled_as.options(model, streaming_share, kv_bits)
+    can = EngineConfig(policy=policy, policy_options=options).capabilities
+    whole = not can.chunked_prefill  # prompts come so
     config = EngineConfig(
         max_num_seqs=step.decodes,
-        # DiffKV's prompts come whole.
-        max_num_batched_tokens=max(
-            step.context if policy == "diffkv" else step.prefill_tokens, step.decodes
-        ),
-        chunked_prefill=policy != "diffkv",
+        max_num_batched_tokens=max(step.context if whole else step.prefill_tokens, step.decodes),
+        chunked_prefill=not whole,
         max_model_len=step.context,
         page_size=page_size,
         tensor_parallel=tensor_parallel,
         adapter_slots=step.adapters,
         max_adapter_rank=step.rank,
         policy=policy,
-        policy_options=_options(policy, model, streaming_share, kv_bits),
+        policy_options=options,
     )
     slots = AdapterPool.declare(config, None)
     adapters = slots and slots.abstract(shards, dtype)
@@ -132,10 +130,7 @@ def compile_step(
             f"{max(0, kv_cache_tokens)}"
         )
     config = replace(config, kv_cache_tokens=kv_cache_tokens)
-    if policy == "lserve":
-        step = _sparse(step, config, shards, dtype)
-    elif policy == "diffkv":
-        step = _compressed(step, config, shards)
+    step = compiled_as.step(step, config, shards, dtype)
     layer_bytes = weight_bytes // model.num_layers
     assert not stacks(shards.platform, layer_bytes), "layers in a loop are not told apart"
     program = StepProgram.declare(config, shards)
@@ -146,8 +141,8 @@ def compile_step(
     with tempfile.TemporaryDirectory() as folder, backend.compiling_for(gpu.gpu):
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         shape = step.prefill_tokens, step.decodes
-        options = GPU_OPTIONS | (WHOLE_PRODUCTS if whole_products else {})
-        compiled = program.compile(shape, abstract, adapters, cache, state, options)
+        how = GPU_OPTIONS | (WHOLE_PRODUCTS if whole_products else {})
+        compiled = program.compile(shape, abstract, adapters, cache, state, how)
         reports = [path.read_text() for path in Path(folder).glob("*.ptxas")]
     del os.environ["MOSAIC_GPU_DUMP_TO"]
     assert reports or gpu.gpu.compute_capability[0] < 9, "the compiler has left no reports"
@@ -202,40 +197,6 @@ def _block_moves(program: StepProgram, cache) -> dict[str, tuple]:
 def _pools(cache):
     """Unified pages, or pages of keys and of values."""
     return cache.words if hasattr(cache, "words") else (cache.k_pages, cache.v_pages)
-
-
-def _options(policy: str, model: ModelConfig, share: float, kv_bits: int) -> dict | None:
-    """Options of LServe's policy, which has trained gates of few models: heads drawn at random."""
-    if policy != "lserve":
-        return None
-    gates = np.random.default_rng(0).random((model.num_layers, model.num_kv_heads))
-    return {"gates": gates.tolist(), "streaming_share": share, "kv_bits": kv_bits}
-
-
-def _sparse(step: Step, config: EngineConfig, shards: Shards, dtype) -> Step:
-    """The step, with what LServe reads: tokens on the mean of all layers' heads, and statistics
-    once in `reuse` tokens of a sequence."""
-    layout = layout_of(config, shards.sharded)
-    P, heads, dense = layout.page_size, layout.heads, np.mean(layout.num_dense)
-    selected = layout.selected * P if layout.selects else step.context
-    window = (layout.sink + layout.local + 1) * P
-    read = dense * min(step.context, selected) + (heads - dense) * min(step.context, window)
-    page = P // layout.logical * 2 * shards.model.head_dim * jnp.dtype(dtype).itemsize
-    scored = step.decodes / layout.reuse * dense * (step.context // P)
-    per_token = 2 * heads * layout.format.token_bytes if layout.format else None
-    return replace(
-        step,
-        kv_token_bytes=per_token,
-        tokens_read=round(read / heads),
-        statistics_read=round(scored * page) if layout.selects else 0,
-    )
-
-
-def _compressed(step: Step, config: EngineConfig, shards: Shards) -> Step:
-    """The step as if DiffKV kept all tokens in high precision, with scores and positions."""
-    layout = diffkv_layout.layout_of(config, shards.sharded)
-    token_bytes = layout.heads * layout.formats[0].token_bytes
-    return replace(step, pools=1, kv_token_bytes=token_bytes, scores_prompts=True)
 
 
 def _bytes_on_device(x: jax.ShapeDtypeStruct) -> int:

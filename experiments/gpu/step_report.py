@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -63,6 +64,16 @@ class Step:
         """The context and the new tokens of each sequence; the prompt is computed in one piece."""
         prompt = [self.prefill_tokens] if self.prefill_tokens else []
         return [self.decode_tokens] * self.decodes + prompt, [1] * self.decodes + prompt
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """How a policy's step is compiled. options: of the policy, given the model, the share
+    of streaming heads and the bits of keys and values; None for the defaults. step: the step with
+    what the policy reads, of (step, config, shards, dtype)."""
+
+    options: Callable[..., dict | None] = lambda model, share, kv_bits: None
+    step: Callable[..., Step] = lambda step, config, shards, dtype: step
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from absl import flags
 
 from experiments.lib import shipped
-from experiments.lib.engines import EXECUTORS, GPU_PAGE_SIZE
+from experiments.lib.engines import EXECUTORS, GPU_PAGE_SIZE, engine_config
 from experiments.lib.help import group
 from experiments.lib.program import Options
-from experiments.lib.typed_flags import ModelFlags
+from experiments.lib.typed_flags import Flags, ModelFlags, parts_of
 from models import checkpoint
 from paged.checks import help_of
 from paged.engine import EngineConfig
@@ -125,9 +125,10 @@ def fields_of(dataclass: type, options: Options) -> dict[str, Any]:
     """
     named = {field.name for field in fields(dataclass)}
     values = {name: value for name, value in vars(options).items() if name in named}
-    values.pop("policy_options", None)
-    if "policy_options" in named and (chosen := _policy_options(options)):
-        values["policy_options"] = chosen
+    if isinstance(values.get("policy_options", ""), str):  # not options that were read before
+        values.pop("policy_options", None)
+        if "policy_options" in named and (chosen := _policy_options(options)):
+            values["policy_options"] = chosen
     return values
 
 
@@ -223,3 +224,34 @@ def define_engine_flags(defaults: EngineConfig | None = None) -> None:
         flags.DEFINE_integer("seed", 0, "of the workload and of sampling", lower_bound=0)
         define_fields(defaults or EngineConfig, leave_out=("max_model_len", "page_size", "seed"))
     _define_policy_flags()
+
+
+def define_typed(kind: type[Flags]) -> None:
+    """Define a flag for each field of `kind`, and for those of its parts. An EngineConfig beside a
+    model has --seed and the options of policies too."""
+    taken: set[str] = set()
+    parts = parts_of(kind)
+    engine = next((part for part in parts.values() if isinstance(part, EngineConfig)), None)
+    if issubclass(kind, ModelFlags):
+        taken |= help_of(ModelFlags).keys()
+        if engine is None:
+            define_model_flags()
+        else:
+            define_engine_flags(None if engine == EngineConfig() else engine)
+            taken |= {"seed", *help_of(EngineConfig)}
+    define_fields(kind, leave_out=taken)
+    taken |= help_of(kind).keys()
+    for part in parts.values():
+        define_fields(part, leave_out=taken)
+
+
+def typed[F: Flags](kind: type[F], options: Options) -> F:
+    """The flags that `define_typed` has defined. Raises ValueError for values that cannot be."""
+    values = {name: getattr(options, name) for name in help_of(kind)}
+    for name, part in parts_of(kind).items():
+        found = fields_of(type(part), options)
+        if isinstance(part, EngineConfig) and issubclass(kind, ModelFlags):
+            values[name] = engine_config(checkpoint.load_config(options.model), **found)
+        else:
+            values[name] = type(part)(**found)
+    return kind(**values)

@@ -70,6 +70,7 @@ class Program:
     other flags. Where the default is empty, nothing need be written.
     takes_arguments: what is no flag is in `options.arguments`; otherwise it is refused.
     error_status: of every error, where status 1 has another meaning.
+    asked: the flags as report.json has them.
     """
 
     main: Callable[[Options], int | None]
@@ -79,6 +80,7 @@ class Program:
     output_help: str = "where the report goes"
     takes_arguments: bool = False
     error_status: int = 1
+    asked: Callable[[Options], Any] = vars
 
     def run(self) -> None:
         """Run it as the command line says, and exit."""
@@ -151,7 +153,7 @@ class Program:
         if self.output_dir is not None and (self.output_dir or options.output_dir):
             with refusals():
                 if not options.overwrite:
-                    options.output_dir = _free_folder(options)
+                    options.output_dir = _free_folder(options, self.asked(options))
                 run_record.check_output_dir(options.output_dir, *self.files)
         return options
 
@@ -160,12 +162,12 @@ class Program:
         sys.exit(self.error_status)
 
 
-def _free_folder(options: Options) -> str:
+def _free_folder(options: Options, asked: Any) -> str:
     """The folder that --output_dir names, or, where that is the default and holds a run with other
     flags, the first of FOLDER-2, FOLDER-3, … that does not. Raises ValueError for a named one that
     does."""
     folder, number = options.output_dir, 1
-    while differs := run_record.other_flags(folder, vars(options)):
+    while differs := run_record.other_flags(folder, asked):
         if not flags.FLAGS["output_dir"].using_default_value:
             raise ValueError(
                 f"{folder} holds a run with other flags ({differs}): name another --output_dir, or "

@@ -77,7 +77,7 @@ def check_output_dir(output_dir: str | Path, *names: str) -> Path:
     return path
 
 
-def other_flags(output_dir: str | Path, flags: Mapping[str, Any]) -> str:
+def other_flags(output_dir: str | Path, flags: Any) -> str:
     """In words, the flags of the folder's report.json that differ from these; empty if there is no
     report, or no difference."""
     path = Path(output_dir) / "report.json"

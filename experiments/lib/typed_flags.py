@@ -28,7 +28,8 @@ def flag[T](
 @dataclass(frozen=True)
 class Flags:
     """Base of a study's flags. Fields are bool, int, float, str or a tuple of numbers or texts,
-    made by `flag` or `described`. A subclass that checks more does so in its own `__post_init__`.
+    made by `flag` or `described`; or a dataclass of such fields, each of which is a flag. A
+    subclass that checks more does so in its own `__post_init__`.
 
     Raises ValueError for a value that a field does not allow.
     """
@@ -56,6 +57,21 @@ class Flags:
         for name in names:
             if not getattr(self, name):
                 raise ValueError(f"--{name} must name at least one")
+
+
+def parts_of(kind: type[Flags]) -> dict[str, Any]:
+    """The defaults of the fields that are dataclasses, by name."""
+    return {
+        f.name: f.default for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.default)
+    }
+
+
+def flat(flags: Flags) -> dict[str, Any]:
+    """The values of all flags by name."""
+    values = dict(vars(flags))
+    for name in parts_of(type(flags)):
+        values = vars(values.pop(name)) | values
+    return values
 
 
 def _allowed(metadata: Any, value: Any) -> str | None:

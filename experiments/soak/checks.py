@@ -4,7 +4,9 @@ Used by experiments/soak/__main__.py.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,31 @@ class Violation(Exception):
         assert kind in KINDS, kind
         super().__init__(f"{kind}: {message}")
         self.kind = kind
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """Something that a soak's flags name.
+
+    count: its name in `Users.counts`.
+    never: the complaint if the count stays 0, before ' happened'.
+    flags: the flags that make it happen.
+    possible: whether it can happen at all.
+    """
+
+    count: str
+    never: str
+    flags: str
+    possible: bool = True
+
+
+@dataclass(frozen=True)
+class Soaked:
+    """What a soak asks of engines of one policy. named: the mechanisms that their options name.
+    seen: counts of their traces."""
+
+    named: Callable[[Any], list[Mechanism]]
+    seen: Callable[[Any], dict[str, int]]
 
 
 @dataclass

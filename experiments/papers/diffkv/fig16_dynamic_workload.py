@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from experiments.figures.vllm import sweep
 from experiments.lib import plots
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import engines
 from experiments.papers.diffkv.engines import DIFFKV, VLLM, EngineFlags
+from experiments.papers.vllm import block_sizes
 from experiments.study import Setting, Study, Values
 from paged.config import EngineConfig
 from paged.device import compilations
@@ -69,7 +69,7 @@ def measure(flags: RateFlags, _) -> Iterator[Row]:
         engine = engines.rehearsed(config_of(system, flags), requests, flags)
         for rate in sorted(set(flags.rates)):
             compiled = compilations.count()
-            served = sweep.serve_requests(engine, engines.requests_of(flags, *lengths, rate))
+            served = block_sizes.serve_requests(engine, engines.requests_of(flags, *lengths, rate))
             running = max(step.num_running for step in engine.metrics.steps)
             ms = 1e3 * served.normalised_latency_s
             compiled = compilations.count() - compiled

@@ -5,6 +5,7 @@ from typing import Any
 
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags
+from experiments.papers.lserve.gates import gates_of
 from paged.config import EngineConfig
 
 REFERENCE = "16 bits"
@@ -65,7 +66,7 @@ def budgeted(flags: AccuracyFlags, method: str, budget: float) -> EngineConfig:
 def duo_attention(flags: AccuracyFlags, gates: str, share: float) -> EngineConfig:
     """A share of the KV heads streams, by the gates of this file, all tokens in 16 bits."""
     all_pages = flags.longest + PAGE_SIZE
-    chosen = {"gates": accuracy.gates_of(flags, gates), "streaming_share": share}
+    chosen = {"gates": gates_of(flags, gates), "streaming_share": share}
     return _lserve(flags, **chosen, budget=all_pages)
 
 

@@ -38,6 +38,7 @@ from experiments.papers.diffkv.comparison import (
     draw_family,
 )
 from experiments.papers.diffkv.systems import BUDGETED, REFERENCE
+from experiments.papers.lserve.gates import BUNDLED_GATES
 from experiments.study import Setting, Study, Values
 
 TASKS = ("needle", "multikey", "chain", "values", "cot", "multikey_96", "values_24", "cot_32")
@@ -60,7 +61,7 @@ class MemoryFlags(AccuracyFlags):
     formats: tuple[str, ...] = flag(FORMATS, "uniform ones")
     budgets: tuple[float, ...] = flag((0.35, 0.5), "of H2O and SnapKV, shares of the tokens")
     duo_share: float = flag(0.5, "of the KV heads that stream in DuoAttention", least=0, most=1)
-    gates: str = flag(accuracy.BUNDLED_GATES, "DuoAttention's; '' for no such", path=True)
+    gates: str = flag(BUNDLED_GATES, "DuoAttention's; '' for no such", path=True)
     quest_budget: int = flag(1024, "tokens; 0 leaves Quest out", least=0)
 
     def __post_init__(self):

@@ -19,6 +19,7 @@ from matplotlib.patches import Rectangle
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags
 from experiments.lib.typed_flags import flag
+from experiments.papers.lserve.gates import BUNDLED_GATES, gates_of
 from experiments.study import Run, Setting, Study, Values
 from experiments.tasks.tasks import make_prompts
 from models import load_tokenizer
@@ -30,7 +31,7 @@ DEPTHS = 8  # rows of the map
 class NeedleFlags(AccuracyFlags):
     contexts: tuple[int, ...] = flag((256, 512, 1024, 2048, 4096), "prompt and answer, in tokens")
     num_prompts: int = flag(80, "of each context", least=1)
-    gates: str = flag(accuracy.BUNDLED_GATES, "as --lserve_gates", path=True)
+    gates: str = flag(BUNDLED_GATES, "as --lserve_gates", path=True)
     share: float = flag(0.5, "of the KV heads that stream", least=0, most=1)
     budgets: tuple[int, ...] = flag(
         (256, 1024), "tokens that a query of a dense head reads", least=1
@@ -57,7 +58,7 @@ class Row:
 
 def systems(flags: NeedleFlags) -> accuracy.Systems:
     found = {"dense": accuracy.config_of(flags)}
-    gates = accuracy.gates_of(flags, flags.gates)
+    gates = gates_of(flags, flags.gates)
     for budget in flags.budgets:
         chosen = {"gates": gates, "streaming_share": flags.share, "budget": budget}
         name = f"{100 * flags.share:g}% streaming, budget {budget}"

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags, Row, measured
 from experiments.lib.typed_flags import flag
+from experiments.papers.lserve.gates import BUNDLED_GATES, gates_of
 from experiments.study import Setting, Study, Values
 
 TASKS = ("needle", "multikey", "values", "cot", "cot_32")
@@ -30,14 +31,14 @@ SPARSE, QUANTISED, BOTH = "sparse", "quantised", "sparse and quantised"
 class FormatFlags(AccuracyFlags):
     tasks: tuple[str, ...] = flag(TASKS, "tasks of experiments/tasks/tasks.py")
     contexts: tuple[int, ...] = flag((1024, 2048), "prompt and answer, in tokens")
-    gates: str = flag(accuracy.BUNDLED_GATES, "as --lserve_gates", path=True)
+    gates: str = flag(BUNDLED_GATES, "as --lserve_gates", path=True)
     share: float = flag(0.25, "of the KV heads that stream, in the sparse systems", least=0, most=1)
     budget: int = flag(1024, "tokens that a query reads there", least=1)
     with_bits: int = flag(4, "of keys and values, beside W8A8", choices=(4, 8))
 
 
 def systems(flags: FormatFlags) -> accuracy.Systems:
-    gates = accuracy.gates_of(flags, flags.gates)
+    gates = gates_of(flags, flags.gates)
 
     def lserve(kv_bits: int, sparse: bool, **fields: Any):
         chosen: dict[str, Any] = {"kv_bits": kv_bits, "budget": flags.longest + 64}

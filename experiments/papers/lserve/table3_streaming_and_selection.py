@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from experiments import accuracy
 from experiments.accuracy import PAGE_SIZE, AccuracyFlags, Row, measured
 from experiments.lib.typed_flags import flag
+from experiments.papers.lserve.gates import BUNDLED_GATES, gates_of
 from experiments.study import Setting, Study, Values
 from paged.kv_cache.lserve.options import LEAST_SELECTED
 
@@ -35,7 +36,7 @@ DENSE = "dense"
 class FrontierFlags(AccuracyFlags):
     tasks: tuple[str, ...] = flag(TASKS, "tasks of experiments/tasks/tasks.py")
     contexts: tuple[int, ...] = flag((2048, 4096), "prompt and answer, in tokens")
-    gates: str = flag(accuracy.BUNDLED_GATES, "as --lserve_gates", path=True)
+    gates: str = flag(BUNDLED_GATES, "as --lserve_gates", path=True)
     shares: tuple[float, ...] = flag(
         (0.0, 0.25, 0.5, 0.75), "of the KV heads that stream", least=0, most=1
     )
@@ -79,7 +80,7 @@ def controls(flags: FrontierFlags, gates) -> dict[str, dict[str, Any]]:
 
 
 def systems(flags: FrontierFlags) -> accuracy.Systems:
-    gates = accuracy.gates_of(flags, flags.gates)
+    gates = gates_of(flags, flags.gates)
 
     def lserve(share: float, budget: str, **more: Any):
         tokens = flags.longest + 64 if budget == "all" else int(budget)

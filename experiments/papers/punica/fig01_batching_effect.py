@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.bench.vs_transformers import MODELS, decode_times, model_config, model_folder
+from experiments.bench.race import MODELS, decode_times, model_config, model_folder
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Setting, Study, Values
 from models import checkpoint

@@ -4,13 +4,12 @@ import asyncio
 import json
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from experiments.bench import http, http_load
+from experiments.bench.http import HOWS, LEFT, STREAMED, WHOLE, Bench, HttpFlags, Row
 from experiments.bench.http_client import Exchange, read
-from experiments.bench.http_runs import HOWS, STREAMED, WHOLE, Bench
 from experiments.workloads import workloads
 from experiments.workloads.workloads import Vocabulary, WorkloadConfig
 from paged.server.owner import EngineOwner
@@ -26,28 +25,27 @@ TRACE = workloads.load(
 def bench():
     # Two engines of one kind: their tokens depend on seeds and positions alone.
     with served(EngineOwner(simulated()[0])) as running:
-        yield Bench(simulated()[0], "bundled", running.server.port, [])
+        yield Bench(simulated()[0], "bundled", running.server.port)
 
 
 def test_each_way_serves_the_whole_trace_with_the_same_tokens(bench):
-    http.run(bench, {50.0: TRACE, 100.0: TRACE}, rounds=2, progress=False)
-    told = [(row.request_rate, row.round, row.how) for row in bench.rows]
+    rows = list(http.serve_all(bench, {50.0: TRACE, 100.0: TRACE}, rounds=2))
+    told = [(row.request_rate, row.round, row.how) for row in rows]
     assert told == [(rate, i, how) for rate, i in ((50, 0), (100, 0), (100, 1)) for how in HOWS]
     tokens = sum(request.max_tokens for request in TRACE)
-    for row in bench.rows:
+    for row in rows:
         assert (row.requests, row.output_tokens) == (len(TRACE), tokens)
         assert (row.lost, row.near_ties) == (0, 0)
         assert row.whole_p50_s is not None
         assert (row.ttft_p50_s is None) == (row.how == WHOLE)
-    left = http.Disconnects(clients=1, cut=1, leaked_bytes=0, pending=0, lost=3)
-    numbers = http.summary(bench.rows, left)
-    assert numbers["lost_tokens"] == 3
+    left = Row(10.0, 0, LEFT, 1, 0, 1.0, 1.0, 0, 0, cut=1, leaked_bytes=0, pending=0, lost=3)
+    numbers = http.values(HttpFlags(), [*rows, left])
+    assert numbers["lost_tokens"] == 3 and numbers["disconnected_clients"] == 1
     assert f"ttft_p99_s_{STREAMED}" in numbers and f"ttft_p99_s_{WHOLE}" not in numbers
-    assert "3 tokens lost" in http.table(bench.rows, left)
 
 
 def test_lost_doubled_and_exchanged_tokens_are_counted(bench):
-    expected = bench.offline(TRACE, request_rate=1.0, round=0)
+    _, expected = bench.offline(TRACE, request_rate=1.0, round=0)
     answers = asyncio.run(http_load.served(bench.port, "bundled", TRACE, streams=True))
     assert bench.lost(expected, answers) == (0, 0)
     tokens = answers[0].tokens
@@ -59,9 +57,9 @@ def test_lost_doubled_and_exchanged_tokens_are_counted(bench):
 
 
 def test_clients_that_leave_are_counted_and_leave_nothing(bench):
-    options = SimpleNamespace(disconnects=40, disconnect_rate=200.0, disconnect_s=0.05, seed=0)
-    left = http.disconnects(bench, TRACE, options)
-    assert left.clients == 40 and 0 < left.cut <= 40
+    flags = HttpFlags(disconnects=40, disconnect_rate=200.0, disconnect_s=0.05)
+    left = http.disconnects(bench, TRACE, flags)
+    assert left.requests == 40 and 0 < (left.cut or 0) <= 40
     assert (left.leaked_bytes, left.pending, left.lost) == (0, 0, 0)
 
 
@@ -99,15 +97,20 @@ def test_refusals_of_the_server_are_told():
     assert answer.error == '429: {"error": {}}'
 
 
-@pytest.mark.parametrize("flag", [["0"], ["-1"], ["inf"], ["nan"], ["many"], []])
-def test_bad_rates_are_refused(flag):
+@pytest.mark.parametrize("rates", [(0.0,), (-1.0,), (float("inf"),), (float("nan"),), ()])
+def test_bad_rates_are_refused(rates):
     with pytest.raises(ValueError, match="--request_rates"):
-        http.rates_of(flag)
+        HttpFlags(request_rates=rates)
+
+
+def test_more_requests_than_may_be_pending_are_refused():
+    with pytest.raises(ValueError, match="--max_pending=512 refuses some"):
+        HttpFlags(num_requests=513)
 
 
 @pytest.mark.slow  # it imports JAX in another process
 def test_a_server_that_does_not_start_is_told(tmp_path):
-    options = SimpleNamespace(model="bundled", max_pending=0)
+    options = {"model": "bundled", "max_pending": 0}
     with (
         pytest.raises(OSError, match=r"server\.log says why"),
         http_load.running_server(options, tmp_path / "server.log"),

@@ -1,36 +1,24 @@
 """The profile of a step: its parts, their sum and its files; never how long anything takes."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments.bench import step_profile
 from experiments.bench.decode_inputs import fill_decodes
-from experiments.bench.step_profile import PARTS
+from experiments.bench.step_profile import PARTS, ProfileFlags
 from models.config import ModelConfig
 from paged.device.step_inputs import empty_step_inputs
 from paged.simulator.roofline import step_cost
 from pallas_kernels.specs import Rates
 
-ROOT = Path(__file__).parents[3]
 MODEL = ModelConfig(
     vocab_size=50, hidden_size=24, intermediate_size=40, num_layers=3, num_heads=6, num_kv_heads=2,
     head_dim=10,
 )  # fmt: skip
 RATES = Rates(bytes_per_s=1e9, flops_per_s=2e9, dispatch_s=1e-5)
-
-
-def program(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.bench.step_profile", *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("rng", [None, np.random.default_rng(0)])
@@ -51,7 +39,9 @@ def test_parts_sum_to_the_step():
     parts = step_profile.parts_of("m", ms, step_profile.floors_ms(MODEL, [5, 9], RATES))
     assert [part.part for part in parts] == list(PARTS)
     assert sum(part.ms for part in parts) == pytest.approx(ms["step"])
-    assert step_profile.summary(parts)["attend_ms_m"] == ms["attention"] - ms["gather"]
+    assert (
+        step_profile.values(ProfileFlags(), parts)["attend_ms_m"] == ms["attention"] - ms["gather"]
+    )
 
 
 def test_floors_of_the_parts_cover_the_work_of_the_step():
@@ -62,29 +52,21 @@ def test_floors_of_the_parts_cover_the_work_of_the_step():
 
 
 @pytest.mark.slow
-def test_the_program_writes_its_report(tmp_path):
-    done = program(
-        "--models=bundled", "--batch=2", "--context_tokens=3,40", "--rounds=2",
-        f"--output_dir={tmp_path}",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert all(part in done.stdout for part in PARTS)
+def test_the_study_measures_all_parts(tmp_path):
+    flags = ProfileFlags(models=("bundled",), batch=2, context_tokens=(3, 40), rounds=2)
+    assert step_profile.STUDY.write(flags, tmp_path) == 0
     numbers = json.loads((tmp_path / "summary.json").read_text())
     total = sum(numbers[f"{part.replace(' ', '_')}_ms_bundled"] for part in PARTS)
     assert numbers["step_ms_bundled"] == pytest.approx(total) and total > 0
-    assert (tmp_path / "parts.csv").read_text().count("\n") == 1 + len(PARTS)
-    assert json.loads((tmp_path / "report.json").read_text())["flags"]["batch"] == 2
-    assert (tmp_path / "parts.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
-    ("models", "contexts", "message"),
+    ("change", "message"),
     [
-        (["gpt5"], ["3", "4"], "--models are some of bundled, 100m, not ['gpt5']"),
-        (["100m"], ["4", "3"], "from 2 to 2047, not ['4', '3']"),
-        (["100m"], ["some"], "--context_tokens takes whole numbers, not 'some'"),
+        ({"models": ("gpt5",)}, "--models must be texts, each one of bundled, 100m, not 'gpt5'"),
+        ({"context_tokens": (4, 3)}, "from 2 to 2047, not (4, 3)"),
     ],
 )
-def test_bad_flags_are_refused(models, contexts, message):
+def test_bad_flags_are_refused(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        step_profile.checked(models, contexts)
+        ProfileFlags(**change)

@@ -1,7 +1,5 @@
 """The race against transformers: its workload, its numbers, and, where torch is, a thin slice."""
 
-import csv
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,76 +7,86 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bench import race_report
-from experiments.bench import vs_transformers as bench
-from experiments.bench.race_report import Run, StepTimes
-from experiments.bench.vs_transformers import Settings
+from experiments.bench import race, vs_transformers
+from experiments.bench.race import Contestant, Row
+from experiments.bench.vs_transformers import TransformersFlags
 from paged.engine import EngineConfig
 from paged.metrics import StepRecord
 
 ROOT = Path(__file__).parents[3]
-SETTINGS = Settings(("bundled",), (1, 3), (4, 12), 6, 2)
+ENGINE = EngineConfig(
+    max_num_seqs=4, max_num_batched_tokens=64, max_prefills_per_step=4, page_size=4,
+    kv_cache_tokens=256, max_model_len=32,
+)  # fmt: skip
+FLAGS = TransformersFlags(
+    models=("bundled",), batches=(1, 3), prompt_tokens=(4, 12), output_tokens=6, repeats=2,
+    engine=ENGINE,
+)  # fmt: skip
 
 
 def test_prompts_are_ragged_seeded_and_within_their_span():
-    prompts = bench.make_prompts(50, 300, (4, 12), seed=1)
+    prompts = race.make_prompts(50, 300, (4, 12), seed=1)
     assert {len(prompt) for prompt in prompts} == set(range(4, 13))
     assert {token for prompt in prompts for token in prompt} == set(range(50))
-    assert prompts == bench.make_prompts(50, 300, (4, 12), seed=1)
-    assert prompts != bench.make_prompts(50, 300, (4, 12), seed=2)
+    assert prompts == race.make_prompts(50, 300, (4, 12), seed=1)
+    assert prompts != race.make_prompts(50, 300, (4, 12), seed=2)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"models": ()}, "--models are some of bundled, 100m"),
-        ({"models": ("gpt",)}, "--models are some of bundled, 100m"),
+        ({"models": ()}, "--models must name at least one"),
+        ({"models": ("gpt",)}, "each one of bundled, 100m"),
         ({"batches": ()}, "--batches"),
         ({"batches": (0, 4)}, "--batches"),
-        ({"prompt_tokens": (5, 4)}, "the shortest and the longest, not 5,4"),
-        ({"prompt_tokens": (0, 4)}, "the shortest and the longest, not 0,4"),
+        ({"prompt_tokens": (5, 4)}, r"the shortest and the longest, not \(5, 4\)"),
+        ({"prompt_tokens": (32,)}, "the shortest and the longest"),
+        ({"prompt_tokens": (0, 4)}, "--prompt_tokens"),
         ({"output_tokens": 3}, "--output_tokens must be at least 4, not 3"),
         ({"repeats": 0}, "--repeats must be at least 1, not 0"),
     ],
 )
 def test_bad_settings_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        replace(SETTINGS, **change)
+        replace(FLAGS, **change)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--batches=1,x", "--batches takes whole numbers, not 'x'"),
-        ("--prompt_tokens=32", "--prompt_tokens are two numbers"),
         ("--batches=64", "a batch of 64 exceeds max_num_seqs (32)"),
         ("--output_tokens=2000 --max_num_batched_tokens=8192", "exceed the context of 100m"),
         ("--page_size=0", "page_size must be at least 1 and below 2^31, not 0"),
     ],
 )
-def test_the_program_refuses_bad_flags_before_any_work(flags, message):
+def test_the_program_refuses_bad_flags_before_any_work(flags, message, tmp_path):
     command = [sys.executable, "-m", "experiments.bench.vs_transformers", *flags.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, f"--output_dir={tmp_path}"], cwd=ROOT, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
     assert done.returncode == 1
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_equal_share_counts_tokens_by_place():
-    assert bench.equal_share([[1, 2], [3, 4]], [[1, 2], [3, 4]]) == 1.0
-    assert bench.equal_share([[1, 2], [4, 3]], [[1, 2], [3, 4]]) == 0.5
+    assert race.equal_share([[1, 2], [3, 4]], [[1, 2], [3, 4]]) == 1.0
+    assert race.equal_share([[1, 2], [4, 3]], [[1, 2], [3, 4]]) == 0.5
 
 
 def test_speedups_are_ratios_of_median_rates_at_the_largest_batch():
     seconds = {"ours": [1.0, 9.0, 2.0], "static": [4.0, 4.0, 0.1], "continuous": [20.0, 10.0, 30.0]}
-    runs = [
-        Run("bundled", batch, system, repeat, batch * times[repeat], 100 * batch, equal)
+    rows = [
+        Row(
+            "bundled", batch, system, repeat, batch * times[repeat], 0.0, 100 * batch, equal, batch,
+            *((3e-3, 3e-4, 2e-3) if system == "ours" else (None, None, None)),
+        )
         for batch in (1, 8)
         for system, times in seconds.items()
         for repeat, equal in enumerate([1.0, 1.0, 0.7])
-    ]
-    runs[0] = replace(runs[0], seconds=1e-9)  # of batch 1, and no median
-    steps = [StepTimes("bundled", 8, 10, step_s=3e-3, host_s=3e-4, floor_s=2e-3)]
-    numbers = race_report.summarise(runs, steps)
+    ]  # fmt: skip
+    rows[0] = replace(rows[0], seconds=1e-9)  # of batch 1, and no median
+    numbers = vs_transformers.values(FLAGS, rows)
     assert numbers["tokens_per_s_ours_bundled_8"] == 50
     assert numbers["tokens_per_s_continuous_bundled_1"] == 5
     assert numbers["speedup_static_bundled"] == 2
@@ -105,7 +113,7 @@ def test_step_times_are_of_steps_that_decode_the_whole_batch_after_another_such(
         record(99.0, 0, 4, 4),  # the next batch
         record(102.0, 0, 4, 4),
     ]
-    assert bench.decode_times(steps, 4) == ([2.0, 2.0, 3.0], [1.0, 0.25, 1.0])
+    assert race.decode_times(steps, 4) == ([2.0, 2.0, 3.0], [1.0, 0.25, 1.0])
 
 
 def test_systems_take_turns_after_a_warm_up_and_must_give_what_was_asked():
@@ -118,38 +126,32 @@ def test_systems_take_turns_after_a_warm_up_and_must_give_what_was_asked():
 
         return run
 
-    systems = {"ours": system("ours", 0), "static": system("static", 1)}
-    runs = bench.race("bundled", systems, 50, SETTINGS, seed=0, progress=False)
-    assert calls == [(1, "ours"), (1, "static")] * 3 + [(3, "ours"), (3, "static")] * 3
-    assert [(run.system, run.repeat, run.equal) for run in runs[:4]] == [
+    systems = {
+        "ours": Contestant(system("ours", 0), 3),
+        "static": Contestant(system("static", 1), 3, same_as="ours"),
+    }
+    rows = list(race.race("bundled", systems, [[1], [2], [3]], 6, 2))
+    assert calls == [(3, "ours"), (3, "static")] * 3
+    assert [(row.system, row.repeat, row.equal) for row in rows] == [
         ("ours", 0, 1.0), ("static", 0, 0.0), ("ours", 1, 1.0), ("static", 1, 0.0),
     ]  # fmt: skip
-    assert [run.output_tokens for run in runs] == [6] * 4 + [18] * 4
-    assert all(run.seconds > 0 for run in runs)
-    systems["static"] = lambda prompts, output_tokens: [[1]] * len(prompts)
-    with pytest.raises(RuntimeError, match=r"static gave outputs of \[1\] tokens"):
-        bench.race("bundled", systems, 50, SETTINGS, seed=0, progress=False)
+    assert {row.output_tokens for row in rows} == {18}
+    assert all(row.seconds > 0 and row.step_s is None for row in rows)
+    systems["static"] = Contestant(lambda prompts, output_tokens: [[1]] * len(prompts), 3)
+    with pytest.raises(RuntimeError, match=r"static gave outputs of \[1, 1, 1\] tokens"):
+        list(race.race("bundled", systems, [[1], [2], [3]], 6, 2))
 
 
-def test_a_thin_slice_of_the_race(tiny_folder, tmp_path):
+def test_a_thin_slice_of_the_race(tiny_folder):
     """transformers reads the same folder and gives the same tokens, batched either way."""
     pytest.importorskip("torch", reason="needs torch: make test-parity")
-    config = EngineConfig(
-        max_num_seqs=4, max_num_batched_tokens=64, max_prefills_per_step=4, page_size=4,
-        max_model_len=SETTINGS.max_model_len, kv_cache_tokens=256,
-    )  # fmt: skip
-    runs, step, rates = bench.run_model("bundled", tiny_folder, SETTINGS, config, progress=False)
-    assert [(run.batch, run.system) for run in runs] == [
-        (batch, system) for batch in (1, 3) for _ in range(2) for system in race_report.SYSTEMS
-    ]
+    rows = list(vs_transformers.race_model("bundled", tiny_folder, FLAGS))
+    assert [(row.batch, row.system) for row in rows] == [
+        (batch, system) for batch in (1, 3) for _ in range(2)
+        for system in ("ours", "static", "continuous")
+    ]  # fmt: skip
     # Random weights make near-ties; a wrong mask or position would change nearly every token.
-    assert min(run.equal for run in runs) > 0.8
-    assert step.batch == 3 and min(step.step_s, step.host_s, step.floor_s) > 0
-    printed = race_report.write(tmp_path, runs, [step], {"rates": rates})
-    assert "bundled at batch 3: a decode step takes" in printed
-    with open(tmp_path / "runs.csv", newline="") as file:
-        assert len(list(csv.DictReader(file))) == len(runs)
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["summary"] == json.loads((tmp_path / "summary.json").read_text())
-    assert report["versions"]["torch"] and report["steps"][0]["batch"] == 3
-    assert (tmp_path / "throughput.png").stat().st_size > 10_000
+    assert min(row.equal for row in rows) > 0.8
+    ours = [row for row in rows if row.system == "ours"]
+    assert all(min(row.step_s or 0, row.host_s or 0, row.floor_s or 0) > 0 for row in ours)
+    assert vs_transformers.STUDY.report(FLAGS, rows)["values"]

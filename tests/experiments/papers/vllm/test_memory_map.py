@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.figures.vllm import memory_map
-from experiments.figures.vllm import snapshots as block_snapshots
+from experiments.papers.vllm import memory_map
+from experiments.papers.vllm import snapshots as block_snapshots
 from paged.config import EngineConfig
 from paged.engine import Engine
 from tests.paged.hashing_executor import HashingExecutor
@@ -83,7 +83,8 @@ def test_prompts_share_what_their_kind_says(requests):
 def test_there_is_a_snapshot_of_each_step_and_all_is_seen(served):
     engine, snapshots, _ = served
     assert [s.step for s in snapshots] == [record.step for record in engine.metrics.steps]
-    numbers = memory_map.summary(snapshots, engine.metrics.steps)
+    rows = list(map(memory_map.row_of, snapshots, engine.metrics.steps))
+    numbers = memory_map.values(memory_map.MapFlags(), rows)
     assert all(numbers.values()), numbers  # sharing, idle blocks, swapping, copies
     assert numbers["max_owners"] == 4
     words = [word for s in snapshots for word in s.happened]
@@ -136,7 +137,7 @@ def test_a_swapped_group_keeps_its_tokens_and_what_it_shares(served):
 
 def program(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "experiments.figures.vllm.memory_map", *map(str, arguments)],
+        [sys.executable, "-m", "experiments.papers.vllm.memory_map", *map(str, arguments)],
         cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
 
@@ -144,7 +145,7 @@ def program(*arguments: object) -> subprocess.CompletedProcess:
 def test_the_program_writes_the_map(tmp_path, tiny_folder):
     done = program(f"--model={tiny_folder}", "--executor=simulated", f"--output_dir={tmp_path}")
     assert done.returncode == 0, done.stderr
-    assert "serving" in done.stderr and "swapped out blocks" in done.stdout
+    assert "serving" in done.stderr and "swapped_out_blocks" in done.stdout
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert numbers["max_owners"] == 4 and numbers["preemptions"] > 0
     html = (tmp_path / "memory_map.html").read_text("utf-8")
@@ -152,7 +153,7 @@ def test_the_program_writes_the_map(tmp_path, tiny_folder):
         assert outside not in html
     data = json.loads(re.search(r"const data = (.*);\n", html)[1])  # type: ignore[index]
     assert data["requests"][3] == "beam4-3" and len(data["steps"]) == numbers["steps"]
-    with (tmp_path / "steps.csv").open() as file:
+    with (tmp_path / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == [step["step"] for step in data["steps"]]
     for row, step in zip(rows, data["steps"]):

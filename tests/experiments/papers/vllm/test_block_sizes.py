@@ -1,10 +1,7 @@
 """The benchmarks over block sizes measure what they say: counts and structure, never times."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -12,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.figures.vllm import block_size, preemption, sweep
+from experiments.papers.vllm import (
+    block_size_cpu,
+    block_sizes,
+    paging_overhead_cpu,
+    preemption_cpu,
+    swapping_cpu,
+)
+from experiments.papers.vllm.paging_overhead_cpu import Row as Kernel
 from experiments.workloads.workloads import Request
 from models import llama
 from models import params as parameters
@@ -37,7 +41,7 @@ def test_a_sequence_comes_back_as_it_was_swapped_out(engine):
     rng = np.random.default_rng(0)
     before = jax.tree.map(lambda x: rng.random(x.shape, np.float32), executor._cache)
     executor._cache = jax.tree.map(jnp.array, before)
-    works = preemption.swapper(engine, 30, rng)
+    works = swapping_cpu.swapper(engine, 30, rng)
     works["swap_out_ms"]()
     executor._cache = jax.tree.map(jnp.zeros_like, executor._cache)
     works["swap_in_ms"]()
@@ -52,7 +56,7 @@ def test_a_sequence_comes_back_as_it_was_swapped_out(engine):
 @pytest.mark.slow
 def test_both_ways_preempt_and_give_the_same_tokens(engine):
     requests = [Request(0.0, [5 + i, 9, 7], 40, ignore_eos=True) for i in range(3)]
-    rows = preemption.serving([engine], requests, progress=False)
+    rows = list(preemption_cpu.both_modes(engine, requests))
     assert [(row.block_size, row.mode) for row in rows] == [(8, "recompute"), (8, "swap")]
     assert min(row.preemptions for row in rows) > 0
     assert rows[0].swapped_blocks == 0 < rows[1].swapped_blocks
@@ -62,80 +66,64 @@ def test_both_ways_preempt_and_give_the_same_tokens(engine):
 def test_a_token_that_block_sizes_change_is_told(engine):
     output = RequestOutput("a", [3], [SequenceOutput([5, 6], "", "length")], True)
     other = RequestOutput("a", [3], [SequenceOutput([5], "", "length")], True)
-    sweep.check_same_tokens(engine, [output], [output])
+    block_sizes.check_same_tokens(engine, [output], [output])
     with pytest.raises(ValueError, match="blocks of 8 tokens: a gave 2 tokens, then 1"):
-        sweep.check_same_tokens(engine, [output], [other])
+        block_sizes.check_same_tokens(engine, [output], [other])
 
 
 def test_the_best_block_sizes_are_those_near_the_least_latency():
     rows = [
-        block_size.Serving(dataset, size, ms, 0.0, 0)
+        block_size_cpu.Row(dataset, size, ms, 0.0, 0)
         for dataset, size, ms in [
             ("alpaca", 1, 20.0), ("alpaca", 16, 10.0), ("alpaca", 32, 10.9), ("sharegpt", 1, 1.0),
         ]
     ]  # fmt: skip
-    assert block_size.best_sizes(rows, "alpaca") == [16, 32]
+    assert block_size_cpu.best_sizes(rows, "alpaca") == [16, 32]
     # Paging costs so much more than the faster way without it.
-    assert block_size.Kernel(8, 64, 120.0, 150.0, 100.0, 9.0).overhead == pytest.approx(1.2)
+    assert Kernel(8, 64, 120.0, 150.0, 100.0, 9.0).overhead == pytest.approx(1.2)
 
 
 @pytest.mark.parametrize(
     "sizes, complaint",
     [
-        (["0"], "block_sizes must be whole numbers from 1, not '0'"),
-        (["16", "many"], "not 'many'"),
-        (["64"], "kv_cache_tokens (100) in whole blocks of 64 must hold max_model_len (96)"),
-        ([], "at least one"),
+        ((0,), "--block_sizes must be whole numbers, each at least 1, not 0"),
+        ((64,), "kv_cache_tokens (100) in whole blocks of 64 must hold max_model_len (96)"),
+        ((), "--block_sizes must name at least one"),
     ],
 )
 def test_bad_block_sizes_are_refused(sizes, complaint):
     with pytest.raises(ValueError, match=re.escape(complaint)):
-        sweep.checked_sizes(sizes, kv_cache_tokens=100, max_model_len=96)
-    assert sweep.checked_sizes(["32", "4", "32"], 100, 96) == [4, 32]
+        block_sizes.SizeFlags(block_sizes=sizes, kv_cache_tokens=100, max_model_len=96)
 
 
-def program(name: str, *arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", f"experiments.figures.vllm.{name}", *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-
-
-SMALL = (
-    "--block_sizes=4,16", "--kv_cache_tokens=96", "--max_model_len=64", "--max_num_seqs=2",
-    "--max_num_batched_tokens=64", "--num_requests=3", "--rounds=1",
-)  # fmt: skip
+SMALL = {
+    "block_sizes": (4, 16), "kv_cache_tokens": 96, "max_model_len": 64, "max_num_seqs": 2,
+    "max_num_batched_tokens": 64, "num_requests": 3,
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, flags, files, names",
+    "study, fields, names",
     [
         (
-            "preemption",
-            ["--sequence_tokens=40"],
-            ["micro.csv", "serving.csv", "fig19.png"],
-            ["swap_ms_4", "recompute_ms_16", "swap_over_recompute_16", "recompute_spread"],
+            swapping_cpu.STUDY, {"rounds": 1, "sequence_tokens": 40},
+            ["swap_over_recompute_smallest", "recompute_spread"],
         ),
+        (preemption_cpu.STUDY, {}, ["recompute_over_swap_4", "recompute_over_swap_most"]),
         (
-            "block_size",
-            ["--sharegpt_rate=inf", "--alpaca_rate=inf"],
-            ["kernels.csv", "serving.csv", "fig18.png"],
-            ["overhead_percent_median", "normalised_latency_ms_alpaca_16"],
+            block_size_cpu.STUDY, {"sharegpt_rate": 99.0, "alpaca_rate": 99.0},
+            ["sharegpt_best_from", "alpaca_best_to"],
         ),
+        (paging_overhead_cpu.STUDY, None, ["overhead_percent_median"]),
     ],
-)
-def test_the_programs_write_their_reports(tiny_folder, tmp_path, name, flags, files, names):
-    done = program(name, f"--model={tiny_folder}", f"--output_dir={tmp_path}", *SMALL, *flags)
-    assert done.returncode == 0, done.stderr
-    assert "paper" in done.stdout and "compiling" in done.stderr
-    numbers = json.loads((tmp_path / "summary.json").read_text())
-    assert set(names) <= set(numbers)
-    assert json.loads((tmp_path / "report.json").read_text())["flags"]["max_model_len"] == 64
-    assert all((tmp_path / file).stat().st_size > 50 for file in files)
+)  # fmt: skip
+def test_the_studies_measure_their_values(tiny_folder, tmp_path, study, fields, names):
+    small = {"rounds": 1} if fields is None else SMALL | fields
+    assert study.write(study.flags(model=str(tiny_folder), **small), tmp_path) == 0
+    assert set(names) <= set(json.loads((tmp_path / "summary.json").read_text()))
 
 
-def test_bad_flags_come_in_a_line():
-    done = program("preemption", "--sequence_tokens=9999")
-    assert done.returncode == 1 and done.stderr.startswith("error: sequence_tokens must be at most")
-    assert "Traceback" not in done.stderr
+def test_a_sequence_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="sequence_tokens must be at most 639, not 9999"):
+        swapping_cpu.SwapFlags(sequence_tokens=9999)

@@ -1,14 +1,14 @@
 """Gates of a random model: what they mix, what they learn, and the file that holds them."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.train import duo_gates
+from experiments.papers.lserve import duo_gates
+from experiments.papers.lserve.duo_gates import STUDY, GateFlags
 from experiments.train.attention import Window, batched_attend
 from experiments.train.data import TrainingData
 from models import checkpoint, llama
@@ -53,9 +53,9 @@ def test_heads_that_need_no_more_than_the_window_lose_their_gates(params, data):
         rate=0.1, progress=False,
     )  # fmt: skip
     wide, rows = train(window=Window(64, 64, 64))  # sees all
-    assert wide.max() < 0.2 and rows[-1]["moved"] < 1e-6
+    assert wide.max() < 0.2 and rows[-1].moved < 1e-6
     narrow, rows = train(window=WINDOW)
-    assert rows[-1]["moved"] > 1e-5
+    assert rows[-1].moved > 1e-5
     assert ((narrow >= 0) & (narrow <= 1)).all() and narrow.min() > wide.max()
     again, _ = train(window=WINDOW)
     np.testing.assert_array_equal(narrow, again)
@@ -69,7 +69,7 @@ def test_gates_that_were_stopped_are_resumed_if_asked_the_same(params, data, tmp
     )  # fmt: skip
     kept = tmp_path / "checkpoint.npz"
     whole, rows = train(steps=60, kept=kept)
-    assert [row["step"] for row in rows] == [25, 50, 60]
+    assert [row.step for row in rows] == [25, 50, 60]
 
     batch = data.batch
 
@@ -84,7 +84,7 @@ def test_gates_that_were_stopped_are_resumed_if_asked_the_same(params, data, tmp
         train(steps=60, kept=kept)
     resumed, rows = train(steps=60, kept=kept)
     np.testing.assert_array_equal(resumed, whole)
-    assert [row["step"] for row in rows] == [25, 50, 60]
+    assert [row.step for row in rows] == [25, 50, 60]
     other, _ = train(steps=60, kept=kept, asked={"seed": 1}, rate=0.01)
     assert (other != whole).any()
 
@@ -93,25 +93,24 @@ def test_gates_that_were_stopped_are_resumed_if_asked_the_same(params, data, tmp
     ("change", "message"),
     [
         ({"sink": 100}, "--sink must be whole pages of 64 tokens"),
-        ({"lengths": ["448"]}, r"longer than the window \(448 tokens\), not \['448'\]"),
-        ({"lengths": []}, "longer than the window"),
-        ({"mix": ["needles"]}, "--mix is task=share"),
-        ({"mix": ["needles=-1"]}, "shares above 0"),
+        ({"lengths": (448,)}, r"longer than the window \(448 tokens\), not \(448,\)"),
+        ({"lengths": ()}, "longer than the window"),
+        ({"mix": ("needles",)}, "--mix is task=share"),
+        ({"mix": ("needles=-1",)}, "shares above 0"),
     ],
 )
 def test_bad_flags_are_refused(change, message):
-    good = dict(sink=128, local=256, page_size=64, lengths=["1024"], mix=["needles=1"])
     with pytest.raises(ValueError, match=message):
-        duo_gates.checked(SimpleNamespace(**good | change))
+        GateFlags(**change)
 
 
 @pytest.mark.slow
-def test_the_program_writes_the_gates_of_any_model(tiny_folder, tmp_path):
-    options = SimpleNamespace(
-        output_dir=str(tmp_path), model=str(tiny_folder), steps=2, lengths=["512"],
-        mix=["passkeys=1"], sink=64, local=64, page_size=64, rate=0.02, seed=3,
+def test_the_study_writes_the_gates_of_any_model(tiny_folder, tmp_path):
+    flags = GateFlags(
+        model=str(tiny_folder), steps=2, lengths=(512,), mix=("passkeys=1",), sink=64, local=64,
+        seed=3,
     )  # fmt: skip
-    duo_gates.main(options)
+    assert STUDY.write(flags, tmp_path) == 0
     gates = read_gates(str(tmp_path / "gates.json"), lambda: checkpoint.weights_hash(tiny_folder))
     assert np.array(gates).shape == (2, 2)
     assert (tmp_path / "gates.png").stat().st_size > 5000

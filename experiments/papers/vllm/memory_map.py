@@ -1,7 +1,7 @@
 """Who owns which KV block in each step: vLLM's Figs. 3 and 6 to 9, from a run of this engine.
 
-    python -m experiments.figures.vllm.memory_map
-    python -m experiments.figures.vllm.memory_map --policy=diffkv --noprefix_caching \\
+    python -m experiments.papers.vllm.memory_map
+    python -m experiments.papers.vllm.memory_map --policy=diffkv --noprefix_caching \\
         --nochunked_prefill --max_num_batched_tokens=256 --kv_cache_tokens=48 --diffkv_window=16
 
 Serves a few requests, one more every --interval steps, in a cache too small for all of them, and
@@ -16,38 +16,33 @@ device has them after each step. --requests are
     parallelN  N samples of one prompt (Fig. 8)
     beamN      a beam search of width N (Fig. 9)
 
-Writes to --output_dir: memory_map.png; memory_map.html, which shows each block of the step under a
-slider (owners, logical block, filled slots, references) and each block table; steps.csv with what
-the cache's room for tokens holds in each step (`Usage`); report.json and summary.json.
+Besides a study's files it writes memory_map.html, which shows each block of the step under a slider
+(owners, logical block, filled slots, references) and each block table. rows.csv has what the
+cache's room for tokens holds in each step.
 """
 
 import colorsys
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import flags
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from experiments.figures.vllm.snapshots import Owner, Snapshot, run
 from experiments.lib import run_record
-from experiments.lib.engines import engine_config, load_engine
-from experiments.lib.flags import (
-    define_engine_flags,
-    define_executor_flag,
-    fields_of,
-    loading,
-)
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.engines import EXECUTORS, load_engine
+from experiments.lib.flags import loading
+from experiments.lib.typed_flags import ModelFlags, flag
 from experiments.papers.vllm.fig15_sharing_savings import story_tokens
+from experiments.papers.vllm.snapshots import Owner, Snapshot, run
+from experiments.study import Run, Setting, Study, Values
 from models import checkpoint, load_tokenizer
 from paged.engine import EngineConfig
 from paged.kv_cache import policy_of
@@ -73,6 +68,46 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 IDLE = "#bdbdbd"
 
 
+@dataclass(frozen=True)
+class MapFlags(ModelFlags):
+    requests: tuple[str, ...] = flag(
+        ("plain", "prefix", "parallel3", "beam4", "prefix", "plain"), "see the head of this file"
+    )
+    prompt_tokens: int = flag(44, "of each request", least=1)
+    prefix_tokens: int = flag(32, "that `prefix` requests share", least=1)
+    output_tokens: int = flag(48, "of each sequence", least=1)
+    interval: int = flag(8, "steps between requests", least=1)
+    executor: str = flag("device", "what runs the steps", choices=EXECUTORS)
+    engine: EngineConfig = DEFAULTS
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_some("requests")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step: tokens, as in `paged.kv_cache.policy.Usage`; of the blocks most_owners of one, and
+    how many have several, have none but the prefix cache, or lie in the host's memory; and what
+    happened."""
+
+    step: int
+    token_states: int
+    reserved: int
+    internal: int
+    external: int
+    free: int
+    shared: int
+    most_owners: int
+    shared_blocks: int
+    idle_blocks: int
+    host_blocks: int
+    preemptions: int
+    swapped_out: int
+    swapped_in: int
+    copied_blocks: int
+
+
 def make_requests(
     kinds: Sequence[str], prompt_tokens: int, prefix_tokens: int, output_tokens: int, seed: int,
     tokenizer,
@@ -81,8 +116,6 @@ def make_requests(
 
     Raises ValueError for an unknown kind, and for a prefix that leaves no token of a prompt.
     """
-    if not kinds:
-        raise ValueError("--requests must name at least one")
     if not 0 < prefix_tokens < prompt_tokens:
         raise ValueError(
             f"--prefix_tokens ({prefix_tokens}) must be above 0 and below --prompt_tokens "
@@ -231,98 +264,88 @@ def page(data: Mapping[str, Any]) -> str:
     return TEMPLATE.read_text("utf-8").replace("/*DATA*/", text)
 
 
-def summary(snapshots: Sequence[Snapshot], steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Numbers that describe the map."""
-    shared = [sum(len(owners) > 1 for owners in s.device.values()) for s in snapshots]
-    return {
-        "steps": len(snapshots),
-        "max_owners": max(max(s.refcounts) for s in snapshots),
-        "max_shared_blocks": max(shared),
-        "max_idle_blocks": max(len(s.idle) for s in snapshots),
-        "max_host_blocks": max(len(s.host) for s in snapshots),
-        "preemptions": sum(step.preemptions for step in steps),
-        "swapped_out_blocks": sum(step.swapped_out for step in steps),
-        "swapped_in_blocks": sum(step.swapped_in for step in steps),
-        "copied_blocks": sum(step.copied_blocks for step in steps),
-    }
+def row_of(snapshot: Snapshot, record: StepRecord) -> Row:
+    moved = (record.preemptions, record.swapped_out, record.swapped_in, record.copied_blocks)
+    return Row(
+        snapshot.step, record.kv_token_states, record.kv_reserved, record.kv_internal,
+        record.kv_external, record.kv_free, record.kv_shared, max(snapshot.refcounts),
+        sum(len(owners) > 1 for owners in snapshot.device.values()), len(snapshot.idle),
+        len(snapshot.host), *moved,
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class UsageRow:
-    """A step in steps.csv: tokens, as in `paged.kv_cache.policy.Usage`."""
-
-    step: int
-    token_states: int
-    reserved: int
-    internal: int
-    external: int
-    free: int
-    shared: int
+def requests_of(flags: MapFlags, tokenizer) -> dict[str, tuple[list[int], SamplingParams]]:
+    return make_requests(
+        flags.requests, flags.prompt_tokens, flags.prefix_tokens, flags.output_tokens,
+        flags.engine.seed, tokenizer,
+    )  # fmt: skip
 
 
-def usage_row(record: StepRecord) -> UsageRow:
-    names = [field.name for field in fields(UsageRow)][1:]
-    return UsageRow(record.step, **{name: getattr(record, f"kv_{name}") for name in names})
+def check(flags: MapFlags) -> None:
+    model, config = checkpoint.load_config(flags.model), flags.engine
+    if config.policy not in DRAWN:
+        raise ValueError(f"--policy must be {' or '.join(DRAWN)}, not {config.policy!r}")
+    if config.policy == "diffkv" and (flags.executor != "device" or config.tensor_parallel > 1):
+        raise ValueError("DiffKV's pages are read from one device: --executor=device, "
+                         "--tensor_parallel=1")  # fmt: skip
+    policy = policy_of(config.policy).host(config, ShardedModel.split(model))
+    tokenizer = load_tokenizer(flags.model)
+    for prompt, how in requests_of(flags, tokenizer).values():
+        validated_prompt(prompt, how, tokenizer, model, config, policy)
 
 
-def main(options: Options) -> None:
-    output_dir = Path(options.output_dir)
-    with refusals():
-        tokenizer = load_tokenizer(options.model)
-        requests = make_requests(
-            options.requests, options.prompt_tokens, options.prefix_tokens, options.output_tokens,
-            options.seed, tokenizer,
-        )  # fmt: skip
-        model = checkpoint.load_config(options.model)
-        config = engine_config(model, **fields_of(EngineConfig, options))
-        if config.policy not in DRAWN:
-            raise ValueError(f"--policy must be {' or '.join(DRAWN)}, not {config.policy!r}")
-        if config.policy == "diffkv" and (
-            options.executor != "device" or config.tensor_parallel > 1
-        ):
-            raise ValueError("DiffKV's pages are read from one device: --executor=device, "
-                             "--tensor_parallel=1")  # fmt: skip
-        policy = policy_of(config.policy).host(config, ShardedModel.split(model))
-        for prompt, how in requests.values():
-            validated_prompt(prompt, how, tokenizer, model, config, policy)
-        engine = load_engine(config, tokenizer, **loading(options))
+def measure(flags: MapFlags, run_: Run) -> Iterator[Row]:
+    config = flags.engine
+    engine = load_engine(config, **loading(flags))
     engine.warm_up()
-    snapshots = run(engine, requests, options.interval)
+    requests = requests_of(flags, engine.tokenizer)
+    snapshots = run(engine, requests, flags.interval)
     kind = f"blocks of {config.page_size} tokens"
-    if isinstance(policy, DiffKVHost):
-        formats = [f"{f.name} ({f.tokens} tokens)" for f in policy.layout.formats]
+    if isinstance(engine.host_policy, DiffKVHost):
+        formats = [f"{f.name} ({f.tokens} tokens)" for f in engine.host_policy.layout.formats]
         kind = f"unified pages, dark to light: {', '.join(formats)}"
-    title = f"{len(snapshots[0].refcounts) - 1} {kind}, --executor={options.executor}"
-    environment = run_record.describe_environment()
-    footer = f"{options.model}, --requests={','.join(options.requests)}"
-    numbers = summary(snapshots, engine.metrics.steps)
+    title = f"{len(snapshots[0].refcounts) - 1} {kind}, --executor={flags.executor}"
+    footer = f"{flags.model}, --requests={','.join(flags.requests)}"
     figure = draw(snapshots, list(requests), title, footer)
-    run_record.save_figure(figure, output_dir / "memory_map.png", dpi=110)
+    run_record.save_figure(figure, run_.folder / "memory_map.png", dpi=110)
     data = page_data(snapshots, list(requests), config.page_size, title)
-    run_record.write_whole(output_dir / "memory_map.html", page(data))
-    run_record.write_csv(output_dir, "steps.csv", list(map(usage_row, engine.metrics.steps)))
-    facts = {"experiment": "memory_map", "flags": vars(options), "measured": numbers}
-    run_record.write_json(output_dir, "report.json", facts | environment)
-    run_record.write_summary(output_dir, numbers)
-    print("\n".join(f"{name.replace('_', ' '):20}{value:6}" for name, value in numbers.items()))
-    print(f"memory_map.html and more are in {output_dir}/")
+    run_record.write_whole(run_.folder / "memory_map.html", page(data))
+    yield from map(row_of, snapshots, engine.metrics.steps)
 
 
-def define_flags() -> None:
-    flags.DEFINE_list(
-        "requests", "plain,prefix,parallel3,beam4,prefix,plain", "see the head of this file"
-    )
-    flags.DEFINE_integer("prompt_tokens", 44, "of each request", lower_bound=1)
-    flags.DEFINE_integer("prefix_tokens", 32, "that `prefix` requests share", lower_bound=1)
-    flags.DEFINE_integer("output_tokens", 48, "of each sequence", lower_bound=1)
-    flags.DEFINE_integer("interval", 8, "steps between requests", lower_bound=1)
-    define_executor_flag()
-    define_engine_flags(DEFAULTS)
+def values(_: MapFlags, rows: Sequence[Row]) -> Values:
+    """Most of a step, and sums over the steps."""
+    numbers: dict[str, float] = {"steps": len(rows)}
+    for name in ("most_owners", "shared_blocks", "idle_blocks", "host_blocks"):
+        numbers[f"max_{name.removeprefix('most_')}"] = max(getattr(row, name) for row in rows)
+    for name in ("preemptions", "swapped_out", "swapped_in", "copied_blocks"):
+        key = f"{name}_blocks" if name.startswith("swapped") else name
+        numbers[key] = sum(getattr(row, name) for row in rows)
+    return numbers
 
 
-PROGRAM = Program(
-    main, define_flags, "results/memory_map", ("memory_map.png", "memory_map.html", "steps.csv")
+STUDY = Study(
+    __file__,
+    title="Who owns which KV block in each step (vLLM Figs. 3 and 6 to 9)",
+    kind="counted",
+    claim="blocks of parallel samples, beams and prefixes are shared, copied when written, and "
+    "swapped out and in",
+    rule="each of these happens at least once, and a block has as many owners as a beam is wide",
+    holds=lambda v: v["max_owners"] >= 4 and all(v.values()),
+    setting=Setting(
+        "six small requests in 48 blocks of 8 tokens, greedy tokens of the bundled model",
+        "the paper's figures are drawings",
+        "paper",
+    ),
+    flags=MapFlags,
+    row=Row,
+    measure=measure,
+    values=values,
+    check=check,
+    table=lambda flags, rows: f"{len(rows)} steps: memory_map.html shows each",
+    quick={"executor": "simulated"},
+    minutes=(0.2, 0.5),
 )
 
 if __name__ == "__main__":
-    PROGRAM.run()
+    STUDY.run()

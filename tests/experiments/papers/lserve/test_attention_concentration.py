@@ -1,8 +1,10 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.figures import attention_concentration as concentration
+from experiments.papers.lserve import attention_concentration as concentration
 from experiments.tasks import tasks
 from models import checkpoint, llama, load_tokenizer, params
 from models.config import ModelConfig
@@ -39,15 +41,13 @@ def test_one_key_and_uniform_attention_are_told_apart():
     np.testing.assert_allclose(noted[0, 1, :, 0], [180, 4 / 200, 64 / 200], atol=1.01)
 
 
-def test_tables_and_the_picture_of_the_bundled_model(tmp_path):
+def test_rows_and_values_are_of_all_layers_and_heads():
     config, p = checkpoint.load("bundled")
     prompts = tasks.make_prompts("needle", 256, num=2, seed=0)
-    measured = concentration.measure(p, config, load_tokenizer("bundled"), prompts)
-    assert [one.shape for one in measured] == 2 * [(config.num_layers, config.num_heads, 3, 6)]
-    rows = concentration.table("needle", measured)
+    found = concentration.measured(p, config, load_tokenizer("bundled"), prompts)
+    assert [one.shape for one in found] == 2 * [(config.num_layers, config.num_heads, 3, 6)]
+    rows = list(concentration.rows_of("needle", found))
     assert len(rows) == config.num_layers * config.num_heads
-    summary = concentration.summarise(rows)
-    assert 1 <= summary["needle_keys_for_90_percent_min"] < 256
-    assert 0 < summary["needle_mass_first_mean"] < 1
-    concentration.plot(rows, tmp_path / "attention.png", "needle")
-    assert (tmp_path / "attention.png").stat().st_size > 1000
+    numbers: Any = concentration.values(concentration.AttentionFlags(), rows)
+    assert 1 <= numbers["needle_keys_for_90_percent_min"] < 256
+    assert 0 < numbers["needle_mass_first_mean"] < 1

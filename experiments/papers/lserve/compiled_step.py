@@ -1,0 +1,40 @@
+"""How this policy's step is compiled for GPUs (`experiments.gpu.compile_step`)."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.gpu.step_report import Compiled, Step
+from models.config import ModelConfig
+from paged.config import EngineConfig
+from paged.device.tensor_parallel import Shards
+from paged.kv_cache.lserve.layout import layout_of
+
+
+def options(model: ModelConfig, share: float, kv_bits: int) -> dict:
+    """Gates are trained of few models: heads are drawn at random."""
+    gates = np.random.default_rng(0).random((model.num_layers, model.num_kv_heads))
+    return {"gates": gates.tolist(), "streaming_share": share, "kv_bits": kv_bits}
+
+
+def step_of(step: Step, config: EngineConfig, shards: Shards, dtype) -> Step:
+    """The step, with what LServe reads: tokens on the mean of all layers' heads, and statistics
+    once in `reuse` tokens of a sequence."""
+    layout = layout_of(config, shards.sharded)
+    P, heads, dense = layout.page_size, layout.heads, np.mean(layout.num_dense)
+    selected = layout.selected * P if layout.selects else step.context
+    window = (layout.sink + layout.local + 1) * P
+    read = dense * min(step.context, selected) + (heads - dense) * min(step.context, window)
+    page = P // layout.logical * 2 * shards.model.head_dim * jnp.dtype(dtype).itemsize
+    scored = step.decodes / layout.reuse * dense * (step.context // P)
+    per_token = 2 * heads * layout.format.token_bytes if layout.format else None
+    return replace(
+        step,
+        kv_token_bytes=per_token,
+        tokens_read=round(read / heads),
+        statistics_read=round(scored * page) if layout.selects else 0,
+    )
+
+
+COMPILED = Compiled(options, step_of)

@@ -1,0 +1,275 @@
+"""Which heads of a model must see everything: DuoAttention's gates (LServe §3.3).
+
+Each KV head's output is mixed, alpha * full + (1 - alpha) * streaming, where a streaming head sees
+the sink and the last pages only. The model's weights stay as they are; the gates alone are trained,
+to change the final hidden states of answers little and to be small: loss = mean squared distance +
+0.05 * mean |alpha| (DuoAttention, §2.3). Heads whose gates stay high are the retrieval heads.
+
+    python -m experiments.papers.lserve.duo_gates --output_dir=results/duo_gates
+    python -m experiments.papers.lserve.duo_gates --flagfile=configs/judge_gates.flags
+
+Without flags it trains the bundled model's gates on the tasks of evaluation. With the flag file it
+trains those of the model 'judge' by the paper's recipe: 2,000 steps on passkeys, which no
+evaluation has.
+Contexts are long, because short ones fit the window and teach nothing. It also writes gates.json,
+for `--policy=lserve`, and gates.png. The seed gives the run, and the same command resumes one that
+was stopped.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from experiments.lib import run_record
+from experiments.lib.program import refusals
+from experiments.lib.typed_flags import Flags, flag
+from experiments.study import Run, Setting, Study, Values
+from experiments.train import training_state
+from experiments.train.attention import Window, batched_attend
+from experiments.train.data import TrainingData
+from models import checkpoint, llama
+from models.config import ModelConfig
+
+PENALTY = 0.05  # of the mean gate
+
+
+@dataclass(frozen=True)
+class GateFlags(Flags):
+    model: str = flag("bundled", "'bundled', 'judge', a hub id or a folder", path=True)
+    steps: int = flag(400, "of one sequence each", least=1)
+    lengths: tuple[int, ...] = flag((2048, 4096), "tokens of sequences, in turn", least=1)
+    mix: tuple[str, ...] = flag(
+        ("needles=1", "values=2", "chain=1", "count=2", "vote=1", "cot=2"),
+        "task=share,… of experiments/train/data.py",
+    )
+    sink: int = flag(128, "first tokens that streaming heads see", least=0)
+    local: int = flag(256, "tokens before the query's page that they see", least=1)
+    page_size: int = flag(64, "tokens of a page", least=1)
+    rate: float = flag(0.02, "learning rate", least=1e-6)
+    seed: int = flag(1, "of the sequences", least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("sink", "local"):
+            if getattr(self, name) % self.page_size:
+                raise ValueError(f"--{name} must be whole pages of {self.page_size} tokens")
+        most = self.sink + self.local + self.page_size
+        if not self.lengths or min(self.lengths) <= most:
+            raise ValueError(
+                f"--lengths must be longer than the window ({most} tokens), not {self.lengths}"
+            )
+        assert self.shares  # which refuses what is none
+
+    @property
+    def window(self) -> Window:
+        return Window(self.sink, self.local, self.page_size)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        try:
+            shares = {name: float(share) for name, share in (x.split("=") for x in self.mix)}
+        except ValueError:
+            raise ValueError(f"--mix is task=share,…, not {self.mix}") from None
+        if not shares or any(not 0 < share < np.inf for share in shares.values()):
+            raise ValueError(f"--mix needs shares above 0, not {self.mix}")
+        return shares
+
+
+@dataclass(frozen=True)
+class Row:
+    """25 steps. loss, moved: their means. seconds: since the start."""
+
+    step: int
+    mean_gate: float
+    median_gate: float
+    loss: float
+    moved: float
+    seconds: int
+
+
+def mixed_attend(config: ModelConfig, length: int, window: Window, gates):
+    """An `attend` (models/common.py) that mixes what full and streaming heads see by gates [L, K],
+    from 0 (streaming) to 1."""
+    full = batched_attend(config, length)
+    streaming = batched_attend(config, length, window=window)
+    group = config.num_heads // config.num_kv_heads
+
+    def attend(layer, q, k, v, cache):
+        alpha = jnp.repeat(gates[layer], group)[:, None]
+        whole, near = (one(layer, q, k, v, None)[0] for one in (full, streaming))
+        return alpha * whole + (1 - alpha) * near, cache
+
+    return attend
+
+
+def _hidden(params, config: ModelConfig, tokens, positions, attend):
+    return llama.forward(params, config, tokens.reshape(-1), positions.reshape(-1), attend)[0]
+
+
+def loss_fn(gates, params, config: ModelConfig, window: Window, tokens, weights, positions):
+    """The loss of gates [L, K], and its first part: how far answers are moved. tokens, weights,
+    positions: [B, T + 1], of a `Batch`."""
+    length = tokens.shape[1] - 1
+    inputs = tokens[:, :-1], positions[:, :-1]
+    wanted = _hidden(params, config, *inputs, batched_attend(config, length))
+    found = _hidden(params, config, *inputs, mixed_attend(config, length, window, gates))
+    answers = (weights[:, 1:] >= 1).reshape(-1)
+    distance = jnp.square(found - wanted).mean(-1)
+    moved = jnp.sum(distance * answers) / jnp.maximum(answers.sum(), 1)
+    return moved + PENALTY * jnp.abs(gates).mean(), moved
+
+
+def rate_at(steps: int, peak: float):
+    """A fifth of the steps to rise, and a fifth to fall, as DuoAttention's 400 of 2,000."""
+    part = max(1, steps // 5)
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, peak, part),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, 0.0, part),
+        ],
+        [part, max(part, steps - part)],
+    )
+
+
+def train(
+    config: ModelConfig, params, data: TrainingData, *, steps: int, lengths: list[int],
+    mix: dict[str, float], window: Window, rate: float, progress: bool = True,
+    kept: Path | None = None, asked: dict[str, Any] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> tuple[np.ndarray, list[Row]]:  # fmt: skip
+    """Gates [L, K], all 1 at first, and a row for each 25 steps. One sequence a step.
+
+    kept: a checkpoint, from which a stopped run resumes if it was `asked` the same.
+    """
+    optimizer = optax.adamw(rate_at(steps, rate), weight_decay=0.0)
+    gates = jnp.ones((config.num_layers, config.num_kv_heads))
+    state = optimizer.init(gates)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(gates, state, tokens, weights, positions):
+        (loss, moved), gradient = jax.value_and_grad(loss_fn, has_aux=True)(
+            gates, params, config, window, tokens, weights, positions
+        )
+        updates, state = optimizer.update(gradient, state, gates)
+        return jnp.clip(optax.apply_updates(gates, updates), 0, 1), state, loss, moved
+
+    rows: list[Row] = []
+    if kept and kept.exists():
+        before, meta = training_state.restore(kept, (gates, state))
+        if meta["asked"] == asked:
+            (gates, state), rows = before, [Row(**row) for row in meta["rows"]]
+    first = rows[-1].step if rows else 0
+    tally: dict[str, list[float]] = defaultdict(list)
+    began = time.perf_counter() - (rows[-1].seconds if rows else 0)
+    bar = tqdm(range(first, steps), "training gates", unit=" steps", disable=not progress)
+    for number in bar:
+        if stopped():
+            break
+        batch = data.batch(number, lengths[number % len(lengths)], 1, mix)
+        gates, state, loss, moved = step(gates, state, batch.tokens, batch.weights, batch.positions)
+        tally["loss"].append(float(loss))
+        tally["moved"].append(float(moved))
+        if number % 25 == 24 or number == steps - 1:
+            mean, middle = (round(float(f(gates)), 4) for f in (np.mean, np.median))
+            loss, moved = (round(float(np.mean(tally[name])), 5) for name in ("loss", "moved"))
+            seconds = round(time.perf_counter() - began)
+            rows.append(Row(number + 1, mean, middle, loss, moved, seconds))
+            bar.set_postfix(vars(rows[-1]))
+            tally.clear()
+            if kept:
+                training_state.save(
+                    kept, (gates, state), {"asked": asked, "rows": list(map(vars, rows))}
+                )
+    return np.asarray(gates), rows
+
+
+def draw_gates(axes: Axes, gates: np.ndarray) -> None:
+    """A map of gates [L, K]."""
+    axes.imshow(gates, vmin=0, vmax=1, cmap="viridis")
+    for (layer, head), gate in np.ndenumerate(gates):
+        colour = "white" if gate < 0.6 else "black"
+        axes.text(head, layer, f"{gate:.2f}", ha="center", va="center", color=colour, fontsize=7)
+    axes.set(
+        xlabel="KV head", ylabel="layer", title="gates: 1 sees everything, 0 may stream",
+        xticks=range(gates.shape[1]), yticks=range(gates.shape[0]),
+    )  # fmt: skip
+
+
+def check(flags: GateFlags) -> None:
+    longest = checkpoint.load_config(flags.model).max_position_embeddings
+    if max(flags.lengths) > longest:
+        raise ValueError(f"--lengths must be at most the model's longest, {longest}")
+
+
+def measure(flags: GateFlags, run: Run) -> Iterator[Row]:
+    config, params = checkpoint.load(flags.model, "float32")
+    data = TrainingData(flags.seed, corpus_characters=1_000_000)
+    with refusals():
+        for task in flags.shares:
+            data.batch(0, flags.lengths[0], 1, {task: 1.0})
+    weights = checkpoint.weights_hash(flags.model)
+    gates, rows = train(
+        config, params, data, steps=flags.steps, lengths=list(flags.lengths), mix=flags.shares,
+        window=flags.window, rate=flags.rate, kept=run.folder / "checkpoint.npz",
+        asked=run_record.plain(flags) | {"weights_sha256": weights}, stopped=run.stopped,
+    )  # fmt: skip
+    yield from rows
+    if run.stopped():
+        return
+    stored = {"weights_sha256": weights, "gates": np.round(gates, 4).tolist()}
+    run_record.write_json(run.folder, "gates.json", stored)
+    figure = Figure(figsize=(4.5, 4), layout="constrained")
+    draw_gates(figure.subplots(), gates)
+    figure.colorbar(figure.axes[0].images[0])
+    run_record.save_figure(figure, run.folder / "gates.png", dpi=130)
+
+
+def values(_: GateFlags, rows: Sequence[Row]) -> Values:
+    last = rows[-1]
+    return {"mean_gate": last.mean_gate, "median_gate": last.median_gate, "moved": last.moved}
+
+
+def draw(_: GateFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    for axes, name in zip(figure.subplots(1, 2), ("mean_gate", "moved")):
+        axes.plot([row.step for row in rows], [getattr(row, name) for row in rows])
+        axes.set(xlabel="step", ylabel=name.replace("_", " "), ylim=(0, None))
+
+
+STUDY = Study(
+    __file__,
+    title="Gates of KV heads: which must see everything (LServe §3.3; DuoAttention)",
+    kind="counted",
+    claim="half of the heads may stream",
+    rule="the mean gate is at most one half",
+    holds=lambda v: v["mean_gate"] <= 0.5,
+    setting=Setting(
+        "the bundled model (1.5M, 16 KV heads), 400 steps on the tasks of evaluation",
+        "DuoAttention trains Llama-3-8B's 256 gates for 2,000 steps on passkeys",
+        "wrong",
+    ),
+    flags=GateFlags,
+    row=Row,
+    measure=measure,
+    values=values,
+    check=check,
+    draw=draw,
+    quick={"steps": 25, "lengths": (512,)},
+    minutes=(1, 40),
+    size=(9, 3.4),
+)
+
+if __name__ == "__main__":
+    STUDY.run()

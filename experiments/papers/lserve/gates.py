@@ -1,0 +1,16 @@
+"""The gates that a study's --gates names."""
+
+from experiments.lib.typed_flags import ModelFlags
+from models import checkpoint
+from models.hub import BUNDLED
+from paged.kv_cache.lserve.gates import Gates, read_gates
+
+BUNDLED_GATES = str(BUNDLED / "duo_gates.json")
+
+
+def gates_of(flags: ModelFlags, gates: str) -> Gates:
+    """Raises ValueError for a model or a file that is none."""
+    checkpoint.load_config(flags.model)  # Its errors are not the file's.
+    if not gates:
+        raise ValueError("--gates must name a file, not ''")
+    return read_gates(gates, lambda: checkpoint.weights_hash(flags.model))

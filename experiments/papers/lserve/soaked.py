@@ -1,0 +1,48 @@
+"""What a soak asks of engines of this policy."""
+
+from typing import Any
+
+from experiments.soak.checks import Mechanism, Soaked
+from paged.kv_cache.lserve.options import UNQUANTISED
+
+
+def named(engine: Any) -> list[Mechanism]:
+    found = []
+    options, layout = engine.config.policy_options, engine.host_policy.layout
+    longest = f"--max_model_len ({engine.config.max_model_len})"
+    streams, quantised = options.gates and options.streaming_share, options.kv_bits < UNQUANTISED
+    if options.budget < engine.config.max_model_len or not (streams or quantised):
+        flags = (
+            f"--lserve_budget ({options.budget}) and --lserve_sparse_from below {longest}, and "
+            "fewer --lserve_dense_layers than layers"
+        )
+        selects = layout.selects and options.dense_layers < engine.model.num_layers
+        found.append(Mechanism("selecting", "no selection of pages", flags, selects))
+    if streams:
+        flags = f"--lserve_sink and --lserve_local together below {longest} by two pages"
+        moves = layout.streams and layout.sink + layout.local + 1 < layout.most
+        found.append(Mechanism("streaming", "no window of a head that streams", flags, moves))
+    if options.minference_from:
+        flags = f"--lserve_minference_from and --lserve_minference_budget far below {longest}"
+        sparse = layout.minference > 0
+        found.append(Mechanism("sparse_prompts", "no sparsely prefilled prompt", flags, sparse))
+    return found
+
+
+def seen(engine: Any) -> dict[str, int]:
+    """In running sequences: selecting (a query has selected pages), streaming (windows have left
+    pages behind), sparse_prompts (longer than minference_budget)."""
+    policy, found = engine.host_policy, {}
+    layout = policy.layout
+    if layout.selects:
+        found["selecting"] = int((engine.executor.snapshot()[0].positions >= 0).sum())
+    if policy.streaming:
+        found["streaming"] = int((policy.streaming.first > layout.sink).sum())
+    if layout.minference:
+        longer = max(layout.minference_from, layout.minference * layout.page_size + 1)
+        prompts = [group.num_prompt_tokens for group in engine.scheduler.running]
+        found["sparse_prompts"] = sum(tokens >= longer for tokens in prompts)
+    return found
+
+
+SOAKED = Soaked(named, seen)

@@ -1,0 +1,11 @@
+"""Registrations: what programs know of a policy beside what it says of itself, by its name."""
+
+from experiments.gpu.step_report import Compiled
+from experiments.papers.diffkv import compiled_step as diffkv_step
+from experiments.papers.diffkv import soaked as diffkv_soaked
+from experiments.papers.lserve import compiled_step as lserve_step
+from experiments.papers.lserve import soaked as lserve_soaked
+from experiments.soak.checks import Soaked
+
+SOAKED: dict[str, Soaked] = {"lserve": lserve_soaked.SOAKED, "diffkv": diffkv_soaked.SOAKED}
+COMPILED: dict[str, Compiled] = {"lserve": lserve_step.COMPILED, "diffkv": diffkv_step.COMPILED}

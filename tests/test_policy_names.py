@@ -1,0 +1,70 @@
+"""A policy is named in its own folders (kernels, policy, paper), where it is registered, and in
+configurations: no other module knows one. That a program imports a paper's study names a paper."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NAMES = ("lserve", "diffkv")
+OWN = (
+    "pallas_kernels", "paged/kv_cache/lserve", "paged/kv_cache/diffkv", "experiments/papers",
+)  # fmt: skip
+REGISTRATIONS = ("paged/kv_cache/__init__.py", "experiments/policies.py")
+
+
+def names_in(source: str) -> Iterator[str]:
+    """Identifiers, imported names and texts of a module's code; what documents it is no code."""
+    tree = ast.parse(source)
+    documents = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
+            first = node.body[0]
+            documents |= {id(first.value)} if isinstance(first, ast.Expr) else set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield re.sub(r"^experiments\.papers\.\w+", "", node.module or "")
+        for field in ("id", "attr", "name", "arg", "asname"):
+            if isinstance(value := getattr(node, field, None), str):
+                yield value
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in documents
+        ):
+            yield node.value
+
+
+def names_a_policy(source: str) -> list[str]:
+    return [name for name in names_in(source) if re.search("|".join(NAMES), name.lower())]
+
+
+@pytest.mark.parametrize("layer", ["models", "paged", "experiments"])
+def test_no_module_outside_its_own_folders_names_a_policy(layer):
+    modules = {file.relative_to(ROOT).as_posix(): file for file in (ROOT / layer).rglob("*.py")}
+    found = {
+        path: named
+        for path, file in modules.items()
+        if not path.startswith(OWN) and path not in REGISTRATIONS
+        if (named := names_a_policy(file.read_text()))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "source, found",
+    [
+        ("from paged.kv_cache.lserve import gates", 1),
+        ("import paged.kv_cache.diffkv as x", 1),
+        ("x = 'diffkv'", 1),
+        ("x = f'--lserve_budget={1}'", 1),
+        ("def of_lserve(): pass", 1),
+        ("x.diffkv = 1", 1),
+        ('"""--policy=lserve"""\ndef f():\n    """As DiffKV."""', 0),
+    ],
+)
+def test_each_way_of_naming_is_seen(source, found):
+    assert len(names_a_policy(source)) == found
