@@ -1,0 +1,42 @@
+"""DiffKV and its baselines on simulated GPUs: bytes and memory recounted, a run of two systems."""
+
+import dataclasses
+
+import pytest
+
+from experiments.papers.diffkv import fig15a_kernel_speed, fig17_throughput
+from experiments.papers.diffkv.fig17_throughput import Case, simulate
+from experiments.papers.diffkv.gpu import PROMPTS, RECORDED, SERVERS
+from experiments.study import Run
+
+
+def test_memory_for_keys_and_values_is_what_weights_and_activations_leave():
+    server = SERVERS["qwq-32b"]
+    parameters = 32.76e9  # the model card's
+    activations = 2 * (16384 + PROMPTS[1]) * (3 * 27648 / 2 + 4 * 5120)
+    room = 2 * (0.9 * 48 * 2**30 - activations) - 2 * parameters
+    assert server.kv_tokens("l40") == pytest.approx(room / (64 * 8 * 2 * 128 * 2), rel=0.01)
+
+
+def test_a_kernel_is_faster_by_the_bytes_that_it_does_not_read(tmp_path):
+    flags = fig15a_kernel_speed.KernelFlags(tokens=(512, 4096))
+    study = fig15a_kernel_speed.STUDY
+    rows = list(study.measure(flags, Run(tmp_path, study.row, "", False)))
+    by = {(row.format, row.tokens): row for row in rows}
+    tokens, queries = 8 * 8 * 4096, 2 * 2 * 8 * 32 * 128
+    assert by["vllm", 4096].bytes == tokens * 2 * 2 * 128 + queries
+    # Scale and zero point of keys and of values, and a score that is read and written.
+    k8v8 = by["K8V8", 4096]
+    assert k8v8.bytes == pytest.approx(tokens * (2 * (128 + 4) + 8) + queries, rel=0.05)
+    assert study.report(study.flags(), rows)["holds"] is not None
+
+
+@pytest.mark.slow  # two engines in simulated time
+def test_diffkv_runs_larger_batches_in_the_same_memory():
+    case = Case("qwq-32b", "vllm", "l40", "vllm", 1.0, 1.0, RECORDED, 0, 1024, 1)
+    vllm = simulate(case)
+    diffkv = simulate(dataclasses.replace(case, system="diffkv"))
+    assert diffkv.batch > vllm.batch
+    flags = fig17_throughput.ThroughputFlags(models=("qwq-32b",), systems=("vllm", "diffkv"))
+    numbers = fig17_throughput.values(flags, [vllm, diffkv])
+    assert numbers["batch_diffkv_qwq-32b"] == diffkv.batch
