@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 
 from experiments.bench import race
-from experiments.bench.race import RANDOM_100M as RANDOM_100M
 from experiments.bench.race import Contestant, RaceFlags, Row, model_config, model_folder
 from experiments.lib.typed_flags import flag
 from experiments.study import Setting, Study, Values
