@@ -23,6 +23,10 @@ DIFFKV = {"high": "auto", "low": "K4V4", "alpha_h": 1.0, "alpha_l": 0.6, "window
 THREE = DIFFKV | {"top": "auto", "high": "K8V8", "alpha_top": 1.4}
 AS_THEY_ARE = {"high": "auto", "low": "auto", "alpha_h": 0.0, "alpha_l": 0.0}
 UNIFORM = {"alpha_h": 0.0, "alpha_l": 0.0}
+KIVI = {
+    "high": "auto", "low": "K4V4", "prompt_rule": "kivi", "generation_rule": "kivi", "window": 16,
+    "key_group": 8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ PRESETS = {
         | {"prompt_rule": "snapkv", "generation_rule": "keep", "budget": 10, "window": 4},
         WHOLE,
     ),
+    "kivi": Preset("diffkv", KIVI, WHOLE),
     "kv_int8": Preset("diffkv", UNIFORM | {"high": "K8V8", "low": "K8V8"}, WHOLE),
     "kv_int4": Preset("diffkv", UNIFORM | {"high": "K4V4", "low": "K4V4"}, WHOLE),
 }  # fmt: skip

@@ -1,10 +1,11 @@
 """Keys and values of few bits: the layout of their pages, and the quantiser (LServe §3.1, §3.2)."""
 
-from pallas_kernels.quantization.codes import Codes, in_planes, out_of_planes
+from pallas_kernels.quantization.codes import ByChannel, Codes, in_planes, out_of_planes
 from pallas_kernels.quantization.format import KVFormat
 from pallas_kernels.quantization.pages import QuantizedPages
 from pallas_kernels.quantization.quantizer import dequantize, quantize
 
 __all__ = [
-    "Codes", "KVFormat", "QuantizedPages", "dequantize", "in_planes", "out_of_planes", "quantize",
+    "ByChannel", "Codes", "KVFormat", "QuantizedPages", "dequantize", "in_planes", "out_of_planes",
+    "quantize",
 ]  # fmt: skip

@@ -92,6 +92,21 @@ class Codes:
         return zip(jnp.split(self.codes, len(scales), axis=-1), scales, zeros)
 
 
+@dataclass(frozen=True)
+class ByChannel:
+    """Keys whose scales and zero points are those of a channel, for each group of t tokens (KIVI).
+    codes: [..., P / t, D, t], groups of channels, as of values with tokens for channels: queries
+    weigh them."""
+
+    codes: Codes
+
+    def products(self, q):
+        """q·k [..., R, P] float32 of queries [..., R, D] as they are."""
+        sums = out_of_planes(self.codes.weighted_sum(q[..., None, :, :]), self.codes.format)
+        products = jnp.moveaxis(sums, -3, -2)
+        return products.reshape(*products.shape[:-2], -1)
+
+
 def _dots(q, codes):
     """q·c [..., R, T] of queries [..., R, D] and codes [..., T, D]."""
     if q.shape[-2] > FEW_QUERIES:

@@ -17,7 +17,8 @@ def plan_mixed_decode(
 ) -> DecodeSchedule | None:
     """The schedule of `mixed_precision_attention` for these counts of tokens, a function of them
     alone; None where the implementation works without one."""
-    if not backend.runs_kernels(implementation):
+    by_channel = any(format.key_group for format in formats)
+    if by_channel or not backend.runs_kernels(implementation):
         return None
     return decode_sm90.schedule_of(tuple(jnp.moveaxis(counts_SxKxI, -1, 0)), formats)
 

@@ -10,6 +10,12 @@ tokens.
 
     K8V4, head dim 128, P tokens: 32 P | P | 16 P | P | P | P words
 
+Keys may have scales and zero points by channel, one for each group of t tokens (KIVI,
+arXiv:2402.02750). Such a page holds whole groups: of each channel, one after the other, the codes
+of its t tokens, which lie as those of t channels of a token do, and then as many scales. These take
+the words of scales of every t channels of a token. Where scores are not asked for, pages have no
+sections of scores and positions.
+
 How many tokens a page holds follows from its words and its format. Attention reads a page's words
 once and interprets them; nothing but its format says what they are.
 """
@@ -17,13 +23,20 @@ once and interprets them; nothing but its format says what they are.
 import functools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantization import Codes, KVFormat, dequantize, quantize
+from pallas_kernels.quantization import (
+    ByChannel,
+    Codes,
+    KVFormat,
+    dequantize,
+    in_planes,
+    quantize,
+)
 from pallas_kernels.quantization.pages import put_words, take_words
 
 ALIGNMENT = 4  # words
@@ -58,21 +71,30 @@ class Tokens(NamedTuple):
 class PageFormat:
     """How a page of `words` words is parsed: the precision of the keys and values in it.
 
-    Raises ValueError if a page holds no token.
+    key_group: t, tokens whose keys share the scale of a channel; 0: those of a token have their
+    own. scored: whether a token's score and position are there.
+
+    Raises ValueError if a page holds no token, or no group of them.
     """
 
     keys: KVFormat
     values: KVFormat
     words: int
+    key_group: int = 0
+    scored: bool = True
 
     def __post_init__(self):
         if self.tokens < 1:
-            raise ValueError(f"{self.name}: a token does not fit a page of {self.words} words")
+            unit = f"a group of {self.key_group} tokens" if self.key_group else "a token"
+            raise ValueError(f"{self.name}: {unit} does not fit a page of {self.words} words")
 
     @classmethod
-    def holding(cls, tokens: int, keys: KVFormat, values: KVFormat) -> "PageFormat":
+    def holding(
+        cls, tokens: int, keys: KVFormat, values: KVFormat, scored: bool = True
+    ) -> "PageFormat":
         """Of the smallest page that holds so many tokens."""
-        return cls(keys, values, _sections(_widths(keys, values), tokens)[1])
+        words = _sections(_widths(keys, values, scored), tokens)[1]
+        return cls(keys, values, words, scored=scored)
 
     @property
     def name(self) -> str:
@@ -81,19 +103,29 @@ class PageFormat:
     @functools.cached_property
     def tokens(self) -> int:
         """P."""
-        widths = _widths(self.keys, self.values)
-        most = self.words // sum(widths)
-        return next((n for n in range(most, 0, -1) if _sections(widths, n)[1] <= self.words), 0)
+        widths, step = self._widths, self.key_group or 1
+        most = self.words // sum(widths) // step * step
+        return next((n for n in range(most, 0, -step) if _sections(widths, n)[1] <= self.words), 0)
 
     @property
     def token_bytes(self) -> int:
-        """Of a token with its score, its position, scales and zero points."""
-        return 4 * sum(_widths(self.keys, self.values))
+        """Of a token with its scales and zero points, and its score and position if they are
+        there."""
+        return 4 * sum(self._widths)
 
     @functools.cached_property
     def sections(self) -> tuple[Section, ...]:
         """Of the keys' codes and scales, the values' codes and scales, scores and positions."""
-        return _sections(_widths(self.keys, self.values), self.tokens)[0]
+        return _sections(self._widths, self.tokens)[0]
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        return _widths(self.keys, self.values, self.scored)
+
+    @property
+    def _channel(self) -> KVFormat:
+        """Of the keys of a group in one channel."""
+        return KVFormat(self.keys.bits, self.key_group)
 
     def section(self, rows, number: int):
         """Words [..., P, w] of pages' words [..., W]."""
@@ -101,23 +133,48 @@ class PageFormat:
         part = rows[..., first : first + self.tokens * width]
         return part.reshape(*rows.shape[:-1], self.tokens, width)
 
-    def read(self, words_NxW, page, held) -> tuple[Codes, Codes]:
+    def _channels(self, rows):
+        """Codes [..., P / t, D, words] and scales [..., P / t, D, 1] of keys by channel."""
+        shape = *rows.shape[:-1], self.tokens // self.key_group, self.keys.head_dim, -1
+        return self.section(rows, 0).reshape(shape), self.section(rows, 1).reshape(shape)
+
+    def dequantized(self, rows):
+        """Keys and values [..., P, D] float32 of pages' words [..., W]."""
+        codes, scales, *of_values = (self.section(rows, i) for i in range(4))
+        values = dequantize(*of_values, self.values)
+        if not self.key_group:
+            return dequantize(codes, scales, self.keys), values
+        keys = dequantize(*self._channels(rows), self._channel).swapaxes(-1, -2)
+        return keys.reshape(values.shape), values
+
+    def queries(self, q):
+        """Queries [..., R, D] for the keys that `read` gives."""
+        return q if self.key_group else in_planes(q, self.keys)
+
+    def read(self, words_NxW, page, held) -> tuple[Codes | ByChannel, Codes]:
         """Keys and values of the tokens [n, P] of the pages `page` [n]. Tokens that are not `held`
         [n, P] read as zeros: what former owners have left may be no finite number."""
         # Without the barriers XLA on CPUs copies words one by one, as attention over pages does.
         page = jax.lax.optimization_barrier(page)
         rows = take_words(words_NxW, page, 0, self.sections[4].first)
         rows = jax.lax.optimization_barrier(rows)
-        both = []
-        for format, first in ((self.keys, 0), (self.values, 2)):
-            codes, scales = self.section(rows, first), self.section(rows, first + 1)
-            if not format.scaled:
-                codes = jnp.where(held[..., None], codes, 0)
-            both.append(Codes.unpacked(codes, scales, format).only(held))
-        return both[0], both[1]
+        if self.key_group:
+            of_groups = held.reshape(len(page), -1, self.key_group).any(-1)[..., None]
+            keys = Codes.unpacked(*self._channels(rows), self._channel)
+            return ByChannel(keys.only(of_groups)), self._unpacked(rows, 2, self.values, held)
+        return self._unpacked(rows, 0, self.keys, held), self._unpacked(rows, 2, self.values, held)
+
+    def _unpacked(self, rows, first: int, format: KVFormat, held) -> Codes:
+        codes, scales = self.section(rows, first), self.section(rows, first + 1)
+        if not format.scaled:
+            codes = jnp.where(held[..., None], codes, 0)
+        return Codes.unpacked(codes, scales, format).only(held)
 
     def read_tokens(self, words_NxW, page, at) -> Tokens:
-        """One token of each of the pages `page` [n], the one at place `at` [n]."""
+        """One token of each of the pages `page` [n], the one at place `at` [n]. Raises ValueError
+        for keys by channel."""
+        if self.key_group:
+            raise ValueError(f"{self.name}: tokens are read by groups of {self.key_group}")
         rows = words_NxW.at[page].get(mode="clip")
         parts = [
             jnp.take_along_axis(self.section(rows, i), at[:, None, None], axis=1)[:, 0]
@@ -126,21 +183,27 @@ class PageFormat:
         return Tokens(
             dequantize(parts[0], parts[1], self.keys),
             dequantize(parts[2], parts[3], self.values),
-            _floats(parts[4][:, 0]),
-            _integers(parts[5][:, 0]),
+            _floats(parts[4][:, 0]) if self.scored else jnp.zeros(len(page), jnp.float32),
+            _integers(parts[5][:, 0]) if self.scored else jnp.zeros(len(page), jnp.int32),
         )
 
     def write(self, words_NxW, page, at, tokens: Tokens):
         """The words [N, W] with tokens in pages `page` [n] at places `at` [n]. What goes to pages
-        beyond N is dropped; no two are the same place, of the dropped ones either."""
+        beyond N is dropped; no two are the same place, of the dropped ones either. With a
+        `key_group` each is a group of tokens [n, t, …], and its place that of the first."""
+        if self.key_group:
+            keys = quantize(tokens.keys.swapaxes(-1, -2), self._channel)
+        else:
+            keys = quantize(tokens.keys, self.keys)
         parts = [
-            *quantize(tokens.keys, self.keys),
+            *keys,
             *quantize(tokens.values, self.values),
-            _words(tokens.scores.astype(jnp.float32))[:, None],
-            _words(tokens.positions.astype(jnp.int32))[:, None],
+            _words(tokens.scores.astype(jnp.float32)),
+            _words(tokens.positions.astype(jnp.int32)),
         ]
         for (first, width), part in zip(self.sections, parts, strict=True):
             if width:
+                part = part.reshape(len(page), -1)
                 words_NxW = put_words(words_NxW, page, first + at * width, part)
         return words_NxW
 
@@ -158,9 +221,11 @@ class PageFormat:
 
 
 def parse_format(
-    name: str, head_dim: int, floats: str, groups: int = 1
+    name: str, head_dim: int, floats: str, groups: int = 1, key_group: int = 0
 ) -> tuple[KVFormat, KVFormat]:
     """Formats of keys and values of a name such as K8V4. floats: what elements of 16 bits are.
+    groups: of each token's keys and values. key_group: as a page has it; keys have no groups then
+    but the words of so many.
 
     Raises ValueError for a name that is none, and for what does not fill whole words.
     """
@@ -171,11 +236,19 @@ def parse_format(
         KVFormat(int(bits), head_dim, groups, "float32" if bits == "32" else floats)
         for bits in found.groups()
     )
-    return keys, values
+    if not key_group:
+        return keys, values
+    if head_dim % key_group or key_group * keys.bits % 32 or not keys.scaled:
+        raise ValueError(
+            f"{name}: keys by channel need scales, a head dim ({head_dim}) of whole groups of "
+            f"{key_group} tokens, and whole words of a channel's codes"
+        )
+    return replace(keys, groups=head_dim // key_group), values
 
 
-def _widths(keys: KVFormat, values: KVFormat) -> tuple[int, ...]:
-    return keys.code_words, keys.scale_words, values.code_words, values.scale_words, 1, 1
+def _widths(keys: KVFormat, values: KVFormat, scored: bool) -> tuple[int, ...]:
+    both = keys.code_words, keys.scale_words, values.code_words, values.scale_words
+    return *both, int(scored), int(scored)
 
 
 def _sections(widths: tuple[int, ...], tokens: int) -> tuple[tuple[Section, ...], int]:

@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.quantization import dequantize
-
 
 def decode(
     q, words, tables, counts, formats, *, runs, scale, soft_cap=None, oldest=None, schedule=None
@@ -17,9 +15,7 @@ def decode(
     for run, count, format in zip(runs, counts, formats, strict=True):
         P, M = format.tokens, run.width
         rows = words[tables[..., run.column(np.arange(M))]]
-        parts = [format.section(rows, i).reshape(S, K, M * P, -1) for i in range(4)]
-        keys = dequantize(parts[0], parts[1], format.keys)
-        values = dequantize(parts[2], parts[3], format.values)
+        keys, values = (x.reshape(S, K, M * P, D) for x in format.dequantized(rows))
         seen = jnp.arange(M * P) < count[..., None]
         if oldest is not None:
             positions = format.section(rows, 5).reshape(S, K, M * P).astype(jnp.int32)

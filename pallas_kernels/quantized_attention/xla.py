@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantization import in_planes, out_of_planes
+from pallas_kernels.quantization import out_of_planes
 from pallas_kernels.quantized_attention.pages import PageFormat
 from pallas_kernels.quantized_attention.tables import Run
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
@@ -50,7 +50,7 @@ def _section(q_RxGxD, words, tables_RxM, run: Run, count_R, format: PageFormat, 
     (R, G, D), P, M = q_RxGxD.shape, format.tokens, run.width
     pages_R = (count_R + P - 1) // P
     width = min(max(1, DECODE_TOKENS // P), R * M)
-    queries = in_planes(q_RxGxD, format.keys)
+    queries = format.queries(q_RxGxD)
 
     def body(trip, carry):
         (acc, top, total), kept = carry

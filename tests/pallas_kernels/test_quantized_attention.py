@@ -93,20 +93,26 @@ class Pool:
         most = min(most, 1 << max(511, *(int(x.sum()) for x in counts)).bit_length())
         firsts = [0] * (len(counts) == 3) + [single, M - 1]
         for format, of_heads, first in zip(formats, counts, firsts, strict=True):
-            P, n = format.tokens, int(of_heads.sum())
-            row = np.repeat(np.arange(R), of_heads.reshape(-1))
-            at = np.concatenate([np.arange(count) for count in of_heads.reshape(-1)])
+            P, t = format.tokens, format.key_group or 1
+            units = -(-of_heads.reshape(-1) // t)  # whole groups, though not all is read
+            n, row = int(units.sum()), np.repeat(np.arange(R), units)
+            at = t * np.concatenate([np.arange(count) for count in units])
             column = first - at // P if first == M - 1 else first + at // P
             # What fills it up to one size for all, so that one program serves, is dropped.
             page, place = N + np.arange(most), np.zeros(most, np.int64)
             page[:n], place[:n] = tables[row, column], at % P
             dim = format.keys.head_dim
-            keys, values = rng.normal(size=(2, most, dim)).astype(np.float32)
-            scores, positions = place.astype(np.float32), place.astype(np.int32)
-            new = Tokens(*map(jnp.asarray, (keys, values, scores, positions)))
+            keys, values = rng.normal(size=(2, most, t, dim)).astype(np.float32)
+            places = place[:, None] + np.arange(t)
+            parts = keys, values, places.astype(np.float32), places.astype(np.int32)
+            if not format.key_group:
+                parts = tuple(x[:, 0] for x in parts)
+            new = Tokens(*map(jnp.asarray, parts))
             words, keys, values = _write(words, page, place, new, format)
-            for r, key, value in zip(row, np.asarray(keys), np.asarray(values)):
-                self.tokens[r].append((key, value))
+            both = (np.asarray(x).reshape(most, t, dim)[:n] for x in (keys, values))
+            for r, first_place, *group in zip(row, at, *both):
+                read = of_heads.reshape(-1)[r] - first_place
+                self.tokens[r] += list(zip(*group))[:read]
         self.words, self.tables = words, jnp.asarray(tables.reshape(S, K, M))
         self.counts = jnp.asarray(np.stack(counts, -1), jnp.int32)
 
@@ -116,8 +122,12 @@ def _write(words, page, at, tokens, format):
     """(words with tokens, and what these read as)"""
     both = []
     for x, each in ((tokens.keys, format.keys), (tokens.values, format.values)):
+        by_channel = each is format.keys and format.key_group
+        if by_channel:
+            x, each = x.swapaxes(1, 2), KVFormat(each.bits, format.key_group)
         codes, scales = quantize(x, each)
-        both.append(dequantize(codes, scales, each))
+        stored = dequantize(codes, scales, each)
+        both.append(stored.swapaxes(1, 2) if by_channel else stored)
     return format.write(words, page, at, tokens), *both
 
 
@@ -168,6 +178,39 @@ def test_each_format_beside_another(name):
     q = np.random.default_rng(1).normal(size=(S, K * G, D)).astype(np.float32)
     results = attention(q, pool.words, pool.tables, pool.counts, formats, "xla")
     check_against_numpy(pool, q, results)
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "implementation"),
+    [
+        ("K2V2", 16, "xla"), ("K2V2", 16, "reference"),
+        pytest.param("K4V4", 32, "xla", marks=pytest.mark.slow),
+        pytest.param("K8V2", 16, "xla", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_keys_by_channel_beside_others(name, group, implementation):
+    """Groups that are read in part, and heads without any. Pages have no scores."""
+    highest = parse_format("K32V32", D, "float32")
+    first = PageFormat.holding(12, *highest, scored=False)
+    lower = parse_format(name, D, "float32", 2, group)
+    low = PageFormat(*lower, first.words, group, scored=False)
+    assert low.tokens % group == 0
+    counts = np.array([[0, 5], [9, 0], [4, 1]]), np.array([[0, 0], [3, 97], [64, 1]])
+    pool = Pool((first, low), *counts, M=14)
+    q = np.random.default_rng(1).normal(size=(S, K * G, D)).astype(np.float32)
+    results = attention(q, pool.words, pool.tables, pool.counts, (first, low), implementation)
+    check_against_numpy(pool, q, results)
+
+
+def test_the_kernel_refuses_keys_by_channel():
+    first = PageFormat.holding(32, *parse_format("K16V16", 64, "float16"), scored=False)
+    low = PageFormat(*parse_format("K4V4", 64, "float16", 1, 32), first.words, 32, scored=False)
+    with pytest.raises(ValueError, match="keys whose channels have scales by groups of tokens"):
+        mixed_precision_attention(
+            jnp.zeros((1, 2, 64), jnp.float16), jnp.zeros((4, first.words), jnp.uint32),
+            jnp.zeros((1, 1, 2), jnp.int32), jnp.zeros((1, 1, 2), jnp.int32), (first, low),
+            implementation="mosaic_gpu",
+        )  # fmt: skip
 
 
 MIXES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 90)), min_size=S * K, max_size=S * K)

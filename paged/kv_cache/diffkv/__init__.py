@@ -1,11 +1,12 @@
 """DiffKV's policy: precision by key, value, token and head, and a manager of pages on the device.
 
 Uniform quantisation is a setting of it, with thresholds of 0; H2O and SnapKV are settings too, with
-rules of their own and a budget. With gates, as LServe and DuoAttention have them, KV heads stream.
+rules of their own and a budget, and KIVI, with keys quantised by channel. With gates, as LServe and
+DuoAttention have them, KV heads stream.
 
 The policy is made of parts: what a page holds (`options.page_formats`), which tokens stay (`keeps`:
-`compression` by significance or budget, `streaming` by head), which pages are read (`selection`),
-and who owns the pages (`page_manager`, `host`).
+`compression` by significance or budget, `streaming` by head, `rest` by age), which pages are read
+(`selection`), and who owns the pages (`page_manager`, `host`).
 """
 
 from models.config import ModelConfig
@@ -69,7 +70,7 @@ def device(
     layout = layout_of(config, model)
     alpha = tuple(level.alpha for level in options.levels)
     return DiffKVPolicy(
-        layout, Keeps(options.rules, layout.streaming), model.shard.num_heads, alpha,
+        layout, Keeps(options.rules, layout.streaming, layout.rest), model.shard.num_heads, alpha,
         model.shard.attention.within(config.max_model_len), options.budget, implementation,
         SharedHeads.of(model), model.kv_dtype(config.kv_dtype),
     )  # fmt: skip

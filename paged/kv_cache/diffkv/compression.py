@@ -39,6 +39,8 @@ Two baselines keep a budget of tokens in each head, all in one precision, whatev
     snapkv  (arXiv:2404.14469) of a prompt those tokens stay for which the queries of the window
             vote: a token's votes are the largest among it and its neighbours. Generated tokens stay
             (generation rule `keep`)
+
+A third, `kivi`, asks for no scores: rest.py.
 """
 
 from dataclasses import dataclass
@@ -65,14 +67,16 @@ class Rules:
     has its own. budgeted: whether a budget, and not alpha, decides what stays of prompts."""
 
     window: int = 64
-    prompt: Literal["paper", "repository", "h2o", "snapkv"] = "paper"
-    generation: Literal["paper", "repository", "h2o", "keep"] = "paper"
+    prompt: Literal["paper", "repository", "h2o", "snapkv", "kivi"] = "paper"
+    generation: Literal["paper", "repository", "h2o", "keep", "kivi"] = "paper"
     budgeted: bool = False
 
     @property
     def prompt_scores(self) -> dict:
         """What `prompt_attention` sums up."""
-        last_rows = {"repository": REPOSITORY_ROWS, "snapkv": self.window}.get(self.prompt)
+        # Of what is not asked for, as little as can be.
+        rows = {"repository": REPOSITORY_ROWS, "snapkv": self.window, "kivi": 1}
+        last_rows = rows.get(self.prompt)
         of_paper = self.prompt == "paper"
         return {"last_rows": last_rows, "own": not of_paper, "by_head": not of_paper}
 

@@ -146,17 +146,24 @@ class DiffKVPolicy:
             rank = sums[1:] - 1 - of_rows[row]
             if level == 0:
                 rank = self.keeps.places(streams, positions, rank)
+            of, place, written, new = row, rank, kept, tokens
+            if format.key_group:
+                assert self.keeps.rest is not None
+                starts = inputs.query_starts
+                of, place, written, new = self.keeps.rest.groups(
+                    plan.lengths, starts, k_TxKxD, v_TxKxD
+                )
             column = page_manager.allocated_column(
-                level, layout.levels, rank // format.tokens, before[row],
-                plan.allocated[row[:, None], heads],
+                level, layout.levels, place // format.tokens, before[of],
+                plan.allocated[of[:, None], heads],
             )  # fmt: skip
-            page = tables[row[:, None], jnp.arange(K), jnp.clip(column, 0, layout.table_width - 1)]
-            page = jnp.where(kept, page, nowhere)
-            at = jnp.where(kept, rank % format.tokens, 0)
-            words = format.write(words, page.reshape(-1), at.reshape(-1), tokens)
+            page = tables[of[:, None], jnp.arange(K), jnp.clip(column, 0, layout.table_width - 1)]
+            page = jnp.where(written, page, nowhere[: len(of)])
+            at = jnp.broadcast_to(jnp.where(written, place % format.tokens, 0), page.shape)
+            words = format.write(words, page.reshape(-1), at.reshape(-1), new)
             if layout.reads:
                 extremes = layout.reads.write(
-                    extremes, page.reshape(-1), at.reshape(-1), tokens.keys, True
+                    extremes, page.reshape(-1), at.reshape(-1), new.keys, True
                 )
             counts.append(of_rows[1:] - of_rows[:-1])
             ranks.append((kept, rank))
@@ -205,9 +212,17 @@ class DiffKVPolicy:
             k_SxKxD.reshape(R, D), v_SxKxD.reshape(R, D), jnp.zeros(R, jnp.float32), positions
         )
         coming = leaving = new
-        for level, format in enumerate(layout.formats):
+        by_token = layout.formats
+        if self.keeps.rest is not None:
+            by_token = layout.formats[:1]
+            begins = arrives[:, 1] & (at[:, 1] % self.keeps.rest.group == 0)
+            words = self.keeps.rest.lower(
+                words, tables, cache.pages.runs[0], layout.formats, positions, begins, page[:, 1],
+                at[:, 1],
+            )  # fmt: skip
+        for level, format in enumerate(by_token):
             place = page[:, level], at[:, level]
-            if level + 1 < layout.levels:
+            if level + 1 < len(by_token):
                 # XLA would move this read behind the writes, and copy the pool for that.
                 leaving, words = jax.lax.optimization_barrier(
                     (format.read_tokens(words, *place), words)
@@ -236,6 +251,8 @@ class DiffKVPolicy:
             implementation=self.implementation,
             schedule=jax.tree.map(lambda x: x[layer], plan.schedules),
         )  # fmt: skip
+        if self.keeps.rest is not None:  # which asks for no scores
+            return self.shared.own(out), replace(cache, words=words)
         kept = [x.reshape(R, *x.shape[2:]) for x in kept]
         if layout.reads:
             kept = read.of_held(kept)

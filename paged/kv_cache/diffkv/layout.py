@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged.kv_cache.diffkv.options import Options, page_formats
+from paged.kv_cache.diffkv.rest import Rest
 from paged.kv_cache.diffkv.selection import TopPages
 from paged.kv_cache.diffkv.streaming import StreamingHeads
 from paged.kv_cache.policy import CacheConfig, ShardedModel
@@ -21,7 +22,7 @@ class Layout:
     tokens. layers, heads: L, and K of the shard. longest: tokens of a sequence at most. num_pages:
     N. horizon: tokens ahead for which a report tells what they can take. streaming: heads that
     stream; None if none does. reads: pages that a token reads; None for all. kv_itemsize: bytes of
-    a number of key extremes."""
+    a number of key extremes. rest: as `Keeps` has it."""
 
     formats: tuple[PageFormat, ...]
     num_slots: int
@@ -34,6 +35,7 @@ class Layout:
     streaming: StreamingHeads | None = None
     reads: TopPages | None = None
     kv_itemsize: int = 4
+    rest: Rest | None = None
 
     @property
     def all_heads(self) -> int:
@@ -53,6 +55,8 @@ class Layout:
     @property
     def table_width(self) -> int:
         """M: after those columns, the bidirectional table of the last two precisions."""
+        if self.rest:
+            return self.worst_of_head(self.longest)
         return self.single - (-self.longest // self.formats[-2].tokens) + 1
 
     @property
@@ -96,13 +100,22 @@ class Layout:
         return np.where(num_tokens > 0, pages, 0)
 
     def worst_of_head(self, num_tokens):
-        """Pages of a dense head for so many tokens, one at least."""
+        """Pages of a dense head for so many tokens, one at least. A rest's are no more and no
+        fewer."""
+        if self.rest:
+            return self._of_rest(num_tokens)[0]
         return -(-num_tokens // self.formats[0].tokens) + self.levels - 1
 
     def pages_of(self, counts):
         """Pages that counts [..., I] of tokens fill."""
         sizes = np.array([format.tokens for format in self.formats], np.int32)
         return (counts + sizes - 1) // sizes
+
+    def _of_rest(self, num_tokens) -> tuple:
+        """(pages, tokens by precision) of a head."""
+        assert self.rest is not None
+        tokens = self.rest.split(num_tokens)
+        return sum(-(-n // format.tokens) for n, format in zip(tokens, self.formats)), tokens
 
     def in_window(self, num_tokens):
         """Tokens that a streaming head keeps of so many."""
@@ -114,12 +127,17 @@ class Layout:
         return -(-self.in_window(num_tokens) // self.formats[0].tokens)
 
     def uncompressed(self, num_tokens):
-        """(pages, tokens) that all heads hold of so many if the dense ones drop nothing and move
-        nothing down."""
+        """(pages [...], tokens by precision [..., I]) that all heads hold of so many [...] if no
+        score moves a token of the dense ones down or drops it."""
+        kept = np.zeros((*num_tokens.shape, self.levels), np.int64)
+        if self.rest:
+            pages, tokens = self._of_rest(num_tokens)
+            return self.all_heads * pages, self.all_heads * np.stack(tokens, -1)
         dense, streaming = self.dense_heads, self.all_heads - self.dense_heads
         pages = dense * -(-num_tokens // self.formats[0].tokens)
         pages = pages + streaming * self.pages_in_window(num_tokens)
-        return pages, dense * num_tokens + streaming * self.in_window(num_tokens)
+        kept[..., 0] = dense * num_tokens + streaming * self.in_window(num_tokens)
+        return pages, kept
 
     def growth(self, num_tokens):
         """Pages that so many tokens more can take, whatever the heads hold: one each and step, as
@@ -165,8 +183,7 @@ class Layout:
         their scores, and moves at most one token of each head to a lower precision."""
         heads, decodes, prompts = self.attention, new_tokens == 1, new_tokens > 1
         if held is None:
-            held = np.zeros((*contexts.shape, self.levels))
-            held[..., 0] = self.uncompressed(contexts)[1] / self.all_heads
+            held = self.uncompressed(contexts)[1] / self.all_heads
         bytes_of = np.array([float(format.token_bytes) for format in self.formats])
         pages = held @ (1 / np.array([format.tokens for format in self.formats]))
         few = np.minimum(1, self.reads.count / np.maximum(pages, 1)) if self.reads else 1
@@ -185,7 +202,8 @@ class Layout:
                 prompt_tokens,
             ),
             "decode": Cost(read + of_queries, 4 * heads.D * heads.H * tokens_read),
-            "statistics": Cost(8 * heads.K * tokens),  # scores, read and written
+            # Scores, read and written.
+            "statistics": Cost(0.0 if self.rest else 8 * heads.K * tokens),
             "compression": Cost(
                 heads.K * (as_they_are * prompt_tokens + written + lowest * generated)
             ),
@@ -212,6 +230,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         attention=Heads.of(model.shard, model.dtype),
         streaming=StreamingHeads.of(options, model, options.sink, options.local),
         kv_itemsize=jnp.dtype(dtype).itemsize,
+        rest=options.rest,
     )
     # What exceeds the pages of a head counts as all of them.
     if options.reads and options.reads.count < layout.worst_of_head(layout.longest):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from models.config import ModelConfig
 from paged import checks
 from paged.checks import described
 from paged.kv_cache.diffkv.compression import Rules
+from paged.kv_cache.diffkv.rest import Rest
 from paged.kv_cache.diffkv.selection import TopPages
 from paged.kv_cache.lserve.gates import GatedOptions
 from paged.kv_cache.lserve.options import LEAST_SELECTED
@@ -76,17 +78,23 @@ class Options(GatedOptions):
     window: int = described(
         64,
         "last tokens of a sequence, which stay in the highest precision; h2o's are half of its "
-        "budget",
+        "budget, and kivi's its rest",
     )
-    prompt_rule: Literal["paper", "repository", "h2o", "snapkv"] = described(
+    prompt_rule: Literal["paper", "repository", "h2o", "snapkv", "kivi"] = described(
         "paper",
         "whose scores count for a prompt's tokens: all later tokens' (paper; h2o: and their own), "
-        "the last 64 queries' (repository) or the window's (snapkv)",
+        "the last 64 queries' (repository), the window's (snapkv) or nobody's (kivi)",
     )
-    generation_rule: Literal["paper", "repository", "h2o", "keep"] = described(
+    generation_rule: Literal["paper", "repository", "h2o", "keep", "kivi"] = described(
         "paper",
         "who may leave as a token comes: the candidate first (paper, Algorithm 1), the least "
-        "significant token (repository, and h2o beyond the budget) or nobody (keep)",
+        "significant token (repository, and h2o beyond the budget), nobody (keep) or, into low "
+        "precision, the oldest of the window (kivi)",
+    )
+    key_group: int = described(
+        0,
+        "tokens that share a scale for each channel of their keys in low precision, as kivi has "
+        "it: 32 in the paper. Its groups are of values alone",
     )
     budget: float = described(
         0.0,
@@ -122,9 +130,16 @@ class Options(GatedOptions):
         return Rules(self.window, self.prompt_rule, self.generation_rule, self.budget > 0)
 
     @property
+    def rest(self) -> Rest | None:
+        """None if tokens are not kept by their age alone."""
+        return Rest(self.window, self.key_group) if self.key_group else None
+
+    @property
     def levels(self) -> tuple[Level, ...]:
-        """Two or three, the highest precision first."""
-        lower = Level("high", self.high, self.alpha_h), Level("low", self.low, self.alpha_l)
+        """Two or three, the highest precision first. KIVI's thresholds are those that all tokens
+        beyond the window fall between."""
+        alpha = (math.inf, 0.0) if self.rest else (self.alpha_h, self.alpha_l)
+        lower = Level("high", self.high, alpha[0]), Level("low", self.low, alpha[1])
         return (Level("top", self.top, self.alpha_top), *lower) if self.top else lower
 
     @property
@@ -150,9 +165,16 @@ def page_formats(
     floats = "float16" if dtype == "float32" else dtype
     as_they_are = "K32V32" if dtype == "float32" else "K16V16"
     names = [as_they_are if level.format == AUTO else level.format for level in options.levels]
-    parsed = [parse_format(name, head_dim, floats, options.groups) for name in names]
-    words = PageFormat.holding(page_size, *parsed[0]).words
-    formats = tuple(PageFormat(*both, words=words) for both in parsed)
+    key_groups = [0] * (len(names) - 1) + [options.key_group]
+    parsed = [
+        parse_format(name, head_dim, floats, options.groups, key_group)
+        for name, key_group in zip(names, key_groups)
+    ]
+    scored = options.rest is None
+    words = PageFormat.holding(page_size, *parsed[0], scored).words
+    formats = tuple(
+        PageFormat(*both, words, key_group, scored) for both, key_group in zip(parsed, key_groups)
+    )
     for higher, lower in itertools.pairwise(zip(options.levels, formats)):
         (above, of_above), (level, of_level) = higher, lower
         if of_level.tokens < of_above.tokens:
@@ -176,6 +198,7 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
             f"at least alpha_h ({options.alpha_h})",
         ),
         "groups": (options.groups >= 1, "at least 1"),
+        "key_group": (0 <= options.key_group < 2**31, "at least 0 and below 2^31"),
         "budget": (options.budget >= 0, "at least 0"),
         "window": (
             2 <= options.window < 2**31, "at least 2, so that later tokens have scored, below 2^31"
@@ -202,9 +225,33 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
         )
     if not options.budget and (by_budget[0] or options.generation_rule == "h2o"):
         raise ValueError("h2o and snapkv need a budget above 0")
+    if {"kivi"} & {options.prompt_rule, options.generation_rule} or options.key_group:
+        _check_kivi(options)
     for level in options.levels:
         if level.format != AUTO:
             parse_format(level.format, 32 * options.groups, "float16", options.groups)
     if model is None:
         return
     options.check_gates(model)
+    if options.rest and model.sliding_window is not None:
+        raise ValueError("kivi's pages have no positions: a model's windows cannot be served")
+
+
+def _check_kivi(options: Options) -> None:
+    """Raises ValueError if the parts that KIVI is made of are not all there, or others are."""
+    rules = options.prompt_rule, options.generation_rule
+    if rules != ("kivi", "kivi") or not options.key_group:
+        raise ValueError(
+            f"prompt_rule and generation_rule kivi and a key_group above 0 need each other: not "
+            f"{', '.join(rules)} and {options.key_group}"
+        )
+    if options.window % options.key_group:
+        raise ValueError(
+            f"window ({options.window}) must be whole groups of key_group ({options.key_group})"
+        )
+    others = {
+        "top": options.top, "budget": options.budget, "read_pages": options.read_pages,
+        "streaming_share": options.streaming_share,
+    }  # fmt: skip
+    if given := [f"{name} ({value})" for name, value in others.items() if value]:
+        raise ValueError(f"kivi keeps and reads all tokens of all heads, without {given[0]}")

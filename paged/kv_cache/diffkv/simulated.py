@@ -1,6 +1,6 @@
 """What a device half would hold and report, where there is no device: it follows from tokens alone.
 
-Streaming heads, budgets (H2O, SnapKV) and thresholds of 0 (uniform formats) by formula; thresholds
+Streaming heads, rests (KIVI), budgets (H2O, SnapKV) and thresholds of 0 (uniform formats) by formula; thresholds
 by a `Recording`, and without one as if every token were significant.
 """
 
@@ -22,7 +22,8 @@ class SimulatedPages(SimulatedSlots):
         self._layout, self._options = layout_of(config, model), config.policy_options
         layout, options = self._layout, self._options
         super().__init__(layout.num_slots)
-        by_scores = not options.budget and max(level.alpha for level in options.levels) > 0
+        fixed = options.budget or layout.rest
+        by_scores = not fixed and max(level.alpha for level in options.levels) > 0
         self._recording = None
         if recorded and by_scores:
             if layout.levels != 2:
@@ -65,6 +66,8 @@ class SimulatedPages(SimulatedSlots):
         kept = np.zeros((len(ends), *self._kept.shape[1:]), np.int64)
         if self._recording:
             kept[:, :-1] = self._recording.tokens(prompts, ends)
+        elif self._layout.rest:
+            kept[:, 0] = np.stack(self._layout.rest.split(ends), -1)
         else:
             kept[:, 0, 0] = kept_by_budget(self._options, prompts, ends)
         kept[:, -1, 0] = self._layout.in_window(ends)

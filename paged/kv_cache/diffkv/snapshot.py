@@ -11,7 +11,8 @@ from paged.kv_cache.diffkv.state import DiffKVCache
 
 @dataclass(frozen=True)
 class Section:
-    """What a head keeps in one precision. pages: their ids. positions, scores: of its tokens."""
+    """What a head keeps in one precision. pages: their ids. positions, scores: of its tokens; no
+    scores where pages have none."""
 
     pages: list[int]
     positions: list[int]
@@ -42,11 +43,17 @@ def _of_shard(layout: Layout, cache: DiffKVCache) -> Snapshot:
     for slot in range(layout.num_slots):
         of_slot = []
         for head in range(layout.all_heads):
-            sections = []
+            sections, by_age = [], ()
+            if layout.rest:
+                by_age = layout.rest.positions(int(cache.counts[slot, head].sum()))
             for level, (run, format) in enumerate(zip(pages.runs, layout.formats)):
                 columns = run.column(np.arange(int(pages.held[slot, head, level])))
                 ids, count = pages.tables[slot, head, columns], cache.counts[slot, head, level]
-                sections.append(_section(words, np.asarray(ids), format, int(count)))
+                ids = np.asarray(ids)
+                if by_age:
+                    sections.append(Section(ids.tolist(), by_age[level], []))
+                else:
+                    sections.append(_section(words, ids, format, int(count)))
             of_slot.append(tuple(sections))
         heads.append(of_slot)
     return Snapshot(pages.free_list[listed].tolist(), heads)

@@ -81,6 +81,10 @@ DIFFKV_OPTIONS = diffkv.Options(high="auto", low="K4V4", alpha_h=1.0, alpha_l=0.
 DIFFKV_THREE_OPTIONS = dataclasses.replace(
     DIFFKV_OPTIONS, top="auto", high="K8V8", alpha_top=1.4, alpha_h=1.0
 )
+# Pages of 4 tokens as they are or of 16 tokens in 4 bits.
+KIVI_OPTIONS = diffkv.Options(
+    high="auto", low="K4V4", prompt_rule="kivi", generation_rule="kivi", window=16, key_group=8
+)
 WHOLE_PROMPTS = {"max_num_batched_tokens": LONGEST}
 # A head of each layer streams, not the same one; the others read three pages.
 DIFFKV_COMPOSED_OPTIONS = dataclasses.replace(
@@ -128,6 +132,11 @@ CASES = [
         config={
             **WHOLE_PROMPTS, "policy_options": DIFFKV_COMPOSED_OPTIONS, "kv_cache_tokens": 222
         },
+        slow=True,
+    ),
+    Case(
+        "kivi", POLICIES["diffkv"],
+        config={**WHOLE_PROMPTS, "policy_options": KIVI_OPTIONS, "kv_cache_tokens": 124},
         slow=True,
     ),
     Case(

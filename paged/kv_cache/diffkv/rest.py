@@ -1,0 +1,110 @@
+"""KIVI (arXiv:2402.02750): the newest tokens, a rest, are in 16 bits and all others in few, where
+keys have a scale for each channel and group of tokens, and values one for each of theirs.
+
+The rest is a ring of whole groups in the highest precision. When a new token takes the place of the
+oldest one, and this is the first of its group, the whole group is quantised and written; its other
+tokens are read as they are until their places are taken as well. So a rest of R tokens is always
+the newest R, as the paper has it for values, where its keys have from none to R - 1; and what is
+held, and where, follows from the number of tokens alone. Nothing is dropped, and a prompt leaves
+what generation would have left.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from paged.kv_cache.diffkv.compression import Decision
+from pallas_kernels.quantized_attention import PageFormat, Tokens
+from pallas_kernels.quantized_attention.tables import Run
+from pallas_kernels.quantized_attention.worklist import listed, num_trips
+
+LOWERED_GROUPS = 16  # that an iteration of `lower` moves
+
+
+class Groups(NamedTuple):
+    """Groups of prompts. row: [n] int32, whose each is. place: [n, 1] int32, of its first token.
+    live: [n, 1] whether it is one. tokens: [n * K, t, …]."""
+
+    row: jax.Array
+    place: jax.Array
+    live: jax.Array
+    tokens: Tokens
+
+
+@dataclass(frozen=True)
+class Rest:
+    """tokens: R, a multiple of the group. group: t, tokens that are quantised together."""
+
+    tokens: int
+    group: int
+
+    def beyond(self, num_tokens):
+        """Tokens of a sequence that are not in the rest."""
+        return (num_tokens > self.tokens) * (num_tokens - self.tokens)
+
+    def split(self, num_tokens) -> tuple:
+        """Tokens of a sequence by precision."""
+        beyond = self.beyond(num_tokens)
+        return num_tokens - beyond, beyond
+
+    def of_prompts(self, positions_T, lengths_T) -> list[jax.Array]:
+        """Which tokens of prompts are in each precision, both [T]."""
+        beyond = positions_T < self.beyond(lengths_T)
+        return [~beyond, beyond]
+
+    def place(self, positions):
+        """Where the rest has its tokens."""
+        return positions % self.tokens
+
+    def positions(self, num_tokens: int) -> tuple[list[int], list[int]]:
+        """Of a sequence's tokens, by precision and place."""
+        beyond = self.beyond(num_tokens)
+        return sorted(range(beyond, num_tokens), key=self.place), list(range(beyond))
+
+    def decide(self, positions) -> Decision:
+        """What a new token at `positions` [...] changes: it takes the place of one in a full rest,
+        which is counted in the lower precision from then on."""
+        full = positions >= self.tokens
+        arrives = jnp.stack([jnp.ones_like(full), full], -1)
+        replaces = jnp.stack([full, jnp.zeros_like(full)], -1)
+        at = jnp.broadcast_to(self.place(positions)[..., None], arrives.shape)
+        return Decision(arrives, replaces, at)
+
+    def groups(self, lengths_S, starts_S, k_TxKxD, v_TxKxD) -> Groups:
+        """Those of prompts of which a token is beyond the rest; all of their tokens are there.
+        starts: [S + 1] int32, where prompts begin."""
+        T, K, D = k_TxKxD.shape
+        counts = (self.beyond(lengths_S) + self.group - 1) // self.group
+        row, number, live = listed(counts, 0, max(1, T // self.group))
+        place = (number * self.group)[:, None]
+        positions = place + jnp.arange(self.group)
+        at = jnp.clip(starts_S[row][:, None] + positions, 0, T - 1)
+        keys, values = (x[at].swapaxes(1, 2).reshape(-1, self.group, D) for x in (k_TxKxD, v_TxKxD))
+        positions = jnp.repeat(positions, K, axis=0)
+        tokens = Tokens(keys, values, jnp.zeros_like(positions, jnp.float32), positions)
+        return Groups(row, place, live[:, None], tokens)
+
+    def lower(
+        self, words, tables_RxM, run: Run, formats: tuple[PageFormat, ...], positions_R, begins_R,
+        page_R, at_R,
+    ):  # fmt: skip
+        """Write the oldest group of each row that `begins` one, at `at` of `page` in the lower
+        precision, before new tokens at `positions` take its places. run: of the rest's pages."""
+        (highest, low), N, t = formats, len(words), self.group
+
+        def body(trip, words):
+            row, _, live = listed(begins_R.astype(jnp.int32), trip, LOWERED_GROUPS)
+            place = self.place(positions_R[row])[:, None] + jnp.arange(t)
+            column = run.column(place // highest.tokens)
+            source = tables_RxM[row[:, None], column].reshape(-1)
+            tokens = highest.read_tokens(words, source, (place % highest.tokens).reshape(-1))
+            # XLA would move this read behind the write, and copy the pool for that.
+            tokens, words = jax.lax.optimization_barrier((tokens, words))
+            groups = jax.tree.map(lambda x: x.reshape(-1, t, *x.shape[1:]), tokens)
+            nowhere = N + jnp.arange(len(row), dtype=jnp.int32)
+            return low.write(words, jnp.where(live, page_R[row], nowhere), at_R[row], groups)
+
+        trips = num_trips(begins_R.astype(jnp.int32), LOWERED_GROUPS)
+        return jax.lax.fori_loop(0, trips, body, words)
