@@ -51,7 +51,7 @@ def test_an_hour_in_short_has_full_and_idle_gpus(monkeypatch):
     rows = fig13_cluster.serve(flags, "", lambda: False)
     found = fig13_cluster.hour_values(flags, rows)
     assert found["requests"] == len(fig13_cluster.arrivals(flags))
-    assert found["most_busy_gpus"] > 1 and found["idle_stays_idle"] is not None
+    assert (found["most_busy_gpus"] or 0) > 1 and found["idle_stays_idle"] is not None
     assert rows[0].batches == rows[-1].batches == (0, 0, 0)
     again = fig13_cluster.serve(flags, "", lambda: False)
     assert again == rows

@@ -91,7 +91,11 @@ def test_each_system_begins_where_the_one_before_it_ended():
     named = [replace(point, panel="a") for point in points]
     flags = rates.RateFlags(latency_s=0.3)
     for threshold, turned in ((1.2, 0), (5.0, 1)):  # at a fifth less time vLLM sustains 6.2
-        found = rates.values(flags, named, lambda v, least=threshold: v["a_rate_vllm"] > least)
+
+        def holds(v, least: float = threshold) -> bool:
+            return v["a_rate_vllm"] > least
+
+        found = rates.values(flags, named, holds)
         assert found["knobs_that_turn_the_claim"] == turned
         assert found["a_rate_vllm, attention -20 %"] == pytest.approx(5 / 0.8, rel=0.1)
 
