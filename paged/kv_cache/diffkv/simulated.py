@@ -1,7 +1,7 @@
 """What a device half would hold and report, where there is no device: it follows from tokens alone.
 
-Streaming heads, rests (KIVI), budgets (H2O, SnapKV) and thresholds of 0 (uniform formats) by formula; thresholds
-by a `Recording`, and without one as if every token were significant.
+Streaming heads, rests (KIVI), budgets (H2O, SnapKV) and thresholds of 0 (uniform formats) by
+formula; thresholds by a `Recording`, and without one as if every token were significant.
 """
 
 import numpy as np
