@@ -140,11 +140,12 @@ class PageFormat:
 
     def dequantized(self, rows):
         """Keys and values [..., P, D] float32 of pages' words [..., W]."""
-        codes, scales, *of_values = (self.section(rows, i) for i in range(4))
-        values = dequantize(*of_values, self.values)
+        codes, scales, of_values, their_scales = (self.section(rows, i) for i in range(4))
+        values = dequantize(of_values, their_scales, self.values)
         if not self.key_group:
             return dequantize(codes, scales, self.keys), values
-        keys = dequantize(*self._channels(rows), self._channel).swapaxes(-1, -2)
+        of_keys, of_scales = self._channels(rows)
+        keys = dequantize(of_keys, of_scales, self._channel).swapaxes(-1, -2)
         return keys.reshape(values.shape), values
 
     def queries(self, q):
@@ -160,7 +161,8 @@ class PageFormat:
         rows = jax.lax.optimization_barrier(rows)
         if self.key_group:
             of_groups = held.reshape(len(page), -1, self.key_group).any(-1)[..., None]
-            keys = Codes.unpacked(*self._channels(rows), self._channel)
+            codes, scales = self._channels(rows)
+            keys = Codes.unpacked(codes, scales, self._channel)
             return ByChannel(keys.only(of_groups)), self._unpacked(rows, 2, self.values, held)
         return self._unpacked(rows, 0, self.keys, held), self._unpacked(rows, 2, self.values, held)
 

@@ -104,7 +104,7 @@ class Pool:
             dim = format.keys.head_dim
             keys, values = rng.normal(size=(2, most, t, dim)).astype(np.float32)
             places = place[:, None] + np.arange(t)
-            parts = keys, values, places.astype(np.float32), places.astype(np.int32)
+            parts: tuple = keys, values, places.astype(np.float32), places.astype(np.int32)
             if not format.key_group:
                 parts = tuple(x[:, 0] for x in parts)
             new = Tokens(*map(jnp.asarray, parts))

@@ -203,7 +203,7 @@ class Layout:
             ),
             "decode": Cost(read + of_queries, 4 * heads.D * heads.H * tokens_read),
             # Scores, read and written.
-            "statistics": Cost(0.0 if self.rest else 8 * heads.K * tokens),
+            "statistics": Cost(0 if self.rest else 8 * heads.K * tokens),
             "compression": Cost(
                 heads.K * (as_they_are * prompt_tokens + written + lowest * generated)
             ),

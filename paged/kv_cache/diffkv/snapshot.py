@@ -43,13 +43,12 @@ def _of_shard(layout: Layout, cache: DiffKVCache) -> Snapshot:
     for slot in range(layout.num_slots):
         of_slot = []
         for head in range(layout.all_heads):
-            sections, by_age = [], ()
-            if layout.rest:
-                by_age = layout.rest.positions(int(cache.counts[slot, head].sum()))
+            sections, rest = [], layout.rest
+            by_age = rest.positions(int(cache.counts[slot, head].sum())) if rest else None
             for level, (run, format) in enumerate(zip(pages.runs, layout.formats)):
                 columns = run.column(np.arange(int(pages.held[slot, head, level])))
-                ids, count = pages.tables[slot, head, columns], cache.counts[slot, head, level]
-                ids = np.asarray(ids)
+                ids = np.asarray(pages.tables[slot, head, columns])
+                count = cache.counts[slot, head, level]
                 if by_age:
                     sections.append(Section(ids.tolist(), by_age[level], []))
                 else:

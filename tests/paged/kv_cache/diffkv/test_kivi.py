@@ -1,5 +1,7 @@
 """KIVI's tokens and attention against a loop in NumPy, and what its pages take."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -15,11 +17,11 @@ from tests.paged.kv_cache.diffkv.kivi_oracle import kivi_attention
 from tests.paged.tiny import TINY
 
 L, H, K = 2, 4, 2
-KIVI = {"prompt_rule": "kivi", "generation_rule": "kivi"}
+KIVI: dict[str, Any] = {"prompt_rule": "kivi", "generation_rule": "kivi"}
 
 
 def config_of(options, **changes) -> EngineConfig:
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         max_num_seqs=3, max_num_batched_tokens=96, max_prefills_per_step=2, max_model_len=80,
         page_size=3, kv_cache_tokens=400, policy="diffkv", chunked_prefill=False,
     )  # fmt: skip
@@ -59,19 +61,20 @@ def test_attention_is_that_of_a_loop(low, group, rest, parts, dim):
     while any(left):
         steps.append([(slot, 1) for slot in range(3) if left[slot]])
         left = [max(0, x - 1) for x in left]
+    host: Any = driver.host
     Tp = sum(prompts[:2]) + 2
     for chunks in steps:
         for slot, out in driver.step(chunks, Tp=max(Tp, prompts[2]), Sd=3).items():
             found[slot].append(out)
         report = jax.tree.map(lambda x: np.asarray(x)[None], driver.device.report(driver.cache))
-        driver.host.observe(driver._number, report)
-        driver.host.check()
+        host.observe(driver._number, report)
+        host.check()
         # What the host reckons with is exact.
         n = np.array(driver._computed)
-        assert driver.host._held.tolist() == driver.host.layout.worst(n).tolist()
+        assert host._held.tolist() == host.layout.worst(n).tolist()
     assert driver._run._cache_size() == 1
 
-    (state,) = snapshot(driver.host.layout, driver.cache)
+    (state,) = snapshot(host.layout, driver.cache)
     bits = int(low[1]), int(low[3])
     for slot, (n, prompt) in enumerate(zip(lengths, prompts)):
         ours = np.concatenate(found[slot], axis=1).reshape(L, n, K, H // K, dim)
