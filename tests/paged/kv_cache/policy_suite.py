@@ -136,7 +136,7 @@ CASES = [
     ),
     Case(
         "kivi", POLICIES["diffkv"],
-        config={**WHOLE_PROMPTS, "policy_options": KIVI_OPTIONS, "kv_cache_tokens": 92},
+        config={**WHOLE_PROMPTS, "policy_options": KIVI_OPTIONS, "kv_cache_tokens": 84},
         slow=True,
     ),
     Case(
