@@ -65,7 +65,7 @@ EDGES = [(*pair, *heads) for pair, heads in zip(PAIRS, HEADS_IN_TURN)] + [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("history", "chunk", "G", "dim"), swept(EDGES, 3))
+@pytest.mark.parametrize(("history", "chunk", "G", "dim"), swept(EDGES, 2))
 def test_prefill_kernel_at_the_edges_of_tiles(history, chunk, G, dim):
     """Chunks and histories around tiles, long ones split over thread blocks, NaN where no token
     is, and tables of 8,192 entries, with repeated pages and ids that name none."""

@@ -21,7 +21,7 @@ from tests.paged.kv_cache.policy_suite import (
 )
 from tests.paged.tiny import random_params
 
-pytestmark = pytest.mark.slow  # each policy compiles anew for four devices
+pytestmark = pytest.mark.sweep  # of test_presets_on_devices and test_tensor_parallel
 # The shards of vllm and diffkv_composed have tests of their own; lserve differs from lserve_kv8 in
 # its page format alone, and kivi, which decides nothing by scores, has no more to agree on than
 # vllm; the device half of the others is vllm's, or reads less.

@@ -66,7 +66,7 @@ def test_lserves_attention_of_kernels_is_that_of_xla():
             np.testing.assert_allclose(found[slot], expected[slot], atol=5e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_diffkvs_attention_of_kernels_is_that_of_xla():
     """Prompts, whose scores decide what is kept of them, and tokens that demote others."""
     model = replace(MODEL, num_layers=1)

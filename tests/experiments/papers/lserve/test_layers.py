@@ -72,7 +72,7 @@ def test_each_timed_run_selects_as_often_as_reuse_says():
     assert len(set(selected.tolist())) == 63 and selected.max() < 128
 
 
-@pytest.mark.slow  # many small programs compile
+@pytest.mark.sweep  # many small programs compile
 def test_studies_time_all_that_they_compare(tmp_path):
     tiny = engine_on_cpu.MODEL.replace(hidden_size=32, intermediate_size=48, head_dim=8)
     found: dict[Any, list[Any]] = {

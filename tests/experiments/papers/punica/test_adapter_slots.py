@@ -61,7 +61,7 @@ def test_the_popularity_is_zipfs():
     assert 2.2 < counts[0] / counts[1] < 2.7 and counts[150:].sum() > 0
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_bundled_model(tmp_path, monkeypatch):
     # Fewer shapes of steps to compile, three times.
     few = replace(adapter_slots.CONFIG, max_num_seqs=2, max_num_batched_tokens=32)

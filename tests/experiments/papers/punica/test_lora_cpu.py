@@ -142,7 +142,7 @@ def test_sequences_longer_than_the_model_are_refused():
         lora_engine_cpu.check(replace(FLAGS, output_tokens=9000))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_engines_take_turns_with_their_own_adapters(tmp_path):
     rows = list(lora_engine_cpu.race_model("bundled", BUNDLED, FLAGS, tmp_path, peft=False))
     systems = ("base", "idle", "identical", "distinct", "one_at_a_time")

@@ -33,6 +33,7 @@ from tests.paged.kv_cache.policy_suite import (
     take_step,
 )
 from tests.paged.tiny import TINY
+from tests.sweeps import swept
 
 (CASE,) = (case for case in CASES if case.name == "diffkv")
 THREE = replace(CASE, config=CASE.config | {"policy_options": DIFFKV_THREE_OPTIONS})
@@ -75,7 +76,7 @@ def check_pages(engine: Engine) -> None:
 
 
 @pytest.mark.slow  # it reads the whole cache after each step
-@pytest.mark.parametrize(("case", "multi_step"), [(CASE, 1), (CASE, 4), (THREE, 1)])
+@pytest.mark.parametrize(("case", "multi_step"), swept([(THREE, 1), (CASE, 4), (CASE, 1)], 1))
 def test_pages_are_a_partition_through_forks_swaps_and_ends(tiny_params, case, multi_step):
     bench, ended = Bench(tiny_params), dict[str, list[list[int]]]()
     engine = bench.engine(case, run_ahead=False, multi_step=multi_step)
