@@ -130,9 +130,9 @@ def make(shapes: Mixed) -> Spec:
     def compare(arguments, found) -> Errors:
         """Of the output and of the log-sum-exp."""
         wide = arguments | {"q_SxHxD": arguments["q_SxHxD"].astype(jnp.float32)}
-        out, lse, _ = map(np.asarray, reference(mixed_precision_attention, options, wide))
+        out, lse, _ = reference(mixed_precision_attention, options, wide)
         # Σ p |v| is at most the largest value that is drawn.
-        bound = tolerance.rounding(dtype) * (LARGEST + abs(out)) + tolerance.SUMS
+        bound = tolerance.rounding(dtype) * (LARGEST + abs(np.asarray(out))) + tolerance.SUMS
         errors, of_bound = tolerance.errors_of(found[0], out, bound)
         seen = np.isfinite(lse)
         lse_error = np.where(seen, abs(found[1] - np.where(seen, lse, 0)), 0.0)
