@@ -349,7 +349,7 @@ PROMPT = Op(
     api.PROMPT,
     {name: prompts(shapes) for name, shapes in PROMPT_SHAPES.items()},
     _prompts,
-    kernels=("paged_prefill", "merge_partials", "prompt_scores", "merge_partials"),
+    kernels=("paged_prefill", "merge_partials", "prompt_scores", "merge_sums"),
     gates=Gates(balanced=_BALANCED),
     reused=True,
 )
