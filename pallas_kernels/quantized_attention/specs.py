@@ -320,11 +320,13 @@ def _some[T](named: Mapping[str, T], small: bool) -> Mapping[str, T]:
 
 
 def _decodes(small: bool) -> dict[str, Spec]:
-    sizes = {"sequences": 2, "tokens": 200} if small else {"sequences": 4, "tokens": 2000}
+    sequences, tokens = (2, 200) if small else (4, 2000)
     found = {}
     for name, shapes in _some(SHAPES, small).items():
         heads = Heads(2 * shapes.heads.H // shapes.heads.K, 2, shapes.heads.D)
-        found[name] = make(replace(shapes, heads=heads, ragged=True, **sizes))
+        found[name] = make(
+            replace(shapes, heads=heads, sequences=sequences, tokens=tokens, ragged=True)
+        )
     return found
 
 

@@ -127,7 +127,7 @@ def test_rows_beyond_an_int32(monkeypatch):
 
 
 def test_the_largest_pools_fill_the_gpu():
-    spec = quantized_attention.DECODE["llama-3-8b"]
+    spec = quantized_attention.DECODE.specs["llama-3-8b"]
     (words,) = [
         x for name, x in hazards.with_largest_pools(spec, H200.memory).items() if "words" in name
     ]
