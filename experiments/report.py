@@ -10,11 +10,12 @@ The site needs no server and no network.
 """
 
 import base64
+import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from experiments.lib.shipped import ROOT
 from experiments.lib.sources import sources_hash
 from experiments.reproduce import NONE, PARTIAL, counts, read, studies
 from experiments.study import KINDS, Study, shown
+from pallas_kernels.backend import MADE_FOR
+from pallas_kernels.ops import OPS
 
 flags.disclaim_key_flags()
 RESULTS = "experiments/results"
@@ -41,6 +44,8 @@ PAPERS = {
     "diffkv": ("DiffKV", "DiffKV: Differentiated Memory Management for Large Language Models "
                "with Parallel KV Compaction", "2412.03131"),
 }  # fmt: skip
+MARKS = {"works": "●", "refused": "–", "wrong": "✗"}
+IN_SHORT = ("vllm", "lserve", "quest", "diffkv", "diffkv_streaming", "h2o", "kivi")
 FIGURE = re.compile(r"(fig|table|algorithm)(\d+)([a-z]?)(?:_|$)")
 BLOCK = re.compile(r"(<!-- rows(?:: (\w+))? -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 
@@ -232,6 +237,58 @@ def paper_table(of: Sequence[Row], paper: str, up: str) -> str:
     return "\n".join(lines)
 
 
+def matrix(results: Path, presets: Sequence[str] = ()) -> str:
+    """What composes (experiments.composition): a line a feature, a column a preset, all if none is
+    named."""
+    report = read(results / "composition")
+    if report is None:
+        return "No result yet; `python -m experiments.composition` makes it, in an hour."
+    cells = {(cell["preset"], cell["feature"]): cell["verdict"] for cell in report["rows"]}
+    names = [name for name, _ in cells if not presets or name in presets]
+    columns, features = list(dict.fromkeys(names)), dict.fromkeys(name for _, name in cells)
+    lines = [
+        f"| {' | '.join(['', *map(_words, columns)])} |",
+        f"|---|{':-:|' * len(columns)}",
+        *(
+            f"| {_words(feature)} | "
+            f"{' | '.join(MARKS.get(cells.get((name, feature), ''), '') for name in columns)} |"
+            for feature in features
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def kernel_table(results: Path) -> str:
+    """A line a kernel: where it was interpreted, compiled, run and timed."""
+    compiled: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for path in sorted((results / "compile").glob("kernels_*.txt")):
+        jax = path.stem.rpartition("_")[2]
+        lines = [line.split() for line in path.read_text().splitlines()]
+        gates: dict[tuple[str, str, str], list[str]] = {}
+        for target, op, _, kernel, *_, gate in (x for x in lines if len(x) > 4 and x[1] in OPS):
+            gates.setdefault((op, kernel, target.upper()), []).append(gate)
+        for (op, kernel, target), all_gates in gates.items():
+            if set(all_gates) == {"ok"}:
+                compiled.setdefault((op, kernel), {}).setdefault(target, []).append(jax)
+    checks = [json.loads(path.read_bytes()) for path in results.glob("*/gpu_check.json")]
+    ran = {device for check in checks for device in check["hardware"]["jax_devices"]}
+    on = ", ".join(sorted(ran)) or "no"
+    table = ["| op | kernel | interpreted | compiled, on JAX | run | timed |", f"|{'---|' * 6}"]
+    for op, kernels in OPS.items():
+        for kernel in (kernel for kernel in MADE_FOR if kernel in kernels.implementations):
+            passed = [
+                f"{target}, {' and '.join(versions)}"
+                for target, versions in compiled.get((op, kernel), {}).items()
+            ]
+            cells = f"`{op}`", f"`{kernel}`", "in tests", "; ".join(passed) or "no", on, on
+            table.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
@@ -240,10 +297,16 @@ def with_tables(text: str, of: Sequence[Row], up: str) -> str:
     """A Markdown page, its tables between the marks made anew."""
 
     def made(block: re.Match[str]) -> str:
-        begin, paper, end = block.groups()
-        table = paper_table(of, paper, up) if paper else summary_table(of, up)
-        return f"{begin}\n{table}\n\n{end}"
+        begin, name, end = block.groups()
+        return f"{begin}\n{tables[name]()}\n\n{end}"
 
+    results = ROOT / RESULTS
+    tables: dict[str | None, Callable[[], str]] = {
+        None: lambda: summary_table(of, up),
+        "matrix": lambda: matrix(results),
+        "matrix_in_short": lambda: matrix(results, IN_SHORT),
+        "kernels": lambda: kernel_table(results),
+    } | {paper: partial(paper_table, of, paper, up) for paper in (*PAPERS, "bench")}
     return BLOCK.sub(made, text)
 
 
