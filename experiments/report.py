@@ -47,6 +47,7 @@ PAPERS = {
 MARKS = {"works": "●", "refused": "–", "wrong": "✗"}
 IN_SHORT = ("vllm", "lserve", "quest", "diffkv", "diffkv_streaming", "h2o", "kivi")
 FIGURE = re.compile(r"(fig|table|algorithm)(\d+)([a-z]?)(?:_|$)")
+PRINTED = re.compile(r"(?:Figs?\.|Tables?|Algorithm) \d+\w*(?:(?:, | and | to )\d+\w*)*")
 BLOCK = re.compile(r"(<!-- rows(?:: (\w+))? -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 
 
@@ -82,11 +83,14 @@ class Row:
 
     @property
     def label(self) -> str:
-        """As Fig. 12 or Table 1; else the file's name in words."""
-        if found := FIGURE.match(self.stem):
-            kind, number, part = found.groups()
-            return f"{kind.capitalize().replace('Fig', 'Fig.')} {int(number)}{part}"
-        return self.stem.replace("_", " ")
+        """As Figs. 2 to 5: what the title names in its brackets, else the file; of a row that the
+        paper does not print, the file's name in words."""
+        if not (found := FIGURE.match(self.stem)):
+            return _words(self.stem)
+        if printed := PRINTED.findall(self.study.title.rpartition("(")[2]):
+            return ", ".join(printed)
+        kind, number, part = found.groups()
+        return f"{kind.capitalize().replace('Fig', 'Fig.')} {int(number)}{part}"
 
     @property
     def has_result(self) -> bool:

@@ -131,6 +131,28 @@ def test_numbers_are_in_the_results_that_stand_beside_them(page):
         assert list(disagreements(block, numbers, names)) == [], (folder, block)
 
 
+def test_readmes_commands_made_the_results_that_it_quotes():
+    text = (ROOT / "README.md").read_text()
+    claims = re.findall(r"^- \*\*.*?(?=\n- |\n\n)", text, re.DOTALL | re.MULTILINE)
+    assert claims
+    for claim in claims:
+        (mark,), (command,) = MARK.findall(claim), COMMAND.findall(claim)
+        folder, module, arguments = mark[0], command[0], shlex.split(command[1])
+        report_of = json.loads((RESULTS / folder / "report.json").read_text())
+        run = dict(a[2:].split("=", 1) for a in arguments if a.startswith("--") and "=" in a)
+        named = [a for a in arguments if not a.startswith("--")]
+        if module == "experiments.reproduce":
+            (study,) = reproduce.chosen(named, [])
+            made, run = study.name, {}
+        else:
+            made = module.removeprefix("experiments.").replace(".", "/")
+        assert (
+            made in (folder, report_of.get("study")) or made.replace("/", "_") == Path(folder).name
+        )
+        for name, value in run.items():
+            assert value.isupper() or str(report_of["flags"][name]) in (value, f"{value}.0"), name
+
+
 def test_a_number_that_no_result_has_is_noticed():
     numbers = {"share": 0.92, "lost": 0, "points": -17.0}
     good = "It has 92 % and loses 17 points of `8` (paper: 95), and none is lost in 30."
