@@ -2,14 +2,12 @@
 
 import os
 import re
-import sys
 from pathlib import Path
-
-DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent))
 
 from experiments.lib import address
 from paged import __version__
+
+DOCS = Path(__file__).parent
 
 project = html_title = "paged-jax"
 release = version = __version__

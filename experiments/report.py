@@ -26,7 +26,7 @@ from experiments.lib.extras import extra
 from experiments.lib.program import Options, Program, refusals
 from experiments.lib.shipped import ROOT
 from experiments.lib.sources import sources_hash
-from experiments.reproduce import NONE, PARTIAL, counts, read, studies
+from experiments.reproduce import NONE, counts, read, studies
 from experiments.study import KINDS, Study, shown
 from pallas_kernels.backend import MADE_FOR
 from pallas_kernels.ops import OPS
@@ -101,6 +101,8 @@ class Row:
         """Of VERDICTS."""
         if self.report is None or not self.has_result:
             return NOT_RUN if self.study.kind == NOT_RUN else NONE
+        if self.report["kind"] == NOT_RUN:  # what it has are predictions
+            return NOT_RUN
         return {True: HOLDS, False: FAILS, None: OPEN}[self.report["holds"]]
 
     def said(self, name: str) -> Any:
@@ -142,6 +144,11 @@ class Row:
         default = _flat(run_record.plain(self.study.flags()))
         changed = [_flag(n, value) for n, value in run.items() if value != default.get(n)]
         return " ".join([f"python -m {module}", *changed])
+
+    @property
+    def needed(self) -> str:
+        """The command of a row that needs the paper's GPU or model; empty for others."""
+        return getattr(self.study, "command", "")
 
     @property
     def pictures(self) -> Sequence[Path]:
@@ -189,8 +196,7 @@ def by_kind(of: Sequence[Row]) -> dict[str, dict[str, int]]:
 def counted(of: Iterable[Row]) -> dict[str, int]:
     """The counts of `experiments.reproduce`; `failed` is without result here."""
     return counts(
-        (row.study, PARTIAL if row.report and not row.has_result else row.verdict, row.report)
-        for row in of
+        (row.study, NONE if row.verdict == NOT_RUN else row.verdict, row.report) for row in of
     )
 
 
