@@ -230,7 +230,7 @@ def smallest(bench: Bench) -> int:
             config = bench.preset.engine_config(
                 bench.model, **(bench.changes | {"kv_cache_tokens": tokens})
             )
-            if policy_of(config.policy).host(config, sharded).fits(longest, 1):
+            if policy_of(config.policy).sizes_of(config, sharded).fits(longest, 1):
                 return tokens
         except ValueError:
             pass

@@ -76,11 +76,11 @@ def prepare(options: Options) -> tuple[Engine, Workload, SamplingParams]:
         formats = tenants.formats(served, options.model)
         requests = tenants.addressed(workload.requests, names, formats)
         workload = replace(workload, requests=requests)
-    policy = policy_of(config.policy).host(config, ShardedModel.split(model))
+    sizes = policy_of(config.policy).sizes_of(config, ShardedModel.split(model))
     for i, request in enumerate(workload.requests):
         try:
             how = sampling_of(request, sampling, options.seed, i)
-            validated_prompt(request.prompt, how, tokenizer, model, config, policy)
+            validated_prompt(request.prompt, how, tokenizer, model, config, sizes)
         except ValueError as error:
             raise ValueError(f"request {i + 1} of --workload={options.workload}: {error}") from None
     engine = load_engine(config, tokenizer, **loading(options))

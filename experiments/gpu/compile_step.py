@@ -28,7 +28,6 @@ from absl import flags
 
 from experiments.gpu.step_report import (
     MOST_TEMPORARY,
-    Compiled,
     Report,
     Step,
     report_of,
@@ -73,7 +72,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("prefill_tokens", 0, "of a prompt beside them", lower_bound=0)
     flags.DEFINE_integer("context", 4096, "tokens of a sequence", lower_bound=2)
     flags.DEFINE_integer("adapter_slots", 0, help_of(EngineConfig)["adapter_slots"], lower_bound=0)
-    flags.DEFINE_enum("policy", "vllm", ["vllm", *COMPILED], help_of(EngineConfig)["policy"])
+    flags.DEFINE_enum("policy", "vllm", list(COMPILED), help_of(EngineConfig)["policy"])
     flags.DEFINE_integer("kv_bits", 16, "of keys and values: 16, or 8 or 4 if the policy can")
     flags.DEFINE_float(
         "streaming_share", 0.5, "KV heads that stream, of a policy with such, drawn at random", 0, 1
@@ -101,7 +100,7 @@ def compile_step(
     abstract = shards.abstract_params(dtype)
     weight_bytes = sum(map(_bytes_on_device, jax.tree.leaves(abstract)))
     token_bytes = kv_bytes_of_token(shards.model, dtype) * model.num_layers
-    compiled_as = COMPILED.get(policy, Compiled())
+    compiled_as = COMPILED[policy]
     options = compiled_as.options(model, streaming_share, kv_bits)
     can = EngineConfig(policy=policy, policy_options=options).capabilities
     whole = not can.chunked_prefill  # prompts come so
@@ -149,13 +148,12 @@ def compile_step(
     seconds = time.perf_counter() - began
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
-    pools = sum(map(_bytes_on_device, jax.tree.leaves(_pools(cache))))
-    statistics = getattr(cache, "statistics", None)
+    pools = sum(map(_bytes_on_device, jax.tree.leaves(compiled_as.pools(cache))))
     sizes = {
         "weights": weight_bytes,
         "adapters": adapter_bytes,
         "pools": pools,
-        "statistics": 0 if statistics is None else _bytes_on_device(statistics),
+        "statistics": sum(map(_bytes_on_device, jax.tree.leaves(compiled_as.statistics(cache)))),
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
@@ -192,11 +190,6 @@ def _block_moves(program: StepProgram, cache) -> dict[str, tuple]:
         assert memory is not None
         found[name] = memory.alias_size_in_bytes, memory.temp_size_in_bytes
     return found
-
-
-def _pools(cache):
-    """Unified pages, or pages of keys and of values."""
-    return cache.words if hasattr(cache, "words") else (cache.k_pages, cache.v_pages)
 
 
 def _bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
