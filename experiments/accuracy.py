@@ -134,8 +134,7 @@ def config_of(flags: AccuracyFlags, **fields: Any) -> EngineConfig:
 
 def problems_of(flags: AccuracyFlags, systems: Systems) -> Problems:
     """The prompts, by task and context. Raises ValueError for what cannot be asked or run."""
-    contexts = [str(context) for context in flags.contexts]
-    chosen = evaluate.settings(flags.tasks, contexts, next(iter(systems.values())))
+    chosen = evaluate.settings(flags.tasks, flags.contexts, next(iter(systems.values())))
     if not chosen:
         raise ValueError("no task fits the contexts")
     model = checkpoint.load_config(flags.model)

@@ -31,15 +31,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from absl import flags as absl_flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.lib import run_record, serving
-from experiments.lib.flags import define_typed, typed
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.program import Program, refusals
 from experiments.lib.sources import sources_hash
-from experiments.lib.typed_flags import Flags, flag, flat
+from experiments.lib.typed_flags import Flags, Output, flag, flat
 
 KEPT = "kept"
 FILES = ("rows.csv", "figure.png")
@@ -113,6 +111,11 @@ def in_processes[T, R](work: Callable[[T], R], tasks: Sequence[T], jobs: int) ->
 
 
 @dataclass(frozen=True)
+class StudyOutput(Output):
+    resume: bool = flag(True, "begin with the rows that an earlier run has kept")
+
+
+@dataclass(frozen=True)
 class Study[F: Flags, R]:
     """A study. Functions of its rows get the flags first, then the rows.
 
@@ -165,24 +168,15 @@ class Study[F: Flags, R]:
         return self.flags(**(self.quick if scale == "quick" else self.full))
 
     @property
-    def program(self) -> Program:
-        def define() -> None:
-            define_typed(self.flags)
-            absl_flags.DEFINE_bool(
-                "resume", True, "begin with the rows that an earlier run has kept"
-            )
-
-        folder = f"results/{self.name}"
-        return Program(self._main, define, folder, FILES, asked=partial(typed, self.flags))
+    def program(self) -> Program[F, StudyOutput]:
+        return Program(self._main, self.flags, StudyOutput(f"results/{self.name}"), FILES)
 
     def run(self) -> None:
         """Run it as the command line says, and exit."""
         self.program.run()
 
-    def _main(self, options: Options) -> int:
-        with refusals():
-            flags = typed(self.flags, options)
-        return self.write(flags, options.output_dir, options.resume)
+    def _main(self, flags: F, output: StudyOutput) -> int:
+        return self.write(flags, output.folder, output.resume)
 
     def write(self, flags: F, output_dir: str | Path, resume: bool = True) -> int:
         """Measure, and write and print the report; the exit status."""
