@@ -67,6 +67,8 @@ class ClusterFlags(ModelFlags):
 
     @classmethod
     def begin(cls, values: Mapping[str, Any]) -> None:
+        if values["tensor_parallel"] > 1:
+            raise ValueError("--tensor_parallel: each engine of a cluster has one device")
         if values["runners"] == "threads":  # a CPU is as many devices as it is told to be at first
             jax.config.update("jax_num_cpu_devices", values["num_gpus"])
 
@@ -124,8 +126,6 @@ def prepare(
 ) -> tuple[ModelConfig, list[Adapter], list[Arrival]]:
     """What the flags ask for. Raises ValueError for what cannot be."""
     model, config = checkpoint.load_config(flags.model), flags.engine
-    if config.tensor_parallel > 1:
-        raise ValueError("--tensor_parallel: each engine of a cluster has one device")
     longest = min(config.max_model_len, config.num_blocks * config.page_size - config.page_size)
     requests = ramp.requests(
         flags.duration_s, flags.peak_rate, model.vocab_size, longest, flags.length_divisor,

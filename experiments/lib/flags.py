@@ -227,7 +227,7 @@ def typed[F: Flags](kind: type[F], values: Mapping[str, Any], arguments: Sequenc
         raise ValueError(f"unexpected argument {arguments[0]!r}: flags are --name=value")
     found: dict[str, Any] = dict.fromkeys(named, tuple(arguments))
     found |= {name: values[name] for name in help_of(kind) if name not in named}
-    kind.begin(found)
+    kind.begin(values)
     for name, part in parts_of(kind).items():
         of_part = fields_of(type(part), values)
         if isinstance(part, EngineConfig) and issubclass(kind, ModelFlags):

@@ -48,8 +48,8 @@ class Flags:
 
     @classmethod
     def begin(cls, values: Mapping[str, Any]) -> None:
-        """Called with the values of the fields before an EngineConfig among them is made, which
-        counts JAX's devices."""
+        """Called with all values by name, before an EngineConfig is made of them, which counts
+        JAX's devices. Raises ValueError."""
 
     def __post_init__(self):
         make_plain(self)
