@@ -19,19 +19,16 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-
 from experiments.lib import address, run_record
-from experiments.lib.extras import extra
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.program import Program, extra, refusals
 from experiments.lib.shipped import ROOT
 from experiments.lib.sources import sources_hash
+from experiments.lib.typed_flags import Flags, Output, flag
 from experiments.reproduce import NONE, counts, read, studies
 from experiments.study import KINDS, Study, shown
 from pallas_kernels.backend import MADE_FOR
 from pallas_kernels.ops import OPS
 
-flags.disclaim_key_flags()
 RESULTS = "experiments/results"
 HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not hold", "not decided", "not run"
 VERDICTS = (HOLDS, FAILS, OPEN, NONE, NOT_RUN)
@@ -372,28 +369,29 @@ def site(of: Sequence[Row]) -> dict[str, str]:
     return made
 
 
-def main(options: Options) -> None:
-    results = Path(options.results)
+@dataclass(frozen=True)
+class ReportFlags(Flags):
+    results: str = flag(str(ROOT / RESULTS), "folder of results, PAPER/STUDY each")
+    tables: bool = flag(False, "write the tables of README and docs too, in a checkout")
+
+
+def main(given: ReportFlags, output: Output) -> None:
+    results = Path(given.results)
     with refusals():
         if not results.is_dir():
             raise ValueError(f"--results={results} is no folder")
     found = rows(results.resolve())
     for name, text in site(found).items():
-        run_record.write_whole(Path(options.output_dir) / name, text)
-    if options.tables:
+        run_record.write_whole(output.folder / name, text)
+    if given.tables:
         write_tables(found)
         address.stamp()
     figures = counted(row for row in found if row.is_figure)
     print(", ".join(f"{name} {count}" for name, count in figures.items()))
-    print(f"the site begins at {options.output_dir}/index.html")
+    print(f"the site begins at {output.output_dir}/index.html")
 
 
-def define_flags() -> None:
-    flags.DEFINE_string("results", str(ROOT / RESULTS), "folder of results, PAPER/STUDY each")
-    flags.DEFINE_bool("tables", False, "write the tables of README and docs too, in a checkout")
-
-
-PROGRAM = Program(main, define_flags, "results/report", ("index.html",))
+PROGRAM = Program(main, ReportFlags, Output("results/report"), ("index.html",))
 
 if __name__ == "__main__":
     PROGRAM.run()
