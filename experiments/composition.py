@@ -114,7 +114,7 @@ class Bench:
         for tokens in range(64, 800, 8):
             try:
                 config = self.config(kv_cache_tokens=tokens)
-                if policy_of(config.policy).host(config, sharded).fits(config.max_model_len, 3):
+                if policy_of(config.policy).sizes_of(config, sharded).fits(config.max_model_len, 3):
                     return tokens
             except ValueError:
                 pass

@@ -93,8 +93,9 @@ def attend(device: KVPolicy, cache, inputs: StepInputs, q_LxTxHxD, k_LxTxKxD, v_
     """A step's attention in all layers: `(cache, out [L, T, H, D])`."""
     cache, plan = device.begin_step(cache, inputs)
 
-    def of_layer(cache, layer):
-        out, cache = device.attend(*layer, cache, plan, inputs)
+    def of_layer(cache, arguments):
+        layer, q, k, v = arguments
+        out, cache = device.attend(layer, q, k, v, cache, plan, inputs)
         return cache, out
 
     numbers = jnp.arange(len(q_LxTxHxD), dtype=jnp.int32)

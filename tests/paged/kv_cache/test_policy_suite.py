@@ -346,7 +346,7 @@ NAMED = pytest.mark.parametrize(
 
 def _config(name: str, kv_cache_tokens: int) -> EngineConfig:
     changes: dict[str, Any] = {case.name: case.config for case in CASES}.get(name, {})
-    sizes = {"policy": name, "max_num_seqs": 4, "max_model_len": 64, "page_size": 4}
+    sizes: dict[str, Any] = {"policy": name, "max_num_seqs": 4, "max_model_len": 64, "page_size": 4}
     return EngineConfig(**sizes | changes | {"kv_cache_tokens": kv_cache_tokens})
 
 
