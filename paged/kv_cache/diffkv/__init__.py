@@ -15,7 +15,7 @@ The policy is made of parts: what a page holds (`options.page_formats`), which t
 
 from models.config import ModelConfig
 from paged.kv_cache.diffkv.device import DiffKVPolicy
-from paged.kv_cache.diffkv.host import DiffKVHost
+from paged.kv_cache.diffkv.host import DiffKVHost, sizes
 from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import AUTO, Options, check_options
@@ -82,5 +82,12 @@ def device(
 
 
 DIFFKV = Policy(
-    capabilities, DiffKVHost, device, check, Options, layout=layout_of, simulated=SimulatedPages
+    capabilities,
+    DiffKVHost,
+    device,
+    check,
+    Options,
+    layout=layout_of,
+    simulated=SimulatedPages,
+    sizes=sizes,
 )

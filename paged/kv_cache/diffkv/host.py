@@ -7,15 +7,16 @@ others: so admission follows the compression that is observed.
 """
 
 import itertools
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from paged.blocks.block_pool import BlockPool
-from paged.kv_cache.diffkv.layout import layout_of
+from paged.kv_cache.diffkv.layout import Layout, layout_of
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.owners import FREE
-from paged.kv_cache.policy import CacheConfig, ShardedModel
+from paged.kv_cache.policy import CacheConfig, EmptyCache, ShardedModel
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
@@ -43,6 +44,28 @@ class Row(NamedTuple):
     num_tokens: int
 
 
+def pool_of(layout: Layout, model: ShardedModel) -> Pool:
+    num_units = layout.num_slots * layout.most
+    return Pool(
+        name=PAGES,
+        num_units=num_units + 1,
+        num_host_units=num_units + 1,
+        null_unit=num_units,
+        units_per_call=max(1, MOVED_BYTES_PER_CALL // layout.page_bytes),
+        most_copies=0,
+        unit_bytes=layout.page_bytes * model.num_shards,
+    )
+
+
+def fits(layout: Layout, num_tokens: int, num_sequences: int) -> bool:
+    return num_sequences * int(layout.worst(num_tokens)) <= layout.num_pages
+
+
+def sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
+    layout = layout_of(config, model)
+    return EmptyCache((pool_of(layout, model),), 0, partial(fits, layout))
+
+
 class DiffKVHost:
     """Knows slots by six numbers: pages `held` for the first `settled` tokens, as was reported,
     none before the first report; tokens `computed` once all dispatched steps have run; tokens of
@@ -55,19 +78,8 @@ class DiffKVHost:
 
     def __init__(self, config: CacheConfig, model: ShardedModel):
         self.layout = layout = layout_of(config, model)
-        self.capacity = layout.num_pages
+        self.capacity, self._pool = layout.num_pages, pool_of(layout, model)
         self._all_heads = model.whole.num_layers * model.whole.num_kv_heads
-        num_units = layout.num_slots * layout.most
-        unit_bytes = layout.page_bytes * model.num_shards
-        self._pool = Pool(
-            name=PAGES,
-            num_units=num_units + 1,
-            num_host_units=num_units + 1,
-            null_unit=num_units,
-            units_per_call=max(1, MOVED_BYTES_PER_CALL // layout.page_bytes),
-            most_copies=0,
-            unit_bytes=unit_bytes,
-        )
         self.pools = (self._pool,)
         self._watermark = int(config.watermark * self.capacity)
         self._replays = config.capabilities.replays
@@ -113,7 +125,7 @@ class DiffKVHost:
             self.bound[slots] = self._bounds(slots, self._room[slots])
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        return num_sequences * int(self.layout.worst(num_tokens)) <= self.capacity
+        return fits(self.layout, num_tokens, num_sequences)
 
     def _prefill(self, sequence: Sequence) -> int:
         """Tokens that are prefilled. Output that is replayed after them grows as it did before; of

@@ -127,7 +127,7 @@ def _check(prompt_rule, generation_rule, formats, alpha, budget=0.0, gates=(), o
     for chunks in steps:
         for slot, out in driver.step(chunks, Tp=24, Sd=2).items():
             found[slot].append(out)
-        driver.host.observe(driver._number, _report(driver))
+        driver.host.observe(driver.number, _report(driver))
         driver.host.check()
 
     assert driver._run._cache_size() == 1
