@@ -79,6 +79,7 @@ PRESETS = {
         WHOLE,
     ),
     "kivi": Preset("diffkv", KIVI, WHOLE),
+    "qaq": Preset("diffkv", DIFFKV | {"alpha_l": 0.0, "outliers": 1}, WHOLE),
     "kv_int8": Preset("diffkv", UNIFORM | {"high": "K8V8", "low": "K8V8"}, WHOLE),
     "kv_int4": Preset("diffkv", UNIFORM | {"high": "K4V4", "low": "K4V4"}, WHOLE),
 }  # fmt: skip

@@ -1,8 +1,12 @@
 """DiffKV's policy: precision by key, value, token and head, and a manager of pages on the device.
 
 Uniform quantisation is a setting of it, with thresholds of 0; H2O and SnapKV are settings too, with
-rules of their own and a budget, and KIVI, with keys quantised by channel. With gates, as LServe and
-DuoAttention have them, KV heads stream.
+rules of their own and a budget, KIVI, with keys quantised by channel, and QAQ (arXiv:2403.04643),
+with `outliers` and a lowest alpha of 0: it keeps all tokens, in fewer bits the less attention they
+get. [M: from memory of its paper, unchecked] QAQ has formulas for the bits of a key and of a value,
+by a window of attention, and a copy in the host's memory from which bits may rise again; here both
+have the same level, by DiffKV's rules, which only falls. With gates, as LServe and DuoAttention
+have them, KV heads stream.
 
 The policy is made of parts: what a page holds (`options.page_formats`), which tokens stay (`keeps`:
 `compression` by significance or budget, `streaming` by head, `rest` by age), which pages are read

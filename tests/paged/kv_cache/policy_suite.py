@@ -85,6 +85,11 @@ DIFFKV_THREE_OPTIONS = dataclasses.replace(
 KIVI_OPTIONS = diffkv.Options(
     high="auto", low="K4V4", prompt_rule="kivi", generation_rule="kivi", window=16, key_group=8
 )
+# Pages of 4 tokens as they are or of 8 tokens in 4 bits, with an outlier of each key and value; a
+# prompt comes in chunks of 8 tokens.
+QAQ_OPTIONS = diffkv.Options(
+    high="auto", low="K4V4", alpha_h=1.0, alpha_l=0.0, window=6, outliers=1, prompt_tile=8
+)
 WHOLE_PROMPTS = {"max_num_batched_tokens": LONGEST}
 # A head of each layer streams, not the same one; the others read three pages.
 DIFFKV_COMPOSED_OPTIONS = dataclasses.replace(
@@ -138,6 +143,10 @@ CASES = [
         "kivi", POLICIES["diffkv"],
         config={**WHOLE_PROMPTS, "policy_options": KIVI_OPTIONS, "kv_cache_tokens": 84},
         slow=True,
+    ),
+    Case(
+        "qaq", POLICIES["diffkv"],
+        config={"policy_options": QAQ_OPTIONS, "kv_cache_tokens": 218}, slow=True,
     ),
     Case(
         "tova", TOVA, functools.partial(tova_attend, TINY, 20),
