@@ -1,9 +1,9 @@
-"""Kernels whose times only a GPU can tell: what their compiled code predicts, and what a GPU measures
-where there is one.
+"""Kernels whose times only a GPU can tell: what their compiled code predicts, and what a GPU
+measures where there is one.
 
-Predicted are seconds of a call on an H200 or A100, from the least to the most: its bytes at the share
-of the bandwidth that the compiled loop reaches, and a start for each launch. Both stand in the
-committed tables of `pallas_kernels.tools.compile`, beside their assumptions.
+Predicted are seconds of a call on an H200 or A100, from the least to the most: its bytes at the
+share of the bandwidth that the compiled loop reaches, and a start for each launch. Both stand in
+the committed tables of `pallas_kernels.tools.compile`, beside their assumptions.
 """
 
 from dataclasses import dataclass

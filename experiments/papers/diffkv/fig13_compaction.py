@@ -2,16 +2,17 @@
 
     python -m experiments.papers.diffkv.fig13_compaction
 
-Llama-3-8B's 256 heads of each sequence of 1,024 tokens. Counted are the kernels that XLA makes of the
-page manager (for this machine: a GPU's differ by few) and the bytes that they move; they predict the
-time on an L40. On a GPU it is measured, beside threaded host code, and so is the claim. Exactness
-against both is checked here (`compaction_on_cpu`).
+Llama-3-8B's 256 heads of each sequence of 1,024 tokens. Counted are the kernels that XLA makes of
+the page manager (for this machine: a GPU's differ by few) and the bytes that they move; they
+predict the time on an L40. On a GPU it is measured, beside threaded host code, and so is the claim.
+Exactness against both is checked here (`compaction_on_cpu`).
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,9 +59,9 @@ class Row:
     exact: bool
 
 
-def counted(function: Callable, *arguments) -> tuple[int, int]:
-    """Kernels of the compiled program, and bytes that they read and write."""
-    program = hlo.Program(jax.jit(function).lower(*arguments).compile().as_text())
+def counted(function: Any, *arguments) -> tuple[int, int]:
+    """Kernels of a jitted function's program, and bytes that they read and write."""
+    program = hlo.Program(function.lower(*arguments).compile().as_text())
     found = program.kernels()
     moved = [program.traffic(kernel, 2**62) for kernel in found]
     return len(found), sum(each.read + each.written for each in moved)
@@ -105,14 +106,12 @@ def measure(flags: CompactionFlags, _) -> Iterator[Row]:
         tokens, to_high = jnp.asarray(case.tokens), jnp.asarray(case.to_high)
         programs = {
             PROMPTS: counted(
-                lambda p, t: managers.prompts_on_device(p, case.allocated, t, case.sizes),
-                case.device(), tokens,
+                managers.prompts_on_device, case.device(), case.allocated, tokens, case.sizes
             ),
             GENERATION: counted(
-                lambda p, t, h: managers.step_on_device(p, t, h, case.sizes), case.device(),
-                tokens, to_high,
+                managers.step_on_device, case.device(), tokens, to_high, case.sizes
             ),
-        }  # fmt: skip
+        }
         ms, exact = times(case, flags), managers.is_exact(case, os.cpu_count() or 1)
         for phase, (launches, moved) in programs.items():
             yield Row(

@@ -2,10 +2,10 @@
 
     python -m experiments.papers.lserve.fig12_prefill_kernel
 
-One prompt's attention in a layer of Llama-3-8B's heads, of which a growing number streams. Tiles are
-counted from the kernel's own schedule: r is the sparsity of the pages that heads need, and what tiles
-of keys read beyond them is the kernel's loss. Times are predicted for an H200 from the share of its
-tensor cores that the compiled loop reaches, and measured where there is such a GPU.
+One prompt's attention in a layer of Llama-3-8B's heads, of which a growing number streams. Tiles
+are counted from the kernel's own schedule: r is the sparsity of the pages that heads need, and what
+tiles of keys read beyond them is the kernel's loss. Times are predicted for an H200 from the share
+of its tensor cores that the compiled loop reaches, and measured where there is such a GPU.
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,9 +3,9 @@
     python -m experiments.papers.lserve.table1_page_size
 
 The paper's table is of QServe, whose kernel looks pages up while it multiplies. Here copies are
-asynchronous, so what small pages cost is issue slots. Without a GPU: what the kernels compiled for an
-A100 and an H200 predict for 64 sequences of 4,096 tokens of Llama-3-8B, 16 bits. On a GPU: 4 bits and
-batch 32 too, as in the table.
+asynchronous, so what small pages cost is issue slots. Without a GPU: what the kernels compiled for
+an A100 and an H200 predict for 64 sequences of 4,096 tokens of Llama-3-8B, 16 bits. On a GPU: 4
+bits and batch 32 too, as in the table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,8 +38,8 @@ class PageFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """A call. gpu: that is predicted, or empty for this machine's. least_us, most_us: predicted; us:
-    measured."""
+    """A call. gpu: that is predicted, or empty for this machine's. least_us, most_us: predicted.
+    us: measured."""
 
     gpu: str
     page_size: int

@@ -3,8 +3,8 @@
     python -m experiments.papers.punica.fig07_sgmv_roofline
 
 One SGMV from rank 16 to a width of 4,096. Arithmetic intensities are counted by the paper's
-formulas; throughputs are predicted from the compiled kernel, and measured where there is a GPU with a
-kernel for it.
+formulas; throughputs are predicted from the compiled kernel, and measured where there is a GPU with
+a kernel for it.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ STUDY = Study(
     __file__,
     title="The roofline of SGMV (Punica Fig. 7)",
     kind="not run",
-    claim="identical adapters follow the bandwidth's slope; distinct ones gain by parallelism alone",
+    claim="identical adapters follow the bandwidth's slope; distinct ones gain by parallelism",
     rule="measured: FLOP/s grow with the batch in all, and most with identical adapters",
     holds=lambda v: (
         min(grown := [v[f"flops_growth_{p}"] for p in POPULARITIES]) > 1

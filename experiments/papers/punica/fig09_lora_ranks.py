@@ -28,7 +28,7 @@ class RankFlags(sgmv.OperatorFlags):
 
 
 def values(_: RankFlags, rows: Sequence[Row]) -> Values:
-    """us: of distinct adapters at the largest batch. over: of all others to identical ones, most."""
+    """us: of distinct adapters at the largest batch. growth: from the least rank to the most."""
     numbers: dict[str, float | None] = {}
     for rank in dict.fromkeys(row.rank for row in rows):
         last = {p: sgmv.of(rows, SGMV, p, rank)[-1] for p in POPULARITIES}

@@ -1,9 +1,9 @@
 """The LoRA operator x·A·B as Punica §7.1 times it: what the compiled SGMV predicts for an H200, and
 what this machine's GPU measures, beside a loop over adapters and Gather-BMM.
 
-SGMV's launches and the bandwidth that it reaches are those of the compiled kernel (`kernels`). Of the
-other two the launches are counted: a product of A and one of B for each adapter, and two gathers and
-two batched products; their bytes, by the paper's formulas, come at the same bandwidth.
+SGMV's launches and the bandwidth that it reaches are those of the compiled kernel (`kernels`). Of
+the other two the launches are counted: a product of A and one of B for each adapter, and two
+gathers and two batched products; their bytes, by the paper's formulas, come at the same bandwidth.
 """
 
 from collections.abc import Iterator, Sequence

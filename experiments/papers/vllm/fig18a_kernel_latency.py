@@ -2,11 +2,11 @@
 
     python -m experiments.papers.vllm.fig18a_kernel_latency
 
-OPT-13B's heads, batches of 8 and 32 sequences of 64 to 256 tokens in blocks of 16. On a GPU it times
-the kernel, and XLA's attention over contiguous keys and values in FasterTransformer's place. Without
-one it prints what the kernel compiled for an A100 predicts (`kernels`): launches and bytes, block
-tables among them. What the two differ in is read from the same tables: predicted times of blocks of
-16 and of 128 tokens.
+OPT-13B's heads, batches of 8 and 32 sequences of 64 to 256 tokens in blocks of 16. On a GPU it
+times the kernel, and XLA's attention over contiguous keys and values in FasterTransformer's place.
+Without one it prints what the kernel compiled for an A100 predicts (`kernels`): launches and bytes,
+block tables among them. What the two differ in is read from the same tables: predicted times of
+blocks of 16 and of 128 tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -131,8 +131,8 @@ STUDY = Study(
     rule="measured: at most 26 % longer than contiguous attention in every case",
     holds=holds,
     setting=Setting(
-        "OPT-13B's 40 heads of 128, 16 bits, blocks of 16, A100; predicted from the kernel compiled "
-        "for it, no clock",
+        "OPT-13B's 40 heads of 128, 16 bits, blocks of 16, A100; predicted from the kernel "
+        "compiled for it, no clock",
         "FasterTransformer's kernel is not here: XLA's attention would stand for it",
         "paper",
     ),
