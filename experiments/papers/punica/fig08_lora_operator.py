@@ -29,7 +29,7 @@ class ImplementationFlags(sgmv.OperatorFlags):
 
 
 def values(flags: ImplementationFlags, rows: Sequence[Row]) -> Values:
-    """growth: of SGMV's time from the smallest batch to the largest. over_sgmv: of another there."""
+    """growth: of SGMV's time from the smallest batch to the largest. over_sgmv: times, there."""
     numbers: dict[str, float | None] = {}
     for popularity in POPULARITIES:
         mine = sgmv.of(rows, SGMV, popularity, RANK)
