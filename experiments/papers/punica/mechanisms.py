@@ -258,7 +258,7 @@ def fig05() -> Mechanism:
 
 def fig06() -> Mechanism:
     """Four requests that end at different steps. With one KV cache for the batch all of them decode
-    until the last one ends, and a new one waits; with a cache for each, one that ends makes room."""
+    until the last one ends, and a new one waits; with a cache for each, who ends makes room."""
     lengths, late = (3, 5, 9, 6), 4
     config = EngineConfig(
         max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, page_size=4,
