@@ -66,7 +66,7 @@ def draw(_: AccuracyFlags, figure: Figure, rows: Sequence[Row]) -> None:
 
 def of_paper(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """The paper's scores, by system and then by task, as `scores` names them; with averages."""
-    numbers = {}
+    numbers: dict[str, float] = {}
     for system, by_task in table.items():
         numbers |= {key(system, task): score for task, score in by_task.items()}
         if "average" not in by_task:

@@ -66,8 +66,8 @@ def values(flags: PagingFlags, rows: Sequence[Row]) -> Values:
             numbers[f"right_{name.replace(', ', '_')}_at_{budget}"] = percent
         flat16, flat64, ours = (found[name] for name in (FLAT_16, FLAT_64, HIERARCHICAL))
         for size, flat in ((16, flat16), (64, flat64)):
-            both = ours is not None and flat is not None
-            numbers[f"over_flat_{size}_at_{budget}"] = ours - flat if both else None
+            over = None if ours is None or flat is None else ours - flat
+            numbers[f"over_flat_{size}_at_{budget}"] = over
     return numbers
 
 

@@ -60,8 +60,9 @@ def measure(flags: PageFlags, _) -> Iterator[Row]:
     for context in sorted(set(flags.contexts)):
         for page in SPECS:
             shapes = Attention(HEADS["llama-3-8b"], BATCH, context, page_size=page, kv_bits=BITS)
-            spec = specs.decode(shapes)
-            us = kernels.measured_us("quantised_paged_attention", f"{context}, {page}", spec)
+            us = kernels.measured_us(
+                "quantised_paged_attention", f"{context}, {page}", specs.decode(shapes)
+            )
             yield Row("", page, context, None, None, us)
 
 

@@ -1,6 +1,6 @@
 """How vLLM works (vLLM Figs. 3 to 10), drawn from runs of this engine.
 
-    python -m experiments.papers.vllm.mechanisms
+    python -m experiments.papers.vllm.fig03_mechanisms
 
 The paper's own examples: its prompts, word by word, in blocks of 4 tokens. The scheduler, the block
 manager and the reserving allocators of Orca are the engine's; tokens are made up, but in Fig. 5,
@@ -136,7 +136,7 @@ def fig03() -> Mechanism:
         for row, (name, record) in enumerate(
             {"A alone": step, "A and B": both.metrics.steps[1]}.items()
         ):
-            left = 0
+            left = 0.0
             for part, shade in MEMORY_COLOURS.items():
                 slots = getattr(record, "kv_" + part.replace(" ", "_"))
                 if not slots:
@@ -214,8 +214,8 @@ def fig05() -> Mechanism:
         for i, token in enumerate(tokens):
             pool[side, where[i // BLOCK], i % BLOCK] = token
     paged = paged_attention(
-        jnp.asarray(q[:, None]), *map(jnp.asarray, pool), jnp.array([[where]], jnp.int32),
-        jnp.array([[len(words)]], jnp.int32),
+        jnp.asarray(q[:, None]), jnp.asarray(pool[0]), jnp.asarray(pool[1]),
+        jnp.array([[where]], jnp.int32), jnp.array([[len(words)]], jnp.int32),
     )  # fmt: skip
     weights = np.exp((k @ q[0]) * D**-0.5)
     weights /= weights.sum()

@@ -1,6 +1,6 @@
 """How Punica works (Punica Figs. 2 to 6), drawn from runs of this cluster, engine and operator.
 
-    python -m experiments.papers.punica.mechanisms
+    python -m experiments.papers.punica.fig02_mechanisms
 
 Clusters and engines run in simulated time, with made-up tokens; SGMV computes. Notebook
 2_lora_tenants shows tenants of one batch at length.
@@ -158,10 +158,9 @@ def fig02() -> Mechanism:
 
 
 def segments_of(lengths: tuple[int, ...]) -> Segments:
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    slots, starts, ends = (jnp.asarray(x, jnp.int32) for x in (range(len(lengths)), starts, ends))
-    return Segments(slots, starts, ends, jnp.array([len(lengths)], jnp.int32))
+    ends = jnp.cumsum(jnp.array(lengths, jnp.int32))
+    slots, count = jnp.arange(len(lengths)), jnp.array([len(lengths)], jnp.int32)
+    return Segments(slots, ends - jnp.array(lengths, jnp.int32), ends, count)
 
 
 def fig03() -> Mechanism:
@@ -177,7 +176,7 @@ def fig03() -> Mechanism:
 
     def draw(figure: FigureBase) -> None:
         axes = figure.subplots()
-        for token, adapter in enumerate(of):
+        for token, adapter in enumerate(of.tolist()):
             for left, width in ((0, 5), (11, 5)):
                 axes.add_patch(Rectangle((left, T - 1 - token), width, 0.92,
                                          facecolor=COLOURS[adapter]))  # fmt: skip

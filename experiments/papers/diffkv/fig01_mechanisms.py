@@ -1,6 +1,6 @@
 """How DiffKV works (DiffKV Figs. 1, 6, 7, Algorithm 1), drawn from its policy and page manager.
 
-    python -m experiments.papers.diffkv.mechanisms
+    python -m experiments.papers.diffkv.fig01_mechanisms
 
 Classification, decisions and page management are the policy's own, on tokens whose significance is
 given. Notebook 4_kv_compression watches a model's cache.

@@ -1,6 +1,6 @@
 """How LServe works (LServe Figs. 3 to 5, 7, 8), drawn from its lists, its selection and its engine.
 
-    python -m experiments.papers.lserve.mechanisms
+    python -m experiments.papers.lserve.fig03_mechanisms
 
 Lists of pages and selections are those of the ops; Figs. 5 and 8 watch an engine with a small
 random model: pages of 4 tokens, of which dense heads read three, selected every two tokens.
@@ -77,7 +77,7 @@ def fig03() -> Mechanism:
         for row, (name, pages) in enumerate(rows.items()):
             for page in range(PAGES):
                 axes.add_patch(Rectangle((page, row), 0.92, 0.8, facecolor=FREE))
-            for step, page in enumerate(pages):
+            for step, page in enumerate(pages.tolist()):
                 axes.add_patch(Rectangle((page, row), 0.92, 0.8, facecolor=COLOURS[row]))
                 axes.text(page + 0.46, row + 0.4, str(step + 1), ha="center", va="center",
                           color="white")  # fmt: skip
@@ -85,7 +85,7 @@ def fig03() -> Mechanism:
                       va="center", fontsize="small")  # fmt: skip
         axes.set(xlim=(0, PAGES), ylim=(3, -0.1), yticks=[])
         axes.set_xlabel("page of keys (numbers: the kernel's iteration)")
-        axes.set_xticks(np.arange(PAGES) + 0.46, range(PAGES))
+        axes.set_xticks(np.arange(PAGES) + 0.46, [str(page) for page in range(PAGES)])
 
     return Mechanism(
         {
