@@ -129,7 +129,7 @@ def draw(_: KernelFlags, figure: Figure, rows: Sequence[Row]) -> None:
         x = [row.oracle for row in mine]
         y = [dense[context].most_us / row.most_us for row in mine]
         axes.plot(x, y, "o", color=colour, label=f"{context:,} tokens, predicted")
-        for row, height in zip(mine, y):
+        for row, height in zip(mine, y) if context == max(dense) else ():
             axes.annotate(f"{row.streaming} of 8 stream", (row.oracle, height), (6, -8),
                           textcoords="offset points", fontsize="x-small")  # fmt: skip
         times = [(row.oracle, row.us) for row in mine if row.us]

@@ -132,9 +132,10 @@ def growth(mine: Sequence[Row]) -> tuple[float, float | None]:
 
 
 def plot(axes: Axes, mine: Sequence[Row], colour: str, label: str) -> None:
-    """Over the batch size: a band is predicted, a line measured."""
+    """Over the batch size: a dotted line in its band is predicted, points are measured."""
     x = [row.batch for row in mine]
     low, high = [row.least_us for row in mine], [row.most_us for row in mine]
-    axes.fill_between(x, low, high, alpha=0.35, color=colour, linewidth=0, label=label)
+    axes.fill_between(x, low, high, alpha=0.35, color=colour, linewidth=0)
+    axes.plot(x, [middle_us(row) for row in mine], ":", color=colour, label=label)
     if all(row.us is not None for row in mine):
         axes.plot(x, [row.us or 0 for row in mine], "o-", color=colour)
