@@ -27,7 +27,7 @@ from experiments.lib.engines import check_implementation, engine_config, load_en
 from experiments.lib.flags import loading
 from experiments.lib.typed_flags import ModelFlags, flag
 from experiments.study import Run, Setting, Study, Values
-from experiments.tasks.files import Problems
+from experiments.tasks.files import MATCHES, Problems, read_problems
 from models import checkpoint, load_tokenizer
 from paged.config import EngineConfig
 from paged.device.tensor_parallel import Shards
@@ -53,6 +53,11 @@ class AccuracyFlags(ModelFlags):
     contexts: tuple[int, ...] = flag((1024,), "prompt and answer, in tokens")
     num_prompts: int = flag(50, "of each task and context", least=1, most=evaluate.MOST_PROMPTS)
     seed: int = flag(7, "of the prompts", least=0)
+    problems: tuple[str, ...] = flag(
+        (), "files of problems, up to the longest of --contexts, in place of --tasks"
+    )
+    match: str = flag("exact", "how answers of --problems are scored", choices=tuple(MATCHES))
+    output_tokens: int = flag(128, "of an answer to --problems that does not say", least=1)
 
     @property
     def longest(self) -> int:
@@ -137,14 +142,16 @@ def config_of(flags: AccuracyFlags, **fields: Any) -> EngineConfig:
 
 def problems_of(flags: AccuracyFlags, systems: Systems) -> Problems:
     """The prompts, by task and context. Raises ValueError for what cannot be asked or run."""
-    chosen = evaluate.settings(flags.tasks, flags.contexts, next(iter(systems.values())))
-    if not chosen:
-        raise ValueError("no task fits the contexts")
     model = checkpoint.load_config(flags.model)
     for config in systems.values():
         shards = Shards(model, config.tensor_parallel, dtype=flags.dtype)
         check_implementation(flags.attention_implementation, config, shards)
     tokenizer = load_tokenizer(flags.model)
+    if flags.problems:
+        return read_problems(flags.problems, tokenizer, flags.output_tokens, flags.longest)
+    chosen = evaluate.settings(flags.tasks, flags.contexts, next(iter(systems.values())))
+    if not chosen:
+        raise ValueError("no task fits the contexts")
     return evaluate.own_problems(chosen, flags.num_prompts, flags.seed, tokenizer)
 
 
@@ -160,7 +167,7 @@ def answered[F: AccuracyFlags](
     for i, (name, config) in enumerate(systems.items(), start=1):
         asked = run_record.plain({
             "config": config, "dtype": flags.dtype, "seed": flags.seed,
-            "attention_implementation": flags.attention_implementation,
+            "attention_implementation": flags.attention_implementation, "match": flags.match,
             "prompts": {f"{task} {context}": len(p) for (task, context), p in problems.items()},
         } | made_by)  # fmt: skip
         folder = kept_answers.folder_of(run.folder, name, asked)
@@ -175,7 +182,7 @@ def answered[F: AccuracyFlags](
             evaluate.evaluate(
                 load_engine(config, **loading(flags)),
                 {key: each for key, each in problems.items() if key not in found.held},
-                found=found, stopped=run.stopped, measure_memory=True, after_each=keep,
+                flags.match, found=found, stopped=run.stopped, measure_memory=True, after_each=keep,
             )  # fmt: skip
         if len(found.answers) == total:
             yield name, found

@@ -155,7 +155,7 @@ def main(flags: ReproduceFlags, _: None) -> int:
     for number, (study, at, _report) in enumerate(found(), start=1):
         print(f"[{number} of {len(wanted)}] {study.name}: ", end="", flush=True)
         if study.kind == "not run":
-            print(f"not run; needs {study.needs}")
+            print(f"not run; needs {study.needs}: {study.command}")
         elif at not in (NONE, PARTIAL, STALE):
             print(f"{at}; the result stands")
         else:

@@ -127,7 +127,8 @@ class Study[F: Flags, R]:
     that is not there leaves it undecided. check: raises ValueError for flags that cannot work
     together, before any work. table: the rows for people. quick, full: flags that differ from
     the defaults, by scale; full is the setting that `setting` tells. minutes: of both on two
-    cores. needs: what a machine must have beside two cores.
+    cores. needs: what a machine must have beside two cores. command: the paper's setting, where it
+    needs the paper's model or GPU. A study of kind 'not run' whose claim is decided was measured.
     """
 
     file: str
@@ -150,6 +151,7 @@ class Study[F: Flags, R]:
     full: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     minutes: tuple[float, float] = (1, 1)
     needs: str = ""
+    command: str = ""
     size: tuple[float, float] = (10, 4.2)
 
     @property
@@ -224,14 +226,15 @@ class Study[F: Flags, R]:
             name: None if value is None or math.isnan(value) else value
             for name, value in ({} if cause else self.values(flags, rows)).items()
         }
-        measured = {name: value for name, value in values.items() if value is not None}
+        holds = self._holds({name: value for name, value in values.items() if value is not None})
+        run = self.kind == "not run" and holds is not None
         return {
-            "study": self.name, "title": self.title, "kind": self.kind,
+            "study": self.name, "title": self.title, "kind": "measured" if run else self.kind,
             "setting": self.setting, "at_setting": self.is_at_setting(flags),
-            "claim": self.claim, "rule": self.rule, "holds": self._holds(measured),
+            "claim": self.claim, "rule": self.rule, "holds": holds,
             "values": [self._value(name, value) for name, value in values.items()],
             "tolerance": self.tolerance, "partial": cause, "rows": rows, "flags": flags,
-            "seconds": seconds, "sources_sha256": sources_hash(self.file),
+            "seconds": seconds, "sources_sha256": sources_hash(self.file), "command": self.command,
             **run_record.describe_environment(),
         }  # fmt: skip
 
@@ -274,12 +277,14 @@ class Study[F: Flags, R]:
             *values_table(report["values"], self.tolerance),
             f"claim    {self.claim}",
             f"         {verdict} ({self.rule})",
-            f"kind     {self.kind}; {run_record.hardware_line(report)}",
+            f"kind     {report['kind']}; {run_record.hardware_line(report)}",
             f"setting  {self.setting.here}",
             f"differs  {self.setting.differs or 'in nothing'}",
         ]
         if changed := self.changed(flags):
             lines.append(f"         and here: {changed}")
+        if self.command:
+            lines.append(f"needs    {self.needs}: {self.command}")
         if report["partial"]:
             lines.append(f"PARTIAL  {report['partial']}: {len(rows)} rows")
         return "\n".join(lines)

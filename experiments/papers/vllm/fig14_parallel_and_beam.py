@@ -40,11 +40,11 @@ class SharingFlags(RateFlags):
 def cases_of(name: str, flags: SharingFlags) -> list[Case]:
     """Of a panel, by system."""
     method, size = PANELS[name]
-    sequences = {"best_of": size} if method == "parallel" else {"beam_width": size}
+    best_of, beam_width = (size, 1) if method == "parallel" else (1, size)
     return [
         Case(
             "13b", "alpaca", policy, round(FIRST_RATE / size, 4), flags.sigma_of("alpaca"),
-            flags.duration_s, flags.seed, flags.host, **sequences,
+            flags.duration_s, flags.seed, flags.host, best_of=best_of, beam_width=beam_width,
         )
         for policy in SYSTEMS
     ]  # fmt: skip

@@ -154,7 +154,8 @@ def run(
     interval: int,
     progress: bool = True,
 ) -> list[Snapshot]:
-    """Serve the requests (prompt and sampling by id), one more every `interval` steps.
+    """Serve the requests (prompt and sampling by id), one more every `interval` steps, or all at
+    once if it is 0.
 
     Returns a snapshot of each step.
     """
@@ -163,9 +164,11 @@ def run(
     with tqdm(desc="serving", unit="steps", disable=not progress) as bar:
         while coming or engine.has_unfinished():
             seen = len(engine.events)
-            if coming and rounds % interval == 0:
+            while coming and (not interval or rounds % interval == 0):
                 name, (prompt, how) = coming.popleft()
                 engine.add_request(prompt, how, name)
+                if interval:
+                    break
             engine.step()
             rounds += 1
             new = engine.events[seen:]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.papers.diffkv import batch_on_cpu as throughput
-from experiments.papers.diffkv import fig13_compaction as compaction
+from experiments.papers.diffkv import compaction_on_cpu as compaction
 from experiments.papers.diffkv import fig15b_batch_latency as batch_latency
 from experiments.papers.diffkv import fig16_dynamic_workload as dynamic_workload
 from experiments.papers.diffkv import kernels_on_cpu as kernel_speed

@@ -8,10 +8,10 @@ import pytest
 from experiments.papers.lserve import (
     decode_on_cpu,
     engine_on_cpu,
-    fig12_prefill_kernel,
     layer_memory,
+    page_size_on_cpu,
+    prefill_kernel_on_cpu,
     prefill_on_cpu,
-    table1_page_size,
 )
 from experiments.papers.lserve.engine_on_cpu import Run
 from experiments.papers.lserve.layer import LAYER, Layer, config_of, lserve, streaming, systems
@@ -78,10 +78,10 @@ def test_studies_time_all_that_they_compare(tmp_path):
     found: dict[Any, list[Any]] = {
         decode_on_cpu: decode_on_cpu.decode([64, 8192], TIMES, SMALL, 0),
         prefill_on_cpu: prefill_on_cpu.prefill([256, 512], 256, TIMES, SMALL, 0),
-        fig12_prefill_kernel: fig12_prefill_kernel.kernel(
+        prefill_kernel_on_cpu: prefill_kernel_on_cpu.kernel(
             2048, 1024, TIMES, SMALL, 0, [0.5], [1024]
         ),
-        table1_page_size: table1_page_size.page_size([64, 128], [16, 64], 2, TIMES, SMALL, 0),
+        page_size_on_cpu: page_size_on_cpu.page_size([64, 128], [16, 64], 2, TIMES, SMALL, 0),
         layer_memory: layer_memory.memory([4096, 16384]),
         engine_on_cpu: list(
             engine_on_cpu.run(["dense", "quest"], [128], 128, 1, 0, TIMES.rates, tiny)
@@ -91,7 +91,7 @@ def test_studies_time_all_that_they_compare(tmp_path):
     four = ["dense", "static", "dynamic", "lserve"]
     assert names[decode_on_cpu] == 2 * [*four, "products"]
     assert names[prefill_on_cpu] == 2 * ["dense", "lserve", "products", "pooling"]
-    assert {"minference 1024", "streaming 50%"} <= set(names[fig12_prefill_kernel])
+    assert {"minference 1024", "streaming 50%"} <= set(names[prefill_kernel_on_cpu])
     assert names[engine_on_cpu] == ["dense", "quest"]
     for row in found[layer_memory]:
         assert row.bytes == row.of_formula
@@ -135,10 +135,10 @@ def test_the_values_are_of_the_rows_that_they_name():
     assert holds is True and numbers["decode_speedup_lserve_16k"] == 1.5
     assert (numbers["prefill_over_quest_16k"], numbers["decode_over_quest_16k"]) == (2, 1.25)
     pages = [
-        table1_page_size.PageRow(f"pages of {size}", size, context, ms, 1)
+        page_size_on_cpu.PageRow(f"pages of {size}", size, context, ms, 1)
         for size, context, ms in ((16, 512, 3), (64, 512, 2), (16, 2048, 4), (64, 2048, 5))
     ]
-    assert report(table1_page_size, pages) == (
+    assert report(page_size_on_cpu, pages) == (
         False, {"slowdown_16": 1.5, "slowdown_64": 1.25},
     )  # fmt: skip
 

@@ -1,0 +1,107 @@
+"""Tables of a paper's accuracy on public benchmarks, of which a user brings model and problems.
+
+A study is of several systems on the problems of --problems, files as `experiments.tasks.files`
+reads them: LongBench's and RULER's records, whose "task" names them. Scores are in percent, by
+task; the paper's average is the mean over its tasks. --match says how answers are scored: RULER's
+as `contains`, LongBench's as `f1`, in whose place the paper has ROUGE, edit distance or right
+answers for some tasks.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import accuracy
+from experiments.accuracy import AccuracyFlags, Row
+from experiments.lib.answers import ALL
+from experiments.study import Setting, Study, Values
+
+NEEDS = "the paper's model, a GPU that holds it, and the benchmark's problems"
+DIFFERS = "answers are scored by --match alone; every pair of systems has the same prompts"
+
+
+def key(system: str, task: str) -> str:
+    return f"{system}_{task}".lower().replace(" ", "_").replace("-", "_")
+
+
+def scores(rows: Sequence[Row]) -> Values:
+    """SYSTEM_TASK, and of files with several contexts SYSTEM_TASK_CONTEXT; SYSTEM_average over the
+    tasks, and SYSTEM_memory."""
+    numbers: dict[str, float | None] = {}
+    first = rows[0].system if rows else ""
+    for system in dict.fromkeys(row.system for row in rows):
+        mine = [r for r in rows if r.system == system and r.reference == first and r.task != ALL]
+        contexts = sorted({row.context for row in mine})
+        by_task: dict[str, list[float]] = {}
+        for row in mine:
+            by_task.setdefault(row.task, []).append(row.score)
+            if len(contexts) > 1:
+                numbers[key(system, f"{row.task}_{row.context}")] = row.score
+        means = {task: float(np.mean(found)) for task, found in by_task.items()}
+        numbers |= {key(system, task): score for task, score in means.items()}
+        for context in contexts if len(contexts) > 1 else ():
+            at = [row.score for row in mine if row.context == context]
+            numbers[key(system, f"average_{context}")] = float(np.mean(at))
+        numbers[key(system, "average")] = float(np.mean(list(means.values())))
+        held = [row.kv_memory_fraction for row in mine if row.kv_memory_fraction is not None]
+        if held:
+            numbers[key(system, "memory")] = float(np.mean(held))
+    return numbers
+
+
+def draw(_: AccuracyFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    """Scores by task, a bar for each system."""
+    numbers, axes = scores(rows), figure.subplots()
+    systems = list(dict.fromkeys(row.system for row in rows))
+    tasks = [*dict.fromkeys(row.task for row in rows if row.task != ALL), "average"]
+    for i, system in enumerate(systems):
+        at = np.arange(len(tasks)) + 0.8 * (i + 0.5) / len(systems) - 0.4
+        heights = [numbers.get(key(system, task)) or 0.0 for task in tasks]
+        axes.bar(at, heights, 0.76 / len(systems), label=system)
+    axes.set_xticks(range(len(tasks)), tasks, rotation=20)
+    axes.set(ylabel="score (%)")
+    axes.legend(frameon=False, fontsize="small")
+
+
+def of_paper(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The paper's scores, by system and then by task, as `scores` names them; with averages."""
+    numbers: dict[str, float] = {}
+    for system, by_task in table.items():
+        numbers |= {key(system, task): score for task, score in by_task.items()}
+        if "average" not in by_task:
+            numbers[key(system, "average")] = float(np.mean(list(by_task.values())))
+    return numbers
+
+
+def check(make: Callable[..., accuracy.Systems]) -> Callable[[AccuracyFlags], None]:
+    """A study's `check`, of one that has problems from files alone."""
+
+    def checked(flags: AccuracyFlags) -> None:
+        if not flags.problems:
+            raise ValueError("--problems must name a file: the benchmark's, one problem a line")
+        accuracy.checked(make)(flags)
+
+    return checked
+
+
+def study[F: AccuracyFlags](
+    file: str, flags: type[F], systems: Callable[[F], accuracy.Systems], *, title: str, claim: str,
+    ours: str, most_points: float, paper: Mapping[str, Mapping[str, float]], here: str,
+    command: str, minutes: tuple[float, float] = (1, 1),
+) -> Study[F, Row]:  # fmt: skip
+    """A study that is not run here. ours: the system whose average over the tasks is at most
+    `most_points` below the first one's, which the rule says. paper: scores by system and task."""
+    first = next(iter(paper))
+
+    def holds(found: Mapping[str, float]) -> bool:
+        return found[key(ours, "average")] >= found[key(first, "average")] - most_points
+
+    return Study(
+        file, title=title, kind="not run", claim=claim,
+        rule=f"the average over the tasks of {ours} at most {most_points:g} points below {first}",
+        setting=Setting(here, DIFFERS, "paper"), flags=flags, row=Row,
+        measure=accuracy.measured(systems), values=lambda _, rows: scores(rows), holds=holds,
+        paper=of_paper(paper), draw=draw, table=accuracy.table, check=check(systems), needs=NEEDS,
+        command=command, minutes=minutes, tolerance=0.05, size=(10, 4.2),
+    )  # fmt: skip

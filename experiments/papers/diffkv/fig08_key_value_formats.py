@@ -1,0 +1,122 @@
+"""Keys and values in eight formats (DiffKV §7.2, Fig. 8).
+
+    python -m experiments.papers.diffkv.fig08_key_value_formats --model=judge
+
+All tokens are in one format, from K8V8 to K4V1, beside 16 bits: the paper's six, and two uniform
+ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+
+from experiments import accuracy
+from experiments.accuracy import AccuracyFlags, Row, measured
+from experiments.lib.typed_flags import flag
+from experiments.papers.diffkv import systems
+from experiments.papers.diffkv.systems import REFERENCE
+from experiments.study import Setting, Study, Values
+
+FORMATS = ("K8V8", "K8V4", "K4V8", "K8V2", "K4V4", "K4V2", "K2V4", "K4V1")
+TASKS = ("multikey", "chain", "values", "cot", "cot_32")
+KEYS_FIRST = (("K8V4", "K4V8"), ("K4V2", "K2V4"))  # the first is better, by the paper
+GOAL = -2.0  # points
+# Percent of 16 bits' right answers that are kept.
+PAPER = {"kept_K8V4": (99.0, 101.0), "kept_K4V2": (65.0, 100.0), "kept_K2V4": (0.0, 5.0),
+         "kept_K8V2": (83.0, 100.0), "kept_K4V1": (0.0, 5.0)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FormatFlags(AccuracyFlags):
+    tasks: tuple[str, ...] = flag(TASKS, "tasks of experiments/tasks/tasks.py")
+    contexts: tuple[int, ...] = flag((1024, 2048), "prompt and answer, in tokens")
+    formats: tuple[str, ...] = flag(FORMATS, "of keys and values, uniform")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_some("formats")
+
+
+def make_systems(flags: FormatFlags) -> accuracy.Systems:
+    uniform = {name: systems.uniform(flags, name) for name in flags.formats}
+    return {REFERENCE: systems.reference(flags), **uniform}
+
+
+def compare(_: FormatFlags, rows: Sequence[Row]) -> list[tuple[str, str]]:
+    found = accuracy.pooled(rows)
+    return [pair for pair in KEYS_FIRST if set(pair) <= found.keys()]
+
+
+def values(_: FormatFlags, rows: Sequence[Row]) -> Values:
+    """kept: percent of 16 bits' right answers. difference_low: of K8V4 to 16 bits. over: of pairs,
+    points and log-probability with the lower bounds of their intervals."""
+    found = accuracy.pooled(rows)
+    whole = found[REFERENCE].score
+    numbers: dict[str, float | None] = {
+        f"kept_{name}": 100 * row.score / whole if whole else None
+        for name, row in found.items()
+        if name != REFERENCE
+    }
+    if "K8V4" in found:
+        numbers["difference_low_K8V4"] = found["K8V4"].difference_low
+    for pair in accuracy.pairs(rows):
+        at = f"{pair.system}_over_{pair.reference}"
+        numbers |= {
+            f"points_{at}": pair.difference, f"points_low_{at}": pair.difference_low,
+            f"logprob_{at}": pair.logprob_difference, f"logprob_low_{at}": pair.logprob_low,
+        }  # fmt: skip
+    return numbers
+
+
+def holds(found: Mapping[str, float]) -> bool:
+    better = [
+        max(found[f"points_low_{a}_over_{b}"], found[f"logprob_low_{a}_over_{b}"]) > 0
+        for a, b in KEYS_FIRST
+    ]
+    return found["difference_low_K8V4"] >= GOAL and all(better)
+
+
+def draw(_: FormatFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    found, (right, divergence) = accuracy.pooled(rows), figure.subplots(1, 2)
+    names = list(found)
+    scores = [found[name].score for name in names]
+    bars = right.bar(names, scores, color=["#888888", *["#2f6b9a"] * (len(names) - 1)])
+    right.bar_label(bars, fmt="{:.0f}", fontsize="small")
+    right.axhline(scores[0], color="#999999", linewidth=0.8, linestyle="--")
+    right.set(ylabel="right answers (%), all tasks", ylim=(0, 105))
+    others = names[1:]
+    divergence.bar(others, [found[name].divergence for name in others], color="#c8553d")
+    divergence.set(ylabel="divergence from 16 bits (nats by token)", yscale="log")
+    for axes in (right, divergence):
+        axes.tick_params(axis="x", rotation=30)
+
+
+STUDY = Study(
+    __file__,
+    title="Keys and values in eight formats (DiffKV Fig. 8)",
+    kind="analogue",
+    claim="K8V4 matches 16 bits, and bits of keys matter more than bits of values: K8V4 is better "
+    "than K4V8, and K4V2 than K2V4; K4V1 fails",
+    rule=f"K8V4's lower bound at least {GOAL:g} points, and both first formats better with 95 % "
+    "confidence, in right answers or log-probability",
+    holds=holds,
+    setting=Setting(
+        "the bundled model, five tasks at 1,024 and 2,048 tokens",
+        "the paper asks GSM8K and HumanEval+ of Llama3-8B, 70B and Qwen2.5-7B",
+        "reduced",
+    ),
+    flags=FormatFlags,
+    row=Row,
+    measure=measured(make_systems, compare),
+    values=values,
+    paper=PAPER,
+    check=accuracy.checked(make_systems),
+    draw=draw,
+    table=accuracy.table,
+    quick={"num_prompts": 2, "contexts": (1024,), "formats": ("K8V4", "K4V8", "K4V2", "K2V4")},
+    minutes=(3, 60),
+)
+
+if __name__ == "__main__":
+    STUDY.run()

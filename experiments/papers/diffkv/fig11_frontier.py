@@ -1,0 +1,152 @@
+"""Accuracy over KV memory: DiffKV's thresholds beside its baselines (DiffKV §7.2, Figs. 11, 12).
+
+    python -m experiments.papers.diffkv.fig11_frontier --model=judge
+
+alpha_h from 0 to 5 at each of --alpha_l, uniform formats, and SnapKV and H2O at several budgets;
+all over the memory that they take while they run. Then (Fig. 12) which tokens of each task are
+pruned and kept in low and in high precision, at --alpha_h's first and --alpha_l's first.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+
+from experiments import accuracy
+from experiments.accuracy import AccuracyFlags, Row, measured
+from experiments.lib.typed_flags import flag
+from experiments.papers.diffkv import systems
+from experiments.papers.diffkv.comparison import draw_family
+from experiments.papers.diffkv.systems import BUDGETED, REFERENCE
+from experiments.papers.diffkv.table1_accuracy_memory import draw_mix, of_alpha, of_budget
+from experiments.study import Setting, Study, Values
+
+TASKS = ("multikey", "chain", "values", "cot", "cot_32")
+SLACK = 1.0  # points that a baseline may be better
+SPREAD = 0.1  # between the tasks' shares of pruned tokens
+
+
+@dataclass(frozen=True)
+class FrontierFlags(AccuracyFlags):
+    tasks: tuple[str, ...] = flag(TASKS, "tasks of experiments/tasks/tasks.py")
+    contexts: tuple[int, ...] = flag((2048,), "prompt and answer, in tokens")
+    alpha_h: tuple[float, ...] = flag((1.0, 0.0, 2.0, 3.0, 4.0, 5.0), "of high precision", least=0)
+    alpha_l: tuple[float, ...] = flag((0.02, 0.04, 0.06, 0.08, 0.1), "of low precision", least=0)
+    formats: tuple[str, ...] = flag(("K8V8", "K8V4", "K4V4", "K4V2"), "uniform ones")
+    budgets: tuple[float, ...] = flag((0.25, 0.5, 0.75), "of SnapKV and H2O", above=0, most=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_some("alpha_h", "alpha_l")
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """(alpha_h, alpha_l) as the paper varies them: one at a time, from the first of both."""
+        first = self.alpha_h[0], self.alpha_l[0]
+        more = [(high, first[1]) for high in self.alpha_h] + [(first[0], x) for x in self.alpha_l]
+        return list(dict.fromkeys([first, *more]))
+
+
+def families(flags: FrontierFlags) -> dict[str, list[str]]:
+    found = {"DiffKV": [of_alpha(*point) for point in flags.points], "uniform": list(flags.formats)}
+    return found | {m: [of_budget(m, budget) for budget in flags.budgets] for m in BUDGETED}
+
+
+def make_systems(flags: FrontierFlags) -> accuracy.Systems:
+    found = {REFERENCE: systems.reference(flags)}
+    for high, low in flags.points:
+        found[of_alpha(high, low)] = systems.policy(flags, alpha_h=high, alpha_l=low)
+    found |= {name: systems.uniform(flags, name) for name in flags.formats}
+    for method in BUDGETED:
+        for budget in flags.budgets:
+            found[of_budget(method, budget)] = systems.budgeted(flags, method, budget)
+    return found
+
+
+def values(flags: FrontierFlags, rows: Sequence[Row]) -> Values:
+    """over_*: points of DiffKV's best point that takes no more memory over this baseline. pruned_*:
+    share of a task's tokens, at the first thresholds."""
+    found, first = accuracy.pooled(rows), of_alpha(*flags.points[0])
+    ours = [found[name] for name in families(flags)["DiffKV"] if name in found]
+    numbers: dict[str, float | None] = {
+        "memory_least": min((row.kv_memory_fraction or 0 for row in ours), default=None),
+        "memory_most": max((row.kv_memory_fraction or 0 for row in ours), default=None),
+    }
+    for family, names in families(flags).items():
+        for name in names if family != "DiffKV" else ():
+            memory = found[name].kv_memory_fraction if name in found else None
+            best = [r.score for r in ours if memory and (r.kv_memory_fraction or 1) <= memory]
+            over = max(best) - found[name].score if best else None
+            numbers[f"over_{name.replace(' ', '_')}"] = over
+    pruned = {
+        row.task: 1 - row.high - row.low
+        for row in rows
+        if row.system == first and row.reference == REFERENCE and row.context
+        and row.high is not None and row.low is not None
+    }  # fmt: skip
+    numbers |= {f"pruned_{task}": share for task, share in pruned.items()}
+    if pruned:
+        numbers["pruned_spread"] = max(pruned.values()) - min(pruned.values())
+    return numbers
+
+
+def holds(found: Mapping[str, float]) -> bool:
+    over = [points for name, points in found.items() if name.startswith("over_")]
+    return bool(over) and min(over) >= -SLACK and found["pruned_spread"] >= SPREAD
+
+
+def draw(flags: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    found, first = accuracy.pooled(rows), of_alpha(*flags.points[0])
+    points, divergence, mix = figure.subplots(1, 3)
+    for family, names in families(flags).items():
+        here = sorted(
+            (found[name] for name in names if name in found),
+            key=lambda row: row.kv_memory_fraction or 0,
+        )
+        if not here:
+            continue
+        style = "none" if family in ("uniform", "DiffKV") else "-"
+        for axes, measure in ((points, "difference"), (divergence, "divergence")):
+            draw_family(axes, here, measure, label=family, linestyle=style)
+            for row in here if family == "uniform" else ():
+                at = row.kv_memory_fraction, getattr(row, measure)
+                axes.annotate(row.system, at, (3, 3), textcoords="offset points", fontsize=6)
+    divergence.set_yscale("symlog", linthresh=1e-4)
+    points.legend(fontsize="small")
+    points.set_title("Fig. 11: right answers", loc="left", fontsize="medium")
+    divergence.set_title("the same, divergence", loc="left", fontsize="medium")
+    of_first = [r for r in rows if (r.system, r.reference) == (first, REFERENCE) and r.context]
+    if of_first:
+        draw_mix(mix, of_first)
+
+
+STUDY = Study(
+    __file__,
+    title="Accuracy over KV memory, and what is pruned (DiffKV Figs. 11, 12)",
+    kind="analogue",
+    claim="DiffKV has the better accuracy at equal memory; how much it prunes follows the task",
+    rule=f"no baseline more than {SLACK:g} point above DiffKV's best point that takes no more "
+    f"memory, and pruned shares differ by {SPREAD:g} or more between tasks",
+    holds=holds,
+    setting=Setting(
+        "the bundled model, five tasks at 2,048 tokens",
+        "the paper asks GSM8K, HumanEval+ and others of Llama3-8B, 70B, Qwen2.5 and QwQ-32B",
+        "reduced",
+    ),
+    flags=FrontierFlags,
+    row=Row,
+    measure=measured(make_systems),
+    values=values,
+    check=accuracy.checked(make_systems),
+    draw=draw,
+    table=accuracy.table,
+    quick={
+        "num_prompts": 2, "alpha_h": (1.0, 3.0), "alpha_l": (0.02, 0.1), "formats": ("K4V4",),
+        "budgets": (0.5,),
+    },
+    minutes=(4, 150),
+    size=(13, 4.5),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    STUDY.run()

@@ -1,0 +1,107 @@
+"""Kernels whose times only a GPU can tell: what their compiled code predicts, and what a GPU
+measures where there is one.
+
+Predicted are seconds of a call on an H200 or A100, from the least to the most: its bytes at the
+share of the bandwidth that the compiled loop reaches, and a start for each launch. Both stand in
+the committed tables of `pallas_kernels.tools.compile`, beside their assumptions.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from experiments.gpu import check
+from experiments.lib.shipped import ROOT
+from pallas_kernels import backend
+from pallas_kernels.specs import Cost, Rates, Spec
+from pallas_kernels.tools.predict import LAUNCH_S
+from pallas_kernels.tools.targets import TARGETS
+
+FOLDER = ROOT / "experiments/results/compile"
+NEEDS = "an H100 or H200"
+SETS = 8  # of a call's inputs, so that few find their own in the L2 cache
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled call. reaches: least and most share of what `of` names, of the loop over tiles.
+    us: of the whole call, least and most; None where none is predicted."""
+
+    target: str
+    op: str
+    spec: str
+    launches: int
+    reaches: tuple[float, float] | None
+    of: str
+    us: tuple[float, float] | None
+
+    def call_us(self, cost: Cost) -> tuple[float, float]:
+        """Of a call of the same kernel with other bytes."""
+        assert self.reaches and self.of == "bandwidth"
+        rate, starts = TARGETS[self.target].memory_bandwidth, self.launches * LAUNCH_S
+        least, most = (1e6 * (cost.bytes / (s * rate) + starts) for s in reversed(self.reaches))
+        return least, most
+
+
+def newest(target: str) -> Path:
+    """The committed table of the newest JAX."""
+    return sorted(FOLDER.glob(f"kernels_{target}_jax_*.txt"))[-1]
+
+
+def _tables(target: str) -> list[list[dict[str, str]]]:
+    """Rows of each table by the names of its columns, which two spaces divide."""
+    found: list[list[dict[str, str]]] = []
+    header: list[str] = []
+    for line in newest(target).read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("  ") if cell.strip()]
+        if cells[:1] == ["target"]:
+            header = cells
+            found.append([])
+        elif cells[:1] == [target] and len(cells) == len(header):
+            found[-1].append(dict(zip(header, cells)))
+    return found
+
+
+def _range(text: str, scale: float = 1.0) -> tuple[float, float] | None:
+    least, dash, most = text.removesuffix("%").partition("-")
+    return (float(least) * scale, float(most) * scale) if dash and most else None
+
+
+def compiled(target: str, op: str, spec: str, kernel: str = "") -> Compiled:
+    """What the committed tables say of this call. kernel: whose loop counts; empty for a call whose
+    launches alone do. Raises KeyError for a call that they lack."""
+    calls, loops = _tables(target)[:2]
+    call = [row for row in calls if (row["op"], row["spec"]) == (op, spec)]
+    loop = [row for row in loops if kernel and (row["spec"], row["kernel"]) == (spec, kernel)]
+    if not call or (kernel and not loop):
+        raise KeyError(f"{newest(target).name} has no {op} {spec} {kernel}")
+    if not loop:
+        return Compiled(target, op, spec, int(call[0]["launches"]), None, "", None)
+    reaches, of = loop[0]["reaches"].split(" of ")
+    return Compiled(
+        target, op, spec, int(call[0]["launches"]), _range(reaches, 0.01), of, _range(loop[0]["us"])
+    )
+
+
+def has_gpu() -> bool:
+    return backend.current_gpu() is not None
+
+
+def measured_us(op: str, name: str, spec: Spec) -> float | None:
+    """Median of a call of the kernel on this machine's GPU; None without one, or without a kernel
+    for it."""
+    kernel = check.kernel_of(op) if has_gpu() else None
+    if kernel is None:
+        return None
+    return 1e6 * check.time_spec(op, name, spec, kernel, Rates(1.0, 1.0), SETS).seconds
+
+
+def cost_of(spec: Spec) -> Cost:
+    """Without drawing its pools."""
+    return spec.cost(spec.drawn_indices())
+
+
+def peer_us(function, *arguments: jax.Array) -> float | None:
+    """Median of another program on this machine's GPU; None without one."""
+    return 1e6 * check.device_seconds(function, *arguments) if has_gpu() else None

@@ -1,0 +1,109 @@
+"""Hierarchical pages beside small flat ones at the same budget (LServe §5.3.1, Fig. 13).
+
+    python -m experiments.papers.lserve.fig13_hierarchical_paging --model=judge
+
+All heads are dense and read pages of a budget. Maps of needles, by length and depth, with all
+pages, with flat pages of 16, with flat pages of 64, and with pages of 64 that are judged by their
+logical pages of 16 tokens.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import accuracy
+from experiments.lib.typed_flags import flag
+from experiments.papers.lserve import fig06_page_size as pages
+from experiments.papers.lserve import fig09_needle as needle
+from experiments.papers.lserve.fig09_needle import NeedleFlags, Row
+from experiments.study import Run, Setting, Study, Values
+
+DENSE = "dense"
+POINTS = 2.0  # below flat pages of 16
+FLAT_16, FLAT_64, HIERARCHICAL = pages.PAGES
+
+
+@dataclass(frozen=True)
+class PagingFlags(NeedleFlags):
+    contexts: tuple[int, ...] = flag((512, 1024, 2048, 4096), "prompt and answer, in tokens")
+    budgets: tuple[int, ...] = flag((256,), "tokens that a query reads; the first is drawn",
+                                    least=192)  # fmt: skip
+
+
+def systems(flags: PagingFlags) -> accuracy.Systems:
+    found = {DENSE: accuracy.config_of(flags)}
+    for budget in flags.budgets:
+        for name, (page, logical) in pages.PAGES.items():
+            found[pages.label(name, budget)] = accuracy.config_of(
+                flags, policy="lserve", page_size=page,
+                policy_options={"budget": budget, "logical_page": logical},
+            )  # fmt: skip
+    return found
+
+
+def measure(flags: PagingFlags, run: Run) -> Iterator[Row]:
+    for name, found in accuracy.answered(flags, run, systems):
+        for context in flags.contexts:
+            scores = np.array([a.score for a in found.answers if a.context == context])
+            yield from needle.rows_of(name, context, needle.depths(flags, context), scores)
+
+
+def right(rows: Sequence[Row], system: str) -> float | None:
+    """Percent of all prompts."""
+    mine = [row for row in rows if row.system == system]
+    prompts = sum(row.prompts for row in mine)
+    return sum(row.prompts * (row.right or 0) for row in mine) / prompts if prompts else None
+
+
+def values(flags: PagingFlags, rows: Sequence[Row]) -> Values:
+    """Percent right; of each budget, points of hierarchical pages over both flat ones."""
+    numbers: dict[str, float | None] = {"right_dense": right(rows, DENSE)}
+    for budget in flags.budgets:
+        found = {name: right(rows, pages.label(name, budget)) for name in pages.PAGES}
+        for name, percent in found.items():
+            numbers[f"right_{name.replace(', ', '_')}_at_{budget}"] = percent
+        flat16, flat64, ours = (found[name] for name in (FLAT_16, FLAT_64, HIERARCHICAL))
+        for size, flat in ((16, flat16), (64, flat64)):
+            over = None if ours is None or flat is None else ours - flat
+            numbers[f"over_flat_{size}_at_{budget}"] = over
+    return numbers
+
+
+def holds(found: Mapping[str, float]) -> bool:
+    over = [points for name, points in found.items() if name.startswith("over_flat_16")]
+    return min(over) >= -POINTS
+
+
+def draw(flags: PagingFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    names = [DENSE, *(pages.label(name, flags.budgets[0]) for name in pages.PAGES)]
+    needle.draw(flags, figure, [row for row in rows if row.system in names])
+
+
+STUDY = Study(
+    __file__,
+    title="Hierarchical pages at the budget of small flat ones (LServe Fig. 13)",
+    kind="analogue",
+    claim="pages of 64 tokens, judged by logical pages of 16, find what flat pages of 16 find",
+    rule=f"at every budget at most {POINTS:g} points below flat pages of 16, of all prompts",
+    holds=holds,
+    setting=Setting(
+        "the bundled model, needles at 512 to 4,096 tokens, a budget of 256",
+        "the paper asks Llama-3-8B up to 256k tokens",
+        "reduced",
+    ),
+    flags=PagingFlags,
+    row=Row,
+    measure=measure,
+    values=values,
+    check=accuracy.checked(systems),
+    draw=draw,
+    table=needle.table,
+    quick={"num_prompts": 8, "contexts": (512, 2048)},
+    minutes=(2, 40),
+    size=(13, 4.2),
+)
+
+if __name__ == "__main__":
+    STUDY.run()

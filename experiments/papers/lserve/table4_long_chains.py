@@ -1,0 +1,108 @@
+"""Long chains of thought with dense attention and with LServe (LServe §4.2, Table 4).
+
+    python -m experiments.papers.lserve.table4_long_chains --model=judge --gates=FILE
+    python -m experiments.papers.lserve.table4_long_chains --model=FOLDER --gates=FILE \\
+        --problems=math500.jsonl --match=contains --contexts=32768 --budget=4096
+
+The model computes statement after statement, each from what it wrote before, and every answer has
+up to 400 tokens: selection and streaming heads act on what was generated. --problems asks AIME or
+MATH500 of a model that reasons.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+
+from experiments import accuracy
+from experiments.accuracy import AccuracyFlags, Row, measured
+from experiments.lib.typed_flags import flag
+from experiments.papers import benchmarks
+from experiments.papers.lserve.benchmarks import GATES
+from experiments.papers.lserve.gates import BUNDLED_GATES, gates_of
+from experiments.study import Setting, Study, Values
+
+TASKS = ("cot_long", "cot_32", "cot_40")
+DENSE, LSERVE = "Dense", "LServe"
+GOAL = -2.0  # points
+MODEL = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
+
+
+@dataclass(frozen=True)
+class ChainFlags(AccuracyFlags):
+    tasks: tuple[str, ...] = flag(TASKS, "tasks of experiments/tasks/tasks.py")
+    contexts: tuple[int, ...] = flag((2048,), "prompt and answer, in tokens")
+    num_prompts: int = flag(100, "of each task and context", least=1)
+    gates: str = flag(BUNDLED_GATES, "as --lserve_gates", path=True)
+    share: float = flag(0.5, "of the KV heads that stream", least=0, most=1)
+    budget: int = flag(1024, "tokens that a query of a dense head reads", least=192)
+
+
+def systems(flags: ChainFlags) -> accuracy.Systems:
+    gates = gates_of(flags, flags.gates)
+    chosen = {"gates": gates, "streaming_share": flags.share, "budget": flags.budget}
+    return {
+        DENSE: accuracy.config_of(flags),
+        LSERVE: accuracy.config_of(flags, policy="lserve", policy_options=chosen),
+    }
+
+
+def values(_: ChainFlags, rows: Sequence[Row]) -> Values:
+    """Scores by task, and the difference over all prompts with the bounds of its interval."""
+    found = accuracy.pooled(rows)
+    numbers = dict(benchmarks.scores(rows))
+    if LSERVE in found:
+        one = found[LSERVE]
+        numbers |= {
+            "difference_points": one.difference, "difference_low": one.difference_low,
+            "difference_high": one.difference_high,
+        }  # fmt: skip
+    return numbers
+
+
+def holds(found: Mapping[str, float]) -> bool:
+    return found["difference_low"] >= GOAL
+
+
+def draw(flags: ChainFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    benchmarks.draw(flags, figure, rows)
+
+
+STUDY = Study(
+    __file__,
+    title="Long chains of thought (LServe Table 4)",
+    kind="analogue",
+    claim="LServe answers as well as dense attention where models reason at length",
+    rule=f"lower bound of the paired difference over all prompts at least {GOAL:g} points",
+    holds=holds,
+    setting=Setting(
+        "the bundled model, chains of 24 to 40 statements at 2,048 tokens, half of the heads "
+        "streaming, a budget of 1,024",
+        "the paper asks AIME and MATH500 of DeepSeek-R1-Distill-Llama-8B",
+        "reduced",
+    ),
+    flags=ChainFlags,
+    row=Row,
+    measure=measured(systems),
+    values=values,
+    paper={
+        "dense_aime24": 43.3, "lserve_aime24": 43.3, "dense_math500": 84.2, "lserve_math500": 85.4,
+        "difference_points": 0.6,
+    },
+    check=accuracy.checked(systems),
+    draw=draw,
+    table=accuracy.table,
+    quick={"num_prompts": 3},
+    minutes=(2, 60),
+    needs=benchmarks.NEEDS,
+    command=(
+        f"python -m experiments.papers.lserve.duo_gates --model={MODEL} --mix=passkeys=1 "
+        "--steps=2000 --output_dir=results/gates && "
+        f"python -m experiments.papers.lserve.table4_long_chains --model={MODEL} --dtype=bfloat16 "
+        f"--gates={GATES} --problems=aime24.jsonl,math500.jsonl --match=contains "
+        "--contexts=32768 --output_tokens=16384 --budget=4096"
+    ),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    STUDY.run()

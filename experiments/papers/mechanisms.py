@@ -1,0 +1,73 @@
+"""Figures of how a system works, each drawn from a run of the system.
+
+A mechanism runs something small, says what it counted beside what the paper's figure shows, and
+draws it. A paper's mechanisms are one study: it writes a picture of each, figNN.png, and all of
+them as figure.png.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure, FigureBase
+
+from experiments.lib import run_record
+from experiments.lib.typed_flags import Flags
+from experiments.study import Run, Setting, Study, Values
+
+COLOURS = ("#2f6b9a", "#c8553d", "#e0a030", "#7d4f9e", "#4f9e6a", "#8c6d4f")
+GREY, FREE = "#9a9a9a", "#e6e6e6"
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """facts: by name what was counted, and what the figure shows or the mechanism must give."""
+
+    facts: Mapping[str, tuple[float, float]]
+    draw: Callable[[FigureBase], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    figure: str
+    fact: str
+    here: float
+    figure_shows: float
+
+
+def study(
+    file: str, paper: str, mechanisms: Mapping[str, Callable[[], Mechanism]],
+    titles: Mapping[str, str], *, claim: str, here: str, size: tuple[float, float],
+    columns: int = 2, minutes: tuple[float, float] = (0.5, 0.5),
+) -> Study[Flags, Row]:  # fmt: skip
+    """mechanisms: by the figure's name, fig05. titles: what each shows; of figures that a notebook
+    shows at length, its name too."""
+    made = functools.cache(lambda name: mechanisms[name]())
+
+    def measure(_: Flags, run: Run) -> Iterator[Row]:
+        for name in mechanisms:
+            picture = Figure(figsize=(8, 3.6), layout="constrained")
+            made(name).draw(picture)
+            picture.suptitle(titles[name], fontsize="medium")
+            run_record.save_figure(picture, run.folder / f"{name}.png", dpi=130)
+            for fact, (value, shows) in made(name).facts.items():
+                yield Row(name, fact, float(value), float(shows))
+
+    def values(_: Flags, rows: Sequence[Row]) -> Values:
+        wrong = sum(row.here != row.figure_shows for row in rows)
+        counted = {f"{row.figure}_{row.fact}": row.here for row in rows}
+        return {"figures": len({row.figure for row in rows}), "facts_wrong": wrong, **counted}
+
+    def draw(_: Flags, figure: Figure, rows: Sequence[Row]) -> None:
+        shape = -(-len(mechanisms) // columns), columns
+        panels = figure.subfigures(*shape, squeeze=False).flat
+        for panel, name in zip(panels, mechanisms, strict=False):
+            made(name).draw(panel)
+            panel.suptitle(titles[name], fontsize="medium", x=0.02, ha="left")
+
+    return Study(
+        file, title=f"How it works, from runs ({paper})", kind="counted", claim=claim,
+        rule="every count is that of the figure", holds=lambda v: v["facts_wrong"] == 0,
+        setting=Setting(here, "the paper's figures are drawings", "paper"), flags=Flags, row=Row,
+        measure=measure, values=values, draw=draw, minutes=minutes, size=size,
+    )  # fmt: skip

@@ -1,0 +1,122 @@
+"""Latency with recomputation and with swapping, by block size (vLLM §7.3, Fig. 19b), simulated.
+
+    python -m experiments.papers.vllm.fig19b_recovery
+
+OPT-13B serves ShareGPT's lengths at one rate, near the one that it sustains, so that requests are
+preempted; they come back by recomputation or from the host's memory. A swap takes what
+fig19a_swap_or_recompute counts: a start for each copy, and PCIe's bandwidth. Whether recomputation
+or swapping is better is the copies' doing; that small and large blocks are slow has
+fig18b_block_size's causes, of which only memory is counted here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from matplotlib.figure import Figure
+
+from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.vllm import block_sizes, opt
+from experiments.papers.vllm.opt import Case, Row
+from experiments.study import Run, Setting, Study, Values
+from paged.simulator.step_cost import HOSTS
+
+MODES: tuple[Literal["recompute", "swap"], ...] = ("recompute", "swap")
+SMALL, MIDDLE, LARGE = (1, 2, 4, 8), (16, 32, 64), (64, 128, 256)
+NEAR = 1.2  # times: alike with blocks of the middle sizes
+
+
+@dataclass(frozen=True)
+class RecoveryFlags(Flags):
+    sizes: tuple[int, ...] = flag(
+        tuple(2**i for i in range(9)), "tokens of a block", least=1, most=opt.CONTEXT
+    )
+    rate: float = flag(2.0, "requests/s", above=0)
+    duration_s: float = flag(1800.0, "of the arrivals", least=1)
+    sigma: float = flag(
+        0.0, "of the lengths; 0: of fig13_batched_requests' committed result", least=0, most=3
+    )
+    host: str = flag("vllm", "system whose host time a step includes", choices=tuple(HOSTS))
+    seed: int = flag(0, "of lengths and arrivals", least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_some("sizes")
+
+
+def serve(case: Case) -> Row:
+    return opt.run(case)
+
+
+def measure(flags: RecoveryFlags, run: Run) -> Iterator[Row]:
+    sigma = flags.sigma or opt.calibrated("sharegpt")
+    case = Case(
+        "13b", "sharegpt", "vllm", flags.rate, sigma, flags.duration_s, flags.seed, flags.host
+    )
+    for size in sorted(set(flags.sizes)):
+        for mode in MODES:
+            yield run.once(serve, replace(case, block_size=size, preemption_mode=mode))
+
+
+def by_mode(rows: Sequence[Row]) -> dict[str, dict[int, Row]]:
+    return {mode: {r.block_size: r for r in rows if r.preemption_mode == mode} for mode in MODES}
+
+
+def values(_: RecoveryFlags, rows: Sequence[Row]) -> Values:
+    """swap_over_recompute_SIZE: latencies. preemptions_least: of a run."""
+    found, numbers = by_mode(rows), dict[str, float | None]()
+    for mode, runs in found.items():
+        numbers |= {f"{mode}_{size}_s": row.latency_s for size, row in runs.items()}
+    for size in found["swap"].keys() & found["recompute"].keys():
+        ratio = found["swap"][size].latency_s / found["recompute"][size].latency_s
+        numbers[f"swap_over_recompute_{size}"] = ratio
+    return numbers | {"preemptions_least": min(row.preemptions for row in rows)}
+
+
+def holds(found: Mapping[str, float]) -> bool:
+    def ratios(sizes: Sequence[int]) -> list[float]:
+        return [found[f"swap_over_recompute_{size}"] for size in sizes]
+
+    alike = all(1 / NEAR <= ratio <= NEAR for ratio in ratios(MIDDLE))
+    return (
+        found["preemptions_least"] > 0 and alike and max(ratios(SMALL)) > 1 > min(ratios(LARGE))
+        and min(ratios(SMALL)) >= 1
+    )  # fmt: skip
+
+
+def draw(_: RecoveryFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    found, (latency, preempted) = by_mode(rows), figure.subplots(1, 2)
+    sizes = list(found["swap"])
+    curves = {mode: [row.latency_s for row in runs.values()] for mode, runs in found.items()}
+    block_sizes.over_block_sizes(latency, sizes, curves, "normalised latency (s/token)")
+    counts = {mode: [row.preemptions for row in runs.values()] for mode, runs in found.items()}
+    block_sizes.over_block_sizes(preempted, sizes, counts, "preemptions of the run")
+
+
+STUDY = Study(
+    __file__,
+    title="Latency with recomputation and with swapping, by block size (vLLM Fig. 19b)",
+    kind="simulated",
+    claim="recomputation is better with small blocks, swapping with large ones, and from 16 to 64 "
+    "they are alike",
+    rule=f"requests are preempted; swapping's latency is no lower with blocks up to 8, lower with "
+    f"some of 64 or more, and within {NEAR:g} times with 16 to 64",
+    holds=holds,
+    setting=Setting(
+        f"{opt.setting('13b', 'vllm')}; 2 requests/s for half an hour",
+        "the paper does not say its rate; lengths are log-normal, with a sigma calibrated on Fig. "
+        "13's Orca (Oracle)",
+        "paper",
+    ),
+    flags=RecoveryFlags,
+    row=Row,
+    measure=measure,
+    values=values,
+    draw=draw,
+    quick={"sizes": (1, 16, 256), "duration_s": 300.0},
+    minutes=(2, 60),
+    size=(10, 3.8),
+)
+
+if __name__ == "__main__":
+    STUDY.run()
