@@ -21,7 +21,7 @@ def test_memory_for_keys_and_values_is_what_weights_and_activations_leave():
 def test_a_kernel_is_faster_by_the_bytes_that_it_does_not_read(tmp_path):
     flags = fig15a_kernel_speed.KernelFlags(tokens=(512, 4096))
     study = fig15a_kernel_speed.STUDY
-    rows = list(study.measure(flags, Run(tmp_path, study.row, "", False)))
+    rows = list(study.measure(flags, Run(tmp_path)))
     by = {(row.format, row.tokens): row for row in rows}
     tokens, queries = 8 * 8 * 4096, 2 * 2 * 8 * 32 * 128
     assert by["vllm", 4096].bytes == tokens * 2 * 2 * 128 + queries

@@ -54,7 +54,7 @@ def test_a_selection_reads_all_extremes_and_counts_once_in_four_tokens():
 )  # fmt: skip
 def test_each_study_has_the_values_that_its_claim_and_its_constants_need(study, tmp_path):
     flags = study.STUDY.flags()
-    rows = list(study.STUDY.measure(flags, Run(tmp_path, study.STUDY.row, "", False)))
+    rows = list(study.STUDY.measure(flags, Run(tmp_path)))
     report = study.STUDY.report(flags, rows)
     assert report["holds"] is not None and report["at_setting"]
     names = {value["name"] for value in report["values"]}
