@@ -210,9 +210,13 @@ def measured[F: AccuracyFlags](
     return measure
 
 
-def checked[F: AccuracyFlags](make: Callable[[F], Systems], flags: F) -> None:
-    """Raises ValueError for systems or prompts that cannot be."""
-    problems_of(flags, make(flags))
+def checked[F: AccuracyFlags](make: Callable[[F], Systems]) -> Callable[[F], None]:
+    """A study's `check`: raises ValueError for systems or prompts that cannot be."""
+
+    def check(flags: F) -> None:
+        problems_of(flags, make(flags))
+
+    return check
 
 
 def table(_: AccuracyFlags, rows: Sequence[Row]) -> str:
@@ -277,6 +281,6 @@ def study[F: AccuracyFlags](
         file, title=title, kind="analogue", claim=claim, rule=rule, holds=holds,
         setting=Setting(here, differs, "reduced"), flags=flags, row=row,
         measure=measure or measured(make, compare), values=values, paper=paper,
-        check=lambda flags: checked(make, flags), draw=draw, table=table, quick=quick,
+        check=checked(make), draw=draw, table=table, quick=quick,
         minutes=minutes, size=(11, 4.5),
     )  # fmt: skip

@@ -142,7 +142,7 @@ def check(flags: QualifyFlags) -> None:
     evaluate.settings(flags.tasks, flags.contexts, dense(flags)["dense"])
     problems_of(flags, load_tokenizer(flags.model))
     gates_of(flags)
-    accuracy.checked(dense, flags)
+    accuracy.checked(dense)(flags)
 
 
 def values(flags: QualifyFlags, rows: Sequence[Row]) -> Values:

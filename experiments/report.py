@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lib import address, run_record
+from experiments.lib.presets import IN_SHORT
 from experiments.lib.program import Program, extra, refusals
 from experiments.lib.shipped import ROOT
 from experiments.lib.sources import sources_hash
 from experiments.lib.typed_flags import Flags, Output, flag
+from experiments.papers import PAPERS
 from experiments.reproduce import NONE, counts, read, studies
 from experiments.study import KINDS, Study, shown
 from pallas_kernels.backend import MADE_FOR
@@ -32,17 +34,7 @@ from pallas_kernels.ops import OPS
 RESULTS = "experiments/results"
 HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not hold", "not decided", "not run"
 VERDICTS = (HOLDS, FAILS, OPEN, NONE, NOT_RUN)
-PAPERS = {
-    "vllm": ("vLLM", "Efficient Memory Management for Large Language Model Serving with "
-             "PagedAttention", "2309.06180"),
-    "punica": ("Punica", "Punica: Multi-Tenant LoRA Serving", "2310.18547"),
-    "lserve": ("LServe", "LServe: Efficient Long-sequence LLM Serving with Unified Sparse "
-               "Attention", "2502.14866"),
-    "diffkv": ("DiffKV", "DiffKV: Differentiated Memory Management for Large Language Models "
-               "with Parallel KV Compaction", "2412.03131"),
-}  # fmt: skip
 MARKS = {"works": "●", "refused": "–", "wrong": "✗"}
-IN_SHORT = ("vllm", "lserve", "quest", "diffkv", "diffkv_streaming", "h2o", "kivi")
 FIGURE = re.compile(r"(fig|table|algorithm)(\d+)([a-z]?)(?:_|$)")
 PRINTED = re.compile(r"(?:Figs?\.|Tables?|Algorithm) \d+\w*(?:(?:, | and | to )\d+\w*)*")
 BLOCK = re.compile(r"(<!-- rows(?:: (\w+))? -->\n).*?(<!-- end of rows -->)", re.DOTALL)
@@ -145,7 +137,7 @@ class Row:
     @property
     def needed(self) -> str:
         """The command of a row that needs the paper's GPU or model; empty for others."""
-        return getattr(self.study, "command", "")
+        return self.study.command
 
     @property
     def pictures(self) -> Sequence[Path]:

@@ -97,3 +97,7 @@ def padded(engine: Engine) -> Engine:
     sizes = engine.loop._buckets
     engine.loop._buckets = Buckets(sizes.prefill[-1:], sizes.decode[-1:], sizes.mixed[-1:])
     return engine
+
+
+# Rows of the short matrix in README.
+IN_SHORT = ("vllm", "lserve", "quest", "diffkv", "diffkv_streaming", "h2o", "kivi")

@@ -218,15 +218,17 @@ class DiffKVPolicy:
             before = before + (counts[-1] + format.tokens - 1) // format.tokens
         window = self.rules.recent(cache.budget[0], lengths + 1)
         window = jnp.broadcast_to(window, len(lengths))[:, None]
-        (of_highest, places), *others = ranks
-        beyond = [(of_highest & x, places) for x in (age == window, age > window)]
+        (of_highest, highest_rank), *others = ranks
+        beyond = [(of_highest & x, highest_rank) for x in (age == window, age > window)]
         found = []
         for kept, rank in beyond + others:
             nobody = jnp.full((R, K), NOBODY, jnp.float32), jnp.zeros((R, K), jnp.int32)
             found.append(least(jnp.where(kept, mean, NOBODY), rank, row, nobody))
-        means, places = (jnp.stack(x, -1) for x in zip(*found))
+        means, victims = (jnp.stack(x, -1) for x in zip(*found))
         cache = replace(cache, words=words, extremes=extremes)
-        return self._remember(cache, plan.slots, heads, Found(places, means), jnp.stack(counts, -1))
+        return self._remember(
+            cache, plan.slots, heads, Found(victims, means), jnp.stack(counts, -1)
+        )
 
     def _remember(self, cache: DiffKVCache, slots, heads, found: Found, counts=None):
         """With what is found and, of prompts, counted [S, K, …] in a layer's heads."""

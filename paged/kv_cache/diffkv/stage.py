@@ -111,11 +111,10 @@ class Staged:
         number = jnp.arange(self._n)
         row = jnp.argmax(chunks.goes_on)
         total = jnp.where(chunks.goes_on & ends_now, chunks.totals, 0).max()
-        live = step.live & ends_now[step.rows] & ~self._in_stage
-        both = number < total, live
-        rows = jnp.full(self._n, row, jnp.int32), step.rows
-        positions = number, step.positions
-        rows, positions, live = map(jnp.concatenate, (rows, positions, both))
+        ends = step.live & ends_now[step.rows] & ~self._in_stage
+        live = jnp.concatenate([number < total, ends])
+        rows = jnp.concatenate([jnp.full(self._n, row, jnp.int32), step.rows])
+        positions = jnp.concatenate([number, step.positions])
         counts = jnp.where(ends_now, chunks.totals, 0)
         return Places(rows, jnp.where(live, positions, 0), live, self.starts, self.starts + counts)
 

@@ -74,7 +74,12 @@ def test_chunks_are_whole_tiles_of_one_prompt(budget, start, left, in_chunks, ro
 
 def config_of(**changes: Any) -> EngineConfig:
     options = {"prompt_tile": TILE}
-    given = {"max_num_seqs": 4, "max_model_len": 64, "page_size": 4, "policy_options": options}
+    given: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_model_len": 64,
+        "page_size": 4,
+        "policy_options": options,
+    }
     return EngineConfig(**(given | {"policy": "diffkv"} | changes))
 
 
