@@ -37,6 +37,12 @@ class Layout(Protocol):
     of sequences in `slots` [n] with `tokens` [n] each. report: the device half's.
     """
 
+    @property
+    def swap_copies(self) -> int:
+        """Copies that swap one unit over PCIe, if each is swapped by itself (vLLM Fig. 19); 0 if
+        units are gathered first, as `paged.device.mover` does."""
+        ...
+
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
         """The parts of a layer's attention in one step, or in several at once.
 

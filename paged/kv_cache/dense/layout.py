@@ -19,6 +19,11 @@ class DenseLayout:
     kv_itemsize: int
     windows: tuple[int, ...]
 
+    @property
+    def swap_copies(self) -> int:
+        """Of a block: its keys and its values in each layer, which lie apart."""
+        return 2 * len(self.windows)
+
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
         """See `paged.kv_cache.work.Layout`. Of layers that differ, the mean."""
         heads, before = self.heads, contexts - new_tokens

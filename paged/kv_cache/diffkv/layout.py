@@ -88,6 +88,11 @@ class Layout:
         return self.logical_pages * 2 * self.attention.D
 
     @property
+    def swap_copies(self) -> int:
+        """None of a unit alone: see `paged.kv_cache.work.Layout`."""
+        return 0
+
+    @property
     def page_bytes(self) -> int:
         return 4 * self.formats[0].words + self.extremes * self.kv_itemsize
 

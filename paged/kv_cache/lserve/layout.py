@@ -134,6 +134,11 @@ class Layout:
         return P * self.token_bytes + statistics, P * self.token_bytes
 
     @property
+    def swap_copies(self) -> int:
+        """None of a unit alone: see `paged.kv_cache.work.Layout`."""
+        return 0
+
+    @property
     def unit_bytes(self) -> tuple[int, int]:
         """Of a block of each pool, on all shards."""
         shards = len(self.num_dense)
