@@ -80,7 +80,8 @@ def simulate(case: Case) -> Row:
     )  # fmt: skip
     # As many sequences of half the limit as fit at a twelfth of 16 bits.
     fit = server.kv_tokens(case.gpu) / (server.limit / 2 + gpu.PROMPTS[1])
-    config = gpu.config_of(case.system, server, case.gpu, most=min(256, max(8, int(12 * fit))))
+    most = server.most if case.system == DIFFKV else min(256, max(8, int(12 * fit)))
+    config = gpu.config_of(case.system, server, case.gpu, most)
     engine = gpu.engine_of(flags, server, config)
     share = {VLLM: 1, "quest": 1, "snapkv": 2, "kivi": 7}.get(case.system, 4)
     count = min(256 * case.batches, max(8, round(case.batches * share * fit)))

@@ -6,15 +6,16 @@ import pytest
 
 from experiments.papers.diffkv import fig15a_kernel_speed, fig17_throughput
 from experiments.papers.diffkv.fig17_throughput import Case, simulate
-from experiments.papers.diffkv.gpu import PROMPTS, RECORDED, SERVERS
+from experiments.papers.diffkv.gpu import RECORDED, SERVERS
 from experiments.study import Run
 
 
 def test_memory_for_keys_and_values_is_what_weights_and_activations_leave():
+    """Activations are those of the model's whole context, and an L40 has 45 GiB beside its ECC."""
     server = SERVERS["qwq-32b"]
     parameters = 32.76e9  # the model card's
-    activations = 2 * (16384 + PROMPTS[1]) * (3 * 27648 / 2 + 4 * 5120)
-    room = 2 * (0.9 * 48 * 2**30 - activations) - 2 * parameters
+    activations = 2 * 40960 * (3 * 27648 / 2 + 4 * 5120)
+    room = 2 * (0.9 * 45 * 2**30 - activations) - 2 * parameters
     assert server.kv_tokens("l40") == pytest.approx(room / (64 * 8 * 2 * 128 * 2), rel=0.01)
 
 
