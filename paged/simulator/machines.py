@@ -9,10 +9,10 @@ GB, TERA, GIB = 10**9, 10**12, 2**30
 class Machine:
     """One GPU. Rates are peaks, of dense operands (without sparsity).
 
-    memory_bytes: of the device, without what its ECC takes. bandwidth: of its memory, bytes/s. flops, int8_ops: of tensor
-    cores, a second, with 16-bit and 8-bit operands. multiprocessors: each runs one tile of a
-    product at a time. link: bytes/s one way to the other GPUs of its box (NVLink, or PCIe where
-    there is none). pcie: bytes/s one way to the host.
+    memory_bytes: of the device, without what its ECC takes. bandwidth: of its memory, bytes/s.
+    flops, int8_ops: of tensor cores, a second, with 16-bit and 8-bit operands. multiprocessors:
+    each runs one tile of a product at a time. link: bytes/s one way to the other GPUs of its box
+    (NVLink, or PCIe where there is none). pcie: bytes/s one way to the host.
     """
 
     memory_bytes: int

@@ -36,6 +36,7 @@ from models.families import family
 from models.params import flatten
 from paged.config import EngineConfig
 from paged.engine import Engine
+from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.machines import machine
@@ -51,8 +52,8 @@ PROMPTS = (64, 256)  # least and most tokens of a problem of MATH, with its inst
 
 @dataclass(frozen=True)
 class Server:
-    """gpus: L40s. alphas: alpha_h and alpha_l (Fig. 10). limit: tokens of an output. most: sequences
-    of DiffKV at once."""
+    """gpus: L40s. alphas: alpha_h and alpha_l (Fig. 10). limit: tokens of an output. most:
+    sequences of DiffKV at once."""
 
     model: str
     gpus: int
@@ -102,6 +103,13 @@ class SimulatedFlags(Flags):
     host_knob: float = flag(1.0, "times the time of the host", least=0)
     recorded: str = flag(RECORDED, "file of what heads keep", path=True)
     seed: int = flag(0, "of all that is drawn", least=0)
+
+    def changed(self, attention: float, host: float) -> "SimulatedFlags":
+        """With factors on the time of attention and of the host."""
+        return SimulatedFlags(
+            gpu=self.gpu, host=self.host, attention_knob=attention * self.attention_knob,
+            host_knob=host * self.host_knob, recorded=self.recorded, seed=self.seed,
+        )  # fmt: skip
 
 
 # Factors on the time of attention and of the host: a result that turns over within these rests on
@@ -175,6 +183,20 @@ def requests_of(server: Server, count: int, seed: int, rate: float = float("inf"
         Request(float(at), [5] * int(prompt), server.limit, ignore_eos=True)
         for at, prompt in zip(arrivals, prompts)
     ]
+
+
+def held(
+    flags: SimulatedFlags, config: EngineConfig, model: ShardedModel, prompts: np.ndarray,
+    contexts: np.ndarray,
+) -> np.ndarray | None:  # fmt: skip
+    """What `Layout.work` takes of sequences with `prompts` [n] tokens that have grown to `contexts`
+    [..., n]; None for a policy that keeps all."""
+    simulated = policy_of(config.policy).simulated
+    if simulated is None:
+        return None
+    pages, slots = simulated(config, model, flags.recorded), np.arange(len(prompts))
+    pages.compute(slots, prompts, np.ones(len(prompts), bool))
+    return pages.held(slots, contexts)
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> None:

@@ -2,9 +2,16 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from experiments.papers.diffkv import fig15a_kernel_speed, fig17_throughput
+from experiments.papers.diffkv import (
+    fig14_memory_management,
+    fig15a_kernel_speed,
+    fig15b_batch_latency,
+    fig17_throughput,
+)
 from experiments.papers.diffkv.fig17_throughput import Case, simulate
 from experiments.papers.diffkv.gpu import RECORDED, SERVERS
 from experiments.study import Run
@@ -30,6 +37,38 @@ def test_a_kernel_is_faster_by_the_bytes_that_it_does_not_read(tmp_path):
     k8v8 = by["K8V8", 4096]
     assert k8v8.bytes == pytest.approx(tokens * (2 * (128 + 4) + 8) + queries, rel=0.05)
     assert study.report(study.flags(), rows)["holds"] is not None
+
+
+def test_launches_are_indexed_reads_and_scans_with_what_they_touch():
+    """Elementwise work is fused, and of an indexed array only what is named moves."""
+    table, at = jnp.zeros((1000, 8)), jnp.zeros(4, jnp.int32)
+
+    def program(table, at):
+        ends = jnp.cumsum(at)
+        rows = table.at[at + ends].get(mode="promise_in_bounds")
+        return table.at[at].set(2 * rows, mode="drop")
+
+    found = fig14_memory_management.traffic(jax.jit(program), table, at)
+    indices, rows = 4 * 4, 4 * 4 * 8
+    assert found == [2 * 4 * 4, indices + 2 * rows, indices + 3 * rows]
+
+
+def test_a_batch_is_its_prompts_and_its_steps(tmp_path):
+    study = fig15b_batch_latency.STUDY
+    flags = fig15b_batch_latency.BatchFlags(models=("llama-3-8b",), tokens=(256,))
+    rows = {row.system: row for row in study.measure(flags, Run(tmp_path, study.row, "", False))
+            if not row.knob}  # fmt: skip
+    vllm = rows["vllm"]
+    # 95 steps after the prompts', about as long as the last one; the prompts' is bound by products.
+    prompts_s = 2 * 8.03e9 * 8 * 160 / 181e12
+    steps_s = 95 * vllm.step_ms / 1e3
+    assert steps_s + prompts_s < vllm.seconds < steps_s + 2 * prompts_s
+    weights_s = 2 * 8.03e9 / 864e9
+    assert weights_s < vllm.step_ms / 1e3 < 3 * weights_s
+    again = rows[fig15b_batch_latency.BY_QUERY_HEAD]
+    read_ms = 1e3 * 32 * 8 * 8 * 255 * 2 * 2 * 128 / (0.775 * 864e9)
+    assert again.step_ms - vllm.step_ms == pytest.approx(3 * read_ms, rel=0.05)
+    assert rows["diffkv"].attention_ms != vllm.attention_ms
 
 
 @pytest.mark.slow  # two engines in simulated time
