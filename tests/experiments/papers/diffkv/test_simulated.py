@@ -10,6 +10,7 @@ from experiments.papers.diffkv import (
     fig14_memory_management,
     fig15a_kernel_speed,
     fig15b_batch_latency,
+    fig16_latency_over_rate,
     fig17_throughput,
 )
 from experiments.papers.diffkv.fig17_throughput import Case, simulate
@@ -80,3 +81,18 @@ def test_diffkv_runs_larger_batches_in_the_same_memory():
     flags = fig17_throughput.ThroughputFlags(models=("qwq-32b",), systems=("vllm", "diffkv"))
     numbers = fig17_throughput.values(flags, [vllm, diffkv])
     assert numbers["batch_diffkv_qwq-32b"] == diffkv.batch
+
+
+@pytest.mark.slow  # four engines in simulated time
+def test_latency_grows_with_the_rate():
+    flags = fig16_latency_over_rate.RateFlags(
+        models=("llama-3-8b",), loads=(0.25, 4.0), most_output=32, requests=400
+    )
+    plain = [case for case in fig16_latency_over_rate.cases(flags) if not case.knob]
+    rows = list(map(fig16_latency_over_rate.simulate, plain))
+    ms = {(row.system, row.load): row.ms_per_token for row in rows}
+    for system in ("vllm", "diffkv"):
+        assert 0 < ms[system, 0.25] < ms[system, 4.0]
+    numbers = fig16_latency_over_rate.values(flags, rows)
+    ratio = ms["diffkv", 4.0] / ms["vllm", 4.0]
+    assert numbers["latency_over_vllm_llama-3-8b_4"] == ratio
