@@ -12,6 +12,8 @@
 A part that a step lacks costs nothing. Where layers differ, a cost is the mean over the layers.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +27,7 @@ Work = dict[str, Cost]
 # Bytes [n] that sequences hold, and the shares of their tokens, over all heads, that are kept in
 # each precision [n, I], the highest first.
 Held = tuple[np.ndarray, np.ndarray]
+EVERYTHING = 2**40  # tokens that a query sees without a window
 
 
 class Layout(Protocol):
@@ -36,6 +39,12 @@ class Layout(Protocol):
 
     of sequences in `slots` [n] with `tokens` [n] each. report: the device half's.
     """
+
+    @property
+    def swap_copies(self) -> int:
+        """Copies that swap one unit over PCIe, if each is swapped by itself (vLLM Fig. 19); 0 if
+        units are gathered first, as `paged.device.mover` does."""
+        ...
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
         """The parts of a layer's attention in one step, or in several at once.
@@ -91,8 +100,23 @@ def triangle(tokens):
 def seen_up_to(tokens, window):
     """(query, key) pairs among the first `tokens` of a sequence, if a query sees at most `window`
     tokens, itself included."""
+    tokens = np.asarray(tokens, np.int64)  # squares of long contexts exceed 32 bits
     growing = np.minimum(tokens, window)
     return triangle(growing) + (tokens - growing) * window
+
+
+def visible(contexts, new_tokens, windows: Sequence[int | None]) -> tuple[Any, Any]:
+    """([..., S] (query, key) pairs of a query head, [..., S] tokens that some query sees), of rows
+    of so many `contexts` and `new_tokens` [..., S]; the mean over layers with these windows."""
+    contexts, new_tokens = (np.asarray(x, np.int64) for x in (contexts, new_tokens))
+    pairs = seen = np.zeros(contexts.shape)
+    for window, layers in Counter(windows).items():
+        share, most = layers / len(windows), EVERYTHING if window is None else window
+        # The first new token sees the oldest one that is seen.
+        seen = seen + share * np.minimum(contexts, most + new_tokens - 1)
+        of_window = seen_up_to(contexts, most) - seen_up_to(contexts - new_tokens, most)
+        pairs = pairs + share * of_window
+    return pairs, seen
 
 
 def total(numbers, where) -> Any:

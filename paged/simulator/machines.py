@@ -9,10 +9,10 @@ GB, TERA, GIB = 10**9, 10**12, 2**30
 class Machine:
     """One GPU. Rates are peaks, of dense operands (without sparsity).
 
-    memory_bytes: of the device. bandwidth: of its memory, bytes/s. flops, int8_ops: of tensor
-    cores, a second, with 16-bit and 8-bit operands. multiprocessors: each runs one tile of a
-    product at a time. link: bytes/s one way to the other GPUs of its box (NVLink, or PCIe where
-    there is none). pcie: bytes/s one way to the host.
+    memory_bytes: of the device, without what its ECC takes. bandwidth: of its memory, bytes/s.
+    flops, int8_ops: of tensor cores, a second, with 16-bit and 8-bit operands. multiprocessors:
+    each runs one tile of a product at a time. link: bytes/s one way to the other GPUs of its box
+    (NVLink, or PCIe where there is none). pcie: bytes/s one way to the host.
     """
 
     memory_bytes: int
@@ -24,15 +24,18 @@ class Machine:
     pcie: float
 
 
+# GDDR6 holds its ECC, a sixteenth of it: an L40S reports 45 GiB of its 48, of which programs see
+# 44.5. HBM has ECC beside its data.
+GDDR6_48 = 45 * GIB
 PCIE_4, PCIE_5 = 32 * GB, 64 * GB  # x16, one way
 # NVIDIA's data sheets: A40 (2020), A100 (2021), L40 (2022), L40S (2023), H100 SXM (2023), H200 SXM
 # (2024).
 MACHINES = {
-    "a40": Machine(48 * GIB, 696 * GB, 149.7 * TERA, 299.3 * TERA, 84, 56.25 * GB, PCIE_4),
+    "a40": Machine(GDDR6_48, 696 * GB, 149.7 * TERA, 299.3 * TERA, 84, 56.25 * GB, PCIE_4),
     "a100-40": Machine(40 * GIB, 1555 * GB, 312 * TERA, 624 * TERA, 108, 300 * GB, PCIE_4),
     "a100-80": Machine(80 * GIB, 2039 * GB, 312 * TERA, 624 * TERA, 108, 300 * GB, PCIE_4),
-    "l40": Machine(48 * GIB, 864 * GB, 181.05 * TERA, 362 * TERA, 142, PCIE_4, PCIE_4),
-    "l40s": Machine(48 * GIB, 864 * GB, 362.05 * TERA, 733 * TERA, 142, PCIE_4, PCIE_4),
+    "l40": Machine(GDDR6_48, 864 * GB, 181.05 * TERA, 362 * TERA, 142, PCIE_4, PCIE_4),
+    "l40s": Machine(GDDR6_48, 864 * GB, 362.05 * TERA, 733 * TERA, 142, PCIE_4, PCIE_4),
     "h100": Machine(80 * GIB, 3350 * GB, 989.4 * TERA, 1979 * TERA, 132, 450 * GB, PCIE_5),
     "h200": Machine(141 * GB, 4800 * GB, 989.4 * TERA, 1979 * TERA, 132, 450 * GB, PCIE_5),
 }

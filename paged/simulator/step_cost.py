@@ -1,6 +1,6 @@
 """The clock of simulated devices: seconds of a step on GPUs of a data sheet."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.device.step_inputs import StepInputs
 from paged.kv_cache import policy_of
-from paged.kv_cache.moves import Moves, Pairs
+from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.policy import ShardedModel
 from paged.kv_cache.work import Layout
 from paged.simulator.cost_model import CostModel
@@ -65,7 +65,7 @@ class StepCost:
     """Seconds of a step of `model`, of which each GPU has one shard.
 
     layout: the KV policy's.
-    unit_bytes: of a unit of each of the policy's pools, on all shards together.
+    pools: the policy's, by name.
     bits: of the operands of products, 8 for W8A8 and W4A8.
     weight_bits: of weights in memory, if fewer: 4 for W4A8.
     adapter_pages: rank pages of the adapter in each adapter slot; 1 in slots that it lacks.
@@ -75,7 +75,7 @@ class StepCost:
     costs: CostModel
     model: ShardedModel
     layout: Layout
-    unit_bytes: Mapping[str, int]
+    pools: Mapping[str, Pool]
     bits: int = 16
     weight_bits: int = 16
     host: Host = HOSTS["none"]
@@ -105,10 +105,10 @@ class StepCost:
         costs = CostModel(machine(gpu), attention_knob=attention_knob)
         costs.all_reduce_s(0, config.tensor_parallel)
         bits = 16 if config.quantization == "none" else 8
-        units = {pool.name: pool.unit_bytes for pool in policy.sizes_of(config, sharded).pools}
+        pools = {pool.name: pool for pool in policy.sizes_of(config, sharded).pools}
         layout = policy.layout(config, sharded)
         weight_bits = 4 if config.quantization == "w4a8" else bits
-        return cls(costs, sharded, layout, units, bits, weight_bits, HOSTS[host].times(host_knob))
+        return cls(costs, sharded, layout, pools, bits, weight_bits, HOSTS[host].times(host_knob))
 
     def with_adapters(self, pages: Mapping[int, int]) -> "StepCost":
         """The same cost with other `adapter_pages`."""
@@ -155,19 +155,24 @@ class StepCost:
 
     def moves_s(self, moves: Moves) -> float:
         """Seconds of the moves before a step. Each shard swaps its share over a PCIe link of its
-        own, a copy for the keys and one for the values of each layer; block copies are one launch
-        (vLLM §5.1), which reads and writes device memory. The state of slots takes no time."""
+        own; block copies are one launch (vLLM §5.1), which reads and writes device memory. The
+        state of slots takes no time."""
         swapped = [*moves.exports.items(), *moves.imports.items()]
-        copies = 2 * self.model.shard.num_layers * sum(len(pairs) for _, pairs in swapped)
-        seconds = self.costs.copies_s(copies, self._shard_bytes(swapped))
+        seconds = sum(self._swap_s(self.pools[pool], len(pairs)) for pool, pairs in swapped)
         if moves.copies:
-            seconds += self.costs.block_copies_s(self._shard_bytes(moves.copies.items()))
+            copied = moves.copies.items()
+            bytes_ = sum(self.pools[pool].unit_bytes * len(pairs) for pool, pairs in copied)
+            seconds += self.costs.block_copies_s(bytes_ / self.model.num_shards)
         return seconds
 
-    def _shard_bytes(self, moved: Iterable[tuple[str, Pairs]]) -> float:
-        """Bytes of units of pools on one shard."""
-        units = sum(self.unit_bytes[pool] * len(pairs) for pool, pairs in moved)
-        return units / self.model.num_shards
+    def _swap_s(self, pool: Pool, units: int) -> float:
+        """Units that are not copied by themselves pass through an array for each call that moves
+        them, padded: a launch gathers or scatters it, and one copy brings it over PCIe."""
+        unit_bytes = pool.unit_bytes / self.model.num_shards
+        if of_unit := self.layout.swap_copies:
+            return self.costs.copies_s(of_unit * units, units * unit_bytes)
+        calls, moved = -(-units // pool.units_per_call), pool.units_per_call * unit_bytes
+        return calls * (self.costs.block_copies_s(moved) + self.costs.copies_s(1, moved))
 
     def attention_s(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None):
         """Seconds of attention in all layers. Arguments are those of `Layout.work`; the result has

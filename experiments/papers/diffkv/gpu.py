@@ -10,7 +10,11 @@
     kivi    all tokens in K2V2
 
 Memory for keys and values is what vLLM takes: 0.9 of the device, less weights and the activations
-of a prompt of the greatest length. Prompts are as long as MATH's, and all outputs reach the limit.
+of as many tokens as a step may have, which are the model's whole context: the commands that the
+authors publish (DiffKV's benchmarks/benchmark_throughput.sh) limit outputs, and neither a sequence
+nor a step. They limit DiffKV's batch: to 16 sequences of QwQ-32B, of which the paper's 15.9 is all
+but everything, 32 of Qwen2.5-32B, 64 of Llama3-70B and 128 of the small models. Prompts are as long
+as MATH's, and all outputs reach the limit (those commands ignore ends).
 """
 
 import functools
@@ -32,6 +36,7 @@ from models.families import family
 from models.params import flatten
 from paged.config import EngineConfig
 from paged.engine import Engine
+from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.machines import machine
@@ -47,12 +52,14 @@ PROMPTS = (64, 256)  # least and most tokens of a problem of MATH, with its inst
 
 @dataclass(frozen=True)
 class Server:
-    """gpus: L40s. alphas: alpha_h and alpha_l (Fig. 10). limit: tokens of an output."""
+    """gpus: L40s. alphas: alpha_h and alpha_l (Fig. 10). limit: tokens of an output. most:
+    sequences of DiffKV at once."""
 
     model: str
     gpus: int
     alphas: tuple[float, float]
     limit: int
+    most: int
 
     @property
     def config(self) -> ModelConfig:
@@ -71,7 +78,7 @@ class Server:
         )
         # The MLP's, beside the residual stream and its norms.
         widths = 3 * model.intermediate_size / self.gpus + 4 * model.hidden_size
-        activations = 2 * self.longest * widths
+        activations = 2 * model.max_position_embeddings * widths
         room = self.gpus * (of_device - activations) - 2 * parameters
         return int(room // ShardedModel.split(model, dtype="float16").kv_token_bytes())
 
@@ -79,11 +86,11 @@ class Server:
 SERVERS = {
     each.model: each
     for each in (
-        Server("llama-3-8b", 1, (1.0, 0.02), 4096),
-        Server("qwen2.5-7b", 1, (0.04, 0.04), 4096),
-        Server("qwen2.5-32b", 2, (3.0, 0.0), 8192),
-        Server("qwq-32b", 2, (3.0, 0.0), 16384),
-        Server("llama-3-70b", 4, (1.0, 0.0), 4096),
+        Server("llama-3-8b", 1, (1.0, 0.02), 4096, 128),
+        Server("qwen2.5-7b", 1, (0.04, 0.04), 4096, 128),
+        Server("qwen2.5-32b", 2, (3.0, 0.0), 8192, 32),
+        Server("qwq-32b", 2, (3.0, 0.0), 16384, 16),
+        Server("llama-3-70b", 4, (1.0, 0.0), 4096, 64),
     )
 }
 
@@ -97,6 +104,13 @@ class SimulatedFlags(Flags):
     recorded: str = flag(RECORDED, "file of what heads keep", path=True)
     seed: int = flag(0, "of all that is drawn", least=0)
 
+    def changed(self, attention: float, host: float) -> "SimulatedFlags":
+        """With factors on the time of attention and of the host."""
+        return SimulatedFlags(
+            gpu=self.gpu, host=self.host, attention_knob=attention * self.attention_knob,
+            host_knob=host * self.host_knob, recorded=self.recorded, seed=self.seed,
+        )  # fmt: skip
+
 
 # Factors on the time of attention and of the host: a result that turns over within these rests on
 # constants that nothing here has measured.
@@ -108,7 +122,7 @@ KNOBS = {
 
 @functools.cache
 def model_of(name: str) -> ModelConfig:
-    return checkpoint.load_config(f"configs/models/{name}").replace(max_position_embeddings=2**17)
+    return checkpoint.load_config(f"configs/models/{name}")
 
 
 def options_of(system: str, server: Server) -> dict[str, Any]:
@@ -169,6 +183,20 @@ def requests_of(server: Server, count: int, seed: int, rate: float = float("inf"
         Request(float(at), [5] * int(prompt), server.limit, ignore_eos=True)
         for at, prompt in zip(arrivals, prompts)
     ]
+
+
+def held(
+    flags: SimulatedFlags, config: EngineConfig, model: ShardedModel, prompts: np.ndarray,
+    contexts: np.ndarray,
+) -> np.ndarray | None:  # fmt: skip
+    """What `Layout.work` takes of sequences with `prompts` [n] tokens that have grown to `contexts`
+    [..., n]; None for a policy that keeps all."""
+    simulated = policy_of(config.policy).simulated
+    if simulated is None:
+        return None
+    pages, slots = simulated(config, model, flags.recorded), np.arange(len(prompts))
+    pages.compute(slots, prompts, np.ones(len(prompts), bool))
+    return pages.held(slots, contexts)
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> None:

@@ -50,7 +50,7 @@ def overhead(tokens: int, block_size: int, copy_knob: float = 1.0) -> Row:
     start_s = copy_knob * cost.costs.assumed.copy_start_s
     assumed = replace(cost.costs.assumed, copy_start_s=start_s)
     cost = replace(cost, costs=replace(cost.costs, assumed=assumed))
-    (pool,) = cost.unit_bytes
+    (pool,) = cost.pools
     blocks = [(i, i) for i in range(-(-tokens // block_size))]
     swap_out_s = cost.moves_s(Moves(exports={pool: blocks}))
     swap_in_s = cost.moves_s(Moves(imports={pool: blocks}))

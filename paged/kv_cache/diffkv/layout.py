@@ -1,5 +1,6 @@
 """What both halves of DiffKV's policy know of memory: sizes, and bounds of what sequences take."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from paged.kv_cache.diffkv.rest import Rest
 from paged.kv_cache.diffkv.selection import TopPages
 from paged.kv_cache.diffkv.streaming import StreamingHeads
 from paged.kv_cache.policy import CacheConfig, ShardedModel
-from paged.kv_cache.work import Heads, Held, Work, total, triangle
+from paged.kv_cache.work import Heads, Held, Work, total, visible
 from pallas_kernels.quantized_attention import QUERY_TILE, PageFormat
 from pallas_kernels.specs import Cost
 
@@ -22,9 +23,9 @@ class Layout:
     tokens. layers, heads: L, and K of the shard. longest: tokens of a sequence at most. num_pages:
     N. horizon: tokens ahead for which a report tells what they can take. streaming: heads that
     stream; None if none does. reads: pages that a token reads; None for all. kv_itemsize: bytes of
-    a number of key extremes. rest: as `Keeps` has it. staged: tokens of a prompt whose chunks wait
-    for the last one; 0 where prompts come whole. staged_scores: G of their sums. prompt_tile:
-    queries of a prompt whose scores are added at once."""
+    a number of key extremes. rest: as `Keeps` has it. windows: of `Attention`. staged: tokens of a
+    prompt whose chunks wait for the last one; 0 where prompts come whole. staged_scores: G of their
+    sums. prompt_tile: queries of a prompt whose scores are added at once."""
 
     formats: tuple[PageFormat, ...]
     num_slots: int
@@ -38,6 +39,7 @@ class Layout:
     reads: TopPages | None = None
     kv_itemsize: int = 4
     rest: Rest | None = None
+    windows: tuple[int | None, ...] = (None,)
     staged: int = 0
     staged_scores: int = 1
     prompt_tile: int = QUERY_TILE
@@ -94,6 +96,11 @@ class Layout:
     def extremes(self) -> int:
         """Numbers of a page's key extremes."""
         return self.logical_pages * 2 * self.attention.D
+
+    @property
+    def swap_copies(self) -> int:
+        """None of a unit alone: see `paged.kv_cache.work.Layout`."""
+        return 0
 
     @property
     def page_bytes(self) -> int:
@@ -188,37 +195,46 @@ class Layout:
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
         """See `paged.kv_cache.work.Layout`. A prompt attends to its own unquantised keys and
         values, and is compressed afterwards. A generated token reads the `held` tokens, adds to
-        their scores, and moves at most one token of each head to a lower precision."""
+        their scores, and moves at most one token of each head to a lower precision. Layers with a
+        window read all that is held, as positions lie beside it; which of it the window holds is
+        not known, so arithmetic is on as much as it could hold."""
         heads, decodes, prompts = self.attention, new_tokens == 1, new_tokens > 1
         if held is None:
             held = self.uncompressed(contexts)[1] / self.all_heads
+        kept = held.sum(-1)
         bytes_of = np.array([float(format.token_bytes) for format in self.formats])
         pages = held @ (1 / np.array([format.tokens for format in self.formats]))
         few = np.minimum(1, self.reads.count / np.maximum(pages, 1)) if self.reads else 1
-        tokens = total(held.sum(-1), decodes)
-        tokens_read = total(few * held.sum(-1), decodes)
-        read = heads.K * total(few * (held @ bytes_of), decodes)
+        # Layers with a window select no pages.
+        selecting = self.windows.count(None) / len(self.windows)
+        read = selecting * few + 1 - selecting
+        attended = selecting * few * kept
+        for window, layers in Counter(filter(None, self.windows)).items():
+            attended = attended + layers / len(self.windows) * np.minimum(kept, window)
         of_queries = 2 * heads.itemsize * heads.D * heads.H * total(new_tokens, decodes)
-        pairs = triangle(contexts) - triangle(contexts - new_tokens)
+        pairs, seen = visible(contexts, new_tokens, self.windows)
         as_they_are = 2 * heads.D * heads.itemsize
         prompt_tokens, generated = total(new_tokens, prompts), total(new_tokens, decodes)
         written = total(held @ bytes_of, prompts)
         lowest = bytes_of[0] + bytes_of[-1]  # read in one precision and written in another
         parts = {
             "prefill": heads.attention(
-                as_they_are, heads.K * total(contexts, prompts), heads.H * total(pairs, prompts),
+                as_they_are, heads.K * total(seen, prompts), heads.H * total(pairs, prompts),
                 prompt_tokens,
             ),
-            "decode": Cost(read + of_queries, 4 * heads.D * heads.H * tokens_read),
+            "decode": Cost(
+                heads.K * total(read * (held @ bytes_of), decodes) + of_queries,
+                4 * heads.D * heads.H * total(attended, decodes),
+            ),
             # Scores, read and written.
-            "statistics": Cost(0 if self.rest else 8 * heads.K * tokens),
+            "statistics": Cost(0 if self.rest else 8 * heads.K * total(kept, decodes)),
             "compression": Cost(
                 heads.K * (as_they_are * prompt_tokens + written + lowest * generated)
             ),
             "writes": heads.writes(bytes_of[0], generated),
         }  # fmt: skip
         if self.reads:
-            scored = total(np.where(few < 1, pages, 0), decodes) * self.extremes
+            scored = selecting * total(np.where(few < 1, pages, 0), decodes) * self.extremes
             parts["selection"] = Cost(heads.K * self.kv_itemsize * scored, 2 * heads.H * scored)
         return parts
 
@@ -240,6 +256,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         streaming=StreamingHeads.of(options, model, options.sink, options.local),
         kv_itemsize=jnp.dtype(dtype).itemsize,
         rest=options.rest,
+        windows=model.shard.attention.within(config.max_model_len).windows,
         staged=config.max_model_len if config.chunked_prefill else 0,
         staged_scores=group if options.rules.prompt_scores["by_head"] else 1,
         prompt_tile=options.prompt_tile,

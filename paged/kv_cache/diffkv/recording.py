@@ -22,11 +22,10 @@ ROUNDING = 1e-6  # of a sum of tokens that were rounded
 
 @dataclass(frozen=True)
 class Recording:
-    """lengths: [n] ascending. prompt, generated: [n, L, K, 2] tokens that a head keeps in any
-    precision, and in the low one. Between lengths they are interpolated; up to `window` tokens all
-    are kept, in high precision; above the longest, shares are those of the longest."""
+    """prompt, generated: [N + 1, L, K, 2] tokens that a head keeps in any precision, and in the low
+    one, of 0 … N tokens. Between recorded lengths they are interpolated; up to `window` tokens all
+    are kept, in high precision; above N, shares are those of N."""
 
-    lengths: np.ndarray
     prompt: np.ndarray
     generated: np.ndarray
 
@@ -66,7 +65,11 @@ class Recording:
         grown = np.diff(curves[1], axis=0) / np.diff(grid)[:, None, None, None]
         if (grown < 0).any() or (grown[..., 0] > 1 + ROUNDING).any() or (curves[0] < 0).any():
             raise ValueError("tokens come one by one: a head's cannot grow by more, or get fewer")
-        return cls(grid, *curves)
+        tokens = np.arange(grid[-1] + 1)
+        after = np.clip(np.searchsorted(grid, tokens), 1, len(grid) - 1)
+        before = after - 1
+        share = ((tokens - grid[before]) / (grid[after] - grid[before]))[:, None, None, None]
+        return cls(*(x[before] + share * (x[after] - x[before]) for x in curves))
 
     def classes(self, layers: int, heads: int, streams: np.ndarray | None) -> np.ndarray:
         """[L * K] how many heads of a model of `layers` layers of `heads` KV heads keep what each
@@ -90,10 +93,6 @@ class Recording:
 
     def _at(self, curve: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """[r, L * K, 2]."""
-        grid = self.lengths
-        curve = curve.reshape(len(grid), -1, 2)
-        at = np.minimum(tokens, grid[-1])
-        after = np.clip(np.searchsorted(grid, at), 1, len(grid) - 1)
-        share = ((at - grid[after - 1]) / (grid[after] - grid[after - 1]))[:, None, None]
-        found = curve[after - 1] + share * (curve[after] - curve[after - 1])
-        return found * np.maximum(tokens / grid[-1], 1)[:, None, None]
+        longest = len(curve) - 1
+        found = curve.reshape(longest + 1, -1, 2)[np.minimum(tokens, longest)]
+        return found * np.maximum(tokens / longest, 1)[:, None, None]

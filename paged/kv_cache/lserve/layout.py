@@ -5,6 +5,7 @@ a page in each streaming head. All pages of a shard are one array: those of the 
 and head, and then those of the streaming pool. page = base of (layer, head) + block.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from paged.kv_cache.lserve.gates import dense_first
 from paged.kv_cache.lserve.options import LEAST_SELECTED, UNQUANTISED, Options
 from paged.kv_cache.policy import CacheConfig, ShardedModel
-from paged.kv_cache.work import Heads, Held, Work, seen_up_to, total, triangle
+from paged.kv_cache.work import Heads, Held, Work, seen_up_to, total, visible
 from pallas_kernels.quantization import KVFormat
 from pallas_kernels.specs import Cost
 
@@ -40,6 +41,7 @@ class Layout:
     kv_itemsize: bytes of a number of unquantised keys and of statistics.
     selectors: heads that select by themselves.
     dense_layers: number of first layers in which no head selects.
+    windows: of `Attention`, by layer.
     minference: pages of keys that a page of queries of a dense head reads in sparse prefill; 0 if
         it reads all.
     minference_from: length from which a prompt is prefilled sparsely.
@@ -65,6 +67,7 @@ class Layout:
     attention: Heads
     kv_itemsize: int
     selectors: int
+    windows: tuple[int | None, ...]
     dense_layers: int = 0
     minference: int = 0
     minference_from: int = 0
@@ -134,6 +137,11 @@ class Layout:
         return P * self.token_bytes + statistics, P * self.token_bytes
 
     @property
+    def swap_copies(self) -> int:
+        """None of a unit alone: see `paged.kv_cache.work.Layout`."""
+        return 0
+
+    @property
     def unit_bytes(self) -> tuple[int, int]:
         """Of a block of each pool, on all shards."""
         shards = len(self.num_dense)
@@ -154,59 +162,80 @@ class Layout:
         return pages * dense + window * streaming, np.stack([kept, np.zeros_like(kept)], -1)
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
-        """See `paged.kv_cache.work.Layout`. Work of the shard with the most dense heads, without
-        the model's windows, by which layers read less. A new owner's first selection counts only if
-        its position is one that selects anyway."""
-        heads, P, C = self.attention, self.page_size, self.logical
-        dense = self.most_heads[0] / len(self.num_dense[0])
-        streaming, G = heads.K - dense, heads.H // heads.K
-        decodes, prefills = new_tokens == 1, new_tokens > 1
+        """See `paged.kv_cache.work.Layout`. Work of the shard with the most dense heads. A new
+        owner's first selection counts only if its position is one that selects anyway."""
+        heads, P, C, L = self.attention, self.page_size, self.logical, len(self.windows)
+        G, decodes, prefills = heads.H // heads.K, new_tokens == 1, new_tokens > 1
         before, position = contexts - new_tokens, contexts - 1
-        everywhere = min(1.0, self.dense_layers / len(self.num_dense[0]))
+        by_layer = max(self.num_dense, key=sum)
+        # Dense and streaming heads of layers that are alike, and selecting ones: means over layers.
+        alike: dict[tuple[bool, int | None], list[float]] = {}
+        for layer, (count, window) in enumerate(zip(by_layer, self.windows, strict=True)):
+            of_kind = alike.setdefault((layer >= self.dense_layers, window), [0.0, 0.0])
+            of_kind[0] += count / L
+            of_kind[1] += (heads.K - count) / L
 
         sparse = decodes & (position // P >= self.all_below)
-        selected = np.where(sparse, (self.selected - 1) * P + position % P + 1, contexts)
-        read_all, read_few = total(contexts, decodes), total(selected, decodes)
-        of_dense = everywhere * read_all + (1 - everywhere) * read_few
-        in_window = self._window_seen(contexts) - self._window_seen(position)
-        read = dense * of_dense + streaming * total(in_window, decodes)
-        decode = heads.attention(self.token_bytes, read, G * read, total(new_tokens, decodes))
-
-        few = self.minference and contexts >= self.minference_from
-        most = np.where(few, self.minference * P, contexts)
-        pairs = seen_up_to(contexts, most) - seen_up_to(before, most)
-        windows = self._window_seen(contexts) - self._window_seen(before)
-        kept = np.minimum(contexts, (self.sink + self.local + 1) * P + new_tokens)
-        prefill = heads.attention(
-            self.token_bytes,
-            dense * total(contexts, prefills) + streaming * total(kept, prefills),
-            G * (dense * total(pairs, prefills) + streaming * total(windows, prefills)),
-            total(new_tokens, prefills),
-        )
+        few = contexts >= self.minference_from if self.minference else False
+        read = prefill_read = prefill_pairs = selecting = 0.0
+        for (selects, window), (dense, streaming) in alike.items():
+            pairs, seen = visible(contexts, new_tokens, (window,))
+            if window is None:
+                most = np.where(few, self.minference * P, contexts)
+                pairs = seen_up_to(contexts, most) - seen_up_to(before, most)
+            selected = seen
+            if selects and window is None:
+                selecting += dense
+                of_pages = (self.selected - 1) * P + position % P + 1
+                selected = np.where(sparse, of_pages, seen)
+            streamed = self._streamed(contexts, window) - self._streamed(before, window)
+            read += dense * total(selected, decodes) + streaming * total(streamed, decodes)
+            prefill_pairs += dense * total(pairs, prefills) + streaming * total(streamed, prefills)
+            streamed = self._tokens_streamed(contexts, new_tokens, window)
+            prefill_read += dense * total(seen, prefills) + streaming * total(streamed, prefills)
+        token, tokens = self.token_bytes, new_tokens.sum(-1)
         parts = {
-            "prefill": prefill,
-            "decode": decode,
-            "writes": heads.writes(self.token_bytes, new_tokens.sum(-1)),
+            "prefill": heads.attention(
+                token, prefill_read, G * prefill_pairs, total(new_tokens, prefills)
+            ),
+            "decode": heads.attention(token, read, G * read, total(new_tokens, decodes)),
+            "writes": heads.writes(token, tokens),
         }
         if self.selects:
             extremes = 2 * heads.D * self.kv_itemsize
             fresh = sparse & (position % self.reuse == 0)
-            pages = (1 - everywhere) * dense * total((position // P + 1) * (P // C), fresh)
+            pages = selecting * total((position // P + 1) * (P // C), fresh)
             queries = self.selectors / heads.K * pages
             parts["selection"] = Cost(pages * extremes, 4 * heads.D * queries)
             touched = -(-contexts // C) - before // C
-            keys = heads.D * heads.itemsize * new_tokens.sum(-1)
-            parts["statistics"] = Cost(dense * (keys + 2 * extremes * touched.sum(-1)))
+            keys = heads.D * heads.itemsize * tokens
+            parts["statistics"] = Cost(sum(by_layer) / L * (keys + 2 * extremes * touched.sum(-1)))
         return parts
 
-    def _window_seen(self, tokens):
-        """(query, key) pairs of a streaming head among the first `tokens` of a sequence: a query
-        sees the sink pages, the local pages, and its own page up to itself."""
-        P, pages = self.page_size, self.sink + self.local
-        first = np.minimum(tokens, (pages + 1) * P)
-        whole, part = np.divmod(tokens - first, P)
-        beyond = whole * (pages * P * P + triangle(P)) + part * pages * P + triangle(part)
-        return triangle(first) + beyond
+    def _streamed(self, tokens, window: int | None):
+        """(query, key) pairs of a streaming head among the first `tokens` of a sequence."""
+        return _streamed_up_to(self.page_size, self.sink, self.local, self.most, window)[tokens]
+
+    def _tokens_streamed(self, contexts, new_tokens, window: int | None):
+        """Tokens that some query of a streaming head sees."""
+        before = contexts - new_tokens
+        local = np.maximum(0, before // self.page_size - self.local) * self.page_size
+        oldest = 0 if window is None else np.maximum(0, before + 1 - window)
+        of_sink = np.maximum(0, np.minimum(self.sink * self.page_size, local) - oldest)
+        return contexts - np.maximum(local, oldest) + of_sink
+
+
+@functools.cache
+def _streamed_up_to(P: int, sink: int, local: int, most: int, window: int | None) -> np.ndarray:
+    """[most * P + 1] pairs as of `Layout._streamed`: a query sees the sink pages, the local pages,
+    and its own page up to itself, as far as they are within the window."""
+    position = np.arange(most * P)
+    near = np.minimum(position, local * P + position % P)  # tokens before it, of those pages
+    sinks = np.minimum(sink * P, position - near)
+    if window is not None:
+        sinks = np.clip(sinks - (position + 1 - window).clip(0), 0, None)
+        near = np.minimum(near, window - 1)
+    return np.concatenate([[0], np.cumsum(near + 1 + sinks)])
 
 
 def order_of(streams: np.ndarray, num_shards: int) -> np.ndarray:
@@ -263,7 +292,8 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     read_whole = -(-max(options.budget, options.sparse_from) // P)
     quantised = options.kv_bits != UNQUANTISED
     # Layers with a window read it whole.
-    sparse = None in model.shard.attention.within(config.max_model_len).windows
+    windows = model.shard.attention.within(config.max_model_len).windows
+    sparse = None in windows
     layout = Layout(
         page_size=P, num_slots=config.max_num_seqs, heads=model.shard.num_kv_heads,
         num_dense=tuple(num_dense), most=most, sink=sink, local=local, selected=selected,
@@ -276,6 +306,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         attention=Heads.of(model.shard, model.dtype),
         kv_itemsize=jnp.dtype(model.kv_dtype(config.kv_dtype)).itemsize,
         selectors=selectors(options, model),
+        windows=windows,
         dense_layers=options.dense_layers,
         minference=minference_pages(config) if sparse else 0,
         minference_from=options.minference_from,

@@ -71,6 +71,13 @@ def test_the_dense_policy_reads_each_visible_token_once(rows, window):
     assert work["writes"].bytes == 2 * (2 * 2 * K * D * new)
 
 
+def test_long_contexts_are_counted_in_64_bits():
+    """A step's arrays have 32."""
+    long = np.array([2**18], np.int32)
+    flops = layout("vllm").work(long, long)["prefill"].flops
+    assert flops == 4 * H * D * 2**17 * (2**18 + 1)
+
+
 def test_orca_reads_as_the_dense_policy_does():
     rows = columns([(30, 30), (7, 1)])
     assert layout("orca_max").work(*rows) == layout("vllm").work(*rows)
@@ -115,6 +122,60 @@ def test_lserve_reads_what_its_device_half_plans_to_read(rows):
             window = min(position // 16, lay.sink + lay.local) * 16 + position % 16 + 1
             pairs += dense * (position + 1) + (K - dense) * window
     assert work["prefill"].flops == pytest.approx(4 * D * H // K * pairs)
+
+
+@given(ROWS, st.sampled_from([1, 30, 100, 400]))
+@settings(max_examples=15, deadline=None)
+def test_lserve_reads_what_windows_leave(rows, window):
+    """Of three layers the second has none, and selects."""
+    lay = layout(
+        "lserve", MODEL.replace(sliding_window=window, full_layers=(1,)),
+        budget=128, sink=32, local=48, reuse=4, gates=GATES,
+    )  # fmt: skip
+    assert lay.windows == (window, None, window)
+    pages_near, sink = lay.local, lay.sink * 16
+
+    def seen(position: int, streams: bool, layer: int, decode: bool) -> set[int]:
+        oldest = 0 if layer == 1 else max(0, position + 1 - window)
+        tokens = set(range(oldest, position + 1))
+        if streams:
+            near = (position // 16 - pages_near) * 16
+            tokens = {t for t in tokens if t < sink or t >= near}
+        elif decode and layer == 1 and position // 16 >= lay.all_below:
+            selected = (lay.selected - 1) * 16 + position % 16 + 1
+            tokens = set(range(position + 1 - selected, position + 1))  # as many as are selected
+        return tokens
+
+    read, pairs = {True: 0, False: 0}, {True: 0, False: 0}
+    for context, new in rows:
+        for layer, dense in enumerate(lay.num_dense[0]):
+            for streams, heads in ((False, dense), (True, K - dense)):
+                of_queries = [
+                    seen(p, streams, layer, new == 1) for p in range(context - new, context)
+                ]
+                pairs[new == 1] += heads * sum(map(len, of_queries))
+                read[new == 1] += heads * len(set().union(*of_queries))
+    work = lay.work(*columns(rows))
+    for name, decodes in (("decode", True), ("prefill", False)):
+        new = sum(count for _, count in rows if (count == 1) == decodes)
+        assert work[name].flops == pytest.approx(4 * D * H // K * pairs[decodes] / 3)
+        expected = 2 * (2 * D * read[decodes] / 3 + 2 * H * D * new)
+        assert work[name].bytes == pytest.approx(expected)
+
+
+@given(ROWS, st.sampled_from([1, 30, 100, 400]))
+@settings(max_examples=15, deadline=None)
+def test_diffkv_attends_to_what_windows_leave_and_reads_all_that_it_holds(rows, window):
+    lay = layout("diffkv", MODEL.replace(sliding_window=window, full_layers=(1,)))
+    work = lay.work(*columns(rows))
+    pairs, held = {True: 0, False: 0}, 0
+    for decode, context, position in queries(rows):
+        pairs[decode] += 2 * min(window, position + 1) + position + 1
+        held += decode * context
+    new = sum(count == 1 for _, count in rows)
+    for name, decodes in (("decode", True), ("prefill", False)):
+        assert work[name].flops == pytest.approx(4 * D * H * pairs[decodes] / 3)
+    assert work["decode"].bytes == K * held * lay.formats[0].token_bytes + 2 * 2 * H * D * new
 
 
 def test_lserve_selects_every_few_steps_and_quest_spares_its_first_layers():

@@ -99,7 +99,8 @@ def test_adapters_of_two_ranks_are_read_as_their_pages():
 def test_swaps_take_pcies_time_and_copies_the_memorys():
     """40 layers of two copies a block, each of which starts; and shards share the bytes."""
     clock = declared(tensor_parallel=2, kv_cache_tokens=4096)
-    ((pool, unit),) = clock.unit_bytes.items()
+    ((pool, declared_pool),) = clock.pools.items()
+    unit = declared_pool.unit_bytes
     assert unit == clock.model.shard.num_layers * 16 * kv_bytes_of_token(LLAMA, "float16")
     costs, layers = clock.costs, clock.model.shard.num_layers
     out = clock.moves_s(Moves(exports={pool: [(1, 1), (2, 2), (3, 3)]}))
@@ -110,6 +111,24 @@ def test_swaps_take_pcies_time_and_copies_the_memorys():
     copied = clock.moves_s(Moves(copies={pool: [(1, 2)]}))
     assert costs.fitted.start_s < copied < out / 10
     assert clock.moves_s(Moves(released=[3])) == 0.0
+
+
+def test_small_units_are_swapped_a_call_at_a_time():
+    """A page of DiffKV is one head's: 157 pages of 16 tokens of K8V4 pass through one array of half
+    a MiB, which one launch gathers and one copy brings over PCIe."""
+    clock = declared(
+        policy="diffkv", chunked_prefill=False, max_num_batched_tokens=4096, tensor_parallel=2
+    )
+    costs, (pool,) = clock.costs, clock.pools
+    unit = 16 * (128 + 64 + 8 + 8)  # keys, values, two scales and zero points; score, position
+    of_call = 2**19 // unit
+    bytes_ = of_call * unit
+    launch_s = costs.fitted.start_s + 2 * bytes_ / (costs.fitted.memory * costs.machine.bandwidth)
+    of_copy_s = costs.assumed.copy_start_s + bytes_ / (0.8 * costs.machine.pcie)
+    for count, calls in ((1, 1), (of_call, 1), (of_call + 1, 2)):
+        pairs = [(i, i) for i in range(count)]
+        for moves in (Moves(exports={pool: pairs}), Moves(imports={pool: pairs})):
+            assert clock.moves_s(moves) == pytest.approx(calls * (launch_s + of_copy_s))
 
 
 def test_a_run_that_swaps_takes_longer_by_its_swaps():

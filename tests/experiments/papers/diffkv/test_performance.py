@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.papers.diffkv import batch_latency_on_cpu as batch_latency
 from experiments.papers.diffkv import batch_on_cpu as throughput
 from experiments.papers.diffkv import compaction_on_cpu as compaction
-from experiments.papers.diffkv import fig15b_batch_latency as batch_latency
-from experiments.papers.diffkv import fig16_dynamic_workload as dynamic_workload
+from experiments.papers.diffkv import dynamic_workload_on_cpu as dynamic_workload
 from experiments.papers.diffkv import kernels_on_cpu as kernel_speed
 from experiments.papers.diffkv import step_breakdown_on_cpu as step_breakdown
 from experiments.papers.diffkv.host_managers import ThreadedManager, Twin

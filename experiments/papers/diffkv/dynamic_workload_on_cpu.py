@@ -1,6 +1,6 @@
-"""Latency over the rate at which requests arrive, in a fixed number of bytes (DiffKV Fig. 16).
+"""Latency over the rate of requests, in a fixed number of bytes, on a CPU (DiffKV §7.3).
 
-python -m experiments.papers.diffkv.fig16_dynamic_workload
+python -m experiments.papers.diffkv.dynamic_workload_on_cpu
 
 The bundled model serves stories that arrive as a Poisson process, at each of --rates a second, with
 pages of 16 bits and with DiffKV in the same bytes. Latency is that of a request over its output
@@ -93,7 +93,7 @@ def values(_: RateFlags, rows: Sequence[Row]) -> Values:
 
 STUDY = Study(
     __file__,
-    title="Latency over the request rate in the same bytes (DiffKV Fig. 16)",
+    title="Latency over the request rate in the same bytes on a CPU (DiffKV §7.3)",
     kind="analogue",
     claim="lower latency at all rates, and higher loads before queues grow",
     rule="latency below that of 16 bits at every rate",
