@@ -113,7 +113,7 @@ $(shell [ -x $(PY) ] || rm -f $(VENV)/.created $(VENV)/.installed-*)
 # .installed-base, or .installed-NAMES for extras of pyproject.toml.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 	grep -v '^$(UNPINNED)' constraints.txt > $(VENV)/constraints.txt
-	$(PY) -m pip install -c $(VENV)/constraints.txt -e '.$(patsubst %,[%],$(filter-out base,$*))'
+	$(PY) -m pip install --no-compile -c $(VENV)/constraints.txt -e '.$(patsubst %,[%],$(filter-out base,$*))'
 	touch $@
 
 constraints: $(VENV)/.created
