@@ -30,7 +30,7 @@ from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.event_log import read_log, write_log
 from experiments.lib.typed_flags import Flags, flag
 from experiments.replay import replay, simulated_engine
-from experiments.study import Setting, Study, Values
+from experiments.study import Run, Setting, Study, Values
 from experiments.workloads import workloads
 from experiments.workloads.workloads import Request, Vocabulary, WorkloadConfig
 from models import checkpoint, load_tokenizer
@@ -210,22 +210,25 @@ def _replays(engine: Engine) -> bool:
     return first_difference(log, events) is None
 
 
-def measure(flags: ClockFlags, _) -> Iterator[Row]:
+def measure(flags: ClockFlags, run: Run) -> Iterator[Row]:
     model, tokenizer = checkpoint.load_config("bundled"), load_tokenizer("bundled")
-    for name in flags.traces:
+
+    def trace(name: str) -> Row:
         asked, config_fields = TRACES[name]
         config = engine_config(model, **config_fields)
+        asked = replace(asked, num_requests=min(flags.requests, asked.num_requests))
         vocabulary = Vocabulary(tokenizer, model.vocab_size, config.max_model_len)
-        trace = workloads.load(
-            replace(asked, num_requests=min(flags.requests, asked.num_requests)), vocabulary
-        )
+        requests = workloads.load(asked, vocabulary).requests
         engine = load_engine(config, tokenizer)
         engine.warm_up(progress=False)
         measured = [
             measured_requests(flags.measured, MEASURED[name], model.vocab_size, flags.seed + i)
             for i in range(2)
         ]
-        yield compare(name, engine, trace.requests, measured)
+        return compare(name, engine, requests, measured)
+
+    for name in flags.traces:
+        yield run.once(trace, name)
 
 
 def values(_: ClockFlags, rows: Sequence[Row]) -> Values:
