@@ -10,7 +10,7 @@ TESTS :=
 UNPINNED := \#
 PY := $(VENV)/bin/python
 
-.PHONY: help demo serve notebooks test test-all test-sweeps test-newest-jax test-parity test-cluster test-lm-eval test-aot compile-kernels compile-kernels-once cuda check-page load-aiperf lint format typecheck constraints clean
+.PHONY: help demo serve notebooks report docs test test-all test-sweeps test-newest-jax test-parity test-cluster test-lm-eval test-aot compile-kernels compile-kernels-once cuda check-page load-aiperf lint format typecheck constraints clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -18,6 +18,8 @@ help:
 	@echo 'make demo             serve the bundled model; report and plots in results/demo/'
 	@echo 'make serve            serve the bundled model over HTTP, as OpenAI does, until Ctrl-C'
 	@echo 'make notebooks        run the notebooks; with their outputs in results/notebooks/'
+	@echo 'make report           the page of results beside the papers, in results/report/; README'"'"'s tables'
+	@echo 'make docs             the site of docs/, in results/docs/'
 	@echo 'make test             run the tests but for the slow ones'
 	@echo 'make test-all         run all tests but for the sweeps, as CI does'
 	@echo 'make test-sweeps      run the sweeps: every kernel and shape where test-all has some'
@@ -44,6 +46,13 @@ serve: $(VENV)/.installed-serve
 
 notebooks: $(VENV)/.installed-notebooks
 	$(PY) -m experiments.notebooks --overwrite
+
+report: $(VENV)/.installed-docs
+	$(PY) -m experiments.report --tables
+
+docs: $(VENV)/.installed-docs
+	JAX_PLATFORMS=cpu $(PY) -m sphinx -W --keep-going -q -b html docs results/docs
+	@echo 'the site begins at results/docs/index.html'
 
 test: CHOSEN := -m 'not slow and not sweep'
 test-all: CHOSEN := -m 'not sweep'
@@ -118,7 +127,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 
 constraints: $(VENV)/.created
 	$(PY) -m pip install --dry-run --ignore-installed --quiet --report $(VENV)/resolved.json \
-	    -e '.[test,aot,parity,cuda,cluster,notebooks,lm-eval]' jax==$(JAX) jaxlib==$(JAX) jax-cuda13-plugin==$(JAX)
+	    -e '.[test,aot,parity,cuda,cluster,notebooks,lm-eval,docs]' jax==$(JAX) jaxlib==$(JAX) jax-cuda13-plugin==$(JAX)
 	$(PY) .ci/write_constraints.py $(VENV)/resolved.json > $(VENV)/pins.txt
 	mv $(VENV)/pins.txt constraints.txt
 

@@ -5,8 +5,8 @@ import re
 import sys
 
 HEADER = """\
-# Exact versions of what the project needs, its tests, the HTTP server, the notebooks, GPUs,
-# ahead-of-time GPU compilation, Ray, lm-evaluation-harness and the comparison with torch, for
+# Exact versions of what the project needs, its tests, the HTTP server, the notebooks, docs,
+# GPUs, ahead-of-time GPU compilation, Ray, lm-evaluation-harness and the comparison with torch, for
 # Python 3.12 and 3.13 alike.
 # Made on Linux by `make constraints`: the newest versions that pyproject.toml allows, except JAX,
 # which the Makefile names (`make test-newest-jax` frees it).

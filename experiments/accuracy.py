@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies
 from experiments.lib.engines import check_implementation, engine_config, load_engine
 from experiments.lib.flags import loading
 from experiments.lib.typed_flags import ModelFlags, flag
-from experiments.study import Run
+from experiments.study import Run, Setting, Study, Values
 from experiments.tasks.files import Problems
 from models import checkpoint, load_tokenizer
 from paged.config import EngineConfig
@@ -40,6 +41,8 @@ MEASURES = {
     "divergence": ("divergence_low", "divergence_high", "divergence from dense (nats)"),
 }
 Systems = Mapping[str, EngineConfig]
+# Of flags and rows, which systems are paired with which others beside the first one.
+Compare = Callable[[Any, Sequence[Any]], Iterable[tuple[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,7 @@ def config_of(flags: AccuracyFlags, **fields: Any) -> EngineConfig:
 
 def problems_of(flags: AccuracyFlags, systems: Systems) -> Problems:
     """The prompts, by task and context. Raises ValueError for what cannot be asked or run."""
-    contexts = [str(context) for context in flags.contexts]
-    chosen = evaluate.settings(flags.tasks, contexts, next(iter(systems.values())))
+    chosen = evaluate.settings(flags.tasks, flags.contexts, next(iter(systems.values())))
     if not chosen:
         raise ValueError("no task fits the contexts")
     model = checkpoint.load_config(flags.model)
@@ -182,11 +184,9 @@ def answered[F: AccuracyFlags](
 
 
 def measured[F: AccuracyFlags](
-    make: Callable[[F], Systems],
-    compare: Callable[[F, Sequence[Row]], Iterable[tuple[str, str]]] = lambda flags, rows: (),
+    make: Callable[[F], Systems], compare: Compare = lambda flags, rows: ()
 ) -> Callable[[F, Run], Iterator[Row]]:
-    """A study's `measure`: rows of all systems. compare: of their rows, which systems are paired
-    with which others beside the first one."""
+    """A study's `measure`: rows of all systems."""
 
     def measure(flags: F, run: Run) -> Iterator[Row]:
         found: dict[str, Evaluation] = {}
@@ -203,13 +203,9 @@ def measured[F: AccuracyFlags](
     return measure
 
 
-def checked[F: AccuracyFlags](make: Callable[[F], Systems]) -> Callable[[F], None]:
-    """A study's `check`."""
-
-    def check(flags: F) -> None:
-        problems_of(flags, make(flags))
-
-    return check
+def checked[F: AccuracyFlags](make: Callable[[F], Systems], flags: F) -> None:
+    """Raises ValueError for systems or prompts that cannot be."""
+    problems_of(flags, make(flags))
 
 
 def table(_: AccuracyFlags, rows: Sequence[Row]) -> str:
@@ -256,3 +252,24 @@ def _draw_lines(axes: Axes, lines: Mapping[str, Mapping[int, Row]], measure: str
         errors = np.abs(values[:, 2:].T - middle)
         axes.errorbar(x, middle, errors, label=name, marker="o", capsize=3, markersize=4)
     axes.set(ylabel=label)
+
+
+def study[F: AccuracyFlags](
+    file: str, make: Callable[[F], Systems], *, title: str, claim: str, rule: str,
+    holds: Callable[[Mapping[str, float]], bool], here: str, differs: str, flags: type[F],
+    values: Callable[[F, Sequence[Any]], Values],
+    draw: Callable[[F, Figure, Sequence[Any]], object], quick: Mapping[str, Any],
+    minutes: tuple[float, float], measure: Callable[[F, Run], Iterable[Any]] | None = None,
+    compare: Compare = lambda flags, rows: (), row: type = Row,
+    table: Callable[[F, Sequence[Any]], str] = table,
+    paper: Mapping[str, float | tuple[float, float]] = MappingProxyType({}),
+) -> Study[F, Any]:  # fmt: skip
+    """A study of what these systems answer, on a model that is smaller than the paper's. measure:
+    for other rows than those of `measured`. The rest is as in `Study` and in `measured`."""
+    return Study(
+        file, title=title, kind="analogue", claim=claim, rule=rule, holds=holds,
+        setting=Setting(here, differs, "reduced"), flags=flags, row=row,
+        measure=measure or measured(make, compare), values=values, paper=paper,
+        check=lambda flags: checked(make, flags), draw=draw, table=table, quick=quick,
+        minutes=minutes, size=(11, 4.5),
+    )  # fmt: skip

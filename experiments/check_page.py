@@ -11,27 +11,30 @@ page.png, server.log, report.json and summary.json.
 """
 
 import asyncio
+import shutil
 import threading
-from pathlib import Path
+from dataclasses import dataclass
 
 from experiments.bench import http_load
 from experiments.bench.http_client import HOST, open_loop
-from experiments.lib import adapters, chromium, run_record
-from experiments.lib.engines import engine_config
-from experiments.lib.flags import (
-    define_engine_flags,
-    define_executor_flag,
-    define_fields,
-    define_float,
-    fields_of,
-)
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib import run_record
+from experiments.lib.adapters import adapters_flag, asked_for
+from experiments.lib.flags import loading
+from experiments.lib.program import Program, extra, refusals
+from experiments.lib.typed_flags import ExecutorFlags, Output, flag, part
+from experiments.serve_http import ServerFlags
 from experiments.workloads import workloads
 from experiments.workloads.workloads import Vocabulary, WorkloadConfig
 from models import checkpoint, load_tokenizer
 from paged.engine import EngineConfig
 from paged.server.settings import ServerConfig
 
+with extra("test"):
+    from playwright.sync_api import Page, TimeoutError, sync_playwright
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+# Whatever is not on this machine is not found.
+ALONE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 WIDTH, HEIGHT = 1180, 1000
 SHOWN_S = 30.0  # at most, until something that happens is shown
 TILE = "+[...document.querySelectorAll('.tile')].find(t => t.textContent.includes('{}'))"
@@ -54,40 +57,83 @@ IDLE = {
 }
 
 
-def main(options: Options) -> int:
-    output_dir = Path(options.output_dir)
+@dataclass(frozen=True)
+class PageFlags(ExecutorFlags):
+    request_rate: float = flag(10.0, "Poisson arrivals per second", least=0.1)
+    seconds: float = flag(20.0, "in which requests come", least=1)
+    adapters: str = adapters_flag()
+    engine: EngineConfig = part(EngineConfig())
+    limits: ServerConfig = part(ServerConfig())
+
+
+def browser_path() -> str:
+    """Raises ValueError where there is none."""
+    found = next((found for name in NAMES if (found := shutil.which(name))), None)
+    if found is None:
+        raise ValueError(
+            f"no browser: none of {', '.join(NAMES)} is on the PATH; on Debian, "
+            "`apt-get install chromium` brings one"
+        )
+    return found
+
+
+def becomes_true(page: Page, expression: str) -> bool:
+    """Whether this JavaScript is true within `SHOWN_S`; what throws is not true yet."""
+    test = f"() => {{ try {{ return {expression}; }} catch {{ return false; }} }}"
+    try:
+        page.wait_for_function(test, timeout=1e3 * SHOWN_S)
+    except TimeoutError:
+        return False
+    return True
+
+
+def main(flags: PageFlags, output: Output) -> int:
+    output_dir, config = output.folder, flags.engine
     with refusals():
-        browser = chromium.path()
-        ServerConfig(**fields_of(ServerConfig, options))
-        model = checkpoint.load_config(options.model)
-        config = engine_config(model, **fields_of(EngineConfig, options))
-        served = [adapter.name for adapter in adapters.asked_for(options, model, config)]
+        browser = browser_path()
+        model = checkpoint.load_config(flags.model)
+        adapters = asked_for(flags.adapters, model, config, flags.dtype, output_dir)
+        served = [adapter.name for adapter in adapters]
         wanted = WorkloadConfig(
-            "sharegpt", num_requests=round(options.request_rate * options.seconds),
-            request_rate=options.request_rate, seed=options.seed,
+            "sharegpt", num_requests=round(flags.request_rate * flags.seconds),
+            request_rate=flags.request_rate, seed=config.seed,
         )  # fmt: skip
         longest = min(config.max_model_len, config.kv_cache_tokens)
-        vocabulary = Vocabulary(load_tokenizer(options.model), model.vocab_size, longest)
+        vocabulary = Vocabulary(load_tokenizer(flags.model), model.vocab_size, longest)
         trace = workloads.load(wanted, vocabulary).requests
-    names = [options.model, *served]
+    given = str(output_dir / "adapters") if flags.adapters.isdecimal() else flags.adapters
+    server = ServerFlags(
+        **loading(flags),
+        adapters=given,
+        served_model_name=flags.model,
+        engine=config,
+        limits=flags.limits,
+    )
+    names = [flags.model, *served]
     requests = [
         http_load.completion(names[i % len(names)], request, i % 2 == 0)
         for i, request in enumerate(trace)
     ]
-    with http_load.running_server(vars(options), output_dir / "server.log") as port:
+    trouble: list[str] = []
+    with (
+        http_load.running_server(server, output_dir / "server.log") as port,
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=browser, args=[ALONE]) as chromium,
+    ):
+        page = chromium.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        page.on("console", lambda said: trouble.extend([said.text] * (said.type == "error")))
         arrivals = [request.arrival_s for request in trace]
         load = threading.Thread(target=lambda: asyncio.run(open_loop(port, requests, arrivals)))
-        with chromium.page(browser) as page:
-            load.start()
-            page.open(f"http://{HOST}:{port}/", WIDTH, HEIGHT)
-            shown = {what: page.wait_for(test, SHOWN_S) for what, test in BUSY.items()}
-            load.join(options.seconds / 2)
-            picture = page.picture()
-            load.join()
-            shown |= {what: page.wait_for(test, SHOWN_S) for what, test in IDLE.items()}
-            trouble = list(page.trouble)
+        load.start()
+        page.goto(f"http://{HOST}:{port}/")
+        shown = {what: becomes_true(page, test) for what, test in BUSY.items()}
+        load.join(flags.seconds / 2)
+        picture = page.screenshot()
+        load.join()
+        shown |= {what: becomes_true(page, test) for what, test in IDLE.items()}
     run_record.write_whole(output_dir / "page.png", picture)
-    facts = {"experiment": "check_page", "flags": vars(options), "shown": shown, "errors": trouble}
+    facts = {"experiment": "check_page", "flags": flags, "shown": shown, "errors": trouble}
     run_record.write_json(output_dir, "report.json", facts | run_record.describe_environment())
     failed = [what for what, true in shown.items() if not true] + trouble
     run_record.write_summary(output_dir, {"shown": sum(shown.values()), "failed": len(failed)})
@@ -97,16 +143,7 @@ def main(options: Options) -> int:
     return int(bool(failed))
 
 
-def define_flags() -> None:
-    define_float("request_rate", 10.0, "Poisson arrivals per second", lower_bound=0.1)
-    define_float("seconds", 20.0, "in which requests come", lower_bound=1.0)
-    define_fields(ServerConfig)
-    adapters.define_flags()
-    define_engine_flags()
-    define_executor_flag()
-
-
-PROGRAM = Program(main, define_flags, "results/check_page", ("page.png", "server.log"))
+PROGRAM = Program(main, PageFlags, Output("results/check_page"), ("page.png", "server.log"))
 
 if __name__ == "__main__":
     PROGRAM.run()

@@ -10,14 +10,16 @@ tokens have as known ones. A cell is refused if engine or request raise a ValueE
 it keeps. Features that change numbers, as 16-bit keys, are compared with themselves alone.
 Logits that lie closer than a rounding error are no difference.
 
-The program has two devices, for tensor parallelism, and compiles without optimisation.
+Nearly all of the time is XLA's. So engines whose step programs are equal share one executor, each
+step is padded to one of two shapes, and nothing is optimised. The program has two devices, for
+tensor parallelism. It writes matrix.md beside its rows.
 """
 
 import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +28,30 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.diff_events import first_difference
-from experiments.lib import random_adapters
+from experiments.lib import random_adapters, run_record
 from experiments.lib.event_log import read_log, write_log
-from experiments.lib.presets import PRESETS, TINY, Preset
+from experiments.lib.presets import CONFIG, PRESETS, TINY, Preset, padded
 from experiments.lib.typed_flags import Flags, flag
 from experiments.replay import replay, simulated_engine
 from experiments.study import Run, Setting, Study, Values
 from models import params as parameters
 from models.config import ModelConfig
 from models.families import family
-from paged.engine import Engine
+from paged.device.step import StepProgram
+from paged.device.tensor_parallel import Shards
+from paged.engine import Engine, EngineConfig
 from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
+from paged.requests.validation import check_model
 
 WINDOWED = TINY.replace(model_type="mistral", qk_norm=False, sliding_window=24)
 OPT = ModelConfig(
     "opt", 61, 32, 48, 2, 4, 4, 8, 256, 1e-5, tie_word_embeddings=True, activation="relu"
 )
+# Six sequences fit into a step, three of the longest into memory; prompts of any length come whole.
+BATCHES = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "run_ahead": False}
 GREEDY = SamplingParams(max_tokens=18, ignore_eos=True, logprobs=2)
 SAMPLED = replace(GREEDY, temperature=1.0, seed=11)
 NEAR_TIE, SAME_LOGPROB = 1e-4, 2e-3
@@ -76,28 +83,60 @@ class Bench:
 
     def __init__(self, preset: Preset, model: ModelConfig = TINY, **changes: Any):
         self.preset, self.model = preset, model
-        self.changes = {"run_ahead": False} | changes
+        self.changes = BATCHES | changes
+        self.changes["kv_cache_tokens"] = self._room()
         self._alone: dict[Any, RequestOutput] = {}
+        self._variants: dict[str, Bench] = {}
+        self._engines: dict[str, Engine] = {}  # the first one of each step program
+
+    def config(self, **changes: Any) -> EngineConfig:
+        return self.preset.engine_config(self.model, **(self.changes | changes))
 
     def engine(self, **changes: Any) -> Engine:
-        """A fresh one. Raises ValueError for what the preset refuses."""
-        config = self.preset.engine_config(self.model, **(self.changes | changes))
-        return Engine.from_model(params_of(self.model), self.model, config)
+        """A fresh one, on the executor of an earlier one with an equal step program, which must be
+        idle by then. Raises ValueError for what the preset refuses."""
+        config = self.config(**changes)
+        check_model(self.model, config)
+        program = program_of(config, self.model)
+        if program in self._engines:
+            other = self._engines[program]
+            other.executor.reset()
+            engine = Engine(self.model, config, other.executor)
+            engine.loop._buckets = other.loop._buckets
+            return engine
+        engine = padded(Engine.from_model(params_of(self.model), self.model, config))
+        self._engines[program] = engine
+        return engine
 
-    @functools.cached_property
-    def single(self) -> Engine:
-        return self.engine()
+    def _room(self) -> int:
+        """The fewest kv_cache_tokens that hold three of the longest sequences."""
+        sharded = ShardedModel.split(self.model)
+        for tokens in range(64, 800, 8):
+            try:
+                config = self.config(kv_cache_tokens=tokens)
+                if policy_of(config.policy).host(config, sharded).fits(config.max_model_len, 3):
+                    return tokens
+            except ValueError:
+                pass
+        return CONFIG["kv_cache_tokens"]  # of what is refused
+
+    def variant(self, model: ModelConfig | None = None, **changes: Any) -> "Bench":
+        """The same preset with other arrays: what it computes is compared with itself alone."""
+        key = repr((model, changes))
+        if key not in self._variants:
+            self._variants[key] = Bench(self.preset, model or self.model, **changes)
+        return self._variants[key]
 
     def alone(
-        self, how: SamplingParams, asked: Sequence[list[int]] = PROMPTS, adapters: Any = None
+        self, how: SamplingParams, asked: Sequence[list[int]] = PROMPTS
     ) -> list[RequestOutput]:
         """The outputs of requests that are served one after the other."""
-        cases = list(zip(asked, adapters or [None] * len(asked), strict=True))
-        for prompt, adapter in cases:
-            if (*prompt, how, adapter) not in self._alone:
-                (output,) = self.single.generate([prompt], how, [adapter])
-                self._alone[*prompt, how, adapter] = output
-        return [self._alone[*prompt, how, adapter] for prompt, adapter in cases]
+        missing = [prompt for prompt in asked if (*prompt, how) not in self._alone]
+        engine = self.engine() if missing else None
+        for prompt in missing:
+            assert engine
+            (self._alone[*prompt, how],) = engine.generate([prompt], how)
+        return [self._alone[*prompt, how] for prompt in asked]
 
     def company(self, how: SamplingParams, **changes: Any) -> Engine:
         """Requests beside each other have the tokens that they have alone; the engine."""
@@ -114,7 +153,16 @@ class Bench:
 
     def forced(self, prompt: list[int], tokens: list[int]) -> SequenceOutput:
         how = replace(GREEDY, forced_output=tuple(tokens), max_tokens=len(tokens))
-        return self.single.generate([prompt], how)[0].sequences[0]
+        return self.engine().generate([prompt], how)[0].sequences[0]
+
+
+def program_of(config: EngineConfig, model: ModelConfig) -> str:
+    """What is compiled for an engine. Raises ValueError for a model that is not to be spread."""
+    order = policy_of(config.policy).head_order(config, model)
+    shards = Shards(model, config.tensor_parallel, dtype="float32", head_order=order)
+    program: Any = StepProgram.declare(config, shards)
+    parts = {field.name: getattr(program, field.name) for field in fields(program)}
+    return repr([parts | {"shards": shards.size}, config.kv_dtype, config.quantization])
 
 
 def compare(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]) -> None:
@@ -208,49 +256,28 @@ def known_output(bench: Bench) -> None:
         compare(bench.engine().generate([output.prompt_tokens], how), [output])
 
 
-def preempted(bench: Bench, how: SamplingParams, mode: str) -> None:
-    """In as little memory as holds the longest request, and in more, until one is preempted."""
-    bench.engine(preemption_mode=mode)
-    for tokens in smallest(bench), *range(60, 400, 20):
-        try:
-            engine = bench.company(how, preemption_mode=mode, kv_cache_tokens=tokens)
-        except ValueError:  # not even one fits
-            continue
-        if any(record.preemptions for record in engine.metrics.requests):
-            return
-    raise ValueError("memory is reserved: nothing is ever preempted")
-
-
-def smallest(bench: Bench) -> int:
-    """kv_cache_tokens that hold the longest of PROMPTS with its output."""
-    longest = max(map(len, PROMPTS)) + GREEDY.max_tokens
-    sharded = ShardedModel.split(bench.model)
-    for tokens in range(8, 400, 8):
-        try:
-            config = bench.preset.engine_config(
-                bench.model, **(bench.changes | {"kv_cache_tokens": tokens})
-            )
-            if policy_of(config.policy).host(config, sharded).fits(longest, 1):
-                return tokens
-        except ValueError:
-            pass
-    raise AssertionError("no memory holds a request")
+def preempted(bench: Bench, mode: str) -> None:
+    """Twice as many as `company` has, of which some are preempted."""
+    engine, asked = bench.engine(preemption_mode=mode), PROMPTS * 2
+    compare(engine.generate(asked, GREEDY), bench.alone(GREEDY, asked))
+    if not any(record.preemptions for record in engine.metrics.requests):
+        raise ValueError("memory is reserved: nothing is ever preempted")
 
 
 def swapping(bench: Bench) -> None:
-    preempted(bench, GREEDY, "swap")
+    preempted(bench, "swap")
 
 
 def recomputing(bench: Bench) -> None:
-    preempted(bench, GREEDY, "recompute")
+    preempted(bench, "recompute")
 
 
 def moving_between_engines(bench: Bench) -> None:
-    there, here = bench.engine(), bench.engine()
+    there = bench.engine()
     ids = [there.add_request(prompt, GREEDY) for prompt in PROMPTS]
     for _ in range(9):
         there.step()
-    moved = [there.abort(name) for name in ids]
+    moved, here = [there.abort(name) for name in ids], bench.engine()
     for output in moved:
         here.add_request(
             output.prompt_tokens, GREEDY, output.request_id, known_output=output.sequences
@@ -304,25 +331,32 @@ def pinned_prefix(bench: Bench) -> None:
         raise Wrong("nothing was found in the cache")
 
 
-def with_adapters(bench: Bench, slots: int) -> None:
-    adapted = Bench(bench.preset, bench.model, adapter_slots=slots)
-    names = ["a", "b", None]
+def with_adapters(bench: Bench, *names: str | None) -> None:
+    """The device holds two at once."""
+    adapted, known = bench.variant(adapter_slots=2), sorted(filter(None, names))
     with tempfile.TemporaryDirectory() as folder:
-        engine = adapted.engine()
-        for seed, name in enumerate(filter(None, names)):
-            path = random_adapters.write(Path(folder) / name, bench.model, seed, rank=4 + 4 * seed)
-            engine.add_adapter(name, path)
-            adapted.single.add_adapter(name, path)
-        outputs = engine.generate(PROMPTS, GREEDY, names)
-        compare(outputs, adapted.alone(GREEDY, adapters=names))
+        paths = {
+            name: random_adapters.write(Path(folder) / name, bench.model, seed, rank=4 + 4 * seed)
+            for seed, name in enumerate(known)
+        }
+
+        def engine() -> Engine:
+            made = adapted.engine()
+            for name, path in paths.items():
+                made.add_adapter(name, path)
+            return made
+
+        together, single = engine().generate(PROMPTS, GREEDY, names), engine()
+        pairs = zip(PROMPTS, names, strict=True)
+        compare(together, [single.generate([p], GREEDY, [name])[0] for p, name in pairs])
 
 
 def adapters(bench: Bench) -> None:
-    with_adapters(bench, slots=2)
+    with_adapters(bench, "a", "b", None)
 
 
 def more_adapters_than_slots(bench: Bench) -> None:
-    with_adapters(bench, slots=1)
+    with_adapters(bench, "a", "b", "c")
 
 
 def tensor_parallel(bench: Bench) -> None:
@@ -332,19 +366,19 @@ def tensor_parallel(bench: Bench) -> None:
 
 
 def keys_of_16_bits(bench: Bench) -> None:
-    company(Bench(bench.preset, bench.model, kv_dtype="bfloat16"))
+    company(bench.variant(kv_dtype="bfloat16"))
 
 
 def w8a8(bench: Bench) -> None:
-    company(Bench(bench.preset, bench.model, quantization="w8a8"))
+    company(bench.variant(quantization="w8a8"))
 
 
 def sliding_window(bench: Bench) -> None:
-    company(Bench(bench.preset, WINDOWED))
+    company(bench.variant(WINDOWED))
 
 
 def no_grouped_queries(bench: Bench) -> None:
-    company(Bench(bench.preset, OPT))
+    company(bench.variant(OPT))
 
 
 def replayed_log(bench: Bench) -> None:
@@ -352,7 +386,9 @@ def replayed_log(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_log(folder, "events.jsonl", engine.events)
         log = read_log(Path(folder) / "events.jsonl")
-    if difference := first_difference(log, replay(simulated_engine(log, bench.model), log)):
+    again = simulated_engine(log, bench.model)
+    again.loop._buckets = engine.loop._buckets
+    if difference := first_difference(log, replay(again, log)):
         raise Wrong(str(difference))
 
 
@@ -384,9 +420,14 @@ class Cell:
     reason: str = ""
 
 
+@functools.cache
+def bench_of(preset: str) -> Bench:
+    return Bench(PRESETS[preset])
+
+
 def cell(preset: str, feature: str) -> Cell:
     try:
-        FEATURES[feature](Bench(PRESETS[preset]))
+        FEATURES[feature](bench_of(preset))
     except ValueError as error:
         return Cell(preset, feature, REFUSED, str(error))
     except Wrong as error:
@@ -395,10 +436,14 @@ def cell(preset: str, feature: str) -> Cell:
 
 
 def measure(flags: CompositionFlags, run: Run) -> Iterator[Cell]:
+    cells = []
     for preset in flags.presets:
         for feature in flags.features:
-            yield run.once(cell, preset, feature)
+            cells.append(run.once(cell, preset, feature))
+            yield cells[-1]
+        bench_of.cache_clear()
         jax.clear_caches()
+    run_record.write_whole(run.folder / "matrix.md", markdown(cells))
 
 
 def values(_: CompositionFlags, cells: Sequence[Cell]) -> Values:
@@ -446,7 +491,11 @@ STUDY = Study(
     claim="every feature works under every policy, or is refused in words",
     rule="no cell is wrong",
     holds=lambda v: v[WRONG] == 0,
-    setting=Setting("a random model of two layers; 64 tokens in pages of 4", "no paper's", "paper"),
+    setting=Setting(
+        "a random model of two layers; room for three sequences of 64 tokens, in pages of 4",
+        "no paper's",
+        "paper",
+    ),
     flags=CompositionFlags,
     row=Cell,
     measure=measure,

@@ -13,14 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from absl import flags
-
 from experiments.lib.event_log import Event, EventLog, read_log
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.program import Program, refusals
 from experiments.lib.run_record import plain
+from experiments.lib.typed_flags import Flags, arguments, flag
 
 ABSENT = "nothing"  # stands for the value of a field that one event lacks
 ROW_INDEX = {"slots": 0, "starts": 0, "counts": 0, "tokens": 1}  # which index of a field is the row
+
+
+@dataclass(frozen=True)
+class DiffFlags(Flags):
+    logs: tuple[str, ...] = arguments("two event logs")
+    context: int = flag(3, "events to show before the difference", least=0)
 
 
 @dataclass(frozen=True)
@@ -149,8 +154,8 @@ def incomplete(log: EventLog) -> str:
     return "" if log.complete else f" ({log.path} is of a run that was interrupted there)"
 
 
-def main(options: Options) -> int:
-    paths = options.arguments
+def main(flags: DiffFlags, _: None) -> int:
+    paths = flags.logs
     with refusals():
         if len(paths) != 2:
             raise ValueError(f"two event logs are compared, not {len(paths)}")
@@ -160,15 +165,11 @@ def main(options: Options) -> int:
     if difference is None:
         print(f"same schedule, page operations and tokens: {len(a)} events{notes}")
         return 0
-    print(report(a, difference, paths[0], paths[1], options.context) + notes)
+    print(report(a, difference, paths[0], paths[1], flags.context) + notes)
     return 1
 
 
-def define_flags() -> None:
-    flags.DEFINE_integer("context", 3, "events to show before the difference", lower_bound=0)
-
-
-PROGRAM = Program(main, define_flags, takes_arguments=True, error_status=2)
+PROGRAM = Program(main, DiffFlags, None, error_status=2)
 
 if __name__ == "__main__":
     PROGRAM.run()

@@ -14,18 +14,19 @@ ends it after the setting that runs: those that were answered are written, and m
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-from absl import flags
 from tqdm import tqdm
 
 from experiments.lib import kv_held, reference, run_record, serving
 from experiments.lib.answers import ALL, Accuracy, Answer, Evaluation, accuracies, read, require_all
-from experiments.lib.engines import engine_config, load_engine
-from experiments.lib.flags import define_engine_flags, fields_of, loading
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.engines import load_engine
+from experiments.lib.flags import loading
+from experiments.lib.program import Program, refusals
+from experiments.lib.typed_flags import ModelFlags, Output, flag, part
 from experiments.tasks import files, tasks
 from experiments.tasks.files import Problems
 from models import checkpoint, load_tokenizer
@@ -35,32 +36,40 @@ from paged.requests.sampling_params import SamplingParams
 
 DEFAULT_TASKS = [task for task in tasks.TASKS if task != "story"]
 EXACT_TASKS = [*DEFAULT_TASKS, *tasks.HARD_TASKS]
-
-
 MOST_PROMPTS = 10_000  # of a task and context: all are made before the first is answered
 
 
+@dataclass(frozen=True)
+class EvaluateFlags(ModelFlags):
+    tasks: tuple[str, ...] = flag(tuple(DEFAULT_TASKS), "of experiments/tasks/tasks.py")
+    contexts: tuple[int, ...] = flag((256, 512, 1024, 2048), "prompt and answer, in tokens")
+    num_prompts: int = flag(100, "prompts of each task and context", least=1, most=MOST_PROMPTS)
+    problems: tuple[str, ...] = flag((), "files of prompts and answers, instead of our own tasks")
+    match: str = flag("exact", "how answers are scored", choices=tuple(files.MATCHES))
+    output_tokens: int = flag(128, "of an answer, where a file does not say", least=1)
+    compare_with: str = flag("", "prompts.csv of another run, for paired differences")
+    engine: EngineConfig = part(EngineConfig())
+
+
 def settings(
-    names: Sequence[str], contexts: Sequence[str], config: EngineConfig
+    names: Sequence[str], contexts: Sequence[int], config: EngineConfig
 ) -> list[tuple[str, int]]:
     """All (task, context) to evaluate, each once; ValueError for one that cannot be."""
     for name in names:
         if name not in EXACT_TASKS:
             raise ValueError(f"unknown task {name!r}; allowed: {', '.join(EXACT_TASKS)}")
-    lengths = []
     for context in contexts:
-        if not context.isdecimal() or not 256 <= int(context) <= config.max_model_len:
+        if not 256 <= context <= config.max_model_len:
             raise ValueError(
                 f"contexts are token counts from 256 to max_model_len ({config.max_model_len}), "
-                f"not {context!r}"
+                f"not {context}"
             )
-        lengths.append(int(context))
-    if not names or not lengths:
+    if not names or not contexts:
         raise ValueError("--tasks and --contexts must name at least one each")
     return [
         (name, length)
         for name in dict.fromkeys(names)
-        for length in dict.fromkeys(lengths)
+        for length in dict.fromkeys(contexts)
         if length >= tasks.MIN_CONTEXT.get(name, 0)
     ]
 
@@ -203,71 +212,53 @@ def write(
     ])  # fmt: skip
 
 
-def problems_of(options: Options, config: EngineConfig) -> Problems:
+def problems_of(flags: EvaluateFlags) -> Problems:
     """What the flags ask for. Raises ValueError for what cannot be, by file and line."""
-    tokenizer = load_tokenizer(options.model)
-    if options.problems:
+    tokenizer, config = load_tokenizer(flags.model), flags.engine
+    if flags.problems:
         return files.read_problems(
-            options.problems, tokenizer, options.output_tokens, config.max_model_len
+            flags.problems, tokenizer, flags.output_tokens, config.max_model_len
         )
-    pairs = settings(options.tasks, options.contexts, config)
+    pairs = settings(flags.tasks, flags.contexts, config)
     if not pairs:
         raise ValueError("no task fits the contexts")
-    return own_problems(pairs, options.num_prompts, options.seed, tokenizer)
+    return own_problems(pairs, flags.num_prompts, config.seed, tokenizer)
 
 
-def main(options: Options) -> int:
+def main(flags: EvaluateFlags, output: Output) -> int:
     with refusals():
-        config = engine_config(
-            checkpoint.load_config(options.model), **fields_of(EngineConfig, options)
-        )
-        problems = problems_of(options, config)
-        others = read(options.compare_with) if options.compare_with else None
+        problems = problems_of(flags)
+        others = read(flags.compare_with) if flags.compare_with else None
         if others is not None:
             require_all(others, problems)
-        engine = load_engine(config, **loading(options))
+        engine = load_engine(flags.engine, **loading(flags))
     engine.warm_up()
     facts = {
         "experiment": "evaluate",
-        "flags": vars(options),
-        "seed": options.seed,
-        "weights_sha256": checkpoint.weights_hash(options.model),
+        "flags": flags,
+        "seed": flags.engine.seed,
+        "weights_sha256": checkpoint.weights_hash(flags.model),
     }
     found = Evaluation()
 
     def answer(stopped: Callable[[], bool]) -> None:
-        evaluate(engine, problems, options.match, found=found, stopped=stopped)
+        evaluate(engine, problems, flags.match, found=found, stopped=stopped)
 
     def write_found(cause: str | None) -> tuple[str, list[OSError]]:
         rows = accuracies(found, others)
         total = sum(map(len, problems.values()))
         missing = serving.missing(cause, total, ["stop"] * len(found.answers))
-        failures = write(Path(options.output_dir), rows, found, facts | {"partial": missing})
+        failures = write(output.folder, rows, found, facts | {"partial": missing})
         return table(rows) + serving.partial_line(missing), failures
 
-    written = f"accuracy.csv, prompts.csv, accuracy.png and more are in {options.output_dir}/"
+    written = f"accuracy.csv, prompts.csv, accuracy.png and more are in {output.output_dir}/"
     return serving.serve_and_write(answer, write_found, written)
 
 
-def define_flags() -> None:
-    flags.DEFINE_list("tasks", DEFAULT_TASKS, "comma-separated tasks of experiments/tasks/tasks.py")
-    flags.DEFINE_list("contexts", ["256", "512", "1024", "2048"], "prompt and answer, in tokens")
-    flags.DEFINE_integer("num_prompts", 100, "prompts of each task and context", 1, MOST_PROMPTS)
-    flags.DEFINE_list("problems", [], "files of prompts and answers, instead of our own tasks")
-    flags.DEFINE_enum("match", "exact", list(files.MATCHES), "how answers are scored")
-    flags.DEFINE_integer(
-        "output_tokens", 128, "of an answer, where a file does not say", lower_bound=1
-    )
-    flags.DEFINE_string("compare_with", "", "prompts.csv of another run, for paired differences")
-    define_engine_flags()
-
-
 PROGRAM = Program(
-    main,
-    define_flags,
-    "results/evaluate",
+    main, EvaluateFlags, Output("results/evaluate"),
     ("accuracy.csv", "prompts.csv", "distributions.npz", "accuracy.png"),
-)
+)  # fmt: skip
 
 if __name__ == "__main__":
     PROGRAM.run()

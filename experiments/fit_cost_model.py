@@ -24,13 +24,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from absl import flags
 from matplotlib.figure import Figure
 from scipy import optimize
 
 from experiments.lib import layer_times, run_record
 from experiments.lib.layer_times import LayerTimes
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.program import Program, refusals
+from experiments.lib.typed_flags import Flags, Output, flag
 from paged.simulator.cost_model import FITTED, Fitted, Op, Product
 from paged.simulator.machines import MACHINES, Machine, machine
 
@@ -38,6 +38,13 @@ LAYER = "layer"
 RESTARTS, STEPS = 5, 3000  # of the simplex search: it needs no derivatives, which waves lack
 ROOFLINE = (0.61, 0.70)
 BATCHES = (1, 16, 128, 1024, 2**31)  # bounds of the groups that errors are reported for
+
+
+@dataclass(frozen=True)
+class FitFlags(Flags):
+    data: str = flag("", "a folder of MODEL-GPU-layer-times.csv")
+    gpu: str = flag("a100-80", f"GPU of the measured times: {', '.join(MACHINES)}")
+    fixed: bool = flag(False, "keep the committed constants, and only compute their error")
 
 
 @dataclass(frozen=True)
@@ -212,46 +219,42 @@ def plot(measured: Sequence[LayerTimes], on: Machine, by: Fitted, path: Path, ti
     run_record.save_figure(figure, path, dpi=120)
 
 
-def main(options: Options) -> None:
+def main(flags: FitFlags, output: Output) -> None:
     with refusals():
-        on = machine(options.gpu)
-        measured, left_out = layer_times.read(options.data, options.gpu)
-    by = FITTED if options.fixed else fit(measured, on)
+        on = machine(flags.gpu)
+        measured, left_out = layer_times.read(flags.data, flags.gpu)
+    by = FITTED if flags.fixed else fit(measured, on)
     rows, numbers = errors(measured, on, by), summary(measured, on, by)
     constants = asdict(by)
     text = table(rows, numbers)
     print(text)
     if left_out:
         print(f"left out, as no configuration is known: {', '.join(left_out)}")
-    print(f"constants{' (committed)' * options.fixed}:")
+    print(f"constants{' (committed)' * flags.fixed}:")
     print("\n".join(f"    {name}={value:.4g}" for name, value in constants.items()))
     content = {
         "experiment": "fit_cost_model",
-        "flags": vars(options),
+        "flags": flags,
         "machine": on,
         "constants": constants,
-        "fitted": not options.fixed,
+        "fitted": not flags.fixed,
         "files": sorted({f"{times.model}, {len(times.tokens)} batches" for times in measured}),
         "left_out": left_out,
         "measured": numbers,
         "claims": text.splitlines(),
         **run_record.describe_environment(),
     }
-    folder = Path(options.output_dir)
+    folder = output.folder
     run_record.write_csv(folder, "errors.csv", rows)
     run_record.write_json(folder, "report.json", content)
     run_record.write_summary(folder, numbers | {f"constant_{n}": v for n, v in constants.items()})
-    plot(measured, on, by, folder / "cost_model.png", f"cost model on {options.gpu}")
+    plot(measured, on, by, folder / "cost_model.png", f"cost model on {flags.gpu}")
     print(f"errors.csv, cost_model.png, report.json and summary.json are in {folder}/")
 
 
-def define_flags() -> None:
-    flags.DEFINE_string("data", "", "a folder of MODEL-GPU-layer-times.csv")
-    flags.DEFINE_string("gpu", "a100-80", f"GPU of the measured times: {', '.join(MACHINES)}")
-    flags.DEFINE_bool("fixed", False, "keep the committed constants, and only compute their error")
-
-
-PROGRAM = Program(main, define_flags, "results/fit_cost_model", ("errors.csv", "cost_model.png"))
+PROGRAM = Program(
+    main, FitFlags, Output("results/fit_cost_model"), ("errors.csv", "cost_model.png")
+)
 
 if __name__ == "__main__":
     PROGRAM.run()

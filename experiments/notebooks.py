@@ -12,19 +12,25 @@ import os
 import resource
 import shutil
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from absl import flags
 from tqdm import tqdm
 
 from experiments.lib import run_record
-from experiments.lib.extras import extra
-from experiments.lib.program import Options, Program, Refused, refusals
+from experiments.lib.program import Program, Refused, extra, refusals
+from experiments.lib.typed_flags import Flags, Output, flag
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 INTERACTIVE = "interactive"
 LONGEST_CELL_S = 600
+
+
+@dataclass(frozen=True)
+class NotebookFlags(Flags):
+    only: tuple[str, ...] = flag((), "notebooks to run, by name; all if empty")
 
 
 def cpu_s() -> float:
@@ -71,7 +77,7 @@ def render(notebook, name: str, footer: str, output_dir: Path) -> None:
         run_record.write_whole(output_dir / file, content)
 
 
-def chosen(only: list[str]) -> list[Path]:
+def chosen(only: Sequence[str]) -> list[Path]:
     """Notebooks by name, all if none is named. Raises ValueError for an unknown name, and where
     there are none."""
     paths = {path.stem: path for path in sorted(FOLDER.glob("*.ipynb"))}
@@ -91,14 +97,14 @@ def quicken() -> None:
     os.environ.setdefault("PYTHONWARNINGS", "ignore:IProgress not found")
 
 
-def main(options: Options) -> None:
-    output_dir = Path(options.output_dir)
+def main(flags: NotebookFlags, output: Output) -> None:
+    output_dir = output.folder
     with extra("notebooks"):
         import nbclient  # noqa: F401, I001
         import nbconvert  # noqa: F401
         import ipykernel  # noqa: F401
     with refusals():
-        paths = chosen(options.only)
+        paths = chosen(flags.only)
     quicken()
     seconds: dict[str, float] = {}
     done = []
@@ -119,17 +125,13 @@ def main(options: Options) -> None:
     )
     for path, notebook in zip(paths, done):
         render(notebook, path.stem, footer, output_dir)
-    facts = {"experiment": "notebooks", "flags": vars(options), "measured": seconds}
+    facts = {"experiment": "notebooks", "flags": flags, "measured": seconds}
     run_record.write_json(output_dir, "report.json", facts | environment)
     run_record.write_summary(output_dir, seconds)
     print(f"the notebooks with their outputs are in {output_dir}/")
 
 
-def define_flags() -> None:
-    flags.DEFINE_list("only", [], "notebooks to run, by name; all if empty")
-
-
-PROGRAM = Program(main, define_flags, "results/notebooks")
+PROGRAM = Program(main, NotebookFlags, Output("results/notebooks"))
 
 if __name__ == "__main__":
     PROGRAM.run()

@@ -139,10 +139,10 @@ def dense(flags: QualifyFlags) -> accuracy.Systems:
 
 
 def check(flags: QualifyFlags) -> None:
-    evaluate.settings(flags.tasks, list(map(str, flags.contexts)), dense(flags)["dense"])
+    evaluate.settings(flags.tasks, flags.contexts, dense(flags)["dense"])
     problems_of(flags, load_tokenizer(flags.model))
     gates_of(flags)
-    accuracy.checked(dense)(flags)
+    accuracy.checked(dense, flags)
 
 
 def values(flags: QualifyFlags, rows: Sequence[Row]) -> Values:

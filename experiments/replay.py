@@ -14,23 +14,23 @@ operations and tokens, 1 for a difference, 2 for any error, as with a log that c
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from tqdm import tqdm
 
 from experiments.diff_events import first_difference, incomplete, report, untimed
 from experiments.lib import run_record
 from experiments.lib.engines import load_engine
 from experiments.lib.event_log import Event, EventLog, read_log, write_log
-from experiments.lib.flags import define_executor_flag, define_model_flags, loading
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.flags import loading
+from experiments.lib.program import Program, refusals
 from experiments.lib.text_files import shown
+from experiments.lib.typed_flags import ExecutorFlags, Output, flag
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from paged.adapters.adapter import Adapter
@@ -47,6 +47,12 @@ from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.recorded import RecordedTokens
 
 INPUTS = ("adapter", "arrival", "abort", "pin")  # events of what comes from outside
+
+
+@dataclass(frozen=True)
+class ReplayFlags(ExecutorFlags):
+    log: str = flag("", "the events.jsonl to replay")
+    policy: str = flag("", "the log's policy, where it is a MODULE:ATTRIBUTE")
 
 
 def logged_config(log: EventLog) -> EngineConfig:
@@ -267,27 +273,27 @@ def num_tokens(log: Iterable[Event]) -> int:
     return sum(int((tokens != NO_TOKEN).sum()) for tokens in steps)
 
 
-def load(log: EventLog, options: Options) -> Engine:
+def load(log: EventLog, flags: ReplayFlags) -> Engine:
     """The engine that the flags and the log ask for."""
-    model = checkpoint.load_config(options.model)
-    tokenizer = load_tokenizer(options.model)
-    if options.executor == "simulated":
+    model = checkpoint.load_config(flags.model)
+    tokenizer = load_tokenizer(flags.model)
+    if flags.executor == "simulated":
         return simulated_engine(log, model, tokenizer)
     check_model(log, model)
-    return load_engine(logged_config(log), tokenizer, **loading(options))
+    return load_engine(logged_config(log), tokenizer, **loading(flags))
 
 
-def main(options: Options) -> int:
+def main(flags: ReplayFlags, output: Output) -> int:
     with refusals():
-        if not options.log:
+        if not flags.log:
             raise ValueError("--log must name the events.jsonl to replay")
-        written = Path(options.output_dir) / "events.jsonl"
-        if written.resolve() == Path(options.log).resolve():
-            raise ValueError(f"--output_dir={options.output_dir}: the replay would replace its log")
-        if options.policy:
-            policy_of(options.policy)
-        log = read_log(options.log)
-        engine = load(log, options)
+        written = output.folder / "events.jsonl"
+        if written.resolve() == Path(flags.log).resolve():
+            raise ValueError(f"--output_dir={output.output_dir}: the replay would replace its log")
+        if flags.policy:
+            policy_of(flags.policy)
+        log = read_log(flags.log)
+        engine = load(log, flags)
         engine.warm_up()
         events = replay(engine, log, progress=True)
     failed = failed_round(log)
@@ -299,15 +305,15 @@ def main(options: Options) -> int:
     }
     content = {
         "experiment": "replay",
-        "flags": vars(options),
+        "flags": flags,
         "measured": numbers,
         "difference": difference and difference.describe("the log", "the replay"),
         **run_record.describe_environment(),
     }
-    run_record.write_json(options.output_dir, "report.json", content)
-    run_record.write_summary(options.output_dir, numbers)
+    run_record.write_json(output.folder, "report.json", content)
+    run_record.write_summary(output.folder, numbers)
     whole = log.complete and failed is None and difference is None
-    write_log(options.output_dir, "events.jsonl", events, whole)
+    write_log(output.folder, "events.jsonl", events, whole)
     if failed is not None:
         print(f"the run failed in round {failed}: replayed up to there")
     if difference:
@@ -318,14 +324,7 @@ def main(options: Options) -> int:
     return 0
 
 
-def define_flags() -> None:
-    flags.DEFINE_string("log", "", "the events.jsonl to replay")
-    flags.DEFINE_string("policy", "", "the log's policy, where it is a MODULE:ATTRIBUTE")
-    define_executor_flag()
-    define_model_flags()
-
-
-PROGRAM = Program(main, define_flags, "results/replay", ("events.jsonl",), error_status=2)
+PROGRAM = Program(main, ReplayFlags, Output("results/replay"), ("events.jsonl",), error_status=2)
 
 if __name__ == "__main__":
     PROGRAM.run()

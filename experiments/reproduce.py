@@ -23,23 +23,35 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
-
-from absl import flags
+from typing import Any, Literal
 
 from experiments.lib import run_record
-from experiments.lib.program import Options, Program, Refused, refusals
+from experiments.lib.program import Program, Refused, refusals
 from experiments.lib.shipped import ROOT
 from experiments.lib.sources import sources_hash
+from experiments.lib.typed_flags import Flags, arguments, flag
 from experiments.papers.vllm import opt
 from experiments.study import KINDS, Study, shown
+from paged.checks import described
 
-flags.disclaim_key_flags()  # --help lists the flags as the program's own
 FOLDERS = ("experiments/papers/*", "experiments/bench")
 NONE, PARTIAL, STALE = "no result", "partial", "stale"
 UNTIMED = ("counted", "simulated")  # kinds whose results do not depend on who else computes
+
+
+@dataclass(frozen=True)
+class ReproduceFlags(Flags):
+    studies: tuple[str, ...] = arguments("studies or papers, by how their names begin")
+    scale: Literal["quick", "full"] = described("quick", "few and short cases, or the setting")
+    kind: tuple[str, ...] = flag((), f"only these: {', '.join(KINDS)}")
+    all: bool = flag(False, "all studies, of --kind if that is given")
+    list: bool = flag(False, "list the studies, and run none")
+    stale: bool = flag(False, "only those whose result is stale")
+    jobs: int = flag(1, "studies that run at once; 0: one a core", least=0)
+    output_dir: str = flag("results/reproduce", "folder of the results")
 
 
 def studies() -> dict[str, Study]:
@@ -136,22 +148,22 @@ def table(of: Iterable[tuple[Study, str]]) -> str:
     return "\n".join(lines)
 
 
-def main(options: Options) -> int:
-    folder = Path(options.output_dir)
+def main(flags: ReproduceFlags, _: None) -> int:
+    folder = Path(flags.output_dir)
     with refusals():
-        if not options.arguments and not (options.all or options.list):
+        if not flags.studies and not (flags.all or flags.list):
             raise ValueError("name studies or papers, or say --all; --list shows what there is")
-        wanted = chosen(options.arguments, options.kind)
-    folders = {study.name: folder / options.scale / study.name for study in wanted}
-    if options.stale:
-        states = {s.name: state(s, options.scale, read(folders[s.name])) for s in wanted}
+        wanted = chosen(flags.studies, flags.kind)
+    folders = {study.name: folder / flags.scale / study.name for study in wanted}
+    if flags.stale:
+        states = {s.name: state(s, flags.scale, read(folders[s.name])) for s in wanted}
         wanted = [study for study in wanted if states[study.name] == STALE]
 
     def found() -> list[tuple[Study, str, dict[str, Any] | None]]:
         reports = [(study, read(folders[study.name])) for study in wanted]
-        return [(study, state(study, options.scale, report), report) for study, report in reports]
+        return [(study, state(study, flags.scale, report), report) for study, report in reports]
 
-    if options.list:
+    if flags.list:
         print(table((study, at) for study, at, _ in found()))
         return 0
     status, todo = 0, []
@@ -162,7 +174,7 @@ def main(options: Options) -> int:
             print(f"{study.name}: {at}; the result stands")
         else:
             todo.append(study)
-    for ended in run_all(todo, options.scale, folders, options.jobs or os.cpu_count() or 1):
+    for ended in run_all(todo, flags.scale, folders, flags.jobs or os.cpu_count() or 1):
         status = status or ended
         if ended > 128:  # a signal
             break
@@ -218,17 +230,7 @@ def _run(study: Study, scale: Any, folder: Path) -> int:
         return 1
 
 
-def define_flags() -> None:
-    flags.DEFINE_enum("scale", "quick", ["quick", "full"], "few and short cases, or the setting")
-    flags.DEFINE_list("kind", [], f"only these: {', '.join(KINDS)}")
-    flags.DEFINE_bool("all", False, "all studies, of --kind if that is given")
-    flags.DEFINE_bool("list", False, "list the studies, and run none")
-    flags.DEFINE_bool("stale", False, "only those whose result is stale")
-    flags.DEFINE_integer("jobs", 1, "studies that run at once; 0: one a core", lower_bound=0)
-    flags.DEFINE_string("output_dir", "results/reproduce", "folder of the results")
-
-
-PROGRAM = Program(main, define_flags, takes_arguments=True)
+PROGRAM = Program(main, ReproduceFlags, None)
 
 if __name__ == "__main__":
     PROGRAM.run()

@@ -10,27 +10,21 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from experiments.lib import adapters, event_log, plots, report, run_record, serving
-from experiments.lib.engines import engine_config, load_engine
-from experiments.lib.flags import (
-    define_engine_flags,
-    define_fields,
-    define_path,
-    fields_of,
-    loading,
-)
-from experiments.lib.help import group
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.adapters import adapters_flag, popularity_flag
+from experiments.lib.engines import load_engine
+from experiments.lib.flags import loading
+from experiments.lib.program import Program, refusals
+from experiments.lib.typed_flags import ModelFlags, Output, part
 from experiments.workloads import popularity, tenants, workloads
 from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig
 from models import checkpoint, load_tokenizer
-from paged.checks import help_of
 from paged.clock import WallClock
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import policy_of
@@ -44,49 +38,45 @@ LONGEST_WAIT_S = 0.5  # for the next request, before it is asked whether to stop
 NO_FLAGS = ("max_tokens", "seed", "ignore_eos", "logprobs", "prompt_logprobs")
 
 
-def define_flags() -> None:
-    with group("workload"):
-        define_path("workload", "sharegpt", help_of(WorkloadConfig)["workload"])
-        define_fields(WorkloadConfig, leave_out=("seed",))
-    with group("sampling"):
-        define_fields(SamplingParams, leave_out=NO_FLAGS)
-    define_engine_flags()
-    adapters.define_flags("distinct")
+@dataclass(frozen=True)
+class ServeFlags(ModelFlags):
+    workload: WorkloadConfig = part(WorkloadConfig("sharegpt"))
+    sampling: SamplingParams = part(SamplingParams(), leave_out=NO_FLAGS)
+    engine: EngineConfig = part(EngineConfig())
+    adapters: str = adapters_flag()
+    popularity: str = popularity_flag("distinct")
 
 
-def prepare(options: Options) -> tuple[Engine, Workload, SamplingParams]:
+def prepare(flags: ServeFlags, output_dir: Path) -> tuple[Engine, Workload]:
     """What the flags ask for; all but the weights is checked before the weights are read, every
     request as the engine would when it comes.
 
     Raises: ValueError for whatever is wrong with a flag, the model's folder or the workload.
     """
-    wanted = WorkloadConfig(**fields_of(WorkloadConfig, options))
-    sampling = SamplingParams(**fields_of(SamplingParams, options))
-    model = checkpoint.load_config(options.model)
-    config = engine_config(model, **fields_of(EngineConfig, options))
-    tokenizer = load_tokenizer(options.model)
+    wanted, sampling, config = flags.workload, flags.sampling, flags.engine
+    model, tokenizer = checkpoint.load_config(flags.model), load_tokenizer(flags.model)
     check_group(sampling, model, config)
     pages = config.kv_cache_tokens // config.page_size // sampling.num_sequences
     longest = min(config.max_model_len, pages * config.page_size)
     workload = workloads.load(wanted, Vocabulary(tokenizer, model.vocab_size, longest))
-    served = adapters.asked_for(options, model, config)
+    served = adapters.asked_for(flags.adapters, model, config, flags.dtype, output_dir)
     if served:
         count, given = len(workload.requests), [adapter.name for adapter in served]
-        names = popularity.assign(given, options.popularity, count, options.seed)
-        formats = tenants.formats(served, options.model)
+        names = popularity.assign(given, flags.popularity, count, config.seed)
+        formats = tenants.formats(served, flags.model)
         requests = tenants.addressed(workload.requests, names, formats)
         workload = replace(workload, requests=requests)
-    policy = policy_of(config.policy).host(config, ShardedModel.split(model))
+    sizes = policy_of(config.policy).sizes_of(config, ShardedModel.split(model))
     for i, request in enumerate(workload.requests):
         try:
-            how = sampling_of(request, sampling, options.seed, i)
-            validated_prompt(request.prompt, how, tokenizer, model, config, policy)
+            how = sampling_of(request, sampling, config.seed, i)
+            validated_prompt(request.prompt, how, tokenizer, model, config, sizes)
         except ValueError as error:
-            raise ValueError(f"request {i + 1} of --workload={options.workload}: {error}") from None
-    engine = load_engine(config, tokenizer, **loading(options))
+            raise ValueError(f"request {i + 1} of --workload={wanted.workload}: {error}") from None
+    engine = load_engine(config, tokenizer, **loading(flags))
     for adapter in served:
         engine.add_known_adapter(adapter)
-    return engine, workload, sampling
+    return engine, workload
 
 
 def sampling_of(request: Request, sampling: SamplingParams, seed: int, i: int) -> SamplingParams:
@@ -231,7 +221,7 @@ def serve_and_write(
     workload: Workload,
     sampling: SamplingParams,
     seed: int,
-    output_dir: str,
+    output_dir: str | Path,
     facts: dict[str, Any],
 ) -> int:
     """As `serving.serve_and_write`."""
@@ -252,25 +242,24 @@ def serve_and_write(
     return serving.serve_and_write(serve_until, write_served, files)
 
 
-def main(options: Options) -> int:
+def main(flags: ServeFlags, output: Output) -> int:
     with refusals():
-        engine, workload, sampling = prepare(options)
+        engine, workload = prepare(flags, output.folder)
+    seed = flags.engine.seed
     facts = {
         "experiment": "serve",
-        "flags": vars(options),
-        "seed": options.seed,
-        "model": asdict(engine.model) | {"weights_sha256": checkpoint.weights_hash(options.model)},
+        "flags": flags,
+        "seed": seed,
+        "model": asdict(engine.model) | {"weights_sha256": checkpoint.weights_hash(flags.model)},
     }
     engine.warm_up()
-    return serve_and_write(engine, workload, sampling, options.seed, options.output_dir, facts)
+    return serve_and_write(engine, workload, flags.sampling, seed, output.folder, facts)
 
 
 PROGRAM = Program(
-    main,
-    define_flags,
-    "results/serve",
+    main, ServeFlags, Output("results/serve"),
     ("outputs.jsonl", "requests.csv", "events.jsonl", *plots.FILES),
-)
+)  # fmt: skip
 
 if __name__ == "__main__":
     PROGRAM.run()

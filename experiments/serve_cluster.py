@@ -16,27 +16,21 @@ adapters, if such are served. Ctrl-C, SIGTERM and a failure end it as they end `
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-from absl import flags
 from tqdm import tqdm
 
 from experiments.lib import adapters, cluster_report, run_record, serving
+from experiments.lib.adapters import adapters_flag, popularity_flag
 from experiments.lib.cluster_report import Sample
-from experiments.lib.engines import engine_config
-from experiments.lib.flags import (
-    define_engine_flags,
-    define_float,
-    define_simulated_flags,
-    fields_of,
-)
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.program import Program, refusals
 from experiments.lib.runners import ray_actors, threads, uuids
+from experiments.lib.typed_flags import ModelFlags, Output, flag, part
 from experiments.workloads import popularity, ramp
 from models import checkpoint
 from models.config import ModelConfig
@@ -49,11 +43,34 @@ from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
-from paged.simulator.step_cost import StepCost
+from paged.simulator.machines import MACHINES
+from paged.simulator.step_cost import HOSTS, StepCost
 
 RUNNERS = ("simulated", "threads", "ray")
 PERIOD_S = 1.0  # of samples
 AnyCluster = SimulatedCluster | LiveCluster
+
+
+@dataclass(frozen=True)
+class ClusterFlags(ModelFlags):
+    runners: str = flag("simulated", "where the engines run", choices=RUNNERS)
+    num_gpus: int = flag(4, "GPUs, each with an engine", least=1)
+    duration_s: float = flag(120.0, "from the first to the last request", least=1)
+    peak_rate: float = flag(10.0, "requests a second at half of it", least=1e-3)
+    rebalance_s: float = flag(10.0, "period of consolidation in seconds", least=1e-3)
+    length_divisor: int = flag(1, "divides all lengths", least=1, most=64)
+    gpu: str = flag("a100-40", "simulated GPU, by its data sheet", choices=tuple(MACHINES))
+    host: str = flag("none", "system whose host time a step includes", choices=tuple(HOSTS))
+    adapters: str = adapters_flag()
+    popularity: str = popularity_flag("skewed")
+    engine: EngineConfig = part(EngineConfig())
+
+    @classmethod
+    def begin(cls, values: Mapping[str, Any]) -> None:
+        if values["tensor_parallel"] > 1:
+            raise ValueError("--tensor_parallel: each engine of a cluster has one device")
+        if values["runners"] == "threads":  # a CPU is as many devices as it is told to be at first
+            jax.config.update("jax_num_cpu_devices", values["num_gpus"])
 
 
 def serve(
@@ -71,63 +88,64 @@ def serve(
         bar.update(len(cluster.cluster.records) - bar.n)
 
 
-def simulated(options: Options, model: ModelConfig, config: EngineConfig) -> SimulatedCluster:
+def simulated(flags: ClusterFlags, model: ModelConfig) -> SimulatedCluster:
     """Engines over a cost model."""
-    cost = StepCost.declare(model, config, options.gpu, options.dtype, options.host)
+    config = flags.engine
+    cost = StepCost.declare(model, config, flags.gpu, flags.dtype, flags.host)
     engines = {
         uuid: Engine(
             model, config,
             SimulatedExecutor(
-                cost, vocab_size=model.vocab_size, dtype=options.dtype,
+                cost, vocab_size=model.vocab_size, dtype=flags.dtype,
                 adapter_page_s=cost.adapter_page_s,
             ),
         )
-        for uuid in uuids(options.num_gpus)
+        for uuid in uuids(flags.num_gpus)
     }  # fmt: skip
-    return SimulatedCluster(engines, model, config, rebalance_s=options.rebalance_s)
+    return SimulatedCluster(engines, model, config, rebalance_s=flags.rebalance_s)
 
 
 def live(make: Callable[..., LiveCluster]) -> Callable[..., LiveCluster]:
     """Engines in real time."""
 
-    def made(options: Options, model: ModelConfig, config: EngineConfig) -> LiveCluster:
-        return make(options, model, config, options.num_gpus, rebalance_s=options.rebalance_s)
+    def made(flags: ClusterFlags, model: ModelConfig) -> LiveCluster:
+        return make(flags, model, flags.engine, flags.num_gpus, rebalance_s=flags.rebalance_s)
 
     return made
 
 
-MAKE: dict[str, Callable[[Options, ModelConfig, EngineConfig], AnyCluster]] = {
+MAKE: dict[str, Callable[[ClusterFlags, ModelConfig], AnyCluster]] = {
     "simulated": simulated,
     "threads": live(threads),
     "ray": live(ray_actors),
 }
 
 
-def prepare(options: Options) -> tuple[ModelConfig, EngineConfig, list[Adapter], list[Arrival]]:
+def prepare(
+    flags: ClusterFlags, output_dir: Path
+) -> tuple[ModelConfig, list[Adapter], list[Arrival]]:
     """What the flags ask for. Raises ValueError for what cannot be."""
-    if options.tensor_parallel > 1:
-        raise ValueError("--tensor_parallel: each engine of a cluster has one device")
-    model = checkpoint.load_config(options.model)
-    config = engine_config(model, **fields_of(EngineConfig, options))
+    model, config = checkpoint.load_config(flags.model), flags.engine
     longest = min(config.max_model_len, config.num_blocks * config.page_size - config.page_size)
     requests = ramp.requests(
-        options.duration_s, options.peak_rate, model.vocab_size, longest, options.length_divisor,
-        options.seed,
+        flags.duration_s, flags.peak_rate, model.vocab_size, longest, flags.length_divisor,
+        config.seed,
     )  # fmt: skip
     if not requests:
         raise ValueError(
-            f"--peak_rate={options.peak_rate} over --duration_s={options.duration_s} is no request"
+            f"--peak_rate={flags.peak_rate} over --duration_s={flags.duration_s} is no request"
         )
-    if options.runners == "ray":
+    if flags.runners == "ray":
         try:
             import_ray()
         except ImportError as error:
             raise ValueError(f"--runners=ray: {error}") from error
-    served = adapters.asked_for(options, model, config, simulated=options.runners == "simulated")
+    folder = None if flags.runners == "simulated" else output_dir
+    served = adapters.asked_for(flags.adapters, model, config, flags.dtype, folder)
     names: Sequence[str | None] = [None] * len(requests)
     if served:
         given = [adapter.name for adapter in served]
-        names = popularity.assign(given, options.popularity, len(requests), options.seed)
+        names = popularity.assign(given, flags.popularity, len(requests), config.seed)
     arrivals = [
         Arrival(
             each.arrival_s, each.prompt,  # type: ignore[arg-type]
@@ -135,25 +153,24 @@ def prepare(options: Options) -> tuple[ModelConfig, EngineConfig, list[Adapter],
         )
         for i, (each, name) in enumerate(zip(requests, names, strict=True))
     ]  # fmt: skip
-    return model, config, served, arrivals
+    return model, served, arrivals
 
 
-def main(options: Options) -> int:
-    if options.runners == "threads":  # a CPU is as many devices as it is told to be at first
-        jax.config.update("jax_num_cpu_devices", options.num_gpus)
+def main(flags: ClusterFlags, output: Output) -> int:
     with refusals():
-        model, config, served, arrivals = prepare(options)
-        cluster = MAKE[options.runners](options, model, config)
+        model, served, arrivals = prepare(flags, output.folder)
+        cluster = MAKE[flags.runners](flags, model)
     for adapter in served:
         cluster.cluster.add_known_adapter(adapter)
-    facts = {"flags": vars(options), "model": asdict(model), "engine": config}
+    facts = {"flags": flags, "model": asdict(model)}
     with cluster if isinstance(cluster, LiveCluster) else contextlib.nullcontext():
-        return serve_and_write(options, cluster, arrivals, facts)
+        return serve_and_write(flags, output.folder, cluster, arrivals, facts)
 
 
 def serve_and_write(
-    options: Options, cluster: AnyCluster, arrivals: Sequence[Arrival], facts: dict[str, Any]
-) -> int:
+    flags: ClusterFlags, folder: Path, cluster: AnyCluster, arrivals: Sequence[Arrival],
+    facts: dict[str, Any],
+) -> int:  # fmt: skip
     """As `serving.serve_and_write`."""
     samples: list[Sample] = []
 
@@ -163,18 +180,19 @@ def serve_and_write(
         missing = serving.missing(cause, len(arrivals), reasons)
         if not samples:
             samples.append(Sample.of(0.0, cluster.cluster))
-        return write(options, cluster, samples, facts | {"partial": missing})
+        return write(flags, folder, cluster, samples, facts | {"partial": missing})
 
-    files = f"report.json, summary.json, cluster.png and more are in {options.output_dir}/"
+    files = f"report.json, summary.json, cluster.png and more are in {folder}/"
     serve_until = partial(serve, cluster, arrivals, samples)
     return serving.serve_and_write(serve_until, write_served, files)
 
 
 def write(
-    options: Options, served: AnyCluster, samples: Sequence[Sample], facts: dict[str, Any]
-) -> tuple[str, list[OSError]]:
+    flags: ClusterFlags, folder: Path, served: AnyCluster, samples: Sequence[Sample],
+    facts: dict[str, Any],
+) -> tuple[str, list[OSError]]:  # fmt: skip
     """Write every file; the table, and what could not be written."""
-    folder, cluster, max_batch = options.output_dir, served.cluster, options.max_num_seqs
+    cluster, max_batch = served.cluster, flags.engine.max_num_seqs
     failures = run_record.write_all([
         lambda: run_record.write_csv(folder, "requests.csv", cluster.records)
     ])  # fmt: skip
@@ -184,10 +202,10 @@ def write(
         print(f"{cause}: writing the report on what was served", file=sys.stderr)
     environment = run_record.describe_environment()
     footer = run_record.hardware_line(environment)
-    if options.runners == "simulated":
+    if flags.runners == "simulated":
         footer = (
-            f"simulated time: cost model of {options.gpu} (experiments.fit_cost_model), "
-            f"host {options.host}"
+            f"simulated time: cost model of {flags.gpu} (experiments.fit_cost_model), "
+            f"host {flags.host}"
         )
     numbers = cluster_report.summary(cluster, samples, max_batch)
     table = cluster_report.table(numbers, max_batch)
@@ -200,39 +218,25 @@ def write(
         "refused": cluster.refused,
         "claims": table.splitlines(),
     }
-    title = f"{options.num_gpus} {'simulated GPUs' * (options.runners == 'simulated') or 'engines'}"
-    title += f", {options.model}" + ", interrupted" * bool(missing)
-    offered = partial(ramp.rate, duration_s=options.duration_s, peak_rate=options.peak_rate)
+    title = f"{flags.num_gpus} {'simulated GPUs' * (flags.runners == 'simulated') or 'engines'}"
+    title += f", {flags.model}" + ", interrupted" * bool(missing)
+    offered = partial(ramp.rate, duration_s=flags.duration_s, peak_rate=flags.peak_rate)
     numbers = numbers | {"partial": int(bool(missing))}
     failures += run_record.write_all([
         lambda: run_record.write_csv(folder, "working_sets.csv", [each.row() for each in samples]),
         lambda: run_record.write_json(folder, "report.json", content | environment),
         lambda: run_record.write_summary(folder, numbers),
         lambda: cluster_report.plot(
-            samples, offered, max_batch, Path(folder) / "cluster.png", title, footer
+            samples, offered, max_batch, folder / "cluster.png", title, footer
         ),
     ])  # fmt: skip
     return f"{table}\n({footer}){serving.partial_line(missing)}", failures
 
 
-def define_flags() -> None:
-    flags.DEFINE_enum("runners", "simulated", RUNNERS, "where the engines run")
-    flags.DEFINE_integer("num_gpus", 4, "GPUs, each with an engine", lower_bound=1)
-    define_float("duration_s", 120.0, "from the first to the last request", lower_bound=1)
-    define_float("peak_rate", 10.0, "requests a second at half of it", lower_bound=1e-3)
-    define_float("rebalance_s", 10.0, "period of consolidation in seconds", lower_bound=1e-3)
-    flags.DEFINE_integer("length_divisor", 1, "divides all lengths", lower_bound=1, upper_bound=64)
-    define_simulated_flags("a100-40")
-    adapters.define_flags("skewed")
-    define_engine_flags()
-
-
 PROGRAM = Program(
-    main,
-    define_flags,
-    "results/serve_cluster",
+    main, ClusterFlags, Output("results/serve_cluster"),
     ("requests.csv", "working_sets.csv", "cluster.png"),
-)
+)  # fmt: skip
 
 if __name__ == "__main__":
     PROGRAM.run()

@@ -9,25 +9,20 @@ end, for --drain_s seconds at most; new ones are refused with status 503 meanwhi
 is then 143 or 130.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
-from absl import flags
 
 from experiments.lib import adapters
-from experiments.lib.engines import engine_config, load_engine
-from experiments.lib.extras import extra
-from experiments.lib.flags import (
-    define_engine_flags,
-    define_executor_flag,
-    define_fields,
-    fields_of,
-    loading,
-)
-from experiments.lib.help import group
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.adapters import adapters_flag
+from experiments.lib.engines import load_engine
+from experiments.lib.flags import loading
+from experiments.lib.program import Program, extra, refusals
 from experiments.lib.runners import ray_actors, threads
+from experiments.lib.typed_flags import ExecutorFlags, Output, flag, part
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from paged.engine import EngineConfig
@@ -41,29 +36,31 @@ with extra("serve"):
     from paged.server.settings import ServerConfig
 
 
-def define_flags() -> None:
-    flags.DEFINE_string("host", "127.0.0.1", "address to listen on; 0.0.0.0 for all of the machine")
-    flags.DEFINE_integer("port", 8000, "0 for any that is free", lower_bound=0, upper_bound=65535)
-    flags.DEFINE_string(
-        "served_model_name", "", "what requests call the model; empty for --model, or for the last "
-        "part of a folder's path",
+@dataclass(frozen=True)
+class ServerFlags(ExecutorFlags):
+    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 for all of the machine")
+    port: int = flag(8000, "0 for any that is free", least=0, most=65535)
+    served_model_name: str = flag(
+        "", "what requests call the model; empty for --model, or for the last part of a folder's "
+        "path",
     )  # fmt: skip
-    flags.DEFINE_string(
-        "chat_template", "", "file of a Jinja chat template; empty for the tokenizer's own"
+    chat_template: str = flag("", "file of a Jinja chat template; empty for the tokenizer's own")
+    api_keys: str = flag(
+        "", "file of API keys, one a line, of which requests need one; empty for none"
     )
-    flags.DEFINE_string(
-        "api_keys", "", "file of API keys, one a line, of which requests need one; empty for none"
-    )
-    flags.DEFINE_integer(
-        "runners", 1, "engines, each on a device of its own, among which requests are placed and "
-        "move (Punica §5)", lower_bound=1,
+    runners: int = flag(
+        1, "engines, each on a device of its own, among which requests are placed and move "
+        "(Punica §5)", least=1,
     )  # fmt: skip
-    flags.DEFINE_bool("ray", False, "whether runners are Ray actors (extra `cluster`)")
-    with group("limits"):
-        define_fields(ServerConfig)
-    adapters.define_flags()
-    define_engine_flags()
-    define_executor_flag()
+    ray: bool = flag(False, "whether runners are Ray actors (extra `cluster`)")
+    adapters: str = adapters_flag()
+    engine: EngineConfig = part(EngineConfig())
+    limits: ServerConfig = part(ServerConfig())
+
+    @classmethod
+    def begin(cls, values: Mapping[str, Any]) -> None:
+        if values["runners"] > 1 and not values["ray"]:  # a CPU is as many as it is told at first
+            jax.config.update("jax_num_cpu_devices", values["runners"])
 
 
 def read_lines(flag: str, path: str) -> list[str]:
@@ -81,12 +78,11 @@ def served_name(model: str) -> str:
     return folder.resolve().name if folder.is_dir() else model
 
 
-def prepared(
-    options: Options, model: ModelConfig, config: EngineConfig, tokenizer
-) -> Callable[[], Owner]:
+def prepared(flags: ServerFlags, model: ModelConfig, tokenizer) -> Callable[[], Owner]:
     """What makes one warm engine, or a cluster of them. Raises ValueError for what cannot be."""
-    if options.runners == 1 and not options.ray:
-        engine = load_engine(config, tokenizer, **loading(options))
+    config = flags.engine
+    if flags.runners == 1 and not flags.ray:
+        engine = load_engine(config, tokenizer, **loading(flags))
 
         def one() -> Owner:
             engine.warm_up()
@@ -95,42 +91,39 @@ def prepared(
         return one
     if config.tensor_parallel > 1:
         raise ValueError("--tensor_parallel: each engine of a cluster has one device")
-    if options.executor != "device":
-        raise ValueError(f"--executor={options.executor} is for one engine: --runners=1")
+    if flags.executor != "device":
+        raise ValueError(f"--executor={flags.executor} is for one engine: --runners=1")
     try:
-        make = ray_actors if options.ray else threads
-        live = make(options, model, config, options.runners, tokenizer)
+        make = ray_actors if flags.ray else threads
+        live = make(flags, model, config, flags.runners, tokenizer)
     except ImportError as error:
         raise ValueError(f"--ray: {error}") from error
     return lambda: ClusterOwner(live.__enter__())
 
 
-def main(options: Options) -> int:
-    if options.runners > 1 and not options.ray:  # a CPU is as many devices as it is told at first
-        jax.config.update("jax_num_cpu_devices", options.runners)
+def main(flags: ServerFlags, output: Output) -> int:
+    config = flags.engine
     with refusals():
-        settings = ServerConfig(**fields_of(ServerConfig, options))
-        check_address(options.host, options.port)
-        model = checkpoint.load_config(options.model)
-        config = engine_config(model, **fields_of(EngineConfig, options))
-        tokenizer = load_tokenizer(options.model)
-        keys = read_lines("api_keys", options.api_keys) if options.api_keys else []
+        check_address(flags.host, flags.port)
+        model = checkpoint.load_config(flags.model)
+        tokenizer = load_tokenizer(flags.model)
+        keys = read_lines("api_keys", flags.api_keys) if flags.api_keys else []
         template = None
-        if options.chat_template:
-            template = Path(options.chat_template).expanduser().read_text()
-        if options.adapters.isdecimal() and not options.output_dir:
-            raise ValueError(f"--adapters={options.adapters}: random adapters need --output_dir")
-        served = adapters.asked_for(options, model, config)
-        make_owner = prepared(options, model, config, tokenizer)
+        if flags.chat_template:
+            template = Path(flags.chat_template).expanduser().read_text()
+        if flags.adapters.isdecimal() and not output.output_dir:
+            raise ValueError(f"--adapters={flags.adapters}: random adapters need --output_dir")
+        served = adapters.asked_for(flags.adapters, model, config, flags.dtype, output.folder)
+        make_owner = prepared(flags, model, tokenizer)
     owner = make_owner()
-    name = options.served_model_name or served_name(options.model)
+    name = flags.served_model_name or served_name(flags.model)
     service = Service(
-        owner, model, config, tokenizer, name, settings, template,
-        logprobs=options.executor == "device",
+        owner, model, config, tokenizer, name, flags.limits, template,
+        logprobs=flags.executor == "device",
     )  # fmt: skip
     for adapter in served:
         service.adapters.add(adapter)
-    server = Server(create_app(service, keys), service, options.host, options.port)
+    server = Server(create_app(service, keys), service, flags.host, flags.port)
     try:
         server.run()
     finally:
@@ -140,7 +133,7 @@ def main(options: Options) -> int:
     return 128 + server.stopped_by if server.stopped_by else 0
 
 
-PROGRAM = Program(main, define_flags, "", output_help="where random --adapters are written")
+PROGRAM = Program(main, ServerFlags, Output())
 
 if __name__ == "__main__":
     PROGRAM.run()

@@ -10,30 +10,36 @@ file tells its name, as vllm/fig12_latency_over_rate. It is a program (`STUDY.ru
                    versions, hardware, commit
     summary.json   the values alone: name -> number
 
-Rows that `Run.once` made are kept until the study is whole: a run that was cut short goes on.
+Rows that `Run.once` made are kept until the study is whole, and those of simulated studies until
+their sources change: a run that was cut short goes on.
 """
 
 import dataclasses
+import hashlib
+import inspect
 import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
-from absl import flags as absl_flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.lib import run_record, serving
-from experiments.lib.flags import define_typed, typed
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.program import Program, refusals
 from experiments.lib.sources import sources_hash
-from experiments.lib.typed_flags import Flags, flat
+from experiments.lib.typed_flags import Flags, Output, flag, flat
 
-KEPT = "kept.jsonl"
+KEPT = "kept"
 FILES = ("rows.csv", "figure.png")
 Kind = Literal["counted", "simulated", "measured", "analogue", "not run"]
 KINDS = ("counted", "simulated", "measured", "analogue", "not run")
@@ -52,37 +58,61 @@ class Setting:
 
 
 class Run:
-    """What a measurement gets beside its flags."""
+    """What a measurement gets beside its flags: its folder, and the rows that are kept there by
+    hashes of what made them. Other processes may get a copy, which nothing stops.
+    """
 
-    def __init__(self, folder: Path, row: type, key: str, resume: bool):
+    def __init__(self, folder: Path):
         self.folder = folder
         self.stopped: Callable[[], bool] = lambda: False  # whether the run is to end here
-        self._path, self._row, self._key = folder / KEPT, row, key
-        self._kept = self._read() if resume else {}
-        self._lines = [{"case": case, "row": row} for case, row in self._kept.items()]
-        self.known = len(self._kept)
 
-    def _read(self) -> dict[str, dict[str, Any]]:
-        try:
-            first, *lines = map(json.loads, self._path.read_text().splitlines())
-            return {each["case"]: each["row"] for each in lines} if first == self._key else {}
-        except (OSError, ValueError, TypeError, KeyError):
-            return {}
+    def __reduce__(self):
+        return Run, (self.folder,)
+
+    @property
+    def kept(self) -> Path:
+        return self.folder / KEPT
 
     def once[R](self, make: Callable[..., R], *case: Any) -> R:
-        """`make(*case)`, a row; or, of a run with the same flags and sources that was cut short,
-        the row that it made of this case."""
-        name = f"{make.__name__}{case}"
-        if name not in self._kept:
-            row = make(*case)
-            self._kept[name] = dataclasses.asdict(row)  # type: ignore[call-overload]
-            self._lines.append({"case": name, "row": self._kept[name]})
-            lines = [json.dumps(x, default=run_record.plain) for x in (self._key, *self._lines)]
-            run_record.write_whole(self._path, "\n".join(lines))
-        return self._row(**self._kept[name])
+        """`make(*case)`, a dataclass of the class that `make` is annotated with; or the row that it
+        made of an equal case in an earlier run, while its sources were the same."""
+        made_by = make.__qualname__, repr(case), sources_hash(inspect.getfile(make))
+        digest = hashlib.sha256("\n".join(made_by).encode()).hexdigest()
+        path = self.kept / f"{digest[:16]}.json"
+        with suppress(OSError, ValueError, TypeError):  # there is none, or none that is whole
+            return get_type_hints(make)["return"](**json.loads(path.read_bytes()))
+        row = make(*case)
+        fields = dataclasses.asdict(row)  # type: ignore[call-overload]
+        run_record.write_whole(path, json.dumps(fields, default=run_record.plain))
+        return row
+
+    def at_once[C, R](
+        self, make: Callable[..., R], cases: Sequence[C], jobs: int, *first: Any
+    ) -> list[R]:
+        """`once(make, *first, case)` of all cases, in their order, several at once."""
+        return in_processes(partial(self.once, make, *first), cases, jobs)
 
     def forget(self) -> None:
-        self._path.unlink(missing_ok=True)
+        shutil.rmtree(self.kept, ignore_errors=True)
+
+
+def jobs_flag() -> int:
+    """A field of `Flags`, for `Run.at_once` and `in_processes`."""
+    return flag(0, "processes that work at once; 0: one a core", least=0)
+
+
+def in_processes[T, R](work: Callable[[T], R], tasks: Sequence[T], jobs: int) -> list[R]:
+    """`work` of each task, in the tasks' order. jobs: of `jobs_flag`."""
+    jobs = min(jobs or os.cpu_count() or 1, len(tasks))
+    if jobs < 2:
+        return [work(task) for task in tasks]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(work, tasks))
+
+
+@dataclass(frozen=True)
+class StudyOutput(Output):
+    resume: bool = flag(True, "begin with the rows that an earlier run has kept")
 
 
 @dataclass(frozen=True)
@@ -138,38 +168,30 @@ class Study[F: Flags, R]:
         return self.flags(**(self.quick if scale == "quick" else self.full))
 
     @property
-    def program(self) -> Program:
-        def define() -> None:
-            define_typed(self.flags)
-            absl_flags.DEFINE_bool(
-                "resume", True, "begin with the rows of a run with the same flags that was cut"
-            )
-
-        folder = f"results/{self.name}"
-        return Program(self._main, define, folder, FILES, asked=partial(typed, self.flags))
+    def program(self) -> Program[F, StudyOutput]:
+        return Program(self._main, self.flags, StudyOutput(f"results/{self.name}"), FILES)
 
     def run(self) -> None:
         """Run it as the command line says, and exit."""
         self.program.run()
 
-    def _main(self, options: Options) -> int:
-        with refusals():
-            flags = typed(self.flags, options)
-        return self.write(flags, options.output_dir, options.resume)
+    def _main(self, flags: F, output: StudyOutput) -> int:
+        return self.write(flags, output.folder, output.resume)
 
     def write(self, flags: F, output_dir: str | Path, resume: bool = True) -> int:
         """Measure, and write and print the report; the exit status."""
         with refusals():
             self.check(flags)
         folder, began = Path(output_dir), time.perf_counter()
-        key = json.dumps(run_record.plain({"flags": flags, "sources": sources_hash(self.file)}))
         rows: list[R] = []
-        run = Run(folder, self.row, key, resume)
+        run = Run(folder)
+        if not resume:
+            run.forget()
 
         def serve(stopped: Callable[[], bool]) -> None:
             run.stopped = stopped
-            if run.known:
-                print(f"{run.known} rows are kept from a run that was cut; --noresume drops them")
+            if kept := len(list(run.kept.glob("*.json"))):
+                print(f"{kept} rows are kept of earlier runs; --noresume drops them")
             for row in tqdm(self.measure(flags, run), self.name, unit=" rows", leave=False):
                 rows.append(row)
                 if stopped():
@@ -188,7 +210,7 @@ class Study[F: Flags, R]:
             if self.draw and rows and not cause:
                 writers.append(lambda: self._plot(flags, rows, folder / "figure.png", report))
             failures = run_record.write_all(writers)
-            if not cause:
+            if not cause and self.kind != "simulated":  # another run is to measure anew
                 run.forget()
             return self._told(flags, rows, report), failures
 

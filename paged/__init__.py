@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from paged.engine import Engine
     from paged.requests.sampling_params import SamplingParams
 
+__version__ = "0.1.0"
 __all__ = ["Engine", "EngineConfig", "SamplingParams"]
 _MODULES = {
     "Engine": "paged.engine",

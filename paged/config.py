@@ -37,7 +37,9 @@ class EngineConfig:
     max_prefills_per_step: int = described(8, "prompts that are prefilled in one step")
     max_model_len: int = described(2048, "longest sequence in tokens, prompt and output together")
     chunked_prefill: bool = described(
-        True, "whether a prompt may be split over steps; policies that need whole prompts never do"
+        True,
+        "whether a prompt may be split over steps; never by policies that need whole prompts, nor "
+        "if a step holds the longest one, and no prefill tile of the policy beside other tokens",
     )
     page_size: int = described(16, "tokens of a KV page")
     kv_cache_tokens: int = described(32_768, "tokens that all KV pages hold")
@@ -98,10 +100,10 @@ class EngineConfig:
         can = self.capabilities
         self._fill_defaults(can)
         others = self.max_num_seqs - 1
-        if self.chunked_prefill and can.prefill_tile + others > self.max_num_batched_tokens:
+        if self.chunked_prefill and can.least_chunk + others > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must hold a prefill tile "
-                f"of policy {self.policy!r} ({can.prefill_tile} tokens) beside a token of each "
+                f"of policy {self.policy!r} ({can.least_chunk} tokens) beside a token of each "
                 f"other sequence ({others})"
             )
         if self.prefix_caching and not can.prefix_cache:
@@ -137,9 +139,12 @@ class EngineConfig:
         object.__setattr__(self, "chunked_prefill", self.chunked_prefill and can.chunked_prefill)
         if self.max_num_batched_tokens == 0:
             others = self.max_num_seqs - 1
-            prompts = can.prefill_tile + others if self.chunked_prefill else self.max_model_len
+            prompts = can.least_chunk + others if self.chunked_prefill else self.max_model_len
             most = max(STEP_TOKENS, self.max_num_seqs, prompts)
             object.__setattr__(self, "max_num_batched_tokens", min(most, MAX_STEP_TOKENS))
+        most = self.max_num_batched_tokens
+        if self.max_model_len <= most < can.least_chunk + self.max_num_seqs - 1:
+            object.__setattr__(self, "chunked_prefill", False)
 
     def _check_ranges(self) -> None:
         checks.require(self, {

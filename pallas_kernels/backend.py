@@ -12,6 +12,7 @@ import jax
 
 # The major compute capability of the GPUs that each kernel is written for.
 MADE_FOR = {"mosaic_gpu": 9, "mosaic_gpu_ampere": 8}
+PLAN_SCOPE = "attention_schedule"  # Names the operations of plans in compiled programs.
 
 
 @dataclass(frozen=True)

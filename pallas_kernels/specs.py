@@ -1,18 +1,26 @@
-"""Named arguments of the ops, in real models' shapes.
+"""An op as tools know it: its implementations, and named arguments in real models' shapes.
 
 Tests, ahead-of-time compilation and benchmarks share them. A spec holds no arrays: its function
 `arguments` draws them, and `Spec.shapes` gives only their shapes.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.backend import GPU, MADE_FOR
 from pallas_kernels.quantization import KVFormat, QuantizedPages, quantize
+from pallas_kernels.tools.balance import Balance
+
+Arrays = Mapping[str, Any]  # a call's arguments
+Results = list[np.ndarray]
+Errors = tuple[np.ndarray, float]
 
 
 @dataclass(frozen=True)
@@ -79,9 +87,14 @@ class Spec:
     cost: the cost of a call with such arrays.
     options: the static keywords of the call.
     donated: the names of the arrays that the op may write in place.
-    indices: the names of the arrays that `cost` and `plan` look at.
+    indices: the names of the arrays that `cost`, `plan` and `balance` look at.
     plan: what is made once for all layers of a step, as keywords of the call: from the arrays
         `indices` and the name of the implementation, or None.
+    balance: of the schedule that `plan` makes, given that and the arrays `indices` by name.
+    most_pages: of a pool, which the op accepts; None for any number.
+    defined: of a call's arguments and results, those results that are not arbitrary.
+    compare: of a call's arguments and its `defined` results, their errors, and the largest share
+        of its tolerance that any of them has. Without it results must equal `reference`.
     """
 
     op: Callable
@@ -91,6 +104,10 @@ class Spec:
     donated: tuple[str, ...] = ()
     indices: tuple[str, ...] = ()
     plan: Callable[[dict[str, jax.Array], str | None], dict[str, Any]] | None = None
+    balance: Callable[..., Balance] | None = None
+    most_pages: int | None = None
+    defined: Callable[[Arrays, Results], Results] = lambda arguments, results: results
+    compare: Callable[[Arrays, Results], Errors] | None = None
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return jax.eval_shape(self.arguments, jax.random.key(0))
@@ -105,6 +122,82 @@ class Spec:
         if self.plan is None:
             return {}
         return self.plan({name: arguments[name] for name in self.indices}, implementation)
+
+    def results(self, arguments: Arrays, out: Any) -> Results:
+        """The arrays of what a call gave that are not arbitrary."""
+        return self.defined(arguments, [np.asarray(x) for x in jax.tree.leaves(out)])
+
+    def errors(self, arguments: Arrays, found: Results) -> Errors:
+        """Of `results`: absolute errors, and the largest share of its tolerance that any has."""
+        if self.compare is not None:
+            return self.compare(arguments, found)
+        expected = self.results(arguments, reference(self.op, self.options, arguments))
+        errors = np.stack(
+            [np.max(abs(np.subtract(f, e, dtype=np.float32))) for f, e in zip(found, expected)]
+        )
+        return errors, math.inf if errors.any() else 0.0
+
+
+def reference(op: Callable, options: Mapping[str, Any], arguments: Arrays) -> Any:
+    """What the reference implementation of an op gives."""
+    return jax.jit(partial(op, implementation="reference", **options))(**arguments)
+
+
+def without_padding(arguments: Arrays, results: Results) -> Results:
+    """Of a ragged batch: rows behind the last sequence may hold anything."""
+    return [x[: arguments["query_starts"][-1]] for x in results]
+
+
+@dataclass(frozen=True)
+class Gates:
+    """What an op's compiled kernels must keep, beside what every kernel must.
+
+    resident: thread blocks that fit a multiprocessor at a time, by the kernel's name; else 1.
+    most_launches: what the op runs on the device; None for any number.
+    balanced: specs whose thread blocks get equal parts of the work on Hopper, and the most bytes of
+        partial results for each byte of keys and values.
+    """
+
+    resident: Mapping[str, int] = field(default_factory=dict)
+    most_launches: int | None = None
+    balanced: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op, as tools and checks know it.
+
+    implementations: by name.
+    specs: named arguments, in real models' shapes.
+    checked: (small) -> named arguments for which `reference` has the memory and the time; if
+        `small`, tiny ones, for the interpreter.
+    kernels: the names of the Mosaic kernels that a call launches on Hopper.
+    reused: whether thread blocks read the same operands, which the L2 cache then has.
+    slow_as_xla: specs for which XLA takes as long as many kernels.
+    peers: others' kernels for the shapes of a spec, to be compiled for Hopper: by the names of the
+        spec and of the peer, what gives a function and its arguments.
+    timed_peers: (small) -> by the same names, what gives the seconds of a peer's call on this
+        machine, given what times a function of JAX arrays.
+    """
+
+    implementations: Mapping[str, Callable]
+    specs: Mapping[str, Spec]
+    checked: Callable[[bool], Mapping[str, Spec]]
+    kernels: tuple[str, ...]
+    gates: Gates = Gates()
+    reused: bool = False
+    slow_as_xla: Collection[str] = ()
+    peers: Mapping[tuple[str, str], Callable[[GPU], tuple[Callable, tuple]]] = field(
+        default_factory=dict
+    )
+    timed_peers: Callable[[bool], Mapping[tuple[str, str], Callable]] = lambda small: {}
+
+    def kernel_for(self, compute_capability: tuple[int, int]) -> str | None:
+        """The name of the kernel for GPUs of this compute capability, or None."""
+        for name, major in MADE_FOR.items():
+            if major == compute_capability[0] and name in self.implementations:
+                return name
+        return None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A policy is named in its own folders (kernels, policy, paper), where it is registered, and in
-configurations: no other module knows one. That a program imports a paper's study names a paper."""
+configurations: no other module knows one. That a program imports a paper's study names a paper.
+An op is named in its own folder and in the registry of ops: no tool knows one."""
 
 import ast
 import re
@@ -7,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from pallas_kernels.ops import OPS
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("lserve", "diffkv")
@@ -52,6 +55,17 @@ def test_no_module_outside_its_own_folders_names_a_policy(layer):
         for path, file in modules.items()
         if not path.startswith(OWN) and path not in (*REGISTRATIONS, *CONFIGURATIONS)
         if (named := names_a_policy(file.read_text()))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize("folder", ["pallas_kernels/tools", "experiments/gpu"])
+def test_no_tool_names_an_op(folder):
+    op = re.compile(rf"\b({'|'.join(OPS)})\b")
+    found = {
+        path: named
+        for path in (ROOT / folder).rglob("*.py")
+        if (named := [name for name in names_in(path.read_text()) if op.search(name)])
     }
     assert not found
 

@@ -27,9 +27,10 @@ from experiments import serve
 from experiments.bench import http_load
 from experiments.bench.http_client import Answer, open_loop, read
 from experiments.lib import near_ties, report
-from experiments.lib.engines import EXECUTORS, load_engine
+from experiments.lib.engines import load_engine
 from experiments.lib.flags import loading
-from experiments.lib.typed_flags import ModelFlags, flag, flat
+from experiments.lib.typed_flags import ExecutorFlags, flag
+from experiments.serve_http import ServerFlags
 from experiments.study import Run, Setting, Study, Values
 from experiments.workloads import workloads
 from experiments.workloads.workloads import Request, Vocabulary, WorkloadConfig
@@ -48,7 +49,7 @@ ENGINE, SERVER = EngineConfig(), ServerConfig()
 
 
 @dataclass(frozen=True)
-class HttpFlags(ModelFlags):
+class HttpFlags(ExecutorFlags):
     workload: str = flag("alpaca", "as of experiments.serve", path=True)
     max_tokens: int = flag(64, "most tokens of an output", least=1)
     length_divisor: int = flag(1, "of synthetic lengths", least=1)
@@ -58,7 +59,6 @@ class HttpFlags(ModelFlags):
     disconnects: int = flag(1000, "clients that leave early", least=1)
     disconnect_rate: float = flag(50.0, "of them per second", least=0.1)
     disconnect_s: float = flag(2.0, "after which the last has left", least=0.001)
-    executor: str = flag("device", "what runs the steps", choices=EXECUTORS)
     engine: EngineConfig = ENGINE
     server: ServerConfig = SERVER
 
@@ -260,7 +260,10 @@ def measure(flags: HttpFlags, run: Run) -> Iterator[Row]:
     made = traces(flags)
     engine = load_engine(flags.engine, load_tokenizer(flags.model), **loading(flags))
     engine.warm_up()
-    with http_load.running_server(flat(flags), run.folder / "server.log") as port:
+    server = ServerFlags(
+        **loading(flags), served_model_name=flags.model, engine=flags.engine, limits=flags.server
+    )
+    with http_load.running_server(server, run.folder / "server.log") as port:
         bench = Bench(engine, flags.model, port)
         gc.freeze()  # the client is in this process, and its objects are few
         yield from serve_all(bench, made, flags.rounds)

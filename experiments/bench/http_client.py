@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import h11
+
 HOST = "127.0.0.1"
 EVENT = b"data: "
 
@@ -94,21 +96,35 @@ async def open_loop(
 
 def read(done: Exchange) -> Answer:
     """Raises ValueError for an answer that is not whole."""
-    head, found, body = b"".join(data for _, data in done.pieces).partition(b"\r\n\r\n")
-    if not found:
-        raise ValueError("the server closed the connection without an answer")
-    status, chunked = int(head.split(maxsplit=2)[1]), b"chunked" in head.lower()
-    content = _unchunked(body) if chunked else body
+    status, content = _parsed(b"".join(data for _, data in done.pieces))
     whole_s = done.end_s - done.began_s
     if status != 200:
         return Answer(whole_s, None, [], "", 0, error=f"{status}: {content.decode()}")
-    if not chunked:
+    if not content.startswith(EVENT):
         return _joined([json.loads(content)], whole_s, None)
     first_s = next(at for at, data in done.pieces if EVENT in data)
     events = [event.removeprefix(EVENT) for event in content.split(b"\n\n") if event]
     if events[-1] != b"[DONE]":
         raise ValueError(f"the stream ended with {events[-1]!r}")
     return _joined(list(map(json.loads, events[:-1])), whole_s, first_s - done.began_s)
+
+
+def _parsed(data: bytes) -> tuple[int, bytes]:
+    """Status and body of what a connection brought until it was closed."""
+    connection, status, body = h11.Connection(h11.CLIENT), 0, bytearray()
+    connection.send(h11.Request(method="POST", target="/", headers=[("Host", HOST)]))
+    connection.send(h11.EndOfMessage())
+    try:
+        for received in (data, b"")[not data :]:  # nothing stands for the end
+            connection.receive_data(received)
+        while not isinstance(event := connection.next_event(), h11.EndOfMessage):
+            if isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data):
+                body += event.data
+    except h11.RemoteProtocolError as error:
+        raise ValueError(f"the answer was cut off: {error}") from None
+    return status, bytes(body)
 
 
 def _joined(chunks: list[dict[str, Any]], whole_s: float, first_s: float | None) -> Answer:
@@ -124,18 +140,3 @@ def _joined(chunks: list[dict[str, Any]], whole_s: float, first_s: float | None)
         chunks[-1]["usage"]["completion_tokens"],
         choices[-1]["finish_reason"],
     )  # fmt: skip
-
-
-def _unchunked(body: bytes) -> bytes:
-    """Raises ValueError where the last chunk is missing."""
-    parts: list[bytes] = []
-    at = 0
-    while True:
-        line = body.find(b"\r\n", at)
-        if line < 0:
-            raise ValueError("the answer was cut off")
-        size, at = int(body[at:line], 16), line + 2
-        if size == 0:
-            return b"".join(parts)
-        parts.append(body[at : at + size])
-        at += size + 2

@@ -7,17 +7,17 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from experiments import serve_http
 from experiments.bench.http_client import HOST, Answer, open_loop, post, read
-from experiments.lib.program import Options
+from experiments.lib.typed_flags import Output
+from experiments.serve_http import ServerFlags
 from experiments.workloads.workloads import Request, poisson_arrivals
 from paged.requests.sampling_params import SamplingParams
 
@@ -27,24 +27,20 @@ LONG_OUTPUT = 512  # tokens that a client asks for who leaves before
 SENDING = 10  # one in so many clients leaves before its request is sent
 
 
-def _serve(options: Options, log: Path) -> None:
+def _serve(flags: ServerFlags, log: Path) -> None:
     with open(log, "wb") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
-    sys.exit(serve_http.main(options))
+    sys.exit(serve_http.main(flags, Output()))
 
 
 @contextlib.contextmanager
-def running_server(options: Mapping[str, Any], log: Path) -> Iterator[int]:
-    """The port of `experiments.serve_http` with these options, in a process of its own. Raises
-    OSError if it does not start."""
+def running_server(flags: ServerFlags, log: Path) -> Iterator[int]:
+    """The port of `experiments.serve_http` with these flags, but for the address, in a process of
+    its own. Raises OSError if it does not start."""
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
-    rest = {
-        "served_model_name": options["model"], "chat_template": "", "api_keys": "", "runners": 1,
-        "ray": False, "adapters": "", "output_dir": "", **options, "host": HOST, "port": port,
-    }  # fmt: skip
-    args = SimpleNamespace(**rest), log
+    args = replace(flags, host=HOST, port=port), log
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=args)
     process.start()
     try:

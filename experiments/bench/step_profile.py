@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.bench.decode_inputs import fill_decodes
 from experiments.bench.race import MODELS, RANDOM_100M
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Setting, Study, Values
@@ -37,9 +36,9 @@ from models.config import ModelConfig
 from models.families import family
 from models.sampling import SamplingArrays, SamplingState, sample
 from paged.device.executor import DeviceExecutor
-from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import dense
+from paged.kv_cache.driver import decode_inputs
 from paged.kv_cache.policy import ShardedModel
 from paged.kv_cache.work import kv_bytes_of_token
 from paged.simulator import roofline
@@ -90,11 +89,9 @@ def programs(
     params = executor._params  # laid out as the step has them
     S, L, K, D = len(contexts), model.num_layers, model.num_kv_heads, model.head_dim
     P, pages_per_layer = config.page_size, model.num_kv_heads * config.num_blocks
-    policy = dense.device(config, ShardedModel.split(model))
-    host_inputs = empty_step_inputs(
-        0, S, config.max_prefills_per_step, config.max_num_seqs, engine.host_policy.table_width
-    )
-    fill_decodes(host_inputs, contexts, P)
+    sharded = ShardedModel.split(model)
+    policy = dense.device(config, sharded)
+    host_inputs = decode_inputs(config, sharded, contexts)
     inputs = jax.tree.map(jnp.asarray, replace(host_inputs, packed=None))
     cache, written = (jax.jit(policy.init)() for _ in range(2))
     plan = jax.jit(policy.begin_step)(cache, inputs)[1]

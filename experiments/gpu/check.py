@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.gpu import peers
-from experiments.gpu.correctness import SHAPES, Check, check, jitted, specs_to_check
+from experiments.gpu.correctness import Check, check, jitted, specs_to_check
 from experiments.lib import run_record
 from experiments.lib.signals import interrupts
 from pallas_kernels import backend, mosaic
@@ -257,11 +257,10 @@ def main(argv: list[str]) -> str | None:
     print(rates)
     check_and_time(to_time, time_spec, results.timings, True, rates, most_sets)
     results.add(results.timings, "engine step", time_engine, small, rates)
-    for peer in peers.of(arguments.op, SHAPES, small):
+    for peer in peers.of(arguments.op, small):
         results.add(results.peers, str(peer), peer.time, device_seconds)
     check_and_time(to_check, check, results.checks, False)
-    # XLA's prefill takes as long as many kernels'.
-    quick = [x for x in to_time if small or x[0] != "paged_prefill_attention" or x[1] == "bundled"]
+    quick = [(op, *spec) for op, *spec in to_time if small or spec[0] not in OPS[op].slow_as_xla]
     check_and_time(quick, time_spec, results.timings, False, rates, most_sets)
 
     print(results.table())

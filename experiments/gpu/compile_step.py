@@ -19,16 +19,14 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from absl import flags
 
 from experiments.gpu.step_report import (
     MOST_TEMPORARY,
-    Compiled,
     Report,
     Step,
     report_of,
@@ -36,8 +34,8 @@ from experiments.gpu.step_report import (
 )
 from experiments.lib import run_record
 from experiments.lib.engines import GPU_PAGE_SIZE
-from experiments.lib.flags import define_dtype
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.program import Program, refusals
+from experiments.lib.typed_flags import Flags, ModelFlags, Output, flag
 from experiments.policies import COMPILED
 from models import checkpoint
 from models.config import ModelConfig
@@ -56,29 +54,31 @@ from pallas_kernels.tools.targets import TARGETS
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 WHOLE_PRODUCTS = {"xla_gpu_experimental_force_split_k": 1}
 MEMORY_SHARE = 0.7  # of a GPU's memory, for weights and KV pools; JAX takes 0.75 by default
+HELP = help_of(EngineConfig)
 
 
-def define_flags() -> None:
-    names = sorted(path.parent.name for path in MODELS.glob("*/config.json"))
-    flags.DEFINE_enum("model", "llama-3-8b", names, "whose shapes; weights are not read")
-    flags.DEFINE_integer("layers", None, "compile so many of its layers", lower_bound=3)
-    flags.DEFINE_enum("target", "h200", sorted(TARGETS), "GPU")
-    define_dtype("bfloat16")
-    flags.DEFINE_integer("tensor_parallel", 1, "GPUs", lower_bound=1)
-    flags.DEFINE_bool("whole_products", False, "split no product along its contraction")
-    flags.DEFINE_integer(
-        "page_size", GPU_PAGE_SIZE, help_of(EngineConfig)["page_size"], lower_bound=1
+@dataclass(frozen=True)
+class StepFlags(Flags):
+    model: str = flag(
+        "llama-3-8b", "whose shapes; weights are not read",
+        choices=sorted(path.parent.name for path in MODELS.glob("*/config.json")),
+    )  # fmt: skip
+    layers: int | None = flag(None, "compile so many of its layers", least=3)
+    target: str = flag("h200", "GPU", choices=sorted(TARGETS))
+    dtype: str = flag("bfloat16", help_of(ModelFlags)["dtype"], choices=tuple(checkpoint.DTYPES))
+    tensor_parallel: int = flag(1, "GPUs", least=1)
+    whole_products: bool = flag(False, "split no product along its contraction")
+    page_size: int = flag(GPU_PAGE_SIZE, HELP["page_size"], least=1)
+    decodes: int = flag(64, "sequences that decode a token each", least=1)
+    prefill_tokens: int = flag(0, "of a prompt beside them", least=0)
+    context: int = flag(4096, "tokens of a sequence", least=2)
+    adapter_slots: int = flag(0, HELP["adapter_slots"], least=0)
+    adapter_rank: int = flag(16, "of the adapters", least=1)
+    policy: str = flag("vllm", HELP["policy"], choices=tuple(COMPILED))
+    kv_bits: int = flag(16, "of keys and values: 16, or 8 or 4 if the policy can")
+    streaming_share: float = flag(
+        0.5, "KV heads that stream, of a policy with such, drawn at random", least=0, most=1
     )
-    flags.DEFINE_integer("decodes", 64, "sequences that decode a token each", lower_bound=1)
-    flags.DEFINE_integer("prefill_tokens", 0, "of a prompt beside them", lower_bound=0)
-    flags.DEFINE_integer("context", 4096, "tokens of a sequence", lower_bound=2)
-    flags.DEFINE_integer("adapter_slots", 0, help_of(EngineConfig)["adapter_slots"], lower_bound=0)
-    flags.DEFINE_enum("policy", "vllm", ["vllm", *COMPILED], help_of(EngineConfig)["policy"])
-    flags.DEFINE_integer("kv_bits", 16, "of keys and values: 16, or 8 or 4 if the policy can")
-    flags.DEFINE_float(
-        "streaming_share", 0.5, "KV heads that stream, of a policy with such, drawn at random", 0, 1
-    )
-    flags.DEFINE_integer("adapter_rank", 16, "of each adapter", lower_bound=1)
 
 
 def compile_step(
@@ -88,7 +88,7 @@ def compile_step(
 ) -> tuple[Report, str]:  # fmt: skip
     """The engine's step at the model's shapes, with KV pools that fill the GPU: what is to be said
     of it, and the program's text. streaming_share, kv_bits: of the KV heads that stream, and of
-    keys and values, of a policy with such options.
+    keys and values, of a policy with such flags.
 
     Raises ValueError if the model or the sequences do not fit, and without the extra `aot`.
     """
@@ -101,7 +101,7 @@ def compile_step(
     abstract = shards.abstract_params(dtype)
     weight_bytes = sum(map(_bytes_on_device, jax.tree.leaves(abstract)))
     token_bytes = kv_bytes_of_token(shards.model, dtype) * model.num_layers
-    compiled_as = COMPILED.get(policy, Compiled())
+    compiled_as = COMPILED[policy]
     options = compiled_as.options(model, streaming_share, kv_bits)
     can = EngineConfig(policy=policy, policy_options=options).capabilities
     whole = not can.chunked_prefill  # prompts come so
@@ -149,13 +149,12 @@ def compile_step(
     seconds = time.perf_counter() - began
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
-    pools = sum(map(_bytes_on_device, jax.tree.leaves(_pools(cache))))
-    statistics = getattr(cache, "statistics", None)
+    pools = sum(map(_bytes_on_device, jax.tree.leaves(compiled_as.pools(cache))))
     sizes = {
         "weights": weight_bytes,
         "adapters": adapter_bytes,
         "pools": pools,
-        "statistics": 0 if statistics is None else _bytes_on_device(statistics),
+        "statistics": sum(map(_bytes_on_device, jax.tree.leaves(compiled_as.statistics(cache)))),
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
@@ -194,52 +193,41 @@ def _block_moves(program: StepProgram, cache) -> dict[str, tuple]:
     return found
 
 
-def _pools(cache):
-    """Unified pages, or pages of keys and of values."""
-    return cache.words if hasattr(cache, "words") else (cache.k_pages, cache.v_pages)
-
-
 def _bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
     assert x.sharding is not None
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
-def main(options: Options) -> None:
-    model = checkpoint.load_config(MODELS / options.model)
-    if options.layers:
-        model = model.replace(num_layers=options.layers)
-    adapters = options.adapter_slots, options.adapter_rank
-    step = Step(options.decodes, options.prefill_tokens, options.context, *adapters)
+def main(flags: StepFlags, output: Output) -> None:
+    model = checkpoint.load_config(MODELS / flags.model)
+    if flags.layers:
+        model = model.replace(num_layers=flags.layers)
+    adapters = flags.adapter_slots, flags.adapter_rank
+    step = Step(flags.decodes, flags.prefill_tokens, flags.context, *adapters)
     with refusals():
         report, text = compile_step(
             model,
-            options.target,
+            flags.target,
             step,
-            tensor_parallel=options.tensor_parallel,
-            page_size=options.page_size,
-            dtype=options.dtype,
-            whole_products=options.whole_products,
-            policy=options.policy,
-            streaming_share=options.streaming_share,
-            kv_bits=options.kv_bits,
+            tensor_parallel=flags.tensor_parallel,
+            page_size=flags.page_size,
+            dtype=flags.dtype,
+            whole_products=flags.whole_products,
+            policy=flags.policy,
+            streaming_share=flags.streaming_share,
+            kv_bits=flags.kv_bits,
         )
     print(show(report))
-    if options.output_dir:
+    if output.output_dir:
         environment = run_record.describe_environment()
-        content = {"flags": vars(options), **asdict(report), **environment}
-        run_record.write_json(options.output_dir, "report.json", content)
-        run_record.write_whole(Path(options.output_dir) / "step.hlo", text)
+        content = {"flags": flags, **asdict(report), **environment}
+        run_record.write_json(output.folder, "report.json", content)
+        run_record.write_whole(output.folder / "step.hlo", text)
     if report.faults:
         sys.exit("\n".join(f"error: {fault}" for fault in report.faults))
 
 
-PROGRAM = Program(
-    main,
-    define_flags,
-    "",
-    ("step.hlo",),
-    output_help="where report.json and step.hlo go; empty for nowhere",
-)
+PROGRAM = Program(main, StepFlags, Output(), ("step.hlo",))
 
 if __name__ == "__main__":
     PROGRAM.run()

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.decode_inputs import fill_decodes
 from experiments.lib.engines import GPU_PAGE_SIZE
 from models import checkpoint
 from models import params as parameters
@@ -19,6 +18,7 @@ from models.families import family
 from paged.config import EngineConfig
 from paged.device.step import StepProgram
 from paged.device.tensor_parallel import Shards
+from paged.kv_cache.driver import decode_inputs
 from paged.simulator.roofline import step_cost
 from pallas_kernels.specs import Cost
 
@@ -46,12 +46,15 @@ def _seconds_and_cost(model: ModelConfig, decodes: int, context: int, dtype) -> 
         kv_cache_tokens=decodes * context + GPU_PAGE_SIZE,
         watermark=0.0,
     )
-    program = StepProgram.declare(config, Shards(model))
+    shards = Shards(model)
+    program = StepProgram.declare(config, shards)
     declared = family(model).declare(model)
     params = parameters.init(declared, jax.random.key(0), dtype)
     cache, state = program.init(dtype)()
-    inputs = program.empty_inputs((0, decodes))
-    fill_decodes(inputs, [context] * decodes, GPU_PAGE_SIZE, np.random.default_rng(0))
+    inputs = decode_inputs(config, shards.sharded, [context] * decodes)
+    # Blocks in random places; block 0 is the null block.
+    places = np.append(0, 1 + np.random.default_rng(0).permutation(config.num_blocks - 1))
+    inputs.tables[:] = places[inputs.tables]
     compiled = program.compile((0, decodes), params, None, cache, state)
 
     def run(steps, cache, state):

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -13,18 +14,16 @@ from models.config import ModelConfig
 from models.families import family
 from paged.kv_cache.work import kv_bytes_of_token
 from paged.simulator.roofline import layer_bytes
+from pallas_kernels.backend import PLAN_SCOPE
 from pallas_kernels.lora import PAGE_RANKS
-from pallas_kernels.paged_attention.schedule import SCOPE
+from pallas_kernels.lora.specs import SGMV as ADAPTER
+from pallas_kernels.specs import Op
 from pallas_kernels.tools import hlo
 from pallas_kernels.tools.targets import Target
 
 MOST_TEMPORARY = 0.05  # of the pools
 MOST_MOVED = 0.02  # of a layer's floor, by a kernel that computes nothing
 LAYER = r"params\['layers'\]\[(\d+)\]"  # begins the name of an argument
-KERNELS_OF_ATTENTION = 2  # One reads pages, and one merges partial results.
-KERNELS_OF_SELECTION = 1  # the scores of pages
-KERNELS_OF_PROMPT_SCORES = 2  # One sums up parts, and one these.
-KERNELS_OF_SGMV = 2  # x·A and v·B
 MOSAIC = "mosaic_gpu_v2"  # the custom call of a Pallas kernel
 
 
@@ -35,7 +34,8 @@ class Step:
     many sequences as there are slots use one each. tokens_read: by a decode token, on the mean of
     the KV heads; None for the context. statistics_read: bytes by which a layer selects pages.
     kv_token_bytes: of a token in a layer's pages; None for those of keys and values as they are.
-    pools: arrays of pages.  scores_prompts: whether keys of prompts receive scores."""
+    pools: arrays of pages.  decode_ops, prompt_ops: what a layer runs for tokens that are decoded
+    and for those of a prompt."""
 
     decodes: int
     prefill_tokens: int
@@ -46,7 +46,8 @@ class Step:
     statistics_read: int = 0
     kv_token_bytes: int | None = None
     pools: int = 2
-    scores_prompts: bool = False
+    decode_ops: tuple[Op, ...] = ()
+    prompt_ops: tuple[Op, ...] = ()
 
     @property
     def decode_tokens(self) -> int:
@@ -60,6 +61,12 @@ class Step:
         return min(self.adapters, sequences) * lora.num_pages(self.rank)
 
     @property
+    def kernels(self) -> int:
+        """Mosaic kernels of a layer on Hopper, without those of adapters."""
+        ops = self.decode_ops + (self.prompt_ops if self.prefill_tokens else ())
+        return sum(len(op.kernels) for op in ops)
+
+    @property
     def lengths(self) -> tuple[list[int], list[int]]:
         """The context and the new tokens of each sequence; the prompt is computed in one piece."""
         prompt = [self.prefill_tokens] if self.prefill_tokens else []
@@ -68,12 +75,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Compiled:
-    """How a policy's step is compiled. options: of the policy, given the model, the share
-    of streaming heads and the bits of keys and values; None for the defaults. step: the step with
-    what the policy reads, of (step, config, shards, dtype)."""
+    """How a policy's step is compiled. step: the step with what the policy reads and runs, of
+    (step, config, shards, dtype). options: of the policy, given the model, the share of streaming
+    heads and the bits of keys and values; None for the defaults. pools, statistics: those arrays of
+    its cache, or None."""
 
+    step: Callable[..., Step]
     options: Callable[..., dict | None] = lambda model, share, kv_bits: None
-    step: Callable[..., Step] = lambda step, config, shards, dtype: step
+    pools: Callable[[Any], Any] = lambda cache: (cache.k_pages, cache.v_pages)
+    statistics: Callable[[Any], Any] = lambda cache: None
 
 
 @dataclass(frozen=True)
@@ -144,9 +154,9 @@ def report_of(
         memory,
         {name: collectives[name] for name in hlo.COLLECTIVES if collectives[name]},
         mosaic_kernels=len(mosaic),
-        sgmv_kernels=sum("/sgmv_" in op.text for op in mosaic),
+        sgmv_kernels=sum(any(f"/{k}" in op.text for k in ADAPTER.kernels) for op in mosaic),
         spilled=spilled,
-        plan_kernels=sum(SCOPE in op.text for op in program.kernels()),
+        plan_kernels=sum(PLAN_SCOPE in op.text for op in program.kernels()),
         kernels=kernels,
         floor=_layer_bytes(model, step, dtype)
         | _adapter_bytes(model, step, dtype)
@@ -213,22 +223,18 @@ def _faults(
     )
     expected = {"all-reduce": 2 * L} if tensor_parallel > 1 else {}
     check(report.collectives == expected, f"collectives {report.collectives}, not {expected}")
-    attentions = (2 if step.prefill_tokens else 1) if gpu.gpu.compute_capability[0] == 9 else 0
-    expected_kernels = KERNELS_OF_ATTENTION * attentions
-    if step.statistics_read and attentions:
-        expected_kernels += KERNELS_OF_SELECTION
-    if step.scores_prompts and step.prefill_tokens and attentions:
-        expected_kernels += KERNELS_OF_PROMPT_SCORES
-    if step.adapters and attentions:
-        expected_kernels += KERNELS_OF_SGMV * len(family(model).PROJECTIONS)
+    hopper = gpu.gpu.compute_capability[0] == 9
+    expected_kernels = step.kernels if hopper else 0
+    if step.adapters and hopper:
+        expected_kernels += len(ADAPTER.kernels) * len(family(model).PROJECTIONS)
     check(
         report.mosaic_kernels == expected_kernels * L,
         f"{report.mosaic_kernels} Mosaic kernels, not {expected_kernels} in each of {L} layers",
     )
     check(not report.spilled, f"Mosaic kernels spill {report.spilled} bytes")
-    planning = [op.name for op in _layer(program, L - 2) if SCOPE in op.text]
+    planning = [op.name for op in _layer(program, L - 2) if PLAN_SCOPE in op.text]
     check(not planning, f"a layer plans again: {', '.join(planning)}")
-    check((report.plan_kernels > 0) == (attentions > 0), f"{report.plan_kernels} kernels of a plan")
+    check((report.plan_kernels > 0) == hopper, f"{report.plan_kernels} kernels of a plan")
     readers: dict[str, list[str]] = {}
     most = MOST_MOVED * sum(report.floor.values())
     for kernel in program.kernels():

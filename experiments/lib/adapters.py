@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import flags
 
 from experiments.lib import random_adapters
-from experiments.lib.flags import define_path
-from experiments.lib.help import group
-from experiments.lib.program import Options
+from experiments.lib.typed_flags import flag
 from experiments.workloads import popularity
 from models.config import ModelConfig
 from paged.adapters.adapter import Adapter
@@ -19,31 +16,29 @@ from paged.adapters.known import KnownAdapters
 from paged.config import EngineConfig
 
 
-def define_flags(default_popularity: str | None = None) -> None:
-    """--adapters, and --popularity where it has a default."""
-    with group("adapters"):
-        define_path(
-            "adapters",
-            "",
-            "a folder of folders, of which each holds one LoRA adapter as PEFT writes it "
-            "(adapter_config.json and weights) and names it; or a number, of random ones of rank "
-            f"{random_adapters.RANK} that are written to --output_dir; empty for none",
-        )
-        if default_popularity is not None:
-            flags.DEFINE_enum(
-                "popularity",
-                default_popularity,
-                popularity.POPULARITIES,
-                "how requests choose among the adapters (Punica §7)",
-            )
+def adapters_flag() -> str:
+    """A field of `Flags`, for `asked_for`."""
+    return flag(
+        "",
+        "a folder of folders, of which each holds one LoRA adapter as PEFT writes it "
+        "(adapter_config.json and weights) and names it; or a number, of random ones of rank "
+        f"{random_adapters.RANK} that are written to --output_dir; empty for none",
+        path=True,
+    )
+
+
+def popularity_flag(default: str) -> str:
+    """A field of `Flags`, for `popularity.assign`."""
+    text = "how requests choose among the adapters (Punica §7)"
+    return flag(default, text, choices=popularity.POPULARITIES)
 
 
 def asked_for(
-    options: Options, model: ModelConfig, config: EngineConfig, simulated: bool = False
+    given: str, model: ModelConfig, config: EngineConfig, dtype: str, output_dir: Path | None
 ) -> list[Adapter]:
-    """Those of --adapters, each read and checked; random ones that nobody is to read (simulated)
-    are not written. Raises ValueError for what `KnownAdapters.read` refuses, or no adapter."""
-    given, known = options.adapters, KnownAdapters(model, config, options.dtype)
+    """Those of --adapters, each read and checked. output_dir: for random ones; None where nobody is
+    to read them. Raises ValueError for what `KnownAdapters.read` refuses, or no adapter."""
+    known = KnownAdapters(model, config, dtype)
     if not given.isdecimal():
         found = popularity.folders(given) if given else {}
         return [known.read(name, folder) for name, folder in found.items()]
@@ -52,11 +47,11 @@ def asked_for(
     names = [f"lora-{i:03}" for i in range(int(given))]
     random = [Adapter(name, "", name, random_adapters.RANK) for name in names]
     known.check(random[0])
-    if simulated:
+    if output_dir is None:
         return random
-    root = Path(options.output_dir) / "adapters"
+    root = output_dir / "adapters"
     return [
-        known.read(name, random_adapters.write(root / name, model, options.seed + i))
+        known.read(name, random_adapters.write(root / name, model, config.seed + i))
         for i, name in enumerate(names)
     ]
 

@@ -1,32 +1,27 @@
-"""Flags that several programs define, and what their values make.
-
-A program defines its flags in a function that `program.Program` calls, so that any two programs can
-be imported together. Only `program` reads flags: all else gets plain values.
-"""
+"""A program's flags: defined from the fields of its dataclass of `typed_flags`, and what --help
+shows of them."""
 
 import functools
 import json
-import math
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from absl import flags
+from absl import app, flags
 
 from experiments.lib import shipped
-from experiments.lib.engines import EXECUTORS, GPU_PAGE_SIZE, engine_config
-from experiments.lib.help import group
-from experiments.lib.program import Options
+from experiments.lib.engines import GPU_PAGE_SIZE, engine_config
 from experiments.lib.typed_flags import Flags, ModelFlags, parts_of
 from models import checkpoint
 from paged.checks import help_of
 from paged.engine import EngineConfig
 from paged.kv_cache import POLICIES
-from paged.simulator.machines import MACHINES
-from paged.simulator.step_cost import HOSTS
 
 flags.disclaim_key_flags()  # --help lists the flags as the program's own
+OWN = "program"  # the group of flags that are in no other
 _DEFINE: dict[type, Callable[..., Any]] = {
     bool: flags.DEFINE_bool,
     int: flags.DEFINE_integer,
@@ -36,37 +31,38 @@ _DEFINE: dict[type, Callable[..., Any]] = {
 _LOADING = ("model", "dtype", "attention_implementation", "compilation_cache", "executor")
 
 
-class _FiniteParser(flags.FloatParser):
-    """Bounds alone let nan pass, and one bound infinity."""
+@contextmanager
+def group(title: str) -> Iterator[None]:
+    """Flags that are defined in this context are one group of --help; inner groups stay apart."""
+    before = set(flags.FLAGS)
+    yield
+    # absl's help lists key flags by module: a group is registered as if it were a module.
+    grouped = {flag.name for one in flags.FLAGS.key_flags_by_module_dict().values() for flag in one}
+    for name in set(flags.FLAGS) - before - grouped:
+        flags.FLAGS.register_key_flag_for_module(title, flags.FLAGS[name])
 
-    def convert(self, argument) -> float:
-        value = super().convert(argument)
-        if not math.isfinite(value):
-            raise ValueError(f"{argument} is not a finite number")
-        return value
 
+class Help(app.HelpFlag):
+    """In place of absl's --help, which knows no groups and has exit status 1."""
 
-def define_float(
-    name: str,
-    default: float,
-    help: str,
-    lower_bound: float | None = None,
-    upper_bound: float | None = None,
-) -> None:
-    """As `flags.DEFINE_float`, of a flag that takes finite numbers only."""
-    parser = _FiniteParser(lower_bound, upper_bound)
-    flags.DEFINE(parser, name, default, help, serializer=flags.ArgumentSerializer())
+    def __init__(self):
+        super().__init__()
+        self.allow_override = True
+
+    def parse(self, argument) -> None:
+        if self._parse(argument):
+            titles = sorted(flags.FLAGS.key_flags_by_module_dict(), key=lambda title: title != OWN)
+            print(sys.modules["__main__"].__doc__ or f"{sys.argv[0]} [--name=value ...]")
+            print(*map(flags.FLAGS.module_help, titles), sep="\n")
+            print("\n--helpfull lists those of libraries, too.", flush=True)
+            sys.exit()
 
 
 class _PathParser(flags.ArgumentParser):
+    """An input file or folder: the project's own are found from any working directory."""
+
     def parse(self, argument: str) -> str:
         return shipped.found(argument)
-
-
-def define_path(name: str, default: str, help: str) -> None:
-    """As `flags.DEFINE_string`, for a flag that names an input file or folder: the project's own
-    are found from any working directory."""
-    flags.DEFINE(_PathParser(), name, default, help, serializer=flags.ArgumentSerializer())
 
 
 class _TupleParser(flags.ArgumentParser):
@@ -92,18 +88,22 @@ def define_fields(config, leave_out: Collection[str] = ()) -> None:
     hints = get_type_hints(config if isinstance(config, type) else type(config))
     metadata = {field.name: field.metadata for field in fields(config)}
     for name, text in help_of(config).items():
-        if name in leave_out or not hasattr(config, name):
+        if name in leave_out or not hasattr(config, name) or "arguments" in metadata[name]:
             continue
         default, kind = getattr(config, name), _kind(hints[name])
         if get_origin(hints[name]) is tuple:
             parser = _TupleParser(get_args(hints[name])[0])
             flags.DEFINE(parser, name, default, text, serializer=flags.CsvListSerializer(","))
         elif metadata[name].get("path"):
-            define_path(name, default, text)
-        elif "choices" in metadata[name]:
+            _define_path(name, default, text)
+        elif "choices" in metadata[name] and kind is str:
             flags.DEFINE_enum(name, default, metadata[name]["choices"], text)
         elif kind:
             _DEFINE[kind](name, default, text)
+
+
+def _define_path(name: str, default: str, help: str) -> None:
+    flags.DEFINE(_PathParser(), name, default, help, serializer=flags.ArgumentSerializer())
 
 
 def _kind(hint) -> type | None:
@@ -117,19 +117,17 @@ def _kind(hint) -> type | None:
     return hint if hint in _DEFINE else None
 
 
-def fields_of(dataclass: type, options: Options) -> dict[str, Any]:
+def fields_of(dataclass: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the flags that are called like its fields, and of EngineConfig the options of
     --policy too.
 
     Raises ValueError for the option of another policy, and for a file of options that holds none.
     """
-    named = {field.name for field in fields(dataclass)}
-    values = {name: value for name, value in vars(options).items() if name in named}
-    if isinstance(values.get("policy_options", ""), str):  # not options that were read before
-        values.pop("policy_options", None)
-        if "policy_options" in named and (chosen := _policy_options(options)):
-            values["policy_options"] = chosen
-    return values
+    named = {field.name for field in fields(dataclass)} - {"policy_options"}
+    found = {name: value for name, value in values.items() if name in named}
+    if dataclass is EngineConfig and (chosen := _policy_options(values)):
+        found["policy_options"] = chosen
+    return found
 
 
 def _define_policy_flags() -> None:
@@ -144,27 +142,27 @@ def _define_policy_flags() -> None:
             for each in fields(declared.options):
                 name, text = f"{policy}_{each.name}", each.metadata.get("help")
                 if text and "read" in each.metadata:
-                    define_path(name, "", text)
+                    _define_path(name, "", text)
                 elif text and (kind := _kind(hints[each.name])):
                     _DEFINE[kind](name, each.default, text)
 
 
-def _policy_options(options: Options) -> dict[str, Any]:
+def _policy_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Those that flags change, by name; the files that they name are read."""
-    values = _json_options(getattr(options, "policy_options", ""))
+    values = _json_options(given.get("policy_options", ""))
     for policy, declared in POLICIES.items():
         for each in fields(declared.options):
             read = each.metadata.get("read")
             default = "" if read else each.default
-            value = getattr(options, f"{policy}_{each.name}", default)
+            value = given.get(f"{policy}_{each.name}", default)
             if value == default:
                 continue
-            if policy != options.policy:
+            if policy != given["policy"]:
                 raise ValueError(
                     f"--{policy}_{each.name} is an option of --policy={policy}, not of "
-                    f"--policy={options.policy}"
+                    f"--policy={given['policy']}"
                 )
-            weights_hash = functools.partial(checkpoint.weights_hash, getattr(options, "model", ""))
+            weights_hash = functools.partial(checkpoint.weights_hash, given.get("model", ""))
             values[each.name] = read(value, weights_hash) if read else value
     return values
 
@@ -179,41 +177,14 @@ def _json_options(text: str) -> dict[str, Any]:
     return values
 
 
-def loading(options: object) -> dict[str, Any]:
+def loading(options: Flags) -> dict[str, Any]:
     """The values that `engines.load_engine` takes by name."""
     return {name: value for name, value in vars(options).items() if name in _LOADING}
 
 
-def define_model_flags() -> None:
-    """Define what `loading` takes."""
-    with group("model"):
-        define_fields(ModelFlags)
-
-
-def define_model() -> None:
-    define_path("model", "bundled", help_of(ModelFlags)["model"])
-
-
-def define_dtype(default: str) -> None:
-    flags.DEFINE_enum("dtype", default, checkpoint.DTYPES, help_of(ModelFlags)["dtype"])
-
-
-def define_executor_flag() -> None:
-    """Define --executor, which `loading` takes where it is defined."""
-    flags.DEFINE_enum("executor", "device", EXECUTORS, "what runs the steps")
-
-
-def define_simulated_flags(gpu: str) -> None:
-    """Define --gpu and --host, the arguments of `StepCost.declare`."""
-    flags.DEFINE_enum("gpu", gpu, list(MACHINES), "simulated GPU, by its data sheet")
-    flags.DEFINE_enum("host", "none", list(HOSTS), "system whose host time a step includes")
-
-
-def define_engine_flags(defaults: EngineConfig | None = None) -> None:
-    """Define the fields of EngineConfig, of which --seed is the workload's too, and what `loading`
-    takes. defaults: None for those of EngineConfig, with the model's longest sequence and the
-    device's page size."""
-    define_model_flags()
+def _define_engine_flags(defaults: EngineConfig | None) -> None:
+    """Define the fields of EngineConfig, of which --seed may be others' too. defaults: None for
+    those of EngineConfig, with the model's longest sequence and the device's page size."""
     longest, page_size = help_of(EngineConfig)["max_model_len"], help_of(EngineConfig)["page_size"]
     if defaults is None:
         longest += f"; the model's by default, up to {EngineConfig.max_model_len}"
@@ -227,31 +198,40 @@ def define_engine_flags(defaults: EngineConfig | None = None) -> None:
 
 
 def define_typed(kind: type[Flags]) -> None:
-    """Define a flag for each field of `kind`, and for those of its parts. An EngineConfig beside a
-    model has --seed and the options of policies too."""
+    """Define a flag for each field of `kind`, and for those of its parts, a group each. An
+    EngineConfig beside a model has --seed and the options of policies too."""
     taken: set[str] = set()
     parts = parts_of(kind)
-    engine = next((part for part in parts.values() if isinstance(part, EngineConfig)), None)
     if issubclass(kind, ModelFlags):
         taken |= help_of(ModelFlags).keys()
-        if engine is None:
-            define_model_flags()
-        else:
-            define_engine_flags(None if engine == EngineConfig() else engine)
+        with group("model"):
+            define_fields(ModelFlags)
+        for engine in (part for part in parts.values() if isinstance(part, EngineConfig)):
+            _define_engine_flags(None if engine == EngineConfig() else engine)
             taken |= {"seed", *help_of(EngineConfig)}
-    define_fields(kind, leave_out=taken)
+    with group(OWN):
+        define_fields(kind, leave_out=taken)
     taken |= help_of(kind).keys()
-    for part in parts.values():
-        define_fields(part, leave_out=taken)
+    left_out = {field.name: field.metadata.get("leave_out", ()) for field in fields(kind)}
+    for name, part in parts.items():
+        with group(name):
+            define_fields(part, leave_out={*taken, *left_out[name]})
+        taken |= help_of(part).keys()
 
 
-def typed[F: Flags](kind: type[F], options: Options) -> F:
-    """The flags that `define_typed` has defined. Raises ValueError for values that cannot be."""
-    values = {name: getattr(options, name) for name in help_of(kind)}
+def typed[F: Flags](kind: type[F], values: Mapping[str, Any], arguments: Sequence[str] = ()) -> F:
+    """The flags that `define_typed` has defined, with these values. arguments: what the command
+    line has beside flags. Raises ValueError for what cannot be."""
+    named = {f.name for f in fields(kind) if "arguments" in f.metadata}
+    if arguments and not named:
+        raise ValueError(f"unexpected argument {arguments[0]!r}: flags are --name=value")
+    found: dict[str, Any] = dict.fromkeys(named, tuple(arguments))
+    found |= {name: values[name] for name in help_of(kind) if name not in named}
+    kind.begin(values)
     for name, part in parts_of(kind).items():
-        found = fields_of(type(part), options)
+        of_part = fields_of(type(part), values)
         if isinstance(part, EngineConfig) and issubclass(kind, ModelFlags):
-            values[name] = engine_config(checkpoint.load_config(options.model), **found)
+            found[name] = engine_config(checkpoint.load_config(values["model"]), **of_part)
         else:
-            values[name] = type(part)(**found)
-    return kind(**values)
+            found[name] = type(part)(**of_part)
+    return kind(**found)

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from models.config import ModelConfig
-from paged.engine import EngineConfig
+from paged.device.buckets import Buckets
+from paged.engine import Engine, EngineConfig
 
 TINY = ModelConfig(
     model_type="qwen3", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2,
@@ -85,3 +86,13 @@ PRESETS = {
 
 def model_of(num_kv_heads: int) -> ModelConfig:
     return TINY.replace(num_heads=8, num_kv_heads=num_kv_heads)
+
+
+def padded(engine: Engine) -> Engine:
+    """`engine`, with every step padded to the largest size that is declared.
+
+    Two programs are compiled then, where all sizes would be many; `test_engine.py` runs them all.
+    """
+    sizes = engine.loop._buckets
+    engine.loop._buckets = Buckets(sizes.prefill[-1:], sizes.decode[-1:], sizes.mixed[-1:])
+    return engine

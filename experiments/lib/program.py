@@ -12,18 +12,18 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn, TextIO, cast
 
 from absl import app, flags
 
 from experiments.lib import run_record, shipped
-from experiments.lib.help import OWN, Help, group
+from experiments.lib.flags import Help, define_fields, define_typed, group, typed
 from experiments.lib.signals import interrupts
+from experiments.lib.typed_flags import Flags, Output
 
 flags.disclaim_key_flags()  # --help lists the flags as the program's own
-Options = SimpleNamespace  # the values of a program's flags, by name
 
 
 class Refused(ValueError):
@@ -60,27 +60,22 @@ class Unfailing:
 
 
 @dataclass(frozen=True)
-class Program:
-    """A program of one function, `main`. It gets the values of the flags that `define_flags` has
-    defined, and returns the exit status, None for 0.
+class Program[F: Flags, O: Output | None]:
+    """A program of one function, `main`. It gets the flags and where to write, and returns the exit
+    status, None for 0.
 
-    output_dir: the default of --output_dir; None for a program without one. The folder is made
+    output: where to write by default; None for a program that writes nowhere. The folder is made
     before `main` is called, and refused if it takes no files, if a folder stands where report.json,
     summary.json or one of `files` would. Unless --overwrite is given, no run replaces one with
     other flags. Where the default is empty, nothing need be written.
-    takes_arguments: what is no flag is in `options.arguments`; otherwise it is refused.
     error_status: of every error, where status 1 has another meaning.
-    asked: the flags as report.json has them.
     """
 
-    main: Callable[[Options], int | None]
-    define_flags: Callable[[], None]
-    output_dir: str | None = None
+    main: Callable[[F, O], int | None]
+    flags: type[F]
+    output: O
     files: tuple[str, ...] = ()
-    output_help: str = "where the report goes"
-    takes_arguments: bool = False
     error_status: int = 1
-    asked: Callable[[Options], Any] = vars
 
     def run(self) -> None:
         """Run it as the command line says, and exit."""
@@ -96,17 +91,10 @@ class Program:
     def define(self) -> list[str]:
         """Define the flags; their names."""
         before = set(flags.FLAGS)
-        with group(OWN):
-            self.define_flags()
-        if self.output_dir is not None:
+        define_typed(self.flags)
+        if self.output is not None:
             with group("output"):
-                flags.DEFINE_string("output_dir", self.output_dir, self.output_help)
-                flags.DEFINE_bool(
-                    "overwrite",
-                    False,
-                    "replace a run with other flags in --output_dir; without it such a folder is "
-                    "refused, or numbered if it is the default one",
-                )
+                define_fields(self.output)
         return [name for name in flags.FLAGS if name not in before]
 
     def start(self, names: Sequence[str], argv: list[str] | None = None) -> None:
@@ -135,7 +123,9 @@ class Program:
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
         try:
-            status = self.main(self._checked(arguments, names))
+            with refusals():
+                status_of = self._checked(arguments, names)
+            status = status_of()
             sys.stdout.flush()
             return status
         except Refused as error:
@@ -144,29 +134,28 @@ class Program:
             _give_up_broken_stdout()
             self._fail(told(error))
 
-    def _checked(self, arguments: Sequence[str], names: Sequence[str]) -> Options:
-        options = Options(**{name: flags.FLAGS[name].value for name in names})
-        if self.takes_arguments:
-            options.arguments = arguments
-        elif arguments:
-            raise Refused(f"unexpected argument {arguments[0]!r}: flags are --name=value")
-        if self.output_dir is not None and (self.output_dir or options.output_dir):
-            with refusals():
-                if not options.overwrite:
-                    options.output_dir = _free_folder(options, self.asked(options))
-                run_record.check_output_dir(options.output_dir, *self.files)
-        return options
+    def _checked(self, arguments: Sequence[str], names: Sequence[str]) -> Callable[[], int | None]:
+        """`main` with what it gets. Raises ValueError for what cannot be."""
+        values = {name: flags.FLAGS[name].value for name in names}
+        given = typed(self.flags, values, arguments)
+        if self.output is None:
+            return partial(self.main, given, self.output)
+        output = typed(type(self.output), values)
+        if self.output.output_dir or output.output_dir:
+            if not output.overwrite:
+                output = replace(output, output_dir=_free_folder(output.output_dir, given))
+            run_record.check_output_dir(output.output_dir, *self.files)
+        return partial(self.main, given, output)
 
     def _fail(self, message: str) -> NoReturn:
         print(f"error: {message}", file=sys.stderr)
         sys.exit(self.error_status)
 
 
-def _free_folder(options: Options, asked: Any) -> str:
-    """The folder that --output_dir names, or, where that is the default and holds a run with other
-    flags, the first of FOLDER-2, FOLDER-3, … that does not. Raises ValueError for a named one that
-    does."""
-    folder, number = options.output_dir, 1
+def _free_folder(output_dir: str, asked: Flags) -> str:
+    """The folder, or, where that is the default and holds a run with other flags, the first of
+    FOLDER-2, FOLDER-3, … that does not. Raises ValueError for a named one that does."""
+    folder, number = output_dir, 1
     while differs := run_record.other_flags(folder, asked):
         if not flags.FLAGS["output_dir"].using_default_value:
             raise ValueError(
@@ -174,10 +163,23 @@ def _free_folder(options: Options, asked: Any) -> str:
                 "let --overwrite replace it"
             )
         number += 1
-        folder = f"{options.output_dir}-{number}"
+        folder = f"{output_dir}-{number}"
     if number > 1:
-        print(f"{options.output_dir} holds another run: this one is in {folder}")
+        print(f"{output_dir} holds another run: this one is in {folder}")
     return folder
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """A context for imports that need the extra of pyproject.toml: if one is missing, the program
+    ends with a line that says how to install it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"error: this program needs {error.name}: pip install 'paged-jax[{name}]' brings it, "
+            f"or in a checkout pip install -e '.[{name}]'"
+        )
 
 
 def _with_flagfiles_found(argv: Sequence[str]) -> list[str]:

@@ -84,8 +84,8 @@ def other_flags(output_dir: str | Path, flags: Any) -> str:
     if not path.exists():
         return ""
     try:
-        before, now = json.loads(path.read_bytes())["flags"], plain(flags)
-        names = sorted((before.keys() | now.keys()) - {"output_dir", "overwrite"})
+        before, now = _flat(json.loads(path.read_bytes())["flags"]), _flat(plain(flags))
+        names = sorted(before.keys() | now.keys())
     except (ValueError, KeyError, TypeError, AttributeError):
         return "it has none"
     absent = "absent"
@@ -95,6 +95,12 @@ def other_flags(output_dir: str | Path, flags: Any) -> str:
         if before.get(name, absent) != now.get(name, absent)
     ]
     return "; ".join(differ[:3]) + "; …" * (len(differ) > 3)
+
+
+def _flat(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """By name, those of parts too."""
+    parts = [value for value in flags.values() if isinstance(value, Mapping)]
+    return {name: x for each in (*parts, flags) for name, x in each.items() if x not in parts}
 
 
 def write_summary(output_dir: str | Path, numbers: Mapping[str, float | int]) -> Path:

@@ -7,7 +7,7 @@ import jax
 
 from experiments.lib.engines import check_implementation, keep_compilations, load_engine
 from experiments.lib.flags import loading
-from experiments.lib.program import Options
+from experiments.lib.typed_flags import ModelFlags
 from models import checkpoint
 from models.config import ModelConfig
 from paged.cluster.live import LiveCluster
@@ -23,7 +23,7 @@ def uuids(count: int) -> list[str]:
 
 
 def threads(
-    options: Options, model: ModelConfig, config: EngineConfig, count: int, tokenizer=None,
+    flags: ModelFlags, model: ModelConfig, config: EngineConfig, count: int, tokenizer=None,
     rebalance_s: float = 10.0,
 ) -> LiveCluster:  # fmt: skip
     """Engines on JAX's devices. tokenizer: None where nobody reads their text. Raises ValueError if
@@ -31,12 +31,10 @@ def threads(
     devices = jax.devices()[:count]
     if len(devices) < count:
         raise ValueError(f"{count} engines need as many devices: JAX sees {len(devices)}")
-    implementation = options.attention_implementation or None
-    check_implementation(
-        options.attention_implementation, config, Shards(model, dtype=options.dtype)
-    )
-    keep_compilations(options.compilation_cache)
-    _, params = checkpoint.load(options.model, options.dtype)
+    implementation = flags.attention_implementation or None
+    check_implementation(flags.attention_implementation, config, Shards(model, dtype=flags.dtype))
+    keep_compilations(flags.compilation_cache)
+    _, params = checkpoint.load(flags.model, flags.dtype)
 
     def make_engine(device: jax.Device) -> Engine:
         own = jax.device_put(params, device)
@@ -59,7 +57,7 @@ def warm_engine(config: EngineConfig, values: dict[str, Any]) -> Engine:
 
 
 def ray_actors(
-    options: Options, model: ModelConfig, config: EngineConfig, count: int, tokenizer=None,
+    flags: ModelFlags, model: ModelConfig, config: EngineConfig, count: int, tokenizer=None,
     rebalance_s: float = 10.0,
 ) -> LiveCluster:  # fmt: skip
     """Engines in Ray actors, each with a GPU if the Ray cluster has any. Raises ImportError, naming
@@ -67,7 +65,7 @@ def ray_actors(
     ray = import_ray()
     ray.init(include_dashboard=False, log_to_driver=False)
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-    make_engine = partial(warm_engine, config, loading(options))
+    make_engine = partial(warm_engine, config, loading(flags))
     wanted: dict[str, Any] = {"num_gpus": 1} if has_gpus else {"num_cpus": 0}
     runners = {uuid: RayRunner(make_engine, wanted) for uuid in uuids(count)}
     return LiveCluster(runners, model, config, tokenizer, rebalance_s=rebalance_s)

@@ -1,10 +1,12 @@
 """Flags of a program as a frozen dataclass: each field typed, with a help text and bounds."""
 
 import dataclasses
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from experiments.lib.engines import COMPILATION_CACHE
+from experiments.lib.engines import COMPILATION_CACHE, EXECUTORS
 from models import checkpoint
 from paged.checks import described, is_real, is_text, is_whole, make_plain, refusal
 from pallas_kernels.paged_attention.api import DECODE, PREFILL
@@ -25,14 +27,29 @@ def flag[T](
     return dataclasses.field(default=default, metadata={"help": help} | given)
 
 
+def arguments(help: str) -> tuple[str, ...]:
+    """A field of `Flags`: what the command line has beside flags."""
+    return dataclasses.field(default=(), metadata={"help": help, "arguments": True})
+
+
+def part[T](default: T, leave_out: Collection[str] = ()) -> T:
+    """A field of `Flags` that is a dataclass. leave_out: its fields that are no flags."""
+    return dataclasses.field(default=default, metadata={"leave_out": leave_out})
+
+
 @dataclass(frozen=True)
 class Flags:
-    """Base of a study's flags. Fields are bool, int, float, str or a tuple of numbers or texts,
-    made by `flag` or `described`; or a dataclass of such fields, each of which is a flag. A
-    subclass that checks more does so in its own `__post_init__`.
+    """Base of a program's flags. Fields are bool, int, float, str or a tuple of numbers or texts,
+    made by `flag` or `described`; `arguments`; or a dataclass of such fields, each of which is a
+    flag. A subclass that checks more does so in its own `__post_init__`.
 
     Raises ValueError for a value that a field does not allow.
     """
+
+    @classmethod
+    def begin(cls, values: Mapping[str, Any]) -> None:
+        """Called with all values by name, before an EngineConfig is made of them, which counts
+        JAX's devices. Raises ValueError."""
 
     def __post_init__(self):
         make_plain(self)
@@ -113,3 +130,26 @@ class ModelFlags(Flags):
         "folder that keeps compiled programs for the next run, and grows with each shape; may be "
         "deleted; empty for none",
     )
+
+
+@dataclass(frozen=True)
+class ExecutorFlags(ModelFlags):
+    """The same with a simulated device to choose."""
+
+    executor: str = flag("device", "what runs the steps", choices=EXECUTORS)
+
+
+@dataclass(frozen=True)
+class Output(Flags):
+    """Where a program writes; an instance has the default. Empty: nowhere."""
+
+    output_dir: str = flag("", "folder of all that is written")
+    overwrite: bool = flag(
+        False,
+        "replace a run with other flags in --output_dir; without it such a folder is refused, or "
+        "numbered if it is the default one",
+    )
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output_dir)

@@ -38,15 +38,15 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from absl import flags
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.lib import adapters, run_record
-from experiments.lib.engines import engine_config
-from experiments.lib.flags import define_engine_flags, define_float, fields_of, loading
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib import run_record
+from experiments.lib.adapters import adapters_flag, asked_for
+from experiments.lib.flags import loading
+from experiments.lib.program import Program, refusals
 from experiments.lib.signals import Stop
+from experiments.lib.typed_flags import ModelFlags, Output, flag
 from experiments.soak.checks import KINDS, Violation
 from experiments.soak.comparison import LOGPROB_TOLERANCE
 from experiments.soak.engines import make_users, warm_up
@@ -66,6 +66,27 @@ ENGINE_DEFAULTS = EngineConfig(
     max_model_len=192, max_num_seqs=8, max_num_batched_tokens=64, max_prefills_per_step=4,
     kv_cache_tokens=448, prefix_caching=True,
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SoakFlags(ModelFlags):
+    minutes: float = flag(30.0, "how long", least=0.01)
+    steps: int = flag(0, "how many steps instead, if not 0", least=0)
+    drain_every: int = flag(500, "steps after which all requests end", least=1)
+    check_share: float = flag(
+        0.05, "of the requests, to be compared with a run of each alone", least=0, most=1
+    )
+    interrupts: float = flag(
+        0.0, "share of the users' calls that a signal may interrupt, as Ctrl-C does; such a run "
+        "cannot be repeated", least=0, most=1,
+    )  # fmt: skip
+    logprob_tolerance: float = flag(
+        LOGPROB_TOLERANCE, "between a request in company and alone; more where keys and values are "
+        "quantised, as the last bit can decide a code", least=0,
+    )  # fmt: skip
+    max_rss_growth_mib: float = flag(32.0, "in resident memory, after a quarter of the run")
+    adapters: str = adapters_flag()
+    engine: EngineConfig = ENGINE_DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -238,30 +259,30 @@ def write(output_dir: str | Path, samples: Sequence[Sample], numbers: dict, fact
     plot(samples, Path(output_dir) / "soak.png", title, footer)
 
 
-def main(options: Options) -> int:
+def main(flags: SoakFlags, output: Output) -> int:
+    config = flags.engine
     with refusals():
-        model = checkpoint.load_config(options.model)
-        config = engine_config(model, **fields_of(EngineConfig, options))
+        model = checkpoint.load_config(flags.model)
+        served = asked_for(flags.adapters, model, config, flags.dtype, output.folder)
         users = make_users(
-            config, options.seed, options.check_share, options.interrupts,
-            options.logprob_tolerance, adapters.asked_for(options, model, config),
-            **loading(options),
+            config, config.seed, flags.check_share, flags.interrupts, flags.logprob_tolerance,
+            served, **loading(flags),
         )  # fmt: skip
         named = named_mechanisms(users)
     warm_up(users)
     with Stop() as stop:
         samples, steps, wrong = run(
             users,
-            steps=options.steps,
-            minutes=options.minutes,
-            drain_every=options.drain_every,
+            steps=flags.steps,
+            minutes=flags.minutes,
+            drain_every=flags.drain_every,
             stop_requested=stop.requested,
         )
         partial = stop.cause
         if not partial:  # a run that was cut short may not have settled
-            wrong = wrong or check_growth(growth(samples), options.max_rss_growth_mib)
+            wrong = wrong or check_growth(growth(samples), flags.max_rss_growth_mib)
             wrong = wrong or check_mechanisms(named, users.counts)
-        finish(users, samples, steps, wrong, partial, options)
+        finish(users, samples, steps, wrong, partial, flags, output.folder)
     return 128 + stop.signal if stop.signal else 0
 
 
@@ -271,20 +292,21 @@ def finish(
     steps: int,
     wrong: Exception | None,
     partial: str | None,
-    options: Options,
+    flags: SoakFlags,
+    folder: Path,
 ) -> None:
     """Write and tell what came of it; partial: the signal that cut the run short. A violation ends
     the program."""
     numbers = summary(users, samples, steps, wrong) | {"partial": int(bool(partial))}
     facts = {
         "experiment": "soak",
-        "flags": vars(options),
-        "seed": options.seed,
-        "weights_sha256": checkpoint.weights_hash(options.model),
+        "flags": flags,
+        "seed": flags.engine.seed,
+        "weights_sha256": checkpoint.weights_hash(flags.model),
         "violation": wrong and f"{wrong}",
         "partial": partial,
     }
-    write(options.output_dir, samples, numbers, facts)
+    write(folder, samples, numbers, facts)
     for name, value in numbers.items():
         print(f"{name:28} {value:,.6g}" if isinstance(value, float) else f"{name:28} {value:,}")
     if wrong:
@@ -292,36 +314,14 @@ def finish(
         if isinstance(wrong, Violation) and wrong.kind == "unexercised":
             sys.exit(f"nothing lost in {steps} steps, but {wrong}")
         sys.exit(
-            f"violated in step {steps} with --seed={options.seed}: {wrong}\n"
+            f"violated in step {steps} with --seed={flags.engine.seed}: {wrong}\n"
             f"repeat with the same flags, --steps={steps + 1} and another --output_dir"
         )
     ended = f"nothing lost until {partial}" if partial else "nothing lost"
-    print(f"{ended}; samples.csv, soak.png and more are in {options.output_dir}/")
+    print(f"{ended}; samples.csv, soak.png and more are in {folder}/")
 
 
-def define_flags() -> None:
-    define_float("minutes", 30.0, "how long", lower_bound=0.01)
-    flags.DEFINE_integer("steps", 0, "how many steps instead, if not 0", lower_bound=0)
-    flags.DEFINE_integer("drain_every", 500, "steps after which all requests end", lower_bound=1)
-    define_float(
-        "check_share", 0.05, "of the requests, to be compared with a run of each alone",
-        lower_bound=0.0, upper_bound=1.0,
-    )  # fmt: skip
-    define_float(
-        "interrupts", 0.0, "share of the users' calls that a signal may interrupt, as Ctrl-C does; "
-        "such a run cannot be repeated",
-        lower_bound=0.0, upper_bound=1.0,
-    )  # fmt: skip
-    define_float(
-        "logprob_tolerance", LOGPROB_TOLERANCE, "between a request in company and alone; more "
-        "where keys and values are quantised, as the last bit can decide a code", lower_bound=0.0,
-    )  # fmt: skip
-    define_float("max_rss_growth_mib", 32.0, "in resident memory, after a quarter of the run")
-    adapters.define_flags()
-    define_engine_flags(ENGINE_DEFAULTS)
-
-
-PROGRAM = Program(main, define_flags, "results/soak", ("samples.csv", "soak.png"))
+PROGRAM = Program(main, SoakFlags, Output("results/soak"), ("samples.csv", "soak.png"))
 
 if __name__ == "__main__":
     PROGRAM.run()

@@ -9,13 +9,13 @@ weights.
     python -m experiments.train.bundled --flagfile=configs/judge_training.flags
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from absl import flags
 
 from experiments.lib import program, run_record
-from experiments.lib.flags import define_fields, define_float, fields_of
+from experiments.lib.typed_flags import Flags, Output, flag
 from experiments.train import build_tokenizer
 from experiments.train.trainer import Options, Trainer
 from models import checkpoint
@@ -30,6 +30,10 @@ CONFIG = ModelConfig(
     bos_token_id=build_tokenizer.BOS,
     eos_token_ids=(build_tokenizer.EOS,),
 )
+SHAPE = (
+    "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+)  # fmt: skip
+OF_MODEL = "of the model"
 OPTIONS = Options(
     tokens=17.6e6,
     lengths="0:128=1;1334500:256=.75,128=.25;5652000:512=.4,256=.6"
@@ -43,24 +47,26 @@ OPTIONS = Options(
     rates="0:1;9420000:1;14600000:.17515924;15600000:.17515924;17600000:.01",
     jump_from=5652000,
 )
-SHAPE = (
-    "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-)  # fmt: skip
 
 
-def config_of(options: program.Options) -> ModelConfig:
-    """Raises ValueError for a shape that cannot be."""
-    return CONFIG.replace(**{name: getattr(options, name) for name in SHAPE})
+@dataclass(frozen=True)
+class BundledFlags(Flags):
+    hidden_size: int = flag(CONFIG.hidden_size, OF_MODEL, least=1)
+    intermediate_size: int = flag(CONFIG.intermediate_size, OF_MODEL, least=1)
+    num_layers: int = flag(CONFIG.num_layers, OF_MODEL, least=1)
+    num_heads: int = flag(CONFIG.num_heads, OF_MODEL, least=1)
+    num_kv_heads: int = flag(CONFIG.num_kv_heads, OF_MODEL, least=1)
+    head_dim: int = flag(CONFIG.head_dim, OF_MODEL, least=1)
+    minutes: float = flag(0.0, "stop (resumably) after this long; 0: no limit", least=0)
+    checkpoint_seconds: float = flag(120.0, "time between checkpoints", least=0)
+    evaluate_every: float = flag(1e6, "tokens between held-out evaluations", least=1)
+    evaluation_prompts: int = flag(16, "per task and length in those evaluations", least=1)
+    training: Options = OPTIONS
 
-
-def define_flags() -> None:
-    define_fields(OPTIONS)
-    for name in SHAPE:
-        flags.DEFINE_integer(name, getattr(CONFIG, name), "of the model", lower_bound=1)
-    define_float("minutes", 0.0, "stop (resumably) after this long; 0: no limit", 0)
-    define_float("checkpoint_seconds", 120.0, "time between checkpoints", 0)
-    define_float("evaluate_every", 1e6, "tokens between held-out evaluations", 1)
-    flags.DEFINE_integer("evaluation_prompts", 16, "per task and length in those evaluations", 1)
+    @property
+    def config(self) -> ModelConfig:
+        """Raises ValueError for a shape that cannot be."""
+        return CONFIG.replace(**{name: getattr(self, name) for name in SHAPE})
 
 
 def export(folder: Path, config: ModelConfig, p) -> None:
@@ -76,22 +82,18 @@ def export(folder: Path, config: ModelConfig, p) -> None:
     build_tokenizer.build(folder)
 
 
-def main(options: program.Options) -> None:
-    folder = Path(options.output_dir)
+def main(flags: BundledFlags, output: Output) -> None:
+    folder = output.folder
     with program.refusals():
-        trained_by = Options(**fields_of(Options, options))
-        config = config_of(options)
-        trainer = Trainer(config, trained_by, folder)
+        config = flags.config
+        trainer = Trainer(config, flags.training, folder)
     count = sum(x.size for x in jax.tree.leaves(trainer.params))
     print(f"{count:,} parameters, from step {trainer.step}")
     trainer.run(
-        options.minutes,
-        options.checkpoint_seconds,
-        options.evaluate_every,
-        options.evaluation_prompts,
+        flags.minutes, flags.checkpoint_seconds, flags.evaluate_every, flags.evaluation_prompts
     )
     export(folder / "model", config, trainer.params)
-    exact = trainer.evaluate([256, 512, 1024, 2048, 4096], 2 * options.evaluation_prompts)
+    exact = trainer.evaluate([256, 512, 1024, 2048, 4096], 2 * flags.evaluation_prompts)
     report = dict(
         phases=[row for row in trainer.log if "options" in row],
         tokens=trainer.tokens,
@@ -108,12 +110,7 @@ def main(options: program.Options) -> None:
     run_record.write_summary(folder, numbers)
 
 
-PROGRAM = program.Program(
-    main,
-    define_flags,
-    "results/bundled",
-    output_help="checkpoint and Hugging Face folder",
-)
+PROGRAM = program.Program(main, BundledFlags, Output("results/bundled"))
 
 if __name__ == "__main__":
     PROGRAM.run()

@@ -23,12 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import flags
 from tqdm import tqdm
 
 from experiments.lib import program, report, run_record
 from experiments.lib.engines import engine_config, load_engine
-from experiments.lib.flags import define_fields, define_model, fields_of
+from experiments.lib.typed_flags import Flags, ModelFlags, Output, flag, part
 from experiments.tasks import answer_formats, tasks
 from experiments.tasks.tasks import TaskPrompt
 from experiments.train.data import TrainingData
@@ -39,7 +38,7 @@ from models.config import ModelConfig
 from models.families import family
 from models.lora import Lora
 from paged import checks
-from paged.checks import described
+from paged.checks import described, help_of
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 
@@ -83,10 +82,13 @@ class Options:
         checks.require(self, allowed)
 
 
-def define_flags() -> None:
-    flags.DEFINE_list("adapters", ADAPTERS, "what to train: answer format and rank of each")
-    define_model()
-    define_fields(Options)
+@dataclass(frozen=True)
+class LoraFlags(Flags):
+    adapters: tuple[str, ...] = flag(
+        tuple(ADAPTERS), "what to train: answer format and rank of each"
+    )
+    model: str = flag("bundled", help_of(ModelFlags)["model"], path=True)
+    training: Options = part(Options())
 
 
 def ranks(adapters: Sequence[str]) -> dict[str, int]:
@@ -223,28 +225,26 @@ def train(
     return dict(steps=steps, seconds=round(time.monotonic() - began), log=log)
 
 
-def main(options: program.Options) -> None:
+def main(flags: LoraFlags, output: Output) -> None:
+    how = flags.training
     with program.refusals():
-        wanted = ranks(options.adapters)
-        how = Options(**fields_of(Options, options))
-        model = checkpoint.load_config(options.model)
+        wanted = ranks(flags.adapters)
+        model = checkpoint.load_config(flags.model)
         if family(model) is not llama:
-            raise ValueError(
-                f"--model={options.model} is {model.model_type}: not of Llama's family"
-            )
+            raise ValueError(f"--model={flags.model} is {model.model_type}: not of Llama's family")
         config = engine_config(
             model, max_model_len=CONTEXTS[-1] + 16, max_num_seqs=4, max_num_batched_tokens=64,
             kv_cache_tokens=4096, adapter_slots=1, max_adapter_rank=max(wanted.values()),
         )  # fmt: skip
-        engine = load_engine(config, model=options.model)
-    p = checkpoint.load(options.model)[1]
-    base, environment = checkpoint.weights_hash(options.model), run_record.describe_environment()
+        engine = load_engine(config, model=flags.model)
+    p = checkpoint.load(flags.model)[1]
+    base, environment = checkpoint.weights_hash(flags.model), run_record.describe_environment()
     last = make_prompts(CONTEXTS, 2 * how.evaluation_prompts, LAST_SEED)
     without = generate(engine, last, None)
     numbers: dict[str, float] = {}
     trained = {}
     for name, rank in wanted.items():
-        folder = Path(options.output_dir) / "adapters" / name
+        folder = output.folder / "adapters" / name
         record: dict[str, Any] = dict(
             answer_format=name, rank=rank, base_weights_sha256=base, options=asdict(how)
         )
@@ -263,14 +263,12 @@ def main(options: program.Options) -> None:
             f"{without_it:.1f} % without the adapter; {record['steps']} steps in "
             f"{record['seconds']} s"
         )
-    facts = dict(experiment="train.lora", flags=vars(options), adapters=trained)
-    run_record.write_json(options.output_dir, "report.json", facts | environment)
-    run_record.write_summary(options.output_dir, numbers)
+    facts = dict(experiment="train.lora", flags=flags, adapters=trained)
+    run_record.write_json(output.folder, "report.json", facts | environment)
+    run_record.write_summary(output.folder, numbers)
 
 
-PROGRAM = program.Program(
-    main, define_flags, "results/lora", output_help="where the adapters and the report go"
-)
+PROGRAM = program.Program(main, LoraFlags, Output("results/lora"))
 
 if __name__ == "__main__":
     PROGRAM.run()

@@ -91,7 +91,7 @@ class WorkloadConfig:
     Raises: ValueError naming the flag, on construction.
     """
 
-    workload: str = field(metadata={"help": FORMS})
+    workload: str = field(metadata={"help": FORMS, "path": True})
     num_requests: int = described(64, "requests at most; a file may hold fewer")
     request_rate: float = described(math.inf, "Poisson arrivals per second; inf for all at once")
     seed: int = described(0, "of lengths, tokens and arrivals")

@@ -5,22 +5,28 @@ python -m experiments.workloads.write_prompts --prompts=needle:256:8,story:160:4
 
 import json
 import random
-
-from absl import flags
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from experiments.lib import run_record
-from experiments.lib.program import Options, Program, refusals
+from experiments.lib.program import Program, refusals
+from experiments.lib.typed_flags import Flags, flag
 from experiments.tasks import tasks
 from experiments.workloads import workloads
 
 
-def define_flags() -> None:
-    flags.DEFINE_list("prompts", None, "task:context length:number, ...", required=True)
-    flags.DEFINE_string("output", None, "the file to write", required=True)
-    flags.DEFINE_integer("seed", 0, "of the prompts and their order", lower_bound=0)
+@dataclass(frozen=True)
+class PromptFlags(Flags):
+    prompts: tuple[str, ...] = flag((), "task:context length:number, ...")
+    output: str = flag("", "the file to write")
+    seed: int = flag(0, "of the prompts and their order", least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_some("prompts", "output")
 
 
-def lines(wanted: list[str], seed: int) -> list[str]:
+def lines(wanted: Sequence[str], seed: int) -> list[str]:
     """JSON lines of the wanted prompts, shuffled. Raises ValueError for what cannot be made."""
     entries = []
     for spec in wanted:
@@ -34,14 +40,14 @@ def lines(wanted: list[str], seed: int) -> list[str]:
     return [json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries]
 
 
-def main(options: Options) -> None:
+def main(flags: PromptFlags, _: None) -> None:
     with refusals():
-        made = lines(options.prompts, options.seed)
-    run_record.write_whole(options.output, "".join(made))
-    print(f"{len(made)} prompts in {options.output}")
+        made = lines(flags.prompts, flags.seed)
+    run_record.write_whole(flags.output, "".join(made))
+    print(f"{len(made)} prompts in {flags.output}")
 
 
-PROGRAM = Program(main, define_flags)
+PROGRAM = Program(main, PromptFlags, None)
 
 if __name__ == "__main__":
     PROGRAM.run()

@@ -83,7 +83,7 @@ class Cluster:
             raise ValueError("a cluster needs at least one runner")
         check_model(model, config)
         self._model, self._config, self._tokenizer = model, config, tokenizer
-        self._policy = policy_of(config.policy).host(config, ShardedModel.split(model))
+        self._sizes = policy_of(config.policy).sizes_of(config, ShardedModel.split(model))
         self._rng = np.random.default_rng(config.seed)
         self._runners, self._now = dict(runners), now
         limits = Limits.of(config)
@@ -133,7 +133,7 @@ class Cluster:
             raise RuntimeError("all runners have died")
         how = SamplingParams() if sampling is None else sampling
         tokens = validated_prompt(
-            prompt, how, self._tokenizer, self._model, self._config, self._policy
+            prompt, how, self._tokenizer, self._model, self._config, self._sizes
         )
         known = self.adapters.named(adapter)
         if not is_text(cache_salt):

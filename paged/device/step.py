@@ -179,14 +179,14 @@ class StepProgram:
     ) -> "StepProgram":
         """`implementation` goes to the attention ops, and to those of adapters."""
         policy = policy_of(config.policy)
-        host = policy.host(config, shards.sharded)
+        sizes = policy.sizes_of(config, shards.sharded)
         return cls(
             shards,
             policy.device(config, shards.sharded, implementation),
-            pools=host.pools,
+            pools=sizes.pools,
             slot_state=config.capabilities.slot_state,
             num_slots=config.max_num_seqs,
-            table_width=host.table_width,
+            table_width=sizes.table_width,
             prefill_rows=config.max_prefills_per_step,
             max_tokens=config.max_model_len,
             multi_step=config.multi_step,

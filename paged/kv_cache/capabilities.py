@@ -18,6 +18,8 @@ class Capabilities:
     do.
     prefill_tile: tokens of a tile; 0: prompts are cut anywhere. A prompt of `tiled_from` tokens or
     more is cut only where whole tiles are left up to the end of its last page.
+    staged_tile: 0, or tokens of a tile where chunks of a prompt wait for its last one: they are
+    whole tiles, the last one has two tokens or more, and one prompt at a time comes in chunks.
     """
 
     fork: Literal["no", "computed", "anywhere"] = "no"
@@ -31,6 +33,12 @@ class Capabilities:
     slot_state: bool = False
     prefill_tile: int = 0
     tiled_from: int = 0
+    staged_tile: int = 0
+
+    @property
+    def least_chunk(self) -> int:
+        """Tokens for which a step must have room, so that any prompt goes on; 0: any."""
+        return max(self.prefill_tile, self.staged_tile and self.staged_tile + 1)
 
     def shares(self, prompt_length: int) -> bool:
         """Whether a prompt of so many tokens may share cached prefixes."""

@@ -31,7 +31,7 @@ from paged.kv_cache import dense
 from paged.kv_cache.dense.host import BLOCKS, block_pool
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.owners import of_tables
-from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+from paged.kv_cache.policy import CacheConfig, Capabilities, EmptyCache, Policy, ShardedModel
 from paged.kv_cache.usage import Usage
 
 Reserve = Callable[[int, int, int], int]  # (prompt, limit, max_model_len) -> tokens
@@ -72,7 +72,7 @@ class ReservingHost:
         return self.blocks.shape[1]
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        """Told by the longest run that any of them may ask for."""
+        """Conservative: each sequence may need the longest run that there is."""
         return num_sequences <= self.buddies.size // self._longest_run
 
     def can_admit(self, sequences, keep_watermark: bool) -> bool:
@@ -208,6 +208,16 @@ def _check(config: CacheConfig, model: ModelConfig | None) -> None:
     dense.check(config, model)
 
 
+def _sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
+    runs = BuddyAllocator(config.num_blocks - 1)
+    width = -(-config.max_model_len // config.page_size)
+
+    def fits(num_tokens: int, num_sequences: int) -> bool:
+        return num_sequences <= runs.size // runs.run_size(width)
+
+    return EmptyCache((block_pool(config, model, 1),), width, fits)
+
+
 def _policy(reserve: Reserve, can: Capabilities) -> Policy:
     """reserve: tokens that a sequence of so many prompt tokens, limit and max_model_len asks for,
     from limit to max_model_len."""
@@ -215,7 +225,9 @@ def _policy(reserve: Reserve, can: Capabilities) -> Policy:
     def host(config: CacheConfig, model: ShardedModel) -> ReservingHost:
         return ReservingHost(block_pool(config, model, 1), config, reserve)
 
-    return Policy(lambda config: can, host, dense.device, _check, layout=dense.layout_of)
+    return Policy(
+        lambda config: can, host, dense.device, _check, layout=dense.layout_of, sizes=_sizes
+    )
 
 
 def _reserve_max(prompt: int, limit: int, max_model_len: int) -> int:

@@ -73,6 +73,8 @@ class CacheConfig(Protocol):
     @property
     def max_model_len(self) -> int: ...
     @property
+    def chunked_prefill(self) -> bool: ...
+    @property
     def page_size(self) -> int: ...
     @property
     def kv_cache_tokens(self) -> int: ...
@@ -96,7 +98,34 @@ class CacheConfig(Protocol):
     def capabilities(self) -> Capabilities: ...
 
 
-class HostPolicy(Protocol):
+class Sizes(Protocol):
+    """What a cache holds: all that a host half can say of it before anything runs."""
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """What units of memory there are, of all shards alike."""
+        ...
+
+    @property
+    def table_width(self) -> int:
+        """M of a host half's `tables`."""
+        ...
+
+    def fits(self, num_tokens: int, num_sequences: int) -> bool:
+        """Whether a group of sequences of `num_tokens` each could ever run, alone."""
+        ...
+
+
+@dataclass(frozen=True)
+class EmptyCache:
+    """`Sizes` without a host half."""
+
+    pools: tuple[Pool, ...]
+    table_width: int
+    fits: Callable[[int, int], bool]
+
+
+class HostPolicy(Sizes, Protocol):
     """Who owns the memory, asked by the scheduler. Sequences are named by slots; no tensors.
 
     A round asks in this order: `observe` as a step's results come in, `free` and `fork` as its
@@ -108,25 +137,11 @@ class HostPolicy(Protocol):
     nor by `can_admit` or `can_swap_in` when nothing runs.
     """
 
-    @property
-    def pools(self) -> tuple[Pool, ...]:
-        """What units of memory there are, of all shards alike."""
-        ...
-
-    @property
-    def table_width(self) -> int:
-        """M of `tables`."""
-        ...
-
     def observe(self, number: int, report: Any) -> None:
         """Step `number` has run, and the device half reports this of its end.
 
         It holds for a slot from the first step that began with the slot's state in place.
         """
-        ...
-
-    def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        """Whether a group of sequences of `num_tokens` each could ever run, alone."""
         ...
 
     def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
@@ -339,7 +354,8 @@ class Policy:
     that stands at each place, or None for the model's own order; consecutive K / num_shards of them
     are one shard's. layout: sizes and work, for measurements and simulation, which need one.
     simulated: of a configuration, a model and a file of what was recorded (empty for none), what
-    reports in place of the device half; None if that reports nothing.
+    reports in place of the device half; None if that reports nothing. sizes: of its cache; None
+    where only a host half says them.
     """
 
     capabilities: Callable[[CacheConfig], Capabilities]
@@ -350,3 +366,7 @@ class Policy:
     head_order: Callable[[CacheConfig, ModelConfig], np.ndarray | None] = lambda c, m: None
     layout: Callable[[CacheConfig, ShardedModel], Layout] | None = None
     simulated: Callable[[CacheConfig, ShardedModel, str], SimulatedDevice] | None = None
+    sizes: Callable[[CacheConfig, ShardedModel], Sizes] | None = None
+
+    def sizes_of(self, config: CacheConfig, model: ShardedModel) -> Sizes:
+        return (self.sizes or self.host)(config, model)

@@ -9,7 +9,7 @@ from models.sampling import MAX_LOGPROBS
 from paged.checks import refusal, shown
 from paged.config import EngineConfig
 from paged.kv_cache import policy_of
-from paged.kv_cache.policy import HostPolicy
+from paged.kv_cache.policy import Sizes
 from paged.requests.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -76,7 +76,7 @@ def validated_prompt(
     tokenizer,
     model: ModelConfig,
     config: EngineConfig,
-    policy: HostPolicy,
+    sizes: Sizes,
 ) -> np.ndarray:
     """The prompt as token ids [n] int32.
 
@@ -112,7 +112,7 @@ def validated_prompt(
         )
     count = sampling.num_sequences
     check_group(sampling, model, config)
-    if not policy.fits(token_limit(tokens, sampling, config), count):
+    if not sizes.fits(token_limit(tokens, sampling, config), count):
         times = f"{count} times " if count > 1 else ""
         raise ValueError(
             f"{times}a prompt of {len(tokens)} tokens and {sampling.max_tokens} to generate exceed "

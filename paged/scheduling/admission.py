@@ -11,12 +11,13 @@ class PrefillRoom:
     """The prefill rows of one step, under the limits of tokens and of rows.
 
     refused: whether a sequence that runs found no room: then nobody new may enter.
+    in_chunks: whether a prompt has begun and not ended, for policies with a `staged_tile`.
     """
 
-    def __init__(self, config: EngineConfig, budget: int):
+    def __init__(self, config: EngineConfig, budget: int, in_chunks: bool = False):
         self._config, self.budget = config, budget
         self.rows: list[tuple[int, int]] = []
-        self.refused = False
+        self.refused, self.in_chunks = False, in_chunks
 
     def takes(self, length: int) -> bool:
         """Whether a first chunk of a sequence of `length` tokens fits."""
@@ -30,6 +31,10 @@ class PrefillRoom:
         if not self._config.chunked_prefill:
             return 0
         can, length, page = self._config.capabilities, start + left, self._config.page_size
+        if tile := can.staged_tile:
+            whole = most // tile * tile
+            last = tile if left - whole == 1 else 0
+            return 0 if self.in_chunks and not start else max(0, whole - last)
         if not can.prefill_tile or length < can.tiled_from:
             return most
         end = -(-length // page) * page
@@ -49,6 +54,7 @@ class PrefillRoom:
             self.refused = True
             return
         self.rows.append((slot, count))
+        self.in_chunks = count < left or (self.in_chunks and not start)
         self.budget -= count + (forks if count == left else 0)
 
 

@@ -221,8 +221,10 @@ class Scheduler:
 
         budget = self.config.max_num_batched_tokens - len(decodes)
         budget -= self._followers.forks_of(decodes)
-        room = PrefillRoom(self.config, budget)
-        self._add_prefills(self.running_slots(), room)
+        running = self.running_slots()
+        begun = (s.prefill_left(running) > 0) & (s.computed[running] > 0) & ~s.held[running]
+        room = PrefillRoom(self.config, budget, in_chunks=bool(begun.any()))
+        self._add_prefills(running, room)
 
         admitted: list[SequenceGroup] = []
         # Requests wait in a step that preempts, or they would take what was just set free.

@@ -84,8 +84,7 @@ class Service:
         self.metrics = ServerMetrics(owner)
         self.started_s = int(time.time())
         self.draining = False
-        # Says what could ever fit; it holds nothing.
-        self._policy = policy_of(config.policy).host(config, ShardedModel.split(model))
+        self._sizes = policy_of(config.policy).sizes_of(config, ShardedModel.split(model))
         self._has_logprobs = logprobs
         longest_token = max(map(len, tokenizer.get_vocab()))
         self._longest_text = MOST_COMPOSED * config.max_model_len * longest_token
@@ -123,7 +122,7 @@ class Service:
                 if getattr(sampling, name) is not None:
                     raise ValueError(f"{name}: a simulated device computes none")
         tokens = validated_prompt(
-            prompt, sampling, self.tokenizer, self.model, self.config, self._policy
+            prompt, sampling, self.tokenizer, self.model, self.config, self._sizes
         )
         return tokens.tolist()
 

@@ -21,7 +21,6 @@ from pallas_kernels.block_sparse_attention.lists import BlockLists
 from pallas_kernels.paged_attention import paged_prefill_attention, prefill_sm90
 from pallas_kernels.paged_attention.api import refusal_of
 from pallas_kernels.paged_attention.schedule import (
-    SCOPE,
     PrefillSchedule,
     split_items,
     tiles_of_rows,
@@ -54,7 +53,7 @@ def plan_hybrid_prefill(
     )
 
 
-@jax.named_scope(SCOPE)
+@jax.named_scope(backend.PLAN_SCOPE)
 def _schedules(query_starts, lengths, lists: BlockLists, T: int, H: int, K: int, dense_counts):
     rows, padded, blocks = prefill_sm90.launch_shape(T, H, K)
 

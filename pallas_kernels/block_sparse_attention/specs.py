@@ -7,12 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.block_sparse_attention.hybrid import (
+    HYBRID as IMPLEMENTATIONS,
+)
+from pallas_kernels.block_sparse_attention.hybrid import (
     hybrid_prefill_attention,
     plan_hybrid_prefill,
 )
 from pallas_kernels.block_sparse_attention.lists import streaming_blocks, streaming_lists
+from pallas_kernels.paged_attention import balance, tolerance
 from pallas_kernels.paged_attention import specs as paged_attention
-from pallas_kernels.specs import HEADS, Attention, Cost, Heads, Spec
+from pallas_kernels.paged_attention.schedule import PrefillSchedule
+from pallas_kernels.specs import (
+    HEADS,
+    Attention,
+    Cost,
+    Errors,
+    Heads,
+    Op,
+    Spec,
+    without_padding,
+)
 
 
 @dataclass(frozen=True)
@@ -89,9 +103,24 @@ def make(hybrid: Hybrid) -> Spec:
         )  # fmt: skip
         return {"schedules": schedules}
 
+    def balanced(schedules, query_starts, lengths_S, lists):
+        """Of the layers with `hybrid.dense` dense heads."""
+        case = counts.index(dense)
+        read = hybrid.tokens_read(np.asarray(lengths_S), np.diff(np.asarray(query_starts)))
+        keys = sum(heads * int(tokens.sum()) for heads, tokens in read)
+        schedule = PrefillSchedule(schedules.items[case], schedules.merges[case])
+        return balance.of_prefill(shapes, schedule, keys)
+
+    def compare(arguments, found) -> Errors:
+        expected = tolerance.expected(hybrid_prefill_attention, options, arguments)
+        return tolerance.errors_of(found[0], *without_padding(arguments, list(expected)))
+
     options = {"dense_counts": counts, "soft_cap": shapes.soft_cap}
-    indices = ("query_starts", "lengths_S", "lists")
-    return Spec(hybrid_prefill_attention, arguments, cost, options, indices=indices, plan=plan)
+    return Spec(
+        hybrid_prefill_attention, arguments, cost, options,
+        indices=("query_starts", "lengths_S", "lists"), plan=plan, balance=balanced,
+        defined=without_padding, compare=compare,
+    )  # fmt: skip
 
 
 _PROMPT = Attention(HEADS["llama-3-8b"], sequences=1, context=8192, chunk=8192, page_size=64)
@@ -105,4 +134,23 @@ HYBRID_SHAPES = {
     "llama-2-7b": Hybrid(replace(_PROMPT, heads=HEADS["llama-2-7b"]), dense=16),
     "bundled": Hybrid(_BUNDLED, dense=2),
 }
-HYBRID = {name: make(shapes) for name, shapes in HYBRID_SHAPES.items()}
+
+
+def _checked(small: bool) -> dict[str, Spec]:
+    found = {}
+    for name, hybrid in HYBRID_SHAPES.items():
+        shapes = paged_attention.short(hybrid.shapes, small)
+        heads = Heads(8, 4, hybrid.shapes.heads.D)
+        found[name] = make(
+            replace(hybrid, shapes=replace(shapes, heads=heads, sequences=3), dense=2)
+        )
+    return found
+
+
+HYBRID = Op(
+    IMPLEMENTATIONS,
+    {name: make(shapes) for name, shapes in HYBRID_SHAPES.items()},
+    _checked,
+    kernels=("paged_prefill", "merge_partials"),
+    reused=True,
+)

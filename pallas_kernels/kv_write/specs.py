@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kv_write import api
 from pallas_kernels.kv_write.api import copy_pages, write_kv
-from pallas_kernels.specs import HEADS, Cost, Heads, Spec
+from pallas_kernels.specs import HEADS, Cost, Heads, Op, Spec
 
 
 def write(
@@ -28,7 +29,10 @@ def write(
     def cost(arguments) -> Cost:
         return Cost(bytes=2 * 2 * (tokens - 1) * heads.K * heads.D * jnp.dtype(dtype).itemsize)
 
-    return Spec(write_kv, arguments, cost, donated=("k_pages_NxPxD", "v_pages_NxPxD"))
+    return Spec(
+        write_kv, arguments, cost, donated=("k_pages_NxPxD", "v_pages_NxPxD"),
+        most_pages=(2**31 - 1) // page_size,
+    )  # fmt: skip
 
 
 def copy(D: int, pairs: int, *, num_pages: int = 65536, page_size: int = 16) -> Spec:
@@ -50,10 +54,18 @@ def copy(D: int, pairs: int, *, num_pages: int = 65536, page_size: int = 16) -> 
 
 
 _LLAMA = HEADS["llama-3-8b"]
-WRITE = {
+_WRITES = {
     "llama-3-8b-decode": write(_LLAMA, 64),
     "llama-3-8b-prefill": write(_LLAMA, 2048),
     "llama-2-13b-decode": write(HEADS["llama-2-13b"], 64),
     "bundled-decode": write(HEADS["bundled"], 64, dtype="float16"),
 }
-COPY = {"page16": copy(128, 8192), "page128": copy(128, 1024, num_pages=8192, page_size=128)}
+_COPIES = {"page16": copy(128, 8192), "page128": copy(128, 1024, num_pages=8192, page_size=128)}
+_FEW_WRITES = {"small": write(Heads(8, 4, 64), 9, num_pages=12)}
+_FEW_COPIES = {"small": copy(64, 4, num_pages=20)}
+WRITE = Op(
+    api.WRITE, _WRITES, lambda small: _FEW_WRITES if small else _WRITES, kernels=("write_kv",)
+)
+COPY = Op(
+    api.COPY, _COPIES, lambda small: _FEW_COPIES if small else _COPIES, kernels=("copy_pages",)
+)

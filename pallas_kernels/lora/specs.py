@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.lora import api
 from pallas_kernels.lora.api import plan_sgmv, sgmv
 from pallas_kernels.lora.segments import PAGE_RANKS, Segments
-from pallas_kernels.specs import Cost, Spec
+from pallas_kernels.specs import Cost, Op, Spec
 
 SKEW = 1.5  # How many times as popular an adapter is as the next one, where popularity is skewed.
 POPULARITIES = ("distinct", "uniform", "skewed", "identical")
@@ -153,4 +154,11 @@ SHAPES |= {
     "llama-2-7b-mixed": Lora(4096, 4096, _of("uniform"), ranks=(8, 16, 64, 128), without=7),
     "llama-2-7b-f16": Lora(4096, 4096, _of("skewed"), dtype="float16"),
 }
-SGMV = {name: make(shapes) for name, shapes in SHAPES.items()}
+_NAMED = {name: make(shapes) for name, shapes in SHAPES.items()}
+_FEW = {"small": make(Lora(256, 128, (1, 3), ranks=(16, 32)))}
+SGMV = Op(
+    api.SGMV,
+    _NAMED,
+    lambda small: _FEW if small else _NAMED,
+    kernels=("sgmv_shrink", "sgmv_expand"),
+)

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.page_selection import api, select_sm90
 from pallas_kernels.page_selection.api import (
     key_runs,
     plan_selection,
     select_pages,
     write_key_statistics,
 )
-from pallas_kernels.specs import HEADS, Cost, Heads, Spec
+from pallas_kernels.specs import HEADS, Cost, Gates, Heads, Op, Spec
+from pallas_kernels.tools.balance import balance
 
 LOGICAL = 16  # tokens of a logical page
 
@@ -72,9 +74,20 @@ def select(shapes: Selection) -> Spec:
         )
         return {"schedule": schedule}
 
+    def balanced(schedule, num_pages_R, selects_R):
+        """Results of parts of a row need no merge. A tile has several pages."""
+        scored = np.where(selects_R, np.asarray(num_pages_R, np.int64) - 1, 0)
+        return balance(
+            -(-scored // (select_sm90.ROWS // (2 * C))), schedule.items, schedule.block_items,
+            places=len(schedule.block_items) - 1, partial_bytes=0, kv_bytes=1,
+        )  # fmt: skip
+
+    def of_selecting(arguments, results):
+        return [x[np.asarray(arguments["selects_R"])] for x in results]
+
     return Spec(
         select_pages, arguments, cost, {"count": count}, indices=("num_pages_R", "selects_R"),
-        plan=plan,
+        plan=plan, balance=balanced, defined=of_selecting,
     )  # fmt: skip
 
 
@@ -125,7 +138,7 @@ def write(
 
     return Spec(
         write_key_statistics, arguments, cost, {"logical": LOGICAL},
-        donated=("statistics_NxCx2D",),
+        donated=("statistics_NxCx2D",), most_pages=(2**31 - 1) // page_size,
     )  # fmt: skip
 
 
@@ -138,10 +151,30 @@ SELECT_SHAPES = {
     "llama-2-7b": Selection(HEADS["llama-2-7b"], sequences=16),
     "bundled": Selection(_BUNDLED, context=4096, budget=1024, dtype="float16"),
 }
-SELECT = {name: select(shapes) for name, shapes in SELECT_SHAPES.items()}
-WRITE = {
+_WRITTEN = {
     "llama-3-8b": write(_LLAMA, (1,) * 64),
     "llama-3-8b-prefill": write(_LLAMA, (2048,) * 4),
     "llama-2-7b": write(HEADS["llama-2-7b"], (1,) * 64),
     "bundled": write(_BUNDLED, (1,) * 64, dtype="float16"),
 }
+
+
+def _selected(small: bool) -> dict[str, Spec]:
+    few = {"small": Selection(Heads(4, 2, 64), 2, 1280, budget=192)}
+    return {name: select(shapes) for name, shapes in (few if small else SELECT_SHAPES).items()}
+
+
+SELECT = Op(
+    api.SELECT,
+    {name: select(shapes) for name, shapes in SELECT_SHAPES.items()},
+    _selected,
+    kernels=("page_scores",),
+    gates=Gates(resident={"page_scores": 2}),
+)
+_FEW_WRITTEN = {"small": write(Heads(2, 2, 64), (5, 1, 37), num_pages=20)}
+WRITE = Op(
+    api.WRITE,
+    _WRITTEN,
+    lambda small: _FEW_WRITTEN if small else _WRITTEN,
+    kernels=("write_statistics",),
+)

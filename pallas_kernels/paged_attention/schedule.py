@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 
-SCOPE = "attention_schedule"  # Names the plan's operations in compiled programs.
 BLOCKS_PER_MULTIPROCESSOR = 2  # Of decode kernels, as their shared memory allows.
 INTERPRETED_MULTIPROCESSORS = 2
 ALIGNMENT = 8  # A TMA starts at a multiple of so many rows: those of a swizzled tile.
@@ -46,7 +45,7 @@ class DecodeSchedule:
     merges: jax.Array
 
 
-@jax.named_scope(SCOPE)
+@jax.named_scope(backend.PLAN_SCOPE)
 def decode_schedule(
     lengths_SxK, tile: int, sliding_window: int | None = None, blocks: int | None = None,
     *, empty_rows: bool = True,
@@ -62,7 +61,7 @@ def decode_schedule(
     return cut_rows(first_tile, tiles, [lengths], blocks, empty_rows)
 
 
-@jax.named_scope(SCOPE)
+@jax.named_scope(backend.PLAN_SCOPE)
 def mixed_schedule(counts, tiles: tuple[int, ...], blocks: int | None = None) -> DecodeSchedule:
     """Items for rows of several precisions: counts [S, K] of each, in tiles of `tiles` tokens."""
     counts = [jnp.asarray(count, jnp.int32).reshape(-1) for count in counts]
@@ -143,7 +142,7 @@ class PrefillSchedule:
     key_tiles: jax.Array | None = None
 
 
-@jax.named_scope(SCOPE)
+@jax.named_scope(backend.PLAN_SCOPE)
 def prefill_schedule(
     query_starts, lengths, T: int, K: int, rows: int, tile: int,
     sliding_window: int | None = None, blocks: int | None = None,

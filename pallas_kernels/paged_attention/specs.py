@@ -1,19 +1,32 @@
 """Named arguments of decode and prefill."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.paged_attention import api, balance, peers, tolerance
 from pallas_kernels.paged_attention.api import (
     paged_attention,
     paged_prefill_attention,
     plan_decode,
     plan_prefill,
 )
-from pallas_kernels.specs import HEADS, Attention, Cost, Heads, Spec
+from pallas_kernels.specs import (
+    HEADS,
+    Attention,
+    Cost,
+    Errors,
+    Gates,
+    Heads,
+    Op,
+    Spec,
+    without_padding,
+)
 
 
 def decode(shapes: Attention) -> Spec:
@@ -39,8 +52,14 @@ def decode(shapes: Attention) -> Spec:
         )  # fmt: skip
         return {"schedule": schedule}
 
-    indices = ("lengths_SxK",)
-    return Spec(paged_attention, arguments, cost, shapes.options, indices=indices, plan=plan)
+    def compare(arguments, found) -> Errors:
+        expected = tolerance.expected(paged_attention, shapes.options, arguments)
+        return tolerance.errors_of(found[0], *expected)
+
+    return Spec(
+        paged_attention, arguments, cost, shapes.options, indices=("lengths_SxK",), plan=plan,
+        balance=partial(balance.of_decode, shapes), compare=compare,
+    )  # fmt: skip
 
 
 def prefill(shapes: Attention) -> Spec:
@@ -61,16 +80,20 @@ def prefill(shapes: Attention) -> Spec:
             "lengths_S": lengths,
         }
 
+    window = shapes.sliding_window or shapes.context
+
+    def tokens_read(lengths, counts) -> np.ndarray:
+        """By any of a sequence's queries, in each KV head."""
+        return np.where(counts > 0, np.minimum(lengths, window + counts - 1), 0)
+
     def cost(arguments) -> Cost:
         lengths = np.asarray(arguments["lengths_S"])
         counts = np.diff(np.asarray(arguments["query_starts"]))
-        window = shapes.sliding_window or shapes.context
         visible = [
             np.minimum(np.arange(length - count, length) + 1, window)
             for length, count in zip(lengths, counts)
         ]
-        read = np.where(counts > 0, np.minimum(lengths, window + counts - 1), 0)
-        return shapes.cost(np.concatenate(visible), read)
+        return shapes.cost(np.concatenate(visible), tokens_read(lengths, counts))
 
     def plan(arguments, implementation):
         schedule = plan_prefill(
@@ -80,10 +103,20 @@ def prefill(shapes: Attention) -> Spec:
         )  # fmt: skip
         return {"schedule": schedule}
 
-    indices = ("query_starts", "lengths_S")
+    def balanced(schedule, query_starts, lengths_S):
+        read = tokens_read(np.asarray(lengths_S), np.diff(np.asarray(query_starts)))
+        return balance.of_prefill(shapes, schedule, shapes.heads.K * int(read.sum()))
+
+    def compare(arguments, found) -> Errors:
+        rows, decode = tolerance.as_decode(arguments)
+        expected = tolerance.expected(paged_attention, shapes.options, decode)
+        return tolerance.errors_of(found[0][rows], *expected)
+
     return Spec(
-        paged_prefill_attention, arguments, cost, shapes.options, indices=indices, plan=plan
-    )
+        paged_prefill_attention, arguments, cost, shapes.options,
+        indices=("query_starts", "lengths_S"), plan=plan, balance=balanced,
+        defined=without_padding, compare=compare,
+    )  # fmt: skip
 
 
 _LLAMA = HEADS["llama-3-8b"]
@@ -150,6 +183,93 @@ PREFILL_SHAPES = _named(Attention(_LLAMA, sequences=1, context=8192, chunk=8192)
     "llama-3-8b-128-of-32k": Attention(_LLAMA, sequences=1, context=32 * 1024, chunk=128),
     "llama-3-8b-128-of-128k": Attention(_LLAMA, sequences=1, context=_LONG, chunk=128),
 }
-DECODE = {name: decode(shapes) for name, shapes in DECODE_SHAPES.items()}
-QUANTISED = {name: decode(shapes) for name, shapes in QUANTISED_SHAPES.items()}
-PREFILL = {name: prefill(shapes) for name, shapes in PREFILL_SHAPES.items()}
+
+
+def short(shapes: Attention, small: bool) -> Attention:
+    """So short that `reference` has the memory and the time for it."""
+    context, sequences = (100, 2) if small else (1000, 6)
+    chunk = min(shapes.chunk, 40 if small else 150)
+    heads = Heads(2 * shapes.heads.H // shapes.heads.K, 2, shapes.heads.D)
+    return replace(
+        shapes, heads=heads if small else shapes.heads, sequences=sequences, context=context,
+        chunk=chunk, ragged=True, tokens=None,
+    )  # fmt: skip
+
+
+def _demanding(small: bool, **change) -> dict[str, Attention]:
+    """A long context, which laps the barriers many times, beside short ones; logits of a deviation
+    of 9, and capped ones of 40."""
+    heads, long = (Heads(4, 2), 700) if small else (_LLAMA, _LONG)
+    some = Attention(heads, sequences=6, context=150 if small else 1000, ragged=True, **change)
+    tokens = (long, 1, long // 9, 129)
+    return {
+        "long-context": Attention(heads, sequences=4, context=long, tokens=tokens, **change),
+        "large-logits": replace(some, scores_std=9.0),
+        "capped-logits": replace(some, scores_std=40.0, soft_cap=50.0),
+    }
+
+
+def _shortened(named: Mapping[str, Attention], small: bool) -> dict[str, Attention]:
+    return {name: short(shapes, small) for name, shapes in named.items()}
+
+
+def _decodes(small: bool) -> dict[str, Spec]:
+    """Many heads of short sequences, too."""
+    many = DECODE_SHAPES["llama-2-13b-64x512"]
+    many = replace(many, heads=Heads(4, 4), sequences=6, context=70) if small else many
+    shapes = _shortened(DECODE_SHAPES, small) | _demanding(small) | {"many-heads": many}
+    return {name: decode(one) for name, one in shapes.items()}
+
+
+def _quantised(small: bool) -> dict[str, Spec]:
+    shapes = _shortened(QUANTISED_SHAPES, small) | _demanding(small, kv_bits=8, page_size=64)
+    return {name: decode(one) for name, one in shapes.items()}
+
+
+def _prefills(small: bool) -> dict[str, Spec]:
+    """Chunks after long histories, too."""
+    chunk = 30 if small else 128
+    demanding = _demanding(small, chunk=chunk)
+    one = replace(demanding["long-context"], sequences=1, tokens=None)
+    shapes = _shortened(PREFILL_SHAPES, small) | demanding
+    shapes |= {"chunk-of-long": one, "chunk-of-32k": replace(one, context=one.context // 4)}
+    return {name: prefill(shapes) for name, shapes in shapes.items()}
+
+
+DECODE = Op(
+    api.DECODE,
+    {name: decode(shapes) for name, shapes in DECODE_SHAPES.items()},
+    _decodes,
+    kernels=("paged_decode", "merge_partials"),
+    gates=Gates(
+        resident={"paged_decode": 2},
+        most_launches=3,
+        balanced={
+            "llama-3-8b": 0.02,
+            "llama-3-8b-256x512": 0.0,
+            "llama-3-8b-one-128k": 0.02,
+            "llama-3-8b-1x4k": 1.0,
+            "llama-3-8b-lserve": 0.02,
+            "qwen2.5-32b": 0.02,
+        },
+    ),
+    timed_peers=partial(peers.timed, peers.DECODE, DECODE_SHAPES),
+)
+# Of quantised pages: other kernels, and none for Ampere.
+QUANTISED = Op(
+    api.DECODE_QUANTISED,
+    {name: decode(shapes) for name, shapes in QUANTISED_SHAPES.items()},
+    _quantised,
+    kernels=("paged_decode_of_words", "merge_partials"),
+    gates=Gates(most_launches=3, balanced={"llama-3-8b-lserve-kv8": 0.02, "llama-3-8b-kv4": 0.02}),
+)
+PREFILL = Op(
+    api.PREFILL,
+    {name: prefill(shapes) for name, shapes in PREFILL_SHAPES.items()},
+    _prefills,
+    kernels=("paged_prefill", "merge_partials"),
+    reused=True,
+    slow_as_xla=PREFILL_SHAPES.keys() - {"bundled"},
+    peers=peers.compiled("llama-3-8b", PREFILL_SHAPES),
+    timed_peers=partial(peers.timed, peers.PREFILL, PREFILL_SHAPES),
+)

@@ -34,12 +34,12 @@ def in_planes(q, format: KVFormat) -> Queries:
     """Of queries [..., R, D]."""
     q = q.astype(jnp.float32)
     sums = q.reshape(*q.shape[:-1], format.groups, -1).sum(-1)
-    return Queries(_to_planes(q, format) / _factors(format), sums)
+    return Queries(_to_planes(q, format) / plane_factors(format), sums)
 
 
 def out_of_planes(sums, format: KVFormat):
     """The sums [..., D] that `Codes.weighted_sum` gives, in the order of channels."""
-    return _from_planes(sums / _factors(format), format)
+    return _from_planes(sums / plane_factors(format), format)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Codes:
         ]
         of_zeros = jnp.einsum("...rt,...tg->...rg", weights, self.zero)
         of_zeros = jnp.repeat(of_zeros, self.codes.shape[-1] // self.zero.shape[-1], axis=-1)
-        return jnp.concatenate(sums, axis=-1) + of_zeros * _factors(self.format)
+        return jnp.concatenate(sums, axis=-1) + of_zeros * plane_factors(self.format)
 
     def only(self, held) -> "Codes":
         """With zeros for the tokens that are not `held` [..., T], if codes are finite."""
@@ -144,7 +144,12 @@ def _from_planes(x, format: KVFormat):
     return jnp.moveaxis(parts, -1, -3).reshape(x.shape)
 
 
-def _factors(format: KVFormat) -> np.ndarray:
+def channels_in_planes(format: KVFormat):
+    """[D] int32, the channel of each place in planes."""
+    return _to_planes(jnp.arange(format.head_dim), format)
+
+
+def plane_factors(format: KVFormat) -> np.ndarray:
     """[D] float32: how much larger the elements of each plane are than their codes."""
     if _per_byte(format) == 1:
         return np.ones(format.head_dim, np.float32)

@@ -10,6 +10,8 @@ from pallas_kernels.quantized_attention.prompt_sm90 import PromptSchedule
 
 DECODE = {"reference": reference.decode, "xla": xla.decode, "mosaic_gpu": decode_sm90.decode}
 PROMPT = {"reference": reference.prompt, "xla": xla.prompt, "mosaic_gpu": prompt_sm90.prompt}
+CHUNKS = {"reference": reference.prompt_chunks, "xla": xla.prompt_chunks}
+QUERY_TILE = xla.QUERY_TILE
 
 
 def plan_mixed_decode(
@@ -17,8 +19,8 @@ def plan_mixed_decode(
 ) -> DecodeSchedule | None:
     """The schedule of `mixed_precision_attention` for these counts of tokens, a function of them
     alone; None where the implementation works without one."""
-    by_channel = any(format.key_group for format in formats)
-    if by_channel or not backend.runs_kernels(implementation):
+    not_read = any(format.key_group or format.outliers for format in formats)
+    if not_read or not backend.runs_kernels(implementation):
         return None
     return decode_sm90.schedule_of(tuple(jnp.moveaxis(counts_SxKxI, -1, 0)), formats)
 
@@ -131,6 +133,7 @@ def prompt_attention(
     last_rows: int | None = None,
     own: bool = False,
     by_head: bool = False,
+    tile: int = QUERY_TILE,
     schedule: PromptSchedule | None = None,
     implementation: str | None = None,
 ):
@@ -147,6 +150,7 @@ def prompt_attention(
     own:      whether the score counts that a token gives itself.
     by_head:  whether scores are summed over queries before the largest of a KV head's query heads
               is taken, and not after it.
+    tile:     queries whose scores are added at once; the kernel has its own.
     schedule: `plan_prompt_attention` of these prompts, made for all layers; None makes one for this
               call.
 
@@ -170,7 +174,48 @@ def prompt_attention(
     if masks:
         refusal = refusal or f"it has no {' and no '.join(masks)}"
     run = backend.choose("prompt_attention", PROMPT, implementation, refusal)
+    if run is not prompt_sm90.prompt:
+        masks["tile"] = tile
     return run(
         q_TxHxD, k_TxKxD, v_TxKxD, jnp.asarray(query_starts, jnp.int32), scale=scale,
         last_rows=last_rows, own=own, by_head=by_head, schedule=schedule, **masks,
+    )  # fmt: skip
+
+
+def prompt_chunk_attention(
+    q_TxHxD,
+    k_UxKxD,
+    v_UxKxD,
+    query_starts,
+    key_starts,
+    before,
+    totals,
+    sums_UxKxG,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sliding_window=None,
+    last_rows: int | None = None,
+    own: bool = False,
+    by_head: bool = False,
+    tile: int = QUERY_TILE,
+    implementation: str | None = None,
+):
+    """`prompt_attention` of chunks of prompts. There is no kernel.
+
+    k, v:     [U, K, D], of a prompt's tokens one after the other, up to the end of its chunk.
+    key_starts, before, totals: [S] int32 of each prompt: the row of its first key, its tokens
+              before this chunk, and those of all of its chunks, of which `last_rows` are the last.
+    sums:     [U, K, G] float32, what queries of former chunks gave; [U, K, 1] without `by_head`.
+    tile:     as there. Sums over chunks are those over the whole prompt, bit for bit, if all but
+              the last are multiples of it, and the implementation is the same.
+
+    Returns the attention [T, H, D] and the sums with these queries', of which the largest in the
+    last axis is a KV head's.
+    """
+    run = backend.choose("prompt_chunk_attention", CHUNKS, implementation)
+    return run(
+        q_TxHxD, k_UxKxD, v_UxKxD, query_starts, key_starts, before, totals, sums_UxKxG,
+        scale=q_TxHxD.shape[-1] ** -0.5 if scale is None else scale, soft_cap=soft_cap,
+        sliding_window=sliding_window, last_rows=last_rows, own=own, by_head=by_head, tile=tile,
     )  # fmt: skip

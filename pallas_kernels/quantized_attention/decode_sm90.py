@@ -32,6 +32,8 @@ def refusal(q, words, K: int, formats: tuple[PageFormat, ...]) -> str | None:
     """Why the kernel cannot run these arguments with K KV heads, or None."""
     if any(format.key_group for format in formats):
         return "keys whose channels have scales by groups of tokens are not read by the kernel"
+    if any(format.outliers for format in formats):
+        return "outliers are not read by the kernel"
     return quantized_tiles.refusal(q, words, words, K, sections_of(formats))
 
 

@@ -14,7 +14,8 @@ Keys may have scales and zero points by channel, one for each group of t tokens 
 arXiv:2402.02750). Such a page holds whole groups: of each channel, one after the other, the codes
 of its t tokens, which lie as those of t channels of a token do, and then as many scales. These take
 the words of scales of every t channels of a token. Where scores are not asked for, pages have no
-sections of scores and positions.
+sections of scores and positions. Keys and values of few bits may have outliers, whose words follow
+a token's scales (quantization/outliers.py).
 
 How many tokens a page holds follows from its words and its format. Attention reads a page's words
 once and interprets them; nothing but its format says what they are.
@@ -33,9 +34,12 @@ from pallas_kernels.quantization import (
     ByChannel,
     Codes,
     KVFormat,
+    as_codes,
     dequantize,
     in_planes,
+    put_back,
     quantize,
+    quantize_but,
 )
 from pallas_kernels.quantization.pages import put_words, take_words
 
@@ -72,7 +76,8 @@ class PageFormat:
     """How a page of `words` words is parsed: the precision of the keys and values in it.
 
     key_group: t, tokens whose keys share the scale of a channel; 0: those of a token have their
-    own. scored: whether a token's score and position are there.
+    own. scored: whether a token's score and position are there. outliers: of a token's keys, and of
+    its values, where these are of few bits.
 
     Raises ValueError if a page holds no token, or no group of them.
     """
@@ -82,6 +87,7 @@ class PageFormat:
     words: int
     key_group: int = 0
     scored: bool = True
+    outliers: int = 0
 
     def __post_init__(self):
         if self.tokens < 1:
@@ -90,11 +96,11 @@ class PageFormat:
 
     @classmethod
     def holding(
-        cls, tokens: int, keys: KVFormat, values: KVFormat, scored: bool = True
+        cls, tokens: int, keys: KVFormat, values: KVFormat, scored: bool = True, outliers: int = 0
     ) -> "PageFormat":
         """Of the smallest page that holds so many tokens."""
-        words = _sections(_widths(keys, values, scored), tokens)[1]
-        return cls(keys, values, words, scored=scored)
+        words = _sections(_widths(keys, values, scored, outliers), tokens)[1]
+        return cls(keys, values, words, scored=scored, outliers=outliers)
 
     @property
     def name(self) -> str:
@@ -120,7 +126,7 @@ class PageFormat:
 
     @property
     def _widths(self) -> tuple[int, ...]:
-        return _widths(self.keys, self.values, self.scored)
+        return _widths(self.keys, self.values, self.scored, self.outliers)
 
     @property
     def _channel(self) -> KVFormat:
@@ -141,12 +147,23 @@ class PageFormat:
     def dequantized(self, rows):
         """Keys and values [..., P, D] float32 of pages' words [..., W]."""
         codes, scales, of_values, their_scales = (self.section(rows, i) for i in range(4))
-        values = dequantize(of_values, their_scales, self.values)
+        values = self._elements(of_values, their_scales, self.values)
         if not self.key_group:
-            return dequantize(codes, scales, self.keys), values
+            return self._elements(codes, scales, self.keys), values
         of_keys, of_scales = self._channels(rows)
         keys = dequantize(of_keys, of_scales, self._channel).swapaxes(-1, -2)
         return keys.reshape(values.shape), values
+
+    def _elements(self, codes, scales, format: KVFormat):
+        elements = dequantize(codes, scales[..., : format.scale_words], format)
+        return put_back(elements, scales[..., format.scale_words :])
+
+    def _quantized(self, x, format: KVFormat) -> list[jax.Array]:
+        """Codes, and scales with outliers."""
+        if not (self.outliers and format.scaled):
+            return list(quantize(x, format))
+        codes, *scales = quantize_but(x, format, self.outliers)
+        return [codes, jnp.concatenate(scales, -1)]
 
     def queries(self, q):
         """Queries [..., R, D] for the keys that `read` gives."""
@@ -170,7 +187,8 @@ class PageFormat:
         codes, scales = self.section(rows, first), self.section(rows, first + 1)
         if not format.scaled:
             codes = jnp.where(held[..., None], codes, 0)
-        return Codes.unpacked(codes, scales, format).only(held)
+        unpacked = Codes.unpacked(codes, scales[..., : format.scale_words], format)
+        return as_codes(unpacked, scales[..., format.scale_words :], held).only(held)
 
     def read_tokens(self, words_NxW, page, at) -> Tokens:
         """One token of each of the pages `page` [n], the one at place `at` [n]. Raises ValueError
@@ -183,8 +201,8 @@ class PageFormat:
             for i in range(6)
         ]
         return Tokens(
-            dequantize(parts[0], parts[1], self.keys),
-            dequantize(parts[2], parts[3], self.values),
+            self._elements(parts[0], parts[1], self.keys),
+            self._elements(parts[2], parts[3], self.values),
             _floats(parts[4][:, 0]) if self.scored else jnp.zeros(len(page), jnp.float32),
             _integers(parts[5][:, 0]) if self.scored else jnp.zeros(len(page), jnp.int32),
         )
@@ -196,10 +214,10 @@ class PageFormat:
         if self.key_group:
             keys = quantize(tokens.keys.swapaxes(-1, -2), self._channel)
         else:
-            keys = quantize(tokens.keys, self.keys)
+            keys = self._quantized(tokens.keys, self.keys)
         parts = [
             *keys,
-            *quantize(tokens.values, self.values),
+            *self._quantized(tokens.values, self.values),
             _words(tokens.scores.astype(jnp.float32)),
             _words(tokens.positions.astype(jnp.int32)),
         ]
@@ -248,9 +266,13 @@ def parse_format(
     return replace(keys, groups=head_dim // key_group), values
 
 
-def _widths(keys: KVFormat, values: KVFormat, scored: bool) -> tuple[int, ...]:
-    both = keys.code_words, keys.scale_words, values.code_words, values.scale_words
-    return *both, int(scored), int(scored)
+def _widths(keys: KVFormat, values: KVFormat, scored: bool, outliers: int) -> tuple[int, ...]:
+    parts = [
+        width
+        for each in (keys, values)
+        for width in (each.code_words, each.scale_words + outliers * each.scaled)
+    ]
+    return *parts, int(scored), int(scored)
 
 
 def _sections(widths: tuple[int, ...], tokens: int) -> tuple[tuple[Section, ...], int]:

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import backend
 from pallas_kernels.mosaic import kernel, pl, plgpu, store, swizzled, whole_product
 from pallas_kernels.paged_attention import prefill_rows, prefill_sm90
 from pallas_kernels.paged_attention.schedule import (
-    SCOPE,
     DecodeSchedule,
     PrefillSchedule,
     cut_rows,
@@ -72,7 +72,7 @@ def refusal(q, k, v, scale: float) -> str | None:
     return prefill_sm90.refusal(q, *paged)
 
 
-@jax.named_scope(SCOPE)
+@jax.named_scope(backend.PLAN_SCOPE)
 def schedule_of(
     query_starts, T: int, H: int, K: int, last_rows: int | None, own: bool, by_head: bool
 ) -> PromptSchedule:

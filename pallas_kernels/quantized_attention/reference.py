@@ -34,18 +34,29 @@ def decode(
     return out.reshape(S, H, D).astype(q.dtype), lse.reshape(S, H), kept
 
 
-def prompt(
-    q, k, v, query_starts, *, scale, last_rows, own, by_head, schedule=None, soft_cap=None,
-    sliding_window=None,
+def prompt(q, k, v, query_starts, *, by_head, tile=None, schedule=None, **how):
+    K, counts = k.shape[1], query_starts[1:] - query_starts[:-1]
+    sums = jnp.zeros((len(k), K, q.shape[1] // K if by_head else 1))
+    out, sums = prompt_chunks(
+        q, k, v, query_starts, query_starts[:-1], jnp.zeros_like(counts), counts, sums,
+        by_head=by_head, **how,
+    )  # fmt: skip
+    return out, sums.max(-1)
+
+
+def prompt_chunks(
+    q, k, v, query_starts, key_starts, before, totals, sums, *, scale, last_rows, own, by_head,
+    tile=None, soft_cap=None, sliding_window=None,
 ):  # fmt: skip
-    T, H, D = q.shape
-    K, S = k.shape[1], len(query_starts) - 1
-    at = jnp.arange(T)
-    row = jnp.searchsorted(query_starts, at, side="right") - 1
+    (T, H, D), (U, K, _), S = q.shape, k.shape, len(before)
+    at, key = jnp.arange(T), jnp.arange(U)
+    row = jnp.clip(jnp.searchsorted(query_starts, at, side="right") - 1, 0, S - 1)
     real = at < query_starts[-1]
-    seen = (row[:, None] == row) & (at <= at[:, None]) & real[:, None] & real
+    first = key_starts[row]
+    query = at - query_starts[row] + first + before[row]  # in rows of keys
+    seen = (key >= first[:, None]) & (key <= query[:, None]) & real[:, None]
     if sliding_window is not None:
-        seen &= at[:, None] - at < sliding_window
+        seen &= query[:, None] - key < sliding_window
     q_TxKxGxD, k, v = (x.astype(jnp.float32) for x in (q.reshape(T, K, H // K, D), k, v))
     scores = jnp.einsum("tkgd,ukd->kgtu", q_TxKxGxD, k, precision="highest") * scale
     if soft_cap is not None:
@@ -53,9 +64,9 @@ def prompt(
     probs = jax.nn.softmax(scores, where=seen, axis=-1)
     probs = jnp.where(seen, probs, 0.0)
     out = jnp.einsum("kgtu,ukd->tkgd", probs, v, precision="highest").reshape(T, H, D)
-    counts = seen if own else seen & (at < at[:, None])
+    counts = seen if own else seen & (key < query[:, None])
     if last_rows is not None:
-        counts &= (at >= query_starts[jnp.clip(row, 0, S - 1) + 1] - last_rows)[:, None]
+        counts &= (query >= first + totals[row] - last_rows)[:, None]
     probs = jnp.where(counts, probs, 0.0)
-    sums = probs.sum(2).max(1) if by_head else probs.max(1).sum(1)
-    return out.astype(q.dtype), sums.T
+    new = probs.sum(2) if by_head else probs.max(1).sum(1)[:, None]
+    return out.astype(q.dtype), sums + jnp.moveaxis(new, -1, 0)

@@ -1,13 +1,17 @@
 """Named arguments of decode over unified pages, and of attention of prompts with scores."""
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.paged_attention import balance, quantized_tiles, tolerance
 from pallas_kernels.quantization import KVFormat
+from pallas_kernels.quantized_attention import api, decode_sm90, prompt_sm90
 from pallas_kernels.quantized_attention.api import (
     mixed_precision_attention,
     plan_mixed_decode,
@@ -15,7 +19,18 @@ from pallas_kernels.quantized_attention.api import (
     prompt_attention,
 )
 from pallas_kernels.quantized_attention.pages import PageFormat, parse_format
-from pallas_kernels.specs import HEADS, Cost, Heads, Spec
+from pallas_kernels.specs import (
+    HEADS,
+    Cost,
+    Errors,
+    Gates,
+    Heads,
+    Op,
+    Spec,
+    reference,
+    without_padding,
+)
+from pallas_kernels.tools import balance as tools
 
 LARGEST = 2.4  # of the elements of keys and values that are drawn
 # Tokens of heads that have none of a precision, or none at all.
@@ -85,17 +100,18 @@ def make(shapes: Mixed) -> Spec:
             "counts_SxKxI": shapes.counts(last),
         }
 
+    def read(tokens) -> int:
+        """Bytes of the keys and values of so many tokens in each precision."""
+        each = [format.keys.token_bytes + format.values.token_bytes for format in formats]
+        return sum(count * size for count, size in zip(tokens, each))
+
     def cost(arguments) -> Cost:
         """Words of the tokens that are read but their scores and positions, and the scores that
         are written; queries and outputs."""
         tokens = np.asarray(arguments["counts_SxKxI"]).sum((0, 1)).tolist()
-        read = sum(
-            count * (format.keys.token_bytes + format.values.token_bytes)
-            for count, format in zip(tokens, formats)
-        )
         written = 4 * (H // K) * sum(tokens)
         return Cost(
-            bytes=read + written + 2 * S * H * D * dtype.itemsize,
+            bytes=read(tokens) + written + 2 * S * H * D * dtype.itemsize,
             flops=4 * (H // K) * D * sum(tokens),
         )
 
@@ -105,9 +121,29 @@ def make(shapes: Mixed) -> Spec:
         )
         return {"schedule": schedule}
 
+    def balanced(schedule, counts_SxKxI):
+        pages = quantized_tiles.pages_of_tile(decode_sm90.sections_of(formats))
+        tokens = np.asarray(counts_SxKxI, np.int64).reshape(S * K, -1)
+        tiles = sum(-(-tokens[:, i] // (pages * each.tokens)) for i, each in enumerate(formats))
+        return balance.of_rows(tiles, schedule, shapes.heads, read(tokens.sum(0).tolist()))
+
+    def compare(arguments, found) -> Errors:
+        """Of the output and of the log-sum-exp."""
+        wide = arguments | {"q_SxHxD": arguments["q_SxHxD"].astype(jnp.float32)}
+        out, lse, _ = reference(mixed_precision_attention, options, wide)
+        # Σ p |v| is at most the largest value that is drawn.
+        bound = tolerance.rounding(dtype) * (LARGEST + abs(np.asarray(out))) + tolerance.SUMS
+        errors, of_bound = tolerance.errors_of(found[0], out, bound)
+        seen = np.isfinite(lse)
+        lse_error = np.where(seen, abs(found[1] - np.where(seen, lse, 0)), 0.0)
+        assert (np.isfinite(found[1]) == seen).all(), "log-sum-exp of rows without tokens"
+        return errors, max(of_bound, float(np.max(lse_error) / 1e-3))
+
+    options: dict[str, Any] = {"formats": formats, "single": single}
     return Spec(
-        mixed_precision_attention, arguments, cost, {"formats": formats, "single": single},
-        indices=("counts_SxKxI",), plan=plan,
+        mixed_precision_attention, arguments, cost, options, indices=("counts_SxKxI",), plan=plan,
+        # Scores that belong to no token may be anything.
+        balance=balanced, defined=lambda arguments, results: results[:2], compare=compare,
     )  # fmt: skip
 
 
@@ -168,7 +204,6 @@ SHAPES = {
     "bundled": Mixed(HEADS["bundled"], names=("K8V4", "K4V4"), dtype="float16"),
     "llama-3-8b-f16": Mixed(_LLAMA, dtype="float16"),
 }
-DECODE = {name: make(shapes) for name, shapes in SHAPES.items()}
 
 
 @dataclass(frozen=True)
@@ -225,7 +260,46 @@ def prompts(shapes: Prompts) -> Spec:
         )
         return {"schedule": schedule}
 
-    return Spec(prompt_attention, arguments, cost, options, indices=("query_starts",), plan=plan)
+    def balanced(schedule, query_starts):
+        """Of the kernel that sums up scores. Its tiles are of queries, its rows of keys."""
+        tile, padded, scores = prompt_sm90.TILE, len(schedule.ends), schedule.scores
+        begin, end = np.full(padded, padded), np.zeros(padded, np.int64)
+        for first, after in itertools.pairwise(np.asarray(query_starts, np.int64)):
+            key = np.arange(first, after)
+            begin[key] = np.maximum(key + (not shapes.own), after - (shapes.last_rows or after))
+            end[key] = after
+        first_tile = begin.reshape(-1, tile).min(1) // tile
+        end_tile = -(-end.reshape(-1, tile).max(1) // tile)
+        return tools.balance(
+            np.tile(np.maximum(end_tile - first_tile, 0), H if shapes.by_head else K),
+            scores.items,
+            scores.block_items,
+            places=len(scores.block_items) - 1,
+            partial_bytes=tile * balance.FLOAT32,
+            kv_bytes=total * 2 * K * D * dtype.itemsize,
+        )
+
+    def compare(arguments, found) -> Errors:
+        """Of the attention, and of what each token receives."""
+        wide = tolerance.wide(arguments)
+
+        def expected(arguments):
+            return without_padding(
+                arguments,
+                [np.asarray(x) for x in reference(prompt_attention, options, arguments)],
+            )
+
+        out, sums = expected(wide)
+        sizes, _ = expected(wide | {"v_TxKxD": abs(wide["v_TxKxD"])})
+        bound = tolerance.rounding(dtype) * (sizes + abs(out)) + tolerance.SUMS
+        errors, of_bound = tolerance.errors_of(found[0], out, bound)
+        of_sums = abs(found[1] - sums) / (tolerance.SUMS * (1 + sums))
+        return errors, max(of_bound, float(np.max(of_sums)))
+
+    return Spec(
+        prompt_attention, arguments, cost, options, indices=("query_starts",), plan=plan,
+        balance=balanced, defined=without_padding, compare=compare,
+    )  # fmt: skip
 
 
 PROMPT_SHAPES = {
@@ -239,4 +313,43 @@ PROMPT_SHAPES = {
     "qwen2.5-32b": Prompts(HEADS["qwen2.5-32b"], (4096,)),
     "bundled": Prompts(HEADS["bundled"], (4096,), dtype="float16"),
 }
-PROMPT = {name: prompts(shapes) for name, shapes in PROMPT_SHAPES.items()}
+
+
+def _some[T](named: Mapping[str, T], small: bool) -> Mapping[str, T]:
+    return {"small": named["bundled"]} if small else named
+
+
+def _decodes(small: bool) -> dict[str, Spec]:
+    sizes = {"sequences": 2, "tokens": 200} if small else {"sequences": 4, "tokens": 2000}
+    found = {}
+    for name, shapes in _some(SHAPES, small).items():
+        heads = Heads(2 * shapes.heads.H // shapes.heads.K, 2, shapes.heads.D)
+        found[name] = make(replace(shapes, heads=heads, ragged=True, **sizes))
+    return found
+
+
+def _prompts(small: bool) -> dict[str, Spec]:
+    tokens, kv_heads = ((1, 60), 1) if small else ((1100, 1, 0, 300), 2)
+    found = {}
+    for name, shapes in _some(PROMPT_SHAPES, small).items():
+        heads = Heads(kv_heads * shapes.heads.H // shapes.heads.K, kv_heads, shapes.heads.D)
+        found[name] = prompts(replace(shapes, heads=heads, tokens=tokens, padding=20))
+    return found
+
+
+_BALANCED = {"llama-3-8b": 0.02, "qwen2.5-32b": 0.02}
+DECODE = Op(
+    api.DECODE,
+    {name: make(shapes) for name, shapes in SHAPES.items()},
+    _decodes,
+    kernels=("paged_decode_of_words", "merge_partials"),
+    gates=Gates(most_launches=3, balanced=_BALANCED),
+)
+PROMPT = Op(
+    api.PROMPT,
+    {name: prompts(shapes) for name, shapes in PROMPT_SHAPES.items()},
+    _prompts,
+    kernels=("paged_prefill", "merge_partials", "prompt_scores", "merge_sums"),
+    gates=Gates(balanced=_BALANCED),
+    reused=True,
+)

@@ -80,33 +80,47 @@ def _section(q_RxGxD, words, tables_RxM, run: Run, count_R, format: PageFormat, 
 
 
 def prompt(
-    q, k, v, query_starts, *, scale, last_rows, own, by_head, schedule=None, soft_cap=None,
-    sliding_window=None,
+    q, k, v, query_starts, *, by_head, tile=QUERY_TILE, schedule=None, **how,
+):  # fmt: skip
+    """Prompts that begin and end here: their keys are those of their queries."""
+    K, counts = k.shape[1], query_starts[1:] - query_starts[:-1]
+    sums = jnp.zeros((len(k), K, q.shape[1] // K if by_head else 1))
+    out, sums = prompt_chunks(
+        q, k, v, query_starts, query_starts[:-1], jnp.zeros_like(counts), counts, sums,
+        by_head=by_head, tile=min(len(q), tile), **how,
+    )  # fmt: skip
+    return out, sums.max(-1)
+
+
+def prompt_chunks(
+    q, k, v, query_starts, key_starts, before, totals, sums, *, scale, last_rows, own, by_head,
+    tile=QUERY_TILE, soft_cap=None, sliding_window=None,
 ):  # fmt: skip
     """Each tile of queries reads the keys twice: once for the largest scores and for the output,
-    and once for probabilities, which are not known before."""
+    and once for probabilities, which are not known before. Tiles are added to the sums in turn."""
     T, H, D = q.shape
     K = k.shape[1]
     G = H // K
-    tile = min(T, QUERY_TILE)
     counts = query_starts[1:] - query_starts[:-1]
     tiles_before = jnp.cumsum((counts + tile - 1) // tile)
     # A last tile reads beyond its prompt: what comes after it is masked, or overwritten later.
     beyond = ((0, max(tile, KEY_TILE)), (0, 0), (0, 0))
-    queries, keys, values = (jnp.pad(x, beyond) for x in (q, k, v))
+    queries, keys, values, sums = (jnp.pad(x, beyond) for x in (q, k, v, sums))
 
     def attend_tile(i, carry):
         out, sums = carry
         s = jnp.searchsorted(tiles_before, i, side="right")
-        first, end = query_starts[s], query_starts[s + 1]
-        start = first + (i - jnp.where(s > 0, tiles_before[s - 1], 0)) * tile
+        first_query, end_query = query_starts[s], query_starts[s + 1]
+        start = first_query + (i - jnp.where(s > 0, tiles_before[s - 1], 0)) * tile
         q_t = jax.lax.dynamic_slice_in_dim(queries, start, tile).reshape(tile, K, G, D)
-        row = start + jnp.arange(tile)
-        trips = (jnp.minimum(start + tile, end) - first + KEY_TILE - 1) // KEY_TILE
+        # In rows of keys from here on.
+        first, shift = key_starts[s], key_starts[s] + before[s] - first_query
+        end, row = end_query + shift, start + shift + jnp.arange(tile)
+        trips = (jnp.minimum(start + shift + tile, end) - first + KEY_TILE - 1) // KEY_TILE
 
         nearest = jnp.int32(0)
         if sliding_window is not None:
-            nearest = jnp.maximum(start + 1 - sliding_window - first, 0) // KEY_TILE
+            nearest = jnp.maximum(start + shift + 1 - sliding_window - first, 0) // KEY_TILE
 
         def read(j):
             """(scores [K, G, tile, C], their mask [tile, C], the chunk's first token)"""
@@ -148,16 +162,17 @@ def prompt(
             index = at + jnp.arange(KEY_TILE)
             counted = (seen if own else seen & (index < row[:, None])) & (row < end)[:, None]
             if last_rows is not None:
-                counted &= (row >= end - last_rows)[:, None]
+                counted &= (row >= first + totals[s] - last_rows)[:, None]
             probs = jnp.where(counted, jnp.exp(scores - lse[..., None]), 0.0)
             probs = probs if by_head else probs.max(1, keepdims=True)
             before = jax.lax.dynamic_slice_in_dim(sums, at, KEY_TILE, 2)
             return jax.lax.dynamic_update_slice_in_dim(sums, before + probs.sum(2), at, 2)
 
         if last_rows is not None:  # few tiles have any row that counts
-            trips = jnp.where(start + tile > end - last_rows, trips, 0)
+            counts_any = start + shift + tile > first + totals[s] - last_rows
+            trips = jnp.where(counts_any, trips, 0)
         return out, jax.lax.fori_loop(nearest, trips, add_chunk, sums)
 
-    sums = jnp.zeros((K, G if by_head else 1, len(keys)))
+    sums = jnp.moveaxis(sums, 0, -1)
     out, sums = jax.lax.fori_loop(0, tiles_before[-1], attend_tile, (jnp.zeros_like(queries), sums))
-    return out[:T], sums[..., :T].max(1).T
+    return out[:T], jnp.moveaxis(sums[..., : len(k)], -1, 0)

@@ -18,9 +18,9 @@ tables:
 It exits with an error if a kernel does not compile within minutes, spills, leaves no report, takes
 so many registers or so much shared memory that fewer thread blocks fit than it is made for, does
 not wait for what it reads (synchronization.py), or would race or hang on a GPU where nothing here
-shows it (hazards.py); if a donated array is copied; if decode launches
-more than three kernels; or if a schedule of equal parts leaves thread blocks without work. It needs
-the extra `aot`, and no GPU.
+shows it (hazards.py); if a donated array is copied; if an op launches more than its gates allow; or
+if a schedule of equal parts leaves thread blocks without work. It needs the extra `aot`, and no
+GPU.
 """
 
 import argparse
@@ -45,8 +45,6 @@ from pallas_kernels.tools.report import Call, Report
 from pallas_kernels.tools.schedules import balance_of
 from pallas_kernels.tools.targets import TARGETS
 
-# Ops whose thread blocks read the same keys.
-PREFILLS = {"paged_prefill_attention", "hybrid_prefill_attention", "prompt_attention"}
 MOST_SECONDS = 300
 
 
@@ -82,7 +80,7 @@ def _compile(target: str, op: str, spec: str, implementation: str) -> Report:
             **donated, **arguments, **plan, **call.options, implementation=implementation
         )
 
-    compiled = compile_function(run, donated, (arguments, plan), target, reused=op in PREFILLS)
+    compiled = compile_function(run, donated, (arguments, plan), target, reused=OPS[op].reused)
     followed = implementation != "xla"
     balance = balance_of(op, spec, target) if followed else None
     return Report(
@@ -164,7 +162,7 @@ def main(argv: list[str]) -> str | None:
         for implementation in _implementations(target, op, spec)
     ]
     peer_jobs = [
-        (target, peer)
+        (target, op, spec, peer)
         for target, op, spec, _ in jobs
         for peer in peers.of(op, spec, TARGETS[target].gpu)
     ]
@@ -182,7 +180,7 @@ def main(argv: list[str]) -> str | None:
             (reports if isinstance(found, Report) else others).append(found)
             print(f"{number}/{len(jobs) + len(peer_jobs)} {name}", file=sys.stderr)
     reports.sort(key=lambda r: jobs.index((r.target, r.op, r.spec, r.implementation)))
-    others.sort(key=lambda r: peer_jobs.index((r.target, r.peer)))
+    others.sort(key=lambda r: peer_jobs.index((r.target, r.op, r.spec, r.peer)))
     print(report.compilers_table(reports))
     for title, table in (
         ("loops over tiles", report.loops_table(reports)),

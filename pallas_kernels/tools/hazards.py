@@ -72,9 +72,8 @@ def with_largest_pools(spec: Spec, memory: int) -> dict[str, Any]:
         math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(list(pools.values()))
     )
     most = memory // bytes_of_page
-    if any("slot" in name for name in shapes):  # Ops that take slots refuse more than int32 counts.
-        tokens = next(iter(pools.values())).shape[1] * spec.options.get("logical", 1)
-        most = min(most, (MOST_INDEX - 1) // tokens)
+    if spec.most_pages is not None:
+        most = min(most, spec.most_pages)
 
     def enlarged(x):
         return jax.ShapeDtypeStruct((most, *x.shape[1:]), x.dtype)

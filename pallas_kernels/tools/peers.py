@@ -3,21 +3,14 @@
 A peer that cannot be imported or compiled is named with the reason; that is never a failure.
 """
 
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-
-import jax
 
 from pallas_kernels.backend import GPU
-from pallas_kernels.paged_attention.specs import PREFILL_SHAPES
+from pallas_kernels.ops import OPS
 from pallas_kernels.tools import predict
 from pallas_kernels.tools.compiled import Kernel, compile_function
 from pallas_kernels.tools.targets import TARGETS
-
-SPEC = "llama-3-8b"  # of prefill, whose shapes the peers get
-DTYPE = "float16"  # JAX's attention takes no other.
 
 
 @dataclass(frozen=True)
@@ -25,6 +18,8 @@ class PeerReport:
     """A peer's kernel, or the problem that kept it from compiling."""
 
     target: str
+    op: str
+    spec: str
     peer: str
     kernel: Kernel | None
     problem: str | None = None
@@ -32,65 +27,22 @@ class PeerReport:
 
 def of(op: str, spec: str, gpu: GPU) -> Sequence[str]:
     """The names of the peers of an op with a spec; all are for Hopper."""
-    wanted = (op, spec) == ("paged_prefill_attention", SPEC)
-    return tuple(PEERS) if wanted and gpu.compute_capability[0] == 9 else ()
+    hopper = gpu.compute_capability[0] == 9
+    return [peer for named, peer in OPS[op].peers if named == spec and hopper]
 
 
-def compile_peer(target: str, peer: str) -> PeerReport:
+def compile_peer(target: str, op: str, spec: str, peer: str) -> PeerReport:
     """In a new process, as `compile_function` asks."""
     try:
-        function, arguments = PEERS[peer](TARGETS[target].gpu)
+        function, arguments = OPS[op].peers[spec, peer](TARGETS[target].gpu)
         compiled = compile_function(
             lambda _, arguments: function(*arguments), (), arguments, target, reused=True
         )
         kernel = next(kernel for kernel in compiled.kernels if kernel.prediction)
-        return PeerReport(target, peer, kernel)
+        return PeerReport(target, op, spec, peer, kernel)
     except Exception as error:  # A peer's trouble of whatever kind is not ours.
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-        return PeerReport(target, peer, None, problem)
-
-
-def jax_attention() -> Callable:
-    """JAX's own causal attention on Mosaic, with FlashAttention-3's schedule: of q [B, T, H, D],
-    and of k and v [B, T, K, D], in float16; T is a multiple of 128."""
-    module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
-    config = module.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
-    return partial(module.attention, config=config)
-
-
-def _attention(_: GPU) -> tuple[Callable, tuple]:
-    shapes = PREFILL_SHAPES[SPEC]
-    H, K, D = shapes.heads.H, shapes.heads.K, shapes.heads.D
-    q, k = (jax.ShapeDtypeStruct((1, shapes.chunk, heads, D), DTYPE) for heads in (H, K))
-    return jax_attention(), (q, k, k)
-
-
-def _matmul(gpu: GPU) -> tuple[Callable, tuple]:
-    """[chunk, H * D] times [H * D, H * D], as the projections beside attention."""
-    module = importlib.import_module("jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu")
-    shapes = PREFILL_SHAPES[SPEC]
-    width = shapes.heads.H * shapes.heads.D
-    a, b = (jax.ShapeDtypeStruct((rows, width), DTYPE) for rows in (shapes.chunk, width))
-    # It would ask the GPU, which is not here.
-    module.get_num_sms = lambda: gpu.num_multiprocessors  # type: ignore[attr-defined]
-    config = module.TuningConfig(tile_m=128, tile_n=128, tile_k=64, max_concurrent_steps=4)
-    return lambda a, b: module.matmul(a, b, None, config), (a, b)
-
-
-def _tokamax(gpu: GPU) -> tuple[Callable, tuple]:
-    tokamax = importlib.import_module("tokamax")
-    _, arguments = _attention(gpu)
-    return (
-        partial(tokamax.dot_product_attention, is_causal=True, implementation="mosaic"),
-        arguments,
-    )
-
-
-PEERS: dict[str, Callable[[GPU], tuple[Callable, tuple]]] = {
-    "jax attention_mgpu": _attention,
-    "jax hopper_matmul_mgpu": _matmul,
-    "tokamax attention": _tokamax,
-}
+        return PeerReport(target, op, spec, peer, None, problem)
 
 
 def columns(kernel: Kernel) -> list[str]:
@@ -111,19 +63,18 @@ def columns(kernel: Kernel) -> list[str]:
 
 
 def rows(peers: list[PeerReport], reports: list) -> list[list[str]]:
-    """A table of peers and of our kernel for the same shapes. reports: as compile.py makes them."""
+    """A table of peers and of our kernels for the same shapes. reports: of compile.py."""
     header = (
         "target kernel registers threads resident KB-a-tile MFLOP-a-tile FLOP-a-byte "
         "KB-through-shared KB-in-flight needed instructions BAR SYNCS waits-for reaches"
     )
     found = [header.split()]
-    targets = {peer.target for peer in peers}
-    op = "paged_prefill_attention"
+    compared = {(peer.target, peer.op, peer.spec) for peer in peers}
     ours = [
-        (r.target, f"our {op}", kernel, None)
+        (r.target, f"our {r.op}", kernel, None)
         for r in reports
         for kernel in r.kernels
-        if r.target in targets and (r.op, r.spec) == (op, SPEC) and kernel.prediction
+        if (r.target, r.op, r.spec) in compared and kernel.prediction
     ]
     for target, name, kernel, problem in ours + [
         (peer.target, peer.peer, peer.kernel, peer.problem) for peer in peers

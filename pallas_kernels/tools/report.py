@@ -2,29 +2,13 @@
 
 from dataclasses import dataclass, field
 
+from pallas_kernels.ops import OPS
 from pallas_kernels.tools import peers, predict
 from pallas_kernels.tools.balance import Balance
 from pallas_kernels.tools.compiled import Kernel
 from pallas_kernels.tools.targets import TARGETS
 
-# Thread blocks of a kernel that must fit a multiprocessor at the same time.
-RESIDENT = {"paged_decode": 2, "paged_prefill": 1, "page_scores": 2}
-DECODES = ("paged_attention", "quantised_paged_attention", "mixed_precision_attention")
-MOST_LAUNCHES = 3  # of these
-CUT = (*DECODES, "prompt_attention")  # Their thread blocks get equal parts of the work.
 MOST_IDLE, MOST_LONGEST = 0.05, 1.2
-# Specs of these whose schedules must be balanced on Hopper, and the most bytes of partial results
-# for each byte of keys and values.
-BALANCED = {
-    "llama-3-8b": 0.02,
-    "llama-3-8b-256x512": 0.0,
-    "llama-3-8b-one-128k": 0.02,
-    "llama-3-8b-1x4k": 1.0,
-    "llama-3-8b-lserve": 0.02,
-    "llama-3-8b-lserve-kv8": 0.02,
-    "llama-3-8b-kv4": 0.02,
-    "qwen2.5-32b": 0.02,
-}
 
 
 @dataclass(frozen=True)
@@ -74,13 +58,13 @@ class Report:
         """The reasons why the result is not acceptable; empty if it is."""
         if self.problem:
             return [self.problem]
-        faults = [*self.unsynchronized, *self.hazards]
+        faults, gates = [*self.unsynchronized, *self.hazards], OPS[self.op].gates
         if self.implementation != "xla" and not self.kernels:
             faults.append("the compiler left no report")
         for kernel in self.kernels:
             if kernel.spills or kernel.local_memory_instructions:
                 faults.append(f"{kernel.name} spills {kernel.spills} bytes")
-            resident, found = RESIDENT.get(kernel.launch.name, 1), kernel.occupancy
+            resident, found = gates.resident.get(kernel.launch.name, 1), kernel.occupancy
             if found.blocks < resident:
                 faults.append(
                     f"{found.blocks} thread blocks of {kernel.name} fit a multiprocessor, "
@@ -88,12 +72,12 @@ class Report:
                 )
         if self.aliased < self.donated or self.temporaries > self.donated > 0:
             faults.append("a donated array is not written in place")
-        decodes = self.op in DECODES and self.implementation != "xla"
-        if decodes and len(self.launches) > MOST_LAUNCHES:
-            faults.append(f"{len(self.launches)} launches, more than {MOST_LAUNCHES}")
+        most = gates.most_launches if self.implementation != "xla" else None
+        if most is not None and len(self.launches) > most:
+            faults.append(f"{len(self.launches)} launches, more than {most}")
         hopper = TARGETS[self.target].gpu.compute_capability >= (9, 0)
-        if self.balance and self.op in CUT and hopper and self.spec in BALANCED:
-            faults += _imbalance(self.balance, BALANCED[self.spec])
+        if self.balance and hopper and self.spec in gates.balanced:
+            faults += _imbalance(self.balance, gates.balanced[self.spec])
         return faults
 
 

@@ -128,10 +128,10 @@ SERVE = [
 EVALUATE = [
     ("--tasks=needle,juggle", "unknown task 'juggle'; allowed: needle"),
     ("--tasks=", "--tasks and --contexts must name at least one each"),
-    ("--contexts=12", "contexts are token counts from 256 to max_model_len (1024), not '12'"),
-    ("--contexts=256,many", "not 'many'"),
-    ("--contexts=512 --max_model_len=400", "from 256 to max_model_len (400), not '512'"),
-    ("--num_prompts=0", "flag --num_prompts=0: 0 is not an integer in the range [1, 10000]"),
+    ("--contexts=12", "contexts are token counts from 256 to max_model_len (1024), not 12"),
+    ("--contexts=256,many", "flag --contexts=256,many: invalid literal"),
+    ("--contexts=512 --max_model_len=400", "from 256 to max_model_len (400), not 512"),
+    ("--num_prompts=0", "--num_prompts must be at least 1, not 0"),
     ("--compare_with=/none", "/none: cannot be read: No such file"),
     (
         "--compare_with=pyproject.toml",
@@ -171,10 +171,10 @@ MEMORY_MAP = [
     ("--kv_cache_tokens=320", "4 times a prompt of 44 tokens and 48 to generate exceed the cache"),
 ]
 SOAK = [
-    ("--minutes=nan", "flag --minutes=nan: nan is not a finite number"),
-    ("--minutes=inf", "flag --minutes=inf: inf is not a finite number"),
-    ("--minutes=-1", "flag --minutes=-1"),
-    ("--check_share=nan", "flag --check_share=nan: nan is not a finite number"),
+    ("--minutes=nan", "minutes must be a finite number, not nan"),
+    ("--minutes=inf", "minutes must be a finite number, not inf"),
+    ("--minutes=-1", "--minutes must be at least 0.01, not -1.0"),
+    ("--check_share=nan", "check_share must be a finite number, not nan"),
 ]
 CLUSTER = [
     # First, because this one counts JAX's devices anew.
@@ -182,8 +182,8 @@ CLUSTER = [
         "--runners=threads --num_gpus=1 --attention_implementation=mosaic_gpu",
         "pages must all be bfloat16 or all float16",
     ),
-    ("--num_gpus=0", "flag --num_gpus=0"),
-    ("--duration_s=nan", "flag --duration_s=nan: nan is not a finite number"),
+    ("--num_gpus=0", "--num_gpus must be at least 1, not 0"),
+    ("--duration_s=nan", "duration_s must be a finite number, not nan"),
     ("--duration_s=1 --peak_rate=0.001", "--peak_rate=0.001 over --duration_s=1.0 is no request"),
     ("--tensor_parallel=2", "--tensor_parallel: each engine of a cluster has one device"),
 ]

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from experiments import fit_cost_model
+from experiments.fit_cost_model import FitFlags
 from experiments.lib import layer_times
-from experiments.lib.program import Options
+from experiments.lib.typed_flags import Output
 from models import checkpoint
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator.cost_model import FITTED
@@ -68,7 +69,7 @@ def test_fixed_constants_stay_and_their_error_is_written(tmp_path, capsys):
     data.mkdir()
     write_times(data, "l40s", noise=0.05, called="llama2-7b-l40s")
     out.mkdir()
-    fit_cost_model.main(Options(data=str(data), gpu="l40s", fixed=True, output_dir=str(out)))
+    fit_cost_model.main(FitFlags(str(data), "l40s", fixed=True), Output(str(out)))
     summary = json.loads((out / "summary.json").read_text())
     assert 0.005 < summary["layer_error"] < 0.08
     assert summary["constant_compute"] == FITTED.compute
@@ -84,9 +85,7 @@ def test_files_in_other_orders_spellings_and_of_unknown_models(tmp_path, capsys)
     text = "\n".join(", ".join(reversed([*line, "0"])) for line in [header, *lines])
     path.write_text(text.replace("0, add_ms", "more, add_ms") + "\n\n")
     write_times(tmp_path, "a40", called="codellama-34b-a40")
-    fit_cost_model.main(
-        Options(data=str(tmp_path), gpu="a40", fixed=True, output_dir=str(tmp_path))
-    )
+    fit_cost_model.main(FitFlags(str(tmp_path), "a40", fixed=True), Output(str(tmp_path)))
     assert json.loads((tmp_path / "summary.json").read_text())["layer_error"] < 1e-9
     assert "left out, as no configuration is known: codellama-34b-a40" in capsys.readouterr().out
 

@@ -224,7 +224,8 @@ def test_the_program_writes_its_report(tiny_folder, tmp_path):
         assert summary[name] > 0 and np.isfinite(summary[name])
 
     report = json.loads((out / "report.json").read_text())
-    assert report["flags"]["request_rate"] == 100 and report["flags"]["max_num_seqs"] == 1
+    assert report["flags"]["workload"]["request_rate"] == 100
+    assert report["flags"]["engine"]["max_num_seqs"] == 1
     assert report["model"]["weights_sha256"] == checkpoint.weights_hash(tiny_folder)
     outputs = [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
     assert [o["exact"] for o in outputs].count(False) == 3

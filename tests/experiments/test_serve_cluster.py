@@ -15,7 +15,7 @@ import pytest
 from experiments import serve_cluster
 from experiments.lib import cluster_report
 from experiments.lib.cluster_report import Sample
-from experiments.lib.program import Options
+from experiments.serve_cluster import ClusterFlags
 from paged.cluster.cluster import Arrival, Cluster
 from paged.cluster.scheduler import Limits
 from paged.cluster.simulated import SimulatedCluster
@@ -147,11 +147,8 @@ def test_a_failure_is_told_after_what_was_served_is_written(tmp_path, capsys):
     cluster = SimulatedCluster({"gpu-00": engine}, TINY, config, skip=False)  # no step is left out
     how = SamplingParams(max_tokens=5, ignore_eos=True)
     arrivals = [Arrival(0.4 * i, [5], how) for i in range(9)]
-    options = Options(
-        output_dir=str(tmp_path), runners="simulated", gpu="a100-40", host="none",
-        num_gpus=1, model="tiny", duration_s=4.0, peak_rate=2.0, max_num_seqs=8,
-    )  # fmt: skip
-    assert serve_cluster.serve_and_write(options, cluster, arrivals, {}) == 1
+    flags = ClusterFlags(num_gpus=1, model="tiny", duration_s=4.0, peak_rate=2.0, engine=config)
+    assert serve_cluster.serve_and_write(flags, tmp_path, cluster, arrivals, {}) == 1
     requests = rows(tmp_path, "requests.csv")
     assert [request["finish_reason"] for request in requests] == ["length", "length", "abort"]
     assert json.loads((tmp_path / "report.json").read_text())["partial"] == {

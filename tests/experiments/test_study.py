@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -127,17 +128,19 @@ def test_a_study_that_was_cut_has_what_it_had_and_goes_on(tmp_path, capsys):
     assert "PARTIAL" in capsys.readouterr().out
     assert STUDY.write(ToyFlags(), tmp_path) == 0
     assert MADE == [1, 2, 3] and report(tmp_path)["rows"][1] == {"size": 2, "square": 4.0}
-    # A whole study keeps nothing: the next run measures anew.
+    # A whole study keeps nothing: the next run measures anew. Of a simulated one it is the same.
     assert STUDY.write(ToyFlags(), tmp_path) == 0 and MADE == [1, 2, 3] * 2
+    for _ in range(2):
+        assert replace(STUDY, kind="simulated").write(ToyFlags(), tmp_path) == 0
+    assert MADE == [1, 2, 3] * 3
 
 
 @pytest.mark.parametrize("changed", ["flags", "sources", "noresume", "torn"])
-def test_rows_are_kept_for_the_same_flags_and_sources_only(tmp_path, monkeypatch, changed):
+def test_rows_are_kept_for_the_same_case_and_sources_only(tmp_path, monkeypatch, changed):
     replace(STUDY, measure=cut_after(2)).write(ToyFlags(), tmp_path)
     if changed == "sources":
         monkeypatch.setattr("experiments.study.sources_hash", lambda file: "other")
-    if changed == "torn":
-        kept = tmp_path / "kept.jsonl"
+    for kept in (tmp_path / "kept").iterdir() if changed == "torn" else ():
         kept.write_text(kept.read_text()[:-9])
     how = ToyFlags(scale=2.0) if changed == "flags" else ToyFlags()
     assert STUDY.write(how, tmp_path, resume=changed != "noresume") == 0
@@ -147,11 +150,22 @@ def test_rows_are_kept_for_the_same_flags_and_sources_only(tmp_path, monkeypatch
 
 def test_kept_numbers_are_those_that_were_measured(tmp_path):
     """Also those that JSON has not."""
-    made = Run(tmp_path, Row, "key", resume=True)
-    first = made.once(lambda size: Row(size, float("nan")), 3)
-    again = Run(tmp_path, Row, "key", resume=True)
-    kept = again.once(lambda size: Row(size, 0.0), 3)
-    assert again.known == 1 and repr(kept) == repr(first)
+
+    def make(size: int) -> Row:
+        MADE.append(size)
+        return Row(size, float("nan"))
+
+    first = Run(tmp_path).once(make, 3)
+    assert repr(Run(tmp_path).once(make, 3)) == repr(first) and MADE == [3]
+
+
+def test_rows_are_kept_by_a_copy_of_the_run_too(tmp_path):
+    """As another process has one. In the order of the cases, with what comes before each."""
+    run = Run(tmp_path)
+    rows = pickle.loads(pickle.dumps(run)).at_once(square, [3, 1, 2], 1, ToyFlags())
+    assert [row.size for row in rows] == [3, 1, 2] == MADE
+    assert run.at_once(square, [2, 3], 1, ToyFlags()) == [rows[2], rows[0]]
+    assert MADE == [3, 1, 2]
 
 
 def test_a_failure_keeps_the_rows_and_an_earlier_result(tmp_path, capsys):

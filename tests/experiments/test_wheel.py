@@ -59,7 +59,8 @@ def test_the_demo(packages, tmp_path):
     report = json.loads(
         (run(packages, tmp_path, "serve", *flagfile, *small) / "report.json").read_text()
     )
-    assert report["flags"]["workload"] == f"prompts:{packages}/configs/demo_prompts.jsonl"
+    prompts = f"prompts:{packages}/configs/demo_prompts.jsonl"
+    assert report["flags"]["workload"]["workload"] == prompts
     assert report["measured"]["requests"]["complete"] == 1
     assert set(report["exact_answers"].values()) == {"1/1"}
 

@@ -6,13 +6,17 @@ from experiments.gpu.step_report import Compiled, Step
 from paged.config import EngineConfig
 from paged.device.tensor_parallel import Shards
 from paged.kv_cache.diffkv.layout import layout_of
+from pallas_kernels.quantized_attention import specs
 
 
 def step_of(step: Step, config: EngineConfig, shards: Shards, dtype) -> Step:
     """The step as if all tokens were kept in high precision, with scores and positions."""
     layout = layout_of(config, shards.sharded)
     token_bytes = layout.heads * layout.formats[0].token_bytes
-    return replace(step, pools=1, kv_token_bytes=token_bytes, scores_prompts=True)
+    return replace(
+        step, pools=1, kv_token_bytes=token_bytes,
+        decode_ops=(specs.DECODE,), prompt_ops=(specs.PROMPT,),
+    )  # fmt: skip
 
 
-COMPILED = Compiled(step=step_of)
+COMPILED = Compiled(step_of, pools=lambda cache: cache.words)

@@ -62,7 +62,7 @@ def config_of(
     )  # fmt: skip
     shards = Shards(model, config.tensor_parallel, dtype=flags.dtype)
     check_implementation(flags.attention_implementation, config, shards)
-    if not policy_of(config.policy).host(config, shards.sharded).fits(longest, 1):
+    if not policy_of(config.policy).sizes_of(config, shards.sharded).fits(longest, 1):
         raise ValueError(
             f"{system}: the bytes of {budget:,} tokens in 16 bits hold no sequence of {longest:,}"
         )

@@ -19,11 +19,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import accuracy
-from experiments.accuracy import AccuracyFlags, Row, measured
+from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import systems
 from experiments.papers.diffkv.comparison import at_no_less_memory
-from experiments.study import Setting, Study, Values
+from experiments.study import Values
 
 TASKS = ("needle", "multikey", "chain", "values", "cot")
 DYNAMIC, STATIC, VOTES = "dynamic", "static", "static, SnapKV"
@@ -109,28 +109,22 @@ def draw(flags: SparsityFlags, figure: Figure, all_rows: Sequence[Row]) -> None:
     figure.axes[0].legend()
 
 
-STUDY = Study(
+STUDY = accuracy.study(
     __file__,
+    make_systems,
     title="Budgets that each head sets itself against equal ones (DiffKV Fig. 9)",
-    kind="analogue",
     claim="at as many dropped tokens dynamic budgets lose less",
     rule="every dynamic budget at least as good as the static one of no less memory",
     holds=lambda v: all(x >= 0 for name, x in v.items() if "_over_" in name and "low" not in name),
-    setting=Setting(
-        "the bundled model, five tasks at 1,024 and 2,048 tokens",
-        "the paper asks Llama-3-8B on GSM8K and others; here nearly all of 16 KV heads need all",
-        "reduced",
-    ),
+    here="the bundled model, five tasks at 1,024 and 2,048 tokens",
+    differs="the paper asks Llama-3-8B on GSM8K and others; here nearly all of 16 KV heads need "
+    "all",
     flags=SparsityFlags,
-    row=Row,
-    measure=measured(make_systems, compare),
+    compare=compare,
     values=values,
-    check=accuracy.checked(make_systems),
     draw=draw,
-    table=accuracy.table,
     quick={"num_prompts": 2, "contexts": (1024,), "alphas": (0.1,), "budgets": (0.81,)},
     minutes=(4, 60),
-    size=(11, 4.5),
 )
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib import run_record
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import systems
-from experiments.study import Run, Setting, Study, Values
+from experiments.study import Run, Values
 from models import checkpoint
 
 TASKS = ("needle", "multikey_96", "chain_17", "values_24", "cot")
@@ -125,29 +125,22 @@ def draw(flags: ThresholdFlags, figure: Figure, rows: Sequence[Row]) -> None:
         axes.set(title=title, xlabel="alpha_l", ylabel="alpha_h")
 
 
-STUDY = Study(
+STUDY = accuracy.study(
     __file__,
+    make_systems,
     title="Thresholds of DiffKV's compression for a model (DiffKV §7.2, Fig. 10)",
-    kind="analogue",
     claim="few tokens need high precision: alpha_h is 1 or 3, and alpha_l at most 0.04",
     rule="alpha_h from 1 to 3 and alpha_l from 0 to 0.04",
     holds=lambda v: 1 <= v["alpha_h"] <= 3 and v["alpha_l"] <= 0.04,
-    setting=Setting(
-        "the bundled model, five tasks at 1,024 and 2,048 tokens",
-        "the paper calibrates on MATH's training split with models of 8B and more",
-        "reduced",
-    ),
+    here="the bundled model, five tasks at 1,024 and 2,048 tokens",
+    differs="the paper calibrates on MATH's training split with models of 8B and more",
     flags=ThresholdFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={"alpha_h": (1, 3), "alpha_l": (0, 0.04)},
-    check=accuracy.checked(make_systems),
     draw=draw,
-    table=accuracy.table,
     quick={"num_prompts": 2, "contexts": (1024,), "alphas_h": (1.0, 3.0), "alphas_l": (0.0, 0.04)},
     minutes=(4, 60),
-    size=(11, 4.5),
 )
 
 if __name__ == "__main__":

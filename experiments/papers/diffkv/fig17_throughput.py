@@ -11,19 +11,16 @@ wait for memory; throughput is that of the whole run.
         fuses dequantisation with attention (§7.3). Their framework's host time is not simulated.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lib import kept_runs
-from experiments.lib.sources import sources_hash
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import gpu
 from experiments.papers.diffkv.gpu import DIFFKV, SERVERS, SYSTEMS, VLLM, SimulatedFlags
-from experiments.study import Run, Setting, Study, Values
+from experiments.study import Run, Setting, Study, Values, jobs_flag
 from paged.kv_cache.work import kv_bytes_of_token
 
 UNFUSED = ("atom", "kivi")
@@ -36,7 +33,7 @@ class ThroughputFlags(SimulatedFlags):
     systems: tuple[str, ...] = flag(SYSTEMS, "that are compared", choices=SYSTEMS)
     most_output: int = flag(0, "tokens of an output; 0: the paper's limit", least=0)
     batches: int = flag(3, "of requests, each as many as fit at the mean length", least=1)
-    jobs: int = kept_runs.jobs_flag()
+    jobs: int = jobs_flag()
 
     def __post_init__(self):
         super().__post_init__()
@@ -128,10 +125,7 @@ def measure(flags: ThroughputFlags, run: Run) -> Iterator[Row]:
                         flags.batches,
                     )
                 )
-    work = functools.partial(
-        kept_runs.kept, simulate, Row, folder=run.folder, sources=sources_hash(__file__)
-    )
-    yield from kept_runs.at_once(work, cases, flags.jobs)
+    yield from run.at_once(simulate, cases, flags.jobs)
 
 
 def values(flags: ThroughputFlags, rows: Sequence[Row]) -> Values:

@@ -35,10 +35,11 @@ from models.families import family
 from paged.config import EngineConfig
 from paged.device.buckets import Buckets
 from paged.device.executor import DeviceExecutor
-from paged.device.step_inputs import StepInputs, empty_step_inputs
+from paged.device.step_inputs import StepInputs
 from paged.device.tensor_parallel import Shards
 from paged.engine import Engine
 from paged.kv_cache import diffkv
+from paged.kv_cache.driver import HostDriver
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.policy import ShardedModel
 from pallas_kernels.quantized_attention import mixed_precision_attention, prompt_attention
@@ -80,25 +81,15 @@ def config_of(model: ModelConfig, batch: int, tokens: int) -> EngineConfig:
     )  # fmt: skip
 
 
-def inputs_of(phase: str, batch: int, tokens: int, vocab_size: int, Tp: int) -> StepInputs:
-    """All sequences' prompts, padded to Tp tokens, or a token more for each of them."""
-    row = np.arange(batch)
-    if phase == GENERATION:
-        inputs = empty_step_inputs(0, batch, batch, batch, 0)
-        for rows in (inputs.slots, inputs.token_rows, inputs.last_tokens):
-            rows[:] = row
-        inputs.lengths[:], inputs.positions[:] = tokens + 1, tokens
-        inputs.samples[:] = inputs.iterations[:] = 1
-        return inputs
-    # Rows of prompts come first; those of generation are none.
-    inputs, n = empty_step_inputs(Tp, batch, batch, batch, 0), batch * tokens
-    inputs.slots[:batch], inputs.samples[:batch], inputs.iterations[:batch] = row, 1, 1
-    inputs.query_starts[1:], inputs.lengths[:batch] = tokens * (row + 1), tokens
-    inputs.last_tokens[:batch] = tokens * (row + 1) - 1
-    inputs.token_rows[:n] = np.repeat(row, tokens)
-    inputs.positions[:n] = np.tile(np.arange(tokens), batch)
-    inputs.tokens[:n] = np.random.default_rng(batch).integers(3, vocab_size, n)
-    return inputs
+def inputs_of(engine: Engine, phase: str, tokens: int) -> StepInputs:
+    """All sequences' prompts, padded to a bucket, or a token more for each of them."""
+    config, batch = engine.config, engine.config.max_num_seqs
+    sharded = ShardedModel.split(engine.model, dtype=engine.executor.dtype)
+    driver = HostDriver(config, sharded, [tokens] * batch, [config.max_model_len] * batch)
+    n, (Tp, _) = batch * tokens, Buckets.declare(config).pick(batch * tokens, batch)
+    prompts = driver.inputs([(slot, tokens) for slot in range(batch)], Tp, batch)
+    prompts.tokens[:n] = np.random.default_rng(batch).integers(3, engine.model.vocab_size, n)
+    return prompts if phase == PROMPTS else driver.decode()
 
 
 def _call(part: Callable, arguments):
@@ -112,8 +103,7 @@ class Step:
         executor, config = engine.executor, engine.config
         assert isinstance(executor, DeviceExecutor)
         self._executor, self._model, batch = executor, engine.model, config.max_num_seqs
-        Tp, _ = Buckets.declare(config).pick(batch * tokens, batch)
-        host = inputs_of(phase, batch, tokens, engine.model.vocab_size, Tp)
+        host = inputs_of(engine, phase, tokens)
         self._host, self._slots = host, list(range(batch)) if phase == PROMPTS else []
         self._inputs = jax.tree.map(jnp.asarray, replace(host, packed=None))
         dtype = executor.dtype

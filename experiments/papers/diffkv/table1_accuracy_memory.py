@@ -29,7 +29,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import accuracy
-from experiments.accuracy import AccuracyFlags, Row, measured
+from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import systems
 from experiments.papers.diffkv.comparison import (
@@ -39,7 +39,7 @@ from experiments.papers.diffkv.comparison import (
 )
 from experiments.papers.diffkv.systems import BUDGETED, REFERENCE
 from experiments.papers.lserve.gates import BUNDLED_GATES
-from experiments.study import Setting, Study, Values
+from experiments.study import Values
 
 TASKS = ("needle", "multikey", "chain", "values", "cot", "multikey_96", "values_24", "cot_32")
 FORMATS = ("K4V4", "K8V4", "K4V8", "K4V2", "K2V4", "K8V8", "K8V2", "K4V1")
@@ -199,29 +199,22 @@ def draw_mix(axes: Axes, rows: Sequence[Row]) -> None:
     axes.legend(fontsize="small", ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
-STUDY = Study(
+STUDY = accuracy.study(
     __file__,
+    make_systems,
     title="Accuracy against KV memory (DiffKV §7.2, Figs. 8, 11, 12, Tables 1, 3)",
-    kind="analogue",
     claim="0.3 points less at 19.3 to 36.7 % of the memory",
     rule="at most 0.40 of the memory, and the lower bound of the difference above -2 points",
     holds=lambda v: v["kv_memory_fraction"] <= MEMORY_GOAL and v["difference_low"] > GOAL,
-    setting=Setting(
-        "the bundled model, eight tasks at 1,024 to 4,096 tokens",
-        "the paper asks Llama-3-8B, Qwen2.5 and QwQ-32B; KIVI and QAQ are missing",
-        "reduced",
-    ),
+    here="the bundled model, eight tasks at 1,024 to 4,096 tokens",
+    differs="the paper asks Llama-3-8B, Qwen2.5 and QwQ-32B; KIVI and QAQ are missing",
     flags=MemoryFlags,
-    row=Row,
-    measure=measured(make_systems, compare),
+    compare=compare,
     values=values,
     paper={"kv_memory_fraction": (0.193, 0.367), "difference_points": -0.3},
-    check=accuracy.checked(make_systems),
     draw=draw,
-    table=accuracy.table,
     quick={"num_prompts": 1, "contexts": (1024,), "alphas": ("1/0",), "formats": ("K4V4",)},
     minutes=(8, 240),
-    size=(11, 4.5),
 )
 
 if __name__ == "__main__":

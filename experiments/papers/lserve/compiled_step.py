@@ -10,6 +10,9 @@ from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.device.tensor_parallel import Shards
 from paged.kv_cache.lserve.layout import layout_of
+from pallas_kernels.block_sparse_attention.specs import HYBRID
+from pallas_kernels.page_selection.specs import SELECT
+from pallas_kernels.paged_attention.specs import DECODE, PREFILL, QUANTISED
 
 
 def options(model: ModelConfig, share: float, kv_bits: int) -> dict:
@@ -34,7 +37,9 @@ def step_of(step: Step, config: EngineConfig, shards: Shards, dtype) -> Step:
         kv_token_bytes=per_token,
         tokens_read=round(read / heads),
         statistics_read=round(scored * page) if layout.selects else 0,
+        decode_ops=(*([SELECT] if layout.selects else []), QUANTISED if layout.format else DECODE),
+        prompt_ops=(HYBRID if layout.streams else PREFILL,),
     )
 
 
-COMPILED = Compiled(options, step_of)
+COMPILED = Compiled(step_of, options, statistics=lambda cache: cache.statistics)

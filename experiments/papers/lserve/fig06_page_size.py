@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from experiments import accuracy
-from experiments.accuracy import AccuracyFlags, Row, measured
+from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
-from experiments.study import Setting, Study, Values
+from experiments.papers.lserve.gates import DIFFERS
+from experiments.study import Values
 
 TASKS = ("multikey", "values", "cot", "cot_32")
 PAGES = {"flat, 16": (16, 16), "flat, 64": (64, 64), "hierarchical, 64": (64, 16)}
@@ -66,28 +67,20 @@ def draw(flags: PageFlags, figure: Figure, rows: Sequence[Row]) -> None:
     accuracy.draw_measures(figure, lines, "budget (tokens)", "selection, page")
 
 
-STUDY = Study(
+STUDY = accuracy.study(
     __file__,
+    systems,
     title="Flat and hierarchical page selection (LServe Figs. 6 and 13)",
-    kind="analogue",
     claim="hierarchical selection with pages of 64 is as good as flat selection with pages of 16",
     rule="at every budget at most 2 points below flat selection at 16",
     holds=lambda v: all(x >= -2 for name, x in v.items() if "flat_16" in name),
-    setting=Setting(
-        "the bundled model, four tasks at 2,048 tokens, budgets of 256 to 1,024",
-        "the paper asks Llama-3-8B up to 256k tokens; here nearly all of 16 KV heads need all",
-        "reduced",
-    ),
+    here="the bundled model, four tasks at 2,048 tokens, budgets of 256 to 1,024",
+    differs=DIFFERS,
     flags=PageFlags,
-    row=Row,
-    measure=measured(systems),
     values=values,
-    check=accuracy.checked(systems),
     draw=draw,
-    table=accuracy.table,
     quick={"num_prompts": 4, "budgets": (512,)},
     minutes=(3, 40),
-    size=(11, 4.5),
 )
 
 if __name__ == "__main__":

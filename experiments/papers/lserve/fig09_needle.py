@@ -19,8 +19,8 @@ from matplotlib.patches import Rectangle
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags
 from experiments.lib.typed_flags import flag
-from experiments.papers.lserve.gates import BUNDLED_GATES, gates_of
-from experiments.study import Run, Setting, Study, Values
+from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, gates_of
+from experiments.study import Run, Values
 from experiments.tasks.tasks import make_prompts
 from models import load_tokenizer
 
@@ -132,28 +132,23 @@ def draw(flags: NeedleFlags, figure: Figure, rows: Sequence[Row]) -> None:
         axes.title.set_fontsize("small")
 
 
-STUDY = Study(
+STUDY = accuracy.study(
     __file__,
+    systems,
     title="A needle in a haystack, over lengths and depths (LServe Fig. 9)",
-    kind="analogue",
     claim="LServe finds the needle at all lengths and depths where the dense model does",
     rule="at most 1 point below dense, of all prompts, at every budget",
     holds=lambda v: all(x >= v["right_dense"] - 1 for name, x in v.items() if "budget" in name),
-    setting=Setting(
-        "the bundled model, 256 to 4,096 tokens, half of the heads streaming",
-        "the paper asks Llama-3-8B up to 256k tokens; here nearly all of 16 KV heads need all",
-        "reduced",
-    ),
+    here="the bundled model, 256 to 4,096 tokens, half of the heads streaming",
+    differs=DIFFERS,
     flags=NeedleFlags,
     row=Row,
     measure=measure,
     values=values,
-    check=accuracy.checked(systems),
     draw=draw,
     table=table,
     quick={"num_prompts": 8, "contexts": (256, 1024), "budgets": (256,)},
     minutes=(2, 30),
-    size=(11, 4.5),
 )
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments import accuracy
-from experiments.accuracy import AccuracyFlags, Row, measured
+from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
-from experiments.papers.lserve.gates import BUNDLED_GATES, gates_of
-from experiments.study import Setting, Study, Values
+from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, gates_of
+from experiments.study import Values
 
 TASKS = ("needle", "multikey", "values", "cot", "cot_32")
 SPARSE, QUANTISED, BOTH = "sparse", "quantised", "sparse and quantised"
@@ -80,28 +80,20 @@ def draw(_: FormatFlags, figure: Figure, rows: Sequence[Row]) -> None:
     panels[0].invert_yaxis()
 
 
-STUDY = Study(
+STUDY = accuracy.study(
     __file__,
+    systems,
     title="Quantisation, alone and with sparsity (LServe §3.1, §4.2)",
-    kind="analogue",
     claim="quantisation of keys and values is orthogonal to sparsity: losses add up",
     rule="both at once lose at most 2 points more than the sum of both",
     holds=lambda v: v["difference_sparse_and_quantised"] >= v["difference_sum"] - 2,
-    setting=Setting(
-        "the bundled model, five tasks at 1,024 and 2,048 tokens",
-        "the paper asks Llama-3-8B up to 256k tokens; here nearly all of 16 KV heads need all",
-        "reduced",
-    ),
+    here="the bundled model, five tasks at 1,024 and 2,048 tokens",
+    differs=DIFFERS,
     flags=FormatFlags,
-    row=Row,
-    measure=measured(systems),
     values=values,
-    check=accuracy.checked(systems),
     draw=draw,
-    table=accuracy.table,
     quick={"num_prompts": 2, "contexts": (1024,)},
     minutes=(4, 30),
-    size=(11, 4.5),
 )
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ filled with random numbers, and steps with the tables that its host half would g
 Also what each step cannot do without: bytes of keys, values and statistics, and FLOPs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,11 +15,10 @@ import numpy as np
 
 from models.config import ModelConfig
 from paged.config import EngineConfig
-from paged.device.step_inputs import StepInputs, empty_step_inputs
+from paged.device.step_inputs import StepInputs
 from paged.kv_cache import policy_of
+from paged.kv_cache.driver import HostDriver, attend
 from paged.kv_cache.policy import ShardedModel
-from paged.requests.sampling_params import SamplingParams
-from paged.requests.sequence import SequenceGroup
 from pallas_kernels.specs import Cost
 
 # Llama-3-8B's layer.
@@ -154,13 +153,11 @@ class Reads:
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _attend(policy, cache, steps):
-    """The attention [n, T, H, D] of n steps, one after the other, and the cache."""
+    """The attention [n, 1, T, H, D] of n steps, one after the other, and the cache."""
 
     def one(cache, step):
-        inputs, q, k, v = step
-        cache, plan = policy.begin_step(cache, inputs)
-        out, cache = policy.attend(jnp.int32(0), q, k, v, cache, plan, inputs)
-        return policy.end_step(cache, plan, inputs), out
+        inputs, *qkv = step
+        return attend(policy, cache, inputs, *qkv)
 
     return jax.lax.scan(one, cache, steps)
 
@@ -203,93 +200,34 @@ class Layer:
     def decodes(self, context: int, count: int):
         """Steps that append `count` tokens to sequences of `context` tokens."""
         batch = self.config.max_num_seqs
-        host = _Host(self.config, self._sharded, context, context + count)
+        driver = HostDriver(
+            self.config, self._sharded, [context] * batch, [context + count] * batch
+        )
         for slot in range(batch):
-            host.prefill(slot)
-        return self._stacked([host.decode() for _ in range(count)])
+            driver.prefill(slot, context)
+        return self._stacked([driver.decode() for _ in range(count)])
 
     def chunks(self, context: int) -> list:
         """Steps that prefill a prompt of `context` tokens, each max_num_batched_tokens of them."""
-        host = _Host(self.config, self._sharded, context, context)
-        return [self._stacked([inputs]) for inputs in host.chunks()]
+        driver = HostDriver(self.config, self._sharded, [context], [context])
+        most = self.config.max_num_batched_tokens
+        chunks = [min(most, context - start) for start in range(0, context, most)]
+        return [self._stacked([driver.inputs([(0, n)], most, 0)]) for n in chunks]
 
     def _stacked(self, inputs: list[StepInputs]):
         T, n = len(inputs[0].tokens), len(inputs)
         plain = [replace(each, packed=None) for each in inputs]
         H, K, D = self.model.num_heads, self.model.num_kv_heads, self.model.head_dim
         q, k, v = (
-            jax.random.normal(key, (n, T, heads, D))
+            jax.random.normal(key, (n, 1, T, heads, D))
             for key, heads in zip(jax.random.split(self._key, 3), (H, K, K))
         )
         return jax.tree.map(lambda *x: jnp.stack(x), *plain), q, k, v
 
 
-class _Host:
-    """A host half whose slots have prompts of `prompt` tokens and may grow to `limit`."""
-
-    def __init__(self, config: EngineConfig, model: ShardedModel, prompt: int, limit: int):
-        self._config, self._number, self._prompt = config, 0, prompt
-        self._half = policy_of(config.policy).host(config, model)
-        self._computed = np.zeros(config.max_num_seqs, np.int64)
-        for slot in range(config.max_num_seqs):
-            tokens = np.zeros(prompt, np.int32)
-            group = SequenceGroup(str(slot), slot, tokens, SamplingParams(), 0, limit)
-            self._half.admit(slot, group.sequences[0])
-
-    @property
-    def held_bytes(self) -> dict[str, int]:
-        """By pool."""
-        return dict(self._half.usage().bytes)
-
-    def _advance(self, slots: np.ndarray, ends: np.ndarray) -> None:
-        self._number += 1
-        self._half.append(slots, ends)
-        self._half.advance(self._number, slots, self._computed[slots], ends)
-        self._computed[slots] = ends
-        self._half.take_moves()
-
-    def _next_chunk(self, slot: int) -> tuple[int, int]:
-        start = int(self._computed[slot])
-        end = min(self._prompt, start + self._config.max_num_batched_tokens)
-        self._advance(np.array([slot]), np.array([end]))
-        return start, end
-
-    def prefill(self, slot: int) -> None:
-        """All of its prompt."""
-        while self._computed[slot] < self._prompt:
-            self._next_chunk(slot)
-
-    def _step(self, Tp: int, Sd: int, slots: np.ndarray) -> StepInputs:
-        width = self._half.table_width
-        inputs = empty_step_inputs(Tp, Sd, 1, self._config.max_num_seqs, width)
-        inputs.slots[:] = slots
-        self._half.tables(slots, out=np.asarray(inputs.tables))
-        return inputs
-
-    def chunks(self) -> Iterator[StepInputs]:
-        """The steps that prefill slot 0."""
-        while self._computed[0] < self._prompt:
-            start, end = self._next_chunk(0)
-            inputs = self._step(self._config.max_num_batched_tokens, 0, np.array([0]))
-            count = end - start
-            inputs.query_starts[1], inputs.lengths[0] = count, end
-            inputs.token_rows[:count] = 0
-            inputs.positions[:count] = np.arange(start, end)
-            yield inputs
-
-    def decode(self) -> StepInputs:
-        """A step that appends a token to all."""
-        slots = np.arange(len(self._computed))
-        self._advance(slots, self._computed + 1)
-        inputs = self._step(0, len(slots), slots)
-        inputs.lengths[:], inputs.positions[:] = self._computed, self._computed - 1
-        inputs.token_rows[:] = slots
-        return inputs
-
-
 def decode_bytes(config: EngineConfig, model: ModelConfig, context: int) -> dict[str, int]:
     """KV bytes by pool that a sequence of so many tokens holds when it begins to decode."""
-    host = _Host(config, ShardedModel.split(model), context, context + 1)
-    host.prefill(0)
-    host.decode()
-    return host.held_bytes
+    driver = HostDriver(config, ShardedModel.split(model), [context], [context + 1])
+    driver.prefill(0, context)
+    driver.decode()
+    return dict(driver.host.usage().bytes)

@@ -21,10 +21,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import accuracy
-from experiments.accuracy import PAGE_SIZE, AccuracyFlags, Row, measured
+from experiments.accuracy import PAGE_SIZE, AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
-from experiments.papers.lserve.gates import BUNDLED_GATES, gates_of
-from experiments.study import Setting, Study, Values
+from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, gates_of
+from experiments.study import Values
 from paged.kv_cache.lserve.options import LEAST_SELECTED
 
 TASKS = ("multikey", "chain", "values", "cot", "cot_32")
@@ -131,25 +131,18 @@ def draw(flags: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:
     figure.axes[0].axhline(GOAL, color="#999999", linewidth=0.8, linestyle="--")
 
 
-STUDY = Study(
+STUDY = accuracy.study(
     __file__,
+    systems,
     title="What streaming heads and page selection cost (LServe Tables 2 to 4 in small)",
-    kind="analogue",
     claim="little is lost with half of the heads streaming and a budget far below the context",
     rule="at 50 % and a quarter of the longest context: lower bound above -2 points",
     holds=lambda v: v["difference_low"] > GOAL,
-    setting=Setting(
-        "the bundled model, five tasks at 2,048 and 4,096 tokens",
-        "the paper asks Llama-3-8B up to 256k tokens; here nearly all of 16 KV heads need all",
-        "reduced",
-    ),
+    here="the bundled model, five tasks at 2,048 and 4,096 tokens",
+    differs=DIFFERS,
     flags=FrontierFlags,
-    row=Row,
-    measure=measured(systems),
     values=values,
-    check=accuracy.checked(systems),
     draw=draw,
-    table=accuracy.table,
     quick={
         "num_prompts": 2,
         "contexts": (2048,),
@@ -158,7 +151,6 @@ STUDY = Study(
         "controls": False,
     },
     minutes=(4, 240),
-    size=(11, 4.5),
 )
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from experiments import accuracy
-from experiments.accuracy import AccuracyFlags, Row, measured
+from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
-from experiments.study import Setting, Study, Values
+from experiments.papers.lserve.gates import DIFFERS
+from experiments.study import Values
 
 TASKS = ("multikey", "values", "cot", "cot_32")
 
@@ -58,21 +59,16 @@ def draw(flags: ReuseFlags, figure: Figure, rows: Sequence[Row]) -> None:
     accuracy.draw_measures(figure, {str(flags.budget): line}, "tokens of a selection", "budget")
 
 
-STUDY = Study(
+STUDY = accuracy.study(
     __file__,
+    systems,
     title="How long a selection of pages can be used again (LServe Table 6)",
-    kind="analogue",
     claim="a selection may serve 8 tokens with almost no loss, and then accuracy begins to fall",
     rule="with 8 tokens at most 2 points below dense",
     holds=lambda v: v["difference_8"] >= -2,
-    setting=Setting(
-        "the bundled model, four tasks at 2,048 tokens, a budget of 512",
-        "the paper asks Llama-3-8B up to 256k tokens; here nearly all of 16 KV heads need all",
-        "reduced",
-    ),
+    here="the bundled model, four tasks at 2,048 tokens, a budget of 512",
+    differs=DIFFERS,
     flags=ReuseFlags,
-    row=Row,
-    measure=measured(systems),
     values=values,
     paper={
         "difference_1": -0.6,
@@ -81,12 +77,9 @@ STUDY = Study(
         "difference_8": -2.0,
         "difference_16": -3.6,
     },
-    check=accuracy.checked(systems),
     draw=draw,
-    table=accuracy.table,
     quick={"num_prompts": 4, "intervals": (1, 4)},
     minutes=(3, 25),
-    size=(11, 4.5),
 )
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.bench.decode_inputs import fill_decodes, fill_segments
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Setting, Study, Values
 from experiments.timing import LEAST_S, medians_s
@@ -33,10 +32,9 @@ from models.config import ModelConfig
 from models.families import family
 from paged.adapters.pool import AdapterPool, ResidentAdapters
 from paged.config import EngineConfig
-from paged.device.step import StepProgram
-from paged.device.step_inputs import StepInputs, empty_step_inputs
-from paged.device.tensor_parallel import Shards
+from paged.device.step_inputs import StepInputs
 from paged.kv_cache import policy_of
+from paged.kv_cache.driver import decode_inputs
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator import roofline
 from pallas_kernels.lora.specs import POPULARITIES, segment_lengths
@@ -104,6 +102,15 @@ def draw_adapters(model: ModelConfig, pool: AdapterPool, seed: int) -> ResidentA
     )
 
 
+def fill_segments(inputs: StepInputs, lengths: Sequence[int]) -> None:
+    """Give the rows of a decode step adapters, side by side: `lengths` of them in slots 0, 1, …"""
+    count, ends = len(lengths), np.cumsum(lengths)
+    inputs.segment_slots[:count] = np.arange(count)
+    inputs.segment_starts[:count] = ends - lengths
+    inputs.segment_ends[:count] = ends
+    inputs.num_segments[0] = count
+
+
 def programs(
     params, adapters: ResidentAdapters, model: ModelConfig, config: EngineConfig, length: int,
     popularities: Sequence[str],
@@ -112,8 +119,8 @@ def programs(
     batch = config.max_num_seqs
     pool = AdapterPool.declare(config, None)
     assert pool is not None
-    policy = policy_of(config.policy).device(config, ShardedModel.split(model), None)
-    width = StepProgram.declare(config, Shards(model)).table_width
+    sharded = ShardedModel.split(model)
+    policy = policy_of(config.policy).device(config, sharded, None)
 
     @partial(jax.jit, static_argnames="with_lora", donate_argnums=2)
     def layer(params, adapters, cache, inputs: StepInputs, with_lora: bool):
@@ -135,8 +142,7 @@ def programs(
 
     runs: dict[str, Callable[[], jax.Array]] = {}
     for popularity in (BASE, *popularities):
-        rows = empty_step_inputs(0, batch, batch, batch, width, adapters=True)
-        fill_decodes(rows, [length] * batch, config.page_size)
+        rows = decode_inputs(config, sharded, [length] * batch)
         if popularity != BASE:
             fill_segments(rows, segment_lengths(popularity, batch))
         inputs = jax.tree.map(jnp.asarray, replace(rows, packed=None))

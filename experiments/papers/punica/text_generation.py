@@ -13,7 +13,6 @@ such systems nothing, as in the paper. Punica loads each adapter when a request 
 have ShareGPT's mean length; 1,000 requests generate 101k tokens, as the paper counts.
 """
 
-import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +21,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import serve
-from experiments.lib import kept_runs, knobs
-from experiments.lib.sources import sources_hash
+from experiments.lib import knobs
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.vllm.opt import calibrated
-from experiments.study import Run, Values
+from experiments.study import Run, Values, jobs_flag
 from experiments.workloads import popularity, synthetic_lengths
 from experiments.workloads.popularity import POPULARITIES
 from experiments.workloads.workloads import Request
@@ -68,7 +66,7 @@ class TextFlags(Flags):
     )  # fmt: skip
     knobs: bool = knobs.knobs_flag()
     seed: int = flag(0, "of lengths and popularities", least=0)
-    jobs: int = kept_runs.jobs_flag()
+    jobs: int = jobs_flag()
 
 
 @dataclass(frozen=True)
@@ -183,10 +181,7 @@ def measure(
             cases.append(replace(case, host="none", change=NO_HOST))
             varied = knobs.varied(case, flags.knobs).items()
             cases += [replace(other, change=change) for change, other in varied]
-    one = functools.partial(
-        kept_runs.kept, run, Row, folder=run_.folder, sources=sources_hash(__file__)
-    )
-    yield from kept_runs.at_once(one, cases, flags.jobs)
+    yield from run_.at_once(run, cases, flags.jobs)
 
 
 def rates(rows: Sequence[Row]) -> Values:

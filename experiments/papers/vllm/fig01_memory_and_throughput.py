@@ -8,14 +8,12 @@ throughput over the requests that run, as the rate rises: an existing system, Or
 the longest sequence for each request, and vLLM what it needs.
 """
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from experiments.lib import kept_runs, knobs
-from experiments.lib.sources import sources_hash
+from experiments.lib import knobs
 from experiments.lib.typed_flags import flag
 from experiments.papers.vllm import opt, table1_kv_slots
 from experiments.papers.vllm.opt import SERVERS, Case, Row
@@ -41,9 +39,6 @@ class Point(Row):
 
 
 def measure(flags: MemoryFlags, run: Run) -> Iterator[Point]:
-    one = functools.partial(
-        kept_runs.kept, opt.run, Row, folder=run.folder, sources=sources_hash(opt.__file__)
-    )
     cases: list[tuple[str, Case]] = []
     for policy in (EXISTING, "vllm"):
         for rate in RATES:
@@ -53,7 +48,7 @@ def measure(flags: MemoryFlags, run: Run) -> Iterator[Point]:
             )  # fmt: skip
             cases.append(("", case))
             cases += knobs.varied(case, flags.knobs and rate == RATES[-1]).items()
-    rows = kept_runs.at_once(one, [case for _, case in cases], flags.jobs)
+    rows = run.at_once(opt.run, [case for _, case in cases], flags.jobs)
     for (change, _), row in zip(cases, rows, strict=True):
         yield Point(**vars(row), change=change)
 

@@ -11,18 +11,16 @@ the host's and attention's time at ±20 %, with a trace of a sixth, and at a rat
 always wait. Whether a request waits for memory decides its batch, and so does the time of a step.
 """
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from matplotlib.figure import Figure
 
-from experiments.lib import kept_runs, knobs
-from experiments.lib.sources import sources_hash
+from experiments.lib import knobs
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.vllm import opt
 from experiments.papers.vllm.opt import Case, Row
-from experiments.study import Run, Setting, Study, Values
+from experiments.study import Run, Setting, Study, Values, jobs_flag
 from paged.simulator.step_cost import HOSTS
 
 RATES = {"sharegpt": 2.0, "alpaca": 30.0}  # requests/s
@@ -47,7 +45,7 @@ class BatchFlags(Flags):
     causes: bool = flag(False, "also run vLLM with one thing changed at a time")
     host: str = flag("vllm", "system whose host time a step includes", choices=tuple(HOSTS))
     seed: int = flag(0, "of lengths and arrivals", least=0)
-    jobs: int = kept_runs.jobs_flag()
+    jobs: int = jobs_flag()
 
 
 @dataclass(frozen=True)
@@ -75,12 +73,8 @@ def causes(case: Case) -> dict[str, Case]:
 
 
 def measure(flags: BatchFlags, run: Run) -> Iterator[Batch]:
-    one = functools.partial(
-        kept_runs.kept, opt.run, Row, folder=run.folder, sources=sources_hash(opt.__file__)
-    )
-
     def batches(cases: Sequence[Case], changes: Sequence[str]) -> list[Batch]:
-        rows = kept_runs.at_once(one, cases, flags.jobs)
+        rows = run.at_once(opt.run, cases, flags.jobs)
         return [Batch(**vars(row) | {"change": c}) for row, c in zip(rows, changes, strict=True)]
 
     for dataset in flags.datasets:

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lib import kept_runs, knobs
-from experiments.lib.sources import sources_hash
+from experiments.lib import knobs
 from experiments.lib.typed_flags import flag
 from experiments.papers.vllm import opt
 from experiments.papers.vllm.fig13_batched_requests import RATES
@@ -104,15 +103,11 @@ class Point(Row):
     change: str = ""
 
 
-def run_case(case: Case, latency_knob: float) -> Row:
+def run_case(latency_knob: float, case: Case) -> Row:
     return opt.run(case, functools.partial(declare, latency_knob=latency_knob))
 
 
 def measure(flags: BlockFlags, run: Run) -> Iterator[Point]:
-    one = functools.partial(
-        kept_runs.kept, functools.partial(run_case, latency_knob=flags.latency_knob), Row,
-        folder=run.folder, sources=f"{sources_hash(__file__)} {flags.latency_knob}",
-    )  # fmt: skip
     cases: list[tuple[str, Case]] = []
     for dataset, rate in RATES.items():
         for size in flags.sizes:
@@ -121,7 +116,8 @@ def measure(flags: BlockFlags, run: Run) -> Iterator[Point]:
                 getattr(flags, f"{dataset}_s"), flags.seed, flags.host, block_size=size,
             )  # fmt: skip
             cases += [("", case), *knobs.varied(case, flags.knobs).items()]
-    rows = kept_runs.at_once(one, [case for _, case in cases], flags.jobs)
+    plain = [case for _, case in cases]
+    rows = run.at_once(run_case, plain, flags.jobs, flags.latency_knob)
     for (change, _), row in zip(cases, rows, strict=True):
         yield Point(**vars(row), change=change)
 

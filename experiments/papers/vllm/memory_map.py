@@ -288,10 +288,10 @@ def check(flags: MapFlags) -> None:
     if config.policy == "diffkv" and (flags.executor != "device" or config.tensor_parallel > 1):
         raise ValueError("DiffKV's pages are read from one device: --executor=device, "
                          "--tensor_parallel=1")  # fmt: skip
-    policy = policy_of(config.policy).host(config, ShardedModel.split(model))
+    sizes = policy_of(config.policy).sizes_of(config, ShardedModel.split(model))
     tokenizer = load_tokenizer(flags.model)
     for prompt, how in requests_of(flags, tokenizer).values():
-        validated_prompt(prompt, how, tokenizer, model, config, policy)
+        validated_prompt(prompt, how, tokenizer, model, config, sizes)
 
 
 def measure(flags: MapFlags, run_: Run) -> Iterator[Row]:

@@ -9,16 +9,14 @@ sustains more.
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from experiments.lib import kept_runs, knobs
-from experiments.lib.sources import sources_hash
+from experiments.lib import knobs
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.vllm import opt
 from experiments.papers.vllm.opt import Case, Row
-from experiments.study import Run, Values
+from experiments.study import Run, Values, in_processes, jobs_flag
 from paged.simulator.step_cost import HOSTS
 
 LEAST = 1e-3
@@ -37,7 +35,7 @@ class RateFlags(Flags):
     host: str = flag("vllm", "system whose host time a step includes", choices=tuple(HOSTS))
     knobs: bool = knobs.knobs_flag()
     seed: int = flag(0, "of lengths and arrivals", least=0)
-    jobs: int = kept_runs.jobs_flag()
+    jobs: int = jobs_flag()
 
     def sigma_of(self, dataset: str) -> float:
         """Raises KeyError for a dataset that is not calibrated."""
@@ -101,19 +99,16 @@ def sustained(rows: Sequence[Row], policy: str, latency_s: float) -> float:
     return opt.crossing([r.rate for r in mine], [r.latency_s for r in mine], latency_s)
 
 
-def _panel(
-    name: str, panels: Panels, latency_s: float, vary: bool, folder: Path, sources: str
-) -> list[Point]:
-    run = functools.partial(kept_runs.kept, opt.run, Row, folder=folder, sources=sources)
-    return [replace(point, panel=name) for point in panel(run, panels[name], latency_s, vary)]
+def _panel(name: str, panels: Panels, latency_s: float, vary: bool, run: Run) -> list[Point]:
+    one = functools.partial(run.once, opt.run)
+    return [replace(point, panel=name) for point in panel(one, panels[name], latency_s, vary)]
 
 
 def measure(flags: RateFlags, run: Run, panels: Panels) -> Iterator[Point]:
     work = functools.partial(
-        _panel, panels=panels, latency_s=flags.latency_s, vary=flags.knobs, folder=run.folder,
-        sources=sources_hash(opt.__file__),
-    )  # fmt: skip
-    for points in kept_runs.at_once(work, list(panels), flags.jobs):
+        _panel, panels=panels, latency_s=flags.latency_s, vary=flags.knobs, run=run
+    )
+    for points in in_processes(work, list(panels), flags.jobs):
         yield from points
 
 

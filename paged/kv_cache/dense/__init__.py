@@ -2,7 +2,7 @@
 
 from models.config import ModelConfig
 from paged.kv_cache.dense.device import DenseCache, DensePlan, DensePolicy
-from paged.kv_cache.dense.host import BLOCKS, DenseHost
+from paged.kv_cache.dense.host import BLOCKS, DenseHost, sizes
 from paged.kv_cache.dense.layout import layout_of
 from paged.kv_cache.dense.reads import Reads, blocks_by_page
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
@@ -55,4 +55,6 @@ def device(
     )
 
 
-VLLM = Policy(lambda config: CAPABILITIES, DenseHost.declare, device, check, layout=layout_of)
+VLLM = Policy(
+    lambda config: CAPABILITIES, DenseHost.declare, device, check, layout=layout_of, sizes=sizes
+)

@@ -10,7 +10,7 @@ from paged.blocks.prefix_cache import PrefixCache
 from paged.kv_cache.dense.prefix import Prefixes
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.owners import CACHED, of_tables
-from paged.kv_cache.policy import CacheConfig, HostPolicy, ShardedModel
+from paged.kv_cache.policy import CacheConfig, EmptyCache, HostPolicy, ShardedModel
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
@@ -29,6 +29,16 @@ def block_pool(config: CacheConfig, model: ShardedModel, num_host_units: int) ->
         units_per_call=-(-MOVED_TOKENS_PER_CALL // config.page_size),
         unit_bytes=config.page_size * model.kv_token_bytes(config.kv_dtype),
     )
+
+
+def sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
+    P, blocks = config.page_size, config.num_blocks - 1
+
+    def fits(num_tokens: int, num_sequences: int) -> bool:
+        return num_sequences * -(-num_tokens // P) <= blocks
+
+    pool = block_pool(config, model, config.num_blocks)
+    return EmptyCache((pool,), -(-config.max_model_len // P), fits)
 
 
 class DenseHost:

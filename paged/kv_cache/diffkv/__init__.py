@@ -11,7 +11,7 @@ The policy is made of parts: what a page holds (`options.page_formats`), which t
 
 from models.config import ModelConfig
 from paged.kv_cache.diffkv.device import DiffKVPolicy
-from paged.kv_cache.diffkv.host import DiffKVHost
+from paged.kv_cache.diffkv.host import DiffKVHost, sizes
 from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import AUTO, Options, check_options
@@ -23,16 +23,16 @@ __all__ = ["DIFFKV", "DiffKVHost", "DiffKVPolicy", "Options", "device"]
 
 
 def capabilities(config: CacheConfig) -> Capabilities:
-    """Prompts come whole: which tokens are kept depends on all queries of the prompt, and these
-    attend to all keys unquantised, while a later chunk would find only the kept ones. Prefixes are
-    not shared: which of their tokens are kept depends on the suffix. Prefill would judge output as
-    prompt: it recomputes exactly (`recompute_exact`) only if all tokens are kept as they are, and
-    read."""
+    """Chunks of prompts wait for the last one, as they are: which tokens are kept depends on all
+    queries of the prompt, and these attend to all keys unquantised. Prefixes are not shared: which
+    of their tokens are kept depends on the suffix. Prefill would judge output as prompt: it
+    recomputes exactly (`recompute_exact`) only if all tokens are kept as they are, and read."""
     options: Options = config.policy_options
     as_they_are = options.levels[0].format == AUTO and config.kv_dtype == "auto"
     return Capabilities(
         fork="computed", swap=True, recompute=True,
         recompute_exact=options.keeps_all and as_they_are and not options.reads, slot_state=True,
+        chunked_prefill=True, staged_tile=options.prompt_tile,
     )  # fmt: skip
 
 
@@ -44,7 +44,8 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
     layout = layout_of(config, ShardedModel.split(model, config.tensor_parallel))
     if layout.num_pages < layout.worst(1):
         raise ValueError(
-            f"kv_cache_tokens ({config.kv_cache_tokens}) hold no sequence beside page tables: "
+            f"kv_cache_tokens ({config.kv_cache_tokens}) hold no sequence beside page tables"
+            f"{' and the chunks of a prompt' if layout.staged else ''}: "
             f"{layout.num_pages} pages, of which a token of each head takes {layout.worst(1)}"
         )
     # Room above the pool is for padding, each entry of which has a page of its own.
@@ -77,5 +78,12 @@ def device(
 
 
 DIFFKV = Policy(
-    capabilities, DiffKVHost, device, check, Options, layout=layout_of, simulated=SimulatedPages
+    capabilities,
+    DiffKVHost,
+    device,
+    check,
+    Options,
+    layout=layout_of,
+    simulated=SimulatedPages,
+    sizes=sizes,
 )

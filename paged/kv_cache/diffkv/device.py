@@ -1,13 +1,15 @@
 """Device half of DiffKV's policy: it compresses what is written, and owns the pages.
 
-Prompts come whole: their attention is exact, over keys and values as they are, and compression
-follows it. Generated tokens attend to what is kept, and each changes what is kept of those before.
+The attention of prompts is exact, over keys and values as they are, and compression follows it. Of
+a prompt that comes in chunks these wait in a stage (stage.py). Generated tokens attend to what is
+kept, and each changes what is kept of those before.
 
 A window of the model's is one more mask, by the positions that pages have of their tokens. Layers
 with one read all of their pages.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from paged.kv_cache.diffkv.layout import Layout
 from paged.kv_cache.diffkv.selection import Read
 from paged.kv_cache.diffkv.significance import add_scores
 from paged.kv_cache.diffkv.snapshot import Snapshot, snapshot
+from paged.kv_cache.diffkv.stage import Places, Staged
 from paged.kv_cache.diffkv.state import (
     DecodePlan,
     DiffKVCache,
@@ -35,6 +38,7 @@ from pallas_kernels.quantized_attention import (
     Tokens,
     mixed_precision_attention,
     prompt_attention,
+    prompt_chunk_attention,
 )
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
 
@@ -67,7 +71,9 @@ class DiffKVPolicy:
         return self.keeps.rules
 
     def init(self, dtype, shard) -> DiffKVCache:
-        return DiffKVCache.empty(self.layout, self.alpha, self.budget, self.kv_dtype, shard)
+        return DiffKVCache.empty(
+            self.layout, self.alpha, self.budget, self.kv_dtype, shard, dtype
+        )  # fmt: skip
 
     def begin_step(self, cache: DiffKVCache, inputs) -> tuple[DiffKVCache, Plan]:
         prompts = decodes = None
@@ -87,42 +93,85 @@ class DiffKVPolicy:
         Tp, outs, window = inputs.num_prefill_tokens, [], window_of(self.attention, layer)
         if plan.prompts is not None:
             q, k, v = (x[:Tp] for x in (q_TxHxD, k_TxKxD, v_TxKxD))
-            out, sums = self._prompts(q, k, v, plan.prompts, inputs, window)
+            prompts = (layer, q, k, v, plan.prompts, inputs, window)
+
+            def whole(cache):
+                return self._whole_prompts(*prompts, cache)
+
+            def in_chunks(cache):
+                return self._chunks_of_prompts(*prompts, cache)
+
+            chunks = plan.prompts.chunks
+            if chunks is None:
+                out, cache = whole(cache)
+            else:
+                out, cache = jax.lax.cond(chunks.any, in_chunks, whole, cache)
             outs.append(out)
-            cache = self._compress(layer, k, v, sums, cache, plan.prompts, inputs)
         if plan.decodes is not None:
             q, k, v = (x[Tp:] for x in (q_TxHxD, k_TxKxD, v_TxKxD))
             out, cache = self._decode(layer, q, k, v, cache, plan.decodes, window)
             outs.append(out)
         return jnp.concatenate(outs).astype(q_TxHxD.dtype), cache
 
-    def _prompts(self, q_TxHxD, k_TxKxD, v_TxKxD, plan: PromptPlan, inputs, window):
-        """(attention [T, H, D], sums of scores [T, K]).
+    # A KV head's score is the largest of its query heads', on all shards that share it: for each
+    # query, which needs all queries on each shard, or with `by_head` of the sums over queries.
 
-        A KV head's score is the largest of its query heads', on all shards that share it: for each
-        query, which needs all queries on each shard, or with `by_head` of the sums over queries.
-        """
-        scores = self.rules.prompt_scores
-        by_head = scores["by_head"]
+    def _whole_prompts(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, plan: PromptPlan, inputs, window,
+                       cache: DiffKVCache):  # fmt: skip
+        """(attention [T, H, D], cache) of prompts that begin and end in this step."""
         out, sums = prompt_attention(
-            q_TxHxD if by_head else self.shared.gather(q_TxHxD), k_TxKxD, v_TxKxD,
-            inputs.query_starts, scale=self.attention.scale, soft_cap=self.attention.soft_cap,
-            sliding_window=window, **scores, schedule=plan.schedule,
-            implementation=self.implementation,
+            self._scoring(q_TxHxD), k_TxKxD, v_TxKxD, inputs.query_starts, **self._how(window),
+            schedule=plan.schedule, implementation=self.implementation,
         )  # fmt: skip
+        out, sums = self._own(out, sums)
+        places = Places.of_step(inputs)
+        return out, self._compress(layer, k_TxKxD, v_TxKxD, sums, cache, plan, places)
+
+    def _chunks_of_prompts(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, plan: PromptPlan, inputs, window,
+                           cache: DiffKVCache):  # fmt: skip
+        """(attention [T, H, D], cache) of prompts of which one began before, or ends later."""
+        assert plan.chunks is not None and cache.stage is not None
+        staged = Staged(cache.stage, layer, k_TxKxD, v_TxKxD, plan.chunks, inputs)
+        kernels = self.implementation not in ("reference", "xla")
+        out, sums = prompt_chunk_attention(
+            self._scoring(q_TxHxD), staged.keys, staged.values, inputs.query_starts, staged.starts,
+            plan.chunks.before, plan.chunks.totals, staged.sums, **self._how(window),
+            implementation=None if kernels else self.implementation,
+        )  # fmt: skip
+        cache = replace(cache, stage=staged.kept(sums))
+        out, sums = self._own(out, sums.max(-1))
+        return out, self._compress(
+            layer, staged.keys, staged.values, sums, cache, plan, staged.places()
+        )  # fmt: skip
+
+    def _how(self, window) -> dict[str, Any]:
+        """What both ops of prompts take."""
+        return {
+            "scale": self.attention.scale, "soft_cap": self.attention.soft_cap,
+            "sliding_window": window, "tile": self.layout.prompt_tile, **self.rules.prompt_scores,
+        }  # fmt: skip
+
+    def _scoring(self, q_TxHxD):
+        """The queries that a shard needs for its scores."""
+        by_head = self.rules.prompt_scores["by_head"]
+        return q_TxHxD if by_head else self.shared.gather(q_TxHxD)
+
+    def _own(self, out, sums):
+        """(attention of the shard's own query heads, sums of all that share its KV heads)"""
+        by_head = self.rules.prompt_scores["by_head"]
         return (out, self.shared.largest(sums)) if by_head else (self.shared.own(out), sums)
 
     def _heads(self, layer):
         return layer * self.layout.heads + jnp.arange(self.layout.heads)
 
     def _compress(
-        self, layer, k_TxKxD, v_TxKxD, sums_TxK, cache: DiffKVCache, plan: PromptPlan, inputs
-    ) -> DiffKVCache:
+        self, layer, k_TxKxD, v_TxKxD, sums_TxK, cache: DiffKVCache, plan: PromptPlan,
+        places: Places,
+    ) -> DiffKVCache:  # fmt: skip
         """Write what is kept of prompts (§4, prompt phase), by position within each precision."""
         T, K, D = k_TxKxD.shape
         layout, N, R = self.layout, len(cache.words), len(plan.slots)
-        real = inputs.token_rows[:T] < R
-        row, positions = jnp.minimum(inputs.token_rows[:T], R - 1), inputs.positions[:T]
+        row, positions = places.rows, places.positions
         lengths = plan.lengths[row]
         heads = self._heads(layer)
         streams = cache.streams_of(heads)
@@ -140,18 +189,17 @@ class DiffKVPolicy:
         words, counts, ranks, before = cache.words, [], [], jnp.zeros((R, K), jnp.int32)
         extremes = cache.extremes
         for level, (kept, format) in enumerate(zip(masks, layout.formats, strict=True)):
-            kept &= real[:, None]
+            kept &= places.live[:, None]
             sums = jnp.cumsum(jnp.pad(kept, ((1, 0), (0, 0))), axis=0, dtype=jnp.int32)
-            of_rows = sums[inputs.query_starts]  # [Sp + 1, K] kept tokens before each row
-            rank = sums[1:] - 1 - of_rows[row]
+            before_row = sums[places.starts]  # [Sp, K] kept tokens
+            rank = sums[1:] - 1 - before_row[row]
             if level == 0:
                 rank = self.keeps.places(streams, positions, rank)
             of, place, written, new = row, rank, kept, tokens
             if format.key_group:
                 assert self.keeps.rest is not None
-                starts = inputs.query_starts
                 of, place, written, new = self.keeps.rest.groups(
-                    plan.lengths, starts, k_TxKxD, v_TxKxD
+                    plan.lengths, places.starts, k_TxKxD, v_TxKxD
                 )
             column = page_manager.allocated_column(
                 level, layout.levels, place // format.tokens, before[of],
@@ -165,7 +213,7 @@ class DiffKVPolicy:
                 extremes = layout.reads.write(
                     extremes, page.reshape(-1), at.reshape(-1), new.keys, True
                 )
-            counts.append(of_rows[1:] - of_rows[:-1])
+            counts.append(sums[places.ends] - before_row)
             ranks.append((kept, rank))
             before = before + (counts[-1] + format.tokens - 1) // format.tokens
         window = self.rules.recent(cache.budget[0], lengths + 1)

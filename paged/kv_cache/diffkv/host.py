@@ -7,15 +7,16 @@ others: so admission follows the compression that is observed.
 """
 
 import itertools
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from paged.blocks.block_pool import BlockPool
-from paged.kv_cache.diffkv.layout import layout_of
+from paged.kv_cache.diffkv.layout import Layout, layout_of
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.owners import FREE
-from paged.kv_cache.policy import CacheConfig, ShardedModel
+from paged.kv_cache.policy import CacheConfig, EmptyCache, ShardedModel
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
@@ -43,34 +44,48 @@ class Row(NamedTuple):
     num_tokens: int
 
 
-class DiffKVHost:
-    """Knows slots by five numbers: pages `held` for the first `settled` tokens, as was reported,
-    none before the first report; tokens `computed` once all dispatched steps have run; tokens that
-    were promised `room`, and the pages that these need at most, the `bound`.
-    """
+def pool_of(layout: Layout, model: ShardedModel) -> Pool:
+    num_units = layout.num_slots * layout.most
+    return Pool(
+        name=PAGES,
+        num_units=num_units + 1,
+        num_host_units=num_units + 1,
+        null_unit=num_units,
+        units_per_call=max(1, MOVED_BYTES_PER_CALL // layout.page_bytes),
+        most_copies=0,
+        unit_bytes=layout.page_bytes * model.num_shards,
+    )
 
-    table_width = 0  # the device half has tables of its own
+
+def fits(layout: Layout, num_tokens: int, num_sequences: int) -> bool:
+    return num_sequences * int(layout.worst(num_tokens)) <= layout.num_pages
+
+
+def sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
+    layout = layout_of(config, model)
+    return EmptyCache((pool_of(layout, model),), 0, partial(fits, layout))
+
+
+class DiffKVHost:
+    """Knows slots by six numbers: pages `held` for the first `settled` tokens, as was reported,
+    none before the first report; tokens `computed` once all dispatched steps have run; tokens of
+    the `prompt`, which holds no page before its last chunk; tokens that were promised `room`, and
+    the pages that these need at most, the `bound`.
+
+    The device half has page tables of its own. Where prompts come in chunks it must know how long
+    they are.
+    """
 
     def __init__(self, config: CacheConfig, model: ShardedModel):
         self.layout = layout = layout_of(config, model)
-        self.capacity = layout.num_pages
+        self.capacity, self._pool = layout.num_pages, pool_of(layout, model)
         self._all_heads = model.whole.num_layers * model.whole.num_kv_heads
-        num_units = layout.num_slots * layout.most
-        unit_bytes = layout.page_bytes * model.num_shards
-        self._pool = Pool(
-            name=PAGES,
-            num_units=num_units + 1,
-            num_host_units=num_units + 1,
-            null_unit=num_units,
-            units_per_call=max(1, MOVED_BYTES_PER_CALL // layout.page_bytes),
-            most_copies=0,
-            unit_bytes=unit_bytes,
-        )
         self.pools = (self._pool,)
         self._watermark = int(config.watermark * self.capacity)
         self._replays = config.capabilities.replays
-        self._known = np.zeros((5, layout.num_slots), np.int64)
-        self._held, self._settled, self._computed, self._room, self.bound = self._known
+        self._known = np.zeros((6, layout.num_slots), np.int64)
+        self._held, self._settled, self._computed, *rest = self._known
+        self._prompt, self._room, self.bound = rest
         self._needs = np.zeros((layout.num_slots, layout.horizon), np.int64)
         self._owners = np.zeros(layout.num_slots, np.int64)  # counted, so that they can be told
         self._in_flight: dict[int, list[Row]] = {}
@@ -110,18 +125,21 @@ class DiffKVHost:
             self.bound[slots] = self._bounds(slots, self._room[slots])
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        return num_sequences * int(self.layout.worst(num_tokens)) <= self.capacity
+        return fits(self.layout, num_tokens, num_sequences)
 
     def _prefill(self, sequence: Sequence) -> int:
-        """Tokens that are prefilled. Output that is replayed after them grows as it did before."""
-        return len(sequence.prefill_tokens(self._replays))
+        """Tokens that are prefilled. Output that is replayed after them grows as it did before; of
+        several beams the last one is decoded."""
+        group = sequence.group
+        beams = group.search is not None and len(group.sequences) > 1 and not self._replays
+        return len(sequence.prefill_tokens(self._replays)) - beams
 
     def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
         needed = sum(int(self.layout.worst(self._prefill(sequence))) for sequence in sequences)
         return self._has_room(needed + keep_watermark * self._watermark)
 
     def admit(self, slot: int, sequence: Sequence) -> int:
-        num_tokens = self._prefill(sequence)
+        num_tokens = self._prompt[slot] = self._prefill(sequence)
         self._room[slot], self.bound[slot] = num_tokens, self.layout.worst(num_tokens)
         return sequence.shared if sequence.donor else 0
 
@@ -144,6 +162,8 @@ class DiffKVHost:
         rows = np.flatnonzero(ends > starts)  # the state of a fork is not in its slot yet
         slots, ends = slots[rows], ends[rows]
         self._computed[slots] = ends
+        held = ends >= self._prompt[slots]
+        slots, ends = slots[held], ends[held]
         of_rows = slots, self._owners[slots], slots, ends
         self._in_flight[number] = [Row(*row) for row in zip(*(x.tolist() for x in of_rows))]
 
@@ -159,7 +179,9 @@ class DiffKVHost:
         self._known[:, slot], self._needs[slot] = 0, 0
 
     def can_swap_out(self, slots: list[int]) -> bool:
-        return self._host_pool.can_allocate(int(self._held[slots].sum()))
+        """A prompt whose chunks are staged is computed again."""
+        staged = (self._computed[slots] > 0) & (self._computed[slots] < self._prompt[slots])
+        return not staged.any() and self._host_pool.can_allocate(int(self._held[slots].sum()))
 
     def swap_out(self, slots: list[int]) -> list[Swapped]:
         assert not self._in_flight, "what a slot holds is known when its last step is taken in"
@@ -202,8 +224,14 @@ class DiffKVHost:
         moves, self._moves = self._moves, Moves()
         return moves
 
+    @property
+    def table_width(self) -> int:
+        return int(self.layout.staged > 0)
+
     def tables(self, slots, out: np.ndarray) -> None:
-        """The device half has its own."""
+        """The tokens of prompts."""
+        if self.layout.staged:
+            out[:, 0] = self._prompt[slots]
 
     def usage(self) -> Usage:
         """Pages count as far as they may be in use, each as the tokens of the highest precision
@@ -233,6 +261,8 @@ class DiffKVHost:
         head on average (§3.2)."""
         if report is None:
             return {}
+        ended = contexts >= self._prompt[slots]  # of others nothing is kept or dropped yet
+        slots, contexts = slots[ended], contexts[ended]
         # A slot without an owner has the numbers of its last one.
         kept = np.asarray(report["kept"])[:, slots].sum((0, 1)) / self._all_heads
         # The lowest first: of two precisions none is on top.

@@ -12,7 +12,7 @@ from paged.kv_cache.diffkv.selection import TopPages
 from paged.kv_cache.diffkv.streaming import StreamingHeads
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.work import Heads, Held, Work, total, triangle
-from pallas_kernels.quantized_attention import PageFormat
+from pallas_kernels.quantized_attention import QUERY_TILE, PageFormat
 from pallas_kernels.specs import Cost
 
 
@@ -22,7 +22,9 @@ class Layout:
     tokens. layers, heads: L, and K of the shard. longest: tokens of a sequence at most. num_pages:
     N. horizon: tokens ahead for which a report tells what they can take. streaming: heads that
     stream; None if none does. reads: pages that a token reads; None for all. kv_itemsize: bytes of
-    a number of key extremes. rest: as `Keeps` has it."""
+    a number of key extremes. rest: as `Keeps` has it. staged: tokens of a prompt whose chunks wait
+    for the last one; 0 where prompts come whole. staged_scores: G of their sums. prompt_tile:
+    queries of a prompt whose scores are added at once."""
 
     formats: tuple[PageFormat, ...]
     num_slots: int
@@ -36,6 +38,9 @@ class Layout:
     reads: TopPages | None = None
     kv_itemsize: int = 4
     rest: Rest | None = None
+    staged: int = 0
+    staged_scores: int = 1
+    prompt_tile: int = QUERY_TILE
 
     @property
     def all_heads(self) -> int:
@@ -72,10 +77,13 @@ class Layout:
     @property
     def state_bytes(self) -> int:
         """Of all that is no page: tables, counts of pages and tokens, places and significance of
-        what is found, pointers, thresholds, and which heads stream."""
+        what is found, pointers, thresholds, which heads stream, and the stage."""
         of_head = self.table_width + 2 * self.levels + 2 * (self.levels + 1)
         which_stream = self.all_heads if self.streaming else 0
-        return which_stream + 4 * (self.num_slots * self.all_heads * of_head + 2 + self.levels)
+        stage = 2 * self.attention.D * self.attention.itemsize + 4 * self.staged_scores
+        stage *= self.staged * self.all_heads
+        state = 4 * (self.num_slots * self.all_heads * of_head + 2 + self.levels)
+        return which_stream + stage + state
 
     @property
     def logical_pages(self) -> int:
@@ -219,6 +227,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     """Raises ValueError for formats that cannot work."""
     options: Options = config.policy_options
     dtype = model.kv_dtype(config.kv_dtype)
+    group = model.shard.num_heads // model.shard.num_kv_heads
     layout = Layout(
         page_formats(options, config.page_size, model.shard.head_dim, dtype),
         num_slots=config.max_num_seqs,
@@ -231,6 +240,9 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         streaming=StreamingHeads.of(options, model, options.sink, options.local),
         kv_itemsize=jnp.dtype(dtype).itemsize,
         rest=options.rest,
+        staged=config.max_model_len if config.chunked_prefill else 0,
+        staged_scores=group if options.rules.prompt_scores["by_head"] else 1,
+        prompt_tile=options.prompt_tile,
     )
     # What exceeds the pages of a head counts as all of them.
     if options.reads and options.reads.count < layout.worst_of_head(layout.longest):

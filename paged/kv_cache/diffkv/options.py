@@ -17,7 +17,7 @@ from paged.kv_cache.diffkv.selection import TopPages
 from paged.kv_cache.lserve.gates import GatedOptions
 from paged.kv_cache.lserve.options import LEAST_SELECTED
 from paged.kv_cache.made_for import made_for
-from pallas_kernels.quantized_attention import PageFormat, parse_format
+from pallas_kernels.quantized_attention import QUERY_TILE, PageFormat, parse_format
 
 
 class Level(NamedTuple):
@@ -96,6 +96,11 @@ class Options(GatedOptions):
         "tokens that share a scale for each channel of their keys in low precision, as kivi has "
         "it: 32 in the paper. Its groups are of values alone",
     )
+    outliers: int = described(
+        0,
+        "elements of a token's keys, and of its values, that are kept in 16 bits beside the others "
+        "of few bits, as qaq has it",
+    )
     budget: float = described(
         0.0,
         "tokens that a head keeps of a prompt, those of the largest scores, and h2o at all; up to "
@@ -107,6 +112,10 @@ class Options(GatedOptions):
         0, "pages that a generated token reads in each dense head, of all precisions; 0 for all"
     )
     logical_page: int = described(16, "tokens whose keys share the extremes that select pages")
+    prompt_tile: int = described(
+        QUERY_TILE,
+        "queries of a prompt whose scores are added at once: its chunks end at multiples of it",
+    )
     thresholds: Thresholds = field(
         default=(),
         metadata={
@@ -171,9 +180,14 @@ def page_formats(
         for name, key_group in zip(names, key_groups)
     ]
     scored = options.rest is None
-    words = PageFormat.holding(page_size, *parsed[0], scored).words
+    if options.outliers > head_dim // 2:
+        raise ValueError(
+            f"outliers ({options.outliers}) must be at most half of the head dim ({head_dim})"
+        )
+    words = PageFormat.holding(page_size, *parsed[0], scored, options.outliers).words
     formats = tuple(
-        PageFormat(*both, words, key_group, scored) for both, key_group in zip(parsed, key_groups)
+        PageFormat(*both, words, key_group, scored, options.outliers)
+        for both, key_group in zip(parsed, key_groups)
     )
     for higher, lower in itertools.pairwise(zip(options.levels, formats)):
         (above, of_above), (level, of_level) = higher, lower
@@ -199,6 +213,7 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
         ),
         "groups": (options.groups >= 1, "at least 1"),
         "key_group": (0 <= options.key_group < 2**31, "at least 0 and below 2^31"),
+        "outliers": (0 <= options.outliers < 2**15, "at least 0 and below 2^15"),
         "budget": (options.budget >= 0, "at least 0"),
         "window": (
             2 <= options.window < 2**31, "at least 2, so that later tokens have scored, below 2^31"
@@ -210,6 +225,7 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
             f"0, or at least {LEAST_SELECTED} and below 2^31",
         ),
         "logical_page": (1 <= options.logical_page < 2**31, "at least 1 and below 2^31"),
+        "prompt_tile": (1 <= options.prompt_tile < 2**20, "at least 1 and below 2^20"),
         "streaming_share": (0 <= (options.streaming_share or 0) <= 1, "from 0 to 1"),
     })  # fmt: skip
     by_budget = options.prompt_rule in ("h2o", "snapkv"), options.generation_rule in ("h2o", "keep")
@@ -251,7 +267,7 @@ def _check_kivi(options: Options) -> None:
         )
     others = {
         "top": options.top, "budget": options.budget, "read_pages": options.read_pages,
-        "streaming_share": options.streaming_share,
+        "streaming_share": options.streaming_share, "outliers": options.outliers,
     }  # fmt: skip
     if given := [f"{name} ({value})" for name, value in others.items() if value]:
         raise ValueError(f"kivi keeps and reads all tokens of all heads, without {given[0]}")

@@ -74,7 +74,7 @@ class Rest:
 
     def groups(self, lengths_S, starts_S, k_TxKxD, v_TxKxD) -> Groups:
         """Those of prompts of which a token is beyond the rest; all of their tokens are there.
-        starts: [S + 1] int32, where prompts begin."""
+        starts: [S] int32, where prompts begin."""
         T, K, D = k_TxKxD.shape
         counts = (self.beyond(lengths_S) + self.group - 1) // self.group
         row, number, live = listed(counts, 0, max(1, T // self.group))

@@ -13,6 +13,7 @@ from paged.kv_cache.diffkv.compression import NOBODY, Found
 from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import Layout
 from paged.kv_cache.diffkv.page_manager import Pages
+from paged.kv_cache.diffkv.stage import Chunks, Stage
 from pallas_kernels.paged_attention.schedule import DecodeSchedule
 from pallas_kernels.quantized_attention import (
     PromptSchedule,
@@ -28,7 +29,7 @@ class DiffKVCache:
     1 + I], the tokens that may leave with the next one.  alpha: [1, I] float32, by precision, and
     budget: [1] float32: data, so that calibration compiles nothing.  streams: [1, L * K] bool, the
     heads that stream; None if none does.  extremes: [N, C * 2D] of the keys of pages; None if all
-    pages are read."""
+    pages are read.  stage: None if prompts come whole."""
 
     words: jax.Array
     pages: Pages
@@ -38,11 +39,12 @@ class DiffKVCache:
     budget: jax.Array
     streams: jax.Array | None = None
     extremes: jax.Array | None = None
+    stage: Stage | None = None
 
     @classmethod
     def empty(
         cls, layout: Layout, alpha: Sequence[float], budget: float = 0.0, dtype=jnp.float32,
-        shard=0,
+        shard=0, stage_dtype=jnp.float32,
     ) -> "DiffKVCache":  # fmt: skip
         heads, levels = (layout.num_slots, layout.all_heads), layout.levels
         width, found = layout.table_width, (*heads, 1 + levels)
@@ -60,6 +62,7 @@ class DiffKVCache:
             extremes=jnp.zeros((layout.num_pages, layout.extremes), dtype)
             if layout.reads
             else None,
+            stage=Stage.empty(layout, stage_dtype),
         )
 
     @property
@@ -75,13 +78,15 @@ class DiffKVCache:
 
 @flax.struct.dataclass
 class PromptPlan:
-    """slots: [Sp], num_slots for a row that is none.  lengths: [Sp] tokens.  allocated: [Sp,
-    L * K] pages, until the prompt is compressed.  schedule: of kernels, or None."""
+    """slots: [Sp], num_slots for a row whose prompt does not end in the step, or that is none.
+    lengths: [Sp] tokens of prompts that end.  allocated: [Sp, L * K] pages, until the prompt is
+    compressed.  schedule: of kernels, or None.  chunks: None if prompts come whole."""
 
     slots: jax.Array
     lengths: jax.Array
     allocated: jax.Array
     schedule: PromptSchedule | None = None
+    chunks: Chunks | None = None
 
 
 @flax.struct.dataclass
@@ -116,7 +121,10 @@ def plan_prompts(
     Sp, S = inputs.num_prefill_rows, len(inputs.lengths)
     # Only tokens say which rows compute.
     ends = jnp.zeros(S, jnp.int32).at[inputs.token_rows].max(inputs.positions + 1, mode="drop")
-    lengths = ends[:Sp]
+    lengths, chunks = ends[:Sp], None
+    if layout.staged:
+        chunks = Chunks.of(lengths, inputs.query_starts, inputs.tables[:Sp, 0])
+        lengths = jnp.where(chunks.stays, 0, lengths)
     slots = jnp.where(lengths > 0, inputs.slots[:Sp], layout.num_slots)
     allocated = jnp.broadcast_to(layout.worst_of_head(lengths)[:, None], (Sp, layout.all_heads))
     if cache.streams is not None:
@@ -128,7 +136,9 @@ def plan_prompts(
         inputs.query_starts, inputs.num_prefill_tokens, query_heads, layout.heads,
         **keeps.rules.prompt_scores, implementation=implementation,
     )  # fmt: skip
-    return replace(cache, pages=pages), PromptPlan(slots, lengths, allocated, schedule)
+    return replace(cache, pages=pages), PromptPlan(
+        slots, lengths, allocated, schedule, chunks
+    )  # fmt: skip
 
 
 def plan_decodes(layout: Layout, keeps: Keeps, cache: DiffKVCache, inputs, implementation):

@@ -8,7 +8,7 @@ import numpy as np
 from models.config import ModelConfig
 from paged.kv_cache.dense import check_places
 from paged.kv_cache.lserve.device import LServePolicy
-from paged.kv_cache.lserve.host import LServeHost
+from paged.kv_cache.lserve.host import LServeHost, sizes
 from paged.kv_cache.lserve.layout import (
     layout_of,
     minference_pages,
@@ -85,4 +85,6 @@ def device(
     )
 
 
-LSERVE = Policy(capabilities, LServeHost, device, check, Options, head_order, layout_of)
+LSERVE = Policy(
+    capabilities, LServeHost, device, check, Options, head_order, layout_of, sizes=sizes
+)

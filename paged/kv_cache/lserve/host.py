@@ -16,7 +16,7 @@ from paged.kv_cache.dense.prefix import Prefixes
 from paged.kv_cache.lserve.layout import DENSE, STREAMING, Layout, layout_of
 from paged.kv_cache.lserve.streaming import StreamingHost, SwappedWindow
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.policy import CacheConfig, ShardedModel
+from paged.kv_cache.policy import CacheConfig, EmptyCache, ShardedModel
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
@@ -48,6 +48,18 @@ def pools_of(config: CacheConfig, model: ShardedModel, layout: Layout) -> tuple[
         for name, num_blocks, unit_bytes, most in zip((DENSE, STREAMING), *sizes, held)
         if num_blocks
     )
+
+
+def sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
+    layout = layout_of(config, model)
+
+    def fits(num_tokens: int, num_sequences: int) -> bool:
+        pages, (dense, streaming) = -(-num_tokens // config.page_size), layout.num_blocks
+        windows = streaming - 1 - layout.chunks - layout.quota
+        streams = num_sequences * min(pages, layout.window) <= windows or not layout.streams
+        return num_sequences * pages < dense and streams
+
+    return EmptyCache(pools_of(config, model, layout), layout.table_width, fits)
 
 
 class LServeHost:

@@ -10,6 +10,7 @@ import pytest
 from experiments.bench import http, http_load
 from experiments.bench.http import HOWS, LEFT, STREAMED, WHOLE, Bench, HttpFlags, Row
 from experiments.bench.http_client import Exchange, read
+from experiments.serve_http import ServerFlags
 from experiments.workloads import workloads
 from experiments.workloads.workloads import Vocabulary, WorkloadConfig
 from paged.server.owner import EngineOwner
@@ -110,10 +111,10 @@ def test_more_requests_than_may_be_pending_are_refused():
 
 @pytest.mark.slow  # it imports JAX in another process
 def test_a_server_that_does_not_start_is_told(tmp_path):
-    options = {"model": "bundled", "max_pending": 0}
+    flags = ServerFlags(model="/no/such/model")
     with (
         pytest.raises(OSError, match=r"server\.log says why"),
-        http_load.running_server(options, tmp_path / "server.log"),
+        http_load.running_server(flags, tmp_path / "server.log"),
     ):
         pass
     assert os.path.getsize(tmp_path / "server.log") > 0

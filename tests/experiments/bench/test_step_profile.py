@@ -3,14 +3,11 @@
 import json
 import re
 
-import numpy as np
 import pytest
 
 from experiments.bench import step_profile
-from experiments.bench.decode_inputs import fill_decodes
 from experiments.bench.step_profile import PARTS, ProfileFlags
 from models.config import ModelConfig
-from paged.device.step_inputs import empty_step_inputs
 from paged.simulator.roofline import step_cost
 from pallas_kernels.specs import Rates
 
@@ -19,18 +16,6 @@ MODEL = ModelConfig(
     head_dim=10,
 )  # fmt: skip
 RATES = Rates(bytes_per_s=1e9, flops_per_s=2e9, dispatch_s=1e-5)
-
-
-@pytest.mark.parametrize("rng", [None, np.random.default_rng(0)])
-def test_the_step_is_a_decode_of_every_sequence(rng):
-    inputs = empty_step_inputs(0, 3, prefill_rows=1, num_slots=3, table_width=4)
-    fill_decodes(inputs, [1, 16, 33], page_size=16, rng=rng)
-    assert inputs.num_prefill_tokens == 0 and inputs.positions.tolist() == [0, 15, 32]
-    assert np.all(inputs.samples == 1) and inputs.token_rows.tolist() == [0, 1, 2]
-    assert (np.asarray(inputs.tables) > 0).sum(axis=1).tolist() == [1, 1, 3]
-    assert sorted(inputs.tables[inputs.tables > 0].tolist()) == [1, 2, 3, 4, 5]
-    if rng is None:
-        assert inputs.tables.tolist() == [[1, 0, 0, 0], [2, 0, 0, 0], [3, 4, 5, 0]]
 
 
 def test_parts_sum_to_the_step():

@@ -10,8 +10,11 @@ from typing import Any, Literal
 import pytest
 from absl import flags as absl_flags
 
+from experiments.diff_events import DiffFlags
 from experiments.lib import flags, shipped
-from experiments.lib.program import Options
+from experiments.lib.typed_flags import ModelFlags
+from experiments.serve import ServeFlags
+from experiments.serve_http import ServerFlags
 from experiments.train.trainer import Options as TrainerOptions
 from experiments.workloads.workloads import WorkloadConfig
 from paged.checks import described, help_of
@@ -71,10 +74,25 @@ def test_an_instance_gives_the_defaults(defined):
 
 
 def test_values_go_back_to_the_fields():
-    options = Options(made_whole=4, seed=1, model="bundled", dtype="float16", executor="device")
-    assert flags.fields_of(Config, options) == {"made_whole": 4}
-    loaded = {"model": "bundled", "dtype": "float16", "executor": "device"}
-    assert flags.loading(options) == loaded
+    assert flags.fields_of(Config, {"made_whole": 4, "seed": 1}) == {"made_whole": 4}
+    loaded = flags.loading(ServerFlags(dtype="float16", port=1, compilation_cache=""))
+    assert loaded == {
+        "model": "bundled", "dtype": "float16", "executor": "device", "compilation_cache": "",
+        "attention_implementation": "",
+    }  # fmt: skip
+
+
+def test_parts_share_what_is_called_alike_and_arguments_go_to_their_field():
+    values = {
+        "workload": "sharegpt", "seed": 3, "policy": "vllm", "max_model_len": None, "page_size": 8,
+        "temperature": 0.5, **vars(ModelFlags()), "adapters": "", "popularity": "uniform",
+    }  # fmt: skip
+    found = flags.typed(ServeFlags, values)
+    assert found.workload.seed == found.engine.seed == found.sampling.seed == 3
+    assert (found.engine.page_size, found.sampling.temperature) == (8, 0.5)
+    assert flags.typed(DiffFlags, {"context": 1}, ["a", "b"]) == DiffFlags(("a", "b"), 1)
+    with pytest.raises(ValueError, match="unexpected argument 'a': flags are --name=value"):
+        flags.typed(ServeFlags, values, ["a"])
 
 
 @pytest.mark.parametrize(
@@ -88,12 +106,13 @@ def test_every_field_that_users_set_says_what_it_is(config):
 def test_options_of_the_chosen_policy_are_flags(tmp_path):
     gates = tmp_path / "full_attention_heads.tsv"
     gates.write_text("0.5\t1.0\n0.25\t0\n")
-    given = Options(policy="lserve", lserve_budget=512, lserve_reuse=4, lserve_gates=str(gates))
+    given = {"policy": "lserve", "lserve_budget": 512, "lserve_reuse": 4}
+    given["lserve_gates"] = str(gates)
     values = flags.fields_of(EngineConfig, given)
     options: dict[str, Any] = {"budget": 512, "gates": ((0.5, 1.0), (0.25, 0.0))}
     assert values == {"policy": "lserve", "policy_options": options}
     assert EngineConfig(**values).policy_options == LServeOptions(**options)
-    given.policy = "vllm"
+    given["policy"] = "vllm"
     with pytest.raises(ValueError, match="--lserve_gates is an option of --policy=lserve, not of"):
         flags.fields_of(EngineConfig, given)
 
@@ -110,9 +129,9 @@ def test_help_lists_all_flags_in_groups():
             groups[line] = []
         elif flag := re.match(r"  --(?:\[no\])?(\w+): ", line):
             list(groups.values())[-1].append(flag[1])
-    names = "program limits adapters model engine --policy=lserve --policy=diffkv output"
+    names = "program model engine --policy=lserve --policy=diffkv limits output"
     assert list(groups) == [f"{name}:" for name in names.split()]
-    assert {"host", "port", "executor"} < set(groups["program:"])
+    assert {"host", "port", "executor", "adapters"} < set(groups["program:"])
     assert set(groups["output:"]) == {"output_dir", "overwrite"}
     assert {"model", "dtype"} < set(groups["model:"])
     assert {"policy", "page_size"} < set(groups["engine:"])

@@ -16,6 +16,8 @@ START = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from experiments.lib import program, signals
+from experiments.diff_events import DiffFlags
+from experiments.lib.typed_flags import Flags, Output, dataclass, flag
 """
 
 
@@ -24,13 +26,13 @@ def run(
     *arguments: str,
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
-    how: str = "",
+    how: str = "Flags, None",
     closed: str = "",
 ) -> subprocess.CompletedProcess:
     """A program whose main is `body`; how: further arguments of `Program`; closed: descriptors that
     it starts without."""
-    main = "def main(options):\n" + textwrap.indent(textwrap.dedent(body), "    ")
-    source = f"{START}{main}\nprogram.Program(main, lambda: None, {how}).run()"
+    main = "def main(flags, output):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+    source = f"{START}{main}\nprogram.Program(main, {how}).run()"
     return subprocess.run(
         ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", source, *arguments],
         cwd=ROOT, stdout=stdout, stderr=stderr, text=True,
@@ -90,14 +92,14 @@ def test_an_argument_that_is_no_flag_is_refused():
 
 
 def test_a_program_of_files_compares_them():
-    done = run("print(options.arguments)", "a", "b", how="takes_arguments=True")
-    assert (done.returncode, done.stdout) == (0, "['a', 'b']\n")
+    done = run("print(flags.logs)", "a", "b", how="DiffFlags, None")
+    assert (done.returncode, done.stdout) == (0, "('a', 'b')\n")
 
 
 def test_the_folder_of_the_report_is_checked_before_any_work(tmp_path):
-    how = "'results/none', ('a.csv',)"
+    how = "Flags, Output('results/none'), ('a.csv',)"
     out = tmp_path / "new" / "folder"
-    done = run("print(os.listdir(options.output_dir))", f"--output_dir={out}", how=how)
+    done = run("print(os.listdir(output.folder))", f"--output_dir={out}", how=how)
     assert (done.returncode, done.stdout) == (0, "[]\n")
     (out / "a.csv").mkdir()
     done = run("print('ran')", f"--output_dir={out}", how=how)
@@ -105,18 +107,18 @@ def test_the_folder_of_the_report_is_checked_before_any_work(tmp_path):
     complaint = f"--output_dir={out} cannot be written to: a.csv is a folder there"
     assert done.stderr == f"error: {complaint}\n"
     # Where no folder is the default, none is needed.
-    done = run("print(repr(options.output_dir))", how="''")
+    done = run("print(repr(output.output_dir))", how="Flags, Output()")
     assert (done.returncode, done.stdout) == (0, "''\n")
 
 
 def test_a_run_does_not_replace_one_with_other_flags(tmp_path):
     write = "from experiments.lib import run_record\n"
-    write += "run_record.write_json(options.output_dir, 'report.json', {'flags': vars(options)})"
-    define = "lambda: program.flags.DEFINE_integer('seed', 0, 'a number')"
+    write += "run_record.write_json(output.folder, 'report.json', {'flags': flags})"
+    kind = "@dataclass(frozen=True)\nclass Seeded(Flags):\n    seed: int = flag(0, 'a number')\n"
 
     def call(*arguments):
-        source = f"{START}def main(options):\n{textwrap.indent(write, '    ')}\n"
-        source += f"program.Program(main, {define}, 'results').run()"
+        source = f"{START}{kind}def main(flags, output):\n{textwrap.indent(write, '    ')}\n"
+        source += "program.Program(main, Seeded, Output('results')).run()"
         return subprocess.run(
             [sys.executable, "-c", source, *arguments],
             cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -171,9 +173,9 @@ def test_a_missing_extra_is_told_in_a_line(program, lacks, extra, tmp_path):
     ],
 )
 def test_every_error_has_another_status_where_1_has_a_meaning(body, arguments, complaint):
-    done = run(body, *arguments, how="error_status=2")
+    done = run(body, *arguments, how="Flags, None, error_status=2")
     assert done.returncode == 2 and complaint in done.stderr
-    assert run("return 1", how="error_status=2").returncode == 1
+    assert run("return 1", how="Flags, None, error_status=2").returncode == 1
 
 
 def test_errors_of_the_system_name_the_file():

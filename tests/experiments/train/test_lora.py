@@ -2,11 +2,11 @@
 
 import json
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import pytest
 
+from experiments.lib.typed_flags import Output
 from experiments.tasks import answer_formats
 from experiments.train import lora as program
 from experiments.train.data import TrainingData
@@ -53,8 +53,8 @@ def test_training_begins_from_the_model_and_what_it_learns_can_be_merged(tiny_fo
 def test_the_program_writes_adapters_and_can_be_repeated(tiny_folder, tmp_path, capsys):
     def run(name: str):
         folder = tmp_path / name
-        wanted = {"adapters": ["outer:4", "twice:2"], "model": str(tiny_folder)}
-        program.main(SimpleNamespace(**vars(OPTIONS), **wanted, output_dir=str(folder)))
+        flags = program.LoraFlags(("outer:4", "twice:2"), str(tiny_folder), OPTIONS)
+        program.main(flags, Output(str(folder)))
         return folder
 
     first, again = run("first"), run("again")
@@ -77,11 +77,9 @@ def test_bad_adapters_are_refused(spec):
 
 
 def test_a_model_of_another_family_is_refused(tmp_path):
-    options = SimpleNamespace(
-        **vars(OPTIONS), adapters=["outer:4"], model=str(GOLDEN / "opt"), output_dir=str(tmp_path)
-    )
+    flags = program.LoraFlags(("outer:4",), str(GOLDEN / "opt"), OPTIONS)
     with pytest.raises(ValueError, match="is opt: not of Llama's family"):
-        program.main(options)
+        program.main(flags, Output(str(tmp_path)))
 
 
 def test_bad_options_are_refused():

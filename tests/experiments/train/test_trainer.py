@@ -3,7 +3,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -76,16 +75,16 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         Trainer(CONFIG.replace(num_layers=1), OPTIONS, tmp_path)
 
 
-def test_the_judge_has_64_kv_heads_and_schedules_that_hold():
-    program = "from experiments.train import bundled; import sys; names = bundled.PROGRAM.define()"
-    program += "; from absl import flags; flags.FLAGS(sys.argv); import json"
-    program += "; print(json.dumps({name: flags.FLAGS[name].value for name in names}))"
-    flagfile = "--flagfile=configs/judge_training.flags"
+def test_the_judge_has_64_kv_heads_and_schedules_that_hold(tmp_path):
+    program = "from dataclasses import replace; from experiments.train import bundled; "
+    program += "replace(bundled.PROGRAM, main=lambda flags, output: print(repr(flags))).run()"
+    arguments = ["--flagfile=configs/judge_training.flags", f"--output_dir={tmp_path}"]
     done = subprocess.run(
-        [sys.executable, "-c", program, flagfile], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True
     )
-    options = SimpleNamespace(**json.loads(done.stdout))
-    config = bundled.config_of(options)
+    names = {"BundledFlags": bundled.BundledFlags, "Options": Options}
+    flags = eval(done.stdout, names)
+    options, config = flags.training, flags.config
     assert config.num_layers * config.num_kv_heads == 64 and config.num_heads == 16
     count = sum(
         x.size

@@ -30,8 +30,8 @@ class KernelDriver(Driver):
     dtype = "float32"  # of what is given to kernels
 
     def run_kernels(self) -> None:
-        policy, sharded = POLICIES[self._config.policy], ShardedModel.split(self._model)
-        self.device = policy.device(self._config, sharded, "mosaic_gpu")
+        policy, sharded = POLICIES[self.config.policy], ShardedModel.split(self._model)
+        self.device = policy.device(self.config, sharded, "mosaic_gpu")
         self._run = self._attend_each
 
     def _attend_each(self, cache, inputs, *qkv):

@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels import backend, mosaic
 from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.ops import OPS
-from pallas_kernels.tools import hazards, synchronization
+from pallas_kernels.tools import hazards, kernel_jaxpr, synchronization
 from pallas_kernels.tools.targets import TARGETS
 from tests.pallas_kernels.mutant import SPECS, WAITS, LeaveOut
 
@@ -41,6 +41,9 @@ def test_kernel_waits_for_all_that_it_reads_and_keeps_what_a_gpu_demands(target,
     traced = hazards.traced(OPS[op].specs[spec], kernel, TARGETS[target])
     assert synchronization.check(traced) == []
     assert hazards.check(traced) == []
+    if target == "h200":
+        launched = [call.params["name"] for call in kernel_jaxpr.calls(traced)]
+        assert launched == list(OPS[op].kernels)
 
 
 @pytest.mark.parametrize(("target", "op"), KERNELS)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.lib import kept_runs
 from experiments.papers.vllm import (
     fig12_latency_over_rate,
     fig13_batched_requests,
@@ -119,21 +118,6 @@ def test_the_verdict_needs_all_panels_and_all_bounds():
     assert verdict("ab") is None and verdict("ab", orca_max=0.9) is None
     assert verdict("abcdef", orca_max=0.9) is False  # 8.9 times
     assert verdict("abcdef", fastertransformer=0.3) is False
-
-
-def test_a_kept_run_is_not_repeated_until_the_sources_change(tmp_path):
-    ran: list[Case] = []
-
-    def run(case: Case) -> Row:
-        ran.append(case)
-        return Row(**vars(case), batch=3.5)
-
-    case = Case("13b", "alpaca", "vllm", 1.0, 1.0, 1.0)
-    first = kept_runs.kept(run, Row, case, tmp_path, "these")
-    assert kept_runs.kept(run, Row, case, tmp_path, "these") == first and len(ran) == 1
-    kept_runs.kept(run, Row, case, tmp_path, "others")
-    kept_runs.kept(run, Row, replace(case, rate=2.0), tmp_path, "these")
-    assert len(ran) == 3
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from pallas_kernels.quantization import dequantize, quantize
 from pallas_kernels.quantized_attention import parse_format
 from tests.paged.kv_cache.attention_driver import Driver
 from tests.paged.kv_cache.diffkv.oracle import Head, Token
+from tests.paged.kv_cache.diffkv.qaq_oracle import stored_with_outliers
 from tests.paged.tiny import TINY
 
 MODEL = TINY.replace(num_layers=2, num_heads=4, num_kv_heads=2)
@@ -31,10 +32,14 @@ def _stored(x, format):
     return dequantize(codes, scales, format)
 
 
-def stored(name: str):
+def stored(name: str, outliers: int = 0):
     if name == "auto":
         return lambda key, value: (key, value)
     formats = parse_format(name, D, "float16")
+    if outliers:
+        return lambda *both: tuple(
+            stored_with_outliers(x, format.bits, outliers) for x, format in zip(both, formats)
+        )
 
     def both(key, value):
         parts = zip((key, value), formats)
@@ -74,6 +79,11 @@ def test_what_is_kept_and_attended_to_is_the_oracles(prompt_rule, generation_rul
     _check(prompt_rule, generation_rule, formats, alpha)
 
 
+@pytest.mark.slow
+def test_qaq_keeps_all_tokens_and_in_few_bits_their_outliers():
+    _check("paper", "paper", ("auto", "K4V4"), (1.3, 0.0), outliers=2)
+
+
 STREAMING = [
     pytest.param("paper", "paper", ("auto", "K4V4"), (1.0, 0.5), 0.0, id="paper"),
     pytest.param("h2o", "h2o", ("auto", "auto"), (0.0, 0.0), 0.5, id="h2o"),
@@ -92,11 +102,11 @@ def test_a_head_that_streams_keeps_a_sink_and_its_last_tokens(
     _check(prompt_rule, generation_rule, formats, alpha, budget, gates=((0.1, 0.9), (0.9, 0.2)))
 
 
-def _check(prompt_rule, generation_rule, formats, alpha, budget=0.0, gates=()):
+def _check(prompt_rule, generation_rule, formats, alpha, budget=0.0, gates=(), outliers=0):
     """Two prompts, one shorter than the window, and tokens one by one; outputs at each step, and in
     the end each head's tokens by precision, with their scores."""
     options = dict(window=5, prompt_rule=prompt_rule, generation_rule=generation_rule)
-    options |= dict(sink=4, local=7, gates=gates)
+    options |= dict(sink=4, local=7, gates=gates, outliers=outliers)
     options |= dict(zip(("low", "high", "top"), formats[::-1]), budget=budget)
     options |= zip(("alpha_l", "alpha_h", "alpha_top"), alpha[::-1])
     config = EngineConfig(
@@ -117,7 +127,7 @@ def _check(prompt_rule, generation_rule, formats, alpha, budget=0.0, gates=()):
     for chunks in steps:
         for slot, out in driver.step(chunks, Tp=24, Sd=2).items():
             found[slot].append(out)
-        driver.host.observe(driver._number, _report(driver))
+        driver.host.observe(driver.number, _report(driver))
         driver.host.check()
 
     assert driver._run._cache_size() == 1
@@ -129,7 +139,7 @@ def _check(prompt_rule, generation_rule, formats, alpha, budget=0.0, gates=()):
             for head in range(K):
                 q, k, v = (x[layer] for x in qkv[slot])
                 q, k, v = q.reshape(n, K, G, D)[:, head], k[:, head], v[:, head]
-                stores = list(map(stored, formats))
+                stores = [stored(name, outliers) for name in formats]
                 streams = (4, 7) if gates and gates[layer][head] < 0.5 else None
                 oracle = Head(alpha, 5, stores, prompt_rule, generation_rule, budget, streams)
                 outs = [oracle.take_prompt(q[:prompt], k[:prompt], v[:prompt])]

@@ -67,10 +67,10 @@ def test_attention_is_that_of_a_loop(low, group, rest, parts, dim):
         for slot, out in driver.step(chunks, Tp=max(Tp, prompts[2]), Sd=3).items():
             found[slot].append(out)
         report = jax.tree.map(lambda x: np.asarray(x)[None], driver.device.report(driver.cache))
-        host.observe(driver._number, report)
+        host.observe(driver.number, report)
         host.check()
         # What the host reckons with is exact.
-        n = np.array(driver._computed)
+        n = driver.computed.copy()
         assert host._held.tolist() == host.layout.worst(n).tolist()
     assert driver._run._cache_size() == 1
 

@@ -227,7 +227,12 @@ def test_bounds_are_of_the_shard_with_the_fewest_streaming_heads():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_num_batched_tokens": 63}, "without chunked prefill a whole sequence must fit"),
+        (
+            {"max_num_batched_tokens": 63, "chunked_prefill": False},
+            "without chunked prefill a whole sequence must fit",
+        ),
+        ({"policy_options": {"prompt_tile": 0}}, "prompt_tile must be at least 1 and below 2.20"),
+        ({"policy_options": {"outliers": -1}}, "outliers must be at least 0 and below 2.15"),
         ({"prefix_caching": True}, "policy 'diffkv' cannot share prefixes"),
         ({"policy_options": {"alpha_h": -1.0}}, "alpha_h must be at least 0, not -1.0"),
         ({"policy_options": {"alpha_l": 2.0}}, r"alpha_l must be from 0 to alpha_h \(1.0\)"),
@@ -277,6 +282,10 @@ def test_what_cannot_work_is_refused(changes, message):
             "gates are of 1 layers of 2 KV heads, but the model has 2 of 2",
         ),
         ({}, {"policy_options": {"low": "K4V2"}}, "fills no whole words"),
+        (
+            {}, {"policy_options": {"low": "K4V4", "outliers": 5}},
+            r"outliers \(5\) must be at most half of the head dim \(8\)",
+        ),
         (
             {}, {"policy_options": {"high": "K4V4", "low": "K8V8"}},
             r"low \(K8V8\) must take no more memory than high \(K4V4\)",

@@ -1,0 +1,397 @@
+"""A static site of the papers' rows, and the tables of README and docs, from committed results.
+
+    python -m experiments.report            the site, in results/report/index.html
+    python -m experiments.report --tables   and the tables between `<!-- rows -->` marks
+    python -m experiments.report --results=results/reproduce/full   of results of one's own
+
+A page a paper, a section a row: the picture, the paper's values beside ours, both verdicts, the
+setting with its differences, hardware, commit and command. A row without result shows its command.
+The site needs no server and no network.
+"""
+
+import base64
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from experiments.lib import address, run_record
+from experiments.lib.program import Program, extra, refusals
+from experiments.lib.shipped import ROOT
+from experiments.lib.sources import sources_hash
+from experiments.lib.typed_flags import Flags, Output, flag
+from experiments.reproduce import NONE, counts, read, studies
+from experiments.study import KINDS, Study, shown
+from pallas_kernels.backend import MADE_FOR
+from pallas_kernels.ops import OPS
+
+RESULTS = "experiments/results"
+HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not hold", "not decided", "not run"
+VERDICTS = (HOLDS, FAILS, OPEN, NONE, NOT_RUN)
+PAPERS = {
+    "vllm": ("vLLM", "Efficient Memory Management for Large Language Model Serving with "
+             "PagedAttention", "2309.06180"),
+    "punica": ("Punica", "Punica: Multi-Tenant LoRA Serving", "2310.18547"),
+    "lserve": ("LServe", "LServe: Efficient Long-sequence LLM Serving with Unified Sparse "
+               "Attention", "2502.14866"),
+    "diffkv": ("DiffKV", "DiffKV: Differentiated Memory Management for Large Language Models "
+               "with Parallel KV Compaction", "2412.03131"),
+}  # fmt: skip
+MARKS = {"works": "●", "refused": "–", "wrong": "✗"}
+IN_SHORT = ("vllm", "lserve", "quest", "diffkv", "diffkv_streaming", "h2o", "kivi")
+FIGURE = re.compile(r"(fig|table|algorithm)(\d+)([a-z]?)(?:_|$)")
+PRINTED = re.compile(r"(?:Figs?\.|Tables?|Algorithm) \d+\w*(?:(?:, | and | to )\d+\w*)*")
+BLOCK = re.compile(r"(<!-- rows(?:: (\w+))? -->\n).*?(<!-- end of rows -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A study and its report, if there is one. folder: of the report."""
+
+    study: Study
+    folder: Path
+    report: Mapping[str, Any] | None
+
+    @property
+    def paper(self) -> str:
+        """Folder of the study: a paper's, or bench."""
+        return self.study.name.partition("/")[0]
+
+    @property
+    def stem(self) -> str:
+        return self.study.name.rpartition("/")[2]
+
+    @property
+    def place(self) -> tuple[int, int, str]:
+        """Order on a page: figures, tables, algorithms, the rest."""
+        if not (found := FIGURE.match(self.stem)):
+            return len(KINDS), 0, self.stem
+        kind, number, part = found.groups()
+        return ("fig", "table", "algorithm").index(kind), int(number), part
+
+    @property
+    def is_figure(self) -> bool:
+        """Whether the paper prints this row; the others prepare or accompany."""
+        return self.paper in PAPERS and FIGURE.match(self.stem) is not None
+
+    @property
+    def label(self) -> str:
+        """As Figs. 2 to 5: what the title names in its brackets, else the file; of a row that the
+        paper does not print, the file's name in words."""
+        if not (found := FIGURE.match(self.stem)):
+            return _words(self.stem)
+        if printed := PRINTED.findall(self.study.title.rpartition("(")[2]):
+            return ", ".join(printed)
+        kind, number, part = found.groups()
+        return f"{kind.capitalize().replace('Fig', 'Fig.')} {int(number)}{part}"
+
+    @property
+    def has_result(self) -> bool:
+        return self.report is not None and not self.report["partial"]
+
+    @property
+    def verdict(self) -> str:
+        """Of VERDICTS."""
+        if self.report is None or not self.has_result:
+            return NOT_RUN if self.study.kind == NOT_RUN else NONE
+        if self.report["kind"] == NOT_RUN:  # what it has are predictions
+            return NOT_RUN
+        return {True: HOLDS, False: FAILS, None: OPEN}[self.report["holds"]]
+
+    def said(self, name: str) -> Any:
+        """title, claim, rule, kind, setting: of the run, or of the program if there was none."""
+        if not self.has_result:
+            return run_record.plain(getattr(self.study, name))
+        assert self.report
+        return self.report[name]
+
+    @property
+    def values(self) -> Sequence[Mapping[str, Any]]:
+        return self.report["values"] if self.report and self.has_result else ()
+
+    @property
+    def within(self) -> tuple[int, int]:
+        """Values within tolerance, of those that the paper prints."""
+        compared = [v["within_tolerance"] for v in self.values if v["within_tolerance"] is not None]
+        return sum(compared), len(compared)
+
+    @cached_property
+    def stale(self) -> bool:
+        """Whether the program's sources changed after the run."""
+        if not self.report or not self.has_result:
+            return False
+        return self.report["sources_sha256"] != sources_hash(self.study.file)
+
+    @property
+    def command(self) -> str:
+        """What made the result; of a row without one, what would make it."""
+        name, reproduce = self.study.name, "python -m experiments.reproduce"
+        if not self.report or not self.has_result:
+            return f"{reproduce} {name} --scale=full"
+        run = _flat(self.report["flags"])
+        scales: tuple[Any, ...] = ("full", "quick")
+        for scale in scales:
+            if run == _flat(run_record.plain(self.study.at(scale))):
+                return f"{reproduce} {name} --scale={scale}"
+        module = ".".join(Path(self.study.file).relative_to(ROOT).with_suffix("").parts)
+        default = _flat(run_record.plain(self.study.flags()))
+        changed = [_flag(n, value) for n, value in run.items() if value != default.get(n)]
+        return " ".join([f"python -m {module}", *changed])
+
+    @property
+    def needed(self) -> str:
+        """The command of a row that needs the paper's GPU or model; empty for others."""
+        return getattr(self.study, "command", "")
+
+    @property
+    def pictures(self) -> Sequence[Path]:
+        return sorted(self.folder.glob("*.png")) if self.has_result else ()
+
+    @property
+    def commit(self) -> str:
+        return (self.report or {}).get("git_commit") or ""
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags by name, those of parts among them."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= value if isinstance(value, Mapping) else {name: value}
+    return found
+
+
+def _flag(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no{name}"
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"--{name}={shlex.quote(text)}"
+
+
+def rows(results: Path) -> list[Row]:
+    """A row a study, in the order of pages."""
+    found = []
+    for study in studies().values():
+        folder = results / study.name
+        report = read(folder)
+        found.append(Row(study, folder, report if report and "study" in report else None))
+    pages = [*PAPERS, "bench"]
+    return sorted(found, key=lambda row: (pages.index(row.paper), row.place))
+
+
+def by_kind(of: Sequence[Row]) -> dict[str, dict[str, int]]:
+    """Kind -> verdict -> rows."""
+    table = {kind: dict.fromkeys(VERDICTS, 0) for kind in KINDS}
+    for row in of:
+        table[row.said("kind")][row.verdict] += 1
+    return {kind: cells for kind, cells in table.items() if any(cells.values())}
+
+
+def counted(of: Iterable[Row]) -> dict[str, int]:
+    """The counts of `experiments.reproduce`; `failed` is without result here."""
+    return counts(
+        (row.study, NONE if row.verdict == NOT_RUN else row.verdict, row.report) for row in of
+    )
+
+
+# -- Markdown ------------------------------------------------------------------------------------
+
+
+def summary_table(of: Sequence[Row], up: str) -> str:
+    """A line a paper: its figures and tables by verdict. up: from the page to the root."""
+    lines = [
+        f"| | {' | '.join(verdict for verdict in VERDICTS)} |",
+        f"|{'---|' * (len(VERDICTS) + 1)}",
+    ]
+    for paper, (name, _, _) in PAPERS.items():
+        cells = [
+            ", ".join(
+                _linked(row, up) for row in of
+                if row.paper == paper and row.is_figure and row.verdict == verdict
+            )
+            for verdict in VERDICTS
+        ]  # fmt: skip
+        lines.append(f"| [{name}]({up}docs/systems/{paper}.md) | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _linked(row: Row, up: str) -> str:
+    """The row's name, on its picture, its report or its program; its kind, shortened."""
+    target = next(iter(row.pictures), row.folder / "report.json" if row.has_result else None)
+    path = (target or Path(row.study.file)).relative_to(ROOT)
+    return f"[{row.label}]({up}{path})<sup>{row.said('kind')[0]}</sup>"
+
+
+def paper_table(of: Sequence[Row], paper: str, up: str) -> str:
+    """A line a row of one paper."""
+    lines = ["| row | claim | kind | verdict | values within tolerance |", f"|{'---|' * 5}"]
+    for row in of:
+        if row.paper == paper:
+            kind, claim = row.said("kind"), row.said("claim")
+            at = "; reduced setting" if row.said("setting")["level"] == "reduced" else ""
+            at = "; cannot show it" if row.said("setting")["level"] == "wrong" else at
+            within = "{} of {}".format(*row.within) if row.within[1] else "–"
+            program = f"[`{row.stem}`]({up}{Path(row.study.file).relative_to(ROOT)})"
+            name = (
+                f"{_linked(row, up).partition('<sup>')[0]} {program}"
+                if FIGURE.match(row.stem)
+                else program
+            )
+            lines.append(f"| {name} | {_cell(claim)} | {kind}{at} | {row.verdict} | {within} |")
+    return "\n".join(lines)
+
+
+def matrix(results: Path, presets: Sequence[str] = ()) -> str:
+    """What composes (experiments.composition): a line a feature, a column a preset, all if none is
+    named."""
+    report = read(results / "composition")
+    if report is None:
+        return "No result yet; `python -m experiments.composition` makes it, in an hour."
+    cells = {(cell["preset"], cell["feature"]): cell["verdict"] for cell in report["rows"]}
+    names = [name for name, _ in cells if not presets or name in presets]
+    columns, features = list(dict.fromkeys(names)), dict.fromkeys(name for _, name in cells)
+    lines = [
+        f"| {' | '.join(['', *map(_words, columns)])} |",
+        f"|---|{':-:|' * len(columns)}",
+        *(
+            f"| {_words(feature)} | "
+            f"{' | '.join(MARKS.get(cells.get((name, feature), ''), '') for name in columns)} |"
+            for feature in features
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def kernel_table(results: Path) -> str:
+    """A line a kernel: where it was interpreted, compiled, run and timed."""
+    compiled: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for path in sorted((results / "compile").glob("kernels_*.txt")):
+        jax = path.stem.rpartition("_")[2]
+        lines = [line.split() for line in path.read_text().splitlines()]
+        gates: dict[tuple[str, str, str], list[str]] = {}
+        for target, op, _, kernel, *_, gate in (x for x in lines if len(x) > 4 and x[1] in OPS):
+            gates.setdefault((op, kernel, target.upper()), []).append(gate)
+        for (op, kernel, target), all_gates in gates.items():
+            if set(all_gates) == {"ok"}:
+                compiled.setdefault((op, kernel), {}).setdefault(target, []).append(jax)
+    checks = [json.loads(path.read_bytes()) for path in results.glob("*/gpu_check.json")]
+    ran = {device for check in checks for device in check["hardware"]["jax_devices"]}
+    on = ", ".join(sorted(ran)) or "no"
+    table = ["| op | kernel | interpreted | compiled, on JAX | run | timed |", f"|{'---|' * 6}"]
+    for op, kernels in OPS.items():
+        for kernel in (kernel for kernel in MADE_FOR if kernel in kernels.implementations):
+            passed = [
+                f"{target}, {' and '.join(versions)}"
+                for target, versions in compiled.get((op, kernel), {}).items()
+            ]
+            cells = f"`{op}`", f"`{kernel}`", "in tests", "; ".join(passed) or "no", on, on
+            table.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def with_tables(text: str, of: Sequence[Row], up: str) -> str:
+    """A Markdown page, its tables between the marks made anew."""
+
+    def made(block: re.Match[str]) -> str:
+        begin, name, end = block.groups()
+        return f"{begin}\n{tables[name]()}\n\n{end}"
+
+    results = ROOT / RESULTS
+    tables: dict[str | None, Callable[[], str]] = {
+        None: lambda: summary_table(of, up),
+        "matrix": lambda: matrix(results),
+        "matrix_in_short": lambda: matrix(results, IN_SHORT),
+        "kernels": lambda: kernel_table(results),
+    } | {paper: partial(paper_table, of, paper, up) for paper in (*PAPERS, "bench")}
+    return BLOCK.sub(made, text)
+
+
+def pages() -> dict[Path, str]:
+    """README and docs with tables: path -> the way up to the root."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return {
+        path: "../" * (len(path.relative_to(ROOT).parts) - 1)
+        for path in found
+        if BLOCK.search(path.read_text())
+    }
+
+
+def write_tables(of: Sequence[Row]) -> None:
+    for path, up in pages().items():
+        run_record.write_whole(path, with_tables(path.read_text(), of, up))
+
+
+# -- The site ------------------------------------------------------------------------------------
+
+
+def environment() -> Any:
+    with extra("docs"):
+        import jinja2
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    made.filters |= {
+        "shown": lambda value: (
+            " to ".join(map(shown, value)) if isinstance(value, list) else shown(value)
+        ),
+        "words": lambda name: name.replace("_", " "),
+        "hardware": run_record.hardware_line,
+        "data": lambda path: base64.b64encode(path.read_bytes()).decode(),
+    }
+    made.globals |= {"VERDICTS": VERDICTS, "PAPERS": PAPERS, "repository": address.repository()}
+    return made
+
+
+def site(of: Sequence[Row]) -> dict[str, str]:
+    """File -> its HTML."""
+    template = environment().get_template("report.html")
+    figures = [row for row in of if row.is_figure]
+    common = {
+        "of": of, "figures": figures, "counts": counted(figures), "by_kind": by_kind(figures),
+        "stale": sum(row.stale for row in figures),
+    }  # fmt: skip
+    made = {"index.html": template.render(common, page=None)}
+    for page in dict.fromkeys(row.paper for row in of):
+        chosen = [row for row in of if row.paper == page]
+        made[f"{page}.html"] = template.render(common, page=page, chosen=chosen)
+    return made
+
+
+@dataclass(frozen=True)
+class ReportFlags(Flags):
+    results: str = flag(str(ROOT / RESULTS), "folder of results, PAPER/STUDY each")
+    tables: bool = flag(False, "write the tables of README and docs too, in a checkout")
+
+
+def main(given: ReportFlags, output: Output) -> None:
+    results = Path(given.results)
+    with refusals():
+        if not results.is_dir():
+            raise ValueError(f"--results={results} is no folder")
+    found = rows(results.resolve())
+    for name, text in site(found).items():
+        run_record.write_whole(output.folder / name, text)
+    if given.tables:
+        write_tables(found)
+        address.stamp()
+    figures = counted(row for row in found if row.is_figure)
+    print(", ".join(f"{name} {count}" for name, count in figures.items()))
+    print(f"the site begins at {output.output_dir}/index.html")
+
+
+PROGRAM = Program(main, ReportFlags, Output("results/report"), ("index.html",))
+
+if __name__ == "__main__":
+    PROGRAM.run()

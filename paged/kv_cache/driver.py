@@ -1,0 +1,102 @@
+"""Both halves of a KV policy without an engine, for tests and programs that time their parts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paged.config import EngineConfig
+from paged.device.step_inputs import StepInputs, empty_step_inputs
+from paged.kv_cache import policy_of
+from paged.kv_cache.policy import KVPolicy, ShardedModel
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import SequenceGroup
+
+Chunks = Sequence[tuple[int, int]]  # (slot, tokens) of a step
+
+
+class HostDriver:
+    """A host half with a sequence in each slot, and the inputs of steps that compute their tokens.
+
+    prompts, limits: tokens of each sequence at admission, and at most.
+    number: of the last step.  computed: [slots] tokens.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model: ShardedModel, prompts: Sequence[int],
+        limits: Sequence[int],
+    ):  # fmt: skip
+        self.config, self.host = config, policy_of(config.policy).host(config, model)
+        self.number, self.computed = 0, np.zeros(len(prompts), np.int64)
+        for slot, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            tokens = np.zeros(prompt, np.int32)
+            group = SequenceGroup(str(slot), slot, tokens, SamplingParams(), 0, limit)
+            self.host.admit(slot, group.sequences[0])
+
+    def advance(self, slots: np.ndarray, ends: np.ndarray) -> None:
+        """A step computes the tokens of `slots` up to `ends`."""
+        self.number += 1
+        self.host.append(slots, ends)
+        self.host.advance(self.number, slots, self.computed[slots], ends)
+        self.computed[slots] = ends
+        assert not self.host.take_moves().facts()
+
+    def prefill(self, slot: int, end: int) -> None:
+        """Chunks of a prompt up to `end`, as large as a step allows."""
+        while (start := int(self.computed[slot])) < end:
+            chunk = min(end - start, self.config.max_num_batched_tokens)
+            self.advance(np.array([slot]), np.array([start + chunk]))
+
+    def inputs(self, chunks: Chunks, Tp: int, Sd: int) -> StepInputs:
+        """The greedy step that computes these chunks, padded to Tp and Sd tokens. Chunks of one
+        token are decoded if there are any decode rows."""
+        num_slots, prefill_rows = self.config.max_num_seqs, self.config.max_prefills_per_step
+        inputs = empty_step_inputs(
+            Tp, Sd, prefill_rows, num_slots, self.host.table_width, self.config.adapter_slots > 0
+        )
+        prefills = [chunk for chunk in chunks if chunk[1] > 1 or not Sd]
+        decodes = [chunk for chunk in chunks if chunk not in prefills]
+        ends = np.cumsum([0, *(count for _, count in prefills)])
+        inputs.query_starts[:] = ends[-1]
+        inputs.query_starts[: len(prefills)] = ends[:-1]
+        rows = [(row, *chunk, int(ends[row])) for row, chunk in enumerate(prefills)]
+        first = inputs.num_prefill_rows
+        rows += [(first + row, *chunk, Tp + row) for row, chunk in enumerate(decodes)]
+        for row, slot, count, at in rows:
+            start = int(self.computed[slot])
+            inputs.slots[row], inputs.lengths[row] = slot, start + count
+            inputs.last_tokens[row] = at + count - 1
+            inputs.samples[row] = inputs.iterations[row] = 1
+            inputs.token_rows[at : at + count] = row
+            inputs.positions[at : at + count] = np.arange(start, start + count)
+        slots = np.array([slot for slot, _ in chunks])
+        self.advance(slots, self.computed[slots] + [count for _, count in chunks])
+        for row, slot, *_ in rows:
+            self.host.tables(np.array([slot]), np.asarray(inputs.tables)[row : row + 1])
+        return inputs
+
+    def decode(self) -> StepInputs:
+        """A step that appends a token to every sequence."""
+        return self.inputs([(slot, 1) for slot in range(len(self.computed))], 0, len(self.computed))
+
+
+def decode_inputs(config: EngineConfig, model: ShardedModel, contexts: Sequence[int]) -> StepInputs:
+    """A greedy decode step of every slot, after which its sequence has so many tokens."""
+    driver = HostDriver(config, model, contexts, contexts)
+    driver.advance(np.arange(len(contexts)), np.array(contexts) - 1)
+    return driver.decode()
+
+
+def attend(device: KVPolicy, cache, inputs: StepInputs, q_LxTxHxD, k_LxTxKxD, v_LxTxKxD) -> Any:
+    """A step's attention in all layers: `(cache, out [L, T, H, D])`."""
+    cache, plan = device.begin_step(cache, inputs)
+
+    def of_layer(cache, layer):
+        out, cache = device.attend(*layer, cache, plan, inputs)
+        return cache, out
+
+    numbers = jnp.arange(len(q_LxTxHxD), dtype=jnp.int32)
+    cache, out = jax.lax.scan(of_layer, cache, (numbers, q_LxTxHxD, k_LxTxKxD, v_LxTxKxD))
+    return device.end_step(cache, plan, inputs), out

@@ -1,0 +1,63 @@
+"""Outliers: the elements of a token that its scale would have to reach for. They are kept in 16
+bits, with their channels, so that the scale is that of all others (QAQ, arXiv:2403.04643).
+
+A token has the same number of them, those farthest from their group's median, each in one word: the
+value, float16, in the low half and its channel in the high one. QAQ takes a share of all elements,
+the largest and the smallest ones, as a sparse matrix [M: from memory of the paper, unchecked].
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.quantization.codes import Codes, channels_in_planes, plane_factors
+from pallas_kernels.quantization.format import KVFormat
+from pallas_kernels.quantization.quantizer import LIMIT, quantize
+
+
+def quantize_but(x, format: KVFormat, count: int):
+    """x [..., D] as codes [..., C], scales and zero points [..., g] and `count` outliers [..., o],
+    uint32 words each. The outliers' codes mean nothing."""
+    x = x.astype(jnp.float32)
+    of_groups = x.reshape(*x.shape[:-1], format.groups, -1)
+    median = jnp.broadcast_to(jnp.median(of_groups, -1, keepdims=True), of_groups.shape)
+    median = median.reshape(x.shape)
+    _, channel = jax.lax.top_k(jnp.abs(x - median), count)
+    is_outlier = (jnp.arange(x.shape[-1]) == channel[..., None]).any(-2)
+    codes, scales = quantize(jnp.where(is_outlier, median, x), format)
+    value = jnp.take_along_axis(jnp.clip(x, -LIMIT, LIMIT), channel, -1).astype(jnp.float16)
+    bits = jax.lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32)
+    return codes, scales, bits | channel.astype(jnp.uint32) << 16
+
+
+def put_back(elements, words):
+    """Elements [..., D] float32 with the outliers [..., o] in their channels."""
+    values, channels = _split(words)
+    at = jnp.arange(elements.shape[-1])
+    for i in range(words.shape[-1]):
+        elements = jnp.where(at == channels[..., i, None], values[..., i, None], elements)
+    return elements
+
+
+def as_codes(codes: Codes, words, held) -> Codes:
+    """The tokens that are `held` [..., T] with their outliers [..., T, o] as codes, which are no
+    whole numbers."""
+    if not words.shape[-1]:
+        return codes
+    values, channels = _split(words)
+    scale, D = jnp.where(codes.scale > 0, codes.scale, 1), codes.codes.shape[-1]
+    of_channel = D // scale.shape[-1]
+    each, zero = (jnp.repeat(x, of_channel, -1) for x in (scale, codes.zero))
+    new, at = codes.codes, channels_in_planes(codes.format)
+    for i in range(words.shape[-1]):
+        code = (values[..., i, None] - zero) / each * plane_factors(codes.format)
+        new = jnp.where(held[..., None] & (at == channels[..., i, None]), code, new)
+    return replace(codes, codes=new, scale=scale)
+
+
+def _split(words):
+    """(values float32, channels int32)"""
+    bits = (words & 0xFFFF).astype(jnp.uint16)
+    values = jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+    return values, (words >> 16).astype(jnp.int32)

@@ -1,0 +1,87 @@
+"""Prompts in chunks keep what whole ones keep, bit for bit."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.lib.presets import PRESETS, TINY
+from paged.engine import EngineConfig
+from paged.scheduling.admission import PrefillRoom
+from tests.paged.kv_cache.attention_driver import Chunks, Driver
+from tests.sweeps import swept
+
+TILE = 8
+LENGTHS, PROMPTS = (45, 34), [41, 30]
+WHOLE: list[Chunks] = [[(0, 41), (1, 30)]]
+# One ends in the step in which the other begins.
+IN_CHUNKS: list[Chunks] = [[(0, 16)], [(0, 16)], [(0, 9), (1, 16)], [(1, 14)]]
+TOKENS: list[Chunks] = [[(0, 1), (1, 1)]] * 4
+
+
+def run(name: str, steps: list[Chunks], num_tokens: int) -> tuple[list, list[np.ndarray]]:
+    """What heads keep after each step of tokens; the attention of each sequence."""
+    preset = PRESETS[name]
+    preset = replace(preset, options=preset.options | {"prompt_tile": TILE})
+    config = preset.engine_config(
+        TINY, max_num_seqs=2, kv_cache_tokens=600, max_num_batched_tokens=num_tokens + 2,
+        chunked_prefill=num_tokens < sum(PROMPTS),
+    )  # fmt: skip
+    rng, (L, H, K, D) = np.random.default_rng(3), (2, 4, 2, 8)
+    qkv = [[2 * rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in LENGTHS]
+    driver = Driver(TINY, config, qkv, PROMPTS)
+    device: Any = driver.device
+    kept, outs = [], dict[int, list[np.ndarray]]({0: [], 1: []})
+    for chunks in steps + TOKENS:
+        for slot, out in driver.step(chunks, Tp=num_tokens, Sd=2).items():
+            outs[slot].append(out)
+        (state,) = device.snapshot(driver.cache)
+        if chunks == TOKENS[0]:
+            kept.append([[[(s.positions, s.scores) for s in h] for h in x] for x in state.heads])
+    return kept, [np.concatenate(each, axis=1) for each in outs.values()]
+
+
+DIFFKV = [name for name, preset in PRESETS.items() if preset.policy == "diffkv"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", swept(DIFFKV, 1))
+def test_chunks_leave_what_whole_prompts_leave(name):
+    whole, chunks = run(name, WHOLE, 72), run(name, IN_CHUNKS, 32)
+    assert chunks[0] == whole[0]
+    for ours, theirs in zip(chunks[1], whole[1], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("budget", "start", "left", "in_chunks", "rows", "after"),
+    [
+        (20, 0, 30, False, [(5, 16)], True),
+        (20, 16, 20, True, [(5, 20)], False),
+        (20, 0, 17, True, [(5, 17)], True),  # it goes whole beside another's chunks
+        (20, 0, 30, True, [], True),  # its chunks would need the stage as well
+        (16, 0, 17, False, [(5, 8)], True),  # or its last token would be alone
+        (7, 0, 30, False, [], False),
+    ],
+)
+def test_chunks_are_whole_tiles_of_one_prompt(budget, start, left, in_chunks, rows, after):
+    config = config_of(max_num_batched_tokens=32)
+    room = PrefillRoom(config, budget, in_chunks)
+    room.add(5, left, 0, start)
+    assert (room.rows, room.in_chunks, room.refused) == (rows, after, not rows)
+
+
+def config_of(**changes: Any) -> EngineConfig:
+    options = {"prompt_tile": TILE}
+    given = {"max_num_seqs": 4, "max_model_len": 64, "page_size": 4, "policy_options": options}
+    return EngineConfig(**(given | {"policy": "diffkv"} | changes))
+
+
+def test_steps_hold_a_tile_or_the_longest_prompt():
+    assert config_of().chunked_prefill
+    assert config_of(max_num_batched_tokens=12).chunked_prefill
+    with pytest.raises(ValueError, match=r"a prefill tile of policy 'diffkv' \(9 tokens\) beside"):
+        config_of(max_num_batched_tokens=11)
+    wide = {"policy_options": {"prompt_tile": 64}}
+    assert not config_of(max_num_batched_tokens=64, **wide).chunked_prefill
