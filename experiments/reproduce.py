@@ -8,16 +8,23 @@ Arguments name studies or papers by how their names begin. --list shows, of each
 scale, what it needs, and the state of the result in --output_dir: none, partial, stale if flags,
 sources or package versions changed since, or its verdict. A study whose result is whole and not
 stale is not run again, and one that was cut goes on: the same command resumes. --stale runs just
-those whose result is stale. Each writes to --output_dir/SCALE/NAME. summary.json there counts:
-rows, with_result, at_setting, claims_held, not_run, wrong_setting, failed.
+those whose result is stale. Each writes to --output_dir/SCALE/NAME. --jobs runs several at once,
+each in a process of its own: studies that a clock decides then wait, and run alone.
+
+summary.json there counts: rows, with_result, at_setting, claims_held, not_run, wrong_setting,
+failed. With simulated studies it also has simulated_hour_s: processor seconds that an hour of
+vLLM's Fig. 12a takes, simulated as those studies are.
 """
 
 import functools
 import importlib
 import json
+import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +33,13 @@ from experiments.lib.program import Program, Refused, refusals
 from experiments.lib.shipped import ROOT
 from experiments.lib.sources import sources_hash
 from experiments.lib.typed_flags import Flags, arguments, flag
-from experiments.study import KINDS, Study
+from experiments.papers.vllm import opt
+from experiments.study import KINDS, Study, shown
 from paged.checks import described
 
 FOLDERS = ("experiments/papers/*", "experiments/bench")
 NONE, PARTIAL, STALE = "no result", "partial", "stale"
+UNTIMED = ("counted", "simulated")  # kinds whose results do not depend on who else computes
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class ReproduceFlags(Flags):
     all: bool = flag(False, "all studies, of --kind if that is given")
     list: bool = flag(False, "list the studies, and run none")
     stale: bool = flag(False, "only those whose result is stale")
+    jobs: int = flag(1, "studies that run at once; 0: one a core", least=0)
     output_dir: str = flag("results/reproduce", "folder of the results")
 
 
@@ -49,9 +59,14 @@ def studies() -> dict[str, Study]:
     found: dict[str, Study] = {}
     for path in sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.py")):
         if "STUDY = " in path.read_text():
-            module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-            found[module.STUDY.name] = module.STUDY
+            study = _of_file(path)
+            found[study.name] = study
     return found
+
+
+def _of_file(path: str | Path) -> Study:
+    module = ".".join(Path(path).relative_to(ROOT).with_suffix("").parts)
+    return importlib.import_module(module).STUDY
 
 
 def chosen(names: Sequence[str], kinds: Sequence[str]) -> list[Study]:
@@ -151,24 +166,59 @@ def main(flags: ReproduceFlags, _: None) -> int:
     if flags.list:
         print(table((study, at) for study, at, _ in found()))
         return 0
-    status = 0
-    for number, (study, at, _report) in enumerate(found(), start=1):
-        print(f"[{number} of {len(wanted)}] {study.name}: ", end="", flush=True)
+    status, todo = 0, []
+    for study, at, _ in found():
         if study.kind == "not run":
-            print(f"not run; needs {study.needs}: {study.command}")
+            print(f"{study.name}: not run; needs {study.needs}: {study.command}")
         elif at not in (NONE, PARTIAL, STALE):
-            print(f"{at}; the result stands")
+            print(f"{study.name}: {at}; the result stands")
         else:
-            print(f"{at}; {study.minutes[flags.scale == 'full']:g} minutes on two cores")
-            ended = _run(study, flags.scale, folders[study.name])
-            status = status or ended
-            if ended > 128:  # a signal
-                break
+            todo.append(study)
+    for ended in run_all(todo, flags.scale, folders, flags.jobs or os.cpu_count() or 1):
+        status = status or ended
+        if ended > 128:  # a signal
+            break
     of = found()
-    run_record.write_json(folder, "summary.json", counts(of))
+    numbers: dict[str, float] = dict(counts(of))
+    if status <= 128 and any(study.kind == "simulated" for study in wanted):
+        numbers["simulated_hour_s"] = opt.hour_s()
+    run_record.write_json(folder, "summary.json", numbers)
     print(table((study, at) for study, at, _ in of))
-    print(", ".join(f"{name} {count}" for name, count in counts(of).items()))
+    print(", ".join(f"{name} {shown(number)}" for name, number in numbers.items()))
     return status
+
+
+def run_all(
+    wanted: Sequence[Study], scale: Any, folders: Mapping[str, Path], jobs: int
+) -> Iterator[int]:
+    """The exit status of each study when it has ended, longest first if several run at once; those
+    of other kinds than UNTIMED run alone, after the others."""
+    full = scale == "full"
+    together = [study for study in wanted if jobs > 1 and study.kind in UNTIMED]
+    together.sort(key=lambda study: study.minutes[full], reverse=True)
+    if together:
+        # A process of its own each: what one leaves in memory is nobody else's.
+        spawn, most = get_context("spawn"), min(jobs, len(together))
+        pool = ProcessPoolExecutor(most, spawn, max_tasks_per_child=1)
+        try:
+            running = {
+                pool.submit(_run_file, study.file, scale, folders[study.name]): study.name
+                for study in together
+            }
+            for number, future in enumerate(as_completed(running), 1):
+                print(f"[{number} of {len(wanted)}] {running[future]} has ended", flush=True)
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    alone = [study for study in wanted if study not in together]
+    for number, study in enumerate(alone, 1 + len(together)):
+        minutes = f"{study.minutes[full]:g} minutes on two cores"
+        print(f"[{number} of {len(wanted)}] {study.name}: {minutes}", flush=True)
+        yield _run(study, scale, folders[study.name])
+
+
+def _run_file(file: str, scale: Any, folder: Path) -> int:
+    return _run(_of_file(file), scale, folder)
 
 
 def _run(study: Study, scale: Any, folder: Path) -> int:

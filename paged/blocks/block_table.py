@@ -93,8 +93,8 @@ class BlockTables:
         A last block that is shared and not full is replaced by a new one (copy-on-write, §4.4).
         Returns (source, destination) pairs of blocks, which the device must copy before it writes.
         """
-        copies = []
-        for slot in slots[self._copies_tail(slots, num_tokens)]:
+        copies: list[tuple[int, int]] = []
+        for slot in slots[self._copies_tail(slots, num_tokens)] if self._forked else ():
             last = self.num_blocks[slot] - 1
             source = self.blocks[slot, last : last + 1].copy()
             # An earlier iteration may have made this sequence the only owner.
@@ -103,7 +103,7 @@ class BlockTables:
                 self.pool.release(source)
                 copies.append((int(source[0]), int(self.blocks[slot, last])))
         growth = self.blocks_for(num_tokens) - self.num_blocks[slots]
-        grows = np.flatnonzero(growth > 0)  # Few, while sequences generate.
+        grows = (growth > 0).nonzero()[0]  # Few, while sequences generate.
         if len(grows):
             growing, growth = slots[grows], growth[grows]
             have = self.num_blocks[growing]

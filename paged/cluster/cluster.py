@@ -13,7 +13,7 @@ from models.config import ModelConfig
 from paged.adapters.adapter import Adapter
 from paged.adapters.known import KnownAdapters
 from paged.checks import is_text, refusal
-from paged.cluster.messages import ClusterRequest, Event, Figures, Lost, Progress, Status
+from paged.cluster.messages import ClusterRequest, Event, Figures, Grown, Lost, Progress, Status
 from paged.cluster.runner import Runner
 from paged.cluster.scheduler import (
     ClusterState,
@@ -181,6 +181,8 @@ class Cluster:
                 return
             if isinstance(event, Progress):
                 self._progress(uuid, event)
+            elif isinstance(event, Grown):
+                self._grown(event)
             elif isinstance(event, Status):
                 self._status(self.state.gpus[uuid], event)
             elif isinstance(event, Figures):
@@ -244,16 +246,31 @@ class Cluster:
             self.state.gpus[uuid].remove(job)
             self._end(job, output)
 
+    def _grown(self, event: Grown) -> None:
+        now = self._now()
+        for request_id, attempt, start, tokens in event.requests:
+            job = self.jobs.get(request_id)
+            if job is None or job.attempt != attempt:
+                continue
+            known = job.known[0].tokens
+            assert len(known) == start, "a token is lost or repeated"
+            known += tokens
+            self.num_tokens += len(tokens)
+            if job.first_token_s is None:
+                job.first_token_s = now
+
     def _status(self, gpu: Gpu, status: Status) -> None:
         gpu.free_tokens = status.free_tokens
         self.num_adapter_loads += status.adapter_loads - gpu.adapter_loads
         gpu.adapter_loads = status.adapter_loads
-        for counted in status.working_set & gpu.promised.keys():
+        for counted in [each for each in gpu.promised if each in status.working_set]:
             del gpu.promised[counted]
+        if status.newest is None:
+            return
         # While it has not seen a cancellation, its memory will be freed without another one.
         ours = {(name, job.attempt) for name, job in gpu.working_set.items()}
         victim = newest(gpu)
-        if status.newest is None or victim is None or not status.working_set <= ours:
+        if victim is None or not status.working_set <= ours:
             return
         if self.state.limits.moves:
             self._take_away(victim)

@@ -51,6 +51,16 @@ class Progress(NamedTuple):
     refused: str | None = None
 
 
+class Grown(NamedTuple):
+    """What a step has given to requests of one sequence that go on and tell nothing but tokens, as
+    nearly all do.
+
+    requests: (request id, attempt, number of output tokens before, tokens) of each.
+    """
+
+    requests: list[tuple[str, int, int, list[int]]]
+
+
 @dataclass(frozen=True)
 class Status:
     """A runner after a step, and from time to time while it idles.
@@ -82,4 +92,4 @@ class Lost:
     reason: str
 
 
-Event = Progress | Status | Figures | Lost
+Event = Progress | Grown | Status | Figures | Lost

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from paged.cluster.messages import ClusterRequest, Event, Figures, Growth, Progress, Status
+from paged.cluster.messages import ClusterRequest, Event, Figures, Grown, Growth, Progress, Status
 from paged.decode_runs import Ahead
 from paged.engine import Engine
 from paged.requests.sequence import RequestOutput, Sequence, SequenceGroup, SequenceOutput
@@ -49,18 +49,25 @@ class _Attempt:
 class EngineRunner:
     """Runs an engine; other threads may call `add`, `cancel` and `close`, which the engine sees
     between two steps. keep_records: whether the engine keeps the records of all that it has done,
-    or they are added up in `tally`. tells_status: whether a status follows what is new; it takes
-    time, as all who wait are counted.
+    or they are added up in `tally`. tells_status: whether a status follows what is new, as a
+    cluster needs it; it takes time, as all who wait are counted. Such a runner tells most tokens in
+    a `Grown` a step, and others in a `Progress` a request. tells_figures: whether there are
+    `Figures` too.
     """
 
-    def __init__(self, engine: Engine, keep_records: bool = False, tells_status: bool = True):
+    def __init__(
+        self, engine: Engine, keep_records: bool = False, tells_status: bool = True,
+        tells_figures: bool = True,
+    ):  # fmt: skip
         self.engine, self._keep_records = engine, keep_records
         self._tells_status = tells_status
+        self._tells_figures = tells_figures and tells_status and not keep_records
         self.tally = Tally(engine)
         self._next_figures_s = 0.0
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events: list[Event] = []  # that nobody has been told yet
         self._attempts: dict[str, _Attempt] = {}
+        self._working_set: frozenset[tuple[str, int]] | None = None  # None: attempts have changed
         self._closed = False
 
     def add(self, request: ClusterRequest, attempt: int, grows: bool = True) -> None:
@@ -78,6 +85,7 @@ class EngineRunner:
         """Say nothing more of requests that the engine has lost in a failure."""
         for request_id in request_ids:
             self._attempts.pop(request_id, None)
+        self._working_set = None
 
     def close(self) -> None:
         """End `run`."""
@@ -125,6 +133,7 @@ class EngineRunner:
         ended = {output.request_id: output for output in outputs}
         slots = self.engine.scheduler.slots
         known, newest = slots.known.tolist(), slots.newest().tolist()
+        grown: list[tuple[str, int, int, list[int]]] = []
         for request_id, attempt in list(self._attempts.items()):
             output, plain = ended.get(request_id), attempt.plain
             if plain is not None and output is None and plain.slot >= 0 and attempt.grows:
@@ -135,17 +144,21 @@ class EngineRunner:
                     one = count == start + 1
                     tokens = [newest[plain.slot]] if one else self._tokens(plain, start)
                     attempt.sent[0] = count
-                    growth = Growth(0, start, SequenceOutput(tokens, "", None))
-                    self._events.append(Progress(request_id, attempt.number, (growth,)))
+                    grown.append((request_id, attempt.number, start, tokens))
                 continue
             told_enough = not attempt.grows and any(attempt.sent)
             if output is None and (told_enough or attempt.group.first_token_s is None):
                 continue
-            grown = tuple(self._growth(attempt))
-            if grown or output is not None:
-                self._events.append(Progress(request_id, attempt.number, grown, output))
+            growth = tuple(self._growth(attempt))
+            if growth or output is not None:
+                self._events.append(Progress(request_id, attempt.number, growth, output))
             if output is not None:
                 del self._attempts[request_id]
+                self._working_set = None
+        if self._tells_status and grown:
+            self._events.append(Grown(grown))
+        elif grown:
+            self._events += [_progress(*each) for each in grown]
         if not self._keep_records:
             self.tally.count()
         events, self._events = self._events, []
@@ -181,11 +194,13 @@ class EngineRunner:
         self._attempts[request.request_id] = _Attempt(
             request, attempt, group, sent, ended, plain, grows
         )
+        self._working_set = None
 
     def _cancel(self, request_id: str, attempt: int) -> None:
         running = self._attempts.get(request_id)
         if running is not None and running.number == attempt:
             del self._attempts[request_id]
+            self._working_set = None
             if request_id in self.engine.requests.unfinished:  # a failure may have ended it
                 self.engine.abort(request_id)
 
@@ -222,8 +237,7 @@ class EngineRunner:
 
     def _figures(self) -> Iterator[Figures]:
         """None where nobody counts, or too soon."""
-        now = time.monotonic()
-        if not self._keep_records and now >= self._next_figures_s:
+        if self._tells_figures and (now := time.monotonic()) >= self._next_figures_s:
             self._next_figures_s = now + FIGURES_S
             yield Figures(self.tally.stats(), replace(self.tally.totals))
 
@@ -241,10 +255,18 @@ class EngineRunner:
         starved = any(group.num_preemptions and admits(group) for group in waiting)
         if starved and len(attempts) > 1:
             newest = max(attempts, key=lambda attempt: attempt.request.order).request.request_id
+        if self._working_set is None:
+            pairs = ((name, attempt.number) for name, attempt in self._attempts.items())
+            self._working_set = frozenset(pairs)
         return Status(
-            working_set=frozenset((each.request.request_id, each.number) for each in attempts),
+            working_set=self._working_set,
             free_tokens=free,
             newest=newest,
             resident_adapters=frozenset(store.ready if store else ()),
             adapter_loads=store.num_loads if store else 0,
         )
+
+
+def _progress(request_id: str, attempt: int, start: int, tokens: list[int]) -> Progress:
+    """Of a request in `Grown`."""
+    return Progress(request_id, attempt, (Growth(0, start, SequenceOutput(tokens, "", None)),))

@@ -90,10 +90,8 @@ class Job:
         known, new = self.known[growth.index], growth.output
         assert len(known.tokens) == growth.start, "a token is lost or repeated"
         known.tokens.extend(new.tokens)
-        # Most tokens change nothing else, and there are many.
-        if (new.finish_reason, new.logprobs, new.score) != (None, None, None):
-            logprobs = None if new.logprobs is None else [*(known.logprobs or []), *new.logprobs]
-            self.known[growth.index] = replace(new, tokens=known.tokens, logprobs=logprobs)
+        logprobs = None if new.logprobs is None else [*(known.logprobs or []), *new.logprobs]
+        self.known[growth.index] = replace(new, tokens=known.tokens, logprobs=logprobs)
 
     def as_it_is(self) -> ClusterRequest:
         """The request with the output so far, which later tokens leave unchanged."""

@@ -3,10 +3,9 @@
 import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from models.config import ModelConfig
 from paged.clock import VirtualClock
@@ -17,6 +16,23 @@ from paged.config import EngineConfig
 from paged.decode_runs import Ahead
 from paged.engine import Engine
 from paged.requests.sequence import RequestOutput
+
+
+@dataclass
+class _Reported:
+    """The steps of an `Ahead`, and how many of them have been reported."""
+
+    ends_s: list[float]
+    free: list[int]
+    reported: int = 0
+
+    def by(self, now: float) -> int:
+        """How many have been reported; time only goes on."""
+        ends, reported = self.ends_s, self.reported
+        while reported < len(ends) and ends[reported] <= now:
+            reported += 1
+        self.reported = reported
+        return reported
 
 
 class SimulatedCluster:
@@ -38,11 +54,12 @@ class SimulatedCluster:
         skip: bool = True, keep_outputs: bool = True,
     ):  # fmt: skip
         self._runners = {
-            uuid: EngineRunner(engine, keep_records) for uuid, engine in engines.items()
+            uuid: EngineRunner(engine, keep_records, tells_figures=False)
+            for uuid, engine in engines.items()
         }
         self.cluster = Cluster(self._runners, model, config, tokenizer, lambda: self.now)
         self._rebalance_s, self._skip, self._keep_outputs = rebalance_s, skip, keep_outputs
-        self._ahead: dict[str, Ahead] = {}  # of the runners that are in a run of decode steps
+        self._ahead: dict[str, _Reported] = {}  # of the runners in a run of decode steps
         self.now = 0.0
 
     def serve(
@@ -78,25 +95,24 @@ class SimulatedCluster:
         def begin(uuid: str) -> None:
             steps.add(uuid)
             if (ahead := self._steps_ahead(uuid)) is not None:
-                self._ahead[uuid] = ahead
-                at(float(ahead.ends_s[-1]), partial(end, uuid, ahead))
+                run = self._ahead[uuid] = _Reported(ahead.ends_s.tolist(), ahead.free.tolist())
+                at(run.ends_s[-1], partial(end, uuid, run))
                 return
             when, events = self._step(self._runners[uuid])
             at(when, partial(report, uuid, events))
 
-        def end(uuid: str, ahead: Ahead) -> None:
-            if self._ahead.get(uuid) is ahead:  # otherwise it was cut
+        def end(uuid: str, run: _Reported) -> None:
+            if self._ahead.get(uuid) is run:  # otherwise it was cut
                 del self._ahead[uuid]
-                report(uuid, self._runners[uuid].take(float(ahead.ends_s[-1])))
+                report(uuid, self._runners[uuid].take(run.ends_s[-1]))
 
         def cut(*uuids: str) -> None:
             """Take the steps of runs so far; the one that has begun is reported when it ends."""
             for uuid in uuids:
-                ahead, runner = self._ahead.pop(uuid), self._runners[uuid]
-                reported = int(np.searchsorted(ahead.ends_s, self.now, side="right"))
-                if reported:
-                    self.cluster.receive(uuid, runner.take(float(ahead.ends_s[reported - 1])))
-                when = float(ahead.ends_s[reported])
+                run, runner = self._ahead.pop(uuid), self._runners[uuid]
+                if reported := run.by(self.now):
+                    self.cluster.receive(uuid, runner.take(run.ends_s[reported - 1]))
+                when = run.ends_s[reported]
                 at(when, partial(report, uuid, runner.take(when)))
 
         steps: set[str] = set()  # runners whose next events are on the heap
@@ -120,9 +136,9 @@ class SimulatedCluster:
 
     def _look_at_runs(self) -> None:
         """Bring the free memory of runners in a run to what they have said by now."""
-        for uuid, ahead in self._ahead.items():
-            if reported := int(np.searchsorted(ahead.ends_s, self.now, side="right")):
-                self.cluster.state.gpus[uuid].free_tokens = int(ahead.free[reported - 1])
+        for uuid, run in self._ahead.items():
+            if reported := run.by(self.now):
+                self.cluster.state.gpus[uuid].free_tokens = run.free[reported - 1]
 
     def _steps_ahead(self, uuid: str) -> Ahead | None:
         """Of a runner that is between two steps; None if there are not several, or where steps are

@@ -134,8 +134,8 @@ STUDY = Study(
     values=values,
     paper={"weights_share": 0.65, "kv_share": (0.3, 0.35)},
     draw=draw,
-    quick={"duration_s": 300.0},
-    minutes=(2, 40),
+    quick={"duration_s": 300.0, "knobs": False},
+    minutes=(0.5, 8),
     size=(10, 3.4),
 )
 

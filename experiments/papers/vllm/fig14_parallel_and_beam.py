@@ -34,7 +34,7 @@ PAPER = {
 @dataclass(frozen=True)
 class SharingFlags(RateFlags):
     panels: tuple[str, ...] = flag(tuple(PANELS), "of the figure", choices=tuple(PANELS))
-    duration_s: float = flag(3600.0, "seconds of arrivals; an hour is the paper's", least=1)
+    duration_s: float = flag(120.0, "seconds of arrivals; an hour is the paper's", least=1)
 
 
 def cases_of(name: str, flags: SharingFlags) -> list[Case]:
@@ -85,7 +85,8 @@ STUDY = Study(
     setting=Setting(
         opt.setting("13b", "vllm"),
         "lengths are log-normal, with a sigma calibrated on Fig. 13's Orca (Oracle); ancestries of "
-        "beams are those of the bundled model; Orca's copies between beams take no time",
+        "beams are those of the bundled model; Orca's copies between beams take no time; arrivals "
+        "last two minutes for an hour",
         "paper",
     ),
     flags=SharingFlags,
@@ -97,7 +98,7 @@ STUDY = Study(
     table=rates.table,
     check=lambda flags: flags.require_some("panels"),
     quick={"duration_s": 30.0, "knobs": False},
-    minutes=(4, 240),
+    minutes=(4, 30),
     size=(12.6, 6.8),
 )
 

@@ -83,8 +83,8 @@ STUDY = Study(
     draw=rates.draw,
     table=rates.table,
     tolerance=TOLERANCE,
-    quick={"duration_s": 600.0},
-    minutes=(2, 30),
+    quick={"duration_s": 600.0, "knobs": False},
+    minutes=(1, 15),
     size=(5, 3.6),
 )
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -228,6 +229,14 @@ def run(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -> Row:
         requests=len(records),
         simulated_s=seconds,
     )
+
+
+def hour_s() -> float:
+    """Processor seconds that it takes to simulate vLLM's hour of Fig. 12a at 2 requests/s."""
+    case = Case("13b", "sharegpt", "vllm", 2.0, calibrated("sharegpt"), 3600.0)
+    began = time.process_time()
+    run(case)
+    return time.process_time() - began
 
 
 def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:

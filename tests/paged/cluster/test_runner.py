@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 from paged.adapters.adapter import Adapter
-from paged.cluster.messages import ClusterRequest, Progress, Status
+from paged.cluster.messages import ClusterRequest, Grown, Growth, Progress, Status
 from paged.cluster.runner import EngineRunner
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import SequenceOutput
 from tests.paged.hashing_executor import HashingExecutor, TwinLoads, generate, tag_of
 from tests.paged.tiny import TINY
 
@@ -28,9 +29,17 @@ def request(name: str, order: int = 0, prompt: int = 5, how: SamplingParams = HO
 
 
 def step(runner: EngineRunner) -> tuple[list[Progress], Status]:
-    *progress, status = runner.step()
+    *events, status = runner.step()
     assert isinstance(status, Status)
-    return [event for event in progress if isinstance(event, Progress)], status
+    told = []
+    for event in events:
+        if isinstance(event, Progress):
+            told.append(event)
+        elif isinstance(event, Grown):
+            for name, attempt, start, tokens in event.requests:
+                growth = Growth(0, start, SequenceOutput(tokens, "", None))
+                told.append(Progress(name, attempt, (growth,)))
+    return told, status
 
 
 def test_growth_is_the_output_piece_by_piece():

@@ -1,0 +1,283 @@
+"""How long a run takes in simulated time, with this machine's own rates, beside the run itself.
+
+    python -m experiments.bench.simulated_clock
+
+The engine serves each trace on this device, and again in simulated time:
+
+    demo      tasks' prompts that arrive at random, as in configs/demo.flags
+    sharegpt  ShareGPT's lengths, all at once, as in configs/sharegpt.flags
+    diffkv    the demo's prompts over DiffKV's pages
+
+Two questions. Is the schedule the same? The run's log is replayed on a simulated device, and every
+event must be the same. Is the clock right? The requests are served again, with as many tokens as
+they got, by an engine whose steps take what this machine's steps take by size (`Rates`). The rates
+are fitted to steps of other requests, which the same engine serves before and after the trace, so
+that a slow spell of the machine meets both. They are means: of a busy machine too, sums are right.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from matplotlib.figure import Figure
+from scipy.optimize import nnls
+
+from experiments import serve
+from experiments.diff_events import first_difference
+from experiments.lib import shipped
+from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.event_log import read_log, write_log
+from experiments.lib.typed_flags import Flags, flag
+from experiments.replay import replay, simulated_engine
+from experiments.study import Run, Setting, Study, Values
+from experiments.workloads import workloads
+from experiments.workloads.workloads import Request, Vocabulary, WorkloadConfig
+from models import checkpoint, load_tokenizer
+from paged.device.step_inputs import StepInputs
+from paged.engine import Engine
+from paged.simulator.executor import SimulatedExecutor
+
+PROMPTS = WorkloadConfig(
+    f"prompts:{shipped.found('configs/demo_prompts.jsonl')}", num_requests=48, request_rate=16
+)
+DEMO = {
+    "max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 256,
+    "max_prefills_per_step": 4, "page_size": 16, "kv_cache_tokens": 8192,
+}  # fmt: skip
+SHAREGPT = {
+    "max_model_len": 2048, "max_num_seqs": 32, "max_num_batched_tokens": 256, "page_size": 16,
+    "kv_cache_tokens": 16_384,
+}  # fmt: skip
+DIFFKV = DEMO | {
+    "policy": "diffkv", "policy_options": {"alpha_h": 1.0, "alpha_l": 0.02},
+    "chunked_prefill": False, "max_num_batched_tokens": 1024, "max_prefills_per_step": 1,
+}  # fmt: skip
+TRACES = {
+    "demo": (PROMPTS, DEMO),
+    "sharegpt": (WorkloadConfig("sharegpt"), SHAREGPT),
+    "diffkv": (PROMPTS, DIFFKV),
+}
+# Prompt and output of the requests whose steps are measured, at most.
+MEASURED = {"demo": (900, 60), "sharegpt": (700, 350), "diffkv": (900, 60)}
+TOLERANCE = 0.15
+
+
+@dataclass(frozen=True)
+class ClockFlags(Flags):
+    traces: tuple[str, ...] = flag(tuple(TRACES), "that are served", choices=tuple(TRACES))
+    requests: int = flag(64, "of each trace at most", least=1)
+    measured: int = flag(16, "requests before and after, whose steps are measured", least=1)
+    seed: int = flag(1, "of the requests whose steps are measured", least=0)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds that a step takes by its size: the clock of a `SimulatedExecutor`.
+
+    step_s, prefill_step_s: of any step, and of one with prompts besides.
+    prefill_token_s, decode_row_s: of a token and a row that are computed, padding included.
+    cached_token_s: of a token that a generating row reads.
+    pair_s: of a query and a key of a prompt.
+    """
+
+    step_s: float
+    prefill_step_s: float
+    prefill_token_s: float
+    decode_row_s: float
+    cached_token_s: float
+    pair_s: float
+
+    @classmethod
+    def fit(cls, sizes: np.ndarray, seconds: np.ndarray) -> "Rates":
+        """Least squares, none below 0. sizes: [n, 6] of `size_of`. seconds: [n]."""
+        scale = np.maximum(sizes.max(0), 1.0)
+        return cls(*(nnls(sizes / scale, seconds)[0] / scale).tolist())
+
+    def __call__(self, inputs: StepInputs) -> float:
+        return float(size_of(inputs) @ [getattr(self, field.name) for field in fields(self)])
+
+
+def size_of(inputs: StepInputs) -> np.ndarray:
+    """What each of `Rates` is multiplied with [6]."""
+    prompts, prefill = inputs.num_prefill_rows, inputs.num_prefill_tokens
+    lengths = np.asarray(inputs.lengths, np.float64)
+    new = np.diff(np.asarray(inputs.query_starts, np.float64))
+    pairs = new * (lengths[:prompts] - new) + new * (new + 1) / 2
+    rows = len(lengths) - prompts
+    return np.array([1, prefill > 0, prefill, rows, lengths[prompts:].sum(), pairs.sum()])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trace, run and simulated. same_schedule: of the run's log and its replay. error: of the
+    simulated duration. step_error: of the steps that the rates are fitted to, mean of the relative
+    errors. steps, steps_simulated: of the trace."""
+
+    trace: str
+    requests: int
+    same_schedule: bool
+    seconds: float
+    simulated_s: float
+    error: float
+    step_error: float
+    steps: int
+    steps_simulated: int
+    events: int
+    step_s: float
+    prefill_step_s: float
+    prefill_token_s: float
+    decode_row_s: float
+    cached_token_s: float
+    pair_s: float
+
+
+def measured_requests(
+    count: int, longest: tuple[int, int], vocab_size: int, seed: int
+) -> list[Request]:
+    """All at once, of lengths up to `longest`."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, np.array(longest) + 1, (count, 2)).tolist()
+    return [
+        Request(
+            0.0, rng.integers(vocab_size // 2, vocab_size, prompt).tolist(), output, ignore_eos=True
+        )
+        for prompt, output in lengths
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine has done with requests. outputs: tokens of each."""
+
+    seconds: float
+    first_step: int
+    outputs: list[int]
+
+
+def serve_all(engine: Engine, requests: Sequence[Request]) -> Served:
+    start_s, first = engine.executor.clock.now(), len(engine.metrics.steps)
+    outputs = serve.run(engine, requests, progress=False)
+    ends = [record.finish_s for record in engine.metrics.requests[-len(requests) :]]
+    return Served(max(ends) - start_s, first, [len(output.tokens) for output in outputs])
+
+
+def compare(
+    name: str, engine: Engine, requests: Sequence[Request], measured: Sequence[Sequence[Request]]
+) -> Row:
+    """Serve a trace on a warm engine, between the requests whose steps are measured, and in
+    simulated time."""
+    sizes: list[np.ndarray] = []
+    execute = engine.executor.execute
+
+    def watched(inputs: StepInputs):
+        sizes.append(size_of(inputs))
+        return execute(inputs)
+
+    engine.executor.execute = watched  # type: ignore[method-assign]
+    _, of_trace, after = (serve_all(engine, each) for each in (measured[0], requests, measured[1]))
+    others = [*range(of_trace.first_step), *range(after.first_step, len(sizes))]
+    fitted = np.array([sizes[i] for i in others])
+    seconds = np.array([engine.metrics.steps[i].device_s for i in others])
+    rates = Rates.fit(fitted, seconds)
+    told = fitted @ list(vars(rates).values())
+    executor = SimulatedExecutor(rates, vocab_size=engine.model.vocab_size)
+    simulated = Engine(engine.model, engine.config, executor, engine.tokenizer)
+    again = serve_all(simulated, [
+        replace(request, max_tokens=length, ignore_eos=True, stop=())
+        for request, length in zip(requests, of_trace.outputs, strict=True)
+    ])  # fmt: skip
+    return Row(
+        trace=name,
+        requests=len(requests),
+        same_schedule=_replays(engine),
+        seconds=of_trace.seconds,
+        simulated_s=again.seconds,
+        error=again.seconds / of_trace.seconds - 1,
+        step_error=float(np.mean(np.abs(told / seconds - 1))),
+        steps=after.first_step - of_trace.first_step,
+        steps_simulated=len(simulated.metrics.steps),
+        events=len(engine.events),
+        **vars(rates),
+    )
+
+
+def _replays(engine: Engine) -> bool:
+    """Whether all that the engine has done is done again in simulated time."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = read_log(write_log(folder, "events.jsonl", engine.events))
+    events = replay(simulated_engine(log, engine.model, engine.tokenizer), log)
+    return first_difference(log, events) is None
+
+
+def measure(flags: ClockFlags, run: Run) -> Iterator[Row]:
+    model, tokenizer = checkpoint.load_config("bundled"), load_tokenizer("bundled")
+
+    def trace(name: str) -> Row:
+        asked, config_fields = TRACES[name]
+        config = engine_config(model, **config_fields)
+        asked = replace(asked, num_requests=min(flags.requests, asked.num_requests))
+        vocabulary = Vocabulary(tokenizer, model.vocab_size, config.max_model_len)
+        requests = workloads.load(asked, vocabulary).requests
+        engine = load_engine(config, tokenizer)
+        engine.warm_up(progress=False)
+        measured = [
+            measured_requests(flags.measured, MEASURED[name], model.vocab_size, flags.seed + i)
+            for i in range(2)
+        ]
+        return compare(name, engine, requests, measured)
+
+    for name in flags.traces:
+        yield run.once(trace, name)
+
+
+def values(_: ClockFlags, rows: Sequence[Row]) -> Values:
+    found: dict[str, float] = {}
+    for row in rows:
+        found |= {
+            f"{row.trace}_error": row.error,
+            f"{row.trace}_same_schedule": float(row.same_schedule),
+            f"{row.trace}_seconds": row.seconds,
+            f"{row.trace}_simulated_s": row.simulated_s,
+        }
+    return found
+
+
+def holds(found: Mapping[str, float]) -> bool:
+    same = all(found[f"{trace}_same_schedule"] for trace in TRACES)
+    return same and all(abs(found[f"{trace}_error"]) <= TOLERANCE for trace in TRACES)
+
+
+def draw(_: ClockFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    axes = figure.subplots()
+    places = np.arange(len(rows))
+    axes.bar(places - 0.2, [row.seconds for row in rows], 0.4, label="run")
+    axes.bar(places + 0.2, [row.simulated_s for row in rows], 0.4, label="simulated")
+    axes.set_xticks(places, [row.trace for row in rows])
+    axes.set(ylabel="seconds", yscale="log")
+    axes.legend(frameon=False, fontsize="small")
+
+
+STUDY = Study(
+    __file__,
+    title="The simulated clock beside a real run",
+    kind="measured",
+    claim="a trace has the same schedule on a device and in simulated time, and with the device's "
+    "own rates takes as long",
+    rule=f"every event of a replay is the same, and durations agree within {TOLERANCE:.0%}, in all "
+    "of " + ", ".join(TRACES),
+    holds=holds,
+    setting=Setting("the bundled model (1.5M), float32, on this device", "", "paper"),
+    flags=ClockFlags,
+    row=Row,
+    measure=measure,
+    values=values,
+    draw=draw,
+    check=lambda flags: flags.require_some("traces"),
+    quick={"requests": 8, "measured": 6},
+    minutes=(3, 6),
+    size=(5, 3.4),
+)
+
+if __name__ == "__main__":
+    STUDY.run()
