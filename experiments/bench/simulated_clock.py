@@ -18,6 +18,7 @@ that a slow spell of the machine meets both. They are means: of a busy machine t
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -53,7 +54,7 @@ DIFFKV = DEMO | {
     "policy": "diffkv", "policy_options": {"alpha_h": 1.0, "alpha_l": 0.02},
     "chunked_prefill": False, "max_num_batched_tokens": 1024, "max_prefills_per_step": 1,
 }  # fmt: skip
-TRACES = {
+TRACES: dict[str, tuple[WorkloadConfig, dict[str, Any]]] = {
     "demo": (PROMPTS, DEMO),
     "sharegpt": (WorkloadConfig("sharegpt"), SHAREGPT),
     "diffkv": (PROMPTS, DIFFKV),
@@ -213,7 +214,7 @@ def _replays(engine: Engine) -> bool:
 def measure(flags: ClockFlags, run: Run) -> Iterator[Row]:
     model, tokenizer = checkpoint.load_config("bundled"), load_tokenizer("bundled")
 
-    def trace(name: str) -> Row:
+    def trace(name: str, flags: ClockFlags) -> Row:
         asked, config_fields = TRACES[name]
         config = engine_config(model, **config_fields)
         asked = replace(asked, num_requests=min(flags.requests, asked.num_requests))
@@ -228,7 +229,7 @@ def measure(flags: ClockFlags, run: Run) -> Iterator[Row]:
         return compare(name, engine, requests, measured)
 
     for name in flags.traces:
-        yield run.once(trace, name)
+        yield run.once(trace, name, flags)
 
 
 def values(_: ClockFlags, rows: Sequence[Row]) -> Values:
