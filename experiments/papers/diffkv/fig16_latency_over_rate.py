@@ -7,19 +7,17 @@ pages of 16 bits and with DiffKV in the same memory. Latency is that of a reques
 tokens, waiting included, the mean over requests (vLLM §6.1).
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lib import kept_runs, report
-from experiments.lib.sources import sources_hash
+from experiments.lib import report
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import gpu
 from experiments.papers.diffkv.gpu import DIFFKV, SERVERS, VLLM, SimulatedFlags
-from experiments.study import Run, Setting, Study, Values
+from experiments.study import Run, Setting, Study, Values, jobs_flag
 
 MODELS = ("llama-3-8b", "qwen2.5-32b")
 SYSTEMS = (VLLM, DIFFKV)
@@ -34,7 +32,7 @@ class RateFlags(SimulatedFlags):
     )
     most_output: int = flag(0, "tokens of an output; 0: the paper's limit", least=0)
     requests: int = flag(200, "at each rate", least=2)
-    jobs: int = kept_runs.jobs_flag()
+    jobs: int = jobs_flag()
 
     def __post_init__(self):
         super().__post_init__()
@@ -116,10 +114,7 @@ def cases(flags: RateFlags) -> Iterator[Case]:
 
 
 def measure(flags: RateFlags, run: Run) -> Iterator[Row]:
-    work = functools.partial(
-        kept_runs.kept, simulate, Row, folder=run.folder, sources=sources_hash(__file__)
-    )
-    yield from kept_runs.at_once(work, list(cases(flags)), flags.jobs)
+    yield from run.at_once(simulate, list(cases(flags)), flags.jobs)
 
 
 def values(_: RateFlags, rows: Sequence[Row]) -> Values:

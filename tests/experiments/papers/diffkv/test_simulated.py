@@ -57,7 +57,7 @@ def test_launches_are_indexed_reads_and_scans_with_what_they_touch():
 def test_a_batch_is_its_prompts_and_its_steps(tmp_path):
     study = fig15b_batch_latency.STUDY
     flags = fig15b_batch_latency.BatchFlags(models=("llama-3-8b",), tokens=(256,))
-    rows = {row.system: row for row in study.measure(flags, Run(tmp_path, study.row, "", False))
+    rows = {row.system: row for row in study.measure(flags, Run(tmp_path))
             if not row.knob}  # fmt: skip
     vllm = rows["vllm"]
     # 95 steps after the prompts', about as long as the last one; the prompts' is bound by products.
