@@ -18,6 +18,7 @@ that a slow spell of the machine meets both. They are means: of a busy machine t
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -53,7 +54,7 @@ DIFFKV = DEMO | {
     "policy": "diffkv", "policy_options": {"alpha_h": 1.0, "alpha_l": 0.02},
     "chunked_prefill": False, "max_num_batched_tokens": 1024, "max_prefills_per_step": 1,
 }  # fmt: skip
-TRACES = {
+TRACES: dict[str, tuple[WorkloadConfig, dict[str, Any]]] = {
     "demo": (PROMPTS, DEMO),
     "sharegpt": (WorkloadConfig("sharegpt"), SHAREGPT),
     "diffkv": (PROMPTS, DIFFKV),
@@ -210,25 +211,26 @@ def _replays(engine: Engine) -> bool:
     return first_difference(log, events) is None
 
 
-def measure(flags: ClockFlags, run: Run) -> Iterator[Row]:
+def served(flags: ClockFlags, name: str) -> Row:
+    """A trace, as the engine serves it and as it does in simulated time."""
     model, tokenizer = checkpoint.load_config("bundled"), load_tokenizer("bundled")
+    asked, config_fields = TRACES[name]
+    config = engine_config(model, **config_fields)
+    asked = replace(asked, num_requests=min(flags.requests, asked.num_requests))
+    vocabulary = Vocabulary(tokenizer, model.vocab_size, config.max_model_len)
+    requests = workloads.load(asked, vocabulary).requests
+    engine = load_engine(config, tokenizer)
+    engine.warm_up(progress=False)
+    measured = [
+        measured_requests(flags.measured, MEASURED[name], model.vocab_size, flags.seed + i)
+        for i in range(2)
+    ]
+    return compare(name, engine, requests, measured)
 
-    def trace(name: str) -> Row:
-        asked, config_fields = TRACES[name]
-        config = engine_config(model, **config_fields)
-        asked = replace(asked, num_requests=min(flags.requests, asked.num_requests))
-        vocabulary = Vocabulary(tokenizer, model.vocab_size, config.max_model_len)
-        requests = workloads.load(asked, vocabulary).requests
-        engine = load_engine(config, tokenizer)
-        engine.warm_up(progress=False)
-        measured = [
-            measured_requests(flags.measured, MEASURED[name], model.vocab_size, flags.seed + i)
-            for i in range(2)
-        ]
-        return compare(name, engine, requests, measured)
 
+def measure(flags: ClockFlags, run: Run) -> Iterator[Row]:
     for name in flags.traces:
-        yield run.once(trace, name)
+        yield run.once(served, flags, name)
 
 
 def values(_: ClockFlags, rows: Sequence[Row]) -> Values:
