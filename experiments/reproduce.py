@@ -167,7 +167,7 @@ def main(flags: ReproduceFlags, nowhere: None) -> int:
         print(table((study, at) for study, at, _ in found()))
         return 0
     status, todo = 0, []
-    for study, at, _ in found():
+    for study, at, _report in found():
         if study.kind == "not run":
             print(f"{study.name}: not run; needs {study.needs}: {study.command}")
         elif at not in (NONE, PARTIAL, STALE):
