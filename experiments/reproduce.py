@@ -148,7 +148,7 @@ def table(of: Iterable[tuple[Study, str]]) -> str:
     return "\n".join(lines)
 
 
-def main(flags: ReproduceFlags, _: None) -> int:
+def main(flags: ReproduceFlags, nowhere: None) -> int:
     folder = Path(flags.output_dir)
     with refusals():
         if not flags.studies and not (flags.all or flags.list):

@@ -76,6 +76,7 @@ class Run:
     def once[R](self, make: Callable[..., R], *case: Any) -> R:
         """`make(*case)`, a dataclass of the class that `make` is annotated with; or the row that it
         made of an equal case in an earlier run, while its sources were the same."""
+        assert not getattr(make, "__closure__", None), "a case is all that its row depends on"
         made_by = make.__qualname__, repr(case), sources_hash(inspect.getfile(make))
         digest = hashlib.sha256("\n".join(made_by).encode()).hexdigest()
         path = self.kept / f"{digest[:16]}.json"

@@ -211,25 +211,26 @@ def _replays(engine: Engine) -> bool:
     return first_difference(log, events) is None
 
 
-def measure(flags: ClockFlags, run: Run) -> Iterator[Row]:
+def served(flags: ClockFlags, name: str) -> Row:
+    """A trace, as the engine serves it and as it does in simulated time."""
     model, tokenizer = checkpoint.load_config("bundled"), load_tokenizer("bundled")
+    asked, config_fields = TRACES[name]
+    config = engine_config(model, **config_fields)
+    asked = replace(asked, num_requests=min(flags.requests, asked.num_requests))
+    vocabulary = Vocabulary(tokenizer, model.vocab_size, config.max_model_len)
+    requests = workloads.load(asked, vocabulary).requests
+    engine = load_engine(config, tokenizer)
+    engine.warm_up(progress=False)
+    measured = [
+        measured_requests(flags.measured, MEASURED[name], model.vocab_size, flags.seed + i)
+        for i in range(2)
+    ]
+    return compare(name, engine, requests, measured)
 
-    def trace(name: str, flags: ClockFlags) -> Row:
-        asked, config_fields = TRACES[name]
-        config = engine_config(model, **config_fields)
-        asked = replace(asked, num_requests=min(flags.requests, asked.num_requests))
-        vocabulary = Vocabulary(tokenizer, model.vocab_size, config.max_model_len)
-        requests = workloads.load(asked, vocabulary).requests
-        engine = load_engine(config, tokenizer)
-        engine.warm_up(progress=False)
-        measured = [
-            measured_requests(flags.measured, MEASURED[name], model.vocab_size, flags.seed + i)
-            for i in range(2)
-        ]
-        return compare(name, engine, requests, measured)
 
+def measure(flags: ClockFlags, run: Run) -> Iterator[Row]:
     for name in flags.traces:
-        yield run.once(trace, name, flags)
+        yield run.once(served, flags, name)
 
 
 def values(_: ClockFlags, rows: Sequence[Row]) -> Values:
