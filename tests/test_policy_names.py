@@ -17,8 +17,11 @@ OWN = (
     "pallas_kernels", "paged/kv_cache/lserve", "paged/kv_cache/diffkv", "experiments/papers",
 )  # fmt: skip
 REGISTRATIONS = ("paged/kv_cache/__init__.py", "experiments/policies.py")
-# Presets, and a study whose quick scale names some of them.
-CONFIGURATIONS = ("experiments/lib/presets.py", "experiments/composition.py")
+# Presets, and studies whose cases name some of them.
+CONFIGURATIONS = (
+    "experiments/lib/presets.py", "experiments/composition.py",
+    "experiments/bench/simulated_clock.py",
+)  # fmt: skip
 
 
 def names_in(source: str) -> Iterator[str]:
