@@ -57,13 +57,18 @@ def pool_of(layout: Layout, model: ShardedModel) -> Pool:
     )
 
 
+def host_table_width(layout: Layout) -> int:
+    """One entry, for the length of a prompt, if prompts come in chunks."""
+    return int(layout.staged > 0)
+
+
 def fits(layout: Layout, num_tokens: int, num_sequences: int) -> bool:
     return num_sequences * int(layout.worst(num_tokens)) <= layout.num_pages
 
 
 def sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
     layout = layout_of(config, model)
-    return EmptyCache((pool_of(layout, model),), 0, partial(fits, layout))
+    return EmptyCache((pool_of(layout, model),), host_table_width(layout), partial(fits, layout))
 
 
 class DiffKVHost:
@@ -226,7 +231,7 @@ class DiffKVHost:
 
     @property
     def table_width(self) -> int:
-        return int(self.layout.staged > 0)
+        return host_table_width(self.layout)
 
     def tables(self, slots, out: np.ndarray) -> None:
         """The tokens of prompts."""

@@ -120,7 +120,7 @@ def test_bad_flags_are_told_before_the_weights_are_read():
         "--api_keys=/no/keys": "/no/keys: No such file",
         "--api_keys=/dev/null": "--api_keys=/dev/null: the file is empty",
         "--chat_template=/no/template": "/no/template: No such file",
-        "--runners=0": "0 is not a positive integer",
+        "--runners=0": "--runners must be at least 1, not 0",
         "--adapters=models/bundled/adapters": "adapters need adapter_slots",
         "--adapters=3 --adapter_slots=2": "--adapters=3: random adapters need --output_dir",
         "--port=70000": "port",

@@ -72,9 +72,9 @@ def test_a_batch_is_its_prompts_and_its_steps(tmp_path):
     assert rows["diffkv"].attention_ms != vllm.attention_ms
 
 
-@pytest.mark.slow  # two engines in simulated time
+@pytest.mark.sweep  # 12,000 steps in simulated time
 def test_diffkv_runs_larger_batches_in_the_same_memory():
-    case = Case("qwq-32b", "vllm", "l40", "vllm", 1.0, 1.0, RECORDED, 0, 1024, 1)
+    case = Case("qwq-32b", "vllm", "l40", "vllm", 1.0, 1.0, RECORDED, 0, 8192, 1)
     vllm = simulate(case)
     diffkv = simulate(dataclasses.replace(case, system="diffkv"))
     assert diffkv.batch > vllm.batch

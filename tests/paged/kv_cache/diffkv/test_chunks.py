@@ -90,3 +90,12 @@ def test_steps_hold_a_tile_or_the_longest_prompt():
         config_of(max_num_batched_tokens=11)
     wide = {"policy_options": {"prompt_tile": 64}}
     assert not config_of(max_num_batched_tokens=64, **wide).chunked_prefill
+
+
+@pytest.mark.parametrize("chunks", [True, False])
+def test_sizes_are_those_of_the_host_half(chunks):
+    config = config_of(max_num_batched_tokens=12 if chunks else 80, chunked_prefill=chunks)
+    policy, model = policy_of("diffkv"), ShardedModel.split(TINY)
+    said, host = policy.sizes_of(config, model), policy.host(config, model)
+    assert said.table_width == host.table_width == chunks
+    assert said.pools == host.pools
