@@ -8,6 +8,8 @@ import pytest
 
 from experiments.lib.presets import PRESETS, TINY
 from paged.engine import EngineConfig
+from paged.kv_cache import policy_of
+from paged.kv_cache.policy import ShardedModel
 from paged.scheduling.admission import PrefillRoom
 from tests.paged.kv_cache.attention_driver import Chunks, Driver
 from tests.sweeps import swept
@@ -94,7 +96,10 @@ def test_steps_hold_a_tile_or_the_longest_prompt():
 
 @pytest.mark.parametrize("chunks", [True, False])
 def test_sizes_are_those_of_the_host_half(chunks):
-    config = config_of(max_num_batched_tokens=12 if chunks else 80, chunked_prefill=chunks)
+    options = {"prompt_tile": TILE, "low": "K4V4"}  # heads of 8 numbers fill whole words
+    config = config_of(
+        max_num_batched_tokens=12 if chunks else 80, chunked_prefill=chunks, policy_options=options
+    )
     policy, model = policy_of("diffkv"), ShardedModel.split(TINY)
     said, host = policy.sizes_of(config, model), policy.host(config, model)
     assert said.table_width == host.table_width == chunks
