@@ -22,6 +22,7 @@ from models import checkpoint
 from models import params as parameters
 from models.config import ModelConfig
 from models.families import family
+from tests.sweeps import swept
 
 LLAMA = ModelConfig(
     model_type="llama", vocab_size=512, hidden_size=64, intermediate_size=48, num_layers=2,
@@ -58,14 +59,17 @@ def compilations(tmp_path_factory) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("table", "config", "match", "tasks"),
-    [
-        (table2_longbench, LLAMA, "f1", LONGBENCH),
-        (table3_ruler, LLAMA, "contains", ("niah_multikey_1", "vt", "cwe", "fwe", "qa_1")),
-        (table4_long_chains, LLAMA, "contains", ("aime24", "math500") * 2 + ("math500",)),
-        (table8_longbench, LLAMA, "f1", LONGBENCH),
-        (diffkv_longbench, LLAMA, "f1", LONGBENCH),
-        (table3_thinking, QWEN, "contains", ("math", "gpqa", "aime24", "math", "gpqa")),
-    ],
+    swept(
+        [
+            (table2_longbench, LLAMA, "f1", LONGBENCH),
+            (table3_ruler, LLAMA, "contains", ("niah_multikey_1", "vt", "cwe", "fwe", "qa_1")),
+            (table4_long_chains, LLAMA, "contains", ("aime24", "math500") * 2 + ("math500",)),
+            (table8_longbench, LLAMA, "f1", LONGBENCH),
+            (diffkv_longbench, LLAMA, "f1", LONGBENCH),
+            (table3_thinking, QWEN, "contains", ("math", "gpqa", "aime24", "math", "gpqa")),
+        ],
+        1,
+    ),
 )
 def test_a_tables_command_runs_on_a_model_of_its_family(
     tmp_path, compilations, table, config, match, tasks
