@@ -67,12 +67,14 @@ class Moves:
         assert slot not in dict(self.slot_imports).values(), f"slot {slot} is not back yet"
         self.slot_exports.append((self.source_of(slot), key))
 
+    def copy_slot(self, parent: int, child: int) -> None:
+        """Copy a slot's state, from where it lies before these moves."""
+        self.slot_copies.append((self.source_of(parent), child))
+
     def source_of(self, slot: int) -> int:
-        """Where the slot's state lies before these moves."""
-        parents = {child: parent for parent, child in self.slot_copies}
-        while slot in parents:
-            slot = parents[slot]
-        return slot
+        """Where the slot's state lies before these moves. One look is enough: each pair's parent
+        has its own state there, even if it is the child of a later pair."""
+        return {child: parent for parent, child in self.slot_copies}.get(slot, slot)
 
     def release(self, slot: int) -> None:
         """The slot's owner has left: nothing needs to be copied into it. It is released once,

@@ -157,7 +157,7 @@ class DiffKVHost:
 
     def fork(self, parent: int, child: int) -> None:
         assert not self._in_flight, "beams are forked when their step has been taken in"
-        self._moves.slot_copies.append((self._moves.source_of(parent), child))
+        self._moves.copy_slot(parent, child)
         self._known[:, child] = self._known[:, parent]
         self._needs[child] = self._needs[parent]
 

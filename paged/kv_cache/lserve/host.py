@@ -147,7 +147,7 @@ class LServeHost:
         for part in self._parts:
             part.fork(parent, child)
         self._prompt_length[child] = self._prompt_length[parent]
-        self._moves.slot_copies.append((self._moves.source_of(parent), child))
+        self._moves.copy_slot(parent, child)
 
     def advance(self, number: int, slots, starts, ends) -> None:
         self.dense.advance(number, slots, starts, ends)

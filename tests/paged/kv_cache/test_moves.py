@@ -13,9 +13,22 @@ def test_a_slot_with_two_owners_before_a_step_is_released_once():
 
 
 def test_a_slot_whose_copy_is_pending_is_exported_from_its_source():
-    moves = Moves(slot_copies=[(0, 1), (1, 2)])
+    moves = Moves()
+    moves.copy_slot(0, 1)
+    moves.copy_slot(1, 2)
     moves.export_slot(2, 7)
     assert moves.slot_exports == [(0, 7)]
+
+
+def test_a_parent_that_leaves_may_be_its_grandchild():
+    """Following pairs from child to parent would never end."""
+    moves = Moves()
+    moves.copy_slot(2, 3)
+    moves.release(2)
+    moves.copy_slot(3, 2)
+    assert moves.slot_copies == [(2, 3), (2, 2)]
+    moves.export_slot(2, 7)
+    assert moves.slot_exports == [(2, 7)]
 
 
 def test_few_copies_are_not_padded_to_the_most():
