@@ -16,6 +16,7 @@ from models.hub import BUNDLED
 from paged import Engine, EngineConfig, SamplingParams
 from paged.adapters.known import KnownAdapters
 from tests.paged.tiny import padded
+from tests.sweeps import swept
 
 FOLDERS = popularity.folders(BUNDLED / "adapters")
 CONFIG = EngineConfig(
@@ -59,7 +60,10 @@ def test_the_adapters_are_of_these_weights():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"multi_step": 4}], ids=["one step", "multi-step"])
+@pytest.mark.parametrize(
+    "changes",
+    swept([pytest.param({"multi_step": 4}, id="multi-step"), pytest.param({}, id="one step")], 1),
+)
 def test_each_tenant_gets_its_own_answers(bundled, changes):
     engine, answered = serve(bundled, 4, changes)
     exact = [report.is_exact(text, prompt.answer, prompt.stop) for _, prompt, text in answered]

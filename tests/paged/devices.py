@@ -16,12 +16,12 @@ COLLECTIVE = re.compile(
 )
 
 
-def printed_with_devices(module: str, count: int):
+def printed_with_devices(module: str, count: int, *arguments: str):
     """The JSON that a module of the tests prints as a program, with so many devices."""
     # Programs as small as the tests' take longer to optimise than to run.
     flags = f"--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0"
     done = subprocess.run(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", module, *arguments],
         cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, check=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
     )  # fmt: skip

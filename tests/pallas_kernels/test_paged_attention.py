@@ -28,13 +28,13 @@ from tests.pallas_kernels.interpreted import run
 RUNS = [
     ("reference", "float32"), ("xla", "float32"),
     pytest.param("xla", "bfloat16", marks=pytest.mark.slow),
-    pytest.param("xla", "float16", marks=pytest.mark.slow),
+    pytest.param("xla", "float16", marks=pytest.mark.sweep),
     pytest.param("mosaic_gpu", "bfloat16", marks=pytest.mark.slow),
 ]  # fmt: skip
 DECODE_RUNS = [
     *RUNS,
-    pytest.param("mosaic_gpu_ampere", "bfloat16", marks=pytest.mark.slow),
     pytest.param("mosaic_gpu_ampere", "float16", marks=pytest.mark.slow),
+    pytest.param("mosaic_gpu_ampere", "bfloat16", marks=pytest.mark.sweep),
 ]  # fmt: skip
 every_run = pytest.mark.parametrize(("implementation", "dtype"), RUNS)
 WINDOWS = [None, 40, None, 1, None, 130]
@@ -165,7 +165,7 @@ def test_prefill_matches_dense_softmax(implementation, dtype):
 @pytest.mark.parametrize(
     "offset",
     [
-        pytest.param(10, id="all", marks=pytest.mark.slow),
+        pytest.param(10, id="all", marks=pytest.mark.sweep),
         pytest.param(np.array([3, 10], np.int32), id="by_head"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from paged.engine import Engine, EngineConfig
 from paged.requests.sampling_params import SamplingParams
 from tests.paged.tiny import TINY, padded, random_params
+from tests.sweeps import swept
 
 TILE = 16
 CONFIG = EngineConfig(
@@ -46,7 +47,14 @@ def answers(engine: Engine, prompts) -> list[tuple[list[int], np.ndarray]]:
 
 @pytest.mark.slow  # three engines
 @pytest.mark.parametrize(
-    ("model", "config", "near"), [(TINY, CONFIG, 1e-4), (WIDE, WHOLE, 0.05)], ids=["alone", "whole"]
+    ("model", "config", "near"),
+    swept(
+        [
+            pytest.param(TINY, CONFIG, 1e-4, id="alone"),
+            pytest.param(WIDE, WHOLE, 0.05, id="whole"),
+        ],
+        1,
+    ),
 )
 def test_neither_company_nor_chunks_change_tokens(model, config, near):
     """near: a rounding of float32 may turn a code of an activation, and that one of a key."""

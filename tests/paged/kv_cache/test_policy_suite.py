@@ -38,6 +38,7 @@ from tests.paged.kv_cache.policy_suite import (
     take_step,
 )
 from tests.paged.tiny import TINY
+from tests.sweeps import swept
 
 SINGLE = [request for request in CATALOGUE if request.how.num_sequences == 1]
 GREEDY = [r for r in SINGLE if r.how.temperature == 0 and not r.how.uses_history]
@@ -141,8 +142,9 @@ def test_many_random_operations_beside_a_twin(bench, case, multi_step, data):
 
 
 @by_policy
-@pytest.mark.parametrize("multi_step", [1, 4])
-@pytest.mark.parametrize("run_ahead", [True, False])
+@pytest.mark.parametrize(
+    ("multi_step", "run_ahead"), swept([(4, True), (1, False), (1, True), (4, False)], 2)
+)
 def test_a_crowd_gets_the_tokens_of_each_alone(bench, case, multi_step, run_ahead):
     mode = case.exact_modes[-1]
     engine = bench.engine(case, multi_step=multi_step, run_ahead=run_ahead, preemption_mode=mode)
@@ -294,7 +296,7 @@ def test_a_failure_and_then_all_slots_again(bench, case, monkeypatch, method, ca
 
 
 @by_policy
-@pytest.mark.parametrize("point", [150, 1777, 4001])
+@pytest.mark.parametrize("point", swept([1777, 150, 4001], 2))
 def test_an_interrupt_and_then_all_slots_again(bench, case, point):
     engine = bench.engine(case)
     add(engine, CROWD)
@@ -309,7 +311,7 @@ def test_an_interrupt_and_then_all_slots_again(bench, case, point):
 
 
 @by_policy
-@pytest.mark.parametrize("multi_step", [1, 4])
+@pytest.mark.parametrize("multi_step", swept([4, 1], 1))
 def test_a_log_is_replayed(bench, case, multi_step, tmp_path):
     """What the device has reported comes from the log."""
     engine = bench.engine(case, multi_step=multi_step)

@@ -2,8 +2,8 @@
 models with 1, 2 and 4 KV heads.
 
 A process fixes its number of devices once. So this file also runs as a program, in a process with
-eight, which prints the differences that the tests check. The tests cover a part of the cases;
-`python -m tests.paged.kv_cache.test_presets_on_devices all`, with eight devices, covers all.
+eight, which prints the differences that the tests check. The sweeps cover all cases, the other
+tests a few.
 """
 
 import json
@@ -16,15 +16,12 @@ from experiments.lib.presets import PRESETS, model_of
 from tests.paged.devices import printed_with_devices
 from tests.paged.kv_cache.attention_driver import Driver
 
-pytestmark = pytest.mark.slow  # another process, which compiles each case
-
 LENGTHS, PROMPTS = (58, 46), [41, 30]
 # Prompts beside each other, then tokens one by one; DiffKV takes prompts whole.
 STEPS = [[(0, 41), (1, 30)]] + [[(0, 1), (1, 1)]] * 16 + [[(0, 1)]]
 # Shards share a KV head: pages are selected, and tokens kept, by scores or by sums of scores.
-SOME = [
-    ("lserve", 1, 4), ("minference", 1, 2), ("h2o", 2, 8), ("diffkv_streaming", 4, 2),
-]  # fmt: skip
+SOME = [("lserve", 1, 4), ("diffkv_streaming", 4, 2)]
+ALL = [(name, K, size) for name in PRESETS for K in (1, 2, 4) for size in (2, 4, 8)]
 
 
 def attention(name: str, num_kv_heads: int, size: int) -> list[np.ndarray]:
@@ -55,20 +52,17 @@ def differences(cases) -> dict[str, float]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, float]:
-    return printed_with_devices("tests.paged.kv_cache.test_presets_on_devices", 8)
-
-
-@pytest.mark.parametrize("case", SOME, ids=lambda case: "{} {} {}".format(*case))
-def test_attention_is_that_of_one_device(found, case):
+# Another process, which compiles each case.
+@pytest.mark.parametrize(
+    "which",
+    [pytest.param("some", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.sweep)],
+)
+def test_attention_is_that_of_one_device(which):
     """A shard that selected or kept anything else would differ by far more."""
-    assert found["{} {} {}".format(*case)] < 1e-4
+    found = printed_with_devices("tests.paged.kv_cache.test_presets_on_devices", 8, which)
+    assert len(found) == len({"some": SOME, "all": ALL}[which])
+    assert max(found.values()) < 1e-4, found
 
 
 if __name__ == "__main__":
-    everything = [(name, K, size) for name in PRESETS for K in (1, 2, 4) for size in (2, 4, 8)]
-    if sys.argv[1:] == ["all"]:
-        print(json.dumps(differences(everything)))
-    else:
-        print(json.dumps(differences(SOME)))
+    print(json.dumps(differences({"some": SOME, "all": ALL}[sys.argv[1]])))
