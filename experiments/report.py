@@ -26,12 +26,11 @@ from experiments.lib.shipped import ROOT
 from experiments.lib.sources import sources_hash
 from experiments.lib.typed_flags import Flags, Output, flag
 from experiments.papers import PAPERS
-from experiments.reproduce import NONE, counts, read, studies
+from experiments.reproduce import NONE, RESULTS, counts, read, studies
 from experiments.study import KINDS, Study, shown
 from pallas_kernels.backend import MADE_FOR
 from pallas_kernels.ops import OPS
 
-RESULTS = "experiments/results"
 HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not hold", "not decided", "not run"
 VERDICTS = (HOLDS, FAILS, OPEN, NONE, NOT_RUN)
 MARKS = {"works": "●", "refused": "–", "wrong": "✗"}

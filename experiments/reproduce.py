@@ -5,14 +5,15 @@
     python -m experiments.reproduce --all --kind=counted,simulated --scale=full
 
 Arguments name studies or papers by how their names begin. --list shows, of each, kind, minutes by
-scale, what it needs, and the state of the result in --output_dir: none, partial, stale if flags,
-sources or package versions changed since, or its verdict. A study whose result is whole and not
-stale is not run again, and one that was cut goes on: the same command resumes. --stale runs just
-those whose result is stale. Each writes to --output_dir/SCALE/NAME. --jobs runs several at once,
+scale, what it needs, the state of the result in --output_dir (none, partial, stale if flags, code
+or package versions changed since, or its verdict) and the verdict of the committed result at the
+paper's setting. A study whose result is whole and not stale is not run again, and one that was cut
+goes on: the same command resumes. --stale runs just those whose result is stale. Each writes to --output_dir/SCALE/NAME. --jobs runs several at once,
 each in a process of its own: studies that a clock decides then wait, and run alone.
 
 summary.json there counts: rows, with_result, at_setting, claims_held, not_run, wrong_setting,
-failed. With simulated studies it also has simulated_hour_s: processor seconds that an hour of
+failed. A row that ran below the paper's setting, as all do at --scale=quick, counts by its committed
+result at that setting, if it has one. With simulated studies it also has simulated_hour_s: processor seconds that an hour of
 vLLM's Fig. 12a takes, simulated as those studies are.
 """
 
@@ -38,7 +39,9 @@ from experiments.study import KINDS, Study, shown
 from paged.checks import described
 
 FOLDERS = ("experiments/papers/*", "experiments/bench")
+RESULTS = "experiments/results"  # PAPER/STUDY each, committed
 NONE, PARTIAL, STALE = "no result", "partial", "stale"
+VERDICTS = {True: "holds", False: "does not hold", None: "not decided"}
 UNTIMED = ("counted", "simulated")  # kinds whose results do not depend on who else computes
 
 
@@ -110,7 +113,13 @@ def state(study: Study, scale: Any, report: Mapping[str, Any] | None) -> str:
     })  # fmt: skip
     if any(report.get(name) != value for name, value in now.items()):
         return STALE
-    return {True: "holds", False: "does not hold", None: "not decided"}[report["holds"]]
+    return VERDICTS[report["holds"]]
+
+
+def committed(study: Study) -> dict[str, Any] | None:
+    """The committed report of a whole run at the paper's setting; None if there is none."""
+    report = read(ROOT / RESULTS / study.name)
+    return report if report and report.get("at_setting") and not report["partial"] else None
 
 
 @functools.cache
@@ -138,12 +147,17 @@ def counts(of: Iterable[tuple[Study, str, Mapping[str, Any] | None]]) -> dict[st
 
 
 def table(of: Iterable[tuple[Study, str]]) -> str:
-    lines = [f"{'study':42}{'kind':11}{'quick':>6}{'full':>7} min  {'state':15}title; needs"]
+    lines = [
+        f"{'study':42}{'kind':11}{'quick':>6}{'full':>7} min  {'state':15}"
+        f"{'paper’s setting':17}title; needs"
+    ]
     for study, at in of:
         quick, full = study.minutes
         needs = f"; {study.needs}" if study.needs else ""
+        there = committed(study)
         lines.append(
-            f"{study.name:42}{study.kind:11}{quick:6g}{full:7g}      {at:15}{study.title}{needs}"
+            f"{study.name:42}{study.kind:11}{quick:6g}{full:7g}      {at:15}"
+            f"{VERDICTS[there['holds']] if there else '–':17}{study.title}{needs}"
         )
     return "\n".join(lines)
 
@@ -179,7 +193,12 @@ def main(flags: ReproduceFlags, nowhere: None) -> int:
         if ended > 128:  # a signal
             break
     of = found()
-    numbers: dict[str, float] = dict(counts(of))
+    numbers: dict[str, float] = dict(
+        counts(
+            (study, at, report if report and report["at_setting"] else committed(study) or report)
+            for study, at, report in of
+        )
+    )
     if status <= 128 and any(study.kind == "simulated" for study in wanted):
         numbers["simulated_hour_s"] = opt.hour_s()
     run_record.write_json(folder, "summary.json", numbers)

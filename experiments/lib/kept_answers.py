@@ -17,6 +17,7 @@ import jax
 from experiments.lib import reference, run_record, shipped
 from experiments.lib.answers import Evaluation, read
 from experiments.lib.kv_held import Held
+from experiments.lib.sources import code_hash
 from experiments.tasks.files import Problems
 from models import checkpoint
 from models.hub import TOKENIZER_FILES, find
@@ -31,10 +32,10 @@ MADE_BY = ("sources_sha256", "inputs_sha256", "weights_sha256", "jax")
 
 
 def sources_hash(root: Path = shipped.ROOT, names: Sequence[str] = SOURCES) -> str:
-    """SHA-256, in hex, of the Python files of these names in a checkout or installation."""
+    """SHA-256, in hex, of the code of these names in a checkout or installation."""
     chosen = [root / name for name in names]
     found = {path for each in chosen for path in (each, *each.rglob("*.py")) if path.is_file()}
-    return checkpoint.files_hash(sorted(found))
+    return code_hash(found)
 
 
 def made_by(model: str, problems: Problems) -> dict[str, str]:

@@ -2,17 +2,32 @@
 
 import ast
 import functools
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from experiments.lib.shipped import ROOT
-from models import checkpoint
+
+DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 
 
 def sources_hash(file: str | Path) -> str:
     """SHA-256, in hex, of a Python file and of the project's modules that it imports, directly or
     through others."""
-    return checkpoint.files_hash(sorted(_closure(Path(file).resolve())))
+    return code_hash(_closure(Path(file).resolve()))
+
+
+def code_hash(files: Iterable[Path]) -> str:
+    """SHA-256, in hex, of the code of Python files: comments and docstrings do not count."""
+    return hashlib.sha256("\n".join(map(_code, sorted(files))).encode()).hexdigest()
+
+
+def _code(file: Path) -> str:
+    tree = ast.parse(file.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.dump(tree)
 
 
 def _closure(file: Path) -> set[Path]:

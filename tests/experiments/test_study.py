@@ -237,7 +237,9 @@ def test_sources_are_a_file_and_what_it_imports_through_others(tmp_path, monkeyp
 
     before = hashed()
     for name, text in texts.items():
-        (tmp_path / name).write_text(f"{text}# changed\n")
+        (tmp_path / name).write_text(f'"""Said otherwise."""\n{text}# changed\n')
+        assert hashed() == before
+        (tmp_path / name).write_text(f"{text}changed = 1\n")
         assert (hashed() == before) is (name == "e.py"), name
         (tmp_path / name).write_text(text)
     sources._imports.cache_clear()
