@@ -8,13 +8,15 @@ Arguments name studies or papers by how their names begin. --list shows, of each
 scale, what it needs, the state of the result in --output_dir (none, partial, stale if flags, code
 or package versions changed since, or its verdict) and the verdict of the committed result at the
 paper's setting. A study whose result is whole and not stale is not run again, and one that was cut
-goes on: the same command resumes. --stale runs just those whose result is stale. Each writes to --output_dir/SCALE/NAME. --jobs runs several at once,
-each in a process of its own: studies that a clock decides then wait, and run alone.
+goes on: the same command resumes. --stale runs just those whose result is stale. Each writes to
+--output_dir/SCALE/NAME. --jobs runs several at once, each in a process of its own: studies that a
+clock decides then wait, and run alone.
 
 summary.json there counts: rows, with_result, at_setting, claims_held, not_run, wrong_setting,
-failed. A row that ran below the paper's setting, as all do at --scale=quick, counts by its committed
-result at that setting, if it has one. With simulated studies it also has simulated_hour_s: processor seconds that an hour of
-vLLM's Fig. 12a takes, simulated as those studies are.
+failed. A row that ran below the paper's setting, as all do at --scale=quick, counts by its
+committed result at that setting, if it has one. With simulated studies it also has
+simulated_hour_s: processor seconds that an hour of vLLM's Fig. 12a takes, simulated as those
+studies are.
 """
 
 import functools
