@@ -101,7 +101,7 @@ class SimulatedFlags(Flags):
     host: str = flag("vllm", "system whose host time a step includes", choices=tuple(HOSTS))
     attention_knob: float = flag(1.0, "times the time of attention and compression", above=0)
     host_knob: float = flag(1.0, "times the time of the host", least=0)
-    recorded: str = flag(RECORDED, "file of what heads keep", path=True)
+    recorded: str = flag("", "file of what heads keep; the bundled model's by default", path=True)
     seed: int = flag(0, "of all that is drawn", least=0)
 
     def changed(self, attention: float, host: float) -> "SimulatedFlags":
@@ -169,7 +169,7 @@ def clock_of(flags: SimulatedFlags, server: Server, config: EngineConfig) -> Ste
 def engine_of(flags: SimulatedFlags, server: Server, config: EngineConfig) -> Engine:
     executor = SimulatedExecutor(
         clock_of(flags, server, config), vocab_size=server.config.vocab_size, dtype="float16",
-        compression=flags.recorded,
+        compression=flags.recorded or RECORDED,
     )  # fmt: skip
     return Engine(server.config, config, executor)
 
@@ -194,7 +194,7 @@ def held(
     simulated = policy_of(config.policy).simulated
     if simulated is None:
         return None
-    pages, slots = simulated(config, model, flags.recorded), np.arange(len(prompts))
+    pages, slots = simulated(config, model, flags.recorded or RECORDED), np.arange(len(prompts))
     pages.compute(slots, prompts, np.ones(len(prompts), bool))
     return pages.held(slots, contexts)
 
