@@ -8,6 +8,7 @@ step in which the scheduler might decide anything else. Memory grows as the poli
 The steps of a run have records, but no events in the log.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -182,6 +183,8 @@ class DecodeRuns:
     def next(self, flight: InFlight, until_s: float, previous_end_s: float) -> Run | None:
         """A run of the steps that begin before `until_s`, at least one; None if the scheduler must
         decide. flight: the step in flight. previous_end_s: the end of the step before it."""
+        if not self._can_grow():
+            return None
         steps_ahead = self._certain(flight, until_s, previous_end_s)
         if steps_ahead is None:
             return None
@@ -204,7 +207,7 @@ class DecodeRuns:
         """The steps that `next` would take if nothing came in between, without taking them; None if
         there are none, if a request waits, or if the policy cannot tell."""
         policy = self._scheduler.policy
-        if self._scheduler.waiting or not _is_steady(policy):
+        if self._scheduler.waiting or not _is_steady(type(policy)):
             return None
         found = self._certain(flight, np.inf, previous_end_s)
         if found is None:
@@ -261,16 +264,19 @@ class DecodeRuns:
             slots = by_adapter([], slots, s.adapter, self._config.adapter_slots)
         return slots
 
+    def _can_grow(self) -> bool:
+        """Whether there are runs now: under a host that is not steady only while no request
+        waits."""
+        alone = self._config.run_ahead and not self._scheduler.waiting
+        return alone or _is_steady(type(self._scheduler.policy))
+
     def _grow(
         self, number: int, slots: np.ndarray, num_tokens: np.ndarray, most: int
     ) -> list[Usage]:
-        """As `SteadyHost.decode_steps`. Other hosts grow step by step, and only while no request
-        waits."""
+        """As `SteadyHost.decode_steps`; other hosts grow step by step."""
         policy, usages = self._scheduler.policy, []
-        if _is_steady(policy):
+        if _is_steady(type(policy)):
             return cast(SteadyHost, policy).decode_steps(number, slots, num_tokens, most)
-        if self._scheduler.waiting or not self._config.run_ahead:
-            return []
         for step in range(number, number + most):
             if not policy.can_append(slots, num_tokens):
                 break
@@ -330,9 +336,10 @@ class DecodeRuns:
         return Run(steps, records, last, times[steps - 1])
 
 
-def _is_steady(policy: HostPolicy) -> bool:
+@functools.cache
+def _is_steady(policy: type[HostPolicy]) -> bool:
     """Whether it has `decode_steps`, and none of what these repeat is a later class's."""
-    classes = type(policy).__mro__
+    classes = policy.__mro__
     first = next((i for i, of in enumerate(classes) if "decode_steps" in vars(of)), len(classes))
     later = {name for of in classes[:first] for name in vars(of)}
     return first < len(classes) and later.isdisjoint(REPEATED)

@@ -45,7 +45,7 @@ from paged.simulator.step_cost import HOSTS, StepCost
 VLLM, DIFFKV = "vllm", "diffkv"
 BASELINES = ("quest", "snapkv", "atom", "kivi")
 SYSTEMS = (VLLM, *BASELINES, DIFFKV)
-RECORDED = str(shipped.ROOT / "models/bundled/diffkv_compression.json")
+RECORDED = "models/bundled/diffkv_compression.json"
 UTILISATION = 0.9  # vLLM's share of a device's memory
 PROMPTS = (64, 256)  # least and most tokens of a problem of MATH, with its instructions
 
@@ -101,7 +101,7 @@ class SimulatedFlags(Flags):
     host: str = flag("vllm", "system whose host time a step includes", choices=tuple(HOSTS))
     attention_knob: float = flag(1.0, "times the time of attention and compression", above=0)
     host_knob: float = flag(1.0, "times the time of the host", least=0)
-    recorded: str = flag("", "file of what heads keep; the bundled model's by default", path=True)
+    recorded: str = flag(RECORDED, "file of what heads keep", path=True)
     seed: int = flag(0, "of all that is drawn", least=0)
 
     def changed(self, attention: float, host: float) -> "SimulatedFlags":
@@ -169,7 +169,7 @@ def clock_of(flags: SimulatedFlags, server: Server, config: EngineConfig) -> Ste
 def engine_of(flags: SimulatedFlags, server: Server, config: EngineConfig) -> Engine:
     executor = SimulatedExecutor(
         clock_of(flags, server, config), vocab_size=server.config.vocab_size, dtype="float16",
-        compression=flags.recorded or RECORDED,
+        compression=shipped.found(flags.recorded),
     )  # fmt: skip
     return Engine(server.config, config, executor)
 
@@ -194,7 +194,7 @@ def held(
     simulated = policy_of(config.policy).simulated
     if simulated is None:
         return None
-    pages, slots = simulated(config, model, flags.recorded or RECORDED), np.arange(len(prompts))
+    pages, slots = simulated(config, model, shipped.found(flags.recorded)), np.arange(len(prompts))
     pages.compute(slots, prompts, np.ones(len(prompts), bool))
     return pages.held(slots, contexts)
 

@@ -51,8 +51,8 @@ STUDY = Study(
     draw=text_generation.draw,
     table=text_generation.table,
     tolerance=TOLERANCE,
-    quick={"knobs": False},
-    minutes=(2, 4),
+    quick={"requests": 150, "knobs": False},
+    minutes=(1, 12),
     size=(11, 3.8),
 )
 

@@ -219,7 +219,10 @@ def table(_: TextFlags, rows: Sequence[Row]) -> str:
             key = row.server, row.system
             found[key] = {**found.get(key, {}), row.popularity: row}
     for (server, system), mine in found.items():
-        cells = [f"{mine[p].tokens_per_s:,.1f} ({mine[p].batch:.1f})" for p in POPULARITIES]
+        cells = [
+            f"{mine[p].tokens_per_s:,.1f} ({mine[p].batch:.1f})" if p in mine else "–"
+            for p in POPULARITIES
+        ]
         lines.append(f"{server} {system:24}" + "".join(f"{cell:>16}" for cell in cells))
     return "\n".join(lines)
 

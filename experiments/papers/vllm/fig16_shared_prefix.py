@@ -23,7 +23,7 @@ TOLERANCE = 0.15
 
 @dataclass(frozen=True)
 class PrefixFlags(RateFlags):
-    duration_s: float = flag(300.0, "seconds of arrivals; an hour is the paper's", least=1)
+    duration_s: float = flag(120.0, "seconds of arrivals; an hour is the paper's", least=1)
 
 
 def cases_of(name: str, flags: PrefixFlags) -> list[Case]:
@@ -56,8 +56,8 @@ STUDY = Study(
     setting=Setting(
         opt.setting("llama-13b", "vllm"),
         "the paper's sentences are those of WMT16, English to German; ours have means of 30 and 40 "
-        "tokens, and Alpaca's sigma; arrivals last five minutes for an hour",
-        "paper",
+        "tokens, and Alpaca's sigma; arrivals last two minutes for an hour",
+        "reduced",
     ),
     flags=PrefixFlags,
     row=Point,
@@ -67,7 +67,7 @@ STUDY = Study(
     draw=rates.draw,
     table=rates.table,
     tolerance=TOLERANCE,
-    quick={"duration_s": 60.0, "knobs": False},
+    quick={"duration_s": 30.0, "knobs": False},
     minutes=(1, 15),
     size=(8.4, 3.6),
 )

@@ -91,8 +91,8 @@ def declare(
 @dataclass(frozen=True)
 class BlockFlags(RateFlags):
     sizes: tuple[int, ...] = flag(SIZES, "tokens of a block", least=1, most=opt.CONTEXT)
-    sharegpt_s: float = flag(3600.0, "seconds of ShareGPT's arrivals", least=1)
-    alpaca_s: float = flag(300.0, "seconds of Alpaca's arrivals", least=1)
+    sharegpt_s: float = flag(900.0, "seconds of ShareGPT's arrivals", least=1)
+    alpaca_s: float = flag(60.0, "seconds of Alpaca's arrivals", least=1)
     latency_knob: float = flag(1.0, "times the latency of the GPU's memory", least=0, most=10)
 
 
@@ -169,8 +169,9 @@ STUDY = Study(
         f"{opt.setting('13b', 'vllm')}; 2 (ShareGPT) and 30 (Alpaca) requests/s; a memory access "
         "takes 0.5 µs (assumed)",
         "the paper does not say its rates; lengths are log-normal, with a sigma calibrated on "
-        "Fig. 13's Orca (Oracle); Alpaca's arrivals last five minutes for an hour",
-        "paper",
+        "Fig. 13's Orca (Oracle); ShareGPT's arrivals last a quarter of an hour and Alpaca's a "
+        "minute, for an hour",
+        "reduced",
     ),
     flags=BlockFlags,
     row=Point,

@@ -99,15 +99,23 @@ def sustained(rows: Sequence[Row], policy: str, latency_s: float) -> float:
     return opt.crossing([r.rate for r in mine], [r.latency_s for r in mine], latency_s)
 
 
-def _panel(name: str, panels: Panels, latency_s: float, vary: bool, run: Run) -> list[Point]:
+def _panel(
+    name: str, panels: Panels, latency_s: float, varied: Sequence[str], run: Run
+) -> list[Point]:
     one = functools.partial(run.once, opt.run)
-    return [replace(point, panel=name) for point in panel(one, panels[name], latency_s, vary)]
+    points = panel(one, panels[name], latency_s, name in varied)
+    return [replace(point, panel=name) for point in points]
 
 
-def measure(flags: RateFlags, run: Run, panels: Panels) -> Iterator[Point]:
+def measure(
+    flags: RateFlags, run: Run, panels: Panels, varied: Sequence[str] | None = None
+) -> Iterator[Point]:
+    """varied: the panels of which --knobs changes the constants; None for all."""
+    names = list(panels) if varied is None else varied
     work = functools.partial(
-        _panel, panels=panels, latency_s=flags.latency_s, vary=flags.knobs, run=run
-    )
+        _panel, panels=panels, latency_s=flags.latency_s, varied=names if flags.knobs else (),
+        run=run,
+    )  # fmt: skip
     for points in in_processes(work, list(panels), flags.jobs):
         yield from points
 

@@ -14,7 +14,7 @@ from experiments.papers.diffkv import (
     fig17_throughput,
 )
 from experiments.papers.diffkv.fig17_throughput import Case, simulate
-from experiments.papers.diffkv.gpu import SERVERS
+from experiments.papers.diffkv.gpu import RECORDED, SERVERS
 from experiments.study import Run
 
 
@@ -74,7 +74,7 @@ def test_a_batch_is_its_prompts_and_its_steps(tmp_path):
 
 @pytest.mark.sweep  # 12,000 steps in simulated time
 def test_diffkv_runs_larger_batches_in_the_same_memory():
-    case = Case("qwq-32b", "vllm", "l40", "vllm", 1.0, 1.0, "", 0, 8192, 1)
+    case = Case("qwq-32b", "vllm", "l40", "vllm", 1.0, 1.0, RECORDED, 0, 8192, 1)
     vllm = simulate(case)
     diffkv = simulate(dataclasses.replace(case, system="diffkv"))
     assert diffkv.batch > vllm.batch
