@@ -167,8 +167,7 @@ def rows(results: Path) -> list[Row]:
     found = []
     for study in studies().values():
         folder = results / study.name
-        report = read(folder)
-        found.append(Row(study, folder, report if report and "study" in report else None))
+        found.append(Row(study, folder, read(folder)))
     pages = [*PAPERS, "bench"]
     return sorted(found, key=lambda row: (pages.index(row.paper), row.place))
 
@@ -371,6 +370,8 @@ def main(given: ReportFlags, output: Output) -> None:
     with refusals():
         if not results.is_dir():
             raise ValueError(f"--results={results} is no folder")
+        if given.tables and not results.resolve().is_relative_to(ROOT):
+            raise ValueError(f"--tables links to results in {ROOT}, and --results={results} is not")
     found = rows(results.resolve())
     for name, text in site(found).items():
         run_record.write_whole(output.folder / name, text)

@@ -44,6 +44,12 @@ FOLDERS = ("experiments/papers/*", "experiments/bench")
 RESULTS = "experiments/results"  # PAPER/STUDY each, committed
 NONE, PARTIAL, STALE = "no result", "partial", "stale"
 VERDICTS = {True: "holds", False: "does not hold", None: "not decided"}
+# Of a report as studies write them; older ones, and other programs', lack some.
+FIELDS = frozenset((
+    "study", "title", "kind", "setting", "at_setting", "claim", "rule", "holds", "values",
+    "tolerance", "partial", "rows", "flags", "seconds", "sources_sha256", "versions", "hardware",
+    "git_commit",
+))  # fmt: skip
 UNTIMED = ("counted", "simulated")  # kinds whose results do not depend on who else computes
 
 
@@ -96,11 +102,12 @@ def _begins(wanted: str):
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """report.json; None if there is none."""
+    """report.json; None if there is none, or none that has all FIELDS."""
     try:
-        return json.loads((folder / "report.json").read_bytes())
+        report = json.loads((folder / "report.json").read_bytes())
     except (OSError, ValueError):
         return None
+    return report if isinstance(report, dict) and report.keys() >= FIELDS else None
 
 
 def state(study: Study, scale: Any, report: Mapping[str, Any] | None) -> str:

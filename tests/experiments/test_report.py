@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import report
+from experiments import report, reproduce
 from experiments.lib import address
 from experiments.lib.shipped import ROOT
+from experiments.lib.typed_flags import Output
 from experiments.study import Study
 from tests.experiments.test_study import STUDY, ToyFlags
 
@@ -113,6 +114,20 @@ def test_the_site_stands_alone_and_is_read_aloud(rows, monkeypatch):
     for each in rows:
         assert each.command in site[f"{each.paper}.html"]
     assert "a &lt;GPU&gt;" in site["punica.html"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "7", "null", '"study"', "\udcff", '{"study": "vllm/fig02_squares"}']
+)
+def test_a_report_that_no_study_writes_now_is_none(text, tmp_path):
+    (tmp_path / "report.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert reproduce.read(tmp_path) is None
+
+
+def test_tables_link_to_results_of_the_checkout_only(tmp_path):
+    with pytest.raises(ValueError, match=f"--results={tmp_path} is not"):
+        report.main(report.ReportFlags(str(tmp_path), tables=True), Output(str(tmp_path)))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_address_goes_into_the_notebooks_and_out_again():
