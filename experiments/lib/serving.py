@@ -3,6 +3,7 @@
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from experiments.lib.program import Refused, told
@@ -25,6 +26,8 @@ def serve_and_write(
     with Stop() as stop:
         try:
             serve(stop.requested)
+        except BrokenProcessPool as raised:  # a signal to the terminal's group ends workers too
+            error = None if stop.requested() else raised
         except Exception as raised:
             error = raised
         except KeyboardInterrupt:  # the second signal: what was served is written all the same

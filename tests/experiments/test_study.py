@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 
 import pytest
 
 from experiments import reproduce
-from experiments.lib import sources
+from experiments.lib import serving, sources
 from experiments.lib.program import Refused
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Run, Setting, Study, Values
@@ -166,6 +167,17 @@ def test_rows_are_kept_by_a_copy_of_the_run_too(tmp_path):
     assert [row.size for row in rows] == [3, 1, 2] == MADE
     assert run.at_once(square, [2, 3], 1, ToyFlags()) == [rows[2], rows[0]]
     assert MADE == [3, 1, 2]
+
+
+def test_workers_that_end_by_the_same_signal_are_no_failure(capsys):
+    def serve(stopped):
+        if interrupted:
+            signal.raise_signal(signal.SIGINT)
+        raise BrokenProcessPool("a worker has ended")
+
+    for interrupted, status in ((True, 130), (False, 1)):
+        assert serving.serve_and_write(serve, lambda cause: (str(cause), []), "") == status
+        assert ("Traceback" in capsys.readouterr().err) is not interrupted
 
 
 def test_a_failure_keeps_the_rows_and_an_earlier_result(tmp_path, capsys):
