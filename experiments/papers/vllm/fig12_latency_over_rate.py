@@ -95,7 +95,7 @@ STUDY = Study(
     check=lambda flags: flags.require_some("panels"),
     tolerance=0.0,
     quick={"sharegpt_s": 120.0, "alpaca_s": 20.0, "knobs": False},
-    minutes=(6, 40),
+    minutes=(2, 6),
     size=(12.6, 6.8),
 )
 

@@ -114,7 +114,7 @@ STUDY = Study(
     values=values,
     draw=draw,
     quick={"sizes": (1, 16, 256), "duration_s": 120.0},
-    minutes=(2, 60),
+    minutes=(0.5, 2),
     size=(10, 3.8),
 )
 
