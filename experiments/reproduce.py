@@ -2,7 +2,7 @@
 
     python -m experiments.reproduce --list
     python -m experiments.reproduce vllm/fig12 lserve
-    python -m experiments.reproduce --all --kind=counted,simulated --scale=full
+    python -m experiments.reproduce --kind=counted,simulated --scale=full
 
 Arguments name studies or papers by how their names begin. --list shows, of each, kind, minutes by
 scale, what it needs, the state of the result in --output_dir (none, partial, stale if flags, code
@@ -14,7 +14,7 @@ clock decides then wait, and run alone.
 
 summary.json there counts: rows, with_result, at_setting, claims_held, not_run, wrong_setting,
 failed. A row that ran below the paper's setting, as all do at --scale=quick, counts by its
-committed result at that setting, if it has one. With simulated studies it also has
+committed result at that setting, if it has one. With all simulated studies it also has
 simulated_hour_s: processor seconds that an hour of vLLM's Fig. 12a takes, simulated as those
 studies are.
 """
@@ -52,7 +52,7 @@ class ReproduceFlags(Flags):
     studies: tuple[str, ...] = arguments("studies or papers, by how their names begin")
     scale: Literal["quick", "full"] = described("quick", "few and short cases, or the setting")
     kind: tuple[str, ...] = flag((), f"only these: {', '.join(KINDS)}")
-    all: bool = flag(False, "all studies, of --kind if that is given")
+    all: bool = flag(False, "all studies; --kind alone says all of those kinds")
     list: bool = flag(False, "list the studies, and run none")
     stale: bool = flag(False, "only those whose result is stale")
     jobs: int = flag(1, "studies that run at once; 0: one a core", least=0)
@@ -167,8 +167,10 @@ def table(of: Iterable[tuple[Study, str]]) -> str:
 def main(flags: ReproduceFlags, nowhere: None) -> int:
     folder = Path(flags.output_dir)
     with refusals():
-        if not flags.studies and not (flags.all or flags.list):
-            raise ValueError("name studies or papers, or say --all; --list shows what there is")
+        if not (flags.studies or flags.kind or flags.all or flags.list):
+            raise ValueError(
+                "name studies or papers, or say --kind or --all; --list shows what there is"
+            )
         wanted = chosen(flags.studies, flags.kind)
     folders = {study.name: folder / flags.scale / study.name for study in wanted}
     if flags.stale:
@@ -201,7 +203,7 @@ def main(flags: ReproduceFlags, nowhere: None) -> int:
             for study, at, report in of
         )
     )
-    if status <= 128 and any(study.kind == "simulated" for study in wanted):
+    if status <= 128 and not flags.studies and any(s.kind == "simulated" for s in wanted):
         numbers["simulated_hour_s"] = opt.hour_s()
     run_record.write_json(folder, "summary.json", numbers)
     print(table((study, at) for study, at, _ in of))

@@ -189,6 +189,15 @@ def test_results_are_of_commits_in_the_history_and_of_clean_trees():
     assert not listed - unclean, f"take these lines out of {UNCLEAN.name}"
 
 
+def test_flags_of_results_name_no_path_of_a_machine():
+    reports = map(report.read, {path.parent for path in RESULTS.rglob("report.json")})
+    flags = [(each["study"], each["flags"]) for each in reports if each and "study" in each]
+    assert flags
+    for study, given in flags:
+        values = [str(value) for value in report._flat(given).values()]
+        assert not [value for value in values if value.startswith("/")], study
+
+
 # -- Commands ------------------------------------------------------------------------------------
 
 

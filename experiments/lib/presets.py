@@ -20,11 +20,12 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 LSERVE = {"budget": 12, "logical_page": 2, "sink": 4, "local": 8}
 WHOLE = {"chunked_prefill": False, "max_num_batched_tokens": 64}  # prompts come whole
-DIFFKV = {"high": "auto", "low": "K4V4", "alpha_h": 1.0, "alpha_l": 0.6, "window": 6}
+TILE = {"prompt_tile": 16}  # chunks of prompts are whole tiles
+DIFFKV = TILE | {"high": "auto", "low": "K4V4", "alpha_h": 1.0, "alpha_l": 0.6, "window": 6}
 THREE = DIFFKV | {"top": "auto", "high": "K8V8", "alpha_top": 1.4}
-AS_THEY_ARE = {"high": "auto", "low": "auto", "alpha_h": 0.0, "alpha_l": 0.0}
-UNIFORM = {"alpha_h": 0.0, "alpha_l": 0.0}
-KIVI = {
+AS_THEY_ARE = TILE | {"high": "auto", "low": "auto", "alpha_h": 0.0, "alpha_l": 0.0}
+UNIFORM = TILE | {"alpha_h": 0.0, "alpha_l": 0.0}
+KIVI = TILE | {
     "high": "auto", "low": "K4V4", "prompt_rule": "kivi", "generation_rule": "kivi", "window": 16,
     "key_group": 8,
 }  # fmt: skip
