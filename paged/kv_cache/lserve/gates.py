@@ -126,6 +126,13 @@ class GatedOptions:
             )
 
 
+def by_shard(of_heads: np.ndarray, num_shards: int) -> list[np.ndarray]:
+    """What each shard has of [L, K] by KV head, or of [L, H]. With more shards than heads, several
+    have the same."""
+    groups = np.split(of_heads, min(num_shards, of_heads.shape[1]), axis=1)
+    return [group for group in groups for _ in range(num_shards // len(groups))]
+
+
 def dense_first(streams: np.ndarray, num_groups: int) -> np.ndarray:
     """[L, K], the head at each place: in each layer `num_groups` runs of K / num_groups heads, a
     shard's each, with the dense heads of a run first. A layer's dense heads are dealt out evenly,
