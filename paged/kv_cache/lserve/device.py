@@ -35,6 +35,7 @@ from paged.kv_cache.lserve.plan import (
 )
 from paged.kv_cache.lserve.prefill import prefill
 from paged.kv_cache.lserve.snapshot import Selections, snapshot
+from paged.kv_cache.scatter import distinct
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from paged.kv_cache.windows import by_window
 from pallas_kernels.block_sparse_attention import first_in_list
@@ -167,11 +168,7 @@ class LServePolicy:
         slots = plan.dense_slots[:, None]
         if self.layout.streams:
             slots = jnp.where(streams, plan.streaming_slots[:, None], slots)
-        # Padding goes beyond the pool, each entry to a place of its own: the scatter's indices are
-        # promised to be distinct.
-        places = self.layout.num_pages * P
-        nowhere = places + jnp.arange(T * K, dtype=jnp.int32).reshape(T, K)
-        slots = jnp.where(plan.written[:, None], slots + base * P, nowhere)
+        slots = distinct(slots + base * P, plan.written[:, None], self.layout.num_pages * P)
         k_pages, v_pages = write_kv(cache.k_pages, cache.v_pages, k_TxKxD, v_TxKxD, slots)
         cache = replace(cache, k_pages=k_pages, v_pages=v_pages)
         if self.layout.selects:
