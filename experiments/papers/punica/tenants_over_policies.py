@@ -183,10 +183,10 @@ def draw(_: TenantFlags, figure: Figure, rows: Sequence[Row]) -> None:
     right.set(ylabel="right answers (%)")
     right.legend(fontsize="small", ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
     speeds = np.array([row.output_tokens_per_s for row in whole], float)
-    at, memory = np.arange(len(whole)), [row.kv_memory_fraction or 0 for row in whole]
-    ratios.bar(at - 0.2, memory, 0.36, label="KV memory")
-    ratios.bar(at + 0.2, speeds / speeds[0], 0.36, label="tokens a second")
-    ratios.set_xticks(at, [row.policy for row in whole], rotation=20)
+    places, memory = np.arange(len(whole)), [row.kv_memory_fraction or 0 for row in whole]
+    ratios.bar(places - 0.2, memory, 0.36, label="KV memory")
+    ratios.bar(places + 0.2, speeds / speeds[0], 0.36, label="tokens a second")
+    ratios.set_xticks(places, [row.policy for row in whole], rotation=20)
     ratios.set(ylabel="over vLLM's")
     ratios.legend(fontsize="small")
 

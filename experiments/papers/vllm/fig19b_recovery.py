@@ -68,7 +68,7 @@ def measure(flags: RecoveryFlags, run: Run) -> Iterator[Row]:
         for mode in MODES:
             yield run.once(serve, replace(case, block_size=size, preemption_mode=mode))
     for size in sorted({*flags.completed} & {*flags.sizes}):
-        words = replace(case, preemption_mode="swap", admit_after_swap=COMPLETED)
+        words = replace(case, preemption_mode="swap", admit_after_swap="completed")
         yield run.once(serve, replace(words, block_size=size))
 
 
@@ -108,8 +108,10 @@ def holds(found: Mapping[str, float]) -> bool:
 def draw(_: RecoveryFlags, figure: Figure, rows: Sequence[Row]) -> None:
     found, (latency, preempted) = by_mode(rows), figure.subplots(1, 2)
     sizes = list(found["swap"])
+    curves: dict[str, list[float]]
     curves = {mode: [row.latency_s for row in found[mode].values()] for mode in MODES}
     block_sizes.over_block_sizes(latency, sizes, curves, "normalised latency (s/token)")
+    counts: dict[str, list[int]]
     counts = {mode: [row.preemptions for row in found[mode].values()] for mode in MODES}
     block_sizes.over_block_sizes(preempted, sizes, counts, "preemptions of the run")
 
