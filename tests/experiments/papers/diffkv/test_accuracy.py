@@ -181,6 +181,12 @@ def test_memory_of_dense_and_streaming_heads(tiny_folder):
     (held,) = kv_held.of_sequences(engine)
     share = (7 + 3) / 14
     assert (held.fraction, held.high, held.low) == pytest.approx((share, share, 0))
+    # The generated token is the second of its page: a dense head reads 50 tokens, a
+    # streaming one 8 of sink, 8 local and its page's 2; queries and outputs go beside them.
+    D, K, H = model.head_dim, model.num_kv_heads, model.num_heads
+    queries = 2 * 4 * D * H
+    read = K / 2 * (50 + 18) * 4 * D + queries
+    assert held.read == pytest.approx(read / (K * 50 * 4 * D + queries))
 
 
 @pytest.mark.slow  # two policies compile
