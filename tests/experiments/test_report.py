@@ -115,6 +115,17 @@ def test_the_site_stands_alone_and_is_read_aloud(rows, monkeypatch):
     assert "a &lt;GPU&gt;" in site["punica.html"]
 
 
+def test_a_folder_is_no_picture(rows):
+    (rows[0].folder / "empty.png").mkdir()
+    assert [path.name for path in rows[0].pictures] == ["figure.png"]
+
+
+def test_tables_are_of_the_committed_results(tmp_path):
+    given = report.ReportFlags(results=str(tmp_path), tables=True)
+    with pytest.raises(ValueError, match="--tables writes those of the committed results"):
+        report.main(given, report.PROGRAM.output)
+
+
 def test_the_address_goes_into_the_notebooks_and_out_again():
     (first, *_) = sorted((ROOT / "notebooks").glob("*.ipynb"))
     stored = address.stamped(first.read_text(), first.name, None)
