@@ -80,7 +80,8 @@ def _read_by(layout: Layout, contexts: np.ndarray, kept: np.ndarray | None = Non
     ones = np.ones((len(contexts), 1), np.int64)
     held = None if kept is None else kept[:, None]
     work = layout.work(contexts[:, None], ones, held)
-    return sum(np.broadcast_to(work[p].bytes, len(ones)) for p in READS if p in work)
+    parts = [np.broadcast_to(work[p].bytes, len(ones)) for p in READS if p in work]
+    return np.sum(parts, axis=0)
 
 
 def _mean(samples: np.ndarray) -> Held:

@@ -51,10 +51,11 @@ def bytes_of(row: Row) -> tuple[float, float]:
 def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
     """The names of (bytes, score) for which no other has no more bytes and a better score, or as
     good a score with fewer bytes; by bytes."""
-    best, names = float("-inf"), []
+    best, names = float("-inf"), list[str]()
     for name, (_, score) in sorted(points.items(), key=lambda item: (item[1][0], -item[1][1])):
         if score > best:
-            best, names = score, [*names, name]
+            best = score
+            names.append(name)
     return names
 
 
