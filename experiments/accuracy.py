@@ -70,8 +70,8 @@ class Row:
     """A system on the prompts of a task and context, or on all. score, difference: in percent and
     points. log-probabilities: of the answers, by token. divergence: in nats by token. Differences
     are to `reference`, with the bounds of the paired 95 % bootstrap interval. deviation: of the
-    scores of PARTS parts of the prompts. kv_memory_fraction, high, low, top: means of
-    `kv_held.Held`, where the policy tells."""
+    scores of PARTS parts of the prompts. kv_memory_fraction, high, low, top, kv_read_fraction:
+    means of `kv_held.Held`; None where sequences keep and read all, as it is."""
 
     system: str
     reference: str
@@ -94,6 +94,7 @@ class Row:
     high: float | None = None
     low: float | None = None
     top: float | None = None
+    kv_read_fraction: float | None = None
 
 
 def rows_of(system: str, found: Evaluation, reference: str, other: Evaluation) -> list[Row]:
@@ -224,7 +225,7 @@ def table(_: AccuracyFlags, rows: Sequence[Row]) -> str:
     lines = [
         f"{'of all prompts':<34} {'right %':>8} {'points (95 % interval)':>26} "
         f"{'log-probability (interval)':>32} {'divergence':>11} {'memory':>7} {'high %':>7} "
-        f"{'low %':>6}"
+        f"{'low %':>6} {'read':>6}"
     ]
     for row in [*pooled(rows).values(), *pairs(rows)]:
         name = row.system if row.reference == rows[0].system else f"{row.system} to {row.reference}"
@@ -236,6 +237,8 @@ def table(_: AccuracyFlags, rows: Sequence[Row]) -> str:
         if row.kv_memory_fraction is not None:
             shares = f"{100 * (row.high or 0):>7.1f} {100 * (row.low or 0):>6.1f}"
             line += f" {row.kv_memory_fraction:>7.3f} {shares}"
+        if row.kv_read_fraction is not None:
+            line += f" {row.kv_read_fraction:>6.3f}"
         lines.append(line)
     return "\n".join(lines)
 

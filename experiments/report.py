@@ -140,7 +140,8 @@ class Row:
 
     @property
     def pictures(self) -> Sequence[Path]:
-        return sorted(self.folder.glob("*.png")) if self.has_result else ()
+        found = sorted(self.folder.glob("*.png")) if self.has_result else ()
+        return [path for path in found if path.is_file()]
 
     @property
     def commit(self) -> str:
@@ -370,8 +371,11 @@ def main(given: ReportFlags, output: Output) -> None:
     with refusals():
         if not results.is_dir():
             raise ValueError(f"--results={results} is no folder")
-        if given.tables and not results.resolve().is_relative_to(ROOT):
-            raise ValueError(f"--tables links to results in {ROOT}, and --results={results} is not")
+        if given.tables and results.resolve() != ROOT / RESULTS:
+            raise ValueError(
+                f"--tables writes those of the committed results, {ROOT / RESULTS}, not of "
+                f"--results={results}"
+            )
     found = rows(results.resolve())
     for name, text in site(found).items():
         run_record.write_whole(output.folder / name, text)

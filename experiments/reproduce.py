@@ -26,6 +26,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import chdir
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -44,12 +45,11 @@ FOLDERS = ("experiments/papers/*", "experiments/bench")
 RESULTS = "experiments/results"  # PAPER/STUDY each, committed
 NONE, PARTIAL, STALE = "no result", "partial", "stale"
 VERDICTS = {True: "holds", False: "does not hold", None: "not decided"}
-# Of a report as studies write them; older ones, and other programs', lack some.
-FIELDS = frozenset((
+# What is read of a report.
+REPORT = {
     "study", "title", "kind", "setting", "at_setting", "claim", "rule", "holds", "values",
     "tolerance", "partial", "rows", "flags", "seconds", "sources_sha256", "versions", "hardware",
-    "git_commit",
-))  # fmt: skip
+}  # fmt: skip
 UNTIMED = ("counted", "simulated")  # kinds whose results do not depend on who else computes
 
 
@@ -66,12 +66,13 @@ class ReproduceFlags(Flags):
 
 
 def studies() -> dict[str, Study]:
-    """All, by name."""
+    """All, by name, whatever the current folder."""
     found: dict[str, Study] = {}
-    for path in sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.py")):
-        if "STUDY = " in path.read_text():
-            study = _of_file(path)
-            found[study.name] = study
+    with chdir(ROOT):
+        for path in sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.py")):
+            if "STUDY = " in path.read_text():
+                study = _of_file(path)
+                found[study.name] = study
     return found
 
 
@@ -102,12 +103,12 @@ def _begins(wanted: str):
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """report.json; None if there is none, or none that has all FIELDS."""
+    """A study's report.json; None if there is none, or none that is whole and in today's format."""
     try:
         report = json.loads((folder / "report.json").read_bytes())
     except (OSError, ValueError):
         return None
-    return report if isinstance(report, dict) and report.keys() >= FIELDS else None
+    return report if isinstance(report, dict) and report.keys() >= REPORT else None
 
 
 def state(study: Study, scale: Any, report: Mapping[str, Any] | None) -> str:
@@ -172,7 +173,7 @@ def table(of: Iterable[tuple[Study, str]]) -> str:
 
 
 def main(flags: ReproduceFlags, nowhere: None) -> int:
-    folder = Path(flags.output_dir)
+    folder = Path(flags.output_dir).absolute()
     with refusals():
         if not (flags.studies or flags.kind or flags.all or flags.list):
             raise ValueError(
@@ -248,13 +249,17 @@ def run_all(
 
 
 def _run_file(file: str, scale: Any, folder: Path) -> int:
-    return _run(_of_file(file), scale, folder)
+    with chdir(ROOT):
+        return _run(_of_file(file), scale, folder)
 
 
 def _run(study: Study, scale: Any, folder: Path) -> int:
-    """The exit status. A study that cannot begin does not keep others from it."""
+    """The exit status. A study that cannot begin does not keep others from it. folder: absolute, as
+    studies name the project's files from its root."""
     try:
-        return study.write(study.at(scale), run_record.check_output_dir(folder))
+        folder = run_record.check_output_dir(folder)
+        with chdir(ROOT):
+            return study.write(study.at(scale), folder)
     except (Refused, ValueError) as error:
         print(f"error: {study.name}: {error}", file=sys.stderr)
         return 1

@@ -240,7 +240,7 @@ class DecodeRuns:
         ends = np.add.accumulate(np.concatenate([[begins], times]))
         most = 1 + int(np.searchsorted(ends[: most - 1], until_s))
         tokens = executor.decoded(seeds, contexts[:most] - 1)
-        if len(self._eos):
+        if len(self._eos) and not s.ignore_eos[slots].all():
             stops = (np.isin(tokens, self._eos) & ~s.ignore_eos[slots]).any(1)
             most = int(stops.argmax()) if stops.any() else most
         if not most:

@@ -1,4 +1,5 @@
-"""What sequences hold of KV memory while they run, under policies that keep less than all."""
+"""What sequences hold of KV memory and what their tokens read of it, under policies that keep or
+read less than all."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,7 +9,12 @@ import numpy as np
 
 from paged.engine import Engine
 from paged.kv_cache import policy_of
+from paged.kv_cache.dense.layout import DenseLayout
 from paged.kv_cache.policy import ShardedModel
+from paged.kv_cache.work import Heads, Layout
+
+DENSE_ITEMSIZE = 2  # bytes of a number of 16 bits
+READS = ("decode", "selection")  # parts of `Layout.work`
 
 
 @dataclass(frozen=True)
@@ -16,12 +22,15 @@ class Held:
     """A sequence, and the means over its steps. fraction: the bytes of its pages, all that lies in
     them and what is empty included, over those of the 16-bit pages, of as many tokens each as one
     of the highest precision, that its tokens would fill. high, low: shares of its tokens that are
-    kept in high and in low precision, over all heads, and top: in a third one above them."""
+    kept in high and in low precision, over all heads, and top: in a third one above them. read:
+    the bytes that attention and selection of generated tokens read, over those of the dense policy
+    in 16 bits; None if no step generated a token."""
 
     fraction: float
     high: float
     low: float
     top: float = 0.0
+    read: float | None = None
 
 
 def of_sequences(engine: Engine) -> list[Held]:
@@ -30,9 +39,10 @@ def of_sequences(engine: Engine) -> list[Held]:
     config, declared = engine.config, policy_of(engine.config.policy).layout
     P, shards = config.page_size, config.tensor_parallel
     sharded = ShardedModel.split(engine.model, shards, engine.executor.dtype)
-    held_by = getattr(declared and declared(config, sharded), "held", None)
-    if held_by is None:
+    if declared is None or not hasattr(layout := declared(config, sharded), "held"):
         return []
+    windows = sharded.shard.attention.windows
+    dense = DenseLayout(Heads.of(sharded.shard, sharded.dtype), DENSE_ITEMSIZE, windows)
     dense_page = P * sharded.kv_token_bytes("float16")
     owners: dict[int, int] = {}  # by slot
     rows: dict[int, tuple] = {}  # by step: owners, slots and lengths at its end
@@ -48,20 +58,41 @@ def of_sequences(engine: Engine) -> list[Held]:
                 ends = np.asarray(event["starts"]) + np.asarray(event["counts"])
                 known = [slot in owners for slot in slots.tolist()]
                 slots, ends = slots[known], ends[known]
-                rows[event["step"]] = [owners[slot] for slot in slots.tolist()], slots, ends
+                generates = np.asarray(event["counts"])[known] == 1
+                rows[event["step"]] = [owners[s] for s in slots.tolist()], slots, ends, generates
             case "step" if event["step"] in rows:
-                of_rows, slots, ends = rows.pop(event["step"])
-                held, kept = held_by(event["report"], slots, ends)
+                of_rows, slots, ends, generates = rows.pop(event["step"])
+                held, kept = layout.held(event["report"], slots, ends)
                 fractions = held / (-(-ends // P) * dense_page)
-                for owner, fraction, of_levels in zip(of_rows, fractions, kept, strict=True):
+                read = _read_by(layout, ends, kept * ends[:, None])
+                read = np.where(generates, read / _read_by(dense, ends), np.nan)
+                for owner, fraction, of_levels, of_all in zip(
+                    of_rows, fractions, kept, read, strict=True
+                ):
                     *top, high, low = of_levels
-                    samples[owner].append((fraction, high, low, *top))
-    return [Held(*map(float, np.mean(each, axis=0))) for each in samples if each]
+                    samples[owner].append((fraction, high, low, sum(top), of_all))
+    return [_mean(np.array(each)) for each in samples if each]
+
+
+def _read_by(layout: Layout, contexts: np.ndarray, kept: np.ndarray | None = None) -> np.ndarray:
+    """[n] bytes that a layer's attention of one generated token reads, selection included. kept:
+    [n, I] tokens of each precision."""
+    ones = np.ones((len(contexts), 1), np.int64)
+    held = None if kept is None else kept[:, None]
+    work = layout.work(contexts[:, None], ones, held)
+    parts = [np.broadcast_to(work[p].bytes, len(ones)) for p in READS if p in work]
+    return np.sum(parts, axis=0)
+
+
+def _mean(samples: np.ndarray) -> Held:
+    """Of [n, 5] fields of Held; read, the last, is nan where there is none."""
+    read = samples[~np.isnan(samples[:, -1]), -1]
+    fraction, high, low, top = samples[:, :-1].mean(0).tolist()
+    return Held(fraction, high, low, top, float(read.mean()) if len(read) else None)
 
 
 def mean(all_held: Sequence[Held]) -> Held | None:
     """Of sequences, each of which counts alike; None of none."""
     if not all_held:
         return None
-    values = np.array([dataclasses.astuple(each) for each in all_held])
-    return Held(*map(float, values.mean(0)))
+    return _mean(np.array([dataclasses.astuple(each) for each in all_held], float))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]  # of the checkout, or where the wheel is installed
-FOLDERS = ("configs/", "models/bundled")
+FOLDERS = ("configs/", "models/bundled", "models/judge")
 
 
 def found(text: str) -> str:

@@ -81,6 +81,8 @@ class BlockTables:
 
     def _num_copies(self, slots, num_tokens) -> int:
         """The blocks that copy-on-write takes. The last owner of a block writes without a copy."""
+        if not self._forked:
+            return 0
         writers = slots[self._copies_tail(slots, num_tokens)]
         tails, counts = np.unique(
             self.blocks[writers, self.num_blocks[writers] - 1], return_counts=True

@@ -29,7 +29,7 @@ from paged.blocks.block_pool import NULL_BLOCK
 from paged.blocks.buddy_allocator import BuddyAllocator
 from paged.kv_cache import dense
 from paged.kv_cache.dense.host import BLOCKS, block_pool
-from paged.kv_cache.moves import Moves, Pool
+from paged.kv_cache.moves import Moves
 from paged.kv_cache.owners import of_tables
 from paged.kv_cache.policy import CacheConfig, Capabilities, EmptyCache, Policy, ShardedModel
 from paged.kv_cache.usage import Usage
@@ -43,15 +43,13 @@ class ReservingHost:
     blocks: [num_slots, M] int32; `NULL_BLOCK` beyond what was asked for.
     """
 
-    def __init__(self, pool: Pool, config: CacheConfig, reserve: Reserve):
-        self.pools = (pool,)
-        self.buddies = BuddyAllocator(pool.num_units - 1)
+    def __init__(self, sizes: EmptyCache, config: CacheConfig, reserve: Reserve):
+        self.pools, self.table_width, self.fits = sizes.pools, sizes.table_width, sizes.fits
+        self.buddies = BuddyAllocator(config.num_blocks - 1)
         self._page_size, self._max_model_len = config.page_size, config.max_model_len
         self._reserve = reserve
-        width = self._blocks_for(config.max_model_len)
-        self._longest_run = self.buddies.run_size(width)
         num_slots = config.max_num_seqs
-        self.blocks = np.full((num_slots, width), NULL_BLOCK, np.int32)
+        self.blocks = np.full((num_slots, self.table_width), NULL_BLOCK, np.int32)
         self._run = np.zeros(num_slots, np.int64)  # blocks of each slot's run
         self._asked = np.zeros(num_slots, np.int64)  # tokens it was asked for
         self._limit = np.zeros(num_slots, np.int64)  # tokens at the sequence's end
@@ -66,14 +64,6 @@ class ReservingHost:
         """Tokens to reserve for a sequence."""
         group = sequence.group
         return self._reserve(group.num_prompt_tokens, group.limit, self._max_model_len)
-
-    @property
-    def table_width(self) -> int:
-        return self.blocks.shape[1]
-
-    def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        """Conservative: each sequence may need the longest run that there is."""
-        return num_sequences <= self.buddies.size // self._longest_run
 
     def can_admit(self, sequences, keep_watermark: bool) -> bool:
         """Nothing grows after admission, so there is no watermark."""
@@ -213,6 +203,7 @@ def _sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
     width = -(-config.max_model_len // config.page_size)
 
     def fits(num_tokens: int, num_sequences: int) -> bool:
+        """Conservative: each sequence may need the longest run that there is."""
         return num_sequences <= runs.size // runs.run_size(width)
 
     return EmptyCache((block_pool(config, model, 1),), width, fits)
@@ -223,7 +214,7 @@ def _policy(reserve: Reserve, can: Capabilities) -> Policy:
     from limit to max_model_len."""
 
     def host(config: CacheConfig, model: ShardedModel) -> ReservingHost:
-        return ReservingHost(block_pool(config, model, 1), config, reserve)
+        return ReservingHost(_sizes(config, model), config, reserve)
 
     return Policy(
         lambda config: can, host, dense.device, _check, layout=dense.layout_of, sizes=_sizes

@@ -1,6 +1,7 @@
 """How a request is decoded: its sampling parameters."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -178,6 +179,10 @@ class SamplingParams:
 
 def changed_fields(sampling: SamplingParams) -> dict[str, Any]:
     """The fields that differ from their defaults."""
-    named = ((f.name, getattr(sampling, f.name)) for f in dataclasses.fields(sampling))
-    default = SamplingParams()
-    return {name: value for name, value in named if value != getattr(default, name)}
+    named = ((name, getattr(sampling, name)) for name in vars(_default()))
+    return {name: value for name, value in named if value != getattr(_default(), name)}
+
+
+@functools.cache
+def _default() -> SamplingParams:
+    return SamplingParams()

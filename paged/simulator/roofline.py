@@ -11,9 +11,8 @@ best, so the floor is the longer of the two, plus the time of dispatching progra
 import functools
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,8 @@ from models import lora
 from models.config import ModelConfig
 from models.families import family
 from models.params import flatten
-from paged.kv_cache.work import kv_bytes_of_token, seen_up_to
+from paged.kv_cache.dense.layout import DenseLayout
+from paged.kv_cache.work import Heads, Layout, kv_bytes_of_token
 from pallas_kernels.specs import Cost
 
 SQUARE = 2048  # rows of the square matrices
@@ -31,17 +31,18 @@ SQUARE = 2048  # rows of the square matrices
 
 def step_cost(
     model: ModelConfig, contexts: Sequence[int], new_tokens: Sequence[int] | None = None,
-    dtype="float32",
+    dtype="float32", layout: Layout | None = None,
 ) -> Cost:  # fmt: skip
     """The cost of one step that samples one token of each sequence.
 
     contexts: tokens of each sequence in the cache after the step. new_tokens: how many of them this
-    step computes; one each, a decode step, by default. dtype: of weights and KV cache.
+    step computes; one each, a decode step, by default. dtype: of weights and KV cache. layout: the
+    KV policy's; by default the dense policy's.
 
     FLOPs are those of matrix products and attention, without norms, activations, rotations and
-    softmax. Bytes are every weight that is used and the keys and values of earlier tokens, each
-    read once, and those of the new tokens, written once; activations are taken to stay in the
-    processor's caches.
+    softmax. Bytes are every weight that is used, read once, and what `layout.work` counts but for
+    activations, which are taken to stay in the processor's caches: keys and values of earlier
+    tokens are read once, and those of the new tokens written once.
 
     Raises ValueError if there is no sequence, or one whose new tokens are not within 1 and its
     context.
@@ -52,22 +53,31 @@ def step_cost(
         raise ValueError(f"{context.size} contexts with {new.size} numbers of new tokens")
     for i in np.flatnonzero((new < 1) | (new > context)):
         raise ValueError(f"{new[i]} new tokens in a context of {context[i]}")
-    windows = [window or int(context.max()) for window in model.attention.windows]
     weights, tokens = _weights(model), int(new.sum())
-
-    seen = kept = 0
-    for window, layers in Counter(windows).items():
-        of_window = seen_up_to(context, window) - seen_up_to(context - new, window)
-        seen += layers * int(of_window.sum())
-        # The first new token sees the oldest one that is read.
-        kept += layers * int((context - np.maximum(0, context - new + 1 - window)).sum())
+    attention = _attention(layout or _dense(model, dtype), model, context, new, dtype)
+    itemsize, L = jnp.dtype(dtype).itemsize, model.num_layers
     return Cost(
-        bytes=jnp.dtype(dtype).itemsize * (weights.numbers + tokens * weights.looked_up)
-        + kv_bytes_of_token(model, dtype) * kept,
+        bytes=itemsize * (weights.numbers + tokens * weights.looked_up)
+        + round(L * attention.bytes),
         flops=tokens * weights.token_flops
         + len(context) * weights.sequence_flops
-        + 2 * 2 * model.num_heads * model.head_dim * seen,  # q·k, and its weights times v
+        + round(L * attention.flops),
     )
+
+
+def _dense(model: ModelConfig, dtype) -> DenseLayout:
+    return DenseLayout(Heads.of(model, dtype), jnp.dtype(dtype).itemsize, model.attention.windows)
+
+
+def _attention(
+    layout: Layout, model: ModelConfig, contexts: np.ndarray, new_tokens: np.ndarray, dtype
+) -> Cost:
+    """Of a layer, on the mean. Queries and what they get are no traffic, and keys and values of new
+    tokens count once, where attention reads them."""
+    parts = [cost for name, cost in layout.work(contexts, new_tokens).items() if name != "writes"]
+    of_token = 2 * model.num_heads * model.head_dim * jnp.dtype(dtype).itemsize
+    queries = of_token * int(new_tokens.sum())
+    return Cost(sum(cost.bytes for cost in parts) - queries, sum(cost.flops for cost in parts))
 
 
 def lora_cost(model: ModelConfig, rank: int, adapters: int, tokens: int, dtype="float32") -> Cost:
@@ -122,14 +132,15 @@ def layer_bytes(
     """
     E, F = model.hidden_size, model.intermediate_size
     HD, KD = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
-    itemsize, kv_bytes = jnp.dtype(dtype).itemsize, kv_bytes_of_token(model, dtype)
+    itemsize, context, new = jnp.dtype(dtype).itemsize, np.array(contexts), np.array(new_tokens)
+    whole = replace(_dense(model, dtype), windows=(None,))
     layer = family(model).declare(model)["layers"][0].values()
     # What goes into the products q/k/v, o, gate/up and down, and what comes out.
     activations = (E + HD + 2 * KD) + (HD + E) + (E + 2 * F) + (F + E)
     return {
         "weights": sum(math.prod(param.shape) for param in layer) * itemsize,
-        "KV read": sum(contexts) * kv_bytes,
-        "KV written": sum(new_tokens) * kv_bytes,
+        "KV read": round(_attention(whole, model, context, new, dtype).bytes),
+        "KV written": sum(new_tokens) * kv_bytes_of_token(model, dtype),
         "activations": sum(new_tokens) * itemsize * activations,
     }
 

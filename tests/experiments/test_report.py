@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import report, reproduce
+from experiments import report
 from experiments.lib import address
 from experiments.lib.shipped import ROOT
-from experiments.lib.typed_flags import Output
 from experiments.study import Study
 from tests.experiments.test_study import STUDY, ToyFlags
 
@@ -116,18 +115,15 @@ def test_the_site_stands_alone_and_is_read_aloud(rows, monkeypatch):
     assert "a &lt;GPU&gt;" in site["punica.html"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[1]", "7", "null", '"study"', "\udcff", '{"study": "vllm/fig02_squares"}']
-)
-def test_a_report_that_no_study_writes_now_is_none(text, tmp_path):
-    (tmp_path / "report.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert reproduce.read(tmp_path) is None
+def test_a_folder_is_no_picture(rows):
+    (rows[0].folder / "empty.png").mkdir()
+    assert [path.name for path in rows[0].pictures] == ["figure.png"]
 
 
-def test_tables_link_to_results_of_the_checkout_only(tmp_path):
-    with pytest.raises(ValueError, match=f"--results={tmp_path} is not"):
-        report.main(report.ReportFlags(str(tmp_path), tables=True), Output(str(tmp_path)))
-    assert not list(tmp_path.iterdir())
+def test_tables_are_of_the_committed_results(tmp_path):
+    given = report.ReportFlags(results=str(tmp_path), tables=True)
+    with pytest.raises(ValueError, match="--tables writes those of the committed results"):
+        report.main(given, report.PROGRAM.output)
 
 
 def test_the_address_goes_into_the_notebooks_and_out_again():

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -274,6 +275,30 @@ def test_the_state_of_a_result(tmp_path, monkeypatch):
         "rows": 2, "with_result": 1, "at_setting": 0, "claims_held": 1, "not_run": 0,
         "wrong_setting": 0, "failed": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", "{}", '{"study": "toy"}', "{", "\xff"])
+def test_a_report_that_is_none_is_no_result(tmp_path, text):
+    (tmp_path / "report.json").write_text(text, "latin-1")
+    assert reproduce.read(tmp_path) is None
+
+
+def test_studies_run_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shape = tmp_path / "shape.py"
+    shape.write_text(
+        "from models import checkpoint\ncheckpoint.load_config('configs/models/opt-13b')"
+    )
+    monkeypatch.setattr(reproduce, "ROOT", reproduce.ROOT)
+
+    def from_the_root(flags: ToyFlags, run: Run) -> Iterator[Row]:
+        assert Path("configs/models/opt-13b/config.json").is_file()
+        yield from measure(flags, run)
+
+    study = replace(STUDY, measure=from_the_root)
+    folders = {study.name: tmp_path / "results"}
+    assert list(reproduce.run_all([study], "quick", folders, 1)) == [0]
+    assert reproduce.read(tmp_path / "results") and Path.cwd() == tmp_path
 
 
 def test_every_study_has_a_claim_its_rule_and_flags_for_both_scales():

@@ -31,7 +31,7 @@ class RateFlags(SimulatedFlags):
         LOADS, "rates, of what vLLM's mean batch in full memory serves", above=0, most=4
     )
     most_output: int = flag(0, "tokens of an output; 0: the paper's limit", least=0)
-    requests: int = flag(200, "at each rate", least=2)
+    requests: int = flag(100, "at each rate", least=2)
     jobs: int = jobs_flag()
 
     def __post_init__(self):
@@ -154,7 +154,7 @@ STUDY = Study(
     holds=holds,
     setting=Setting(
         "Llama-3-8B on one, Qwen2.5-32B on two; " + gpu.SETTING,
-        "the paper names neither its requests nor their number: 200 problems as long as MATH's, "
+        "the paper names neither its requests nor their number: 100 problems as long as MATH's, "
         "all of whose outputs reach the limit; DiffKV's batch is limited as in the authors' "
         "command",
         "paper",
@@ -164,8 +164,8 @@ STUDY = Study(
     measure=measure,
     values=values,
     draw=draw,
-    quick={"models": MODELS[:1], "loads": (0.5, 1.25), "most_output": 512, "requests": 100},
-    minutes=(2, 60),
+    quick={"models": MODELS[:1], "loads": (0.5, 1.25), "most_output": 512, "requests": 50},
+    minutes=(0.5, 15),
     size=(9, 4),
 )
 

@@ -24,13 +24,15 @@ from matplotlib.figure import Figure
 
 from experiments.lib import plots
 from experiments.lib.typed_flags import flag
-from experiments.papers.lserve.layer import PAGE_SIZE, Reads, config_of, lserve, systems
+from experiments.papers.lserve.layer import PAGE_SIZE, config_of, lserve, systems
 from experiments.papers.lserve.layer_times import DIFFERS, MODEL, ChunkFlags, Times, thousands
 from experiments.study import Setting, Study, Values
 from models import llama
 from models import params as parameters
 from models.config import ModelConfig
 from paged.engine import Engine
+from paged.kv_cache import policy_of
+from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.roofline import step_cost
 from pallas_kernels.specs import Cost, Rates
@@ -126,11 +128,13 @@ def run(
 
 
 def _token_cost(engine: Engine, context: int) -> Cost:
-    """Heads of a group that select different pages may agree, so theirs is the least."""
-    rest = step_cost(engine.model, [1])
-    read = Reads.of(engine.model, engine.config).decode(context)
-    L = engine.model.num_layers
-    return Cost(rest.bytes + L * read.bytes, rest.flops + L * read.flops)
+    """The mean over a turn's tokens. Heads of a group that select different pages may agree, but
+    count by themselves."""
+    config, make_layout = engine.config, policy_of(engine.config.policy).layout
+    assert make_layout is not None
+    layout = make_layout(config, ShardedModel.split(engine.model))
+    costs = [step_cost(engine.model, [context + n], layout=layout) for n in range(STEPS)]
+    return Cost(*(sum(getattr(c, name) for c in costs) // STEPS for name in ("bytes", "flops")))
 
 
 def _turn_ms(engine: Engine) -> float:

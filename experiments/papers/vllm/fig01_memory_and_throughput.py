@@ -136,7 +136,7 @@ STUDY = Study(
     paper={"weights_share": 0.65, "kv_share": (0.3, 0.35)},
     draw=draw,
     quick={"duration_s": 120.0, "knobs": False},
-    minutes=(0.5, 8),
+    minutes=(0.5, 3),
     size=(10, 3.4),
 )
 

@@ -183,7 +183,7 @@ STUDY = Study(
     table=table,
     tolerance=TOLERANCE,
     quick={"sharegpt_s": 600.0, "alpaca_s": 60.0},
-    minutes=(1, 25),
+    minutes=(1, 4),
     size=(10, 3.6),
 )
 

@@ -100,7 +100,7 @@ STUDY = Study(
     table=rates.table,
     check=lambda flags: flags.require_some("panels"),
     quick={"duration_s": 15.0, "knobs": False},
-    minutes=(4, 30),
+    minutes=(1, 3),
     size=(12.6, 6.8),
 )
 

@@ -68,7 +68,7 @@ STUDY = Study(
     table=rates.table,
     tolerance=TOLERANCE,
     quick={"duration_s": 30.0, "knobs": False},
-    minutes=(1, 15),
+    minutes=(0.4, 3),
     size=(8.4, 3.6),
 )
 

@@ -84,7 +84,7 @@ STUDY = Study(
     table=rates.table,
     tolerance=TOLERANCE,
     quick={"duration_s": 600.0, "knobs": False},
-    minutes=(1, 15),
+    minutes=(0.7, 6),
     size=(5, 3.6),
 )
 

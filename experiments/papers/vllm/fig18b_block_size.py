@@ -180,7 +180,7 @@ STUDY = Study(
     draw=draw,
     check=lambda flags: flags.require_some("sizes"),
     quick={"sharegpt_s": 300.0, "alpaca_s": 20.0, "knobs": False},
-    minutes=(2, 20),
+    minutes=(0.6, 5),
     size=(8.4, 3.4),
 )
 

@@ -75,7 +75,7 @@ class Case:
     best_of, beam_width: sequences of each request, 1 for basic sampling.
     prefix_tokens: that all prompts begin with; vLLM computes and keeps them once.
     block_size: tokens of a block.
-    preemption_mode: of `EngineConfig`.
+    preemption_mode, admit_after_swap: of `EngineConfig`.
     """
 
     server: str
@@ -93,6 +93,7 @@ class Case:
     prefix_tokens: int = 0
     block_size: int = BLOCK_SIZE
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
+    admit_after_swap: Literal["completed", "resumed"] = "completed"
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def engine_of(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -
         policy=case.policy, kv_cache_tokens=server.kv_slots, max_model_len=CONTEXT,
         max_num_seqs=256, max_num_batched_tokens=2560, max_prefills_per_step=64,
         tensor_parallel=server.gpus, page_size=case.block_size,
-        preemption_mode=case.preemption_mode,
+        preemption_mode=case.preemption_mode, admit_after_swap=case.admit_after_swap,
         prefix_caching=case.policy == "vllm" and case.prefix_tokens > 0,
     )  # fmt: skip
     clock = declare(

@@ -139,7 +139,7 @@ def plain_values(points: Sequence[Point], latency_s: float) -> Values:
         numbers |= {
             f"{name}_vllm_over_{policy}": rates["vllm"] / rate
             for policy, rate in rates.items()
-            if policy != "vllm"
+            if policy != "vllm" and "vllm" in rates
         }
     return numbers
 

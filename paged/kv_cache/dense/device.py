@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from models.config import Attention
 from paged.kv_cache.dense.reads import Reads, all_blocks
+from paged.kv_cache.scatter import distinct
 from paged.kv_cache.windows import by_window
 from pallas_kernels.kv_write import copy_pages, write_kv
 from pallas_kernels.paged_attention import (
@@ -113,14 +114,10 @@ class DensePolicy:
 
     def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: DenseCache, plan: DensePlan, inputs):
         N, P, _ = cache.k_pages.shape
-        T, K, _ = k_TxKxD.shape
         dtype, compute_dtype = cache.k_pages.dtype, q_TxHxD.dtype
         q_TxHxD, k_TxKxD, v_TxKxD = (x.astype(dtype) for x in (q_TxHxD, k_TxKxD, v_TxKxD))
         page_offset = layer * (self.num_kv_heads * self.num_blocks)
-        # Padding goes beyond the pool, each entry to a place of its own: the scatter's indices are
-        # promised to be distinct.
-        nowhere = N * P + jnp.arange(T * K, dtype=jnp.int32).reshape(T, K)
-        slots = jnp.where(plan.written[:, None], plan.slot_mapping + page_offset * P, nowhere)
+        slots = distinct(plan.slot_mapping + page_offset * P, plan.written[:, None], N * P)
         k_pages, v_pages = write_kv(cache.k_pages, cache.v_pages, k_TxKxD, v_TxKxD, slots)
 
         def attend(window: int | None):

@@ -32,6 +32,7 @@ from paged.kv_cache.diffkv.state import (
     plan_prompts,
     report,
 )
+from paged.kv_cache.scatter import distinct
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from paged.kv_cache.windows import EVERYTHING, window_of
 from pallas_kernels.quantized_attention import (
@@ -185,7 +186,6 @@ class DiffKVPolicy:
         )  # fmt: skip
         age = (lengths - positions)[:, None]
         mean = self.rules.significance(scores, age)
-        nowhere = N + jnp.arange(T * K, dtype=jnp.int32).reshape(T, K)
         words, counts, ranks, before = cache.words, [], [], jnp.zeros((R, K), jnp.int32)
         extremes = cache.extremes
         for level, (kept, format) in enumerate(zip(masks, layout.formats, strict=True)):
@@ -206,7 +206,7 @@ class DiffKVPolicy:
                 plan.allocated[of[:, None], heads],
             )  # fmt: skip
             page = tables[of[:, None], jnp.arange(K), jnp.clip(column, 0, layout.table_width - 1)]
-            page = jnp.where(written, page, nowhere[: len(of)])
+            page = distinct(page, written, N)
             at = jnp.broadcast_to(jnp.where(written, place % format.tokens, 0), page.shape)
             words = format.write(words, page.reshape(-1), at.reshape(-1), new)
             if layout.reads:
@@ -255,7 +255,7 @@ class DiffKVPolicy:
         arrives, replaces, page, at, counts, tables = map(
             mine, (plan.arrives, plan.replaces, plan.page, plan.at, plan.counts, plan.tables)
         )
-        nowhere, words, extremes = N + jnp.arange(R, dtype=jnp.int32), cache.words, cache.extremes
+        words, extremes = cache.words, cache.extremes
         streams = cache.streams_of(self._heads(layer))
         positions = jnp.repeat(plan.positions, K)
         new = Tokens(
@@ -277,7 +277,7 @@ class DiffKVPolicy:
                 leaving, words = jax.lax.optimization_barrier(
                     (format.read_tokens(words, *place), words)
                 )
-            to = jnp.where(arrives[:, level], place[0], nowhere)
+            to = distinct(place[0], arrives[:, level], N)
             words = format.write(words, to, place[1], coming)
             if layout.reads:
                 extremes = layout.reads.write(
@@ -347,7 +347,7 @@ class DiffKVPolicy:
 
     def import_units(self, cache: DiffKVCache, pool: str, units, content) -> DiffKVCache:
         page, live = self._unit_pages(cache, units)
-        page = jnp.where(live, page, len(cache.words) + jnp.arange(len(units), dtype=jnp.int32))
+        page = distinct(page, live, len(cache.words))
 
         def put(x, new):
             return x.at[page].set(new[:, 0], mode="drop", unique_indices=True)
@@ -381,8 +381,7 @@ class DiffKVPolicy:
             of = jnp.where(live, of, 0)
             copied = {name: x.at[of].get(mode="promise_in_bounds") for name, x in by_page.items()}
             copied, by_page = jax.lax.optimization_barrier((copied, by_page))
-            nowhere = len(cache.words) + jnp.arange(COPIED_PAGES, dtype=jnp.int32)
-            to = jnp.where(live, to, nowhere)
+            to = distinct(to, live, len(cache.words))
             return {
                 name: x.at[to].set(copied[name], mode="drop", unique_indices=True)
                 for name, x in by_page.items()

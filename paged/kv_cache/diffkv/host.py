@@ -7,7 +7,6 @@ others: so admission follows the compression that is observed.
 """
 
 import itertools
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -57,18 +56,14 @@ def pool_of(layout: Layout, model: ShardedModel) -> Pool:
     )
 
 
-def host_table_width(layout: Layout) -> int:
-    """One entry, for the length of a prompt, if prompts come in chunks."""
-    return int(layout.staged > 0)
-
-
-def fits(layout: Layout, num_tokens: int, num_sequences: int) -> bool:
-    return num_sequences * int(layout.worst(num_tokens)) <= layout.num_pages
-
-
 def sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
+    """Tables have one entry, for the length of a prompt, if prompts come in chunks."""
     layout = layout_of(config, model)
-    return EmptyCache((pool_of(layout, model),), host_table_width(layout), partial(fits, layout))
+
+    def fits(num_tokens: int, num_sequences: int) -> bool:
+        return num_sequences * int(layout.worst(num_tokens)) <= layout.num_pages
+
+    return EmptyCache((pool_of(layout, model),), int(layout.staged > 0), fits)
 
 
 class DiffKVHost:
@@ -83,9 +78,10 @@ class DiffKVHost:
 
     def __init__(self, config: CacheConfig, model: ShardedModel):
         self.layout = layout = layout_of(config, model)
-        self.capacity, self._pool = layout.num_pages, pool_of(layout, model)
+        empty = sizes(config, model)
+        self.pools, self.table_width, self.fits = empty.pools, empty.table_width, empty.fits
+        (self._pool,), self.capacity = self.pools, layout.num_pages
         self._all_heads = model.whole.num_layers * model.whole.num_kv_heads
-        self.pools = (self._pool,)
         self._watermark = int(config.watermark * self.capacity)
         self._replays = config.capabilities.replays
         self._known = np.zeros((6, layout.num_slots), np.int64)
@@ -128,9 +124,6 @@ class DiffKVHost:
             taken = (held[:, sources, None] + needs[:, sources]).max(0)
             self._needs[slots] = taken - most[:, None]
             self.bound[slots] = self._bounds(slots, self._room[slots])
-
-    def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        return fits(self.layout, num_tokens, num_sequences)
 
     def _prefill(self, sequence: Sequence) -> int:
         """Tokens that are prefilled. Output that is replayed after them grows as it did before; of
@@ -228,10 +221,6 @@ class DiffKVHost:
     def take_moves(self) -> Moves:
         moves, self._moves = self._moves, Moves()
         return moves
-
-    @property
-    def table_width(self) -> int:
-        return host_table_width(self.layout)
 
     def tables(self, slots, out: np.ndarray) -> None:
         """The tokens of prompts."""

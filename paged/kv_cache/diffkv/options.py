@@ -5,7 +5,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from models.config import ModelConfig
@@ -16,7 +15,7 @@ from paged.kv_cache.diffkv.rest import Rest
 from paged.kv_cache.diffkv.selection import TopPages
 from paged.kv_cache.lserve.gates import GatedOptions
 from paged.kv_cache.lserve.options import LEAST_SELECTED
-from paged.kv_cache.made_for import made_for
+from paged.kv_cache.made_for import made_for, read
 from pallas_kernels.quantized_attention import QUERY_TILE, PageFormat, parse_format
 
 
@@ -37,18 +36,16 @@ def read_thresholds(path: str, weights_hash: Callable[[], str]) -> Thresholds:
 
     Raises ValueError, naming the file, if it holds none, or those of other weights.
     """
-    try:
-        stored = json.loads(
-            Path(path).expanduser().read_text("utf-8-sig")
-        )  # of a mark that some editors put
-        both = made_for(stored, weights_hash, "alpha_h", "alpha_l")
+
+    def parse(text: str) -> Thresholds:
+        both = made_for(json.loads(text), weights_hash, "alpha_h", "alpha_l")
         if not all(checks.is_real(alpha) for alpha in both):
             raise ValueError(f"alpha_h and alpha_l must be numbers, not {checks.shown(both)}")
         if not 0 <= both[1] <= both[0]:
             raise ValueError(f"alpha_l must be from 0 to alpha_h, not {both[1]} of {both[0]}")
         return tuple(float(alpha) for alpha in both)
-    except (OSError, ValueError, RecursionError) as error:  # the last: brackets without end
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+
+    return read(path, parse)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from paged.kv_cache.scatter import distinct
 from pallas_kernels.quantized_attention.tables import Run, runs
 
 
@@ -111,10 +112,8 @@ def grow(pages: Pages, slots_S, grows_SxHxI) -> Pages:
     held = pages.held.at[slots_S].get(mode="clip")
     columns = [run.column(held[..., level]) for level, run in enumerate(pages.runs)]
     column = (jnp.stack(columns, -1) * grows).sum(-1)
-    # What is dropped has a place of its own too: the scatter's indices are promised to be distinct.
     head = slots_S[:, None] * H + jnp.arange(H)
-    nowhere = num_slots * H * M + jnp.arange(head.size, dtype=jnp.int32).reshape(head.shape)
-    places = jnp.where(taken > 0, head * M + column, nowhere)
+    places = distinct(head * M + column, taken > 0, num_slots * H * M)
     of_all = pages.tables.reshape(-1)
     of_all = of_all.at[places.reshape(-1)].set(ids.reshape(-1), mode="drop", unique_indices=True)
     return replace(
@@ -202,6 +201,6 @@ def _recycle(pages: Pages, ids, given) -> Pages:
     N, given = len(pages.free_list), given.reshape(-1)
     rank = jnp.cumsum(given, dtype=jnp.int32)
     place = (pages.start + pages.free + rank - 1) % N
-    place = jnp.where(given, place, N + jnp.arange(len(given), dtype=jnp.int32))
+    place = distinct(place, given, N)
     free_list = pages.free_list.at[place].set(ids.reshape(-1), mode="drop", unique_indices=True)
     return replace(pages, free_list=free_list, free=pages.free + rank[-1])

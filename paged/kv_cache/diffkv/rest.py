@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from paged.kv_cache.diffkv.compression import Decision
+from paged.kv_cache.scatter import distinct
 from pallas_kernels.quantized_attention import PageFormat, Tokens
 from pallas_kernels.quantized_attention.tables import Run
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
@@ -103,8 +104,7 @@ class Rest:
             # XLA would move this read behind the write, and copy the pool for that.
             tokens, words = jax.lax.optimization_barrier((tokens, words))
             groups = jax.tree.map(lambda x: x.reshape(-1, t, *x.shape[1:]), tokens)
-            nowhere = N + jnp.arange(len(row), dtype=jnp.int32)
-            return low.write(words, jnp.where(live, page_R[row], nowhere), at_R[row], groups)
+            return low.write(words, distinct(page_R[row], live, N), at_R[row], groups)
 
         trips = num_trips(begins_R.astype(jnp.int32), LOWERED_GROUPS)
         return jax.lax.fori_loop(0, trips, body, words)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paged.kv_cache.scatter import distinct
 from pallas_kernels.page_selection import select_pages
 from pallas_kernels.quantized_attention import PageFormat
 from pallas_kernels.quantized_attention.tables import Run
@@ -51,14 +52,13 @@ class TopPages:
         """Bring keys, at places `at` of pages `page` [n], into the extremes, C times [max | min].
         What goes to pages beyond N is dropped. added: [n] whether the place was free. The first
         token of a page sets those of all of its logical pages."""
-        (N, E), (n, D) = extremes_NxE.shape, keys_nxD.shape
+        (N, E), D = extremes_NxE.shape, keys_nxD.shape[1]
         C, keys = E // (2 * D), keys_nxD.astype(extremes_NxE.dtype)
-        nowhere = N * C + jnp.arange(n, dtype=jnp.int32)
-        begun = jnp.where(added & (at == 0) & (page < N), page, nowhere)
+        begun = distinct(page, added & (at == 0) & (page < N), N * C)
         of_pages = jnp.tile(keys, (1, 2 * C))
         extremes = extremes_NxE.at[begun].set(of_pages, mode="drop", unique_indices=True)
-        place = jnp.where(page < N, page * C + at // self.logical, nowhere)
-        begun = jnp.where(added & (at % self.logical == 0), place, nowhere)
+        place = distinct(page * C + at // self.logical, page < N, N * C)
+        begun = distinct(place, added & (at % self.logical == 0), N * C)
         flat = extremes.reshape(N * C, 2 * D)
         flat = flat.at[begun].set(jnp.tile(keys, (1, 2)), mode="drop", unique_indices=True)
         flat = flat.at[place, :D].max(keys, mode="drop").at[place, D:].min(keys, mode="drop")

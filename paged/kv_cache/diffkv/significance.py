@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from paged.kv_cache.diffkv.compression import NOBODY, Found, Rules, least
+from paged.kv_cache.scatter import distinct
 from pallas_kernels.quantized_attention import PageFormat
 from pallas_kernels.quantized_attention.tables import Run
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
@@ -61,8 +62,7 @@ def _section(
         now = positions_R[row][:, None]
         counted = held if rules.counts_own else held & (positions != now)
         scores = scores + jnp.where(counted, probs, 0.0)
-        nowhere = N + jnp.arange(width, dtype=jnp.int32)
-        words = format.write_scores(words, jnp.where(live, ids, nowhere), scores)
+        words = format.write_scores(words, distinct(ids, live, N), scores)
         age = now + 1 - positions
         mean = rules.significance(scores, age)
         if window_R is None:

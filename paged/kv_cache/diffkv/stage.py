@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from paged.kv_cache.diffkv.layout import Layout
+from paged.kv_cache.scatter import distinct
 
 
 @flax.struct.dataclass
@@ -88,9 +89,9 @@ class Staged:
         self._layer, self._chunks, self._own = layer, chunks, (k_TxKxD, v_TxKxD)
         self._step = step = Places.of_step(inputs)
         n, T = stage.keys.shape[1], len(k_TxKxD)
-        self._n, self._numbers = n, jnp.arange(T, dtype=jnp.int32)
+        self._n = n
         self._in_stage = step.live & chunks.goes_on[step.rows]
-        at = jnp.where(self._in_stage, step.positions, n + self._numbers)
+        at = distinct(step.positions, self._in_stage, n)
         # XLA would move these reads behind the writes, and copy the stage for that.
         (keys, values, sums), self._stage = jax.lax.optimization_barrier(
             (jax.tree.map(lambda x: x[layer], (stage.keys, stage.values, stage.sums)), stage)
@@ -124,10 +125,10 @@ class Staged:
         n, step, chunks = self._n, self._step, self._chunks
         stage, layer = self._stage, self._layer
         stays = step.live & chunks.stays[step.rows]
-        at = jnp.where(stays, step.positions, n + self._numbers)
+        at = distinct(step.positions, stays, n)
         goes_on = (chunks.stays & chunks.goes_on).any()
         sums = jnp.where(goes_on, sums_UxKxG[:n], self._sums)
-        began = jnp.where(self._in_stage, n + self._numbers, at)
+        began = distinct(at, ~self._in_stage, n)
         sums = sums.at[began].set(sums_UxKxG[n:], mode="drop", unique_indices=True)
         keys, values = (
             staged.at[layer, at].set(new, mode="drop", unique_indices=True)

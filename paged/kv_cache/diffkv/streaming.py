@@ -10,10 +10,9 @@ the window begins with the first generated token.
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-import numpy as np
 
 from paged.kv_cache.diffkv.compression import Decision
-from paged.kv_cache.lserve.gates import GatedOptions
+from paged.kv_cache.lserve.gates import GatedOptions, by_shard
 from paged.kv_cache.policy import ShardedModel
 
 
@@ -34,10 +33,8 @@ class StreamingHeads:
         streams = options.streams(model.whole)
         if not streams.any():
             return None
-        groups = np.split(streams, min(model.num_shards, streams.shape[1]), axis=1)
-        copies = model.num_shards // len(groups)
-        by_shard = [tuple(group.reshape(-1).tolist()) for group in groups for _ in range(copies)]
-        return cls(tuple(by_shard), sink, local)
+        shards = by_shard(streams, model.num_shards)
+        return cls(tuple(tuple(shard.reshape(-1).tolist()) for shard in shards), sink, local)
 
     @property
     def fewest(self) -> int:

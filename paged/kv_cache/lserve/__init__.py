@@ -15,7 +15,6 @@ from paged.kv_cache.lserve.layout import (
     minference_tile,
     order_of,
     selector_numbers,
-    selectors,
 )
 from paged.kv_cache.lserve.options import Options, check_options
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
@@ -71,11 +70,6 @@ def device(
     numbers = tuple(tuple(map(tuple, x)) for x in selector_numbers(options, model).tolist())
     return LServePolicy(
         layout,
-        model.shard.num_layers,
-        model.shard.num_heads,
-        model.shard.head_dim,
-        selectors(options, model),
-        options.dense_layers,
         numbers if options.selection == "random" else (),
         model.shard.attention.within(config.max_model_len),
         None if config.kv_dtype == "auto" else config.kv_dtype,

@@ -35,6 +35,7 @@ from paged.kv_cache.lserve.plan import (
 )
 from paged.kv_cache.lserve.prefill import prefill
 from paged.kv_cache.lserve.snapshot import Selections, snapshot
+from paged.kv_cache.scatter import distinct
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from paged.kv_cache.windows import by_window
 from pallas_kernels.block_sparse_attention import first_in_list
@@ -70,10 +71,7 @@ class LServeCache:
 
 @dataclass(frozen=True)
 class LServePolicy:
-    """num_layers, num_heads, head_dim: of a shard.
-    selectors: heads that select by themselves.
-    dense_layers: number of first layers in which no head selects.
-    numbers: [shards][L][J], as in `LServeCache`; empty if keys select.
+    """numbers: [shards][L][J], as in `LServeCache`; empty if keys select.
     attention: of the model.
     bases: [shards][L][K], page of block 0.
     kv_dtype: of the pages, if it is not the compute dtype.
@@ -83,11 +81,6 @@ class LServePolicy:
     """
 
     layout: Layout
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    selectors: int
-    dense_layers: int
     numbers: tuple
     attention: Attention
     kv_dtype: str | None = None
@@ -101,7 +94,7 @@ class LServePolicy:
         object.__setattr__(self, "bases", nested)
 
     def init(self, dtype, shard) -> LServeCache:
-        layout, D, dtype = self.layout, self.head_dim, self.kv_dtype or dtype
+        layout, D, dtype = self.layout, self.layout.attention.D, self.kv_dtype or dtype
 
         def pages():
             N, P, format = layout.num_pages, layout.page_size, layout.format
@@ -117,7 +110,8 @@ class LServePolicy:
         if not layout.selects:
             return cache
         statistics = layout.dense_pages, layout.page_size // layout.logical * 2 * D
-        selected = layout.num_slots, self.num_layers, self.selectors, layout.selected - 1
+        L, J = len(layout.windows), layout.selectors
+        selected = layout.num_slots, L, J, layout.selected - 1
         return replace(
             cache,
             statistics=jnp.zeros(statistics, dtype),
@@ -126,13 +120,13 @@ class LServePolicy:
         )
 
     def begin_step(self, cache: LServeCache, inputs) -> tuple[LServeCache, LServePlan]:
-        G = self.num_heads // self.layout.heads
-        kinds = self.attention.kinds
+        heads, kinds = self.layout.attention, self.attention.kinds
+        G = heads.H // heads.K
         plan = make_plan(self.layout, G, kinds, cache.selected_at, inputs, self._prefill)
         if plan.decode is None:
             return cache, plan
         decode = with_schedules(
-            self.layout, plan.decode, self._heads, list(dict.fromkeys(self._kinds)), self.head_dim,
+            self.layout, plan.decode, self._heads, list(dict.fromkeys(self._kinds)), heads.D,
             jax.tree.leaves(cache.k_pages)[0].dtype, self.implementation, self._selection,
         )  # fmt: skip
         return cache, replace(plan, decode=decode)
@@ -140,12 +134,13 @@ class LServePolicy:
     @property
     def _heads(self) -> jax.Array:
         """[J], the KV head of each that selects by itself."""
-        return jnp.arange(self.selectors) * self.layout.heads // self.selectors
+        J = self.layout.selectors
+        return jnp.arange(J) * self.layout.heads // J
 
     @property
     def _kinds(self) -> list[Kind]:
         """Of each layer."""
-        selects, first = self.layout.selects, self.dense_layers
+        selects, first = self.layout.selects, self.layout.dense_layers
         windows = enumerate(self.attention.windows)
         return [(selects and layer >= first and not window, window) for layer, window in windows]
 
@@ -173,11 +168,7 @@ class LServePolicy:
         slots = plan.dense_slots[:, None]
         if self.layout.streams:
             slots = jnp.where(streams, plan.streaming_slots[:, None], slots)
-        # Padding goes beyond the pool, each entry to a place of its own: the scatter's indices are
-        # promised to be distinct.
-        places = self.layout.num_pages * P
-        nowhere = places + jnp.arange(T * K, dtype=jnp.int32).reshape(T, K)
-        slots = jnp.where(plan.written[:, None], slots + base * P, nowhere)
+        slots = distinct(slots + base * P, plan.written[:, None], self.layout.num_pages * P)
         k_pages, v_pages = write_kv(cache.k_pages, cache.v_pages, k_TxKxD, v_TxKxD, slots)
         cache = replace(cache, k_pages=k_pages, v_pages=v_pages)
         if self.layout.selects:
@@ -218,15 +209,15 @@ class LServePolicy:
     def _statistics(self, cache: LServeCache) -> jax.Array:
         """[N, C, 2D]. An axis of one logical page would make XLA copy the stored array."""
         assert cache.statistics is not None
-        return cache.statistics.reshape(len(cache.statistics), -1, 2 * self.head_dim)
+        return cache.statistics.reshape(len(cache.statistics), -1, 2 * self.layout.attention.D)
 
     def _decode(self, window, layer, q_SxHxD, cache: LServeCache, plan: DecodePlan, tables_SxM):
         """(attention [Sd, H, D], `cache.selected`), each row's heads as rows of one KV head."""
-        layout, P, J = self.layout, self.layout.page_size, self.selectors
+        layout, P, J = self.layout, self.layout.page_size, self.layout.selectors
         S, H, D = q_SxHxD.shape
         M = layout.most
         streams = self._heads >= cache.num_dense[layer]
-        selects = layer >= self.dense_layers if window is None else jnp.bool_(False)
+        selects = layer >= layout.dense_layers if window is None else jnp.bool_(False)
         kinds = list(dict.fromkeys(self._kinds))
         kind = jnp.array([kinds.index(of_layer) for of_layer in self._kinds])[layer]
         case = case_of(layout, cache.num_dense[layer], kind)
@@ -269,7 +260,7 @@ class LServePolicy:
     ):
         """Pages [S, J, B - 1] of each row, selected now or before (§3.5.3, reusable selection)."""
         S, J, M = pages_SxJxM.shape
-        fresh = plan.fresh & (layer >= self.dense_layers)
+        fresh = plan.fresh & (layer >= self.layout.dense_layers)
         num_pages = jnp.broadcast_to(plan.positions[:, None] // self.layout.page_size + 1, (S, J))
         if cache.numbers is None:
             new = select_pages(

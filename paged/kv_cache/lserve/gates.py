@@ -10,13 +10,12 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from models.config import ModelConfig
 from paged.checks import described, is_real, shown
-from paged.kv_cache.made_for import made_for
+from paged.kv_cache.made_for import made_for, read
 
 Gates = tuple[tuple[float, ...], ...]  # [L][K]
 PAPERS_SHARE = 0.5  # of the KV heads that stream
@@ -47,13 +46,11 @@ def read_gates(path: str, weights_hash: Callable[[], str]) -> Gates:
 
     Raises ValueError, naming the file, if it holds no gates, or those of other weights.
     """
-    try:
-        text = Path(path).read_text("utf-8-sig")  # editors on Windows put a mark at the beginning
-        if not path.lower().endswith(".json"):
-            return checked_gates(_table(text))
-        return checked_gates(*made_for(json.loads(text), weights_hash, "gates"))
-    except (OSError, ValueError, RecursionError) as error:  # the last: brackets without end
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if not path.lower().endswith(".json"):
+        return read(path, lambda text: checked_gates(_table(text)))
+    return read(
+        path, lambda text: checked_gates(*made_for(json.loads(text), weights_hash, "gates"))
+    )
 
 
 def _table(text: str) -> list[list[float]]:
@@ -124,6 +121,13 @@ class GatedOptions:
                 f"gates are of {len(self.gates)} layers of {len(self.gates[0])} KV heads, but "
                 f"the model has {shape[0]} of {shape[1]}"
             )
+
+
+def by_shard(of_heads: np.ndarray, num_shards: int) -> list[np.ndarray]:
+    """What each shard has of [L, K] by KV head, or of [L, H]. With more shards than heads, several
+    have the same."""
+    groups = np.split(of_heads, min(num_shards, of_heads.shape[1]), axis=1)
+    return [group for group in groups for _ in range(num_shards // len(groups))]
 
 
 def dense_first(streams: np.ndarray, num_groups: int) -> np.ndarray:

@@ -30,7 +30,7 @@ class Swapped(NamedTuple):
     keys: list[int]
 
 
-def pools_of(config: CacheConfig, model: ShardedModel, layout: Layout) -> tuple[Pool, ...]:
+def pools_of(config: CacheConfig, layout: Layout) -> tuple[Pool, ...]:
     """Recomputation replays output token by token, so sequences are swapped instead: the host's
     memory has room for all slots at their longest."""
     sizes = layout.num_blocks, layout.unit_bytes
@@ -59,13 +59,13 @@ def sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
         streams = num_sequences * min(pages, layout.window) <= windows or not layout.streams
         return num_sequences * pages < dense and streams
 
-    return EmptyCache(pools_of(config, model, layout), layout.table_width, fits)
+    return EmptyCache(pools_of(config, layout), layout.table_width, fits)
 
 
 class LServeHost:
     def __init__(self, config: CacheConfig, model: ShardedModel):
         self.layout, self._options = layout_of(config, model), config.policy_options
-        self.pools = pools_of(config, model, self.layout)
+        self.pools = pools_of(config, self.layout)
         self.streaming = None
         if self.layout.streams:
             self.streaming = StreamingHost(self.pools[1], self.layout, config.prefix_caching)

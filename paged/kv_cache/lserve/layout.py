@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from paged.kv_cache.lserve.gates import dense_first
+from paged.kv_cache.lserve.gates import by_shard, dense_first
 from paged.kv_cache.lserve.options import LEAST_SELECTED, UNQUANTISED, Options
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.work import Heads, Held, Work, seen_up_to, total, visible
@@ -252,22 +252,19 @@ def selectors(options: Options, model: ShardedModel) -> int:
 def selector_numbers(options: Options, model: ShardedModel) -> np.ndarray:
     """[shards, L, J] int32: the number in the whole model of each selecting KV head of a shard, or
     of each query head if these select."""
-    K, G = model.whole.num_kv_heads, model.whole.num_heads // model.whole.num_kv_heads
     order = order_of(options.streams(model.whole), model.num_shards)
     if options.select_per == "query_head":
+        G = model.whole.num_heads // model.whole.num_kv_heads
         order = (order[..., None] * G + np.arange(G)).reshape(len(order), -1)
-        return np.stack(np.split(order, model.num_shards, axis=1)).astype(np.int32)
-    shards = np.stack(np.split(order, min(model.num_shards, K), axis=1))
-    return shards.repeat(model.num_shards // len(shards), axis=0).astype(np.int32)
+    return np.stack(by_shard(order, model.num_shards)).astype(np.int32)
 
 
-def state_bytes(layout: Layout, options: Options, model: ShardedModel) -> int:
+def state_bytes(layout: Layout, options: Options) -> int:
     """Of a shard: all that does not lie in pages."""
-    L, K = model.shard.num_layers, model.shard.num_kv_heads
-    J, by_keys = selectors(options, model), options.selection == "keys"
-    selections = L * J * (layout.selected - 1) if layout.selects else 0
-    numbers = 0 if by_keys or not layout.selects else L * J
-    return 4 * (L * K + L + numbers + layout.num_slots * (selections + 1))
+    L, selectors = len(layout.windows), layout.selectors * layout.selects
+    selections = L * selectors * (layout.selected - 1)
+    numbers = L * selectors * (options.selection == "random")
+    return 4 * (L * layout.heads + L + numbers + layout.num_slots * (selections + 1))
 
 
 def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
@@ -275,9 +272,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     P, shards = config.page_size, model.num_shards
     streams = options.streams(model.whole)
     streams = np.take_along_axis(streams, order_of(streams, shards), axis=1)
-    groups = np.split(~streams, min(shards, streams.shape[1]), axis=1)
-    copies = shards // len(groups)
-    num_dense = [tuple(group.sum(1).tolist()) for group in groups for _ in range(copies)]
+    num_dense = [tuple(dense.sum(1).tolist()) for dense in by_shard(~streams, shards)]
 
     # What exceeds the longest sequence counts as that: it fills no tables, and fits an int32.
     most = _most(config)
@@ -349,7 +344,7 @@ def _blocks(layout: Layout, config: CacheConfig, model: ShardedModel) -> tuple[i
     dense heads."""
     dense, streaming = (size // model.num_shards for size in layout.unit_bytes)
     room = config.kv_cache_tokens * model.kv_token_bytes(config.kv_dtype) // model.num_shards
-    room = max(0, room - state_bytes(layout, config.policy_options, model))
+    room = max(0, room - state_bytes(layout, config.policy_options))
     if not streaming:
         return room // dense + 1, 0
     useful = (layout.num_slots + _checkpoints(config)) * layout.window + layout.chunks

@@ -9,6 +9,9 @@ from jax.extend.core import jaxprs_in_params
 from models import params as parameters
 from models.config import ModelConfig
 from models.families import family
+from paged.config import EngineConfig
+from paged.kv_cache import policy_of
+from paged.kv_cache.policy import ShardedModel
 from paged.simulator.roofline import layer_bytes, measure, step_cost
 from pallas_kernels.specs import Cost, Rates
 
@@ -97,6 +100,25 @@ def test_a_prompt_is_its_tokens_one_by_one_but_for_the_weights(window):
     kept = min(8, (window or 100) - 1)
     without = alone[0].bytes - per_token * min(9, window or 100) - 4 * model.hidden_size
     assert whole.bytes == without + per_token * (kept + 12) + 12 * 4 * model.hidden_size
+
+
+def test_attention_is_the_policys_own():
+    """A head of two streams: it reads a page of the sink, one before its own, and its own."""
+    gates = {"gates": ((1.0, 0.0),) * LLAMA.num_layers, "sink": 16, "local": 16}
+
+    def cost(context, **options):
+        config = EngineConfig(
+            policy="lserve", page_size=16, max_model_len=256, policy_options=options
+        )
+        make_layout = policy_of("lserve").layout
+        assert make_layout is not None
+        return step_cost(LLAMA, [context], layout=make_layout(config, ShardedModel.split(LLAMA)))
+
+    assert cost(100, budget=256) == step_cost(LLAMA, [100])
+    spared, per_head = 100 - (16 + 16 + 100 % 16), LLAMA.num_layers * 2 * 10 * 4
+    whole, streaming = cost(100, budget=256), cost(100, budget=256, **gates)
+    assert whole.bytes - streaming.bytes == spared * per_head
+    assert whole.flops - streaming.flops == spared * LLAMA.num_layers * 3 * 4 * 10
 
 
 @pytest.mark.parametrize("name", ["opt", "opt_350m"])

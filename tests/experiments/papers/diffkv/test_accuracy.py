@@ -14,6 +14,7 @@ from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.kv_held import Held
 from experiments.lib.program import Refused
 from experiments.lib.reference import Distributions
+from experiments.papers.diffkv import equal_bytes
 from experiments.papers.diffkv import fig09_dynamic_sparsity as dynamic_sparsity
 from experiments.papers.diffkv import fig10_thresholds as thresholds
 from experiments.papers.diffkv import table1_accuracy_memory as accuracy_memory
@@ -181,6 +182,12 @@ def test_memory_of_dense_and_streaming_heads(tiny_folder):
     (held,) = kv_held.of_sequences(engine)
     share = (7 + 3) / 14
     assert (held.fraction, held.high, held.low) == pytest.approx((share, share, 0))
+    # The generated token is the second of its page: a dense head reads 50 tokens, a
+    # streaming one 8 of sink, 8 local and its page's 2; queries and outputs go beside them.
+    D, K, H = model.head_dim, model.num_kv_heads, model.num_heads
+    queries = 2 * 4 * D * H
+    read = K / 2 * (50 + 18) * 4 * D + queries
+    assert held.read == pytest.approx(read / (K * 50 * 4 * D + queries))
 
 
 @pytest.mark.slow  # two policies compile
@@ -209,3 +216,25 @@ def test_thresholds_are_written_for_the_policy_to_read(tmp_path):
     stored = json.loads((tmp_path / thresholds.THRESHOLDS).read_text())
     assert (stored["alpha_h"], stored["alpha_l"]) == (1.0, 0.0)
     assert stored["weights_sha256"] == checkpoint.weights_hash("bundled")
+
+
+def test_a_front_has_no_point_that_another_beats():
+    points = {"a": (1.0, 90.0), "b": (0.5, 90.0), "c": (0.2, 70.0), "d": (0.3, 60.0)}
+    assert equal_bytes.front(points) == ["c", "b"]
+
+
+def test_every_system_of_the_flag_files_is_read():
+    """Values of its files, sizes of the study."""
+    flags = equal_bytes.BytesFlags(**FLAGS)
+    found = equal_bytes.make_systems(flags)
+    assert {config.max_model_len for config in found.values()} == {256}
+    assert found["quest"].policy_options.select_per == "query_head"
+    selected = found["diffkv_streaming_selected"]
+    assert (selected.policy_options.read_pages, selected.policy_options.streaming_share) == (
+        32,
+        0.5,
+    )
+    assert selected.policy_options.gates == found["lserve"].policy_options.gates != ()
+    assert found["kivi"].page_size == 12 and found["qaq"].policy_options.outliers == 1
+    with pytest.raises(ValueError, match="systems are of vllm, lserve"):
+        equal_bytes.make_systems(equal_bytes.BytesFlags(**FLAGS, systems=("unheard",)))

@@ -6,19 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.papers.diffkv import batch_latency_on_cpu as batch_latency
 from experiments.papers.diffkv import batch_on_cpu as throughput
 from experiments.papers.diffkv import compaction_on_cpu as compaction
-from experiments.papers.diffkv import dynamic_workload_on_cpu as dynamic_workload
 from experiments.papers.diffkv import kernels_on_cpu as kernel_speed
 from experiments.papers.diffkv import step_breakdown_on_cpu as step_breakdown
 from experiments.papers.diffkv.host_managers import ThreadedManager, Twin
 from pallas_kernels.quantized_attention import mixed_precision_attention
 from pallas_kernels.specs import Heads
 
-MODULES = (
-    batch_latency, compaction, dynamic_workload, kernel_speed, step_breakdown, throughput,
-)  # fmt: skip
+MODULES = compaction, kernel_speed, step_breakdown, throughput
 
 
 def numbers(module, rows):
@@ -107,21 +103,6 @@ def test_the_summary_is_of_the_rows_that_it_names():
         "kv_memory_fraction": 0.3, "batch_gain": 2.75, "batch_gain_over_ideal": 0.825,
         "throughput_gain": 1.5,
     })  # fmt: skip
-    latencies = [
-        dynamic_workload.Row(system, rate, ms, 1, 0)
-        for system, rate, ms in (("vllm", 1.0, 10.0), ("vllm", 4.0, 40.0), ("diffkv", 4.0, 30.0))
-    ]
-    assert numbers(dynamic_workload, latencies) == {"latency_over_vllm_4": 0.75}
-    batches = [
-        batch_latency.Row(system, tokens, seconds, step_ms)
-        for system, tokens, seconds, step_ms in (
-            ("vllm", 1024, 2.0, 9.0), ("diffkv", 1024, 4.0, 9.0), ("vllm", 4096, 9.0, 30.0),
-            ("diffkv", 4096, 6.0, 15.0),
-        )
-    ]  # fmt: skip
-    assert numbers(batch_latency, batches) == {
-        "batch_latency_speedup": 1.5, "batch_step_speedup": 2.0,
-    }  # fmt: skip
     parts = [step_breakdown.Row("generation", 8, "pages", 1.0, 0.005)]
     shares = numbers(step_breakdown, parts)
     assert shares == {"pages_share_prompts": None, "pages_share_generation": 0.005}
@@ -159,14 +140,8 @@ TIGHT = {
             compaction, {"sequences": (2, 9999999)},
             "--sequences would take .* GiB; this machine has",
         ),
-        (
-            batch_latency, {"tokens": (512, 128), "output": 128},
-            r"--tokens must be more than --output \(128\), not 128",
-        ),
         (kernel_speed, {"formats": ("K3V3",)}, "--formats must be texts, each one of K8V8"),
         (compaction, {"sequences": ()}, "--sequences must name at least one"),
-        (dynamic_workload, {"rates": ("fast",)}, "--rates must be numbers, not"),
-        (dynamic_workload, {"rates": (1.0, math.nan)}, "--rates must be numbers, not"),
         (step_breakdown, {"tokens": 64, "model": "/nowhere"}, "/nowhere"),
         (step_breakdown, {"tokens": 9000}, "max_model_len"),
         (throughput, {"systems": ("quest",)}, "each one of vllm, int4, h2o, snapkv, diffkv"),

@@ -9,7 +9,6 @@ from experiments.papers.lserve import (
     decode_on_cpu,
     engine_on_cpu,
     layer_memory,
-    page_size_on_cpu,
     prefill_kernel_on_cpu,
     prefill_on_cpu,
 )
@@ -81,7 +80,6 @@ def test_studies_time_all_that_they_compare(tmp_path):
         prefill_kernel_on_cpu: prefill_kernel_on_cpu.kernel(
             2048, 1024, TIMES, SMALL, 0, [0.5], [1024]
         ),
-        page_size_on_cpu: page_size_on_cpu.page_size([64, 128], [16, 64], 2, TIMES, SMALL, 0),
         layer_memory: layer_memory.memory([4096, 16384]),
         engine_on_cpu: list(
             engine_on_cpu.run(["dense", "quest"], [128], 128, 1, 0, TIMES.rates, tiny)
@@ -134,13 +132,6 @@ def test_the_values_are_of_the_rows_that_they_name():
     ])  # fmt: skip
     assert holds is True and numbers["decode_speedup_lserve_16k"] == 1.5
     assert (numbers["prefill_over_quest_16k"], numbers["decode_over_quest_16k"]) == (2, 1.25)
-    pages = [
-        page_size_on_cpu.PageRow(f"pages of {size}", size, context, ms, 1)
-        for size, context, ms in ((16, 512, 3), (64, 512, 2), (16, 2048, 4), (64, 2048, 5))
-    ]
-    assert report(page_size_on_cpu, pages) == (
-        False, {"slowdown_16": 1.5, "slowdown_64": 1.25},
-    )  # fmt: skip
 
 
 def test_the_memory_of_a_layer_is_counted(tmp_path):

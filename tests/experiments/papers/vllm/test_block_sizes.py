@@ -10,18 +10,14 @@ import numpy as np
 import pytest
 
 from experiments.papers.vllm import (
-    block_size_cpu,
     block_sizes,
     paging_overhead_cpu,
-    preemption_cpu,
     swapping_cpu,
 )
 from experiments.papers.vllm.paging_overhead_cpu import Row as Kernel
-from experiments.workloads.workloads import Request
 from models import llama
 from models import params as parameters
 from paged.engine import Engine, EngineConfig
-from paged.requests.sequence import RequestOutput, SequenceOutput
 from tests.experiments.conftest import TINY
 
 ROOT = Path(__file__).parents[4]
@@ -53,33 +49,7 @@ def test_a_sequence_comes_back_as_it_was_swapped_out(engine):
         assert (by_head.sum(1) == 4).all() and len(by_head) == TINY.num_layers * TINY.num_kv_heads
 
 
-@pytest.mark.slow
-def test_both_ways_preempt_and_give_the_same_tokens(engine):
-    requests = [Request(0.0, [5 + i, 9, 7], 40, ignore_eos=True) for i in range(3)]
-    rows = list(preemption_cpu.both_modes(engine, requests))
-    assert [(row.block_size, row.mode) for row in rows] == [(8, "recompute"), (8, "swap")]
-    assert min(row.preemptions for row in rows) > 0
-    assert rows[0].swapped_blocks == 0 < rows[1].swapped_blocks
-    assert rows[0].prefill_tokens > rows[1].prefill_tokens
-
-
-def test_a_token_that_block_sizes_change_is_told(engine):
-    output = RequestOutput("a", [3], [SequenceOutput([5, 6], "", "length")], True)
-    other = RequestOutput("a", [3], [SequenceOutput([5], "", "length")], True)
-    block_sizes.check_same_tokens(engine, [output], [output])
-    with pytest.raises(ValueError, match="blocks of 8 tokens: a gave 2 tokens, then 1"):
-        block_sizes.check_same_tokens(engine, [output], [other])
-
-
-def test_the_best_block_sizes_are_those_near_the_least_latency():
-    rows = [
-        block_size_cpu.Row(dataset, size, ms, 0.0, 0)
-        for dataset, size, ms in [
-            ("alpaca", 1, 20.0), ("alpaca", 16, 10.0), ("alpaca", 32, 10.9), ("sharegpt", 1, 1.0),
-        ]
-    ]  # fmt: skip
-    assert block_size_cpu.best_sizes(rows, "alpaca") == [16, 32]
-    # Paging costs so much more than the faster way without it.
+def test_the_overhead_is_over_the_faster_way_without_paging():
     assert Kernel(8, 64, 120.0, 150.0, 100.0, 9.0).overhead == pytest.approx(1.2)
 
 
@@ -98,7 +68,7 @@ def test_bad_block_sizes_are_refused(sizes, complaint):
 
 SMALL = {
     "block_sizes": (4, 16), "kv_cache_tokens": 96, "max_model_len": 64, "max_num_seqs": 2,
-    "max_num_batched_tokens": 64, "num_requests": 3,
+    "max_num_batched_tokens": 64,
 }  # fmt: skip
 
 
@@ -109,11 +79,6 @@ SMALL = {
         (
             swapping_cpu.STUDY, {"rounds": 1, "sequence_tokens": 40},
             ["swap_over_recompute_smallest", "recompute_spread"],
-        ),
-        (preemption_cpu.STUDY, {}, ["recompute_over_swap_4", "recompute_over_swap_most"]),
-        (
-            block_size_cpu.STUDY, {"sharegpt_rate": 99.0, "alpaca_rate": 99.0},
-            ["sharegpt_best_from", "alpaca_best_to"],
         ),
         (paging_overhead_cpu.STUDY, None, ["overhead_percent_median"]),
     ],

@@ -1,0 +1,114 @@
+"""Accuracy over bytes held and bytes read: policies and compositions of them on the same prompts.
+
+    python -m experiments.papers.diffkv.equal_bytes --model=judge
+
+Systems are those of the flag files in configs/ (`flag_files.SYSTEMS`). Bytes are of 16-bit dense
+pages: what sequences hold while they run, and what attention and selection of a generated token
+read, as each policy's layout states it. Selection over mixed precision is compared with DiffKV and
+LServe, its parents.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments import accuracy
+from experiments.accuracy import AccuracyFlags, Row
+from experiments.lib.typed_flags import flag
+from experiments.papers.flag_files import SYSTEMS, VLLM, config_of
+from experiments.study import Values
+
+TASKS = ("needle", "multikey", "values", "chain", "cot", "cot_32")
+SELECTED, PARENTS = "diffkv_selected", ("diffkv", "lserve")
+SLACK = 2.0  # points to the parents
+
+
+@dataclass(frozen=True)
+class BytesFlags(AccuracyFlags):
+    tasks: tuple[str, ...] = flag(TASKS, "tasks of experiments/tasks/tasks.py")
+    contexts: tuple[int, ...] = flag((1024, 2048, 4096), "prompt and answer, in tokens")
+    num_prompts: int = flag(100, "of each task and context", least=1)
+    systems: tuple[str, ...] = flag(tuple(SYSTEMS), "of flag_files.SYSTEMS, after vllm")
+
+
+def make_systems(flags: BytesFlags) -> accuracy.Systems:
+    return {name: config_of(flags, name) for name in dict.fromkeys((VLLM, *flags.systems))}
+
+
+def compare(flags: BytesFlags, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    found = accuracy.pooled(rows)
+    return ((SELECTED, parent) for parent in PARENTS if {SELECTED, parent} <= found.keys())
+
+
+def bytes_of(row: Row) -> tuple[float, float]:
+    """Held and read; a policy without numbers keeps and reads all in 16 bits."""
+    held, read = row.kv_memory_fraction, row.kv_read_fraction
+    return 1.0 if held is None else held, 1.0 if read is None else read
+
+
+def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
+    """The names of (bytes, score) for which no other has no more bytes and a better score, or as
+    good a score with fewer bytes; by bytes."""
+    best, names = float("-inf"), list[str]()
+    for name, (_, score) in sorted(points.items(), key=lambda item: (item[1][0], -item[1][1])):
+        if score > best:
+            best = score
+            names.append(name)
+    return names
+
+
+def values(_: BytesFlags, rows: Sequence[Row]) -> Values:
+    """right, held, read: of each system, in percent and of 16-bit pages. behind_*: points to the
+    best system that holds no more bytes. points_*: of selection to one of its parents."""
+    found = accuracy.pooled(rows)
+    numbers: dict[str, float | None] = {}
+    for name, row in found.items():
+        held, read = bytes_of(row)
+        best = max(other.score for other in found.values() if bytes_of(other)[0] <= held)
+        numbers |= {f"right_{name}": row.score, f"held_{name}": held, f"read_{name}": read}
+        numbers[f"behind_{name}"] = best - row.score
+    for pair in accuracy.pairs(rows):
+        numbers |= {
+            f"points_to_{pair.reference}": pair.difference,
+            f"points_low_to_{pair.reference}": pair.difference_low,
+        }
+    return numbers
+
+
+def draw(_: BytesFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    found, panels = accuracy.pooled(rows), figure.subplots(1, 2, sharey=True)
+    for i, (axes, word) in enumerate(zip(panels, ("held", "read"), strict=True)):
+        points = {name: (bytes_of(row)[i], row.score) for name, row in found.items()}
+        _draw_panel(axes, points)
+        axes.set(xlabel=f"bytes {word}, of 16-bit dense pages", ylabel="right answers (%)")
+
+
+def _draw_panel(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
+    on_front = [points[name] for name in front(points)]
+    axes.step(*zip(*on_front), where="post", color="#999999", linewidth=0.8)
+    for name, at in points.items():
+        axes.plot(*at, "o", markersize=4)
+        axes.annotate(name, at, (3, 3), textcoords="offset points", fontsize=6)
+
+
+STUDY = accuracy.study(
+    __file__,
+    make_systems,
+    title="Accuracy over bytes held and read: policies and compositions",
+    claim="selection over mixed precision answers as its parents, DiffKV and LServe, do",
+    rule=f"at most {SLACK:g} points fewer right answers than each, over all prompts",
+    holds=lambda v: min(v[f"points_to_{parent}"] for parent in PARENTS) >= -SLACK,
+    here="the bundled model, six tasks at 1,024 to 4,096 tokens; systems by their flag files",
+    differs="no paper of the four composes them; theirs are models of 7B and more",
+    flags=BytesFlags,
+    compare=compare,
+    values=values,
+    draw=draw,
+    quick={"num_prompts": 1, "contexts": (1024,), "tasks": ("multikey", "cot")},
+    minutes=(4, 600),
+)
+
+if __name__ == "__main__":
+    STUDY.run()
