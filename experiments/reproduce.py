@@ -25,14 +25,13 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import chdir
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
 from experiments.lib import run_record
+from experiments.lib.processes import run_apart
 from experiments.lib.program import Program, Refused, refusals
 from experiments.lib.shipped import ROOT
 from experiments.lib.sources import sources_hash
@@ -227,20 +226,10 @@ def run_all(
     full = scale == "full"
     together = [study for study in wanted if jobs > 1 and study.kind in UNTIMED]
     together.sort(key=lambda study: study.minutes[full], reverse=True)
-    if together:
-        # A process of its own each: what one leaves in memory is nobody else's.
-        spawn, most = get_context("spawn"), min(jobs, len(together))
-        pool = ProcessPoolExecutor(most, spawn, max_tasks_per_child=1)
-        try:
-            running = {
-                pool.submit(_run_file, study.file, scale, folders[study.name]): study.name
-                for study in together
-            }
-            for number, future in enumerate(as_completed(running), 1):
-                print(f"[{number} of {len(wanted)}] {running[future]} has ended", flush=True)
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    cases = [(study.file, scale, folders[study.name]) for study in together]
+    for number, (index, status) in enumerate(run_apart(_run_file, cases, jobs), 1):
+        print(f"[{number} of {len(wanted)}] {together[index].name} has ended", flush=True)
+        yield status
     alone = [study for study in wanted if study not in together]
     for number, study in enumerate(alone, 1 + len(together)):
         minutes = f"{study.minutes[full]:g} minutes on two cores"
