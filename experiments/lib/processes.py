@@ -4,10 +4,10 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from multiprocessing import connection, get_context
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from experiments.lib.signals import interrupts
@@ -15,7 +15,7 @@ from experiments.lib.signals import interrupts
 
 def run_apart(
     program: Callable[..., int], cases: Sequence[tuple[Any, ...]], jobs: int
-) -> Iterator[tuple[int, int]]:
+) -> Generator[tuple[int, int]]:
     """(index of the case, exit status) of `program(*case)`, as they end, `jobs` at once; 128 and
     the signal's number if one ended it.
 
@@ -23,7 +23,7 @@ def run_apart(
     others in good order, as it does if the iterator is closed; a second one kills them.
     """
     context, waiting = get_context("spawn"), deque(enumerate(cases))
-    running: dict[int, tuple[int, BaseProcess]] = {}
+    running: dict[int, tuple[int, SpawnProcess]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -56,7 +56,7 @@ def _run(program: Callable[..., int], case: tuple[Any, ...]) -> None:
         sys.exit(program(*case))
 
 
-def _send(process: BaseProcess, number: signal.Signals) -> None:
+def _send(process: SpawnProcess, number: signal.Signals) -> None:
     """To its group, which it does not have while Python starts."""
     assert process.pid is not None
     try:
