@@ -174,9 +174,9 @@ def table(of: Iterable[tuple[Study, str]]) -> str:
 def main(flags: ReproduceFlags, nowhere: None) -> int:
     folder = Path(flags.output_dir).absolute()
     with refusals():
-        if not (flags.studies or flags.kind or flags.all or flags.list):
+        if not (flags.studies or flags.kind or flags.all or flags.stale or flags.list):
             raise ValueError(
-                "name studies or papers, or say --kind or --all; --list shows what there is"
+                "name studies or papers, or say --kind, --stale or --all; --list shows all"
             )
         wanted = chosen(flags.studies, flags.kind)
     folders = {study.name: folder / flags.scale / study.name for study in wanted}
