@@ -114,11 +114,8 @@ class Bench:
         for tokens in range(64, 800, 8):
             try:
                 config = self.config(kv_cache_tokens=tokens)
-                if (
-                    policy_of(config.policy)
-                    .sizes_of(config, sharded)
-                    .fits(config.max_model_len, sequences)
-                ):
+                sizes = policy_of(config.policy).sizes_of(config, sharded)
+                if sizes.fits(config.max_model_len, sequences):
                     return tokens
             except ValueError:
                 pass

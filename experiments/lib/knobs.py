@@ -13,6 +13,10 @@ CHANGES = {
     "host -20 %": {"host_knob": 0.8},
     "host +20 %": {"host_knob": 1.2},
 }
+# For what no host takes part in: factors on attention's time, by change.
+OF_ATTENTION = {"": 1.0} | {
+    name: change["attention_knob"] for name, change in CHANGES.items() if "attention_knob" in change
+}
 TURNS = "knobs_that_turn_the_claim"
 
 

@@ -134,8 +134,8 @@ def measure(flags: ThroughputFlags, run: Run) -> Iterator[Row]:
 
 
 def values(flags: ThroughputFlags, rows: Sequence[Row]) -> Values:
-    """batch_SYSTEM_MODEL; gain_SYSTEM_MODEL, throughput over vLLM's, and of the first
-    model with each of the knobs."""
+    """batch_SYSTEM_MODEL; gain_SYSTEM_MODEL, throughput over vLLM's, of the first model
+    with each of the knobs."""
     numbers: dict[str, float | None] = {}
     for model in flags.models:
         for knob, factors in gpu.KNOBS.items():
@@ -192,7 +192,7 @@ STUDY = Study(
         "outputs all reach the limit; Atom's and KIVI's framework takes vLLM's host time; "
         "DiffKV's batch is limited as in the authors' command, others' by memory alone; "
         "Llama-3-70B and Qwen2.5-7B only with --models; three batches of requests for the paper's "
-        "1,000",
+        "1,000; assumed constants are changed for the first model alone",
         "paper",
     ),
     flags=ThroughputFlags,

@@ -55,8 +55,7 @@ def measure(flags: BatchFlags, _) -> Iterator[Row]:
     model = checkpoint.load_config(f"configs/models/{MODEL}")
     batches, lengths = sorted(set(flags.batches)), sorted(set(flags.lengths))
     config = EngineConfig(max_model_len=max(lengths))
-    for change in ("", *(name for name in knobs.CHANGES if "attention" in name)):
-        knob = knobs.CHANGES[change]["attention_knob"] if change else 1.0
+    for change, knob in knobs.OF_ATTENTION.items():
         cost = StepCost.declare(model, config, flags.gpu, attention_knob=knob)
         for stage, length, batch in itertools.product(STAGES, lengths, batches):
             contexts = np.full(batch, length)

@@ -63,10 +63,8 @@ def measure(flags: LayerFlags, _) -> Iterator[Row]:
     batches, lengths = sorted(set(flags.batches)), sorted(set(flags.lengths))
     config = EngineConfig(max_model_len=max(lengths))
     pages = -(-flags.rank // PAGE_RANKS)  # of each adapter
-    attention = [name for name in knobs.CHANGES if "attention" in name]
-    for name, change in itertools.product(flags.models, ("", *attention)):
+    for name, (change, knob) in itertools.product(flags.models, knobs.OF_ATTENTION.items()):
         model = checkpoint.load_config(f"configs/models/{name}")
-        knob = knobs.CHANGES[change]["attention_knob"] if change else 1.0
         cost = StepCost.declare(model, config, flags.gpu, attention_knob=knob)
         for length, batch in itertools.product(lengths, batches):
             ops = layer_ops(cost.model, batch).values()

@@ -86,7 +86,8 @@ STUDY = Study(
         "eight A100-80; rates compared at 0.3 s/token",
         "lengths are log-normal, with a sigma calibrated on Fig. 13's Orca (Oracle); ShareGPT's "
         "arrivals last 15 minutes, as the paper's with OPT-175B, and Alpaca's one, for an hour: "
-        "queues of overloaded systems are shorter, so that all sustain more",
+        "queues of overloaded systems are shorter, so that all sustain more; assumed constants are "
+        "changed in panel a alone",
         "reduced",
     ),
     flags=LatencyFlags,

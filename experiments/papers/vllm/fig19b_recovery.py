@@ -126,12 +126,12 @@ STUDY = Study(
     f"some of 64 or more, and within {NEAR:g} times with 16 to 64",
     holds=holds,
     setting=Setting(
-        f"{opt.setting('13b', 'vllm')}; 2 requests/s for five minutes; new "
-        "requests wait until swapped ones run again",
+        f"{opt.setting('13b', 'vllm')}; 2 requests/s for five minutes; new requests wait "
+        "until swapped ones run again",
         "the paper says neither its rate nor for how long; lengths are log-normal, with a sigma "
         "calibrated on Fig. 13's Orca (Oracle); §4.5 says that new requests wait until swapped "
-        "ones have ended: 'completed'",
-        "paper",
+        "ones have ended, and by that swapping is slower with every block: 'completed'",
+        "reduced",
     ),
     flags=RecoveryFlags,
     row=Row,
