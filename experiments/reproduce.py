@@ -126,9 +126,11 @@ def state(study: Study, scale: Any, report: Mapping[str, Any] | None) -> str:
 
 
 def committed(study: Study) -> dict[str, Any] | None:
-    """The committed report of a whole run at the paper's setting; None if there is none."""
+    """The committed report of a whole run at the paper's setting, as the study states it today;
+    None if there is none."""
     report = read(ROOT / RESULTS / study.name)
-    return report if report and report.get("at_setting") and not report["partial"] else None
+    at_setting = report and report["at_setting"] and study.setting.level == "paper"
+    return report if report and at_setting and not report["partial"] else None
 
 
 @functools.cache
