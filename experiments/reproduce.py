@@ -9,8 +9,8 @@ scale, what it needs, the state of the result in --output_dir (none, partial, st
 or package versions changed since, or its verdict) and the verdict of the committed result at the
 paper's setting. A study whose result is whole and not stale is not run again, and one that was cut
 goes on: the same command resumes. --stale runs just those whose result is stale. Each writes to
---output_dir/SCALE/NAME. --jobs runs several at once, each in a process of its own: studies that a
-clock decides then wait, and run alone.
+--output_dir/SCALE/NAME. --jobs run at once, one a core by default, each in a process of its own;
+studies that a clock may decide wait, and run alone.
 
 summary.json there counts: rows, with_result, at_setting, claims_held, not_run, wrong_setting,
 failed. A row that ran below the paper's setting, as all do at --scale=quick, counts by its
@@ -60,7 +60,7 @@ class ReproduceFlags(Flags):
     all: bool = flag(False, "all studies; --kind alone says all of those kinds")
     list: bool = flag(False, "list the studies, and run none")
     stale: bool = flag(False, "only those whose result is stale")
-    jobs: int = flag(1, "studies that run at once; 0: one a core", least=0)
+    jobs: int = flag(0, "studies that run at once; 0: one a core", least=0)
     output_dir: str = flag("results/reproduce", "folder of the results")
 
 
