@@ -42,7 +42,8 @@ from paged.kv_cache import diffkv
 from paged.kv_cache.driver import HostDriver
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.policy import ShardedModel
-from pallas_kernels.quantized_attention import mixed_precision_attention, prompt_attention
+from pallas_kernels.prompt_attention import prompt_attention
+from pallas_kernels.quantized_attention import mixed_precision_attention
 
 PROMPTS, GENERATION = "prompts", "generation"
 PARTS = ("model", "attention", "pages", "rest")
