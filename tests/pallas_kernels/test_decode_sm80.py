@@ -8,10 +8,14 @@ import pytest
 
 from pallas_kernels.attention import schedule, split_kv
 from pallas_kernels.paged_attention import decode_sm80, paged_attention
+from tests.sweeps import swept
 
 
-@pytest.mark.parametrize("tiles", [1, 2, 9])
-@pytest.mark.parametrize(("D", "P"), [(64, 16), (128, 64)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tiles", "D", "P"),
+    swept([(9, 64, 16), (2, 128, 64), (1, 64, 16), (2, 64, 16), (1, 128, 64), (9, 128, 64)], 2),
+)
 def test_every_product_finds_its_copies_ended_and_no_copy_overwrites_what_is_yet_to_be_read(
     monkeypatch, D, P, tiles
 ):

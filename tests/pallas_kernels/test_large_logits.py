@@ -16,10 +16,11 @@ from tests.pallas_kernels.interpreted import run
 D, P, LENGTH, LOGITS_STD = 128, 16, 120, 9.0
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 TABLE = np.arange(1, 10, dtype=np.int32)[::-1].reshape(1, 1, 9)  # one KV head
+# The interpreter takes long: of kernels one dtype is slow, and the other in the sweeps.
 RUNS = [
-    (implementation, dtype)
+    pytest.param(implementation, dtype, marks=mark if "gpu" in implementation else ())
     for implementation in ("reference", "xla", "mosaic_gpu", "mosaic_gpu_ampere")
-    for dtype in UNIT_ROUNDOFF
+    for dtype, mark in zip(UNIT_ROUNDOFF, (pytest.mark.slow, pytest.mark.sweep))
 ]
 
 
@@ -54,7 +55,7 @@ def test_decode_of_large_logits_is_as_exact_as_its_dtype(implementation, dtype, 
 
 
 @pytest.mark.parametrize(
-    ("implementation", "dtype"), [one for one in RUNS if one[0] != "mosaic_gpu_ampere"]
+    ("implementation", "dtype"), [one for one in RUNS if one.values[0] != "mosaic_gpu_ampere"]
 )
 def test_prefill_of_large_logits_is_as_exact_as_its_dtype(implementation, dtype):
     rows = 40

@@ -24,7 +24,8 @@ ATOL = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 5e-3}
 RUNS = [
     ("reference", "float32"), ("xla", "float32"), ("xla", "bfloat16"),
     pytest.param("xla", "float16", marks=pytest.mark.slow),
-    ("mosaic_gpu", "bfloat16"), pytest.param("mosaic_gpu", "float16", marks=pytest.mark.slow),
+    pytest.param("mosaic_gpu", "bfloat16", marks=pytest.mark.slow),
+    pytest.param("mosaic_gpu", "float16", marks=pytest.mark.sweep),
 ]  # fmt: skip
 every_run = pytest.mark.parametrize(("implementation", "dtype"), RUNS)
 

@@ -16,6 +16,7 @@ from pallas_kernels.quantization import KVFormat, QuantizedPages, dequantize, qu
 from pallas_kernels.quantization.quantizer import LIMIT
 from tests.pallas_kernels.dense_softmax import D, K, assert_near, dense, queries, tokens
 from tests.pallas_kernels.interpreted import run
+from tests.sweeps import swept
 
 every_format = pytest.mark.parametrize(
     "format",
@@ -146,7 +147,7 @@ over_quantised_pages = pytest.mark.parametrize(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "P", "group", "dim", "dtype", "window"),
-    [(4, 64, 7, 128, "bfloat16", 90), (8, 32, 2, 64, "float16", None)],
+    swept([(4, 64, 7, 128, "bfloat16", 90), (8, 32, 2, 64, "float16", None)], 1),
 )
 def test_the_decode_kernel_is_near_reference(bits, P, group, dim, dtype, window):
     """Lengths around pages and tiles, of which rows are cut; ids that name no page where no token

@@ -21,6 +21,7 @@ from pallas_kernels.quantized_attention.decode_sm90 import decode_unified, with_
 from pallas_kernels.quantized_attention.sections import refusal_of_formats
 from pallas_kernels.quantized_attention.tables import runs as table_runs
 from tests.pallas_kernels.interpreted import run as run_op
+from tests.sweeps import swept
 
 NAMES = ["K8V8", "K8V4", "K8V2", "K4V4", "K4V2", "K4V8", "K2V4", "K4V1", "K16V16", "K32V32"]
 D, K, G, S = 32, 2, 3, 3
@@ -235,11 +236,15 @@ def test_random_mixes(implementation, mix, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "P", "dim", "group", "dtype"),
-    [
-        (("K8V4", "K4V2"), 64, 128, 7, "bfloat16"), (("K4V8", "K4V4"), 32, 128, 5, "float16"),
-        (("K16V16", "K16V16"), 64, 64, 8, "bfloat16"),
-        (("K16V16", "K8V4", "K4V4"), 32, 64, 4, "float16"),
-    ],
+    swept(
+        [
+            (("K8V4", "K4V2"), 64, 128, 7, "bfloat16"),
+            (("K16V16", "K8V4", "K4V4"), 32, 64, 4, "float16"),
+            (("K4V8", "K4V4"), 32, 128, 5, "float16"),
+            (("K16V16", "K16V16"), 64, 64, 8, "bfloat16"),
+        ],
+        2,
+    ),
 )  # fmt: skip
 def test_the_decode_kernel_is_near_reference(names, P, dim, group, dtype):
     """Heads without tokens of one precision or of both, pages that are not full, and rows that are

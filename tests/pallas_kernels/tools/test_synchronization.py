@@ -34,7 +34,11 @@ def _complaints(target, op, spec):
 
 @pytest.mark.parametrize(
     ("target", "op", "spec"),
-    [(*kernel, spec) for kernel in KERNELS for spec in OPS[kernel[1]].specs],
+    [
+        pytest.param(*kernel, spec, marks=[pytest.mark.slow] * (number > 0))
+        for kernel in KERNELS
+        for number, spec in enumerate(OPS[kernel[1]].specs)
+    ],
 )
 def test_kernel_waits_for_all_that_it_reads_and_keeps_what_a_gpu_demands(target, op, spec):
     kernel = OPS[op].kernel_for(TARGETS[target].gpu.compute_capability)
@@ -122,7 +126,10 @@ def _persistent(order="arrive last", arrivals=True):
     """Complaints about a kernel of persistent thread blocks: one warpgroup fetches the queries of
     each item and its tiles, the other multiplies them, and hands both back."""
 
-    def body(items_ref, q_ref, k_ref, out_ref, q_s, k_s, out_s, q_filled, k_filled, q_read, k_read):
+    def body(
+        items_ref, q_ref, k_ref, out_ref,
+        *, q_s, k_s, out_s, q_filled, k_filled, q_read, k_read,
+    ):  # fmt: skip
         thread = lax.axis_index("thread")
 
         @pl.when(thread == 1)
@@ -174,13 +181,13 @@ def _persistent(order="arrive last", arrivals=True):
     tiles = plgpu.SMEM((2, 64, 64), jnp.bfloat16, transforms=mosaic.swizzled(64))
     with backend.compiling_for(TARGETS["h200"].gpu):
         kernel = mosaic.kernel(
-            body,
-            out_type=jax.ShapeDtypeStruct((9, 64, 64), jnp.float32),
+            body, "persistent", out_type=jax.ShapeDtypeStruct((9, 64, 64), jnp.float32),
             grid=(2,), grid_names=("block",), num_threads=2, thread_name="thread",
-            scratch_types=(
-                tile, tiles, plgpu.SMEM((64, 64), jnp.float32), plgpu.Barrier(),
-                plgpu.Barrier(num_barriers=2), plgpu.Barrier(), plgpu.Barrier(num_barriers=2),
-            ),
+            scratch={
+                "q_s": tile, "k_s": tiles, "out_s": plgpu.SMEM((64, 64), jnp.float32),
+                "q_filled": plgpu.Barrier(), "k_filled": plgpu.Barrier(num_barriers=2),
+                "q_read": plgpu.Barrier(), "k_read": plgpu.Barrier(num_barriers=2),
+            },
         )  # fmt: skip
         q, k = (jax.ShapeDtypeStruct((9, 64, 64), jnp.bfloat16) for _ in range(2))
         items = jax.ShapeDtypeStruct((9,), jnp.int32)
