@@ -133,11 +133,14 @@ class EngineLoop:
         if self._runs and self._in_flight:
             run = self._runs.next(self._in_flight, until_s, self._previous_end_s)
         if run:
-            self.executor.clock.wait_until(run.clock_s)
-            self._previous_end_s = run.clock_s
             self.round += run.steps
             self._num_steps += run.steps
-            self.metrics.steps += run.records
+            if run.records:
+                self.executor.clock.wait_until(run.clock_s)
+                self._previous_end_s = run.clock_s
+                self.metrics.steps += run.records
+            elif self._in_flight:
+                self._take_in(self._in_flight)
             self._in_flight = run.flight
         return run is not None
 

@@ -38,6 +38,8 @@ class Scheduler:
         self.slots = Slots(config.max_num_seqs, config.max_model_len, self._can.replays)
         self.waiting: deque[SequenceGroup] = deque()  # by arrival order
         self.running: list[SequenceGroup] = []  # by arrival order
+        # Whether the last step, not memory, had no room for a prompt that waits or has begun.
+        self.lacked_room = False
         self._running_slots: np.ndarray | None = None
         self._beams: list[SequenceGroup] = []  # searches that run
         self._followers = Followers(self.slots)
@@ -235,6 +237,7 @@ class Scheduler:
                 break
             admitted.append(group)
             decodes = np.append(decodes, self._start(group, room))
+        self.lacked_room = room.refused
         for group in admitted:
             self.waiting.remove(group)
 
