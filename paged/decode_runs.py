@@ -163,7 +163,6 @@ class DecodeRuns:
     ):  # fmt: skip
         self._config, self._scheduler, self._executor = config, scheduler, executor
         self._eos = np.array(eos_token_ids, np.int64)
-        self._settled: object = None
         self._seen: tuple[InFlight, _Certain] | None = None  # by `ahead`, for `next`
 
     @classmethod
@@ -176,18 +175,6 @@ class DecodeRuns:
         if config.multi_step > 1 or not getattr(executor, "takes_runs", False):
             return None
         return cls(config, scheduler, cast(RunningExecutor, executor), eos_token_ids)
-
-    def scheduled(self, flight: InFlight | None) -> None:
-        """Note that the scheduler has scheduled a step: `flight`, None if nothing can run. After a
-        step without admissions and preemptions no waiting request is admitted until the queue or
-        the slots change."""
-        nobody = flight and not flight.step.admitted and not flight.step.preempted
-        self._settled = self._queue() if nobody and self._scheduler.waiting else None
-
-    def _queue(self) -> object:
-        """Changes when a waiting request comes or leaves, or when a sequence ends."""
-        waiting = self._scheduler.waiting
-        return self._scheduler.slots.num_free, len(waiting), waiting[0].order, waiting[-1].order
 
     def next(self, flight: InFlight, until_s: float, previous_end_s: float) -> Run | None:
         """A run of the steps that begin before `until_s`, at least one; None if the scheduler must
@@ -271,7 +258,7 @@ class DecodeRuns:
         """Slots of the next step's rows, and whether they are those of the step in flight, none of
         which ends in it; None if the scheduler must decide."""
         scheduler, step, s = self._scheduler, flight.step, self._scheduler.slots
-        if scheduler.waiting and self._settled != self._queue():
+        if scheduler.waiting and not scheduler.nobody_enters:
             return None
         if scheduler.gate.loading or step.has_beams:
             return None

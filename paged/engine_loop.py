@@ -111,8 +111,6 @@ class EngineLoop:
             changed |= self._begin_loads(self.adapter_store)
         step = self.scheduler.schedule(self._num_steps, decodes)
         self._in_flight = None if step is None else self._dispatch(step)
-        if self._runs:
-            self._runs.scheduled(self._in_flight)
         waits = not previous and step is None and self.scheduler.has_unfinished()
         if previous:
             self._take_in(previous)
