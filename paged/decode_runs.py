@@ -129,29 +129,27 @@ class _Certain:
     """The steps after the one in flight that need no decision of the scheduler, as far as memory
     allows them.
 
-    slots: [n]; lengths: [n] tokens after the first step; seeds: [n].
-    contexts: [k, n] tokens after each step.
+    slots: [n]; lengths: [n] tokens after the first step.
     ends_s: [k + 1] of the step in flight, and of each step.
-    tokens: [k, n] sampled by the step in flight, and by all steps but the last.
+    tokens: [k + 1, n] sampled by the step in flight, and by each step.
     """
 
     slots: np.ndarray
     lengths: np.ndarray
-    seeds: np.ndarray
-    contexts: np.ndarray
     ends_s: np.ndarray
     tokens: np.ndarray
 
+    @property
+    def steps(self) -> int:
+        return len(self.tokens) - 1
+
     def without_first(self) -> "_Certain":
-        return replace(
-            self, lengths=self.lengths + 1, contexts=self.contexts[1:], ends_s=self.ends_s[1:],
-            tokens=self.tokens[1:],
-        )  # fmt: skip
+        return _Certain(self.slots, self.lengths + 1, self.ends_s[1:], self.tokens[1:])
 
     def until(self, until_s: float) -> "_Certain":
         """Those of the steps that begin before `until_s`."""
-        steps = 1 + int(np.searchsorted(self.ends_s[: len(self.contexts) - 1], until_s))
-        return replace(self, contexts=self.contexts[:steps], tokens=self.tokens[:steps])
+        steps = 1 + int(self.ends_s[: self.steps - 1].searchsorted(until_s))
+        return replace(self, tokens=self.tokens[: steps + 1])
 
 
 class DecodeRuns:
@@ -186,7 +184,7 @@ class DecodeRuns:
         certain = self._certain(flight, slots, until_s, previous_end_s)
         if certain is None:
             return None
-        most = len(certain.contexts) if same else 1
+        most = certain.steps if same else 1
         usages = self._grow(flight.number + 1, slots, certain.lengths, most)
         if not usages:
             return None
@@ -198,12 +196,12 @@ class DecodeRuns:
                 policy.confirm(slots, np.minimum(s.known[slots], s.computed[slots]), s.tokens)
         else:
             s.dispatched(slots)
-        last = executor.decoded(certain.seeds, certain.contexts[steps - 1 : steps])
+        last = certain.tokens[steps : steps + 1]
         outputs = executor.run_decodes(steps, float(certain.ends_s[steps]), last)
         run = self._run(flight, slots, outputs, usages, certain.ends_s, previous_end_s)
         if same:
             return run
-        if len(certain.contexts) > 1:
+        if certain.steps > 1:
             self._seen = run.flight, certain.without_first()
         return replace(run, records=[])
 
@@ -221,7 +219,7 @@ class DecodeRuns:
             return None
         self._seen = flight, found
         steady = cast(SteadyHost, policy)
-        free = steady.free_ahead(found.slots, found.lengths, len(found.contexts))
+        free = steady.free_ahead(found.slots, found.lengths, found.steps)
         return Ahead(found.ends_s[: len(free)], free) if len(free) else None
 
     def _certain(
@@ -234,7 +232,6 @@ class DecodeRuns:
             return seen[1].until(until_s)
         s, executor = self._scheduler.slots, self._executor
         lengths = s.length[slots].copy()
-        seeds = s.sampling["seed"][slots]
         most = min(LONGEST, int((s.limit[slots] - lengths).min()))
         begins = executor.device_free_s
         # Compute no more steps than `until_s` allows, if they take as long as the last one did. Too
@@ -245,14 +242,13 @@ class DecodeRuns:
         contexts = lengths + np.arange(most)[:, None]
         times = executor.decode_times(slots, contexts, s.adapter[slots])
         ends = np.add.accumulate(np.concatenate([[begins], times]))
-        most = 1 + int(np.searchsorted(ends[: most - 1], until_s))
-        tokens = executor.decoded(seeds, contexts[:most] - 1)
+        most = 1 + int(ends[: most - 1].searchsorted(until_s))
+        sampled_at = lengths + np.arange(-1, most)[:, None]
+        tokens = executor.decoded(s.sampling["seed"][slots], sampled_at)
         if len(self._eos) and not s.ignore_eos[slots].all():
-            stops = (np.isin(tokens, self._eos) & ~s.ignore_eos[slots]).any(1)
+            stops = (np.isin(tokens[:most], self._eos) & ~s.ignore_eos[slots]).any(1)
             most = int(stops.argmax()) if stops.any() else most
-        if not most:
-            return None
-        return _Certain(slots, lengths, seeds, contexts[:most], ends, tokens)
+        return _Certain(slots, lengths, ends, tokens[: most + 1]) if most else None
 
     def _rows(self, flight: InFlight) -> tuple[np.ndarray, bool] | None:
         """Slots of the next step's rows, and whether they are those of the step in flight, none of
