@@ -4,9 +4,9 @@ A system is an engine configuration; what it answers is judged as `experiments.e
 right answers, the log-probability of the reference answers, and how far the distributions along
 them are from the first system's.
 
-A study takes long. Answers are kept in its folder (`lib/kept_answers.py`): a later run there does
-not ask a system the same again, unless the sources that ask, answer and grade, the inputs, or JAX's
-version have changed.
+A study takes long. Answers are kept in its folder, or in one that all studies of
+`experiments.reproduce` share (`lib/kept_answers.py`): a system is not asked the same again, unless
+the sources that ask, answer and grade, the inputs, or JAX's version have changed.
 """
 
 import dataclasses
@@ -41,6 +41,9 @@ MEASURES = {
     "divergence": ("divergence_low", "divergence_high", "divergence from dense (nats)"),
 }
 Systems = Mapping[str, EngineConfig]
+# Of small runs, whose time is that of compilations: a system has one program for prompts between
+# 512 and 1,024 tokens, and one for the tokens of answers.
+QUICK = {"at_once": 1, "contexts": (1024,), "num_prompts": 2}
 # Of flags and rows, which systems are paired with which others beside the first one.
 Compare = Callable[[Any, Sequence[Any]], Iterable[tuple[str, str]]]
 
@@ -53,6 +56,7 @@ class AccuracyFlags(ModelFlags):
     contexts: tuple[int, ...] = flag((1024,), "prompt and answer, in tokens")
     num_prompts: int = flag(50, "of each task and context", least=1, most=evaluate.MOST_PROMPTS)
     seed: int = flag(7, "of the prompts", least=0)
+    at_once: int = flag(16, "prompts that are answered at once, at most", least=1)
     problems: tuple[str, ...] = flag(
         (), "files of problems, up to the longest of --contexts, in place of --tasks"
     )
@@ -135,10 +139,20 @@ def pairs(rows: Sequence[Row]) -> list[Row]:
 def config_of(flags: AccuracyFlags, **fields: Any) -> EngineConfig:
     """An engine for the prompts of the flags. Raises ValueError for what cannot work."""
     common = {
-        "page_size": PAGE_SIZE, "max_model_len": flags.longest, "max_num_seqs": 16,
-        "kv_cache_tokens": 17 * flags.longest, "max_num_batched_tokens": 1024,
+        "page_size": PAGE_SIZE, "max_model_len": flags.longest, "max_num_seqs": flags.at_once,
+        "kv_cache_tokens": (flags.at_once + 1) * flags.longest, "max_num_batched_tokens": 1024,
     }  # fmt: skip
     return engine_config(checkpoint.load_config(flags.model), **common | fields)
+
+
+def whole_prompts(flags: AccuracyFlags) -> dict[str, Any]:
+    """Fields of an engine that takes one whole prompt a step, and few sequences at once: few
+    programs to compile."""
+    most = min(8, flags.at_once)
+    return {
+        "max_num_seqs": most, "max_prefills_per_step": 1, "max_num_batched_tokens": flags.longest,
+        "kv_cache_tokens": (most + 1) * flags.longest, "chunked_prefill": False,
+    }  # fmt: skip
 
 
 def problems_of(flags: AccuracyFlags, systems: Systems) -> Problems:
@@ -171,11 +185,11 @@ def answered[F: AccuracyFlags](
             "attention_implementation": flags.attention_implementation, "match": flags.match,
             "prompts": {f"{task} {context}": len(p) for (task, context), p in problems.items()},
         } | made_by)  # fmt: skip
-        folder = kept_answers.folder_of(run.folder, name, asked)
+        folder = kept_answers.folder_of(run.shared, name, asked)
         found = kept_answers.answered_before(folder, asked)
         before = ", answered before" * (len(found.answers) == total)
         print(f"{i} of {len(systems)}: {name}{before}", flush=True)
-        changed = kept_answers.made_otherwise(run.folder, name, asked)
+        changed = kept_answers.made_otherwise(run.shared, name, asked)
         if changed and not found.answers:
             print(f"{name} is asked again: {', '.join(changed)} changed since its kept answers")
         if not before:

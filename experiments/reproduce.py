@@ -9,7 +9,8 @@ scale, what it needs, the state of the result in --output_dir (none, partial, st
 or package versions changed since, or its verdict) and the verdict of the committed result at the
 paper's setting. A study whose result is whole and not stale is not run again, and one that was cut
 goes on: the same command resumes. --stale runs just those whose result is stale. Each writes to
---output_dir/SCALE/NAME. --jobs run at once, one a core by default, each in a process of its own;
+--output_dir/SCALE/NAME; what systems answered is kept in --output_dir/SCALE/answered, for all
+studies that ask the same. --jobs run at once, one a core by default, each in a process of its own;
 studies that a clock may decide wait, and run alone.
 
 summary.json there counts: rows, with_result, at_setting, claims_held, not_run, wrong_setting,
@@ -250,7 +251,7 @@ def _run(study: Study, scale: Any, folder: Path) -> int:
     try:
         folder = run_record.check_output_dir(folder)
         with chdir(ROOT):
-            return study.write(study.at(scale), folder)
+            return study.write(study.at(scale), folder, shared=folder.parents[1])
     except (Refused, ValueError) as error:
         print(f"error: {study.name}: {error}", file=sys.stderr)
         return 1

@@ -59,15 +59,16 @@ class Setting:
 
 class Run:
     """What a measurement gets beside its flags: its folder, and the rows that are kept there by
-    hashes of what made them. Other processes may get a copy, which nothing stops.
+    hashes of what made them. shared: a folder of several studies, its own where there is none.
+    Other processes may get a copy, which nothing stops.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, shared: Path | None = None):
+        self.folder, self.shared = folder, shared or folder
         self.stopped: Callable[[], bool] = lambda: False  # whether the run is to end here
 
     def __reduce__(self):
-        return Run, (self.folder,)
+        return Run, (self.folder, self.shared)
 
     @property
     def kept(self) -> Path:
@@ -181,13 +182,15 @@ class Study[F: Flags, R]:
     def _main(self, flags: F, output: StudyOutput) -> int:
         return self.write(flags, output.folder, output.resume)
 
-    def write(self, flags: F, output_dir: str | Path, resume: bool = True) -> int:
-        """Measure, and write and print the report; the exit status."""
+    def write(
+        self, flags: F, output_dir: str | Path, resume: bool = True, shared: Path | None = None
+    ) -> int:
+        """Measure, and write and print the report; the exit status. shared: of `Run`."""
         with refusals():
             self.check(flags)
         folder, began = Path(output_dir), time.perf_counter()
         rows: list[R] = []
-        run = Run(folder)
+        run = Run(folder, shared)
         if not resume:
             run.forget()
 

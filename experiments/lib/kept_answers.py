@@ -1,7 +1,8 @@
-"""What the systems of a study have answered, kept in its folder for a later run.
+"""What the systems of studies have answered, kept in a folder for later runs and other studies.
 
 Answers depend on the system, the inputs and the sources. Each combination has a folder of its own
-in `answered/`, so that studies that run at once never mix their answers.
+in `answered/`, so that studies that run at once never mix their answers, whatever they call the
+system.
 """
 
 import dataclasses
@@ -53,9 +54,12 @@ def made_by(model: str, problems: Problems) -> dict[str, str]:
 
 
 def folder_of(output_dir: str | Path, name: str, asked: Any) -> Path:
-    """The folder of a system's answers. asked: all that they depend on."""
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-    return Path(output_dir) / "answered" / f"{_slug(name)}_{digest[:8]}"
+    """The folder of a system's answers, under the name by which it was asked first. asked: all that
+    they depend on."""
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
+    answered = Path(output_dir) / "answered"
+    before = sorted(answered.glob(f"*_{digest}"))
+    return before[0] if before else answered / f"{_slug(name)}_{digest}"
 
 
 def _slug(name: str) -> str:

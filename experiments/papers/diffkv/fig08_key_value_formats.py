@@ -114,7 +114,11 @@ STUDY = Study(
     check=accuracy.checked(make_systems),
     draw=draw,
     table=accuracy.table,
-    quick={"num_prompts": 2, "contexts": (1024,), "formats": ("K8V4", "K4V8", "K4V2", "K2V4")},
+    quick=accuracy.QUICK
+    | {
+        "tasks": ("multikey", "chain", "values", "cot"),
+        "formats": ("K8V4", "K4V8", "K4V2", "K2V4"),
+    },
     minutes=(3, 60),
 )
 

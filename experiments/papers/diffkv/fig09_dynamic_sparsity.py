@@ -123,7 +123,12 @@ STUDY = accuracy.study(
     compare=compare,
     values=values,
     draw=draw,
-    quick={"num_prompts": 2, "contexts": (1024,), "alphas": (0.1,), "budgets": (0.81,)},
+    quick=accuracy.QUICK
+    | {
+        "tasks": ("multikey", "chain", "values", "cot"),
+        "alphas": (0.1, 0.3),
+        "budgets": (0.5, 0.81),
+    },
     minutes=(4, 60),
 )
 

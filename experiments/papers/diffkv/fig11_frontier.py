@@ -140,9 +140,9 @@ STUDY = Study(
     check=accuracy.checked(make_systems),
     draw=draw,
     table=accuracy.table,
-    quick={
-        "num_prompts": 2, "alpha_h": (1.0, 3.0), "alpha_l": (0.02, 0.1), "formats": ("K4V4",),
-        "budgets": (0.5,),
+    quick=accuracy.QUICK | {
+        "tasks": ("multikey", "chain", "values", "cot"), "alpha_h": (1.0, 3.0),
+        "alpha_l": (0.02, 0.1), "formats": ("K4V4",), "budgets": (0.5,),
     },
     minutes=(4, 150),
     size=(13, 4.5),

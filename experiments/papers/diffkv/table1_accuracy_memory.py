@@ -213,7 +213,13 @@ STUDY = accuracy.study(
     values=values,
     paper={"kv_memory_fraction": (0.193, 0.367), "difference_points": -0.3},
     draw=draw,
-    quick={"num_prompts": 1, "contexts": (1024,), "alphas": ("1/0",), "formats": ("K4V4",)},
+    quick=accuracy.QUICK
+    | {
+        "tasks": ("multikey", "chain", "values", "cot"),
+        "alphas": ("1/0", "1/0.02"),
+        "formats": ("K4V4",),
+        "quest_budget": 256,
+    },
     minutes=(8, 240),
 )
 

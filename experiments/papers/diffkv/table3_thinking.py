@@ -80,7 +80,8 @@ STUDY = Study(
     check=accuracy.checked(thinking),
     draw=benchmarks.draw,
     table=accuracy.table,
-    quick={"num_prompts": 2},
+    quick=accuracy.QUICK
+    | {"num_prompts": 1, "tasks": ("cot_long", "cot_32"), "quest_budget": 256},
     minutes=(4, 120),
     needs=benchmarks.NEEDS,
     command=f"python -m experiments.papers.diffkv.table3_thinking --model={MODEL} --dtype=bfloat16 "

@@ -184,7 +184,7 @@ def table(flags: AttentionFlags, rows: Sequence[Row]) -> str:
 STUDY = Study(
     __file__,
     title="How concentrated the attention of answers is (what LServe §3.5 rests on)",
-    kind="counted",
+    kind="analogue",
     claim="few keys hold most of a head's attention",
     rule="on every task 90 % of the median head's mass lies on at most 64 keys",
     holds=lambda v: all(n <= 64 for name, n in v.items() if "90_percent_median" in name),

@@ -79,7 +79,7 @@ STUDY = accuracy.study(
     flags=PageFlags,
     values=values,
     draw=draw,
-    quick={"num_prompts": 4, "budgets": (512,)},
+    quick=accuracy.QUICK | {"tasks": ("multikey", "values", "cot"), "budgets": (256,)},
     minutes=(3, 40),
 )
 

@@ -147,7 +147,7 @@ STUDY = accuracy.study(
     values=values,
     draw=draw,
     table=table,
-    quick={"num_prompts": 8, "contexts": (256, 1024), "budgets": (256,)},
+    quick=accuracy.QUICK | {"num_prompts": 8, "contexts": (640, 832, 1024), "budgets": (256,)},
     minutes=(2, 30),
 )
 

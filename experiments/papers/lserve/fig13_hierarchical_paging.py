@@ -100,7 +100,7 @@ STUDY = Study(
     check=accuracy.checked(systems),
     draw=draw,
     table=needle.table,
-    quick={"num_prompts": 8, "contexts": (512, 2048)},
+    quick=accuracy.QUICK | {"num_prompts": 8, "contexts": (640, 832, 1024)},
     minutes=(2, 40),
     size=(13, 4.2),
 )

@@ -92,7 +92,7 @@ STUDY = accuracy.study(
     flags=FormatFlags,
     values=values,
     draw=draw,
-    quick={"num_prompts": 2, "contexts": (1024,)},
+    quick=accuracy.QUICK | {"tasks": ("multikey", "values", "cot"), "share": 0.5, "budget": 256},
     minutes=(4, 30),
 )
 

@@ -143,11 +143,11 @@ STUDY = accuracy.study(
     flags=FrontierFlags,
     values=values,
     draw=draw,
-    quick={
-        "num_prompts": 2,
-        "contexts": (2048,),
-        "shares": (0.5,),
-        "budgets": ("512", "all"),
+    quick=accuracy.QUICK
+    | {
+        "tasks": ("multikey", "values", "cot"),
+        "shares": (0.0, 0.5),
+        "budgets": ("256", "all"),
         "controls": False,
     },
     minutes=(4, 240),

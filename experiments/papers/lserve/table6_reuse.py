@@ -78,7 +78,8 @@ STUDY = accuracy.study(
         "difference_16": -3.6,
     },
     draw=draw,
-    quick={"num_prompts": 4, "intervals": (1, 4)},
+    quick=accuracy.QUICK
+    | {"tasks": ("multikey", "values", "cot"), "intervals": (1, 4, 8), "budget": 256},
     minutes=(3, 25),
 )
 

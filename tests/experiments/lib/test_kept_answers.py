@@ -40,6 +40,7 @@ def test_kept_answers_are_those_of_the_same_questions(tmp_path):
     kept_answers.keep(ours, asked, found)
     again = kept_answers.answered_before(ours, asked)
     assert again.answers == found.answers
+    assert kept_answers.folder_of(tmp_path, "Half", asked) == ours, "under whatever name"
     assert not kept_answers.answered_before(ours, asked | {"seed": 2}).answers
     for name in ("prompts.csv", "distributions.npz", "held.json", "asked.json"):
         whole = (ours / name).read_bytes()
