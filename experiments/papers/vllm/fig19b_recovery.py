@@ -20,8 +20,9 @@ from typing import Literal
 
 from matplotlib.figure import Figure
 
+from experiments.lib import plots
 from experiments.lib.typed_flags import Flags, flag
-from experiments.papers.vllm import block_sizes, opt
+from experiments.papers.vllm import opt
 from experiments.papers.vllm.opt import Case, Row
 from experiments.study import Run, Setting, Study, Values
 from paged.simulator.step_cost import HOSTS
@@ -110,10 +111,10 @@ def draw(_: RecoveryFlags, figure: Figure, rows: Sequence[Row]) -> None:
     sizes = list(found["swap"])
     curves: dict[str, list[float]]
     curves = {mode: [row.latency_s for row in found[mode].values()] for mode in MODES}
-    block_sizes.over_block_sizes(latency, sizes, curves, "normalised latency (s/token)")
+    plots.over_block_sizes(latency, sizes, curves, "normalised latency (s/token)")
     counts: dict[str, list[int]]
     counts = {mode: [row.preemptions for row in found[mode].values()] for mode in MODES}
-    block_sizes.over_block_sizes(preempted, sizes, counts, "preemptions of the run")
+    plots.over_block_sizes(preempted, sizes, counts, "preemptions of the run")
 
 
 STUDY = Study(
