@@ -24,26 +24,44 @@ than on a GPU, which has arithmetic to spare.
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import serve
 from experiments.lib import kv_held
-from experiments.lib.typed_flags import flag
-from experiments.papers.diffkv import engines
-from experiments.papers.diffkv.engines import DIFFKV, SYSTEMS, VLLM, EngineFlags
+from experiments.lib.engines import check_implementation, engine_config, load_engine
+from experiments.lib.flags import loading
+from experiments.lib.typed_flags import ModelFlags, flag
+from experiments.papers.diffkv import systems
+from experiments.papers.diffkv.systems import PAGE_SIZE
+from experiments.papers.vllm.fig15_sharing_savings import story_tokens
 from experiments.study import Setting, Study, Values
 from experiments.workloads.workloads import Request
+from models import checkpoint, load_tokenizer
 from paged.config import EngineConfig
 from paged.device import compilations
+from paged.device.tensor_parallel import Shards
 from paged.engine import Engine
+from paged.kv_cache import policy_of
 from paged.requests.sampling_params import SamplingParams
+
+KV_DTYPE = "float16"
+VLLM, INT4, DIFFKV = "vllm", "int4", "diffkv"
+PRUNING = {method.lower(): method for method in systems.BUDGETED}
+SYSTEMS = (VLLM, INT4, *PRUNING, DIFFKV)
 
 
 @dataclass(frozen=True)
-class ThroughputFlags(EngineFlags):
+class ThroughputFlags(ModelFlags):
+    alpha_h: float = flag(1.0, "of diffkv, as --diffkv_alpha_h", least=0)
+    alpha_l: float = flag(0.0, "of diffkv, as --diffkv_alpha_l", least=0)
+    pruned_budget: float = flag(
+        0.5, "share of the tokens that h2o and snapkv keep", least=0, most=1
+    )
+    seed: int = flag(0, "of all that is drawn", least=0)
     systems: tuple[str, ...] = flag(SYSTEMS, "that serve", choices=SYSTEMS)
     budget_tokens: int = flag(8192, "of 16 bits, whose bytes there are", least=1)
     prompt_tokens: int = flag(1024, "of each request", least=1)
@@ -71,9 +89,36 @@ class Row:
     compiled: int = 0
 
 
+def _fields_of(system: str, flags: ThroughputFlags) -> dict[str, Any]:
+    """Fields of an EngineConfig."""
+    if system == VLLM:
+        return {}
+    chosen = {"alpha_h": flags.alpha_h, "alpha_l": flags.alpha_l}
+    if system == INT4:
+        chosen = systems.uniform_options("K4V4")
+    if system in PRUNING:
+        chosen = systems.pruning_options(PRUNING[system], flags.pruned_budget)
+    return {"policy": "diffkv", "policy_options": chosen}
+
+
 def config_of(system: str, flags: ThroughputFlags) -> EngineConfig:
+    """Raises ValueError for what cannot work."""
+    model, most = checkpoint.load_config(flags.model), flags.most_sequences
     longest = flags.prompt_tokens + flags.output_tokens
-    return engines.config_of(system, flags, flags.budget_tokens, longest, flags.most_sequences)
+    config = engine_config(
+        model, max_model_len=longest, page_size=PAGE_SIZE,
+        max_num_batched_tokens=max(longest, most), chunked_prefill=False, max_num_seqs=most,
+        max_prefills_per_step=1, kv_cache_tokens=flags.budget_tokens, kv_dtype=KV_DTYPE,
+        preemption_mode="swap", **_fields_of(system, flags),
+    )  # fmt: skip
+    shards = Shards(model, config.tensor_parallel, dtype=flags.dtype)
+    check_implementation(flags.attention_implementation, config, shards)
+    if not policy_of(config.policy).sizes_of(config, shards.sharded).fits(longest, 1):
+        raise ValueError(
+            f"{system}: the bytes of {flags.budget_tokens:,} tokens in 16 bits hold no sequence of "
+            f"{longest:,}"
+        )
+    return config
 
 
 def check(flags: ThroughputFlags) -> None:
@@ -81,12 +126,31 @@ def check(flags: ThroughputFlags) -> None:
         config_of(system, flags)
 
 
+def rehearsed(config: EngineConfig, requests: Sequence[Request], flags: ThroughputFlags) -> Engine:
+    """An engine that has served the beginnings of such requests: it has compiled what they need,
+    which is a small part of what it could need. They are as long as it takes until as many run as
+    may, so that batches of all sizes are met."""
+    engine = load_engine(config, **loading(flags))
+    beginnings = [
+        replace(r, arrival_s=0.0, max_tokens=min(r.max_tokens, config.max_num_seqs + 4))
+        for r in requests
+    ]
+    serve.run(engine, beginnings, progress=False)
+    engine.metrics.clear()
+    return engine
+
+
 def measure(flags: ThroughputFlags, _) -> Iterator[Row]:
-    requests = engines.requests_of(
-        flags, flags.num_requests, flags.prompt_tokens, flags.output_tokens
-    )
+    tokenizer = load_tokenizer(flags.model)
+    requests = [
+        Request(
+            0.0, story_tokens(tokenizer, flags.prompt_tokens, flags.seed + i), flags.output_tokens,
+            True,
+        )
+        for i in range(flags.num_requests)
+    ]  # fmt: skip
     for system in flags.systems:
-        engine = engines.rehearsed(config_of(system, flags), requests, flags)
+        engine = rehearsed(config_of(system, flags), requests, flags)
         yield _served(system, engine, requests, flags.seed)
 
 

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from experiments.lib import plots, run_record
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.diffkv.systems import PAGE_SIZE
-from experiments.papers.lserve.layer_times import MODEL
+from experiments.papers.lserve.engine_on_cpu import MODEL
 from experiments.study import Setting, Study, Values
 from experiments.timing import medians_ms
 from paged.simulator import roofline
