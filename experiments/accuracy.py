@@ -274,7 +274,7 @@ def study[F: AccuracyFlags](
     values: Callable[[F, Sequence[Any]], Values],
     draw: Callable[[F, Figure, Sequence[Any]], object], quick: Mapping[str, Any],
     minutes: tuple[float, float], measure: Callable[[F, Run], Iterable[Any]] | None = None,
-    compare: Compare = lambda flags, rows: (), row: type = Row,
+    compare: Compare = lambda flags, rows: (),
     table: Callable[[F, Sequence[Any]], str] = table,
     paper: Mapping[str, float | tuple[float, float]] = MappingProxyType({}),
 ) -> Study[F, Any]:  # fmt: skip
@@ -282,7 +282,7 @@ def study[F: AccuracyFlags](
     for other rows than those of `measured`. The rest is as in `Study` and in `measured`."""
     return Study(
         file, title=title, kind="analogue", claim=claim, rule=rule, holds=holds,
-        setting=Setting(here, differs, "reduced"), flags=flags, row=row,
+        setting=Setting(here, differs, "reduced"), flags=flags,
         measure=measure or measured(make, compare), values=values, paper=paper,
         check=checked(make), draw=draw, table=table, quick=quick,
         minutes=minutes, size=(11, 4.5),

@@ -181,7 +181,6 @@ STUDY = Study(
     setting=Setting("256 sequences, pools of up to 10^6 blocks, a device that costs nothing", "",
                     "paper"),
     flags=HostFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

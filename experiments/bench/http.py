@@ -64,7 +64,6 @@ class HttpFlags(ExecutorFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("request_rates")
         if self.num_requests > self.server.max_pending:
             raise ValueError(
                 f"--num_requests={self.num_requests} may all be pending: "
@@ -366,7 +365,6 @@ STUDY = Study(
     holds=holds,
     setting=Setting("the bundled model (1.5M), Alpaca-like requests on this machine", "", "paper"),
     flags=HttpFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

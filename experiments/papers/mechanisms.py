@@ -68,6 +68,6 @@ def study(
     return Study(
         file, title=f"How it works, from runs ({paper})", kind="counted", claim=claim,
         rule="every count is that of the figure", holds=lambda v: v["facts_wrong"] == 0,
-        setting=Setting(here, "the paper's figures are drawings", "paper"), flags=Flags, row=Row,
+        setting=Setting(here, "the paper's figures are drawings", "paper"), flags=Flags,
         measure=measure, values=values, draw=draw, minutes=minutes, size=size,
     )  # fmt: skip

@@ -69,10 +69,6 @@ class ThroughputFlags(ModelFlags):
     num_requests: int = flag(40, "all at once", least=1)
     most_sequences: int = flag(24, "that may run at once", least=1)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("systems")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -207,7 +203,6 @@ STUDY = Study(
         "wrong",
     ),
     flags=ThroughputFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={"kv_memory_fraction": (0.193, 0.367), "throughput_gain": (1.9, 5.4)},

@@ -33,10 +33,6 @@ class FormatFlags(AccuracyFlags):
     contexts: tuple[int, ...] = flag((1024, 2048), "prompt and answer, in tokens")
     formats: tuple[str, ...] = flag(FORMATS, "of keys and values, uniform")
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("formats")
-
 
 def make_systems(flags: FormatFlags) -> accuracy.Systems:
     uniform = {name: systems.uniform(flags, name) for name in flags.formats}
@@ -107,7 +103,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=FormatFlags,
-    row=Row,
     measure=measured(make_systems, compare),
     values=values,
     paper=PAPER,

@@ -35,10 +35,6 @@ class FrontierFlags(AccuracyFlags):
     formats: tuple[str, ...] = flag(("K8V8", "K8V4", "K4V4", "K4V2"), "uniform ones")
     budgets: tuple[float, ...] = flag((0.25, 0.5, 0.75), "of SnapKV and H2O", above=0, most=1)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("alpha_h", "alpha_l")
-
     @property
     def points(self) -> list[tuple[float, float]]:
         """(alpha_h, alpha_l) as the paper varies them: one at a time, from the first of both."""
@@ -134,7 +130,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=FrontierFlags,
-    row=Row,
     measure=measured(make_systems),
     values=values,
     check=accuracy.checked(make_systems),

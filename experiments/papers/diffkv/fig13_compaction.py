@@ -39,10 +39,6 @@ class CompactionFlags(Flags):
     rounds: int = flag(9, "timed runs, on a GPU", least=1)
     seed: int = flag(0, "of all that is drawn", least=0)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("sequences")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -169,7 +165,6 @@ STUDY = Study(
         "paper",
     ),
     flags=CompactionFlags,
-    row=Row,
     measure=measure,
     values=values,
     draw=draw,

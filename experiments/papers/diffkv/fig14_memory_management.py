@@ -43,10 +43,6 @@ class ManagementFlags(SimulatedFlags):
     batches: tuple[int, ...] = flag((1, 8, 32), "sequences of a step", least=1, most=256)
     tokens: int = flag(1024, "of each sequence", least=65, most=4096)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("models", "batches")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -199,7 +195,6 @@ STUDY = Study(
         "paper",
     ),
     flags=ManagementFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={f"most_{PROMPTS}": (0.0, 0.002), f"most_{GENERATION}": (0.0, 0.009)},

@@ -37,7 +37,6 @@ class BatchFlags(SimulatedFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("models", "tokens")
         if min(self.tokens) <= self.prompt:
             raise ValueError(f"--tokens must be more than --prompt ({self.prompt})")
 
@@ -133,7 +132,6 @@ STUDY = Study(
         "paper",
     ),
     flags=BatchFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={f"batch_speedup_{model}_4096": (1.4, 1.6) for model in MODELS},

@@ -34,10 +34,6 @@ class RateFlags(SimulatedFlags):
     requests: int = flag(100, "at each rate", least=2)
     jobs: int = jobs_flag()
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("models", "loads")
-
 
 @dataclass(frozen=True)
 class Case:
@@ -160,7 +156,6 @@ STUDY = Study(
         "paper",
     ),
     flags=RateFlags,
-    row=Row,
     measure=measure,
     values=values,
     draw=draw,

@@ -38,10 +38,6 @@ class ThroughputFlags(SimulatedFlags):
     batches: int = flag(3, "of requests, each as many as fit at the mean length", least=1)
     jobs: int = jobs_flag()
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("models", "systems")
-
 
 @dataclass(frozen=True)
 class Case:
@@ -196,7 +192,6 @@ STUDY = Study(
         "paper",
     ),
     flags=ThroughputFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={

@@ -42,10 +42,6 @@ class KernelFlags(Flags):
     rounds: int = flag(9, "timed runs of all that is compared", least=1)
     seed: int = flag(0, "of all that is drawn", least=0)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("tokens", "formats")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -187,7 +183,6 @@ STUDY = Study(
         "wrong",
     ),
     flags=KernelFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

@@ -56,10 +56,12 @@ class MemoryFlags(AccuracyFlags):
     num_prompts: int = flag(17, "of each task and context", least=1)
     alphas: tuple[str, ...] = flag(("1/0", "3/0", "1/0.02", "1/0.1"), "alpha_h/alpha_l, ours first")
     three_levels: tuple[str, ...] = flag(
-        ("5/1/0",), "alpha_top/alpha_h/alpha_l of 16 bits, K8V4 and K4V2"
+        ("5/1/0",), "alpha_top/alpha_h/alpha_l of 16 bits, K8V4 and K4V2", none=True
     )
-    formats: tuple[str, ...] = flag(FORMATS, "uniform ones")
-    budgets: tuple[float, ...] = flag((0.35, 0.5), "of H2O and SnapKV, shares of the tokens")
+    formats: tuple[str, ...] = flag(FORMATS, "uniform ones", none=True)
+    budgets: tuple[float, ...] = flag(
+        (0.35, 0.5), "of H2O and SnapKV, shares of the tokens", none=True
+    )
     duo_share: float = flag(0.5, "of the KV heads that stream in DuoAttention", least=0, most=1)
     gates: str = flag(BUNDLED_GATES, "DuoAttention's; '' for no such", path=True)
     quest_budget: int = flag(1024, "tokens; 0 leaves Quest out", least=0)

@@ -72,7 +72,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=ThinkingFlags,
-    row=Row,
     measure=measured(thinking),
     values=values,
     paper=benchmarks.of_paper({name: dict(zip(BENCHMARKS, of)) for name, of in PAPER.items()})

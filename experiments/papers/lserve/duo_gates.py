@@ -261,7 +261,6 @@ STUDY = Study(
         "wrong",
     ),
     flags=GateFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

@@ -59,7 +59,6 @@ class EngineFlags(Flags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("systems", "contexts")
         most = MODEL.max_position_embeddings - answer_tokens(self.turns)
         for context in self.contexts:
             if context % self.chunk or context > most:
@@ -201,7 +200,6 @@ STUDY = Study(
         "wrong",
     ),
     flags=EngineFlags,
-    row=Run,
     measure=measure,
     values=values,
     paper={

@@ -31,10 +31,6 @@ class PageFlags(AccuracyFlags):
     contexts: tuple[int, ...] = flag((2048,), "prompt and answer, in tokens")
     budgets: tuple[int, ...] = flag((256, 512, 1024), "tokens that a query reads", least=1)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("budgets")
-
 
 def label(pages: str, budget: int) -> str:
     return f"{pages}, budget {budget}"

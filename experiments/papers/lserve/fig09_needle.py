@@ -39,7 +39,6 @@ class NeedleFlags(AccuracyFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("budgets")
         if self.tasks != ("needle",):
             raise ValueError("--tasks must be needle: others have no single depth")
 
@@ -142,7 +141,6 @@ STUDY = accuracy.study(
     here="the bundled model, 256 to 4,096 tokens, half of the heads streaming",
     differs=DIFFERS,
     flags=NeedleFlags,
-    row=Row,
     measure=measure,
     values=values,
     draw=draw,

@@ -94,7 +94,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=PagingFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=accuracy.checked(systems),

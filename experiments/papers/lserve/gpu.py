@@ -82,10 +82,6 @@ class SimulatedFlags(Flags):
     attention_knob: float = flag(1.0, "times the time of attention and selection", above=0)
     host_knob: float = flag(1.0, "times the time of the host", least=0)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("contexts")
-
     @property
     def ascending(self) -> list[int]:
         return sorted(set(self.contexts))

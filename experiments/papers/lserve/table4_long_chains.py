@@ -82,7 +82,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=ChainFlags,
-    row=Row,
     measure=measured(systems),
     values=values,
     paper={

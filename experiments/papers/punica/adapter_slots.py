@@ -235,7 +235,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=SlotFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

@@ -85,7 +85,6 @@ STUDY = Study(
     ),
     setting=Setting(f"rank 16 to 4,096; {sgmv.HERE}", sgmv.DIFFERS, "paper"),
     flags=RooflineFlags,
-    row=Row,
     measure=sgmv.measure,
     values=values,
     # An SGMV of 64 distinct adapters has the intensity of one; by the paper's formulas.

@@ -248,7 +248,6 @@ STUDY = Study(
         "paper",
     ),
     flags=ClusterFlags,
-    row=Row,
     measure=measure,
     values=values,
     draw=draw,

@@ -46,10 +46,6 @@ class OperatorFlags(Flags):
         (SGMV,), "of the operator", choices=(SGMV, LOOP, GATHER_BMM, EXPAND)
     )
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("batches", "ranks", "implementations")
-
 
 @dataclass(frozen=True)
 class Row:

@@ -116,7 +116,6 @@ STUDY = Study(
         "paper",
     ),
     flags=WasteFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={f"{name}_{policy}": share / 100 for policy, shares in PAPER.items()

@@ -80,7 +80,6 @@ class SharingFlags(ModelFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("sequences")
         if max(self.sequences) > self.max_num_seqs:
             raise ValueError(
                 f"--sequences ({max(self.sequences)}) exceed --max_num_seqs ({self.max_num_seqs})"
@@ -309,7 +308,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=SharingFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper=paper(),

@@ -34,10 +34,6 @@ class KernelFlags(Flags):
     contexts: tuple[int, ...] = flag((64, 128, 192, 256), "tokens of each", least=1)
     block_size: int = flag(16, "tokens of a block", least=1)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("batches", "contexts")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -137,7 +133,6 @@ STUDY = Study(
         "paper",
     ),
     flags=KernelFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={"percent_least": PAPER_PERCENT, "percent_most": PAPER_PERCENT},

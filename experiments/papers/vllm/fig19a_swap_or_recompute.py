@@ -100,7 +100,6 @@ STUDY = Study(
         "paper",
     ),
     flags=SwapFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={"swap_ms_smallest": 140.0, "swap_ms_largest": 30.0, "recompute_ms": 20.0},

@@ -40,7 +40,7 @@ class RecoveryFlags(Flags):
     )
     completed: tuple[int, ...] = flag(
         (1, 16, 256), "those with which requests also wait until swapped ones have ended", least=1,
-        most=opt.CONTEXT,
+        most=opt.CONTEXT, none=True,
     )  # fmt: skip
     rate: float = flag(2.0, "requests/s", above=0)
     duration_s: float = flag(300.0, "of the arrivals", least=1)
@@ -49,10 +49,6 @@ class RecoveryFlags(Flags):
     )
     host: str = flag("vllm", "system whose host time a step includes", choices=tuple(HOSTS))
     seed: int = flag(0, "of lengths and arrivals", least=0)
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("sizes")
 
 
 def serve(case: Case) -> Row:
@@ -135,7 +131,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=RecoveryFlags,
-    row=Row,
     measure=measure,
     values=values,
     draw=draw,

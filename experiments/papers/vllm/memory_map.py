@@ -80,10 +80,6 @@ class MapFlags(ModelFlags):
     executor: str = flag("device", "what runs the steps", choices=EXECUTORS)
     engine: EngineConfig = DEFAULTS
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("requests")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -338,7 +334,6 @@ STUDY = Study(
         "paper",
     ),
     flags=MapFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,
