@@ -277,6 +277,7 @@ def study[F: AccuracyFlags](
     compare: Compare = lambda flags, rows: (),
     table: Callable[[F, Sequence[Any]], str] = table,
     paper: Mapping[str, float | tuple[float, float]] = MappingProxyType({}),
+    size: tuple[float, float] = (11, 4.5), needs: str = "", command: str = "",
 ) -> Study[F, Any]:  # fmt: skip
     """A study of what these systems answer, on a model that is smaller than the paper's. measure:
     for other rows than those of `measured`. The rest is as in `Study` and in `measured`."""
@@ -285,5 +286,5 @@ def study[F: AccuracyFlags](
         setting=Setting(here, differs, "reduced"), flags=flags,
         measure=measure or measured(make, compare), values=values, paper=paper,
         check=checked(make), draw=draw, table=table, quick=quick,
-        minutes=minutes, size=(11, 4.5),
+        minutes=minutes, size=size, needs=needs, command=command,
     )  # fmt: skip

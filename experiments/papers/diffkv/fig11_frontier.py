@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from experiments import accuracy
-from experiments.accuracy import AccuracyFlags, Row, measured
+from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import systems
 from experiments.papers.diffkv.comparison import draw_family
 from experiments.papers.diffkv.systems import BUDGETED, REFERENCE
 from experiments.papers.diffkv.table1_accuracy_memory import draw_mix, of_alpha, of_budget
-from experiments.study import Setting, Study, Values
+from experiments.study import Values
 
 TASKS = ("multikey", "chain", "values", "cot", "cot_32")
 SLACK = 1.0  # points that a baseline may be better
@@ -116,25 +116,19 @@ def draw(flags: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:
         draw_mix(mix, of_first)
 
 
-STUDY = Study(
+STUDY = accuracy.study(
     __file__,
+    make_systems,
     title="Accuracy over KV memory, and what is pruned (DiffKV Figs. 11, 12)",
-    kind="analogue",
     claim="DiffKV has the better accuracy at equal memory; how much it prunes follows the task",
     rule=f"no baseline more than {SLACK:g} point above DiffKV's best point that takes no more "
     f"memory, and pruned shares differ by {SPREAD:g} or more between tasks",
     holds=holds,
-    setting=Setting(
-        "the bundled model, five tasks at 2,048 tokens",
-        "the paper asks GSM8K, HumanEval+ and others of Llama3-8B, 70B, Qwen2.5 and QwQ-32B",
-        "reduced",
-    ),
+    here="the bundled model, five tasks at 2,048 tokens",
+    differs="the paper asks GSM8K, HumanEval+ and others of Llama3-8B, 70B, Qwen2.5 and QwQ-32B",
     flags=FrontierFlags,
-    measure=measured(make_systems),
     values=values,
-    check=accuracy.checked(make_systems),
     draw=draw,
-    table=accuracy.table,
     quick={
         "num_prompts": 2, "alpha_h": (1.0, 3.0), "alpha_l": (0.02, 0.1), "formats": ("K4V4",),
         "budgets": (0.5,),

@@ -12,6 +12,7 @@ same budget.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -36,7 +37,8 @@ def label(pages: str, budget: int) -> str:
     return f"{pages}, budget {budget}"
 
 
-def systems(flags: PageFlags) -> accuracy.Systems:
+def systems(flags: Any) -> accuracy.Systems:
+    """flags: with contexts and budgets."""
     found = {"dense": accuracy.config_of(flags)}
     for budget in flags.budgets:
         for name, (page, logical) in PAGES.items():
