@@ -12,7 +12,6 @@ version have changed.
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import evaluate
-from experiments.lib import kept_answers, kv_held, run_record
+from experiments.lib import kept_answers, kv_held
 from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies
 from experiments.lib.engines import check_implementation, engine_config, load_engine
 from experiments.lib.flags import loading
@@ -162,33 +161,31 @@ def answered[F: AccuracyFlags](
     """What each system of `make` answers, the first one's first; ends early if the run is to. What
     was answered before is not asked again."""
     systems = make(flags)
-    problems = problems_of(flags, systems)
-    made_by = kept_answers.made_by(flags.model, problems)
-    total = sum(map(len, problems.values()))
+    problems, made_by = problems_of(flags, systems), kept_answers.made_by(flags.model)
+    how = flags.dtype, flags.seed, flags.attention_implementation, flags.match
     for i, (name, config) in enumerate(systems.items(), start=1):
-        asked = run_record.plain({
-            "config": config, "dtype": flags.dtype, "seed": flags.seed,
-            "attention_implementation": flags.attention_implementation, "match": flags.match,
-            "prompts": {f"{task} {context}": len(p) for (task, context), p in problems.items()},
-        } | made_by)  # fmt: skip
-        folder = kept_answers.folder_of(run.folder, name, asked)
-        found = kept_answers.answered_before(folder, asked)
-        before = ", answered before" * (len(found.answers) == total)
+        paths = {
+            key: kept_answers.path_of(run.folder, name, [config, how, made_by, key, asked])
+            for key, asked in problems.items()
+        }
+        kept = {key: kept_answers.read(path) for key, path in paths.items()}
+        before = ", answered before" * (None not in kept.values())
         print(f"{i} of {len(systems)}: {name}{before}", flush=True)
-        changed = kept_answers.made_otherwise(run.folder, name, asked)
-        if changed and not found.answers:
-            print(f"{name} is asked again: {', '.join(changed)} changed since its kept answers")
-        if not before:
-            keep = partial(kept_answers.keep, folder, asked, found)
-            evaluate.evaluate(
-                load_engine(config, **loading(flags)),
-                {key: each for key, each in problems.items() if key not in found.held},
-                flags.match, found=found, stopped=run.stopped, measure_memory=True, after_each=keep,
-            )  # fmt: skip
-        if len(found.answers) == total:
-            yield name, found
-        if run.stopped():
-            return
+        engine = None if before else load_engine(config, **loading(flags))
+        found = Evaluation()
+        for key, one in kept.items():
+            if run.stopped():
+                return
+            if one is None:
+                assert engine
+                one = evaluate.evaluate(
+                    engine, {key: problems[key]}, flags.match, measure_memory=True
+                )
+                kept_answers.keep(paths[key], one)
+            found.answers.extend(one.answers)
+            found.distributions.update(one.distributions)
+            found.held.update(one.held)
+        yield name, found
 
 
 def measured[F: AccuracyFlags](
