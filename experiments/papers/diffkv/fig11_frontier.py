@@ -10,15 +10,16 @@ pruned and kept in low and in high precision, at --alpha_h's first and --alpha_l
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import systems
-from experiments.papers.diffkv.comparison import draw_family
+from experiments.papers.diffkv.comparison import draw_families, of_alpha, of_budget
 from experiments.papers.diffkv.systems import BUDGETED, REFERENCE
-from experiments.papers.diffkv.table1_accuracy_memory import draw_mix, of_alpha, of_budget
 from experiments.study import Values
 
 TASKS = ("multikey", "chain", "values", "cot", "cot_32")
@@ -94,26 +95,28 @@ def holds(found: Mapping[str, float]) -> bool:
 def draw(flags: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:
     found, first = accuracy.pooled(rows), of_alpha(*flags.points[0])
     points, divergence, mix = figure.subplots(1, 3)
-    for family, names in families(flags).items():
-        here = sorted(
-            (found[name] for name in names if name in found),
-            key=lambda row: row.kv_memory_fraction or 0,
-        )
-        if not here:
-            continue
-        style = "none" if family in ("uniform", "DiffKV") else "-"
-        for axes, measure in ((points, "difference"), (divergence, "divergence")):
-            draw_family(axes, here, measure, label=family, linestyle=style)
-            for row in here if family == "uniform" else ():
-                at = row.kv_memory_fraction, getattr(row, measure)
-                axes.annotate(row.system, at, (3, 3), textcoords="offset points", fontsize=6)
-    divergence.set_yscale("symlog", linthresh=1e-4)
-    points.legend(fontsize="small")
+    draw_families(points, divergence, found, families(flags), ("uniform", "DiffKV"))
     points.set_title("Fig. 11: right answers", loc="left", fontsize="medium")
     divergence.set_title("the same, divergence", loc="left", fontsize="medium")
     of_first = [r for r in rows if (r.system, r.reference) == (first, REFERENCE) and r.context]
     if of_first:
         draw_mix(mix, of_first)
+
+
+def draw_mix(axes: Axes, rows: Sequence[Row]) -> None:
+    """Shares of tokens by task (Fig. 12), the mean over contexts."""
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    shares = np.array([
+        np.mean([(row.high or 0, row.low or 0) for row in rows if row.task == task], axis=0)
+        for task in tasks
+    ]).reshape(-1, 2)  # fmt: skip
+    left = np.zeros(len(tasks))
+    parts = zip(("high", "low", "dropped"), [*shares.T, 1 - shares.sum(1)])
+    for (name, part), colour in zip(parts, ("#2f6b9a", "#e0a030", "#e6e6e6")):
+        axes.barh(tasks, 100 * part, left=100 * left, label=name, color=colour)
+        left = left + part
+    axes.set(xlabel="tokens by precision (%)", xlim=(0, 100))
+    axes.legend(fontsize="small", ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
 STUDY = accuracy.study(

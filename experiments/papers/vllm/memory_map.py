@@ -5,7 +5,9 @@
 Serves a few requests, one more every --interval steps, in a cache too small for all of them, and
 draws the physical blocks over the steps. Each request has a colour, and each of its sequences a
 shade. Shared blocks are hatched, and darker with more owners. Blocks that the prefix cache keeps
-without an owner are grey. Below are the host's blocks, which hold what is swapped out. --requests are
+without an owner are grey. Below are the host's blocks, which hold what is swapped out.
+
+--requests are
 
     plain      one sequence
     prefix     one sequence; all prefix requests begin with the same --prefix_tokens tokens
