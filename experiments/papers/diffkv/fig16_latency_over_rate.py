@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.lib import report
+from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import gpu
 from experiments.papers.diffkv.gpu import DIFFKV, SERVERS, VLLM, SimulatedFlags
@@ -37,7 +38,7 @@ class RateFlags(SimulatedFlags):
 
 @dataclass(frozen=True)
 class Case:
-    """load: the rate over `capacity`. knob: the constant that is changed, of `gpu.KNOBS`."""
+    """load: the rate over `capacity`. knob: the constant that is changed, of `knobs.FACTORS`."""
 
     model: str
     system: str
@@ -84,7 +85,7 @@ def simulate(case: Case) -> Row:
     rate = case.load * capacity(server, flags)  # of the constants that are not changed
     most = server.most if case.system == DIFFKV else 256
     config = gpu.config_of(case.system, server, case.gpu, most)
-    engine = gpu.engine_of(flags.changed(*gpu.KNOBS[case.knob]), server, config)
+    engine = gpu.engine_of(flags.changed(*FACTORS[case.knob]), server, config)
     gpu.run(engine, gpu.requests_of(server, case.requests, case.seed, rate))
     latencies = report.present(map(report.normalised_latency_s, engine.metrics.requests))
     steps = engine.metrics.steps
@@ -100,7 +101,7 @@ def cases(flags: RateFlags) -> Iterator[Case]:
     middle = sorted(set(flags.loads))[len(set(flags.loads)) // 2]
     for model in flags.models:
         for load in sorted(set(flags.loads)):
-            for knob in gpu.KNOBS if load == middle else ("",):
+            for knob in FACTORS if load == middle else ("",):
                 for system in SYSTEMS:
                     yield Case(
                         model, system, load, knob, flags.gpu, flags.host, flags.attention_knob,

@@ -137,7 +137,6 @@ STUDY = Study(
     values=values,
     paper={"percent_least": PAPER_PERCENT, "percent_most": PAPER_PERCENT},
     draw=draw,
-    check=lambda flags: None,
     needs="an A100, H100 or H200",
     command="python -m experiments.papers.vllm.fig18a_kernel_latency",
     size=(6.4, 4.2),
