@@ -200,7 +200,7 @@ def rows(
     flags: SimulatedFlags, model: str, stage: str, systems: Iterable[str],
     contexts: Iterable[int], split: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
-    """With each of `knobs.FACTORS`. split: as of `Clock.of`; the system is then called 'NAME split'."""
+    """With each of FACTORS. split: as of `Clock.of`; the system is then called 'NAME split'."""
     for knob, (attention, host) in FACTORS.items():
         for system, context in itertools.product(systems, contexts):
             clock = Clock.of(
