@@ -4,15 +4,14 @@ A system is an engine configuration; what it answers is judged as `experiments.e
 right answers, the log-probability of the reference answers, and how far the distributions along
 them are from the first system's.
 
-A study takes long. Answers are kept in its folder, or in one that all studies of
-`experiments.reproduce` share (`lib/kept_answers.py`): a system is not asked the same again, unless
-the sources that ask, answer and grade, the inputs, or JAX's version have changed.
+A study takes long. Answers are kept in its folder (`lib/kept_answers.py`): a later run there does
+not ask a system the same again, unless the sources that ask, answer and grade, the inputs, or JAX's
+version have changed.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import evaluate
-from experiments.lib import kept_answers, kv_held, run_record
+from experiments.lib import kept_answers, kv_held
 from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies
 from experiments.lib.engines import check_implementation, engine_config, load_engine
 from experiments.lib.flags import loading
@@ -176,33 +175,31 @@ def answered[F: AccuracyFlags](
     """What each system of `make` answers, the first one's first; ends early if the run is to. What
     was answered before is not asked again."""
     systems = make(flags)
-    problems = problems_of(flags, systems)
-    made_by = kept_answers.made_by(flags.model, problems)
-    total = sum(map(len, problems.values()))
+    problems, made_by = problems_of(flags, systems), kept_answers.made_by(flags.model)
+    how = flags.dtype, flags.seed, flags.attention_implementation, flags.match
     for i, (name, config) in enumerate(systems.items(), start=1):
-        asked = run_record.plain({
-            "config": config, "dtype": flags.dtype, "seed": flags.seed,
-            "attention_implementation": flags.attention_implementation, "match": flags.match,
-            "prompts": {f"{task} {context}": len(p) for (task, context), p in problems.items()},
-        } | made_by)  # fmt: skip
-        folder = kept_answers.folder_of(run.shared, name, asked)
-        found = kept_answers.answered_before(folder, asked)
-        before = ", answered before" * (len(found.answers) == total)
+        paths = {
+            key: kept_answers.path_of(run.shared, name, [config, how, made_by, key, asked])
+            for key, asked in problems.items()
+        }
+        kept = {key: kept_answers.read(path) for key, path in paths.items()}
+        before = ", answered before" * (None not in kept.values())
         print(f"{i} of {len(systems)}: {name}{before}", flush=True)
-        changed = kept_answers.made_otherwise(run.shared, name, asked)
-        if changed and not found.answers:
-            print(f"{name} is asked again: {', '.join(changed)} changed since its kept answers")
-        if not before:
-            keep = partial(kept_answers.keep, folder, asked, found)
-            evaluate.evaluate(
-                load_engine(config, **loading(flags)),
-                {key: each for key, each in problems.items() if key not in found.held},
-                flags.match, found=found, stopped=run.stopped, measure_memory=True, after_each=keep,
-            )  # fmt: skip
-        if len(found.answers) == total:
-            yield name, found
-        if run.stopped():
-            return
+        engine = None if before else load_engine(config, **loading(flags))
+        found = Evaluation()
+        for key, one in kept.items():
+            if run.stopped():
+                return
+            if one is None:
+                assert engine
+                one = evaluate.evaluate(
+                    engine, {key: problems[key]}, flags.match, measure_memory=True
+                )
+                kept_answers.keep(paths[key], one)
+            found.answers.extend(one.answers)
+            found.distributions.update(one.distributions)
+            found.held.update(one.held)
+        yield name, found
 
 
 def measured[F: AccuracyFlags](
@@ -288,16 +285,17 @@ def study[F: AccuracyFlags](
     values: Callable[[F, Sequence[Any]], Values],
     draw: Callable[[F, Figure, Sequence[Any]], object], quick: Mapping[str, Any],
     minutes: tuple[float, float], measure: Callable[[F, Run], Iterable[Any]] | None = None,
-    compare: Compare = lambda flags, rows: (), row: type = Row,
+    compare: Compare = lambda flags, rows: (),
     table: Callable[[F, Sequence[Any]], str] = table,
     paper: Mapping[str, float | tuple[float, float]] = MappingProxyType({}),
+    size: tuple[float, float] = (11, 4.5), needs: str = "", command: str = "",
 ) -> Study[F, Any]:  # fmt: skip
     """A study of what these systems answer, on a model that is smaller than the paper's. measure:
     for other rows than those of `measured`. The rest is as in `Study` and in `measured`."""
     return Study(
         file, title=title, kind="analogue", claim=claim, rule=rule, holds=holds,
-        setting=Setting(here, differs, "reduced"), flags=flags, row=row,
+        setting=Setting(here, differs, "reduced"), flags=flags,
         measure=measure or measured(make, compare), values=values, paper=paper,
         check=checked(make), draw=draw, table=table, quick=quick,
-        minutes=minutes, size=(11, 4.5),
+        minutes=minutes, size=size, needs=needs, command=command,
     )  # fmt: skip

@@ -121,8 +121,8 @@ class StudyOutput(Output):
 class Study[F: Flags, R]:
     """A study. Functions of its rows get the flags first, then the rows.
 
-    file: `__file__` of its module. flags: their class. row: class of a row, a frozen dataclass.
-    measure: yields rows; raises Refused for flags that turn out not to work. values: numbers by
+    file: `__file__` of its module. flags: their class. measure: yields rows, frozen dataclasses of
+    one class; raises Refused for flags that turn out not to work. values: numbers by
     name; None or nan for what was not measured. paper: the paper's value of each, a number or
     (least, most); a name that it lacks is printed without one. tolerance: of a value to the
     paper's, relative. rule, holds: what decides the claim, in words and of the values; a value
@@ -140,7 +140,6 @@ class Study[F: Flags, R]:
     rule: str
     setting: Setting
     flags: type[F]
-    row: type[R]
     measure: Callable[[F, Run], Iterable[R]]
     values: Callable[[F, Sequence[R]], Values]
     holds: Callable[[Mapping[str, float]], bool]

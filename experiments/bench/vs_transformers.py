@@ -49,10 +49,6 @@ class TransformersFlags(RaceFlags):
     batches: tuple[int, ...] = flag((1, 8, 32), "requests that are generated together", least=1)
     engine: EngineConfig = ENGINE
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("batches")
-
     @property
     def config(self) -> EngineConfig:
         return replace(self.engine, max_model_len=self.longest, seed=self.seed)
@@ -151,7 +147,6 @@ STUDY = Study(
         "paper",
     ),
     flags=TransformersFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

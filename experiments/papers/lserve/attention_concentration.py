@@ -40,10 +40,6 @@ class AttentionFlags(Flags):
     num_prompts: int = flag(8, "per task", least=1)
     seed: int = flag(0, "of the prompts", least=0)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("tasks")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -194,7 +190,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=AttentionFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

@@ -267,7 +267,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=GateFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

@@ -46,7 +46,6 @@ class FrontierFlags(AccuracyFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("shares", "budgets")
         for budget in self.budgets:
             if budget != "all" and not budget.isdecimal():
                 raise ValueError(f"--budgets must be tokens or 'all', not {budget!r}")

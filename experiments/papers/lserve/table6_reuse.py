@@ -30,10 +30,6 @@ class ReuseFlags(AccuracyFlags):
     intervals: tuple[int, ...] = flag((1, 2, 4, 8, 16), "tokens that share a selection", least=1)
     budget: int = flag(512, "tokens that a query reads", least=1)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("intervals")
-
 
 def label(interval: int) -> str:
     return f"every {interval} tokens"

@@ -203,7 +203,6 @@ STUDY = Study(
         "wrong",
     ),
     flags=LoraFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

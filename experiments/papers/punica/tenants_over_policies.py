@@ -207,7 +207,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=TenantFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

@@ -130,7 +130,6 @@ STUDY = Study(
         "paper",
     ),
     flags=MemoryFlags,
-    row=Point,
     measure=measure,
     values=values,
     paper={"weights_share": 0.65, "kv_share": (0.3, 0.35)},
