@@ -50,7 +50,6 @@ REPORT = {
     "study", "title", "kind", "setting", "at_setting", "claim", "rule", "holds", "values",
     "tolerance", "partial", "rows", "flags", "seconds", "sources_sha256", "versions", "hardware",
 }  # fmt: skip
-UNTIMED = ("counted", "simulated")  # kinds whose results do not depend on who else computes
 
 
 @dataclass(frozen=True)
@@ -225,9 +224,9 @@ def run_all(
     wanted: Sequence[Study], scale: Any, folders: Mapping[str, Path], jobs: int
 ) -> Iterator[int]:
     """The exit status of each study when it has ended, longest first if several run at once; those
-    of other kinds than UNTIMED run alone, after the others."""
+    that are to be alone come after the others."""
     full = scale == "full"
-    together = [study for study in wanted if jobs > 1 and study.kind in UNTIMED]
+    together = [study for study in wanted if jobs > 1 and not study.alone]
     together.sort(key=lambda study: study.minutes[full], reverse=True)
     cases = [(study.file, scale, folders[study.name]) for study in together]
     for number, (index, status) in enumerate(run_apart(_run_file, cases, jobs), 1):

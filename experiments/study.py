@@ -130,7 +130,8 @@ class Study[F: Flags, R]:
     together, before any work. table: the rows for people. quick, full: flags that differ from
     the defaults, by scale; full is the setting that `setting` tells. minutes: of both on two
     cores. needs: what a machine must have beside two cores. command: the paper's setting, where it
-    needs the paper's model or GPU. A study of kind 'not run' whose claim is decided was measured.
+    needs the paper's model or GPU. times: whether values of an analogue are times. A study of kind
+    'not run' whose claim is decided was measured.
     """
 
     file: str
@@ -153,6 +154,7 @@ class Study[F: Flags, R]:
     minutes: tuple[float, float] = (1, 1)
     needs: str = ""
     command: str = ""
+    times: bool = False
     size: tuple[float, float] = (10, 4.2)
 
     @property
@@ -169,6 +171,11 @@ class Study[F: Flags, R]:
     def at(self, scale: Literal["quick", "full"]) -> F:
         """The flags of a scale."""
         return self.flags(**(self.quick if scale == "quick" else self.full))
+
+    @property
+    def alone(self) -> bool:
+        """Whether a clock may decide: nobody else is to compute then."""
+        return self.kind in ("measured", "not run") or self.times
 
     @property
     def program(self) -> Program[F, StudyOutput]:

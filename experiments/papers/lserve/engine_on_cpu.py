@@ -189,6 +189,7 @@ STUDY = Study(
     __file__,
     title="Whole engines over long contexts, on a CPU (LServe §4.3, 4.4, 5.5)",
     kind="analogue",
+    times=True,
     claim="decode 1.5 times vLLM on average; faster than Quest in prefill and decode",
     rule="at 16k decode at least 1.5 times dense, and no slower than Quest",
     holds=lambda v: v["decode_speedup_lserve_16k"] >= 1.5 and v["decode_over_quest_16k"] >= 1
