@@ -120,7 +120,7 @@ STUDY = accuracy.study(
             "qaq",
         ),
     },
-    minutes=(4, 600),
+    minutes=(2.5, 600),
 )
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ STUDY = Study(
     draw=draw,
     table=table,
     quick={"num_prompts": 2},
-    minutes=(1, 3),
+    minutes=(0.5, 3),
     size=(12, 7),
 )
 

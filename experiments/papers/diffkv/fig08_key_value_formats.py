@@ -109,7 +109,7 @@ STUDY = accuracy.study(
         "tasks": ("multikey", "chain", "values", "cot"),
         "formats": ("K8V4", "K4V8", "K4V2", "K2V4"),
     },
-    minutes=(3, 60),
+    minutes=(2, 60),
 )
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ STUDY = accuracy.study(
         "alphas": (0.1, 0.3),
         "budgets": (0.5, 0.81),
     },
-    minutes=(4, 60),
+    minutes=(1.5, 60),
 )
 
 if __name__ == "__main__":

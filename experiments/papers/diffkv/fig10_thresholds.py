@@ -140,7 +140,7 @@ STUDY = accuracy.study(
     paper={"alpha_h": (1, 3), "alpha_l": (0, 0.04)},
     draw=draw,
     quick=accuracy.QUICK | {"alphas_h": (1.0, 3.0), "alphas_l": (0.0, 0.04)},
-    minutes=(4, 60),
+    minutes=(1, 60),
 )
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ STUDY = accuracy.study(
         "tasks": ("multikey", "chain", "values", "cot"), "alpha_h": (1.0, 3.0),
         "alpha_l": (0.02, 0.1), "formats": ("K4V4",), "budgets": (0.5,),
     },
-    minutes=(4, 150),
+    minutes=(1.5, 150),
     size=(13, 4.5),
 )  # fmt: skip
 

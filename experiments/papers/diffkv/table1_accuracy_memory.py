@@ -170,7 +170,7 @@ STUDY = accuracy.study(
         "alphas": ("1/0", "1/0.02"),
         "quest_budget": 256,
     },
-    minutes=(8, 240),
+    minutes=(2.5, 240),
 )
 
 if __name__ == "__main__":

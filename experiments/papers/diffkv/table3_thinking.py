@@ -75,7 +75,7 @@ STUDY = accuracy.study(
     draw=benchmarks.draw,
     quick=accuracy.QUICK
     | {"num_prompts": 1, "tasks": ("cot_long", "cot_32"), "quest_budget": 256},
-    minutes=(4, 120),
+    minutes=(2, 120),
     needs=benchmarks.NEEDS,
     command=f"python -m experiments.papers.diffkv.table3_thinking --model={MODEL} --dtype=bfloat16 "
     "--problems=math.jsonl,gpqa.jsonl,aime24.jsonl --match=contains --contexts=32768 "

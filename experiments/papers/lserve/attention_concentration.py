@@ -196,7 +196,7 @@ STUDY = Study(
     draw=draw,
     table=table,
     quick={"tasks": ("needle", "count"), "num_prompts": 2},
-    minutes=(0.5, 2),
+    minutes=(0.3, 2),
     size=(10, 4.8),
 )
 

@@ -78,7 +78,7 @@ STUDY = accuracy.study(
     values=values,
     draw=draw,
     quick=accuracy.QUICK | {"tasks": ("multikey", "values", "cot"), "budgets": (256,)},
-    minutes=(3, 40),
+    minutes=(1.2, 40),
 )
 
 if __name__ == "__main__":

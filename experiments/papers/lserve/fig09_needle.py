@@ -152,7 +152,7 @@ STUDY = accuracy.study(
     draw=draw,
     table=table,
     quick=accuracy.QUICK | {"num_prompts": 8, "contexts": (640, 832, 1024), "budgets": (256,)},
-    minutes=(2, 30),
+    minutes=(0.8, 30),
 )
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ STUDY = accuracy.study(
     draw=draw,
     table=needle.table,
     quick=accuracy.QUICK | {"num_prompts": 8, "contexts": (640, 832, 1024)},
-    minutes=(2, 40),
+    minutes=(1, 40),
     size=(13, 4.2),
 )
 

@@ -93,7 +93,7 @@ STUDY = accuracy.study(
     values=values,
     draw=draw,
     quick=accuracy.QUICK | {"tasks": ("multikey", "values", "cot"), "share": 0.5, "budget": 256},
-    minutes=(4, 30),
+    minutes=(1.8, 30),
 )
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ STUDY = accuracy.study(
         "budgets": ("256", "all"),
         "controls": False,
     },
-    minutes=(4, 240),
+    minutes=(1, 240),
 )
 
 if __name__ == "__main__":

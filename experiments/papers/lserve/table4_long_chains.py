@@ -86,7 +86,7 @@ STUDY = accuracy.study(
     },
     draw=draw,
     quick=accuracy.QUICK | {"tasks": ("cot_long", "cot_32"), "budget": 256},
-    minutes=(2, 60),
+    minutes=(0.8, 60),
     needs=benchmarks.NEEDS,
     command=(
         f"python -m experiments.papers.lserve.duo_gates --model={MODEL} --mix=passkeys=1 "

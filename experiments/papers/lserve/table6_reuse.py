@@ -76,7 +76,7 @@ STUDY = accuracy.study(
     draw=draw,
     quick=accuracy.QUICK
     | {"tasks": ("multikey", "values", "cot"), "intervals": (1, 4, 8), "budget": 256},
-    minutes=(3, 25),
+    minutes=(1, 25),
 )
 
 if __name__ == "__main__":

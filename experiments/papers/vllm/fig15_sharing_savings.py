@@ -279,7 +279,7 @@ STUDY = Study(
     check=check,
     draw=draw,
     quick={"num_requests": 8, "num_sharegpt_requests": 2, "executor": "simulated"},
-    minutes=(1, 20),
+    minutes=(0.5, 20),
     size=(8, 6.5),
 )
 
