@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from experiments import report, reproduce
+from experiments.lib import run_record
 from experiments.lib.shipped import ROOT
 from models.checkpoint import load_config
 from paged.config import EngineConfig
@@ -199,7 +200,7 @@ def test_flags_of_results_name_no_path_of_a_machine():
     flags = [(each["study"], each["flags"]) for each in reports if each and "study" in each]
     assert flags
     for study, given in flags:
-        values = [str(value) for value in report._flat(given).values()]
+        values = [str(value) for value in run_record.flat(given).values()]
         assert not [value for value in values if value.startswith("/")], study
 
 
