@@ -209,7 +209,7 @@ def test_beams_that_fork_and_are_swapped_out_in_one_round(bench, case):
     can = case.capabilities
     if can.fork == "no" or not can.swap:
         pytest.skip("it forks no beams, or swaps nothing")
-    engine = bench.engine(case, preemption_mode="swap")
+    engine = bench.engine(case, multi_step=1, preemption_mode="swap")
     # The search is admitted into what the older ones leave, and has no block for its second beam.
     older = SamplingParams(max_tokens=40, ignore_eos=True, seed=0)
     search = SamplingParams(max_tokens=24, beam_width=2, n=2, ignore_eos=True, seed=0)
