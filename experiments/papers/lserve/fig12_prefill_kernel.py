@@ -38,7 +38,6 @@ class KernelFlags(Flags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("contexts", "streaming")
         if any(context % PAGE for context in self.contexts):
             raise ValueError(f"--contexts are multiples of {PAGE}, not {self.contexts}")
 
@@ -156,7 +155,6 @@ STUDY = Study(
         "paper",
     ),
     flags=KernelFlags,
-    row=Row,
     measure=measure,
     values=values,
     draw=draw,
