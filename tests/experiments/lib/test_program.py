@@ -53,10 +53,6 @@ exec(source)
 def fork():
     """(source, *arguments) of a program, in which START has run: as `subprocess.run` has it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server = subprocess.Popen(
-        [sys.executable, "-c", FORKS, str(theirs.fileno())], cwd=ROOT, pass_fds=[theirs.fileno()]
-    )
-    theirs.close()
 
     def run(source: str, *arguments: str, cwd=ROOT, stdout=None, stderr=None):
         with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
@@ -68,9 +64,15 @@ def fork():
                 file.seek(0)
             return subprocess.CompletedProcess(arguments, status, out.read(), err.read())
 
-    yield run
-    ours.close()
-    assert server.wait() == 0
+    # What Python opens over pipes may be a pipe, a file or a full disk afterwards.
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS, str(theirs.fileno())], cwd=ROOT,
+        pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as server:  # fmt: skip
+        theirs.close()
+        yield run
+        ours.close()
+    assert server.returncode == 0
 
 
 @pytest.fixture(scope="module")
