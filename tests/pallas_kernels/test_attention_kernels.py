@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.attention.schedule import prefill_schedule, split_items
 from pallas_kernels.paged_attention import (
     paged_attention,
     paged_prefill_attention,
@@ -15,7 +16,6 @@ from pallas_kernels.paged_attention import (
     prefill_sm90,
     specs,
 )
-from pallas_kernels.paged_attention.schedule import prefill_schedule, split_items
 from pallas_kernels.specs import Attention, Heads
 from tests.pallas_kernels.dense_softmax import (
     GARBAGE,

@@ -110,14 +110,14 @@ def test_equal_scores_are_decided_by_the_order_of_pages():
 def test_what_does_not_fit_is_refused():
     statistics, q = jnp.zeros((4, 1, 2 * D)), jnp.zeros((2, 1, D))
     tables, num_pages = jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32)
-    with pytest.raises(ValueError, match=r"statistics must be \[N, C, 32\]"):
+    with pytest.raises(ValueError, match=r"statistics must be \[N, C, 2D\] = \[N, C, 32\]"):
         select_pages(q, statistics[..., :-1], tables, num_pages, 1)
-    with pytest.raises(ValueError, match="2 rows need tables"):
+    with pytest.raises(ValueError, match=r"tables must be \[R, M\] = \[2, M\]"):
         select_pages(q, statistics, tables[:1], num_pages, 1)
     with pytest.raises(ValueError, match="count must be from 1 to 3, not 4"):
         select_pages(q, statistics, tables, num_pages, 4)
     keys, slots = jnp.zeros((5, 2, D)), jnp.zeros((5, 1), jnp.int32)
-    with pytest.raises(ValueError, match=r"need slots \[5, 2\]"):
+    with pytest.raises(ValueError, match=r"slots must be \[T, K\] = \[5, 2\]"):
         write_key_statistics(statistics, keys, slots, logical=4)
     with pytest.raises(ValueError, match="must both be bfloat16 or both float16"):
         select_pages(q, statistics, tables, num_pages, 1, implementation="mosaic_gpu")

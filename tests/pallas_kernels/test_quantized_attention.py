@@ -13,11 +13,12 @@ from pallas_kernels.quantization import KVFormat, dequantize, quantize
 from pallas_kernels.quantized_attention import (
     PageFormat,
     Tokens,
-    decode_sm90,
     mixed_precision_attention,
     parse_format,
     xla,
 )
+from pallas_kernels.quantized_attention.decode_sm90 import decode_unified, with_its_shapes
+from pallas_kernels.quantized_attention.sections import refusal_of_formats
 from pallas_kernels.quantized_attention.tables import runs as table_runs
 from tests.pallas_kernels.interpreted import run as run_op
 from tests.sweeps import swept
@@ -296,7 +297,7 @@ def test_either_device_returns_the_same_shapes(names):
                 jax.eval_shape(partial(run, formats=formats, runs=runs, scale=1.0), *arguments)
             )
         ]
-        for run in (decode_sm90.decode, decode_sm90.with_its_shapes(xla.decode))
+        for run in (decode_unified, with_its_shapes(xla.decode))
     )
     assert kernel == other
 
@@ -329,9 +330,9 @@ def test_arguments_that_do_not_fit_are_refused():
     formats = formats_of("K8V4", "K4V2")
     words, counts = jnp.zeros((3, formats[0].words), jnp.uint32), jnp.zeros((2, 1, 2), jnp.int32)
     tables, q = jnp.zeros((2, 1, 4), jnp.int32), jnp.zeros((2, 2, D))
-    with pytest.raises(ValueError, match=r"need tables \[2, K, M\]"):
+    with pytest.raises(ValueError, match=r"tables must be \[S, K, M\] = \[2, K, M\]"):
         mixed_precision_attention(q, words, tables[:1], counts, formats)
-    with pytest.raises(ValueError, match=r"counts must be \[2, 1, 2\]"):
+    with pytest.raises(ValueError, match=r"counts must be \[S, K, 2\] = \[2, 1, 2\]"):
         mixed_precision_attention(q, words, tables, counts[..., 0], formats)
     with pytest.raises(ValueError, match="2 precisions have no tables of 4 columns with 1 for one"):
         mixed_precision_attention(q, words, tables, counts, formats, single=1)
@@ -365,6 +366,6 @@ def test_pages_of_head_dim_128_that_the_kernel_reads(names, sizes):
         formats = first, *(PageFormat(*other, words=first.words) for other in others)
         q = jax.ShapeDtypeStruct((2, 8, 128), jnp.bfloat16)
         words = jax.ShapeDtypeStruct((64, first.words), jnp.uint32)
-        if decode_sm90.refusal(q, words, 1, formats) is None:
+        if refusal_of_formats(q, words, 1, formats) is None:
             read.append(tokens)
     assert tuple(read) == sizes
