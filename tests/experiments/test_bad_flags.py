@@ -10,19 +10,28 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Runs a program once for each list of arguments, as its command line would, but for the interpreter
-# and the imports.
+# Runs each program once for each list of arguments, as its command line would, but for the
+# interpreter and the imports; a process for each program, as each defines its flags.
 RUNNER = """
-import contextlib, importlib, io, json, sys
+import contextlib, importlib, io, json, os, sys
 from absl import flags
 from absl.testing import flagsaver
 
-module = importlib.import_module(sys.argv[1])
+cases = json.load(sys.stdin)
+modules = {name: importlib.import_module("experiments." + name) for name in cases}
+for name, module in modules.items():
+    child = os.fork()
+    if child == 0:
+        break
+    if os.waitpid(child, 0)[1] != 0:
+        sys.exit(name)
+else:
+    sys.exit()
 program = module.PROGRAM if hasattr(module, "PROGRAM") else module.STUDY.program
 names = program.define()
 flags.FLAGS(["program"])
 defaults = flagsaver.save_flag_values()
-for arguments in json.loads(sys.argv[2]):
+for arguments in cases[name]:
     flagsaver.restore_flag_values(defaults)
     flags.FLAGS.unparse_flags()
     said = io.StringIO()
@@ -32,7 +41,7 @@ for arguments in json.loads(sys.argv[2]):
     except SystemExit as end:
         # A text is printed, and the exit status is 1.
         status, text = (1, end.code) if isinstance(end.code, str) else (end.code, said.getvalue())
-        print(json.dumps([status, text]))
+        print(json.dumps([name, status, text]))
 """
 NOT_POSITIVE = "is not a positive integer"
 ENGINE = [
@@ -194,7 +203,7 @@ CASES = {
     "papers.lserve.attention_concentration": CONCENTRATION,
     "serve": SERVE + ENGINE,
     "serve_cluster": CLUSTER,
-    "evaluate": EVALUATE + ENGINE,
+    "evaluate": EVALUATE,
     "qualify": QUALIFY,
 }
 
@@ -208,19 +217,25 @@ def said(tiny_folder, tmp_path_factory):
     prompts = [{"prompt": "a"}, {"prompt": "b", "stop": "</s>"}]
     (folder / "special.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
     (folder / "binary.flags").write_bytes(b"--model=\xff\n")
-    said = {}
+    arguments = {}
     for program, cases in CASES.items():
         good = [f"--model={folder}"] + ["--contexts=256"] * (program in ("evaluate", "qualify"))
-        arguments = [[*good, *flag.replace("FOLDER", str(folder)).split()] for flag, _ in cases]
-        done = subprocess.run(
-            [sys.executable, "-c", RUNNER, f"experiments.{program}", json.dumps(arguments)],
-            cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )  # fmt: skip
-        # Whatever is not a SystemExit ends the runner with a traceback.
-        assert done.returncode == 0, done.stderr
-        lines = done.stdout.replace(str(folder), "FOLDER").splitlines()
-        said[program] = [json.loads(line) for line in lines]
-        assert len(said[program]) == len(cases)
+        arguments[program] = [
+            [*good, *flag.replace("FOLDER", str(folder)).split()] for flag, _ in cases
+        ]
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER], input=json.dumps(arguments), cwd=ROOT, text=True,
+        capture_output=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    # Whatever is not a SystemExit ends the runner with a traceback.
+    assert done.returncode == 0, done.stderr
+    said: dict[str, list] = {program: [] for program in CASES}
+    for line in done.stdout.replace(str(folder), "FOLDER").splitlines():
+        program, *told = json.loads(line)
+        said[program].append(told)
+    assert {program: len(each) for program, each in said.items()} == {
+        program: len(cases) for program, cases in CASES.items()
+    }
     return said
 
 

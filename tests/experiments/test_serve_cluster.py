@@ -106,11 +106,11 @@ def test_numbers_of_a_run():
 
 
 @pytest.mark.slow
-def test_an_interrupted_program_writes_what_was_served(tmp_path):
+def test_an_interrupted_program_writes_what_was_served(tiny_folder, tmp_path):
     stderr, out = tmp_path / "stderr", tmp_path / "out"
     with subprocess.Popen(
         [sys.executable, "-m", "experiments.serve_cluster", *BUNDLED, "--duration_s=600",
-         f"--output_dir={out}"],
+         "--num_gpus=1", "--max_num_seqs=1", f"--model={tiny_folder}", f"--output_dir={out}"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr.open("w"), text=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     ) as serving:  # fmt: skip

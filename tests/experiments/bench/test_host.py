@@ -12,9 +12,9 @@ from experiments.bench.host import HostFlags
 from experiments.bench.host_work import MODES, Load
 from paged.kv_cache.dense import DenseHost
 
-LOAD = Load(num_seqs=256, steps=10, page_size=16, max_model_len=128)
+LOAD = Load(num_seqs=64, steps=10, page_size=16, max_model_len=128)
 POOLS = [LOAD.smallest_pool, 200_000]
-FLAGS = HostFlags(num_seqs=256, steps=10, max_model_len=128, rounds=1, pools=(200_000,))
+FLAGS = HostFlags(num_seqs=64, steps=10, max_model_len=128, rounds=1, pools=(200_000,))
 
 
 @pytest.fixture(scope="module")
@@ -22,15 +22,15 @@ def measured():
     return list(host.measure(FLAGS, None))
 
 
-def test_every_counted_step_has_256_running_sequences_in_pools_as_asked(measured):
+def test_every_counted_step_has_all_sequences_running_in_pools_as_asked(measured):
     rows = measured
     assert [(row.mode, row.pool) for row in rows] == [(m, p) for m in MODES for p in POOLS]
     for row in rows:
         assert row.steps == 10
         if row.mode != "churn":
-            assert row.min_running == 256
-    # At least the block tables: 128 tokens are 8 entries of 256 sequences.
-    assert rows[0].input_bytes > 256 * 8 * 4 and rows[0].floor_us > 0
+            assert row.min_running == 64
+    # At least the block tables: 128 tokens are 8 entries of 64 sequences.
+    assert rows[0].input_bytes > 64 * 8 * 4 and rows[0].floor_us > 0
 
 
 @pytest.mark.parametrize("mode", ["plain", "full_cache"])
@@ -71,7 +71,7 @@ def test_cases_are_what_their_names_say(mode):
     assert len(ends) == 10
     assert pool.num_used == 0 and not case.engine.has_unfinished()
     if mode == "churn":
-        assert min(case.running) > 200
+        assert min(case.running) > 40
 
 
 def test_values_compare_the_pools(measured):
@@ -86,7 +86,7 @@ def test_values_compare_the_pools(measured):
 @pytest.mark.parametrize(
     "change, complaint",
     [
-        ({"pools": (100,)}, "pools must be numbers of blocks above 1025, which hold the load"),
+        ({"pools": (100,)}, "pools must be numbers of blocks above 257, which hold the load"),
         ({"steps": 100}, "max_model_len (128) must hold prompts of 32 tokens and 100 steps: 140"),
         ({"num_seqs": 70_000, "pools": (10**7,)}, "max_num_seqs must be from 1 to 65536"),
         ({"max_model_len": 2**21}, "exceeds the model's max_position_embeddings"),

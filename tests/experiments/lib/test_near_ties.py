@@ -8,6 +8,8 @@ import pytest
 from experiments.lib.near_ties import Difference, differences
 from models import llama
 from models import params as parameters
+from models.params import stack
+from paged.device.executor import DeviceExecutor
 from paged.engine import Engine, EngineConfig
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
@@ -33,12 +35,14 @@ def tied() -> tuple[Engine, RequestOutput, int]:
     params = parameters.init(llama.declare(TINY), jax.random.key(1))
     # Larger embeddings give varied continuations instead of one token forever.
     params["embed"] = params["embed"] * 50
-    output = Engine.from_model(params, TINY, CONFIG).generate([[7, 23, 5]], HOW)[0]
+    engine = Engine.from_model(params, TINY, CONFIG)
+    output = engine.generate([[7, 23, 5]], HOW)[0]
     token = output.tokens[AT]
     twin = next(t for t in range(3, TINY.vocab_size) if t not in [*output.tokens, 7, 23, 5])
     for name in ("embed", "lm_head"):
         params[name] = params[name].at[twin].set(params[name][token])
-    engine = Engine.from_model(params, TINY, CONFIG)
+    assert isinstance(engine.executor, DeviceExecutor)
+    engine.executor._params = stack(params)  # programs take them as an argument
     output = engine.generate([[7, 23, 5]], HOW)[0]
     assert output.tokens[AT] in (token, twin)
     return engine, output, token + twin - output.tokens[AT]

@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
@@ -19,33 +21,82 @@ from experiments.lib import program, signals
 from experiments.diff_events import DiffFlags
 from experiments.lib.typed_flags import Flags, Output, dataclass, flag
 """
+# Imports once what all programs do, and forks a process for each: one that ends as a program does,
+# by the end of its main thread. It gets the folder, the arguments and the source, and descriptors
+# for its output and errors; the exit status goes back.
+FORKS = f"""{START}
+import json, socket
+channel = socket.socket(fileno=int(sys.argv[1]))
+while True:
+    request, descriptors, _, _ = socket.recv_fds(channel, 1 << 20, 2)
+    if not request:
+        sys.exit()
+    child = os.fork()
+    if child == 0:
+        channel.close()
+        folder, arguments, source = json.loads(request)
+        os.chdir(folder)
+        for number, descriptor in enumerate(descriptors, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        sys.argv = ["-c", *arguments]
+        break
+    for descriptor in descriptors:
+        os.close(descriptor)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    channel.send(json.dumps(status).encode())
+exec(source)
+"""
 
 
-def run(
-    body: str,
-    *arguments: str,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    how: str = "Flags, None",
-    closed: str = "",
-) -> subprocess.CompletedProcess:
-    """A program whose main is `body`; how: further arguments of `Program`; closed: descriptors that
-    it starts without."""
+@pytest.fixture(scope="module")
+def fork():
+    """(source, *arguments) of a program, in which START has run: as `subprocess.run` has it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def run(source: str, *arguments: str, cwd=ROOT, stdout=None, stderr=None):
+        with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+            files = [(stdout or out).fileno(), (stderr or err).fileno()]
+            request = json.dumps([str(cwd), arguments, source]).encode()
+            socket.send_fds(ours, [request], files)
+            status = json.loads(ours.recv(100))
+            for file in (out, err):
+                file.seek(0)
+            return subprocess.CompletedProcess(arguments, status, out.read(), err.read())
+
+    # What Python opens over pipes may be a pipe, a file or a full disk afterwards.
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS, str(theirs.fileno())], cwd=ROOT,
+        pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as server:  # fmt: skip
+        theirs.close()
+        yield run
+        ours.close()
+    assert server.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def run(fork):
+    """A program whose main is `body`; how: further arguments of `Program`."""
+
+    def run(body: str, *arguments: str, how: str = "Flags, None", **files):
+        return fork(source_of(body, how), *arguments, **files)
+
+    return run
+
+
+def source_of(body: str, how: str) -> str:
     main = "def main(flags, output):\n" + textwrap.indent(textwrap.dedent(body), "    ")
-    source = f"{START}{main}\nprogram.Program(main, {how}).run()"
-    return subprocess.run(
-        ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", source, *arguments],
-        cwd=ROOT, stdout=stdout, stderr=stderr, text=True,
-    )  # fmt: skip
+    return f"{main}\nprogram.Program(main, {how}).run()"
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_is_told_in_a_line(number, status):
+def test_an_interrupt_is_told_in_a_line(run, number, status):
     done = run(f"os.kill(os.getpid(), {int(number)})\ntime.sleep(60)")
     assert (done.returncode, done.stderr) == (status, "interrupted\n")
 
 
-def test_the_first_signal_is_noted_and_the_second_interrupts():
+def test_the_first_signal_is_noted_and_the_second_interrupts(run):
     done = run(
         """
         with signals.Stop() as stop:
@@ -61,7 +112,7 @@ def test_the_first_signal_is_noted_and_the_second_interrupts():
     assert done.stderr == "\nending in good order; the next signal ends at once\ninterrupted\n"
 
 
-def test_an_interrupt_is_not_lost_in_a_callback_of_the_garbage_collector():
+def test_an_interrupt_is_not_lost_in_a_callback_of_the_garbage_collector(run):
     """JAX has one, and Python drops what is raised in it."""
     done = run(
         """
@@ -78,25 +129,25 @@ def test_an_interrupt_is_not_lost_in_a_callback_of_the_garbage_collector():
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
-def test_a_refusal_is_a_line_and_a_fault_shows_where_it_was():
+def test_a_refusal_is_a_line_and_a_fault_shows_where_it_was(run):
     refused = run("with program.refusals():\n    raise ValueError('no such thing')")
     assert (refused.returncode, refused.stderr) == (1, "error: no such thing\n")
     fault = run("raise ValueError('ours')")
     assert fault.returncode == 1 and "Traceback" in fault.stderr and "ours" in fault.stderr
 
 
-def test_an_argument_that_is_no_flag_is_refused():
+def test_an_argument_that_is_no_flag_is_refused(run):
     done = run("print('ran')", "model=x")
     assert done.returncode == 1 and done.stdout.count("ran") == 0
     assert "unexpected argument 'model=x': flags are --name=value" in done.stderr + done.stdout
 
 
-def test_a_program_of_files_compares_them():
+def test_a_program_of_files_compares_them(run):
     done = run("print(flags.logs)", "a", "b", how="DiffFlags, None")
     assert (done.returncode, done.stdout) == (0, "('a', 'b')\n")
 
 
-def test_the_folder_of_the_report_is_checked_before_any_work(tmp_path):
+def test_the_folder_of_the_report_is_checked_before_any_work(run, tmp_path):
     how = "Flags, Output('results/none'), ('a.csv',)"
     out = tmp_path / "new" / "folder"
     done = run("print(os.listdir(output.folder))", f"--output_dir={out}", how=how)
@@ -111,19 +162,13 @@ def test_the_folder_of_the_report_is_checked_before_any_work(tmp_path):
     assert (done.returncode, done.stdout) == (0, "''\n")
 
 
-def test_a_run_does_not_replace_one_with_other_flags(tmp_path):
+def test_a_run_does_not_replace_one_with_other_flags(fork, tmp_path):
     write = "from experiments.lib import run_record\n"
     write += "run_record.write_json(output.folder, 'report.json', {'flags': flags})"
     kind = "@dataclass(frozen=True)\nclass Seeded(Flags):\n    seed: int = flag(0, 'a number')\n"
 
     def call(*arguments):
-        source = f"{START}{kind}def main(flags, output):\n{textwrap.indent(write, '    ')}\n"
-        source += "program.Program(main, Seeded, Output('results')).run()"
-        return subprocess.run(
-            [sys.executable, "-c", source, *arguments],
-            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True,
-        )  # fmt: skip
+        return fork(kind + source_of(write, "Seeded, Output('results')"), *arguments, cwd=tmp_path)
 
     def seeds() -> dict[str, int]:
         paths = tmp_path.glob("*/report.json")
@@ -172,13 +217,13 @@ def test_a_missing_extra_is_told_in_a_line(program, lacks, extra, tmp_path):
         ("pass", ["--x=1"], "error: Unknown command line flag 'x'"),
     ],
 )
-def test_every_error_has_another_status_where_1_has_a_meaning(body, arguments, complaint):
+def test_every_error_has_another_status_where_1_has_a_meaning(run, body, arguments, complaint):
     done = run(body, *arguments, how="Flags, None, error_status=2")
     assert done.returncode == 2 and complaint in done.stderr
     assert run("return 1", how="Flags, None, error_status=2").returncode == 1
 
 
-def test_errors_of_the_system_name_the_file():
+def test_errors_of_the_system_name_the_file(run):
     done = run("open('/no/such/file')")
     assert (done.returncode, done.stderr) == (
         1,
@@ -187,27 +232,27 @@ def test_errors_of_the_system_name_the_file():
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_output_that_nobody_takes_is_an_error_in_a_line(closed):
+def test_output_that_nobody_takes_is_an_error_in_a_line(run, closed):
     if closed:
         reader, writer = os.pipe()
         os.close(reader)
     else:
         writer = os.open("/dev/full", os.O_WRONLY)
-    done = run("print('a result')", stdout=writer)
-    os.close(writer)
+    with os.fdopen(writer, "wb") as file:
+        done = run("print('a result')", stdout=file)
     assert done.returncode == 1
     assert done.stderr in (
         "error: [Errno 32] Broken pipe\n", "error: [Errno 28] No space left on device\n",
     )  # fmt: skip
 
 
-def test_what_a_terminal_cannot_show_is_escaped():
+def test_what_a_terminal_cannot_show_is_escaped(run):
     done = run("print('half a pair: \\ud83d')")
     assert (done.returncode, done.stdout) == (0, "half a pair: \\ud83d\n")
 
 
 @pytest.mark.parametrize("closed", ["", "2>&-"])
-def test_nobody_need_read_of_progress(closed):
+def test_nobody_need_read_of_progress(run, closed):
     """Neither a full disk nor a closed descriptor ends a program, or changes its exit status."""
     body = """
         import logging, warnings
@@ -218,6 +263,10 @@ def test_nobody_need_read_of_progress(closed):
         print("it ended", flush=True)
         raise program.Refused("nobody reads why")
         """
+    source = START + source_of(body, "Flags, None")
     with open("/dev/full", "w") as full:
-        done = run(body, stderr=full, closed=closed)
+        done = subprocess.run(
+            ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", source],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=full, text=True,
+        )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "it ended\n")
