@@ -9,7 +9,8 @@
     compression   moving tokens to fewer bits, or dropping them
     writes        new tokens' keys and values
 
-A part that no row of a step has costs `NOTHING`, or zeros. Where layers differ, a cost is the mean over the layers.
+A part that no row of a step has costs `NOTHING`, or zeros. Where layers differ, a cost is the mean
+over the layers.
 """
 
 from collections import Counter
