@@ -275,8 +275,8 @@ class DecodeRuns:
         return slots, same
 
     def _takes_one(self) -> bool:
-        """Whether a step can follow one with other rows: under a steady host that runs ahead, unless
-        a request waits for the room in a step that these rows took."""
+        """Whether a step can follow one with other rows: under a steady host that runs ahead,
+        unless a request waits for the room in a step that these rows took."""
         scheduler = self._scheduler
         waits_for_room = scheduler.waiting and scheduler.lacked_room
         steady = _is_steady(type(scheduler.policy))

@@ -9,7 +9,8 @@
     compression   moving tokens to fewer bits, or dropping them
     writes        new tokens' keys and values
 
-A part that a step lacks costs nothing. Where layers differ, a cost is the mean over the layers.
+A part that no row of a step has costs `NOTHING`, or zeros. Where layers differ, a cost is the mean
+over the layers.
 """
 
 from collections import Counter
@@ -24,6 +25,7 @@ from models.config import ModelConfig
 from pallas_kernels.specs import Cost
 
 Work = dict[str, Cost]
+NOTHING = Cost(0)
 # Bytes [n] that sequences hold, and the shares of their tokens, over all heads, that are kept in
 # each precision [n, I], the highest first.
 Held = tuple[np.ndarray, np.ndarray]

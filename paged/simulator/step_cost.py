@@ -12,7 +12,7 @@ from paged.device.step_inputs import StepInputs
 from paged.kv_cache import policy_of
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.policy import ShardedModel
-from paged.kv_cache.work import Layout
+from paged.kv_cache.work import NOTHING, Layout
 from paged.simulator.cost_model import CostModel
 from paged.simulator.layer import ITEMSIZE, adapter_page_bytes, adapters_s, head_ops, layer_ops
 from paged.simulator.machines import machine
@@ -128,9 +128,10 @@ class StepCost:
         """Seconds of a step whose rows hold so many tokens (`Layout.work`)."""
         S = inputs.lengths.shape[0]
         new = np.bincount(np.minimum(inputs.token_rows, S), minlength=S)[:S]
-        rows = np.flatnonzero((new > 0) & (inputs.lengths > 0))
+        rows = ((new > 0) & (inputs.lengths > 0)).nonzero()[0]
         new = new[rows]
-        seconds = self.dense_s(int(new.sum()), int((np.asarray(inputs.samples) != 0).sum()))
+        sampled = int(np.count_nonzero(np.asarray(inputs.samples)))
+        seconds = self.dense_s(int(new.sum()), sampled)
         seconds += float(self.attention_s(np.asarray(inputs.lengths)[rows], new, held))
         if inputs.num_segments.size and (count := int(inputs.num_segments[0])):
             tokens = int((inputs.segment_ends - inputs.segment_starts)[:count].sum())
@@ -178,7 +179,7 @@ class StepCost:
         """Seconds of attention in all layers. Arguments are those of `Layout.work`; the result has
         their leading axes."""
         parts = self.layout.work(contexts, new_tokens, held).values()
-        layer = sum(self.costs.part_s(part) for part in parts)
+        layer = sum(self.costs.part_s(part) for part in parts if part is not NOTHING)
         return self.model.shard.num_layers * layer
 
     def dense_s(self, tokens: int, sampled: int) -> float:

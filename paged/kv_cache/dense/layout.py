@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged.kv_cache.policy import CacheConfig, ShardedModel
-from paged.kv_cache.work import Heads, Work, total, visible
+from paged.kv_cache.work import NOTHING, Heads, Work, total, visible
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,14 @@ class DenseLayout:
         pairs, seen = visible(contexts, new_tokens, self.windows)
         parts = {}
         for name, rows in (("prefill", new_tokens > 1), ("decode", new_tokens == 1)):
-            parts[name] = heads.attention(
-                token,
-                heads.K * total(seen, rows),
-                heads.H * total(pairs, rows),
-                total(new_tokens, rows),
-            )
+            parts[name] = NOTHING
+            if rows.any():
+                parts[name] = heads.attention(
+                    token,
+                    heads.K * total(seen, rows),
+                    heads.H * total(pairs, rows),
+                    total(new_tokens, rows),
+                )
         return parts | {"writes": heads.writes(token, new_tokens.sum(-1))}
 
 
