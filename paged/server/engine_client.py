@@ -88,8 +88,13 @@ class Reply:
 
 
 class Client(ABC):
-    """A thread that drives engines. Other threads make all calls but those with an underscore; they
-    return at once."""
+    """A thread that drives engines. Public calls come from other threads and return at once; the
+    rest runs in the thread, between two steps.
+
+    _engine: None where there are several.
+    """
+
+    _engine: Engine | None = None
 
     def __init__(self, name: str):
         self._replies: dict[str, Reply] = {}
@@ -106,12 +111,12 @@ class Client(ABC):
     def abort(self, request_id: str) -> None:
         """Free a request's memory; its reply receives nothing more. No effect after its end."""
 
-    @abstractmethod
-    def stats(self) -> Future[Stats]: ...
+    def stats(self) -> Future[Stats]:
+        return self._result(self._stats)
 
-    @abstractmethod
     def ask[T](self, question: Callable[[Engine], T]) -> Future[T | None]:
-        """The result of `question(engine)` between two steps; None where there are several."""
+        """The result of `question(engine)`; None where there are several."""
+        return self._result(lambda: None if self._engine is None else question(self._engine))
 
     @property
     def alive(self) -> bool:
@@ -121,23 +126,23 @@ class Client(ABC):
     def close(self, wait_s: float = 60.0) -> None:
         """End after the current step, for which the caller waits `wait_s` seconds at most."""
         self._closed = True
-        self._wake()
+        self._call(lambda: None)
         self._thread.join(wait_s)
 
     @abstractmethod
     def _call(self, function: Callable[[], None]) -> None:
-        """Have the thread call a function between two steps."""
-
-    @abstractmethod
-    def _wake(self) -> None: ...
+        """Have the thread call a function soon. Any thread may ask for that."""
 
     @abstractmethod
     def _serve(self) -> None:
         """Step, and deliver what is new."""
 
     @abstractmethod
-    def _recover(self, request_ids: list[str]) -> None:
-        """End the requests that a failure has lost, of those with replies."""
+    def _recover(self) -> None:
+        """End the requests that a failure has lost."""
+
+    @abstractmethod
+    def _stats(self) -> Stats: ...
 
     def _run(self) -> None:
         while not self._closed:
@@ -146,10 +151,10 @@ class Client(ABC):
             except Exception:
                 log.exception("a step has failed: its requests end")
                 self._num_failures += 1
-                self._recover(list(self._replies))
+                self._recover()
 
     def _result[T](self, function: Callable[[], T]) -> Future[T]:
-        """The result of `_call(function)`, or its exception."""
+        """The result of `function()` in the thread."""
         future: Future[T] = Future()
 
         def call() -> None:
@@ -188,7 +193,7 @@ class EngineClient(Client):
     """One engine, which goes on after a failed step, without the requests of that step."""
 
     def __init__(self, engine: Engine):
-        self.engine = engine
+        self.engine = self._engine = engine
         self._runner = EngineRunner(engine, tells_status=False)
         super().__init__("engine")
 
@@ -200,37 +205,29 @@ class EngineClient(Client):
         if self._replies.pop(request_id, None) is not None:
             self._runner.cancel(request_id, ATTEMPT)
 
-    def stats(self) -> Future[Stats]:
-        return self._result(self._stats)
+    def _call(self, function: Callable[[], None]) -> None:
+        self._runner.call(function)
 
-    def ask[T](self, question: Callable[[Engine], T]) -> Future[T | None]:
-        return self._result(partial(question, self.engine))
+    def _serve(self) -> None:
+        for events in self._runner.run(IDLE_S):
+            self._deliver(events)
+            if self._closed:
+                return
+
+    def _recover(self) -> None:
+        """A failed step of the engine ends its requests with outputs, which the next step delivers;
+        a failure beside it may lose these."""
+        self._call(partial(self._end_lost, list(self._replies)))
+
+    def _end_lost(self, request_ids: list[str]) -> None:
+        lost = [name for name in request_ids if not self.engine.requests.in_use(name)]
+        self._runner.forget(lost)
+        self._fail(lost, "the engine has failed")
 
     def _stats(self) -> Stats:
         tally = self._runner.tally
         totals = replace(tally.totals, failed_steps=self._num_failures)
         return Stats({"engine": tally.stats()}, totals)
-
-    def _call(self, function: Callable[[], None]) -> None:
-        self._runner.call(function)
-
-    def _wake(self) -> None:
-        self._runner.close()
-
-    def _serve(self) -> None:
-        for events in self._runner.run(IDLE_S):
-            self._deliver(events)
-
-    def _recover(self, request_ids: list[str]) -> None:
-        """A failed step of the engine ends its requests with outputs, which the next step delivers;
-        a failure beside it may lose these."""
-
-        def end_lost() -> None:
-            lost = [name for name in request_ids if not self.engine.requests.in_use(name)]
-            self._runner.forget(lost)
-            self._fail(lost, "the engine has failed")
-
-        self._call(end_lost)
 
 
 class ClusterClient(Client):
@@ -246,16 +243,10 @@ class ClusterClient(Client):
         super().__init__("cluster")
 
     def submit(self, request: ClusterRequest, reply: Reply) -> None:
-        self._call(lambda: self._submit(request, reply))
+        self._call(partial(self._submit, request, reply))
 
     def abort(self, request_id: str) -> None:
-        self._call(lambda: self._abort(request_id))
-
-    def stats(self) -> Future[Stats]:
-        return self._result(self._stats)
-
-    def ask[T](self, question: Callable[[Engine], T]) -> Future[T | None]:
-        return self._result(lambda: None)
+        self._call(partial(self._abort, request_id))
 
     @property
     def alive(self) -> bool:
@@ -269,9 +260,6 @@ class ClusterClient(Client):
         self._inbox.put(function)
         self._live.wake()
 
-    def _wake(self) -> None:
-        self._live.wake()
-
     def _serve(self) -> None:
         self._live.step(IDLE_S)
         while not self._inbox.empty():
@@ -283,10 +271,9 @@ class ClusterClient(Client):
         self._cluster.records.clear()
 
     def _submit(self, request: ClusterRequest, reply: Reply) -> None:
-        self._replies[request.request_id] = reply
-        adapter, adapters = request.adapter, self._cluster.adapters
+        self._replies[request.request_id], adapter = reply, request.adapter
         try:
-            if adapter is not None and not adapters.means(adapter):
+            if adapter is not None and not self._cluster.adapters.means(adapter):
                 self._cluster.add_known_adapter(adapter)
             self._cluster.submit(
                 request.prompt, request.sampling, request.request_id,
@@ -309,10 +296,10 @@ class ClusterClient(Client):
         self._cluster.outputs.pop(request_id, None)
         self._cluster.refused.pop(request_id, None)
 
-    def _recover(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
+    def _recover(self) -> None:
+        for request_id in self._replies:
             self._forget(request_id)
-        self._fail(request_ids, "the cluster has failed")
+        self._fail(list(self._replies), "the cluster has failed")
 
     def _progress(self) -> Iterator[Progress]:
         """Events of all requests since the last call."""
