@@ -7,7 +7,7 @@ from typing import Any
 
 from paged.requests.sequence import RequestOutput, TokenLogprob
 from paged.requests.token_texts import TokenTexts
-from paged.server.engine_client import Delta
+from paged.server.generation import Delta
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf.
 

@@ -22,7 +22,8 @@ from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.token_texts import TokenTexts
 from paged.requests.validation import Prompt, validated_prompt
-from paged.server.engine_client import Client, Generation
+from paged.server.engine_client import Client
+from paged.server.generation import Generation
 from paged.server.metrics import ServerMetrics
 from paged.server.openai_format import TOO_LONG, ApiError
 from paged.server.settings import ServerConfig

@@ -16,7 +16,7 @@ from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 from paged.requests.stopping import decode
 from paged.server import openai_format as api
-from paged.server.engine_client import ClientLeft, Delta, Generation
+from paged.server.generation import ClientLeft, Delta, Generation
 from paged.server.openai_format import CLIENT_LEFT, ApiError, Json, dumps
 from paged.server.responses import ChatFormat, CompletionFormat, ResponseFormat, usage
 from paged.server.service import Service, new_id

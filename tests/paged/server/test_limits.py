@@ -274,6 +274,15 @@ def test_a_step_that_fails_is_an_error_and_the_server_goes_on():
         assert not any(server.wait_until_idle().values())
 
 
+def test_without_an_engine_nothing_waits():
+    with served(EngineClient(simulated()[0])) as server:
+        server.engine_client.close()
+        for path in ("health", "metrics", "state"):
+            answer = server.http.get(f"{server.url}/{path}")
+            assert answer.status_code == 503 and "engine has ended" in answer.text
+        assert server.http.post(f"{server.url}/v1/completions", json=LONG).status_code == 503
+
+
 def test_threads_end_with_the_server():
     before = {*threading.enumerate()}
     with served(EngineClient(simulated()[0])) as server:

@@ -11,7 +11,8 @@ from paged.requests.sequence import TokenLogprob
 from paged.requests.stopping import decode
 from paged.requests.text_deltas import TextDeltas
 from paged.requests.token_texts import TokenTexts
-from paged.server.engine_client import Delta, EngineClient
+from paged.server.engine_client import EngineClient
+from paged.server.generation import Delta
 from paged.server.responses import ChatFormat, CompletionFormat
 from tests.paged.requests.test_text_streams import CASES, each_tokenizer
 from tests.paged.server.serving import scripted, served, simulated

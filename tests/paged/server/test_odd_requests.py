@@ -213,9 +213,11 @@ def test_keys_share_no_cached_prefix():
         assert cached(server, None) == 0 and cached(server, None) == most
 
 
-def test_models_are_told_without_their_folders():
+def test_models_are_told_without_their_folders_and_chat_without_a_template_is_refused():
     folder = "models/bundled/adapters/reversed"
-    with served(EngineClient(simulated()[0])) as server:
+    with served(EngineClient(simulated()[0]), template=None) as server:
+        error = post(server, "chat/completions", CHAT).json()["error"]
+        assert (error["param"], error["code"]) == ("messages", "no_chat_template")
         server.service.adapters.add(KnownAdapters(BUNDLED, CONFIG).read("reversed", folder))
         answer = server.http.get(f"{server.url}/v1/models")
         model, adapter = answer.json()["data"]
