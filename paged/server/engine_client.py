@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from paged.cluster.live import LiveCluster
 from paged.cluster.messages import ClusterRequest, Event, Growth, Progress
@@ -112,7 +113,7 @@ class Client(ABC):
     def stats(self) -> Future[Stats]:
         return self._result(self._stats)
 
-    def ask[T](self, question: Callable[[Engine], T]) -> Future[T | None]:
+    def ask(self, question: Callable[[Engine], Any]) -> Future[Any]:
         """The result of `question(engine)`; None where there are several."""
         return self._result(lambda: None if self._engine is None else question(self._engine))
 

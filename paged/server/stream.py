@@ -136,8 +136,8 @@ def _with_prompt(plan: Plan, i: int, delta: Delta, output: RequestOutput | None 
     output: of the prompt, with its log-probabilities, which no stream has.
     """
     if plan.silent:
-        logprobs = None if delta.logprobs is None else ()
-        delta = replace(delta, text="", tokens=(), logprobs=logprobs, offsets=())
+        nothing = None if delta.logprobs is None else ()
+        delta = replace(delta, text="", tokens=(), logprobs=nothing, offsets=())
     if plan.echoes is None or not delta.first:
         return delta
     echo, logprobs, offsets = plan.echoes[i], delta.logprobs, delta.offsets
@@ -220,6 +220,6 @@ class EventStream(Response):
             raise
         except Exception:  # The status has been sent: only an event can say it.
             log.exception("a stream has failed")
-            error = ApiError(500, "the server has failed; its log says where")
-            await write(_event(error.content))
+            failure = ApiError(500, "the server has failed; its log says where")
+            await write(_event(failure.content))
         await write(DONE, more=False)

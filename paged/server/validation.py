@@ -121,7 +121,7 @@ def completion_sampling(service: Service, body: api.CompletionRequest) -> Sampli
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and body.echo:
         max_tokens = 1  # the engine's minimum; the response leaves it out
-    values = {"max_tokens": max_tokens, "logprobs": body.logprobs}
+    values: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs}
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         values["prompt_logprobs"] = body.logprobs
     return _sampling(service, body, values, NAMES)
@@ -129,7 +129,8 @@ def completion_sampling(service: Service, body: api.CompletionRequest) -> Sampli
 
 def chat_sampling(service: Service, body: api.ChatRequest, room: int) -> SamplingParams:
     """room: tokens that the prompt leaves. Raises ApiError, naming the field."""
-    values, names = {"max_tokens": max(1, room)}, NAMES | {"logprobs": "top_logprobs"}
+    values: dict[str, Any] = {"max_tokens": max(1, room)}
+    names = NAMES | {"logprobs": "top_logprobs"}
     for name in ("max_tokens", "max_completion_tokens"):
         if getattr(body, name) is not None:
             values["max_tokens"], names["max_tokens"] = getattr(body, name), name
@@ -143,7 +144,7 @@ def chat_sampling(service: Service, body: api.ChatRequest, room: int) -> Samplin
 def _sampling(
     service: Service,
     body: api.GenerationRequest,
-    values: Mapping[str, Any],
+    values: dict[str, Any],
     names: Mapping[str, str],
 ) -> SamplingParams:
     values = _shared(service, body) | values

@@ -57,7 +57,7 @@ def test_streams_keep_characters_of_several_tokens_whole(name):
     case = CASES[name]
     config = EngineConfig(max_num_seqs=4, max_model_len=256, kv_cache_tokens=1024)
     tokens = np.resize([token for token in case.tokens if token not in case.special], 100)
-    engine = scripted(tokens, 10, config, case.tokenizer)
+    engine = scripted(tokens.tolist(), 10, config, case.tokenizer)
     with served(EngineClient(engine), config, tokenizer=case.tokenizer) as server:
         how: dict[str, Any] = {"model": "bundled", "prompt": [4] * 10, "max_tokens": 100}
         how["extra_body"] = {"ignore_eos": True}
