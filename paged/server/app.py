@@ -18,19 +18,11 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from paged.requests.stopping import decode
+from paged.server import openai_format as api
 from paged.server import stream
 from paged.server.guard import BoundedHttp, Guard
 from paged.server.live import PAGE, Live
-from paged.server.openai_format import (
-    ApiError,
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Json,
-    LoadAdapterRequest,
-    TokenizeRequest,
-)
+from paged.server.openai_format import ApiError, Body, Json
 from paged.server.service import Service
 from paged.server.validation import chat_tokens, read
 
@@ -64,7 +56,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 BODIES = (
-    CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, LoadAdapterRequest,
+    api.CompletionRequest, api.ChatRequest, api.TokenizeRequest, api.DetokenizeRequest,
+    api.LoadAdapterRequest,
 )  # fmt: skip
 REF = "#/components/schemas/{model}"
 
@@ -118,11 +111,11 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         200: {"content": {"application/json": {}, "text/event-stream": {}}}
     }
 
-    @app.post("/v1/completions", responses=streams, openapi_extra=_takes(CompletionRequest))
+    @app.post("/v1/completions", responses=streams, openapi_extra=_takes(api.CompletionRequest))
     async def completions(request: Request) -> Response:
         return await stream.complete(service, request)
 
-    @app.post("/v1/chat/completions", responses=streams, openapi_extra=_takes(ChatRequest))
+    @app.post("/v1/chat/completions", responses=streams, openapi_extra=_takes(api.ChatRequest))
     async def chat_completions(request: Request) -> Response:
         return await stream.chat(service, request)
 
@@ -132,16 +125,16 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokenization(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
+    @app.post("/tokenize", openapi_extra=_takes(api.TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        return await read(service, request, TokenizeRequest, _tokenized)
+        return await read(service, request, api.TokenizeRequest, _tokenized)
 
-    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
+    @app.post("/detokenize", openapi_extra=_takes(api.DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        return await read(service, request, DetokenizeRequest, _detokenized)
+        return await read(service, request, api.DetokenizeRequest, _detokenized)
 
 
-def _tokenized(service: Service, body: TokenizeRequest) -> Response:
+def _tokenized(service: Service, body: api.TokenizeRequest) -> Response:
     service.adapter(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: either prompt or messages must be given", "prompt")
@@ -155,7 +148,7 @@ def _tokenized(service: Service, body: TokenizeRequest) -> Response:
     return Json({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
 
-def _detokenized(service: Service, body: DetokenizeRequest) -> Response:
+def _detokenized(service: Service, body: api.DetokenizeRequest) -> Response:
     service.adapter(body.model)
     for token in body.tokens:
         if not 0 <= token < service.model.vocab_size:
@@ -187,9 +180,9 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def model(name: str) -> Response:
         return Json(card(name))
 
-    @app.post("/v1/load_lora_adapter", openapi_extra=_takes(LoadAdapterRequest))
+    @app.post("/v1/load_lora_adapter", openapi_extra=_takes(api.LoadAdapterRequest))
     async def load_lora_adapter(request: Request) -> Response:
-        body = await read(service, request, LoadAdapterRequest, lambda _, body: body)
+        body = await read(service, request, api.LoadAdapterRequest, lambda _, body: body)
         if not service.settings.allow_adapter_loading:
             message = "this server was started without --allow_adapter_loading"
             raise ApiError(403, message, code="adapter_loading_not_allowed")

@@ -1,76 +1,15 @@
-"""Responses in OpenAI's format: choices, log-probabilities, texts of single tokens, and usage."""
+"""Responses in OpenAI's format: choices, log-probabilities and usage."""
 
-import functools
 import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from paged.requests.sequence import RequestOutput, TokenLogprob
-from paged.requests.stopping import decode
-from paged.requests.text_deltas import TextDeltas
-from paged.server.engine_client import Delta
+from paged.requests.token_texts import TokenTexts
+from paged.server.generation import Delta
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf.
-# Byte-level vocabularies spell the bytes that cannot be printed in letters from U+0100 on.
-_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTED}
-_BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
-
-
-class TokenTexts:
-    """The text and the bytes of each token of a vocabulary by itself.
-
-    special: special tokens by their text.
-    bytes: of a token.
-    """
-
-    def __init__(self, tokenizer):
-        self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.items()
-        self._added = {i: token.content for i, token in added}
-        self.special = {token.content: i for i, token in added if token.special}
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
-        self.bytes = functools.lru_cache(maxsize=2**16)(self._bytes)
-
-    def prompt_offsets(self, prompt: str | list[int], special: bool) -> list[int]:
-        """Characters before each token of a prompt. special: whether the tokenizer adds special
-        tokens to a text."""
-        if isinstance(prompt, list):
-            return TextDeltas(self._tokenizer).push(prompt)
-        spans = self._tokenizer(
-            prompt, add_special_tokens=special, return_offsets_mapping=True
-        )["offset_mapping"]  # fmt: skip
-        offsets, end = [], 0
-        for start, stop in spans:
-            # An added token covers no characters; a word's span may lack the space before it.
-            offsets.append(end if start == stop else min(start, end))
-            end = max(end, stop)
-        return offsets
-
-    def text(self, token: int, mark: str = "") -> str:
-        """OpenAI's spelling: bytes that are no whole characters as `\\xf0\\x9f`, after `mark`."""
-        spelt = self.bytes(token)
-        try:
-            return spelt.decode()
-        except UnicodeDecodeError:
-            return mark + repr(spelt)[2:-1]
-
-    def _bytes(self, token: int) -> bytes:
-        if token in self._added:
-            return self._added[token].encode()
-        piece = self._tokenizer.convert_ids_to_tokens(token)
-        if piece is None:  # Models may have more tokens than their tokenizer.
-            return b""
-        if self._byte_level and all(letter in _BYTE_OF for letter in piece):
-            return bytes(_BYTE_OF[letter] for letter in piece)
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes([int(piece[3:5], 16)])
-        if piece.startswith("▁"):  # `decode` drops the first space of a text.
-            return piece.replace("▁", " ").encode()
-        return decode(self._tokenizer, [token]).encode()
 
 
 def usage(outputs: Sequence[RequestOutput], silent: bool) -> dict[str, Any]:

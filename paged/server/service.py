@@ -20,11 +20,12 @@ from paged.config import EngineConfig
 from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
+from paged.requests.token_texts import TokenTexts
 from paged.requests.validation import Prompt, validated_prompt
-from paged.server.engine_client import Client, Generation
+from paged.server.engine_client import Client
+from paged.server.generation import Generation
 from paged.server.metrics import ServerMetrics
 from paged.server.openai_format import TOO_LONG, ApiError
-from paged.server.responses import TokenTexts
 from paged.server.settings import ServerConfig
 
 log = logging.getLogger("paged.server")

@@ -1,4 +1,4 @@
-"""What a server is configured by, beside its engine."""
+"""Configuration of a server, beside its engine's."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from paged.checks import described
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Limits and manners of the server. Each field says what it is.
+    """Limits of a server.
 
     Raises ValueError for values of the wrong type or outside their range.
     """

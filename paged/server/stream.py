@@ -15,16 +15,9 @@ from paged.adapters.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 from paged.requests.stopping import decode
-from paged.server.engine_client import ClientLeft, Delta, Generation
-from paged.server.openai_format import (
-    CLIENT_LEFT,
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    Json,
-    dumps,
-)
+from paged.server import openai_format as api
+from paged.server.generation import ClientLeft, Delta, Generation
+from paged.server.openai_format import CLIENT_LEFT, ApiError, Json, dumps
 from paged.server.responses import ChatFormat, CompletionFormat, ResponseFormat, usage
 from paged.server.service import Service, new_id
 from paged.server.validation import (
@@ -55,7 +48,7 @@ class Plan:
     """
 
     response_id: str
-    body: GenerationRequest
+    body: api.GenerationRequest
     format: ResponseFormat
     adapter: Adapter | None
     prompts: list[list[int]]
@@ -66,14 +59,18 @@ class Plan:
 
 
 async def complete(service: Service, request: Request) -> Response:
-    return await _respond(service, request, await read(service, request, CompletionRequest, _plan))
+    return await _respond(
+        service, request, await read(service, request, api.CompletionRequest, _plan)
+    )
 
 
 async def chat(service: Service, request: Request) -> Response:
-    return await _respond(service, request, await read(service, request, ChatRequest, _plan_chat))
+    return await _respond(
+        service, request, await read(service, request, api.ChatRequest, _plan_chat)
+    )
 
 
-def _plan(service: Service, body: CompletionRequest) -> Plan:
+def _plan(service: Service, body: api.CompletionRequest) -> Plan:
     response_id, adapter = new_id("cmpl"), service.adapter(body.model)
     sampling = completion_sampling(service, body)
     given: Any = body.prompt
@@ -94,7 +91,7 @@ def _plan(service: Service, body: CompletionRequest) -> Plan:
     return plan
 
 
-def _plan_chat(service: Service, body: ChatRequest) -> Plan:
+def _plan_chat(service: Service, body: api.ChatRequest) -> Plan:
     response_id, adapter = new_id("chatcmpl"), service.adapter(body.model)
     tokens = chat_tokens(service, body)
     sampling = chat_sampling(service, body, service.config.max_model_len - len(tokens))
@@ -139,8 +136,8 @@ def _with_prompt(plan: Plan, i: int, delta: Delta, output: RequestOutput | None 
     output: of the prompt, with its log-probabilities, which no stream has.
     """
     if plan.silent:
-        logprobs = None if delta.logprobs is None else ()
-        delta = replace(delta, text="", tokens=(), logprobs=logprobs, offsets=())
+        nothing = None if delta.logprobs is None else ()
+        delta = replace(delta, text="", tokens=(), logprobs=nothing, offsets=())
     if plan.echoes is None or not delta.first:
         return delta
     echo, logprobs, offsets = plan.echoes[i], delta.logprobs, delta.offsets
@@ -223,6 +220,6 @@ class EventStream(Response):
             raise
         except Exception:  # The status has been sent: only an event can say it.
             log.exception("a stream has failed")
-            error = ApiError(500, "the server has failed; its log says where")
-            await write(_event(error.content))
+            failure = ApiError(500, "the server has failed; its log says where")
+            await write(_event(failure.content))
         await write(DONE, more=False)

@@ -10,16 +10,13 @@ from fastapi import Request
 from pydantic import ValidationError
 
 from paged.requests.sampling_params import SamplingParams
+from paged.server import openai_format as api
 from paged.server.openai_format import (
     MAX_FIELDS,
     MAX_STOP_TOKENS,
     TOO_LONG,
     ApiError,
     Body,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    TokenizeRequest,
     body_error,
     engine_error,
 )
@@ -119,20 +116,21 @@ def _length_error(field: bytes | None, message: str, too_long: bool = True) -> A
     return ApiError(400, f"{name or 'the body'}: {message}", name, code)
 
 
-def completion_sampling(service: Service, body: CompletionRequest) -> SamplingParams:
+def completion_sampling(service: Service, body: api.CompletionRequest) -> SamplingParams:
     """Raises ApiError, naming the field."""
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and body.echo:
         max_tokens = 1  # the engine's minimum; the response leaves it out
-    values = {"max_tokens": max_tokens, "logprobs": body.logprobs}
+    values: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs}
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         values["prompt_logprobs"] = body.logprobs
     return _sampling(service, body, values, NAMES)
 
 
-def chat_sampling(service: Service, body: ChatRequest, room: int) -> SamplingParams:
+def chat_sampling(service: Service, body: api.ChatRequest, room: int) -> SamplingParams:
     """room: tokens that the prompt leaves. Raises ApiError, naming the field."""
-    values, names = {"max_tokens": max(1, room)}, NAMES | {"logprobs": "top_logprobs"}
+    values: dict[str, Any] = {"max_tokens": max(1, room)}
+    names = NAMES | {"logprobs": "top_logprobs"}
     for name in ("max_tokens", "max_completion_tokens"):
         if getattr(body, name) is not None:
             values["max_tokens"], names["max_tokens"] = getattr(body, name), name
@@ -144,7 +142,10 @@ def chat_sampling(service: Service, body: ChatRequest, room: int) -> SamplingPar
 
 
 def _sampling(
-    service: Service, body: GenerationRequest, values: Mapping[str, Any], names: Mapping[str, str]
+    service: Service,
+    body: api.GenerationRequest,
+    values: dict[str, Any],
+    names: Mapping[str, str],
 ) -> SamplingParams:
     values = _shared(service, body) | values
     if body.stop_token_ids is None:
@@ -165,7 +166,7 @@ def _sampling(
     return sampling
 
 
-def _shared(service: Service, body: GenerationRequest) -> dict[str, Any]:
+def _shared(service: Service, body: api.GenerationRequest) -> dict[str, Any]:
     values = {name: getattr(body, name) for name in SHARED}
     values = {name: value for name, value in values.items() if value is not None}
     searches = values.get("beam_width", 1) != 1
@@ -206,7 +207,7 @@ def prompt_tokens(
         raise engine_error(error, names, field) from None
 
 
-def chat_tokens(service: Service, body: ChatRequest | TokenizeRequest) -> list[int]:
+def chat_tokens(service: Service, body: api.ChatRequest | api.TokenizeRequest) -> list[int]:
     """The token ids of a conversation in the chat template. Raises ApiError without a template, or
     if it refuses the messages."""
     if not service.chat_template:
@@ -241,7 +242,9 @@ def chat_tokens(service: Service, body: ChatRequest | TokenizeRequest) -> list[i
     return service.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
 
-def _template_variables(service: Service, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+def _template_variables(
+    service: Service, body: api.ChatRequest | api.TokenizeRequest
+) -> dict[str, Any]:
     """The request's variables. Raises ApiError for reserved names: other parameters, and special
     tokens, whose text a template may repeat for each message."""
     variables = body.chat_template_kwargs or {}

@@ -2,12 +2,13 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 
 from models import checkpoint, load_tokenizer
@@ -60,6 +61,20 @@ def simulated(
     """An engine whose tokens depend on seeds and positions alone."""
     executor = Paced(BUNDLED.vocab_size, step_s)
     return Engine(BUNDLED, config, executor, tokenizer), executor
+
+
+def scripted(
+    tokens: Sequence[int],
+    num_prompt_tokens: int,
+    config: EngineConfig = CONFIG,
+    tokenizer=TOKENIZER,
+) -> Engine:
+    """An engine that generates these tokens over and over after prompts of one length."""
+    engine, executor = simulated(config, tokenizer)
+    script = np.array(tokens, np.int32)
+    made_up = lambda seed, position: script[(position - num_prompt_tokens) % len(script)]  # noqa: E731
+    executor._made_up = made_up  # type: ignore[method-assign]
+    return engine
 
 
 @dataclass

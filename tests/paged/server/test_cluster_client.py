@@ -108,6 +108,25 @@ def test_clients_that_leave_take_their_requests_along():
         assert not live.cluster.jobs and not server.service.pending
 
 
+def test_a_cluster_that_fails_ends_its_requests_and_goes_on(monkeypatch):
+    live, _ = cluster(1)
+    step, failures = live.step, [RuntimeError("mail is lost")]
+
+    def failing(timeout_s: float) -> list[str]:
+        heard = step(timeout_s)
+        if live.cluster.jobs and failures:
+            raise failures.pop()
+        return heard
+
+    with served(ClusterClient(live.__enter__())) as server:
+        monkeypatch.setattr(live, "step", failing)
+        with pytest.raises(openai.InternalServerError, match="the cluster has failed"):
+            ask(server.client, 1)
+        assert ask(server.client, 1) == wanted(2)[1]
+        assert not live.cluster.jobs
+        assert "paged_failed_steps_total 1.0" in server.http.get(f"{server.url}/metrics").text
+
+
 class Hasty(LiveCluster):
     """A client goes away at the moment at which its request ends, before anybody is told."""
 

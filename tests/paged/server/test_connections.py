@@ -125,6 +125,7 @@ def test_slow_bodies_are_cut_off(hasty):
         connection.sendall(head("Content-Length: 5", "Content-Type: application/json") + b"12")
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 408") and b"connection: close" in answer.lower()
+    assert b"within 0.2 s" in answer
 
 
 @pytest.mark.parametrize("before", [b"", HEALTH])

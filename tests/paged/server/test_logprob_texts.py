@@ -3,7 +3,6 @@
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,10 +10,12 @@ from hypothesis import strategies as st
 from paged.requests.sequence import TokenLogprob
 from paged.requests.stopping import decode
 from paged.requests.text_deltas import TextDeltas
-from paged.server.engine_client import Delta, EngineClient
-from paged.server.responses import ChatFormat, CompletionFormat, TokenTexts
+from paged.requests.token_texts import TokenTexts
+from paged.server.engine_client import EngineClient
+from paged.server.generation import Delta
+from paged.server.responses import ChatFormat, CompletionFormat
 from tests.paged.requests.test_text_streams import CASES, each_tokenizer
-from tests.paged.server.serving import CONFIG, served, simulated
+from tests.paged.server.serving import scripted, served, simulated
 
 BYTE_LEVEL = CASES["byte level"]
 
@@ -83,10 +84,8 @@ def test_a_space_that_the_text_loses_is_not_counted():
 @pytest.mark.parametrize("stream", [False, True])
 def test_offsets_of_an_answer(stream: bool):
     """Where each token begins, in the echoed prompt and after it."""
-    engine, executor = simulated(CONFIG, BYTE_LEVEL.tokenizer)
     ids = ids_of(BYTE_LEVEL, ["a", "Ã", "©", "Ġb", "Ã", "©", "a"])
-    made_up = lambda seed, position: np.array(ids, np.int32)[(position - 5) % 7]  # noqa: E731
-    executor._made_up = made_up  # type: ignore[method-assign]
+    engine = scripted(ids, 5, tokenizer=BYTE_LEVEL.tokenizer)
     with served(EngineClient(engine), tokenizer=BYTE_LEVEL.tokenizer) as server:
         how = {"model": "bundled", "prompt": ids[:5], "max_tokens": 7, "logprobs": 0}
         if not stream:

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import openai
 import pytest
 
 from paged.adapters.known import KnownAdapters
@@ -17,6 +15,7 @@ from tests.paged.server.serving import (
     TEMPLATE,
     TOKENIZER,
     Served,
+    scripted,
     served,
     simulated,
 )
@@ -66,14 +65,55 @@ def test_empty_fields_are_no_wishes(server: Served, more):
         assert answer.json()["choices"] == wanted["choices"]
 
 
-def test_what_the_server_cannot_do_is_refused_in_words(server: Served):
-    for field in ("tools", "functions", "reasoning_effort", "prediction"):
-        answer = post(server, "chat/completions", CHAT | {field: "high"})
-        assert answer.status_code == 400
-        assert f"{field}: this server does not support it" in answer.json()["error"]["message"]
-    answer = post(server, "completions", COMPLETION | {"suffix": "the end"})
-    assert "suffix: this server does not support it" in answer.json()["error"]["message"]
-    assert post(server, "completions", COMPLETION | {"suffix": ""}).status_code == 200
+def nested(depth: int) -> list:
+    inner: list = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+KWARGS, CONTEXT = "chat_template_kwargs", "context_length_exceeded"
+CANNOT, FAILS, DEEP = (
+    "this server does not support it",
+    "the chat template refuses",
+    "in each other",
+)
+LONG_CHAT = [{"role": "user", "content": "cat " * 600}]
+# (path, changes of a good request, field and code of the error, words of its message)
+REFUSALS: list[tuple[str, dict[str, Any], str, str | None, tuple[str, ...]]] = [
+    ("completions", {"suffix": "the end"}, "suffix", None, (CANNOT,)),
+    *[("chat/completions", {name: "high"}, name, None, (CANNOT,))
+      for name in ("tools", "functions", "reasoning_effort", "prediction")],
+    *[("completions", {"prompt": prompt}, "prompt", CONTEXT, ())
+      for prompt in ("cat " * 600, "cat " * 10_000, [4] * 512)],
+    ("chat/completions", {"messages": LONG_CHAT}, "messages", CONTEXT, ()),
+    # Clients answer CONTEXT by asking again with less: a nested prompt is not too long.
+    ("completions", {"prompt": nested(70)}, "prompt", None, (DEEP,)),
+    ("chat/completions", {KWARGS: {"deep": nested(1500)}}, KWARGS, None, (DEEP,)),
+    # Templates take seconds to render so much.
+    ("chat/completions", {"messages": [*MESSAGES * 512, {"role": "nobody", "content": "a"}]},
+     "messages", CONTEXT, ("513 messages",)),
+    ("chat/completions", {KWARGS: {"documents": [{"text": "a" * 100_000}]}}, KWARGS, CONTEXT, ()),
+    *[("chat/completions", {KWARGS: variables}, "messages", None, (FAILS, reason))
+      for variables, reason in [
+        ({"divisor": 0}, "by zero"),
+        ({"count": 10**9}, "Range too big"), ({"times": 10**17}, "MemoryError"),
+        ({"times": 10**30}, "index-sized"), ({"times": []}, "can't multiply"),
+        ({"attribute": True}, "no attribute"), ({"why": "a" * 10_000}, "aaa"),
+    ]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param", "code", "words"), REFUSALS, ids=range(len(REFUSALS))
+)
+def test_refusals(server: Served, path, change, param, code, words):
+    good = COMPLETION if path == "completions" else CHAT
+    answer = post(server, path, good | change)
+    assert answer.status_code == 400 and len(answer.content) < 2000
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (param, code)
+    assert all(word in error["message"] for word in (param, *words))
 
 
 def test_an_answer_may_be_sent_back(server: Served):
@@ -91,25 +131,11 @@ def test_an_answer_may_be_sent_back(server: Served):
     assert len(set(lengths)) == 1
 
 
-def test_prompts_that_are_too_long_have_openais_code(server: Served):
-    for prompt in ("cat " * 600, "cat " * 10_000, [4] * 512):
-        with pytest.raises(openai.BadRequestError) as caught:
-            server.client.completions.create(**COMPLETION | {"prompt": prompt})
-        assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
-    with pytest.raises(openai.BadRequestError) as caught:
-        long = [{"role": "user", "content": "cat " * 600}]
-        server.client.chat.completions.create(**CHAT | {"messages": long})
-    assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
-
-
 def test_the_text_of_a_special_token_means_the_token():
     """In streams as well; `ignore_eos` is about ends that the request does not name."""
-    engine, executor = simulated()
     unknown, end = TOKENIZER.convert_tokens_to_ids(["<unk>", "</s>"])
-    tokens = np.resize([90, 91, 92, unknown, 93, end], 60).astype(np.int32)
-    made_up = lambda seed, position: tokens[(position - 3) % 60]  # noqa: E731
-    executor._made_up = made_up  # type: ignore[method-assign]
-    with served(EngineClient(engine)) as server:
+    tokens = [90, 91, 92, unknown, 93, end]
+    with served(EngineClient(scripted(tokens, 3))) as server:
 
         def text(stop, **more) -> tuple[str, str]:
             how = {"model": "bundled", "prompt": [4, 4, 4], "max_tokens": 20, "stop": stop}
@@ -119,7 +145,7 @@ def test_the_text_of_a_special_token_means_the_token():
             assert chunks[-1].choices[0].finish_reason == choice.finish_reason
             return choice.text, choice.finish_reason
 
-        letters = decode(TOKENIZER, tokens[:3].tolist())
+        letters = decode(TOKENIZER, tokens[:3])
         whole = letters + decode(TOKENIZER, [93])
         assert text("<unk>") == text(["never", "<unk>"]) == (letters, "stop")
         assert text("</s>") == text(None) == (whole, "stop")
@@ -132,6 +158,7 @@ def test_texts_with_and_without_special_tokens(server: Served):
     bare = TOKENIZER.encode("a cat", add_special_tokens=False)
     for wish, more in ((None, 1), (True, 1), (False, 0)):
         body = COMPLETION | {"add_special_tokens": wish, "return_token_ids": True, "echo": True}
+        body["suffix"] = ""  # no wish
         answer = post(server, "completions", body).json()
         assert answer["usage"]["prompt_tokens"] == len(bare) + more
         assert answer["choices"][0]["token_ids"][more : len(bare) + more] == bare
@@ -147,65 +174,7 @@ def test_texts_with_and_without_special_tokens(server: Served):
     assert counts[0] == counts[1] == counts[2] - 1
 
 
-def nested(depth: int) -> list:
-    inner: list = []
-    for _ in range(depth):
-        inner = [inner]
-    return inner
-
-
-@pytest.mark.parametrize(
-    ("variables", "reason"),
-    [
-        ({"divisor": 0}, "by zero"),
-        ({"count": 10**9}, "Range too big"), ({"times": 10**17}, "MemoryError"),
-        ({"times": 10**30}, "index-sized"), ({"times": []}, "can't multiply"),
-        ({"attribute": True}, "no attribute"), ({"why": "a" * 10_000}, "aaa"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
-def test_templates_that_fail_refuse_the_request(server: Served, variables, reason):
-    answer = post(server, "chat/completions", CHAT | {"chat_template_kwargs": variables})
-    assert answer.status_code == 400 and len(answer.text) < 2000
-    error = answer.json()["error"]
-    assert error["param"] == "messages" and "the chat template refuses them" in error["message"]
-    assert reason in error["message"]
-
-
-def test_nested_variables_are_refused_unparsed(server: Served):
-    answer = post(
-        server, "chat/completions", CHAT | {"chat_template_kwargs": {"deep": nested(1500)}}
-    )
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, "chat_template_kwargs")
-    assert "lists and maps may be in each other" in error["message"]
-
-
-def test_a_nested_prompt_is_not_too_long(server: Served):
-    """Clients answer that code by asking again with less."""
-    error = post(server, "completions", {"model": "m", "prompt": nested(70)}).json()["error"]
-    assert (error["param"], error["code"]) == ("prompt", None)
-
-
-def test_templates_are_given_no_more_than_the_context_holds(server: Served):
-    """Templates take seconds to render hundreds of thousands of messages."""
-    many = MESSAGES * 512 + [{"role": "nobody", "content": "a"}]
-    error = post(server, "chat/completions", CHAT | {"messages": many}).json()["error"]
-    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
-    assert "513 messages" in error["message"]
-    body = CHAT | {"chat_template_kwargs": {"documents": [{"text": "a" * 100_000}]}}
-    error = post(server, "chat/completions", body).json()["error"]
-    assert (error["param"], error["code"]) == ("chat_template_kwargs", "context_length_exceeded")
-
-
-def test_templates_have_their_own_special_tokens(server: Served):
-    """Megabytes of text in place of a special token would be rendered once for each message."""
-    for name in ("bos_token", "eos_token", "tokenize", "chat_template"):
-        body = CHAT | {"chat_template_kwargs": {name: "a"}}
-        assert (
-            "chat_template_kwargs"
-            in post(server, "chat/completions", body).json()["error"]["param"]
-        )
+def test_templates_have_variables_of_requests(server: Served):
     variables = {"enable_thinking": False, "tools": [], "documents": []}
     body = CHAT | {"chat_template_kwargs": variables}
     assert post(server, "chat/completions", body).status_code == 200
@@ -244,9 +213,11 @@ def test_keys_share_no_cached_prefix():
         assert cached(server, None) == 0 and cached(server, None) == most
 
 
-def test_models_are_told_without_their_folders():
+def test_models_are_told_without_their_folders_and_chat_without_a_template_is_refused():
     folder = "models/bundled/adapters/reversed"
-    with served(EngineClient(simulated()[0])) as server:
+    with served(EngineClient(simulated()[0]), template=None) as server:
+        error = post(server, "chat/completions", CHAT).json()["error"]
+        assert (error["param"], error["code"]) == ("messages", "no_chat_template")
         server.service.adapters.add(KnownAdapters(BUNDLED, CONFIG).read("reversed", folder))
         answer = server.http.get(f"{server.url}/v1/models")
         model, adapter = answer.json()["data"]

@@ -156,11 +156,6 @@ def test_models(server: Served):
     assert caught.value.code == "model_not_found" and caught.value.param == "model"
 
 
-def test_embeddings_are_refused(server: Served):
-    with pytest.raises(openai.BadRequestError, match="no embeddings"):
-        server.client.embeddings.create(model="bundled", input="a")
-
-
 def test_tokens_and_back(server: Served):
     text = "The old sailor\n counted to 12."
     told = server.http.post(

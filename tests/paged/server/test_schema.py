@@ -45,7 +45,7 @@ def test_the_document_is_kept(api, mode: GenerationMode):
         if mode is GenerationMode.NEGATIVE and not operation.body:
             continue  # nothing can be wrong with it
 
-        @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case) -> None:
             if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from paged.config import EngineConfig
 from paged.requests.stopping import decode, final_text
 from paged.requests.text_deltas import TextDeltas
+from paged.requests.token_texts import TokenTexts
 from paged.server.engine_client import EngineClient
-from paged.server.responses import TokenTexts
 from tests.paged.requests.test_text_streams import CASES, STOPS, Case, each_tokenizer, sequences
-from tests.paged.server.serving import served, simulated
+from tests.paged.server.serving import scripted, served
 
 
 @each_tokenizer
@@ -56,11 +56,8 @@ def test_single_tokens_have_their_bytes():
 def test_streams_keep_characters_of_several_tokens_whole(name):
     case = CASES[name]
     config = EngineConfig(max_num_seqs=4, max_model_len=256, kv_cache_tokens=1024)
-    engine, executor = simulated(config, case.tokenizer)
-    spelt = np.array([token for token in case.tokens if token not in case.special], np.int32)
-    tokens = np.resize(spelt, 100)
-    made_up = lambda seed, position: tokens[(position - 10) % 100]  # noqa: E731
-    executor._made_up = made_up  # type: ignore[method-assign]
+    tokens = np.resize([token for token in case.tokens if token not in case.special], 100)
+    engine = scripted(tokens.tolist(), 10, config, case.tokenizer)
     with served(EngineClient(engine), config, tokenizer=case.tokenizer) as server:
         how: dict[str, Any] = {"model": "bundled", "prompt": [4] * 10, "max_tokens": 100}
         how["extra_body"] = {"ignore_eos": True}
