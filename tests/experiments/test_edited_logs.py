@@ -86,7 +86,7 @@ def _is_large(log: list[dict]) -> bool:
     return any(isinstance(size, int) and size > 1000 for size in sizes)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False), st.integers(0, 5))
 def test_an_edited_log_is_refused_by_line_or_replayed(tmp_path, rng, number):
     events = copy.deepcopy(_real_log(number))
@@ -108,7 +108,7 @@ def test_an_edited_log_is_refused_by_line_or_replayed(tmp_path, rng, number):
         assert re.match(re.escape(str(bad)) + r":\d+: ", str(error)), error
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_a_log_that_was_cut_or_overwritten_is_refused_by_line(tmp_path, data):
     text = write_log(tmp_path, "good.jsonl", _real_log(0)).read_bytes()

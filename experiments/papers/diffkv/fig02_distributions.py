@@ -30,7 +30,7 @@ from experiments.tasks import tasks
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from models.families import family
-from pallas_kernels.quantized_attention import prompt_attention
+from pallas_kernels.prompt_attention import prompt_attention
 
 SHARE = 0.95
 

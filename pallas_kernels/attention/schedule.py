@@ -11,15 +11,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
+from pallas_kernels import backend, ragged
 
 BLOCKS_PER_MULTIPROCESSOR = 2  # Of decode kernels, as their shared memory allows.
 INTERPRETED_MULTIPROCESSORS = 2
-ALIGNMENT = 8  # A TMA starts at a multiple of so many rows: those of a swizzled tile.
 MIN_TILES = 4  # The fewest key tiles of a part: with fewer, its merge would cost more.
-# Most (row, place) pairs that a plan compares in one launch: a CPU keeps them all in memory. With
-# more of them the plan takes a binary search.
-MOST_COMPARED = 2**24
 # What a thread block may get beyond its part so that rows stay whole, and the rows that stay whole
 # in any case; both as fractions of a part.
 IMBALANCE = 0.05
@@ -82,7 +78,7 @@ def cut_rows(first_tile, tiles, counts, blocks: int | None, empty_rows: bool) ->
     cuts = jnp.concatenate([starts, bounds[:-1]])
     cuts = jnp.unique(cuts, size=rows + blocks, fill_value=total)
     next_cuts = jnp.append(cuts[1:], total)
-    row = jnp.minimum(_row_at(ends, cuts), rows - 1)
+    row = jnp.minimum(ragged.row_at(ends, cuts), rows - 1)
     begin, end = cuts - starts[row], next_cuts - starts[row]
     partial = (cuts < next_cuts) & ((begin > 0) | (next_cuts < ends[row]))
     place = jnp.where(partial, jnp.cumsum(partial) - 1, -1)
@@ -109,7 +105,7 @@ def _bounds(starts, ends, blocks: int):
     total = ends[-1]
     b = jnp.arange(blocks + 1)
     bounds = total // blocks * b + total % blocks * b // blocks
-    row = _row_at(ends, bounds)
+    row = ragged.row_at(ends, bounds)
     row = jnp.minimum(row, len(ends) - 1)
     nearer_to_end = 2 * bounds > starts[row] + ends[row]
     at_rows = jnp.where(nearer_to_end, ends[row], starts[row]).at[-1].set(total)
@@ -149,7 +145,7 @@ def prefill_schedule(
 ) -> PrefillSchedule:  # fmt: skip
     """Items that cover rows [0, T) for any query_starts [S + 1] and lengths [S].
 
-    T: a multiple of ALIGNMENT. rows: of an item. tile: keys of a tile.
+    T: a multiple of `ragged.ALIGNMENT`. rows: of an item. tile: keys of a tile.
     blocks: thread blocks; None means as many as this GPU runs at the same time.
 
     Padding rows count as one more sequence, which sees nothing.
@@ -168,19 +164,10 @@ def tiles_of_rows(
     """
     query_starts, lengths = (jnp.asarray(x, jnp.int32) for x in (query_starts, lengths))
     S = lengths.shape[0]
-    begin = query_starts
-    end = jnp.append(query_starts[1:], T)
+    begin, end = query_starts, jnp.append(query_starts[1:], T)
     lengths = jnp.append(lengths, 0)
-    aligned = begin // ALIGNMENT * ALIGNMENT
-    counts = jnp.where(end > begin, (end - aligned + rows - 1) // rows, 0)
-    counts_end = jnp.cumsum(counts)
-    # n rows take at most (n + ALIGNMENT - 1 + rows - 1) // rows items.
-    i = jnp.arange((T + (S + 1) * (ALIGNMENT + rows - 2)) // rows)
-    s = jnp.minimum(_row_at(counts_end, i), S)
-    first_row = aligned[s] + (i - (counts_end - counts)[s]) * rows
-    base = jnp.minimum(first_row, T - rows)  # A tile never leaves the array.
-    lo = jnp.maximum(begin[s], first_row) - base
-    hi = jnp.minimum(end[s], first_row + rows) - base
+    tiles = ragged.tiles(begin, end, T, rows, most_runs=S + 1)
+    s, base, lo, hi = tiles.run, tiles.base, tiles.lo, tiles.hi
     position = lengths[s] - end[s] + base
     end_tile = (jnp.maximum(position + hi, 0) + tile - 1) // tile
     first_tile = first_token(position + lo + 1, sliding_window) // tile
@@ -205,7 +192,7 @@ def split_items(
     place_start = place_end - parts
 
     j = jnp.arange(len(work) + blocks)
-    row = _row_at(parts_end, j)
+    row = ragged.row_at(parts_end, j)
     left_over, row = row == len(work), jnp.minimum(row, len(work) - 1)
     part = j - (parts_end - parts)[row]
     sequence, base, lo, hi, position, length = (x[row] for x in fields)
@@ -224,13 +211,6 @@ def split_items(
     merges = jnp.stack([an_item, place_start[split], place_end[split]], axis=1)
     merges = jnp.where(split[:, None] < 0, -1, merges).astype(jnp.int32)
     return PrefillSchedule(items, merges, key_tiles)
-
-
-def _row_at(ends, places):
-    """For each of `places` the first row that ends after it. ends: where the rows end."""
-    few = len(ends) * len(places) <= MOST_COMPARED
-    method = "compare_all" if few else "scan_unrolled"
-    return jnp.searchsorted(ends, places, side="right", method=method)
 
 
 def first_token(lengths, sliding_window: int | None):

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from pallas_kernels.attention import schedule as schedules
 from pallas_kernels.mosaic import pl
-from pallas_kernels.paged_attention import schedule as schedules
-from pallas_kernels.quantization import KVFormat, registers
+from pallas_kernels.quantization import KVFormat, QuantizedPages, registers
+from pallas_kernels.quantized_attention.pages import PageFormat
+from pallas_kernels.quantized_attention.tables import Run
 
 STAGE_BYTES = 42 * 1024  # Of a tile, as the shared memory of a multiprocessor allows.
 MOST_GROUP = 8  # Query heads of a KV head.
@@ -32,6 +34,23 @@ class Section:
     column: int = 0
     step: int = 1
     width: int = 0
+
+    @classmethod
+    def of_pages(cls, k_pages: QuantizedPages, v_pages: QuantizedPages) -> "Section":
+        return cls.of_page(k_pages.format, v_pages.format, k_pages.page_size)
+
+    @classmethod
+    def of_page(cls, keys: KVFormat, values: KVFormat, page_size: int) -> "Section":
+        """Of pages in pools of their own (pallas_kernels/quantization/format.py)."""
+        of_keys, of_values = (page_size * format.code_words for format in (keys, values))
+        return cls(keys, values, page_size, (0, of_keys, 0, of_values))
+
+    @classmethod
+    def of_format(cls, format: PageFormat, run: Run | tuple = ()) -> "Section":
+        """run: where tables have the pages, for the kernel; a plan needs none."""
+        keys, scales, values, more_scales = (section.first for section in format.sections[:4])
+        firsts = keys, scales, values, more_scales
+        return cls(format.keys, format.values, format.tokens, firsts, *run)
 
     @property
     def formats(self) -> tuple[KVFormat, KVFormat]:
@@ -66,6 +85,18 @@ def refusal(q, k_words, v_words, K: int, sections: Sequence[Section]) -> str | N
     return None
 
 
+def refusal_of_pages(q, k_pages: QuantizedPages, v_pages: QuantizedPages, K: int) -> str | None:
+    return refusal(q, k_pages.words, v_pages.words, K, [Section.of_pages(k_pages, v_pages)])
+
+
+def refusal_of_formats(q, words, K: int, formats: tuple[PageFormat, ...]) -> str | None:
+    if any(format.key_group for format in formats):
+        return "keys whose channels have scales by groups of tokens are not read by the kernel"
+    if any(format.outliers for format in formats):
+        return "outliers are not read by the kernel"
+    return refusal(q, words, words, K, [Section.of_format(format) for format in formats])
+
+
 def pages_of_tile(sections: Sequence[Section]) -> int:
     """A tile has as many pages of one precision as of another: pages take the same memory."""
     return max((pages for pages in (1, 2, 4) if _fits(sections, pages)), default=1)
@@ -73,7 +104,7 @@ def pages_of_tile(sections: Sequence[Section]) -> int:
 
 def _fits(sections: Sequence[Section], pages: int) -> bool:
     rows = pages * max(section.rows for section in sections)
-    words = sum(C * count for C, count in buffers_of(sections, pages)[0]) + 2 * rows
+    words = sum(C * count for C, count in buffers(sections, pages)[0]) + 2 * rows
     return rows <= MOST_ROWS and 4 * words <= STAGE_BYTES
 
 
@@ -104,7 +135,7 @@ def views_of(pools, sections):
     return views, places
 
 
-def buffers_of(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[int]]]:
+def buffers(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[int]]]:
     """Shared memory for the codes of a tile, as (words of a row, rows), and which of it keys and
     values of each precision take. A slot holds a tile of one precision at a time."""
     sizes: list[tuple[int, int]] = []
@@ -124,7 +155,7 @@ def buffers_of(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[i
 
 
 def rows_copied_together(sections, taken_by, pools) -> list[int]:
-    """For each buffer of `buffers_of` the rows of its tiles, at most 8. They divide the first row
+    """For each buffer of `buffers` the rows of its tiles, at most 8. They divide the first row
     of a page's codes, its number of tokens, and its number of rows: otherwise a copy would cut a
     tile."""
     found: dict[int, int] = {}
@@ -134,15 +165,3 @@ def rows_copied_together(sections, taken_by, pools) -> list[int]:
             rows = first // C, section.tokens, pools[which].shape[1] // C
             found[buffer] = math.gcd(found.get(buffer, 8), *rows)
     return [found[buffer] for buffer in sorted(found)]
-
-
-def section_of(format: KVFormat, page_size: int, values: KVFormat | None = None) -> Section:
-    """Pages of P tokens as pallas_kernels/quantization/format.py describes them."""
-    both = format, values or format
-    firsts = [first for one in both for first in (0, page_size * one.code_words)]
-    return Section(*both, page_size, (firsts[0], firsts[1], firsts[2], firsts[3]))
-
-
-def refusal_of_pages(q, k_pages, v_pages, K: int) -> str | None:
-    section = section_of(k_pages.format, k_pages.page_size, v_pages.format)
-    return refusal(q, k_pages.words, v_pages.words, K, [section])

@@ -7,16 +7,18 @@ several items has a partial result of each, and a second kernel merges them thro
 log-sum-exp.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.attention import tiles
+from pallas_kernels.attention.pipeline import Ring
+from pallas_kernels.attention.schedule import DecodeSchedule, first_token
+from pallas_kernels.attention.tiles import LAYOUT, LOG2_E, NEG_INF, columns, constant
 from pallas_kernels.mosaic import kernel, pl, plgpu, store
-from pallas_kernels.paged_attention import tiles
-from pallas_kernels.paged_attention.schedule import DecodeSchedule, first_token
-from pallas_kernels.paged_attention.tiles import LAYOUT, LOG2_E, NEG_INF, columns, constant
 
 TILE_BYTES = 16 * 1024  # Keys of a tile. A tile has so many tokens that it is worth its waits.
 MOST_GROUP = 16  # Query heads of a KV head.
@@ -41,22 +43,46 @@ def padded_group(G: int) -> int:
     return 8 * pl.cdiv(G, 8)
 
 
+class Inputs(NamedTuple):
+    """What a decode kernel reads: queries [R, G, D], pools, tables [R, M], the schedule's items and
+    block_items, and page offsets [1] or [K]."""
+
+    q: Any
+    pools: Any
+    tables: Any
+    items: Any
+    block_items: Any
+    offset: Any
+
+
+class Outputs(NamedTuple):
+    """What a decode kernel writes.
+
+    out, lse: attention [R, G, D] and log-sum-exp [R, N] of whole rows.
+    partials, lses: partial results [2 * B, D, N] and their log-sum-exp [2 * B, N].
+    scores: a list, as `launch` is asked for.
+    """
+
+    out: Any
+    lse: Any
+    partials: Any
+    lses: Any
+    scores: Any
+
+
 def launch(
-    body: Callable, write: Callable, schedule: DecodeSchedule,
-    q, pools, tables, *, page_offset, scores, scratch_types, write_scratch, lanes: int = 1,
-    **options,
+    body: Callable, name: str, write: Callable, schedule: DecodeSchedule, q, pools, tables,
+    *, page_offset, scores: Sequence[tuple[int, ...]], scratch: dict[str, Any], row_s,
+    lanes: int = 1, **options,
 ):  # fmt: skip
     """Run a decode kernel over a schedule, then the merge of rows that are in several items.
 
-    body: the kernel, of q [R, G, D], pools, tables [R, M], items, block_items and page offsets; of
-        its outputs, which are the attention [R, G, D] and log-sum-exp [R, N] of whole rows, partial
-        results [2 * B, D, N] and their log-sum-exp [2 * B, N], and what `scores` asks for; and of
-        its scratch memory.
+    body: the kernel, of `Inputs`, of `Outputs`, and of its scratch memory by name.
+    write: as `write_row`, through shared memory as `row_s`.
+    scores: shapes of what the kernel returns besides, float32.
     lanes: parts of a thread block that run items of the schedule as if they were thread blocks.
-    scores: shapes of what the kernel returns beside these, float32.
-    write: writes a row's attention [D, N] to the output [R, G, D], with `write_scratch`.
 
-    Returns the output [R, G, D], the log-sum-exp [S, H], and a list of `scores`.
+    Returns the output [S, H, D], the log-sum-exp [S, H], and a list of `scores`.
     """
     S, H, D = q.shape
     _, K, M = tables.shape
@@ -64,23 +90,34 @@ def launch(
     N = padded_group(G)
     blocks = schedule.merges.shape[0]
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-    out_type = [
-        jax.ShapeDtypeStruct((R, G, D), q.dtype),
-        f32(R, N), f32(2 * blocks, D, N), f32(2 * blocks, N), *(f32(*shape) for shape in scores),
-    ]  # fmt: skip
-    out, lse, partials, partial_lses, *found = kernel(
-        body,
-        out_type=out_type,
-        grid=(blocks // lanes,),
-        grid_names=("block",),
-        scratch_types=scratch_types,
-        **options,
-    )(
-        q.reshape(R, G, D), *pools, tables.reshape(R, M), schedule.items,
-        schedule.block_items, jnp.asarray(page_offset, jnp.int32).reshape(-1),
+    inputs = Inputs(
+        q.reshape(R, G, D), pools, tables.reshape(R, M), schedule.items, schedule.block_items,
+        jnp.asarray(page_offset, jnp.int32).reshape(-1),
     )  # fmt: skip
-    out, lse = _merge(write, write_scratch, schedule.merges, partials, partial_lses, out, lse)
-    return out, lse[:, :G].reshape(S, H), found
+    outputs = Outputs(
+        jax.ShapeDtypeStruct((R, G, D), q.dtype),
+        f32(R, N), f32(2 * blocks, D, N), f32(2 * blocks, N), [f32(*shape) for shape in scores],
+    )  # fmt: skip
+    (found,) = kernel(
+        body, name, out_type=[outputs], grid=(blocks // lanes,), grid_names=("block",),
+        scratch=scratch, **options,
+    )(inputs)  # fmt: skip
+
+    def merge_partials(merges_ref, partials_ref, lses_ref, out_ref, lse_ref, out_s):
+        row, begin, end = (merges_ref[lax.axis_index("merge"), field] for field in range(3))
+
+        @pl.when(row >= 0)
+        def _():
+            acc, top, total = merged(partials_ref, lses_ref, begin, end, (D, N), axis=1)
+            store(lse_ref.at[row], top + jnp.log(total))
+            write(out_s, out_ref, row, acc / columns(total, acc.shape))
+
+    out, lse = jax.new_ref(found.out), jax.new_ref(found.lse)
+    kernel(
+        merge_partials, "merge_partials", grid=(blocks,), grid_names=("merge",),
+        scratch={"out_s": row_s},
+    )(schedule.merges, found.partials, found.lses, out, lse)  # fmt: skip
+    return out[...].reshape(S, H, D), lse[...][:, :G].reshape(S, H), found.scores
 
 
 def of_tokens(scores_RxtxN, tables, lengths_SxK, H: int, P: int, sliding_window):
@@ -100,66 +137,68 @@ def scores_shape(tables, P: int, tile: int, N: int) -> tuple[int, int, int]:
     return S * K, pl.cdiv(M * P, tile) * tile, N
 
 
-def _merge(write, write_scratch, merges, partials, partial_lses, out, lse):
-    _, D, N = partials.shape
-
-    def merge_partials(merges_ref, partials_ref, lses_ref, out_ref, lse_ref, *scratch):
-        row, begin, end = (merges_ref[lax.axis_index("merge"), field] for field in range(3))
-
-        def add(place, carry):
-            acc, top, total = carry
-            new = plgpu.load(lses_ref.at[place], layout=_COLUMNS, optimized=False)
-            new_top = jnp.maximum(top, new)
-            decay, weight = jnp.exp(top - new_top), jnp.exp(new - new_top)
-            part = plgpu.load(partials_ref.at[place], layout=LAYOUT, optimized=False)
-            acc = acc * columns(decay, (D, N)) + part * columns(weight, (D, N))
-            return acc, new_top, total * decay + weight
-
-        @pl.when(row >= 0)
-        def _():
-            start = (
-                constant(0, (D, N)), constant(NEG_INF, (N,), _COLUMNS), constant(0, (N,), _COLUMNS)
-            )  # fmt: skip
-            acc, top, total = lax.fori_loop(begin, end, add, start)
-            store(lse_ref.at[row], top + jnp.log(total))
-            write(out_ref, row, acc / columns(total, acc.shape), *scratch)
-
-    out, lse = jax.new_ref(out), jax.new_ref(lse)
-    kernel(
-        merge_partials,
-        out_type=(),
-        grid=(len(merges),),
-        grid_names=("merge",),
-        scratch_types=write_scratch,
-    )(merges, partials, partial_lses, out, lse)
-    return out[...], lse[...]
-
-
 # The functions below run inside kernels.
 
 
-def end_item(state, row, place, write: Callable, lse_ref, partials_ref, lses_ref) -> None:
+def merged(partials_ref, lses_ref, begin, end, shape, axis: int):
+    """The softmax over the partial results `begin` to `end` - 1, through their log-sum-exp: their
+    weighted sum of this shape, and largest log-sum-exp and sum of weights along `axis` of it."""
+    of_axis = LAYOUT.reduce(1 - axis)
+
+    def spread(x):
+        return lax.broadcast_in_dim(x, shape, [axis])
+
+    def add(place, carry):
+        acc, top, total = carry
+        new = plgpu.load(lses_ref.at[place], layout=of_axis, optimized=False)
+        new_top = jnp.maximum(top, new)
+        decay, weight = jnp.exp(top - new_top), jnp.exp(new - new_top)
+        part = plgpu.load(partials_ref.at[place], layout=LAYOUT, optimized=False)
+        return acc * spread(decay) + part * spread(weight), new_top, total * decay + weight
+
+    nothing = constant(NEG_INF, shape[axis : axis + 1], of_axis)
+    start = constant(0, shape), nothing, constant(0, nothing.shape, of_axis)
+    return lax.fori_loop(begin, end, add, start)
+
+
+def queries_of(item, queries: Ring, queries_s, q_s):
+    """An item's queries [D, N], which its products read from q_s [N, D]."""
+    # The only way from rows as they lie in memory to swizzled ones.
+    rows_s = queries_s.at[queries.wait(item)].transpose((1, 0))
+    found = plgpu.load(rows_s, layout=LAYOUT, optimized=False)
+    q_s.transpose((1, 0))[...] = found
+    plgpu.commit_smem()
+    queries.hand_back(item)
+    return found
+
+
+def end_item(state, row, place, write: Callable, out_s, outs: Outputs) -> None:
     """Hand over an item's attention: to `write` if the item is the whole row. state: the output
     [D, N], maximum [N] and sum [N] after the last token."""
     acc, lse = softmax_end(*state)
 
     @pl.when(place < 0)
     def _():
-        store(lse_ref.at[row], lse)
-        write(row, acc)
+        store(outs.lse.at[row], lse)
+        write(out_s, outs.out, row, acc)
 
     @pl.when(place >= 0)
     def _():
-        store(lses_ref.at[place], lse)
-        store(partials_ref.at[place], acc)
+        store(outs.lses.at[place], lse)
+        store(outs.partials.at[place], acc)
 
 
-def write_row(out_s, out_ref, row, attention_DxN) -> None:
+def begin_row(out_s, out_ref, row, attention_DxN) -> None:
     """Begin to copy a row's attention to the output [R, G, D], by shared memory [N, D]."""
     store(out_s.transpose((1, 0)), attention_DxN.astype(out_s.dtype))
     plgpu.commit_smem()
     G = out_ref.shape[1]
     plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, G)], out_ref.at[row])
+
+
+def write_row(*row) -> None:
+    begin_row(*row)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def softmax_start(D: int, N: int):

@@ -5,17 +5,15 @@ those of mma.sync.
 """
 
 import math
-from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic import pl, plgpu
+from pallas_kernels.mosaic import plgpu
 
 LAYOUT = plgpu.Layout.WGMMA
 NEG_INF = -1e30  # Finite, so that a row that has seen nothing does not subtract infinities.
 LOG2_E = math.log2(math.e)
-RUNS = (64, 32, 16, 8, 4, 2, 1)  # Numbers of rows; any number up to 127 is a sum of some of them.
 
 
 def refusal(q, k_pages, v_pages) -> str | None:
@@ -70,25 +68,6 @@ def clear_unheld(v_ref, first_token, first, length) -> None:
     v = plgpu.load(v_ref, layout=LAYOUT)
     token = index_of(0, v.shape, first_token)
     v_ref[...] = jnp.where(held(token, first, length), v, jnp.zeros_like(v))
-
-
-def copy_run(source, destination, first, count) -> None:
-    """Copy rows `first` to `first + count - 1` of shared memory to the same rows of global memory.
-
-    The length of a TMA is static, so rows are copied in runs of powers of two. The source must not
-    be tiled.
-    """
-
-    def copy(row, run):
-        plgpu.copy_smem_to_gmem(source.at[pl.ds(row, run)], destination.at[pl.ds(row, run)])
-
-    row = first
-    for run in RUNS:
-        if run > source.shape[0]:
-            continue
-        part = count & run
-        pl.when(part != 0)(partial(copy, row, run))
-        row += part
 
 
 def rows(x_R, shape):

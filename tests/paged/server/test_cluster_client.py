@@ -14,8 +14,7 @@ from paged.cluster.messages import ClusterRequest
 from paged.cluster.threads import ThreadRunner
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
-from paged.server.cluster_owner import ClusterOwner
-from paged.server.reply import Reply
+from paged.server.engine_client import ClusterClient, Reply
 from tests.paged.server.serving import BUNDLED, CONFIG, TOKENIZER, Paced, served, simulated
 
 
@@ -47,7 +46,7 @@ def wanted(count: int) -> list[str]:
 
 def test_tokens_are_those_of_one_engine_though_a_runner_dies():
     live, executors = cluster(2, step_s=0.002)
-    with served(ClusterOwner(live.__enter__())) as server:
+    with served(ClusterClient(live.__enter__())) as server:
         with concurrent.futures.ThreadPoolExecutor(20) as pool:
             asked = [pool.submit(partial(ask, server.client), i) for i in range(20)]
             while sum(executor._num_steps > 5 for executor in executors) < 2:
@@ -66,7 +65,7 @@ def test_tokens_are_those_of_one_engine_though_a_runner_dies():
 def test_the_runners_tell_what_they_do():
     """Soon after, each under its name, and added up."""
     live, _ = cluster(2)
-    with served(ClusterOwner(live.__enter__())) as server:
+    with served(ClusterClient(live.__enter__())) as server:
         for i in range(4):
             ask(server.client, i)
         deadline_s = time.monotonic() + 20
@@ -84,7 +83,7 @@ def test_the_runners_tell_what_they_do():
 
 def test_without_runners_nothing_is_served():
     live, executors = cluster(1)
-    with served(ClusterOwner(live.__enter__())) as server:
+    with served(ClusterClient(live.__enter__())) as server:
         executors[0].failure = RuntimeError("the device is gone")
         with pytest.raises(openai.InternalServerError):
             ask(server.client, 1)
@@ -96,7 +95,7 @@ def test_without_runners_nothing_is_served():
 
 def test_clients_that_leave_take_their_requests_along():
     live, executors = cluster(2, step_s=0.005)
-    with served(ClusterOwner(live.__enter__())) as server:
+    with served(ClusterClient(live.__enter__())) as server:
         for _ in range(6):
             stream = server.client.completions.create(
                 model="bundled", prompt="a cat", max_tokens=400, stream=True
@@ -112,28 +111,28 @@ def test_clients_that_leave_take_their_requests_along():
 class Hasty(LiveCluster):
     """A client goes away at the moment at which its request ends, before anybody is told."""
 
-    owner: ClusterOwner
+    client: ClusterClient
     left = False
 
     def step(self, timeout_s: float) -> list[str]:
         heard = super().step(timeout_s)
         for request_id in self.cluster.outputs:
-            self.owner.abort(request_id)
+            self.client.abort(request_id)
             self.left = True
         return heard
 
 
 def test_an_output_that_nobody_waits_for_is_not_kept():
     live = Hasty({"gpu-0": ThreadRunner(lambda: simulated()[0])}, BUNDLED, CONFIG, TOKENIZER)
-    live.owner = owner = ClusterOwner(live.__enter__())
+    live.client = client = ClusterClient(live.__enter__())
     request = ClusterRequest("a", 0, 0.0, (5, 6), SamplingParams(max_tokens=2))
 
     async def ask() -> None:
-        owner.submit(request, Reply(False, 0, asyncio.Event()))
+        client.submit(request, Reply(False, 0, asyncio.Event()))
 
     asyncio.run(ask())
     deadline_s = time.monotonic() + 20
     while (not live.left or live.cluster.outputs) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert live.left and not live.cluster.outputs
-    owner.close()
+    client.close()

@@ -1,30 +1,104 @@
-"""What requests hold: OpenAI's fields, and the engine's others beside them."""
+"""The format of OpenAI's API: bodies of requests, with the engine's fields beside OpenAI's, and
+errors."""
 
+import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
+import fastapi
+from fastapi import Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from paged.checks import help_of
 from paged.requests.sampling_params import SamplingParams
+from paged.requests.validation import PromptTooLong
 
+CLIENT_LEFT = 499  # a status that nobody reads
+TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten conversations
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+MAX_FIELDS = 1000  # of any map
+# Each generated token is compared with all of these.
+MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_TOKENS = 64, 1024, 1024
 HELP = help_of(SamplingParams)
-T = TypeVar("T")  # each `type` would be a schema of its own in the server's document
-MOST_FIELDS = 1000  # of any map
-# Bounds on what each generated token is compared with.
-MOST_STOPS, LONGEST_STOP, MOST_STOP_TOKENS = 64, 1024, 1024
+T = TypeVar("T")  # A `type` statement would become a schema of its own in the OpenAPI document.
 
 
-def nothing(value: Any) -> None:
+class ApiError(fastapi.HTTPException):
+    """An error response: `{"error": {"message", "type", "param", "code"}}`. param: the wrong field
+    of the request."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        super().__init__(status, message, headers)
+        self.message, self.param, self.code = message, param, code
+
+    @property
+    def content(self) -> dict[str, Any]:
+        status = self.status_code
+        kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    @property
+    def response(self) -> "Json":
+        return Json(self.content, self.status_code, self.headers)
+
+
+def engine_error(error: ValueError, names: Mapping[str, str], default: str) -> ApiError:
+    """The error of a request that the engine refuses.
+
+    names: the engine's fields → the request's.
+    default: the request's field, where the engine's message names none.
+    """
+    message = str(error)
+    words = message.replace(":", " ").replace("(", " ").split()
+    param = next((names[word] for word in words if word in names), default)
+    code = TOO_LONG if isinstance(error, PromptTooLong) else None
+    return ApiError(400, message if param in words else f"{param}: {message}", param, code)
+
+
+def body_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The error of a body that pydantic refuses: all of the first wrong field."""
+    if not errors or not errors[0]["loc"]:
+        if errors and errors[0]["type"] == "json_invalid":
+            return ApiError(400, f"the body is no JSON: {errors[0]['ctx']['error']}")
+        return ApiError(400, "the body must be a JSON object, with Content-Type: application/json")
+    param = errors[0]["loc"][0]
+    reasons = [str(each["msg"]) for each in errors if each["loc"][0] == param]
+    reasons = [*dict.fromkeys(reason.removeprefix("Value error, ") for reason in reasons)]
+    return ApiError(400, f"{param}: {'; or: '.join(reasons)}", param)
+
+
+def dumps(content: Any) -> bytes:
+    """JSON in ASCII: half a surrogate pair, which a message may quote, is no UTF-8."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+class Json(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content)
+
+
+def _require_empty(value: Any) -> None:
     if value not in (None, "", [], {}):
         raise ValueError("this server does not support it: leave it out, empty or null")
 
 
-Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
-Items = Annotated[list[T], Field(fail_fast=True)]  # a message for each bad item takes minutes
-# Fields of OpenAI's that clients send empty. Others are refused: they change what a request means.
+def option(name: str, more: str = "") -> Any:
+    """An optional field of SamplingParams."""
+    return Field(None, description=HELP.get(name, name) + more)
+
+
+Stop = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+Items = Annotated[list[T], Field(fail_fast=True)]  # An error for each bad item takes minutes.
+# OpenAI's fields that clients send empty. Other values change a request's meaning: refused.
 Unsupported = Annotated[
     Any,
-    AfterValidator(nothing),
+    AfterValidator(_require_empty),
     WithJsonSchema(
         {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 0},
                    {"type": "array", "maxItems": 0}, {"type": "object", "maxProperties": 0}]}
@@ -32,13 +106,8 @@ Unsupported = Annotated[
 ]  # fmt: skip
 
 
-def option(name: str, more: str = "") -> Any:
-    """A field of SamplingParams that may be left out."""
-    return Field(None, description=HELP.get(name, name) + more)
-
-
 class Body(BaseModel):
-    """Of exactly these fields, of exactly these types; null is the default."""
+    """No other fields and no other types than declared; null is the default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -48,8 +117,8 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class Sampling(Body):
-    """What both APIs share. Defaults are OpenAI's: temperature 1."""
+class GenerationRequest(Body):
+    """The fields of completions and chat completions. Defaults are OpenAI's: temperature 1."""
 
     model: str = Field(description="the served model, or an adapter")
     stream: bool | None = Field(None, description="whether to answer by server-sent events")
@@ -60,13 +129,13 @@ class Sampling(Body):
     presence_penalty: float | None = option("presence_penalty")
     frequency_penalty: float | None = option("frequency_penalty")
     seed: int | None = option("seed")
-    stop: Stop | Annotated[Items[Stop], Field(max_length=MOST_STOPS)] | None = option("stop")
+    stop: Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = option("stop")
     logit_bias: dict[str, float] | None = Field(None, description="token id → added to its logit")
-    # The engine's own.
+    # The engine's.
     top_k: int | None = option("top_k")
     min_p: float | None = option("min_p")
     repetition_penalty: float | None = option("repetition_penalty")
-    stop_token_ids: Annotated[Items[int], Field(max_length=MOST_STOP_TOKENS)] | None = option(
+    stop_token_ids: Annotated[Items[int], Field(max_length=MAX_STOP_TOKENS)] | None = option(
         "stop_token_ids"
     )
     ignore_eos: bool | None = option("ignore_eos")
@@ -82,7 +151,7 @@ class Sampling(Body):
     cache_salt: str | None = Field(
         None, description="cached prefixes are shared only among requests of the same salt"
     )
-    # Taken, and of no effect.
+    # Accepted, without effect.
     user: str | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -92,7 +161,7 @@ class Sampling(Body):
     prompt_cache_retention: str | None = None
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(GenerationRequest):
     prompt: str | Items[str] | Items[int] | Items[Items[int]] = Field(
         description="text or token ids, one or several"
     )
@@ -148,7 +217,7 @@ class Conversation(Body):
     )
 
 
-class ChatRequest(Sampling, Conversation):
+class ChatRequest(GenerationRequest, Conversation):
     max_tokens: int | None = option("max_tokens", "; by default what the context leaves")
     max_completion_tokens: int | None = option("max_tokens", "; the newer name of max_tokens")
     logprobs: bool | None = Field(None, description="whether to report log-probabilities")

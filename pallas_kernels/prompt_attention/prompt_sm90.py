@@ -15,7 +15,7 @@ The copy of keys and values moves each of them twice more. exp2 is taken of the 
 heads' scores, once for all of them, unless sums are by head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -23,15 +23,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import backend
-from pallas_kernels.mosaic import kernel, pl, plgpu, store, swizzled, whole_product
-from pallas_kernels.paged_attention import prefill_rows, prefill_sm90
-from pallas_kernels.paged_attention.schedule import (
+from pallas_kernels.attention.pipeline import Ring, drain
+from pallas_kernels.attention.schedule import (
     DecodeSchedule,
     PrefillSchedule,
     cut_rows,
     multiprocessors,
 )
-from pallas_kernels.paged_attention.tiles import LAYOUT, LOG2_E, columns, constant, rows
+from pallas_kernels.attention.tiles import LAYOUT, LOG2_E, columns, constant, rows
+from pallas_kernels.mosaic import kernel, pl, plgpu, store, swizzled, whole_product
+from pallas_kernels.paged_attention import prefill_rows, prefill_sm90
 
 TILE = 128  # Keys, and queries, of a product: half of the keys for each of two warpgroups.
 ROWS = 64
@@ -141,31 +142,22 @@ def received(q, k, lse, schedule: PromptSchedule, heads: int, scale, last_rows, 
     tiles, of_keys = T // TILE, schedule.scores
     blocks = len(of_keys.merges)
 
-    def prompt_scores(*refs):
-        _scores(
-            *refs, tiles=tiles, shares=heads // K, G=H // heads, scale=scale, last_rows=last_rows,
-            own=own,
-        )  # fmt: skip
-
+    row = jax.ShapeDtypeStruct((heads * tiles, TILE), jnp.float32)
     sums, partials = kernel(
-        prompt_scores,
-        out_type=(
-            jax.ShapeDtypeStruct((heads * tiles, TILE), jnp.float32),
-            jax.ShapeDtypeStruct((2 * blocks, TILE), jnp.float32),
+        partial(
+            _scores, tiles=tiles, shares=heads // K, G=H // heads, scale=scale,
+            last_rows=last_rows, own=own,
         ),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=3,
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((KEY_SLOTS, TILE, D), q.dtype, transforms=swizzled(64)),
-            plgpu.SMEM((STAGES, TILE, D), q.dtype, transforms=swizzled(64)),
-            plgpu.SMEM((STAGES, TILE), jnp.float32),
-            plgpu.Barrier(num_barriers=KEY_SLOTS),
-            plgpu.Barrier(num_arrivals=2, num_barriers=KEY_SLOTS),
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        ],
+        "prompt_scores",
+        out_type=(row, jax.ShapeDtypeStruct((2 * blocks, TILE), jnp.float32)),
+        grid=(blocks,), grid_names=("block",), num_threads=3, thread_name="warpgroup",
+        scratch={
+            "k_s": plgpu.SMEM((KEY_SLOTS, TILE, D), q.dtype, transforms=swizzled(64)),
+            "q_s": plgpu.SMEM((STAGES, TILE, D), q.dtype, transforms=swizzled(64)),
+            "lse_s": plgpu.SMEM((STAGES, TILE), jnp.float32),
+            "keys": Ring.scratch(KEY_SLOTS, consumers=2),
+            "queries": Ring.scratch(STAGES, copies=2, consumers=2),
+        },
     )(
         q.reshape(T, H * D), k.reshape(T, K * D), lse, schedule.ends, of_keys.items,
         of_keys.block_items,
@@ -175,18 +167,12 @@ def received(q, k, lse, schedule: PromptSchedule, heads: int, scale, last_rows, 
 
 def _scores(
     q_ref, k_ref, lse_ref, ends_ref, items_ref, block_items_ref, sums_ref, partials_ref,
-    k_s, q_s, lse_s, k_filled, k_read, filled, read,
-    *, tiles: int, shares: int, G: int, scale, last_rows, own,
+    *, k_s, q_s, lse_s, keys, queries, tiles: int, shares: int, G: int, scale, last_rows, own,
 ):  # fmt: skip
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     D = q_s.shape[-1]
     first_item, end_item = block_items_ref[block], block_items_ref[block + 1]
-
-    def key_slot(item):
-        return lax.rem(item - first_item, KEY_SLOTS)
-
-    def query_slot(n):
-        return lax.rem(n, jnp.int32(STAGES))
+    keys = replace(keys, begin=first_item)
 
     def place_of(item):
         """(which of `heads`, tile of keys)"""
@@ -201,52 +187,40 @@ def _scores(
         plgpu.set_max_registers(prefill_rows.FETCHING_REGISTERS, action="decrease")
 
         def fetch_item(item, n):
-            (head, tile), slot = place_of(item), key_slot(item)
-            pl.when(item >= first_item + KEY_SLOTS)(lambda: plgpu.barrier_wait(k_read.at[slot]))
+            (head, tile), slot = place_of(item), keys.free(item)
             kv_head = lax.div(head, jnp.int32(shares))
-            keys = k_ref.at[tile_rows(tile), pl.ds(kv_head * D, D)]
-            plgpu.copy_gmem_to_smem(keys, k_s.at[slot], k_filled.at[slot])
+            of_tile = k_ref.at[tile_rows(tile), pl.ds(kv_head * D, D)]
+            plgpu.copy_gmem_to_smem(of_tile, k_s.at[slot], keys.filled.at[slot])
             return lax.fori_loop(
                 items_ref[item, 1], items_ref[item, 2], partial(fetch_tile, head * G), n
             )
 
         def fetch_tile(first_head, tile, n):
-            return lax.fori_loop(0, G, partial(fetch_head, first_head, tile), n)
+            return lax.fori_loop(0, G, partial(fetch_head, first_head, tile_rows(tile)), n)
 
-        def fetch_head(first_head, tile, g, n):
-            slot, queries = query_slot(n), tile_rows(tile)
-            pl.when(n >= STAGES)(lambda: plgpu.barrier_wait(read.at[slot]))
-            of_head = q_ref.at[queries, pl.ds((first_head + g) * D, D)]
-            plgpu.copy_gmem_to_smem(of_head, q_s.at[slot], filled.at[slot])
-            lse = lse_ref.at[first_head + g, queries]
-            plgpu.copy_gmem_to_smem(lse, lse_s.at[slot], filled.at[slot])
+        def fetch_head(first_head, rows, g, n):
+            slot = queries.free(n)
+            of_head = q_ref.at[rows, pl.ds((first_head + g) * D, D)]
+            plgpu.copy_gmem_to_smem(of_head, q_s.at[slot], queries.filled.at[slot])
+            lse = lse_ref.at[first_head + g, rows]
+            plgpu.copy_gmem_to_smem(lse, lse_s.at[slot], queries.filled.at[slot])
             return n + 1
 
-        n = lax.fori_loop(first_item, end_item, fetch_item, jnp.int32(0))
-        # No barrier may end with arrivals unseen.
-        lax.fori_loop(
-            jnp.maximum(n - STAGES, 0), n,
-            lambda n, _: plgpu.barrier_wait(read.at[query_slot(n)]), None,
-        )  # fmt: skip
-        lax.fori_loop(
-            jnp.maximum(end_item - KEY_SLOTS, first_item), end_item,
-            lambda item, _: plgpu.barrier_wait(k_read.at[key_slot(item)]), None,
-        )  # fmt: skip
+        drain(lax.fori_loop(first_item, end_item, fetch_item, jnp.int32(0)), queries)
+        drain(end_item, keys)
 
     @pl.when(warpgroup < 2)
     def compute():
         plgpu.set_max_registers(prefill_rows.COMPUTING_REGISTERS, action="increase")
         my_keys = pl.ds(warpgroup * ROWS, ROWS)
-        of_rows = partial(constant, shape=(ROWS,), layout=LAYOUT.reduce(1))
 
         def run_item(item, n):
-            (_, tile), slot = place_of(item), key_slot(item)
+            tile = place_of(item)[1]
             begin, end, place, most, least = (items_ref[item, field] for field in range(1, 6))
             first_key = tile * TILE + warpgroup * ROWS
             mine = pl.ds(pl.multiple_of(first_key, ROWS), ROWS)
             ends = plgpu.load(ends_ref.at[mine], layout=LAYOUT.reduce(1), optimized=False)
-            plgpu.barrier_wait(k_filled.at[slot])
-            keys = k_s.at[slot, my_keys]
+            of_keys = k_s.at[keys.wait(item), my_keys]
 
             def mask(first_query, p):
                 # Relative to the tile, so that an element costs a comparison with a constant.
@@ -260,12 +234,11 @@ def _scores(
                 return jnp.where(counts, p, jnp.zeros_like(p))
 
             def exponents_of(n):
-                slot = query_slot(n)
-                plgpu.barrier_wait(filled.at[slot])
-                s = whole_product((ROWS, TILE), keys, q_s.at[slot].transpose((1, 0)))
+                slot = queries.wait(n)
+                s = whole_product((ROWS, TILE), of_keys, q_s.at[slot].transpose((1, 0)))
                 lse = plgpu.load(lse_s.at[slot], layout=LAYOUT.reduce(0), optimized=False)
                 plgpu.commit_smem()  # The copy that comes next must not overtake this read.
-                plgpu.barrier_arrive(read.at[slot])
+                queries.hand_back(n)
                 return s * (scale * LOG2_E) - columns(lse, s.shape)
 
             def step(query_tile, carry):
@@ -281,8 +254,9 @@ def _scores(
                 p = lax.cond(masked, partial(mask, first_query), lambda p: p, jnp.exp2(largest))
                 return n + G, sums + p.sum(axis=1)
 
-            n, sums = lax.fori_loop(begin, end, step, (n, of_rows(0)))
-            plgpu.barrier_arrive(k_read.at[slot])
+            nothing = constant(0, (ROWS,), LAYOUT.reduce(1))
+            n, sums = lax.fori_loop(begin, end, step, (n, nothing))
+            keys.hand_back(item)
             row = items_ref[item, 0]
             pl.when(place < 0)(lambda: store(sums_ref.at[row, my_keys], sums))
             pl.when(place >= 0)(lambda: store(partials_ref.at[place, my_keys], sums))
@@ -305,7 +279,7 @@ def _merge(merges, partials, sums):
             )
 
     ref = jax.new_ref(sums)
-    kernel(merge_sums, out_type=(), grid=(len(merges),), grid_names=("merge",))(
+    kernel(merge_sums, "merge_sums", grid=(len(merges),), grid_names=("merge",))(
         merges, partials, ref
     )
     return ref[...]
