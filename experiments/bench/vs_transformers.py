@@ -153,7 +153,7 @@ STUDY = Study(
     draw=race.draw,
     table=race.table,
     quick={"models": ("bundled",), "batches": (1, 8), "output_tokens": 16, "repeats": 2},
-    minutes=(1, 12),
+    minutes=(0.7, 12),
     needs="torch for its claim (make test-parity)",
 )  # fmt: skip
 
