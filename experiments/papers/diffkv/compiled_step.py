@@ -6,7 +6,8 @@ from experiments.gpu.step_report import Compiled, Step
 from paged.config import EngineConfig
 from paged.device.tensor_parallel import Shards
 from paged.kv_cache.diffkv.layout import layout_of
-from pallas_kernels.quantized_attention import specs
+from pallas_kernels.prompt_attention.specs import PROMPT
+from pallas_kernels.quantized_attention.specs import DECODE
 
 
 def step_of(step: Step, config: EngineConfig, shards: Shards, dtype) -> Step:
@@ -15,7 +16,7 @@ def step_of(step: Step, config: EngineConfig, shards: Shards, dtype) -> Step:
     token_bytes = layout.heads * layout.formats[0].token_bytes
     return replace(
         step, pools=1, kv_token_bytes=token_bytes,
-        decode_ops=(specs.DECODE,), prompt_ops=(specs.PROMPT,),
+        decode_ops=(DECODE,), prompt_ops=(PROMPT,),
     )  # fmt: skip
 
 

@@ -64,10 +64,11 @@ def serve_case(case: Case) -> Row:
     serve.run(engine, requests, progress=False, skip=True)
     measured = report.measure(engine.metrics)
     memory = measured["kv_memory"]
-    shares = [memory[f"{name}_fraction"] for name in report.MEMORY]
+    shares = {name: memory[f"{name}_fraction"] for name in report.MEMORY}
     return Row(
-        case.policy, *shares, memory["allocated_fraction"], measured["batch"]["mean_running"]
-    )
+        policy=case.policy, used=memory["allocated_fraction"],
+        batch=measured["batch"]["mean_running"], **shares,
+    )  # fmt: skip
 
 
 def measure(flags: WasteFlags, run: Run) -> Iterator[Row]:
