@@ -38,13 +38,13 @@ from models import params as parameters
 from models.config import ModelConfig
 from models.families import family
 from paged.device.step import StepProgram
-from paged.device.tensor_parallel import Shards
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
-from paged.requests.validation import check_model
+from paged.tensor_parallel import Shards
+from paged.validation import check_model
 
 WINDOWED = TINY.replace(model_type="mistral", qk_norm=False, sliding_window=24)
 OPT = ModelConfig(

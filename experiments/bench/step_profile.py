@@ -38,9 +38,9 @@ from models.sampling import SamplingArrays, SamplingState, sample
 from paged.device.executor import DeviceExecutor
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import dense
-from paged.kv_cache.driver import decode_inputs
 from paged.kv_cache.policy import ShardedModel
 from paged.kv_cache.work import kv_bytes_of_token
+from paged.policy_driver import decode_inputs
 from paged.simulator import roofline
 from paged.simulator.roofline import step_cost
 from pallas_kernels.kv_write import write_kv

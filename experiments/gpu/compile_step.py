@@ -44,8 +44,8 @@ from paged.checks import help_of
 from paged.config import EngineConfig
 from paged.device.mover import UnitMover
 from paged.device.step import GPU_OPTIONS, StepProgram, stacks
-from paged.device.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
 from paged.kv_cache.work import kv_bytes_of_token
+from paged.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
 from pallas_kernels import backend
 from pallas_kernels.tools import aot
 from pallas_kernels.tools.compiled import spilled_bytes

@@ -14,8 +14,8 @@ from paged.cluster.live import LiveCluster
 from paged.cluster.ray_actors import RayRunner, import_ray
 from paged.cluster.threads import ThreadRunner
 from paged.config import EngineConfig
-from paged.device.tensor_parallel import Shards
 from paged.engine import Engine
+from paged.tensor_parallel import Shards
 
 
 def uuids(count: int) -> list[str]:

@@ -29,7 +29,7 @@ from paged.engine import Engine, OutputStream
 from paged.kv_cache.moves import Moves
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
-from paged.requests.validation import token_limit
+from paged.validation import token_limit
 
 # What requests are made of: each parameter is one of these. Output lengths are shares of the
 # longest that is allowed.

@@ -13,10 +13,10 @@ import numpy as np
 from models import lora, peft
 from models.families import family
 from models.params import is_param
-from paged.adapters.adapter import Adapter
 from paged.adapters.loads import MOST_WAIT_S
 from paged.adapters.pool import AdapterPool, Pages, ResidentAdapters, install
-from paged.device.tensor_parallel import WHOLE, Shards
+from paged.requests.adapter import Adapter
+from paged.tensor_parallel import WHOLE, Shards
 
 HostPages = list[dict[str, dict[str, np.ndarray]]]
 

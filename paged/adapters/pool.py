@@ -11,8 +11,8 @@ from models.common import Adapters
 from models.config import ModelConfig
 from models.families import family
 from paged.config import EngineConfig
-from paged.device.step_inputs import StepInputs
-from paged.device.tensor_parallel import WHOLE, Shards
+from paged.step_inputs import StepInputs
+from paged.tensor_parallel import WHOLE, Shards
 from pallas_kernels import backend
 from pallas_kernels.lora import Segments, plan_sgmv, sgmv
 

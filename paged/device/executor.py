@@ -21,10 +21,10 @@ from paged.clock import VirtualClock, WallClock
 from paged.device import compilations
 from paged.device.mover import SlotMover, UnitMover
 from paged.device.step import StepOutputs, StepProgram, stacks
-from paged.device.step_inputs import StepInputs
-from paged.device.tensor_parallel import WHOLE
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.policy import CacheConfig, ShardedModel, SimulatedDevice
+from paged.step_inputs import StepInputs
+from paged.tensor_parallel import WHOLE
 
 
 class PendingOutputs(Protocol):

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from paged.device.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.policy import KVPolicy, SlotStateKVPolicy
+from paged.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
 
 SLOTS_PER_CALL = 8
 # Python 3.12 does not name Linux's.

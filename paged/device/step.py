@@ -21,11 +21,11 @@ from models.sampling import (
 )
 from paged.adapters.pool import AdapterPool
 from paged.config import EngineConfig
-from paged.device.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
-from paged.device.tensor_parallel import SPLIT, WHOLE, Shards
 from paged.kv_cache import policy_of
 from paged.kv_cache.moves import Pool
 from paged.kv_cache.policy import KVPolicy
+from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
+from paged.tensor_parallel import SPLIT, WHOLE, Shards
 
 CACHED_LAYER_BYTES = 2**22  # weights of a layer that a CPU's caches hold
 # XLA takes each write into the pools for a copy of them, and to save memory that it does not need

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
-from paged.device.step_inputs import StepInputs
 from paged.kv_cache.capabilities import Capabilities
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.usage import Usage
 from paged.kv_cache.work import Layout, kv_bytes_of_token
 from paged.requests.sequence import Sequence
+from paged.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)

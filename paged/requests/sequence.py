@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from paged.adapters.adapter import Adapter
 from paged.blocks.prefix_cache import root_key
+from paged.requests.adapter import Adapter
 from paged.requests.beam_search import BeamSearch
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.stopping import TextStream

@@ -8,7 +8,7 @@ import fastapi
 from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 
-from paged.requests.validation import PromptTooLong
+from paged.validation import PromptTooLong
 
 CLIENT_LEFT = 499  # a status that nobody reads
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten conversations

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from fastapi import Request, Response
 
-from paged.adapters.adapter import Adapter
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 from paged.requests.stopping import decode

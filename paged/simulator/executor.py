@@ -11,10 +11,10 @@ from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
 from paged.adapters.loads import SimulatedLoads
 from paged.clock import VirtualClock
 from paged.device.step import StepOutputs
-from paged.device.step_inputs import StepInputs
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.policy import CacheConfig, ShardedModel, SimulatedDevice
 from paged.simulator.recorded import RecordedAncestry, RecordedTokens
+from paged.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from experiments import serve
 from experiments.workloads.workloads import Request
-from paged.adapters.adapter import Adapter
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.kv_cache import POLICIES
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 from paged.simulator.step_cost import StepCost

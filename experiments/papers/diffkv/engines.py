@@ -16,9 +16,9 @@ from experiments.papers.vllm.fig15_sharing_savings import story_tokens
 from experiments.workloads.workloads import Request
 from models import checkpoint, load_tokenizer
 from paged.config import EngineConfig
-from paged.device.tensor_parallel import Shards
 from paged.engine import Engine
 from paged.kv_cache import policy_of
+from paged.tensor_parallel import Shards
 
 KV_DTYPE = "float16"
 VLLM, INT4, DIFFKV = "vllm", "int4", "diffkv"

@@ -35,13 +35,13 @@ from models.families import family
 from paged.config import EngineConfig
 from paged.device.buckets import Buckets
 from paged.device.executor import DeviceExecutor
-from paged.device.step_inputs import StepInputs
-from paged.device.tensor_parallel import Shards
 from paged.engine import Engine
 from paged.kv_cache import diffkv
-from paged.kv_cache.driver import HostDriver
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.policy import ShardedModel
+from paged.policy_driver import HostDriver
+from paged.step_inputs import StepInputs
+from paged.tensor_parallel import Shards
 from pallas_kernels.quantized_attention import mixed_precision_attention, prompt_attention
 
 PROMPTS, GENERATION = "prompts", "generation"

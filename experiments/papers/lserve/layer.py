@@ -15,10 +15,10 @@ import numpy as np
 
 from models.config import ModelConfig
 from paged.config import EngineConfig
-from paged.device.step_inputs import StepInputs
 from paged.kv_cache import policy_of
-from paged.kv_cache.driver import HostDriver, attend
 from paged.kv_cache.policy import ShardedModel
+from paged.policy_driver import HostDriver, attend
+from paged.step_inputs import StepInputs
 from pallas_kernels.specs import Cost
 
 # Llama-3-8B's layer.

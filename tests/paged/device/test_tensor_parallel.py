@@ -20,10 +20,10 @@ from models.full_attention import causal_attend
 from models.params import Param
 from paged import kv_cache
 from paged.device import executor, step
-from paged.device.tensor_parallel import WHOLE, Shards
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import VLLM
 from paged.requests.sampling_params import SamplingParams
+from paged.tensor_parallel import WHOLE, Shards
 from tests.paged.devices import collectives, printed_with_devices
 from tests.paged.tiny import TINY
 

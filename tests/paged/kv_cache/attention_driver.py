@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec
 
 from models.config import ModelConfig
 from paged.config import EngineConfig
-from paged.device.tensor_parallel import AXIS, SPLIT, WHOLE, Shards
 from paged.kv_cache import POLICIES
-from paged.kv_cache.driver import Chunks, HostDriver, attend
+from paged.policy_driver import Chunks, HostDriver, attend
+from paged.tensor_parallel import AXIS, SPLIT, WHOLE, Shards
 
 
 class Driver(HostDriver):

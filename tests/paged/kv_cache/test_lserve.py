@@ -10,13 +10,13 @@ import pytest
 
 from models.sampling import SamplingState
 from paged.device.step import step
-from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, lserve
 from paged.kv_cache.lserve.gates import streaming_heads
 from paged.kv_cache.lserve.layout import layout_of
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator.executor import SimulatedExecutor
+from paged.step_inputs import empty_step_inputs
 from pallas_kernels.block_sparse_attention import (
     last_queries,
     segments_of,
