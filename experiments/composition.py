@@ -311,7 +311,7 @@ def aborting(bench: Bench) -> None:
     outputs = finish(engine)
     compare([outputs[name] for name in ids], bench.alone(GREEDY)[::2])
     engine.host_policy.check()
-    if held := [name for name, units in engine.host_policy.held().items() if len(units)]:
+    if held := [name for name, units in engine.host_policy.used_units().items() if len(units)]:
         raise Wrong(f"units of {', '.join(held)} have owners at the end")
 
 

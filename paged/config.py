@@ -9,7 +9,7 @@ from models.lora import num_pages
 from paged import checks
 from paged.checks import described
 from paged.kv_cache import NAMES, policy_of
-from paged.kv_cache.policy import Capabilities, NoOptions
+from paged.kv_cache.policy import CacheConfig, Capabilities, NoOptions
 from paged.requests.sampling_params import MAX_SEQUENCES
 from pallas_kernels.lora import PAGE_RANKS
 
@@ -22,7 +22,7 @@ MAX_HOST_BYTES = 4 * 2**30  # 1,024 sequences of a million tokens
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(CacheConfig):
     """How an engine runs: its memory, its steps and who shares them. Each field says what it is.
 
     Raises ValueError for values of the wrong type, and those that cannot work, alone or together.
@@ -212,8 +212,3 @@ class EngineConfig:
     @property
     def capabilities(self) -> Capabilities:
         return policy_of(self.policy).capabilities(self)
-
-    @property
-    def num_blocks(self) -> int:
-        """Physical blocks, the reserved null block included."""
-        return self.kv_cache_tokens // self.page_size + 1

@@ -9,7 +9,7 @@ from paged.beams import Beams
 from paged.device.step import StepOutputs
 from paged.event_log import EventLog
 from paged.in_flight import InFlight
-from paged.kv_cache.policy import PrefixCachingHost
+from paged.kv_cache.host import PrefixCachingHost
 from paged.outputs import record_logprobs
 from paged.registry import Requests
 from paged.requests.sequence import Sequence, SequenceGroup

@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 
 from paged.config import EngineConfig
-from paged.kv_cache.policy import HostPolicy, PrefixCachingHost
+from paged.kv_cache.host import HostPolicy, PrefixCachingHost
 from paged.requests.sequence import Sequence, SequenceGroup, Status, share_prefixes
 from paged.scheduling.admission import AdmissionGate, OpenGate, PrefillRoom, candidates
 from paged.scheduling.groups import Followers, Released

@@ -55,7 +55,7 @@ def served(config: EngineConfig, cost, requests, sampling, *, skip: bool, adapte
         "outputs": outputs,
         "time": executor.clock.now(),
         "rounds": engine.loop.round,
-        "held": {name: len(units) for name, units in engine.host_policy.held().items()},
+        "held": {name: len(units) for name, units in engine.host_policy.used_units().items()},
     }, engine
 
 

@@ -312,7 +312,7 @@ def take_step(engine: Engine, ended: dict[str, list[list[int]]]) -> None:
 def check_empty(engine: Engine) -> None:
     """Nothing is held by nobody."""
     engine.host_policy.check()
-    assert not any(len(units) for units in engine.host_policy.held().values())
+    assert not any(len(units) for units in engine.host_policy.used_units().values())
     assert engine.scheduler.slots.num_free == engine.config.max_num_seqs
 
 

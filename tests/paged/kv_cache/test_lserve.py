@@ -220,7 +220,7 @@ def test_what_leaves_the_window_is_given_back():
     most = 0
     while engine.has_unfinished():
         engine.step()
-        most = max(most, len(engine.host_policy.held()["streaming"]))
+        most = max(most, len(engine.host_policy.used_units()["streaming"]))
         engine.host_policy.check()
     # One page of the sink, two of the window and the query's own; chunks of 16 tokens for a step.
     assert layout.window == 4 and most <= 4 + 16 // 4 < 63 // 4

@@ -300,7 +300,7 @@ class HostBesideMemory(RuleBasedStateMachine):
         if self.host.streaming:
             assert self.host.streaming.checkpoints is not None
             pinned["streaming"] = self.host.streaming.checkpoints.num_pinned
-        for name, units in self.host.held().items():
+        for name, units in self.host.used_units().items():
             assert len(units) == pinned.get(name, 0), f"{name}: units of nobody"
 
 

@@ -90,7 +90,7 @@ def test_swaps_and_copies_take_what_a_slot_holds_with_it(tmp_path):
     outputs = engine.generate([[7] * 150] * 3, how)
     assert all(len(each.tokens) == 200 for output in outputs for each in output.sequences)
     engine.host_policy.check()
-    assert not engine.host_policy.held()["pages"].size
+    assert not engine.host_policy.used_units()["pages"].size
 
 
 @pytest.mark.parametrize(
