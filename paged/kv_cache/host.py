@@ -74,8 +74,8 @@ class HostPolicy(Protocol):
         ...
 
     def admit(self, slot: int, sequence: Sequence) -> int:
-        """Make room for a sequence, which shares with its donor what it may. Returns how many of
-        its first tokens need no computing, as they are in the cache or its donor computes them."""
+        """Make room for a sequence, which shares with its parent what it may. Returns how many of
+        its first tokens need no computing, as they are in the cache or its parent computes them."""
         ...
 
     def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
@@ -84,6 +84,7 @@ class HostPolicy(Protocol):
 
     def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
         """Make room for `slots` to hold `num_tokens` each."""
+        return
 
     def fork(self, parent: int, child: int) -> None:
         """`child` goes on from all that `parent` has computed. It may promise more memory than
@@ -97,7 +98,8 @@ class HostPolicy(Protocol):
 
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
         """After the step that was advanced last, `parent` has computed the `num_tokens` that
-        `child`, which was admitted with it as its donor, shares."""
+        `child`, which was admitted with it as its parent, shares."""
+        return
 
     def free(self, slot: int) -> None:
         """The sequence has left. Its memory counts as free at once."""

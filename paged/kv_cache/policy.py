@@ -176,8 +176,8 @@ class SimulatedDevice(Protocol):
         """Of the step that was computed last."""
         ...
 
-    def held(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """[..., n, I] tokens of each precision that a KV head of `slots` [n] holds on average once
+    def kept(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """[..., n, I] tokens of each precision that a KV head of `slots` [n] keeps on average once
         they have `ends` [..., n] tokens."""
         ...
 
@@ -191,15 +191,18 @@ class NoOptions:
 class Policy:
     """A KV-cache policy.
 
-    capabilities: what it can do under a configuration. check: raises ValueError, with the reason,
-    for what cannot work; the model is None where only the configuration is known. host, device: its
-    halves; `implementation` goes to the attention ops. options: the dataclass of its own flags,
-    whose value is `EngineConfig.policy_options`. head_order: [L, K] int, the KV head of the model
-    that stands at each place, or None for the model's own order; consecutive K / num_shards of them
-    are one shard's. layout: sizes and work, for measurements and simulation, which need one.
-    simulated: of a configuration, a model and a file of what was recorded (empty for none), what
-    reports in place of the device half; None if that reports nothing. sizes: of its cache; None
-    where only a host half says them.
+    capabilities: what it can do under a configuration.
+    host: its host half.
+    device: its device half; `implementation` goes to the attention ops.
+    check: raises ValueError, with the reason, for what cannot work. The model is None where only
+        the configuration is given.
+    options: the dataclass of its own flags, whose value is `EngineConfig.policy_options`.
+    head_order: [L, K] int, the KV head of the model at each place, or None for the model's own
+        order; a shard has K / num_shards consecutive ones.
+    layout: sizes and work, for measurements and simulation, which need one.
+    simulated: (configuration, model, file of a recording, empty for none) -> what reports in place
+        of the device half; None if that reports nothing.
+    sizes: of its cache; None if a host half must be made to learn them.
     """
 
     capabilities: Callable[[CacheConfig], Capabilities]

@@ -25,7 +25,7 @@ def block_pool(config: CacheConfig, model: ShardedModel, num_host_units: int) ->
         num_units=config.num_blocks,
         num_host_units=num_host_units,
         null_unit=NULL_BLOCK,
-        most_copies=config.max_num_seqs,
+        max_copies=config.max_num_seqs,
         units_per_call=-(-MOVED_TOKENS_PER_CALL // config.page_size),
         unit_bytes=config.page_size * model.kv_token_bytes(config.kv_dtype),
     )
@@ -97,7 +97,7 @@ class DenseHost(BlockHost):
         needed = self.watermark_blocks if keep_watermark else 0
         for sequence in sequences:
             needed += self.block_tables.blocks_for(len(sequence.tokens))
-            if sequence.donor:
+            if sequence.parent:
                 needed -= self.block_tables.blocks_for(sequence.shared)
             elif self.prefixes:
                 # Blocks with owners cost nothing; idle ones count as free until they are taken.
@@ -106,16 +106,16 @@ class DenseHost(BlockHost):
 
     def admit(self, slot: int, sequence: Sequence) -> int:
         computed = 0
-        if sequence.donor:
+        if sequence.parent:
             computed = sequence.shared
-            self.block_tables.fork(sequence.donor.slot, slot, computed)
+            self.block_tables.fork(sequence.parent.slot, slot, computed)
             if self.prefixes:
                 self.prefixes.restart(slot, sequence)
         elif self.prefixes:
             computed = self.prefixes.adopt(slot, sequence)
         self._computed[slot] = computed
         # What is replayed grows as it did: a copy of a shared last block would come before its
-        # donor has computed it.
+        # parent has computed it.
         num_tokens = len(sequence.prefill_tokens(self._replays))
         self.append(np.array([slot]), np.array([num_tokens]))
         return computed
@@ -160,12 +160,12 @@ class DenseHost(BlockHost):
         tables.append(slots, num_tokens + steps - 1)
         self._computed[slots] = num_tokens + steps - 1
         unit_bytes = self.pools[0].unit_bytes
-        held = before.bytes[self._name] // unit_bytes
+        before_run = before.bytes[self._name] // unit_bytes
         usages = []
         for step, blocks in enumerate(grown.tolist()):
             reserved = before.reserved + room[step] - n * (step + 1)
             internal = before.internal + blocks * P - room[step]
-            used = held + blocks
+            used = before_run + blocks
             usages.append(
                 Usage(
                     used * P - reserved - internal, reserved, internal, 0, before.free - blocks * P,
@@ -225,12 +225,12 @@ class DenseHost(BlockHost):
         room = int(tables.num_tokens.sum())
         reserved = room - int(self._computed.sum())
         dropped = int(tables.num_dropped.sum())
-        held = int(tables.num_blocks.sum()) - dropped
-        internal = (held + dropped) * page_size - room - tables.shared_room()
+        entries = int(tables.num_blocks.sum()) - dropped
+        internal = (entries + dropped) * page_size - room - tables.shared_room()
         pins = self.prefixes.num_references if self.prefixes else 0
         used = self.pool.num_used
         return Usage(
-            shared=(held + pins - used) * page_size,
+            shared=(entries + pins - used) * page_size,
             token_states=used * page_size - reserved - internal,
             reserved=reserved,
             internal=internal,

@@ -25,8 +25,12 @@ MOVED_BYTES_PER_CALL = 2**19  # swaps are padded to this, so that each is one pr
 
 
 class Swapped(NamedTuple):
-    """A sequence in the host's memory: the key of its slot's state, its pages there, and what the
-    host half knew of its slot."""
+    """A sequence in the host's memory.
+
+    key: of its slot's state.
+    units: its pages there.
+    known, needs: the numbers of its slot.
+    """
 
     key: int
     units: np.ndarray
@@ -35,8 +39,11 @@ class Swapped(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A slot of a step in flight: its owner, the slot that has its state in that step, and its
-    tokens at the step's end."""
+    """A slot of a step in flight.
+
+    source: the slot that has its state in that step.
+    num_tokens: at the step's end.
+    """
 
     slot: int
     owner: int
@@ -45,14 +52,14 @@ class Row(NamedTuple):
 
 
 def pool_of(layout: Layout, model: ShardedModel) -> Pool:
-    num_units = layout.num_slots * layout.most
+    num_units = layout.num_slots * layout.max_pages
     return Pool(
         name=PAGES,
         num_units=num_units + 1,
         num_host_units=num_units + 1,
         null_unit=num_units,
         units_per_call=max(1, MOVED_BYTES_PER_CALL // layout.page_bytes),
-        most_copies=0,
+        max_copies=0,
         unit_bytes=layout.page_bytes * model.num_shards,
     )
 
@@ -68,13 +75,13 @@ def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
 
 
 class DiffKVHost(HostPolicy):
-    """Knows slots by six numbers: pages `held` for the first `settled` tokens, as was reported,
-    none before the first report; tokens `computed` once all dispatched steps have run; tokens of
-    the `prompt`, which holds no page before its last chunk; tokens that were promised `room`, and
-    the pages that these need at most, the `bound`.
+    """Six numbers of each slot. The device half has the page tables.
 
-    The device half has page tables of its own. Where prompts come in chunks it must know how long
-    they are.
+    held, settled: pages of the first so many tokens, by the last report; 0 before the first.
+    computed: tokens, once all dispatched steps have run.
+    prompt: tokens. A prompt holds no page before its last chunk.
+    room: tokens for which there must be pages.
+    bound: pages that these need at most.
     """
 
     def __init__(self, config: CacheConfig, model: ShardedModel):
@@ -146,7 +153,7 @@ class DiffKVHost(HostPolicy):
     def admit(self, slot: int, sequence: Sequence) -> int:
         num_tokens = self._prompt[slot] = self._prefill(sequence)
         self._room[slot], self.bound[slot] = num_tokens, self.layout.worst(num_tokens)
-        return sequence.shared if sequence.donor else 0
+        return sequence.shared if sequence.parent else 0
 
     def can_append(self, slots, num_tokens) -> bool:
         return self._has_room(int((self._bounds(slots, num_tokens) - self.bound[slots]).sum()))
@@ -193,7 +200,7 @@ class DiffKVHost(HostPolicy):
         swapped = []
         for slot in slots:
             units = self._host_pool.allocate(int(self._held[slot]))
-            first = self.moves.source_of(slot) * self.layout.most
+            first = self.moves.source_of(slot) * self.layout.max_pages
             self.moves.export(PAGES, zip(range(first, first + len(units)), units.tolist()))
             self.moves.export_slot(slot, key := next(self._keys))
             known = self._known[:, slot].copy(), self._needs[slot].copy()
@@ -210,7 +217,7 @@ class DiffKVHost(HostPolicy):
 
     def swap_in(self, swapped: list[Swapped], sequences: list[Sequence]) -> None:
         for one, sequence in zip(swapped, sequences, strict=True):
-            first = sequence.slot * self.layout.most
+            first = sequence.slot * self.layout.max_pages
             self.moves.slot_imports.append((one.key, sequence.slot))
             self.moves.bring(PAGES, zip(one.units.tolist(), range(first, first + len(one.units))))
             self._known[:, sequence.slot], self._needs[sequence.slot] = one.known, one.needs
@@ -267,7 +274,7 @@ class DiffKVHost(HostPolicy):
         return gauges | {"dropped_tokens": max(0.0, float(contexts.sum() - kept.sum()))}
 
     def used_units(self) -> dict[str, np.ndarray]:
-        pages = np.arange(self.layout.most) < self._held[:, None]
+        pages = np.arange(self.layout.max_pages) < self._held[:, None]
         on_host = np.flatnonzero(self._host_pool.refcounts)
         return {PAGES: np.flatnonzero(pages), f"host {PAGES}": on_host}
 

@@ -14,7 +14,7 @@ from paged.kv_cache.dense.host import MOVED_TOKENS_PER_CALL, DenseHost
 from paged.kv_cache.dense.prefix import Prefixes
 from paged.kv_cache.host import HostPolicy, Sizes
 from paged.kv_cache.lserve.layout import DENSE, STREAMING, Layout, layout_of
-from paged.kv_cache.lserve.streaming import StreamingHost
+from paged.kv_cache.lserve.streaming_heads import StreamingHost
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.usage import Usage
@@ -33,7 +33,7 @@ def pools_of(config: CacheConfig, layout: Layout) -> tuple[Pool, ...]:
     """Recomputation replays output token by token, so sequences are swapped instead: the host's
     memory has room for all slots at their longest."""
     sizes = layout.num_blocks, layout.unit_bytes
-    held = layout.most, layout.sink + layout.local + 1
+    longest = layout.max_pages, layout.sink + layout.local + 1
     return tuple(
         Pool(
             name=name,
@@ -41,10 +41,10 @@ def pools_of(config: CacheConfig, layout: Layout) -> tuple[Pool, ...]:
             num_host_units=config.max_num_seqs * most + 1,
             null_unit=NULL_BLOCK,
             units_per_call=-(-MOVED_TOKENS_PER_CALL // config.page_size),
-            most_copies=config.max_num_seqs,
+            max_copies=config.max_num_seqs,
             unit_bytes=unit_bytes,
         )
-        for name, num_blocks, unit_bytes, most in zip((DENSE, STREAMING), *sizes, held)
+        for name, num_blocks, unit_bytes, most in zip((DENSE, STREAMING), *sizes, longest)
         if num_blocks
     )
 
@@ -94,7 +94,7 @@ class LServeHost(HostPolicy):
         self._prompt_length[slot] = sequence.num_prompt_tokens
         if self.streaming:
             self.streaming.admit(slot, sequence)
-            if self.dense.prefixes and not sequence.donor:
+            if self.dense.prefixes and not sequence.parent:
                 self._resume(slot, sequence, self.dense.prefixes, self.streaming)
         return self.dense.admit(slot, sequence)
 
@@ -114,7 +114,7 @@ class LServeHost(HostPolicy):
             links = prefixes.links(sequence)
             ends = {found.num_cached, len(links)}
             full = [end for end in sorted(ends) if end > len(found.blocks)]
-            streaming.plan(slot, [(end, links[end - 1][0]) for end in full])
+            streaming.begin(slot, [(end, links[end - 1][0]) for end in full])
 
     def confirm(self, slots: np.ndarray, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
         """Others may share what was prefilled, and what was decoded where nothing is selected; of
@@ -212,7 +212,7 @@ class LServeHost(HostPolicy):
         return moves
 
     def tables(self, slots, out: np.ndarray) -> None:
-        most = self.layout.most
+        most = self.layout.max_pages
         out[:, :most] = self.dense.block_tables.blocks[slots]
         if self.streaming:
             out[:, most:-1] = self.streaming.blocks[slots]

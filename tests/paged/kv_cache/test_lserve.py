@@ -262,7 +262,7 @@ def test_a_page_takes_the_bytes_of_its_tokens_and_statistics():
     page = 64 * 2 * 8 * 2
     assert layout.page_bytes == (page + page // 16, page)
     # Of eight dense and four streaming heads each shard has half.
-    assert layout.most_heads == (4, 2)
+    assert layout.max_heads == (4, 2)
     assert layout.unit_bytes == (8 * (page + page // 16), 4 * page)
 
 

@@ -176,7 +176,7 @@ class HostBesideMemory(RuleBasedStateMachine):
         (page, offset), layout = divmod(position, PAGE), self.host.layout
         columns = {"dense": page}
         if layout.streams and in_window:
-            columns["streaming"] = layout.most + int(layout.column(page))
+            columns["streaming"] = layout.max_pages + int(layout.column(page))
         places = [(pool, int(table[column]), offset) for pool, column in columns.items()]
         assert all(block != 0 for _, block, _ in places), "the null block is used"
         return places

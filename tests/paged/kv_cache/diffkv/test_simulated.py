@@ -60,7 +60,7 @@ def test_recorded_heads_are_dealt_out_by_depth_and_in_turn(tmp_path):
     heads = [[(number // 9, number % 2) for number in range(18)]]
     of_each = [[64 + int(128 * SHARES[head][0]), int(128 * SHARES[head][1])] for head in heads[0]]
     assert kept(device, [1]) == [np.sum(of_each, axis=0).tolist()]
-    held = device.held(np.array([1]), np.array([[192], [192]]))
+    held = device.kept(np.array([1]), np.array([[192], [192]]))
     assert held[..., 0, :] == pytest.approx(np.mean([of_each, of_each], axis=1))
 
 

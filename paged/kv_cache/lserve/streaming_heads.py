@@ -2,7 +2,7 @@
 
 A sequence holds its first pages and its last ones; the pages between are given back as soon as no
 later query reads them, `page < sink or page >= query's page - local`. Its table is the sink and a
-ring, so that a page stays where it is while it is held.
+ring, so that a page stays where it is.
 
 The whole window of a sequence is promised when it is admitted, so it never asks for more. What the
 chunks of a step need beyond windows is set aside, and is given back before the next step takes any.
@@ -24,8 +24,13 @@ from paged.requests.sequence import Sequence
 
 @dataclass(frozen=True)
 class SwappedWindow:
-    """A sequence in the host's memory: its blocks there in the order of its pages, the first page
-    of its window and the page after the last, tokens that are computed, and blocks promised."""
+    """A sequence in the host's memory.
+
+    blocks: of that memory, in the order of the sequence's pages.
+    first, end: the first page of the window, and the page after the last.
+    computed: tokens.
+    promised: blocks.
+    """
 
     blocks: np.ndarray
     first: int
@@ -37,10 +42,12 @@ class SwappedWindow:
 class StreamingHost(BlockHost):
     """Arrays are by slot.
 
-    blocks: [num_slots, sink + ring] int32. first: the first page of the window, at least sink. end:
-    the page after the last one held. computed: tokens that are written once all dispatched steps
-    have run. promised: blocks that the sequence may hold between steps. checkpoints: for later
-    prompts, if there is a prefix cache.
+    blocks: [num_slots, sink + ring] int32.
+    first: the first page of the window, at least sink.
+    end: the page after the last one.
+    computed_tokens: tokens that are written once all dispatched steps have run.
+    promised: blocks that the sequence may hold between steps.
+    checkpoints: for later prompts, if there is a prefix cache.
     """
 
     def __init__(self, pool: Pool, layout: Layout, prefix_caching: bool = False):
@@ -124,14 +131,14 @@ class StreamingHost(BlockHost):
         """Whether there is a checkpoint at the end of the prefix."""
         return self.checkpoints is not None and self.checkpoints.has(key)
 
-    def plan(self, slot: int, ends: list[tuple[int, bytes]]) -> None:
+    def begin(self, slot: int, ends: list[tuple[int, bytes]]) -> None:
         """See `Checkpoints`."""
         if self.checkpoints:
-            self.checkpoints.plan(slot, ends)
+            self.checkpoints.begin(slot, ends)
 
     def confirm(self, slots: np.ndarray) -> None:
         """The prompts of `slots` are computed."""
-        if self.checkpoints and self.checkpoints.plans:
+        if self.checkpoints and self.checkpoints.ends:
             for slot in slots.tolist():
                 self.checkpoints.confirm(slot)
 
@@ -153,9 +160,9 @@ class StreamingHost(BlockHost):
             self.pool.share(blocks)
 
     def _leave_checkpoints(self, checkpoints: Checkpoints) -> None:
-        """Of pages that the last step has filled: their windows are held until the next one."""
+        """Of pages that the last step has filled: their windows stay until the next one."""
         P = self._layout.page_size
-        for slot in list(checkpoints.plans):
+        for slot in list(checkpoints.ends):
             for pages, key in checkpoints.due(slot, int(self.computed_tokens[slot]) // P):
                 window = self._layout.column(self._window(pages * P))
                 checkpoints.keep(slot, key, self.blocks[slot, window])
@@ -187,7 +194,7 @@ class StreamingHost(BlockHost):
             columns = self._layout.column(np.arange(self.end[slots[i]], last[i]))
             self.blocks[slots[i], columns] = self.pool.allocate(len(columns))
         self.end[slots], self.computed_tokens[slots] = np.maximum(self.end[slots], last), ends
-        if self.checkpoints and self.checkpoints.plans:
+        if self.checkpoints and self.checkpoints.ends:
             self._leave_checkpoints(self.checkpoints)
 
     def _unshare(self, slot: int, column: int) -> None:
@@ -213,12 +220,12 @@ class StreamingHost(BlockHost):
     def swap_out(self, slots: list[int]) -> list[SwappedWindow]:
         """A block that they share is moved once."""
         self._trim()
-        held = [self.blocks_of(slot) for slot in slots]
-        blocks = np.unique(np.concatenate(held))
+        tables = [self.blocks_of(slot) for slot in slots]
+        blocks = np.unique(np.concatenate(tables))
         taken = self.host_pool.allocate(len(blocks))
         self.moves.export(self._name, zip(blocks.tolist(), taken.tolist()))
         swapped = []
-        for slot, table in zip(slots, held):
+        for slot, table in zip(slots, tables):
             on_host = taken[np.searchsorted(blocks, table)]
             self.host_pool.share(on_host)
             state = (self.first, self.end, self.computed_tokens, self.promised)
@@ -253,14 +260,14 @@ class StreamingHost(BlockHost):
         """A block with several owners counts once."""
         layout, P = self._layout, self._layout.page_size
         in_window = np.maximum(self.end - self.first, 0)
-        held = P * int((np.minimum(self.end, layout.sink) + in_window).sum())
+        places = P * int((np.minimum(self.end, layout.sink) + in_window).sum())
         used = P * self.pool.num_used
         pinned = P * self.checkpoints.num_references if self.checkpoints else 0
         sinks = np.minimum(self.computed_tokens, layout.sink * P)
         tokens = int((sinks + np.maximum(self.computed_tokens - self.first * P, 0)).sum()) + pinned
         return Usage(
             token_states=min(tokens, used), reserved=0, internal=used - min(tokens, used),
-            external=0, free=P * self.pool.num_free, shared=held + pinned - used,
+            external=0, free=P * self.pool.num_free, shared=places + pinned - used,
             bytes={self._name: self.pool.num_used * self.pools[0].unit_bytes},
         )  # fmt: skip
 
