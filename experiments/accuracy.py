@@ -12,7 +12,6 @@ version have changed.
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import evaluate
-from experiments.lib import kept_answers, kv_held, run_record
+from experiments.lib import kept_answers, kv_held
 from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies
 from experiments.lib.engines import check_implementation, engine_config, load_engine
 from experiments.lib.flags import loading
@@ -41,6 +40,9 @@ MEASURES = {
     "divergence": ("divergence_low", "divergence_high", "divergence from dense (nats)"),
 }
 Systems = Mapping[str, EngineConfig]
+# Of small runs, whose time is that of compilations: a system has one program for prompts between
+# 512 and 1,024 tokens, and one for the tokens of answers.
+QUICK = {"at_once": 1, "contexts": (1024,), "num_prompts": 2}
 # Of flags and rows, which systems are paired with which others beside the first one.
 Compare = Callable[[Any, Sequence[Any]], Iterable[tuple[str, str]]]
 
@@ -53,6 +55,7 @@ class AccuracyFlags(ModelFlags):
     contexts: tuple[int, ...] = flag((1024,), "prompt and answer, in tokens")
     num_prompts: int = flag(50, "of each task and context", least=1, most=evaluate.MOST_PROMPTS)
     seed: int = flag(7, "of the prompts", least=0)
+    at_once: int = flag(16, "prompts that are answered at once, at most", least=1)
     problems: tuple[str, ...] = flag(
         (), "files of problems, up to the longest of --contexts, in place of --tasks"
     )
@@ -135,10 +138,20 @@ def pairs(rows: Sequence[Row]) -> list[Row]:
 def config_of(flags: AccuracyFlags, **fields: Any) -> EngineConfig:
     """An engine for the prompts of the flags. Raises ValueError for what cannot work."""
     common = {
-        "page_size": PAGE_SIZE, "max_model_len": flags.longest, "max_num_seqs": 16,
-        "kv_cache_tokens": 17 * flags.longest, "max_num_batched_tokens": 1024,
+        "page_size": PAGE_SIZE, "max_model_len": flags.longest, "max_num_seqs": flags.at_once,
+        "kv_cache_tokens": (flags.at_once + 1) * flags.longest, "max_num_batched_tokens": 1024,
     }  # fmt: skip
     return engine_config(checkpoint.load_config(flags.model), **common | fields)
+
+
+def whole_prompts(flags: AccuracyFlags) -> dict[str, Any]:
+    """Fields of an engine that takes one whole prompt a step, and few sequences at once: few
+    programs to compile."""
+    most = min(8, flags.at_once)
+    return {
+        "max_num_seqs": most, "max_prefills_per_step": 1, "max_num_batched_tokens": flags.longest,
+        "kv_cache_tokens": (most + 1) * flags.longest, "chunked_prefill": False,
+    }  # fmt: skip
 
 
 def problems_of(flags: AccuracyFlags, systems: Systems) -> Problems:
@@ -162,33 +175,31 @@ def answered[F: AccuracyFlags](
     """What each system of `make` answers, the first one's first; ends early if the run is to. What
     was answered before is not asked again."""
     systems = make(flags)
-    problems = problems_of(flags, systems)
-    made_by = kept_answers.made_by(flags.model, problems)
-    total = sum(map(len, problems.values()))
+    problems, made_by = problems_of(flags, systems), kept_answers.made_by(flags.model)
+    how = flags.dtype, flags.seed, flags.attention_implementation, flags.match
     for i, (name, config) in enumerate(systems.items(), start=1):
-        asked = run_record.plain({
-            "config": config, "dtype": flags.dtype, "seed": flags.seed,
-            "attention_implementation": flags.attention_implementation, "match": flags.match,
-            "prompts": {f"{task} {context}": len(p) for (task, context), p in problems.items()},
-        } | made_by)  # fmt: skip
-        folder = kept_answers.folder_of(run.folder, name, asked)
-        found = kept_answers.answered_before(folder, asked)
-        before = ", answered before" * (len(found.answers) == total)
+        paths = {
+            key: kept_answers.path_of(run.shared, name, [config, how, made_by, key, asked])
+            for key, asked in problems.items()
+        }
+        kept = {key: kept_answers.read(path) for key, path in paths.items()}
+        before = ", answered before" * (None not in kept.values())
         print(f"{i} of {len(systems)}: {name}{before}", flush=True)
-        changed = kept_answers.made_otherwise(run.folder, name, asked)
-        if changed and not found.answers:
-            print(f"{name} is asked again: {', '.join(changed)} changed since its kept answers")
-        if not before:
-            keep = partial(kept_answers.keep, folder, asked, found)
-            evaluate.evaluate(
-                load_engine(config, **loading(flags)),
-                {key: each for key, each in problems.items() if key not in found.held},
-                flags.match, found=found, stopped=run.stopped, measure_memory=True, after_each=keep,
-            )  # fmt: skip
-        if len(found.answers) == total:
-            yield name, found
-        if run.stopped():
-            return
+        engine = None if before else load_engine(config, **loading(flags))
+        found = Evaluation()
+        for key, one in kept.items():
+            if run.stopped():
+                return
+            if one is None:
+                assert engine
+                one = evaluate.evaluate(
+                    engine, {key: problems[key]}, flags.match, measure_memory=True
+                )
+                kept_answers.keep(paths[key], one)
+            found.answers.extend(one.answers)
+            found.distributions.update(one.distributions)
+            found.held.update(one.held)
+        yield name, found
 
 
 def measured[F: AccuracyFlags](
@@ -274,16 +285,17 @@ def study[F: AccuracyFlags](
     values: Callable[[F, Sequence[Any]], Values],
     draw: Callable[[F, Figure, Sequence[Any]], object], quick: Mapping[str, Any],
     minutes: tuple[float, float], measure: Callable[[F, Run], Iterable[Any]] | None = None,
-    compare: Compare = lambda flags, rows: (), row: type = Row,
+    compare: Compare = lambda flags, rows: (),
     table: Callable[[F, Sequence[Any]], str] = table,
     paper: Mapping[str, float | tuple[float, float]] = MappingProxyType({}),
+    size: tuple[float, float] = (11, 4.5), needs: str = "", command: str = "",
 ) -> Study[F, Any]:  # fmt: skip
     """A study of what these systems answer, on a model that is smaller than the paper's. measure:
     for other rows than those of `measured`. The rest is as in `Study` and in `measured`."""
     return Study(
         file, title=title, kind="analogue", claim=claim, rule=rule, holds=holds,
-        setting=Setting(here, differs, "reduced"), flags=flags, row=row,
+        setting=Setting(here, differs, "reduced"), flags=flags,
         measure=measure or measured(make, compare), values=values, paper=paper,
         check=checked(make), draw=draw, table=table, quick=quick,
-        minutes=minutes, size=(11, 4.5),
+        minutes=minutes, size=size, needs=needs, command=command,
     )  # fmt: skip

@@ -505,7 +505,6 @@ STUDY = Study(
         "paper",
     ),
     flags=CompositionFlags,
-    row=Cell,
     measure=measure,
     values=values,
     draw=draw,

@@ -85,14 +85,13 @@ def own_problems(pairs: Sequence[tuple[str, int]], prompts: int, seed: int, toke
 def evaluate(
     engine: Engine, problems: Problems, match: str = "exact", progress: bool = True,
     found: Evaluation | None = None, stopped: Callable[[], bool] = lambda: False,
-    measure_memory: bool = False, after_each: Callable[[], object] = lambda: None,
+    measure_memory: bool = False,
 ) -> Evaluation:  # fmt: skip
     """Greedy answers of `engine` to all problems, until all are answered or `stopped` returns True.
 
     match: a name in `files.MATCHES`.
     found: evaluation that answers are added to, a setting at a time.
     measure_memory: whether to record what sequences held; it clears the engine's events.
-    after_each: called after each setting.
     """
     found, score = Evaluation() if found is None else found, files.MATCHES[match]
     total = sum(map(len, problems.values()))
@@ -119,7 +118,6 @@ def evaluate(
         if measure_memory:
             found.held[task, context] = kv_held.of_sequences(engine)
             engine.metrics.clear()
-        after_each()
         bar.update(len(asked))
         points = sum(a.score for a in found.answers[-len(asked) :])
         bar.set_postfix_str(f"{task} at {context}: {points:g}/{len(asked)}")

@@ -226,7 +226,6 @@ STUDY = Study(
     ),
     setting=Setting("eight tasks at 512 to 4,096 tokens", "no paper has this", "reduced"),
     flags=QualifyFlags,
-    row=Row,
     measure=measured(dense),
     values=values,
     check=check,

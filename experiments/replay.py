@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -34,11 +32,9 @@ from experiments.lib.typed_flags import ExecutorFlags, Output, flag
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from paged.adapters.loads import RecordedLoads
-from paged.checks import refusal
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.kv_cache import POLICIES, policy_of
-from paged.kv_cache.policy import ShardedModel
 from paged.metrics import NO_TOKEN
 from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
@@ -96,40 +92,11 @@ def simulated_engine(log: EventLog, model: ModelConfig, tokenizer=None, cost=Non
     """
     check_model(log, model)
     config = logged_config(log)
-    executor = SimulatedExecutor(
-        cost, vocab_size=model.vocab_size, recorded=RecordedTokens(log), dtype=log[0]["dtype"]
-    )
     with log.at(0):
-        engine = Engine(model, config, executor, tokenizer)
-    _check_reports(log, engine)
-    return engine
-
-
-def _check_reports(log: EventLog, engine: Engine) -> None:
-    """Raise ValueError for a report that the policy's device half cannot have made. Null is that of
-    a simulated device."""
-    config = engine.config
-    model = ShardedModel.split(engine.model, config.tensor_parallel, engine.executor.dtype)
-    device = policy_of(config.policy).device(config, model, None)
-    of_shard = jax.eval_shape(lambda: device.report(device.init(model.dtype, jnp.int32(0))))
-    expected = jax.tree.map(lambda x: (config.tensor_parallel, *x.shape), of_shard)
-    for number, event in enumerate(log):
-        if event["event"] == "step" and event["report"] is not None:
-            with log.at(number):
-                if _shapes(event["report"]) != expected:
-                    allowed = "null" if expected is None else f"null or arrays of shapes {expected}"
-                    raise refusal("step: report", allowed, event["report"])
-
-
-def _shapes(report: Any) -> Any:
-    """The shapes of what is written for arrays of numbers; "no array" of anything else."""
-
-    def shape(x):
-        array = np.array(x, object)
-        numbers = all(type(each) in (bool, int, float) for each in array.flat)
-        return array.shape if numbers else "no array"
-
-    return jax.tree.map(shape, report, is_leaf=lambda x: isinstance(x, list))
+        executor = SimulatedExecutor(
+            cost, vocab_size=model.vocab_size, recorded=RecordedTokens(log), dtype=log[0]["dtype"]
+        )
+        return Engine(model, config, executor, tokenizer)
 
 
 def failed_round(log: EventLog) -> int | None:

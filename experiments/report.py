@@ -123,13 +123,13 @@ class Row:
         name, reproduce = self.study.name, "python -m experiments.reproduce"
         if not self.report or not self.has_result:
             return f"{reproduce} {name} --scale=full"
-        run = _flat(self.report["flags"])
+        run = run_record.flat(self.report["flags"])
         scales: tuple[Any, ...] = ("full", "quick")
         for scale in scales:
-            if run == _flat(run_record.plain(self.study.at(scale))):
+            if run == run_record.flat(run_record.plain(self.study.at(scale))):
                 return f"{reproduce} {name} --scale={scale}"
         module = ".".join(Path(self.study.file).relative_to(ROOT).with_suffix("").parts)
-        default = _flat(run_record.plain(self.study.flags()))
+        default = run_record.flat(run_record.plain(self.study.flags()))
         changed = [_flag(n, value) for n, value in run.items() if value != default.get(n)]
         return " ".join([f"python -m {module}", *changed])
 
@@ -146,14 +146,6 @@ class Row:
     @property
     def commit(self) -> str:
         return (self.report or {}).get("git_commit") or ""
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags by name, those of parts among them."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= value if isinstance(value, Mapping) else {name: value}
-    return found
 
 
 def _flag(name: str, value: Any) -> str:

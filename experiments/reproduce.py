@@ -9,7 +9,8 @@ scale, what it needs, the state of the result in --output_dir (none, partial, st
 or package versions changed since, or its verdict) and the verdict of the committed result at the
 paper's setting. A study whose result is whole and not stale is not run again, and one that was cut
 goes on: the same command resumes. --stale runs just those whose result is stale. Each writes to
---output_dir/SCALE/NAME. --jobs run at once, one a core by default, each in a process of its own;
+--output_dir/SCALE/NAME; what systems answered is kept in --output_dir/SCALE/answered, for all
+studies that ask the same. --jobs run at once, one a core by default, each in a process of its own;
 studies that a clock may decide wait, and run alone.
 
 summary.json there counts: rows, with_result, at_setting, claims_held, not_run, wrong_setting,
@@ -49,7 +50,6 @@ REPORT = {
     "study", "title", "kind", "setting", "at_setting", "claim", "rule", "holds", "values",
     "tolerance", "partial", "rows", "flags", "seconds", "sources_sha256", "versions", "hardware",
 }  # fmt: skip
-UNTIMED = ("counted", "simulated")  # kinds whose results do not depend on who else computes
 
 
 @dataclass(frozen=True)
@@ -224,9 +224,9 @@ def run_all(
     wanted: Sequence[Study], scale: Any, folders: Mapping[str, Path], jobs: int
 ) -> Iterator[int]:
     """The exit status of each study when it has ended, longest first if several run at once; those
-    of other kinds than UNTIMED run alone, after the others."""
+    that are to be alone come after the others."""
     full = scale == "full"
-    together = [study for study in wanted if jobs > 1 and study.kind in UNTIMED]
+    together = [study for study in wanted if jobs > 1 and not study.alone]
     together.sort(key=lambda study: study.minutes[full], reverse=True)
     cases = [(study.file, scale, folders[study.name]) for study in together]
     for number, (index, status) in enumerate(run_apart(_run_file, cases, jobs), 1):
@@ -250,7 +250,7 @@ def _run(study: Study, scale: Any, folder: Path) -> int:
     try:
         folder = run_record.check_output_dir(folder)
         with chdir(ROOT):
-            return study.write(study.at(scale), folder)
+            return study.write(study.at(scale), folder, shared=folder.parents[1])
     except (Refused, ValueError) as error:
         print(f"error: {study.name}: {error}", file=sys.stderr)
         return 1

@@ -25,11 +25,10 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from experiments.lib import adapters, cluster_report, run_record, serving
+from experiments.lib import adapters, cluster_report, run_record, runners, serving
 from experiments.lib.adapters import adapters_flag, popularity_flag
 from experiments.lib.cluster_report import Sample
 from experiments.lib.program import Program, refusals
-from experiments.lib.runners import ray_actors, threads, uuids
 from experiments.lib.typed_flags import ModelFlags, Output, flag, part
 from experiments.workloads import popularity, ramp
 from models import checkpoint
@@ -39,10 +38,8 @@ from paged.cluster.live import LiveCluster
 from paged.cluster.ray_actors import import_ray
 from paged.cluster.simulated import SimulatedCluster
 from paged.config import EngineConfig
-from paged.engine import Engine
 from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
-from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.machines import MACHINES
 from paged.simulator.step_cost import HOSTS, StepCost
 
@@ -89,20 +86,10 @@ def serve(
 
 
 def simulated(flags: ClusterFlags, model: ModelConfig) -> SimulatedCluster:
-    """Engines over a cost model."""
-    config = flags.engine
-    cost = StepCost.declare(model, config, flags.gpu, flags.dtype, flags.host)
-    engines = {
-        uuid: Engine(
-            model, config,
-            SimulatedExecutor(
-                cost, vocab_size=model.vocab_size, dtype=flags.dtype,
-                adapter_page_s=cost.adapter_page_s,
-            ),
-        )
-        for uuid in uuids(flags.num_gpus)
-    }  # fmt: skip
-    return SimulatedCluster(engines, model, config, rebalance_s=flags.rebalance_s)
+    cost = StepCost.declare(model, flags.engine, flags.gpu, flags.dtype, flags.host)
+    return runners.simulated(
+        model, flags.engine, cost, flags.num_gpus, flags.dtype, flags.rebalance_s
+    )
 
 
 def live(make: Callable[..., LiveCluster]) -> Callable[..., LiveCluster]:
@@ -116,8 +103,8 @@ def live(make: Callable[..., LiveCluster]) -> Callable[..., LiveCluster]:
 
 MAKE: dict[str, Callable[[ClusterFlags, ModelConfig], AnyCluster]] = {
     "simulated": simulated,
-    "threads": live(threads),
-    "ray": live(ray_actors),
+    "threads": live(runners.threads),
+    "ray": live(runners.ray_actors),
 }
 
 

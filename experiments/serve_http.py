@@ -28,10 +28,8 @@ from models.config import ModelConfig
 from paged.engine import EngineConfig
 
 with extra("serve"):
-    from paged.server.app import create_app
-    from paged.server.cluster_owner import ClusterOwner
-    from paged.server.owner import EngineOwner, Owner
-    from paged.server.run import Server, check_address
+    from paged.server.app import Server, check_address, create_app
+    from paged.server.engine_client import Client, ClusterClient, EngineClient
     from paged.server.service import Service
     from paged.server.settings import ServerConfig
 
@@ -78,15 +76,15 @@ def served_name(model: str) -> str:
     return folder.resolve().name if folder.is_dir() else model
 
 
-def prepared(flags: ServerFlags, model: ModelConfig, tokenizer) -> Callable[[], Owner]:
+def prepared(flags: ServerFlags, model: ModelConfig, tokenizer) -> Callable[[], Client]:
     """What makes one warm engine, or a cluster of them. Raises ValueError for what cannot be."""
     config = flags.engine
     if flags.runners == 1 and not flags.ray:
         engine = load_engine(config, tokenizer, **loading(flags))
 
-        def one() -> Owner:
+        def one() -> Client:
             engine.warm_up()
-            return EngineOwner(engine)
+            return EngineClient(engine)
 
         return one
     if config.tensor_parallel > 1:
@@ -98,7 +96,7 @@ def prepared(flags: ServerFlags, model: ModelConfig, tokenizer) -> Callable[[], 
         live = make(flags, model, config, flags.runners, tokenizer)
     except ImportError as error:
         raise ValueError(f"--ray: {error}") from error
-    return lambda: ClusterOwner(live.__enter__())
+    return lambda: ClusterClient(live.__enter__())
 
 
 def main(flags: ServerFlags, output: Output) -> int:
@@ -114,11 +112,11 @@ def main(flags: ServerFlags, output: Output) -> int:
         if flags.adapters.isdecimal() and not output.output_dir:
             raise ValueError(f"--adapters={flags.adapters}: random adapters need --output_dir")
         served = adapters.asked_for(flags.adapters, model, config, flags.dtype, output.folder)
-        make_owner = prepared(flags, model, tokenizer)
-    owner = make_owner()
+        make_client = prepared(flags, model, tokenizer)
+    client = make_client()
     name = flags.served_model_name or served_name(flags.model)
     service = Service(
-        owner, model, config, tokenizer, name, flags.limits, template,
+        client, model, config, tokenizer, name, flags.limits, template,
         logprobs=flags.executor == "device",
     )  # fmt: skip
     for adapter in served:
@@ -127,7 +125,7 @@ def main(flags: ServerFlags, output: Output) -> int:
     try:
         server.run()
     finally:
-        owner.close()
+        client.close()
     if not server.started:  # uvicorn has told why
         return 1
     return 128 + server.stopped_by if server.stopped_by else 0

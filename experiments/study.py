@@ -59,15 +59,16 @@ class Setting:
 
 class Run:
     """What a measurement gets beside its flags: its folder, and the rows that are kept there by
-    hashes of what made them. Other processes may get a copy, which nothing stops.
+    hashes of what made them. shared: a folder of several studies, its own where there is none.
+    Other processes may get a copy, which nothing stops.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, shared: Path | None = None):
+        self.folder, self.shared = folder, shared or folder
         self.stopped: Callable[[], bool] = lambda: False  # whether the run is to end here
 
     def __reduce__(self):
-        return Run, (self.folder,)
+        return Run, (self.folder, self.shared)
 
     @property
     def kept(self) -> Path:
@@ -120,8 +121,8 @@ class StudyOutput(Output):
 class Study[F: Flags, R]:
     """A study. Functions of its rows get the flags first, then the rows.
 
-    file: `__file__` of its module. flags: their class. row: class of a row, a frozen dataclass.
-    measure: yields rows; raises Refused for flags that turn out not to work. values: numbers by
+    file: `__file__` of its module. flags: their class. measure: yields rows, frozen dataclasses of
+    one class; raises Refused for flags that turn out not to work. values: numbers by
     name; None or nan for what was not measured. paper: the paper's value of each, a number or
     (least, most); a name that it lacks is printed without one. tolerance: of a value to the
     paper's, relative. rule, holds: what decides the claim, in words and of the values; a value
@@ -129,7 +130,8 @@ class Study[F: Flags, R]:
     together, before any work. table: the rows for people. quick, full: flags that differ from
     the defaults, by scale; full is the setting that `setting` tells. minutes: of both on two
     cores. needs: what a machine must have beside two cores. command: the paper's setting, where it
-    needs the paper's model or GPU. A study of kind 'not run' whose claim is decided was measured.
+    needs the paper's model or GPU. times: whether values of an analogue are times. A study of kind
+    'not run' whose claim is decided was measured.
     """
 
     file: str
@@ -139,7 +141,6 @@ class Study[F: Flags, R]:
     rule: str
     setting: Setting
     flags: type[F]
-    row: type[R]
     measure: Callable[[F, Run], Iterable[R]]
     values: Callable[[F, Sequence[R]], Values]
     holds: Callable[[Mapping[str, float]], bool]
@@ -153,6 +154,7 @@ class Study[F: Flags, R]:
     minutes: tuple[float, float] = (1, 1)
     needs: str = ""
     command: str = ""
+    times: bool = False
     size: tuple[float, float] = (10, 4.2)
 
     @property
@@ -171,6 +173,11 @@ class Study[F: Flags, R]:
         return self.flags(**(self.quick if scale == "quick" else self.full))
 
     @property
+    def alone(self) -> bool:
+        """Whether a clock may decide: nobody else is to compute then."""
+        return self.kind in ("measured", "not run") or self.times
+
+    @property
     def program(self) -> Program[F, StudyOutput]:
         return Program(self._main, self.flags, StudyOutput(f"results/{self.name}"), FILES)
 
@@ -181,13 +188,15 @@ class Study[F: Flags, R]:
     def _main(self, flags: F, output: StudyOutput) -> int:
         return self.write(flags, output.folder, output.resume)
 
-    def write(self, flags: F, output_dir: str | Path, resume: bool = True) -> int:
-        """Measure, and write and print the report; the exit status."""
+    def write(
+        self, flags: F, output_dir: str | Path, resume: bool = True, shared: Path | None = None
+    ) -> int:
+        """Measure, and write and print the report; the exit status. shared: of `Run`."""
         with refusals():
             self.check(flags)
         folder, began = Path(output_dir), time.perf_counter()
         rows: list[R] = []
-        run = Run(folder)
+        run = Run(folder, shared)
         if not resume:
             run.forget()
 

@@ -3,7 +3,9 @@
 A run equals the engine's loop step by step as long as the scheduler would decide the same in each
 step: the same rows decode, no row ends, and no waiting request is admitted. This module decides
 nothing: a run begins after a step in which the scheduler admitted nobody, and ends before the first
-step in which the scheduler might decide anything else. Memory grows as the policy says.
+step in which the scheduler might decide anything else. Memory grows as the policy says. After a
+step with prefills, or in which rows end, the run is one step long: the engine takes in such a step
+as any other, and its sequences may not be those of the steps that follow.
 
 The steps of a run have records, but no events in the log.
 """
@@ -98,7 +100,8 @@ class Run:
     """Dispatched steps: the last one is in flight, the others have been taken in.
 
     steps: how many the run dispatched.
-    records: of the steps taken in, beginning with the step that was in flight before the run.
+    records: of the steps taken in, beginning with the step that was in flight before the run; empty
+        if that step has not been taken in.
     flight: the last step.
     clock_s: the end of the newest step that was taken in.
     """
@@ -126,23 +129,27 @@ class _Certain:
     """The steps after the one in flight that need no decision of the scheduler, as far as memory
     allows them.
 
-    slots: [n]; lengths: [n] tokens after the first step; seeds: [n].
-    contexts: [k, n] tokens after each step.
+    slots: [n]; lengths: [n] tokens after the first step.
     ends_s: [k + 1] of the step in flight, and of each step.
-    tokens: [k, n] sampled by the step in flight, and by all steps but the last.
+    tokens: [k + 1, n] sampled by the step in flight, and by each step.
     """
 
     slots: np.ndarray
     lengths: np.ndarray
-    seeds: np.ndarray
-    contexts: np.ndarray
     ends_s: np.ndarray
     tokens: np.ndarray
 
+    @property
+    def steps(self) -> int:
+        return len(self.tokens) - 1
+
+    def without_first(self) -> "_Certain":
+        return _Certain(self.slots, self.lengths + 1, self.ends_s[1:], self.tokens[1:])
+
     def until(self, until_s: float) -> "_Certain":
         """Those of the steps that begin before `until_s`."""
-        steps = 1 + int(np.searchsorted(self.ends_s[: len(self.contexts) - 1], until_s))
-        return replace(self, contexts=self.contexts[:steps], tokens=self.tokens[:steps])
+        steps = 1 + int(self.ends_s[: self.steps - 1].searchsorted(until_s))
+        return replace(self, tokens=self.tokens[: steps + 1])
 
 
 class DecodeRuns:
@@ -154,7 +161,6 @@ class DecodeRuns:
     ):  # fmt: skip
         self._config, self._scheduler, self._executor = config, scheduler, executor
         self._eos = np.array(eos_token_ids, np.int64)
-        self._settled: object = None
         self._seen: tuple[InFlight, _Certain] | None = None  # by `ahead`, for `next`
 
     @classmethod
@@ -168,40 +174,36 @@ class DecodeRuns:
             return None
         return cls(config, scheduler, cast(RunningExecutor, executor), eos_token_ids)
 
-    def scheduled(self, flight: InFlight | None) -> None:
-        """Note that the scheduler has scheduled a step: `flight`, None if nothing can run. After a
-        step without admissions and preemptions no waiting request is admitted until the queue or
-        the slots change."""
-        nobody = flight and not flight.step.admitted and not flight.step.preempted
-        self._settled = self._queue() if nobody and self._scheduler.waiting else None
-
-    def _queue(self) -> object:
-        """Changes when a waiting request comes or leaves, or when a sequence ends."""
-        waiting = self._scheduler.waiting
-        return self._scheduler.slots.num_free, len(waiting), waiting[0].order, waiting[-1].order
-
     def next(self, flight: InFlight, until_s: float, previous_end_s: float) -> Run | None:
         """A run of the steps that begin before `until_s`, at least one; None if the scheduler must
         decide. flight: the step in flight. previous_end_s: the end of the step before it."""
-        if not self._can_grow():
+        rows = self._rows(flight) if self._can_grow() else None
+        if rows is None:
             return None
-        steps_ahead = self._certain(flight, until_s, previous_end_s)
-        if steps_ahead is None:
+        slots, same = rows
+        certain = self._certain(flight, slots, until_s, previous_end_s)
+        if certain is None:
             return None
-        slots, s, executor = steps_ahead.slots, self._scheduler.slots, self._executor
-        usages = self._grow(
-            flight.number + 1, slots, steps_ahead.lengths, len(steps_ahead.contexts)
-        )
+        most = certain.steps if same else 1
+        usages = self._grow(flight.number + 1, slots, certain.lengths, most)
         if not usages:
             return None
-        steps, ends = len(usages), steps_ahead.ends_s
-        s.decoded(slots, steps_ahead.tokens[:steps])
-        if self._config.prefix_caching:
-            policy = cast(PrefixCachingHost, self._scheduler.policy)
-            policy.confirm(slots, np.minimum(s.known[slots], s.computed[slots]), s.tokens)
-        last = executor.decoded(steps_ahead.seeds, steps_ahead.contexts[steps - 1 : steps])
-        outputs = executor.run_decodes(steps, float(ends[steps]), last)
-        return self._run(flight, slots, outputs, usages, ends, previous_end_s)
+        steps, s, executor = len(usages), self._scheduler.slots, self._executor
+        if same:
+            s.decoded(slots, certain.tokens[:steps])
+            if self._config.prefix_caching:
+                policy = cast(PrefixCachingHost, self._scheduler.policy)
+                policy.confirm(slots, np.minimum(s.known[slots], s.computed[slots]), s.tokens)
+        else:
+            s.dispatched(slots)
+        last = certain.tokens[steps : steps + 1]
+        outputs = executor.run_decodes(steps, float(certain.ends_s[steps]), last)
+        run = self._run(flight, slots, outputs, usages, certain.ends_s, previous_end_s)
+        if same:
+            return run
+        if certain.steps > 1:
+            self._seen = run.flight, certain.without_first()
+        return replace(run, records=[])
 
     def ahead(self, flight: InFlight, previous_end_s: float) -> Ahead | None:
         """The steps that `next` would take if nothing came in between, without taking them; None if
@@ -209,25 +211,27 @@ class DecodeRuns:
         policy = self._scheduler.policy
         if self._scheduler.waiting or not _is_steady(type(policy)):
             return None
-        found = self._certain(flight, np.inf, previous_end_s)
+        rows = self._rows(flight)
+        if rows is None or not rows[1]:
+            return None
+        found = self._certain(flight, rows[0], np.inf, previous_end_s)
         if found is None:
             return None
         self._seen = flight, found
         steady = cast(SteadyHost, policy)
-        free = steady.free_ahead(found.slots, found.lengths, len(found.contexts))
+        free = steady.free_ahead(found.slots, found.lengths, found.steps)
         return Ahead(found.ends_s[: len(free)], free) if len(free) else None
 
-    def _certain(self, flight: InFlight, until_s: float, previous_end_s: float) -> _Certain | None:
-        """Of the steps that begin before `until_s`, at least one; None if there are none."""
-        slots = self._slots_of_run(flight)
-        if slots is None:
-            return None
+    def _certain(
+        self, flight: InFlight, slots: np.ndarray, until_s: float, previous_end_s: float
+    ) -> _Certain | None:
+        """Of the steps that begin before `until_s`, at least one; None if there are none. slots: of
+        their rows."""
         seen, self._seen = self._seen, None
         if seen and seen[0] is flight and np.array_equal(seen[1].slots, slots):
             return seen[1].until(until_s)
         s, executor = self._scheduler.slots, self._executor
         lengths = s.length[slots].copy()
-        seeds = s.sampling["seed"][slots]
         most = min(LONGEST, int((s.limit[slots] - lengths).min()))
         begins = executor.device_free_s
         # Compute no more steps than `until_s` allows, if they take as long as the last one did. Too
@@ -238,31 +242,45 @@ class DecodeRuns:
         contexts = lengths + np.arange(most)[:, None]
         times = executor.decode_times(slots, contexts, s.adapter[slots])
         ends = np.add.accumulate(np.concatenate([[begins], times]))
-        most = 1 + int(np.searchsorted(ends[: most - 1], until_s))
-        tokens = executor.decoded(seeds, contexts[:most] - 1)
+        most = 1 + int(ends[: most - 1].searchsorted(until_s))
+        sampled_at = lengths + np.arange(-1, most)[:, None]
+        tokens = executor.decoded(s.sampling["seed"][slots], sampled_at)
         if len(self._eos) and not s.ignore_eos[slots].all():
-            stops = (np.isin(tokens, self._eos) & ~s.ignore_eos[slots]).any(1)
+            stops = (np.isin(tokens[:most], self._eos) & ~s.ignore_eos[slots]).any(1)
             most = int(stops.argmax()) if stops.any() else most
-        if not most:
-            return None
-        return _Certain(slots, lengths, seeds, contexts[:most], ends, tokens)
+        return _Certain(slots, lengths, ends, tokens[: most + 1]) if most else None
 
-    def _slots_of_run(self, flight: InFlight) -> np.ndarray | None:
-        """Slots of the next step's rows; None unless it has the rows of the step in flight, and
-        both only decode."""
+    def _rows(self, flight: InFlight) -> tuple[np.ndarray, bool] | None:
+        """Slots of the next step's rows, and whether they are those of the step in flight, none of
+        which ends in it; None if the scheduler must decide."""
         scheduler, step, s = self._scheduler, flight.step, self._scheduler.slots
-        if scheduler.waiting and self._settled != self._queue():
+        if scheduler.waiting and not scheduler.nobody_enters:
             return None
-        if scheduler.gate.loading or step.num_prefills or len(step.sources):
+        if scheduler.gate.loading or step.has_beams:
             return None
         slots = scheduler.running_slots()
-        if len(slots) != len(step.slots) or (step.generations != s.generation[step.slots]).any():
-            return None
-        if s.watched[slots].any() or s.beam[slots].any() or not s.generate(slots).all():
+        generate = s.generate(slots)
+        same = len(slots) == len(step.slots) and not (step.num_prefills or len(step.sources))
+        same = same and bool(generate.all()) and not s.watched[slots].any()
+        same = same and np.array_equal(step.generations, s.generation[step.slots])
+        if not same:
+            ends = s.length[slots] >= s.limit[slots]
+            if not (generate | ends).all() or not generate.any() or not self._takes_one():
+                return None
+            slots = slots[generate]
+        if s.beam[slots].any():
             return None
         if self._config.adapter_slots:
             slots = by_adapter([], slots, s.adapter, self._config.adapter_slots)
-        return slots
+        return slots, same
+
+    def _takes_one(self) -> bool:
+        """Whether a step can follow one with other rows: under a steady host that runs ahead,
+        unless a request waits for the room in a step that these rows took."""
+        scheduler = self._scheduler
+        waits_for_room = scheduler.waiting and scheduler.lacked_room
+        steady = _is_steady(type(scheduler.policy))
+        return self._config.run_ahead and steady and not waits_for_room
 
     def _can_grow(self) -> bool:
         """Whether there are runs now: under a host that is not steady only while no request

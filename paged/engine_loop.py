@@ -111,8 +111,6 @@ class EngineLoop:
             changed |= self._begin_loads(self.adapter_store)
         step = self.scheduler.schedule(self._num_steps, decodes)
         self._in_flight = None if step is None else self._dispatch(step)
-        if self._runs:
-            self._runs.scheduled(self._in_flight)
         waits = not previous and step is None and self.scheduler.has_unfinished()
         if previous:
             self._take_in(previous)
@@ -133,11 +131,14 @@ class EngineLoop:
         if self._runs and self._in_flight:
             run = self._runs.next(self._in_flight, until_s, self._previous_end_s)
         if run:
-            self.executor.clock.wait_until(run.clock_s)
-            self._previous_end_s = run.clock_s
             self.round += run.steps
             self._num_steps += run.steps
-            self.metrics.steps += run.records
+            if run.records:
+                self.executor.clock.wait_until(run.clock_s)
+                self._previous_end_s = run.clock_s
+                self.metrics.steps += run.records
+            elif self._in_flight:
+                self._take_in(self._in_flight)
             self._in_flight = run.flight
         return run is not None
 

@@ -1,48 +1,66 @@
 """What an engine has done and does, in numbers, for people who watch it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
+from paged.checks import described
 from paged.engine import Engine
 from paged.kv_cache.policy import ShardedModel
 
 
 @dataclass
 class Totals:
-    """What has been done since the start, by one engine or by all of them together."""
+    """Counters since the start, of one engine or of several together."""
 
-    steps: int = 0
-    step_s: float = 0.0
-    host_s: float = 0.0
-    failed_steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
-    swapped_units: int = 0
-    copied_blocks: int = 0
-    adapter_loads: int = 0
-    compilations: int = 0
-    moves: int = 0
-    lost_runners: int = 0
+    steps: int = described(0, "steps of engines")
+    step_s: float = described(0.0, "seconds in which the device ran steps")
+    host_s: float = described(0.0, "seconds that the host worked on steps")
+    failed_steps: int = described(0, "steps that failed, with all requests that they served")
+    prefill_tokens: int = described(0, "tokens of prompts that were computed")
+    decode_tokens: int = described(0, "tokens that were computed one by one, after their prompts")
+    prompt_tokens: int = described(0, "prompt tokens of requests that have ended")
+    output_tokens: int = described(0, "output tokens of requests that have ended")
+    cached_tokens: int = described(0, "prompt tokens that the prefix cache had")
+    preemptions: int = described(0, "preemptions of requests")
+    swapped_units: int = described(0, "units of KV memory that were swapped out or in")
+    copied_blocks: int = described(0, "KV blocks that were copied on write")
+    adapter_loads: int = described(0, "loads of adapters to a device")
+    compilations: int = described(0, "programs that were compiled")
+    moves: int = described(0, "moves of requests between runners")
+    lost_runners: int = described(0, "runners that have died")
+
+
+def summed(parts: Iterable[Totals]) -> Totals:
+    return Totals(*map(sum, zip(*map(astuple, parts))))
+
+
+def _gauges(label: str, help: str) -> Any:
+    """A field with a gauge for each value of `label`."""
+    return field(default_factory=dict, metadata={"help": help, "label": label})
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """One engine, when it was asked. kv_bytes: in use, by pool; kv_tokens: by what they serve for,
-    as in `paged.kv_cache.policy.Usage`. adapters: names of those on the device. policy: what
-    `policy_figures` says."""
+    """One engine at one moment.
 
-    running: int
-    waiting: int
-    kv_bytes: Mapping[str, int] = field(default_factory=dict)
-    kv_bytes_total: Mapping[str, int] = field(default_factory=dict)
-    kv_tokens: Mapping[str, int] = field(default_factory=dict)
-    adapters: frozenset[str] = frozenset()
-    policy: Mapping[str, float] = field(default_factory=dict)
+    kv_tokens: by the kinds of `paged.kv_cache.policy.Usage`.
+    policy: `policy_figures`.
+    adapters: names of those on the device.
+    """
+
+    running: int = described(0, "requests that run")
+    waiting: int = described(0, "requests that wait")
+    kv_bytes: Mapping[str, int] = _gauges("pool", "KV memory in use, by pool")
+    kv_bytes_total: Mapping[str, int] = _gauges("pool", "KV memory that there is, by pool")
+    kv_tokens: Mapping[str, int] = _gauges("kind", "KV memory in tokens, by what it serves for")
+    policy: Mapping[str, float] = _gauges(
+        "figure", "what the KV policy saves, of the requests that run"
+    )
+    adapters: frozenset[str] = field(
+        default=frozenset(),
+        metadata={"help": "adapters on the device", "name": "resident_adapters"},
+    )
 
 
 class Tally:

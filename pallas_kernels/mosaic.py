@@ -2,7 +2,9 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 from unittest import mock
 
 import jax
@@ -19,32 +21,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import backend
 
 __all__ = [
-    "copy_async",
-    "interpreted",
-    "interpreting",
-    "is_barrier",
-    "is_shared_memory",
-    "kernel",
-    "kernel_seconds",
-    "loop_constants",
-    "mma",
-    "multiply_add",
-    "pl",
-    "plgpu",
-    "product_but",
-    "product_of_registers",
-    "products_left",
-    "reduced_rows",
-    "reduces_rows",
-    "reduction_scratch",
-    "store",
-    "sub_jaxprs",
-    "swizzled",
-    "tiled",
-    "viewed",
-    "wait_copies",
+    "copy_async", "in_runs", "interpreted", "interpreting", "is_barrier", "is_shared_memory",
+    "kernel", "kernel_seconds", "loop_constants", "mma", "multiply_add", "pl", "plgpu",
+    "product_but", "product_of_registers", "products_left", "reduced_rows", "reduces_rows",
+    "reduction_scratch", "store", "sub_jaxprs", "swizzled", "tiled", "viewed", "wait_copies",
     "whole_product",
-]
+]  # fmt: skip
 
 _interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
 _installed_architecture = _mosaic_utils._infer_arch
@@ -59,16 +41,40 @@ def _architecture() -> tuple[int, int]:
 _mosaic_utils._infer_arch = _architecture
 
 
-def kernel(body: Callable, **options) -> Callable:
-    """`plgpu.kernel` with this library's compiler parameters, interpreted where there is no GPU."""
+def kernel(
+    body: Callable, name: str, *, out_type: Any = (), scratch: Mapping[str, Any] | None = None,
+    **options,
+) -> Callable:  # fmt: skip
+    """`plgpu.kernel` with this library's compiler parameters, interpreted where there is no GPU.
+
+    Operands, outputs and scratch memory may be pytrees: `body` gets references in their place,
+    those of scratch memory by name.
+    """
     params = plgpu.CompilerParams(approx_math=True)
     interpret = plgpu.InterpretGPUParams() if backend.current_gpu() is None else None
-    made = plgpu.kernel(body, compiler_params=params, interpret=interpret, **options)
+    scratch = scratch or {}
+    scratch_types, scratch_tree = jax.tree.flatten(list(scratch.values()))
+    outputs = out_type if isinstance(out_type, list | tuple) else (out_type,)
+    out_types, out_tree = jax.tree.flatten(tuple(outputs))
 
-    def call(*arrays):
+    def call(*operands):
+        arrays, tree = jax.tree.flatten(operands)
+        ends = len(arrays), len(arrays) + len(out_types)
+
+        def run(*refs):
+            found = dict(zip(scratch, scratch_tree.unflatten(refs[ends[1] :]), strict=True))
+            outs = out_tree.unflatten(refs[ends[0] : ends[1]])
+            body(*tree.unflatten(refs[: ends[0]]), *outs, **found)
+
+        run.__name__ = name
         # With 64 bits a Python number would be no partner of the kernel's own ones.
         with jax.enable_x64(False):
-            return made(*arrays)
+            results = plgpu.kernel(
+                run, out_type=tuple(out_types), scratch_types=scratch_types, compiler_params=params,
+                interpret=interpret, **options,
+            )(*arrays)  # fmt: skip
+        results = out_tree.unflatten(results)
+        return results if outputs is out_type else results[0]
 
     return call
 
@@ -180,6 +186,17 @@ def reduced_rows(kind: str, x, scratch_ref):
         return x.reduce(kind, 0, scratch_ref)
 
     return reduce(x, scratch_ref)
+
+
+def in_runs(first, count, most: int, copy: Callable) -> None:
+    """copy(row, run) for rows `first` to `first + count - 1`, at most 127 and `most`, in runs of
+    powers of two: the length of a TMA is static. Its source in shared memory must not be tiled."""
+    row = first
+    for run in (64, 32, 16, 8, 4, 2, 1):
+        if run <= most:
+            part = count & run
+            pl.when(part != 0)(functools.partial(copy, row, run))
+            row += part
 
 
 # The next four functions serve GPUs before Hopper. The interpreter knows neither cp.async nor mma.

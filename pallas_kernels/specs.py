@@ -143,6 +143,11 @@ def reference(op: Callable, options: Mapping[str, Any], arguments: Arrays) -> An
     return jax.jit(partial(op, implementation="reference", **options))(**arguments)
 
 
+def some[T](named: Mapping[str, T], small: bool) -> Mapping[str, T]:
+    """Named shapes to check: if `small`, those of the bundled model alone."""
+    return {"small": named["bundled"]} if small else named
+
+
 def without_padding(arguments: Arrays, results: Results) -> Results:
     """Of a ragged batch: rows behind the last sequence may hold anything."""
     return [x[: arguments["query_starts"][-1]] for x in results]

@@ -9,10 +9,16 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experiments import report, reproduce
+from experiments.lib import run_record
 from experiments.lib.shipped import ROOT
+from models.checkpoint import load_config
+from paged.config import EngineConfig
+from paged.kv_cache.dense import device
+from paged.kv_cache.policy import ShardedModel
 
 RESULTS = ROOT / report.RESULTS
 PAGES = [
@@ -194,7 +200,7 @@ def test_flags_of_results_name_no_path_of_a_machine():
     flags = [(each["study"], each["flags"]) for each in reports if each and "study" in each]
     assert flags
     for study, given in flags:
-        values = [str(value) for value in report._flat(given).values()]
+        values = [str(value) for value in run_record.flat(given).values()]
         assert not [value for value in values if value.startswith("/")], study
 
 
@@ -252,6 +258,15 @@ def test_the_example_study_runs(tmp_path):
     study = runpy.run_path(str(ROOT / "docs/examples/longest_context.py"))["STUDY"]
     assert study.write(study.at("full"), tmp_path) == 0
     assert json.loads((tmp_path / "report.json").read_text())["holds"]
+
+
+def test_the_picture_of_a_step_has_the_devices_slot_mapping():
+    example = runpy.run_path(str(ROOT / "docs/examples/step_as_data.py"))
+    inputs, model = example["step"](), load_config("bundled")
+    policy = device(EngineConfig(page_size=example["P"]), ShardedModel.split(model))
+    *_, plan = policy.begin_step(policy.init(), inputs)
+    real = np.asarray(plan.written)
+    assert (np.asarray(plan.slot_mapping)[real, 0] == example["slot_mapping"](inputs)[real]).all()
 
 
 @pytest.mark.slow

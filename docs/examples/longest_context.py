@@ -58,7 +58,6 @@ STUDY = Study(
     holds=lambda v: v["tokens_a100-80"] > 2 * v["tokens_a100-40"],
     setting=Setting("Llama-3-8B, one sequence", "no paper's", "paper"),
     flags=ContextFlags,
-    row=Row,
     measure=measure,
     values=values,
     draw=draw,

@@ -24,16 +24,16 @@ from tqdm import tqdm
 from experiments.bench.host_work import (
     LONGEST_PROMPT,
     MODES,
-    PARTS,
     Load,
+    calls_of,
     copy_us,
     engine_config,
     make_case,
     microseconds,
-    parts_us,
+    peak_kib_of,
     times_of,
-    work,
 )
+from experiments.lib import plots
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Setting, Study, Values
 
@@ -62,19 +62,14 @@ class HostFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """One case. Microseconds a step; parts are medians measured apart, with their own overhead.
-    calls: Python and C functions called a step. peak_kib: allocated within a step. floor_us: of a
-    fresh copy of the input_bytes that a step sends, over all cases."""
+    """One case. Microseconds a step. calls: Python and C functions called a step. peak_kib:
+    allocated within a step. floor_us: of a fresh copy of the input_bytes that a step sends, over
+    all cases."""
 
     mode: str
     pool: int
     median_us: float
     p99_us: float
-    schedule_us: float
-    build_us: float
-    update_us: float
-    records_us: float
-    rest_us: float
     calls: float
     peak_kib: float
     min_running: int
@@ -115,13 +110,14 @@ def measure(flags: HostFlags, _) -> Iterator[Row]:
             floors.append(floor)
     for case in cases:
         rng = np.random.default_rng([flags.seed, flags.rounds])
-        parts = {f"{part}_us": us for part, us in parts_us(case, load, rng).items()}
-        calls, peak_kib = work(case, load, rng)
+        calls, peak_kib = (
+            float(np.median(times_of(case, load, rng, around)))
+            for around in (calls_of, peak_kib_of)
+        )
         yield Row(
             case.mode, case.pool, float(np.median(case.times_us)),
-            float(np.percentile(case.times_us, 99)), **parts, calls=calls, peak_kib=peak_kib,
-            min_running=min(case.running), steps=len(case.times_us),
-            floor_us=float(np.median(floors)), input_bytes=size,
+            float(np.percentile(case.times_us, 99)), calls, peak_kib, min(case.running),
+            len(case.times_us), float(np.median(floors)), size,
         )  # fmt: skip
 
 
@@ -150,22 +146,13 @@ def values(_: HostFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: HostFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Time over the pool's size, and its parts at the largest."""
-    over_pool, parts = figure.subplots(1, 2)
-    for mode in MODES:
-        mine = of(rows, mode)
-        over_pool.plot([r.pool for r in mine], [r.median_us for r in mine], "o-", label=mode)
-    over_pool.axhline(TARGET_US, color="#888888", linestyle="--", label="target")
-    over_pool.axhline(rows[0].floor_us, color="#888888", linestyle=":", label="floor")
-    over_pool.set(xscale="log", ylim=(0, None), xlabel="blocks in the pool", ylabel="µs a step")
-    bottom = np.zeros(len(MODES))
-    for part in PARTS:
-        heights = [getattr(of(rows, mode)[-1], f"{part}_us") for mode in MODES]
-        parts.bar(MODES, heights, bottom=bottom, label=part)
-        bottom += heights
-    parts.set(ylabel="µs a step, measured by parts")
-    for axes in (over_pool, parts):
-        axes.legend(frameon=False)
+    """Time over the pool's size."""
+    axes = figure.subplots()
+    plots.lines(axes, rows, "pool", "median_us", "mode", "blocks in the pool", "µs a step")
+    axes.axhline(TARGET_US, color="#888888", linestyle="--", label="target")
+    axes.axhline(rows[0].floor_us, color="#888888", linestyle=":", label="floor")
+    axes.set(xscale="log", ylim=(0, None))
+    axes.legend(frameon=False)
 
 
 STUDY = Study(
@@ -181,7 +168,6 @@ STUDY = Study(
     setting=Setting("256 sequences, pools of up to 10^6 blocks, a device that costs nothing", "",
                     "paper"),
     flags=HostFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

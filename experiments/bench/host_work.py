@@ -8,7 +8,6 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,6 @@ from paged.validation import check_model
 
 LONGEST_PROMPT = 32
 MODES = ("plain", "prefix_caching", "full_cache", "churn")
-PARTS = ("schedule", "build", "update", "records", "rest")
 MODEL = ModelConfig(vocab_size=512, max_position_embeddings=1 << 20)
 
 
@@ -185,104 +183,30 @@ def microseconds(step: Callable) -> float:
     return 1e6 * (time.perf_counter() - began)
 
 
-class Stopwatch:
-    """Microseconds by part of a step, each without the parts within it."""
-
-    def __init__(self, engine: Engine):
-        self.by_part: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        self._open = ["rest"]
-        self._since = 0.0
-        watched: dict[str, tuple[tuple[Any, str], ...]] = {
-            "schedule": ((engine.scheduler, "decodes"), (engine.scheduler, "schedule")),
-            "build": ((engine.loop, "_dispatch"),),
-            "update": ((engine.loop, "_take_in"),),
-            "records": (
-                (engine.event_log, "schedule"), (engine.event_log, "admit"),
-                (engine.event_log, "step"), (engine.host_policy, "usage"),
-                (engine.host_policy, "drain_operations"),
-            ),
-        }  # fmt: skip
-        self._watched = [
-            (part, owner, name) for part, places in watched.items() for owner, name in places
-        ]
-
-    def __enter__(self) -> "Stopwatch":
-        for part, owner, method in self._watched:
-            setattr(owner, method, self._timed(part, getattr(owner, method)))
-        return self
-
-    def __exit__(self, *_) -> None:
-        for _part, owner, method in self._watched:
-            delattr(owner, method)  # the class's own shows again
-
-    def _timed(self, part: str, function: Callable) -> Callable:
-        def timed(*args, **kwargs):
-            self._lap()
-            self._open.append(part)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._lap()
-                self._open.pop()
-
-        return timed
-
-    def _lap(self) -> None:
-        now = time.perf_counter()
-        self.by_part[self._open[-1]] += 1e6 * (now - self._since)
-        self._since = now
-
-    def step(self, step: Callable) -> float:
-        """Run a step; the sum of its parts, which are in `by_part`."""
-        self.by_part = dict.fromkeys(PARTS, 0.0)
-        self._since = time.perf_counter()
-        step()
-        self._lap()
-        return sum(self.by_part.values())
-
-
-def parts_us(case: Case, load: Load, rng: np.random.Generator) -> dict[str, float]:
-    """Medians over steps of each part."""
-    laps = []
-    with Stopwatch(case.engine) as watch:
-
-        def around(step: Callable) -> float:
-            total = watch.step(step)
-            laps.append(list(watch.by_part.values()))
-            return total
-
-        times_of(case, load, rng, around)
-    return dict(zip(PARTS, np.median(laps, axis=0).tolist()))
-
-
-def work(case: Case, load: Load, rng: np.random.Generator) -> tuple[float, float]:
-    """Functions called a step, and the KiB that it allocates at its peak: medians over steps."""
-    count = 0.0
+def calls_of(step: Callable) -> float:
+    """Functions of Python and C that a step calls."""
+    count = 0
 
     def note(_frame, event: str, _argument) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
-    def calls(step: Callable) -> float:
-        nonlocal count
-        count = 0.0
-        sys.setprofile(note)
-        try:
-            step()
-        finally:
-            sys.setprofile(None)
-        return count
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
 
-    def peak(step: Callable) -> float:
-        tracemalloc.start()
-        try:
-            step()
-            return tracemalloc.get_traced_memory()[1] / 1024
-        finally:
-            tracemalloc.stop()
 
-    median_calls, median_peak = (np.median(times_of(case, load, rng, f)) for f in (calls, peak))
-    return float(median_calls), float(median_peak)
+def peak_kib_of(step: Callable) -> float:
+    """KiB that a step allocates at its peak."""
+    tracemalloc.start()
+    try:
+        step()
+        return tracemalloc.get_traced_memory()[1] / 1024
+    finally:
+        tracemalloc.stop()
 
 
 def copy_us(inputs: StepInputs) -> tuple[float, int]:

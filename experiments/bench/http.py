@@ -64,7 +64,6 @@ class HttpFlags(ExecutorFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("request_rates")
         if self.num_requests > self.server.max_pending:
             raise ValueError(
                 f"--num_requests={self.num_requests} may all be pending: "
@@ -75,11 +74,10 @@ class HttpFlags(ExecutorFlags):
 @dataclass(frozen=True)
 class Row:
     """A trace served once. Times are seconds from a request's arrival, as the engine has them where
-    it is alone and as the client has them otherwise. server_*: means of what the server saw.
-    cpu_ms_per_token: of all processes; client_cpu_ms_per_token: of it the client's. lost: tokens
-    that are not the engine's. Of clients that left early, `requests` in number: how many got no
-    whole answer; bytes of KV memory in use when all was over, less what was before; requests that
-    were left then; and `lost` of others, served meanwhile."""
+    it is alone and as the client has them otherwise. cpu_ms_per_token: of all processes. lost:
+    tokens that are not the engine's. Of clients that left early, `requests` in number: how many got
+    no whole answer; bytes of KV memory in use when all was over, less what was before; requests
+    that were left then; and `lost` of others, served meanwhile."""
 
     request_rate: float
     round: int
@@ -90,20 +88,14 @@ class Row:
     duration_s: float
     output_tokens_per_s: float
     cpu_ms_per_token: float
-    client_cpu_ms_per_token: float = 0.0
     lost: int = 0
     near_ties: int = 0
     ttft_p50_s: float | None = None
-    ttft_p90_s: float | None = None
     ttft_p99_s: float | None = None
     tpot_p50_s: float | None = None
-    tpot_p90_s: float | None = None
     tpot_p99_s: float | None = None
     whole_p50_s: float | None = None
-    whole_p90_s: float | None = None
     whole_p99_s: float | None = None
-    server_ttft_mean_s: float | None = None
-    server_tpot_mean_s: float | None = None
     cut: int | None = None
     leaked_bytes: int | None = None
     pending: int | None = None
@@ -150,10 +142,7 @@ class Bench:
         lost, ties = self.lost(expected, answers)
         return _row(
             trace, tokens, duration_s, after.cpu_s - before.cpu_s + client_s, seen, how=how,
-            lost=lost, near_ties=ties, client_cpu_ms_per_token=1e3 * client_s / max(1, tokens),
-            server_ttft_mean_s=after.mean_since(before, "paged_time_to_first_token_seconds"),
-            server_tpot_mean_s=after.mean_since(before, "paged_time_per_output_token_seconds"),
-            **of_row,
+            lost=lost, near_ties=ties, **of_row,
         )  # fmt: skip
 
     def lost(self, expected: Sequence[RequestOutput], answers: Sequence[Answer]) -> tuple[int, int]:
@@ -179,7 +168,7 @@ def _row(
 ) -> Row:  # fmt: skip
     for name, seconds in seen.items():
         found = report.distribution(seconds) or {}
-        of_row |= {f"{name}_{p}_s": float(found[p]) for p in ("p50", "p90", "p99") if found}
+        of_row |= {f"{name}_{p}_s": float(found[p]) for p in ("p50", "p99") if found}
     return Row(
         requests=len(trace), last_arrival_s=trace[-1].arrival_s, output_tokens=tokens,
         duration_s=duration_s, output_tokens_per_s=tokens / duration_s,
@@ -343,12 +332,10 @@ def draw(_: HttpFlags, figure: Figure, rows: Sequence[Row]) -> None:
     bars.set(ylabel="output tokens/s", title="highest rate")
     for axes, (name, title) in zip(times, (("ttft", "first token"), ("tpot", "per output token"))):
         for how in HOWS:
-            seconds = [
-                getattr(at(rows, min, how)[0], f"{name}_{p}_s") for p in ("p50", "p90", "p99")
-            ]
+            seconds = [getattr(at(rows, min, how)[0], f"{name}_{p}_s") for p in ("p50", "p99")]
             if None not in seconds:
                 axes.plot(
-                    ["p50", "p90", "p99"], [1e3 * t for t in seconds], "o-", color=colours[how],
+                    ["p50", "p99"], [1e3 * t for t in seconds], "o-", color=colours[how],
                     label="engine's own" if how == OFFLINE else f"client, {how}",
                 )  # fmt: skip
         axes.set(ylim=(0, None), ylabel="ms", title=f"{title}, lowest rate")
@@ -366,7 +353,6 @@ STUDY = Study(
     holds=holds,
     setting=Setting("the bundled model (1.5M), Alpaca-like requests on this machine", "", "paper"),
     flags=HttpFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

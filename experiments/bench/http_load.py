@@ -75,16 +75,11 @@ def get(port: int, path: str) -> str:
 
 @dataclass(frozen=True)
 class Told:
-    """What /metrics says. seconds: sum and number of what a histogram has seen, by its name."""
+    """What /metrics says."""
 
     kv_bytes: float
     pending: float
     cpu_s: float
-    seconds: dict[str, tuple[float, float]]
-
-    def mean_since(self, before: "Told", name: str) -> float | None:
-        total, count = (now - then for now, then in zip(self.seconds[name], before.seconds[name]))
-        return total / count if count else None
 
 
 def told(port: int) -> Told:
@@ -94,12 +89,10 @@ def told(port: int) -> Told:
             series, _, value = line.rpartition(" ")
             name = series.partition("{")[0]
             samples[name] = samples.get(name, 0.0) + float(value)
-    names = ("paged_time_to_first_token_seconds", "paged_time_per_output_token_seconds")
     return Told(
         kv_bytes=samples["paged_kv_bytes"],
         pending=samples["paged_running"] + samples["paged_waiting"],
         cpu_s=samples.get("process_cpu_seconds_total", 0.0),
-        seconds={name: (samples[f"{name}_sum"], samples[f"{name}_count"]) for name in names},
     )
 
 

@@ -144,7 +144,6 @@ class RaceFlags(Flags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("models")
         if len(self.prompt_tokens) != 2 or self.prompt_tokens[0] > self.prompt_tokens[1]:
             raise ValueError(
                 f"--prompt_tokens are the shortest and the longest, not {self.prompt_tokens}"

@@ -13,7 +13,7 @@ from typing import Any
 from experiments.lib.run_record import write_json_lines
 from experiments.lib.text_files import parse_json_line, read_lines, shown
 from models.checkpoint import DTYPES
-from paged.metrics import NO_TOKEN, RequestRecord, StepRecord
+from paged.metrics import RequestRecord, StepRecord
 
 Event = Mapping[str, Any]
 Kind = tuple[str, Callable[[Any], bool]]  # what a value must be, in words and as a test
@@ -22,10 +22,6 @@ Kind = tuple[str, Callable[[Any], bool]]  # what a value must be, in words and a
 def _list_of(kind: Kind) -> Kind:
     words, test = kind
     return f"a list, each {words}", lambda v: isinstance(v, list) and all(map(test, v))
-
-
-def _is_integer(value: Any) -> bool:
-    return type(value) is int
 
 
 def _is_number(value: Any) -> bool:
@@ -45,7 +41,7 @@ TRUTH: Kind = "true or false", lambda v: isinstance(v, bool)
 ANYTHING: Kind = "anything", lambda v: True
 DTYPE: Kind = f"one of {', '.join(DTYPES)}", lambda v: v in DTYPES
 OBJECT: Kind = "an object", lambda v: isinstance(v, dict)
-INTEGER: Kind = "a whole number", _is_integer
+INTEGER: Kind = "a whole number", lambda v: type(v) is int
 COUNT: Kind = "a whole number from 0", lambda v: type(v) is int and v >= 0
 COUNTS = _list_of(COUNT)
 NUMBER: Kind = "a number", _is_number
@@ -122,7 +118,8 @@ END = {"event": TEXT, "events": COUNT, "complete": TRUTH}
 class EventLog(list[dict]):
     """The events of a log file. complete: whether the run came to its end.
 
-    Construction raises ValueError, naming file and line, for events that no run can have written.
+    Construction raises ValueError, naming file and line, for what is no event. Whether a run can
+    have written the events shows when they are replayed.
     """
 
     def __init__(self, path: str | Path, events: Iterable[Any], complete: bool = True):
@@ -134,18 +131,22 @@ class EventLog(list[dict]):
         with self.at(0):
             if not self or self[0]["event"] != "engine":
                 raise ValueError("the log does not begin with the event 'engine'")
-            run = _Run(self[0])
         for number, event in enumerate(self[1:], 1):
-            with self.at(number):
-                run.go_on(event)
+            if event["event"] == "engine":
+                with self.at(number):
+                    raise ValueError("engine: a log has one, its first event")
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
-        """Let a ValueError say that it is about event `number`, counted from 0."""
+        """Let a ValueError say that it is about event `number`, counted from 0. Whatever else is
+        raised by what the log holds is one too: no run can have written it."""
+        where = f"{self.path}:{number + 1}"
         try:
             yield
         except ValueError as error:
-            raise ValueError(f"{self.path}:{number + 1}: {error}") from error
+            raise ValueError(f"{where}: {error}") from error
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"{where}: no run can have written this log ({error!r})") from error
 
 
 def write_log(
@@ -194,130 +195,3 @@ def _check_kinds(event: Event, kinds: Mapping[str, Kind]) -> None:
     for name, (words, test) in kinds.items():
         if not test(event[name]):
             raise ValueError(f"{name} must be {words}, not {shown(event[name])}")
-
-
-class _Run:
-    """What a log has told so far, as far as it bounds what may come next."""
-
-    def __init__(self, engine: Event):
-        slots, vocab_size = engine["config"].get("max_num_seqs"), engine["model"].get("vocab_size")
-        eos = engine["model"].get("eos_token_ids")
-        if not _is_integer(slots) or not _is_integer(vocab_size) or not isinstance(eos, list):
-            raise ValueError(
-                "engine: needs whole numbers config.max_num_seqs and model.vocab_size, and a list "
-                "model.eos_token_ids"
-            )
-        self.num_slots, self.vocab_size, self.num_eos = slots, vocab_size, len(eos)
-        self.round = self.num_steps = 0
-        self.unfinished: dict[str, Event] = {}  # arrivals
-        self.in_flight: dict[int, int] = {}  # rows of each step whose tokens are to come
-        self.last_step = -1  # whose tokens came
-        self.adapters: set[tuple[str, str]] = set()  # by name and content hash
-        self.loading: set[tuple[str, str]] = set()
-        self.may_skip_step = False  # a failure may have hit one before it was written down
-
-    def go_on(self, event: Event) -> None:
-        """Raise ValueError if the event cannot be the next one."""
-        kind = event["event"]
-        if kind == "engine":
-            raise ValueError("engine: a log has one, its first event")
-        try:
-            if "round" in event:
-                if event["round"] < self.round:
-                    raise ValueError(f"round {event['round']} comes after round {self.round}")
-                self.round = event["round"]
-            if kind == "arrival":
-                self._arrive(event)
-            elif "request_id" in event and event["request_id"] not in self.unfinished:
-                raise ValueError(f"there is no unfinished request {shown(event['request_id'])}")
-            if kind == "finish":
-                del self.unfinished[event["request_id"]]
-            elif kind == "failure":
-                self.unfinished.clear()
-                self.in_flight.clear()
-                self.may_skip_step = True
-                self.loading.clear()
-            elif kind == "admit":
-                self._check_slots(event["slots"])
-            elif kind in ("adapter", "load", "loaded"):
-                self._check_adapter(kind, event)
-            elif kind == "schedule":
-                self._schedule(event)
-            elif kind == "step":
-                self._take_in(event)
-            elif kind == "beams":
-                self._check_beams(event)
-        except ValueError as error:
-            raise ValueError(f"{kind}: {error}") from None
-
-    def _arrive(self, event: Event) -> None:
-        if event["request_id"] in self.unfinished:
-            raise ValueError(f"request {shown(event['request_id'])} is there and unfinished")
-        for tokens in (event["prompt"], *(each["tokens"] for each in event["known"])):
-            self._check_tokens(tokens)
-        self.unfinished[event["request_id"]] = event
-
-    def _check_adapter(self, kind: str, event: Event) -> None:
-        if kind == "adapter":
-            self.adapters.add((event["name"], event["content_hash"]))
-            return
-        which = event["adapter"], event["content_hash"]
-        if which not in self.adapters:
-            raise ValueError(f"there is no adapter {shown(which[0])} of that content")
-        if (which in self.loading) == (kind == "load"):
-            so = "already" if kind == "load" else "not"
-            raise ValueError(f"adapter {shown(which[0])} is {so} being loaded")
-        self.loading ^= {which}
-
-    def _schedule(self, event: Event) -> None:
-        number = event["step"]
-        if number < self.num_steps or (number > self.num_steps and not self.may_skip_step):
-            raise ValueError(f"step {number} is scheduled where {self.num_steps} must be")
-        rows = len(event["slots"])
-        self._check_slots(event["slots"])
-        if not rows == len(event["starts"]) == len(event["counts"]) > 0:
-            raise ValueError("slots, starts and counts must be equally many, and one at least")
-        if any(row >= rows for row in event["sources"]):
-            raise ValueError(f"sources must be below the number of rows, {rows}")
-        self.num_steps, self.may_skip_step = number + 1, False
-        self.in_flight[number] = rows
-
-    def _take_in(self, event: Event) -> None:
-        number = event["step"]
-        if number != min(self.in_flight, default=None):
-            raise ValueError(f"the tokens of step {number} are not those that come next")
-        rows = self.in_flight.pop(number)
-        self.last_step = number
-        for iteration in event["tokens"]:
-            if len(iteration) != rows:
-                raise ValueError(f"step {number} has {rows} rows, and {len(iteration)} tokens")
-            self._check_tokens(iteration, NO_TOKEN)
-
-    def _check_beams(self, event: Event) -> None:
-        if event["step"] != self.last_step:
-            raise ValueError(f"step {event['step']} is not the last, which is {self.last_step}")
-        before, sampling = event["before"], self.unfinished[event["request_id"]]["sampling"]
-        self._check_slots(before)
-        self._check_slots(event["slots"])
-        width, eos = sampling.get("beam_width"), 0 if sampling.get("ignore_eos") else self.num_eos
-        if not _is_integer(width) or width < 2:
-            raise ValueError("its request is no beam search")
-        if not len(before) == len(event["candidates"]) == len(event["candidate_logprobs"]) > 0:
-            raise ValueError("before, candidates and candidate_logprobs must be equally many")
-        for tokens, logprobs in zip(event["candidates"], event["candidate_logprobs"]):
-            self._check_tokens(tokens)
-            if not len(set(tokens)) == len(tokens) == len(logprobs) == width + eos:
-                raise ValueError(f"each beam has {width + eos} distinct candidates")
-            if not all(abs(logprob) < 1e9 for logprob in logprobs):
-                raise ValueError("log-probabilities must be within ±1e9")
-        if len(event["parents"]) != len(event["slots"]) or not set(event["parents"]) <= set(before):
-            raise ValueError("parents must be slots of `before`, one for each of `slots`")
-
-    def _check_slots(self, slots: Sequence[int]) -> None:
-        if len(set(slots)) < len(slots) or any(slot >= self.num_slots for slot in slots):
-            raise ValueError(f"slots must be distinct and below {self.num_slots}")
-
-    def _check_tokens(self, tokens: Sequence[int], least: int = 0) -> None:
-        for token in tokens:
-            if not least <= token < self.vocab_size:
-                raise ValueError(f"token {token} is outside the vocabulary of {self.vocab_size}")

@@ -1,4 +1,7 @@
-"""Results at ±20 % of the constants that a simulated clock assumes: attention's and the host's."""
+"""Results at ±20 % of the constants that a simulated clock assumes: attention's and the host's.
+
+A result that turns over within these rests on constants that nothing here has measured.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +20,11 @@ CHANGES = {
 OF_ATTENTION = {"": 1.0} | {
     name: change["attention_knob"] for name, change in CHANGES.items() if "attention_knob" in change
 }
+# Factors on attention's and on the host's time, by name.
+FACTORS = {
+    "": (1.0, 1.0), "attention_0.8": (0.8, 1.0), "attention_1.2": (1.2, 1.0),
+    "host_0.8": (1.0, 0.8), "host_1.2": (1.0, 1.2),
+}  # fmt: skip
 TURNS = "knobs_that_turn_the_claim"
 
 

@@ -1,7 +1,7 @@
 """Pictures of a serving run: KV memory, queue, latency, step time."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -149,3 +149,15 @@ def lines(
         axes.plot([getattr(r, x) for r in mine], [getattr(r, y) for r in mine], "o-", label=value)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.legend(frameon=False, fontsize="small")
+
+
+def over_block_sizes(
+    axes: Axes, sizes: Sequence[int], curves: Mapping[str, Sequence[float]], ylabel: str
+) -> None:
+    """Curves over the block size in tokens, on the scale of vLLM's figures."""
+    for name, values in curves.items():
+        axes.plot(sizes, values, "o-", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set(xlabel="block size (tokens)", ylabel=ylabel, ylim=(0, None))
+    axes.legend(frameon=False)

@@ -84,7 +84,7 @@ def other_flags(output_dir: str | Path, flags: Any) -> str:
     if not path.exists():
         return ""
     try:
-        before, now = _flat(json.loads(path.read_bytes())["flags"]), _flat(plain(flags))
+        before, now = flat(json.loads(path.read_bytes())["flags"]), flat(plain(flags))
         names = sorted(before.keys() | now.keys())
     except (ValueError, KeyError, TypeError, AttributeError):
         return "it has none"
@@ -97,7 +97,7 @@ def other_flags(output_dir: str | Path, flags: Any) -> str:
     return "; ".join(differ[:3]) + "; …" * (len(differ) > 3)
 
 
-def _flat(flags: Mapping[str, Any]) -> dict[str, Any]:
+def flat(flags: Mapping[str, Any]) -> dict[str, Any]:
     """By name, those of parts too."""
     parts = [value for value in flags.values() if isinstance(value, Mapping)]
     return {name: x for each in (*parts, flags) for name, x in each.items() if x not in parts}

@@ -1,4 +1,4 @@
-"""Clusters of warm engines: on JAX's devices, or in Ray actors."""
+"""Clusters of engines: in simulated time, on JAX's devices, or in Ray actors."""
 
 from functools import partial
 from typing import Any
@@ -12,14 +12,36 @@ from models import checkpoint
 from models.config import ModelConfig
 from paged.cluster.live import LiveCluster
 from paged.cluster.ray_actors import RayRunner, import_ray
+from paged.cluster.simulated import SimulatedCluster
 from paged.cluster.threads import ThreadRunner
 from paged.config import EngineConfig
 from paged.engine import Engine
+from paged.simulator.executor import SimulatedExecutor
+from paged.simulator.step_cost import StepCost
 from paged.tensor_parallel import Shards
 
 
 def uuids(count: int) -> list[str]:
     return [f"gpu-{i:02}" for i in range(count)]
+
+
+def simulated(
+    model: ModelConfig, config: EngineConfig, cost: StepCost, count: int, dtype: str = "float32",
+    rebalance_s: float = 10.0, keep_outputs: bool = True,
+) -> SimulatedCluster:  # fmt: skip
+    """Engines over a cost model."""
+    engines = {
+        uuid: Engine(
+            model, config,
+            SimulatedExecutor(
+                cost, vocab_size=model.vocab_size, dtype=dtype, adapter_page_s=cost.adapter_page_s
+            ),
+        )
+        for uuid in uuids(count)
+    }  # fmt: skip
+    return SimulatedCluster(
+        engines, model, config, rebalance_s=rebalance_s, keep_outputs=keep_outputs
+    )
 
 
 def threads(

@@ -16,11 +16,15 @@ IS_OF = {int: (is_whole, "whole numbers"), float: (is_real, "numbers"), str: (is
 
 def flag[T](
     default: T, help: str, *, least: float | None = None, above: float | None = None,
-    most: float | None = None, choices: Any = None, path: bool = False,
+    most: float | None = None, choices: Any = None, path: bool = False, none: bool = False,
 ) -> T:  # fmt: skip
     """A field of `Flags`. least, above, most: bounds of a number, or of each number of a tuple.
-    choices: the values allowed. path: an input file or folder, the project's own by name."""
-    bounds = {"least": least, "above": above, "most": most, "choices": choices, "path": path}
+    choices: the values allowed. path: an input file or folder, the project's own by name. none:
+    whether a tuple may be empty that is not by default."""
+    bounds = {
+        "least": least, "above": above, "most": most, "choices": choices, "path": path,
+        "none": none,
+    }  # fmt: skip
     given = {
         name: value for name, value in bounds.items() if value is not None and value is not False
     }
@@ -65,15 +69,11 @@ class Flags:
         is_one, named = IS_OF[kind]
         if not isinstance(value, tuple) or not all(map(is_one, value)):
             raise refusal(f"--{field.name}", named, value)
+        if field.default and not value and "none" not in field.metadata:
+            raise ValueError(f"--{field.name} must name at least one")
         for each in value:
             if (allowed := _allowed(field.metadata, each)) is not None:
                 raise refusal(f"--{field.name}", f"{named}, each {allowed}", each)
-
-    def require_some(self, *names: str) -> None:
-        """Raise ValueError for a tuple that is empty."""
-        for name in names:
-            if not getattr(self, name):
-                raise ValueError(f"--{name} must name at least one")
 
 
 def parts_of(kind: type[Flags]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def study[F: AccuracyFlags](
     return Study(
         file, title=title, kind="not run", claim=claim,
         rule=f"the average over the tasks of {ours} at most {most_points:g} points below {first}",
-        setting=Setting(here, DIFFERS, "paper"), flags=flags, row=Row,
+        setting=Setting(here, DIFFERS, "paper"), flags=flags,
         measure=accuracy.measured(systems), values=lambda _, rows: scores(rows), holds=holds,
         paper=of_paper(paper), draw=draw, table=accuracy.table, check=check(systems), needs=NEEDS,
         command=command, minutes=minutes, tolerance=0.05, size=(10, 4.2),

@@ -37,11 +37,7 @@ def config_of(flags: AccuracyFlags, name: str, **changes: Any) -> EngineConfig:
     """
     if name not in SYSTEMS:
         raise ValueError(f"systems are of {', '.join(SYSTEMS)}, not {name!r}")
-    longest = flags.longest
-    given: dict[str, Any] = {
-        "max_num_seqs": 8, "max_prefills_per_step": 1, "max_num_batched_tokens": longest,
-        "kv_cache_tokens": 9 * longest, "chunked_prefill": False,
-    }  # fmt: skip
+    given = accuracy.whole_prompts(flags)
     given |= {key: value for key, value in _given(name).items() if key not in _OF_SIZE} | changes
     policy = policy_of(given.get("policy", VLLM))
     weights_hash = functools.partial(checkpoint.weights_hash, flags.model)

@@ -9,7 +9,9 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
+from matplotlib.patches import FancyBboxPatch
 
 from experiments.lib import run_record
 from experiments.lib.typed_flags import Flags
@@ -33,6 +35,13 @@ class Row:
     fact: str
     here: float
     figure_shows: float
+
+
+def box(axes: Axes, x: float, y: float, text: str, shade: str, width: float) -> None:
+    """A part of a system, by what it is called."""
+    axes.add_patch(FancyBboxPatch((x, y), width, 1.0, "round,pad=0.1", facecolor=shade, alpha=0.25,
+                                  edgecolor=shade))  # fmt: skip
+    axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize="small")
 
 
 def study(
@@ -68,6 +77,6 @@ def study(
     return Study(
         file, title=f"How it works, from runs ({paper})", kind="counted", claim=claim,
         rule="every count is that of the figure", holds=lambda v: v["facts_wrong"] == 0,
-        setting=Setting(here, "the paper's figures are drawings", "paper"), flags=Flags, row=Row,
+        setting=Setting(here, "the paper's figures are drawings", "paper"), flags=Flags,
         measure=measure, values=values, draw=draw, minutes=minutes, size=size,
     )  # fmt: skip

@@ -23,7 +23,9 @@ class PromptFlags(Flags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("prompts", "output")
+        for name in ("prompts", "output"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} must name at least one")
 
 
 def lines(wanted: Sequence[str], seed: int) -> list[str]:

@@ -109,8 +109,8 @@ class BlockTables:
         if len(grows):
             growing, growth = slots[grows], growth[grows]
             have = self.num_blocks[growing]
-            rows, before = np.repeat(growing, growth), np.cumsum(growth) - growth
-            columns = np.arange(len(rows)) + np.repeat(have - before, growth)
+            rows, before = growing.repeat(growth), growth.cumsum() - growth
+            columns = np.arange(len(rows)) + (have - before).repeat(growth)
             self.blocks[rows, columns] = self.pool.allocate(len(rows))
             self.num_blocks[growing] = have + growth
         self.num_tokens[slots] = np.maximum(self.num_tokens[slots], num_tokens)

@@ -110,7 +110,7 @@ def visible(contexts, new_tokens, windows: Sequence[int | None]) -> tuple[Any, A
     of so many `contexts` and `new_tokens` [..., S]; the mean over layers with these windows."""
     contexts, new_tokens = (np.asarray(x, np.int64) for x in (contexts, new_tokens))
     if not any(windows):  # as below, and faster
-        return (triangle(contexts) - triangle(contexts - new_tokens)) * 1.0, contexts * 1.0
+        return new_tokens * (2 * contexts - new_tokens + 1) / 2, contexts * 1.0
     pairs = seen = np.zeros(contexts.shape)
     for window, layers in Counter(windows).items():
         share, most = layers / len(windows), EVERYTHING if window is None else window
@@ -123,4 +123,4 @@ def visible(contexts, new_tokens, windows: Sequence[int | None]) -> tuple[Any, A
 
 def total(numbers, where) -> Any:
     """The sum of numbers [..., S] over the rows in which `where` [..., S] is true."""
-    return np.where(where, numbers, 0).sum(-1)
+    return np.vecdot(numbers, where)

@@ -10,7 +10,7 @@ from paged.requests.sequence import SequenceGroup
 class PrefillRoom:
     """The prefill rows of one step, under the limits of tokens and of rows.
 
-    refused: whether a sequence that runs found no room: then nobody new may enter.
+    refused: whether a sequence found no room: then nobody new may enter.
     in_chunks: whether a prompt has begun and not ended, for policies with a `staged_tile`.
     """
 
@@ -20,9 +20,12 @@ class PrefillRoom:
         self.refused, self.in_chunks = False, in_chunks
 
     def takes(self, length: int) -> bool:
-        """Whether a first chunk of a sequence of `length` tokens fits."""
+        """Whether a first chunk of a sequence of `length` tokens fits; nobody enters after one that
+        does not."""
         free_rows = len(self.rows) < self._config.max_prefills_per_step
-        return free_rows and self._chunk(0, length, self.budget) > 0
+        takes = free_rows and self._chunk(0, length, self.budget) > 0
+        self.refused |= not takes
+        return takes
 
     def _chunk(self, start: int, left: int, most: int) -> int:
         """Tokens of the next chunk of a sequence that has `left` after `start`, at most `most`."""

@@ -38,6 +38,11 @@ class Scheduler:
         self.slots = Slots(config.max_num_seqs, config.max_model_len, self._can.replays)
         self.waiting: deque[SequenceGroup] = deque()  # by arrival order
         self.running: list[SequenceGroup] = []  # by arrival order
+        # Whether no group that waits enters a next step that has the rows of the last one: until
+        # another group comes, or something is freed. In a step with fewer rows none enters either,
+        # unless the last one lacked room for a prompt.
+        self.nobody_enters = self.lacked_room = False
+        self._head_lacks_memory = False
         self._running_slots: np.ndarray | None = None
         self._beams: list[SequenceGroup] = []  # searches that run
         self._children = Children(self.slots)
@@ -55,12 +60,15 @@ class Scheduler:
         return self._running_slots
 
     def add(self, group: SequenceGroup) -> None:
+        # It is behind the head, but its adapter may have to be loaded.
+        self.nobody_enters &= self._head_lacks_memory and not self.config.adapter_slots
         self.waiting.append(group)
 
     def abort(self, group: SequenceGroup, reason: str = "abort") -> None:
         """End a group that waits or runs."""
         if group in self.waiting:
             self.waiting.remove(group)
+            self.nobody_enters = False
         for sequence in group.unfinished:
             self.finish(sequence, reason)
 
@@ -95,6 +103,7 @@ class Scheduler:
     def _release(self, sequence: Sequence, status: Status) -> None:
         self.slots.release(sequence, status)
         self._running_slots = None
+        self.nobody_enters = False
 
     def _ready(self, slots: np.ndarray) -> np.ndarray:
         """Those of running `slots` that compute one token in the next step: their newest one, after
@@ -226,17 +235,22 @@ class Scheduler:
         room = PrefillRoom(self.config, budget, in_chunks=bool(begun.any()))
         self._add_prefills(running, room)
 
-        admitted: list[SequenceGroup] = []
+        admitted, refused = list[SequenceGroup](), None
         # Requests wait in a step that preempts, or they would take what was just set free.
         closed = bool(preempted) or (self._can.static_batching and bool(self.running))
         most = self.config.max_overtakes
         for group in candidates(() if closed else self.waiting, self.gate, self.returning, most):
             if not self._admit(group, room):
+                refused = group
                 break
             admitted.append(group)
             decodes = np.append(decodes, self._start(group, room))
         for group in admitted:
             self.waiting.remove(group)
+        self.lacked_room = room.refused
+        head = self.waiting[0] if self.waiting else None
+        self._head_lacks_memory = refused is not None and refused is head and not room.refused
+        self.nobody_enters = not preempted and (not admitted or self._head_lacks_memory)
 
         if not room.rows and not len(decodes):
             assert not preempted, "preempted everything"
@@ -317,6 +331,8 @@ class Scheduler:
         s.tokens[good, known] = new
         s.known[good] = known + 1
         self._confirm(good)
+        if step.num_prefills and self.config.prefix_caching:
+            self.nobody_enters = False  # A prompt that waits may share these.
         return rows, tokens
 
     def advance_beams(self, group: SequenceGroup, moves: list[tuple[int, int]]) -> None:

@@ -126,6 +126,12 @@ class Slots:
         for count in (self.known, self.length, self.computed):
             count[slots] += steps
 
+    def dispatched(self, slots: np.ndarray) -> None:
+        """Note a step that is in flight, in which every one of `slots` [n] computes its newest
+        token."""
+        for count in (self.length, self.computed):
+            count[slots] += 1
+
     def acquire(self, sequence: Sequence) -> int:
         """Give `sequence` a slot, with nothing computed yet."""
         slot, group = self._free[-1], sequence.group

@@ -1,8 +1,16 @@
-"""The HTTP application: which path does what."""
+"""The HTTP application with its routes, and the process that serves it."""
 
+import asyncio
+import logging
+import os
+import resource
+import signal
+import socket
 from collections.abc import Collection
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
@@ -10,56 +18,51 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from paged.requests.stopping import decode
-from paged.server import errors, generate
-from paged.server.body import read
-from paged.server.chat import chat_prompt
-from paged.server.errors import ApiError, Json
-from paged.server.guard import Guard
+from paged.server import stream
+from paged.server.guard import BoundedHttp, Guard
 from paged.server.live import PAGE, Live
-from paged.server.schema import (
+from paged.server.openai_format import (
+    ApiError,
     Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Json,
     LoadAdapterRequest,
     TokenizeRequest,
 )
 from paged.server.service import Service
+from paged.server.validation import chat_tokens, read
 
-_ERROR = {
+log = logging.getLogger("paged.server")
+SPARE_FILES = 64  # beside connections: adapters, and pipes of engines in other processes
+NULLABLE = {"type": ["string", "null"]}
+ERROR_FIELDS = {
+    "message": {"type": "string"}, "type": {"type": "string"}, "param": NULLABLE, "code": NULLABLE,
+}  # fmt: skip
+ERROR = {
     "type": "object",
     "required": ["error"],
     "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
+        "error": {"type": "object", "required": [*ERROR_FIELDS], "properties": ERROR_FIELDS}
     },
 }
-_STATUS = {
-    400: "something is wrong with the request: `param` names the field",
-    401: "no API key, where the server wants one",
-    404: "no such model or path",
-    408: "the body came too slowly",
-    413: "the body is too large",
-    403: "not allowed on this server",
-    405: "no such method of this path",
-    429: "too many requests are pending: Retry-After says when there is room",
-    500: "the engine has failed",
-    503: "the server is shutting down",
-    504: "the request took too long",
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": ERROR}}}
+    for status, text in {
+        400: "something is wrong with the request: `param` names the field",
+        401: "no API key, where the server wants one",
+        404: "no such model or path",
+        408: "the body came too slowly",
+        413: "the body is too large",
+        403: "not allowed on this server",
+        405: "no such method of this path",
+        429: "too many requests are pending: Retry-After says when there is room",
+        500: "the engine has failed",
+        503: "the server is shutting down",
+        504: "the request took too long",
+    }.items()
 }
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": {"application/json": {"schema": _ERROR}}}
-    for status, text in _STATUS.items()
-}
-
 BODIES = (
     CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, LoadAdapterRequest,
 )  # fmt: skip
@@ -70,12 +73,12 @@ def create_app(service: Service, keys: Collection[str] = ()) -> FastAPI:
     """keys: if there are any, requests need one of them."""
     app = FastAPI(
         title="paged-jax", description="OpenAI's API over one paged engine, or many.",
-        docs_url=None, redoc_url=None, responses=REFUSALS,
+        docs_url=None, redoc_url=None, responses=ERRORS,
     )  # fmt: skip
     app.state.service = service
     app.add_middleware(Guard, service=service, keys=keys)
-    app.add_exception_handler(ApiError, errors.on_api_error)
-    app.add_exception_handler(HTTPException, errors.on_http_error)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
     _add_generation(app, service)
     _add_tokenization(app, service)
     _add_models(app, service)
@@ -85,15 +88,27 @@ def create_app(service: Service, keys: Collection[str] = ()) -> FastAPI:
     document["components"] = {"schemas": schemas["$defs"]}
     for operations in document["paths"].values():
         for operation in operations.values():
-            operation["responses"].pop("422", None)  # status 400 says what is wrong
+            operation["responses"].pop("422", None)  # status 400 instead
     for route in app.routes:  # after the OpenAPI document, which need not list HEAD
         if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
             route.methods.add("HEAD")
     return app
 
 
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, and bodies that cannot be read."""
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    return ApiError(error.status_code, message, headers=error.headers).response
+
+
 def _takes(body: type[Body]) -> dict[str, Any]:
-    """The request body in the OpenAPI document, for a path that parses it itself."""
+    """The body in the OpenAPI document, for a path that parses it itself."""
     content = {"application/json": {"schema": {"$ref": REF.format(model=body.__name__)}}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -105,11 +120,11 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", responses=streams, openapi_extra=_takes(CompletionRequest))
     async def completions(request: Request) -> Response:
-        return await generate.complete(service, request)
+        return await stream.complete(service, request)
 
     @app.post("/v1/chat/completions", responses=streams, openapi_extra=_takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        return await generate.chat(service, request)
+        return await stream.chat(service, request)
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
@@ -127,27 +142,25 @@ def _add_tokenization(app: FastAPI, service: Service) -> None:
 
 
 def _tokenized(service: Service, body: TokenizeRequest) -> Response:
-    if body.model is not None:
-        service.adapter(body.model)
+    service.adapter(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: either prompt or messages must be given", "prompt")
     if body.prompt is None:
-        tokens = chat_prompt(service, body)
+        tokens = chat_tokens(service, body)
     else:
         service.check_length(body.prompt, "prompt")
         special = body.add_special_tokens is not False
         tokens = service.tokenizer.encode(body.prompt, add_special_tokens=special)
-    longest = service.config.max_model_len
-    return Json({"tokens": tokens, "count": len(tokens), "max_model_len": longest})
+    limit = service.config.max_model_len
+    return Json({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
 
 def _detokenized(service: Service, body: DetokenizeRequest) -> Response:
-    if body.model is not None:
-        service.adapter(body.model)
-    most = service.model.vocab_size
+    service.adapter(body.model)
     for token in body.tokens:
-        if not 0 <= token < most:
-            message = f"tokens: {token} is outside the vocabulary [0, {most - 1}]"
+        if not 0 <= token < service.model.vocab_size:
+            vocabulary = f"[0, {service.model.vocab_size - 1}]"
+            message = f"tokens: {token} is outside the vocabulary {vocabulary}"
             raise ApiError(400, message, "tokens")
     return Json({"prompt": decode(service.tokenizer, body.tokens)})
 
@@ -204,3 +217,81 @@ def _add_operation(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         text = await service.metrics.text()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise ValueError where no server can listen, before an engine is made."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ValueError(f"--host={host} --port={port}: {error.strerror}") from None
+
+
+def connections_for(wanted: int) -> int:
+    """The number of connections that the process's limit of open files allows, of `wanted`. The
+    limit is raised first, as far as they need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    others = len(os.listdir("/dev/fd")) + SPARE_FILES
+    max_files = hard if hard != resource.RLIM_INFINITY else wanted + others
+    if soft != resource.RLIM_INFINITY and soft < wanted + others:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted + others, max_files), hard))
+    allowed = max(1, min(wanted, max_files - others))
+    if allowed < wanted:
+        log.warning(
+            "%d connections at a time, not %d: the process may have %d files open (ulimit -Hn)",
+            allowed, wanted, hard,
+        )  # fmt: skip
+    return allowed
+
+
+class Server(uvicorn.Server):
+    """The process. The first SIGTERM or SIGINT lets running requests end, within `drain_s`; new
+    ones are refused with status 503 meanwhile. The second signal ends the server at once.
+
+    stopped_by: the first signal.
+    """
+
+    def __init__(self, app: FastAPI, service: Service, host: str, port: int):
+        config = uvicorn.Config(
+            app, host=host, port=port, log_config=None, access_log=False, lifespan="off",
+            timeout_graceful_shutdown=5, http=BoundedHttp,
+            timeout_keep_alive=service.settings.head_timeout_s,
+        )  # fmt: skip
+        super().__init__(config)
+        self._service = service
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task | None = None
+        self.stopped_by: signal.Signals | None = None
+
+    async def startup(self, sockets=None) -> None:
+        self._loop = asyncio.get_running_loop()
+        connections = connections_for(self._service.settings.max_connections)
+        self.config.limit_concurrency = connections + 1  # uvicorn refuses at the limit itself.
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.stopped_by is not None or self._loop is None:
+            self.should_exit = self.force_exit = True
+            self.config.timeout_graceful_shutdown = 0  # force_exit still waits for connections.
+            return
+        self.stopped_by = signal.Signals(sig)
+        self.stop()
+
+    def stop(self) -> None:
+        """Drain and end, as after the first signal. Any thread may call it."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        if self._drain is None:
+            self._drain = asyncio.create_task(self._drained())
+
+    async def _drained(self) -> None:
+        await self._service.drain()
+        self.should_exit = True
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on, once it has started."""
+        return self.servers[0].sockets[0].getsockname()[1]

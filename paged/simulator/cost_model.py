@@ -156,7 +156,7 @@ class CostModel:
         assumed, on = self.assumed, self.machine
         memory = cost.bytes / (on.bandwidth * assumed.attention)
         compute = cost.flops / (on.flops * assumed.attention_compute)
-        start = np.where(np.greater(cost.bytes, 0), assumed.attention_start_s, 0.0)
+        start = (cost.bytes > 0) * assumed.attention_start_s
         return self.attention_knob * (start + np.maximum(memory, compute))
 
     def all_reduce_s(self, bytes_: float, gpus: int) -> float:

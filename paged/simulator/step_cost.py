@@ -147,7 +147,7 @@ class StepCost:
         held: [k, n, I] tokens that rows hold (`Layout.work`).
         """
         rows = contexts.shape[1]
-        attention_s = self.attention_s(contexts, np.ones_like(contexts), held)
+        attention_s = self.attention_s(contexts, np.ones(contexts.shape, np.int64), held)
         seconds = self.dense_s(rows, rows) + attention_s
         if tokens := int((adapters >= 0).sum()):
             seconds = seconds + self.adapters_s(adapters[adapters >= 0], tokens)
@@ -178,7 +178,7 @@ class StepCost:
         """Seconds of attention in all layers. Arguments are those of `Layout.work`; the result has
         their leading axes."""
         parts = self.layout.work(contexts, new_tokens, held).values()
-        layer = sum(self.costs.part_s(part) for part in parts if np.any(part.bytes))
+        layer = sum(self.costs.part_s(part) for part in parts)
         return self.model.shard.num_layers * layer
 
     def dense_s(self, tokens: int, sampled: int) -> float:

@@ -23,19 +23,8 @@ from pallas_kernels.block_sparse_attention.vertical_slash import (
 )
 
 __all__ = [
-    "BlockLists",
-    "Segments",
-    "Tiles",
-    "block_sparse_prefill_attention",
-    "first_in_list",
-    "hybrid_prefill_attention",
-    "last_queries",
-    "lists_of",
-    "plan_hybrid_prefill",
-    "segments_of",
-    "streaming_blocks",
-    "streaming_lists",
-    "tiles_of",
-    "vertical_slash_blocks",
+    "BlockLists", "Segments", "Tiles", "block_sparse_prefill_attention", "first_in_list",
+    "hybrid_prefill_attention", "last_queries", "lists_of", "plan_hybrid_prefill", "segments_of",
+    "streaming_blocks", "streaming_lists", "tiles_of", "vertical_slash_blocks",
     "vertical_slash_lists",
-]
+]  # fmt: skip

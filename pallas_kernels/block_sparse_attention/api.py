@@ -2,9 +2,10 @@
 
 import jax
 
+from pallas_kernels.arguments import sizes
+from pallas_kernels.attention.schedule import PrefillSchedule
 from pallas_kernels.block_sparse_attention.lists import BlockLists
 from pallas_kernels.paged_attention import paged_prefill_attention
-from pallas_kernels.paged_attention.schedule import PrefillSchedule
 
 
 def block_sparse_prefill_attention(
@@ -35,10 +36,7 @@ def block_sparse_prefill_attention(
     Returns [T, H, D] in q's dtype; padding rows hold any finite values. Raises ValueError if
     arguments do not fit together, or if the named implementation cannot run them.
     """
-    if pages_IxKxB.ndim != 3 or pages_IxKxB.shape[::2] != lists.blocks.shape:
-        raise ValueError(
-            f"lists {lists.blocks.shape} need pages [I, K, B], not {pages_IxKxB.shape}"
-        )
+    sizes(blocks=(lists.blocks, "I B"), pages=(pages_IxKxB, "I K B"))
     return paged_prefill_attention(
         q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, pages_IxKxB, lists.starts, lists.lengths,
         page_offset=page_offset, scale=scale, soft_cap=soft_cap, first_T=first_T,

@@ -16,15 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
+from pallas_kernels.arguments import check_groups, sizes
+from pallas_kernels.attention.schedule import PrefillSchedule, split_items, tiles_of_rows
 from pallas_kernels.block_sparse_attention.api import block_sparse_prefill_attention
 from pallas_kernels.block_sparse_attention.lists import BlockLists
 from pallas_kernels.paged_attention import paged_prefill_attention, prefill_sm90
 from pallas_kernels.paged_attention.api import refusal_of
-from pallas_kernels.paged_attention.schedule import (
-    PrefillSchedule,
-    split_items,
-    tiles_of_rows,
-)
 
 
 def plan_hybrid_prefill(
@@ -114,20 +111,17 @@ def hybrid_prefill_attention(
     Returns [T, H, D] in q's dtype; padding rows hold any finite values. Raises ValueError if
     arguments do not fit together, or if the named implementation cannot run them.
     """
-    H, K = q_TxHxD.shape[1], len(page_offset_K)
-    if H % K or list(dense_counts) != sorted({*dense_counts} & {*range(K + 1)}) or not dense_counts:
+    found = sizes(
+        q=(q_TxHxD, "T H D"), k_pages=(k_pages_NxPxD, "N P D"), v_pages=(v_pages_NxPxD, "N P D"),
+        lengths=(lengths_S, "S"), tables=(tables_SxM, "S M"), query_starts=(query_starts, "S+1"),
+        blocks=(lists.blocks, "I B"), pages=(pages_IxB, "I B"), page_offset=(page_offset_K, "K"),
+    )  # fmt: skip
+    K = found["K"]
+    check_groups(found["H"], K)
+    if list(dense_counts) != sorted({*dense_counts} & {*range(K + 1)}) or not dense_counts:
         raise ValueError(
-            f"page offsets of {K} KV heads must divide {H} query heads, and dense_counts be "
-            f"ascending numbers from 0 to {K}, not {dense_counts}"
+            f"dense_counts must be ascending numbers from 0 to {K}, not {dense_counts}"
         )
-    S = len(lengths_S)
-    if tables_SxM.shape[:1] != (S,) or tables_SxM.ndim != 2 or query_starts.shape != (S + 1,):
-        raise ValueError(
-            f"{S} sequences need tables [{S}, M] and query_starts [{S + 1}], "
-            f"not {tables_SxM.shape} and {query_starts.shape}"
-        )
-    if pages_IxB.shape != lists.blocks.shape:
-        raise ValueError(f"lists need pages [I, B] {lists.blocks.shape}, not {pages_IxB.shape}")
     refusal = refusal_of(prefill_sm90.refusal, q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
     run = backend.choose("hybrid_prefill_attention", HYBRID, implementation, refusal)
     return run(

@@ -6,27 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.block_sparse_attention.hybrid import (
-    HYBRID as IMPLEMENTATIONS,
-)
+from pallas_kernels.attention import tolerance
+from pallas_kernels.attention.schedule import PrefillSchedule
+from pallas_kernels.block_sparse_attention.hybrid import HYBRID as IMPLEMENTATIONS
 from pallas_kernels.block_sparse_attention.hybrid import (
     hybrid_prefill_attention,
     plan_hybrid_prefill,
 )
 from pallas_kernels.block_sparse_attention.lists import streaming_blocks, streaming_lists
-from pallas_kernels.paged_attention import balance, tolerance
+from pallas_kernels.paged_attention import balance
 from pallas_kernels.paged_attention import specs as paged_attention
-from pallas_kernels.paged_attention.schedule import PrefillSchedule
-from pallas_kernels.specs import (
-    HEADS,
-    Attention,
-    Cost,
-    Errors,
-    Heads,
-    Op,
-    Spec,
-    without_padding,
-)
+from pallas_kernels.specs import HEADS, Attention, Cost, Errors, Heads, Op, Spec, without_padding
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The public ops. They check shapes and choose an implementation."""
 
 from pallas_kernels import backend
+from pallas_kernels.arguments import sizes
 from pallas_kernels.kv_write import reference, write_sm90, xla
 from pallas_kernels.quantization import QuantizedPages
 
@@ -29,21 +30,14 @@ def write_kv(
     not fit together, if the pools have 2**31 slots or more, or if the named implementation cannot
     run them.
     """
-    T, K, D = k_TxKxD.shape
-    if k_pages_NxPxD.shape != v_pages_NxPxD.shape or k_pages_NxPxD.shape[2:] != (D,):
-        raise ValueError(
-            f"pools must both be [N, P, {D}] for keys {k_TxKxD.shape}, "
-            f"not {k_pages_NxPxD.shape} and {v_pages_NxPxD.shape}"
-        )
-    N, P, _ = k_pages_NxPxD.shape
+    found = sizes(
+        k=(k_TxKxD, "T K D"), v=(v_TxKxD, "T K D"), k_pages=(k_pages_NxPxD, "N P D"),
+        v_pages=(v_pages_NxPxD, "N P D"), slot_mapping=(slot_mapping_TxK, "T K"),
+    )  # fmt: skip
+    K, D, N, P = (found[letter] for letter in "KDNP")
     if N * P >= 2**31:
         raise ValueError(
             f"{N} pages of {P} tokens have {N * P} slots, and an int32 counts to 2**31 - 1"
-        )
-    if v_TxKxD.shape != (T, K, D) or slot_mapping_TxK.shape != (T, K):
-        raise ValueError(
-            f"keys {k_TxKxD.shape} need values of that shape and a slot mapping [{T}, {K}], "
-            f"not {v_TxKxD.shape} and {slot_mapping_TxK.shape}"
         )
     if isinstance(k_pages_NxPxD, QuantizedPages) or isinstance(v_pages_NxPxD, QuantizedPages):
         refusal: str | None = "it writes no quantised pages"
@@ -65,11 +59,9 @@ def copy_pages(pages_NxPxD, sources_C, destinations_C, *, implementation: str | 
     Returns the pool; a donated pool is written in place. Raises ValueError if the shapes do not fit
     together, or if the named implementation cannot run them.
     """
-    if sources_C.shape != destinations_C.shape or sources_C.ndim != 1:
-        raise ValueError(
-            f"sources and destinations must both be [C], "
-            f"not {sources_C.shape} and {destinations_C.shape}"
-        )
+    sizes(
+        pages=(pages_NxPxD, "N P D"), sources=(sources_C, "C"), destinations=(destinations_C, "C")
+    )
     refusal = write_sm90.unsupported(pages_NxPxD, [pages_NxPxD.shape[1:]])
     run = backend.choose("copy_pages", COPY, implementation or DEFAULT, refusal)
     return run(pages_NxPxD, sources_C, destinations_C)

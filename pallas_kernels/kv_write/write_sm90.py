@@ -39,7 +39,7 @@ def write(k_pages, v_pages, k, v, slot_mapping):
     N, P, D = k_pages.shape
     T, K, _ = k.shape
 
-    def write_kv(k_ref, v_ref, slots_ref, k_pool, v_pool, k_s, v_s, filled):
+    def write_kv(k_ref, v_ref, slots_ref, k_pool, v_pool, *, k_s, v_s, filled):
         t = lax.axis_index("t")
         plgpu.copy_gmem_to_smem(k_ref.at[t], k_s, filled)
         plgpu.copy_gmem_to_smem(v_ref.at[t], v_s, filled)
@@ -60,19 +60,16 @@ def write(k_pages, v_pages, k, v, slot_mapping):
     k_pool, v_pool = jax.new_ref(k_pages), jax.new_ref(v_pages)
     rows = plgpu.SMEM((K, D), k.dtype)
     kernel(
-        write_kv,
-        out_type=(),
-        grid=(T,),
-        grid_names=("t",),
-        scratch_types=(rows, rows, plgpu.Barrier(num_arrivals=2)),
-    )(k, v, slot_mapping, k_pool, v_pool)
+        write_kv, "write_kv", grid=(T,), grid_names=("t",),
+        scratch={"k_s": rows, "v_s": rows, "filled": plgpu.Barrier(num_arrivals=2)},
+    )(k, v, slot_mapping, k_pool, v_pool)  # fmt: skip
     return k_pool[...], v_pool[...]
 
 
 def copy(pages, sources, destinations):
     N, P, D = pages.shape
 
-    def copy_pages(sources_ref, destinations_ref, pool, page_s, filled):
+    def copy_pages(sources_ref, destinations_ref, pool, *, page_s, filled):
         c = lax.axis_index("c")
 
         @pl.when(destinations_ref[c] < N)
@@ -84,10 +81,7 @@ def copy(pages, sources, destinations):
 
     pool = jax.new_ref(pages)
     kernel(
-        copy_pages,
-        out_type=(),
-        grid=sources.shape,
-        grid_names=("c",),
-        scratch_types=(plgpu.SMEM((P, D), pages.dtype), plgpu.Barrier()),
-    )(sources.astype(jnp.int32), destinations.astype(jnp.int32), pool)
+        copy_pages, "copy_pages", grid=sources.shape, grid_names=("c",),
+        scratch={"page_s": plgpu.SMEM((P, D), pages.dtype), "filled": plgpu.Barrier()},
+    )(sources.astype(jnp.int32), destinations.astype(jnp.int32), pool)  # fmt: skip
     return pool[...]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
+from pallas_kernels.arguments import check_schedule, sizes
 from pallas_kernels.lora import reference, sgmv_sm90, xla
 from pallas_kernels.lora.segments import PAGE_RANKS, Segments
 from pallas_kernels.lora.work_items import SgmvSchedule, sgmv_schedule
@@ -60,13 +61,12 @@ def sgmv(
     the rank. Raises ValueError if arguments do not fit together, or if the named implementation
     cannot run them.
     """
-    _check("x", x_TxI, "a", a_LxNx16xI, segments, rank_pages_AxQ, num_rank_pages_A)
-    if a_LxNx16xI.shape[:3] != b_LxNx16xO.shape[:3] or b_LxNx16xO.ndim != 4:
-        raise ValueError(
-            f"b must be {[*a_LxNx16xI.shape[:3]]} by O as a is by I, not {b_LxNx16xO.shape}"
-        )
-    if not segments.slots.shape[0]:
-        return jnp.zeros((x_TxI.shape[0], b_LxNx16xO.shape[3]), x_TxI.dtype)
+    found = _check(
+        segments, rank_pages_AxQ, num_rank_pages_A, x=(x_TxI, "T I"), a=(a_LxNx16xI, "L N 16 I"),
+        b=(b_LxNx16xO, "L N 16 O"),
+    )  # fmt: skip
+    if not found["S"]:
+        return jnp.zeros((found["T"], found["O"]), x_TxI.dtype)
     v_dtype = jnp.dtype(x_TxI.dtype if v_dtype is None else v_dtype)
     _check_schedule(schedule, segments, x_TxI.shape[0])
     refusal = sgmv_sm90.unsupported(
@@ -95,10 +95,12 @@ def sgmv_shrink(
     Columns 16q to 16q + 15 are the product with the q-th page of the token's adapter, and zeros
     where the adapter has fewer pages. Arguments and errors are those of `sgmv`.
     """
-    _check("x", x_TxI, "a", a_LxNx16xI, segments, rank_pages_AxQ, num_rank_pages_A)
+    found = _check(
+        segments, rank_pages_AxQ, num_rank_pages_A, x=(x_TxI, "T I"), a=(a_LxNx16xI, "L N 16 I")
+    )
     v_dtype = jnp.dtype(x_TxI.dtype if v_dtype is None else v_dtype)
-    if not segments.slots.shape[0]:
-        return jnp.zeros((x_TxI.shape[0], rank_pages_AxQ.shape[1] * PAGE_RANKS), v_dtype)
+    if not found["S"]:
+        return jnp.zeros((found["T"], found["Q"] * PAGE_RANKS), v_dtype)
     refusal = sgmv_sm90.unsupported(rank_pages_AxQ, x_TxI.dtype, a=a_LxNx16xI)
     run = backend.choose("sgmv_shrink", SHRINK, implementation, refusal)
     return run(
@@ -122,16 +124,13 @@ def sgmv_expand(
     v: [T, Q * 16] as `sgmv_shrink` returns it; columns of pages that an adapter does not have are
     ignored. The other arguments and the errors are those of `sgmv`.
     """
-    R = rank_pages_AxQ.shape[-1] * PAGE_RANKS
-    if v_TxR.ndim != 2 or v_TxR.shape[1] != R:
-        raise ValueError(
-            f"v must be [T, {R}], {PAGE_RANKS} ranks for each of the pages in rank_pages "
-            f"{rank_pages_AxQ.shape}, not {v_TxR.shape}"
-        )
-    _check("v", v_TxR, "b", b_LxNx16xO, segments, rank_pages_AxQ, num_rank_pages_A)
+    found = _check(
+        segments, rank_pages_AxQ, num_rank_pages_A, b=(b_LxNx16xO, "L N 16 O"),
+        v=(v_TxR, f"T {rank_pages_AxQ.shape[-1] * PAGE_RANKS}"),
+    )  # fmt: skip
     dtype = jnp.dtype(v_TxR.dtype if dtype is None else dtype)
-    if not segments.slots.shape[0]:
-        return jnp.zeros((v_TxR.shape[0], b_LxNx16xO.shape[3]), dtype)
+    if not found["S"]:
+        return jnp.zeros((found["T"], found["O"]), dtype)
     refusal = sgmv_sm90.unsupported(rank_pages_AxQ, v_TxR.dtype, b=b_LxNx16xO)
     run = backend.choose("sgmv_expand", EXPAND, implementation, refusal)
     return run(
@@ -139,37 +138,21 @@ def sgmv_expand(
     )  # fmt: skip
 
 
-def _check(name, x, weights_name, weights, segments, rank_pages, num_rank_pages) -> None:
-    if x.ndim != 2 or 0 in x.shape:
-        raise ValueError(f"{name} must have two axes, none empty, not {x.shape}")
-    if weights.ndim != 4 or weights.shape[2] != PAGE_RANKS or 0 in weights.shape:
-        raise ValueError(
-            f"{weights_name} must be [L, N, {PAGE_RANKS}, width], none empty, not {weights.shape}"
-        )
-    if name == "x" and x.shape[1] != weights.shape[3]:
-        raise ValueError(f"x {x.shape} and a {weights.shape} must have the same last axis")
-    if rank_pages.ndim != 2 or 0 in rank_pages.shape:
-        raise ValueError(f"rank_pages must be [A, Q], no axis empty, not {rank_pages.shape}")
-    if num_rank_pages.shape != rank_pages.shape[:1]:
-        raise ValueError(
-            f"rank_pages {rank_pages.shape} need num_rank_pages [{rank_pages.shape[0]}], "
-            f"not {num_rank_pages.shape}"
-        )
-    S = segments.slots.shape
-    if len(S) != 1 or not segments.starts.shape == segments.ends.shape == S:
-        raise ValueError(
-            f"slots, starts and ends must all be [S], "
-            f"not {S}, {segments.starts.shape} and {segments.ends.shape}"
-        )
-    if S[0] and segments.count.shape != (1,):
-        raise ValueError(f"count must be [1], not {segments.count.shape}")
+def _check(segments, rank_pages, num_rank_pages, **arrays) -> dict[str, int]:
+    found = sizes(
+        **arrays, rank_pages=(rank_pages, "A Q"), num_rank_pages=(num_rank_pages, "A"), empty=False
+    )
+    of_runs = {name: (getattr(segments, name), "S") for name in ("slots", "starts", "ends")}
+    found |= sizes(**of_runs)
+    if found["S"]:
+        sizes(count=(segments.count, "1"))
+    return found
 
 
 def _check_schedule(schedule, segments, T: int) -> None:
+    check_schedule(schedule, SgmvSchedule)
     if schedule is None:
         return
-    if not isinstance(schedule, SgmvSchedule):
-        raise ValueError(f"schedule must be a SgmvSchedule or None, not {type(schedule)}")
     wanted = jax.eval_shape(lambda segments: sgmv_schedule(segments, T), segments)
     if jax.tree.map(jnp.shape, schedule) != jax.tree.map(jnp.shape, wanted):
         raise ValueError(

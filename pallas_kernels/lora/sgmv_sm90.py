@@ -24,8 +24,9 @@ from jax import lax
 
 from pallas_kernels import backend
 from pallas_kernels.lora.segments import PAGE_RANKS, pages_held
-from pallas_kernels.lora.work_items import ALIGNMENT, ROWS, RUNS, padded, sgmv_schedule
-from pallas_kernels.mosaic import kernel, pl, plgpu, swizzled, whole_product
+from pallas_kernels.lora.work_items import ROWS, padded, sgmv_schedule
+from pallas_kernels.mosaic import in_runs, kernel, pl, plgpu, swizzled, whole_product
+from pallas_kernels.ragged import ALIGNMENT
 
 CHUNKS = ROWS // PAGE_RANKS  # Chunks of a page that one product takes in the schedule of one token.
 TOKEN_CHUNKS = 8  # Chunks of a token that are copied at once: the columns of that product.
@@ -95,23 +96,21 @@ def _shrink(x, a, layer, schedule, rank_pages, num_rank_pages, v_dtype):
     items = schedule.items
     splits, steps_per_split = _split(items.shape[0] * Q, width // (CHUNKS * chunk))
 
-    def sgmv_shrink(*refs):
-        _shrink_items(*refs, steps_per_split=steps_per_split)
-
     parts = kernel(
-        sgmv_shrink,
+        partial(_shrink_items, steps_per_split=steps_per_split), "sgmv_shrink",
         out_type=jax.ShapeDtypeStruct((splits, rows, Q, CHUNKS * PAGE_RANKS), jnp.float32),
-        grid=(splits, Q, items.shape[0]),
-        grid_names=("split", "page", "item"),
-        scratch_types=(
-            plgpu.SMEM((STAGES, ROWS, chunk), x.dtype, transforms=swizzled(chunk)),
-            plgpu.SMEM((STAGES, PAGE_RANKS, chunk), x.dtype, transforms=swizzled(chunk)),
-            plgpu.SMEM((ROWS, PAGE_RANKS), jnp.float32),
-            plgpu.SMEM((ROWS,), jnp.float32),
+        grid=(splits, Q, items.shape[0]), grid_names=("split", "page", "item"),
+        scratch={
+            "rows_s": plgpu.SMEM((STAGES, ROWS, chunk), x.dtype, transforms=swizzled(chunk)),
+            "columns_s": plgpu.SMEM(
+                (STAGES, PAGE_RANKS, chunk), x.dtype, transforms=swizzled(chunk)
+            ),
+            "out_s": plgpu.SMEM((ROWS, PAGE_RANKS), jnp.float32),
+            "sums_s": plgpu.SMEM((ROWS,), jnp.float32),
             # In both schedules the rows come in as many copies, and what they are multiplied with
             # in one.
-            plgpu.Barrier(num_arrivals=CHUNKS + 1, num_barriers=STAGES),
-        ),
+            "filled": plgpu.Barrier(num_arrivals=CHUNKS + 1, num_barriers=STAGES),
+        },
     )(
         x, x.reshape(rows, width // chunk, chunk), a, items, rank_pages, num_rank_pages,
         jnp.asarray(layer, jnp.int32)[None],
@@ -135,7 +134,7 @@ def _split(blocks: int, steps: int) -> tuple[int, int]:
 
 def _shrink_items(
     x_ref, chunks_ref, a_ref, items_ref, pages_ref, num_pages_ref, layer_ref, out_ref,
-    rows_s, columns_s, out_s, sums_s, filled, *, steps_per_split: int,
+    *, rows_s, columns_s, out_s, sums_s, filled, steps_per_split: int,
 ):  # fmt: skip
     split, q = lax.axis_index("split"), lax.axis_index("page")
     slot, base, lo, hi, alone = (items_ref[lax.axis_index("item"), field] for field in range(5))
@@ -227,23 +226,19 @@ def _expand(v, b, layer, schedule, rank_pages, num_rank_pages, dtype):
     v = jnp.pad(v, ((0, rows - T), (0, 0)))
     items = schedule.items
 
-    def sgmv_expand(*refs):
-        _expand_items(*refs)
-
+    of_pages = swizzled(PAGE_RANKS)
     out = kernel(
-        sgmv_expand,
-        out_type=jax.ShapeDtypeStruct((rows, width), dtype),
-        grid=(width // tile, items.shape[0]),
-        grid_names=("tile", "item"),
-        scratch_types=(
-            plgpu.SMEM((Q, ROWS, PAGE_RANKS), v.dtype, transforms=swizzled(PAGE_RANKS)),
-            plgpu.SMEM((Q, PAGE_RANKS, tile), v.dtype, transforms=swizzled(PAGE_RANKS)),
-            plgpu.SMEM((ROWS, PART), dtype),
-            plgpu.SMEM((Q, PAGE_RANKS), v.dtype),
-            plgpu.SMEM((Q, PAGE_RANKS, tile), v.dtype),
-            plgpu.SMEM((tile,), dtype),
-            plgpu.Barrier(num_arrivals=2 * Q),
-        ),
+        _expand_items, "sgmv_expand", out_type=jax.ShapeDtypeStruct((rows, width), dtype),
+        grid=(width // tile, items.shape[0]), grid_names=("tile", "item"),
+        scratch={
+            "v_s": plgpu.SMEM((Q, ROWS, PAGE_RANKS), v.dtype, transforms=of_pages),
+            "b_s": plgpu.SMEM((Q, PAGE_RANKS, tile), v.dtype, transforms=of_pages),
+            "out_s": plgpu.SMEM((ROWS, PART), dtype),
+            "token_s": plgpu.SMEM((Q, PAGE_RANKS), v.dtype),
+            "page_s": plgpu.SMEM((Q, PAGE_RANKS, tile), v.dtype),
+            "row_s": plgpu.SMEM((tile,), dtype),
+            "filled": plgpu.Barrier(num_arrivals=2 * Q),
+        },
     )(
         v, b, items, rank_pages, num_rank_pages, jnp.asarray(layer, jnp.int32)[None]
     )  # fmt: skip
@@ -252,7 +247,7 @@ def _expand(v, b, layer, schedule, rank_pages, num_rank_pages, dtype):
 
 def _expand_items(
     v_ref, b_ref, items_ref, pages_ref, num_pages_ref, layer_ref, out_ref,
-    v_s, b_s, out_s, token_s, page_s, row_s, filled,
+    *, v_s, b_s, out_s, token_s, page_s, row_s, filled,
 ):  # fmt: skip
     slot, base, lo, hi, alone = (items_ref[lax.axis_index("item"), field] for field in range(5))
     Q, _, tile = page_s.shape
@@ -317,14 +312,10 @@ def _expand_items(
 def _store_rows(source, destination, base, lo, hi) -> None:
     """Copy rows lo to hi - 1 of a tile, which registers have written, to destination(rows)."""
     plgpu.commit_smem()
-    count, row = hi - lo, lo
-
-    def store(row, run):
-        plgpu.copy_smem_to_gmem(source.at[pl.ds(row, run)], destination(pl.ds(base + row, run)))
-
-    # The length of a TMA is static, so the rows are stored in runs of powers of two.
-    for run in RUNS:
-        part = count & run
-        pl.when(part != 0)(partial(store, row, run))
-        row += part
+    in_runs(
+        lo, hi - lo, ROWS,
+        lambda row, run: plgpu.copy_smem_to_gmem(
+            source.at[pl.ds(row, run)], destination(pl.ds(base + row, run))
+        ),
+    )  # fmt: skip
     plgpu.wait_smem_to_gmem(0)

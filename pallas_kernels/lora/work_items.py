@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.lora.segments import Segments, slot_of_tokens
+from pallas_kernels.ragged import ALIGNMENT, tiles
 
 ROWS = 64  # Tokens of a tile: the M of a wgmma.
-ALIGNMENT = 8  # A TMA starts at a multiple of so many rows: those of a swizzled tile.
-RUNS = (64, 32, 16, 8, 4, 2, 1)  # Any number of rows of a tile is a sum of some of them.
 
 
 @jax.tree_util.register_dataclass
@@ -53,16 +52,8 @@ def work_items(segments: Segments, T: int):
     S = segments.slots.shape[0]
     live = jnp.arange(S) < segments.count[0]
     begin, end = segments.starts, jnp.where(live, segments.ends, segments.starts)
-    aligned = begin // ALIGNMENT * ALIGNMENT
-    counts = jnp.where(end > begin, (end - aligned + ROWS - 1) // ROWS, 0)
-    counts_end = jnp.cumsum(counts)
-    # n rows take at most (n + ALIGNMENT - 1 + ROWS - 1) // ROWS tiles.
-    i = jnp.arange((T + min(S, T) * (ALIGNMENT + ROWS - 2)) // ROWS)
-    s = jnp.minimum(jnp.searchsorted(counts_end, i, side="right", method="compare_all"), S - 1)
-    first_row = aligned[s] + (i - (counts_end - counts)[s]) * ROWS
-    base = jnp.minimum(first_row, T - ROWS)  # A tile never leaves the array.
-    lo = jnp.maximum(begin[s], first_row) - base
-    hi = jnp.where(i < counts_end[-1], jnp.minimum(end[s], first_row + ROWS) - base, lo)
+    s, base, lo, hi, tile_is_live = tiles(begin, end, T, ROWS, most_runs=min(S, T))
+    hi = jnp.where(tile_is_live, hi, lo)
     slot = jnp.where(hi > lo, segments.slots[s], 0)
     alone = end[s] - begin[s] == 1
     return jnp.stack([slot, base, lo, hi, alone], axis=-1).astype(jnp.int32)

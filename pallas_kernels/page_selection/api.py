@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
+from pallas_kernels.arguments import sizes
+from pallas_kernels.attention.schedule import DecodeSchedule
 from pallas_kernels.page_selection import reference, select_sm90, write_sm90, xla
-from pallas_kernels.paged_attention.schedule import DecodeSchedule
 
 WRITE = {"reference": reference.write, "xla": xla.write, "mosaic_gpu": write_sm90.write}
 SELECT = {"reference": reference.select, "xla": xla.select, "mosaic_gpu": select_sm90.select}
@@ -75,17 +76,15 @@ def write_key_statistics(
     not fit together, if there are 2**31 slots or more, or if the named implementation cannot run
     them.
     """
-    T, K, D = k_TxKxD.shape
-    if statistics_NxCx2D.ndim != 3 or statistics_NxCx2D.shape[2] != 2 * D:
-        raise ValueError(f"statistics must be [N, C, {2 * D}], not {statistics_NxCx2D.shape}")
-    N, C, _ = statistics_NxCx2D.shape
+    found = sizes(
+        k=(k_TxKxD, "T K D"), statistics=(statistics_NxCx2D, "N C 2D"), slots=(slots_TxK, "T K")
+    )
+    N, C = found["N"], found["C"]
     if N * C * logical >= 2**31:
         raise ValueError(
             f"{N} pages of {C * logical} tokens have {N * C * logical} slots, and an int32 counts "
             "to 2**31 - 1"
         )
-    if slots_TxK.shape != (T, K):
-        raise ValueError(f"keys {k_TxKxD.shape} need slots [{T}, {K}], not {slots_TxK.shape}")
     refusal = write_sm90.refusal(k_TxKxD)
     run = backend.choose("write_key_statistics", WRITE, implementation or DEFAULT_WRITE, refusal)
     return run(statistics_NxCx2D, k_TxKxD, slots_TxK, runs, logical=logical)
@@ -134,17 +133,13 @@ def select_pages(
     rows that do not select. Raises ValueError if the shapes do not fit together, or if the named
     implementation cannot run them.
     """
-    R, _, D = q_RxGxD.shape
-    if statistics_NxCx2D.ndim != 3 or statistics_NxCx2D.shape[2] != 2 * D:
-        raise ValueError(f"statistics must be [N, C, {2 * D}], not {statistics_NxCx2D.shape}")
-    if tables_RxM.ndim != 2 or len(tables_RxM) != R or num_pages_R.shape != (R,):
-        raise ValueError(
-            f"{R} rows need tables [{R}, M] and num_pages [{R}], not {tables_RxM.shape} and "
-            f"{num_pages_R.shape}"
-        )
-    if not 1 <= count <= tables_RxM.shape[1]:
-        raise ValueError(f"count must be from 1 to {tables_RxM.shape[1]}, not {count}")
-    selects_R = jnp.ones(R, bool) if selects_R is None else selects_R
+    found = sizes(
+        q=(q_RxGxD, "R G D"), statistics=(statistics_NxCx2D, "N C 2D"), tables=(tables_RxM, "R M"),
+        num_pages=(num_pages_R, "R"),
+    )  # fmt: skip
+    if not 1 <= count <= found["M"]:
+        raise ValueError(f"count must be from 1 to {found['M']}, not {count}")
+    selects_R = jnp.ones(found["R"], bool) if selects_R is None else selects_R
     refusal = select_sm90.refusal(q_RxGxD, statistics_NxCx2D)
     run = backend.choose("select_pages", SELECT, implementation, refusal)
     return run(

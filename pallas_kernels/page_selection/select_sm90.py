@@ -13,15 +13,17 @@ row beside them, half of which mean nothing, 1/64 of the bytes at D = 128 and 16
 those of all rows of the table.
 """
 
-import functools
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.attention.pipeline import Ring, drain
+from pallas_kernels.attention.schedule import DecodeSchedule, decode_schedule
+from pallas_kernels.attention.tiles import LAYOUT, index_of
 from pallas_kernels.mosaic import kernel, pl, plgpu, store, swizzled, whole_product
-from pallas_kernels.paged_attention.schedule import DecodeSchedule, decode_schedule
-from pallas_kernels.paged_attention.tiles import LAYOUT, index_of
 
 ROWS = 128  # Rows of statistics in a tile.
 STAGES = 3  # Tiles under way, as the shared memory of two thread blocks allows at D = 128.
@@ -82,73 +84,58 @@ def _scores_of_rows(q, statistics, tables, schedule: DecodeSchedule):
     signs = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=1)
 
     def page_scores(
-        q_ref, statistics_ref, tables_ref, items_ref, block_items_ref, out_ref,
-        q_s, statistics_s, scores_s, q_filled, q_read, filled, read,
+        signs_ref, statistics_ref, tables_ref, items_ref, block_items_ref, out_ref,
+        *, signs_s, statistics_s, scores_s, queries, tiles,
     ):  # fmt: skip
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         first_item, end_item = block_items_ref[block], block_items_ref[block + 1]
-
-        def query_slot(item):
-            return lax.rem(item - first_item, QUERY_SLOTS)
+        queries = replace(queries, begin=first_item)
 
         @pl.when(warpgroup == 1)
         def fetch():
             def fetch_item(item, n):
                 row, begin, end, _, scored = (items_ref[item, field] for field in range(5))
-                slot = query_slot(item)
-                pl.when(item >= first_item + QUERY_SLOTS)(
-                    lambda: plgpu.barrier_wait(q_read.at[slot])
+                slot = queries.free(item)
+                plgpu.copy_gmem_to_smem(
+                    signs_ref.at[row], signs_s.at[slot], queries.filled.at[slot]
                 )
-                plgpu.copy_gmem_to_smem(q_ref.at[row], q_s.at[slot], q_filled.at[slot])
-                return lax.fori_loop(begin, end, functools.partial(fetch_tile, row, scored), n)
+                return lax.fori_loop(begin, end, partial(fetch_tile, row, scored), n)
 
             def fetch_tile(row, scored, tile, n):
-                slot = lax.rem(n, STAGES)
                 # All entries are read before the first copy, or each read would wait for a copy.
                 entries = [jnp.minimum(tile * pages + i, scored - 1) for i in range(pages)]
                 ids = [tables_ref[row, entry] for entry in entries]
-                pl.when(n >= STAGES)(lambda: plgpu.barrier_wait(read.at[slot]))
+                slot = tiles.free(n)
                 for i, page in enumerate(ids):
                     plgpu.copy_gmem_to_smem(
                         statistics_ref.at[page],
                         statistics_s.at[slot, pl.ds(i * 2 * C, 2 * C)],
-                        filled.at[slot],
+                        tiles.filled.at[slot],
                     )
                 return n + 1
 
-            n = lax.fori_loop(first_item, end_item, fetch_item, jnp.int32(0))
-            # No barrier may end with arrivals unseen.
-            lax.fori_loop(
-                jnp.maximum(n - STAGES, 0), n,
-                lambda n, _: plgpu.barrier_wait(read.at[lax.rem(n, STAGES)]), None,
-            )  # fmt: skip
-            lax.fori_loop(
-                jnp.maximum(end_item - QUERY_SLOTS, first_item), end_item,
-                lambda item, _: plgpu.barrier_wait(q_read.at[query_slot(item)]), None,
-            )  # fmt: skip
+            drain(lax.fori_loop(first_item, end_item, fetch_item, jnp.int32(0)), tiles)
+            drain(end_item, queries)
 
         @pl.when(warpgroup == 0)
         def compute():
             def run_item(item, n):
                 row, begin, end = (items_ref[item, field] for field in range(3))
-                slot = query_slot(item)
-                plgpu.barrier_wait(q_filled.at[slot])
-                n = lax.fori_loop(begin, end, functools.partial(step, row, q_s.at[slot]), n)
-                plgpu.barrier_arrive(q_read.at[slot])
+                signs = signs_s.at[queries.wait(item)]
+                n = lax.fori_loop(begin, end, partial(step, row, signs), n)
+                queries.hand_back(item)
                 return n
 
             def step(row, signs, tile, n):
-                slot = lax.rem(n, STAGES)
-                plgpu.barrier_wait(filled.at[slot])
+                tile_s = statistics_s.at[tiles.wait(n)]
                 largest, smallest = (
                     whole_product(
-                        (ROWS, columns),
-                        statistics_s.at[slot],
+                        (ROWS, columns), tile_s,
                         signs.at[pl.ds(first, columns)].transpose((1, 0)),
                     )
                     for first in (0, columns)
-                )
-                plgpu.barrier_arrive(read.at[slot])
+                )  # fmt: skip
+                tiles.hand_back(n)
                 turn = lax.rem(index_of(0, (ROWS, columns), 0), jnp.int32(2))
                 meant = jnp.where(turn == 0, largest, smallest)
                 store(scores_s.at[pl.ds(0, ROWS)], meant)
@@ -160,23 +147,19 @@ def _scores_of_rows(q, statistics, tables, schedule: DecodeSchedule):
 
             lax.fori_loop(first_item, end_item, run_item, jnp.int32(0))
 
-    M = tables.shape[1]
     return kernel(
-        page_scores,
-        out_type=jax.ShapeDtypeStruct((R, pl.cdiv(M, pages) * ROWS), jnp.float32),
-        grid=(len(schedule.block_items) - 1,),
-        grid_names=("block",),
-        num_threads=2,
-        thread_name="warpgroup",
-        scratch_types=(
-            plgpu.SMEM((QUERY_SLOTS, 2 * columns, D), q.dtype, transforms=swizzled(64)),
-            plgpu.SMEM((STAGES, ROWS, D), q.dtype, transforms=swizzled(64)),
+        page_scores, "page_scores",
+        out_type=jax.ShapeDtypeStruct((R, pl.cdiv(tables.shape[1], pages) * ROWS), jnp.float32),
+        grid=(len(schedule.block_items) - 1,), grid_names=("block",),
+        num_threads=2, thread_name="warpgroup",
+        scratch={
+            "signs_s": plgpu.SMEM((QUERY_SLOTS, 2 * columns, D), q.dtype, transforms=swizzled(64)),
+            "statistics_s": plgpu.SMEM((STAGES, ROWS, D), q.dtype, transforms=swizzled(64)),
             # The last row of a tile, which means nothing, has one that follows it too.
-            plgpu.SMEM((ROWS + TILE_ROWS, columns), jnp.float32),
-            plgpu.Barrier(num_barriers=QUERY_SLOTS), plgpu.Barrier(num_barriers=QUERY_SLOTS),
-            plgpu.Barrier(num_arrivals=pages, num_barriers=STAGES),
-            plgpu.Barrier(num_barriers=STAGES),
-        ),
+            "scores_s": plgpu.SMEM((ROWS + TILE_ROWS, columns), jnp.float32),
+            "queries": Ring.scratch(QUERY_SLOTS),
+            "tiles": Ring.scratch(STAGES, copies=pages),
+        },
     )(
         signs, statistics.reshape(N, 2 * C, D), tables, schedule.items, schedule.block_items
     )  # fmt: skip

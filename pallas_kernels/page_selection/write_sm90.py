@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.attention.tiles import LAYOUT
 from pallas_kernels.mosaic import kernel, pl, plgpu, store
-from pallas_kernels.paged_attention.tiles import LAYOUT
 
 
 def refusal(k) -> str | None:
@@ -56,10 +56,7 @@ def write(statistics, k, slots, runs, *, logical):
         pl.when(written & ~sets)(lambda: put(read(largest_ref), read(smallest_ref)))
 
     pool = jax.new_ref(statistics.reshape(N * C, 2 * D))
-    kernel(
-        write_statistics,
-        out_type=(),
-        grid=(len(first), K),
-        grid_names=("run", "head"),
-    )(k, slots, first, counts, pool)
+    kernel(write_statistics, "write_statistics", grid=(len(first), K), grid_names=("run", "head"))(
+        k, slots, first, counts, pool
+    )
     return pool[...].reshape(statistics.shape)

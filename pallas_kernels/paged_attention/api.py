@@ -6,19 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.paged_attention import (
-    decode_sm80,
-    decode_sm90,
-    prefill_sm90,
-    quantized_sm90,
-    quantized_tiles,
-    reference,
-    schedule,
-    split_kv,
-    xla,
-)
-from pallas_kernels.paged_attention.schedule import DecodeSchedule, PrefillSchedule
+from pallas_kernels.arguments import check_groups, check_options, check_schedule, integers, sizes
+from pallas_kernels.attention import schedule, split_kv
+from pallas_kernels.attention.schedule import DecodeSchedule, PrefillSchedule
+from pallas_kernels.paged_attention import decode_sm80, decode_sm90, prefill_sm90, reference, xla
 from pallas_kernels.quantization import KVFormat, QuantizedPages
+from pallas_kernels.quantized_attention import decode_sm90 as quantized_sm90
+from pallas_kernels.quantized_attention import sections
+from pallas_kernels.quantized_attention.sections import Section
 
 DECODE: dict[str, Callable] = {
     "reference": reference.decode,
@@ -32,11 +27,7 @@ DECODE_QUANTISED: dict[str, Callable] = {
     "mosaic_gpu": quantized_sm90.decode_pages,
 }
 DECODE_REFUSALS = {"mosaic_gpu": decode_sm90.refusal, "mosaic_gpu_ampere": decode_sm80.refusal}
-PREFILL = {
-    "reference": reference.prefill,
-    "xla": xla.prefill,
-    "mosaic_gpu": prefill_sm90.prefill,
-}
+PREFILL = {"reference": reference.prefill, "xla": xla.prefill, "mosaic_gpu": prefill_sm90.prefill}
 
 
 def plan_decode(
@@ -58,13 +49,12 @@ def plan_decode(
     Returns None where the implementation works without one. Raises ValueError if lengths are not
     [S, K].
     """
-    if lengths_SxK.ndim != 2:
-        raise ValueError(f"lengths must be [S, K], not {lengths_SxK.shape}")
+    sizes(lengths=(lengths_SxK, "S K"))
     if not backend.runs_kernels(implementation):
         return None
     if format is not None:
-        section = quantized_tiles.section_of(format, page_size)
-        return quantized_tiles.schedule_of((lengths_SxK,), [section], sliding_window)
+        section = Section.of_page(format, format, page_size)
+        return sections.schedule_of((lengths_SxK,), [section], sliding_window)
     tile = split_kv.tile_tokens(head_dim, dtype)
     return schedule.decode_schedule(lengths_SxK, tile, sliding_window)
 
@@ -138,23 +128,22 @@ def paged_attention(
     The kernels have no derivative. Raises ValueError if arguments do not fit together, or if the
     named implementation cannot run them.
     """
-    K = _check_pools(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM)
-    S, H, D = q_SxHxD.shape
-    _check_options(scale, sliding_window, soft_cap)
-    if tables_SxKxM.shape[0] != S or lengths_SxK.shape != (S, K):
-        raise ValueError(
-            f"{S} queries need tables [{S}, K, M] and lengths [{S}, {K}], "
-            f"not {tables_SxKxM.shape} and {lengths_SxK.shape}"
-        )
+    found = sizes(
+        q=(q_SxHxD, "S H D"), k_pages=(k_pages_NxPxD, "N P D"), v_pages=(v_pages_NxPxD, "N P D"),
+        tables=(tables_SxKxM, "S K M"), lengths=(lengths_SxK, "S K"), empty=False,
+    )  # fmt: skip
+    S, K, D = (found[letter] for letter in "SKD")
+    check_groups(found["H"], K)
+    check_options(scale, soft_cap, sliding_window)
     q_SxHxD, k_pages_NxPxD, v_pages_NxPxD = map(_array, (q_SxHxD, k_pages_NxPxD, v_pages_NxPxD))
-    tables_SxKxM, lengths_SxK = _integers(tables=tables_SxKxM, lengths=lengths_SxK)
-    _check_schedule(schedule, DecodeSchedule)
+    tables_SxKxM, lengths_SxK = integers(tables=tables_SxKxM, lengths=lengths_SxK)
+    check_schedule(schedule, DecodeSchedule)
     if schedule is not None and len(schedule.items) - len(schedule.merges) != S * K:
         raise ValueError(f"the schedule is not one of {S} sequences and {K} KV heads")
     quantised = [isinstance(x, QuantizedPages) for x in (k_pages_NxPxD, v_pages_NxPxD)]
     if all(quantised) and implementation != "mosaic_gpu_ampere":
         implementations = DECODE_QUANTISED
-        refusal = quantized_tiles.refusal_of_pages(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
+        refusal = sections.refusal_of_pages(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
     else:
         implementations, refuse = DECODE, DECODE_REFUSALS.get(implementation or "mosaic_gpu")
         refusal = refusal_of(refuse, q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
@@ -202,21 +191,20 @@ def paged_prefill_attention(
     Returns [T, H, D] in q's dtype; padding rows hold any finite values. Raises ValueError if
     arguments do not fit together, or if the named implementation cannot run them.
     """
-    S = tables_SxKxM.shape[0]
-    K = _check_pools(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM)
-    _check_options(scale, sliding_window, soft_cap)
-    if query_starts.shape != (S + 1,) or lengths_S.shape != (S,):
-        raise ValueError(
-            f"tables of {S} sequences need query_starts [{S + 1}] and lengths [{S}], "
-            f"not {query_starts.shape} and {lengths_S.shape}"
-        )
+    found = sizes(
+        q=(q_TxHxD, "T H D"), k_pages=(k_pages_NxPxD, "N P D"), v_pages=(v_pages_NxPxD, "N P D"),
+        tables=(tables_SxKxM, "S K M"), query_starts=(query_starts, "S+1"),
+        lengths=(lengths_S, "S"), empty=False,
+    )  # fmt: skip
+    check_groups(found["H"], found["K"])
+    check_options(scale, soft_cap, sliding_window)
     q_TxHxD, k_pages_NxPxD, v_pages_NxPxD = map(_array, (q_TxHxD, k_pages_NxPxD, v_pages_NxPxD))
-    tables_SxKxM, query_starts, lengths_S = _integers(
+    tables_SxKxM, query_starts, lengths_S = integers(
         tables=tables_SxKxM, query_starts=query_starts, lengths=lengths_S
     )
     refusal = refusal_of(prefill_sm90.refusal, q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
     refusal, skips = _skips(first_T, refusal)
-    _check_schedule(schedule, PrefillSchedule)
+    check_schedule(schedule, PrefillSchedule)
     lists = schedule is not None and schedule.key_tiles is not None
     if lists and (refusal or not backend.runs_kernels(implementation)):
         raise ValueError(f"a list of key tiles needs a kernel: {refusal or 'none is chosen'}")
@@ -224,7 +212,7 @@ def paged_prefill_attention(
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
     return run(
         q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxKxM, query_starts, lengths_S,
-        page_offset=_offset(page_offset, K), scale=scale, sliding_window=sliding_window,
+        page_offset=_offset(page_offset, found["K"]), scale=scale, sliding_window=sliding_window,
         soft_cap=soft_cap, schedule=schedule, **skips,
     )  # fmt: skip
 
@@ -247,46 +235,8 @@ def refusal_of(refuse, q, k_pages, v_pages, *more) -> str | None:
     return refuse and refuse(q, k_pages, v_pages, *more)
 
 
-def _integers(**arrays) -> tuple:
-    """JAX arrays of int32, of NumPy arrays and of other integers too."""
-    for name, x in arrays.items():
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name} must be integers, not {x.dtype}")
-    return tuple(jnp.asarray(x, jnp.int32) for x in arrays.values())
-
-
-def _check_schedule(schedule, kind: type) -> None:
-    if schedule is not None and not isinstance(schedule, kind):
-        raise ValueError(f"schedule must be a {kind.__name__} or None, not {type(schedule)}")
-
-
 def _offset(page_offset, K: int) -> jax.Array:
     offset = jnp.asarray(page_offset, jnp.int32)
     if offset.shape not in ((), (K,)):
         raise ValueError(f"page_offset must be a scalar or [{K}], not {offset.shape}")
     return offset
-
-
-def _check_pools(q, k_pages, v_pages, tables) -> int:
-    for name, x in (("queries", q), ("pools", k_pages), ("tables", tables)):
-        if len(x.shape) != 3 or 0 in x.shape:
-            raise ValueError(f"{name} must have three axes, none empty, not {x.shape}")
-    _, H, D = q.shape
-    if k_pages.shape != v_pages.shape or k_pages.shape[-1] != D:
-        raise ValueError(
-            f"pools must both be [N, P, {D}] for queries of head dim {D}, "
-            f"not {k_pages.shape} and {v_pages.shape}"
-        )
-    if H % tables.shape[1]:
-        raise ValueError(
-            f"tables must be [S, K, M] with K dividing the {H} query heads, not {tables.shape}"
-        )
-    return tables.shape[1]
-
-
-def _check_options(scale, sliding_window, soft_cap) -> None:
-    if sliding_window is not None and not 1 <= sliding_window < 2**31:
-        raise ValueError(f"sliding_window must be from 1 to 2^31 - 1, not {sliding_window}")
-    for name, value in (("scale", scale), ("soft_cap", soft_cap)):
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} must be positive, not {value}")

@@ -3,12 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import prefill_rows, prefill_sm90, quantized_tiles, split_kv
-from pallas_kernels.paged_attention.schedule import (
-    DecodeSchedule,
-    PrefillSchedule,
-    multiprocessors,
-)
+from pallas_kernels.attention import split_kv
+from pallas_kernels.attention.schedule import DecodeSchedule, PrefillSchedule, multiprocessors
+from pallas_kernels.paged_attention import prefill_rows, prefill_sm90
+from pallas_kernels.quantized_attention import sections
 from pallas_kernels.specs import Attention, Heads
 from pallas_kernels.tools.balance import Balance, balance
 
@@ -30,8 +28,8 @@ def of_rows(tiles_R, schedule: DecodeSchedule, heads: Heads, kv_bytes: int) -> B
 def of_decode(shapes: Attention, schedule: DecodeSchedule, lengths_SxK) -> Balance:
     tile = split_kv.tile_tokens(shapes.heads.D, jnp.dtype(shapes.dtype))
     if shapes.format:
-        section = quantized_tiles.section_of(shapes.format, shapes.page_size)
-        tile = quantized_tiles.pages_of_tile([section]) * shapes.page_size
+        section = sections.Section.of_page(shapes.format, shapes.format, shapes.page_size)
+        tile = sections.pages_of_tile([section]) * shapes.page_size
     lengths = np.asarray(lengths_SxK, np.int64).reshape(-1)
     first = np.maximum(lengths - (shapes.sliding_window or lengths), 0)
     kv_bytes = int((lengths - first).sum()) * 2 * shapes.kv_token_bytes

@@ -7,24 +7,15 @@ test replays the order of copies and waits to show that the kernel waits for its
 Floor: the 2 · tokens · K · D keys and values are read once, in the pools' dtype.
 """
 
-import functools
+from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic import (
-    copy_async,
-    mma,
-    pl,
-    plgpu,
-    store,
-    swizzled,
-    tiled,
-    wait_copies,
-)
-from pallas_kernels.paged_attention import schedule as schedules
-from pallas_kernels.paged_attention import split_kv, tiles
-from pallas_kernels.paged_attention.tiles import columns
+from pallas_kernels.attention import schedule as schedules
+from pallas_kernels.attention import split_kv, tiles
+from pallas_kernels.attention.tiles import columns
+from pallas_kernels.mosaic import copy_async, mma, pl, plgpu, store, swizzled, tiled, wait_copies
 
 COPIED_AT_ONCE = 128  # Elements, one for each thread.
 STAGE_BYTES = 64 * 1024  # Keys and values that a thread block has in flight.
@@ -40,9 +31,7 @@ def decode(
     q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap,
     schedule=None, returns_scores=False,
 ):  # fmt: skip
-    S, H, D = q.shape
-    _, P, _ = k_pages.shape
-    K, dtype = tables.shape[1], q.dtype
+    (_, H, D), P, K, dtype = q.shape, k_pages.shape[1], tables.shape[1], q.dtype
     G = H // K
     if G * D < COPIED_AT_ONCE:  # A single head of 64 elements is computed twice.
         found = decode(
@@ -64,15 +53,13 @@ def decode(
     after_values = [2 * n * copies for n in range(stages)] + after_keys[-1:]
 
     def paged_decode(
-        q_ref, k_ref, v_ref, tables_ref, items_ref, block_items_ref, offset_ref,
-        out_ref, lse_ref, partials_ref, lses_ref, *rest,
+        ins: split_kv.Inputs, outs: split_kv.Outputs, *, q_s, k_s, v_s, p_s, out_s
     ):  # fmt: skip
-        scores_ref = rest[0] if returns_scores else None
-        q_s, k_s, v_s, p_s, out_s = rest[returns_scores:]
         block = lax.axis_index("block")
+        k_ref, v_ref = ins.pools
 
         def run_item(item, _):
-            row, begin, end, place, length = (items_ref[item, field] for field in range(5))
+            row, begin, end, place, length = (ins.items[item, field] for field in range(5))
             first = schedules.first_token(length, sliding_window)
 
             def fetch(tile_index, pool, buffer):
@@ -80,8 +67,8 @@ def decode(
                 def _():
                     slot = lax.rem(tile_index - begin, stages)
                     pages = tiles.page_ids(
-                        tables_ref.at[row], lax.rem(row, K), tile_index * tile, tile, first, length,
-                        P, offset_ref,
+                        ins.tables.at[row], lax.rem(row, K), tile_index * tile, tile, first, length,
+                        P, ins.offset,
                     )  # fmt: skip
                     source = pl.ds(pl.multiple_of(lax.rem(tile_index * tile, P), rows), rows)
                     for i, page in enumerate(pages):
@@ -89,7 +76,7 @@ def decode(
 
             def wait(tile_index, newer_copies):
                 following = jnp.minimum(end - 1 - tile_index, len(newer_copies) - 1)
-                lax.switch(following, [functools.partial(wait_copies, n) for n in newer_copies])
+                lax.switch(following, [partial(wait_copies, n) for n in newer_copies])
 
             def step(q, tile_index, carry):
                 acc, top, total = carry
@@ -100,7 +87,7 @@ def decode(
                     mma(tiles.constant(0, (tile, N)), k, q), scale, soft_cap
                 )
                 fetch(tile_index + stages, k_ref, k_s)
-                if scores_ref is not None:
+                for scores_ref in outs.scores:
                     store(scores_ref.at[row, pl.ds(tile_index * tile, tile)], scores)
                 attended = split_kv.attended(tile_index, (tile, N), first, length)
                 probs, top, total, decay = split_kv.softmax_step(scores, top, total, attended)
@@ -117,36 +104,31 @@ def decode(
                 fetch(begin + i, k_ref, k_s)
                 fetch(begin + i, v_ref, v_s)
             for heads in _copied_at_once(G, D):
-                q_s[heads] = q_ref[row, heads]
+                q_s[heads] = ins.q[row, heads]
             q = plgpu.load(q_s.transpose((1, 0)), layout=RHS, optimized=False)
             acc, top, total = lax.fori_loop(
-                begin, end, functools.partial(step, q), split_kv.softmax_start(D, N)
+                begin, end, partial(step, q), split_kv.softmax_start(D, N)
             )
             state = acc, top, total.sum(axis=0)
-            write = functools.partial(_write, out_s, out_ref)
-            split_kv.end_item(state, row, place, write, lse_ref, partials_ref, lses_ref)
+            split_kv.end_item(state, row, place, _write, out_s, outs)
 
-        lax.fori_loop(block_items_ref[block], block_items_ref[block + 1], run_item, None)
+        lax.fori_loop(ins.block_items[block], ins.block_items[block + 1], run_item, None)
 
-    def write_merged(out_ref, row, attention, out_s):
-        _write(out_s, out_ref, row, attention)
-
+    row_s = plgpu.SMEM((D, N), jnp.float32)
     # Tiles are half a row wide, so that even for a page of 16 tokens each of the four warps copies
     # tiles of its own.
-    out_s = plgpu.SMEM((D, N), jnp.float32)
     stages_s = plgpu.SMEM((stages, tile, D), dtype, transforms=swizzled(D // 2))
     out, lse, scores = split_kv.launch(
-        paged_decode, write_merged, schedule,
-        q, (k_pages, v_pages), tables, page_offset=page_offset,
+        paged_decode, "paged_decode", _write, schedule, q, (k_pages, v_pages), tables,
+        page_offset=page_offset, row_s=row_s,
         scores=[split_kv.scores_shape(tables, P, tile, N)] * returns_scores,
-        write_scratch=(out_s,),
-        scratch_types=(
-            plgpu.SMEM((N, D), dtype), stages_s, stages_s,
-            plgpu.SMEM((tile, N), dtype, transforms=tiled(8)), out_s,
-        ),
+        scratch={
+            "q_s": plgpu.SMEM((N, D), dtype), "k_s": stages_s, "v_s": stages_s,
+            "p_s": plgpu.SMEM((tile, N), dtype, transforms=tiled(8)),
+            "out_s": row_s,
+        },
     )  # fmt: skip
-    scores = [split_kv.of_tokens(x, tables, lengths, H, P, sliding_window) for x in scores]
-    return out.reshape(S, H, D), lse, *scores
+    return out, lse, *[split_kv.of_tokens(x, tables, lengths, H, P, sliding_window) for x in scores]
 
 
 def _write(out_s, out_ref, row, attention_DxN):

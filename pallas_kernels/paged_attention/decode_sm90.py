@@ -6,15 +6,17 @@ all items of the block, as far as the stages of shared memory reach.
 Floor: the 2 · tokens · K · D keys and values are read once, in the pools' dtype.
 """
 
-import functools
+from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.attention import schedule as schedules
+from pallas_kernels.attention import split_kv, tiles
+from pallas_kernels.attention.pipeline import Ring, drain
+from pallas_kernels.attention.tiles import columns
 from pallas_kernels.mosaic import pl, plgpu, store, swizzled, whole_product
-from pallas_kernels.paged_attention import schedule as schedules
-from pallas_kernels.paged_attention import split_kv, tiles
-from pallas_kernels.paged_attention.tiles import LAYOUT, columns
 
 BLOCK_BYTES = 112 * 1024  # Of shared memory, so that a multiprocessor holds two blocks.
 QUERY_SLOTS = 2  # Items whose queries are in shared memory.
@@ -26,9 +28,7 @@ def decode(
     q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap,
     schedule=None, returns_scores=False,
 ):  # fmt: skip
-    S, H, D = q.shape
-    _, P, _ = k_pages.shape
-    K, dtype = tables.shape[1], q.dtype
+    (_, H, D), P, K, dtype = q.shape, k_pages.shape[1], tables.shape[1], q.dtype
     G = H // K
     N, tile = split_kv.padded_group(G), split_kv.tile_tokens(D, dtype)
     if schedule is None:
@@ -39,138 +39,96 @@ def decode(
     stages = (BLOCK_BYTES - others) // (2 * tile * row_bytes)
 
     def paged_decode(
-        q_ref, k_ref, v_ref, tables_ref, items_ref, block_items_ref, offset_ref,
-        out_ref, lse_ref, partials_ref, lses_ref, *rest,
+        ins: split_kv.Inputs, outs: split_kv.Outputs,
+        *, queries_s, q_s, k_s, v_s, p_s, out_s, queries, keys, values,
     ):  # fmt: skip
-        scores_ref = rest[0] if returns_scores else None
-        (
-            queries_s, q_s, k_s, v_s, p_s, out_s,
-            q_filled, q_read, k_filled, k_read, v_filled, v_read,
-        ) = rest[returns_scores:]  # fmt: skip
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        first_item, end_item = block_items_ref[block], block_items_ref[block + 1]
-
-        def query_slot(item):
-            return lax.rem(item - first_item, QUERY_SLOTS)
+        first_item, end_item = ins.block_items[block], ins.block_items[block + 1]
+        queries = replace(queries, begin=first_item)
 
         @pl.when(warpgroup == 1)
         def fetch():
             def fetch_item(item, n):
-                row, begin, end, _, length = (items_ref[item, field] for field in range(5))
+                row, begin, end, _, length = (ins.items[item, field] for field in range(5))
                 first = schedules.first_token(length, sliding_window)
-                slot = query_slot(item)
-                pl.when(item >= first_item + QUERY_SLOTS)(
-                    lambda: plgpu.barrier_wait(q_read.at[slot])
-                )
+                slot = queries.free(item)
                 plgpu.copy_gmem_to_smem(
-                    q_ref.at[row], queries_s.at[slot, pl.ds(0, G)], q_filled.at[slot]
+                    ins.q.at[row], queries_s.at[slot, pl.ds(0, G)], queries.filled.at[slot]
                 )
-                return lax.fori_loop(
-                    begin, end, functools.partial(fetch_tile, row, first, length), n
-                )
+                return lax.fori_loop(begin, end, partial(fetch_tile, row, first, length), n)
 
             def fetch_tile(row, first, length, tile_index, n):
-                slot = lax.rem(n, stages)
                 pages = tiles.page_ids(
-                    tables_ref.at[row], lax.rem(row, K), tile_index * tile, tile, first, length, P,
-                    offset_ref,
+                    ins.tables.at[row], lax.rem(row, K), tile_index * tile, tile, first, length, P,
+                    ins.offset,
                 )  # fmt: skip
                 source = pl.ds(pl.multiple_of(lax.rem(tile_index * tile, P), rows), rows)
-                for pool, buffer, filled, read in (
-                    (k_ref, k_s, k_filled, k_read),
-                    (v_ref, v_s, v_filled, v_read),
-                ):
-                    pl.when(n >= stages)(functools.partial(plgpu.barrier_wait, read.at[slot]))
+                for pool, buffer, ring in zip(ins.pools, (k_s, v_s), (keys, values)):
+                    slot = ring.free(n)
                     for i, page in enumerate(pages):
                         plgpu.copy_gmem_to_smem(
                             pool.at[page, source],
                             buffer.at[slot, pl.ds(i * rows, rows)],
-                            filled.at[slot],
+                            ring.filled.at[slot],
                         )
                 return n + 1
 
-            def drain(n, _):
-                plgpu.barrier_wait(k_read.at[lax.rem(n, stages)])
-                plgpu.barrier_wait(v_read.at[lax.rem(n, stages)])
-
             n = lax.fori_loop(first_item, end_item, fetch_item, jnp.int32(0))
-            # No barrier may end with arrivals unseen.
-            lax.fori_loop(jnp.maximum(n - stages, 0), n, drain, None)
-            lax.fori_loop(
-                jnp.maximum(end_item - QUERY_SLOTS, first_item), end_item,
-                lambda item, _: plgpu.barrier_wait(q_read.at[query_slot(item)]), None,
-            )  # fmt: skip
+            drain(n, keys, values)
+            drain(end_item, queries)
 
         @pl.when(warpgroup == 0)
         def compute():
             def run_item(item, n):
-                row, begin, end, place, length = (items_ref[item, field] for field in range(5))
+                row, begin, end, place, length = (ins.items[item, field] for field in range(5))
                 first = schedules.first_token(length, sliding_window)
-                slot = query_slot(item)
-                plgpu.barrier_wait(q_filled.at[slot])
-                # The only way from rows as they lie in memory to swizzled ones.
-                queries = plgpu.load(
-                    queries_s.at[slot].transpose((1, 0)), layout=LAYOUT, optimized=False
-                )
-                q_s.transpose((1, 0))[...] = queries
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(q_read.at[slot])
+                split_kv.queries_of(item, queries, queries_s, q_s)
                 n, acc, top, total = lax.fori_loop(
-                    begin, end, functools.partial(step, row, first, length),
+                    begin, end, partial(step, row, first, length),
                     (n, *split_kv.softmax_start(D, N)),
                 )  # fmt: skip
                 state = acc, top, total.sum(axis=0)
                 # The copy of the item before may still read.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                write = functools.partial(split_kv.write_row, out_s, out_ref)
-                split_kv.end_item(state, row, place, write, lse_ref, partials_ref, lses_ref)
+                split_kv.end_item(state, row, place, split_kv.begin_row, out_s, outs)
                 return n
 
             def step(row, first, length, tile_index, carry):
                 n, acc, top, total = carry
-                slot = lax.rem(n, stages)
-                plgpu.barrier_wait(k_filled.at[slot])
-                products = whole_product((tile, N), k_s.at[slot], q_s.transpose((1, 0)))
-                plgpu.barrier_arrive(k_read.at[slot])
+                products = whole_product((tile, N), k_s.at[keys.wait(n)], q_s.transpose((1, 0)))
+                keys.hand_back(n)
                 scores = split_kv.scores_of(products, scale, soft_cap)
-                if scores_ref is not None:
+                for scores_ref in outs.scores:
                     store(scores_ref.at[row, pl.ds(tile_index * tile, tile)], scores)
                 attended = split_kv.attended(tile_index, (tile, N), first, length)
                 probs, top, total, decay = split_kv.softmax_step(scores, top, total, attended)
                 p_s.transpose((1, 0))[...] = probs.astype(dtype)
-                plgpu.barrier_wait(v_filled.at[slot])
-                split_kv.clear_unheld(v_s.at[slot], tile_index, first, length)
+                values_s = v_s.at[values.wait(n)]
+                split_kv.clear_unheld(values_s, tile_index, first, length)
                 plgpu.commit_smem()
-                weighted = whole_product(
-                    (D, N), v_s.at[slot].transpose((1, 0)), p_s.transpose((1, 0))
-                )
-                plgpu.barrier_arrive(v_read.at[slot])
+                weighted = whole_product((D, N), values_s.transpose((1, 0)), p_s.transpose((1, 0)))
+                values.hand_back(n)
                 return n + 1, acc * columns(decay, (D, N)) + weighted, top, total
 
             lax.fori_loop(first_item, end_item, run_item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-    def write_merged(out_ref, row, attention, out_s):
-        split_kv.write_row(out_s, out_ref, row, attention)
-        plgpu.wait_smem_to_gmem(0)
-
+    row_s = plgpu.SMEM((N, D), dtype)
     stages_s = plgpu.SMEM((stages, tile, D), dtype, transforms=swizzled(64))
-    out_s = plgpu.SMEM((N, D), dtype)
-    filled = plgpu.Barrier(num_arrivals=max(1, tile // P), num_barriers=stages)
-    read = plgpu.Barrier(num_barriers=stages)
-    queries = plgpu.Barrier(num_barriers=QUERY_SLOTS)
     out, lse, scores = split_kv.launch(
-        paged_decode, write_merged, schedule,
-        q, (k_pages, v_pages), tables, page_offset=page_offset,
+        paged_decode, "paged_decode", split_kv.write_row, schedule, q, (k_pages, v_pages), tables,
+        page_offset=page_offset, row_s=row_s,
         scores=[split_kv.scores_shape(tables, P, tile, N)] * returns_scores,
-        write_scratch=(out_s,),
-        scratch_types=(
-            plgpu.SMEM((QUERY_SLOTS, N, D), dtype),
-            plgpu.SMEM((N, D), dtype, transforms=swizzled(64)), stages_s, stages_s,
-            plgpu.SMEM((N, tile), dtype, transforms=swizzled(64)), out_s,
-            queries, queries, filled, read, filled, read,
-        ),
+        scratch={
+            "queries_s": plgpu.SMEM((QUERY_SLOTS, N, D), dtype),
+            "q_s": plgpu.SMEM((N, D), dtype, transforms=swizzled(64)),
+            "k_s": stages_s, "v_s": stages_s,
+            "p_s": plgpu.SMEM((N, tile), dtype, transforms=swizzled(64)),
+            "out_s": row_s,
+            "queries": Ring.scratch(QUERY_SLOTS),
+            "keys": Ring.scratch(stages, copies=max(1, tile // P)),
+            "values": Ring.scratch(stages, copies=max(1, tile // P)),
+        },
         num_threads=2, thread_name="warpgroup",
     )  # fmt: skip
-    scores = [split_kv.of_tokens(x, tables, lengths, H, P, sliding_window) for x in scores]
-    return out.reshape(S, H, D), lse, *scores
+    return out, lse, *[split_kv.of_tokens(x, tables, lengths, H, P, sliding_window) for x in scores]

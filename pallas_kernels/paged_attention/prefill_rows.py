@@ -3,16 +3,16 @@
 A warpgroup has ROWS rows: as many queries of each of the query heads that share them, head by head.
 """
 
-from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic import kernel, pl, plgpu, store
-from pallas_kernels.paged_attention import tiles
-from pallas_kernels.paged_attention.schedule import ALIGNMENT
-from pallas_kernels.paged_attention.tiles import LAYOUT, NEG_INF, constant, rows
+from pallas_kernels.attention import split_kv
+from pallas_kernels.attention.tiles import NEG_INF, rows
+from pallas_kernels.mosaic import in_runs, kernel, pl, plgpu, store
+from pallas_kernels.ragged import ALIGNMENT
 
 ROWS = 64  # Rows of one warpgroup: the M of a wgmma.
 # Registers of a thread. Two computing warpgroups and a fetching one have together what the launch
@@ -39,48 +39,52 @@ def padded_rows(T: int, G: int) -> int:
     return max(T + -T % ALIGNMENT, 2 * queries_of_warpgroup(packed_heads(G, T)))
 
 
-def merge(schedule, partials, partial_lses, results, heads: int, queries: int):
-    """The results, with those of tiles that are in several items: the attention and, if there, the
-    log-sum-exp of items, that of an item of the tile."""
-    _, groups, _, _, D = partials.shape
+class Results(NamedTuple):
+    """What the kernel of prefill writes.
 
-    def merge_partials(merges_ref, items_ref, partials_ref, partial_lses_ref, out_ref, *refs):
-        *lses_ref, out_s = refs
+    out: the attention [T, H * D].
+    lse: of each item its rows' log-sum-exp [I, groups, 2, ROWS], or None.
+    partials, partial_lses: both of items that are parts of a tile of rows, by place: [places,
+        groups, 2, ROWS, D] and [places, groups, 2, ROWS].
+    """
+
+    out: Any
+    lse: Any
+    partials: Any
+    partial_lses: Any
+
+
+def merge(schedule, results: Results, heads: int, queries: int):
+    """The attention and log-sum-exp of `results`, with those of tiles that are in several items;
+    the log-sum-exp as that of an item of the tile."""
+    _, groups, _, _, D = results.partials.shape
+
+    def merge_partials(merges_ref, items_ref, partials_ref, partial_lses_ref, refs, *, out_s):
+        out_ref, lse_ref = refs
         merge, group, warpgroup = (lax.axis_index(x) for x in ("merge", "group", "warpgroup"))
         item, begin, end = (merges_ref[merge, field] for field in range(3))
 
-        def add(place, carry):
-            acc, top, total = carry
-            where = place, group, warpgroup
-            new = plgpu.load(partial_lses_ref.at[where], layout=LAYOUT.reduce(1), optimized=False)
-            new_top = jnp.maximum(top, new)
-            decay, weight = jnp.exp(top - new_top), jnp.exp(new - new_top)
-            part = plgpu.load(partials_ref.at[where], layout=LAYOUT, optimized=False)
-            acc = acc * rows(decay, acc.shape) + part * rows(weight, acc.shape)
-            return acc, new_top, total * decay + weight
-
         @pl.when(item >= 0)
         def _():
-            of_rows = partial(constant, shape=(ROWS,), layout=LAYOUT.reduce(1))
-            start = constant(0, (ROWS, D)), of_rows(NEG_INF), of_rows(0)
-            acc, top, total = lax.fori_loop(begin, end, add, start)
+            mine = slice(None), group, warpgroup
+            acc, top, total = split_kv.merged(
+                partials_ref.at[mine], partial_lses_ref.at[mine], begin, end, (ROWS, D), axis=0
+            )
             acc *= rows(1 / jnp.maximum(total, 1e-30), acc.shape)
             first_head = (items_ref[item, 1] * groups + group) * heads
             base, lo, hi = (items_ref[item, field] for field in (2, 3, 4))
             store_rows(acc, out_s, out_ref, base, lo, hi, first_head, warpgroup, heads, queries)
-            for ref in lses_ref:
-                store(ref.at[item, group, warpgroup], top + jnp.log(total))
+            if lse_ref is not None:
+                store(lse_ref.at[item, group, warpgroup], top + jnp.log(total))
             plgpu.wait_smem_to_gmem(0)
 
-    refs = [jax.new_ref(x) for x in results]
+    refs = jax.tree.map(jax.new_ref, (results.out, results.lse))
     kernel(
-        merge_partials,
-        out_type=(),
-        grid=(len(schedule.merges), groups, 2),
+        merge_partials, "merge_partials", grid=(len(schedule.merges), groups, 2),
         grid_names=("merge", "group", "warpgroup"),
-        scratch_types=[plgpu.SMEM((ROWS, D), results[0].dtype)],
-    )(schedule.merges, schedule.items, partials, partial_lses, *refs)
-    return [ref[...] for ref in refs]
+        scratch={"out_s": plgpu.SMEM((ROWS, D), results.out.dtype)},
+    )(schedule.merges, schedule.items, results.partials, results.partial_lses, refs)  # fmt: skip
+    return jax.tree.map(lambda ref: ref[...], refs)
 
 
 def lse_of_rows(schedule, lses, K: int, T: int, heads: int, queries: int):
@@ -112,8 +116,10 @@ def store_rows(
     count = jnp.maximum(jnp.minimum(hi - my_row, queries) - first, 0)
     for g in range(heads):
         columns = pl.ds((first_head + g) * D, D)
-        tiles.copy_run(
-            out_s.at[pl.ds(g * queries, queries)],
-            out_ref.at[pl.ds(base + my_row, queries), columns],
-            first, count,
-        )  # fmt: skip
+        source = out_s.at[pl.ds(g * queries, queries)]
+        destination = out_ref.at[pl.ds(base + my_row, queries), columns]
+
+        def copy(row, run, source=source, destination=destination):
+            plgpu.copy_smem_to_gmem(source.at[pl.ds(row, run)], destination.at[pl.ds(row, run)])
+
+        in_runs(first, count, queries, copy)

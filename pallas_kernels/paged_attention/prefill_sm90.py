@@ -20,18 +20,29 @@ does more than that in tiles on the diagonal, a part of which is masked, and in 
 tile, some rows of which are unused.
 """
 
+from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.attention import tiles
+from pallas_kernels.attention.pipeline import Ring
+from pallas_kernels.attention.schedule import (
+    PrefillSchedule,
+    first_token,
+    multiprocessors,
+    prefill_schedule,
+)
+from pallas_kernels.attention.tiles import LAYOUT, LOG2_E, NEG_INF, constant, rows
 from pallas_kernels.mosaic import kernel, multiply_add, pl, plgpu, product_but, store, swizzled
-from pallas_kernels.paged_attention import tiles
 from pallas_kernels.paged_attention.prefill_rows import (
     COMPUTING_REGISTERS,
     FETCHING_REGISTERS,
     ROWS,
+    Results,
     lse_of_rows,
     merge,
     packed_heads,
@@ -39,14 +50,7 @@ from pallas_kernels.paged_attention.prefill_rows import (
     queries_of_warpgroup,
     store_rows,
 )
-from pallas_kernels.paged_attention.schedule import (
-    ALIGNMENT,
-    PrefillSchedule,
-    first_token,
-    multiprocessors,
-    prefill_schedule,
-)
-from pallas_kernels.paged_attention.tiles import LAYOUT, LOG2_E, NEG_INF, constant, rows
+from pallas_kernels.ragged import ALIGNMENT
 
 KV_TILE = 128  # Keys of one step. The page size must divide it.
 STAGES = 2  # Tiles of keys and values in flight, as shared memory allows at D = 128.
@@ -107,68 +111,68 @@ def attend(
     queries = queries_of_warpgroup(heads)
     if padded != T:
         q = jnp.pad(q, ((0, padded - T), (0, 0), (0, 0)))
-    places = 2 * len(schedule.merges)
-    lists = () if schedule.key_tiles is None else (schedule.key_tiles,)
-
-    def paged_prefill(*refs):
-        if not lists:
-            refs = *refs[:5], None, *refs[5:]
-        if not returns_lse:
-            refs = *refs[:10], None, *refs[10:]
-        run(*refs)
-
-    run = partial(
-        _attend, heads=heads, queries=queries, scale=scale, sliding_window=sliding_window,
-        soft_cap=soft_cap,
-    )  # fmt: skip
-
-    pages = KV_TILE // k_pages.shape[1]
-    filled = plgpu.Barrier(num_arrivals=pages, num_barriers=STAGES)
-    read = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)
-    groups = G // heads
-    row_s = plgpu.SMEM((2, ROWS, D), q.dtype)
+    groups, places = G // heads, 2 * len(schedule.merges)
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-    out, partials, partial_lses, *lses = kernel(
-        paged_prefill,
-        out_type=(
-            jax.ShapeDtypeStruct((padded, H * D), q.dtype),
-            f32(places, groups, 2, ROWS, D), f32(places, groups, 2, ROWS),
-            *[f32(len(schedule.items), groups, 2, ROWS)] * returns_lse,
-        ),
-        grid=(len(schedule.items), groups),
-        grid_names=("item", "group"),
-        num_threads=3,
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((2, ROWS, D), q.dtype, transforms=swizzled(64)),
-            plgpu.SMEM((STAGES, KV_TILE, D), q.dtype, transforms=swizzled(64)),
-            plgpu.SMEM((STAGES, KV_TILE, D), q.dtype, transforms=swizzled(64)),
-            plgpu.SMEM((2, ROWS, KV_TILE), q.dtype, transforms=swizzled(64)),
-            row_s,
-            plgpu.Barrier(num_arrivals=heads, num_barriers=2), filled, filled, read, read,
-            plgpu.Barrier(num_barriers=2), plgpu.Barrier(num_arrivals=2),
-        ],
-    )(
-        q.reshape(padded, H * D), k_pages, v_pages, tables, schedule.items, *lists,
-        page_offset.reshape(-1),
+    results = Results(
+        jax.ShapeDtypeStruct((padded, H * D), q.dtype),
+        f32(len(schedule.items), groups, 2, ROWS) if returns_lse else None,
+        f32(places, groups, 2, ROWS, D), f32(places, groups, 2, ROWS),
     )  # fmt: skip
-    out, *lses = merge(schedule, partials, partial_lses, [out, *lses], heads, queries)
+    tiles_s = plgpu.SMEM((STAGES, KV_TILE, D), q.dtype, transforms=swizzled(64))
+    copies = KV_TILE // k_pages.shape[1]
+    (found,) = kernel(
+        partial(
+            _attend, heads=heads, queries=queries, scale=scale, sliding_window=sliding_window,
+            soft_cap=soft_cap,
+        ),
+        "paged_prefill", out_type=[results],
+        grid=(len(schedule.items), groups), grid_names=("item", "group"),
+        num_threads=3, thread_name="warpgroup",
+        scratch={
+            "q_s": plgpu.SMEM((2, ROWS, D), q.dtype, transforms=swizzled(64)),
+            "k_s": tiles_s, "v_s": tiles_s,
+            "p_s": plgpu.SMEM((2, ROWS, KV_TILE), q.dtype, transforms=swizzled(64)),
+            "out_s": plgpu.SMEM((2, ROWS, D), q.dtype),
+            "q_filled": plgpu.Barrier(num_arrivals=heads, num_barriers=2),
+            "keys": Ring.scratch(STAGES, copies, consumers=2),
+            "values": Ring.scratch(STAGES, copies, consumers=2),
+            "turn": plgpu.Barrier(num_barriers=2), "cleared": plgpu.Barrier(num_arrivals=2),
+        },
+    )(
+        Inputs(
+            q.reshape(padded, H * D), k_pages, v_pages, tables, schedule.items, schedule.key_tiles,
+            page_offset.reshape(-1),
+        )
+    )  # fmt: skip
+    out, lse = merge(schedule, found, heads, queries)
     out = out.reshape(padded, H, D)[:T]
-    return (out, lse_of_rows(schedule, lses[0], K, T, heads, queries)) if lses else out
+    return (out, lse_of_rows(schedule, lse, K, T, heads, queries)) if returns_lse else out
+
+
+class Inputs(NamedTuple):
+    """What the kernel reads: queries [T, H * D], pools [N, P, D], tables [S, K or 1, M], the
+    schedule's items and list of key tiles, if it has one, and page offsets [1] or [K]."""
+
+    q: Any
+    k: Any
+    v: Any
+    tables: Any
+    items: Any
+    key_tiles: Any
+    offset: Any
 
 
 def _attend(
-    q_ref, k_ref, v_ref, tables_ref, items_ref, key_tiles_ref, offset_ref,
-    out_ref, partials_ref, partial_lses_ref, lses_ref,
-    q_s, k_s, v_s, p_s, out_s,
-    q_filled, k_filled, v_filled, k_read, v_read, turn, cleared,
-    *, heads: int, queries: int, scale, sliding_window, soft_cap,
+    ins: Inputs, outs: Results,
+    *, q_s, k_s, v_s, p_s, out_s, q_filled, keys, values, turn, cleared,
+    heads: int, queries: int, scale, sliding_window, soft_cap,
 ):  # fmt: skip
-    D, P = q_s.shape[-1], k_ref.shape[1]
+    D, P = q_s.shape[-1], ins.k.shape[1]
     warpgroup, group, item = map(lax.axis_index, ("warpgroup", "group", "item"))
     sequence, kv_head, base, lo, hi, position, length, begin, end, _ = (
-        items_ref[item, field] for field in range(FIELDS)
+        ins.items[item, field] for field in range(FIELDS)
     )
+    keys, values = (replace(ring, begin=begin) for ring in (keys, values))
 
     def first_head_of(kv_head):
         return (kv_head * lax.axis_size("group") + group) * heads
@@ -176,10 +180,7 @@ def _attend(
     oldest = first_token(position + lo + 1, sliding_window)
 
     def key_tile(entry):
-        return entry if key_tiles_ref is None else key_tiles_ref[entry]
-
-    def slot_of(entry):
-        return lax.rem(entry - begin, jnp.int32(STAGES))
+        return entry if ins.key_tiles is None else ins.key_tiles[entry]
 
     def compute():
         plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
@@ -201,8 +202,7 @@ def _attend(
             return jnp.where(seen, s, -jnp.inf)
 
         def wait_for_values(entry):
-            slot, first_key = slot_of(entry), key_tile(entry) * KV_TILE
-            plgpu.barrier_wait(v_filled.at[slot])
+            slot, first_key = values.wait(entry), key_tile(entry) * KV_TILE
 
             @pl.when((first_key + KV_TILE > length) | (first_key < oldest))
             def clear():
@@ -216,19 +216,17 @@ def _attend(
         first_head = first_head_of(kv_head)
         for g in range(heads):
             plgpu.copy_gmem_to_smem(
-                q_ref.at[my_rows, pl.ds((first_head + g) * D, D)],
+                ins.q.at[my_rows, pl.ds((first_head + g) * D, D)],
                 my_q.at[pl.ds(g * queries, queries)], q_filled.at[warpgroup],
             )  # fmt: skip
         plgpu.barrier_wait(q_filled.at[warpgroup])
 
         def begin_scores(entry, s_ref):
-            slot = slot_of(entry)
-            plgpu.barrier_wait(k_filled.at[slot])
-            plgpu.wgmma(s_ref, my_q, k_s.at[slot].transpose((1, 0)))
+            plgpu.wgmma(s_ref, my_q, k_s.at[keys.wait(entry)].transpose((1, 0)))
 
         def softmax(entry, s, top, total):
             """Weights in the values' dtype, new maxima and sums, and the scale of earlier sums."""
-            plgpu.barrier_arrive(k_read.at[slot_of(entry)])
+            keys.hand_back(entry)
             first_key = key_tile(entry) * KV_TILE
             if soft_cap is not None:
                 s = jnp.tanh(s * (scale / soft_cap))
@@ -258,9 +256,8 @@ def _attend(
                     plgpu.barrier_arrive(turn.at[1 - warpgroup])
                     return softmax(entry + 1, product_but(1, s_ref), top, total)
 
-                slot = slot_of(entry)
-                acc_, found = multiply_add(acc, my_p, v_s.at[slot], meanwhile)
-                plgpu.barrier_arrive(v_read.at[slot])
+                acc_, found = multiply_add(acc, my_p, v_s.at[values.slot(entry)], meanwhile)
+                values.hand_back(entry)
                 p, new_top, new_total, decay = found
                 keep(p)
                 return acc_ * rows(decay, acc_.shape), new_top, new_total
@@ -275,28 +272,27 @@ def _attend(
             # Read again, because registers that hold them through the loop would be too many, and
             # so would be those that hold their address: the compiler does not see that it is that.
             again = item + jnp.minimum(end - begin, 0)
-            kv_head, base, lo, hi, place = (items_ref[again, i] for i in (1, 2, 3, 4, PLACE))
+            kv_head, base, lo, hi, place = (ins.items[again, i] for i in (1, 2, 3, 4, PLACE))
             first_head = first_head_of(kv_head)
 
             @pl.when(place < 0)
             def _():
                 store_rows(
-                    acc, out_s.at[warpgroup], out_ref, base, lo, hi, first_head, warpgroup,
+                    acc, out_s.at[warpgroup], outs.out, base, lo, hi, first_head, warpgroup,
                     heads, queries,
                 )  # fmt: skip
-                if lses_ref is not None:
+                if outs.lse is not None:
                     lse = top / LOG2_E + jnp.log(total)
-                    store(lses_ref.at[again, group, warpgroup], lse)
+                    store(outs.lse.at[again, group, warpgroup], lse)
 
             @pl.when(place >= 0)
             def _():
-                store(partials_ref.at[place, group, warpgroup], acc)
+                store(outs.partials.at[place, group, warpgroup], acc)
                 lse = top / LOG2_E + jnp.log(total)
-                store(partial_lses_ref.at[place, group, warpgroup], lse)
+                store(outs.partial_lses.at[place, group, warpgroup], lse)
 
         of_rows = partial(constant, shape=(ROWS,), layout=LAYOUT.reduce(1))
-        state = constant(0, (ROWS, D)), of_rows(NEG_INF), of_rows(0)
-        acc, top, total = state
+        acc, top, total = constant(0, (ROWS, D)), of_rows(NEG_INF), of_rows(0)
         s = pl.run_scoped(first_scores, plgpu.ACC((ROWS, KV_TILE), jnp.float32))
         p, top, total, _ = softmax(begin, s, top, total)
         keep(p)
@@ -305,8 +301,8 @@ def _attend(
         acc, top, total = lax.fori_loop(begin, end - 1, step, (acc, top, total))
         pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
         wait_for_values(end - 1)
-        acc, _ = multiply_add(acc, my_p, v_s.at[slot_of(end - 1)], lambda: None)
-        plgpu.barrier_arrive(v_read.at[slot_of(end - 1)])
+        acc, _ = multiply_add(acc, my_p, v_s.at[values.slot(end - 1)], lambda: None)
+        values.hand_back(end - 1)
         finish(acc * rows(1 / jnp.maximum(total, 1e-30), acc.shape), top, total)
         plgpu.wait_smem_to_gmem(0)
 
@@ -318,16 +314,15 @@ def _attend(
                 plgpu.copy_gmem_to_smem(pool.at[page], buffer.at[pl.ds(j * P, P)], filled)
 
         def fetch_tile(entry, _):
-            slot = slot_of(entry)
             first_key = key_tile(jnp.minimum(entry, end - 1)) * KV_TILE
-            table_ref = tables_ref.at[sequence, kv_head if tables_ref.shape[1] > 1 else 0]
+            table_ref = ins.tables.at[sequence, kv_head if ins.tables.shape[1] > 1 else 0]
             ids = tiles.page_ids(
-                table_ref, kv_head, first_key, KV_TILE, oldest, length, P, offset_ref
+                table_ref, kv_head, first_key, KV_TILE, oldest, length, P, ins.offset
             )
-            both_pools = (k_ref, k_s, k_filled, k_read), (v_ref, v_s, v_filled, v_read)
-            for pool, buffer, filled, read in both_pools:
-                pl.when(entry >= begin + STAGES)(partial(plgpu.barrier_wait, read.at[slot]))
-                pl.when(entry < end)(partial(copy, ids, pool, buffer.at[slot], filled.at[slot]))
+            for pool, buffer, ring in (ins.k, k_s, keys), (ins.v, v_s, values):
+                slot = ring.free(entry)
+                copies = partial(copy, ids, pool, buffer.at[slot], ring.filled.at[slot])
+                pl.when(entry < end)(copies)
 
         # After the last tile it only waits, because no barrier may end with arrivals unseen.
         lax.fori_loop(begin, end + STAGES, fetch_tile, None)
@@ -335,7 +330,7 @@ def _attend(
     def write_zeros():
         zeros = constant(0, (ROWS, D))
         store_rows(
-            zeros, out_s.at[warpgroup], out_ref, base, lo, hi, first_head_of(kv_head), warpgroup,
+            zeros, out_s.at[warpgroup], outs.out, base, lo, hi, first_head_of(kv_head), warpgroup,
             heads, queries,
         )  # fmt: skip
         plgpu.wait_smem_to_gmem(0)

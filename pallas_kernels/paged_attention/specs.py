@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import api, balance, peers, tolerance
+from pallas_kernels.attention import tolerance
+from pallas_kernels.paged_attention import api, balance, peers
 from pallas_kernels.paged_attention.api import (
     paged_attention,
     paged_prefill_attention,

@@ -1,7 +1,5 @@
-"""Named arguments of decode over unified pages, and of attention of prompts with scores."""
+"""Named arguments of decode over unified pages."""
 
-import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,28 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import balance, quantized_tiles, tolerance
+from pallas_kernels.attention import tolerance
+from pallas_kernels.paged_attention import balance
 from pallas_kernels.quantization import KVFormat
-from pallas_kernels.quantized_attention import api, decode_sm90, prompt_sm90
-from pallas_kernels.quantized_attention.api import (
-    mixed_precision_attention,
-    plan_mixed_decode,
-    plan_prompt_attention,
-    prompt_attention,
-)
+from pallas_kernels.quantized_attention import api
+from pallas_kernels.quantized_attention.api import mixed_precision_attention, plan_mixed_decode
 from pallas_kernels.quantized_attention.pages import PageFormat, parse_format
-from pallas_kernels.specs import (
-    HEADS,
-    Cost,
-    Errors,
-    Gates,
-    Heads,
-    Op,
-    Spec,
-    reference,
-    without_padding,
-)
-from pallas_kernels.tools import balance as tools
+from pallas_kernels.quantized_attention.sections import Section, pages_of_tile
+from pallas_kernels.specs import HEADS, Cost, Errors, Gates, Heads, Op, Spec, reference, some
 
 LARGEST = 2.4  # of the elements of keys and values that are drawn
 # Tokens of heads that have none of a precision, or none at all.
@@ -122,7 +106,7 @@ def make(shapes: Mixed) -> Spec:
         return {"schedule": schedule}
 
     def balanced(schedule, counts_SxKxI):
-        pages = quantized_tiles.pages_of_tile(decode_sm90.sections_of(formats))
+        pages = pages_of_tile([Section.of_format(format) for format in formats])
         tokens = np.asarray(counts_SxKxI, np.int64).reshape(S * K, -1)
         tiles = sum(-(-tokens[:, i] // (pages * each.tokens)) for i, each in enumerate(formats))
         return balance.of_rows(tiles, schedule, shapes.heads, read(tokens.sum(0).tolist()))
@@ -206,123 +190,10 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """tokens: of each prompt. padding: rows after the last. The rest as in `prompt_attention`."""
-
-    heads: Heads
-    tokens: tuple[int, ...]
-    padding: int = 0
-    last_rows: int | None = None
-    own: bool = False
-    by_head: bool = False
-    dtype: str = "bfloat16"
-
-    @property
-    def counted(self) -> int:
-        """Pairs of a query that counts and a key that it sees."""
-        return sum(
-            queries * (2 * n - queries + 1) // 2
-            for n in self.tokens
-            for queries in [min(n, self.last_rows or n)]
-        )
-
-
-def prompts(shapes: Prompts) -> Spec:
-    (H, K, D), dtype = (shapes.heads.H, shapes.heads.K, shapes.heads.D), jnp.dtype(shapes.dtype)
-    total = sum(shapes.tokens)
-    T, starts = total + shapes.padding, np.cumsum([0, *shapes.tokens])
-    options: dict[str, Any] = {
-        "last_rows": shapes.last_rows,
-        "own": shapes.own,
-        "by_head": shapes.by_head,
-    }
-
-    def arguments(key):
-        heads = {"q_TxHxD": H, "k_TxKxD": K, "v_TxKxD": K}
-        drawn = {
-            name: jax.random.normal(k, (T, count, D), dtype)
-            for k, (name, count) in zip(jax.random.split(key, 3), heads.items())
-        }
-        return drawn | {"query_starts": jnp.asarray(starts, jnp.int32)}
-
-    def cost(arguments) -> Cost:
-        pairs = sum(n * (n + 1) // 2 for n in shapes.tokens)
-        return Cost(
-            bytes=2 * total * (H + K) * D * dtype.itemsize + 4 * total * K,
-            # Scores are computed once more when their sums are known.
-            flops=4 * H * D * pairs + 2 * H * D * shapes.counted,
-        )
-
-    def plan(arguments, implementation):
-        schedule = plan_prompt_attention(
-            arguments["query_starts"], T, H, K, **options, implementation=implementation
-        )
-        return {"schedule": schedule}
-
-    def balanced(schedule, query_starts):
-        """Of the kernel that sums up scores. Its tiles are of queries, its rows of keys."""
-        tile, padded, scores = prompt_sm90.TILE, len(schedule.ends), schedule.scores
-        begin, end = np.full(padded, padded), np.zeros(padded, np.int64)
-        for first, after in itertools.pairwise(np.asarray(query_starts, np.int64)):
-            key = np.arange(first, after)
-            begin[key] = np.maximum(key + (not shapes.own), after - (shapes.last_rows or after))
-            end[key] = after
-        first_tile = begin.reshape(-1, tile).min(1) // tile
-        end_tile = -(-end.reshape(-1, tile).max(1) // tile)
-        return tools.balance(
-            np.tile(np.maximum(end_tile - first_tile, 0), H if shapes.by_head else K),
-            scores.items,
-            scores.block_items,
-            places=len(scores.block_items) - 1,
-            partial_bytes=tile * balance.FLOAT32,
-            kv_bytes=total * 2 * K * D * dtype.itemsize,
-        )
-
-    def compare(arguments, found) -> Errors:
-        """Of the attention, and of what each token receives."""
-        wide = tolerance.wide(arguments)
-
-        def expected(arguments):
-            return without_padding(
-                arguments,
-                [np.asarray(x) for x in reference(prompt_attention, options, arguments)],
-            )
-
-        out, sums = expected(wide)
-        sizes, _ = expected(wide | {"v_TxKxD": abs(wide["v_TxKxD"])})
-        bound = tolerance.rounding(dtype) * (sizes + abs(out)) + tolerance.SUMS
-        errors, of_bound = tolerance.errors_of(found[0], out, bound)
-        of_sums = abs(found[1] - sums) / (tolerance.SUMS * (1 + sums))
-        return errors, max(of_bound, float(np.max(of_sums)))
-
-    return Spec(
-        prompt_attention, arguments, cost, options, indices=("query_starts",), plan=plan,
-        balance=balanced, defined=without_padding, compare=compare,
-    )  # fmt: skip
-
-
-PROMPT_SHAPES = {
-    "llama-3-8b": Prompts(_LLAMA, (8192,)),
-    "llama-3-8b-4x2k": Prompts(_LLAMA, (2048,) * 4),
-    "llama-3-8b-ragged": Prompts(_LLAMA, (1500, 1, 700, 129, 0, 1000), padding=766),
-    # As H2O and SnapKV count.
-    "llama-3-8b-own": Prompts(_LLAMA, (4096,), own=True, by_head=True),
-    "llama-3-8b-last-rows": Prompts(_LLAMA, (8192,), last_rows=64),
-    "qwen2.5-7b": Prompts(_QWEN, (4096,)),
-    "qwen2.5-32b": Prompts(HEADS["qwen2.5-32b"], (4096,)),
-    "bundled": Prompts(HEADS["bundled"], (4096,), dtype="float16"),
-}
-
-
-def _some[T](named: Mapping[str, T], small: bool) -> Mapping[str, T]:
-    return {"small": named["bundled"]} if small else named
-
-
 def _decodes(small: bool) -> dict[str, Spec]:
     sequences, tokens = (2, 200) if small else (4, 2000)
     found = {}
-    for name, shapes in _some(SHAPES, small).items():
+    for name, shapes in some(SHAPES, small).items():
         heads = Heads(2 * shapes.heads.H // shapes.heads.K, 2, shapes.heads.D)
         found[name] = make(
             replace(shapes, heads=heads, sequences=sequences, tokens=tokens, ragged=True)
@@ -330,28 +201,10 @@ def _decodes(small: bool) -> dict[str, Spec]:
     return found
 
 
-def _prompts(small: bool) -> dict[str, Spec]:
-    tokens, kv_heads = ((1, 60), 1) if small else ((1100, 1, 0, 300), 2)
-    found = {}
-    for name, shapes in _some(PROMPT_SHAPES, small).items():
-        heads = Heads(kv_heads * shapes.heads.H // shapes.heads.K, kv_heads, shapes.heads.D)
-        found[name] = prompts(replace(shapes, heads=heads, tokens=tokens, padding=20))
-    return found
-
-
-_BALANCED = {"llama-3-8b": 0.02, "qwen2.5-32b": 0.02}
 DECODE = Op(
     api.DECODE,
     {name: make(shapes) for name, shapes in SHAPES.items()},
     _decodes,
     kernels=("paged_decode_of_words", "merge_partials"),
-    gates=Gates(most_launches=3, balanced=_BALANCED),
-)
-PROMPT = Op(
-    api.PROMPT,
-    {name: prompts(shapes) for name, shapes in PROMPT_SHAPES.items()},
-    _prompts,
-    kernels=("paged_prefill", "merge_partials", "prompt_scores", "merge_sums"),
-    gates=Gates(balanced=_BALANCED),
-    reused=True,
+    gates=Gates(most_launches=3, balanced={"llama-3-8b": 0.02, "qwen2.5-32b": 0.02}),
 )

@@ -117,7 +117,7 @@ def test_a_log_in_memory_is_the_log_in_its_file(tmp_path):
     assert first_difference(engine.events, log) is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_one_changed_number_of_a_real_log_is_found(rng):
     log = _random_log()

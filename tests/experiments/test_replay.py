@@ -76,7 +76,7 @@ def _check_same(log: EventLog, engine: Engine) -> None:
     assert first_difference(log, replayed) is None
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_a_random_run_replays_on_a_twin_and_simulated(rng):
     log = _log(rng)

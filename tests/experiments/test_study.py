@@ -26,10 +26,6 @@ class ToyFlags(Flags):
     scale: float = flag(1.0, "of what is squared", above=0, most=9)
     how: str = flag("exact", "of the product", choices=("exact", "rough"))
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("sizes")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -57,7 +53,7 @@ def values(_: ToyFlags, rows: Sequence[Row]) -> Values:
 STUDY = Study(
     __file__, title="Squares", kind="counted", claim="squares grow", rule="largest above first",
     holds=lambda v: v["largest"] > v["first"], setting=Setting("numbers", "", "paper"),
-    flags=ToyFlags, row=Row, measure=measure, values=values, paper={"largest": 10.0},
+    flags=ToyFlags, measure=measure, values=values, paper={"largest": 10.0},
     quick={"sizes": (1, 2)}, draw=lambda _, figure, rows: figure.subplots().plot([0], [0]),
 )  # fmt: skip
 

@@ -220,37 +220,16 @@ def test_bad_sampling_parameters_are_refused(field, value, allowed):
         SamplingParams(**{field: value})
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"page_size": 0}, "page_size must be at least 1"),
-        ({"kv_cache_tokens": 3}, "must hold at least one page"),
-        ({"watermark": 1.0}, r"watermark must be in \[0, 1\)"),
-        ({"policy": "vlm"}, "policy must be one of .*orca_max, .*vllm, or MODULE:ATT.*, not 'vlm'"),
-        ({"policy": ".dense:VLLM"}, "or MODULE:ATTRIBUTE, not '.dense:VLLM'"),
-        ({"policy": "orca_max", "prefix_caching": True}, "'orca_max' cannot share prefixes"),
-        ({"max_num_seqs": 0}, "max_num_seqs must be from 1 to 65536, not 0"),
-        ({"max_num_seqs": 64}, r"max_num_batched_tokens \(32\) must be at least max_num_seqs"),
-        ({"max_prefills_per_step": 0}, "max_prefills_per_step must be from 1 to 65536, not 0"),
-        ({"max_model_len": 1}, "max_model_len must be at least 2"),
-        ({"chunked_prefill": False}, "without chunked prefill"),
-    ],
-)
-def test_bad_engine_configurations_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, **changes)
+def test_a_policy_of_a_relative_module_is_refused():
+    """Other refusals of a configuration are those of flags: tests/experiments/test_bad_flags.py."""
+    with pytest.raises(ValueError, match=r"or MODULE:ATTRIBUTE, not '\.dense:VLLM'"):
+        dataclasses.replace(CONFIG, policy=".dense:VLLM")
 
 
 def test_an_end_of_sequence_outside_the_vocabulary_is_refused():
     model = TINY.replace(eos_token_ids=(61,))
     with pytest.raises(ValueError, match="eos token 61 is outside the vocabulary of 61"):
         Engine(model, CONFIG, SimulatedExecutor(vocab_size=61))
-
-
-def test_a_context_beyond_the_models_is_refused():
-    config = dataclasses.replace(CONFIG, max_model_len=257)
-    with pytest.raises(ValueError, match=r"max_model_len \(257\) exceeds .* \(256\)"):
-        Engine(TINY, config, SimulatedExecutor(vocab_size=TINY.vocab_size))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from paged.device.step import CACHED_LAYER_BYTES
 from paged.engine import Engine, EngineConfig
 from paged.requests.sampling_params import SamplingParams
 from tests.models.goldens import golden, run
+from tests.paged.tiny import padded
 
 MODELS = {
     "opt": ModelConfig(
@@ -59,7 +60,7 @@ def test_greedy_tokens_equal_full_recomputation(config):
 
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 61, length).tolist() for length in (1, 5, 30, 21)]
-    engine = Engine.from_model(params, config, SMALL)
+    engine = padded(Engine.from_model(params, config, SMALL))
     how = SamplingParams(max_tokens=18, ignore_eos=True)
     outputs = engine.generate(prompts, how)
     assert len({token for output in outputs for token in output.tokens}) >= 10

@@ -22,7 +22,8 @@ from pallas_kernels.lora import specs as lora
 from pallas_kernels.mosaic import plgpu
 from pallas_kernels.page_selection import specs as page_selection
 from pallas_kernels.paged_attention import specs as paged_attention
-from pallas_kernels.quantized_attention import prompt_sm90
+from pallas_kernels.prompt_attention import prompt_sm90
+from pallas_kernels.prompt_attention import specs as prompt_attention
 from pallas_kernels.quantized_attention import specs as quantized_attention
 from pallas_kernels.specs import Attention, Heads
 from tests.pallas_kernels.interpreted import run_spec
@@ -40,7 +41,7 @@ def prompt_scores(
     """The sums of `prompt_attention`, by a kernel to which the log-sum-exp of scores is given."""
     (T, H, D), K = q_TxHxD.shape, k_TxKxD.shape[1]
     if implementation == "reference":
-        return quantized_attention.prompt_attention(
+        return prompt_attention.prompt_attention(
             q_TxHxD, k_TxKxD, v_TxKxD, query_starts, last_rows=last_rows, own=own,
             by_head=by_head, implementation=implementation,
         )[1]  # fmt: skip
@@ -73,8 +74,8 @@ SPECS = {
     ),
     # Of its two kernels the second alone, as the first is that of prefill.
     "prompt_attention": replace(
-        quantized_attention.prompts(
-            quantized_attention.Prompts(Heads(4, 2, 64), (290, 1, 60), padding=30)
+        prompt_attention.prompts(
+            prompt_attention.Prompts(Heads(4, 2, 64), (290, 1, 60), padding=30)
         ),
         op=prompt_scores,
     ),

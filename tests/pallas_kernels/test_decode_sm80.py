@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.paged_attention import decode_sm80, paged_attention, schedule, split_kv
+from pallas_kernels.attention import schedule, split_kv
+from pallas_kernels.paged_attention import decode_sm80, paged_attention
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 9])

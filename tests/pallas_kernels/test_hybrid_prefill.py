@@ -129,11 +129,11 @@ def test_what_does_not_fit_is_refused():
         )  # fmt: skip
 
     assert call().shape == q.shape
-    with pytest.raises(ValueError, match=r"1 sequences need tables \[1, M\]"):
+    with pytest.raises(ValueError, match=r"tables must be \[S, M\] = \[1, M\]"):
         call(tables=2)
-    with pytest.raises(ValueError, match=r"lists need pages \[I, B\]"):
+    with pytest.raises(ValueError, match=r"pages must be \[I, B\]"):
         call(pages=pages[:1])
-    with pytest.raises(ValueError, match="page offsets of 3 KV heads must divide 4 query heads"):
+    with pytest.raises(ValueError, match="K = 3, must divide the 4 query heads"):
         call(heads=3)
     with pytest.raises(ValueError, match=r"ascending numbers from 0 to 2, not \(2, 1\)"):
         call(counts=(2, 1))

@@ -99,10 +99,13 @@ def test_bad_arguments_are_refused():
     pool, new, slots = np.zeros((N, P, D)), np.zeros((5, K, D)), np.zeros((5, K), np.int32)
     pages = np.zeros(2, np.int32)
     for call, message in [
-        (partial(write_kv, pool, pool[:2], new, new, slots), r"must both be \[N, P, 8\]"),
-        (partial(write_kv, pool, pool, new, new[:2], slots), "need values of that shape"),
-        (partial(write_kv, pool, pool, new, new, slots[:2]), r"slot mapping \[5, 2\]"),
-        (partial(copy_pages, pool, pages, pages[:1]), r"must both be \[C\]"),
+        (partial(write_kv, pool, pool[:2], new, new, slots), r"v_pages must be \[N, P, D\]"),
+        (partial(write_kv, pool, pool, new, new[:2], slots), r"v must be \[T, K, D\] = \[5, "),
+        (
+            partial(write_kv, pool, pool, new, new, slots[:2]),
+            r"slot_mapping must be \[T, K\] = \[5, ",
+        ),
+        (partial(copy_pages, pool, pages, pages[:1]), r"destinations must be \[C\] = \[2\]"),
         (
             partial(copy_pages, pool[..., :1], pages, pages, implementation="mosaic_gpu"),
             "multiple of 16 bytes, not 8",

@@ -18,6 +18,7 @@ from pallas_kernels.page_selection import (
 )
 from pallas_kernels.specs import Heads
 from tests.pallas_kernels.interpreted import run_spec
+from tests.sweeps import swept
 
 P, LOGICAL, PAGES, K, D = 8, 4, 12, 2, 16
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -109,14 +110,14 @@ def test_equal_scores_are_decided_by_the_order_of_pages():
 def test_what_does_not_fit_is_refused():
     statistics, q = jnp.zeros((4, 1, 2 * D)), jnp.zeros((2, 1, D))
     tables, num_pages = jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32)
-    with pytest.raises(ValueError, match=r"statistics must be \[N, C, 32\]"):
+    with pytest.raises(ValueError, match=r"statistics must be \[N, C, 2D\] = \[N, C, 32\]"):
         select_pages(q, statistics[..., :-1], tables, num_pages, 1)
-    with pytest.raises(ValueError, match="2 rows need tables"):
+    with pytest.raises(ValueError, match=r"tables must be \[R, M\] = \[2, M\]"):
         select_pages(q, statistics, tables[:1], num_pages, 1)
     with pytest.raises(ValueError, match="count must be from 1 to 3, not 4"):
         select_pages(q, statistics, tables, num_pages, 4)
     keys, slots = jnp.zeros((5, 2, D)), jnp.zeros((5, 1), jnp.int32)
-    with pytest.raises(ValueError, match=r"need slots \[5, 2\]"):
+    with pytest.raises(ValueError, match=r"slots must be \[T, K\] = \[5, 2\]"):
         write_key_statistics(statistics, keys, slots, logical=4)
     with pytest.raises(ValueError, match="must both be bfloat16 or both float16"):
         select_pages(q, statistics, tables, num_pages, 1, implementation="mosaic_gpu")
@@ -158,21 +159,26 @@ def _same_pages(shapes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shapes",
-    [
+    swept([
         specs.Selection(Heads(4, 2, 64), 2, 1280, budget=192, selecting=2, dtype="float16"),
         # More tiles than stages, and more rows of a thread block than places for queries.
         specs.Selection(Heads(4, 1), 9, 64 * 40, budget=256, selecting=1),
         specs.Selection(Heads(12, 1), 3, 128 * 20, page_size=128, budget=512, selecting=2),
         specs.Selection(Heads(2, 2), 3, 64 * 20, budget=192, selecting=1),
-    ],
-)
+    ], 2),
+)  # fmt: skip
 def test_kernel_selects_the_same_pages(shapes):
     _same_pages(shapes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("counts", [(1,) * 5, (5, 1, 37)])
-@pytest.mark.parametrize(("D", "dtype"), [(64, "float16"), (128, "bfloat16")])
+@pytest.mark.parametrize(
+    ("counts", "D", "dtype"),
+    swept([
+        ((1,) * 5, 64, "float16"), ((5, 1, 37), 128, "bfloat16"), ((1,) * 5, 128, "bfloat16"),
+        ((5, 1, 37), 64, "float16"),
+    ], 2),
+)  # fmt: skip
 def test_kernel_writes_the_same_statistics(counts, D, dtype):
     spec = specs.write(Heads(2, 2, D), counts, num_pages=20, dtype=dtype)
     arguments = spec.arguments(jax.random.key(0))

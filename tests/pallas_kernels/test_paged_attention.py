@@ -6,11 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import (
-    paged_attention,
-    paged_prefill_attention,
-)
-from pallas_kernels.paged_attention.schedule import decode_schedule
+from pallas_kernels.attention.schedule import decode_schedule
+from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
 from tests.pallas_kernels.dense_softmax import (
     GARBAGE,
     D,
@@ -62,7 +59,7 @@ def _rows(implementation, sequences, most, nothing):
 
 def _examples(implementation):
     kernel = implementation.startswith("mosaic_gpu")
-    return settings(max_examples=6 if kernel else 15, deadline=None)
+    return settings(max_examples=3 if kernel else 10, deadline=None)
 
 
 LENGTHS = st.lists(
@@ -199,7 +196,7 @@ def test_what_a_former_owner_left_in_a_page_reaches_no_decode(implementation, dt
     """Positions beyond a length, or before the window, may hold anything, not-a-number included."""
     rng = np.random.default_rng(1)
     lengths = np.full((1, K), 20, np.int32)
-    for G in (1, 3):
+    for G in (3,) if implementation.startswith("mosaic_gpu") else (1, 3):
         q = queries(rng, 1, G, dtype)
 
         def decode(k_pages, v_pages, q=q):
@@ -218,7 +215,7 @@ def test_what_a_former_owner_left_in_a_page_reaches_no_prefill(implementation, d
     """The chunk is the last 12 of 20 tokens, so with a window of 5 it sees none before the 5th."""
     rng = np.random.default_rng(1)
     starts, total = np.array([0, 12], np.int32), np.array([20], np.int32)
-    for G in (1, 3):
+    for G in (3,) if implementation.startswith("mosaic_gpu") else (1, 3):
         q = queries(rng, 12, G, dtype)
 
         def prefill(k_pages, v_pages, q=q):
@@ -298,8 +295,11 @@ def test_a_sequence_that_holds_nan_harms_no_other(implementation, dtype):
     [
         ({"implementation": "cuda"}, "no implementation 'cuda'; allowed: mosaic_gpu"),
         ({"implementation": "mosaic_gpu"}, "must all be bfloat16 or all float16, not float32"),
-        ({"q_SxHxD": np.zeros((6, D), np.float32)}, "queries must have three axes, none empty"),
-        ({"tables_SxKxM": np.zeros((2, 0, 1), np.int32)}, "tables must have three axes, none"),
+        ({"q_SxHxD": np.zeros((6, D), np.float32)}, r"q must be \[S, H, D\], no axis empty"),
+        (
+            {"tables_SxKxM": np.zeros((2, 0, 1), np.int32)},
+            r"tables must be \[S, K, M\] = \[2, K, M\]",
+        ),
         ({"sliding_window": 0}, r"sliding_window must be from 1 to 2\^31 - 1, not 0"),
         ({"sliding_window": 2**31}, r"sliding_window must be from 1 to 2\^31 - 1, not 2147483648"),
         ({"lengths_SxK": np.ones((2, K))}, "lengths must be integers, not float64"),
@@ -307,9 +307,12 @@ def test_a_sequence_that_holds_nan_harms_no_other(implementation, dtype):
         ({"schedule": decode_schedule(np.ones((3, K), np.int32), 64)}, "not one of 2 sequences"),
         ({"scale": -1.0}, r"scale must be positive, not -1\.0"),
         ({"soft_cap": 0.0}, r"soft_cap must be positive, not 0\.0"),
-        ({"lengths_SxK": np.ones((3, K), np.int32)}, r"lengths \[2, 2\]"),
-        ({"v_pages_NxPxD": np.zeros((4, 4, D + 1), np.float32)}, r"\[N, P, 64\]"),
-        ({"tables_SxKxM": np.zeros((2, 4, 1), np.int32)}, "K dividing the 6 query heads"),
+        ({"lengths_SxK": np.ones((3, K), np.int32)}, r"lengths must be \[S, K\] = \[2, 2\]"),
+        (
+            {"v_pages_NxPxD": np.zeros((4, 4, D + 1), np.float32)},
+            r"v_pages must be \[N, P, D\] = \[4, 4, 64\]",
+        ),
+        ({"q_SxHxD": np.zeros((2, 5, D), np.float32)}, "K = 2, must divide the 5 query heads"),
     ],
 )
 def test_bad_arguments_are_refused(change, message):

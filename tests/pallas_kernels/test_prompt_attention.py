@@ -10,11 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.quantized_attention import (
-    plan_prompt_attention,
-    prompt_attention,
-    prompt_sm90,
-)
+from pallas_kernels.prompt_attention import plan_prompt_attention, prompt_attention, prompt_sm90
 from tests.pallas_kernels.interpreted import run as run_op
 
 D, K, G = 32, 2, 3
@@ -125,7 +121,7 @@ def test_arguments_that_do_not_fit_are_refused():
     x, starts = jnp.zeros((4, 1, 64)), jnp.array([0, 4])
     with pytest.raises(ValueError, match="last_rows must be at least 1"):
         prompt_attention(x, x, x, starts, last_rows=0)
-    with pytest.raises(ValueError, match=r"need keys and values \[4, K, 64\] with K dividing 1"):
+    with pytest.raises(ValueError, match=r"k must be \[T, K, D\] = \[4, K, 64\]"):
         prompt_attention(x, x[:3], x, starts)
     for q, message in (
         (jnp.zeros((4, 17, 64)), "at most 16 query heads may share a KV head, not 17"),

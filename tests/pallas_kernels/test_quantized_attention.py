@@ -13,15 +13,16 @@ from pallas_kernels.quantization import KVFormat, dequantize, quantize
 from pallas_kernels.quantized_attention import (
     PageFormat,
     Tokens,
-    decode_sm90,
     mixed_precision_attention,
     parse_format,
     xla,
 )
+from pallas_kernels.quantized_attention.decode_sm90 import decode_unified, with_its_shapes
+from pallas_kernels.quantized_attention.sections import refusal_of_formats
 from pallas_kernels.quantized_attention.tables import runs as table_runs
 from tests.pallas_kernels.interpreted import run as run_op
+from tests.sweeps import swept
 
-NAMES = ["K8V8", "K8V4", "K8V2", "K4V4", "K4V2", "K4V8", "K2V4", "K4V1", "K16V16", "K32V32"]
 D, K, G, S = 32, 2, 3, 3
 
 
@@ -168,8 +169,14 @@ def attention(q, words, tables, counts, formats, implementation, single=0):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("K4V1", "K16V16"))) for n in NAMES],
-)
+    # Of each number of bits one; papers/diffkv/test_performance.py reads a pool of the others.
+    [
+        "K4V1", "K16V16",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("K8V4", "K2V4", "K32V32")),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("K8V8", "K4V4", "K4V2")),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("K8V2", "K4V8")),
+    ],
+)  # fmt: skip
 def test_each_format_beside_another(name):
     """Heads without tokens of one precision or of both, and pages that are not full."""
     formats = formats_of("K32V32", name)
@@ -234,11 +241,11 @@ def test_random_mixes(implementation, mix, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "P", "dim", "group", "dtype"),
-    [
-        (("K8V4", "K4V2"), 64, 128, 7, "bfloat16"), (("K4V8", "K4V4"), 32, 128, 5, "float16"),
-        (("K16V16", "K16V16"), 64, 64, 8, "bfloat16"),
+    swept([
+        (("K8V4", "K4V2"), 64, 128, 7, "bfloat16"),
         (("K16V16", "K8V4", "K4V4"), 32, 64, 4, "float16"),
-    ],
+        (("K4V8", "K4V4"), 32, 128, 5, "float16"), (("K16V16", "K16V16"), 64, 64, 8, "bfloat16"),
+    ], 2),
 )  # fmt: skip
 def test_the_decode_kernel_is_near_reference(names, P, dim, group, dtype):
     """Heads without tokens of one precision or of both, pages that are not full, and rows that are
@@ -290,7 +297,7 @@ def test_either_device_returns_the_same_shapes(names):
                 jax.eval_shape(partial(run, formats=formats, runs=runs, scale=1.0), *arguments)
             )
         ]
-        for run in (decode_sm90.decode, decode_sm90.with_its_shapes(xla.decode))
+        for run in (decode_unified, with_its_shapes(xla.decode))
     )
     assert kernel == other
 
@@ -323,9 +330,9 @@ def test_arguments_that_do_not_fit_are_refused():
     formats = formats_of("K8V4", "K4V2")
     words, counts = jnp.zeros((3, formats[0].words), jnp.uint32), jnp.zeros((2, 1, 2), jnp.int32)
     tables, q = jnp.zeros((2, 1, 4), jnp.int32), jnp.zeros((2, 2, D))
-    with pytest.raises(ValueError, match=r"need tables \[2, K, M\]"):
+    with pytest.raises(ValueError, match=r"tables must be \[S, K, M\] = \[2, K, M\]"):
         mixed_precision_attention(q, words, tables[:1], counts, formats)
-    with pytest.raises(ValueError, match=r"counts must be \[2, 1, 2\]"):
+    with pytest.raises(ValueError, match=r"counts must be \[S, K, 2\] = \[2, 1, 2\]"):
         mixed_precision_attention(q, words, tables, counts[..., 0], formats)
     with pytest.raises(ValueError, match="2 precisions have no tables of 4 columns with 1 for one"):
         mixed_precision_attention(q, words, tables, counts, formats, single=1)
@@ -359,6 +366,6 @@ def test_pages_of_head_dim_128_that_the_kernel_reads(names, sizes):
         formats = first, *(PageFormat(*other, words=first.words) for other in others)
         q = jax.ShapeDtypeStruct((2, 8, 128), jnp.bfloat16)
         words = jax.ShapeDtypeStruct((64, first.words), jnp.uint32)
-        if decode_sm90.refusal(q, words, 1, formats) is None:
+        if refusal_of_formats(q, words, 1, formats) is None:
             read.append(tokens)
     assert tuple(read) == sizes

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import prefill_sm90, schedule
+from pallas_kernels import ragged
+from pallas_kernels.attention import schedule
+from pallas_kernels.paged_attention import prefill_sm90
 
 TILE = 64
 decode_schedule = functools.partial(jax.jit, static_argnums=(1, 2, 3))(schedule.decode_schedule)
@@ -105,7 +107,7 @@ def test_prefill_items_cover_each_row_and_what_it_sees(chunks, program):
         for key in {item[:5].tobytes() for item in mine}:
             parts = sorted((i for i in mine if i[:5].tobytes() == key), key=lambda i: i[7])
             s, _, base, lo, hi, position, length, begin, _, place = parts[0]
-            assert 0 <= base <= T - rows and base % schedule.ALIGNMENT == 0
+            assert 0 <= base <= T - rows and base % ragged.ALIGNMENT == 0
             covered[base + lo : base + hi] += 1
             assert all(a[8] == b[7] for a, b in itertools.pairwise(parts))
             assert (len(parts) > 1) == (place >= 0) == (key in first_items)
@@ -143,7 +145,7 @@ def test_an_odd_number_of_thread_blocks_has_places_for_all_partial_results(block
 
 def test_a_search_among_many_rows_finds_what_comparing_all_finds(monkeypatch):
     def plans(most):
-        monkeypatch.setattr(schedule, "MOST_COMPARED", most)
+        monkeypatch.setattr(ragged, "MOST_COMPARED", most)
 
         @jax.jit
         def both(starts, lengths):

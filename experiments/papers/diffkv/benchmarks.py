@@ -31,11 +31,8 @@ def kivi(flags: AccuracyFlags) -> EngineConfig:
         "high": "K16V16", "low": "K2V2", "prompt_rule": "kivi", "generation_rule": "kivi",
         "window": 128, "key_group": KIVI_GROUP, "groups": groups,
     }  # fmt: skip
-    return accuracy.config_of(
-        flags, policy="diffkv", policy_options=chosen, page_size=12, max_num_seqs=8,
-        max_prefills_per_step=1, max_num_batched_tokens=flags.longest,
-        kv_cache_tokens=9 * flags.longest, chunked_prefill=False,
-    )  # fmt: skip
+    whole = accuracy.whole_prompts(flags)
+    return accuracy.config_of(flags, policy="diffkv", policy_options=chosen, page_size=12, **whole)
 
 
 def long_context(flags: DiffKVFlags) -> accuracy.Systems:

@@ -10,6 +10,14 @@ from experiments.accuracy import Row
 from experiments.papers.diffkv.systems import REFERENCE
 
 
+def of_alpha(alpha_h: float, alpha_l: float) -> str:
+    return f"DiffKV {alpha_h:.15g}/{alpha_l:.15g}"
+
+
+def of_budget(method: str, budget: float) -> str:
+    return f"{method} {budget:.15g}"
+
+
 def _sizes(whole: Mapping[str, Row], names: Sequence[str]) -> dict[str, float]:
     found = {name: whole[name].kv_memory_fraction for name in names if name in whole}
     return {name: size for name, size in found.items() if size is not None}
@@ -39,3 +47,26 @@ def draw_family(axes: Axes, rows: Sequence[Row], measure: str, **style) -> None:
     x = np.array([row.kv_memory_fraction for row in rows], float)
     axes.errorbar(x, middle, errors, marker="o", markersize=4, capsize=2, **style)
     axes.set(xlabel="KV memory, of 16-bit pages", ylabel=label.replace("dense", REFERENCE))
+
+
+def draw_families(
+    points: Axes, divergence: Axes, found: Mapping[str, Row],
+    families: Mapping[str, Sequence[str]], apart: Sequence[str] = ("uniform",),
+) -> None:  # fmt: skip
+    """Right answers and divergence over memory, a line a family of systems; no line of those that
+    stand `apart`."""
+    for family, names in families.items():
+        here = sorted(
+            (found[name] for name in names if name in found),
+            key=lambda row: row.kv_memory_fraction or 0,
+        )
+        if not here:
+            continue
+        style = "none" if family in apart else "-"
+        for axes, measure in ((points, "difference"), (divergence, "divergence")):
+            draw_family(axes, here, measure, label=family, linestyle=style)
+            for row in here if family == "uniform" else ():
+                at = row.kv_memory_fraction, getattr(row, measure)
+                axes.annotate(row.system, at, (3, 3), textcoords="offset points", fontsize=6)
+    divergence.set_yscale("symlog", linthresh=1e-4)
+    points.legend(fontsize="small")

@@ -106,8 +106,21 @@ STUDY = accuracy.study(
     compare=compare,
     values=values,
     draw=draw,
-    quick={"num_prompts": 1, "contexts": (1024,), "tasks": ("multikey", "cot")},
-    minutes=(4, 600),
+    quick=accuracy.QUICK
+    | {
+        "tasks": ("multikey", "chain", "values", "cot"),
+        "systems": (
+            "lserve",
+            "diffkv",
+            "diffkv_selected",
+            "kv_int4",
+            "h2o",
+            "snapkv",
+            "kivi",
+            "qaq",
+        ),
+    },
+    minutes=(2.5, 600),
 )
 
 if __name__ == "__main__":

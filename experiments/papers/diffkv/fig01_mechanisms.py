@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
-from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.patches import Rectangle
 
 from experiments.papers import mechanisms
 from experiments.papers.diffkv.systems import PAGE_SIZE
-from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism
+from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism, box
 from models import checkpoint
 from paged.config import EngineConfig
 from paged.kv_cache.diffkv import page_manager
@@ -187,14 +186,9 @@ def fig07() -> Mechanism:
     heads = layout.all_heads
     names = ", ".join(f"{f.name}: {f.tokens} tokens a page" for f in layout.formats)
 
-    def box(axes: Axes, x: float, y: float, text: str, shade: str, width: float = 5.0) -> None:
-        axes.add_patch(FancyBboxPatch((x, y), width, 1.0, "round,pad=0.1", facecolor=shade,
-                                      alpha=0.25, edgecolor=shade))  # fmt: skip
-        axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize="small")
-
     def draw(figure: FigureBase) -> None:
         axes = figure.subplots()
-        box(axes, 4, 3.4, "Scheduler: counts of pages, no page", COLOURS[0])
+        box(axes, 4, 3.4, "Scheduler: counts of pages, no page", COLOURS[0], 5)
         for worker in range(workers):
             x = 7 * worker
             box(axes, x, 1.7, f"Worker {worker}: memory manager of {heads} heads", COLOURS[1], 6)

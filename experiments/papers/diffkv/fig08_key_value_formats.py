@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from experiments import accuracy
-from experiments.accuracy import AccuracyFlags, Row, measured
+from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import systems
 from experiments.papers.diffkv.systems import REFERENCE
-from experiments.study import Setting, Study, Values
+from experiments.study import Values
 
 FORMATS = ("K8V8", "K8V4", "K4V8", "K8V2", "K4V4", "K4V2", "K2V4", "K4V1")
 TASKS = ("multikey", "chain", "values", "cot", "cot_32")
@@ -32,10 +32,6 @@ class FormatFlags(AccuracyFlags):
     tasks: tuple[str, ...] = flag(TASKS, "tasks of experiments/tasks/tasks.py")
     contexts: tuple[int, ...] = flag((1024, 2048), "prompt and answer, in tokens")
     formats: tuple[str, ...] = flag(FORMATS, "of keys and values, uniform")
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("formats")
 
 
 def make_systems(flags: FormatFlags) -> accuracy.Systems:
@@ -92,30 +88,28 @@ def draw(_: FormatFlags, figure: Figure, rows: Sequence[Row]) -> None:
         axes.tick_params(axis="x", rotation=30)
 
 
-STUDY = Study(
+STUDY = accuracy.study(
     __file__,
+    make_systems,
     title="Keys and values in eight formats (DiffKV Fig. 8)",
-    kind="analogue",
     claim="K8V4 matches 16 bits, and bits of keys matter more than bits of values: K8V4 is better "
     "than K4V8, and K4V2 than K2V4; K4V1 fails",
     rule=f"K8V4's lower bound at least {GOAL:g} points, and both first formats better with 95 % "
     "confidence, in right answers or log-probability",
     holds=holds,
-    setting=Setting(
-        "the bundled model, five tasks at 1,024 and 2,048 tokens",
-        "the paper asks GSM8K and HumanEval+ of Llama3-8B, 70B and Qwen2.5-7B",
-        "reduced",
-    ),
+    here="the bundled model, five tasks at 1,024 and 2,048 tokens",
+    differs="the paper asks GSM8K and HumanEval+ of Llama3-8B, 70B and Qwen2.5-7B",
     flags=FormatFlags,
-    row=Row,
-    measure=measured(make_systems, compare),
+    compare=compare,
     values=values,
     paper=PAPER,
-    check=accuracy.checked(make_systems),
     draw=draw,
-    table=accuracy.table,
-    quick={"num_prompts": 2, "contexts": (1024,), "formats": ("K8V4", "K4V8", "K4V2", "K2V4")},
-    minutes=(3, 60),
+    quick=accuracy.QUICK
+    | {
+        "tasks": ("multikey", "chain", "values", "cot"),
+        "formats": ("K8V4", "K4V8", "K4V2", "K2V4"),
+    },
+    minutes=(2, 60),
 )
 
 if __name__ == "__main__":

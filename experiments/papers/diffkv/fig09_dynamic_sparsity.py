@@ -35,11 +35,9 @@ class SparsityFlags(AccuracyFlags):
     contexts: tuple[int, ...] = flag((1024, 2048), "prompt and answer, in tokens")
     num_prompts: int = flag(20, "of each task and context", least=1)
     alphas: tuple[float, ...] = flag((0.02, 0.1, 0.3, 1.0), "thresholds of dynamic budgets")
-    budgets: tuple[float, ...] = flag((0.5, 0.81, 0.935, 0.99), "shares of static budgets")
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("alphas")
+    budgets: tuple[float, ...] = flag(
+        (0.5, 0.81, 0.935, 0.99), "shares of static budgets", none=True
+    )
 
 
 def label(family: str, value: float) -> str:
@@ -123,8 +121,13 @@ STUDY = accuracy.study(
     compare=compare,
     values=values,
     draw=draw,
-    quick={"num_prompts": 2, "contexts": (1024,), "alphas": (0.1,), "budgets": (0.81,)},
-    minutes=(4, 60),
+    quick=accuracy.QUICK
+    | {
+        "tasks": ("multikey", "chain", "values", "cot"),
+        "alphas": (0.1, 0.3),
+        "budgets": (0.5, 0.81),
+    },
+    minutes=(1.5, 60),
 )
 
 if __name__ == "__main__":

@@ -139,8 +139,8 @@ STUDY = accuracy.study(
     values=values,
     paper={"alpha_h": (1, 3), "alpha_l": (0, 0.04)},
     draw=draw,
-    quick={"num_prompts": 2, "contexts": (1024,), "alphas_h": (1.0, 3.0), "alphas_l": (0.0, 0.04)},
-    minutes=(4, 60),
+    quick=accuracy.QUICK | {"alphas_h": (1.0, 3.0), "alphas_l": (0.0, 0.04)},
+    minutes=(1, 60),
 )
 
 if __name__ == "__main__":

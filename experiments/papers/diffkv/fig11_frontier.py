@@ -10,16 +10,17 @@ pruned and kept in low and in high precision, at --alpha_h's first and --alpha_l
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import accuracy
-from experiments.accuracy import AccuracyFlags, Row, measured
+from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import systems
-from experiments.papers.diffkv.comparison import draw_family
+from experiments.papers.diffkv.comparison import draw_families, of_alpha, of_budget
 from experiments.papers.diffkv.systems import BUDGETED, REFERENCE
-from experiments.papers.diffkv.table1_accuracy_memory import draw_mix, of_alpha, of_budget
-from experiments.study import Setting, Study, Values
+from experiments.study import Values
 
 TASKS = ("multikey", "chain", "values", "cot", "cot_32")
 SLACK = 1.0  # points that a baseline may be better
@@ -34,10 +35,6 @@ class FrontierFlags(AccuracyFlags):
     alpha_l: tuple[float, ...] = flag((0.02, 0.04, 0.06, 0.08, 0.1), "of low precision", least=0)
     formats: tuple[str, ...] = flag(("K8V8", "K8V4", "K4V4", "K4V2"), "uniform ones")
     budgets: tuple[float, ...] = flag((0.25, 0.5, 0.75), "of SnapKV and H2O", above=0, most=1)
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("alpha_h", "alpha_l")
 
     @property
     def points(self) -> list[tuple[float, float]]:
@@ -98,21 +95,7 @@ def holds(found: Mapping[str, float]) -> bool:
 def draw(flags: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:
     found, first = accuracy.pooled(rows), of_alpha(*flags.points[0])
     points, divergence, mix = figure.subplots(1, 3)
-    for family, names in families(flags).items():
-        here = sorted(
-            (found[name] for name in names if name in found),
-            key=lambda row: row.kv_memory_fraction or 0,
-        )
-        if not here:
-            continue
-        style = "none" if family in ("uniform", "DiffKV") else "-"
-        for axes, measure in ((points, "difference"), (divergence, "divergence")):
-            draw_family(axes, here, measure, label=family, linestyle=style)
-            for row in here if family == "uniform" else ():
-                at = row.kv_memory_fraction, getattr(row, measure)
-                axes.annotate(row.system, at, (3, 3), textcoords="offset points", fontsize=6)
-    divergence.set_yscale("symlog", linthresh=1e-4)
-    points.legend(fontsize="small")
+    draw_families(points, divergence, found, families(flags), ("uniform", "DiffKV"))
     points.set_title("Fig. 11: right answers", loc="left", fontsize="medium")
     divergence.set_title("the same, divergence", loc="left", fontsize="medium")
     of_first = [r for r in rows if (r.system, r.reference) == (first, REFERENCE) and r.context]
@@ -120,31 +103,40 @@ def draw(flags: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:
         draw_mix(mix, of_first)
 
 
-STUDY = Study(
+def draw_mix(axes: Axes, rows: Sequence[Row]) -> None:
+    """Shares of tokens by task (Fig. 12), the mean over contexts."""
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    shares = np.array([
+        np.mean([(row.high or 0, row.low or 0) for row in rows if row.task == task], axis=0)
+        for task in tasks
+    ]).reshape(-1, 2)  # fmt: skip
+    left = np.zeros(len(tasks))
+    parts = zip(("high", "low", "dropped"), [*shares.T, 1 - shares.sum(1)])
+    for (name, part), colour in zip(parts, ("#2f6b9a", "#e0a030", "#e6e6e6")):
+        axes.barh(tasks, 100 * part, left=100 * left, label=name, color=colour)
+        left = left + part
+    axes.set(xlabel="tokens by precision (%)", xlim=(0, 100))
+    axes.legend(fontsize="small", ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+
+
+STUDY = accuracy.study(
     __file__,
+    make_systems,
     title="Accuracy over KV memory, and what is pruned (DiffKV Figs. 11, 12)",
-    kind="analogue",
     claim="DiffKV has the better accuracy at equal memory; how much it prunes follows the task",
     rule=f"no baseline more than {SLACK:g} point above DiffKV's best point that takes no more "
     f"memory, and pruned shares differ by {SPREAD:g} or more between tasks",
     holds=holds,
-    setting=Setting(
-        "the bundled model, five tasks at 2,048 tokens",
-        "the paper asks GSM8K, HumanEval+ and others of Llama3-8B, 70B, Qwen2.5 and QwQ-32B",
-        "reduced",
-    ),
+    here="the bundled model, five tasks at 2,048 tokens",
+    differs="the paper asks GSM8K, HumanEval+ and others of Llama3-8B, 70B, Qwen2.5 and QwQ-32B",
     flags=FrontierFlags,
-    row=Row,
-    measure=measured(make_systems),
     values=values,
-    check=accuracy.checked(make_systems),
     draw=draw,
-    table=accuracy.table,
-    quick={
-        "num_prompts": 2, "alpha_h": (1.0, 3.0), "alpha_l": (0.02, 0.1), "formats": ("K4V4",),
-        "budgets": (0.5,),
+    quick=accuracy.QUICK | {
+        "tasks": ("multikey", "chain", "values", "cot"), "alpha_h": (1.0, 3.0),
+        "alpha_l": (0.02, 0.1), "formats": ("K4V4",), "budgets": (0.5,),
     },
-    minutes=(4, 150),
+    minutes=(1.5, 150),
     size=(13, 4.5),
 )  # fmt: skip
 

@@ -5,7 +5,7 @@
 Llama-3-8B's 256 heads of each sequence of 1,024 tokens. Counted are the kernels that XLA makes of
 the page manager (for this machine: a GPU's differ by few) and the bytes that they move; they
 predict the time on an L40. On a GPU it is measured, beside threaded host code, and so is the claim.
-Exactness against both is checked here (`compaction_on_cpu`).
+Exactness against both is checked here (`host_managers`).
 """
 
 import os
@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import kernels
-from experiments.papers.diffkv import compaction_on_cpu as managers
-from experiments.papers.diffkv.compaction_on_cpu import GENERATION, HEADS_8B, PROMPTS, Case
+from experiments.papers.diffkv import host_managers as managers
+from experiments.papers.diffkv.host_managers import HEADS_8B, Case
 from experiments.study import Setting, Study, Values
 from experiments.timing import Case as Timed
 from experiments.timing import medians_ms
@@ -30,6 +30,7 @@ from pallas_kernels.tools import hlo
 from pallas_kernels.tools.predict import CAUTIOUS, LAUNCH_S
 
 GPU = "l40"
+PROMPTS, GENERATION = "prompts", "generation"
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,6 @@ class CompactionFlags(Flags):
     sequences: tuple[int, ...] = flag((1, 2, 4, 8, 16, 32), "of 256 heads each", least=1)
     rounds: int = flag(9, "timed runs, on a GPU", least=1)
     seed: int = flag(0, "of all that is drawn", least=0)
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("sequences")
 
 
 @dataclass(frozen=True)
@@ -168,7 +165,6 @@ STUDY = Study(
         "paper",
     ),
     flags=CompactionFlags,
-    row=Row,
     measure=measure,
     values=values,
     draw=draw,

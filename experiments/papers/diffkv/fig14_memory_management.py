@@ -23,6 +23,7 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 from matplotlib.figure import Figure
 
+from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import gpu
 from experiments.papers.diffkv.gpu import DIFFKV, SERVERS, SimulatedFlags
@@ -43,14 +44,10 @@ class ManagementFlags(SimulatedFlags):
     batches: tuple[int, ...] = flag((1, 8, 32), "sequences of a step", least=1, most=256)
     tokens: int = flag(1024, "of each sequence", least=65, most=4096)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("models", "batches")
-
 
 @dataclass(frozen=True)
 class Row:
-    """knob: the constant that is changed, of `gpu.KNOBS`. launches, management_bytes: of page
+    """knob: the constant that is changed, of `knobs.FACTORS`. launches, management_bytes: of page
     management in all layers. Shares are of the step."""
 
     model: str
@@ -121,7 +118,7 @@ def management(layout: Layout, phase: str, batch: int) -> list[int]:
 
 
 def simulate(flags: ManagementFlags, model: str, phase: str, batch: int, knob: str) -> Row:
-    attention, host = gpu.KNOBS[knob]
+    attention, host = FACTORS[knob]
     server, most = SERVERS[model], max(flags.batches)
     config = gpu.config_of(DIFFKV, server, flags.gpu, most, max(flags.tokens, server.longest))
     cost = gpu.clock_of(flags.changed(attention, host), server, config)
@@ -151,7 +148,7 @@ def measure(flags: ManagementFlags, _) -> Iterator[Row]:
     for model in flags.models:
         for phase in (PROMPTS, GENERATION):
             for batch in sorted(set(flags.batches)):
-                for knob in gpu.KNOBS:
+                for knob in FACTORS:
                     yield simulate(flags, model, phase, batch, knob)
 
 
@@ -165,7 +162,7 @@ def values(flags: ManagementFlags, rows: Sequence[Row]) -> Values:
             numbers[f"management_{at}"] = row.management_share
             numbers[f"model_{at}"] = row.model_share
     for phase in (PROMPTS, GENERATION):
-        for knob in gpu.KNOBS:
+        for knob in FACTORS:
             mine = [r.management_share for r in rows if (r.phase, r.knob) == (phase, knob)]
             numbers[f"most_{phase}" + (f"_{knob}" if knob else "")] = max(mine, default=None)
     return numbers
@@ -199,7 +196,6 @@ STUDY = Study(
         "paper",
     ),
     flags=ManagementFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={f"most_{PROMPTS}": (0.0, 0.002), f"most_{GENERATION}": (0.0, 0.009)},

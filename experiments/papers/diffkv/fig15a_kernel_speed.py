@@ -31,10 +31,6 @@ class KernelFlags(SimulatedFlags):
     tokens: tuple[int, ...] = flag(TOKENS, "of each sequence", least=1, most=2**16)
     batch: int = flag(8, "sequences", least=1, most=256)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("tokens")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -96,7 +92,6 @@ STUDY = Study(
         "paper",
     ),
     flags=KernelFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={"speedup_K8V8_4096": 1.7},

@@ -20,6 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.lib import plots
+from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import gpu
 from experiments.papers.diffkv.gpu import DIFFKV, SERVERS, VLLM, SimulatedFlags
@@ -37,7 +38,6 @@ class BatchFlags(SimulatedFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("models", "tokens")
         if min(self.tokens) <= self.prompt:
             raise ValueError(f"--tokens must be more than --prompt ({self.prompt})")
 
@@ -45,7 +45,7 @@ class BatchFlags(SimulatedFlags):
 @dataclass(frozen=True)
 class Row:
     """tokens: of each sequence as it ends. seconds: of the batch. step_ms: of its last step, and
-    attention_ms of its attention. knob: the constant that is changed, of `gpu.KNOBS`."""
+    attention_ms of its attention. knob: the constant that is changed, of `knobs.FACTORS`."""
 
     model: str
     system: str
@@ -57,7 +57,7 @@ class Row:
 
 
 def simulate(flags: BatchFlags, model: str, system: str, tokens: int, knob: str) -> Row:
-    attention, host = gpu.KNOBS[knob]
+    attention, host = FACTORS[knob]
     server = SERVERS[model]
     kept = VLLM if system == BY_QUERY_HEAD else system
     config = gpu.config_of(kept, server, flags.gpu, BATCH, tokens)
@@ -88,7 +88,7 @@ def simulate(flags: BatchFlags, model: str, system: str, tokens: int, knob: str)
 def measure(flags: BatchFlags, _) -> Iterator[Row]:
     for model in flags.models:
         for tokens in sorted(set(flags.tokens)):
-            for knob in gpu.KNOBS:
+            for knob in FACTORS:
                 for system in (VLLM, BY_QUERY_HEAD, DIFFKV):
                     yield simulate(flags, model, system, tokens, knob)
 
@@ -133,7 +133,6 @@ STUDY = Study(
         "paper",
     ),
     flags=BatchFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={f"batch_speedup_{model}_4096": (1.4, 1.6) for model in MODELS},

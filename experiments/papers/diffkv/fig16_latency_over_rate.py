@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.lib import report
+from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import gpu
 from experiments.papers.diffkv.gpu import DIFFKV, SERVERS, VLLM, SimulatedFlags
@@ -34,14 +35,10 @@ class RateFlags(SimulatedFlags):
     requests: int = flag(100, "at each rate", least=2)
     jobs: int = jobs_flag()
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("models", "loads")
-
 
 @dataclass(frozen=True)
 class Case:
-    """load: the rate over `capacity`. knob: the constant that is changed, of `gpu.KNOBS`."""
+    """load: the rate over `capacity`. knob: the constant that is changed, of `knobs.FACTORS`."""
 
     model: str
     system: str
@@ -88,7 +85,7 @@ def simulate(case: Case) -> Row:
     rate = case.load * capacity(server, flags)  # of the constants that are not changed
     most = server.most if case.system == DIFFKV else 256
     config = gpu.config_of(case.system, server, case.gpu, most)
-    engine = gpu.engine_of(flags.changed(*gpu.KNOBS[case.knob]), server, config)
+    engine = gpu.engine_of(flags.changed(*FACTORS[case.knob]), server, config)
     gpu.run(engine, gpu.requests_of(server, case.requests, case.seed, rate))
     latencies = report.present(map(report.normalised_latency_s, engine.metrics.requests))
     steps = engine.metrics.steps
@@ -104,7 +101,7 @@ def cases(flags: RateFlags) -> Iterator[Case]:
     middle = sorted(set(flags.loads))[len(set(flags.loads)) // 2]
     for model in flags.models:
         for load in sorted(set(flags.loads)):
-            for knob in gpu.KNOBS if load == middle else ("",):
+            for knob in FACTORS if load == middle else ("",):
                 for system in SYSTEMS:
                     yield Case(
                         model, system, load, knob, flags.gpu, flags.host, flags.attention_knob,
@@ -160,7 +157,6 @@ STUDY = Study(
         "paper",
     ),
     flags=RateFlags,
-    row=Row,
     measure=measure,
     values=values,
     draw=draw,

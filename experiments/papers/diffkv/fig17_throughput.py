@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import gpu
 from experiments.papers.diffkv.gpu import DIFFKV, SERVERS, SYSTEMS, VLLM, SimulatedFlags
@@ -37,10 +38,6 @@ class ThroughputFlags(SimulatedFlags):
     most_output: int = flag(0, "tokens of an output; 0: the paper's limit", least=0)
     batches: int = flag(3, "of requests, each as many as fit at the mean length", least=1)
     jobs: int = jobs_flag()
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("models", "systems")
 
 
 @dataclass(frozen=True)
@@ -114,22 +111,13 @@ def measure(flags: ThroughputFlags, run: Run) -> Iterator[Row]:
     for model in flags.models:
         for system in flags.systems:
             varied = model == flags.models[0] and system in (VLLM, DIFFKV)
-            knobs = gpu.KNOBS if varied else {"": (1.0, 1.0)}
+            knobs = FACTORS if varied else {"": (1.0, 1.0)}
             for attention, host in knobs.values():
-                cases.append(
-                    Case(
-                        model,
-                        system,
-                        flags.gpu,
-                        flags.host,
-                        attention * flags.attention_knob,
-                        host * flags.host_knob,
-                        flags.recorded,
-                        flags.seed,
-                        flags.most_output,
-                        flags.batches,
-                    )
-                )
+                cases.append(Case(
+                    model, system, flags.gpu, flags.host, attention * flags.attention_knob,
+                    host * flags.host_knob, flags.recorded, flags.seed, flags.most_output,
+                    flags.batches,
+                ))  # fmt: skip
     yield from run.at_once(simulate, cases, flags.jobs)
 
 
@@ -138,7 +126,7 @@ def values(flags: ThroughputFlags, rows: Sequence[Row]) -> Values:
     with each of the knobs."""
     numbers: dict[str, float | None] = {}
     for model in flags.models:
-        for knob, factors in gpu.KNOBS.items():
+        for knob, factors in FACTORS.items():
             wanted = flags.attention_knob * factors[0], flags.host_knob * factors[1]
             mine = {
                 row.system: row
@@ -196,7 +184,6 @@ STUDY = Study(
         "paper",
     ),
     flags=ThroughputFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={

@@ -112,14 +112,6 @@ class SimulatedFlags(Flags):
         )  # fmt: skip
 
 
-# Factors on the time of attention and of the host: a result that turns over within these rests on
-# constants that nothing here has measured.
-KNOBS = {
-    "": (1.0, 1.0), "attention_0.8": (0.8, 1.0), "attention_1.2": (1.2, 1.0),
-    "host_0.8": (1.0, 0.8), "host_1.2": (1.0, 1.2),
-}  # fmt: skip
-
-
 @functools.cache
 def model_of(name: str) -> ModelConfig:
     return checkpoint.load_config(f"configs/models/{name}")

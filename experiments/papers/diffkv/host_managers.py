@@ -1,16 +1,34 @@
-"""Page managers on the host, beside which the one on the device is judged (DiffKV §7.3, Fig. 13).
+"""Page management on the device, and on the host beside which it is judged (DiffKV §5.3, Fig. 13).
+
+A `Case` is Llama-3-8B's heads of some sequences in the state that compression leaves. Prompts: all
+get pages for the worst case, plan, and give the surplus back. Generation: a step in which each head
+adds a token, to either precision. The device's page manager is that of the policy.
 
 `Twin` goes page by page through lists, and is what the others must equal. `ThreadedManager` is fast
 host code: sequences are spread over threads, each of which works on whole arrays, and only the
-prefix sums over sequences are done by one.
+prefix sums over sequences are done by one. It begins with the counts on the device, as compression
+leaves them there, and ends with what the device must know of pages back on it.
 """
 
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from experiments.papers.diffkv.kernels_on_cpu import MIXED, formats_of
+from experiments.papers.diffkv.systems import PAGE_SIZE
+from paged.kv_cache.diffkv import page_manager
+from paged.kv_cache.diffkv.page_manager import Pages
+from pallas_kernels.specs import HEADS
+
+TOKENS, MORE = 1024, 256  # of each prompt; and room for what is generated
+HEADS_8B = 32 * HEADS["llama-3-8b"].K
+CHECKED_STEPS = 20
 
 
 class Twin:
@@ -118,3 +136,83 @@ class ThreadedManager:
 
         self._each(plan)
         return pages
+
+
+class Case:
+    """Numbers of sequences in the state that compression leaves: tokens by precision [S, H, 2]."""
+
+    def __init__(self, sequences: int, seed: int):
+        self.sequences, rng = sequences, np.random.default_rng(seed)
+        formats = formats_of(MIXED, HEADS["llama-3-8b"].D)
+        self.sizes = formats[0].tokens, formats[1].tokens
+        self.allocated = -(-TOKENS // PAGE_SIZE) + 1
+        self.width = -(-(TOKENS + MORE) // PAGE_SIZE) + 1
+        self.num_pages = sequences * HEADS_8B * self.allocated * 9 // 8
+        shape = sequences, HEADS_8B
+        high = rng.integers(64, TOKENS // 2, shape)
+        self.tokens = np.stack([high, rng.integers(0, TOKENS - high)], -1).astype(np.int32)
+        # A token more for each head, of high precision in a quarter of them.
+        self.to_high = rng.random(shape) < 0.25
+
+    def device(self) -> Pages:
+        return page_manager.init(self.num_pages, self.sequences, HEADS_8B, self.width)
+
+    def host(self, threads: int) -> ThreadedManager:
+        return ThreadedManager(self.num_pages, self.sequences, HEADS_8B, self.width, threads)
+
+
+def _planned(tokens, sizes):
+    """Pages [S, H, 2] of high and of low precision for as many tokens."""
+    return -(-tokens // np.array(sizes, np.int32))
+
+
+def _growing(tokens, to_high, sizes):
+    """Which heads need a page of high or of low precision for a token more: [S, H, 2]."""
+    full = tokens % np.array(sizes, np.int32) == 0
+    return full & (to_high[..., None] == np.array([True, False]))
+
+
+@partial(jax.jit, static_argnums=(1, 3), donate_argnums=0)
+def prompts_on_device(pages: Pages, allocated: int, tokens, sizes) -> Pages:
+    slots = jnp.arange(len(tokens), dtype=jnp.int32)
+    pages = page_manager.allocate_prompts(pages, slots, jnp.full(len(tokens), allocated, jnp.int32))
+    return page_manager.plan_prompts(pages, slots, _planned(tokens, sizes))
+
+
+@partial(jax.jit, static_argnums=3, donate_argnums=0)
+def step_on_device(pages: Pages, tokens, to_high, sizes) -> Pages:
+    slots = jnp.arange(len(tokens), dtype=jnp.int32)
+    return page_manager.grow(pages, slots, _growing(tokens, to_high, sizes))
+
+
+def prompts_on_host(manager: ThreadedManager, allocated: int, tokens, sizes):
+    planned = np.moveaxis(_planned(np.asarray(tokens), sizes), -1, 0)
+    return jax.device_put(manager.prompts(allocated, *planned))
+
+
+def step_on_host(manager: ThreadedManager, tokens, to_high, sizes):
+    needs = _growing(np.asarray(tokens), np.asarray(to_high), sizes)
+    return jax.device_put(manager.grow(*np.moveaxis(needs, -1, 0)))
+
+
+def is_exact(case: Case, threads: int, steps: int = CHECKED_STEPS) -> bool:
+    """Whether all three managers hold the same after prompts and these steps."""
+    sizes, tokens = case.sizes, case.tokens
+    twin = Twin(case.num_pages, case.sequences, HEADS_8B)
+    host, pages = case.host(threads), case.device()
+    twin.prompts(case.allocated, *np.moveaxis(_planned(tokens, sizes), -1, 0))
+    prompts_on_host(host, case.allocated, tokens, sizes)
+    pages = prompts_on_device(pages, case.allocated, jnp.asarray(tokens), sizes)
+    for _ in range(steps):
+        twin.grow(*np.moveaxis(_growing(tokens, case.to_high, sizes), -1, 0))
+        step_on_host(host, tokens, case.to_high, sizes)
+        pages = step_on_device(pages, jnp.asarray(tokens), jnp.asarray(case.to_high), sizes)
+        # A new array: the step may still read the former one, in place.
+        tokens = tokens + np.stack([case.to_high, ~case.to_high], -1)
+    free_list, start, free, tables, held = map(
+        np.asarray, (pages.free_list, pages.start, pages.free, pages.tables, pages.held)
+    )
+    of_device = free_list, int(start[0]), int(free[0]), tables, *np.moveaxis(held, -1, 0)
+    return twin.equals(*of_device) and twin.equals(
+        host.free_list, host.start, host.free, host.tables, host.high, host.low
+    )

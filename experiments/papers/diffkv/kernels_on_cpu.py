@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from experiments.lib import plots, run_record
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.diffkv.systems import PAGE_SIZE
-from experiments.papers.lserve.layer_times import MODEL
+from experiments.papers.lserve.engine_on_cpu import MODEL
 from experiments.study import Setting, Study, Values
 from experiments.timing import medians_ms
 from paged.simulator import roofline
@@ -41,10 +41,6 @@ class KernelFlags(Flags):
     batch: int = flag(8, "sequences", least=1)
     rounds: int = flag(9, "timed runs of all that is compared", least=1)
     seed: int = flag(0, "of all that is drawn", least=0)
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("tokens", "formats")
 
 
 @dataclass(frozen=True)
@@ -187,7 +183,6 @@ STUDY = Study(
         "wrong",
     ),
     flags=KernelFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

@@ -199,7 +199,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=RecordFlags,
-    row=Row,
     measure=measure,
     values=values,
     draw=draw,

@@ -17,13 +17,7 @@ BUDGETED = {
 
 
 def _config(flags: AccuracyFlags, **fields: Any) -> EngineConfig:
-    """Few sequences at once and one prompt a step: few programs to compile."""
-    longest = flags.longest
-    common = {
-        "page_size": PAGE_SIZE, "max_num_seqs": 8, "max_prefills_per_step": 1,
-        "max_num_batched_tokens": longest, "kv_cache_tokens": 9 * longest,
-        "chunked_prefill": False,
-    }  # fmt: skip
+    common = {"page_size": PAGE_SIZE} | accuracy.whole_prompts(flags)
     return accuracy.config_of(flags, **common | fields)
 
 

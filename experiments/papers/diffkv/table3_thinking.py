@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments import accuracy
-from experiments.accuracy import Row, measured
+from experiments.accuracy import Row
 from experiments.lib.typed_flags import flag
 from experiments.papers import benchmarks
 from experiments.papers.diffkv.benchmarks import DIFFKV, FP16, DiffKVFlags, thinking
-from experiments.study import Setting, Study, Values
+from experiments.study import Values
 
 TASKS = ("cot_long", "cot_32", "cot_40")
 MODEL = "Qwen/QwQ-32B"
@@ -57,31 +57,25 @@ def holds(found: Mapping[str, float]) -> bool:
     return found["difference_low_diffkv"] >= GOAL and found["difference_diffkv"] >= max(others)
 
 
-STUDY = Study(
+STUDY = accuracy.study(
     __file__,
+    thinking,
     title="Long chains of thought (DiffKV Table 3)",
-    kind="analogue",
     claim="where models reason at length DiffKV answers as 16 bits do, and its baselines do not",
     rule=f"lower bound of DiffKV's paired difference at least {GOAL:g} points, and no baseline is "
     "better",
     holds=holds,
-    setting=Setting(
-        "the bundled model, chains of 24 to 40 statements at 2,048 tokens, alpha_h 1, alpha_l 0; "
-        "SnapKV and Quest at 50 %",
-        "the paper asks MATH, GPQA and AIME24 of QwQ-32B and two R1-Distill models",
-        "reduced",
-    ),
+    here="the bundled model, chains of 24 to 40 statements at 2,048 tokens, alpha_h 1, alpha_l 0; "
+    "SnapKV and Quest at 50 %",
+    differs="the paper asks MATH, GPQA and AIME24 of QwQ-32B and two R1-Distill models",
     flags=ThinkingFlags,
-    row=Row,
-    measure=measured(thinking),
     values=values,
     paper=benchmarks.of_paper({name: dict(zip(BENCHMARKS, of)) for name, of in PAPER.items()})
     | {"diffkv_memory": 0.274},
-    check=accuracy.checked(thinking),
     draw=benchmarks.draw,
-    table=accuracy.table,
-    quick={"num_prompts": 2},
-    minutes=(4, 120),
+    quick=accuracy.QUICK
+    | {"num_prompts": 1, "tasks": ("cot_long", "cot_32"), "quest_budget": 256},
+    minutes=(2, 120),
     needs=benchmarks.NEEDS,
     command=f"python -m experiments.papers.diffkv.table3_thinking --model={MODEL} --dtype=bfloat16 "
     "--problems=math.jsonl,gpqa.jsonl,aime24.jsonl --match=contains --contexts=32768 "

@@ -22,10 +22,6 @@ class LServeFlags(AccuracyFlags):
     budgets: tuple[int, ...] = flag((4096,), "tokens that a query of a dense head reads", least=192)
     kv_bits: int = flag(16, "of LServe's keys and values", choices=(4, 8, 16))
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("budgets")
-
 
 def systems(flags: LServeFlags) -> accuracy.Systems:
     """Dense, and LServe at each budget, by it if there are several."""

@@ -73,7 +73,6 @@ STUDY = Study(
         "paper",
     ),
     flags=ShareFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper=PAPER,

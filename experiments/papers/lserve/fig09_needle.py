@@ -9,8 +9,9 @@ Claim (Fig. 9): LServe finds the needle at all lengths and depths where the dens
 budget far below the longest context.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -39,7 +40,6 @@ class NeedleFlags(AccuracyFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("budgets")
         if self.tasks != ("needle",):
             raise ValueError("--tasks must be needle: others have no single depth")
 
@@ -77,11 +77,16 @@ def depths(flags: NeedleFlags, length: int) -> np.ndarray:
     )
 
 
-def measure(flags: NeedleFlags, run: Run) -> Iterator[Row]:
-    for name, found in accuracy.answered(flags, run, systems):
-        for context in flags.contexts:
-            scores = np.array([a.score for a in found.answers if a.context == context])
-            yield from rows_of(name, context, depths(flags, context), scores)
+def measured(make: Callable[[Any], accuracy.Systems]) -> Callable[[Any, Run], Iterator[Row]]:
+    """A study's `measure`."""
+
+    def measure(flags: NeedleFlags, run: Run) -> Iterator[Row]:
+        for name, found in accuracy.answered(flags, run, make):
+            for context in flags.contexts:
+                scores = np.array([a.score for a in found.answers if a.context == context])
+                yield from rows_of(name, context, depths(flags, context), scores)
+
+    return measure
 
 
 def rows_of(system: str, context: int, depths: np.ndarray, scores: np.ndarray) -> Iterator[Row]:
@@ -142,13 +147,12 @@ STUDY = accuracy.study(
     here="the bundled model, 256 to 4,096 tokens, half of the heads streaming",
     differs=DIFFERS,
     flags=NeedleFlags,
-    row=Row,
-    measure=measure,
+    measure=measured(systems),
     values=values,
     draw=draw,
     table=table,
-    quick={"num_prompts": 8, "contexts": (256, 1024), "budgets": (256,)},
-    minutes=(2, 30),
+    quick=accuracy.QUICK | {"num_prompts": 8, "contexts": (640, 832, 1024), "budgets": (256,)},
+    minutes=(0.8, 30),
 )
 
 if __name__ == "__main__":

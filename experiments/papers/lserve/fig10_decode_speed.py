@@ -108,7 +108,6 @@ STUDY = Study(
         "paper",
     ),
     flags=DecodeFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper=PAPER,

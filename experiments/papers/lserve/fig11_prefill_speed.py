@@ -119,7 +119,6 @@ STUDY = Study(
         "paper",
     ),
     flags=PrefillFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper=PAPER,

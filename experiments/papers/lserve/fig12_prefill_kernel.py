@@ -18,10 +18,10 @@ from matplotlib.figure import Figure
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import kernels
 from experiments.study import Setting, Study, Values
+from pallas_kernels.attention.schedule import tiles_of_rows
 from pallas_kernels.block_sparse_attention import specs
 from pallas_kernels.block_sparse_attention.lists import streaming_lists
 from pallas_kernels.paged_attention import prefill_sm90
-from pallas_kernels.paged_attention.schedule import tiles_of_rows
 from pallas_kernels.specs import HEADS, Attention
 from pallas_kernels.tools.predict import LAUNCH_S
 from pallas_kernels.tools.targets import TARGETS
@@ -38,7 +38,6 @@ class KernelFlags(Flags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("contexts", "streaming")
         if any(context % PAGE for context in self.contexts):
             raise ValueError(f"--contexts are multiples of {PAGE}, not {self.contexts}")
 
@@ -156,7 +155,6 @@ STUDY = Study(
         "paper",
     ),
     flags=KernelFlags,
-    row=Row,
     measure=measure,
     values=values,
     draw=draw,

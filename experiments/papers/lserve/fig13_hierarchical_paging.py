@@ -7,10 +7,9 @@ pages, with flat pages of 16, with flat pages of 64, and with pages of 64 that a
 logical pages of 16 tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import accuracy
@@ -18,7 +17,7 @@ from experiments.lib.typed_flags import flag
 from experiments.papers.lserve import fig06_page_size as pages
 from experiments.papers.lserve import fig09_needle as needle
 from experiments.papers.lserve.fig09_needle import NeedleFlags, Row
-from experiments.study import Run, Setting, Study, Values
+from experiments.study import Values
 
 DENSE = "dense"
 POINTS = 2.0  # below flat pages of 16
@@ -30,24 +29,6 @@ class PagingFlags(NeedleFlags):
     contexts: tuple[int, ...] = flag((512, 1024, 2048, 4096), "prompt and answer, in tokens")
     budgets: tuple[int, ...] = flag((256,), "tokens that a query reads; the first is drawn",
                                     least=192)  # fmt: skip
-
-
-def systems(flags: PagingFlags) -> accuracy.Systems:
-    found = {DENSE: accuracy.config_of(flags)}
-    for budget in flags.budgets:
-        for name, (page, logical) in pages.PAGES.items():
-            found[pages.label(name, budget)] = accuracy.config_of(
-                flags, policy="lserve", page_size=page,
-                policy_options={"budget": budget, "logical_page": logical},
-            )  # fmt: skip
-    return found
-
-
-def measure(flags: PagingFlags, run: Run) -> Iterator[Row]:
-    for name, found in accuracy.answered(flags, run, systems):
-        for context in flags.contexts:
-            scores = np.array([a.score for a in found.answers if a.context == context])
-            yield from needle.rows_of(name, context, needle.depths(flags, context), scores)
 
 
 def right(rows: Sequence[Row], system: str) -> float | None:
@@ -81,27 +62,22 @@ def draw(flags: PagingFlags, figure: Figure, rows: Sequence[Row]) -> None:
     needle.draw(flags, figure, [row for row in rows if row.system in names])
 
 
-STUDY = Study(
+STUDY = accuracy.study(
     __file__,
+    pages.systems,
     title="Hierarchical pages at the budget of small flat ones (LServe Fig. 13)",
-    kind="analogue",
     claim="pages of 64 tokens, judged by logical pages of 16, find what flat pages of 16 find",
     rule=f"at every budget at most {POINTS:g} points below flat pages of 16, of all prompts",
     holds=holds,
-    setting=Setting(
-        "the bundled model, needles at 512 to 4,096 tokens, a budget of 256",
-        "the paper asks Llama-3-8B up to 256k tokens",
-        "reduced",
-    ),
+    here="the bundled model, needles at 512 to 4,096 tokens, a budget of 256",
+    differs="the paper asks Llama-3-8B up to 256k tokens",
     flags=PagingFlags,
-    row=Row,
-    measure=measure,
+    measure=needle.measured(pages.systems),
     values=values,
-    check=accuracy.checked(systems),
     draw=draw,
     table=needle.table,
-    quick={"num_prompts": 8, "contexts": (512, 2048)},
-    minutes=(2, 40),
+    quick=accuracy.QUICK | {"num_prompts": 8, "contexts": (640, 832, 1024)},
+    minutes=(1, 40),
     size=(13, 4.2),
 )
 

@@ -84,7 +84,6 @@ STUDY = Study(
         "paper",
     ),
     flags=SelectionFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={

@@ -72,7 +72,6 @@ STUDY = Study(
         "paper",
     ),
     flags=LayerFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={

@@ -92,8 +92,8 @@ STUDY = accuracy.study(
     flags=FormatFlags,
     values=values,
     draw=draw,
-    quick={"num_prompts": 2, "contexts": (1024,)},
-    minutes=(4, 30),
+    quick=accuracy.QUICK | {"tasks": ("multikey", "values", "cot"), "share": 0.5, "budget": 256},
+    minutes=(1.8, 30),
 )
 
 if __name__ == "__main__":

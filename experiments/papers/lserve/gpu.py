@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.lserve.layer import EVERYTHING, config_of, lserve, streaming
 from models import checkpoint
@@ -81,10 +82,6 @@ class SimulatedFlags(Flags):
     gpu: str = flag("a100-80", "that is simulated", choices=tuple(MACHINES))
     attention_knob: float = flag(1.0, "times the time of attention and selection", above=0)
     host_knob: float = flag(1.0, "times the time of the host", least=0)
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("contexts")
 
     @property
     def ascending(self) -> list[int]:
@@ -184,7 +181,7 @@ class Row:
     """A step of one sequence.
 
     stage: decode, of its next token; or prefill, of its whole prompt.
-    knob: the constant that is changed, of `KNOBS`.
+    knob: the constant that is changed, of `knobs.FACTORS`.
     ms: of the step. attention_ms: of attention in all layers, selection and statistics included.
     selection_ms: of selection.
     """
@@ -199,20 +196,12 @@ class Row:
     selection_ms: float
 
 
-# Factors on the time of attention and of the host: a result that turns over within these rests on
-# constants that nothing here has measured.
-KNOBS = {
-    "": (1.0, 1.0), "attention_0.8": (0.8, 1.0), "attention_1.2": (1.2, 1.0),
-    "host_0.8": (1.0, 0.8), "host_1.2": (1.0, 1.2),
-}  # fmt: skip
-
-
 def rows(
     flags: SimulatedFlags, model: str, stage: str, systems: Iterable[str],
     contexts: Iterable[int], split: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
-    """With each of `KNOBS`. split: as of `Clock.of`; the system is then called 'NAME split'."""
-    for knob, (attention, host) in KNOBS.items():
+    """With each of FACTORS. split: as of `Clock.of`; the system is then called 'NAME split'."""
+    for knob, (attention, host) in FACTORS.items():
         for system, context in itertools.product(systems, contexts):
             clock = Clock.of(
                 system, model_of(model), flags.gpu, attention * flags.attention_knob,
@@ -231,9 +220,9 @@ def by_knob(
     found: Callable[[Sequence[Row]], Mapping[str, float | None]], rows: Sequence[Row],
     beside: Iterable[str],
 ) -> dict[str, float | None]:  # fmt: skip
-    """The values `found` of the rows, and those named `beside` with each of `KNOBS`."""
+    """The values `found` of the rows, and those named `beside` with each of `knobs.FACTORS`."""
     values = dict(found([row for row in rows if not row.knob]))
-    for knob in filter(None, KNOBS):
+    for knob in filter(None, FACTORS):
         changed = found([row for row in rows if row.knob == knob])
         values |= {f"{name}_{knob}": changed.get(name) for name in beside}
     return values

@@ -108,7 +108,6 @@ STUDY = Study(
     ),
     setting=Setting(f"Llama-3-8B's shape, a sequence of 65,536 tokens, {DTYPE}", "", "paper"),
     flags=KVFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

@@ -31,10 +31,6 @@ BATCH, BITS = 32, 4
 class PageFlags(Flags):
     contexts: tuple[int, ...] = flag((512, 1024, 2048, 4096, 8192), "tokens", least=128)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("contexts")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -115,7 +111,6 @@ STUDY = Study(
         "paper",
     ),
     flags=PageFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={f"slowdown_{page}": slow for page, slow in PAPER.items()}

@@ -46,7 +46,6 @@ class FrontierFlags(AccuracyFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("shares", "budgets")
         for budget in self.budgets:
             if budget != "all" and not budget.isdecimal():
                 raise ValueError(f"--budgets must be tokens or 'all', not {budget!r}")
@@ -143,14 +142,14 @@ STUDY = accuracy.study(
     flags=FrontierFlags,
     values=values,
     draw=draw,
-    quick={
-        "num_prompts": 2,
-        "contexts": (2048,),
-        "shares": (0.5,),
-        "budgets": ("512", "all"),
+    quick=accuracy.QUICK
+    | {
+        "tasks": ("multikey", "values", "cot"),
+        "shares": (0.0, 0.5),
+        "budgets": ("256", "all"),
         "controls": False,
     },
-    minutes=(4, 240),
+    minutes=(1, 240),
 )
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from experiments import accuracy
-from experiments.accuracy import AccuracyFlags, Row, measured
+from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
 from experiments.papers import benchmarks
 from experiments.papers.lserve.benchmarks import GATES
 from experiments.papers.lserve.gates import BUNDLED_GATES, gates_of
-from experiments.study import Setting, Study, Values
+from experiments.study import Values
 
 TASKS = ("cot_long", "cot_32", "cot_40")
 DENSE, LSERVE = "Dense", "LServe"
@@ -68,32 +68,25 @@ def draw(flags: ChainFlags, figure: Figure, rows: Sequence[Row]) -> None:
     benchmarks.draw(flags, figure, rows)
 
 
-STUDY = Study(
+STUDY = accuracy.study(
     __file__,
+    systems,
     title="Long chains of thought (LServe Table 4)",
-    kind="analogue",
     claim="LServe answers as well as dense attention where models reason at length",
     rule=f"lower bound of the paired difference over all prompts at least {GOAL:g} points",
     holds=holds,
-    setting=Setting(
-        "the bundled model, chains of 24 to 40 statements at 2,048 tokens, half of the heads "
-        "streaming, a budget of 1,024",
-        "the paper asks AIME and MATH500 of DeepSeek-R1-Distill-Llama-8B",
-        "reduced",
-    ),
+    here="the bundled model, chains of 24 to 40 statements at 2,048 tokens, half of the heads "
+    "streaming, a budget of 1,024",
+    differs="the paper asks AIME and MATH500 of DeepSeek-R1-Distill-Llama-8B",
     flags=ChainFlags,
-    row=Row,
-    measure=measured(systems),
     values=values,
     paper={
         "dense_aime24": 43.3, "lserve_aime24": 43.3, "dense_math500": 84.2, "lserve_math500": 85.4,
         "difference_points": 0.6,
     },
-    check=accuracy.checked(systems),
     draw=draw,
-    table=accuracy.table,
-    quick={"num_prompts": 3},
-    minutes=(2, 60),
+    quick=accuracy.QUICK | {"tasks": ("cot_long", "cot_32"), "budget": 256},
+    minutes=(0.8, 60),
     needs=benchmarks.NEEDS,
     command=(
         f"python -m experiments.papers.lserve.duo_gates --model={MODEL} --mix=passkeys=1 "

@@ -30,10 +30,6 @@ class ReuseFlags(AccuracyFlags):
     intervals: tuple[int, ...] = flag((1, 2, 4, 8, 16), "tokens that share a selection", least=1)
     budget: int = flag(512, "tokens that a query reads", least=1)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("intervals")
-
 
 def label(interval: int) -> str:
     return f"every {interval} tokens"
@@ -78,8 +74,9 @@ STUDY = accuracy.study(
         "difference_16": -3.6,
     },
     draw=draw,
-    quick={"num_prompts": 4, "intervals": (1, 4)},
-    minutes=(3, 25),
+    quick=accuracy.QUICK
+    | {"tasks": ("multikey", "values", "cot"), "intervals": (1, 4, 8), "budget": 256},
+    minutes=(1, 25),
 )
 
 if __name__ == "__main__":

@@ -4,19 +4,17 @@ python -m experiments.papers.punica.adapter_slots
 
 Requests for --adapters LoRA adapters, by a Zipf law, come faster than they can be served, and the
 device holds --adapter_slots of them. A request waits for its adapter; later ones may overtake it,
-`max_overtakes` times at most. First in simulated time, where loads take --load_ms one after the
-other, with each of several bounds; then with the bundled model and random adapters, measured.
+`max_overtakes` times at most. In simulated time, where loads take --load_ms one after the other,
+with each of several bounds.
 
 Each run is checked by its log: no request is overtaken more often than the bound says, and a replay
-of the log, which for the model computes all tokens anew, gives the same schedule and tokens. Claims
-(ours; the paper has none): the mean time to first token falls with the bound, by half at 64 at the
-latest, and hardly any further without one; most of the load time passes while steps run. Also
-written: events.jsonl, of the model's run, for `experiments.replay`, and the adapters.
+of the log gives the same schedule. Claims (ours; the paper has none): the mean time to first token
+falls with the bound, by half at 64 at the latest, and hardly any further without one; most of the
+load time passes while steps run.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -24,8 +22,7 @@ from matplotlib.figure import Figure
 from experiments import replay, serve
 from experiments.diff_events import first_difference
 from experiments.lib import adapters, random_adapters, run_record
-from experiments.lib.engines import load_engine
-from experiments.lib.event_log import EventLog, write_log
+from experiments.lib.event_log import EventLog
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Run, Setting, Study, Values
 from experiments.workloads.workloads import Request
@@ -47,15 +44,12 @@ PROMPT, OUTPUT = (5, 120), (5, 60)  # tokens, from … to
 
 @dataclass(frozen=True)
 class SlotFlags(Flags):
-    adapters: int = flag(200, "in simulated time", least=1)
+    adapters: int = flag(200, "that requests name", least=1)
     adapter_slots: int = flag(8, "on the device", least=1)
-    requests: int = flag(250, "in simulated time", least=1)
-    rate: float = flag(70.0, "requests a second, in simulated time", least=1e-3)
-    load_ms: float = flag(150.0, "of one adapter, in simulated time", least=0)
+    requests: int = flag(250, "of each bound", least=1)
+    rate: float = flag(70.0, "requests a second", least=1e-3)
+    load_ms: float = flag(150.0, "of one adapter", least=0)
     zipf: float = flag(1.3, "exponent of the adapters' popularity", least=0)
-    real_adapters: int = flag(40, "beside the bundled model", least=1)
-    real_requests: int = flag(80, "to the bundled model; 0: none", least=0)
-    real_rate: float = flag(40.0, "requests a second to the bundled model", least=1e-3)
     seed: int = flag(0, "of requests and adapters", least=0)
 
 
@@ -120,10 +114,10 @@ def row_of(name: str, engine: Engine) -> Row:
     )
 
 
-def check_replay(engine: Engine, again: Callable[[EventLog], Engine]) -> None:
-    """Raises AssertionError unless the engine that `again` makes does all as `engine` has."""
+def check_replay(engine: Engine) -> None:
+    """Raises AssertionError unless a second engine does all as `engine` has."""
     log = EventLog("events.jsonl", run_record.plain(engine.events))
-    events = replay.replay(again(log), log)
+    events = replay.replay(replay.simulated_engine(log, engine.model), log)
     difference = first_difference(log, events)
     assert difference is None, difference and difference.describe("the run", "its replay")
 
@@ -144,7 +138,7 @@ def simulate(
 
 
 def with_bound(flags: SlotFlags, model: ModelConfig, config: EngineConfig, bound: int) -> Row:
-    """In simulated time; the run is replayed."""
+    """The run is replayed, too."""
     names = [f"lora-{i:03}" for i in range(flags.adapters)]
     requests = make_requests(
         flags.requests, flags.rate, names, flags.zipf, model.vocab_size, flags.seed
@@ -152,26 +146,8 @@ def with_bound(flags: SlotFlags, model: ModelConfig, config: EngineConfig, bound
     bounded = replace(config, max_overtakes=bound)
     engine = simulate(model, bounded, requests, names, 1e-3 * flags.load_ms)
     row = row_of("simulated", engine)
-    check_replay(engine, lambda log: replay.simulated_engine(log, model))
+    check_replay(engine)
     return row
-
-
-def with_model(flags: SlotFlags, config: EngineConfig, folder: Path) -> Row:
-    """The bundled model and random adapters, all of which are replayed on a second engine."""
-    model = checkpoint.load_config("bundled")
-    names = [f"lora-{i:03}" for i in range(flags.real_adapters)]
-    requests = make_requests(
-        flags.real_requests, flags.real_rate, names, flags.zipf, model.vocab_size, flags.seed
-    )
-    engine = load_engine(config)
-    for i, name in enumerate(names):
-        written = random_adapters.write(folder / "adapters" / name, model, flags.seed + i)
-        engine.add_adapter(name, written)
-    engine.warm_up()
-    serve.run(engine, requests)
-    write_log(folder, "events.jsonl", engine.events)
-    check_replay(engine, lambda log: load_engine(replay.logged_config(log)))
-    return row_of("measured", engine)
 
 
 def config_of(flags: SlotFlags) -> EngineConfig:
@@ -186,8 +162,6 @@ def measure(flags: SlotFlags, run: Run) -> Iterator[Row]:
     config, model = config_of(flags), checkpoint.load_config("bundled")
     for bound in BOUNDS:
         yield run.once(with_bound, flags, model, config, bound)
-    if flags.real_requests:
-        yield run.once(with_model, flags, config, run.folder)
 
 
 def shown(bound: int) -> str:
@@ -229,19 +203,17 @@ STUDY = Study(
     rule="at 64 at most half of that without overtaking, and 0.8 of the load time beside steps",
     holds=lambda v: v["ttft_64_over_0"] <= 0.5 and v["hidden_simulated_64"] >= 0.8,
     setting=Setting(
-        "200 adapters by a Zipf law over 8 slots, a step of linear cost, loads of 150 ms; and the "
-        "bundled model measured with 40",
+        "200 adapters by a Zipf law over 8 slots, a step of linear cost, loads of 150 ms",
         "the claim is ours; the paper has no such figure",
         "reduced",
     ),
     flags=SlotFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,
     draw=draw,
-    quick={"adapters": 60, "requests": 60, "real_requests": 0},
-    minutes=(1, 5),
+    quick={"adapters": 60, "requests": 60},
+    minutes=(1, 2),
     size=(7, 4),
 )
 

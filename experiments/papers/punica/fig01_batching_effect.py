@@ -34,10 +34,6 @@ class BatchFlags(Flags):
     lengths: tuple[int, ...] = flag((SHORT, LONG), "tokens of each sequence", least=1, most=4096)
     gpu: str = flag("a100-80", "that is simulated", choices=tuple(MACHINES))
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("batches", "lengths")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -119,7 +115,6 @@ STUDY = Study(
         "paper",
     ),
     flags=BatchFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={

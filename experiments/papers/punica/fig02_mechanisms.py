@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
-from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.patches import Rectangle
 
 from experiments.papers import mechanisms
-from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism
+from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism, box
 from experiments.papers.vllm import snapshots
 from models import checkpoint
 from models.config import ModelConfig
@@ -128,16 +128,11 @@ def fig02() -> Mechanism:
     def draw(figure: FigureBase) -> None:
         axes = figure.subplots()
 
-        def box(x: float, y: float, text: str, shade: str, width: float = 3.4) -> None:
-            axes.add_patch(FancyBboxPatch((x, y), width, 1.0, "round,pad=0.1", facecolor=shade,
-                                          alpha=0.25, edgecolor=shade))  # fmt: skip
-            axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize="small")
-
-        box(0, 1.3, f"Requests of {len({a.adapter for a in arrivals})} LoRA models", GREY, 4)
-        box(5, 1.3, "Scheduler:\nlargest working set with room", COLOURS[0], 4.4)
+        box(axes, 0, 1.3, f"Requests of {len({a.adapter for a in arrivals})} LoRA models", GREY, 4)
+        box(axes, 5, 1.3, "Scheduler:\nlargest working set with room", COLOURS[0], 4.4)
         for row, gpu in enumerate(GPUS):
             of = busiest.working_sets[gpu]
-            box(10.6, 2.2 - 1.8 * row, f"{gpu}, runner and KV cache\nrunning: {len(of)}",
+            box(axes, 10.6, 2.2 - 1.8 * row, f"{gpu}, runner and KV cache\nrunning: {len(of)}",
                 COLOURS[1 + row], 4.4)  # fmt: skip
             axes.annotate("", (10.45, 2.7 - 1.8 * row), (9.6, 1.8), arrowprops={"arrowstyle": "->"})
         axes.annotate("", (4.85, 1.8), (4.15, 1.8), arrowprops={"arrowstyle": "->"})

@@ -15,8 +15,13 @@ from matplotlib.figure import Figure
 from experiments.lib.typed_flags import flag
 from experiments.papers import kernels
 from experiments.papers.punica import sgmv_on_gpu as sgmv
-from experiments.papers.punica.lora_operator_cpu import EXPAND
-from experiments.papers.punica.sgmv_on_gpu import COLOURS, POPULARITIES, OperatorFlags, Row
+from experiments.papers.punica.sgmv_on_gpu import (
+    COLOURS,
+    EXPAND,
+    POPULARITIES,
+    OperatorFlags,
+    Row,
+)
 from experiments.study import Setting, Study, Values
 from pallas_kernels.tools.targets import TARGETS
 
@@ -80,7 +85,6 @@ STUDY = Study(
     ),
     setting=Setting(f"rank 16 to 4,096; {sgmv.HERE}", sgmv.DIFFERS, "paper"),
     flags=RooflineFlags,
-    row=Row,
     measure=sgmv.measure,
     values=values,
     # An SGMV of 64 distinct adapters has the intensity of one; by the paper's formulas.

@@ -70,7 +70,6 @@ STUDY = Study(
     ),
     setting=Setting(sgmv.HERE, sgmv.DIFFERS, "paper"),
     flags=ImplementationFlags,
-    row=Row,
     measure=sgmv.measure,
     values=values,
     paper={f"{kind}growth_{name}": most / least for name, (least, most) in PAPER_US.items()

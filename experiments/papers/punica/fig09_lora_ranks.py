@@ -65,7 +65,6 @@ STUDY = Study(
     holds=lambda v: v["us_growth"] <= 2,
     setting=Setting(sgmv.HERE, sgmv.DIFFERS, "paper"),
     flags=RankFlags,
-    row=Row,
     measure=sgmv.measure,
     values=values,
     paper={f"us_rank_{rank}": us for rank, us in PAPER_US.items()}

@@ -38,10 +38,6 @@ class LayerFlags(Flags):
     rank: int = flag(16, "of the adapters", least=1)
     gpu: str = flag("a100-80", "that is simulated", choices=tuple(MACHINES))
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("models", "batches", "lengths")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -142,7 +138,6 @@ STUDY = Study(
         "paper",
     ),
     flags=LayerFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={"growth_distinct_7b_512": 1.72},

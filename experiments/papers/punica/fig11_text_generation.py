@@ -10,7 +10,7 @@ how fast Punica would be without it, stands beside the rates.
 from collections.abc import Mapping
 
 from experiments.papers.punica import text_generation
-from experiments.papers.punica.text_generation import Row, TextFlags
+from experiments.papers.punica.text_generation import TextFlags
 from experiments.study import Setting, Study
 from experiments.workloads.popularity import POPULARITIES
 
@@ -44,7 +44,6 @@ STUDY = Study(
         "paper",
     ),
     flags=TextFlags,
-    row=Row,
     measure=lambda flags, run: text_generation.measure(flags, run, SERVERS, SYSTEMS),
     values=lambda _, rows: text_generation.values(rows, holds),
     paper=PAPER | {"7b_vllm_identical": 1140.0, "13b_vllm_identical": 789.0},

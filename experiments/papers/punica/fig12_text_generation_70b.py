@@ -9,7 +9,7 @@ As `fig11_text_generation`, with Megatron's tensor parallelism.
 from collections.abc import Mapping
 
 from experiments.papers.punica import text_generation
-from experiments.papers.punica.text_generation import Row, TextFlags
+from experiments.papers.punica.text_generation import TextFlags
 from experiments.study import Setting, Study
 from experiments.workloads.popularity import POPULARITIES
 
@@ -42,7 +42,6 @@ STUDY = Study(
         "paper",
     ),
     flags=TextFlags,
-    row=Row,
     measure=lambda flags, run: text_generation.measure(flags, run, SERVERS, SYSTEMS),
     values=lambda _, rows: text_generation.values(rows, holds),
     paper={f"70b_punica_{p}": PUNICA for p in POPULARITIES}

@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.lib import knobs
-from experiments.lib.runners import uuids
+from experiments.lib.runners import simulated
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.vllm.opt import calibrated
 from experiments.study import Run, Setting, Study, Values
@@ -28,10 +28,8 @@ from models import checkpoint
 from paged.cluster.cluster import Arrival
 from paged.cluster.simulated import SimulatedCluster
 from paged.config import EngineConfig
-from paged.engine import Engine
 from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
-from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.step_cost import HOSTS, StepCost
 
 MODEL, GPU = "configs/models/llama-2-7b", "a100-40"
@@ -105,17 +103,8 @@ def cluster_of(
     cost = StepCost.declare(
         model, CONFIG, GPU, host=flags.host, attention_knob=attention_knob, host_knob=host_knob
     )
-    engines = {
-        uuid: Engine(
-            model, CONFIG,
-            SimulatedExecutor(
-                cost, vocab_size=model.vocab_size, adapter_page_s=cost.adapter_page_s
-            ),
-        )
-        for uuid in uuids(GPUS)
-    }  # fmt: skip
-    cluster = SimulatedCluster(
-        engines, model, CONFIG, rebalance_s=flags.rebalance_s, keep_outputs=False
+    cluster = simulated(
+        model, CONFIG, cost, GPUS, rebalance_s=flags.rebalance_s, keep_outputs=False
     )
     for i in range(ADAPTERS):
         cluster.cluster.add_known_adapter(Adapter(f"a{i}", "", "random", RANK))
@@ -124,8 +113,8 @@ def cluster_of(
 
 def serve(flags: ClusterFlags, change: str, stopped: Callable[[], bool]) -> list[Row]:
     """An hour, with the clock's constants changed so."""
-    simulated = cluster_of(flags, **knobs.CHANGES.get(change, {}))
-    cluster, rows = simulated.cluster, list[Row]()
+    serving = cluster_of(flags, **knobs.CHANGES.get(change, {}))
+    cluster, rows = serving.cluster, list[Row]()
 
     def observe(now: float) -> None:
         gpus = cluster.state.gpus.values()
@@ -146,7 +135,7 @@ def serve(flags: ClusterFlags, change: str, stopped: Callable[[], bool]) -> list
             )
         )
 
-    simulated.serve(arrivals(flags), observe, flags.period_s, stopped)
+    serving.serve(arrivals(flags), observe, flags.period_s, stopped)
     return rows
 
 
@@ -248,7 +237,6 @@ STUDY = Study(
         "paper",
     ),
     flags=ClusterFlags,
-    row=Row,
     measure=measure,
     values=values,
     draw=draw,

@@ -193,6 +193,7 @@ STUDY = Study(
     __file__,
     title="Engines with LoRA adapters on this machine (the idea of Punica §7.2)",
     kind="analogue",
+    times=True,
     claim="requests of 32 adapters decode nearly as fast as those of one, or of none",
     rule=", ".join(f"{name} {goal:g}" for name, goal in GOALS.items())
     + ": at least, the last at most",
@@ -203,7 +204,6 @@ STUDY = Study(
         "wrong",
     ),
     flags=LoraFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

@@ -6,29 +6,26 @@ the other two the launches are counted: a product of A and one of B for each ada
 gathers and two batched products; their bytes, by the paper's formulas, come at the same bandwidth.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from matplotlib.axes import Axes
 
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import kernels
 from experiments.papers.kernels import Compiled
-from experiments.papers.punica.lora_operator_cpu import (
-    EXPAND,
-    Case,
-    Weights,
-    expand_program,
-    programs,
-)
-from pallas_kernels.lora import PAGE_RANKS
-from pallas_kernels.lora.specs import POPULARITIES
+from pallas_kernels.lora import PAGE_RANKS, Segments, sgmv, sgmv_expand
+from pallas_kernels.lora.specs import POPULARITIES, segment_lengths
 from pallas_kernels.specs import Cost
 
 TARGET, SPEC, KERNEL = "h200", "llama-2-7b-distinct", "sgmv_shrink"
 SGMV, LOOP, GATHER_BMM = "sgmv", "loop", "gather_bmm"
+EXPAND = "expand"  # an SGMV alone, of the paper's roofline
 COLOURS = dict(zip(POPULARITIES, ("#c8553d", "#e0a030", "#7d4f9e", "#2f6b9a")))
 BATCHES, WIDTH = (1, 2, 4, 8, 16, 32, 48, 64), 4096
 COMMAND = "python -m experiments.papers.punica."
@@ -49,10 +46,6 @@ class OperatorFlags(Flags):
         (SGMV,), "of the operator", choices=(SGMV, LOOP, GATHER_BMM, EXPAND)
     )
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("batches", "ranks", "implementations")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -70,6 +63,145 @@ class Row:
     least_us: float
     most_us: float
     us: float | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. rank: of all adapters. Widths are those of the projection."""
+
+    popularity: str
+    batch: int
+    rank: int
+    inputs: int
+    outputs: int
+    dtype: str = "float32"
+
+    @property
+    def lengths(self) -> list[int]:
+        return segment_lengths(self.popularity, self.batch)
+
+    def sgmv_cost(self, inputs: int, outputs: int) -> Cost:
+        """Of one SGMV, by the paper's formulas (§7.1); 16 bits there, this case's dtype here."""
+        moved = self.batch * (inputs + outputs) + len(self.lengths) * inputs * outputs
+        return Cost(
+            bytes=moved * jnp.dtype(self.dtype).itemsize,
+            flops=2 * self.batch * inputs * outputs,
+        )
+
+    @property
+    def expand_cost(self) -> Cost:
+        return self.sgmv_cost(self.rank, self.outputs)
+
+    @property
+    def cost(self) -> Cost:
+        """Of the operator, which is two SGMVs."""
+        shrink, expand = self.sgmv_cost(self.inputs, self.rank), self.expand_cost
+        return Cost(shrink.bytes + expand.bytes, shrink.flops + expand.flops)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of `batch` adapters of one rank, and x. Pages are as `sgmv` has them; the peers' weights are
+    a [batch, I, rank] and b [batch, rank, O]."""
+
+    x: jax.Array
+    a_pages: jax.Array
+    b_pages: jax.Array
+    rank_pages: jax.Array
+    num_rank_pages: jax.Array
+    a: jax.Array
+    b: jax.Array
+
+    @classmethod
+    def draw(cls, case: Case, seed: int) -> "Weights":
+        n, Q = case.batch, -(-case.rank // PAGE_RANKS)
+        keys = jax.random.split(jax.random.key(seed), 4)
+        a = jax.random.normal(keys[0], (n, case.inputs, case.rank)) * case.inputs**-0.5
+        b = jax.random.normal(keys[1], (n, case.rank, case.outputs)) * case.rank**-0.5
+        missing = ((0, 0), (0, Q * PAGE_RANKS - case.rank), (0, 0))
+        order = np.asarray(jax.random.permutation(keys[2], n * Q))
+
+        def paged(rows):
+            pages = jnp.pad(rows, missing).reshape(n * Q, PAGE_RANKS, -1)
+            return jnp.zeros_like(pages).at[order].set(pages)[None]
+
+        x = jax.random.normal(keys[3], (case.batch, case.inputs))
+        x, a_pages, b_pages, a, b = (
+            z.astype(case.dtype) for z in (x, paged(a.swapaxes(1, 2)), paged(b), a, b)
+        )
+        return cls(
+            x, a_pages, b_pages, jnp.asarray(order.reshape(n, Q), jnp.int32),
+            jnp.full(n, Q, jnp.int32), a, b,
+        )  # fmt: skip
+
+
+def segments_of(case: Case) -> Segments:
+    """The adapters' tokens lie side by side; one program serves all popularities."""
+    lengths = np.array(case.lengths)
+    ends = np.cumsum(lengths)
+
+    def padded(numbers):
+        return jnp.asarray(np.pad(numbers, (0, case.batch - len(lengths))), jnp.int32)
+
+    count = jnp.array([len(lengths)], jnp.int32)
+    return Segments(padded(np.arange(len(lengths))), padded(ends - lengths), padded(ends), count)
+
+
+@jax.jit
+def _sgmv(w: dict[str, Any], segments):
+    return sgmv(
+        w["x"], w["a_pages"], w["b_pages"], jnp.int32(0), segments, w["rank_pages"],
+        w["num_rank_pages"],
+    )  # fmt: skip
+
+
+@jax.jit
+def _expand(v, w: dict[str, Any], segments):
+    return sgmv_expand(
+        v, w["b_pages"], jnp.int32(0), segments, w["rank_pages"], w["num_rank_pages"]
+    )
+
+
+@functools.partial(jax.jit, static_argnames="length")
+def _one_adapter(x, a, b, start, length):
+    return jax.lax.dynamic_slice_in_dim(x, start, length) @ a @ b
+
+
+@jax.jit
+def _gather_bmm(x, a, b, adapter_of_token):
+    v = jnp.einsum("ti,tir->tr", x, a[adapter_of_token])
+    return jnp.einsum("tr,tro->to", v, b[adapter_of_token])
+
+
+def programs(case: Case, weights: Weights) -> dict[str, Callable[[], jax.Array]]:
+    """What gives x·A·B, by name, and EXPAND, one SGMV alone.
+
+    sgmv: as this machine has it. loop: a program for each adapter, one dispatched after the other.
+    gather_bmm: the weights of each token are gathered and multiplied in one batch.
+    """
+    w, segments = vars(weights), segments_of(case)
+    x, a, b = weights.x, weights.a, weights.b
+    lengths = case.lengths
+    adapter_of_token = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths), jnp.int32)
+    starts = np.cumsum(lengths) - lengths
+    # Views of the stacks, which other frameworks have for nothing.
+    parts = [
+        (jnp.int32(start), length, a[i], b[i])
+        for i, (start, length) in enumerate(zip(starts, lengths))
+    ]
+    width = weights.rank_pages.shape[1] * PAGE_RANKS
+    v = x[:, :width] if case.inputs >= width else jnp.ones((case.batch, width), case.dtype)
+
+    def loop():
+        rows = [_one_adapter(x, a, b, start, length) for start, length, a, b in parts]
+        return jnp.concatenate(rows) if len(rows) > 1 else rows[0]
+
+    return {
+        SGMV: lambda: _sgmv(w, segments),
+        LOOP: loop,
+        GATHER_BMM: lambda: _gather_bmm(x, a, b, adapter_of_token),
+        EXPAND: lambda: _expand(v, w, segments),
+    }
 
 
 def predicted(case: Case, implementation: str, compiled: Compiled) -> tuple[int, Cost]:
@@ -93,7 +225,7 @@ def measured(case: Case, names: Sequence[str]) -> dict[str, float | None]:
     if not kernels.has_gpu():
         return dict.fromkeys(names)
     weights = Weights.draw(case, 0)
-    runs = programs(case, weights) | {EXPAND: expand_program(case, weights)}
+    runs = programs(case, weights)
     return {name: kernels.peer_us(runs[name]) for name in names}
 
 

@@ -195,6 +195,7 @@ STUDY = Study(
     __file__,
     title="LoRA tenants over the policies of the other papers (the idea of Punica §6)",
     kind="analogue",
+    times=True,
     claim="tenants have their own answers over each policy's pages, in mixed batches as alone",
     rule=f"all requests have the tokens that they have alone; right answers at most "
     f"{100 * LOSS:g} points below vLLM's; at most {MEMORY:g} of its memory under DiffKV",
@@ -207,7 +208,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=TenantFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

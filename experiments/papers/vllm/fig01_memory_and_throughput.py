@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from experiments.lib import knobs
 from experiments.lib.typed_flags import flag
 from experiments.papers.vllm import opt, table1_kv_slots
-from experiments.papers.vllm.opt import SERVERS, Case, Row
-from experiments.papers.vllm.rates import RateFlags
+from experiments.papers.vllm.opt import SERVERS, Case
+from experiments.papers.vllm.rates import Changed, RateFlags, changed
 from experiments.study import Run, Setting, Study, Values
 
 EXISTING = "orca_max"
@@ -31,14 +31,7 @@ class MemoryFlags(RateFlags):
     duration_s: float = flag(900.0, "seconds of arrivals", least=1)
 
 
-@dataclass(frozen=True)
-class Point(Row):
-    """A run. change: of the clock's constants (`knobs.CHANGES`)."""
-
-    change: str = ""
-
-
-def measure(flags: MemoryFlags, run: Run) -> Iterator[Point]:
+def measure(flags: MemoryFlags, run: Run) -> Iterator[Changed]:
     cases: list[tuple[str, Case]] = []
     for policy in (EXISTING, "vllm"):
         for rate in RATES:
@@ -48,12 +41,10 @@ def measure(flags: MemoryFlags, run: Run) -> Iterator[Point]:
             )  # fmt: skip
             cases.append(("", case))
             cases += knobs.varied(case, flags.knobs and rate == RATES[-1]).items()
-    rows = run.at_once(opt.run, [case for _, case in cases], flags.jobs)
-    for (change, _), row in zip(cases, rows, strict=True):
-        yield Point(**vars(row), change=change)
+    yield from changed(run, opt.run, cases, flags.jobs)
 
 
-def run_values(points: Sequence[Point]) -> Values:
+def run_values(points: Sequence[Changed]) -> Values:
     """most_batch, most_tokens_per_s and kv_used by system, at the highest rate; and vLLM's over the
     existing system's."""
     numbers: dict[str, float | None] = {}
@@ -71,7 +62,7 @@ def run_values(points: Sequence[Point]) -> Values:
     return numbers
 
 
-def values(flags: MemoryFlags, points: Sequence[Point]) -> Values:
+def values(flags: MemoryFlags, points: Sequence[Changed]) -> Values:
     """Also weights_share and kv_share of the memory, and kv_used_at_batch: vLLM's, at the existing
     system's largest batch."""
     found = knobs.values(points, run_values, holds)
@@ -94,7 +85,7 @@ def holds(found: Mapping[str, float]) -> bool:
     return more and found[f"kv_used_{EXISTING}"] >= FULL
 
 
-def draw(_: MemoryFlags, figure: Figure, points: Sequence[Point]) -> None:
+def draw(_: MemoryFlags, figure: Figure, points: Sequence[Changed]) -> None:
     counted = table1_kv_slots.row_of("13b", SERVERS["13b"])
     pie, memory, throughput = figure.subplots(1, 3)
     shares = [counted.weights_gb / MEMORY_GB, counted.kv_gib / counted.memory_gib]
@@ -130,7 +121,6 @@ STUDY = Study(
         "paper",
     ),
     flags=MemoryFlags,
-    row=Point,
     measure=measure,
     values=values,
     paper={"weights_share": 0.65, "kv_share": (0.3, 0.35)},

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
-from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 from experiments.lib.plots import MEMORY_COLOURS
 from experiments.papers import mechanisms
-from experiments.papers.mechanisms import COLOURS, FREE, Mechanism
+from experiments.papers.mechanisms import COLOURS, FREE, Mechanism, box
 from experiments.papers.vllm import snapshots
 from experiments.papers.vllm.snapshots import Snapshot
 from models import checkpoint
@@ -173,21 +173,16 @@ def fig04() -> Mechanism:
     sharded = ShardedModel.split(engine.model, workers, "float32")
     blocks, heads = len(table(shot, "A")), sharded.shard.num_kv_heads
 
-    def box(axes: Axes, at: tuple[float, float], text: str, shade: str, width: float = 3.0):
-        axes.add_patch(FancyBboxPatch(at, width, 1.0, "round,pad=0.1", facecolor=shade, alpha=0.25,
-                                      edgecolor=shade))  # fmt: skip
-        axes.text(at[0] + width / 2, at[1] + 0.5, text, ha="center", va="center", fontsize="small")
-
     def draw(figure: FigureBase) -> None:
         axes = figure.subplots()
         running = len(engine.scheduler.running)
-        box(axes, (0, 3.2), f"Scheduler\n{running} request runs", COLOURS[0])
-        box(axes, (4, 3.2), f"KV cache manager\na block table: {blocks} of A", COLOURS[1], 4)
+        box(axes, 0, 3.2, f"Scheduler\n{running} request runs", COLOURS[0], 3)
+        box(axes, 4, 3.2, f"KV cache manager\na block table: {blocks} of A", COLOURS[1], 4)
         free = engine.host_policy.pool.num_free
-        box(axes, (9, 3.2), f"GPU block allocator\n{free} of {len(shot.refcounts) - 1} free",
+        box(axes, 9, 3.2, f"GPU block allocator\n{free} of {len(shot.refcounts) - 1} free",
             COLOURS[2], 3.4)  # fmt: skip
         for worker in range(workers):
-            box(axes, (1 + 6 * worker, 0.8),
+            box(axes, 1 + 6 * worker, 0.8,
                 f"Worker {worker}: cache engine, model shard\n{heads} KV heads of every block",
                 COLOURS[3], 5)  # fmt: skip
             axes.annotate("", (3.5 + 6 * worker, 1.95), (6, 3.1), arrowprops={"arrowstyle": "->"})

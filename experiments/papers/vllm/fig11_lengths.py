@@ -124,7 +124,6 @@ STUDY = Study(
         "paper",
     ),
     flags=LengthFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper=PAPER,

@@ -175,7 +175,6 @@ STUDY = Study(
         "paper",
     ),
     flags=BatchFlags,
-    row=Batch,
     measure=measure,
     values=values,
     paper=PAPER_VALUES | {"vllm_over_oracle_sharegpt": 2.2, "vllm_over_oracle_alpaca": 1.8},

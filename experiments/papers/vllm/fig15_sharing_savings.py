@@ -5,9 +5,7 @@
 Serves requests with the lengths of Alpaca and ShareGPT, as parallel sampling and as beam search of
 several sizes. The lengths are synthetic, with the published means, and the texts are made-up
 stories. The saving of a step is defined as in the paper: the blocks that sharing saves, divided by
-the blocks that there would be without sharing. The saving of a case is the mean over its steps. To
-explain it, the program also measures how much of the cache is prompts, how many prompts fill no
-block, how soon all beams have a common ancestor, and what blocks of one token would save.
+the blocks that there would be without sharing. The saving of a case is the mean over its steps.
 
 --length_scale below 1 shortens all lengths for a quick run. Scale --page_size by the same factor,
 or too few prompts fill a block. Also written: genealogies.jsonl, the family tree of each beam
@@ -21,7 +19,7 @@ Before the first step there is one beam.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,13 +31,7 @@ from experiments.lib import run_record
 from experiments.lib.engines import EXECUTORS, engine_config, load_engine
 from experiments.lib.flags import loading
 from experiments.lib.typed_flags import ModelFlags, flag
-from experiments.papers.vllm.genealogies import (
-    Sharing,
-    genealogies,
-    samples_sharing,
-    sharing,
-    word,
-)
+from experiments.papers.vllm.genealogies import genealogies, word
 from experiments.study import Run, Setting, Study, Values
 from experiments.tasks import stories
 from experiments.workloads import synthetic_lengths
@@ -80,7 +72,6 @@ class SharingFlags(ModelFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_some("sequences")
         if max(self.sequences) > self.max_num_seqs:
             raise ValueError(
                 f"--sequences ({max(self.sequences)}) exceed --max_num_seqs ({self.max_num_seqs})"
@@ -94,26 +85,14 @@ class Row:
     """One case: a dataset, a method and a number of sequences.
 
     saving: the mean saving over the steps, a fraction.
-    pooled_saving: the saving of the blocks of all steps together, in which full steps count more.
-    one_token_saving: the pooled saving if blocks held one token each.
-    prompt_share: the fraction of prompts among the tokens that would be held without sharing.
-    short_prompts: the fraction of prompts that fill no block.
-    unshared_tokens: tokens of a sequence since the request's sequences parted, mean over steps.
-    length_tokens: tokens of a sequence with its prompt, mean over steps.
     """
 
     dataset: str
     method: str
     sequences: int
     saving: float
-    pooled_saving: float
-    one_token_saving: float
-    prompt_share: float
-    short_prompts: float
     mean_prompt_tokens: float
     mean_output_tokens: float
-    unshared_tokens: float
-    length_tokens: float
     steps: int
     preemptions: int
 
@@ -155,14 +134,14 @@ def how_to_sample(method: str, sequences: int) -> SamplingParams:
     return SamplingParams(n=sequences, temperature=1.0)
 
 
-def savings(steps: Iterable[StepRecord], capacity: int) -> tuple[float, float]:
-    """The mean saving over the steps that hold anything, and the saving of all blocks together.
+def mean_saving(steps: Iterable[StepRecord], capacity: int) -> float:
+    """Over the steps that hold anything.
 
     capacity: in tokens. A block counts with all tokens that it has room for, as `Usage` does.
     """
     pairs = [(step.kv_shared, capacity - step.kv_free) for step in steps]
     shared, used = np.array([pair for pair in pairs if pair[1]], np.float64).T
-    return float((shared / (shared + used)).mean()), float(shared.sum() / (shared + used).sum())
+    return float((shared / (shared + used)).mean())
 
 
 def run_case(
@@ -176,28 +155,13 @@ def run_case(
     trees = [
         {"dataset": dataset, "width": sequences, **tree} for tree in genealogies(engine.events)
     ]
-    if method == "beam":
-        shared = [sharing(tree["prompt_tokens"], tree["parents"]) for tree in trees]
-    else:
-        shared = [samples_sharing(len(r.prompt), r.max_tokens, sequences) for r in requests]
-    length, logical, distinct, prompt, unshared = (
-        np.concatenate([getattr(s, field.name) for s in shared]) for field in fields(Sharing)
-    )
-    mean, pooled = savings(engine.metrics.steps, (config.num_blocks - 1) * config.page_size)
-    prompts = np.array([len(request.prompt) for request in requests])
     row = Row(
         dataset=dataset,
         method=method,
         sequences=sequences,
-        saving=mean,
-        pooled_saving=pooled,
-        one_token_saving=float(1 - distinct.sum() / logical.sum()),
-        prompt_share=float(prompt.sum() / logical.sum()),
-        short_prompts=float((prompts < config.page_size).mean()),
-        mean_prompt_tokens=float(prompts.mean()),
+        saving=mean_saving(engine.metrics.steps, (config.num_blocks - 1) * config.page_size),
+        mean_prompt_tokens=float(np.mean([len(request.prompt) for request in requests])),
         mean_output_tokens=float(np.mean([request.max_tokens for request in requests])),
-        unshared_tokens=float(unshared.mean()),
-        length_tokens=float(length.mean()),
         steps=len(engine.metrics.steps),
         preemptions=sum(step.preemptions for step in engine.metrics.steps),
     )
@@ -309,14 +273,13 @@ STUDY = Study(
         "reduced",
     ),
     flags=SharingFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper=paper(),
     check=check,
     draw=draw,
     quick={"num_requests": 8, "num_sharegpt_requests": 2, "executor": "simulated"},
-    minutes=(1, 20),
+    minutes=(0.5, 20),
     size=(8, 6.5),
 )
 

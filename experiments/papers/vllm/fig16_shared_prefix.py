@@ -60,7 +60,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=PrefixFlags,
-    row=Point,
     measure=measure,
     values=lambda flags, points: rates.values(flags, points, holds),
     paper=PAPER,

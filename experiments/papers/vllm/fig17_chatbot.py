@@ -76,7 +76,6 @@ STUDY = Study(
         "paper",
     ),
     flags=ChatFlags,
-    row=Point,
     measure=measure,
     values=values,
     paper=PAPER,

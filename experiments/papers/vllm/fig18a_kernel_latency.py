@@ -34,10 +34,6 @@ class KernelFlags(Flags):
     contexts: tuple[int, ...] = flag((64, 128, 192, 256), "tokens of each", least=1)
     block_size: int = flag(16, "tokens of a block", least=1)
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("batches", "contexts")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -137,12 +133,10 @@ STUDY = Study(
         "paper",
     ),
     flags=KernelFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={"percent_least": PAPER_PERCENT, "percent_most": PAPER_PERCENT},
     draw=draw,
-    check=lambda flags: None,
     needs="an A100, H100 or H200",
     command="python -m experiments.papers.vllm.fig18a_kernel_latency",
     size=(6.4, 4.2),

@@ -22,7 +22,7 @@ from experiments.lib.typed_flags import flag
 from experiments.papers.vllm import opt
 from experiments.papers.vllm.fig13_batched_requests import RATES
 from experiments.papers.vllm.opt import Case, Row
-from experiments.papers.vllm.rates import RateFlags
+from experiments.papers.vllm.rates import Changed, RateFlags, changed
 from experiments.study import Run, Setting, Study, Values
 from models.config import ModelConfig
 from paged.config import EngineConfig
@@ -96,18 +96,11 @@ class BlockFlags(RateFlags):
     latency_knob: float = flag(1.0, "times the latency of the GPU's memory", least=0, most=10)
 
 
-@dataclass(frozen=True)
-class Point(Row):
-    """A run. change: of the clock's constants (`knobs.CHANGES`)."""
-
-    change: str = ""
-
-
 def run_case(latency_knob: float, case: Case) -> Row:
     return opt.run(case, functools.partial(declare, latency_knob=latency_knob))
 
 
-def measure(flags: BlockFlags, run: Run) -> Iterator[Point]:
+def measure(flags: BlockFlags, run: Run) -> Iterator[Changed]:
     cases: list[tuple[str, Case]] = []
     for dataset, rate in RATES.items():
         for size in flags.sizes:
@@ -116,13 +109,10 @@ def measure(flags: BlockFlags, run: Run) -> Iterator[Point]:
                 getattr(flags, f"{dataset}_s"), flags.seed, flags.host, block_size=size,
             )  # fmt: skip
             cases += [("", case), *knobs.varied(case, flags.knobs).items()]
-    plain = [case for _, case in cases]
-    rows = run.at_once(run_case, plain, flags.jobs, flags.latency_knob)
-    for (change, _), row in zip(cases, rows, strict=True):
-        yield Point(**vars(row), change=change)
+    yield from changed(run, run_case, cases, flags.jobs, flags.latency_knob)
 
 
-def over_best(points: Sequence[Point]) -> Values:
+def over_best(points: Sequence[Changed]) -> Values:
     """Latencies, DATASET_SIZE, over the lowest of the dataset."""
     lowest: dict[str, float] = {}
     for point in points:
@@ -133,7 +123,7 @@ def over_best(points: Sequence[Point]) -> Values:
     }
 
 
-def values(flags: BlockFlags, points: Sequence[Point]) -> Values:
+def values(flags: BlockFlags, points: Sequence[Changed]) -> Values:
     latencies = {
         f"{point.dataset}_{point.block_size}_s": point.latency_s
         for point in points
@@ -148,7 +138,7 @@ def holds(found: Mapping[str, float]) -> bool:
     return max(near) <= NEAR < min(far)
 
 
-def draw(_: BlockFlags, figure: Figure, points: Sequence[Point]) -> None:
+def draw(_: BlockFlags, figure: Figure, points: Sequence[Changed]) -> None:
     for axes, dataset in zip(figure.subplots(1, len(RATES)), RATES):
         mine = [p for p in points if p.dataset == dataset and not p.change]
         axes.bar([str(p.block_size) for p in mine], [p.latency_s for p in mine])
@@ -174,11 +164,9 @@ STUDY = Study(
         "reduced",
     ),
     flags=BlockFlags,
-    row=Point,
     measure=measure,
     values=values,
     draw=draw,
-    check=lambda flags: flags.require_some("sizes"),
     quick={"sharegpt_s": 300.0, "alpaca_s": 20.0, "knobs": False},
     minutes=(0.6, 5),
     size=(8.4, 3.4),

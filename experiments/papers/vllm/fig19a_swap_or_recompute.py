@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.lib import plots
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.vllm.opt import CONTEXT, SERVERS
 from experiments.study import Setting, Study, Values
@@ -78,16 +79,11 @@ def values(_: SwapFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: SwapFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    axes = figure.subplots()
-    for name in ("swap_out_ms", "swap_in_ms", "swap_ms", "recompute_ms"):
-        label = name.removesuffix("_ms").replace("_", " ")
-        axes.plot(
-            [r.block_size for r in rows], [getattr(r, name) for r in rows], marker="o", label=label
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("block size, tokens")
-    axes.set_ylabel("ms")
-    axes.legend(frameon=False, fontsize="small")
+    curves = {
+        name.removesuffix("_ms").replace("_", " "): [getattr(row, name) for row in rows]
+        for name in ("swap_out_ms", "swap_in_ms", "swap_ms", "recompute_ms")
+    }
+    plots.over_block_sizes(figure.subplots(), [row.block_size for row in rows], curves, "ms")
 
 
 STUDY = Study(
@@ -104,7 +100,6 @@ STUDY = Study(
         "paper",
     ),
     flags=SwapFlags,
-    row=Row,
     measure=measure,
     values=values,
     paper={"swap_ms_smallest": 140.0, "swap_ms_largest": 30.0, "recompute_ms": 20.0},

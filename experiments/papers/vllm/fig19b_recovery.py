@@ -20,8 +20,9 @@ from typing import Literal
 
 from matplotlib.figure import Figure
 
+from experiments.lib import plots
 from experiments.lib.typed_flags import Flags, flag
-from experiments.papers.vllm import block_sizes, opt
+from experiments.papers.vllm import opt
 from experiments.papers.vllm.opt import Case, Row
 from experiments.study import Run, Setting, Study, Values
 from paged.simulator.step_cost import HOSTS
@@ -39,7 +40,7 @@ class RecoveryFlags(Flags):
     )
     completed: tuple[int, ...] = flag(
         (1, 16, 256), "those with which requests also wait until swapped ones have ended", least=1,
-        most=opt.CONTEXT,
+        most=opt.CONTEXT, none=True,
     )  # fmt: skip
     rate: float = flag(2.0, "requests/s", above=0)
     duration_s: float = flag(300.0, "of the arrivals", least=1)
@@ -48,10 +49,6 @@ class RecoveryFlags(Flags):
     )
     host: str = flag("vllm", "system whose host time a step includes", choices=tuple(HOSTS))
     seed: int = flag(0, "of lengths and arrivals", least=0)
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("sizes")
 
 
 def serve(case: Case) -> Row:
@@ -110,10 +107,10 @@ def draw(_: RecoveryFlags, figure: Figure, rows: Sequence[Row]) -> None:
     sizes = list(found["swap"])
     curves: dict[str, list[float]]
     curves = {mode: [row.latency_s for row in found[mode].values()] for mode in MODES}
-    block_sizes.over_block_sizes(latency, sizes, curves, "normalised latency (s/token)")
+    plots.over_block_sizes(latency, sizes, curves, "normalised latency (s/token)")
     counts: dict[str, list[int]]
     counts = {mode: [row.preemptions for row in found[mode].values()] for mode in MODES}
-    block_sizes.over_block_sizes(preempted, sizes, counts, "preemptions of the run")
+    plots.over_block_sizes(preempted, sizes, counts, "preemptions of the run")
 
 
 STUDY = Study(
@@ -134,7 +131,6 @@ STUDY = Study(
         "reduced",
     ),
     flags=RecoveryFlags,
-    row=Row,
     measure=measure,
     values=values,
     draw=draw,

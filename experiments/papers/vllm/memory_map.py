@@ -1,15 +1,13 @@
 """Who owns which KV block in each step: vLLM's Figs. 3 and 6 to 9, from a run of this engine.
 
     python -m experiments.papers.vllm.memory_map
-    python -m experiments.papers.vllm.memory_map --policy=diffkv --noprefix_caching \\
-        --nochunked_prefill --max_num_batched_tokens=256 --kv_cache_tokens=48 --diffkv_window=16
 
 Serves a few requests, one more every --interval steps, in a cache too small for all of them, and
 draws the physical blocks over the steps. Each request has a colour, and each of its sequences a
 shade. Shared blocks are hatched, and darker with more owners. Blocks that the prefix cache keeps
-without an owner are grey. Below are the host's blocks, which hold what is swapped out. With DiffKV
-a block is a unified page, of one layer and KV head, the lighter the lower its precision, as the
-device has them after each step. --requests are
+without an owner are grey. Below are the host's blocks, which hold what is swapped out.
+
+--requests are
 
     plain      one sequence
     prefix     one sequence; all prefix requests begin with the same --prefix_tokens tokens
@@ -46,7 +44,6 @@ from experiments.study import Run, Setting, Study, Values
 from models import checkpoint, load_tokenizer
 from paged.engine import EngineConfig
 from paged.kv_cache import policy_of
-from paged.kv_cache.diffkv import DiffKVHost
 from paged.kv_cache.policy import ShardedModel
 from paged.metrics import StepRecord
 from paged.requests.sampling_params import SamplingParams
@@ -63,7 +60,6 @@ DEFAULTS = EngineConfig(
     # Otherwise the tables would be shown with the step before taken in, not as the step finds them.
     run_ahead=False,
 )
-DRAWN = ("vllm", "diffkv")
 TEMPLATE = Path(__file__).with_suffix(".html")
 IDLE = "#bdbdbd"
 
@@ -79,10 +75,6 @@ class MapFlags(ModelFlags):
     interval: int = flag(8, "steps between requests", least=1)
     executor: str = flag("device", "what runs the steps", choices=EXECUTORS)
     engine: EngineConfig = DEFAULTS
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_some("requests")
 
 
 @dataclass(frozen=True)
@@ -149,12 +141,9 @@ def colours(requests: Sequence[str]) -> dict[str, tuple[float, float, float]]:
 
 
 def shade(colour: tuple[float, float, float], owners: Sequence[Owner]) -> tuple:
-    """The colour of a block: a shade by sequence for one owner, darker for more owners. Of a
-    unified page: the lighter the lower its precision."""
+    """The colour of a block: a shade by sequence for one owner, darker for more owners."""
     hue, light, saturation = colorsys.rgb_to_hls(*colour)
-    if owners[0].head:
-        light += (1 - light) * 0.65 * owners[0].low
-    elif len(owners) > 1:
+    if len(owners) > 1:
         light *= max(0.3, 0.9 - 0.12 * len(owners))
     else:
         light += (1 - light) * min(0.6, 0.15 * (1 + owners[0].sequence))
@@ -216,9 +205,8 @@ def page_data(
 ) -> dict[str, Any]:
     """The data of memory_map.html.
 
-    A block is [number, references, colour, [[request, sequence, logical block, filled tokens], …]],
-    a unified page's owner with its head and format, and its room in tokens. Colours and requests
-    are indices into lists.
+    A block is [number, references, colour, [[request, sequence, logical block, filled tokens], …]].
+    Colours and requests are indices into lists.
     """
     place = {name: i for i, name in enumerate(requests)}
     of, palette = colours(requests), {IDLE: 0}
@@ -228,11 +216,7 @@ def page_data(
         for block, owners in sorted(held.items()):
             colour = to_hex(shade(of[owners[0].request], owners))
             references = len(owners) if refcounts is None else refcounts[block]
-            names = [
-                [place[o.request], o.sequence, o.logical, o.filled]
-                + ([o.head, o.room] if o.head else [])
-                for o in owners
-            ]
+            names = [[place[o.request], o.sequence, o.logical, o.filled] for o in owners]
             blocks.append([block, references, palette.setdefault(colour, len(palette)), names])
         return blocks
 
@@ -283,11 +267,8 @@ def requests_of(flags: MapFlags, tokenizer) -> dict[str, tuple[list[int], Sampli
 
 def check(flags: MapFlags) -> None:
     model, config = checkpoint.load_config(flags.model), flags.engine
-    if config.policy not in DRAWN:
-        raise ValueError(f"--policy must be {' or '.join(DRAWN)}, not {config.policy!r}")
-    if config.policy == "diffkv" and (flags.executor != "device" or config.tensor_parallel > 1):
-        raise ValueError("DiffKV's pages are read from one device: --executor=device, "
-                         "--tensor_parallel=1")  # fmt: skip
+    if config.policy != "vllm":
+        raise ValueError(f"--policy must be vllm, not {config.policy!r}")
     sizes = policy_of(config.policy).sizes_of(config, ShardedModel.split(model))
     tokenizer = load_tokenizer(flags.model)
     for prompt, how in requests_of(flags, tokenizer).values():
@@ -300,11 +281,10 @@ def measure(flags: MapFlags, run_: Run) -> Iterator[Row]:
     engine.warm_up()
     requests = requests_of(flags, engine.tokenizer)
     snapshots = run(engine, requests, flags.interval)
-    kind = f"blocks of {config.page_size} tokens"
-    if isinstance(engine.host_policy, DiffKVHost):
-        formats = [f"{f.name} ({f.tokens} tokens)" for f in engine.host_policy.layout.formats]
-        kind = f"unified pages, dark to light: {', '.join(formats)}"
-    title = f"{len(snapshots[0].refcounts) - 1} {kind}, --executor={flags.executor}"
+    title = (
+        f"{len(snapshots[0].refcounts) - 1} blocks of {config.page_size} tokens, "
+        f"--executor={flags.executor}"
+    )
     footer = f"{flags.model}, --requests={','.join(flags.requests)}"
     figure = draw(snapshots, list(requests), title, footer)
     run_record.save_figure(figure, run_.folder / "memory_map.png", dpi=110)
@@ -338,7 +318,6 @@ STUDY = Study(
         "paper",
     ),
     flags=MapFlags,
-    row=Row,
     measure=measure,
     values=values,
     check=check,

@@ -9,6 +9,7 @@ sustains more.
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -40,6 +41,23 @@ class RateFlags(Flags):
     def sigma_of(self, dataset: str) -> float:
         """Raises KeyError for a dataset that is not calibrated."""
         return self.sigma or opt.calibrated(dataset)
+
+
+@dataclass(frozen=True)
+class Changed(Row):
+    """A run. change: of the clock's constants (`knobs.CHANGES`), or what else it is for; empty for
+    the figure's own."""
+
+    change: str = ""
+
+
+def changed(
+    run: Run, make: Callable[..., Row], cases: Sequence[tuple[str, Case]], jobs: int, *first: Any
+) -> Iterator[Changed]:
+    """`Run.at_once` of cases with their changes."""
+    rows = run.at_once(make, [case for _, case in cases], jobs, *first)
+    for (change, _), row in zip(cases, rows, strict=True):
+        yield Changed(**vars(row), change=change)
 
 
 @dataclass(frozen=True)

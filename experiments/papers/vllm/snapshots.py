@@ -9,28 +9,20 @@ import numpy as np
 from tqdm import tqdm
 
 from paged.blocks.block_pool import NULL_BLOCK
-from paged.device.executor import DeviceExecutor
 from paged.engine import Engine
 from paged.kv_cache.dense import DenseHost
-from paged.kv_cache.diffkv import DiffKVHost
 from paged.requests.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
 class Owner:
     """One reference to a block: of a request's sequence, as its logical block; filled: tokens that
-    it holds, or will hold once the prompt is computed. Of a unified page (DiffKV): the layer and
-    KV head whose tokens it holds, their format, how many there is room for, and how low their
-    precision is, from 0 of the highest to 1 of the lowest; logical numbers the pages of a head and
-    format."""
+    it holds, or will hold once the prompt is computed."""
 
     request: str
     sequence: int
     logical: int
     filled: int
-    head: str = ""
-    room: int = 0
-    low: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,9 +51,7 @@ def _add(owners: dict[int, list[Owner]], blocks: np.ndarray, request: str, index
 
 
 def take(engine: Engine, step: int, happened: list[str]) -> Snapshot:
-    """The current cache of an engine with the dense policy, or with DiffKV's."""
-    if isinstance(engine.host_policy, DiffKVHost):
-        return _take_pages(engine, engine.host_policy, step, happened)
+    """The current cache of an engine with the dense policy."""
     policy, scheduler = DenseHost.of(engine.host_policy), engine.scheduler
     tables = policy.block_tables
     device: dict[int, list[Owner]] = {}
@@ -88,45 +78,6 @@ def take(engine: Engine, step: int, happened: list[str]) -> Snapshot:
         idle=sorted(cache.idle) if cache else [],
         host=host,
     )
-
-
-def _take_pages(engine: Engine, policy: DiffKVHost, step: int, happened: list[str]) -> Snapshot:
-    """From the device, which owns the pages. Page n is block n + 1: there is no null block. Pages
-    of a slot whose sequence has ended are idle: the device takes them back before the next step."""
-    executor, layout = engine.executor, policy.layout
-    assert isinstance(executor, DeviceExecutor)
-    (state,) = executor.snapshot()
-    whose = {
-        sequence.slot: (group.request_id, index)
-        for group in engine.scheduler.running
-        for index, sequence in enumerate(group.sequences)
-        if sequence.slot >= 0
-    }
-    device: dict[int, list[Owner]] = {}
-    host: dict[int, list[Owner]] = {}
-    idle: list[int] = []
-    for slot, of_slot in enumerate(state.heads):
-        for head, sections in enumerate(of_slot):
-            name = f"layer {head // layout.heads}, head {head % layout.heads}"
-            for level, (section, format) in enumerate(zip(sections, layout.formats)):
-                if slot not in whose:
-                    idle += [page + 1 for page in section.pages]
-                    continue
-                for number, page in enumerate(section.pages):
-                    filled = min(len(section.positions) - number * format.tokens, format.tokens)
-                    request, index = whose[slot]
-                    device[page + 1] = [
-                        Owner(
-                            request, index, number, filled, f"{name}, {format.name}",
-                            format.tokens, level / (layout.levels - 1),
-                        )
-                    ]  # fmt: skip
-    for group in engine.scheduler.waiting:
-        for index, swapped in enumerate(group.swapped or ()):
-            for number, unit in enumerate(swapped.units.tolist()):
-                host[unit] = [Owner(group.request_id, index, number, 0)]
-    owned = [len(device.get(block, ())) for block in range(policy.capacity + 1)]
-    return Snapshot(step, happened, owned, device, sorted(idle), host)
 
 
 def in_words(events: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -92,7 +92,6 @@ STUDY = Study(
     holds=holds,
     setting=Setting("OPT-13B, 66B and 175B, keys and values in 16 bits", "", "paper"),
     flags=Flags,
-    row=Row,
     measure=measure,
     values=values,
     paper=PAPER | {f"weights_gb_{name}": float(size) for name, size in WEIGHTS_GB.items()},

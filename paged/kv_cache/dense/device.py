@@ -16,6 +16,7 @@ from paged.kv_cache.block_device import BlockDevice
 from paged.kv_cache.dense.reads import Reads, all_blocks
 from paged.kv_cache.scatter import distinct
 from paged.kv_cache.windows import by_window
+from pallas_kernels.attention.schedule import DecodeSchedule, PrefillSchedule
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import (
     paged_attention,
@@ -23,7 +24,6 @@ from pallas_kernels.paged_attention import (
     plan_decode,
     plan_prefill,
 )
-from pallas_kernels.paged_attention.schedule import DecodeSchedule, PrefillSchedule
 
 
 @flax.struct.dataclass

@@ -35,12 +35,8 @@ from paged.kv_cache.diffkv.state import (
 from paged.kv_cache.scatter import distinct
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from paged.kv_cache.windows import EVERYTHING, window_of
-from pallas_kernels.quantized_attention import (
-    Tokens,
-    mixed_precision_attention,
-    prompt_attention,
-    prompt_chunk_attention,
-)
+from pallas_kernels.prompt_attention import prompt_attention, prompt_chunk_attention
+from pallas_kernels.quantized_attention import Tokens, mixed_precision_attention
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
 
 COPIED_PAGES = 64  # that an iteration of `copy_slots` copies

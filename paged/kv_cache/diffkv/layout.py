@@ -13,7 +13,8 @@ from paged.kv_cache.diffkv.rest import Rest
 from paged.kv_cache.diffkv.streaming_heads import StreamingHeads
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.work import Heads, Stored, Work, total, visible
-from pallas_kernels.quantized_attention import QUERY_TILE, PageFormat
+from pallas_kernels.prompt_attention import QUERY_TILE
+from pallas_kernels.quantized_attention import PageFormat
 from pallas_kernels.specs import Cost
 
 

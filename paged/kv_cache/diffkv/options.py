@@ -16,7 +16,8 @@ from paged.kv_cache.diffkv.rest import Rest
 from paged.kv_cache.lserve.gates import GatedOptions
 from paged.kv_cache.lserve.options import MIN_SELECTED
 from paged.kv_cache.made_for import made_for, read
-from pallas_kernels.quantized_attention import QUERY_TILE, PageFormat, parse_format
+from pallas_kernels.prompt_attention import QUERY_TILE
+from pallas_kernels.quantized_attention import PageFormat, parse_format
 
 Thresholds = tuple[float, ...]  # alpha_h and alpha_l
 

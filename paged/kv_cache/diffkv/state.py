@@ -14,12 +14,9 @@ from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import Layout
 from paged.kv_cache.diffkv.page_manager import Pages
 from paged.kv_cache.diffkv.stage import Chunks, Stage
-from pallas_kernels.paged_attention.schedule import DecodeSchedule
-from pallas_kernels.quantized_attention import (
-    PromptSchedule,
-    plan_mixed_decode,
-    plan_prompt_attention,
-)
+from pallas_kernels.attention.schedule import DecodeSchedule
+from pallas_kernels.prompt_attention import PromptSchedule, plan_prompt_attention
+from pallas_kernels.quantized_attention import plan_mixed_decode
 
 
 @flax.struct.dataclass

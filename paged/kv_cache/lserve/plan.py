@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from paged.kv_cache.lserve.layout import Layout
 from paged.kv_cache.windows import EVERYTHING
+from pallas_kernels.attention.schedule import DecodeSchedule, PrefillSchedule
 from pallas_kernels.block_sparse_attention import (
     BlockLists,
     Segments,
@@ -22,7 +23,6 @@ from pallas_kernels.block_sparse_attention import (
 )
 from pallas_kernels.page_selection import KeyRuns, key_runs, plan_selection
 from pallas_kernels.paged_attention import plan_decode, plan_prefill
-from pallas_kernels.paged_attention.schedule import DecodeSchedule, PrefillSchedule
 
 NEVER = -1  # where the owner of a slot has not selected
 

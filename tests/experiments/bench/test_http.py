@@ -13,7 +13,7 @@ from experiments.bench.http_client import Exchange, read
 from experiments.serve_http import ServerFlags
 from experiments.workloads import workloads
 from experiments.workloads.workloads import Vocabulary, WorkloadConfig
-from paged.server.owner import EngineOwner
+from paged.server.engine_client import EngineClient
 from tests.paged.server.serving import CONFIG, TOKENIZER, served, simulated
 
 TRACE = workloads.load(
@@ -25,7 +25,7 @@ TRACE = workloads.load(
 @pytest.fixture(scope="module")
 def bench():
     # Two engines of one kind: their tokens depend on seeds and positions alone.
-    with served(EngineOwner(simulated()[0])) as running:
+    with served(EngineClient(simulated()[0])) as running:
         yield Bench(simulated()[0], "bundled", running.server.port)
 
 

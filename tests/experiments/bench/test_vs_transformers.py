@@ -95,6 +95,9 @@ def test_speedups_are_ratios_of_median_rates_at_the_largest_batch():
     assert numbers["step_over_floor_bundled"] == pytest.approx(1.5)
     assert numbers["host_share_bundled"] == pytest.approx(0.1)
     assert "speedup_ours_bundled" not in numbers
+    assert vs_transformers.STUDY.report(FLAGS, rows)["holds"] is True
+    alone = [row for row in rows if row.system == "ours"]
+    assert vs_transformers.STUDY.report(FLAGS, alone)["holds"] is None
 
 
 def record(time_s, prefill_tokens, decode_tokens, num_running):

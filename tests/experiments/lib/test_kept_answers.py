@@ -11,9 +11,9 @@ import pytest
 from experiments import accuracy
 from experiments.lib import kept_answers
 from experiments.lib.answers import Answer, Evaluation
+from experiments.lib.kv_held import Held
 from experiments.lib.reference import Distributions
 from experiments.study import Setting, Study
-from experiments.tasks import tasks
 
 FLAGS: dict[str, Any] = {
     "seed": 1, "compilation_cache": "", "tasks": ("needle", "multikey"), "contexts": (256,),
@@ -25,47 +25,38 @@ def _found() -> Evaluation:
     """Answers of one setting, all with the same distributions."""
     along = Distributions(np.full(1, -0.1), np.array([[3, 4]], np.int32), np.array([[-0.1, -3.0]]))
     answers = [Answer("values", 256, i, float(i != 1), "1;", "1;", -0.1) for i in range(3)]
-    return Evaluation(answers, {answer.key: along for answer in answers})
+    held = {("values", 256): [Held(0.5, 0.25, 0.5)]}
+    return Evaluation(answers, {answer.key: along for answer in answers}, held)
 
 
-def test_kept_answers_are_those_of_the_same_questions(tmp_path):
-    """Also if another study uses the same folder, or was killed while it wrote."""
-    asked = {"prompts": {"values 256": 3}, "seed": 1}
+def test_kept_answers_are_whole_or_none(tmp_path):
+    """Also if a study was killed while it wrote."""
     ours, others = (
-        kept_answers.folder_of(tmp_path, "50% streaming", a) for a in (asked, asked | {"seed": 2})
+        kept_answers.path_of(tmp_path, "50% streaming", {"seed": seed}) for seed in (1, 2)
     )
     assert ours != others and ours.parent == others.parent
-    assert not kept_answers.answered_before(ours, asked).answers
-    found = _found()
-    kept_answers.keep(ours, asked, found)
-    again = kept_answers.answered_before(ours, asked)
-    assert again.answers == found.answers
-    assert not kept_answers.answered_before(ours, asked | {"seed": 2}).answers
-    for name in ("prompts.csv", "distributions.npz", "held.json", "asked.json"):
-        whole = (ours / name).read_bytes()
-        (ours / name).write_bytes(whole[: len(whole) // 2])
-        assert not kept_answers.answered_before(ours, asked).answers, name
-        (ours / name).write_bytes(whole)
-    archive = (ours / "distributions.npz").read_bytes()
+    assert kept_answers.read(ours) is None
+    kept_answers.keep(ours, _found())
+    again = kept_answers.read(ours)
+    assert again and again.answers == _found().answers and again.held == _found().held
+    assert kept_answers.path_of(tmp_path, "half", {"seed": 1}) == ours, "whatever its name"
+    assert again.distributions.keys() == _found().distributions.keys()
+    assert kept_answers.read(others) is None
+    archive = ours.with_suffix(".npz").read_bytes()
     entry = archive.index(b"PK\1\2")  # a byte of it is the version of zip that it needs
-    damaged = {
-        "prompts.csv": (ours / "prompts.csv").read_bytes().replace(b"values", b"vanues", 1),
-        "distributions.npz": archive[: entry + 6] + b"\xff" + archive[entry + 7 :],
-    }
-    for name, content in damaged.items():
-        whole = (ours / name).read_bytes()
-        (ours / name).write_bytes(content)
-        assert not kept_answers.answered_before(ours, asked).answers, name
-        (ours / name).write_bytes(whole)
-    (ours / "prompts.csv").unlink()
-    assert not kept_answers.answered_before(ours, asked).answers
-
-
-def test_settings_that_were_answered_are_kept_though_others_were_not(tmp_path):
-    asked = {"prompts": {"values 256": 3, "values 512": 3}}
-    kept_answers.keep(tmp_path, asked, _found())
-    kept = kept_answers.answered_before(tmp_path, asked)
-    assert len(kept.answers) == 3 and list(kept.held) == [("values", 256)]
+    text = ours.with_suffix(".json").read_bytes()
+    for ending, content in (
+        (".json", text[: len(text) // 2]), (".json", text.replace(b"values", b"vanues", 1)),
+        (".npz", archive[: len(archive) // 2]),
+        (".npz", archive[: entry + 6] + b"\xff" + archive[entry + 7 :]),
+    ):  # fmt: skip
+        path = ours.with_suffix(ending)
+        whole = path.read_bytes()
+        path.write_bytes(content)
+        assert kept_answers.read(ours) is None, ending
+        path.write_bytes(whole)
+    ours.with_suffix(".json").unlink()
+    assert kept_answers.read(ours) is None
 
 
 def test_sources_are_all_that_asks_answers_and_grades(tmp_path):
@@ -85,16 +76,6 @@ def test_sources_are_all_that_asks_answers_and_grades(tmp_path):
     assert all((kept_answers.shipped.ROOT / name).exists() for name in kept_answers.SOURCES)
 
 
-def test_answers_belong_to_their_inputs(tiny_folder, tokenizer):
-    def made_by(prompts: int) -> dict[str, str]:
-        problems = {("needle", 256): tasks.make_prompts("needle", 256, prompts, 1, tokenizer)}
-        return kept_answers.made_by(str(tiny_folder), problems)
-
-    one, again, two = made_by(1), made_by(1), made_by(2)
-    assert one == again
-    assert [name for name in kept_answers.MADE_BY if one[name] != two[name]] == ["inputs_sha256"]
-
-
 @pytest.mark.slow  # an engine for each run
 def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
     flags = accuracy.AccuracyFlags(**FLAGS, model=str(tiny_folder))
@@ -107,7 +88,7 @@ def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
 
     study = Study(
         __file__, title="cut", kind="analogue", claim="none", rule="none", holds=lambda v: True,
-        setting=Setting("here", "", "reduced"), flags=accuracy.AccuracyFlags, row=accuracy.Row,
+        setting=Setting("here", "", "reduced"), flags=accuracy.AccuracyFlags,
         measure=accuracy.measured(make), values=lambda flags, rows: {}, table=accuracy.table,
     )  # fmt: skip
 
@@ -115,9 +96,9 @@ def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
         """Run the study whole, or cut after its first setting: the exit status, the output, and the
         systems in rows.csv."""
 
-        def keep_and_interrupt(folder, asked, found):
-            keep(folder, asked, found)
-            kept.append(folder.name)
+        def keep_and_interrupt(path, found):
+            keep(path, found)
+            kept.append(path.name)
             if interrupt:
                 os.kill(os.getpid(), signal.SIGINT)
 
@@ -144,8 +125,7 @@ def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
     status, said, systems = run(interrupt=False)
     assert (status, systems) == (0, list(sizes)) and said.count("answered before") == 2
 
-    # With other sources no kept answer counts, and the program says so.
+    # With other sources no kept answer counts.
     monkeypatch.setattr(kept_answers, "sources_hash", lambda: "other")
     status, said, systems = run(interrupt=True)
     assert (status, systems) == (130, [])
-    assert "pages of 64 is asked again: sources_sha256 changed since its kept answers" in said

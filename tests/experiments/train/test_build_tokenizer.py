@@ -28,7 +28,7 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
 def test_hugging_face_tokenizer_equals_its_twin_and_decodes_to_the_text(tokenizer, text):
     ids = tokenizer(text)["input_ids"]

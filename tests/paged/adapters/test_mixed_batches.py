@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 from models import lora, peft
+from models.params import stack
 from paged import Engine, EngineConfig, SamplingParams
+from paged.device.executor import DeviceExecutor
 from tests.models import peft_folders
 from tests.paged.devices import printed_with_devices
 from tests.paged.tiny import TINY, padded, random_params
 
-pytestmark = pytest.mark.slow  # five engines compile, one for two devices
+pytestmark = pytest.mark.slow  # engines compile, one for two devices
 
 RANKS = (1, 8, 16, 64, 3, 32, 17, 8, 40)
 NAMES = [None, *(f"a{i}" for i in range(len(RANKS)))]
@@ -34,8 +36,7 @@ MIXED = dataclasses.replace(
 WAYS: dict[str, dict[str, Any]] = {
     "one device": {},
     "two devices": {"tensor_parallel": 2},
-    "recomputing": {"preemption_mode": "recompute", "multi_step": 1, "run_ahead": False},
-    "one slot": {"adapter_slots": 1, "adapter_pages": 0},
+    "recomputing": {"preemption_mode": "recompute", "run_ahead": False},
 }
 
 
@@ -84,11 +85,13 @@ def mixed(params, folder: Path, changes: dict) -> dict:
 def alone(params, folder: Path) -> list:
     prompts, hows, names = requests()
     outputs: list = [None] * len(prompts)
+    engine = padded(Engine.from_model(params, TINY, ALONE))
+    assert isinstance(engine.executor, DeviceExecutor)
     for name in NAMES:
         merged = params
         if name is not None:
             merged = lora.merge(params, peft.load(folder / name, TINY)[0])
-        engine = padded(Engine.from_model(merged, TINY, ALONE))
+        engine.executor._params = stack(merged)  # programs take them as an argument
         for i in np.flatnonzero([of == name for of in names]):
             outputs[i] = engine.generate([prompts[i]], hows[i])[0]
     return tokens_of(outputs)

@@ -22,7 +22,7 @@ def group(number: int, adapter: Adapter | None) -> SequenceGroup:
     return made
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 5), st.sampled_from([4, 5, 8]))
 def test_pinned_adapters_stay_and_nothing_leaks(rng: random.Random, slots: int, pages: int):
     store = AdapterStore(slots, pages)

@@ -152,7 +152,7 @@ class TablesBesideTwin(RuleBasedStateMachine):
 
 
 TablesBesideTwin.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=100, deadline=None
+    max_examples=40, stateful_step_count=60, deadline=None
 )
 test_tables_beside_twin = TablesBesideTwin.TestCase
 

@@ -51,7 +51,7 @@ def check(cluster: Cluster) -> None:
 VERBS = ["submit"] * 4 + ["step"] * 9 + ["hear"] * 9 + ["rebalance", "rebalance", "cancel"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_every_request_gets_its_tokens(count, seed):
     """Requests come and are cancelled, runners step, die and are heard late, GPUs are emptied."""

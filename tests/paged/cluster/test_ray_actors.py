@@ -16,9 +16,9 @@ from paged.cluster.ray_actors import RayRunner
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
-from paged.server.cluster_owner import ClusterOwner
+from paged.server.engine_client import ClusterClient
 from tests.paged.server import serving
-from tests.paged.server.test_cluster_owner import ask, wanted
+from tests.paged.server.test_cluster_client import ask, wanted
 
 try:
     import ray
@@ -109,7 +109,7 @@ def test_a_server_over_actors(local_ray):
     """Of clients one leaves, and of actors one is killed: the others get what one engine says."""
     runners = {f"gpu-{i}": RayRunner(make_simulated, {"num_cpus": 0}) for i in range(2)}
     live = LiveCluster(runners, serving.BUNDLED, serving.CONFIG, serving.TOKENIZER, silence_s=120)
-    with serving.served(ClusterOwner(live.__enter__())) as server:
+    with serving.served(ClusterClient(live.__enter__())) as server:
         leaves = server.client.completions.create(
             model="bundled", prompt="a cat", max_tokens=400, stream=True
         )

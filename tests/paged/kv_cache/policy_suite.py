@@ -46,7 +46,8 @@ class Case:
     """name: under which the policy is registered. oracle: the `attend` of one whole sequence, given
     the length of its prompt, that tells what the policy computes; None: it has only its twin, the
     request alone. config: what its EngineConfig has otherwise than CONFIG. slow: the quick tests
-    leave it out."""
+    leave it out, and it runs in multi-steps but in the sweeps: whether a step is one says the
+    engine alone, which the quick cases try both ways."""
 
     name: str
     policy: Policy
@@ -55,7 +56,8 @@ class Case:
     slow: bool = False
 
     def engine_config(self, **changes) -> EngineConfig:
-        return EngineConfig(**{**CONFIG, "policy": self.name, **self.config, **changes})
+        own: dict[str, Any] = {"policy": self.name, "multi_step": 4 if self.slow else 1}
+        return EngineConfig(**{**CONFIG, **own, **self.config, **changes})
 
     @property
     def capabilities(self) -> Capabilities:
@@ -162,6 +164,17 @@ by_policy = pytest.mark.parametrize(
     "case",
     [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * c.slow) for c in CASES],
 )
+by_policy_and_steps = pytest.mark.parametrize(
+    ("case", "multi_step"),
+    [
+        pytest.param(
+            c, multi_step, id=f"{c.name}-{multi_step}",
+            marks=[pytest.mark.slow] * c.slow + [pytest.mark.sweep] * (c.slow and multi_step == 1),
+        )
+        for c in CASES
+        for multi_step in (4, 1)
+    ],
+)  # fmt: skip
 
 
 @contextmanager

@@ -54,19 +54,25 @@ def policies():
 @pytest.mark.parametrize(
     ("options", "model"),
     [
-        (NEVER_SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3}, {}),
+        pytest.param(
+            NEVER_SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3}, {},
+            marks=pytest.mark.sweep,
+        ),
         (SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3}, {}),
         (
             SELECTS
             | {"select_per": "query_head", "reuse": 1, "dense_layers": 1, "sparse_from": 22},
             {},
         ),
-        (SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3, "kv_bits": 8}, {}),
+        pytest.param(
+            SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3, "kv_bits": 8}, {},
+            marks=pytest.mark.sweep,  # the suite of policies has its oracle
+        ),
         pytest.param(NEVER_SELECTS | {"kv_bits": 4}, {}, marks=pytest.mark.slow),
         (SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3}, WINDOWED),
     ],
     ids=["streaming", "both", "quest", "8_bits", "4_bits", "windows"],
-)
+)  # fmt: skip
 def test_attention_is_that_of_masks_over_all_keys(options, model):
     """Two prompts in chunks of all sizes beside each other, then tokens one by one; the second
     prompt's last token is computed as a generated one is."""

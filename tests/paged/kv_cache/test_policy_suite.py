@@ -31,6 +31,7 @@ from tests.paged.kv_cache.policy_suite import (
     Case,
     Request,
     by_policy,
+    by_policy_and_steps,
     cache_bytes,
     check_empty,
     drain,
@@ -124,8 +125,7 @@ def random_operations(bench: Bench, case: Case, data, multi_step: int) -> None:
                 assert ours.tokens == alone[: len(ours.tokens)]
 
 
-@by_policy
-@pytest.mark.parametrize("multi_step", [1, 4])
+@by_policy_and_steps
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_random_operations_beside_a_twin(bench, case, multi_step, data):
@@ -141,12 +141,10 @@ def test_many_random_operations_beside_a_twin(bench, case, multi_step, data):
     random_operations(bench, case, data, multi_step)
 
 
-@by_policy
-@pytest.mark.parametrize(
-    ("multi_step", "run_ahead"), swept([(4, True), (1, False), (1, True), (4, False)], 2)
-)
-def test_a_crowd_gets_the_tokens_of_each_alone(bench, case, multi_step, run_ahead):
-    mode = case.exact_modes[-1]
+@by_policy_and_steps
+@pytest.mark.parametrize("otherwise", swept([False, True], 1))
+def test_a_crowd_gets_the_tokens_of_each_alone(bench, case, multi_step, otherwise):
+    mode, run_ahead = case.exact_modes[-1], (multi_step > 1) != otherwise
     engine = bench.engine(case, multi_step=multi_step, run_ahead=run_ahead, preemption_mode=mode)
     asked = add(engine, CROWD)
     ended = drain(engine)
@@ -157,8 +155,7 @@ def test_a_crowd_gets_the_tokens_of_each_alone(bench, case, multi_step, run_ahea
         assert (swapped_in > 0) == (mode == "swap")
 
 
-@by_policy
-@pytest.mark.parametrize("multi_step", [1, 4])
+@by_policy_and_steps
 def test_a_crowd_that_is_recomputed_gets_the_tokens_of_each_alone(bench, case, multi_step):
     """Lossy policies replay output: no token that was decoded is prefilled."""
     if not case.capabilities.recompute:
@@ -212,7 +209,7 @@ def test_beams_that_fork_and_are_swapped_out_in_one_round(bench, case):
     can = case.capabilities
     if can.fork == "no" or not can.swap:
         pytest.skip("it forks no beams, or swaps nothing")
-    engine = bench.engine(case, preemption_mode="swap")
+    engine = bench.engine(case, multi_step=1, preemption_mode="swap")
     # The search is admitted into what the older ones leave, and has no block for its second beam.
     older = SamplingParams(max_tokens=40, ignore_eos=True, seed=0)
     search = SamplingParams(max_tokens=24, beam_width=2, n=2, ignore_eos=True, seed=0)
@@ -328,8 +325,7 @@ def test_a_log_is_replayed(bench, case, multi_step, tmp_path):
     assert difference is None, difference.describe("the log", "the replay")
 
 
-@by_policy
-@pytest.mark.parametrize("multi_step", [1, 4])
+@by_policy_and_steps
 def test_a_simulated_device_serves_the_same_requests(case, multi_step):
     config = case.engine_config(multi_step=multi_step)
     engine = Engine(TINY, config, SimulatedExecutor(vocab_size=61, first_token=3))

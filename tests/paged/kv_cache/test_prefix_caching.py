@@ -31,7 +31,7 @@ def shares(name: str, options: lserve.Options, slow: bool = True, **config) -> C
         name,
         POLICIES["lserve"],
         None,
-        {"policy": "lserve", "policy_options": options, **config},
+        {"policy": "lserve", "policy_options": options, "multi_step": 1, **config},
         slow,
     )
 
@@ -43,8 +43,15 @@ SHARING = [
     shares("quest", QUEST, kv_cache_tokens=170),
 ]
 by_policy = pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * c.slow) for c in SHARING]
-)
+    "case",
+    [
+        pytest.param(
+            c, id=c.name,
+            marks=[pytest.mark.slow] * c.slow + [pytest.mark.sweep] * (c.name == "quest"),
+        )
+        for c in SHARING
+    ],
+)  # fmt: skip
 TRUNK = tuple(np.random.default_rng(8).integers(3, TINY.vocab_size, 22).tolist())
 GREEDY = SamplingParams(max_tokens=25, ignore_eos=True, seed=0)
 HOWS = [

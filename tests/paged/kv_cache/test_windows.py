@@ -9,7 +9,7 @@ import pytest
 from models.config import ModelConfig
 from paged.engine import EngineConfig
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
-from pallas_kernels.quantized_attention import prompt_attention
+from pallas_kernels.prompt_attention import prompt_attention
 from tests.paged.kv_cache.attention_driver import Driver
 
 L, H, K, D = 3, 4, 2, 8

@@ -101,7 +101,7 @@ def test_a_beam_for_each_output_finds_them_all(seed, max_tokens, penalty, early_
     assert list(got.values()) == sorted(got.values(), reverse=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     SEEDS, st.integers(1, 5), st.integers(1, 9), PENALTIES, EARLY_STOPPING,
     st.sets(st.integers(0, 8), max_size=3),
@@ -115,7 +115,7 @@ def test_next_tokens_beyond_width_and_ends_change_nothing(
     _check_equal(few.best(width), all_.best(width))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(SEEDS, st.integers(2, 5), st.integers(2, 20), st.sampled_from([-3.0, -1.0, -0.3, 0.0]))
 def test_where_length_does_not_help_never_stops_early_as_the_default_does(
     seed, width, max_tokens, penalty

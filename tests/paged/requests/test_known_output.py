@@ -41,7 +41,7 @@ def outputs(engine: Engine, prompt, how: SamplingParams, known=None) -> list[Req
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     n=st.integers(1, 3),
     more=st.integers(0, 1),

@@ -13,9 +13,8 @@ import openai
 from models import checkpoint, load_tokenizer
 from paged.config import EngineConfig
 from paged.engine import Engine
-from paged.server.app import create_app
-from paged.server.owner import EngineOwner, Owner
-from paged.server.run import Server
+from paged.server.app import Server, create_app
+from paged.server.engine_client import Client, EngineClient
 from paged.server.service import Service
 from paged.server.settings import ServerConfig
 from paged.simulator.executor import SimulatedExecutor
@@ -92,9 +91,9 @@ class Served:
         return self._http
 
     @property
-    def owner(self) -> EngineOwner:
-        assert isinstance(self.service.owner, EngineOwner)
-        return self.service.owner
+    def engine_client(self) -> EngineClient:
+        assert isinstance(self.service.client, EngineClient)
+        return self.service.client
 
     def allocated(self) -> dict[str, int]:
         """What the engine and the server still hold for requests."""
@@ -107,11 +106,11 @@ class Served:
                 "units": units, "running": len(engine.scheduler.running),
                 "waiting": len(engine.scheduler.waiting),
                 "unfinished": len(requests.unfinished), "outputs": len(requests.outputs),
-                "attempts": len(self.owner._runner._attempts),
+                "attempts": len(self.engine_client._runner._attempts),
             }  # fmt: skip
 
-        told = self.owner.ask(count).result(60)
-        return told | {"replies": len(self.owner._replies), "pending": self.service.pending}
+        told = self.engine_client.ask(count).result(60)
+        return told | {"replies": len(self.engine_client._replies), "pending": self.service.pending}
 
     def wait_until_idle(self, within_s: float = 20.0) -> dict[str, int]:
         """What is left once nothing changes any more: all of it should be 0."""
@@ -123,10 +122,10 @@ class Served:
 
 @contextmanager
 def served(
-    owner: Owner, config: EngineConfig = CONFIG, settings: ServerConfig | None = None,
+    engine_client: Client, config: EngineConfig = CONFIG, settings: ServerConfig | None = None,
     tokenizer=TOKENIZER, model=BUNDLED, template: str | None = TEMPLATE, keys=(),
 ) -> Iterator[Served]:  # fmt: skip
-    service = Service(owner, model, config, tokenizer, "bundled", settings, template)
+    service = Service(engine_client, model, config, tokenizer, "bundled", settings, template)
     server = Server(create_app(service, keys), service, "127.0.0.1", 0)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -141,5 +140,5 @@ def served(
             client.close()
         server.should_exit = True
         thread.join(60)
-        owner.close()
+        engine_client.close()
         assert not thread.is_alive(), "the server hangs"

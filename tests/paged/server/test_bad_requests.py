@@ -9,10 +9,10 @@ import httpx2
 import pytest
 
 from paged.requests.sampling_params import SamplingParams
-from paged.server.body import DEEPEST, check_lengths
-from paged.server.errors import ApiError
-from paged.server.owner import EngineOwner
+from paged.server.engine_client import EngineClient
+from paged.server.openai_format import ApiError
 from paged.server.settings import ServerConfig
+from paged.server.validation import MAX_DEPTH, check_lengths
 from tests.paged.server.serving import Served, served, simulated
 
 COMPLETION = {"model": "bundled", "prompt": "a cat", "max_tokens": 2}
@@ -124,7 +124,7 @@ BODIES = [
 @pytest.fixture(scope="module")
 def server():
     settings = ServerConfig(max_body_bytes=200_000, max_pending=300)
-    with served(EngineOwner(simulated(step_s=0.002)[0]), settings=settings) as running:
+    with served(EngineClient(simulated(step_s=0.002)[0]), settings=settings) as running:
         yield running
 
 
@@ -259,9 +259,9 @@ def nested(depth: int) -> dict[str, Any]:
 def test_bodies_are_as_long_and_deep_as_they_may_be(server: Served):
     text = '[4, {"a": 5}]\\" ' * 5
     url = f"{server.url}/v1/chat/completions"
-    for body in (nested(DEEPEST), {**CHAT, "messages": [{"role": "user", "content": text}]}):
+    for body in (nested(MAX_DEPTH), {**CHAT, "messages": [{"role": "user", "content": text}]}):
         assert server.http.post(url, json=body).status_code == 200
-    check(server.http.post(url, json=nested(DEEPEST + 1)), "chat_template_kwargs")
+    check(server.http.post(url, json=nested(MAX_DEPTH + 1)), "chat_template_kwargs")
     check_lengths(
         json.dumps([[4] * 100, [4] * 100, {"a": "," * 1000}, "[" * 1000]).encode(), 100, 300
     )

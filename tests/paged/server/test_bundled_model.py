@@ -10,7 +10,7 @@ from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
-from paged.server.owner import EngineOwner
+from paged.server.engine_client import EngineClient
 from paged.server.settings import ServerConfig
 from tests.paged.server.serving import BUNDLED, TOKENIZER, Served, served
 from tests.paged.tiny import padded
@@ -72,7 +72,7 @@ def offline(engine: Engine) -> dict[str, RequestOutput]:
 @pytest.fixture(scope="module")
 def server(engine: Engine, offline):
     settings = ServerConfig(allow_adapter_loading=True)
-    with served(EngineOwner(engine), CONFIG, settings) as running:
+    with served(EngineClient(engine), CONFIG, settings) as running:
         known = KnownAdapters(BUNDLED, CONFIG)
         running.service.adapters.add(known.read("reversed", "models/bundled/adapters/reversed"))
         yield running
@@ -146,7 +146,7 @@ def test_chat_has_log_probabilities_of_its_own_shape(server: Served, engine: Eng
     body = {"messages": messages, "add_generation_prompt": True}
     tokens = server.http.post(f"{server.url}/tokenize", json=body).json()["tokens"]
     sampling = SamplingParams(max_tokens=6, logprobs=2)
-    wanted = server.owner.ask(lambda e: e.generate([tokens], sampling)[0]).result(60)
+    wanted = server.engine_client.ask(lambda e: e.generate([tokens], sampling)[0]).result(60)
     whole = server.client.chat.completions.create(**how, logprobs=True, top_logprobs=2).choices[0]
     assert whole.message.content == wanted.text
     streamed = []

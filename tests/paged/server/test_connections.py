@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from paged.server.owner import EngineOwner
+from paged.server.engine_client import EngineClient
 from paged.server.settings import ServerConfig
 from tests.paged.server.serving import KEY, TOKENIZER, Served, served, simulated
 
@@ -54,7 +54,7 @@ def statuses(server: Served, *segments: bytes) -> list[int]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(EngineOwner(simulated()[0])) as running:
+    with served(EngineClient(simulated()[0])) as running:
         yield running
 
 
@@ -96,7 +96,7 @@ def test_what_others_may_read_otherwise_is_refused_and_nothing_follows(server, r
 
 
 def test_bad_lengths_need_no_key():
-    with served(EngineOwner(simulated()[0]), keys=[KEY]) as server:
+    with served(EngineClient(simulated()[0]), keys=[KEY]) as server:
         assert statuses(server, head("Content-Length: " + "0" * 5000)) == [400]
 
 
@@ -116,7 +116,7 @@ def test_who_sends_too_much_is_told_and_cut_off(server, chunked):
 def hasty() -> Iterator[Served]:
     """A server that waits for little, and has room for few."""
     settings = ServerConfig(head_timeout_s=1, body_timeout_s=0.2, max_connections=8)
-    with served(EngineOwner(simulated()[0]), settings=settings) as running:
+    with served(EngineClient(simulated()[0]), settings=settings) as running:
         yield running
 
 
@@ -147,7 +147,7 @@ def test_who_waits_makes_room(hasty, caplog):
     """Above the limit of connections; who is served stays."""
     engine, executor = simulated()
     settings = ServerConfig(max_connections=8)
-    with served(EngineOwner(engine), settings=settings) as server, ExitStack() as open_:
+    with served(EngineClient(engine), settings=settings) as server, ExitStack() as open_:
         executor.go.clear()
         body = {"model": "bundled", "prompt": "a cat", "max_tokens": 4, "ignore_eos": True}
         busy = open_.enter_context(connected(server))
@@ -225,7 +225,7 @@ HEAVY = {
 def test_heavy_work_of_one_client_stops_nobody(path):
     """It blocks neither the event loop nor all threads."""
     held = Held()
-    with served(EngineOwner(simulated()[0]), tokenizer=held) as server:
+    with served(EngineClient(simulated()[0]), tokenizer=held) as server:
         content = json.dumps(HEAVY[path]).encode()
         heavy = posted(content, "Connection: close", path=path)
         with holding(server, held, [heavy] * 12) as connections:

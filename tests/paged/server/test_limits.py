@@ -10,7 +10,7 @@ from dataclasses import replace
 import openai
 import pytest
 
-from paged.server.owner import EngineOwner
+from paged.server.engine_client import EngineClient
 from paged.server.service import Pace
 from paged.server.settings import ServerConfig
 from tests.paged.server.serving import CONFIG, KEY, Served, served, simulated
@@ -35,7 +35,7 @@ def posted(body: dict, path: str = "/v1/completions") -> str:
 def test_more_than_may_wait_are_told_when_to_come_again():
     engine, executor = simulated(step_s=0.001)
     settings = ServerConfig(max_pending=4, max_prompts=4)
-    with served(EngineOwner(engine), settings=settings) as server:
+    with served(EngineClient(engine), settings=settings) as server:
         for _ in range(3):  # there is a pace then
             server.client.completions.create(model="bundled", prompt="a", max_tokens=2)
         executor.go.clear()
@@ -67,7 +67,7 @@ def test_retry_after_is_what_the_rate_says():
 
 def test_requests_that_take_too_long_are_aborted():
     engine, _ = simulated(step_s=0.01)
-    with served(EngineOwner(engine), settings=ServerConfig(request_timeout_s=0.3)) as server:
+    with served(EngineClient(engine), settings=ServerConfig(request_timeout_s=0.3)) as server:
         with pytest.raises(openai.InternalServerError, match=r"longer than 0\.3 s") as caught:
             server.client.completions.create(**LONG)
         assert caught.value.status_code == 504
@@ -78,7 +78,7 @@ def test_requests_that_take_too_long_are_aborted():
 
 def test_bodies_that_come_too_slowly():
     settings = ServerConfig(body_timeout_s=0.2)
-    with served(EngineOwner(simulated()[0]), settings=settings) as server:
+    with served(EngineClient(simulated()[0]), settings=settings) as server:
         with send(server, posted(LONG)[:-5]) as connection:
             answer = connection.recv(65536).decode()
         assert answer.startswith("HTTP/1.1 408") and "0.2 s" in answer
@@ -87,7 +87,7 @@ def test_bodies_that_come_too_slowly():
 def test_heads_and_trailers_have_an_end():
     chunked = posted(LONG).replace("Content-Length", "X-Length").split("\r\n\r\n")[0]
     chunked += "\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
-    with served(EngineOwner(simulated()[0])) as server:
+    with served(EngineClient(simulated()[0])) as server:
         for begun in ("GET /health HTTP/1.1\r\nHost: x\r\n", chunked):
             with send(server, begun) as connection, pytest.raises(OSError):
                 for i in range(10_000):
@@ -97,7 +97,7 @@ def test_heads_and_trailers_have_an_end():
 
 def test_who_offers_another_protocol_is_served_in_this_one():
     content = json.dumps(LONG | {"max_tokens": 2})
-    with served(EngineOwner(simulated()[0])) as server:
+    with served(EngineClient(simulated()[0])) as server:
         offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "A"}
         headers = {"content-type": "application/json", **offer}
         answer = server.http.post(f"{server.url}/v1/completions", content=content, headers=headers)
@@ -105,7 +105,7 @@ def test_who_offers_another_protocol_is_served_in_this_one():
 
 
 def test_keys():
-    with served(EngineOwner(simulated()[0]), keys=["other", KEY, "clé"]) as server:
+    with served(EngineClient(simulated()[0]), keys=["other", KEY, "clé"]) as server:
         accented = {b"authorization": "Bearer clé".encode()}
         assert server.http.get(f"{server.url}/v1/models", headers=accented).status_code == 200
         assert server.client.completions.create(model="bundled", prompt="a", max_tokens=2)
@@ -118,7 +118,7 @@ def test_keys():
 
 
 def test_request_ids():
-    with served(EngineOwner(simulated()[0])) as server:
+    with served(EngineClient(simulated()[0])) as server:
         url = f"{server.url}/v1/models"
         given = server.http.get(url, headers={"x-request-id": "mine-1"})
         assert given.headers["x-request-id"] == "mine-1"
@@ -131,7 +131,7 @@ def test_request_ids():
 
 def test_nobody_writes_lines_of_their_own_into_the_log(caplog):
     caplog.set_level("INFO", "paged.server.access")
-    with served(EngineOwner(simulated()[0])) as server:
+    with served(EngineClient(simulated()[0])) as server:
         server.http.get(f"{server.url}/x%0Areq-0%20GET%20/secret%00")
     (told,) = [each.getMessage() for each in caplog.records if "secret" in each.getMessage()]
     assert told.isprintable() and "GET /x%0Areq-0" in told
@@ -140,7 +140,7 @@ def test_nobody_writes_lines_of_their_own_into_the_log(caplog):
 def test_clients_that_leave_take_their_requests_along():
     """At any time: before the first token, in the middle, with a full socket."""
     engine, executor = simulated(step_s=0.001)
-    with served(EngineOwner(engine)) as server:
+    with served(EngineClient(engine)) as server:
         for i in range(40):
             body = {**LONG, "stream": bool(i % 2), "n": 1 + i % 3, "temperature": 1, "seed": i}
             connection = send(server, posted(body))
@@ -158,7 +158,7 @@ def test_a_client_that_does_not_read_slows_nobody_and_loses_nothing():
     config = replace(CONFIG, max_model_len=2048, kv_cache_tokens=8192, page_size=64)
     engine, _ = simulated(config)
     settings = ServerConfig(max_buffered_tokens=16)
-    with served(EngineOwner(engine), config, settings) as server:
+    with served(EngineClient(engine), config, settings) as server:
         body = {**LONG, "max_tokens": 2000, "n": 4, "temperature": 1, "stream": True}
         idle = socket.socket()
         idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -196,7 +196,7 @@ def reads_nothing(server: Served) -> socket.socket:
 def test_who_does_not_read_is_cut_off_and_holds_up_no_end():
     """Neither when the time of a request is over, nor when the server ends."""
     settings = ServerConfig(request_timeout_s=3, drain_s=0.1)
-    with served(EngineOwner(simulated()[0]), settings=settings) as server:
+    with served(EngineClient(simulated()[0]), settings=settings) as server:
         with reads_nothing(server):
             while not server.service.pending:
                 time.sleep(0.01)
@@ -212,7 +212,7 @@ def test_who_does_not_read_is_cut_off_and_holds_up_no_end():
 
 def test_draining_refuses_new_requests_and_ends_running_ones():
     engine, executor = simulated(step_s=0.002)
-    with served(EngineOwner(engine), settings=ServerConfig(drain_s=20)) as server:
+    with served(EngineClient(engine), settings=ServerConfig(drain_s=20)) as server:
         executor.go.clear()
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             whole = pool.submit(server.client.completions.create, **LONG)
@@ -237,7 +237,7 @@ def test_draining_refuses_new_requests_and_ends_running_ones():
 
 def test_what_drains_too_long_gets_an_error():
     engine, executor = simulated()
-    with served(EngineOwner(engine), settings=ServerConfig(drain_s=0.2)) as server:
+    with served(EngineClient(engine), settings=ServerConfig(drain_s=0.2)) as server:
         executor.go.clear()
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             whole = pool.submit(server.client.completions.create, **LONG)
@@ -256,7 +256,7 @@ def test_what_drains_too_long_gets_an_error():
 
 def test_a_step_that_fails_is_an_error_and_the_server_goes_on():
     engine, executor = simulated()
-    with served(EngineOwner(engine)) as server:
+    with served(EngineClient(engine)) as server:
         wanted = server.client.completions.create(**LONG).choices[0].text
         executor.failure = RuntimeError("the device is gone")
         with pytest.raises(openai.InternalServerError, match="engine has failed"):
@@ -281,7 +281,7 @@ def test_a_step_that_fails_is_an_error_and_the_server_goes_on():
 
 def test_threads_end_with_the_server():
     before = threading.active_count()
-    with served(EngineOwner(simulated()[0])) as server:
+    with served(EngineClient(simulated()[0])) as server:
         assert server.client.completions.create(model="bundled", prompt="a", max_tokens=2)
     names = {thread.name for thread in threading.enumerate()}
     assert "engine" not in names and threading.active_count() <= before + 1

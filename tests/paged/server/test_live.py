@@ -12,9 +12,8 @@ import pytest
 from paged.kv_cache import POLICIES
 from paged.kv_cache.owners import CACHED, FREE, SHARED
 from paged.requests.sampling_params import SamplingParams
-from paged.server.live import FRESH_S, PAGE
-from paged.server.owner import EngineOwner
-from paged.server.view import MOST_CELLS, MOST_ROWS, view
+from paged.server.engine_client import EngineClient
+from paged.server.live import FRESH_S, MAX_CELLS, MAX_REQUESTS, PAGE, view
 from tests.paged.server.serving import CONFIG, KEY, served, simulated
 
 CONFIGS = {
@@ -77,16 +76,16 @@ def test_pages_of_several_sequences_are_shared():
 
 
 def test_large_pools_and_long_queues_are_told_in_short():
-    config = replace(CONFIG, kv_cache_tokens=16 * 3 * MOST_CELLS)
-    seen = view(started(config, MOST_ROWS + 10, steps=1))
-    assert len(seen.requests) == MOST_ROWS
+    config = replace(CONFIG, kv_cache_tokens=16 * 3 * MAX_CELLS)
+    seen = view(started(config, MAX_REQUESTS + 10, steps=1))
+    assert len(seen.requests) == MAX_REQUESTS
     (pool,) = seen.pools
-    assert len(pool.cells) <= MOST_CELLS and pool.units_per_cell == 3
+    assert len(pool.cells) <= MAX_CELLS and pool.units_per_cell == 3
 
 
 def test_state_is_told_while_requests_run():
     engine, executor = simulated(CONFIG, step_s=0.005)
-    with served(EngineOwner(engine)) as running:
+    with served(EngineClient(engine)) as running:
         ask = threading.Thread(
             target=lambda: running.client.completions.create(
                 model="bundled", prompt=[5] * 20, max_tokens=240, extra_body={"ignore_eos": True}
@@ -111,7 +110,7 @@ def test_state_is_told_while_requests_run():
 
 
 def test_the_page_needs_no_key_and_no_other_machine_and_the_state_a_key():
-    with served(EngineOwner(simulated()[0]), keys=[KEY]) as running:
+    with served(EngineClient(simulated()[0]), keys=[KEY]) as running:
         page = httpx2.get(running.url + "/")
         refused = httpx2.get(running.url + "/state")
         told = httpx2.get(running.url + "/state", headers={"Authorization": f"Bearer {KEY}"})
@@ -125,7 +124,7 @@ def test_the_page_needs_no_key_and_no_other_machine_and_the_state_a_key():
 @pytest.mark.parametrize("policy", CONFIGS)
 def test_each_policy_tells_what_it_saves(policy):
     config = CONFIGS[policy]
-    with served(EngineOwner(simulated(config)[0]), config) as server:
+    with served(EngineClient(simulated(config)[0]), config) as server:
         server.client.completions.create(model="bundled", prompt="a cat", max_tokens=4)
         assert server.http.get(f"{server.url}/state").status_code == 200
         told = server.http.get(f"{server.url}/metrics").text

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from paged.requests.sequence import TokenLogprob
 from paged.requests.stopping import decode
-from paged.server.answers import ChatShape, CompletionShape, Delta
-from paged.server.owner import EngineOwner
-from paged.server.token_text import TokenTexts
+from paged.requests.text_deltas import TextDeltas
+from paged.server.engine_client import Delta, EngineClient
+from paged.server.responses import ChatFormat, CompletionFormat, TokenTexts
 from tests.paged.requests.test_text_streams import CASES, each_tokenizer
 from tests.paged.server.serving import CONFIG, served, simulated
 
@@ -24,9 +24,9 @@ def ids_of(case, pieces: list[str]) -> list[int]:
 
 
 def told(case, tokens: list[int], logprobs: list[TokenLogprob]) -> dict[str, Any]:
-    shape = CompletionShape(TokenTexts(case.tokenizer), "cmpl-0", "bundled")
-    text = decode(case.tokenizer, tokens)
-    return shape.choice(Delta(0, text, tokens, logprobs, "length"))["logprobs"]
+    format = CompletionFormat(TokenTexts(case.tokenizer), "cmpl-0", "bundled")
+    text, offsets = decode(case.tokenizer, tokens), TextDeltas(case.tokenizer).push(tokens)
+    return format.choice(Delta(0, text, tokens, logprobs, "length", offsets, True))["logprobs"]
 
 
 @each_tokenizer
@@ -48,7 +48,7 @@ def test_bytes_are_written_as_openai_does():
     choice = told(BYTE_LEVEL, [first], [TokenLogprob(first, -0.5, top)])
     assert choice["tokens"] == [r"bytes:\xc3"]
     assert choice["top_logprobs"] == [{r"bytes:\xc3": -0.5, r"bytes:a\xf0": -1.0}]
-    chat = ChatShape(TokenTexts(BYTE_LEVEL.tokenizer), "chatcmpl-0", "bundled")
+    chat = ChatFormat(TokenTexts(BYTE_LEVEL.tokenizer), "chatcmpl-0", "bundled")
     one = chat.token(TokenLogprob(first, -0.5, top))
     assert (one["token"], one["bytes"]) == (r"\xc3", [0xC3])
     assert one["top_logprobs"][1] == {"token": r"a\xf0", "bytes": [97, 0xF0], "logprob": -1.0}
@@ -87,7 +87,7 @@ def test_offsets_of_an_answer(stream: bool):
     ids = ids_of(BYTE_LEVEL, ["a", "Ã", "©", "Ġb", "Ã", "©", "a"])
     made_up = lambda seed, position: np.array(ids, np.int32)[(position - 5) % 7]  # noqa: E731
     executor._made_up = made_up  # type: ignore[method-assign]
-    with served(EngineOwner(engine), tokenizer=BYTE_LEVEL.tokenizer) as server:
+    with served(EngineClient(engine), tokenizer=BYTE_LEVEL.tokenizer) as server:
         how = {"model": "bundled", "prompt": ids[:5], "max_tokens": 7, "logprobs": 0}
         if not stream:
             how |= {"echo": True}
@@ -105,7 +105,7 @@ def test_offsets_of_an_answer(stream: bool):
 @pytest.mark.parametrize("special", [True, False])
 def test_offsets_in_a_prompt_that_is_a_text(special: bool):
     """Also after a special token that it spells, which outputs would leave out."""
-    with served(EngineOwner(simulated()[0])) as server:
+    with served(EngineClient(simulated()[0])) as server:
         choice = server.client.completions.create(
             model="bundled", prompt="The</s> old  sailor", max_tokens=3, logprobs=0, echo=True,
             extra_body={"add_special_tokens": special},

@@ -9,7 +9,7 @@ import pytest
 
 from paged.adapters.known import KnownAdapters
 from paged.requests.stopping import decode
-from paged.server.owner import EngineOwner
+from paged.server.engine_client import EngineClient
 from tests.paged.server.serving import (
     BUNDLED,
     CONFIG,
@@ -36,7 +36,7 @@ LONG = "The old sailor counted to five. " * 8
 
 @pytest.fixture(scope="module")
 def server():
-    with served(EngineOwner(simulated()[0]), template=FAILING) as running:
+    with served(EngineClient(simulated()[0]), template=FAILING) as running:
         yield running
         assert not any(running.wait_until_idle().values())
 
@@ -109,7 +109,7 @@ def test_the_text_of_a_special_token_means_the_token():
     tokens = np.resize([90, 91, 92, unknown, 93, end], 60).astype(np.int32)
     made_up = lambda seed, position: tokens[(position - 3) % 60]  # noqa: E731
     executor._made_up = made_up  # type: ignore[method-assign]
-    with served(EngineOwner(engine)) as server:
+    with served(EngineClient(engine)) as server:
 
         def text(stop, **more) -> tuple[str, str]:
             how = {"model": "bundled", "prompt": [4, 4, 4], "max_tokens": 20, "stop": stop}
@@ -232,7 +232,7 @@ def test_keys_share_no_cached_prefix():
         answer = server.http.post(f"{server.url}/v1/completions", json=body, headers=headers)
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    with served(EngineOwner(simulated(CACHING)[0]), CACHING, keys=[KEY, "other"]) as server:
+    with served(EngineClient(simulated(CACHING)[0]), CACHING, keys=[KEY, "other"]) as server:
         assert cached(server, KEY) == 0
         most = cached(server, KEY)
         assert most > 0
@@ -240,13 +240,13 @@ def test_keys_share_no_cached_prefix():
         assert cached(server, KEY, cache_salt="own") == 0
         assert cached(server, KEY, cache_salt="own") == most
         assert cached(server, KEY) == most
-    with served(EngineOwner(simulated(CACHING)[0]), CACHING) as server:
+    with served(EngineClient(simulated(CACHING)[0]), CACHING) as server:
         assert cached(server, None) == 0 and cached(server, None) == most
 
 
 def test_models_are_told_without_their_folders():
     folder = "models/bundled/adapters/reversed"
-    with served(EngineOwner(simulated()[0])) as server:
+    with served(EngineClient(simulated()[0])) as server:
         server.service.adapters.add(KnownAdapters(BUNDLED, CONFIG).read("reversed", folder))
         answer = server.http.get(f"{server.url}/v1/models")
         model, adapter = answer.json()["data"]

@@ -8,7 +8,7 @@ import pytest
 
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
-from paged.server.owner import EngineOwner
+from paged.server.engine_client import EngineClient
 from tests.paged.server.serving import TOKENIZER, Served, served, simulated
 
 SEEDED = {"seed": 7, "temperature": 0.8}
@@ -18,7 +18,7 @@ CHAT_TEXT = "<s>system: Be short.\nuser: Who?\nassistant:"
 
 @pytest.fixture(scope="module")
 def server():
-    with served(EngineOwner(simulated()[0])) as running:
+    with served(EngineClient(simulated()[0])) as running:
         yield running
 
 

@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from paged.server.owner import EngineOwner
+from paged.server.engine_client import EngineClient
 from paged.server.settings import ServerConfig
 from tests.paged.server.serving import served, simulated
 
@@ -32,7 +32,7 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def api():
     settings = ServerConfig(allow_adapter_loading=True)
-    with served(EngineOwner(simulated()[0]), settings=settings) as server:
+    with served(EngineClient(simulated()[0]), settings=settings) as server:
         yield schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         assert not any(server.wait_until_idle().values())
 

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged.config import EngineConfig
-from paged.requests.sampling_params import SamplingParams
-from paged.requests.sequence import SequenceOutput
 from paged.requests.stopping import decode, final_text
-from paged.server.owner import EngineOwner
-from paged.server.token_text import ChoiceText, TokenTexts
+from paged.requests.text_deltas import TextDeltas
+from paged.server.engine_client import EngineClient
+from paged.server.responses import TokenTexts
 from tests.paged.requests.test_text_streams import CASES, STOPS, Case, each_tokenizer, sequences
 from tests.paged.server.serving import served, simulated
 
@@ -31,13 +30,14 @@ def test_what_was_told_is_how_the_final_text_begins(case: Case, data):
         cut = (t for t in begun if final_text(case.tokenizer, t, stop) != decode(case.tokenizer, t))
         tokens = next(cut)
         text = final_text(case.tokenizer, tokens, stop)
-    choice, told, at = ChoiceText(case.tokenizer, SamplingParams(stop=stop)), "", 0
+    deltas, told, at = TextDeltas(case.tokenizer, stop), "", 0
     while at < len(tokens) - 1:  # the last token ends the sequence
         size = data.draw(st.integers(1, 4))
-        told += choice.grow(tokens[at : min(at + size, len(tokens) - 1)])
+        deltas.push(tokens[at : min(at + size, len(tokens) - 1)])
+        told += deltas.take()
         at += size
         assert text.startswith(told)
-    assert told + choice.finish(SequenceOutput(tokens, text, "stop")) == text
+    assert told + deltas.rest(text) == text
 
 
 def test_single_tokens_have_their_bytes():
@@ -61,7 +61,7 @@ def test_streams_keep_characters_of_several_tokens_whole(name):
     tokens = np.resize(spelt, 100)
     made_up = lambda seed, position: tokens[(position - 10) % 100]  # noqa: E731
     executor._made_up = made_up  # type: ignore[method-assign]
-    with served(EngineOwner(engine), config, tokenizer=case.tokenizer) as server:
+    with served(EngineClient(engine), config, tokenizer=case.tokenizer) as server:
         how: dict[str, Any] = {"model": "bundled", "prompt": [4] * 10, "max_tokens": 100}
         how["extra_body"] = {"ignore_eos": True}
         whole = server.client.completions.create(**how).choices[0].text

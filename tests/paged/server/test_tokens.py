@@ -8,7 +8,7 @@ import pytest
 from paged.engine import Engine
 from paged.requests.sampling_params import changed_fields
 from paged.requests.stopping import decode
-from paged.server.owner import EngineOwner
+from paged.server.engine_client import EngineClient
 from tests.paged.kv_cache.policy_suite import CASES, CROWD, Bench, Case, padded, registered
 from tests.paged.server.serving import TOKENIZER, Served, served
 from tests.paged.tiny import TINY
@@ -61,7 +61,7 @@ def test_a_crowd_gets_what_each_gets_offline(case: Case, bench: Bench):
     wanted = [[decode(TOKENIZER, s.tokens) for s in output.sequences] for output in outputs]
     executor = bench.engine(case).executor
     engine = padded(Engine(TINY, offline.config, executor, TOKENIZER))
-    with served(EngineOwner(engine), engine.config, model=TINY) as server:
+    with served(EngineClient(engine), engine.config, model=TINY) as server:
         with concurrent.futures.ThreadPoolExecutor(len(crowd)) as pool:
             whole = [pool.submit(texts_of, server, body_of(request)) for request in crowd[::2]]
             parts = [

@@ -13,8 +13,8 @@ from pallas_kernels.kv_write import write_kv
 from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.ops import OPS
 from pallas_kernels.page_selection import write_key_statistics
-from pallas_kernels.paged_attention import prefill_rows, prefill_sm90, quantized_sm90
-from pallas_kernels.paged_attention import quantized_tiles as tiles
+from pallas_kernels.paged_attention import prefill_rows, prefill_sm90
+from pallas_kernels.quantized_attention import decode_sm90 as quantized_sm90
 from pallas_kernels.quantized_attention import specs as quantized_attention
 from pallas_kernels.tools import hazards, kernel_jaxpr
 from pallas_kernels.tools.compiled import Kernel, reductions_across_warps
@@ -111,7 +111,7 @@ def test_layouts_in_which_warps_share_what_is_reduced():
 
 def test_rows_beyond_an_int32(monkeypatch):
     """Pages folded into rows, as a kernel multiplies `page * (W // C)`: from 64 GiB on."""
-    real = tiles.views_of
+    real = quantized_sm90.views_of
 
     def folded(pools, sections):
         views, places = real(pools, sections)
@@ -119,7 +119,7 @@ def test_rows_beyond_an_int32(monkeypatch):
 
     op, spec = "mixed_precision_attention", "llama-3-8b"
     assert _complaints(op, spec) == []
-    monkeypatch.setattr(tiles, "views_of", folded)
+    monkeypatch.setattr(quantized_sm90, "views_of", folded)
     complaints = _complaints(op, spec)
     assert complaints and all("an axis of 2**31 or more" in found for found in complaints)
     # A smaller GPU holds no such pool.

@@ -15,6 +15,7 @@ from experiments.lib.kv_held import Held
 from experiments.lib.program import Refused
 from experiments.lib.reference import Distributions
 from experiments.papers.diffkv import equal_bytes
+from experiments.papers.diffkv import fig08_key_value_formats as key_value_formats
 from experiments.papers.diffkv import fig09_dynamic_sparsity as dynamic_sparsity
 from experiments.papers.diffkv import fig10_thresholds as thresholds
 from experiments.papers.diffkv import table1_accuracy_memory as accuracy_memory
@@ -25,7 +26,7 @@ FLAGS: dict[str, Any] = {
     "seed": 1, "compilation_cache": "", "tasks": ("values",), "contexts": (256,), "num_prompts": 4,
 }  # fmt: skip
 MEMORY: dict[str, Any] = FLAGS | {
-    "alphas": ("1/0", "3/0.02"), "formats": ("K4V4", "K2V4"), "budgets": (0.3, 0.5),
+    "alphas": ("1/0", "3/0.02"), "budgets": (0.3, 0.5),
     "quest_budget": 64,
 }  # fmt: skip
 
@@ -33,13 +34,13 @@ MEMORY: dict[str, Any] = FLAGS | {
 def test_systems_differ_in_what_their_names_say():
     found = accuracy_memory.make_systems(accuracy_memory.MemoryFlags(**MEMORY))
     assert list(found) == [
-        "16 bits", "DiffKV 1/0", "H2O 0.3", "SnapKV 0.3", "H2O 0.5", "SnapKV 0.5", "K4V4", "K2V4",
+        "16 bits", "DiffKV 1/0", "H2O 0.3", "SnapKV 0.3", "H2O 0.5", "SnapKV 0.5", "K4V4",
         "DiffKV 3/0.02", "three levels 5/1/0", "DuoAttention", "Quest",
     ]  # fmt: skip
     chosen = {name: config.policy_options for name, config in found.items()}
     assert (chosen["DiffKV 3/0.02"].alpha_h, chosen["DiffKV 3/0.02"].alpha_l) == (3, 0.02)
-    assert (chosen["K2V4"].high, chosen["K2V4"].low, chosen["K2V4"].keeps_all) == (
-        "K2V4", "K2V4", True,
+    assert (chosen["K4V4"].high, chosen["K4V4"].low, chosen["K4V4"].keeps_all) == (
+        "K4V4", "K4V4", True,
     )  # fmt: skip
     for name, rules in (("H2O 0.3", ("h2o", "h2o")), ("SnapKV 0.3", ("snapkv", "keep"))):
         one = chosen[name]
@@ -59,12 +60,12 @@ def test_systems_differ_in_what_their_names_say():
     ("module", "changes", "message"),
     [
         (accuracy_memory, {"alphas": ("1",)}, "--alphas must be pairs such as 1/0.02"),
-        (accuracy_memory, {"alphas": ()}, "--alphas must be pairs such as 1/0.02"),
+        (accuracy_memory, {"alphas": ()}, "--alphas must name at least one"),
         (accuracy_memory, {"alphas": ("0/1",)}, "alpha_l must be from 0 to alpha_h"),
         (accuracy_memory, {"three_levels": ("1/0",)}, "--three_levels must be such as 5/1/0"),
         (accuracy_memory, {"three_levels": ("0/1/0",)}, "alpha_top must be at least alpha_h"),
         (accuracy_memory, {"budgets": ("half",)}, "--budgets must be numbers"),
-        (accuracy_memory, {"formats": ("INT4",)}, "a page format is named K8V4"),
+        (key_value_formats, {"formats": ("INT4",)}, "a page format is named K8V4"),
         (dynamic_sparsity, {"alphas": ("1/0",)}, "--alphas must be numbers"),
         (thresholds, {"alphas_l": (0.1,)}, "--alphas_l 0, where nothing is dropped"),
     ],
@@ -99,7 +100,7 @@ def test_the_goal_and_baselines_at_no_less_memory():
     right, half = [True] * 40, [True, False] * 20
     found = {"16 bits": found_with(right), "DiffKV 1/0": found_with(right, 0.33)}
     found |= {f"{m} {b}": found_with(half, b + 0.01) for m in ("H2O", "SnapKV") for b in (0.3, 0.5)}
-    found |= {"K4V4": found_with(half, 0.3), "K2V4": found_with(half, 0.2)}
+    found["K4V4"] = found_with(half, 0.3)
     found["DiffKV 3/0.02"] = found_with(right, 0.29)
     flags, study = accuracy_memory.MemoryFlags(**MEMORY), accuracy_memory.STUDY
 
@@ -192,7 +193,7 @@ def test_memory_of_dense_and_streaming_heads(tiny_folder):
 
 @pytest.mark.slow  # two policies compile
 def test_a_whole_study(tmp_path, capsys, monkeypatch):
-    few = {"alphas": ("1/0.02",), "three_levels": (), "formats": (), "budgets": ()}
+    few = {"alphas": ("1/0.02",), "three_levels": (), "budgets": ()}
     least = {"num_prompts": 1, "gates": "", "quest_budget": 0, "contexts": (256, 256)}
     flags = accuracy_memory.MemoryFlags(**FLAGS | few | least)
     assert accuracy_memory.STUDY.write(flags, tmp_path) == 0

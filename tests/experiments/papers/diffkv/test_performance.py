@@ -1,24 +1,18 @@
 """DiffKV's performance figures: managers on the host, numbers, refusals; no times."""
 
-import math
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.papers.diffkv import batch_on_cpu as throughput
-from experiments.papers.diffkv import compaction_on_cpu as compaction
+from experiments.papers.diffkv import fig13_compaction as compaction
 from experiments.papers.diffkv import kernels_on_cpu as kernel_speed
-from experiments.papers.diffkv import step_breakdown_on_cpu as step_breakdown
-from experiments.papers.diffkv.host_managers import ThreadedManager, Twin
+from experiments.papers.diffkv.host_managers import Case, ThreadedManager, Twin, is_exact
 from pallas_kernels.quantized_attention import mixed_precision_attention
 from pallas_kernels.specs import Heads
 
-MODULES = compaction, kernel_speed, step_breakdown, throughput
 
-
-def numbers(module, rows):
-    return module.values(module.STUDY.flags(), rows)
+def numbers(rows):
+    return kernel_speed.values(kernel_speed.KernelFlags(), rows)
 
 
 def test_the_managers_of_the_host_agree_page_by_page():
@@ -48,8 +42,8 @@ def test_the_managers_of_the_host_agree_page_by_page():
 
 @pytest.mark.slow  # programs compile
 def test_the_device_is_exact_at_the_heads_of_8b():
-    case = compaction.Case(1, seed=0)
-    assert compaction.is_exact(case, threads=2, steps=18)
+    case = Case(1, seed=0)
+    assert is_exact(case, threads=2, steps=18)
     # Some heads have grown in that time: a page has room for 16 tokens of high precision.
     assert case.to_high.any() and not case.to_high.all()
 
@@ -80,52 +74,12 @@ def test_the_summary_is_of_the_rows_that_it_names():
     def kernel(format, tokens, over_dense):
         return kernel_speed.Row(format, tokens, 1.0, 0.1, over_dense, 1, 4.0)
 
-    def managed(phase, heads, device_ms, exact=True):
-        return compaction.Row(phase, heads // 256, heads, device_ms, 9.0, 2.0, exact)
-
     rows = [kernel("K4V2", 512, 0.7), kernel("K4V2", 4096, 0.8), kernel("K8V4", 512, 0.95)]
-    assert numbers(kernel_speed, rows) == {"decode_over_dense": 0.8}
-    rows = [
-        managed("prompts", 8192, 70.0), managed("generation", 512, 5.0),
-        managed("generation", 8192, 0.64),
-    ]  # fmt: skip
-    assert numbers(compaction, rows) == {
-        "compaction_exact_heads": 8192, "compaction_share_8b": pytest.approx(0.01),
-        "over_host": pytest.approx(9 / 0.64),
-    }  # fmt: skip
-    broken = [*rows, managed("prompts", 512, 1.0, exact=False)]
-    assert numbers(compaction, broken)["compaction_exact_heads"] == 0
-    served = [
-        throughput.Row("vllm", 4.0, 100.0, 1.0, 1.0, 1, 0),
-        throughput.Row("diffkv", 11.0, 150.0, 0.3, 1.0, 1, 0),
-    ]
-    assert numbers(throughput, served) == pytest.approx({
-        "kv_memory_fraction": 0.3, "batch_gain": 2.75, "batch_gain_over_ideal": 0.825,
-        "throughput_gain": 1.5,
-    })  # fmt: skip
-    parts = [step_breakdown.Row("generation", 8, "pages", 1.0, 0.005)]
-    shares = numbers(step_breakdown, parts)
-    assert shares == {"pages_share_prompts": None, "pages_share_generation": 0.005}
+    assert numbers(rows) == {"decode_over_dense": 0.8}
 
 
 def test_what_was_not_measured_is_null():
-    for module in MODULES:
-        assert not any(numbers(module, []).values())
-    assert numbers(throughput, [throughput.Row("vllm", math.nan, 1.0, 1.0, 1.0, 1, 0)]) == {
-        "kv_memory_fraction": None, "batch_gain": None, "batch_gain_over_ideal": None,
-        "throughput_gain": None,
-    }  # fmt: skip
-    alone = [throughput.Row(name, math.nan, 1.0, 0.5, 1.0, 1, 0) for name in ("vllm", "diffkv")]
-    assert numbers(throughput, alone) == {
-        "kv_memory_fraction": 0.5, "batch_gain": None, "batch_gain_over_ideal": None,
-        "throughput_gain": 1.0,
-    }  # fmt: skip
-
-
-TIGHT = {
-    "systems": ("vllm", "h2o"), "prompt_tokens": 64, "output_tokens": 64, "budget_tokens": 128,
-    "most_sequences": 4,
-}  # fmt: skip
+    assert numbers([]) == {"decode_over_dense": None}
 
 
 @pytest.mark.parametrize(
@@ -136,17 +90,8 @@ TIGHT = {
             kernel_speed, {"tokens": (9, 10**20)},
             "--tokens and --batch would take .* GiB; this machine has",
         ),
-        (
-            compaction, {"sequences": (2, 9999999)},
-            "--sequences would take .* GiB; this machine has",
-        ),
         (kernel_speed, {"formats": ("K3V3",)}, "--formats must be texts, each one of K8V8"),
         (compaction, {"sequences": ()}, "--sequences must name at least one"),
-        (step_breakdown, {"tokens": 64, "model": "/nowhere"}, "/nowhere"),
-        (step_breakdown, {"tokens": 9000}, "max_model_len"),
-        (throughput, {"systems": ("quest",)}, "each one of vllm, int4, h2o, snapkv, diffkv"),
-        # vllm's pages fit, and those of h2o have scores and positions too.
-        (throughput, TIGHT, "h2o: the bytes of 128 tokens in 16 bits hold no sequence of 128"),
     ],
 )  # fmt: skip
 def test_bad_flags_are_refused(module, flags, message):

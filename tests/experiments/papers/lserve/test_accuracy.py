@@ -65,7 +65,7 @@ def test_systems_differ_in_what_their_names_say(gates):
         (reuse, {"intervals": (3,)}, "reuse must be a divisor of page_size"),
         (needle, {"tasks": ("values",)}, "--tasks must be needle"),
         (reuse, {"tasks": ("nothing",)}, "unknown task 'nothing'"),
-        (reuse, {"contexts": ()}, "--tasks and --contexts must name at least one"),
+        (reuse, {"contexts": ()}, "--contexts must name at least one"),
         (reuse, {"tasks": ("cot_32",)}, "no task fits the contexts"),
         (frontier, {"contexts": (12,)}, "contexts are token counts from 256 .* not 12"),
         (frontier, {"budgets": ("128",)}, "budget must be at least 3 pages of 64, not 128"),

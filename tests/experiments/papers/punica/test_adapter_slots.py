@@ -59,17 +59,3 @@ def test_the_popularity_is_zipfs():
     drawn = adapter_slots.zipf(50_000, 200, 1.3, np.random.default_rng(0))
     counts = np.bincount(drawn, minlength=200)
     assert 2.2 < counts[0] / counts[1] < 2.7 and counts[150:].sum() > 0
-
-
-@pytest.mark.sweep
-def test_the_bundled_model(tmp_path, monkeypatch):
-    # Fewer shapes of steps to compile, three times.
-    few = replace(adapter_slots.CONFIG, max_num_seqs=2, max_num_batched_tokens=32)
-    monkeypatch.setattr(adapter_slots, "CONFIG", few)
-    flags = SlotFlags(
-        adapters=20, adapter_slots=4, requests=30, load_ms=50.0, real_adapters=10, real_requests=12,
-        real_rate=20.0,
-    )  # fmt: skip
-    assert adapter_slots.STUDY.write(flags, tmp_path) == 0
-    assert (tmp_path / "events.jsonl").exists() and (tmp_path / "figure.png").exists()
-    assert "measured" in (tmp_path / "rows.csv").read_text()

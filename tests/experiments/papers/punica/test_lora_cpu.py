@@ -1,83 +1,14 @@
-"""LoRA's studies on a CPU: what they count, and that all they time is right; no times."""
+"""Engines with LoRA on a CPU: what the study counts and compares; no times."""
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from experiments.bench import race
 from experiments.bench.race import Row
-from experiments.papers.punica import lora_engine_cpu, lora_operator_cpu
+from experiments.papers.punica import lora_engine_cpu
 from experiments.papers.punica.lora_engine_cpu import PEFT, LoraFlags
-from experiments.papers.punica.lora_operator_cpu import (
-    EXPAND,
-    IMPLEMENTATIONS,
-    Case,
-    OperatorFlags,
-    Weights,
-    expand_program,
-    programs,
-    segments_of,
-)
 from models.hub import BUNDLED
-from pallas_kernels.lora.specs import POPULARITIES
-from pallas_kernels.specs import Cost, Rates
-
-
-def test_costs_are_those_of_the_papers_formulas():
-    """§7.1, in 16 bits: FLOP = s_n h_i h_o 2 and I/O = (s_n (h_i + h_o) + n h_i h_o) 2."""
-    case = Case("uniform", 64, 16, 4096, 11008, "bfloat16")
-    assert case.expand_cost == Cost(
-        bytes=(64 * (16 + 11008) + 8 * 16 * 11008) * 2, flops=64 * 16 * 11008 * 2
-    )
-    shrink = Cost(bytes=(64 * (4096 + 16) + 8 * 4096 * 16) * 2, flops=64 * 4096 * 16 * 2)
-    assert case.cost.bytes == case.expand_cost.bytes + shrink.bytes
-    assert case.cost.flops == case.expand_cost.flops + shrink.flops
-    # Where each token has its own adapter, intensity does not depend on the batch (Fig. 7).
-    distinct = [Case("distinct", n, 16, 4096, 4096).expand_cost for n in (1, 64)]
-    assert len({cost.flops / cost.bytes for cost in distinct}) == 1
-
-
-@pytest.mark.parametrize("popularity", POPULARITIES)
-def test_everything_that_is_timed_gives_the_same(popularity):
-    case = Case(popularity, 6, 24, 32, 48)
-    weights = Weights.draw(case, seed=3)
-    a, b, x = (np.asarray(w, np.float64) for w in (weights.a, weights.b, weights.x))
-    adapter = np.repeat(np.arange(len(case.lengths)), case.lengths)
-    expected = np.einsum("ti,tir,tro->to", x, a[adapter], b[adapter])
-    for name, run in programs(case, weights).items():
-        wanted = x @ np.asarray(weights.base, np.float64) if name == "base" else expected
-        np.testing.assert_allclose(run(), wanted, atol=1e-4, err_msg=name)
-    # The expand alone takes whatever 32 columns of x are; b is zero beyond the rank.
-    expanded = np.einsum("tr,tro->to", x[:, :24], b[adapter])
-    np.testing.assert_allclose(expand_program(case, weights)(), expanded, atol=1e-4)
-
-
-def test_segments_of_all_popularities_have_one_shape():
-    shapes = {
-        tuple(x.shape for x in vars(segments_of(Case(popularity, 9, 8, 16, 16))).values())
-        for popularity in POPULARITIES
-    }
-    assert shapes == {((9,), (9,), (9,), (1,))}
-
-
-def test_all_implementations_of_all_cases_are_timed():
-    rows: list[lora_operator_cpu.Row] = []
-    for batch in (1, 4):
-        cases = [Case(popularity, batch, 8, 32, 16) for popularity in ("distinct", "identical")]
-        weights = Weights.draw(cases[0], seed=0)
-        for case in cases:
-            rows += lora_operator_cpu.rows_of(case, weights, rounds=1, rates=Rates(1e9, 1e9))
-    found = {(row.implementation, row.popularity, row.batch) for row in rows}
-    assert len(rows) == len(found) == len({*IMPLEMENTATIONS, EXPAND}) * 4
-    assert all(row.us > 0 for row in rows)
-    assert {row.adapters for row in rows if row.batch == 4} == {1, 4}
-    numbers = lora_operator_cpu.values(OperatorFlags(), rows)
-    assert {name.split("_over_")[0] for name in numbers if "_over_sgmv_" in name} == {
-        "loop", "gather_bmm", "ragged_dot"
-    }  # fmt: skip
-    assert "identical" in lora_operator_cpu.table(OperatorFlags(), rows)
-
 
 FLAGS = LoraFlags(
     models=("bundled",), batch=4, rank=8, prompt_tokens=(2, 5), output_tokens=6, repeats=2,

@@ -15,7 +15,7 @@ from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from paged.step_inputs import StepInputs
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.quantized_attention import prompt_attention
+from pallas_kernels.prompt_attention import prompt_attention
 
 
 @dataclass(frozen=True)

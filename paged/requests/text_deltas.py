@@ -1,0 +1,47 @@
+"""The text of a sequence as its tokens come, in deltas that are never taken back."""
+
+from collections.abc import Iterable
+
+from paged.requests.stopping import TextStream
+
+
+class TextDeltas:
+    """Deltas whose concatenation begins the final text of a sequence, whatever tokens follow.
+
+    Text that a later token could change, or that may begin a stop string, waits in the stream.
+    """
+
+    def __init__(self, tokenizer, stop: tuple[str, ...] = ()):
+        self._stream, self._stop = TextStream(tokenizer, ()), stop
+        self._num_taken = 0  # characters
+
+    def push(self, tokens: Iterable[int]) -> list[int]:
+        """Add tokens. Returns the number of characters before each of them: all tokens of one
+        character begin where it does."""
+        offsets = []
+        for token in tokens:
+            offsets.append(len(self._stream.text))
+            self._stream.push(token)
+        return offsets
+
+    def take(self) -> str:
+        """The delta since the last call. None of the tokens so far may end the sequence."""
+        text = self._stream.settled
+        delta = text[self._num_taken : len(text) - self._stop_prefix(text)]
+        self._num_taken += len(delta)
+        return delta
+
+    def rest(self, final_text: str) -> str:
+        """The last delta of a sequence that has ended."""
+        return final_text[self._num_taken :]
+
+    def _stop_prefix(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = 0
+        for stop in self._stop:
+            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while at >= 0 and not stop.startswith(text[at:]):
+                at = text.find(stop[0], at + 1)
+            if at >= 0:
+                longest = max(longest, len(text) - at)
+        return longest

@@ -1,0 +1,228 @@
+"""/v1/completions and /v1/chat/completions: from a body to its response, whole or as server-sent
+events."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from paged.requests.adapter import Adapter
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
+from paged.requests.stopping import decode
+from paged.server.engine_client import ClientLeft, Delta, Generation
+from paged.server.openai_format import (
+    CLIENT_LEFT,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Json,
+    dumps,
+)
+from paged.server.responses import ChatFormat, CompletionFormat, ResponseFormat, usage
+from paged.server.service import Service, new_id
+from paged.server.validation import (
+    chat_sampling,
+    chat_tokens,
+    completion_sampling,
+    prompt_tokens,
+    read,
+)
+
+log = logging.getLogger("paged.server")
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # Proxies must not wait for more.
+]
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Plan:
+    """A request that has passed all checks.
+
+    response_id: of its response, and of the engine's requests with a suffix.
+    echoes: for each prompt the text that its choices begin with.
+    offsets: for each prompt the characters before each token; None without log-probabilities.
+    silent: whether the response leaves out generated tokens, because none was requested.
+    """
+
+    response_id: str
+    body: GenerationRequest
+    format: ResponseFormat
+    adapter: Adapter | None
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    echoes: list[str] | None = None
+    offsets: list[list[int]] | None = None
+    silent: bool = False
+
+
+async def complete(service: Service, request: Request) -> Response:
+    return await _respond(service, request, await read(service, request, CompletionRequest, _plan))
+
+
+async def chat(service: Service, request: Request) -> Response:
+    return await _respond(service, request, await read(service, request, ChatRequest, _plan_chat))
+
+
+def _plan(service: Service, body: CompletionRequest) -> Plan:
+    response_id, adapter = new_id("cmpl"), service.adapter(body.model)
+    sampling = completion_sampling(service, body)
+    given: Any = body.prompt
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    max_prompts = service.settings.max_prompts
+    if not 1 <= len(given) <= max_prompts:
+        raise ApiError(400, f"prompt: from 1 to {max_prompts} prompts, not {len(given)}", "prompt")
+    special = body.add_special_tokens is not False
+    prompts = [prompt_tokens(service, prompt, sampling, special) for prompt in given]
+    format = CompletionFormat(service.texts, response_id, body.model, bool(body.return_token_ids))
+    plan = Plan(response_id, body, format, adapter, prompts, sampling)
+    if body.echo:
+        texts = (p if isinstance(p, str) else decode(service.tokenizer, p) for p in given)
+        plan.echoes, plan.silent = list(texts), body.max_tokens == 0
+        if body.logprobs is not None:
+            plan.offsets = [service.texts.prompt_offsets(prompt, special) for prompt in given]
+    return plan
+
+
+def _plan_chat(service: Service, body: ChatRequest) -> Plan:
+    response_id, adapter = new_id("chatcmpl"), service.adapter(body.model)
+    tokens = chat_tokens(service, body)
+    sampling = chat_sampling(service, body, service.config.max_model_len - len(tokens))
+    prompt = prompt_tokens(service, tokens, sampling, field="messages")
+    format = ChatFormat(service.texts, response_id, body.model, bool(body.return_token_ids))
+    return Plan(response_id, body, format, adapter, [prompt], sampling)
+
+
+async def _respond(service: Service, request: Request, plan: Plan) -> Response:
+    key, salt = request.state.key, plan.body.cache_salt or ""
+    if key is not None:  # `cached_tokens` would show one key what another has sent.
+        salt = f"key {key}: {salt}"
+    generation = service.begin(
+        plan.response_id, plan.prompts, plan.sampling, plan.adapter, salt,
+        streams=bool(plan.body.stream),
+    )  # fmt: skip
+    if plan.body.stream:
+        return EventStream(service, generation, _events(plan, generation))
+    async with _served(service, generation, request.receive):
+        try:
+            await generation.finish()
+        except ClientLeft:
+            return Response(status_code=CLIENT_LEFT)
+        if plan.sampling.logprobs is None and plan.sampling.prompt_logprobs is None:
+            return _whole(plan, generation)
+        return await asyncio.to_thread(_whole, plan, generation)
+
+
+def _whole(plan: Plan, generation: Generation) -> Json:
+    choices, outputs = [], generation.outputs
+    for i, output in enumerate(outputs):
+        prompt_logprobs = plan.format.prompt_logprobs(output)
+        for delta in generation.rest(i):
+            delta = _with_prompt(plan, i, delta, output)
+            choices.append(plan.format.choice(delta) | prompt_logprobs)
+    return Json(plan.format.response(choices, usage(outputs, plan.silent)))
+
+
+def _with_prompt(plan: Plan, i: int, delta: Delta, output: RequestOutput | None = None) -> Delta:
+    """A delta, with the echo of prompt `i` before it where it begins a choice.
+
+    output: of the prompt, with its log-probabilities, which no stream has.
+    """
+    if plan.silent:
+        logprobs = None if delta.logprobs is None else ()
+        delta = replace(delta, text="", tokens=(), logprobs=logprobs, offsets=())
+    if plan.echoes is None or not delta.first:
+        return delta
+    echo, logprobs, offsets = plan.echoes[i], delta.logprobs, delta.offsets
+    if logprobs is not None:
+        assert output and output.prompt_logprobs is not None, "echo requests them"
+        assert plan.offsets is not None
+        logprobs = [*output.prompt_logprobs, *logprobs]
+        offsets = [*plan.offsets[i], *(len(echo) + at for at in offsets)]
+    tokens = [*plan.prompts[i], *delta.tokens]
+    return replace(delta, text=echo + delta.text, tokens=tokens, logprobs=logprobs, offsets=offsets)
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + dumps(content) + b"\n\n"
+
+
+async def _events(plan: Plan, generation: Generation) -> AsyncIterator[bytes]:
+    """A chunk for each delta, and one with the usage if it was requested."""
+    options = plan.body.stream_options
+    counts = bool(options and options.include_usage)
+    not_yet: dict[str, Any] = {"usage": None} if counts else {}
+    async for deltas in generation.deltas():
+        whole = (_with_prompt(plan, delta.index // plan.sampling.n, delta) for delta in deltas)
+        chunks = (plan.format.event([plan.format.streamed(delta)], **not_yet) for delta in whole)
+        yield b"".join(map(_event, chunks))
+    if counts:
+        yield _event(plan.format.event([], usage=usage(generation.outputs, plan.silent)))
+
+
+@asynccontextmanager
+async def _served(service: Service, generation: Generation, receive: Receive):
+    """Within it the generation fails with ClientLeft if its client goes; at its end it is
+    released."""
+    watch = asyncio.create_task(_watch(receive, generation))
+    try:
+        yield
+    finally:
+        watch.cancel()
+        service.end(generation)
+
+
+async def _watch(receive: Receive, generation: Generation) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+    generation.fail(ClientLeft())
+
+
+class EventStream(Response):
+    """A response of server-sent events. Nothing is sent before the first of them: a request that
+    fails at once gets its status. A client that reads nothing until the generation's deadline is
+    cut off."""
+
+    def __init__(self, service: Service, generation: Generation, events: AsyncIterator[bytes]):
+        super().__init__(media_type="text/event-stream")
+        self._service, self._generation, self._events = service, generation, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _served(self._service, self._generation, receive):
+            try:
+                await self._send(send)
+            except ClientLeft:
+                return
+            except TimeoutError:
+                log.warning("a client has not read its stream: its connection is closed")
+
+    async def _send(self, send: Send) -> None:
+        async def write(body: bytes, more: bool = True) -> None:
+            async with asyncio.timeout_at(self._generation.deadline_s):
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        first = await anext(self._events)
+        await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+        await write(first)
+        try:
+            async for body in self._events:
+                await write(body)
+        except ApiError as error:
+            await write(_event(error.content))
+        except (ClientLeft, TimeoutError):
+            raise
+        except Exception:  # The status has been sent: only an event can say it.
+            log.exception("a stream has failed")
+            error = ApiError(500, "the server has failed; its log says where")
+            await write(_event(error.content))
+        await write(DONE, more=False)

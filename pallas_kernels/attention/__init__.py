@@ -1,0 +1,1 @@
+"""The parts that the ops of attention share: schedules, tiles of pages, softmax, tolerance."""

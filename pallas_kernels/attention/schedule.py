@@ -1,0 +1,224 @@
+"""Which thread block of an attention kernel reads which keys: planned once a step, for all layers.
+
+Thread blocks that a GPU runs at the same time should end at the same time. The work of a step, all
+tiles of all sequences and heads one after the other, is therefore cut into equal parts, wherever
+these begin and end (as stream-K does with matrix products, and FlashInfer's plan with attention).
+A plan depends on lengths alone, so it serves all layers; page ids are read in the layer.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import backend, ragged
+
+BLOCKS_PER_MULTIPROCESSOR = 2  # Of decode kernels, as their shared memory allows.
+INTERPRETED_MULTIPROCESSORS = 2
+MIN_TILES = 4  # The fewest key tiles of a part: with fewer, its merge would cost more.
+# What a thread block may get beyond its part so that rows stay whole, and the rows that stay whole
+# in any case; both as fractions of a part.
+IMBALANCE = 0.05
+SHORT = 0.1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeSchedule:
+    """The items of decode: each is a run of tiles of one row, which is a sequence's KV head.
+
+    items: [I, 4 + levels] int32, by row and then by tile: the row s * K + h; the first tile; the
+        tile after the last, which is the first for a row without tokens; the place of the item's
+        partial result, or -1 if the item is its whole row; the row's tokens of each precision, of
+        which the tiles follow each other. Items that are left over belong to no thread block.
+    block_items: [B + 1] int32. Thread block b runs items block_items[b] to block_items[b + 1] - 1.
+    merges: [B, 3] int32 rows in several items: the row, or -1 if the entry is left over; the
+        place of its first partial result; that after its last. There are 2 * B places.
+    """
+
+    items: jax.Array
+    block_items: jax.Array
+    merges: jax.Array
+
+
+@jax.named_scope(backend.PLAN_SCOPE)
+def decode_schedule(
+    lengths_SxK, tile: int, sliding_window: int | None = None, blocks: int | None = None,
+    *, empty_rows: bool = True,
+) -> DecodeSchedule:  # fmt: skip
+    """Items for lengths [S, K] in tiles of `tile` tokens.
+
+    blocks: thread blocks; None means as many as this GPU runs at the same time.
+    empty_rows: whether a row without tokens is an item too, which writes zeros.
+    """
+    lengths = jnp.asarray(lengths_SxK, jnp.int32).reshape(-1)
+    first_tile = first_token(lengths, sliding_window) // tile
+    tiles = (lengths + tile - 1) // tile - first_tile
+    return cut_rows(first_tile, tiles, [lengths], blocks, empty_rows)
+
+
+@jax.named_scope(backend.PLAN_SCOPE)
+def mixed_schedule(counts, tiles: tuple[int, ...], blocks: int | None = None) -> DecodeSchedule:
+    """Items for rows of several precisions: counts [S, K] of each, in tiles of `tiles` tokens."""
+    counts = [jnp.asarray(count, jnp.int32).reshape(-1) for count in counts]
+    of_each = [(count + tile - 1) // tile for count, tile in zip(counts, tiles, strict=True)]
+    work = sum(of_each[1:], of_each[0])
+    return cut_rows(jnp.zeros_like(work), work, counts, blocks, True)
+
+
+def cut_rows(first_tile, tiles, counts, blocks: int | None, empty_rows: bool) -> DecodeSchedule:
+    """Items for rows of `tiles` tiles from `first_tile` on, and of `counts` tokens, [rows] each."""
+    blocks = blocks or multiprocessors() * BLOCKS_PER_MULTIPROCESSOR
+    work = jnp.maximum(tiles, int(empty_rows))
+    ends = jnp.cumsum(work)
+    starts = ends - work
+    bounds = _bounds(starts, ends, blocks)
+
+    rows, total = len(tiles), ends[-1]
+    cuts = jnp.concatenate([starts, bounds[:-1]])
+    cuts = jnp.unique(cuts, size=rows + blocks, fill_value=total)
+    next_cuts = jnp.append(cuts[1:], total)
+    row = jnp.minimum(ragged.row_at(ends, cuts), rows - 1)
+    begin, end = cuts - starts[row], next_cuts - starts[row]
+    partial = (cuts < next_cuts) & ((begin > 0) | (next_cuts < ends[row]))
+    place = jnp.where(partial, jnp.cumsum(partial) - 1, -1)
+    first_read, after = first_tile[row] + begin, first_tile[row] + jnp.minimum(end, tiles[row])
+    of_rows = [count[row] for count in counts]
+    items = jnp.stack([row, first_read, after, place, *of_rows], axis=1)
+
+    (first,) = jnp.nonzero(partial & (begin == 0), size=blocks, fill_value=-1)
+    (last,) = jnp.nonzero(partial & (next_cuts == ends[row]), size=blocks, fill_value=-1)
+    merges = jnp.stack([row[first], place[first], place[last] + 1], axis=1)
+    return DecodeSchedule(
+        items=items.astype(jnp.int32),
+        block_items=jnp.searchsorted(cuts, bounds, method="compare_all").astype(jnp.int32),
+        merges=jnp.where(first[:, None] < 0, -1, merges).astype(jnp.int32),
+    )
+
+
+def _bounds(starts, ends, blocks: int):
+    """Where in the work of all rows each thread block begins, and the end of the last: [B + 1].
+
+    A row that is cut costs a partial result and a merge, so cuts move to the ends of rows: all of
+    them if no thread block gets too much by that, and otherwise those in short rows.
+    """
+    total = ends[-1]
+    b = jnp.arange(blocks + 1)
+    bounds = total // blocks * b + total % blocks * b // blocks
+    row = ragged.row_at(ends, bounds)
+    row = jnp.minimum(row, len(ends) - 1)
+    nearer_to_end = 2 * bounds > starts[row] + ends[row]
+    at_rows = jnp.where(nearer_to_end, ends[row], starts[row]).at[-1].set(total)
+    mean = total / blocks
+    short = ends[row] - starts[row] <= SHORT * mean
+    balanced = jnp.diff(at_rows).max() <= (1 + IMBALANCE) * mean
+    return jnp.where(balanced | short, at_rows, bounds)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PrefillSchedule:
+    """The items of prefill: a thread block each, and each a tile of rows of one sequence and head.
+
+    items: [I, 10] int32: the sequence; the KV head; the first row of the tile; lo and hi, where
+        rows lo to hi - 1 of the tile are the sequence's own; the position in the sequence of the
+        tile's first row; the tokens of the sequence; the first entry and the entry after the last
+        of the list of key tiles; the place of the item's partial result, or -1 if the item reads
+        all that its rows see. All items of a KV head come before the next head, so that its keys
+        stay in the L2 cache, and items with the most tiles come first. Items that are left over
+        have no rows.
+    merges: [C, 3] int32 tiles of rows in several items: an item; the place of the first partial
+        result, or -1 if the entry is left over; that after the last. There are 2 * C places.
+    key_tiles: [E] int32, the key tiles that entries of the list name; None means that each names
+        itself.
+    """
+
+    items: jax.Array
+    merges: jax.Array
+    key_tiles: jax.Array | None = None
+
+
+@jax.named_scope(backend.PLAN_SCOPE)
+def prefill_schedule(
+    query_starts, lengths, T: int, K: int, rows: int, tile: int,
+    sliding_window: int | None = None, blocks: int | None = None,
+) -> PrefillSchedule:  # fmt: skip
+    """Items that cover rows [0, T) for any query_starts [S + 1] and lengths [S].
+
+    T: a multiple of `ragged.ALIGNMENT`. rows: of an item. tile: keys of a tile.
+    blocks: thread blocks; None means as many as this GPU runs at the same time.
+
+    Padding rows count as one more sequence, which sees nothing.
+    """
+    fields, first, end = tiles_of_rows(query_starts, lengths, T, rows, tile, sliding_window)
+    fields, first, end = jax.tree.map(lambda x: jnp.tile(x, K), (fields, first, end))
+    return split_items(fields, jnp.repeat(jnp.arange(K), len(first) // K), first, end, blocks)
+
+
+def tiles_of_rows(
+    query_starts, lengths, T: int, rows: int, tile: int, sliding_window: int | None = None
+):
+    """The tiles of rows of one head, as `prefill_schedule` describes them.
+
+    Returns the `fields` of `split_items`, the first key tile, and that after the last, [n] each.
+    """
+    query_starts, lengths = (jnp.asarray(x, jnp.int32) for x in (query_starts, lengths))
+    S = lengths.shape[0]
+    begin, end = query_starts, jnp.append(query_starts[1:], T)
+    lengths = jnp.append(lengths, 0)
+    tiles = ragged.tiles(begin, end, T, rows, most_runs=S + 1)
+    s, base, lo, hi = tiles.run, tiles.base, tiles.lo, tiles.hi
+    position = lengths[s] - end[s] + base
+    end_tile = (jnp.maximum(position + hi, 0) + tile - 1) // tile
+    first_tile = first_token(position + lo + 1, sliding_window) // tile
+    end_tile = jnp.where(hi > lo, jnp.maximum(end_tile, first_tile), first_tile)
+    return [jnp.minimum(s, S - 1), base, lo, hi, position, lengths[s]], first_tile, end_tile
+
+
+def split_items(
+    fields, head, first, end, blocks: int | None = None, key_tiles=None
+) -> PrefillSchedule:
+    """A schedule of tiles of rows that read entries `first` to `end` - 1 [n] of the list of key
+    tiles, where few long lists are split over several thread blocks.
+
+    fields: sequence, base, lo, hi, position and length [n] as in `PrefillSchedule`; head: [n].
+    """
+    blocks = blocks or multiprocessors()
+    work = end - first
+    share = jnp.maximum((work.sum() + blocks - 1) // blocks, MIN_TILES)
+    parts = jnp.maximum(work // share, 1)
+    parts_end = jnp.cumsum(parts)
+    place_end = jnp.cumsum(jnp.where(parts > 1, parts, 0))
+    place_start = place_end - parts
+
+    j = jnp.arange(len(work) + blocks)
+    row = ragged.row_at(parts_end, j)
+    left_over, row = row == len(work), jnp.minimum(row, len(work) - 1)
+    part = j - (parts_end - parts)[row]
+    sequence, base, lo, hi, position, length = (x[row] for x in fields)
+    begin_entry = first[row] + work[row] * part // parts[row]
+    end_entry = first[row] + work[row] * (part + 1) // parts[row]
+    columns = [
+        sequence, head[row], base, lo, jnp.where(left_over, lo, hi), position, length,
+        begin_entry, jnp.where(left_over, begin_entry, end_entry),
+        jnp.where(parts[row] > 1, place_start[row] + part, -1),
+    ]  # fmt: skip
+    order = jnp.lexsort((begin_entry - end_entry, head[row], left_over))
+    items = jnp.stack(columns, axis=1)[order].astype(jnp.int32)
+
+    (split,) = jnp.nonzero(parts > 1, size=(blocks + 1) // 2, fill_value=-1)
+    an_item = jnp.argsort(order)[(parts_end - parts)[split]]
+    merges = jnp.stack([an_item, place_start[split], place_end[split]], axis=1)
+    merges = jnp.where(split[:, None] < 0, -1, merges).astype(jnp.int32)
+    return PrefillSchedule(items, merges, key_tiles)
+
+
+def first_token(lengths, sliding_window: int | None):
+    """The first of a sequence's `lengths` tokens that its query attends to."""
+    return jnp.maximum(lengths - (lengths if sliding_window is None else sliding_window), 0)
+
+
+def multiprocessors() -> int:
+    """Those of the GPU that kernels are made for."""
+    gpu = backend.current_gpu()
+    return gpu.num_multiprocessors if gpu else INTERPRETED_MULTIPROCESSORS

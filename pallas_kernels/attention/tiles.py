@@ -1,0 +1,82 @@
+"""What all kernels of attention over pages share: the pages of a tile, and tokens without an owner.
+
+But for `refusal` the functions run inside kernels, in which products have the layout WGMMA, also
+those of mma.sync.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mosaic import plgpu
+
+LAYOUT = plgpu.Layout.WGMMA
+NEG_INF = -1e30  # Finite, so that a row that has seen nothing does not subtract infinities.
+LOG2_E = math.log2(math.e)
+
+
+def refusal(q, k_pages, v_pages) -> str | None:
+    """Why no kernel can run queries [..., D] over pools [N, P, D], or None."""
+    D, P = q.shape[-1], k_pages.shape[1]
+    if not q.dtype == k_pages.dtype == v_pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return (
+            f"queries and pages must all be bfloat16 or all float16, "
+            f"not {q.dtype}, {k_pages.dtype} and {v_pages.dtype}"
+        )
+    if D not in (64, 128):
+        return f"head dim must be 64 or 128, not {D}"
+    if P not in (16, 32, 64, 128):
+        return f"page size must be 16, 32, 64 or 128, not {P}"
+    return None
+
+
+def page_ids(
+    table_ref, head, start, tokens: int, first, length, P: int, offset_ref,
+    column: int = 0, step: int = 1,
+) -> list:  # fmt: skip
+    """The pages of the `tokens` tokens from `start` on, or the page that they are a part of.
+
+    table_ref: [M], a row of the table. head: its KV head. offset_ref: [1] or [K]. Entries without a
+    token from `first` to `length` - 1 are not read: another page takes their place, masked.
+    column, step: where the table has the first page, and from there each next one; 1 or -1.
+    """
+    offset = offset_ref[head if offset_ref.shape[0] > 1 else 0]
+    entry, least, most = (lax.div(x, P) for x in (start, first, length - 1))
+    entries = [jnp.clip(entry + i, least, most) for i in range(max(1, tokens // P))]
+    if (column, step) != (0, 1):
+        entries = [column + entry if step > 0 else column - entry for entry in entries]
+    # All entries are read before the first copy, or each read would wait for a copy.
+    return [table_ref[entry] + offset for entry in entries]
+
+
+def index_of(axis: int, shape, start):
+    """An array of `shape` that counts from `start` along an axis."""
+    return start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
+
+
+def held(token, first, length):
+    """Whether tokens are attended to: those from `first` to `length` - 1."""
+    return (token >= first) & (token < length)
+
+
+def clear_unheld(v_ref, first_token, first, length) -> None:
+    """Set the values of tokens that are not attended to to zero.
+
+    A page's former owner may have left NaN there, and a weight of 0 times NaN is NaN.
+    """
+    v = plgpu.load(v_ref, layout=LAYOUT)
+    token = index_of(0, v.shape, first_token)
+    v_ref[...] = jnp.where(held(token, first, length), v, jnp.zeros_like(v))
+
+
+def rows(x_R, shape):
+    return lax.broadcast_in_dim(x_R, shape, [0])
+
+
+def columns(x_N, shape):
+    return lax.broadcast_in_dim(x_N, shape, [1])
+
+
+def constant(value: float, shape, layout=LAYOUT):
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

@@ -1,0 +1,156 @@
+"""The public ops. They check shapes, fill in defaults and choose an implementation."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+from pallas_kernels.arguments import check_groups, sizes
+from pallas_kernels.prompt_attention import prompt_sm90, reference, xla
+from pallas_kernels.prompt_attention.prompt_sm90 import PromptSchedule
+
+CHUNKS = {"reference": reference.prompt_chunks, "xla": xla.prompt_chunks}
+QUERY_TILE = xla.QUERY_TILE
+
+
+def _of_whole_prompts(chunks: Callable) -> Callable:
+    """Prompts that begin and end in this call: their keys are those of their queries."""
+
+    def prompt(q, k, v, query_starts, *, by_head, tile, schedule=None, **how):
+        K, counts = k.shape[1], query_starts[1:] - query_starts[:-1]
+        sums = jnp.zeros((len(k), K, q.shape[1] // K if by_head else 1))
+        out, sums = chunks(
+            q, k, v, query_starts, query_starts[:-1], jnp.zeros_like(counts), counts, sums,
+            by_head=by_head, tile=min(len(q), tile), **how,
+        )  # fmt: skip
+        return out, sums.max(-1)
+
+    return prompt
+
+
+PROMPT = {
+    **{name: _of_whole_prompts(chunks) for name, chunks in CHUNKS.items()},
+    "mosaic_gpu": prompt_sm90.prompt,
+}
+
+
+def plan_prompt_attention(
+    query_starts,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    last_rows: int | None = None,
+    own: bool = False,
+    by_head: bool = False,
+    implementation: str | None = None,
+) -> PromptSchedule | None:
+    """The schedule of `prompt_attention` for these prompts, to be made once for all layers.
+
+    query_starts, last_rows, own, by_head, implementation: as in `prompt_attention`.
+    num_tokens, num_heads, num_kv_heads: T, H and K.
+
+    Returns None where the implementation works without one.
+    """
+    if not backend.runs_kernels(implementation):
+        return None
+    starts = jnp.asarray(query_starts, jnp.int32)
+    return prompt_sm90.schedule_of(
+        starts, num_tokens, num_heads, num_kv_heads, last_rows, own, by_head
+    )
+
+
+def prompt_attention(
+    q_TxHxD,
+    k_TxKxD,
+    v_TxKxD,
+    query_starts,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sliding_window=None,
+    last_rows: int | None = None,
+    own: bool = False,
+    by_head: bool = False,
+    tile: int = QUERY_TILE,
+    schedule: PromptSchedule | None = None,
+    implementation: str | None = None,
+):
+    """Causal attention of whole prompts over their own keys, with the scores that these received.
+
+    q, k, v:  [T, H, D] and [T, K, D]. Rows query_starts[s] to query_starts[s + 1] - 1 are of
+              prompt s.
+    query_starts: [S + 1] int32, non-decreasing from 0. Rows from query_starts[S] on are padding.
+    scale:    multiplies q·k; None means D ** -0.5.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap). The kernel has none.
+    sliding_window: int32, which may be traced: how many of the last tokens a query sees, itself
+              included; None means all. The kernel has none.
+    last_rows: queries at the end of each prompt whose scores count; None means all.
+    own:      whether the score counts that a token gives itself.
+    by_head:  whether scores are summed over queries before the largest of a KV head's query heads
+              is taken, and not after it.
+    tile:     queries whose scores are added at once; the kernel has its own.
+    schedule: `plan_prompt_attention` of these prompts, made for all layers; None makes one for this
+              call.
+
+    Returns the attention [T, H, D] in q's dtype, and the sums [T, K] float32 of the probabilities
+    that each token got from later tokens (DiffKV §4, prompt phase: divided by their number, its
+    significance). Padding rows hold any finite values. Raises ValueError if arguments do not fit
+    together, or if the named implementation cannot run them.
+    """
+    found = sizes(q=(q_TxHxD, "T H D"), k=(k_TxKxD, "T K D"), v=(v_TxKxD, "T K D"))
+    check_groups(found["H"], found["K"])
+    if last_rows is not None and last_rows < 1:
+        raise ValueError(f"last_rows must be at least 1, not {last_rows}")
+    scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
+    refusal = prompt_sm90.refusal(q_TxHxD, k_TxKxD, v_TxKxD, scale)
+    masks = {"soft_cap": soft_cap, "sliding_window": sliding_window}
+    masks = {name: value for name, value in masks.items() if value is not None}
+    if masks:
+        refusal = refusal or f"it has no {' and no '.join(masks)}"
+    run = backend.choose("prompt_attention", PROMPT, implementation, refusal)
+    if run is not prompt_sm90.prompt:
+        masks["tile"] = tile
+    return run(
+        q_TxHxD, k_TxKxD, v_TxKxD, jnp.asarray(query_starts, jnp.int32), scale=scale,
+        last_rows=last_rows, own=own, by_head=by_head, schedule=schedule, **masks,
+    )  # fmt: skip
+
+
+def prompt_chunk_attention(
+    q_TxHxD,
+    k_UxKxD,
+    v_UxKxD,
+    query_starts,
+    key_starts,
+    before,
+    totals,
+    sums_UxKxG,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sliding_window=None,
+    last_rows: int | None = None,
+    own: bool = False,
+    by_head: bool = False,
+    tile: int = QUERY_TILE,
+    implementation: str | None = None,
+):
+    """`prompt_attention` of chunks of prompts. There is no kernel.
+
+    k, v:     [U, K, D], of a prompt's tokens one after the other, up to the end of its chunk.
+    key_starts, before, totals: [S] int32 of each prompt: the row of its first key, its tokens
+              before this chunk, and those of all of its chunks, of which `last_rows` are the last.
+    sums:     [U, K, G] float32, what queries of former chunks gave; [U, K, 1] without `by_head`.
+    tile:     as there. Sums over chunks are those over the whole prompt, bit for bit, if all but
+              the last are multiples of it, and the implementation is the same.
+
+    Returns the attention [T, H, D] and the sums with these queries', of which the largest in the
+    last axis is a KV head's.
+    """
+    run = backend.choose("prompt_chunk_attention", CHUNKS, implementation)
+    return run(
+        q_TxHxD, k_UxKxD, v_UxKxD, query_starts, key_starts, before, totals, sums_UxKxG,
+        scale=q_TxHxD.shape[-1] ** -0.5 if scale is None else scale, soft_cap=soft_cap,
+        sliding_window=sliding_window, last_rows=last_rows, own=own, by_head=by_head, tile=tile,
+    )  # fmt: skip

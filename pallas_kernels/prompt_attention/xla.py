@@ -1,0 +1,94 @@
+"""Fast jnp under jit: one tile of queries after the other, each over the tiles of its keys."""
+
+import jax
+import jax.numpy as jnp
+
+QUERY_TILE = 64  # queries of a prompt that share what they read
+KEY_TILE = 128  # keys that they read at a time
+NEG_INF = -1e30
+
+
+def prompt_chunks(
+    q, k, v, query_starts, key_starts, before, totals, sums, *, scale, last_rows, own, by_head,
+    tile=QUERY_TILE, soft_cap=None, sliding_window=None,
+):  # fmt: skip
+    """Each tile of queries reads the keys twice: once for the largest scores and for the output,
+    and once for probabilities, which are not known before. Tiles are added to the sums in turn."""
+    T, H, D = q.shape
+    K = k.shape[1]
+    G = H // K
+    counts = query_starts[1:] - query_starts[:-1]
+    tiles_before = jnp.cumsum((counts + tile - 1) // tile)
+    # A last tile reads beyond its prompt: what comes after it is masked, or overwritten later.
+    beyond = ((0, max(tile, KEY_TILE)), (0, 0), (0, 0))
+    queries, keys, values, sums = (jnp.pad(x, beyond) for x in (q, k, v, sums))
+
+    def attend_tile(i, carry):
+        out, sums = carry
+        s = jnp.searchsorted(tiles_before, i, side="right")
+        first_query, end_query = query_starts[s], query_starts[s + 1]
+        start = first_query + (i - jnp.where(s > 0, tiles_before[s - 1], 0)) * tile
+        q_t = jax.lax.dynamic_slice_in_dim(queries, start, tile).reshape(tile, K, G, D)
+        # In rows of keys from here on.
+        first, shift = key_starts[s], key_starts[s] + before[s] - first_query
+        end, row = end_query + shift, start + shift + jnp.arange(tile)
+        trips = (jnp.minimum(start + shift + tile, end) - first + KEY_TILE - 1) // KEY_TILE
+
+        nearest = jnp.int32(0)
+        if sliding_window is not None:
+            nearest = jnp.maximum(start + shift + 1 - sliding_window - first, 0) // KEY_TILE
+
+        def read(j):
+            """(scores [K, G, tile, C], their mask [tile, C], the chunk's first token)"""
+            at = first + j * KEY_TILE
+            index = at + jnp.arange(KEY_TILE)
+            chunk = jax.lax.dynamic_slice_in_dim(keys, at, KEY_TILE)
+            products = jnp.einsum("tkgd,ckd->kgtc", q_t, chunk, preferred_element_type=jnp.float32)
+            scores, seen = products * scale, index <= row[:, None]
+            if soft_cap is not None:
+                scores = soft_cap * jnp.tanh(scores / soft_cap)
+            if sliding_window is not None:
+                seen &= row[:, None] - index < sliding_window
+            return scores, seen, at
+
+        def attend_chunk(j, state):
+            acc, top, total = state
+            scores, seen, at = read(j)
+            scores = jnp.where(seen, scores, NEG_INF)
+            new_top = jnp.maximum(top, scores.max(-1))
+            probs = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
+            chunk = jax.lax.dynamic_slice_in_dim(values, at, KEY_TILE)
+            new = jnp.einsum(
+                "kgtc,ckd->kgtd", probs.astype(chunk.dtype), chunk,
+                preferred_element_type=jnp.float32,
+            )  # fmt: skip
+            decay = jnp.exp(top - new_top)
+            return acc * decay[..., None] + new, new_top, total * decay + probs.sum(-1)
+
+        shape = K, G, tile
+        nothing = jnp.zeros((*shape, D)), jnp.full(shape, NEG_INF), jnp.zeros(shape)
+        acc, top, total = jax.lax.fori_loop(nearest, trips, attend_chunk, nothing)
+        tile_out = (acc / jnp.maximum(total, 1e-30)[..., None]).transpose(2, 0, 1, 3)
+        tile_out = tile_out.reshape(tile, H, D).astype(q.dtype)
+        out = jax.lax.dynamic_update_slice_in_dim(out, tile_out, start, 0)
+        lse = top + jnp.log(total)
+
+        def add_chunk(j, sums):
+            scores, seen, at = read(j)
+            index = at + jnp.arange(KEY_TILE)
+            counted = (seen if own else seen & (index < row[:, None])) & (row < end)[:, None]
+            if last_rows is not None:
+                counted &= (row >= first + totals[s] - last_rows)[:, None]
+            probs = jnp.where(counted, jnp.exp(scores - lse[..., None]), 0.0)
+            probs = probs if by_head else probs.max(1, keepdims=True)
+            before = jax.lax.dynamic_slice_in_dim(sums, at, KEY_TILE, 2)
+            return jax.lax.dynamic_update_slice_in_dim(sums, before + probs.sum(2), at, 2)
+
+        if last_rows is not None:  # few tiles have any row that counts
+            counts_any = start + shift + tile > first + totals[s] - last_rows
+            trips = jnp.where(counts_any, trips, 0)
+        return out, jax.lax.fori_loop(nearest, trips, add_chunk, sums)
+
+    sums = jnp.moveaxis(sums, 0, -1)
+    out, sums = jax.lax.fori_loop(0, tiles_before[-1], attend_tile, (jnp.zeros_like(queries), sums))
+    return out[:T], jnp.moveaxis(sums[..., : len(k)], -1, 0)

@@ -1,0 +1,167 @@
+"""Tiles of pages of few bits, as the kernel that reads them has them in shared memory."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from pallas_kernels.attention import schedule as schedules
+from pallas_kernels.mosaic import pl
+from pallas_kernels.quantization import KVFormat, QuantizedPages, registers
+from pallas_kernels.quantized_attention.pages import PageFormat
+from pallas_kernels.quantized_attention.tables import Run
+
+STAGE_BYTES = 42 * 1024  # Of a tile, as the shared memory of a multiprocessor allows.
+MOST_GROUP = 8  # Query heads of a KV head.
+CHUNK = 64  # Tokens that are unpacked at a time.
+MOST_ROWS = 256  # Of a tile.
+
+
+@dataclass(frozen=True)
+class Section:
+    """Tokens of one precision, and where their pages have them.
+
+    tokens: P. firsts: the words of a page with which the keys' codes, their scales, the values'
+    codes and their scales begin. column, step: where a row of the table has the first page, and
+    from there each next one; 1 or -1. width: how many columns they can have; 0 means all.
+    """
+
+    keys: KVFormat
+    values: KVFormat
+    tokens: int
+    firsts: tuple[int, int, int, int]
+    column: int = 0
+    step: int = 1
+    width: int = 0
+
+    @classmethod
+    def of_pages(cls, k_pages: QuantizedPages, v_pages: QuantizedPages) -> "Section":
+        return cls.of_page(k_pages.format, v_pages.format, k_pages.page_size)
+
+    @classmethod
+    def of_page(cls, keys: KVFormat, values: KVFormat, page_size: int) -> "Section":
+        """Of pages in pools of their own (pallas_kernels/quantization/format.py)."""
+        of_keys, of_values = (page_size * format.code_words for format in (keys, values))
+        return cls(keys, values, page_size, (0, of_keys, 0, of_values))
+
+    @classmethod
+    def of_format(cls, format: PageFormat, run: Run | tuple = ()) -> "Section":
+        """run: where tables have the pages, for the kernel; a plan needs none."""
+        keys, scales, values, more_scales = (section.first for section in format.sections[:4])
+        firsts = keys, scales, values, more_scales
+        return cls(format.keys, format.values, format.tokens, firsts, *run)
+
+    @property
+    def formats(self) -> tuple[KVFormat, KVFormat]:
+        return self.keys, self.values
+
+    @property
+    def rows(self) -> int:
+        """Of a page in a tile: whole chunks."""
+        return CHUNK * pl.cdiv(self.tokens, CHUNK)
+
+
+def refusal(q, k_words, v_words, K: int, sections: Sequence[Section]) -> str | None:
+    """Why the kernel cannot run queries [S, H, D] over pools [N, W], or None."""
+    D, G = q.shape[-1], q.shape[1] // K
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"queries must be bfloat16 or float16, not {q.dtype}"
+    if D not in (64, 128):
+        return f"head dim must be 64 or 128, not {D}"
+    if G > MOST_GROUP:
+        return f"at most {MOST_GROUP} query heads may share a KV head, not {G}"
+    for section in sections:
+        for words, format in zip((k_words, v_words), section.formats):
+            if reason := registers.refusal(format, q.dtype):
+                return reason
+            C, W = format.code_words, words.shape[1]
+            if W % C or W % 4:
+                return f"pages of {W} words must be whole tokens of {C}"
+    if not _fits(sections, 1):
+        *others, last = (f"{section.tokens} tokens" for section in sections)
+        sizes = f"{', '.join(others)} and {last}" if others else last
+        return f"pages of {sizes} do not fit shared memory"
+    return None
+
+
+def refusal_of_pages(q, k_pages: QuantizedPages, v_pages: QuantizedPages, K: int) -> str | None:
+    return refusal(q, k_pages.words, v_pages.words, K, [Section.of_pages(k_pages, v_pages)])
+
+
+def refusal_of_formats(q, words, K: int, formats: tuple[PageFormat, ...]) -> str | None:
+    if any(format.key_group for format in formats):
+        return "keys whose channels have scales by groups of tokens are not read by the kernel"
+    if any(format.outliers for format in formats):
+        return "outliers are not read by the kernel"
+    return refusal(q, words, words, K, [Section.of_format(format) for format in formats])
+
+
+def pages_of_tile(sections: Sequence[Section]) -> int:
+    """A tile has as many pages of one precision as of another: pages take the same memory."""
+    return max((pages for pages in (1, 2, 4) if _fits(sections, pages)), default=1)
+
+
+def _fits(sections: Sequence[Section], pages: int) -> bool:
+    rows = pages * max(section.rows for section in sections)
+    words = sum(C * count for C, count in buffers(sections, pages)[0]) + 2 * rows
+    return rows <= MOST_ROWS and 4 * words <= STAGE_BYTES
+
+
+def schedule_of(
+    counts, sections: Sequence[Section], sliding_window: int | None = None
+) -> schedules.DecodeSchedule:
+    """counts: of each precision, [S, K] tokens."""
+    pages = pages_of_tile(sections)
+    tokens = tuple(pages * section.tokens for section in sections)
+    if len(sections) == 1:
+        return schedules.decode_schedule(counts[0], tokens[0], sliding_window)
+    return schedules.mixed_schedule(counts, tokens)
+
+
+def views_of(pools, sections):
+    """Views [N, rows, C] of the pools, one for each number C of words that a token's codes have,
+    and the place of each view among pools and views, by (pool, C). Pages stay an axis: a large pool
+    has more rows than an int32 counts."""
+    views: list[jnp.ndarray] = []
+    places: dict[tuple[int, int], int] = {}
+    for section in sections:
+        for which, format in enumerate(section.formats):
+            if (which, format.code_words) not in places:
+                places[which, format.code_words] = 2 + len(views)
+                pages, words = pools[which].shape
+                C = format.code_words
+                views.append(pools[which].reshape(pages, words // C, C))
+    return views, places
+
+
+def buffers(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    """Shared memory for the codes of a tile, as (words of a row, rows), and which of it keys and
+    values of each precision take. A slot holds a tile of one precision at a time."""
+    sizes: list[tuple[int, int]] = []
+    taken_by = []
+    for section in sections:
+        count, taken = pages * section.rows, []
+        for format in section.formats:
+            C = format.code_words
+            free = [i for i, (width, _) in enumerate(sizes) if width == C and i not in taken]
+            if not free:
+                free = [len(sizes)]
+                sizes.append((C, count))
+            sizes[free[0]] = C, max(count, sizes[free[0]][1])
+            taken.append(free[0])
+        taken_by.append(taken)
+    return sizes, taken_by
+
+
+def rows_copied_together(sections, taken_by, pools) -> list[int]:
+    """For each buffer of `buffers` the rows of its tiles, at most 8. They divide the first row
+    of a page's codes, its number of tokens, and its number of rows: otherwise a copy would cut a
+    tile."""
+    found: dict[int, int] = {}
+    for section, taken in zip(sections, taken_by, strict=True):
+        for which, (buffer, format) in enumerate(zip(taken, section.formats)):
+            C, first = format.code_words, section.firsts[2 * which]
+            rows = first // C, section.tokens, pools[which].shape[1] // C
+            found[buffer] = math.gcd(found.get(buffer, 8), *rows)
+    return [found[buffer] for buffer in sorted(found)]

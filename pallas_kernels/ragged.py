@@ -1,0 +1,47 @@
+"""Tiles of rows that cover the runs of a ragged batch."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+ALIGNMENT = 8  # A TMA starts at a multiple of so many rows: those of a swizzled tile.
+# Most (row, place) pairs that a plan compares in one launch: a CPU keeps them all in memory. With
+# more of them the plan takes a binary search.
+MOST_COMPARED = 2**24
+
+
+class Tiles(NamedTuple):
+    """Tiles of rows, [n] int32 each.
+
+    run: of each tile. base: its first row. lo, hi: rows lo to hi - 1 of the tile are the run's own.
+    live: [n] bool, whether there is such a tile; the others may hold anything.
+    """
+
+    run: jax.Array
+    base: jax.Array
+    lo: jax.Array
+    hi: jax.Array
+    live: jax.Array
+
+
+def tiles(begin, end, T: int, rows: int, most_runs: int) -> Tiles:
+    """Tiles of `rows` rows for runs of rows begin to end - 1 [S], in an array of T rows that no
+    tile leaves. T: a multiple of `ALIGNMENT`. most_runs: that are not empty."""
+    aligned = begin // ALIGNMENT * ALIGNMENT
+    counts = jnp.where(end > begin, (end - aligned + rows - 1) // rows, 0)
+    ends = jnp.cumsum(counts)
+    # n rows take at most (n + ALIGNMENT - 1 + rows - 1) // rows tiles.
+    i = jnp.arange((T + most_runs * (ALIGNMENT + rows - 2)) // rows)
+    run = jnp.minimum(row_at(ends, i), len(begin) - 1)
+    first = aligned[run] + (i - (ends - counts)[run]) * rows
+    base = jnp.minimum(first, T - rows)
+    lo, hi = jnp.maximum(begin[run], first) - base, jnp.minimum(end[run], first + rows) - base
+    return Tiles(run, base, lo, hi, i < ends[-1])
+
+
+def row_at(ends, places):
+    """For each of `places` the first row that ends after it. ends: where the rows end."""
+    few = len(ends) * len(places) <= MOST_COMPARED
+    method = "compare_all" if few else "scan_unrolled"
+    return jnp.searchsorted(ends, places, side="right", method=method)
