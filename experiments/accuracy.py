@@ -29,7 +29,7 @@ from experiments.study import Run, Setting, Study, Values
 from experiments.tasks.files import MATCHES, Problems, read_problems
 from models import checkpoint, load_tokenizer
 from paged.config import EngineConfig
-from paged.device.tensor_parallel import Shards
+from paged.tensor_parallel import Shards
 
 PAGE_SIZE = 64
 PARTS = 5  # of the prompts, by index: their deviation

@@ -38,13 +38,13 @@ from models import params as parameters
 from models.config import ModelConfig
 from models.families import family
 from paged.device.step import StepProgram
-from paged.device.tensor_parallel import Shards
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
-from paged.requests.validation import check_model
+from paged.tensor_parallel import Shards
+from paged.validation import check_model
 
 WINDOWED = TINY.replace(model_type="mistral", qk_norm=False, sliding_window=24)
 OPT = ModelConfig(
@@ -311,7 +311,7 @@ def aborting(bench: Bench) -> None:
     outputs = finish(engine)
     compare([outputs[name] for name in ids], bench.alone(GREEDY)[::2])
     engine.host_policy.check()
-    if held := [name for name, units in engine.host_policy.held().items() if len(units)]:
+    if held := [name for name, units in engine.host_policy.used_units().items() if len(units)]:
         raise Wrong(f"units of {', '.join(held)} have owners at the end")
 
 

@@ -31,12 +31,12 @@ from experiments.lib.text_files import shown
 from experiments.lib.typed_flags import ExecutorFlags, Output, flag
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
-from paged.adapters.adapter import Adapter
 from paged.adapters.loads import RecordedLoads
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.kv_cache import POLICIES, policy_of
 from paged.metrics import NO_TOKEN
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceOutput
 from paged.simulator.executor import SimulatedExecutor

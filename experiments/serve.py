@@ -31,7 +31,7 @@ from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
-from paged.requests.validation import check_group, validated_prompt
+from paged.validation import check_group, validated_prompt
 
 LONGEST_WAIT_S = 0.5  # for the next request, before it is asked whether to stop
 # Each request says the first three itself; the report has no place for log-probabilities.

@@ -33,12 +33,12 @@ from experiments.lib.typed_flags import ModelFlags, Output, flag, part
 from experiments.workloads import popularity, ramp
 from models import checkpoint
 from models.config import ModelConfig
-from paged.adapters.adapter import Adapter
 from paged.cluster.cluster import Arrival
 from paged.cluster.live import LiveCluster
 from paged.cluster.ray_actors import import_ray
 from paged.cluster.simulated import SimulatedCluster
 from paged.config import EngineConfig
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.machines import MACHINES
 from paged.simulator.step_cost import HOSTS, StepCost

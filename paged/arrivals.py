@@ -5,15 +5,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paged.adapters.adapter import Adapter
 from paged.checks import is_bool, is_real, is_text, refusal
 from paged.engine_loop import EngineLoop
-from paged.requests.known_output import check_known, go_on
-from paged.requests.registry import Requests
+from paged.known_output import check_known, go_on
+from paged.registry import Requests
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceGroup, SequenceOutput
 from paged.requests.stopping import TextStream
-from paged.requests.validation import Prompt, token_limit, validated_prompt
+from paged.validation import Prompt, token_limit, validated_prompt
 
 
 class Arrivals:

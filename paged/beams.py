@@ -5,7 +5,7 @@ import numpy as np
 from paged.device.step import StepOutputs
 from paged.event_log import EventLog
 from paged.in_flight import InFlight
-from paged.requests.registry import Requests
+from paged.registry import Requests
 from paged.requests.sequence import SequenceGroup
 from paged.scheduling.scheduler import Scheduler
 

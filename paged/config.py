@@ -9,7 +9,7 @@ from models.lora import num_pages
 from paged import checks
 from paged.checks import described
 from paged.kv_cache import NAMES, policy_of
-from paged.kv_cache.policy import Capabilities, NoOptions
+from paged.kv_cache.policy import CacheConfig, Capabilities, NoOptions
 from paged.requests.sampling_params import MAX_SEQUENCES
 from pallas_kernels.lora import PAGE_RANKS
 
@@ -22,7 +22,7 @@ MAX_HOST_BYTES = 4 * 2**30  # 1,024 sequences of a million tokens
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(CacheConfig):
     """How an engine runs: its memory, its steps and who shares them. Each field says what it is.
 
     Raises ValueError for values of the wrong type, and those that cannot work, alone or together.
@@ -100,10 +100,10 @@ class EngineConfig:
         can = self.capabilities
         self._fill_defaults(can)
         others = self.max_num_seqs - 1
-        if self.chunked_prefill and can.least_chunk + others > self.max_num_batched_tokens:
+        if self.chunked_prefill and can.min_chunk + others > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must hold a prefill tile "
-                f"of policy {self.policy!r} ({can.least_chunk} tokens) beside a token of each "
+                f"of policy {self.policy!r} ({can.min_chunk} tokens) beside a token of each "
                 f"other sequence ({others})"
             )
         if self.prefix_caching and not can.prefix_cache:
@@ -139,11 +139,11 @@ class EngineConfig:
         object.__setattr__(self, "chunked_prefill", self.chunked_prefill and can.chunked_prefill)
         if self.max_num_batched_tokens == 0:
             others = self.max_num_seqs - 1
-            prompts = can.least_chunk + others if self.chunked_prefill else self.max_model_len
+            prompts = can.min_chunk + others if self.chunked_prefill else self.max_model_len
             most = max(STEP_TOKENS, self.max_num_seqs, prompts)
             object.__setattr__(self, "max_num_batched_tokens", min(most, MAX_STEP_TOKENS))
         most = self.max_num_batched_tokens
-        if self.max_model_len <= most < can.least_chunk + self.max_num_seqs - 1:
+        if self.max_model_len <= most < can.min_chunk + self.max_num_seqs - 1:
             object.__setattr__(self, "chunked_prefill", False)
 
     def _check_ranges(self) -> None:
@@ -212,8 +212,3 @@ class EngineConfig:
     @property
     def capabilities(self) -> Capabilities:
         return policy_of(self.policy).capabilities(self)
-
-    @property
-    def num_blocks(self) -> int:
-        """Physical blocks, the reserved null block included."""
-        return self.kv_cache_tokens // self.page_size + 1

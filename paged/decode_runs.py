@@ -19,8 +19,8 @@ import numpy as np
 from paged.config import EngineConfig
 from paged.device.executor import Executor, PendingOutputs
 from paged.in_flight import InFlight
+from paged.kv_cache.host import HostPolicy, PrefixCachingHost
 from paged.kv_cache.moves import Moves
-from paged.kv_cache.policy import HostPolicy, PrefixCachingHost
 from paged.kv_cache.usage import Usage
 from paged.metrics import StepRecord, memory_facts
 from paged.scheduling.scheduled_step import ScheduledStep, by_adapter

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from models.config import ModelConfig
-from paged.adapters.adapter import Adapter
 from paged.adapters.known import KnownAdapters
 from paged.arrivals import Arrivals
 from paged.config import EngineConfig
 from paged.device.buckets import Buckets
 from paged.device.executor import DeviceExecutor, Executor
 from paged.device.step import StepProgram
-from paged.device.tensor_parallel import Shards
 from paged.engine_loop import EngineLoop
 from paged.event_log import EventLog
 from paged.exclusive import exclusive
@@ -21,12 +19,14 @@ from paged.interrupts import keep_interrupts
 from paged.kv_cache import policy_of
 from paged.metrics import Metrics
 from paged.pinning import SAMPLING, Pinning
+from paged.registry import Requests
+from paged.requests.adapter import Adapter
 from paged.requests.output_stream import OutputStream
-from paged.requests.registry import Requests
 from paged.requests.sampling_params import SamplingParams, changed_fields
 from paged.requests.sequence import RequestOutput, SequenceGroup, SequenceOutput
-from paged.requests.validation import Prompt, check_model, each_adapter, paired
 from paged.scheduling.scheduler import Scheduler
+from paged.tensor_parallel import Shards
+from paged.validation import Prompt, check_model, each_adapter, paired
 
 
 class Engine:

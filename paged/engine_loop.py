@@ -23,8 +23,8 @@ from paged.intake import Intake
 from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.metrics import Metrics, StepRecord, step_facts
-from paged.requests.outputs import record_prompt_logprobs
-from paged.requests.registry import Requests
+from paged.outputs import record_prompt_logprobs
+from paged.registry import Requests
 from paged.scheduling.admission import in_turn
 from paged.scheduling.scheduled_step import ScheduledStep
 from paged.scheduling.scheduler import Scheduler

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from models.config import ModelConfig
-from paged.adapters.adapter import Adapter
 from paged.adapters.store import Load
 from paged.config import EngineConfig
 from paged.metrics import NO_TOKEN, RequestRecord, StepRecord
+from paged.requests.adapter import Adapter
 from paged.requests.sequence import SequenceGroup
 from paged.scheduling.scheduled_step import ScheduledStep
 

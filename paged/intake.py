@@ -9,9 +9,9 @@ from paged.beams import Beams
 from paged.device.step import StepOutputs
 from paged.event_log import EventLog
 from paged.in_flight import InFlight
-from paged.kv_cache.policy import PrefixCachingHost
-from paged.requests.outputs import record_logprobs
-from paged.requests.registry import Requests
+from paged.kv_cache.host import PrefixCachingHost
+from paged.outputs import record_logprobs
+from paged.registry import Requests
 from paged.requests.sequence import Sequence, SequenceGroup
 from paged.requests.stopping import StopChecker
 from paged.scheduling.scheduler import Scheduler

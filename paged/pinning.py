@@ -4,7 +4,7 @@ import numpy as np
 
 from paged.engine_loop import EngineLoop
 from paged.event_log import EventLog
-from paged.requests.registry import Requests
+from paged.registry import Requests
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
 

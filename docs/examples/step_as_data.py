@@ -14,8 +14,8 @@ from matplotlib.patches import Rectangle
 from experiments.papers.mechanisms import COLOURS, FREE
 from models import checkpoint
 from paged import Engine, EngineConfig, SamplingParams
-from paged.device.step_inputs import FROM_DEVICE, StepInputs
 from paged.simulator.executor import SimulatedExecutor
+from paged.step_inputs import FROM_DEVICE, StepInputs
 
 PICTURE = Path(__file__).parents[1] / "step.png"
 P = 4  # tokens of a page

@@ -15,12 +15,12 @@ from models.config import ModelConfig
 from paged.blocks.prefix_cache import chain, root_key
 from paged.clock import VirtualClock
 from paged.device.step import StepOutputs
-from paged.device.step_inputs import StepInputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
 from paged.kv_cache.moves import Moves
 from paged.requests.sampling_params import SamplingParams
-from paged.requests.validation import check_model
+from paged.step_inputs import StepInputs
+from paged.validation import check_model
 
 LONGEST_PROMPT = 32
 MODES = ("plain", "prefix_caching", "full_cache", "churn")

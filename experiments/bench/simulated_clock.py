@@ -35,9 +35,9 @@ from experiments.study import Run, Setting, Study, Values
 from experiments.workloads import workloads
 from experiments.workloads.workloads import Request, Vocabulary, WorkloadConfig
 from models import checkpoint, load_tokenizer
-from paged.device.step_inputs import StepInputs
 from paged.engine import Engine
 from paged.simulator.executor import SimulatedExecutor
+from paged.step_inputs import StepInputs
 
 PROMPTS = WorkloadConfig(
     f"prompts:{shipped.found('configs/demo_prompts.jsonl')}", num_requests=48, request_rate=16

@@ -44,8 +44,8 @@ from paged.checks import help_of
 from paged.config import EngineConfig
 from paged.device.mover import UnitMover
 from paged.device.step import GPU_OPTIONS, StepProgram, stacks
-from paged.device.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
 from paged.kv_cache.work import kv_bytes_of_token
+from paged.tensor_parallel import REPLICATED, SPLIT, SPLIT_UNITS, Shards
 from pallas_kernels import backend
 from pallas_kernels.tools import aot
 from pallas_kernels.tools.compiled import spilled_bytes
@@ -135,7 +135,7 @@ def compile_step(
     assert not stacks(shards.platform, layer_bytes), "layers in a loop are not told apart"
     program = StepProgram.declare(config, shards)
     cache, state = jax.eval_shape(program.init(dtype))
-    cache, state = shards.abstract(cache, SPLIT), shards.abstract(state, WHOLE)
+    cache, state = shards.abstract(cache, SPLIT), shards.abstract(state, REPLICATED)
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, backend.compiling_for(gpu.gpu):
@@ -178,7 +178,7 @@ def _block_moves(program: StepProgram, cache) -> dict[str, tuple]:
     programs: dict[str, jax.stages.Lowered] = {}
     for pool in program.pools:
         mover = UnitMover(shards, program.policy, pool)
-        ids = shards.abstract(jax.ShapeDtypeStruct((pool.units_per_call,), jnp.int32), WHOLE)
+        ids = shards.abstract(jax.ShapeDtypeStruct((pool.units_per_call,), jnp.int32), REPLICATED)
         content = shards.abstract(jax.eval_shape(mover.export_program, cache, ids), SPLIT_UNITS)
         kind = f" of {pool.name}" if len(program.pools) > 1 else ""
         programs |= {

@@ -17,9 +17,9 @@ from models.config import ModelConfig
 from models.families import family
 from paged.config import EngineConfig
 from paged.device.step import StepProgram
-from paged.device.tensor_parallel import Shards
-from paged.kv_cache.driver import decode_inputs
+from paged.policy_driver import decode_inputs
 from paged.simulator.roofline import step_cost
+from paged.tensor_parallel import Shards
 from pallas_kernels.specs import Cost
 
 LLAMA = Path(__file__).parents[2] / "configs" / "models" / "llama-3-8b"

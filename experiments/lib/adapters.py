@@ -11,9 +11,9 @@ from experiments.lib import random_adapters
 from experiments.lib.typed_flags import flag
 from experiments.workloads import popularity
 from models.config import ModelConfig
-from paged.adapters.adapter import Adapter
 from paged.adapters.known import KnownAdapters
 from paged.config import EngineConfig
+from paged.requests.adapter import Adapter
 
 
 def adapters_flag() -> str:

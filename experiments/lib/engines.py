@@ -11,10 +11,10 @@ from models.config import ModelConfig
 from paged.checks import refusal
 from paged.device.buckets import Buckets
 from paged.device.step import StepProgram
-from paged.device.tensor_parallel import Shards
 from paged.engine import Engine, EngineConfig
-from paged.requests.validation import check_model
 from paged.simulator.executor import SimulatedExecutor
+from paged.tensor_parallel import Shards
+from paged.validation import check_model
 from pallas_kernels import backend
 
 COMPILATION_CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/paged_jax/compilations")

@@ -39,7 +39,7 @@ def of_sequences(engine: Engine) -> list[Held]:
     config, declared = engine.config, policy_of(engine.config.policy).layout
     P, shards = config.page_size, config.tensor_parallel
     sharded = ShardedModel.split(engine.model, shards, engine.executor.dtype)
-    if declared is None or not hasattr(layout := declared(config, sharded), "held"):
+    if declared is None or not hasattr(layout := declared(config, sharded), "stored"):
         return []
     windows = sharded.shard.attention.windows
     dense = DenseLayout(Heads.of(sharded.shard, sharded.dtype), DENSE_ITEMSIZE, windows)
@@ -62,7 +62,7 @@ def of_sequences(engine: Engine) -> list[Held]:
                 rows[event["step"]] = [owners[s] for s in slots.tolist()], slots, ends, generates
             case "step" if event["step"] in rows:
                 of_rows, slots, ends, generates = rows.pop(event["step"])
-                held, kept = layout.held(event["report"], slots, ends)
+                held, kept = layout.stored(event["report"], slots, ends)
                 fractions = held / (-(-ends // P) * dense_page)
                 read = _read_by(layout, ends, kept * ends[:, None])
                 read = np.where(generates, read / _read_by(dense, ends), np.nan)

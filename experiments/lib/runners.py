@@ -15,10 +15,10 @@ from paged.cluster.ray_actors import RayRunner, import_ray
 from paged.cluster.simulated import SimulatedCluster
 from paged.cluster.threads import ThreadRunner
 from paged.config import EngineConfig
-from paged.device.tensor_parallel import Shards
 from paged.engine import Engine
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.step_cost import StepCost
+from paged.tensor_parallel import Shards
 
 
 def uuids(count: int) -> list[str]:

@@ -111,7 +111,7 @@ class Sample:
 
 def sample(users: Users, step: int, minutes: float, at_rest: bool = False) -> Sample:
     policy, scheduler = users.engine.host_policy, users.engine.scheduler
-    held = {name: len(units) for name, units in policy.held().items()}
+    held = {name: len(units) for name, units in policy.used_units().items()}
     swapped = sum(count for name, count in held.items() if name.startswith("host "))
     cache = policy.pool.cache if isinstance(policy, DenseHost) else None
     return Sample(

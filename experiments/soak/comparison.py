@@ -14,7 +14,7 @@ from experiments.soak.checks import Asked
 from paged.engine import Engine
 from paged.requests.beam_search import BeamSearch
 from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
-from paged.requests.validation import token_limit
+from paged.validation import token_limit
 
 LOGPROB_TOLERANCE = 1e-3
 

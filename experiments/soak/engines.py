@@ -9,8 +9,8 @@ from typing import Any
 
 from experiments.lib.engines import load_engine
 from experiments.soak.users import MOST_SEQUENCES, Users
-from paged.adapters.adapter import Adapter
 from paged.config import EngineConfig
+from paged.requests.adapter import Adapter
 
 
 def reference_config(config: EngineConfig) -> EngineConfig:

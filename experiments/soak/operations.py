@@ -112,7 +112,7 @@ def refuse(users: Users, rng: random.Random) -> None:
 
 
 def _books(engine: Engine) -> tuple[int, ...]:
-    held = map(len, engine.host_policy.held().values())
+    held = map(len, engine.host_policy.used_units().values())
     return *held, *engine.host_policy.usage().bytes.values(), len(engine.metrics.events)
 
 

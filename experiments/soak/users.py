@@ -29,7 +29,7 @@ from paged.engine import Engine, OutputStream
 from paged.kv_cache.moves import Moves
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
-from paged.requests.validation import token_limit
+from paged.validation import token_limit
 
 # What requests are made of: each parameter is one of these. Output lengths are shares of the
 # longest that is allowed.
@@ -106,7 +106,7 @@ class Users:
         rng = random.Random(f"{seed} prefixes")
         self._prefixes = [self._tokens(rng, self._third) for _ in range(NUM_PREFIXES)]
         self._at_rest = holdings(engine)
-        self._held = engine.host_policy.held()  # with nothing unfinished
+        self._held = engine.host_policy.used_units()  # with nothing unfinished
         self._pinned = self._failures = self._records = self._without_record = 0
         self._oldest, self._oldest_for = "", 0
 
@@ -254,7 +254,7 @@ class Users:
 
     def _pin(self) -> None:
         self.engine.pin_prefix(self._prefixes[self._pinned])
-        self._held = self.engine.host_policy.held()
+        self._held = self.engine.host_policy.used_units()
         self._pinned += 1
         self.counts["pinned_prefixes"] += 1
 
@@ -335,7 +335,7 @@ class Users:
         """With nothing unfinished the engine must hold what it held at first, and the pins."""
         check_memory(self.engine)
         check_slots(self.engine)
-        for name, units in self.engine.host_policy.held().items():
+        for name, units in self.engine.host_policy.used_units().items():
             leaked = np.setxor1d(units, self._held[name])
             if len(leaked):
                 raise Violation("leaked_blocks", f"{name}: {leaked.tolist()} are in use by nobody")

@@ -9,7 +9,7 @@ from experiments.tasks import answer_formats
 from experiments.workloads.workloads import Request
 from models import checkpoint
 from models.hub import read_json
-from paged.adapters.adapter import Adapter
+from paged.requests.adapter import Adapter
 
 RECORD = "training.json"  # beside an adapter's weights
 

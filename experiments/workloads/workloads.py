@@ -27,7 +27,7 @@ from experiments.tasks import tasks
 from experiments.workloads import files, synthetic_lengths
 from paged import checks
 from paged.checks import described
-from paged.requests.validation import check_stop_strings
+from paged.validation import check_stop_strings
 
 SYNTHETIC = ("sharegpt", "alpaca", "translation", "chatbot")
 FORMS = (

@@ -13,10 +13,10 @@ import numpy as np
 from models import lora, peft
 from models.families import family
 from models.params import is_param
-from paged.adapters.adapter import Adapter
 from paged.adapters.loads import MOST_WAIT_S
 from paged.adapters.pool import AdapterPool, Pages, ResidentAdapters, install
-from paged.device.tensor_parallel import WHOLE, Shards
+from paged.requests.adapter import Adapter
+from paged.tensor_parallel import REPLICATED, Shards
 
 HostPages = list[dict[str, dict[str, np.ndarray]]]
 
@@ -38,7 +38,9 @@ class DeviceAdapters:
         specs = shards.declared_specs(lora.declare(self._model, pool.num_pages))
         page_specs = shards.declared_specs(self._page)
         self._empty = shards.jit(lambda: pool.empty(shards.model, dtype), (), specs)
-        self._install = shards.jit(install, (specs, WHOLE, page_specs), specs, donate_argnums=0)
+        self._install = shards.jit(
+            install, (specs, REPLICATED, page_specs), specs, donate_argnums=0
+        )
         # A page's part in projections that its adapter leaves alone.
         self._zeros: Pages = jax.tree.map(
             lambda param: shards.place_layers(param, np.zeros(param.shape, dtype)), self._page,

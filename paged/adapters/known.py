@@ -4,9 +4,9 @@ from pathlib import Path
 
 from models import peft
 from models.config import ModelConfig
-from paged.adapters.adapter import Adapter
 from paged.checks import is_text, refusal, shown
 from paged.config import EngineConfig
+from paged.requests.adapter import Adapter
 
 MOST_SHOWN = 10  # adapters that an error message names
 

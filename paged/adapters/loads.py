@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from paged.adapters.adapter import Adapter
 from paged.clock import VirtualClock
+from paged.requests.adapter import Adapter
 
 MOST_WAIT_S = 0.01
 

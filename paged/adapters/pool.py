@@ -11,8 +11,8 @@ from models.common import Adapters
 from models.config import ModelConfig
 from models.families import family
 from paged.config import EngineConfig
-from paged.device.step_inputs import StepInputs
-from paged.device.tensor_parallel import WHOLE, Shards
+from paged.step_inputs import StepInputs
+from paged.tensor_parallel import REPLICATED, Shards
 from pallas_kernels import backend
 from pallas_kernels.lora import Segments, plan_sgmv, sgmv
 
@@ -64,8 +64,8 @@ class AdapterPool:
         rank_pages, num_rank_pages = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in tables)
         return ResidentAdapters(
             shards.abstract_declared(lora.declare(model, self.num_pages), dtype),
-            shards.abstract(rank_pages, WHOLE),
-            shards.abstract(num_rank_pages, WHOLE),
+            shards.abstract(rank_pages, REPLICATED),
+            shards.abstract(num_rank_pages, REPLICATED),
         )
 
     def hook(self, model: ModelConfig, adapters: ResidentAdapters, inputs: StepInputs) -> Adapters:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from paged.adapters.adapter import Adapter
+from paged.requests.adapter import Adapter
 from paged.requests.sequence import SequenceGroup
 
 

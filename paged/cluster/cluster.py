@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from models.config import ModelConfig
-from paged.adapters.adapter import Adapter
 from paged.adapters.known import KnownAdapters
 from paged.checks import is_text, refusal
 from paged.cluster.messages import ClusterRequest, Event, Figures, Grown, Lost, Progress, Status
@@ -29,9 +28,10 @@ from paged.cluster.scheduler import (
 from paged.config import EngineConfig
 from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceOutput
-from paged.requests.validation import Prompt, check_model, validated_prompt
+from paged.validation import Prompt, check_model, validated_prompt
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from paged.cluster.messages import ClusterRequest, Growth
 from paged.config import EngineConfig
-from paged.requests.known_output import GOES_ON
+from paged.known_output import GOES_ON
 from paged.requests.sequence import SequenceOutput
 
 CONSOLIDATED = 0.25  # the load up to which a GPU is emptied, if the others have room

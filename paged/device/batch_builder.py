@@ -3,10 +3,10 @@
 import numpy as np
 
 from paged.device.buckets import Buckets
-from paged.device.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs
-from paged.kv_cache.policy import HostPolicy
+from paged.kv_cache.host import HostPolicy
 from paged.scheduling.scheduled_step import ScheduledStep
 from paged.scheduling.slots import Slots
+from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs
 
 
 def build_step_inputs(

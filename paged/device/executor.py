@@ -21,10 +21,10 @@ from paged.clock import VirtualClock, WallClock
 from paged.device import compilations
 from paged.device.mover import SlotMover, UnitMover
 from paged.device.step import StepOutputs, StepProgram, stacks
-from paged.device.step_inputs import StepInputs
-from paged.device.tensor_parallel import WHOLE
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.policy import CacheConfig, ShardedModel, SimulatedDevice
+from paged.step_inputs import StepInputs
+from paged.tensor_parallel import REPLICATED
 
 
 class PendingOutputs(Protocol):
@@ -135,7 +135,9 @@ class DeviceExecutor:
         if program.adapters:
             self.adapters = DeviceAdapters(shards, program.adapters, dtype, adapter_host_bytes)
         self._empty = program.init(dtype)
-        self._load = shards.jit(SamplingState.load_slot, (WHOLE,) * 5, WHOLE, donate_argnums=0)
+        self._load = shards.jit(
+            SamplingState.load_slot, (REPLICATED,) * 5, REPLICATED, donate_argnums=0
+        )
         self._pools = {pool.name: UnitMover(shards, policy, pool) for pool in program.pools}
         self._slots = SlotMover(shards, policy, program.num_slots) if program.slot_state else None
         self._programs: dict[tuple[int, int], jax.stages.Compiled] = {}

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from paged.device.tensor_parallel import SPLIT, SPLIT_UNITS, WHOLE, Shards
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.policy import KVPolicy, SlotStateKVPolicy
+from paged.tensor_parallel import REPLICATED, SPLIT, SPLIT_UNITS, Shards
 
 SLOTS_PER_CALL = 8
 # Python 3.12 does not name Linux's.
@@ -76,10 +76,12 @@ class UnitMover:
         def bring(cache, units, content):
             return policy.import_units(cache, name, units, content)
 
-        self.copy_program = shards.jit(copy, (SPLIT, WHOLE, WHOLE), SPLIT, donate_argnums=0)
-        self.export_program = shards.jit(export, (SPLIT, WHOLE), SPLIT_UNITS)
+        self.copy_program = shards.jit(
+            copy, (SPLIT, REPLICATED, REPLICATED), SPLIT, donate_argnums=0
+        )
+        self.export_program = shards.jit(export, (SPLIT, REPLICATED), SPLIT_UNITS)
         self.import_program = shards.jit(
-            bring, (SPLIT, WHOLE, SPLIT_UNITS), SPLIT, donate_argnums=0
+            bring, (SPLIT, REPLICATED, SPLIT_UNITS), SPLIT, donate_argnums=0
         )
         self._host = _Landing(pool.num_host_units)
 
@@ -126,11 +128,15 @@ class SlotMover:
         device: Any = policy
         slots: SlotStateKVPolicy = device
         self._nowhere = num_slots
-        self._release = shards.jit(slots.release_slots, (SPLIT, WHOLE), SPLIT, donate_argnums=0)
-        self._copy = shards.jit(slots.copy_slots, (SPLIT, WHOLE, WHOLE), SPLIT, donate_argnums=0)
-        self._export = shards.jit(slots.export_slots, (SPLIT, WHOLE), SPLIT_UNITS)
+        self._release = shards.jit(
+            slots.release_slots, (SPLIT, REPLICATED), SPLIT, donate_argnums=0
+        )
+        self._copy = shards.jit(
+            slots.copy_slots, (SPLIT, REPLICATED, REPLICATED), SPLIT, donate_argnums=0
+        )
+        self._export = shards.jit(slots.export_slots, (SPLIT, REPLICATED), SPLIT_UNITS)
         self._import = shards.jit(
-            slots.import_slots, (SPLIT, WHOLE, SPLIT_UNITS), SPLIT, donate_argnums=0
+            slots.import_slots, (SPLIT, REPLICATED, SPLIT_UNITS), SPLIT, donate_argnums=0
         )
         self._exported: dict[int, Any] = {}  # the state of one slot by key
         self._on_its_way: list[tuple[list[int], Any]] = []  # (keys, content) of each call

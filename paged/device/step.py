@@ -21,11 +21,11 @@ from models.sampling import (
 )
 from paged.adapters.pool import AdapterPool
 from paged.config import EngineConfig
-from paged.device.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
-from paged.device.tensor_parallel import SPLIT, WHOLE, Shards
 from paged.kv_cache import policy_of
 from paged.kv_cache.moves import Pool
 from paged.kv_cache.policy import KVPolicy
+from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
+from paged.tensor_parallel import REPLICATED, SPLIT, Shards
 
 CACHED_LAYER_BYTES = 2**22  # weights of a layer that a CPU's caches hold
 # XLA takes each write into the pools for a copy of them, and to save memory that it does not need
@@ -200,7 +200,7 @@ class StepProgram:
             cache = self.policy.init(dtype, self.shards.number())
             return cache, SamplingState.empty(self.num_slots, self.max_tokens)
 
-        return self.shards.jit(empty, (), (SPLIT, WHOLE))
+        return self.shards.jit(empty, (), (SPLIT, REPLICATED))
 
     def empty_inputs(self, shape: tuple[int, int]) -> StepInputs:
         return empty_step_inputs(
@@ -237,10 +237,16 @@ class StepProgram:
             report = jax.tree.map(lambda x: x[None], self.policy.report(cache))
             return cache, state, replace(outputs, report=report)
 
-        specs = self.shards.specs(params), self.shards.specs(adapters), SPLIT, WHOLE, WHOLE
-        whole: Any = WHOLE
+        specs = (
+            self.shards.specs(params),
+            self.shards.specs(adapters),
+            SPLIT,
+            REPLICATED,
+            REPLICATED,
+        )
+        whole: Any = REPLICATED
         outputs = StepOutputs(whole, whole, whole, SPLIT)
-        return self.shards.jit(run, specs, (SPLIT, WHOLE, outputs), donate_argnums=(2, 3))
+        return self.shards.jit(run, specs, (SPLIT, REPLICATED, outputs), donate_argnums=(2, 3))
 
 
 def stacks(platform: str, layer_bytes: int) -> bool:

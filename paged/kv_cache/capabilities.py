@@ -9,17 +9,21 @@ class Capabilities:
     """What a policy can do; `EngineConfig` refuses what it cannot.
 
     fork: 'anywhere' if a sequence can share any prefix of another one, 'computed' if it can share
-    exactly what the other one has computed, so that only equal prompts share.
-    recompute: a preempted sequence can be computed again. recompute_exact: its output can be
-    prefilled with its prompt; otherwise it is replayed, decoded again token by token.
+        exactly what the other one has computed, so that only equal prompts share.
+    prefix_cache: full blocks can be kept for later prompts.
+    unshared_from: shortest prompt in tokens that shares no cached prefixes; 0: all share.
+    swap: a preempted sequence can wait in the host's memory.
+    chunked_prefill: a prompt can be split over steps.
+    recompute: a preempted sequence can be computed again.
+    recompute_exact: its output can be prefilled with its prompt; otherwise it is replayed, decoded
+        again token by token.
     static_batching: not an ability: new requests are admitted only when nothing runs.
     slot_state: the device keeps state of each running sequence under its slot.
-    unshared_from: tokens of a prompt from which it neither finds nor leaves cached prefixes; 0: all
-    do.
-    prefill_tile: tokens of a tile; 0: prompts are cut anywhere. A prompt of `tiled_from` tokens or
-    more is cut only where whole tiles are left up to the end of its last page.
+    prefill_tile: tokens of a tile; 0: prompts are cut anywhere.
+    tiled_from: shortest prompt in tokens that is cut by tiles: only where whole ones are left up to
+        the end of its last page.
     staged_tile: 0, or tokens of a tile where chunks of a prompt wait for its last one: they are
-    whole tiles, the last one has two tokens or more, and one prompt at a time comes in chunks.
+        whole tiles, the last one has two tokens or more, and one prompt at a time comes in chunks.
     """
 
     fork: Literal["no", "computed", "anywhere"] = "no"
@@ -36,7 +40,7 @@ class Capabilities:
     staged_tile: int = 0
 
     @property
-    def least_chunk(self) -> int:
+    def min_chunk(self) -> int:
         """Tokens for which a step must have room, so that any prompt goes on; 0: any."""
         return max(self.prefill_tile, self.staged_tile and self.staged_tile + 1)
 

@@ -10,10 +10,11 @@ Pairs = list[tuple[int, int]]
 class Pool:
     """Memory of one kind, in `num_units` units that copies and swaps move whole.
 
-    num_host_units: units of the host's memory; unit 0 of them is padding's. null_unit: a unit that
-    no sequence owns and nobody reads, which padding names. units_per_call: units that one compiled
-    program moves.  most_copies: units that are copied before a step at most.  unit_bytes: of one
-    unit, on all shards together.
+    num_host_units: units of the host's memory, of which unit 0 is for padding.
+    null_unit: names padding; no sequence owns it and nobody reads it.
+    units_per_call: units that one compiled program moves.
+    max_copies: units that are copied before a step at most.
+    unit_bytes: of one unit, on all shards together.
     """
 
     name: str
@@ -21,13 +22,13 @@ class Pool:
     num_host_units: int
     null_unit: int
     units_per_call: int
-    most_copies: int
+    max_copies: int
     unit_bytes: int
 
     @property
     def copy_sizes(self) -> tuple[int, ...]:
         """Sizes to which copies are padded, each a program of its own."""
-        few, most = self.units_per_call, self.most_copies
+        few, most = self.units_per_call, self.max_copies
         return (few,) if most <= few else (few, most)
 
 
@@ -35,9 +36,13 @@ class Pool:
 class Moves:
     """The executor does them in the order of these fields, all but `after` before the step.
 
-    exports: (unit, host unit) of each pool, and slot_exports (slot, key), to the host's memory.
-    released: slots whose owners have left.  slot_imports (key, slot) and imports (host unit, unit)
-    bring back.  copies (source, destination) of each pool.  slot_copies: (parent, child) slots.
+    exports: (unit, host unit) of each pool, to the host's memory.
+    slot_exports: (slot, key).
+    released: slots whose owners have left.
+    slot_imports: (key, slot).
+    imports: (host unit, unit) of each pool, from the host's memory.
+    copies: (source, destination) of each pool.
+    slot_copies: (parent, child) slots.
     after: (parent, child) slots copied after the step, which computes what the child shares.
     dropped: keys of slot states that nobody will import.
     """

@@ -29,22 +29,23 @@ from paged.blocks.block_pool import NULL_BLOCK
 from paged.blocks.buddy_allocator import BuddyAllocator
 from paged.kv_cache import dense
 from paged.kv_cache.dense.host import BLOCKS, block_pool
+from paged.kv_cache.host import HostPolicy, Sizes
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.owners import of_tables
-from paged.kv_cache.policy import CacheConfig, Capabilities, EmptyCache, Policy, ShardedModel
+from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 from paged.kv_cache.usage import Usage
 
 Reserve = Callable[[int, int, int], int]  # (prompt, limit, max_model_len) -> tokens
 
 
-class ReservingHost:
+class ReservingHost(HostPolicy):
     """Host half: one run of contiguous blocks for each sequence. Block 0 is the null block.
 
     blocks: [num_slots, M] int32; `NULL_BLOCK` beyond what was asked for.
     """
 
-    def __init__(self, sizes: EmptyCache, config: CacheConfig, reserve: Reserve):
-        self.pools, self.table_width, self.fits = sizes.pools, sizes.table_width, sizes.fits
+    def __init__(self, sizes: Sizes, config: CacheConfig, reserve: Reserve):
+        self._sizes, self.pools, self.moves = sizes, sizes.pools, Moves()
         self.buddies = BuddyAllocator(config.num_blocks - 1)
         self._page_size, self._max_model_len = config.page_size, config.max_model_len
         self._reserve = reserve
@@ -56,6 +57,13 @@ class ReservingHost:
         self._computed = np.zeros(num_slots, np.int64)  # tokens that are written
         self._refused = 0  # blocks that the last request asked for in vain
         self._operations: list[tuple[str, str, np.ndarray]] = []
+
+    @property
+    def table_width(self) -> int:
+        return self._sizes.table_width
+
+    def fits(self, num_tokens: int, num_sequences: int) -> bool:
+        return self._sizes.fits(num_tokens, num_sequences)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
@@ -87,18 +95,9 @@ class ReservingHost:
         self._operations.append((BLOCKS, "allocate", self.blocks[slot, :count].copy()))
         return 0
 
-    def observe(self, number: int, report) -> None:
-        raise AssertionError("the device half reports nothing")
-
-    def can_append(self, slots, num_tokens) -> bool:
-        """Always: all the room was reserved at admission."""
-        return True
-
     def append(self, slots, num_tokens) -> None:
+        """All the room was reserved at admission."""
         assert (num_tokens <= self._asked[slots]).all(), "grew beyond the reserved room"
-
-    def fork(self, parent: int, child: int) -> None:
-        raise AssertionError("no fork: a policy's capabilities tell")
 
     def advance(self, number: int, slots, starts, ends) -> None:
         self._computed[slots] = ends
@@ -115,47 +114,22 @@ class ReservingHost:
         """See `paged.decode_runs.SteadyHost`."""
         return np.full(most, self.usage().free)
 
-    def computed(self, parent: int, child: int, num_tokens: int) -> None:
-        raise AssertionError("no fork: a policy's capabilities tell")
-
-    def can_swap_out(self, slots) -> bool:
-        return False
-
-    def swap_out(self, slots) -> None:
-        raise AssertionError("nothing is preempted where all room is reserved")
-
-    def can_swap_in(self, swapped, keep_watermark: bool) -> bool:
-        raise AssertionError("nothing was swapped out")
-
-    def swap_in(self, swapped, sequences) -> None:
-        raise AssertionError("nothing was swapped out")
-
-    def drop_swapped(self, swapped) -> None:
-        raise AssertionError("nothing was swapped out")
-
     def free(self, slot: int) -> None:
-        held = self.blocks[slot, : self._blocks_for(int(self._asked[slot]))].copy()
-        self.buddies.free(int(held[0]) - 1)
-        self._operations.append((BLOCKS, "release", held))
+        run = self.blocks[slot, : self._blocks_for(int(self._asked[slot]))].copy()
+        self.buddies.free(int(run[0]) - 1)
+        self._operations.append((BLOCKS, "release", run))
         self.blocks[slot] = NULL_BLOCK
         self._run[slot] = self._asked[slot] = self._limit[slot] = self._computed[slot] = 0
 
-    def take_moves(self) -> Moves:
-        """Nothing is copied, and nothing is swapped."""
-        return Moves()
-
-    def held(self) -> dict[str, np.ndarray]:
+    def used_units(self) -> dict[str, np.ndarray]:
         return {BLOCKS: np.sort(self.blocks[self.blocks != NULL_BLOCK])}
 
     def owners(self) -> dict[str, np.ndarray]:
         return {BLOCKS: of_tables(self.blocks, np.zeros(self.pools[0].num_units))}
 
-    def gauges(self, report, slots, contexts) -> dict[str, float]:
-        return {}
-
     def check(self) -> None:
-        held = self.held()[BLOCKS]
-        assert len(held) == len(np.unique(held)), "a block has two owners"
+        used = self.used_units()[BLOCKS]
+        assert len(used) == len(np.unique(used)), "a block has two owners"
         assert int(self._run.sum()) == self.buddies.size - self.buddies.num_free, "runs are lost"
         assert (self._computed <= self._limit).all(), "written beyond the limit"
 
@@ -198,7 +172,7 @@ def _check(config: CacheConfig, model: ModelConfig | None) -> None:
     dense.check(config, model)
 
 
-def _sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
+def _sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
     runs = BuddyAllocator(config.num_blocks - 1)
     width = -(-config.max_model_len // config.page_size)
 
@@ -206,7 +180,7 @@ def _sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
         """Conservative: each sequence may need the longest run that there is."""
         return num_sequences <= runs.size // runs.run_size(width)
 
-    return EmptyCache((block_pool(config, model, 1),), width, fits)
+    return Sizes((block_pool(config, model, 1),), width, fits)
 
 
 def _policy(reserve: Reserve, can: Capabilities) -> Policy:

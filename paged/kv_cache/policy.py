@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
-from paged.device.step_inputs import StepInputs
 from paged.kv_cache.capabilities import Capabilities
-from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.usage import Usage
+from paged.kv_cache.host import HostPolicy, Sizes
+from paged.kv_cache.moves import Moves
 from paged.kv_cache.work import Layout, kv_bytes_of_token
-from paged.requests.sequence import Sequence
+from paged.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
@@ -61,187 +60,32 @@ class ShardedModel:
         return self.dtype if name == "auto" else name
 
 
-class CacheConfig(Protocol):
-    """What policies read of an `EngineConfig`."""
+class CacheConfig:
+    """What policies read of an `EngineConfig`, which inherits it."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefills_per_step: int
+    max_model_len: int
+    chunked_prefill: bool
+    page_size: int
+    kv_cache_tokens: int
+    kv_dtype: Any
+    watermark: float
+    multi_step: int
+    preemption_mode: Any
+    prefix_caching: bool
+    tensor_parallel: int
+    policy_options: Any
 
     @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def max_num_batched_tokens(self) -> int: ...
-    @property
-    def max_prefills_per_step(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def chunked_prefill(self) -> bool: ...
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def kv_cache_tokens(self) -> int: ...
-    @property
-    def kv_dtype(self) -> str: ...
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def watermark(self) -> float: ...
-    @property
-    def multi_step(self) -> int: ...
-    @property
-    def preemption_mode(self) -> str: ...
-    @property
-    def prefix_caching(self) -> bool: ...
-    @property
-    def tensor_parallel(self) -> int: ...
-    @property
-    def policy_options(self) -> Any: ...
-    @property
-    def capabilities(self) -> Capabilities: ...
-
-
-class Sizes(Protocol):
-    """What a cache holds: all that a host half can say of it before anything runs."""
+    def num_blocks(self) -> int:
+        """Physical blocks, the reserved null block included."""
+        return self.kv_cache_tokens // self.page_size + 1
 
     @property
-    def pools(self) -> tuple[Pool, ...]:
-        """What units of memory there are, of all shards alike."""
-        ...
-
-    @property
-    def table_width(self) -> int:
-        """M of a host half's `tables`."""
-        ...
-
-    def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        """Whether a group of sequences of `num_tokens` each could ever run, alone."""
-        ...
-
-
-@dataclass(frozen=True)
-class EmptyCache:
-    """`Sizes` without a host half."""
-
-    pools: tuple[Pool, ...]
-    table_width: int
-    fits: Callable[[int, int], bool]
-
-
-class HostPolicy(Sizes, Protocol):
-    """Who owns the memory, asked by the scheduler. Sequences are named by slots; no tensors.
-
-    A round asks in this order: `observe` as a step's results come in, `free` and `fork` as its
-    tokens are applied; `can_append`, then `swap_out` of the groups that must leave, `append`,
-    `can_admit` and `admit` or `can_swap_in` and `swap_in`; `advance` and `computed` once the step
-    is decided; `take_moves` and `tables` when it is built.
-
-    With nothing in flight a group that `fits` is never refused by `can_append` when it runs alone,
-    nor by `can_admit` or `can_swap_in` when nothing runs.
-    """
-
-    def observe(self, number: int, report: Any) -> None:
-        """Step `number` has run, and the device half reports this of its end.
-
-        It holds for a slot from the first step that began with the slot's state in place.
-        """
-        ...
-
-    def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
-        """Whether there is room for these sequences, all at once."""
-        ...
-
-    def admit(self, slot: int, sequence: Sequence) -> int:
-        """Make room for a sequence, which shares with its donor what it may. Returns how many of
-        its first tokens need no computing, as they are in the cache or its donor computes them."""
-        ...
-
-    def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool: ...
-
-    def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Make room for `slots` to hold `num_tokens` each."""
-        ...
-
-    def fork(self, parent: int, child: int) -> None:
-        """`child` goes on from all that `parent` has computed. It may promise more memory than
-        there is: `can_append` counts that."""
-        ...
-
-    def advance(self, number: int, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
-        """Step `number` will write tokens starts [n] .. ends [n] of `slots` [n]. What no later step
-        reads may be given back here. It never fails: `admit` and `append` have reserved."""
-        ...
-
-    def computed(self, parent: int, child: int, num_tokens: int) -> None:
-        """After the step that was advanced last, `parent` has computed the `num_tokens` that
-        `child`, which was admitted with it as its donor, shares."""
-        ...
-
-    def free(self, slot: int) -> None:
-        """The sequence has left. Its memory counts as free at once."""
-        ...
-
-    def can_swap_out(self, slots: list[int]) -> bool:
-        """Whether the host's memory has room for them."""
-        ...
-
-    def swap_out(self, slots: list[int]) -> Any:
-        """Move all that `slots` hold to the host's memory, and free them. Returns what `swap_in`
-        needs to bring it back."""
-        ...
-
-    def can_swap_in(self, swapped: Any, keep_watermark: bool) -> bool:
-        """Whether there is room for them, and for a token more of each unless nothing else runs."""
-        ...
-
-    def swap_in(self, swapped: Any, sequences: list[Sequence]) -> None:
-        """Bring them back for `sequences`, which have slots."""
-        ...
-
-    def drop_swapped(self, swapped: Any) -> None: ...
-
-    def take_moves(self) -> Moves:
-        """What must be moved around the next step. Taken once for each step that is dispatched."""
-        ...
-
-    def tables(self, slots: np.ndarray, out: np.ndarray) -> None:
-        """Write into out [S, M] int32 what the device half's `begin_step` must know of `slots`."""
-        ...
-
-    def usage(self) -> Usage: ...
-
-    def held(self) -> dict[str, np.ndarray]:
-        """Units of each pool that have owners, in ascending order; under 'host NAME' those of the
-        host's memory of pool NAME."""
-        ...
-
-    def owners(self) -> dict[str, np.ndarray]:
-        """int32, the owner of each unit of each pool: a slot, or one of `owners`' constants."""
-        ...
-
-    def gauges(self, report: Any, slots: np.ndarray, contexts: np.ndarray) -> dict[str, float]:
-        """Numbers of the policy's own, by name, of running `slots` [n] that have computed
-        `contexts` [n] tokens. report: the device half's last, None before the first."""
-        ...
-
-    def check(self) -> None:
-        """Assert that every unit is either free or has the owners that are counted."""
-        ...
-
-    def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
-        """What happened to units since the last call: (pool, verb, units), in order."""
-        ...
-
-
-class PrefixCachingHost(HostPolicy, Protocol):
-    """What a host half with the capability `prefix_cache` does besides."""
-
-    def confirm(self, slots: np.ndarray, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
-        """The first `num_tokens` [S] of tokens [num_slots, max_tokens] at `slots` [S] are known and
-        written, or will be before any later step: others may share them."""
-        ...
-
-    def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> Any:
-        """Keep in the cache for good the blocks of the prompt `tokens`, which `slot` holds. root:
-        the group's `cache_root`."""
-        ...
+    def capabilities(self) -> Capabilities:
+        raise NotImplementedError
 
 
 class KVPolicy(Protocol):
@@ -332,8 +176,8 @@ class SimulatedDevice(Protocol):
         """Of the step that was computed last."""
         ...
 
-    def held(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """[..., n, I] tokens of each precision that a KV head of `slots` [n] holds on average once
+    def kept(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """[..., n, I] tokens of each precision that a KV head of `slots` [n] keeps on average once
         they have `ends` [..., n] tokens."""
         ...
 
@@ -347,15 +191,18 @@ class NoOptions:
 class Policy:
     """A KV-cache policy.
 
-    capabilities: what it can do under a configuration. check: raises ValueError, with the reason,
-    for what cannot work; the model is None where only the configuration is known. host, device: its
-    halves; `implementation` goes to the attention ops. options: the dataclass of its own flags,
-    whose value is `EngineConfig.policy_options`. head_order: [L, K] int, the KV head of the model
-    that stands at each place, or None for the model's own order; consecutive K / num_shards of them
-    are one shard's. layout: sizes and work, for measurements and simulation, which need one.
-    simulated: of a configuration, a model and a file of what was recorded (empty for none), what
-    reports in place of the device half; None if that reports nothing. sizes: of its cache; None
-    where only a host half says them.
+    capabilities: what it can do under a configuration.
+    host: its host half.
+    device: its device half; `implementation` goes to the attention ops.
+    check: raises ValueError, with the reason, for what cannot work. The model is None where only
+        the configuration is given.
+    options: the dataclass of its own flags, whose value is `EngineConfig.policy_options`.
+    head_order: [L, K] int, the KV head of the model at each place, or None for the model's own
+        order; a shard has K / num_shards consecutive ones.
+    layout: sizes and work, for measurements and simulation, which need one.
+    simulated: (configuration, model, file of a recording, empty for none) -> what reports in place
+        of the device half; None if that reports nothing.
+    sizes: of its cache; None if a host half must be made to learn them.
     """
 
     capabilities: Callable[[CacheConfig], Capabilities]
@@ -369,4 +216,7 @@ class Policy:
     sizes: Callable[[CacheConfig, ShardedModel], Sizes] | None = None
 
     def sizes_of(self, config: CacheConfig, model: ShardedModel) -> Sizes:
-        return (self.sizes or self.host)(config, model)
+        if self.sizes:
+            return self.sizes(config, model)
+        host = self.host(config, model)
+        return Sizes(host.pools, host.table_width, host.fits)

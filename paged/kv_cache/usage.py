@@ -26,3 +26,12 @@ class Usage:
     free: int
     shared: int = 0
     bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def __add__(self, other: "Usage") -> "Usage":
+        """Of another pool besides."""
+        tokens = {
+            name: value + getattr(other, name)
+            for name, value in vars(self).items()
+            if name != "bytes"
+        }
+        return Usage(**tokens, bytes={**self.bytes, **other.bytes})

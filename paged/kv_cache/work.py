@@ -28,7 +28,7 @@ Work = dict[str, Cost]
 NOTHING = Cost(0)
 # Bytes [n] that sequences hold, and the shares of their tokens, over all heads, that are kept in
 # each precision [n, I], the highest first.
-Held = tuple[np.ndarray, np.ndarray]
+Stored = tuple[np.ndarray, np.ndarray]
 EVERYTHING = 2**40  # tokens that a query sees without a window
 
 
@@ -37,7 +37,7 @@ class Layout(Protocol):
 
     A policy that holds less than all of its tokens as they are has a method besides:
 
-        held(report, slots, tokens) -> Held
+        stored(report, slots, tokens) -> Stored
 
     of sequences in `slots` [n] with `tokens` [n] each. report: the device half's.
     """
@@ -48,12 +48,12 @@ class Layout(Protocol):
         units are gathered first, as `paged.device.mover` does."""
         ...
 
-    def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
+    def work(self, contexts: np.ndarray, new_tokens: np.ndarray, kept=None) -> Work:
         """The parts of a layer's attention in one step, or in several at once.
 
         contexts: [..., S] tokens of each row after the step.
         new_tokens: [..., S] tokens of each row that the step computes, 1 or more.
-        held: [..., S, I] tokens of each precision that a KV head holds on average, for policies
+        kept: [..., S, I] tokens of each precision that a KV head keeps on average, for policies
             that keep fewer than all (None: all, in the highest).
         Returns costs with the leading axes, or numbers if there are none.
         """

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from paged.adapters.adapter import Adapter
 from paged.blocks.prefix_cache import root_key
+from paged.requests.adapter import Adapter
 from paged.requests.beam_search import BeamSearch
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.stopping import TextStream
@@ -34,13 +34,24 @@ class Status(enum.Enum):
 class Sequence:
     """One line of tokens: a prompt and what is generated from it.
 
-    While the sequence runs its tokens are in `Slots` under `slot`; otherwise they are here. donor:
+    While the sequence runs its tokens are in `Slots` under `slot`; otherwise they are here. parent:
     the sequence of its group whose first `shared` tokens it shares, until these are computed.
     """
 
     __slots__ = (
-        "block_keys", "computed", "cumulative_logprob", "donor", "finish_reason", "group",
-        "logprobs", "seed", "shared", "slot", "status", "text_stream", "tokens",
+        "block_keys",
+        "computed",
+        "cumulative_logprob",
+        "finish_reason",
+        "group",
+        "logprobs",
+        "parent",
+        "seed",
+        "shared",
+        "slot",
+        "status",
+        "text_stream",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, group: "SequenceGroup", tokens: np.ndarray, seed: int):
@@ -49,7 +60,7 @@ class Sequence:
         self.status = Status.WAITING
         self.slot = -1
         self.finish_reason: str | None = None
-        self.donor: Sequence | None = None
+        self.parent: Sequence | None = None
         self.shared = 0
         self.computed = 0  # tokens whose keys and values were swapped out
         # The prefix cache's chain over `tokens`, if it was needed since these changed.
@@ -157,17 +168,17 @@ def share_prefixes(
     """
     prefills = [sequence.prefill_tokens(replays) for sequence in sequences]
     for i, (sequence, tokens) in enumerate(zip(sequences, prefills)):
-        sequence.donor, sequence.shared = None, 0
-        for donor, donors in zip(sequences[:i], prefills):
-            shared = _shared_tokens(tokens, donors, page_size)
+        sequence.parent, sequence.shared = None, 0
+        for parent, theirs in zip(sequences[:i], prefills):
+            shared = _shared_tokens(tokens, theirs, page_size)
             if shared > sequence.shared and (not whole or shared == len(tokens)):
-                sequence.donor, sequence.shared = donor, shared
+                sequence.parent, sequence.shared = parent, shared
 
 
-def _shared_tokens(tokens: np.ndarray, donors: np.ndarray, page_size: int) -> int:
-    n = min(len(tokens), len(donors))
-    differ = np.flatnonzero(tokens[:n] != donors[:n])
-    if len(tokens) == len(donors) and not len(differ):
+def _shared_tokens(tokens: np.ndarray, theirs: np.ndarray, page_size: int) -> int:
+    n = min(len(tokens), len(theirs))
+    differ = np.flatnonzero(tokens[:n] != theirs[:n])
+    if len(tokens) == len(theirs) and not len(differ):
         return n
     common = int(differ[0]) if len(differ) else n
     return min(common, len(tokens) - 1) // page_size * page_size

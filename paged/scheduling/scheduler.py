@@ -15,10 +15,10 @@ from typing import cast
 import numpy as np
 
 from paged.config import EngineConfig
-from paged.kv_cache.policy import HostPolicy, PrefixCachingHost
+from paged.kv_cache.host import HostPolicy, PrefixCachingHost
 from paged.requests.sequence import Sequence, SequenceGroup, Status, share_prefixes
 from paged.scheduling.admission import AdmissionGate, OpenGate, PrefillRoom, candidates
-from paged.scheduling.groups import Followers, Released
+from paged.scheduling.groups import Children, Released
 from paged.scheduling.preemption import swaps
 from paged.scheduling.scheduled_step import ScheduledStep, by_adapter, rows_of
 from paged.scheduling.slots import Slots
@@ -45,7 +45,7 @@ class Scheduler:
         self._head_lacks_memory = False
         self._running_slots: np.ndarray | None = None
         self._beams: list[SequenceGroup] = []  # searches that run
-        self._followers = Followers(self.slots)
+        self._children = Children(self.slots)
         # Swapped groups that have not completed, or not even come back: see `admit_after_swap`.
         self.returning: set[SequenceGroup] = set()
 
@@ -94,7 +94,7 @@ class Scheduler:
         for groups in (self.running, self._beams):
             if group in groups:
                 groups.remove(group)
-        self._followers.leave(group)
+        self._children.leave(group)
 
     def _free(self, sequence: Sequence, status: Status) -> None:
         self.policy.free(sequence.slot)
@@ -166,7 +166,7 @@ class Scheduler:
         if not enter(group, room):
             return False
         self.gate.enter(group)
-        self._followers.add([s for s in group.unfinished if s.donor is not None])
+        self._children.add([s for s in group.unfinished if s.parent is not None])
         if group.search:
             self._beams.append(group)
         bisect.insort(self.running, group, key=ARRIVAL)
@@ -187,12 +187,12 @@ class Scheduler:
         for sequence in sequences:
             slot = self.slots.acquire(sequence)
             computed = self.slots.computed[slot] = self.policy.admit(slot, sequence)
-            if sequence.donor is None:
+            if sequence.parent is None:
                 group.num_cached_tokens += computed
-            elif self.slots.computed[sequence.donor.slot] >= sequence.shared:
+            elif self.slots.computed[sequence.parent.slot] >= sequence.shared:
                 # What they share is in the prefix cache.
-                self.policy.computed(sequence.donor.slot, slot, sequence.shared)
-                self._followers.let_go(sequence)
+                self.policy.computed(sequence.parent.slot, slot, sequence.shared)
+                self._children.let_go(sequence)
         return True
 
     def _swap_in(self, group: SequenceGroup, room: PrefillRoom) -> bool:
@@ -217,7 +217,7 @@ class Scheduler:
             # Beams sample in the same step.
             if s.beam[slot] and len(s.sequence_in(slot).group.sequences) > 1 and not s.replays:
                 left -= 1
-            room.add(slot, left, self._followers.forks_of([slot]), start)
+            room.add(slot, left, self._children.forks_of([slot]), start)
 
     def schedule(self, number: int, decodes: np.ndarray | None = None) -> ScheduledStep | None:
         """Step `number`, or None if there is nothing to compute now. decodes: what `decodes` has
@@ -229,7 +229,7 @@ class Scheduler:
         self.policy.append(decodes, s.computed[decodes] + 1)
 
         budget = self.config.max_num_batched_tokens - len(decodes)
-        budget -= self._followers.forks_of(decodes)
+        budget -= self._children.forks_of(decodes)
         running = self.running_slots()
         begun = (s.prefill_left(running) > 0) & (s.computed[running] > 0) & ~s.held[running]
         room = PrefillRoom(self.config, budget, in_chunks=bool(begun.any()))
@@ -263,7 +263,7 @@ class Scheduler:
         slots = np.array([sequence.slot for sequence in group.unfinished], np.int64)
         self._add_prefills(slots, room)
         ready = self._ready(slots)
-        rows = len(ready) + self._followers.forks_of(ready)
+        rows = len(ready) + self._children.forks_of(ready)
         if rows > room.budget:
             return ready[:0]
         room.budget -= rows
@@ -277,10 +277,10 @@ class Scheduler:
         s, released = self.slots, Released()
         if self.config.adapter_slots:
             decodes = by_adapter(prefills, decodes, s.adapter, self.config.adapter_slots)
-        if self._followers:
-            released = self._followers.release([*prefills, *((int(slot), 1) for slot in decodes)])
+        if self._children:
+            released = self._children.release([*prefills, *((int(slot), 1) for slot in decodes)])
         iterations = np.ones(len(decodes), np.int64)
-        # A released follower shares what its donor has computed after one iteration, no more.
+        # A released child shares what its parent has computed after one iteration, no more.
         if self.config.multi_step > 1 and not prefills and not released.shares:
             iterations = self._iterations(decodes)
             self.policy.append(decodes, s.computed[decodes] + iterations)
@@ -295,8 +295,8 @@ class Scheduler:
         s.computed[slots] = ends
         s.length[slots] = length + yields
         self.policy.advance(number, slots, starts, ends)
-        for donor, follower, shared in released.shares:
-            self.policy.computed(donor, follower, shared)
+        for parent, child, shared in released.shares:
+            self.policy.computed(parent, child, shared)
         return ScheduledStep(
             slots=slots,
             starts=starts,

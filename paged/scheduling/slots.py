@@ -56,13 +56,13 @@ class Slots:
     Whoever has tokens in flight has computed all but the newest, which the next step computes.
     Others have computed fewer, with two exceptions. A beam has computed all (computed = length)
     once its step is dispatched, since the host chooses its next token. A sequence that is held has
-    computed what it shares with its donor, which the donor computes for both.
+    computed what it shares with its parent, which the parent computes for both.
 
     generation: counts the slot's owners, so that results of an earlier owner can be told apart.
     watched:  whether each new token must be looked at: the first one, stop strings, stop tokens,
     streaming.
     beam: whether it is a beam, whose next token its group's search decides.
-    held: whether it waits for its donor to be computed.
+    held: whether it waits for its parent to be computed.
     adapter: the slot of its adapter on the device, -1 for none.
     sampling: how the next token is sampled, a `SAMPLING_ROW` each; sampling_bits: [num_slots, n]
     int32, the same memory.
@@ -146,7 +146,7 @@ class Slots:
         how = group.sampling
         self.watched[slot] = True  # at least until its first token
         self.beam[slot] = group.search is not None
-        self.held[slot] = sequence.donor is not None
+        self.held[slot] = sequence.parent is not None
         self.adapter[slot] = group.adapter_slot
         self.prompt_logprobs[slot] = group.misses_prompt_logprobs
         self.ignore_eos[slot] = how.ignore_eos
@@ -186,10 +186,10 @@ class Slots:
             sequence = self.sequence_in(slot)
             runs = sequence.slot == slot and sequence.status is Status.RUNNING
             assert runs, f"slot {slot}: its sequence does not run in it"
-            donor = sequence.donor
+            parent = sequence.parent
             held = bool(self.held[slot])
-            assert held == (donor is not None), f"slot {slot}: held is {held}, its donor {donor}"
-            assert donor is None or donor.status is Status.RUNNING, f"slot {slot}: no donor runs"
+            assert held == (parent is not None), f"slot {slot}: held is {held}, its parent {parent}"
+            assert parent is None or parent.status is Status.RUNNING, f"slot {slot}: no parent runs"
 
         def require(good: np.ndarray, what: str) -> None:
             bad = active[~good].tolist()

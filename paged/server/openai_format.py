@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 
 from paged.checks import help_of
 from paged.requests.sampling_params import SamplingParams
-from paged.requests.validation import PromptTooLong
+from paged.validation import PromptTooLong
 
 CLIENT_LEFT = 499  # a status that nobody reads
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten conversations

@@ -12,21 +12,21 @@ from pathlib import Path
 import numpy as np
 
 from models.config import ModelConfig
-from paged.adapters.adapter import Adapter
 from paged.adapters.known import KnownAdapters
 from paged.checks import shown
 from paged.cluster.messages import ClusterRequest
 from paged.config import EngineConfig
 from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.token_texts import TokenTexts
-from paged.requests.validation import Prompt, validated_prompt
 from paged.server.engine_client import Client
 from paged.server.generation import Generation
 from paged.server.metrics import ServerMetrics
 from paged.server.openai_format import TOO_LONG, ApiError
 from paged.server.settings import ServerConfig
+from paged.validation import Prompt, validated_prompt
 
 log = logging.getLogger("paged.server")
 RATE_WINDOW_S = 30.0

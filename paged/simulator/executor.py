@@ -11,10 +11,10 @@ from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
 from paged.adapters.loads import SimulatedLoads
 from paged.clock import VirtualClock
 from paged.device.step import StepOutputs
-from paged.device.step_inputs import StepInputs
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.policy import CacheConfig, ShardedModel, SimulatedDevice
 from paged.simulator.recorded import RecordedAncestry, RecordedTokens
+from paged.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SimulatedExecutor:
 
     cost: StepInputs -> seconds of a step; `LinearCost` by default. Methods that it may have:
         `decodes_s`, without which steps run one by one; `moves_s`, without which moves take no
-        time; `holding_s`, which takes what heads hold besides (`SimulatedDevice.held`);
+        time; `holding_s`, which takes what heads hold besides (`SimulatedDevice.kept`);
         `with_adapters`, which takes the rank pages of each adapter slot.
     ancestry: of beam searches; without it their beams have made-up candidates.
     dtype: what the model would compute in.
@@ -107,7 +107,7 @@ class SimulatedExecutor:
     ) -> np.ndarray:
         if self._pages is None or not hasattr(self._cost, "holding_s"):
             return self._cost.decodes_s(contexts, adapters)
-        return self._cost.decodes_s(contexts, adapters, self._pages.held(slots, contexts))
+        return self._cost.decodes_s(contexts, adapters, self._pages.kept(slots, contexts))
 
     def report(self) -> Any:
         return self._pages.report() if self._pages else None
@@ -164,7 +164,7 @@ class SimulatedExecutor:
         if self._pages is None or not hasattr(self._cost, "holding_s"):
             return self._cost(inputs)
         rows = _computed_rows(inputs)
-        held = self._pages.held(np.asarray(inputs.slots)[rows], np.asarray(inputs.lengths)[rows])
+        held = self._pages.kept(np.asarray(inputs.slots)[rows], np.asarray(inputs.lengths)[rows])
         return self._cost.holding_s(inputs, held)
 
     def _sample(self, inputs: StepInputs, position: np.ndarray, report=None) -> StepOutputs:

@@ -9,8 +9,8 @@ import numpy as np
 
 from models.sampling import BEAM, INVALID_TOKEN, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
 from paged.device.step import StepOutputs
-from paged.device.step_inputs import StepInputs
 from paged.metrics import NO_TOKEN
+from paged.step_inputs import StepInputs
 
 
 class RecordedTokens:

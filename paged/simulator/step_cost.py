@@ -8,7 +8,6 @@ import numpy as np
 
 from models.config import ModelConfig
 from paged.config import EngineConfig
-from paged.device.step_inputs import StepInputs
 from paged.kv_cache import policy_of
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.policy import ShardedModel
@@ -16,6 +15,7 @@ from paged.kv_cache.work import NOTHING, Layout
 from paged.simulator.cost_model import CostModel
 from paged.simulator.layer import ITEMSIZE, adapter_page_bytes, adapters_s, head_ops, layer_ops
 from paged.simulator.machines import machine
+from paged.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)

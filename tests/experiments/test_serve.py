@@ -19,8 +19,8 @@ from experiments.lib import adapters, event_log, run_record, serving
 from experiments.workloads import popularity, write_prompts
 from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig, load
 from models import checkpoint
-from paged.adapters.adapter import Adapter
 from paged.engine import Engine, EngineConfig
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 from paged.simulator.executor import LinearCost, SimulatedExecutor

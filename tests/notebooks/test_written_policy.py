@@ -27,7 +27,7 @@ def test_pages_between_the_sink_and_the_window_are_given_back(multi_step):
     held = []
     while engine.has_unfinished():
         engine.step()
-        held.append(len(engine.host_policy.held()["blocks"]))
+        held.append(len(engine.host_policy.used_units()["blocks"]))
         engine.host_policy.check()
     # 30 tokens of a prompt take 8 pages. A token reads 4, and steps in flight write one more.
     assert held[0] == 8 and max(held[4:]) <= 5 and min(held[4:-1]) >= 4

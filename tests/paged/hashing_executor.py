@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
-from paged.adapters.adapter import Adapter
 from paged.clock import VirtualClock
 from paged.device.step import StepOutputs
+from paged.requests.adapter import Adapter
 from paged.requests.beam_search import BeamSearch
 
 EOS, FIRST, VOCAB = 2, 3, 61

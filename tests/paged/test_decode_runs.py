@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from experiments import serve
 from experiments.workloads.workloads import Request
-from paged.adapters.adapter import Adapter
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.kv_cache import POLICIES
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 from paged.simulator.step_cost import StepCost
@@ -55,7 +55,7 @@ def served(config: EngineConfig, cost, requests, sampling, *, skip: bool, adapte
         "outputs": outputs,
         "time": executor.clock.now(),
         "rounds": engine.loop.round,
-        "held": {name: len(units) for name, units in engine.host_policy.held().items()},
+        "held": {name: len(units) for name, units in engine.host_policy.used_units().items()},
     }, engine
 
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paged.adapters.adapter import Adapter
 from paged.blocks.block_pool import NULL_BLOCK
-from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
+from paged.step_inputs import empty_step_inputs
 from tests.paged.hashing_executor import HashingExecutor, TwinLoads, generate
 from tests.paged.tiny import TINY
 from tests.paged.twin_cases import ADAPTERS, SHARED, Call, cases, expected_outputs, tokens

@@ -9,9 +9,9 @@ import pytest
 
 from experiments.lib.event_log import EventLog
 from experiments.lib.run_record import plain
-from paged.adapters.adapter import Adapter
 from paged.engine import Engine, EngineConfig, OutputStream
 from paged.kv_cache.dense import DenseHost
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 from tests.paged.hashing_executor import HashingExecutor, TwinLoads

@@ -16,8 +16,8 @@ from models.config import ModelConfig
 from models.families import family
 from models.hf_config import to_hf
 from models.params import flatten
-from paged.device.tensor_parallel import Shards
 from paged.engine import Engine, EngineConfig
+from paged.tensor_parallel import Shards
 
 # 110 million parameters.
 MODEL = ModelConfig(

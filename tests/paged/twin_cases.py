@@ -6,8 +6,8 @@ from typing import Any, Literal
 import numpy as np
 from hypothesis import strategies as st
 
-from paged.adapters.adapter import Adapter
 from paged.engine import EngineConfig
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
 from tests.paged.hashing_executor import (

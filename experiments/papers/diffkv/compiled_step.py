@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from experiments.gpu.step_report import Compiled, Step
 from paged.config import EngineConfig
-from paged.device.tensor_parallel import Shards
 from paged.kv_cache.diffkv.layout import layout_of
+from paged.tensor_parallel import Shards
 from pallas_kernels.prompt_attention.specs import PROMPT
 from pallas_kernels.quantized_attention.specs import DECODE
 

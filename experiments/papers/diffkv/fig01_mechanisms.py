@@ -18,7 +18,7 @@ from experiments.papers.diffkv.systems import PAGE_SIZE
 from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism, box
 from models import checkpoint
 from paged.config import EngineConfig
-from paged.kv_cache.diffkv import compression, page_manager
+from paged.kv_cache.diffkv import page_manager
 from paged.kv_cache.diffkv.compression import NOBODY, Found, Rules
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.policy import ShardedModel
@@ -48,8 +48,8 @@ SIXTEEN = 4 * D
 def levels_of(means: np.ndarray) -> np.ndarray:
     """[T] the precision of each token of a head by the policy's rule for prompts."""
     later = np.maximum(len(means) - 1 - np.arange(len(means)), 1)
-    kept, _ = compression.classify_prompts(
-        Rules(window=WINDOW), jnp.asarray((means * later)[:, None], jnp.float32),
+    kept, _ = Rules(window=WINDOW).of_prompts(
+        jnp.asarray((means * later)[:, None], jnp.float32),
         jnp.arange(len(means)), jnp.full(len(means), len(means)), jnp.array(ALPHA), 0,
     )  # fmt: skip
     high, low = (np.asarray(each)[:, 0] for each in kept)
@@ -224,9 +224,8 @@ def decided(candidate: np.ndarray, high: np.ndarray, low: np.ndarray, N: int) ->
     """[cases, 3] the same, of the policy."""
     means = jnp.asarray(np.stack([candidate, high, low], -1), jnp.float32)
     found = Found(jnp.zeros(means.shape, jnp.int32).at[:, 0].set(7), means)
-    arrives, replaces, at = map(np.asarray, compression.decide(
-        Rules(), found, jnp.float32(N), jnp.asarray(ALPHA, jnp.float32)
-    ))  # fmt: skip
+    decision = Rules().decide(found, jnp.float32(N - 1), jnp.asarray(ALPHA, jnp.float32))
+    arrives, replaces, at = map(np.asarray, decision)
     leaves, of_candidate = replaces[:, 0], at[:, 0] == 7
     goes = np.where(arrives[:, 1], LOW, DROPPED)
     where = np.where(leaves & of_candidate, goes, HIGH)

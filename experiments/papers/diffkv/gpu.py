@@ -188,7 +188,7 @@ def held(
         return None
     pages, slots = simulated(config, model, shipped.found(flags.recorded)), np.arange(len(prompts))
     pages.compute(slots, prompts, np.ones(len(prompts), bool))
-    return pages.held(slots, contexts)
+    return pages.kept(slots, contexts)
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> None:

@@ -29,7 +29,7 @@ from experiments.study import Run, Setting, Study, Values
 from models import checkpoint, load_tokenizer
 from paged.device.executor import DeviceExecutor
 from paged.engine import Engine
-from paged.kv_cache.diffkv.options import Options, page_formats
+from paged.kv_cache.diffkv.options import Options
 from paged.kv_cache.diffkv.recording import Recording
 from paged.requests.sampling_params import SamplingParams
 
@@ -150,7 +150,7 @@ def values(flags: RecordFlags, rows: Sequence[Row]) -> Values:
     PHASE_pruned: the share that is dropped."""
     longest = flags.ascending[-1]
     head_dim = checkpoint.load_config(flags.model).head_dim
-    formats = page_formats(Options(), PAGE_SIZE, head_dim, "float16")
+    formats = Options().formats(PAGE_SIZE, head_dim, "float16")
     sizes = [format.token_bytes for format in formats]
     numbers: dict[str, float | None] = {}
     for alpha_h, alpha_l in ALPHAS:

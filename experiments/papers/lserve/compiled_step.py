@@ -8,8 +8,8 @@ import numpy as np
 from experiments.gpu.step_report import Compiled, Step
 from models.config import ModelConfig
 from paged.config import EngineConfig
-from paged.device.tensor_parallel import Shards
 from paged.kv_cache.lserve.layout import layout_of
+from paged.tensor_parallel import Shards
 from pallas_kernels.block_sparse_attention.specs import HYBRID
 from pallas_kernels.page_selection.specs import SELECT
 from pallas_kernels.paged_attention.specs import DECODE, PREFILL, QUANTISED

@@ -158,7 +158,7 @@ def steps() -> tuple[list[Step], int]:
             continue
         layer = int(np.argmax(shot.num_dense > 0))
         found.append(Step(
-            tokens, int(host.dense.block_tables.num_blocks[0]), len(host.streaming.held_by(0)),
+            tokens, int(host.dense.block_tables.num_blocks[0]), len(host.streaming.blocks_of(0)),
             int(shot.positions[0]), tuple(np.sort(shot.pages[0, layer, 0]).tolist()),
         ))  # fmt: skip
     return found, host.layout.window

@@ -20,7 +20,7 @@ def named(engine: Any) -> list[Mechanism]:
         found.append(Mechanism("selecting", "no selection of pages", flags, selects))
     if streams:
         flags = f"--lserve_sink and --lserve_local together below {longest} by two pages"
-        moves = layout.streams and layout.sink + layout.local + 1 < layout.most
+        moves = layout.streams and layout.sink + layout.local + 1 < layout.max_pages
         found.append(Mechanism("streaming", "no window of a head that streams", flags, moves))
     if options.minference_from:
         flags = f"--lserve_minference_from and --lserve_minference_budget far below {longest}"

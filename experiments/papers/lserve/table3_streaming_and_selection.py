@@ -25,7 +25,7 @@ from experiments.accuracy import PAGE_SIZE, AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
 from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, gates_of
 from experiments.study import Values
-from paged.kv_cache.lserve.options import LEAST_SELECTED
+from paged.kv_cache.lserve.options import MIN_SELECTED
 
 TASKS = ("multikey", "chain", "values", "cot", "cot_32")
 GOAL = -2.0  # points
@@ -53,7 +53,7 @@ class FrontierFlags(AccuracyFlags):
     @property
     def goal(self) -> tuple[float, str]:
         """The point that the claim is about."""
-        return 0.5, str(max(max(self.contexts) // 4, LEAST_SELECTED * PAGE_SIZE))
+        return 0.5, str(max(max(self.contexts) // 4, MIN_SELECTED * PAGE_SIZE))
 
 
 def label(share: float, budget: str) -> str:

@@ -28,9 +28,9 @@ from experiments.study import Run, Setting, Study, Values
 from experiments.workloads.workloads import Request
 from models import checkpoint
 from models.config import ModelConfig
-from paged.adapters.adapter import Adapter
 from paged.config import EngineConfig
 from paged.engine import Engine
+from paged.requests.adapter import Adapter
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 
 UNBOUNDED = 2**31 - 1

@@ -23,11 +23,11 @@ from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism, box
 from experiments.papers.vllm import snapshots
 from models import checkpoint
 from models.config import ModelConfig
-from paged.adapters.adapter import Adapter
 from paged.cluster.cluster import Arrival, ClusterRecord
 from paged.cluster.simulated import SimulatedCluster
 from paged.config import EngineConfig
 from paged.engine import Engine
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from pallas_kernels.lora import PAGE_RANKS, Segments, sgmv

@@ -25,10 +25,10 @@ from experiments.papers.vllm.opt import calibrated
 from experiments.study import Run, Setting, Study, Values
 from experiments.workloads import popularity, ramp, synthetic_lengths
 from models import checkpoint
-from paged.adapters.adapter import Adapter
 from paged.cluster.cluster import Arrival
 from paged.cluster.simulated import SimulatedCluster
 from paged.config import EngineConfig
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.step_cost import HOSTS, StepCost
 

@@ -41,8 +41,8 @@ from models import checkpoint
 from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.engine import Engine
-from paged.requests.validation import check_model
 from paged.simulator import roofline
+from paged.validation import check_model
 from pallas_kernels.specs import Cost, Rates
 
 PEFT = "peft"

@@ -29,10 +29,10 @@ from experiments.workloads import popularity, synthetic_lengths
 from experiments.workloads.popularity import POPULARITIES
 from experiments.workloads.workloads import Request
 from models import checkpoint
-from paged.adapters.adapter import Adapter
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.metrics import StepRecord
+from paged.requests.adapter import Adapter
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.step_cost import StepCost
 

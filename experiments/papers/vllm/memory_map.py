@@ -47,7 +47,7 @@ from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.metrics import StepRecord
 from paged.requests.sampling_params import SamplingParams
-from paged.requests.validation import validated_prompt
+from paged.validation import validated_prompt
 
 # A cache of 48 small blocks shows all there is to see; the map of a large one would be a carpet.
 DEFAULTS = EngineConfig(

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from models.config import Attention
+from paged.kv_cache.block_device import BlockDevice
 from paged.kv_cache.dense.reads import Reads, all_blocks
 from paged.kv_cache.scatter import distinct
 from paged.kv_cache.windows import by_window
 from pallas_kernels.attention.schedule import DecodeSchedule, PrefillSchedule
-from pallas_kernels.kv_write import copy_pages, write_kv
+from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import (
     paged_attention,
     paged_prefill_attention,
@@ -37,9 +38,11 @@ class DenseCache:
 class DensePlan:
     """Index arrays of layer 0, built once a step; other layers add an offset.
 
-    slot_mapping: [T, K] where each token's keys and values go.  written: [T] whether the token is
-    real.  query_starts, lengths: as in `Reads`.  tables: [R, K, M] page ids.  decode, prefill:
-    schedules of the attention ops, or None, for each of `Attention.kinds`.
+    slot_mapping: [T, K] where each token's keys and values go.
+    written: [T] whether the token is real.
+    query_starts, lengths: as in `Reads`.
+    tables: [R, K, M] page ids.
+    decode, prefill: schedules of the attention ops, or None, for each of `Attention.kinds`.
     """
 
     slot_mapping: jax.Array
@@ -52,9 +55,11 @@ class DensePlan:
 
 
 @dataclass(frozen=True)
-class DensePolicy:
-    """attention: of the model. kv_dtype: of the pages, where it is not the compute dtype.
-    implementation: of the attention ops."""
+class DensePolicy(BlockDevice):
+    """attention: of the model.
+    kv_dtype: of the pages, where it is not the compute dtype.
+    implementation: of the attention ops.
+    """
 
     num_layers: int
     num_heads: int
@@ -152,33 +157,9 @@ class DensePolicy:
             outs.append(out)
         return jnp.concatenate(outs)
 
-    def end_step(self, cache: DenseCache, plan: DensePlan, inputs) -> DenseCache:
-        return cache
+    def arrays(self, cache: DenseCache, pool: str) -> dict[str, jax.Array]:
+        return {"k_pages": cache.k_pages, "v_pages": cache.v_pages}
 
-    def report(self, cache: DenseCache) -> None:
-        """The host half owns all blocks, so it knows."""
-
-    def _pages(self, blocks):
-        """Pages [C, L * K] of blocks [C]."""
+    def pages_of(self, pool: str, blocks) -> jax.Array:
         groups = jnp.arange(self.num_layers * self.num_kv_heads, dtype=jnp.int32) * self.num_blocks
         return blocks[:, None] + groups
-
-    def export_units(self, cache: DenseCache, pool: str, blocks) -> DenseCache:
-        """Blocks [C] of every layer and head, as pages [C, L * K, P, D]."""
-        pages = self._pages(blocks)
-        return jax.tree.map(lambda pool: pool[pages], cache)
-
-    def import_units(self, cache: DenseCache, pool: str, blocks, content: DenseCache):
-        pages = self._pages(blocks)
-        return jax.tree.map(
-            lambda pages_, x: pages_.at[pages].set(x, mode="promise_in_bounds"), cache, content
-        )
-
-    def copy_units(self, cache: DenseCache, pool: str, sources, destinations) -> DenseCache:
-        """Copy blocks sources [C] → destinations [C] in every layer and head."""
-        source_pages = self._pages(sources).reshape(-1)
-        destination_pages = self._pages(destinations).reshape(-1)
-        return DenseCache(
-            copy_pages(cache.k_pages, source_pages, destination_pages),
-            copy_pages(cache.v_pages, source_pages, destination_pages),
-        )

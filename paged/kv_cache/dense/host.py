@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paged.blocks.block_pool import NULL_BLOCK, BlockPool
+from paged.blocks.block_pool import NULL_BLOCK
 from paged.blocks.block_table import BlockTables, SwappedTables
 from paged.blocks.prefix_cache import PrefixCache
 from paged.kv_cache.dense.prefix import Prefixes
-from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.owners import CACHED, of_tables
-from paged.kv_cache.policy import CacheConfig, EmptyCache, HostPolicy, ShardedModel
+from paged.kv_cache.host import BlockHost, HostPolicy, Sizes
+from paged.kv_cache.moves import Pool
+from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
@@ -25,23 +25,23 @@ def block_pool(config: CacheConfig, model: ShardedModel, num_host_units: int) ->
         num_units=config.num_blocks,
         num_host_units=num_host_units,
         null_unit=NULL_BLOCK,
-        most_copies=config.max_num_seqs,
+        max_copies=config.max_num_seqs,
         units_per_call=-(-MOVED_TOKENS_PER_CALL // config.page_size),
         unit_bytes=config.page_size * model.kv_token_bytes(config.kv_dtype),
     )
 
 
-def sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
+def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
     P, blocks = config.page_size, config.num_blocks - 1
 
     def fits(num_tokens: int, num_sequences: int) -> bool:
         return num_sequences * -(-num_tokens // P) <= blocks
 
     pool = block_pool(config, model, config.num_blocks)
-    return EmptyCache((pool,), -(-config.max_model_len // P), fits)
+    return Sizes((pool,), -(-config.max_model_len // P), fits)
 
 
-class DenseHost:
+class DenseHost(BlockHost):
     """The same block tables serve all layers and heads.
 
     A prompt is admitted when its blocks, and above them a watermark of free blocks that lets
@@ -54,8 +54,7 @@ class DenseHost:
         can_resume: Callable[[bytes], bool] = lambda end: True,
     ):  # fmt: skip
         cache = PrefixCache() if config.prefix_caching else None
-        self.pools, self._name = (pool,), pool.name
-        self.pool = BlockPool(pool.num_units, cache)
+        super().__init__(pool, cache)
         self.block_tables = BlockTables(
             self.pool, config.max_num_seqs, config.max_model_len, config.page_size
         )
@@ -66,8 +65,6 @@ class DenseHost:
         if cache is not None:
             self.prefixes = Prefixes(cache, self.pool, self.block_tables, can, can_resume)
         self._computed = np.zeros(config.max_num_seqs, np.int64)  # tokens of each slot
-        self._moves = Moves()
-        self.host_pool = BlockPool(pool.num_host_units)
 
     @classmethod
     def declare(cls, config: CacheConfig, model: ShardedModel) -> "DenseHost":
@@ -80,12 +77,16 @@ class DenseHost:
         assert isinstance(policy, DenseHost), f"not the dense policy's: {type(policy).__name__}"
         return policy
 
-    @property
-    def table_width(self) -> int:
-        return self.block_tables.blocks.shape[1]
+    def slot_tables(self) -> np.ndarray:
+        return self.block_tables.blocks
 
-    def observe(self, number: int, report) -> None:
-        raise AssertionError("the device half reports nothing")
+    @property
+    def pins(self) -> np.ndarray | int:
+        return self.prefixes.pins if self.prefixes else 0
+
+    @property
+    def cached_blocks(self) -> np.ndarray:
+        return np.fromiter(self.pool.cache.idle if self.pool.cache else (), np.int64)
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
         needed = num_sequences * self.block_tables.blocks_for(num_tokens)
@@ -96,7 +97,7 @@ class DenseHost:
         needed = self.watermark_blocks if keep_watermark else 0
         for sequence in sequences:
             needed += self.block_tables.blocks_for(len(sequence.tokens))
-            if sequence.donor:
+            if sequence.parent:
                 needed -= self.block_tables.blocks_for(sequence.shared)
             elif self.prefixes:
                 # Blocks with owners cost nothing; idle ones count as free until they are taken.
@@ -105,16 +106,16 @@ class DenseHost:
 
     def admit(self, slot: int, sequence: Sequence) -> int:
         computed = 0
-        if sequence.donor:
+        if sequence.parent:
             computed = sequence.shared
-            self.block_tables.fork(sequence.donor.slot, slot, computed)
+            self.block_tables.fork(sequence.parent.slot, slot, computed)
             if self.prefixes:
                 self.prefixes.restart(slot, sequence)
         elif self.prefixes:
             computed = self.prefixes.adopt(slot, sequence)
         self._computed[slot] = computed
         # What is replayed grows as it did: a copy of a shared last block would come before its
-        # donor has computed it.
+        # parent has computed it.
         num_tokens = len(sequence.prefill_tokens(self._replays))
         self.append(np.array([slot]), np.array([num_tokens]))
         return computed
@@ -133,7 +134,7 @@ class DenseHost:
 
     def append(self, slots, num_tokens) -> None:
         if copies := self.block_tables.append(slots, num_tokens):
-            self._moves.copy(self._name, copies)
+            self.moves.copy(self._name, copies)
 
     def fork(self, parent: int, child: int) -> None:
         self.block_tables.fork(parent, child)
@@ -159,12 +160,12 @@ class DenseHost:
         tables.append(slots, num_tokens + steps - 1)
         self._computed[slots] = num_tokens + steps - 1
         unit_bytes = self.pools[0].unit_bytes
-        held = before.bytes[self._name] // unit_bytes
+        before_run = before.bytes[self._name] // unit_bytes
         usages = []
         for step, blocks in enumerate(grown.tolist()):
             reserved = before.reserved + room[step] - n * (step + 1)
             internal = before.internal + blocks * P - room[step]
-            used = held + blocks
+            used = before_run + blocks
             usages.append(
                 Usage(
                     used * P - reserved - internal, reserved, internal, 0, before.free - blocks * P,
@@ -188,9 +189,6 @@ class DenseHost:
         grown = np.maximum(needed, 0).sum(1)
         return grown[: np.searchsorted(grown, self.pool.num_free, side="right")]
 
-    def computed(self, parent: int, child: int, num_tokens: int) -> None:
-        """They have shared their blocks since the child was admitted."""
-
     def free(self, slot: int) -> None:
         self.block_tables.free(slot)
         self._computed[slot] = 0
@@ -200,7 +198,7 @@ class DenseHost:
 
     def swap_out(self, slots: list[int]) -> SwappedTables:
         swapped, pairs = self.block_tables.swap_out(slots, self.host_pool)
-        self._moves.export(self._name, pairs)
+        self.moves.export(self._name, pairs)
         self._computed[slots] = 0
         return swapped
 
@@ -215,19 +213,11 @@ class DenseHost:
         if self.prefixes:
             for sequence in sequences:
                 self.prefixes.restart(sequence.slot, sequence)
-        self._moves.bring(self._name, self.block_tables.swap_in(slots, swapped, self.host_pool))
+        self.moves.bring(self._name, self.block_tables.swap_in(slots, swapped, self.host_pool))
         self._computed[slots] = [sequence.computed for sequence in sequences]
 
     def drop_swapped(self, swapped: SwappedTables) -> None:
         self.host_pool.release(swapped.distinct)
-
-    def take_moves(self) -> Moves:
-        moves, self._moves = self._moves, Moves()
-        return moves
-
-    def tables(self, slots, out: np.ndarray) -> None:
-        # Other modes would go through a buffer.
-        np.take(self.block_tables.blocks, slots, axis=0, out=out, mode="clip")
 
     def usage(self) -> Usage:
         """A block with several owners counts once."""
@@ -235,12 +225,12 @@ class DenseHost:
         room = int(tables.num_tokens.sum())
         reserved = room - int(self._computed.sum())
         dropped = int(tables.num_dropped.sum())
-        held = int(tables.num_blocks.sum()) - dropped
-        internal = (held + dropped) * page_size - room - tables.shared_room()
+        entries = int(tables.num_blocks.sum()) - dropped
+        internal = (entries + dropped) * page_size - room - tables.shared_room()
         pins = self.prefixes.num_references if self.prefixes else 0
         used = self.pool.num_used
         return Usage(
-            shared=(held + pins - used) * page_size,
+            shared=(entries + pins - used) * page_size,
             token_states=used * page_size - reserved - internal,
             reserved=reserved,
             internal=internal,
@@ -248,29 +238,3 @@ class DenseHost:
             free=self.pool.num_free * page_size,
             bytes={self._name: used * self.pools[0].unit_bytes},
         )
-
-    def held(self) -> dict[str, np.ndarray]:
-        on_host = np.flatnonzero(self.host_pool.refcounts)
-        return {self._name: np.flatnonzero(self.pool.refcounts), f"host {self._name}": on_host}
-
-    def owners(self) -> dict[str, np.ndarray]:
-        owners = of_tables(self.block_tables.blocks, self.pool.refcounts)
-        if self.pool.cache:
-            owners[np.fromiter(self.pool.cache.idle, np.int64) - 1] = CACHED
-        return {self._name: owners}
-
-    def gauges(self, report, slots, contexts) -> dict[str, float]:
-        return {}
-
-    def check(self) -> None:
-        blocks = self.block_tables.blocks
-        owners = np.bincount(blocks[blocks != NULL_BLOCK], minlength=self.pool.num_blocks)
-        if self.prefixes:
-            owners += self.prefixes.pins
-        assert (owners == self.pool.refcounts).all(), "blocks have other owners than are counted"
-        assert self.pool.num_used == np.count_nonzero(owners), "a block is free and has owners"
-        self.pool.check()
-        self.host_pool.check()
-
-    def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
-        return [(self._name, *operation) for operation in self.pool.drain_operations()]

@@ -22,7 +22,7 @@ class DenseLayout:
         """Of a block: its keys and its values in each layer, which lie apart."""
         return 2 * len(self.windows)
 
-    def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
+    def work(self, contexts: np.ndarray, new_tokens: np.ndarray, kept=None) -> Work:
         """See `paged.kv_cache.work.Layout`. Of layers that differ, the mean."""
         heads, token = self.heads, 2 * self.heads.D * self.kv_itemsize
         pairs, seen = visible(contexts, new_tokens, self.windows)

@@ -16,9 +16,11 @@ from paged.requests.sequence import Sequence
 class Found:
     """A cached prefix from which a sequence can go on.
 
-    blocks: [n] int32 full blocks.  key: of these.
+    blocks: [n] int32 full blocks.
+    key: of these.
     tail: [0 or 1] int32, the pinned block that holds the tokens after them.
-    num_tokens: of the prefix.  end: the key of all its tokens, as `end_key` gives it.
+    num_tokens: of the prefix.
+    end: the key of all its tokens, as `end_key` gives it.
     num_cached: full blocks that are cached, also where no sequence can go on.
     """
 
@@ -40,7 +42,8 @@ class Prefixes:
 
     can_resume: whether all else that a sequence needs to go on from a prefix is there, by its
     `end_key`; it can always begin afresh.
-    num_pinned: blocks that only pins keep from being free. num_references: of all pins.
+    num_pinned: blocks that only pins keep from being free.
+    num_references: of all pins.
     """
 
     def __init__(
@@ -124,15 +127,15 @@ class Prefixes:
         found, last = cache.find(chain(tokens, page_size, root))
         full, key = len(tokens) // page_size, last or root
         assert len(found) == full, f"only {len(found)} of {full} blocks are published"
-        tail, held = tokens[full * page_size :].tobytes(), np.array(found, np.int32)
+        tail, blocks = tokens[full * page_size :].tobytes(), np.array(found, np.int32)
         _, pinned = cache.find_tail(key, tail) or (NULL_BLOCK, 0)
         if pinned < len(tail):
             block = self._tables.blocks[slot, full]
             cache.pin_tail(key, tail, int(block))
-            held = np.append(held, block)
-        owners = self._pool.refcounts[held] - np.isin(held, self._tables.blocks[slot])
+            blocks = np.append(blocks, block)
+        owners = self._pool.refcounts[blocks] - np.isin(blocks, self._tables.blocks[slot])
         self.num_pinned += int((owners == 0).sum())
-        self.num_references += len(held)
-        self.pins[held] += 1
-        self._pool.share(held)
+        self.num_references += len(blocks)
+        self.pins[blocks] += 1
+        self._pool.share(blocks)
         return end_key(key, tail)

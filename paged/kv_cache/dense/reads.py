@@ -12,9 +12,10 @@ from pallas_kernels.block_sparse_attention import lists_of, tiles_of
 class Reads(NamedTuple):
     """Rows of prompts, Rp, and then one row for each query that decodes.
 
-    query_starts: [Rp + 1] first query of each row of prompts.  tables: [R, M] blocks of each row in
-    the order of their tokens.  lengths: [R] tokens of these blocks that the row's last query reads;
-    each query before it reads one fewer.
+    query_starts: [Rp + 1] first query of each row of prompts.
+    tables: [R, M] blocks of each row in the order of their tokens.
+    lengths: [R] tokens of these blocks that the row's last query reads; each query before it reads
+        one fewer.
     """
 
     query_starts: jax.Array

@@ -8,17 +8,18 @@ by a window of attention, and a copy in the host's memory from which bits may ri
 have the same level, by DiffKV's rules, which only falls. With gates, as LServe and DuoAttention
 have them, KV heads stream.
 
-The policy is made of parts: what a page holds (`options.page_formats`), which tokens stay (`keeps`:
-`compression` by significance or budget, `streaming` by head, `rest` by age), which pages are read
-(`selection`), and who owns the pages (`page_manager`, `host`).
+The policy is made of parts: what a page holds (`formats`), which tokens stay (`keeps`:
+`compression` by significance or budget, `streaming_heads` by head, `rest` by age), which pages are
+read (`page_selector`), and who owns the pages (`page_manager`, `host`).
 """
 
 from models.config import ModelConfig
 from paged.kv_cache.diffkv.device import DiffKVPolicy
+from paged.kv_cache.diffkv.formats import AUTO
 from paged.kv_cache.diffkv.host import DiffKVHost, sizes
 from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import layout_of
-from paged.kv_cache.diffkv.options import AUTO, Options, check_options
+from paged.kv_cache.diffkv.options import Options, check_options
 from paged.kv_cache.diffkv.simulated import SimulatedPages
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 from paged.kv_cache.shared_heads import SharedHeads
@@ -61,7 +62,7 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
             "allowed"
         )
     # What is swapped names pages by their slots.
-    if layout.num_slots * layout.most >= 2**31 - 1:
+    if layout.num_slots * layout.max_pages >= 2**31 - 1:
         raise ValueError(
             f"max_num_seqs ({config.max_num_seqs}) sequences of max_model_len "
             f"({config.max_model_len}) tokens can hold more pages than an int32 can name"

@@ -44,7 +44,7 @@ A third, `kivi`, asks for no scores: rest.py.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -61,10 +61,68 @@ def budget_tokens(budget, lengths):
     return tokens.astype(jnp.int32)
 
 
+class Found(NamedTuple):
+    """Tokens that may leave: at `CANDIDATE` the one that leaves the window with the next token, and
+    from `HIGHEST` on the least significant one of each of I precisions beyond the window.
+
+    at: [..., 1 + I] int32, its place among the tokens of its precision.
+    mean: [..., 1 + I] float32, its significance, `NOBODY` if there is none.
+    """
+
+    at: jax.Array
+    mean: jax.Array
+
+
+class Decision(NamedTuple):
+    """What a new token changes in each precision.
+
+    arrives: [..., I] whether a token comes there: to the highest the new one, and to another the
+        last one before it that was replaced.
+    replaces: [..., I] whether it takes the place of a token, which goes on down. It is added
+        otherwise.
+    at: [..., I] int32, that place.
+    """
+
+    arrives: jax.Array
+    replaces: jax.Array
+    at: jax.Array
+
+
+class Keeper(Protocol):
+    """Which tokens of a KV head stay, and in which of I precisions, the highest first."""
+
+    def of_prompts(
+        self, sums_TxK, positions_T, lengths_T, alpha, budget
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """Tokens of prompts: (whether each precision keeps them, [T, K] bool each, scores [T, K]
+        float32).
+
+        sums: [T, K] float32, what `prompt_attention` gives with `Rules.prompt_scores`.
+        positions: [T] int32 from 0; a prompt's tokens lie one after the other.
+        lengths: [T] int32, N of a token's prompt.
+        alpha: [I] thresholds by precision.
+        budget: of `budget_tokens`, where rules have one.
+        """
+        ...
+
+    def places(self, positions_T, ranks_TxK) -> jax.Array:
+        """[T, K] int32, where tokens of prompts lie in the highest precision. ranks: [T, K] int32,
+        the number of kept ones before each."""
+        ...
+
+    def decide(self, found: Found, positions, alpha, kept, budget) -> Decision:
+        """What new tokens at `positions` [...] change. kept: [...] tokens in the highest
+        precision without them."""
+        ...
+
+
 @dataclass(frozen=True)
 class Rules:
     """window: tokens at the end of a sequence that stay in the highest precision, at least 2; H2O
-    has its own. budgeted: whether a budget, and not alpha, decides what stays of prompts."""
+        has its own.
+    prompt, generation: see above.
+    budgeted: whether a budget, and not alpha, decides what stays of prompts.
+    """
 
     window: int = 64
     prompt: Literal["paper", "repository", "h2o", "snapkv", "kivi"] = "paper"
@@ -98,60 +156,66 @@ class Rules:
             return scores
         return scores / jnp.maximum(age if self.counts_own else age - 1, 1)
 
+    def of_prompts(self, sums_TxK, positions_T, lengths_T, alpha, budget):
+        """See `Keeper`."""
+        positions, N = positions_T[:, None], lengths_T[:, None]
+        recent = positions >= N - self.recent(budget, N)
+        later = jnp.maximum(N - positions if self.counts_own else N - positions - 1, 0)
+        if self.prompt == "paper":
+            mean, base = sums_TxK / jnp.maximum(N - 1 - positions, 1), positions + 1
+            scores = mean * later
+        elif self.prompt == "repository":
+            mean, base = sums_TxK / jnp.clip(N - positions, 1, REPOSITORY_ROWS), N
+            scores = mean * later
+        else:
+            mean, base, scores = sums_TxK, N, sums_TxK
+        if self.budgeted:
+            first_T = jnp.arange(len(positions_T)) - positions_T
+            if self.prompt == "snapkv":
+                mean = _of_neighbours(jnp.where(recent, 0.0, mean), first_T)
+            rank = _ranks(jnp.where(recent, jnp.inf, mean), first_T)
+            highest = recent | (rank < budget_tokens(budget, N))
+            return [highest] + [jnp.zeros_like(highest)] * (len(alpha) - 1), scores
+        kept = [recent | (mean >= alpha[0] / base)]
+        rest = ~kept[0]
+        for each in alpha[1:]:
+            kept.append(rest & (mean >= each / base))
+            rest &= ~kept[-1]
+        return kept, scores
 
-class Found(NamedTuple):
-    """At `CANDIDATE` the token that leaves the window with the next one, and from `HIGHEST` on the
-    least significant token of each of I precisions beyond the window. at: [..., 1 + I] int32, its
-    place among the tokens of its precision. mean: [..., 1 + I] float32, its significance, `NOBODY`
-    if there is none."""
+    def places(self, positions_T, ranks_TxK):
+        """See `Keeper`."""
+        return ranks_TxK
 
-    at: jax.Array
-    mean: jax.Array
-
-
-class Decision(NamedTuple):
-    """What a new token changes in each precision, all [..., I]. arrives: whether a token comes
-    there: to the highest the new one, and to another the last one before it that was replaced.
-    replaces: whether it takes the place `at` of a token, which goes on down. It is added
-    otherwise."""
-
-    arrives: jax.Array
-    replaces: jax.Array
-    at: jax.Array
-
-
-def classify_prompts(rules: Rules, sums_TxK, positions_T, lengths_T, alpha, budget):
-    """Tokens of prompts: (of each precision whether they are kept in it [T, K] bool, scores [T, K]
-    float32).
-
-    sums: [T, K] float32, what `prompt_attention` gives with `prompt_scores`. positions: [T] int32
-    from 0; a prompt's tokens lie one after the other. lengths: [T] int32, N of a token's prompt.
-    alpha: [I], by precision, the highest first. budget: of `budget_tokens`, where rules have one.
-    """
-    positions, N = positions_T[:, None], lengths_T[:, None]
-    recent = positions >= N - rules.recent(budget, N)
-    later = jnp.maximum(N - positions if rules.counts_own else N - positions - 1, 0)
-    if rules.prompt == "paper":
-        mean, base = sums_TxK / jnp.maximum(N - 1 - positions, 1), positions + 1
-        scores = mean * later
-    elif rules.prompt == "repository":
-        mean, base = sums_TxK / jnp.clip(N - positions, 1, REPOSITORY_ROWS), N
-        scores = mean * later
-    else:
-        mean, base, scores = sums_TxK, N, sums_TxK
-    if rules.budgeted:
-        first_T = jnp.arange(len(positions_T)) - positions_T
-        if rules.prompt == "snapkv":
-            mean = _of_neighbours(jnp.where(recent, 0.0, mean), first_T)
-        rank = _ranks(jnp.where(recent, jnp.inf, mean), first_T)
-        highest = recent | (rank < budget_tokens(budget, N))
-        return [highest] + [jnp.zeros_like(highest)] * (len(alpha) - 1), scores
-    kept = [recent | (mean >= alpha[0] / base)]
-    rest = ~kept[0]
-    for each in alpha[1:]:
-        kept.append(rest & (mean >= each / base))
-        rest &= ~kept[-1]
-    return kept, scores
+    def decide(self, found: Found, positions, alpha, kept=0, budget=0.0) -> Decision:
+        """See `Keeper`. H2O alone needs `kept` and `budget`."""
+        lengths = positions + 1
+        thresholds = [each / lengths for each in alpha]
+        (candidate, *victims), places = (jnp.moveaxis(x, -1, 0) for x in (found.mean, found.at))
+        victim = victims[0]
+        if self.generation == "paper":
+            of_candidate = candidate < thresholds[0]
+        else:
+            of_candidate = candidate <= victim
+        leaving = jnp.where(of_candidate, candidate, victim)
+        if self.generation in ("h2o", "keep"):
+            leaves = leaving < NOBODY
+            leaves &= (self.generation == "h2o") & (kept >= budget_tokens(budget, lengths))
+            travels = jnp.zeros_like(leaves)
+        else:
+            travels = leaves = (candidate < NOBODY) & (leaving < thresholds[0])
+        arrives, replaces = [jnp.ones_like(leaves)], [leaves]
+        # In the paper's words only the candidate meets a victim where it is moved down to.
+        meets = of_candidate if self.generation == "paper" else jnp.ones_like(of_candidate)
+        for least_here, threshold in zip(victims[1:], thresholds[1:], strict=True):
+            arrives.append(travels & (leaving >= threshold))
+            replaces.append(arrives[-1] & meets & (least_here < threshold))
+            travels = jnp.where(arrives[-1], replaces[-1], travels)
+            leaving = jnp.where(replaces[-1], least_here, leaving)
+            if self.generation == "paper":
+                meets &= ~arrives[-1]
+        at = [jnp.where(of_candidate, places[CANDIDATE], places[HIGHEST]), *places[HIGHEST + 1 :]]
+        return Decision(*(jnp.stack(x, -1) for x in (arrives, replaces, at)))
 
 
 def _of_neighbours(votes_TxK, first_T):
@@ -172,37 +236,6 @@ def _ranks(scores_TxK, first_T):
     first = jnp.broadcast_to(first_T[:, None], scores_TxK.shape)
     order = jnp.lexsort((-scores_TxK, first), axis=0)
     return jnp.argsort(order, axis=0).astype(jnp.int32) - first
-
-
-def decide(rules: Rules, found: Found, lengths, alpha, held=0, budget=0.0) -> Decision:
-    """What the next token changes. lengths: N with it, broadcast against [...]. alpha: [I]. held:
-    [...] tokens without it, and budget: of `budget_tokens`; H2O alone asks for them."""
-    thresholds = [each / lengths for each in alpha]
-    (candidate, *victims), places = (jnp.moveaxis(x, -1, 0) for x in (found.mean, found.at))
-    victim = victims[0]
-    if rules.generation == "paper":
-        of_candidate = candidate < thresholds[0]
-    else:
-        of_candidate = candidate <= victim
-    leaving = jnp.where(of_candidate, candidate, victim)
-    if rules.generation in ("h2o", "keep"):
-        leaves = leaving < NOBODY
-        leaves &= (rules.generation == "h2o") & (held >= budget_tokens(budget, lengths))
-        travels = jnp.zeros_like(leaves)
-    else:
-        travels = leaves = (candidate < NOBODY) & (leaving < thresholds[0])
-    arrives, replaces = [jnp.ones_like(leaves)], [leaves]
-    # In the paper's words only the candidate meets a victim where it is moved down to.
-    meets = of_candidate if rules.generation == "paper" else jnp.ones_like(of_candidate)
-    for least_here, threshold in zip(victims[1:], thresholds[1:], strict=True):
-        arrives.append(travels & (leaving >= threshold))
-        replaces.append(arrives[-1] & meets & (least_here < threshold))
-        travels = jnp.where(arrives[-1], replaces[-1], travels)
-        leaving = jnp.where(replaces[-1], least_here, leaving)
-        if rules.generation == "paper":
-            meets &= ~arrives[-1]
-    at = [jnp.where(of_candidate, places[CANDIDATE], places[HIGHEST]), *places[HIGHEST + 1 :]]
-    return Decision(*(jnp.stack(x, -1) for x in (arrives, replaces, at)))
 
 
 def least(means, places, rows, before: tuple[jax.Array, jax.Array]):

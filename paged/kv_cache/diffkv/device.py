@@ -19,7 +19,7 @@ from paged.kv_cache.diffkv import page_manager
 from paged.kv_cache.diffkv.compression import NOBODY, Found, Rules, least
 from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import Layout
-from paged.kv_cache.diffkv.selection import Read
+from paged.kv_cache.diffkv.page_selector import Read
 from paged.kv_cache.diffkv.significance import add_scores
 from paged.kv_cache.diffkv.snapshot import Snapshot, snapshot
 from paged.kv_cache.diffkv.stage import Places, Staged
@@ -328,7 +328,7 @@ class DiffKVPolicy:
 
     def _unit_pages(self, cache: DiffKVCache, units):
         """(pages [C], whether there is such a page [C])"""
-        slots, k = units // self.layout.most, units % self.layout.most
+        slots, k = units // self.layout.max_pages, units % self.layout.max_pages
         held = cache.pages.held.sum(-1).at[slots].get(mode="fill", fill_value=0)
         ends = jnp.cumsum(held, axis=1)
         head = jnp.minimum((ends <= k[:, None]).sum(1), held.shape[1] - 1)

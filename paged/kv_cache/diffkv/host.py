@@ -13,9 +13,10 @@ import numpy as np
 
 from paged.blocks.block_pool import BlockPool
 from paged.kv_cache.diffkv.layout import Layout, layout_of
+from paged.kv_cache.host import HostPolicy, Sizes
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.owners import FREE
-from paged.kv_cache.policy import CacheConfig, EmptyCache, ShardedModel
+from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
@@ -24,8 +25,12 @@ MOVED_BYTES_PER_CALL = 2**19  # swaps are padded to this, so that each is one pr
 
 
 class Swapped(NamedTuple):
-    """A sequence in the host's memory: the key of its slot's state, its pages there, and what the
-    host half knew of its slot."""
+    """A sequence in the host's memory.
+
+    key: of its slot's state.
+    units: its pages there.
+    known, needs: the numbers of its slot.
+    """
 
     key: int
     units: np.ndarray
@@ -34,8 +39,11 @@ class Swapped(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A slot of a step in flight: its owner, the slot that has its state in that step, and its
-    tokens at the step's end."""
+    """A slot of a step in flight.
+
+    source: the slot that has its state in that step.
+    num_tokens: at the step's end.
+    """
 
     slot: int
     owner: int
@@ -44,43 +52,42 @@ class Row(NamedTuple):
 
 
 def pool_of(layout: Layout, model: ShardedModel) -> Pool:
-    num_units = layout.num_slots * layout.most
+    num_units = layout.num_slots * layout.max_pages
     return Pool(
         name=PAGES,
         num_units=num_units + 1,
         num_host_units=num_units + 1,
         null_unit=num_units,
         units_per_call=max(1, MOVED_BYTES_PER_CALL // layout.page_bytes),
-        most_copies=0,
+        max_copies=0,
         unit_bytes=layout.page_bytes * model.num_shards,
     )
 
 
-def sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
+def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
     """Tables have one entry, for the length of a prompt, if prompts come in chunks."""
     layout = layout_of(config, model)
 
     def fits(num_tokens: int, num_sequences: int) -> bool:
         return num_sequences * int(layout.worst(num_tokens)) <= layout.num_pages
 
-    return EmptyCache((pool_of(layout, model),), int(layout.staged > 0), fits)
+    return Sizes((pool_of(layout, model),), int(layout.staged > 0), fits)
 
 
-class DiffKVHost:
-    """Knows slots by six numbers: pages `held` for the first `settled` tokens, as was reported,
-    none before the first report; tokens `computed` once all dispatched steps have run; tokens of
-    the `prompt`, which holds no page before its last chunk; tokens that were promised `room`, and
-    the pages that these need at most, the `bound`.
+class DiffKVHost(HostPolicy):
+    """Six numbers of each slot. The device half has the page tables.
 
-    The device half has page tables of its own. Where prompts come in chunks it must know how long
-    they are.
+    held, settled: pages of the first so many tokens, by the last report; 0 before the first.
+    computed: tokens, once all dispatched steps have run.
+    prompt: tokens. A prompt holds no page before its last chunk.
+    room: tokens for which there must be pages.
+    bound: pages that these need at most.
     """
 
     def __init__(self, config: CacheConfig, model: ShardedModel):
         self.layout = layout = layout_of(config, model)
-        empty = sizes(config, model)
-        self.pools, self.table_width, self.fits = empty.pools, empty.table_width, empty.fits
-        (self._pool,), self.capacity = self.pools, layout.num_pages
+        self._sizes = sizes(config, model)
+        self.pools, self.capacity = self._sizes.pools, layout.num_pages
         self._all_heads = model.whole.num_layers * model.whole.num_kv_heads
         self._watermark = int(config.watermark * self.capacity)
         self._replays = config.capabilities.replays
@@ -90,10 +97,17 @@ class DiffKVHost:
         self._needs = np.zeros((layout.num_slots, layout.horizon), np.int64)
         self._owners = np.zeros(layout.num_slots, np.int64)  # counted, so that they can be told
         self._in_flight: dict[int, list[Row]] = {}
-        self._moves = Moves()
-        self._host_pool = BlockPool(self._pool.num_host_units)
+        self.moves = Moves()
+        self._host_pool = BlockPool(self.pools[0].num_host_units)
         self._swapped: dict[int, Swapped] = {}
         self._keys = itertools.count()
+
+    @property
+    def table_width(self) -> int:
+        return self._sizes.table_width
+
+    def fits(self, num_tokens: int, num_sequences: int) -> bool:
+        return self._sizes.fits(num_tokens, num_sequences)
 
     def _bounds(self, slots, num_tokens):
         """Pages that `num_tokens` of `slots` need at most: by the last report, by what is promised
@@ -139,7 +153,7 @@ class DiffKVHost:
     def admit(self, slot: int, sequence: Sequence) -> int:
         num_tokens = self._prompt[slot] = self._prefill(sequence)
         self._room[slot], self.bound[slot] = num_tokens, self.layout.worst(num_tokens)
-        return sequence.shared if sequence.donor else 0
+        return sequence.shared if sequence.parent else 0
 
     def can_append(self, slots, num_tokens) -> bool:
         return self._has_room(int((self._bounds(slots, num_tokens) - self.bound[slots]).sum()))
@@ -150,7 +164,7 @@ class DiffKVHost:
 
     def fork(self, parent: int, child: int) -> None:
         assert not self._in_flight, "beams are forked when their step has been taken in"
-        self._moves.copy_slot(parent, child)
+        self.moves.copy_slot(parent, child)
         self._known[:, child] = self._known[:, parent]
         self._needs[child] = self._needs[parent]
 
@@ -166,13 +180,13 @@ class DiffKVHost:
         self._in_flight[number] = [Row(*row) for row in zip(*(x.tolist() for x in of_rows))]
 
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
-        self._moves.after.append((parent, child))
+        self.moves.after.append((parent, child))
         self._computed[child] = num_tokens
         rows = self._in_flight[max(self._in_flight)]
         rows.append(Row(child, int(self._owners[child]), parent, num_tokens))
 
     def free(self, slot: int) -> None:
-        self._moves.release(slot)
+        self.moves.release(slot)
         self._owners[slot] += 1
         self._known[:, slot], self._needs[slot] = 0, 0
 
@@ -186,9 +200,9 @@ class DiffKVHost:
         swapped = []
         for slot in slots:
             units = self._host_pool.allocate(int(self._held[slot]))
-            first = self._moves.source_of(slot) * self.layout.most
-            self._moves.export(PAGES, zip(range(first, first + len(units)), units.tolist()))
-            self._moves.export_slot(slot, key := next(self._keys))
+            first = self.moves.source_of(slot) * self.layout.max_pages
+            self.moves.export(PAGES, zip(range(first, first + len(units)), units.tolist()))
+            self.moves.export_slot(slot, key := next(self._keys))
             known = self._known[:, slot].copy(), self._needs[slot].copy()
             swapped.append(Swapped(key, units, *known))
         for slot in slots:
@@ -203,24 +217,20 @@ class DiffKVHost:
 
     def swap_in(self, swapped: list[Swapped], sequences: list[Sequence]) -> None:
         for one, sequence in zip(swapped, sequences, strict=True):
-            first = sequence.slot * self.layout.most
-            self._moves.slot_imports.append((one.key, sequence.slot))
-            self._moves.bring(PAGES, zip(one.units.tolist(), range(first, first + len(one.units))))
+            first = sequence.slot * self.layout.max_pages
+            self.moves.slot_imports.append((one.key, sequence.slot))
+            self.moves.bring(PAGES, zip(one.units.tolist(), range(first, first + len(one.units))))
             self._known[:, sequence.slot], self._needs[sequence.slot] = one.known, one.needs
         self._forget(swapped)
 
     def drop_swapped(self, swapped: list[Swapped]) -> None:
-        self._moves.dropped += [one.key for one in swapped]
+        self.moves.dropped += [one.key for one in swapped]
         self._forget(swapped)
 
     def _forget(self, swapped: list[Swapped]) -> None:
         for one in swapped:
             self._host_pool.release(one.units)
             del self._swapped[one.key]
-
-    def take_moves(self) -> Moves:
-        moves, self._moves = self._moves, Moves()
-        return moves
 
     def tables(self, slots, out: np.ndarray) -> None:
         """The tokens of prompts."""
@@ -241,7 +251,7 @@ class DiffKVHost:
             internal=places - states - reserved,
             external=0,
             free=max(0, self.capacity - used) * P // heads,
-            bytes={PAGES: used * self._pool.unit_bytes},
+            bytes={PAGES: used * self.pools[0].unit_bytes},
         )
 
     def owners(self) -> dict[str, np.ndarray]:
@@ -263,8 +273,8 @@ class DiffKVHost:
         gauges = dict(zip(("low_tokens", "high_tokens", "top_tokens"), kept[::-1].tolist()))
         return gauges | {"dropped_tokens": max(0.0, float(contexts.sum() - kept.sum()))}
 
-    def held(self) -> dict[str, np.ndarray]:
-        pages = np.arange(self.layout.most) < self._held[:, None]
+    def used_units(self) -> dict[str, np.ndarray]:
+        pages = np.arange(self.layout.max_pages) < self._held[:, None]
         on_host = np.flatnonzero(self._host_pool.refcounts)
         return {PAGES: np.flatnonzero(pages), f"host {PAGES}": on_host}
 
@@ -277,7 +287,3 @@ class DiffKVHost:
         on_host = np.flatnonzero(self._host_pool.refcounts).tolist()
         assert sorted(units) == on_host, "pages in the host's memory have other owners"
         self._host_pool.check()
-
-    def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
-        """The host half does none."""
-        return []

@@ -1,56 +1,53 @@
-"""Which tokens stay, by KV head: `Rules` judge those of most heads, and streaming heads keep a
-window, whatever the scores are."""
+"""Which tokens stay, by KV head: `Rules` judge by scores, a `Rest` by age, and streaming heads keep
+a window."""
 
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from paged.kv_cache.diffkv.compression import Decision, Found, Rules, classify_prompts, decide
+from paged.kv_cache.diffkv.compression import Decision, Found, Keeper, Rules
 from paged.kv_cache.diffkv.rest import Rest
-from paged.kv_cache.diffkv.streaming import StreamingHeads
+from paged.kv_cache.diffkv.streaming_heads import StreamingHeads
 
 
 @dataclass(frozen=True)
 class Keeps:
-    """streaming: heads that stream; None if none does. Where functions take `streams`, it says
-    which of their heads do, and is None as well. rest: the newest tokens, which all heads keep in
-    the highest precision, and all others in the lower one, whatever the scores are; None if the
-    rules decide."""
+    """rules: of the heads that do not stream.
+    streaming: of those that do; None if none does. Where functions take `streams` [...] bool, it
+        says which of their heads do, and is None as well.
+    rest: the newest tokens, which all heads keep in the highest precision, and all others in the
+        lower one; None if `rules` decide.
+    """
 
     rules: Rules
     streaming: StreamingHeads | None = None
     rest: Rest | None = None
 
-    def of_prompts(self, streams_K, sums_TxK, positions_T, lengths_T, alpha, budget):
-        """`classify_prompts` of all heads."""
-        if self.rest is not None:
-            masks = self.rest.of_prompts(positions_T, lengths_T)
-            return [jnp.broadcast_to(x[:, None], sums_TxK.shape) for x in masks], sums_TxK
-        masks, scores = classify_prompts(
-            self.rules, sums_TxK, positions_T, lengths_T, alpha, budget
-        )
+    @property
+    def _dense(self) -> Keeper:
+        """Of the heads that do not stream."""
+        return self.rest or self.rules
+
+    def of_prompts(self, streams_K, *tokens):
+        """`Keeper.of_prompts` of all heads."""
+        masks, scores = self._dense.of_prompts(*tokens)
         if self.streaming is not None:
-            kept = self.streaming.kept(positions_T, lengths_T)[:, None]
-            highest, *lower = masks
-            masks = [jnp.where(streams_K, kept, highest), *(mask & ~streams_K for mask in lower)]
+            windows, _ = self.streaming.of_prompts(*tokens)
+            masks = [jnp.where(streams_K, *both) for both in zip(windows, masks)]
         return masks, scores
 
     def places(self, streams_K, positions_T, ranks_TxK):
-        """Where tokens of prompts lie in the highest precision. ranks: of those that are kept."""
-        if self.rest is not None:
-            return jnp.broadcast_to(self.rest.place(positions_T)[:, None], ranks_TxK.shape)
+        """`Keeper.places` of all heads."""
+        places = self._dense.places(positions_T, ranks_TxK)
         if self.streaming is None:
-            return ranks_TxK
-        return jnp.where(streams_K, self.streaming.place(positions_T)[:, None], ranks_TxK)
+            return places
+        return jnp.where(streams_K, self.streaming.places(positions_T, ranks_TxK), places)
 
-    def decide(self, streams_H, found: Found, positions_S, alpha, held_SxH, budget) -> Decision:
-        """What new tokens at `positions` change. held: tokens of the highest precision."""
-        if self.rest is not None:
-            return self.rest.decide(jnp.broadcast_to(positions_S[:, None], held_SxH.shape))
-        lengths = positions_S[:, None] + 1
-        decision = decide(self.rules, found, lengths, alpha, held_SxH, budget)
+    def decide(self, streams_H, found: Found, positions_S, alpha, kept_SxH, budget) -> Decision:
+        """`Keeper.decide` of all heads."""
+        tokens = found, positions_S[:, None], alpha, kept_SxH, budget
+        decision = self._dense.decide(*tokens)
         if self.streaming is None:
             return decision
-        of_window = self.streaming.decide(positions_S[:, None], len(alpha))
-        chosen = (jnp.where(streams_H[:, None], *both) for both in zip(of_window, decision))
-        return Decision(*chosen)
+        both = zip(self.streaming.decide(*tokens), decision)
+        return Decision(*(jnp.where(streams_H[:, None], *each) for each in both))

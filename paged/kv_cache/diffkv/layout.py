@@ -7,12 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from paged.kv_cache.diffkv.options import Options, page_formats
+from paged.kv_cache.diffkv.options import Options
+from paged.kv_cache.diffkv.page_selector import TopPages
 from paged.kv_cache.diffkv.rest import Rest
-from paged.kv_cache.diffkv.selection import TopPages
-from paged.kv_cache.diffkv.streaming import StreamingHeads
+from paged.kv_cache.diffkv.streaming_heads import StreamingHeads
 from paged.kv_cache.policy import CacheConfig, ShardedModel
-from paged.kv_cache.work import Heads, Held, Work, total, visible
+from paged.kv_cache.work import Heads, Stored, Work, total, visible
 from pallas_kernels.prompt_attention import QUERY_TILE
 from pallas_kernels.quantized_attention import PageFormat
 from pallas_kernels.specs import Cost
@@ -20,13 +20,22 @@ from pallas_kernels.specs import Cost
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a shard. formats: of each precision, the highest first, of which a page holds the fewest
-    tokens. layers, heads: L, and K of the shard. longest: tokens of a sequence at most. num_pages:
-    N. horizon: tokens ahead for which a report tells what they can take. streaming: heads that
-    stream; None if none does. reads: pages that a token reads; None for all. kv_itemsize: bytes of
-    a number of key extremes. rest: as `Keeps` has it. windows: of `Attention`. staged: tokens of a
-    prompt whose chunks wait for the last one; 0 where prompts come whole. staged_scores: G of their
-    sums. prompt_tile: queries of a prompt whose scores are added at once."""
+    """Of a shard.
+
+    formats: of each precision, the highest first, of which a page holds the fewest tokens.
+    layers, heads: L, and K of the shard.
+    longest: tokens of a sequence at most.
+    horizon: tokens ahead for which a report has what they can take.
+    num_pages: N.
+    streaming: heads that stream; None if none does.
+    reads: pages that a token reads; None for all.
+    kv_itemsize: bytes of a number of key extremes.
+    rest: as `Keeps` has it.
+    windows: of `Attention`.
+    staged: tokens of a prompt whose chunks wait for the last one; 0 where prompts come whole.
+    staged_scores: G of their sums.
+    prompt_tile: queries of a prompt whose scores are added at once.
+    """
 
     formats: tuple[PageFormat, ...]
     num_slots: int
@@ -73,7 +82,7 @@ class Layout:
         return self.all_heads - (self.streaming.fewest if self.streaming else 0)
 
     @property
-    def most(self) -> int:
+    def max_pages(self) -> int:
         """Pages that a slot can hold."""
         return int(self.worst(self.longest))
 
@@ -187,36 +196,36 @@ class Layout:
         in_window = self.pages_in_window(counts[..., 0, None] + more) - held[..., None]
         return xp.where(streams[..., None], in_window, needs)
 
-    def held(self, report, slots: np.ndarray, tokens: np.ndarray) -> Held:
+    def stored(self, report, slots: np.ndarray, tokens: np.ndarray) -> Stored:
         """See `paged.kv_cache.work.Layout`: as the device reports."""
         pages, kept = (np.asarray(report[name]) for name in ("held", "kept"))
         heads = len(pages) * self.all_heads
         return pages.sum(0)[slots] * self.page_bytes, kept.sum(0)[slots] / (heads * tokens[:, None])
 
-    def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
+    def work(self, contexts: np.ndarray, new_tokens: np.ndarray, kept=None) -> Work:
         """See `paged.kv_cache.work.Layout`. A prompt attends to its own unquantised keys and
-        values, and is compressed afterwards. A generated token reads the `held` tokens, adds to
+        values, and is compressed afterwards. A generated token reads the `kept` tokens, adds to
         their scores, and moves at most one token of each head to a lower precision. Layers with a
-        window read all that is held, as positions lie beside it; which of it the window holds is
+        window read all that is kept, as positions lie beside it; which of it the window holds is
         not known, so arithmetic is on as much as it could hold."""
         heads, decodes, prompts = self.attention, new_tokens == 1, new_tokens > 1
-        if held is None:
-            held = self.uncompressed(contexts)[1] / self.all_heads
-        kept = held.sum(-1)
+        if kept is None:
+            kept = self.uncompressed(contexts)[1] / self.all_heads
+        num_kept = kept.sum(-1)
         bytes_of = np.array([float(format.token_bytes) for format in self.formats])
-        pages = held @ (1 / np.array([format.tokens for format in self.formats]))
+        pages = kept @ (1 / np.array([format.tokens for format in self.formats]))
         few = np.minimum(1, self.reads.count / np.maximum(pages, 1)) if self.reads else 1
         # Layers with a window select no pages.
         selecting = self.windows.count(None) / len(self.windows)
         read = selecting * few + 1 - selecting
-        attended = selecting * few * kept
+        attended = selecting * few * num_kept
         for window, layers in Counter(filter(None, self.windows)).items():
-            attended = attended + layers / len(self.windows) * np.minimum(kept, window)
+            attended = attended + layers / len(self.windows) * np.minimum(num_kept, window)
         of_queries = 2 * heads.itemsize * heads.D * heads.H * total(new_tokens, decodes)
         pairs, seen = visible(contexts, new_tokens, self.windows)
         as_they_are = 2 * heads.D * heads.itemsize
         prompt_tokens, generated = total(new_tokens, prompts), total(new_tokens, decodes)
-        written = total(held @ bytes_of, prompts)
+        written = total(kept @ bytes_of, prompts)
         lowest = bytes_of[0] + bytes_of[-1]  # read in one precision and written in another
         parts = {
             "prefill": heads.attention(
@@ -224,11 +233,11 @@ class Layout:
                 prompt_tokens,
             ),
             "decode": Cost(
-                heads.K * total(read * (held @ bytes_of), decodes) + of_queries,
+                heads.K * total(read * (kept @ bytes_of), decodes) + of_queries,
                 4 * heads.D * heads.H * total(attended, decodes),
             ),
             # Scores, read and written.
-            "statistics": Cost(0 if self.rest else 8 * heads.K * total(kept, decodes)),
+            "statistics": Cost(0 if self.rest else 8 * heads.K * total(num_kept, decodes)),
             "compression": Cost(
                 heads.K * (as_they_are * prompt_tokens + written + lowest * generated)
             ),
@@ -246,7 +255,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     dtype = model.kv_dtype(config.kv_dtype)
     group = model.shard.num_heads // model.shard.num_kv_heads
     layout = Layout(
-        page_formats(options, config.page_size, model.shard.head_dim, dtype),
+        options.formats(config.page_size, model.shard.head_dim, dtype),
         num_slots=config.max_num_seqs,
         layers=model.shard.num_layers,
         heads=model.shard.num_kv_heads,

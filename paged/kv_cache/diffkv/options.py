@@ -1,35 +1,25 @@
 """The options of DiffKV's policy, and what it refuses."""
 
-import itertools
 import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from models.config import ModelConfig
 from paged import checks
 from paged.checks import described
 from paged.kv_cache.diffkv.compression import Rules
+from paged.kv_cache.diffkv.formats import AUTO, Level, page_formats
+from paged.kv_cache.diffkv.page_selector import TopPages
 from paged.kv_cache.diffkv.rest import Rest
-from paged.kv_cache.diffkv.selection import TopPages
 from paged.kv_cache.lserve.gates import GatedOptions
-from paged.kv_cache.lserve.options import LEAST_SELECTED
+from paged.kv_cache.lserve.options import MIN_SELECTED
 from paged.kv_cache.made_for import made_for, read
 from pallas_kernels.prompt_attention import QUERY_TILE
 from pallas_kernels.quantized_attention import PageFormat, parse_format
 
-
-class Level(NamedTuple):
-    """A precision: its name, its page format, and the alpha of the tokens that stay in it."""
-
-    name: str
-    format: str
-    alpha: float
-
-
 Thresholds = tuple[float, ...]  # alpha_h and alpha_l
-AUTO = "auto"  # a page format: keys and values in kv_dtype
 
 
 def read_thresholds(path: str, weights_hash: Callable[[], str]) -> Thresholds:
@@ -149,6 +139,13 @@ class Options(GatedOptions):
         lower = Level("high", self.high, alpha[0]), Level("low", self.low, alpha[1])
         return (Level("top", self.top, self.alpha_top), *lower) if self.top else lower
 
+    def formats(self, page_size: int, head_dim: int, dtype: str) -> tuple[PageFormat, ...]:
+        """See `page_formats`."""
+        return page_formats(
+            self.levels, page_size, head_dim, dtype, groups=self.groups, key_group=self.key_group,
+            outliers=self.outliers, scored=self.rest is None,
+        )  # fmt: skip
+
     @property
     def reads(self) -> TopPages | None:
         """None if all pages are read."""
@@ -159,43 +156,6 @@ class Options(GatedOptions):
         """Whether nothing that is written is ever changed or dropped."""
         by_scores = self.budget == 0 == max(level.alpha for level in self.levels)
         return by_scores and not self.streaming_share
-
-
-def page_formats(
-    options: Options, page_size: int, head_dim: int, dtype: str
-) -> tuple[PageFormat, ...]:
-    """Of each precision; a page holds `page_size` tokens of the highest. dtype: that of keys and
-    values where they are kept as they are.
-
-    Raises ValueError for formats that cannot work with this head dim or together.
-    """
-    floats = "float16" if dtype == "float32" else dtype
-    as_they_are = "K32V32" if dtype == "float32" else "K16V16"
-    names = [as_they_are if level.format == AUTO else level.format for level in options.levels]
-    key_groups = [0] * (len(names) - 1) + [options.key_group]
-    parsed = [
-        parse_format(name, head_dim, floats, options.groups, key_group)
-        for name, key_group in zip(names, key_groups)
-    ]
-    scored = options.rest is None
-    if options.outliers > head_dim // 2:
-        raise ValueError(
-            f"outliers ({options.outliers}) must be at most half of the head dim ({head_dim})"
-        )
-    words = PageFormat.holding(page_size, *parsed[0], scored, options.outliers).words
-    formats = tuple(
-        PageFormat(*both, words, key_group, scored, options.outliers)
-        for both, key_group in zip(parsed, key_groups)
-    )
-    for higher, lower in itertools.pairwise(zip(options.levels, formats)):
-        (above, of_above), (level, of_level) = higher, lower
-        if of_level.tokens < of_above.tokens:
-            raise ValueError(
-                f"{level.name} ({level.format}) must take no more memory than {above.name} "
-                f"({above.format}): a page of {of_above.tokens} tokens of that holds "
-                f"{of_level.tokens} of the other"
-            )
-    return formats
 
 
 def check_options(options: Options, model: ModelConfig | None) -> None:
@@ -219,8 +179,8 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
         "sink": (0 <= options.sink < 2**30, "at least 0 and below 2^30"),
         "local": (1 <= options.local < 2**30, "at least 1 and below 2^30"),
         "read_pages": (
-            options.read_pages == 0 or LEAST_SELECTED <= options.read_pages < 2**31,
-            f"0, or at least {LEAST_SELECTED} and below 2^31",
+            options.read_pages == 0 or MIN_SELECTED <= options.read_pages < 2**31,
+            f"0, or at least {MIN_SELECTED} and below 2^31",
         ),
         "logical_page": (1 <= options.logical_page < 2**31, "at least 1 and below 2^31"),
         "prompt_tile": (1 <= options.prompt_tile < 2**20, "at least 1 and below 2^20"),

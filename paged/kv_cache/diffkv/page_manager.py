@@ -20,13 +20,16 @@ from pallas_kernels.quantized_attention.tables import Run, runs
 
 @flax.struct.dataclass
 class Pages:
-    """free_list: [N] int32, all pages; those at start, start + 1, … start + free - 1, around its
-    end, are free. start, free: [1] int32. (The paper has two pointers; those of a full list and of
-    an empty one are equal.)
+    """The circular free page list, and the bidirectional page tables.
+
+    free_list: [N] int32, all pages; those at start, start + 1, … start + free - 1, around its end,
+        are free.
+    start, free: [1] int32. (The paper has two pointers; those of a full list and of an empty one
+        are equal.)
     tables: [num_slots, H, M] int32. A head's pages of two precisions lie from the left and from the
-    right end on, and what is between is anything; of three precisions, the highest has the first
-    `single` columns for itself.
+        right end on, and what is between is anything.
     held: [num_slots, H, I] int32, how many pages a head has of each precision, the highest first.
+    single: first columns, which the highest of three precisions has for itself; 0 with two.
     """
 
     free_list: jax.Array

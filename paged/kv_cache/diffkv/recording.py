@@ -22,9 +22,12 @@ ROUNDING = 1e-6  # of a sum of tokens that were rounded
 
 @dataclass(frozen=True)
 class Recording:
-    """prompt, generated: [N + 1, L, K, 2] tokens that a head keeps in any precision, and in the low
-    one, of 0 … N tokens. Between recorded lengths they are interpolated; up to `window` tokens all
-    are kept, in high precision; above N, shares are those of N."""
+    """Between recorded lengths tokens are interpolated; up to `window` tokens all are kept, in high
+    precision; above N, shares are those of N.
+
+    prompt, generated: [N + 1, L, K, 2] tokens that a head keeps in any precision, and in the low
+        one, of 0 … N tokens.
+    """
 
     prompt: np.ndarray
     generated: np.ndarray

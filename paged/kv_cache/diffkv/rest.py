@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from paged.kv_cache.diffkv.compression import Decision
+from paged.kv_cache.diffkv.compression import Decision, Found
 from paged.kv_cache.scatter import distinct
 from pallas_kernels.quantized_attention import PageFormat, Tokens
 from pallas_kernels.quantized_attention.tables import Run
@@ -25,8 +25,13 @@ LOWERED_GROUPS = 16  # that an iteration of `lower` moves
 
 
 class Groups(NamedTuple):
-    """Groups of prompts. row: [n] int32, whose each is. place: [n, 1] int32, of its first token.
-    live: [n, 1] whether it is one. tokens: [n * K, t, …]."""
+    """Groups of prompts.
+
+    row: [n] int32, the prompt of each.
+    place: [n, 1] int32, of its first token.
+    live: [n, 1] whether it is one.
+    tokens: [n * K, t, …].
+    """
 
     row: jax.Array
     place: jax.Array
@@ -36,7 +41,9 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class Rest:
-    """tokens: R, a multiple of the group. group: t, tokens that are quantised together."""
+    """tokens: R, a multiple of the group.
+    group: t, tokens that are quantised together.
+    """
 
     tokens: int
     group: int
@@ -50,10 +57,14 @@ class Rest:
         beyond = self.beyond(num_tokens)
         return num_tokens - beyond, beyond
 
-    def of_prompts(self, positions_T, lengths_T) -> list[jax.Array]:
-        """Which tokens of prompts are in each precision, both [T]."""
-        beyond = positions_T < self.beyond(lengths_T)
-        return [~beyond, beyond]
+    def of_prompts(self, sums_TxK, positions_T, lengths_T, alpha, budget):
+        """See `Keeper`."""
+        beyond = (positions_T < self.beyond(lengths_T))[:, None]
+        return [jnp.broadcast_to(x, sums_TxK.shape) for x in (~beyond, beyond)], sums_TxK
+
+    def places(self, positions_T, ranks_TxK):
+        """See `Keeper`."""
+        return jnp.broadcast_to(self.place(positions_T)[:, None], ranks_TxK.shape)
 
     def place(self, positions):
         """Where the rest has its tokens."""
@@ -64,9 +75,10 @@ class Rest:
         beyond = self.beyond(num_tokens)
         return sorted(range(beyond, num_tokens), key=self.place), list(range(beyond))
 
-    def decide(self, positions) -> Decision:
-        """What a new token at `positions` [...] changes: it takes the place of one in a full rest,
-        which is counted in the lower precision from then on."""
+    def decide(self, found: Found, positions, alpha, kept, budget) -> Decision:
+        """See `Keeper`: a new token takes the place of one in a full rest, which is counted in the
+        lower precision from then on."""
+        positions = jnp.broadcast_to(positions, kept.shape)
         full = positions >= self.tokens
         arrives = jnp.stack([jnp.ones_like(full), full], -1)
         replaces = jnp.stack([full, jnp.zeros_like(full)], -1)

@@ -55,12 +55,12 @@ def _section(
         # XLA would move these reads behind the write, and copy the pool for that.
         scores, positions, words = jax.lax.optimization_barrier((scores, positions, words))
         place = number[:, None] * P + jnp.arange(P)
-        held = live[:, None] & (place < count_R[row][:, None])
+        stored = live[:, None] & (place < count_R[row][:, None])
         logits = kept.at[row, jnp.clip(number, 0, run.width - 1)].get(mode="promise_in_bounds")
         lse = lse_RxG[row][:, None]
         probs = jnp.exp(logits[:, :P, : lse.shape[-1]] - lse).max(-1)
         now = positions_R[row][:, None]
-        counted = held if rules.counts_own else held & (positions != now)
+        counted = stored if rules.counts_own else stored & (positions != now)
         scores = scores + jnp.where(counted, probs, 0.0)
         words = format.write_scores(words, distinct(ids, live, N), scores)
         age = now + 1 - positions
@@ -72,7 +72,7 @@ def _section(
             masks = [age == window, age > window]
         new = []
         for mask, before in zip(masks, found, strict=True):
-            means = jnp.where(held & mask, mean, NOBODY)
+            means = jnp.where(stored & mask, mean, NOBODY)
             first = jnp.take_along_axis(place, means.argmin(-1, keepdims=True), -1)[:, 0]
             new.append(least(means.min(-1), first, row, before))
         return words, tuple(new)

@@ -48,7 +48,7 @@ class SimulatedPages(SimulatedSlots):
         needs = np.einsum("c,scj->sj", heads, needs)[None]
         return {"free": free, "held": held, "needs": needs, "kept": self._all(kept)[None]}
 
-    def held(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    def kept(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
         prompts = np.broadcast_to(self.prompts[slots], ends.shape)
         kept = self._all(self._kept_of(prompts.reshape(-1), ends.reshape(-1)))
         return kept.reshape(*ends.shape, -1) / self._layout.all_heads

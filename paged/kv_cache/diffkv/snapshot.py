@@ -11,8 +11,11 @@ from paged.kv_cache.diffkv.state import DiffKVCache
 
 @dataclass(frozen=True)
 class Section:
-    """What a head keeps in one precision. pages: their ids. positions, scores: of its tokens; no
-    scores where pages have none."""
+    """What a head keeps in one precision.
+
+    pages: their ids.
+    positions, scores: of its tokens; no scores where pages have none.
+    """
 
     pages: list[int]
     positions: list[int]
@@ -21,8 +24,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Of a shard. free: pages in the order of the list. heads: by slot and head (layer * K + KV
-    head), what is kept in each precision, the highest first."""
+    """Of a shard.
+
+    free: pages in the order of the list.
+    heads: by slot and head (layer * K + KV head), what is kept in each precision, the highest
+        first.
+    """
 
     free: list[int]
     heads: list[list[tuple[Section, ...]]]

@@ -17,9 +17,10 @@ from paged.kv_cache.scatter import distinct
 
 @flax.struct.dataclass
 class Stage:
-    """keys, values: [L, n, K, D] of a prompt's tokens by position, n the longest.  sums: [L, n, K,
-    G] float32, what queries so far gave to them, by query head where rules want that (G is 1
-    otherwise)."""
+    """keys, values: [L, n, K, D] of a prompt's tokens by position, n the longest.
+    sums: [L, n, K, G] float32, what queries so far gave to them; by query head where rules want
+        that, and G is 1 otherwise.
+    """
 
     keys: jax.Array
     values: jax.Array
@@ -36,9 +37,13 @@ class Stage:
 
 @flax.struct.dataclass
 class Chunks:
-    """The prompts of a step as chunks.  before: [Sp] tokens computed in former steps.  totals: [Sp]
-    tokens of the prompts.  goes_on: [Sp] bool, whether the row begins in the stage, of one row at
-    most.  stays: [Sp] bool, whether it does not end in this step, of one row at most."""
+    """The prompts of a step as chunks.
+
+    before: [Sp] tokens computed in former steps.
+    totals: [Sp] tokens of the prompts.
+    goes_on: [Sp] bool, whether the row begins in the stage, of one row at most.
+    stays: [Sp] bool, whether it does not end in this step, of one row at most.
+    """
 
     before: jax.Array
     totals: jax.Array
@@ -59,9 +64,13 @@ class Chunks:
 
 @flax.struct.dataclass
 class Places:
-    """Where the tokens of prompts lie among those of a step.  rows: [T] int32 of tokens, clipped
-    to those of prompts.  positions: [T], 0 of tokens that are not live.  live: [T] bool, whether a
-    token's prompt ends in this step.  starts, ends: [Sp] of prompts."""
+    """Where the tokens of prompts lie among those of a step.
+
+    rows: [T] int32 of tokens, clipped to those of prompts.
+    positions: [T], 0 of tokens that are not live.
+    live: [T] bool, whether a token's prompt ends in this step.
+    starts, ends: [Sp] of prompts.
+    """
 
     rows: jax.Array
     positions: jax.Array

@@ -21,12 +21,18 @@ from pallas_kernels.quantized_attention import plan_mixed_decode
 
 @flax.struct.dataclass
 class DiffKVCache:
-    """words: [N, W] uint32, the pool of unified pages.  pages: who owns them.  counts: [num_slots,
-    L * K, I] int32 tokens of each head by precision, the highest first.  found: [num_slots, L * K,
-    1 + I], the tokens that may leave with the next one.  alpha: [1, I] float32, by precision, and
-    budget: [1] float32: data, so that calibration compiles nothing.  streams: [1, L * K] bool, the
-    heads that stream; None if none does.  extremes: [N, C * 2D] of the keys of pages; None if all
-    pages are read.  stage: None if prompts come whole."""
+    """alpha and budget are data, so that calibration compiles nothing.
+
+    words: [N, W] uint32, the pool of unified pages.
+    pages: who owns them.
+    counts: [num_slots, L * K, I] int32 tokens of each head by precision, the highest first.
+    found: [num_slots, L * K, 1 + I], the tokens that may leave with the next one.
+    alpha: [1, I] float32, by precision.
+    budget: [1] float32.
+    streams: [1, L * K] bool, the heads that stream; None if none does.
+    extremes: [N, C * 2D] of the keys of pages; None if all pages are read.
+    stage: None if prompts come whole.
+    """
 
     words: jax.Array
     pages: Pages
@@ -76,8 +82,11 @@ class DiffKVCache:
 @flax.struct.dataclass
 class PromptPlan:
     """slots: [Sp], num_slots for a row whose prompt does not end in the step, or that is none.
-    lengths: [Sp] tokens of prompts that end.  allocated: [Sp, L * K] pages, until the prompt is
-    compressed.  schedule: of kernels, or None.  chunks: None if prompts come whole."""
+    lengths: [Sp] tokens of prompts that end.
+    allocated: [Sp, L * K] pages, until the prompt is compressed.
+    schedule: of kernels, or None.
+    chunks: None if prompts come whole.
+    """
 
     slots: jax.Array
     lengths: jax.Array
@@ -88,11 +97,15 @@ class PromptPlan:
 
 @flax.struct.dataclass
 class DecodePlan:
-    """slots: [Sd], num_slots where nothing is computed.  positions: [Sd].  By head and precision,
-    [Sd, L * K, I], arrives: whether a token comes there, to place `at` of `page`, and replaces:
-    whether it takes that of a token, which goes on down.  tables: [Sd, L * K, M] and counts: [Sd,
-    L * K, I] with the new token, none where nothing is computed.  schedules: of kernels, with an
-    axis of layers, or None."""
+    """slots: [Sd], num_slots where nothing is computed.
+    positions: [Sd].
+    arrives: [Sd, L * K, I] whether a token comes to each precision.
+    replaces: [Sd, L * K, I] whether it takes the place of a token, which goes on down.
+    page, at: [Sd, L * K, I] where it comes to.
+    tables: [Sd, L * K, M] with the new token.
+    counts: [Sd, L * K, I] tokens with the new one, none where nothing is computed.
+    schedules: of kernels, with an axis of layers, or None.
+    """
 
     slots: jax.Array
     positions: jax.Array

@@ -17,16 +17,21 @@ CONFIRMED = -1
 
 @dataclass
 class Checkpoint:
-    """blocks: distinct.  slot: whose tokens are still to be confirmed, or CONFIRMED."""
+    """blocks: distinct.
+    slot: whose tokens are still to be confirmed, or CONFIRMED.
+    """
 
     blocks: np.ndarray
     slot: int
 
 
 @dataclass
-class Plan:
-    """What a slot's prompt shall leave. due: (pages, key) where it has still to come to.  kept: the
-    keys of checkpoints whose tokens are to be confirmed."""
+class Ends:
+    """Where a slot's prompt leaves checkpoints.
+
+    due: (pages, key) that it has still to reach.
+    kept: keys of checkpoints whose tokens are still to be confirmed.
+    """
 
     due: list[tuple[int, bytes]]
     kept: list[bytes] = field(default_factory=list)
@@ -36,8 +41,10 @@ class Checkpoints:
     """The cache of a `BlockPool`: it keeps blocks of checkpoints. Keys are those of prefixes.
 
     idle: blocks without owners.
-    pins: [num_blocks] references of pinned checkpoints to each block.  num_references: of all of
-    them.  num_pinned: blocks that have some.
+    pins: [num_blocks] references of pinned checkpoints to each block.
+    num_references: of all pinned checkpoints.
+    num_pinned: blocks that have some.
+    ends: of slots whose prompts are to leave checkpoints.
     """
 
     def __init__(self, num_blocks: int):
@@ -48,7 +55,7 @@ class Checkpoints:
         self._cached: OrderedDict[bytes, Checkpoint] = OrderedDict()  # least recently used first
         self._references = np.zeros(num_blocks, np.int64)  # of those
         self._orphans: list[int] = []  # idle blocks of no checkpoint
-        self.plans: dict[int, Plan] = {}  # of slots
+        self.ends: dict[int, Ends] = {}
 
     def __contains__(self, block: int) -> bool:
         return self._references[block] > 0
@@ -71,20 +78,20 @@ class Checkpoints:
         self._cached.move_to_end(key)
         return self._cached[key].blocks
 
-    def plan(self, slot: int, ends: Iterable[tuple[int, bytes]]) -> None:
+    def begin(self, slot: int, ends: Iterable[tuple[int, bytes]]) -> None:
         """A prompt begins that is to leave checkpoints at these (pages, key), where there are
         none."""
         due = [(pages, key) for pages, key in ends if not self.has(key)]
         if due:
-            self.plans[slot] = Plan(due)
+            self.ends[slot] = Ends(due)
 
     def due(self, slot: int, num_pages: int) -> list[tuple[int, bytes]]:
         """Where to leave a checkpoint once `num_pages` of a slot are full."""
-        plan = self.plans.get(slot)
-        if plan is None:
+        ends = self.ends.get(slot)
+        if ends is None:
             return []
-        reached = [end for end in plan.due if end[0] <= num_pages]
-        plan.due = [end for end in plan.due if end[0] > num_pages]
+        reached = [end for end in ends.due if end[0] <= num_pages]
+        ends.due = [end for end in ends.due if end[0] > num_pages]
         return reached
 
     def keep(self, slot: int, key: bytes, blocks: np.ndarray) -> None:
@@ -92,24 +99,24 @@ class Checkpoints:
         if key not in self._cached:
             self._cached[key] = Checkpoint(blocks, slot)
             self._references[blocks] += 1
-            self.plans[slot].kept.append(key)
+            self.ends[slot].kept.append(key)
 
     def confirm(self, slot: int) -> None:
         """The prompt of `slot` is computed, so its checkpoints can be found."""
         for checkpoint in self._of(slot):
             self._cached[checkpoint].slot = CONFIRMED
-        self.plans.pop(slot, None)
+        self.ends.pop(slot, None)
 
     def leave(self, slot: int) -> None:
         """The slot's owner leaves, and with it what was not confirmed."""
         for key in self._of(slot):
             self._forget(key)
-        self.plans.pop(slot, None)
+        self.ends.pop(slot, None)
 
     def _of(self, slot: int) -> list[bytes]:
         """The unconfirmed checkpoints of a slot; others may have been evicted, and left again by
         another slot."""
-        kept = self.plans[slot].kept if slot in self.plans else []
+        kept = self.ends[slot].kept if slot in self.ends else []
         return [key for key in kept if key in self._cached and self._cached[key].slot == slot]
 
     def _forget(self, key: bytes) -> None:
@@ -146,4 +153,4 @@ class Checkpoints:
         assert unkept == sorted(self._orphans), "an idle block belongs to no checkpoint"
         unconfirmed = [(c.slot, key) for key, c in self._cached.items() if c.slot != CONFIRMED]
         for slot, key in unconfirmed:
-            assert key in self.plans[slot].kept, f"nobody will confirm a checkpoint of slot {slot}"
+            assert key in self.ends[slot].kept, f"nobody will confirm a checkpoint of slot {slot}"

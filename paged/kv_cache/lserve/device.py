@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import Attention
+from paged.kv_cache.block_device import BlockDevice
+from paged.kv_cache.lserve import page_selector
 from paged.kv_cache.lserve.layout import DENSE, Layout
 from paged.kv_cache.lserve.plan import (
     NEVER,
@@ -39,8 +41,7 @@ from paged.kv_cache.scatter import distinct
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from paged.kv_cache.windows import by_window
 from pallas_kernels.block_sparse_attention import first_in_list
-from pallas_kernels.kv_write import copy_pages, write_kv
-from pallas_kernels.page_selection import select_pages, write_key_statistics
+from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantization import QuantizedPages
 
@@ -70,7 +71,7 @@ class LServeCache:
 
 
 @dataclass(frozen=True)
-class LServePolicy:
+class LServePolicy(BlockDevice):
     """numbers: [shards][L][J], as in `LServeCache`; empty if keys select.
     attention: of the model.
     bases: [shards][L][K], page of block 0.
@@ -172,7 +173,11 @@ class LServePolicy:
         k_pages, v_pages = write_kv(cache.k_pages, cache.v_pages, k_TxKxD, v_TxKxD, slots)
         cache = replace(cache, k_pages=k_pages, v_pages=v_pages)
         if self.layout.selects:
-            cache = self._write_statistics(cache, k_TxKxD, slots, plan, Tp)
+            runs = plan.prefill.runs if Tp else None
+            statistics = page_selector.write_statistics(
+                self.layout, cache.statistics, k_TxKxD, slots, runs, Tp
+            )
+            cache = replace(cache, statistics=statistics)
         outs = []
         if Tp:
 
@@ -185,7 +190,7 @@ class LServePolicy:
 
             outs.append(by_window(self.attention, layer, prompts))
         if Tp < T:
-            tables = inputs.tables[inputs.num_prefill_rows :, : self.layout.most]
+            tables = inputs.tables[inputs.num_prefill_rows :, : self.layout.max_pages]
 
             def decodes(window: int | None):
                 return self._decode(window, layer, q_TxHxD[Tp:], cache, plan.decode, tables)
@@ -195,27 +200,11 @@ class LServePolicy:
             outs.append(out)
         return jnp.concatenate(outs).astype(compute_dtype), cache
 
-    def _write_statistics(self, cache: LServeCache, k_TxKxD, slots, plan, Tp: int) -> LServeCache:
-        """Pages of streaming heads come after those that have statistics."""
-        statistics, logical = self._statistics(cache), self.layout.logical
-        if Tp:
-            statistics = write_key_statistics(
-                statistics, k_TxKxD[:Tp], slots[:Tp], logical=logical, runs=plan.prefill.runs
-            )
-        if Tp < len(k_TxKxD):
-            statistics = write_key_statistics(statistics, k_TxKxD[Tp:], slots[Tp:], logical=logical)
-        return replace(cache, statistics=statistics.reshape(len(statistics), -1))
-
-    def _statistics(self, cache: LServeCache) -> jax.Array:
-        """[N, C, 2D]. An axis of one logical page would make XLA copy the stored array."""
-        assert cache.statistics is not None
-        return cache.statistics.reshape(len(cache.statistics), -1, 2 * self.layout.attention.D)
-
     def _decode(self, window, layer, q_SxHxD, cache: LServeCache, plan: DecodePlan, tables_SxM):
         """(attention [Sd, H, D], `cache.selected`), each row's heads as rows of one KV head."""
         layout, P, J = self.layout, self.layout.page_size, self.layout.selectors
         S, H, D = q_SxHxD.shape
-        M = layout.most
+        M = layout.max_pages
         streams = self._heads >= cache.num_dense[layer]
         selects = layer >= layout.dense_layers if window is None else jnp.bool_(False)
         kinds = list(dict.fromkeys(self._kinds))
@@ -227,9 +216,11 @@ class LServePolicy:
         lengths = lengths_read(layout, plan, streams, selects)
         if layout.selects and window is None:
             deciding = self.select_together.gather(q_SxHxD).reshape(S * J, -1, D)
-            cache, chosen = self._select(
-                layer, deciding, cache, plan, pages, selects & ~streams, selection
-            )
+            selected, chosen = page_selector.select(
+                layout, layer, deciding, cache.statistics, cache.numbers, cache.selected, plan,
+                pages, selects & ~streams, selection, self._selection,
+            )  # fmt: skip
+            cache = replace(cache, selected=selected)
             sparse = (plan.sparse & selects)[:, None, None]
             newest = jnp.broadcast_to((plan.positions // P)[:, None, None], (S, J, 1))
             chosen = jnp.concatenate([chosen, newest], axis=2)
@@ -255,31 +246,6 @@ class LServePolicy:
         )  # fmt: skip
         return out.reshape(S, H, D), cache.selected
 
-    def _select(
-        self, layer, q_RxGxD, cache: LServeCache, plan: DecodePlan, pages_SxJxM, selects_J, schedule
-    ):
-        """Pages [S, J, B - 1] of each row, selected now or before (§3.5.3, reusable selection)."""
-        S, J, M = pages_SxJxM.shape
-        fresh = plan.fresh & (layer >= self.layout.dense_layers)
-        num_pages = jnp.broadcast_to(plan.positions[:, None] // self.layout.page_size + 1, (S, J))
-        if cache.numbers is None:
-            new = select_pages(
-                q_RxGxD, self._statistics(cache), pages_SxJxM.reshape(S * J, M),
-                num_pages.reshape(-1), self.layout.selected - 1,
-                selects_R=(plan.fresh[:, None] & selects_J).reshape(-1), schedule=schedule,
-                implementation=self._selection,
-            )  # fmt: skip
-        else:
-            new = _random_pages(
-                layer, cache.numbers[layer], plan.positions, num_pages, M, self.layout.selected - 1
-            )
-        assert cache.selected is not None
-        slots = jnp.where(fresh, plan.slots, self.layout.num_slots)
-        new = new.reshape(S, J, -1)
-        selected = cache.selected.at[slots, layer].set(new, mode="drop")
-        chosen = selected.at[plan.slots, layer].get(mode="clip")
-        return replace(cache, selected=selected), chosen
-
     def end_step(self, cache: LServeCache, plan: LServePlan, inputs) -> LServeCache:
         if plan.decode is None:
             return cache
@@ -287,44 +253,18 @@ class LServePolicy:
         at = cache.selected_at.at[slots].set(plan.decode.positions, mode="drop")
         return replace(cache, selected_at=at)
 
-    def report(self, cache: LServeCache) -> None:
-        """The host half owns all blocks, so it knows."""
-
-    def _pages(self, pool: str, blocks):
-        """Pages [C, heads] of blocks [C]."""
+    def pages_of(self, pool: str, blocks) -> jax.Array:
         layout = self.layout
         kind = 0 if pool == DENSE else 1
         first = 0 if pool == DENSE else layout.dense_pages
-        heads = jnp.arange(layout.most_heads[kind], dtype=jnp.int32)
+        heads = jnp.arange(layout.max_heads[kind], dtype=jnp.int32)
         return first + blocks[:, None] + heads * layout.num_blocks[kind]
 
-    def _paged(self, cache: LServeCache, pool: str) -> dict[str, Any]:
-        """The arrays that have a part of each of the pool's units."""
+    def arrays(self, cache: LServeCache, pool: str) -> dict[str, Any]:
         names = ["k_pages", "v_pages"]
         if pool == DENSE and self.layout.selects:
             names.append("statistics")
         return {name: getattr(cache, name) for name in names}
-
-    def export_units(self, cache: LServeCache, pool: str, units):
-        pages = self._pages(pool, units)
-        return jax.tree.map(lambda x: x[pages], self._paged(cache, pool))
-
-    def import_units(self, cache: LServeCache, pool: str, units, content) -> LServeCache:
-        pages = self._pages(pool, units)
-
-        def put(x, new):
-            return x.at[pages].set(new, mode="promise_in_bounds")
-
-        return replace(cache, **jax.tree.map(put, self._paged(cache, pool), content))
-
-    def copy_units(self, cache: LServeCache, pool: str, sources, destinations) -> LServeCache:
-        of, to = (self._pages(pool, units).reshape(-1) for units in (sources, destinations))
-
-        def copied(x):
-            pages = x if x.ndim == 3 else x[:, None]
-            return copy_pages(pages, of, to).reshape(x.shape)
-
-        return replace(cache, **jax.tree.map(copied, self._paged(cache, pool)))
 
     def release_slots(self, cache: LServeCache, slots) -> LServeCache:
         return replace(cache, selected_at=cache.selected_at.at[slots].set(NEVER, mode="drop"))
@@ -348,16 +288,3 @@ class LServePolicy:
 
     def snapshot(self, cache: LServeCache) -> list[Selections]:
         return snapshot(self.layout, cache)
-
-
-def _random_pages(layer, numbers_J, positions_S, num_pages_SxJ, M: int, count: int):
-    """[S, J, count] random pages, the newest one aside: the baseline of selection by keys."""
-    key = jax.random.fold_in(jax.random.key(0), layer)
-
-    def of_head(at, number):
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, at), number), (M,))
-
-    of_row = jax.vmap(of_head, (None, 0))
-    scores = jax.vmap(of_row, (0, None))(positions_S, numbers_J)
-    scored = jnp.arange(M) < num_pages_SxJ[..., None] - 1
-    return jax.lax.top_k(jnp.where(scored, scores, -1.0), count)[1].astype(jnp.int32)

@@ -5,28 +5,27 @@ Besides, sequences have state on the device under their slots: the pages that th
 """
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paged.blocks.block_pool import NULL_BLOCK
-from paged.blocks.block_table import SwappedTables
 from paged.kv_cache.dense.host import MOVED_TOKENS_PER_CALL, DenseHost
 from paged.kv_cache.dense.prefix import Prefixes
+from paged.kv_cache.host import HostPolicy, Sizes
 from paged.kv_cache.lserve.layout import DENSE, STREAMING, Layout, layout_of
-from paged.kv_cache.lserve.streaming import StreamingHost, SwappedWindow
+from paged.kv_cache.lserve.streaming_heads import StreamingHost
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.policy import CacheConfig, EmptyCache, ShardedModel
+from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
 
 class Swapped(NamedTuple):
-    """Sequences in the host's memory: their tables in each pool, and the keys of their slots'
-    states."""
+    """Sequences in the host's memory: what each manager's `swap_out` returned, and the keys of
+    their slots' states."""
 
-    dense: SwappedTables
-    streaming: list[SwappedWindow]
+    parts: list[Any]
     keys: list[int]
 
 
@@ -34,7 +33,7 @@ def pools_of(config: CacheConfig, layout: Layout) -> tuple[Pool, ...]:
     """Recomputation replays output token by token, so sequences are swapped instead: the host's
     memory has room for all slots at their longest."""
     sizes = layout.num_blocks, layout.unit_bytes
-    held = layout.most, layout.sink + layout.local + 1
+    longest = layout.max_pages, layout.sink + layout.local + 1
     return tuple(
         Pool(
             name=name,
@@ -42,15 +41,15 @@ def pools_of(config: CacheConfig, layout: Layout) -> tuple[Pool, ...]:
             num_host_units=config.max_num_seqs * most + 1,
             null_unit=NULL_BLOCK,
             units_per_call=-(-MOVED_TOKENS_PER_CALL // config.page_size),
-            most_copies=config.max_num_seqs,
+            max_copies=config.max_num_seqs,
             unit_bytes=unit_bytes,
         )
-        for name, num_blocks, unit_bytes, most in zip((DENSE, STREAMING), *sizes, held)
+        for name, num_blocks, unit_bytes, most in zip((DENSE, STREAMING), *sizes, longest)
         if num_blocks
     )
 
 
-def sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
+def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
     layout = layout_of(config, model)
 
     def fits(num_tokens: int, num_sequences: int) -> bool:
@@ -59,10 +58,16 @@ def sizes(config: CacheConfig, model: ShardedModel) -> EmptyCache:
         streams = num_sequences * min(pages, layout.window) <= windows or not layout.streams
         return num_sequences * pages < dense and streams
 
-    return EmptyCache(pools_of(config, layout), layout.table_width, fits)
+    return Sizes(pools_of(config, layout), layout.table_width, fits)
 
 
-class LServeHost:
+class LServeHost(HostPolicy):
+    """Coordinates the managers of the two pools, and moves the state of slots with their sequences.
+
+    dense, streaming: managers; no streaming one if no head streams.
+    parts: of both.
+    """
+
     def __init__(self, config: CacheConfig, model: ShardedModel):
         self.layout, self._options = layout_of(config, model), config.policy_options
         self.pools = pools_of(config, self.layout)
@@ -70,33 +75,26 @@ class LServeHost:
         if self.layout.streams:
             self.streaming = StreamingHost(self.pools[1], self.layout, config.prefix_caching)
         self.dense = DenseHost(self.pools[0], config, self._can_resume)
+        self.parts = [part for part in (self.dense, self.streaming) if part is not None]
         self._can = config.capabilities
         self._prompt_length = np.zeros(config.max_num_seqs, np.int32)
-        self._moves, self._keys = Moves(), itertools.count()
-
-    @property
-    def _parts(self) -> tuple[DenseHost | StreamingHost, ...]:
-        return (self.dense,) if self.streaming is None else (self.dense, self.streaming)
+        self.moves, self._keys = Moves(), itertools.count()
 
     @property
     def table_width(self) -> int:
         return self.layout.table_width
 
-    def observe(self, number: int, report) -> None:
-        raise AssertionError("the device half reports nothing")
-
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        return all(part.fits(num_tokens, num_sequences) for part in self._parts)
+        return all(part.fits(num_tokens, num_sequences) for part in self.parts)
 
     def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
-        dense = self.dense.can_admit(sequences, keep_watermark)
-        return dense and (self.streaming is None or self.streaming.can_admit(sequences))
+        return all(part.can_admit(sequences, keep_watermark) for part in self.parts)
 
     def admit(self, slot: int, sequence: Sequence) -> int:
         self._prompt_length[slot] = sequence.num_prompt_tokens
         if self.streaming:
             self.streaming.admit(slot, sequence)
-            if self.dense.prefixes and not sequence.donor:
+            if self.dense.prefixes and not sequence.parent:
                 self._resume(slot, sequence, self.dense.prefixes, self.streaming)
         return self.dense.admit(slot, sequence)
 
@@ -116,7 +114,7 @@ class LServeHost:
             links = prefixes.links(sequence)
             ends = {found.num_cached, len(links)}
             full = [end for end in sorted(ends) if end > len(found.blocks)]
-            streaming.plan(slot, [(end, links[end - 1][0]) for end in full])
+            streaming.begin(slot, [(end, links[end - 1][0]) for end in full])
 
     def confirm(self, slots: np.ndarray, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
         """Others may share what was prefilled, and what was decoded where nothing is selected; of
@@ -137,22 +135,21 @@ class LServeHost:
             self.streaming.pin(slot, len(tokens), end)
 
     def can_append(self, slots, num_tokens) -> bool:
-        dense = self.dense.can_append(slots, num_tokens)
-        return dense and (self.streaming is None or self.streaming.can_append())
+        return all(part.can_append(slots, num_tokens) for part in self.parts)
 
     def append(self, slots, num_tokens) -> None:
-        self.dense.append(slots, num_tokens)
+        for part in self.parts:
+            part.append(slots, num_tokens)
 
     def fork(self, parent: int, child: int) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part.fork(parent, child)
         self._prompt_length[child] = self._prompt_length[parent]
-        self._moves.copy_slot(parent, child)
+        self.moves.copy_slot(parent, child)
 
     def advance(self, number: int, slots, starts, ends) -> None:
-        self.dense.advance(number, slots, starts, ends)
-        if self.streaming:
-            self.streaming.advance(slots, starts, ends)
+        for part in self.parts:
+            part.advance(number, slots, starts, ends)
 
     def decode_steps(self, number: int, slots, num_tokens, most: int) -> list[Usage]:
         """See `paged.decode_runs.SteadyHost`. Pages that a window frees admit no request: admission
@@ -160,95 +157,76 @@ class LServeHost:
         if self.streaming is None:
             return self.dense.decode_steps(number, slots, num_tokens, most)
         usages = []
-        if self.streaming.can_append():
+        if self.streaming.can_append(slots, num_tokens):
             for usage in self.dense.decode_steps(number, slots, num_tokens, most):
-                self.streaming.advance(slots, num_tokens - 1, num_tokens)
-                usages.append(self._together(usage, self.streaming.usage()))
+                self.streaming.advance(number, slots, num_tokens - 1, num_tokens)
+                usages.append(usage + self.streaming.usage())
                 num_tokens = num_tokens + 1
         return usages
 
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
-        self.dense.computed(parent, child, num_tokens)
-        if self.streaming:
-            computed = int(self.streaming.computed[parent])
-            assert computed == num_tokens, "only what is computed can be shared"
-            self.streaming.share(parent, child)
-        self._moves.after.append((parent, child))
+        for part in self.parts:
+            part.computed(parent, child, num_tokens)
+        self.moves.after.append((parent, child))
 
     def free(self, slot: int) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part.free(slot)
-        self._moves.release(slot)
+        self.moves.release(slot)
 
     def can_swap_out(self, slots: list[int]) -> bool:
-        return all(part.can_swap_out(slots) for part in self._parts)
+        return all(part.can_swap_out(slots) for part in self.parts)
 
     def swap_out(self, slots: list[int]) -> Swapped:
         keys = [next(self._keys) for _ in slots]
         for slot, key in zip(slots, keys):
-            self._moves.export_slot(slot, key)
-        dense = self.dense.swap_out(slots)
-        streaming = self.streaming.swap_out(slots) if self.streaming else []
+            self.moves.export_slot(slot, key)
+        swapped = [part.swap_out(slots) for part in self.parts]
         for slot in slots:
-            self._moves.release(slot)
-        return Swapped(dense, streaming, keys)
+            self.moves.release(slot)
+        return Swapped(swapped, keys)
 
     def can_swap_in(self, swapped: Swapped, keep_watermark: bool) -> bool:
-        dense = self.dense.can_swap_in(swapped.dense, keep_watermark)
-        return dense and (self.streaming is None or self.streaming.can_swap_in(swapped.streaming))
+        each = zip(self.parts, swapped.parts)
+        return all(part.can_swap_in(of_part, keep_watermark) for part, of_part in each)
 
     def swap_in(self, swapped: Swapped, sequences: list[Sequence]) -> None:
+        for part, of_part in zip(self.parts, swapped.parts):
+            part.swap_in(of_part, sequences)
         slots = [sequence.slot for sequence in sequences]
-        self.dense.swap_in(swapped.dense, sequences)
-        if self.streaming:
-            self.streaming.swap_in(swapped.streaming, slots)
         self._prompt_length[slots] = [sequence.num_prompt_tokens for sequence in sequences]
-        self._moves.slot_imports += zip(swapped.keys, slots)
+        self.moves.slot_imports += zip(swapped.keys, slots)
 
     def drop_swapped(self, swapped: Swapped) -> None:
-        self.dense.drop_swapped(swapped.dense)
-        if self.streaming:
-            self.streaming.drop_swapped(swapped.streaming)
-        self._moves.dropped += swapped.keys
+        for part, of_part in zip(self.parts, swapped.parts):
+            part.drop_swapped(of_part)
+        self.moves.dropped += swapped.keys
 
     def take_moves(self) -> Moves:
-        moves, self._moves = self._moves, Moves()
-        parts = [self.dense.take_moves()]
-        if self.streaming:
-            parts.append(self.streaming.moves)
-            self.streaming.moves = Moves()
-        for part in parts:  # of pools of their own
-            moves.exports |= part.exports
-            moves.imports |= part.imports
-            moves.copies |= part.copies
+        moves = super().take_moves()
+        for part in self.parts:  # of pools of their own
+            of_part = part.take_moves()
+            moves.exports |= of_part.exports
+            moves.imports |= of_part.imports
+            moves.copies |= of_part.copies
         return moves
 
     def tables(self, slots, out: np.ndarray) -> None:
-        most = self.layout.most
+        most = self.layout.max_pages
         out[:, :most] = self.dense.block_tables.blocks[slots]
         if self.streaming:
             out[:, most:-1] = self.streaming.blocks[slots]
         out[:, -1] = self._prompt_length[slots]
 
     def usage(self) -> Usage:
-        if self.streaming is None:
-            return self.dense.usage()
-        return self._together(self.dense.usage(), self.streaming.usage())
+        usage = self.dense.usage()
+        return usage + self.streaming.usage() if self.streaming else usage
 
-    @staticmethod
-    def _together(dense: Usage, streaming: Usage) -> Usage:
-        counts = {
-            name: value + getattr(streaming, name)
-            for name, value in vars(dense).items()
-            if name != "bytes"
-        }
-        return Usage(**counts, bytes={**dense.bytes, **streaming.bytes})
-
-    def held(self) -> dict[str, np.ndarray]:
-        return {name: units for part in self._parts for name, units in part.held().items()}
+    def used_units(self) -> dict[str, np.ndarray]:
+        return {name: units for part in self.parts for name, units in part.used_units().items()}
 
     def owners(self) -> dict[str, np.ndarray]:
-        return {name: owners for part in self._parts for name, owners in part.owners().items()}
+        return {name: owners for part in self.parts for name, owners in part.owners().items()}
 
     def gauges(self, report, slots, contexts) -> dict[str, float]:
         """selected_tokens: that a query of a dense head reads (§3.4)."""
@@ -258,8 +236,8 @@ class LServeHost:
         return {"selected_tokens": int(selected.sum())}
 
     def check(self) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part.check()
 
     def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
-        return [operation for part in self._parts for operation in part.drain_operations()]
+        return [operation for part in self.parts for operation in part.drain_operations()]

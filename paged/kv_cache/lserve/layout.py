@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged.kv_cache.lserve.gates import by_shard, dense_first
-from paged.kv_cache.lserve.options import LEAST_SELECTED, UNQUANTISED, Options
+from paged.kv_cache.lserve.options import MIN_SELECTED, UNQUANTISED, Options
 from paged.kv_cache.policy import CacheConfig, ShardedModel
-from paged.kv_cache.work import Heads, Held, Work, seen_up_to, total, visible
+from paged.kv_cache.work import Heads, Stored, Work, seen_up_to, total, visible
 from pallas_kernels.quantization import KVFormat
 from pallas_kernels.specs import Cost
 
@@ -52,7 +52,7 @@ class Layout:
     num_slots: int
     heads: int  # KV heads of a shard
     num_dense: tuple[tuple[int, ...], ...]
-    most: int  # of a sequence
+    max_pages: int  # of a sequence
     sink: int
     local: int
     selected: int
@@ -77,10 +77,10 @@ class Layout:
     @property
     def selects(self) -> bool:
         """Whether any row is long enough to select pages."""
-        return self.all_below < self.most
+        return self.all_below < self.max_pages
 
     @property
-    def most_heads(self) -> tuple[int, int]:
+    def max_heads(self) -> tuple[int, int]:
         """Dense and streaming heads of all layers together, of the shard that has most of them."""
         dense = [sum(layers) for layers in self.num_dense]
         return max(dense), len(self.num_dense[0]) * self.heads - min(dense)
@@ -92,22 +92,22 @@ class Layout:
 
     @property
     def streams(self) -> bool:
-        return self.most_heads[1] > 0
+        return self.max_heads[1] > 0
 
     @property
     def dense_pages(self) -> int:
         """Of a shard: the place of the first page of a streaming head."""
-        return self.most_heads[0] * self.num_blocks[0]
+        return self.max_heads[0] * self.num_blocks[0]
 
     @property
     def num_pages(self) -> int:
         """N, of a shard."""
-        return self.dense_pages + self.most_heads[1] * self.num_blocks[1]
+        return self.dense_pages + self.max_heads[1] * self.num_blocks[1]
 
     @property
     def table_width(self) -> int:
         """Blocks of dense heads, of the sink and of the ring, and the tokens at admission."""
-        return self.most + (self.sink + self.ring if self.streams else 0) + 1
+        return self.max_pages + (self.sink + self.ring if self.streams else 0) + 1
 
     def column(self, page):
         """Where a table has a page of streaming heads, an int or an array."""
@@ -146,22 +146,22 @@ class Layout:
         """Of a block of each pool, on all shards."""
         shards = len(self.num_dense)
         dense, streaming = (
-            shards * heads * page for heads, page in zip(self.most_heads, self.page_bytes)
+            shards * heads * page for heads, page in zip(self.max_heads, self.page_bytes)
         )
         return dense, streaming
 
-    def held(self, report, slots: np.ndarray, tokens: np.ndarray) -> Held:
+    def stored(self, report, slots: np.ndarray, tokens: np.ndarray) -> Stored:
         """See `paged.kv_cache.work.Layout`. Dense heads hold all tokens, streaming heads a window
         of pages."""
         dense, streaming = self.unit_bytes
-        dense_heads, streaming_heads = self.most_heads
+        dense_heads, streaming_heads = self.max_heads
         pages = -(-tokens // self.page_size)
         window = np.minimum(pages, self.window)
-        held = dense_heads * pages + streaming_heads * window
-        kept = held / ((dense_heads + streaming_heads) * pages)
+        places = dense_heads * pages + streaming_heads * window
+        kept = places / ((dense_heads + streaming_heads) * pages)
         return pages * dense + window * streaming, np.stack([kept, np.zeros_like(kept)], -1)
 
-    def work(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None) -> Work:
+    def work(self, contexts: np.ndarray, new_tokens: np.ndarray, kept=None) -> Work:
         """See `paged.kv_cache.work.Layout`. Work of the shard with the most dense heads. A new
         owner's first selection counts only if its position is one that selects anyway."""
         heads, P, C, L = self.attention, self.page_size, self.logical, len(self.windows)
@@ -214,7 +214,9 @@ class Layout:
 
     def _streamed(self, tokens, window: int | None):
         """(query, key) pairs of a streaming head among the first `tokens` of a sequence."""
-        return _streamed_up_to(self.page_size, self.sink, self.local, self.most, window)[tokens]
+        return _streamed_up_to(self.page_size, self.sink, self.local, self.max_pages, window)[
+            tokens
+        ]
 
     def _tokens_streamed(self, contexts, new_tokens, window: int | None):
         """Tokens that some query of a streaming head sees."""
@@ -226,10 +228,12 @@ class Layout:
 
 
 @functools.cache
-def _streamed_up_to(P: int, sink: int, local: int, most: int, window: int | None) -> np.ndarray:
-    """[most * P + 1] pairs as of `Layout._streamed`: a query sees the sink pages, the local pages,
-    and its own page up to itself, as far as they are within the window."""
-    position = np.arange(most * P)
+def _streamed_up_to(
+    P: int, sink: int, local: int, max_pages: int, window: int | None
+) -> np.ndarray:
+    """[max_pages * P + 1] pairs as of `Layout._streamed`: a query sees the sink pages, the local
+    pages, and its own page up to itself, as far as they are within the window."""
+    position = np.arange(max_pages * P)
     near = np.minimum(position, local * P + position % P)  # tokens before it, of those pages
     sinks = np.minimum(sink * P, position - near)
     if window is not None:
@@ -275,14 +279,14 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     num_dense = [tuple(dense.sum(1).tolist()) for dense in by_shard(~streams, shards)]
 
     # What exceeds the longest sequence counts as that: it fills no tables, and fits an int32.
-    most = _most(config)
-    sink = min(options.sink // P, most)
-    local = min(options.local // P, most - sink)
+    max_pages = _max_pages(config)
+    sink = min(options.sink // P, max_pages)
+    local = min(options.local // P, max_pages - sink)
     # Tokens of several iterations may begin a page each.
-    window = min(most, sink + local + 1 + -(-(config.multi_step - 1) // P))
+    window = min(max_pages, sink + local + 1 + -(-(config.multi_step - 1) // P))
     rows, tokens = config.max_prefills_per_step, config.max_num_batched_tokens
     longest = max(tokens, config.multi_step)
-    selected = min(most, max(LEAST_SELECTED, options.budget // P))
+    selected = min(max_pages, max(MIN_SELECTED, options.budget // P))
     # A context that the budget holds is read whole, also where it ends within a page.
     read_whole = -(-max(options.budget, options.sparse_from) // P)
     quantised = options.kv_bits != UNQUANTISED
@@ -291,11 +295,11 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     sparse = None in windows
     layout = Layout(
         page_size=P, num_slots=config.max_num_seqs, heads=model.shard.num_kv_heads,
-        num_dense=tuple(num_dense), most=most, sink=sink, local=local, selected=selected,
-        all_below=min(most, max(selected, read_whole)) if sparse else most, reuse=options.reuse,
-        logical=options.logical_page, window=window,
-        chunks=min(tokens // P + rows, rows * (most - window)),
-        ring=max(1, min(most - sink, local + 1 + (longest + P - 2) // P)),
+        num_dense=tuple(num_dense), max_pages=max_pages, sink=sink, local=local, selected=selected,
+        all_below=min(max_pages, max(selected, read_whole)) if sparse else max_pages,
+        reuse=options.reuse, logical=options.logical_page, window=window,
+        chunks=min(tokens // P + rows, rows * (max_pages - window)),
+        ring=max(1, min(max_pages - sink, local + 1 + (longest + P - 2) // P)),
         format=KVFormat(options.kv_bits, model.shard.head_dim) if quantised else None,
         num_blocks=(0, 0),
         attention=Heads.of(model.shard, model.dtype),
@@ -324,16 +328,16 @@ def _checkpoints(config: CacheConfig) -> int:
 def minference_pages(config: CacheConfig) -> int:
     """Pages that a page of queries of a dense head reads in sparse prefill; 0 if it reads all."""
     options, longest = config.policy_options, config.max_model_len
-    pages = max(LEAST_SELECTED, options.minference_budget // config.page_size)
-    return pages if 0 < options.minference_from <= longest and pages < _most(config) else 0
+    pages = max(MIN_SELECTED, options.minference_budget // config.page_size)
+    return pages if 0 < options.minference_from <= longest and pages < _max_pages(config) else 0
 
 
 def minference_tile(config: CacheConfig) -> int:
     """Tokens that share an estimate, no more than any prompt has."""
-    return min(config.policy_options.minference_tile, _most(config) * config.page_size)
+    return min(config.policy_options.minference_tile, _max_pages(config) * config.page_size)
 
 
-def _most(config: CacheConfig) -> int:
+def _max_pages(config: CacheConfig) -> int:
     """Pages of the longest sequence."""
     return -(-config.max_model_len // config.page_size)
 

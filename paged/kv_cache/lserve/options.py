@@ -11,7 +11,7 @@ from paged.kv_cache.policy import CacheConfig
 from pallas_kernels.quantization import KVFormat
 
 UNQUANTISED = 16  # kv_bits of pages that hold keys and values as they are
-LEAST_SELECTED = 3  # pages: fewer would leave no choice beside the newest one
+MIN_SELECTED = 3  # pages: fewer would leave no choice beside the newest one
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Options(GatedOptions):
 def check_options(options: Options, config: CacheConfig, model: ModelConfig | None) -> None:
     """Raises ValueError for options that cannot work, alone, with the cache or with the model."""
     page_size, longest, sparse = config.page_size, config.max_model_len, options.minference_from
-    least = min(LEAST_SELECTED * page_size, longest)
-    pages = f"at least {LEAST_SELECTED} pages of {page_size}"
+    least = min(MIN_SELECTED * page_size, longest)
+    pages = f"at least {MIN_SELECTED} pages of {page_size}"
     tile = options.minference_tile
     checks.require(options, {
         "budget": (options.budget >= least, pages),

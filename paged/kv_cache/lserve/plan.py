@@ -57,9 +57,13 @@ class PrefillPlan:
 
 @flax.struct.dataclass
 class DecodePlan:
-    """slots: [Sd], num_slots where nothing is computed.  positions: [Sd].  lengths: [Sd] tokens, 0
-    where nothing is computed.  sparse: [Sd] whether the row reads selected pages, and fresh: [Sd]
-    whether it selects them now.  blocks: [Sd, W] of the window, lengths_in_window: [Sd] its tokens.
+    """slots: [Sd], num_slots where nothing is computed.
+    positions: [Sd].
+    lengths: [Sd] tokens, 0 where nothing is computed.
+    sparse: [Sd] whether the row reads selected pages.
+    fresh: [Sd] whether it selects them now.
+    blocks: [Sd, W] of the window.
+    lengths_in_window: [Sd] tokens of the window.
     attention, selection: schedules of kernels for each of the `cases` of layers, or None.
     """
 
@@ -76,8 +80,12 @@ class DecodePlan:
 
 @flax.struct.dataclass
 class LServePlan:
-    """What does not depend on the layer. dense_slots, streaming_slots: [T] where a token goes in
-    pages of each kind of head, block * P + offset.  written: [T] whether the token is real."""
+    """What does not depend on the layer.
+
+    dense_slots, streaming_slots: [T] where a token goes in pages of each kind of head, block * P +
+        offset.
+    written: [T] whether the token is real.
+    """
 
     dense_slots: jax.Array
     streaming_slots: jax.Array | None
@@ -100,7 +108,7 @@ def make_plan(
     dense_slots = inputs.tables[row, page] * P + offset
     streaming_slots = prefill = decode = None
     if layout.streams:
-        blocks = inputs.tables[row, layout.most + layout.column(page)]
+        blocks = inputs.tables[row, layout.max_pages + layout.column(page)]
         streaming_slots = blocks * P + offset
     if Tp:
         prefill = _plan_prefill(
@@ -119,7 +127,7 @@ def _plan_prefill(
     lists = blocks = runs = None
     if layout.streams:
         lists = streaming_lists(starts, lengths, Tp, layout.page_size, layout.sink, layout.local)
-        columns = layout.most + layout.column(lists.blocks)
+        columns = layout.max_pages + layout.column(lists.blocks)
         blocks = inputs.tables[lists.rows[:, None], columns]
     if layout.selects:
         runs = key_runs(dense_slots, written, layout.logical, Sp)
@@ -156,7 +164,9 @@ def _plan_prefill(
     sparse = prompts >= layout.minference_from
     segments = segments_of(starts, lengths, prompts, Tp, layout.minference_tile, layout.page_size)
     tiles = tiles_of(starts, lengths, Tp, layout.page_size)
-    kept = vertical_slash_lists(tiles, sparse, layout.minference, layout.most, layout.page_size)
+    kept = vertical_slash_lists(
+        tiles, sparse, layout.minference, layout.max_pages, layout.page_size
+    )
     return PrefillPlan(
         lists, blocks, schedules, runs, sparse=sparse, segments=segments, tiles=tiles, kept=kept
     )
@@ -176,7 +186,7 @@ def _plan_decode(layout: Layout, selected_at, inputs, computes) -> DecodePlan:
     blocks = in_window = None
     if layout.streams:
         pages, counts = streaming_blocks(positions // P, layout.sink, layout.local)
-        columns = layout.most + layout.column(pages)
+        columns = layout.max_pages + layout.column(pages)
         blocks = jnp.take_along_axis(tables, columns, axis=1)
         in_window = jnp.where(computes, (counts - 1) * P + positions % P + 1, 0)
     return DecodePlan(

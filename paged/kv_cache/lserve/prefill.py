@@ -33,7 +33,7 @@ def prefill(
     """
     K, Sp = layout.heads, inputs.num_prefill_rows
     G = q_TxHxD.shape[1] // K
-    tables, lengths = inputs.tables[:Sp, : layout.most], inputs.lengths[:Sp]
+    tables, lengths = inputs.tables[:Sp, : layout.max_pages], inputs.lengths[:Sp]
     sparse, base = plan.sparse if window is None else None, page_base[layer]
     how: dict = {"scale": attention.scale, "soft_cap": attention.soft_cap}
     if plan.hybrid is not None:

@@ -5,8 +5,8 @@ import numpy as np
 from experiments.bench import simulated_clock
 from experiments.bench.simulated_clock import Rates, measured_requests, size_of
 from paged.config import EngineConfig
-from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine
+from paged.step_inputs import empty_step_inputs
 from tests.paged.tiny import TINY, padded, random_params
 
 CONFIG = EngineConfig(

@@ -11,9 +11,9 @@ import pytest
 from experiments import serve
 from experiments.lib import plots, report, run_record
 from experiments.workloads.workloads import Request, Workload
-from paged.adapters.adapter import Adapter
 from paged.engine import Engine, EngineConfig
 from paged.metrics import Metrics, RequestRecord, StepRecord
+from paged.requests.adapter import Adapter
 from paged.requests.sequence import RequestOutput, SequenceOutput
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 from tests.experiments.conftest import TINY

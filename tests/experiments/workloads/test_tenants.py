@@ -9,7 +9,7 @@ from experiments.lib.report import score
 from experiments.workloads import tenants
 from experiments.workloads.workloads import Request
 from models import checkpoint
-from paged.adapters.adapter import Adapter
+from paged.requests.adapter import Adapter
 
 ASKED = Request(0.0, "#GR68673; ?GR", 6, answer="68673;", stop=(";",), task="needle")
 

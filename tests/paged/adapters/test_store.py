@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged.adapters.adapter import Adapter
 from paged.adapters.store import AdapterStore, Resident
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
 from paged.scheduling.admission import candidates, in_turn

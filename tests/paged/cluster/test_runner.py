@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from paged.adapters.adapter import Adapter
 from paged.cluster.messages import ClusterRequest, Grown, Growth, Progress, Status
 from paged.cluster.runner import EngineRunner
 from paged.config import EngineConfig
 from paged.engine import Engine
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceOutput
 from tests.paged.hashing_executor import HashingExecutor, TwinLoads, generate, tag_of

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paged.adapters.adapter import Adapter
 from paged.cluster.cluster import Arrival
 from paged.cluster.simulated import SimulatedCluster
 from paged.config import EngineConfig
 from paged.engine import Engine
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 from tests.paged.hashing_executor import (

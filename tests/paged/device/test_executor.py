@@ -15,10 +15,10 @@ from paged.config import EngineConfig
 from paged.device.buckets import Buckets
 from paged.device.executor import DeviceExecutor
 from paged.device.step import step
-from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine
 from paged.kv_cache import dense
 from paged.kv_cache.policy import ShardedModel
+from paged.step_inputs import empty_step_inputs
 from tests.paged.tiny import TINY
 
 

@@ -20,10 +20,10 @@ from models.full_attention import causal_attend
 from models.params import Param
 from paged import kv_cache
 from paged.device import executor, step
-from paged.device.tensor_parallel import WHOLE, Shards
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import VLLM
 from paged.requests.sampling_params import SamplingParams
+from paged.tensor_parallel import REPLICATED, Shards
 from tests.paged.devices import collectives, printed_with_devices
 from tests.paged.tiny import TINY
 
@@ -163,8 +163,8 @@ def hidden_states(name: str, size: int, merged: bool) -> list:
         return hidden
 
     placed = shards.place(params)
-    specs = shards.specs(placed), shards.specs(stacks), WHOLE
-    return shards.jit(run, specs, WHOLE)(placed, stacks, jnp.arange(3, 15)).tolist()
+    specs = shards.specs(placed), shards.specs(stacks), REPLICATED
+    return shards.jit(run, specs, REPLICATED)(placed, stacks, jnp.arange(3, 15)).tolist()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 from models import llama, peft, w4a8, w8a8
 from models.full_attention import causal_attend
 from paged import Engine, EngineConfig, SamplingParams
-from paged.device.tensor_parallel import Shards
+from paged.tensor_parallel import Shards
 from tests.models import peft_folders
 from tests.paged.devices import collectives, printed_with_devices
 from tests.paged.tiny import TINY, padded, random_params

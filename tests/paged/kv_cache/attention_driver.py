@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec
 
 from models.config import ModelConfig
 from paged.config import EngineConfig
-from paged.device.tensor_parallel import AXIS, SPLIT, WHOLE, Shards
 from paged.kv_cache import POLICIES
-from paged.kv_cache.driver import Chunks, HostDriver, attend
+from paged.policy_driver import Chunks, HostDriver, attend
+from paged.tensor_parallel import AXIS, REPLICATED, SPLIT, Shards
 
 
 class Driver(HostDriver):
@@ -34,7 +34,7 @@ class Driver(HostDriver):
         split = PartitionSpec(None, None, AXIS)
         self._run: Any = shards.jit(
             lambda *step: attend(self.device, *step),
-            (SPLIT, WHOLE, split, split, split), (SPLIT, split), donate_argnums=0,
+            (SPLIT, REPLICATED, split, split, split), (SPLIT, split), donate_argnums=0,
         )  # fmt: skip
 
     def step(self, chunks: Chunks, Tp: int, Sd: int) -> dict[int, np.ndarray]:

@@ -20,13 +20,13 @@ from models.full_attention import causal_attend
 from paged.device.buckets import Buckets
 from paged.device.executor import DeviceExecutor
 from paged.device.step import StepProgram
-from paged.device.tensor_parallel import Shards
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, diffkv, lserve
 from paged.kv_cache.lserve.gates import streaming_heads
 from paged.kv_cache.policy import Capabilities, Policy
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
+from paged.tensor_parallel import Shards
 from tests.notebooks.stored import written_policy
 from tests.paged.kv_cache.lserve_oracle import masked_attend
 from tests.paged.kv_cache.tova import TOVA
@@ -325,7 +325,7 @@ def take_step(engine: Engine, ended: dict[str, list[list[int]]]) -> None:
 def check_empty(engine: Engine) -> None:
     """Nothing is held by nobody."""
     engine.host_policy.check()
-    assert not any(len(units) for units in engine.host_policy.held().values())
+    assert not any(len(units) for units in engine.host_policy.used_units().values())
     assert engine.scheduler.slots.num_free == engine.config.max_num_seqs
 
 

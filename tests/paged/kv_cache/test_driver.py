@@ -3,8 +3,8 @@
 import numpy as np
 
 from paged.config import EngineConfig
-from paged.kv_cache.driver import HostDriver, decode_inputs
 from paged.kv_cache.policy import ShardedModel
+from paged.policy_driver import HostDriver, decode_inputs
 from tests.paged.tiny import TINY
 
 CONFIG = EngineConfig(

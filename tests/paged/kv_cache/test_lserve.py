@@ -10,13 +10,13 @@ import pytest
 
 from models.sampling import SamplingState
 from paged.device.step import step
-from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, lserve
 from paged.kv_cache.lserve.gates import streaming_heads
 from paged.kv_cache.lserve.layout import layout_of
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator.executor import SimulatedExecutor
+from paged.step_inputs import empty_step_inputs
 from pallas_kernels.block_sparse_attention import (
     last_queries,
     segments_of,
@@ -226,7 +226,7 @@ def test_what_leaves_the_window_is_given_back():
     most = 0
     while engine.has_unfinished():
         engine.step()
-        most = max(most, len(engine.host_policy.held()["streaming"]))
+        most = max(most, len(engine.host_policy.used_units()["streaming"]))
         engine.host_policy.check()
     # One page of the sink, two of the window and the query's own; chunks of 16 tokens for a step.
     assert layout.window == 4 and most <= 4 + 16 // 4 < 63 // 4
@@ -268,7 +268,7 @@ def test_a_page_takes_the_bytes_of_its_tokens_and_statistics():
     page = 64 * 2 * 8 * 2
     assert layout.page_bytes == (page + page // 16, page)
     # Of eight dense and four streaming heads each shard has half.
-    assert layout.most_heads == (4, 2)
+    assert layout.max_heads == (4, 2)
     assert layout.unit_bytes == (8 * (page + page // 16), 4 * page)
 
 

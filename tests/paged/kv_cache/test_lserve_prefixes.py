@@ -176,7 +176,7 @@ class HostBesideMemory(RuleBasedStateMachine):
         (page, offset), layout = divmod(position, PAGE), self.host.layout
         columns = {"dense": page}
         if layout.streams and in_window:
-            columns["streaming"] = layout.most + int(layout.column(page))
+            columns["streaming"] = layout.max_pages + int(layout.column(page))
         places = [(pool, int(table[column]), offset) for pool, column in columns.items()]
         assert all(block != 0 for _, block, _ in places), "the null block is used"
         return places
@@ -300,7 +300,7 @@ class HostBesideMemory(RuleBasedStateMachine):
         if self.host.streaming:
             assert self.host.streaming.checkpoints is not None
             pinned["streaming"] = self.host.streaming.checkpoints.num_pinned
-        for name, units in self.host.held().items():
+        for name, units in self.host.used_units().items():
             assert len(units) == pinned.get(name, 0), f"{name}: units of nobody"
 
 

@@ -32,6 +32,6 @@ def test_a_parent_that_leaves_may_be_its_grandchild():
 
 
 def test_few_copies_are_not_padded_to_the_most():
-    pool = Pool("p", 9, 9, 0, units_per_call=4, most_copies=6, unit_bytes=1)
+    pool = Pool("p", 9, 9, 0, units_per_call=4, max_copies=6, unit_bytes=1)
     assert pool.copy_sizes == (4, 6)
-    assert Pool("p", 9, 9, 0, units_per_call=4, most_copies=3, unit_bytes=1).copy_sizes == (4,)
+    assert Pool("p", 9, 9, 0, units_per_call=4, max_copies=3, unit_bytes=1).copy_sizes == (4,)

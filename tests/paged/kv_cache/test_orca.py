@@ -66,7 +66,7 @@ def test_every_request_gets_its_tokens_and_memory_is_accounted_for(config, calls
     while engine.has_unfinished():
         outputs += engine.step()
         engine.host_policy.check()
-        assert engine.host_policy.held()["blocks"].max(initial=0) < config.num_blocks
+        assert engine.host_policy.used_units()["blocks"].max(initial=0) < config.num_blocks
     assert {output.request_id for output in outputs} == set(requests)
     for output in outputs:
         prompt, limit, ignore_eos = requests[output.request_id]

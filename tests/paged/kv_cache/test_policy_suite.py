@@ -245,8 +245,8 @@ def test_where_there_is_no_room_to_swap_to_a_policy_recomputes(bench):
 
 
 @by_policy
-def test_a_donor_that_ends_with_its_first_token(bench, case):
-    """Its followers go on from what it has computed."""
+def test_a_parent_that_ends_with_its_first_token(bench, case):
+    """Its children go on from what it has computed."""
     prompt = tuple(range(30, 47))
     how = SamplingParams(n=3, temperature=2.0, max_tokens=12, seed=3, ignore_eos=True)
     whole = bench.alone(case, Request(prompt, how))

@@ -135,10 +135,10 @@ def test_a_pinned_prefix_changes_no_tokens(bench, case):
     expected, crowd = bench.alone(case, request), goes_on(bench, case)[:3]
     engine = bench.engine(case, prefix_caching=True)
     assert engine.pin_prefix(list(TRUNK)) == len(TRUNK)
-    pinned = {name: len(units) for name, units in engine.host_policy.held().items()}
+    pinned = {name: len(units) for name, units in engine.host_policy.used_units().items()}
     for _ in range(2):
         assert serve(engine, [request])[request] == expected
         for other, tokens in serve(engine, crowd).items():
             assert tokens == bench.alone(case, other)
     assert cached(engine)[1] == len(TRUNK)
-    assert {name: len(units) for name, units in engine.host_policy.held().items()} == pinned
+    assert {name: len(units) for name, units in engine.host_policy.used_units().items()} == pinned

@@ -115,7 +115,7 @@ class Served:
 
         def count(engine: Engine) -> dict[str, int]:
             engine.host_policy.check()
-            units = sum(len(held) for held in engine.host_policy.held().values())
+            units = sum(len(held) for held in engine.host_policy.used_units().values())
             requests = engine.requests
             return {
                 "units": units, "running": len(engine.scheduler.running),

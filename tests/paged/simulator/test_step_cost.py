@@ -7,16 +7,16 @@ import pytest
 
 from models import checkpoint
 from models.config import ModelConfig
-from paged.adapters.adapter import Adapter
 from paged.config import EngineConfig
-from paged.device.step_inputs import StepInputs
 from paged.engine import Engine
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.work import kv_bytes_of_token
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.layer import adapters_s, head_ops, layer_ops
 from paged.simulator.step_cost import StepCost
+from paged.step_inputs import StepInputs
 
 LLAMA = checkpoint.load_config("configs/models/llama-2-7b")
 SMALL = ModelConfig(num_layers=3, vocab_size=64, max_position_embeddings=256)

@@ -184,7 +184,7 @@ def test_decisions_are_those_of_the_printed_algorithm(means, rule):
     and who comes. Thresholds are 1/8, 1/16 of three alone, and 1/32."""
     alpha = (1.0, 0.25) if len(means) == 3 else (1.0, 0.5, 0.25)
     found = Found(jnp.array([7, 8, 9, 10][: len(means)]), jnp.array(means, jnp.float32))
-    decision = compression.decide(Rules(window=4, generation=rule), found, 8, jnp.array(alpha))
+    decision = Rules(window=4, generation=rule).decide(found, 7, jnp.array(alpha))
 
     oracle = Head(alpha, 4, [stored("auto")] * len(alpha), generation=rule)
     oracle.now = 100

@@ -9,7 +9,7 @@ import pytest
 from paged.config import EngineConfig
 from paged.kv_cache import POLICIES
 from paged.kv_cache.diffkv.layout import layout_of
-from paged.kv_cache.diffkv.options import Options, page_formats
+from paged.kv_cache.diffkv.options import Options
 from paged.kv_cache.diffkv.snapshot import snapshot
 from paged.kv_cache.policy import ShardedModel
 from tests.paged.kv_cache.attention_driver import Driver
@@ -92,7 +92,7 @@ def test_a_page_has_the_bytes_of_codes_and_scales_alone():
     """Head dim 128: 64 bytes of codes, 16 of the keys' scales and 16 of the values', beside 512 of
     16 bits. 12 of these take the page of 64."""
     options = Options(high="K16V16", low="K2V2", key_group=32, groups=4, window=128, **KIVI)
-    high, low = page_formats(options, 12, 128, "float16")
+    high, low = options.formats(12, 128, "float16")
     assert (high.token_bytes, low.token_bytes) == (512, 64 + 16 + 16)
     assert (high.tokens, low.tokens) == (12, 64) and 4 * low.words == 64 * low.token_bytes
     model = ShardedModel.split(TINY.replace(num_heads=4, num_kv_heads=2, head_dim=128))
@@ -102,7 +102,7 @@ def test_a_page_has_the_bytes_of_codes_and_scales_alone():
     )  # fmt: skip
     layout = layout_of(config, model)
     # 11 pages of the rest and 14 of the 896 tokens before it, in each of four heads.
-    assert int(layout.worst(1024)) == layout.most == 4 * (11 + 14)
+    assert int(layout.worst(1024)) == layout.max_pages == 4 * (11 + 14)
     assert layout.table_width == 25
     pages, tokens = layout.uncompressed(np.array([100, 1024]))
     assert pages.tolist() == [4 * 9, 100] and tokens.tolist() == [[400, 0], [4 * 128, 4 * 896]]

@@ -12,13 +12,13 @@ import pytest
 
 from models.sampling import SamplingState
 from paged.device.step import step
-from paged.device.step_inputs import empty_step_inputs
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, diffkv, lserve
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import read_thresholds
 from paged.kv_cache.diffkv.state import DiffKVCache
 from paged.kv_cache.policy import ShardedModel
+from paged.step_inputs import empty_step_inputs
 from tests.paged.kv_cache.lserve_oracle import masked_attend
 from tests.paged.kv_cache.policy_suite import (
     CASES,

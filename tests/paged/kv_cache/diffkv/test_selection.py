@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged.kv_cache.diffkv.selection import TopPages
+from paged.kv_cache.diffkv.page_selector import TopPages
 from pallas_kernels.quantized_attention import (
     PageFormat,
     Tokens,

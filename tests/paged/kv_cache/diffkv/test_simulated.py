@@ -60,7 +60,7 @@ def test_recorded_heads_are_dealt_out_by_depth_and_in_turn(tmp_path):
     heads = [[(number // 9, number % 2) for number in range(18)]]
     of_each = [[64 + int(128 * SHARES[head][0]), int(128 * SHARES[head][1])] for head in heads[0]]
     assert kept(device, [1]) == [np.sum(of_each, axis=0).tolist()]
-    held = device.held(np.array([1]), np.array([[192], [192]]))
+    held = device.kept(np.array([1]), np.array([[192], [192]]))
     assert held[..., 0, :] == pytest.approx(np.mean([of_each, of_each], axis=1))
 
 
@@ -90,7 +90,7 @@ def test_swaps_and_copies_take_what_a_slot_holds_with_it(tmp_path):
     outputs = engine.generate([[7] * 150] * 3, how)
     assert all(len(each.tokens) == 200 for output in outputs for each in output.sequences)
     engine.host_policy.check()
-    assert not engine.host_policy.held()["pages"].size
+    assert not engine.host_policy.used_units()["pages"].size
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from paged.device.step_inputs import StepInputs
 from paged.kv_cache.dense import DenseCache, DensePolicy
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
+from paged.step_inputs import StepInputs
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prompt_attention import prompt_attention

@@ -2,7 +2,7 @@
 
 A sequence holds its first pages and its last ones; the pages between are given back as soon as no
 later query reads them, `page < sink or page >= query's page - local`. Its table is the sink and a
-ring, so that a page stays where it is while it is held.
+ring, so that a page stays where it is.
 
 The whole window of a sequence is promised when it is admitted, so it never asks for more. What the
 chunks of a step need beyond windows is set aside, and is given back before the next step takes any.
@@ -13,19 +13,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paged.blocks.block_pool import NULL_BLOCK, BlockPool
+from paged.blocks.block_pool import NULL_BLOCK
+from paged.kv_cache.host import BlockHost
 from paged.kv_cache.lserve.checkpoints import Checkpoints
 from paged.kv_cache.lserve.layout import Layout
-from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.owners import CACHED, of_tables
+from paged.kv_cache.moves import Pool
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
 
 @dataclass(frozen=True)
 class SwappedWindow:
-    """A sequence in the host's memory: its blocks there in the order of its pages, the first page
-    of its window and the page after the last, tokens that are computed, and blocks promised."""
+    """A sequence in the host's memory.
+
+    blocks: of that memory, in the order of the sequence's pages.
+    first, end: the first page of the window, and the page after the last.
+    computed: tokens.
+    promised: blocks.
+    """
 
     blocks: np.ndarray
     first: int
@@ -34,25 +39,36 @@ class SwappedWindow:
     promised: int
 
 
-class StreamingHost:
-    """One pool's part of `HostPolicy`. Arrays are by slot.
+class StreamingHost(BlockHost):
+    """Arrays are by slot.
 
-    blocks: [num_slots, sink + ring] int32. first: the first page of the window, at least sink. end:
-    the page after the last one held. computed: tokens that are written once all dispatched steps
-    have run. promised: blocks that the sequence may hold between steps. checkpoints: for later
-    prompts, if there is a prefix cache.
+    blocks: [num_slots, sink + ring] int32.
+    first: the first page of the window, at least sink.
+    end: the page after the last one.
+    computed_tokens: tokens that are written once all dispatched steps have run.
+    promised: blocks that the sequence may hold between steps.
+    checkpoints: for later prompts, if there is a prefix cache.
     """
 
     def __init__(self, pool: Pool, layout: Layout, prefix_caching: bool = False):
-        self._name, self._unit_bytes, self._layout = pool.name, pool.unit_bytes, layout
         self.checkpoints = Checkpoints(pool.num_units) if prefix_caching else None
-        self.pool = BlockPool(pool.num_units, self.checkpoints)
-        self.host_pool = BlockPool(pool.num_host_units)
+        super().__init__(pool, self.checkpoints)
+        self._layout = layout
         num_slots = layout.num_slots
         self.blocks = np.full((num_slots, layout.sink + layout.ring), NULL_BLOCK, np.int32)
         self.first = np.full(num_slots, layout.sink)
-        self.end, self.computed, self.promised = np.zeros((3, num_slots), np.int64)
-        self.moves = Moves()
+        self.end, self.computed_tokens, self.promised = np.zeros((3, num_slots), np.int64)
+
+    def slot_tables(self) -> np.ndarray:
+        return self.blocks
+
+    @property
+    def pins(self) -> np.ndarray | int:
+        return self.checkpoints.pins if self.checkpoints else 0
+
+    @property
+    def cached_blocks(self) -> np.ndarray:
+        return self.checkpoints.cached_blocks if self.checkpoints else super().cached_blocks
 
     def _needs(self, num_tokens: int) -> int:
         return min(-(-num_tokens // self._layout.page_size), self._layout.window)
@@ -69,25 +85,31 @@ class StreamingHost:
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
         return num_sequences * self._needs(num_tokens) <= self._usable
 
-    def can_admit(self, sequences: list[Sequence]) -> bool:
+    def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
+        """Nothing grows after admission, so there is no watermark."""
         return self._has_room(sum(self._needs(sequence.group.limit) for sequence in sequences))
 
-    def admit(self, slot: int, sequence: Sequence) -> None:
+    def admit(self, slot: int, sequence: Sequence) -> int:
         self.promised[slot] = self._needs(sequence.group.limit)
+        return 0
 
-    def can_append(self) -> bool:
+    def can_append(self, slots, num_tokens) -> bool:
         """Only forks promise more than there is."""
         return self._has_room(0)
 
     def fork(self, parent: int, child: int) -> None:
         self.promised[child] = self.promised[parent]
-        self.share(parent, child)
+        self._share(parent, child)
 
-    def share(self, parent: int, child: int) -> None:
-        """The empty `child` becomes an owner of all that `parent` holds."""
+    def computed(self, parent: int, child: int, num_tokens: int) -> None:
+        assert self.computed_tokens[parent] == num_tokens, "only what is computed can be shared"
+        self._share(parent, child)
+
+    def _share(self, parent: int, child: int) -> None:
+        """The empty `child` becomes an owner of all that `parent` has."""
         assert self.end[child] == 0, f"slot {child} is not empty"
-        self.pool.share(self.held_by(parent))
-        for array in (self.blocks, self.first, self.end, self.computed):
+        self.pool.share(self.blocks_of(parent))
+        for array in (self.blocks, self.first, self.end, self.computed_tokens):
             array[child] = array[parent]
 
     def _pages(self, first: int, end: int) -> np.ndarray:
@@ -95,7 +117,7 @@ class StreamingHost:
         sinks = np.arange(min(self._layout.sink, end))
         return np.concatenate([sinks, np.arange(first, max(end, first))])
 
-    def held_by(self, slot: int) -> np.ndarray:
+    def blocks_of(self, slot: int) -> np.ndarray:
         """Blocks of a slot, in the order of its pages."""
         pages = self._pages(int(self.first[slot]), int(self.end[slot]))
         return self.blocks[slot, self._layout.column(pages)]
@@ -109,14 +131,14 @@ class StreamingHost:
         """Whether there is a checkpoint at the end of the prefix."""
         return self.checkpoints is not None and self.checkpoints.has(key)
 
-    def plan(self, slot: int, ends: list[tuple[int, bytes]]) -> None:
+    def begin(self, slot: int, ends: list[tuple[int, bytes]]) -> None:
         """See `Checkpoints`."""
         if self.checkpoints:
-            self.checkpoints.plan(slot, ends)
+            self.checkpoints.begin(slot, ends)
 
     def confirm(self, slots: np.ndarray) -> None:
         """The prompts of `slots` are computed."""
-        if self.checkpoints and self.checkpoints.plans:
+        if self.checkpoints and self.checkpoints.ends:
             for slot in slots.tolist():
                 self.checkpoints.confirm(slot)
 
@@ -128,7 +150,7 @@ class StreamingHost:
         self.blocks[slot, self._layout.column(pages)] = blocks
         P, layout = self._layout.page_size, self._layout
         self.first[slot] = max(num_tokens // P - layout.local, layout.sink)
-        self.end[slot], self.computed[slot] = -(-num_tokens // P), num_tokens
+        self.end[slot], self.computed_tokens[slot] = -(-num_tokens // P), num_tokens
 
     def pin(self, slot: int, num_tokens: int, key: bytes) -> None:
         """Keep for good the window after the first `num_tokens`, all that `slot` has computed."""
@@ -138,10 +160,10 @@ class StreamingHost:
             self.pool.share(blocks)
 
     def _leave_checkpoints(self, checkpoints: Checkpoints) -> None:
-        """Of pages that the last step has filled: their windows are held until the next one."""
+        """Of pages that the last step has filled: their windows stay until the next one."""
         P = self._layout.page_size
-        for slot in list(checkpoints.plans):
-            for pages, key in checkpoints.due(slot, int(self.computed[slot]) // P):
+        for slot in list(checkpoints.ends):
+            for pages, key in checkpoints.due(slot, int(self.computed_tokens[slot]) // P):
                 window = self._layout.column(self._window(pages * P))
                 checkpoints.keep(slot, key, self.blocks[slot, window])
 
@@ -149,19 +171,19 @@ class StreamingHost:
         """Give back what no later query reads. A step in flight may still read it, but it runs
         before the next owner writes."""
         layout = self._layout
-        first = np.maximum(self.computed // layout.page_size - layout.local, layout.sink)
+        first = np.maximum(self.computed_tokens // layout.page_size - layout.local, layout.sink)
         for slot in np.flatnonzero(first > self.first).tolist():
             columns = layout.column(np.arange(self.first[slot], first[slot]))
             self.pool.release(self.blocks[slot, columns])
             self.blocks[slot, columns] = NULL_BLOCK
             self.first[slot] = first[slot]
 
-    def advance(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+    def advance(self, number: int, slots, starts, ends) -> None:
         P = self._layout.page_size
         self._trim()
         computes = ends > starts  # the blocks of a fork may be still to come
         slots, starts, ends = slots[computes], starts[computes], ends[computes]
-        assert (starts == self.computed[slots]).all(), "tokens are missing"
+        assert (starts == self.computed_tokens[slots]).all(), "tokens are missing"
         begun = np.flatnonzero(starts % P)
         columns = self._layout.column(starts[begun] // P)
         shared = self.pool.refcounts[self.blocks[slots[begun], columns]] > 1
@@ -171,8 +193,8 @@ class StreamingHost:
         for i in np.flatnonzero(last > self.end[slots]).tolist():
             columns = self._layout.column(np.arange(self.end[slots[i]], last[i]))
             self.blocks[slots[i], columns] = self.pool.allocate(len(columns))
-        self.end[slots], self.computed[slots] = np.maximum(self.end[slots], last), ends
-        if self.checkpoints and self.checkpoints.plans:
+        self.end[slots], self.computed_tokens[slots] = np.maximum(self.end[slots], last), ends
+        if self.checkpoints and self.checkpoints.ends:
             self._leave_checkpoints(self.checkpoints)
 
     def _unshare(self, slot: int, column: int) -> None:
@@ -186,43 +208,44 @@ class StreamingHost:
     def free(self, slot: int) -> None:
         if self.checkpoints:
             self.checkpoints.leave(slot)
-        self.pool.release(self.held_by(slot))
+        self.pool.release(self.blocks_of(slot))
         self.blocks[slot], self.first[slot] = NULL_BLOCK, self._layout.sink
-        self.end[slot] = self.computed[slot] = self.promised[slot] = 0
+        self.end[slot] = self.computed_tokens[slot] = self.promised[slot] = 0
 
     def can_swap_out(self, slots: list[int]) -> bool:
         self._trim()
-        distinct = np.unique(np.concatenate([self.held_by(slot) for slot in slots]))
+        distinct = np.unique(np.concatenate([self.blocks_of(slot) for slot in slots]))
         return self.host_pool.can_allocate(len(distinct))
 
     def swap_out(self, slots: list[int]) -> list[SwappedWindow]:
         """A block that they share is moved once."""
         self._trim()
-        held = [self.held_by(slot) for slot in slots]
-        blocks = np.unique(np.concatenate(held))
+        tables = [self.blocks_of(slot) for slot in slots]
+        blocks = np.unique(np.concatenate(tables))
         taken = self.host_pool.allocate(len(blocks))
         self.moves.export(self._name, zip(blocks.tolist(), taken.tolist()))
         swapped = []
-        for slot, table in zip(slots, held):
+        for slot, table in zip(slots, tables):
             on_host = taken[np.searchsorted(blocks, table)]
             self.host_pool.share(on_host)
-            state = (self.first, self.end, self.computed, self.promised)
+            state = (self.first, self.end, self.computed_tokens, self.promised)
             swapped.append(SwappedWindow(on_host, *(int(array[slot]) for array in state)))
             self.free(slot)
         self.host_pool.release(taken)
         return swapped
 
-    def can_swap_in(self, swapped: list[SwappedWindow]) -> bool:
+    def can_swap_in(self, swapped: list[SwappedWindow], keep_watermark: bool) -> bool:
         return self._has_room(sum(window.promised for window in swapped))
 
-    def swap_in(self, swapped: list[SwappedWindow], slots: list[int]) -> None:
+    def swap_in(self, swapped: list[SwappedWindow], sequences: list[Sequence]) -> None:
         on_host = np.unique(np.concatenate([window.blocks for window in swapped]))
         taken = self.pool.allocate(len(on_host))
         self.moves.bring(self._name, zip(on_host.tolist(), taken.tolist()))
-        for slot, window in zip(slots, swapped, strict=True):
+        for sequence, window in zip(sequences, swapped, strict=True):
+            slot = sequence.slot
             assert self.end[slot] == 0, f"slot {slot} is not empty"
             self.first[slot], self.end[slot] = window.first, window.end
-            self.computed[slot], self.promised[slot] = window.computed, window.promised
+            self.computed_tokens[slot], self.promised[slot] = window.computed, window.promised
             blocks = taken[np.searchsorted(on_host, window.blocks)]
             self.pool.share(blocks)
             self.blocks[slot, self._layout.column(self._pages(window.first, window.end))] = blocks
@@ -237,38 +260,20 @@ class StreamingHost:
         """A block with several owners counts once."""
         layout, P = self._layout, self._layout.page_size
         in_window = np.maximum(self.end - self.first, 0)
-        held = P * int((np.minimum(self.end, layout.sink) + in_window).sum())
+        places = P * int((np.minimum(self.end, layout.sink) + in_window).sum())
         used = P * self.pool.num_used
         pinned = P * self.checkpoints.num_references if self.checkpoints else 0
-        sinks = np.minimum(self.computed, layout.sink * P)
-        tokens = int((sinks + np.maximum(self.computed - self.first * P, 0)).sum()) + pinned
+        sinks = np.minimum(self.computed_tokens, layout.sink * P)
+        tokens = int((sinks + np.maximum(self.computed_tokens - self.first * P, 0)).sum()) + pinned
         return Usage(
             token_states=min(tokens, used), reserved=0, internal=used - min(tokens, used),
-            external=0, free=P * self.pool.num_free, shared=held + pinned - used,
-            bytes={self._name: self.pool.num_used * self._unit_bytes},
+            external=0, free=P * self.pool.num_free, shared=places + pinned - used,
+            bytes={self._name: self.pool.num_used * self.pools[0].unit_bytes},
         )  # fmt: skip
 
-    def held(self) -> dict[str, np.ndarray]:
-        on_host = np.flatnonzero(self.host_pool.refcounts)
-        return {self._name: np.flatnonzero(self.pool.refcounts), f"host {self._name}": on_host}
-
-    def owners(self) -> dict[str, np.ndarray]:
-        owners = of_tables(self.blocks, self.pool.refcounts)
-        if self.checkpoints:
-            owners[self.checkpoints.cached_blocks - 1] = CACHED
-        return {self._name: owners}
-
     def check(self) -> None:
-        tables = self.blocks[self.blocks != NULL_BLOCK]
-        owners = np.bincount(tables, minlength=self.pool.num_blocks)
+        super().check()
         if self.checkpoints:
-            owners += self.checkpoints.pins
             self.checkpoints.check()
-        assert (owners == self.pool.refcounts).all(), "blocks have other owners than are counted"
         for slot in np.flatnonzero(self.end).tolist():
-            assert (self.held_by(slot) != NULL_BLOCK).all(), "a page of a window has no block"
-        self.pool.check()
-        self.host_pool.check()
-
-    def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
-        return [(self._name, *operation) for operation in self.pool.drain_operations()]
+            assert (self.blocks_of(slot) != NULL_BLOCK).all(), "a page of a window has no block"

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged.config import EngineConfig
-from paged.device.step_inputs import StepInputs, empty_step_inputs
 from paged.kv_cache import policy_of
 from paged.kv_cache.policy import KVPolicy, ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
+from paged.step_inputs import StepInputs, empty_step_inputs
 
 Chunks = Sequence[tuple[int, int]]  # (slot, tokens) of a step
 

@@ -14,7 +14,7 @@ from paged.config import EngineConfig
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup, SequenceOutput, Status, TokenLogprob
 from paged.requests.stopping import TextStream
-from paged.requests.validation import check_sequence, token_ids, token_limit
+from paged.validation import check_sequence, token_ids, token_limit
 
 GOES_ON = (None, "abort")  # reasons of sequences that have not come to their end
 ENDED = ("eos", "length", "stop", "error")

@@ -8,8 +8,8 @@ from collections.abc import MutableSequence
 from paged.clock import VirtualClock, WallClock
 from paged.event_log import finish_event
 from paged.metrics import Metrics, request_record
+from paged.outputs import request_output
 from paged.requests.output_stream import OutputStream
-from paged.requests.outputs import request_output
 from paged.requests.sequence import RequestOutput, SequenceGroup, Status
 from paged.scheduling.slots import Slots
 

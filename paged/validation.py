@@ -9,7 +9,7 @@ from models.sampling import MAX_LOGPROBS
 from paged.checks import refusal, shown
 from paged.config import EngineConfig
 from paged.kv_cache import policy_of
-from paged.kv_cache.policy import Sizes
+from paged.kv_cache.host import HostPolicy, Sizes
 from paged.requests.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -76,7 +76,7 @@ def validated_prompt(
     tokenizer,
     model: ModelConfig,
     config: EngineConfig,
-    sizes: Sizes,
+    sizes: Sizes | HostPolicy,
 ) -> np.ndarray:
     """The prompt as token ids [n] int32.
 

@@ -24,7 +24,7 @@ from paged.kv_cache.shared_heads import AXIS
 
 SPLIT = PartitionSpec(AXIS)  # each shard's own, one after the other along the first axis
 SPLIT_UNITS = PartitionSpec(None, AXIS)  # units or slots [C, x, ...] on their way
-WHOLE = PartitionSpec()  # the same on every shard
+REPLICATED = PartitionSpec()  # the same on every shard
 RULES = {"heads": AXIS, "kv_heads": AXIS, "mlp": AXIS}  # of the parameters' axes
 
 
@@ -82,7 +82,7 @@ class Shards:
 
     def place_whole(self, x: np.ndarray) -> jax.Array:
         """The same on every shard."""
-        return jnp.asarray(x) if self.size == 1 else jax.device_put(x, self._named(WHOLE))
+        return jnp.asarray(x) if self.size == 1 else jax.device_put(x, self._named(REPLICATED))
 
     def place_one(self, param: Param, x) -> jax.Array:
         """One of them: what `checkpoint.load` can do with each as it reads it."""
@@ -129,7 +129,7 @@ class Shards:
 
     def specs(self, params):
         """How placed parameters are split."""
-        return jax.tree.map(lambda x: getattr(x.sharding, "spec", WHOLE), params)
+        return jax.tree.map(lambda x: getattr(x.sharding, "spec", REPLICATED), params)
 
     def number(self):
         """Which shard runs this, in a function that `jit` made."""

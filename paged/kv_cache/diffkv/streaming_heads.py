@@ -11,15 +11,16 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from paged.kv_cache.diffkv.compression import Decision
+from paged.kv_cache.diffkv.compression import Decision, Found
 from paged.kv_cache.lserve.gates import GatedOptions, by_shard
 from paged.kv_cache.policy import ShardedModel
 
 
 @dataclass(frozen=True)
 class StreamingHeads:
-    """by_shard: [shards][L * K] whether each head of a shard streams. sink, local: the first and
-    the last tokens that such a head keeps."""
+    """by_shard: [shards][L * K] whether each head of a shard streams.
+    sink, local: the first and the last tokens that such a head keeps.
+    """
 
     by_shard: tuple[tuple[bool, ...], ...]
     sink: int
@@ -46,18 +47,23 @@ class StreamingHeads:
         """Tokens that a head keeps at most."""
         return self.sink + self.local
 
-    def kept(self, positions, lengths):
-        """Whether tokens of prompts of `lengths` tokens stay."""
-        return (positions < self.sink) | (positions >= lengths - self.local)
-
-    def place(self, positions):
-        """Where a head has its tokens."""
+    def _place(self, positions):
         in_ring = self.sink + (positions - self.sink) % self.local
         return jnp.where(positions < self.sink, positions, in_ring)
 
-    def decide(self, positions, levels: int) -> Decision:
-        """What a new token at `positions` [...] changes."""
-        highest, full = jnp.arange(levels) == 0, positions >= self.window
-        arrives = jnp.broadcast_to(highest, (*positions.shape, levels))
-        place = jnp.where(highest, self.place(positions)[..., None], 0)
+    def of_prompts(self, sums_TxK, positions_T, lengths_T, alpha, budget):
+        """See `Keeper`. Which tokens stay follows from their positions."""
+        kept = (positions_T < self.sink) | (positions_T >= lengths_T - self.local)
+        kept = jnp.broadcast_to(kept[:, None], sums_TxK.shape)
+        return [kept] + [jnp.zeros_like(kept)] * (len(alpha) - 1), sums_TxK
+
+    def places(self, positions_T, ranks_TxK):
+        """See `Keeper`."""
+        return jnp.broadcast_to(self._place(positions_T)[:, None], ranks_TxK.shape)
+
+    def decide(self, found: Found, positions, alpha, kept, budget) -> Decision:
+        """See `Keeper`."""
+        highest, full = jnp.arange(len(alpha)) == 0, positions >= self.window
+        arrives = jnp.broadcast_to(highest, (*positions.shape, len(alpha)))
+        place = jnp.where(highest, self._place(positions)[..., None], 0)
         return Decision(arrives, arrives & full[..., None], place)

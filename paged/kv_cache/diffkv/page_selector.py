@@ -20,8 +20,13 @@ from pallas_kernels.quantized_attention.tables import Run
 
 
 class Read(NamedTuple):
-    """tables: [R, M] and counts: [R, I], what attention reads. ranks: of each precision [R, W], the
-    place among the pages that are read of each page that is held; W where it is not."""
+    """What attention reads.
+
+    tables: [R, M].
+    counts: [R, I] tokens.
+    ranks: of each precision [R, W], the place of each held page among those that are read; W where
+        it is not read.
+    """
 
     tables: jax.Array
     counts: jax.Array
@@ -39,7 +44,9 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class TopPages:
-    """count: pages that a head reads at most. logical: tokens whose keys share extremes."""
+    """count: pages that a head reads at most.
+    logical: tokens whose keys share extremes.
+    """
 
     count: int
     logical: int

@@ -1,0 +1,56 @@
+"""What unified pages hold (DiffKV §5.1): pages of one size, with more tokens the lower their
+precision."""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pallas_kernels.quantized_attention import PageFormat, parse_format
+
+AUTO = "auto"  # a page format: keys and values in kv_dtype
+
+
+class Level(NamedTuple):
+    """A precision: its name, its page format, and the alpha of the tokens that stay in it."""
+
+    name: str
+    format: str
+    alpha: float
+
+
+def page_formats(
+    levels: Sequence[Level], page_size: int, head_dim: int, dtype: str, *, groups: int = 1,
+    key_group: int = 0, outliers: int = 0, scored: bool = True,
+) -> tuple[PageFormat, ...]:  # fmt: skip
+    """Of each precision; a page holds `page_size` tokens of the highest.
+
+    dtype: of keys and values where they are kept as they are.
+    groups, key_group, outliers: of the options.
+    scored: whether pages have scores and positions.
+
+    Raises ValueError for formats that cannot work with this head dim or together.
+    """
+    floats = "float16" if dtype == "float32" else dtype
+    as_they_are = "K32V32" if dtype == "float32" else "K16V16"
+    names = [as_they_are if level.format == AUTO else level.format for level in levels]
+    key_groups = [0] * (len(names) - 1) + [key_group]
+    parsed = [
+        parse_format(name, head_dim, floats, groups, of_level)
+        for name, of_level in zip(names, key_groups)
+    ]
+    if outliers > head_dim // 2:
+        raise ValueError(f"outliers ({outliers}) must be at most half of the head dim ({head_dim})")
+    words = PageFormat.holding(page_size, *parsed[0], scored, outliers).words
+    formats = tuple(
+        PageFormat(*both, words, of_level, scored, outliers)
+        for both, of_level in zip(parsed, key_groups)
+    )
+    for higher, lower in itertools.pairwise(zip(levels, formats)):
+        (above, of_above), (level, of_level) = higher, lower
+        if of_level.tokens < of_above.tokens:
+            raise ValueError(
+                f"{level.name} ({level.format}) must take no more memory than {above.name} "
+                f"({above.format}): a page of {of_above.tokens} tokens of that holds "
+                f"{of_level.tokens} of the other"
+            )
+    return formats
