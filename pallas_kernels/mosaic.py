@@ -62,9 +62,11 @@ def kernel(
         ends = len(arrays), len(arrays) + len(out_types)
 
         def run(*refs):
-            found = dict(zip(scratch, scratch_tree.unflatten(refs[ends[1] :]), strict=True))
-            outs = out_tree.unflatten(refs[ends[0] : ends[1]])
-            body(*tree.unflatten(refs[: ends[0]]), *outs, **found)
+            found = dict(
+                zip(scratch, jax.tree.unflatten(scratch_tree, refs[ends[1] :]), strict=True)
+            )
+            outs = jax.tree.unflatten(out_tree, refs[ends[0] : ends[1]])
+            body(*jax.tree.unflatten(tree, refs[: ends[0]]), *outs, **found)
 
         run.__name__ = name
         # With 64 bits a Python number would be no partner of the kernel's own ones.
@@ -73,7 +75,7 @@ def kernel(
                 run, out_type=tuple(out_types), scratch_types=scratch_types, compiler_params=params,
                 interpret=interpret, **options,
             )(*arrays)  # fmt: skip
-        results = out_tree.unflatten(results)
+        results = jax.tree.unflatten(out_tree, results)
         return results if outputs is out_type else results[0]
 
     return call

@@ -142,8 +142,9 @@ def _check(segments, rank_pages, num_rank_pages, **arrays) -> dict[str, int]:
     found = sizes(
         **arrays, rank_pages=(rank_pages, "A Q"), num_rank_pages=(num_rank_pages, "A"), empty=False
     )
-    of_runs = {name: (getattr(segments, name), "S") for name in ("slots", "starts", "ends")}
-    found |= sizes(**of_runs)
+    found |= sizes(
+        slots=(segments.slots, "S"), starts=(segments.starts, "S"), ends=(segments.ends, "S")
+    )
     if found["S"]:
         sizes(count=(segments.count, "1"))
     return found
