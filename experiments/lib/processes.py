@@ -52,6 +52,8 @@ def run_apart(
 
 def _run(program: Callable[..., int], case: tuple[Any, ...]) -> None:
     os.setpgrp()
+    # A shell starts its background jobs, and so what they start, with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with interrupts():
         sys.exit(program(*case))
 

@@ -129,15 +129,14 @@ def test_bad_flags_are_told_before_the_weights_are_read():
         "--host=192.0.2.1": "--host=192.0.2.1 --port=8000: Cannot assign",
         "--host=nobody.invalid": "--host=nobody.invalid --port=8000: ",
     }
-    command = [sys.executable, "-c", RUNNER, "experiments.serve_http"]
-    arguments = json.dumps([each.split() for each in flags])
     ended = subprocess.run(
-        [*command, arguments], cwd=ROOT, capture_output=True, text=True,
+        [sys.executable, "-c", RUNNER], cwd=ROOT, capture_output=True, text=True,
+        input=json.dumps({"serve_http": [each.split() for each in flags]}),
         env=os.environ | {"TRANSFORMERS_VERBOSITY": "error"},
     )  # fmt: skip
     told = [json.loads(line) for line in ended.stdout.splitlines()]
     assert len(told) == len(flags), ended.stderr
-    for (status, text), wanted in zip(told, flags.values()):
+    for (_, status, text), wanted in zip(told, flags.values()):
         assert status == 1 and text.startswith("error: ") and wanted in text, text
         assert text.count("\n") == 1
 
