@@ -1,8 +1,8 @@
 """The host half of a KV-cache policy: who owns the memory, in integers.
 
-Managers by what they count: `dense.host` blocks with reference counts (vLLM), `lserve.streaming` a
-sink and a window of them, `orca` contiguous reservations, `diffkv.host` pages that the device gives
-out and reports.
+Managers by what they count: `dense.host` blocks with reference counts (vLLM),
+`lserve.streaming_heads` a sink and a window of them, `orca` contiguous reservations, `diffkv.host`
+pages that the device gives out and reports.
 """
 
 from collections.abc import Callable

@@ -66,6 +66,7 @@ def runs(draw, policy: str):
         "run_ahead": draw(st.booleans()),
         "prefix_caching": draw(st.booleans()),
         "preemption_mode": draw(st.sampled_from(["auto", "recompute"])),
+        "max_num_seqs": draw(st.sampled_from([4, 8])),
     }
     reserves = policy.startswith("orca") or policy == "fastertransformer"
     if reserves:
@@ -83,7 +84,7 @@ def runs(draw, policy: str):
         sampling = SamplingParams(beam_width=2, n=1)
     config = config_of(policy, tokens, **fields)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    gaps = rng.exponential(draw(st.sampled_from([0.001, 0.05, 0.5])), draw(st.integers(1, 8)))
+    gaps = rng.exponential(draw(st.sampled_from([0.001, 0.05, 0.5])), draw(st.integers(1, 16)))
     requests = [
         Request(
             float(arrival), rng.integers(3, 61, int(rng.integers(1, 40))).tolist(),
@@ -106,6 +107,19 @@ def test_together_is_as_one_by_one(policy, data):
     config, cost, requests, sampling, adapters = data.draw(runs(policy))
     slow, _ = served(config, cost, requests, sampling, skip=False, adapters=adapters)
     fast, _ = served(config, cost, requests, sampling, skip=True, adapters=adapters)
+    assert fast == slow
+
+
+def test_a_prompt_that_waits_for_memory_enters_when_another_has_computed_their_prefix():
+    config = config_of("vllm", 80, prefix_caching=True, max_num_batched_tokens=128)
+    prefix = [*range(3, 59)]
+    requests = [
+        Request(0.01 * i, [*prefix[:shared], 59], max_tokens, ignore_eos=True)
+        for i, (shared, max_tokens) in enumerate([(32, 40), (56, 16), (56, 16)])
+    ]
+    cost = LinearCost(5e-3, 1e-5, 3e-6)
+    slow, _ = served(config, cost, requests, None, skip=False)
+    fast, _ = served(config, cost, requests, None, skip=True)
     assert fast == slow
 
 
