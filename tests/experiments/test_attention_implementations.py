@@ -22,7 +22,7 @@ CONFIG = EngineConfig(
     page_size=16, kv_cache_tokens=64, watermark=0.0, multi_step=2,
 )  # fmt: skip
 NEAR_TIE = 0.02  # of logits: as far as float16 sums in another order may move them
-PROMPTS = [[7, 23, 5, 11, 42], list(range(3, 17)), [60]]
+PROMPTS = [[7, 23, 5, 11, 42], list(range(3, 18))]
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +37,15 @@ def test_the_engine_serves_with_mosaic_kernels(params):
     """Each token is the most probable one, or nearly, by full recomputation. The second prompt
     grows beyond its page; decodes run in a loop over iterations, or beside a prompt."""
     engine = Engine.from_model(params, MODEL, CONFIG, implementation="mosaic_gpu")
-    outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=4, ignore_eos=True))
+    outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=3, ignore_eos=True))
     for output in outputs:
         tokens = np.array(output.prompt_tokens + output.tokens)
         hidden, _ = llama.forward(
             params, MODEL, tokens, np.arange(len(tokens)), causal_attend(MODEL), cache=None
         )
         logits = np.asarray(llama.logits(params, MODEL, hidden), np.float32)
-        assert len(output.tokens) == 4
-        for i in range(-4, 0):
+        assert len(output.tokens) == 3
+        for i in range(-3, 0):
             row = logits[i - 1]
             assert row[tokens[i]] >= row.max() - NEAR_TIE, (tokens, i)
 
