@@ -10,16 +10,15 @@ tokens have as known ones. A cell is refused if engine or request raise a ValueE
 it keeps. Features that change numbers, as 16-bit keys, are compared with themselves alone.
 Logits that lie closer than a rounding error are no difference.
 
-Nearly all of the time is XLA's. So engines whose step programs are equal share one executor, each
-step is padded to one of two shapes, and nothing is optimised. The program has two devices, for
-tensor parallelism. It writes matrix.md beside its rows.
+Nearly all of the time is XLA's. So each step is padded to one of two shapes, and nothing is
+optimised. The program has two devices, for tensor parallelism. It writes matrix.md beside its rows.
 """
 
 import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,11 @@ from experiments.study import Run, Setting, Study, Values
 from models import params as parameters
 from models.config import ModelConfig
 from models.families import family
-from paged.device.step import StepProgram
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
-from paged.tensor_parallel import Shards
-from paged.validation import check_model
 
 WINDOWED = TINY.replace(model_type="mistral", qk_norm=False, sliding_window=24)
 OPT = ModelConfig(
@@ -87,26 +83,13 @@ class Bench:
         self.changes["kv_cache_tokens"] = self.room(3)
         self._alone: dict[Any, RequestOutput] = {}
         self._variants: dict[str, Bench] = {}
-        self._engines: dict[str, Engine] = {}  # the first one of each step program
 
     def config(self, **changes: Any) -> EngineConfig:
         return self.preset.engine_config(self.model, **(self.changes | changes))
 
     def engine(self, **changes: Any) -> Engine:
-        """A fresh one, on the executor of an earlier one with an equal step program, which must be
-        idle by then. Raises ValueError for what the preset refuses."""
-        config = self.config(**changes)
-        check_model(self.model, config)
-        program = program_of(config, self.model)
-        if program in self._engines:
-            other = self._engines[program]
-            other.executor.reset()
-            engine = Engine(self.model, config, other.executor)
-            engine.loop._buckets = other.loop._buckets
-            return engine
-        engine = padded(Engine.from_model(params_of(self.model), self.model, config))
-        self._engines[program] = engine
-        return engine
+        """A fresh one. Raises ValueError for what the preset refuses."""
+        return padded(Engine.from_model(params_of(self.model), self.model, self.config(**changes)))
 
     def room(self, sequences: int) -> int:
         """The fewest kv_cache_tokens that hold as many of the longest sequences."""
@@ -155,15 +138,6 @@ class Bench:
     def forced(self, prompt: list[int], tokens: list[int]) -> SequenceOutput:
         how = replace(GREEDY, forced_output=tuple(tokens), max_tokens=len(tokens))
         return self.engine().generate([prompt], how)[0].sequences[0]
-
-
-def program_of(config: EngineConfig, model: ModelConfig) -> str:
-    """What is compiled for an engine. Raises ValueError for a model that is not to be spread."""
-    order = policy_of(config.policy).head_order(config, model)
-    shards = Shards(model, config.tensor_parallel, dtype="float32", head_order=order)
-    program: Any = StepProgram.declare(config, shards)
-    parts = {field.name: getattr(program, field.name) for field in fields(program)}
-    return repr([parts | {"shards": shards.size}, config.kv_dtype, config.quantization])
 
 
 def compare(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]) -> None:

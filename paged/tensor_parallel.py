@@ -8,6 +8,7 @@ needed only where shards share a KV head whose queries decide what is read or ke
 logits and sampling are not split: every shard does them in full, and samples the same tokens.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -25,6 +26,9 @@ from paged.kv_cache.shared_heads import AXIS
 SPLIT = PartitionSpec(AXIS)  # each shard's own, one after the other along the first axis
 SPLIT_UNITS = PartitionSpec(None, AXIS)  # units or slots [C, x, ...] on their way
 REPLICATED = PartitionSpec()  # the same on every shard
+# Decorates what jits a function for hashable arguments: equal engines of a process share all that
+# JAX keeps of it.
+shared = functools.lru_cache(maxsize=128)
 RULES = {"heads": AXIS, "kv_heads": AXIS, "mlp": AXIS}  # of the parameters' axes
 
 
@@ -35,7 +39,7 @@ class Shards:
     devices: JAX's by default; others to compile for. head_order: [L, K], the KV head that stands at
     each place, with its query heads; None for the model's own order.
 
-    Raises ValueError where there are too few devices or no even split.
+    Equal by value. Raises ValueError where there are too few devices or no even split.
     """
 
     def __init__(
@@ -54,6 +58,14 @@ class Shards:
         self.platform = devices[0].platform
         self._whole = whole
         self._mesh = Mesh(np.array(devices[:size]), (AXIS,))
+        order = None if head_order is None else head_order.tobytes()
+        self._key = whole, size, tuple(devices[:size]), self.sharded.dtype, order
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shards) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def place(self, params):
         """Parameters of the whole model, as declared, on the devices that need them. What

@@ -13,7 +13,7 @@ import numpy as np
 
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.policy import KVPolicy, SlotStateKVPolicy
-from paged.tensor_parallel import REPLICATED, SPLIT, SPLIT_UNITS, Shards
+from paged.tensor_parallel import REPLICATED, SPLIT, SPLIT_UNITS, Shards, shared
 
 SLOTS_PER_CALL = 8
 # Python 3.12 does not name Linux's.
@@ -65,23 +65,9 @@ class UnitMover:
     """The units of one pool. Each method but `export` takes the donated cache and returns it."""
 
     def __init__(self, shards: Shards, policy: KVPolicy, pool: Pool):
-        self._pool, name = pool, pool.name
-
-        def copy(cache, sources, destinations):
-            return policy.copy_units(cache, name, sources, destinations)
-
-        def export(cache, units):
-            return policy.export_units(cache, name, units)
-
-        def bring(cache, units, content):
-            return policy.import_units(cache, name, units, content)
-
-        self.copy_program = shards.jit(
-            copy, (SPLIT, REPLICATED, REPLICATED), SPLIT, donate_argnums=0
-        )
-        self.export_program = shards.jit(export, (SPLIT, REPLICATED), SPLIT_UNITS)
-        self.import_program = shards.jit(
-            bring, (SPLIT, REPLICATED, SPLIT_UNITS), SPLIT, donate_argnums=0
+        self._pool = pool
+        self.copy_program, self.export_program, self.import_program = _unit_programs(
+            shards, policy, pool.name
         )
         self._host = _Landing(pool.num_host_units)
 
@@ -125,19 +111,8 @@ class SlotMover:
     are not negative."""
 
     def __init__(self, shards: Shards, policy: KVPolicy, num_slots: int):
-        device: Any = policy
-        slots: SlotStateKVPolicy = device
         self._nowhere = num_slots
-        self._release = shards.jit(
-            slots.release_slots, (SPLIT, REPLICATED), SPLIT, donate_argnums=0
-        )
-        self._copy = shards.jit(
-            slots.copy_slots, (SPLIT, REPLICATED, REPLICATED), SPLIT, donate_argnums=0
-        )
-        self._export = shards.jit(slots.export_slots, (SPLIT, REPLICATED), SPLIT_UNITS)
-        self._import = shards.jit(
-            slots.import_slots, (SPLIT, REPLICATED, SPLIT_UNITS), SPLIT, donate_argnums=0
-        )
+        self._release, self._copy, self._export, self._import = _slot_programs(shards, policy)
         self._exported: dict[int, Any] = {}  # the state of one slot by key
         self._on_its_way: list[tuple[list[int], Any]] = []  # (keys, content) of each call
 
@@ -193,6 +168,41 @@ class SlotMover:
         for part in _parts(pairs, SLOTS_PER_CALL, (self._nowhere, self._nowhere)):
             cache = self._copy(cache, part[:, 0].copy(), part[:, 1].copy())
         return cache
+
+
+@shared
+def _unit_programs(shards: Shards, policy: KVPolicy, pool: str):
+    """Copy, export and import."""
+
+    def copy(cache, sources, destinations):
+        return policy.copy_units(cache, pool, sources, destinations)
+
+    def export(cache, units):
+        return policy.export_units(cache, pool, units)
+
+    def bring(cache, units, content):
+        return policy.import_units(cache, pool, units, content)
+
+    moved = SPLIT, REPLICATED
+    return (
+        shards.jit(copy, (SPLIT, REPLICATED, REPLICATED), SPLIT, donate_argnums=0),
+        shards.jit(export, moved, SPLIT_UNITS),
+        shards.jit(bring, (*moved, SPLIT_UNITS), SPLIT, donate_argnums=0),
+    )
+
+
+@shared
+def _slot_programs(shards: Shards, policy: KVPolicy):
+    """Release, copy, export and import."""
+    device: Any = policy
+    slots: SlotStateKVPolicy = device
+    moved = SPLIT, REPLICATED
+    return (
+        shards.jit(slots.release_slots, moved, SPLIT, donate_argnums=0),
+        shards.jit(slots.copy_slots, (SPLIT, REPLICATED, REPLICATED), SPLIT, donate_argnums=0),
+        shards.jit(slots.export_slots, moved, SPLIT_UNITS),
+        shards.jit(slots.import_slots, (*moved, SPLIT_UNITS), SPLIT, donate_argnums=0),
+    )
 
 
 def _parts(

@@ -25,7 +25,7 @@ from paged.kv_cache import policy_of
 from paged.kv_cache.moves import Pool
 from paged.kv_cache.policy import KVPolicy
 from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
-from paged.tensor_parallel import REPLICATED, SPLIT, Shards
+from paged.tensor_parallel import REPLICATED, SPLIT, Shards, shared
 
 CACHED_LAYER_BYTES = 2**22  # weights of a layer that a CPU's caches hold
 # XLA takes each write into the pools for a copy of them, and to save memory that it does not need
@@ -160,7 +160,11 @@ def step(
 @dataclass(frozen=True)
 class StepProgram:
     """The step as an engine's configuration declares it, to be compiled for each shape (Tp, Sd) of
-    `Buckets.shapes`; holds no arrays. adapters: None where none are configured."""
+    `Buckets.shapes`; holds no arrays. adapters: None where none are configured.
+
+    Equal programs of a process are traced and compiled once. Raises ValueError for a policy whose
+    device half has no hash.
+    """
 
     shards: Shards
     policy: KVPolicy
@@ -172,6 +176,12 @@ class StepProgram:
     max_tokens: int
     multi_step: int
     adapters: AdapterPool | None = None
+
+    def __post_init__(self):
+        try:
+            hash(self.policy)
+        except TypeError as error:
+            raise ValueError(f"a policy's device half must be hashable: {error}") from None
 
     @classmethod
     def declare(
@@ -196,11 +206,7 @@ class StepProgram:
     def init(self, dtype) -> jax.stages.Wrapped:
         """Gives an empty cache in `dtype`, and the slots' sampling state."""
 
-        def empty():
-            cache = self.policy.init(dtype, self.shards.number())
-            return cache, SamplingState.empty(self.num_slots, self.max_tokens)
-
-        return self.shards.jit(empty, (), (SPLIT, REPLICATED))
+        return _init(self, str(jnp.dtype(dtype)))
 
     def empty_inputs(self, shape: tuple[int, int]) -> StepInputs:
         return empty_step_inputs(
@@ -224,29 +230,41 @@ class StepProgram:
         jax.eval_shape(self._jit(shape, params, adapters), params, adapters, *caches, packed)
 
     def _jit(self, shape: tuple[int, int], params, adapters) -> jax.stages.Wrapped:
-        pool = self.adapters
-        shapes = step_shapes(*shape, self.prefill_rows, self.table_width, pool is not None)
+        specs, structure = jax.tree.flatten(self.shards.specs((params, adapters)))
+        return _jit(self, shape, structure, tuple(specs))
 
-        def run(params, adapters, cache, state, packed):
-            inputs = unpack(packed, shapes)
-            hook = pool.hook(self.shards.model, adapters, inputs) if pool else None
-            cache, state, outputs = step(
-                params, cache, state, inputs, self.shards.model, self.policy, self.multi_step, hook,
-                self.shards.reduce,
-            )  # fmt: skip
-            report = jax.tree.map(lambda x: x[None], self.policy.report(cache))
-            return cache, state, replace(outputs, report=report)
 
-        specs = (
-            self.shards.specs(params),
-            self.shards.specs(adapters),
-            SPLIT,
-            REPLICATED,
-            REPLICATED,
-        )
-        whole: Any = REPLICATED
-        outputs = StepOutputs(whole, whole, whole, SPLIT)
-        return self.shards.jit(run, specs, (SPLIT, REPLICATED, outputs), donate_argnums=(2, 3))
+@shared
+def _init(program: StepProgram, dtype: str) -> jax.stages.Wrapped:
+    def empty():
+        cache = program.policy.init(dtype, program.shards.number())
+        return cache, SamplingState.empty(program.num_slots, program.max_tokens)
+
+    return program.shards.jit(empty, (), (SPLIT, REPLICATED))
+
+
+@shared
+def _jit(program: StepProgram, shape: tuple[int, int], structure, specs) -> jax.stages.Wrapped:
+    shards, policy, pool = program.shards, program.policy, program.adapters
+    shapes = step_shapes(*shape, program.prefill_rows, program.table_width, pool is not None)
+
+    def run(params, adapters, cache, state, packed):
+        inputs = unpack(packed, shapes)
+        hook = pool.hook(shards.model, adapters, inputs) if pool else None
+        cache, state, outputs = step(
+            params, cache, state, inputs, shards.model, policy, program.multi_step, hook,
+            shards.reduce,
+        )  # fmt: skip
+        report = jax.tree.map(lambda x: x[None], policy.report(cache))
+        return cache, state, replace(outputs, report=report)
+
+    of_params, of_adapters = jax.tree.unflatten(structure, specs)
+    whole: Any = REPLICATED
+    outputs = StepOutputs(whole, whole, whole, SPLIT)
+    return shards.jit(
+        run, (of_params, of_adapters, SPLIT, REPLICATED, REPLICATED),
+        (SPLIT, REPLICATED, outputs), donate_argnums=(2, 3),
+    )  # fmt: skip
 
 
 def stacks(platform: str, layer_bytes: int) -> bool:

@@ -91,6 +91,7 @@ class CacheConfig:
 class KVPolicy(Protocol):
     """How pages are written and read: pure functions over a pytree `cache`, run under jit.
 
+    Hashable, as a frozen dataclass is: engines whose device halves are equal share programs.
     All leaves of `cache` have an axis 0 that shards split. Padding of units is the pool's
     `null_unit`; padding of slots is max_num_seqs, which is no slot. A policy may have a method
     `snapshot(cache)` besides: what the cache of all shards holds, for pictures and tests.

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from models.sampling import SamplingState
 from paged.config import EngineConfig
+from paged.device import compilations
 from paged.device.buckets import Buckets
 from paged.device.executor import DeviceExecutor
 from paged.device.step import step
@@ -86,3 +88,26 @@ def test_an_interrupted_warm_up_compiles_no_more(tiny_params, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         executor.warm_up(progress=False)
     assert len(compiled) < len(executor._shapes)
+
+
+def test_equal_engines_compile_once(tiny_params):
+    """And each has its own weights and cache."""
+    config = EngineConfig(
+        max_num_seqs=1, max_num_batched_tokens=16, max_model_len=32, kv_cache_tokens=64
+    )
+    others = jax.tree.map(jnp.negative, tiny_params)
+    prompt = [5, 6, 7]
+    first = Engine.from_model(tiny_params, TINY, config)
+    first.warm_up(progress=False)
+    tokens, compiled = first.generate([prompt])[0].tokens, compilations.count()
+    second = Engine.from_model(others, TINY, config)
+    second.warm_up(progress=False)
+    assert second.generate([prompt])[0].tokens != tokens == first.generate([prompt])[0].tokens
+    assert compilations.count() == compiled
+
+
+def test_a_device_half_without_hash_is_refused(tiny_params):
+    executor = Engine.from_model(tiny_params, TINY, EngineConfig(max_model_len=256)).executor
+    assert isinstance(executor, DeviceExecutor)
+    with pytest.raises(ValueError, match="device half must be hashable"):
+        replace(executor._program, policy=[])
