@@ -48,6 +48,7 @@ OPT = ModelConfig(
 )
 # Six sequences fit into a step, three of the longest into memory; prompts of any length come whole.
 BATCHES = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "run_ahead": False}
+CHUNKS: dict[str, Any] = {"chunked_prefill": True, "max_num_batched_tokens": 24}
 GREEDY = SamplingParams(max_tokens=18, ignore_eos=True, logprobs=2)
 SAMPLED = replace(GREEDY, temperature=1.0, seed=11)
 NEAR_TIE, SAME_LOGPROB = 1e-4, 2e-3
@@ -176,7 +177,7 @@ def company(bench: Bench) -> None:
 
 def chunked_prompts(bench: Bench) -> None:
     """Prompts in chunks have the tokens of whole ones."""
-    engine = bench.variant(chunked_prefill=True, max_num_batched_tokens=24).engine()
+    engine = bench.variant(**CHUNKS).engine()
     if not engine.config.chunked_prefill:
         raise ValueError(f"policy {bench.preset.policy!r} needs whole prompts")
     compare(engine.generate(PROMPTS, GREEDY), bench.alone(GREEDY))
@@ -314,8 +315,15 @@ def prefix_caching(bench: Bench) -> None:
 
 
 def pinned_prefix(bench: Bench) -> None:
+    """Where prefixes are not cached, pinned ones may wait as the chunks of a prompt do."""
     asked = with_shared_prefix()
-    engine = bench.engine(prefix_caching=True)
+    if bench.config().capabilities.staged_tile:
+        bench = bench.variant(
+            policy_options=replace(bench.config().policy_options, pins=1), **CHUNKS
+        )
+        engine = bench.engine()
+    else:
+        engine = bench.engine(prefix_caching=True)
     engine.pin_prefix(asked[0][:26])
     outputs = engine.generate(asked, GREEDY)
     compare(outputs, bench.alone(GREEDY, asked))

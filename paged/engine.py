@@ -302,9 +302,12 @@ class Engine:
         """Compute a prompt that many requests will begin with, and keep its blocks for good (vLLM
         §4.4, shared prefix); whoever goes on from its last one copies it. Returns its length.
 
-        Raises ValueError without prefix caching, for a bad prompt, one that the policy shares with
-        nobody or whose logits are not finite, and while requests are unfinished: these were
-        accepted for the memory that is there.
+        Under a policy without a prefix cache, as DiffKV, others go on from its whole tiles, which
+        the policy's option `pins` must leave room for.
+
+        Raises ValueError without prefix caching or pins, for a bad prompt, one that the policy
+        shares with nobody or whose logits are not finite, and while requests are unfinished: these
+        were accepted for the memory that is there.
         """
         tokens, mailbox = self._arrivals.validated(prompt, SAMPLING), deque[RequestOutput]()
         self._pinning.check(tokens)

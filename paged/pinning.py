@@ -19,11 +19,19 @@ class Pinning:
         self._loop, self._requests, self._event_log = loop, requests, event_log
 
     def check(self, prompt: np.ndarray) -> None:
-        """Raise ValueError without prefix caching, while requests are unfinished, and for a prompt
-        that the policy shares with nobody."""
-        can = self._loop.config.capabilities
-        if not self._loop.config.prefix_caching:
-            raise ValueError("pinning a prefix needs prefix_caching")
+        """Raise ValueError without prefix caching or room for a pin, while requests are unfinished,
+        and for a prompt that the policy shares with nobody."""
+        config, can = self._loop.config, self._loop.config.capabilities
+        if not (config.prefix_caching or can.pins):
+            kept = f"option pins of policy {config.policy!r}" if can.staged_tile else ""
+            raise ValueError(f"pinning a prefix needs {kept or 'prefix_caching'}")
+        if can.pins and self._loop.host_policy.num_pinned == can.pins:
+            raise ValueError(f"as many prefixes are pinned as option pins allows: {can.pins}")
+        if not can.pinned_tokens(len(prompt)):
+            raise ValueError(
+                f"a prefix of {len(prompt)} tokens is too short to be pinned: at least "
+                f"{can.staged_tile + 2} are needed"
+            )
         if self._requests.unfinished:
             count = len(self._requests.unfinished)
             raise ValueError(f"{count} requests are unfinished: pin prefixes before")

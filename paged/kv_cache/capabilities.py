@@ -12,6 +12,7 @@ class Capabilities:
         exactly what the other one has computed, so that only equal prompts share.
     prefix_cache: full blocks can be kept for later prompts.
     unshared_from: shortest prompt in tokens that shares no cached prefixes; 0: all share.
+    pins: prefixes that can be pinned without a prefix cache, up to a multiple of `staged_tile`.
     swap: a preempted sequence can wait in the host's memory.
     chunked_prefill: a prompt can be split over steps.
     recompute: a preempted sequence can be computed again.
@@ -29,6 +30,7 @@ class Capabilities:
     fork: Literal["no", "computed", "anywhere"] = "no"
     prefix_cache: bool = False
     unshared_from: int = 0
+    pins: int = 0
     swap: bool = False
     chunked_prefill: bool = False
     recompute: bool = False
@@ -47,6 +49,12 @@ class Capabilities:
     def shares(self, prompt_length: int) -> bool:
         """Whether a prompt of so many tokens may share cached prefixes."""
         return not self.unshared_from or prompt_length < self.unshared_from
+
+    def pinned_tokens(self, prompt_length: int) -> int:
+        """Tokens of a pinned prompt that others share."""
+        if not self.pins:
+            return prompt_length
+        return max(0, prompt_length - 2) // self.staged_tile * self.staged_tile
 
     @property
     def replays(self) -> bool:

@@ -48,10 +48,12 @@ class HostPolicy(Protocol):
 
     pools: as of `Sizes`.
     moves: of the next step.
+    num_pinned: pinned prefixes, for policies with the capability `pins`.
     """
 
     pools: tuple[Pool, ...]
     moves: Moves
+    num_pinned: int = 0
 
     @property
     def table_width(self) -> int:
@@ -72,6 +74,11 @@ class HostPolicy(Protocol):
     def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
         """Whether there is room for these sequences, all at once."""
         ...
+
+    def pinned(self, sequence: Sequence) -> int:
+        """Tokens of a pinned prefix from which a sequence goes on as a prompt in chunks does, for
+        policies with a `staged_tile`: one sequence a step, and none beside a prompt in chunks."""
+        return 0
 
     def admit(self, slot: int, sequence: Sequence) -> int:
         """Make room for a sequence, which shares with its parent what it may. Returns how many of

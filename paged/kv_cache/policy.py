@@ -91,11 +91,14 @@ class CacheConfig:
 class KVPolicy(Protocol):
     """How pages are written and read: pure functions over a pytree `cache`, run under jit.
 
-    Hashable, as a frozen dataclass is: engines whose device halves are equal share programs.
+    Engines whose device halves are equal share programs, so it is a frozen dataclass.
+
     All leaves of `cache` have an axis 0 that shards split. Padding of units is the pool's
     `null_unit`; padding of slots is max_num_seqs, which is no slot. A policy may have a method
     `snapshot(cache)` besides: what the cache of all shards holds, for pictures and tests.
     """
+
+    def __hash__(self) -> int: ...
 
     def init(self, dtype, shard) -> Any:
         """An empty cache for a model that computes in `dtype`. shard: int32, this device's

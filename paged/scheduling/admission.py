@@ -12,18 +12,20 @@ class PrefillRoom:
 
     refused: whether a sequence found no room: then nobody new may enter.
     in_chunks: whether a prompt has begun and not ended, for policies with a `staged_tile`.
+    goes_on: whether one that has begun, or a pinned prefix, goes on in the step.
     """
 
     def __init__(self, config: EngineConfig, budget: int, in_chunks: bool = False):
         self._config, self.budget = config, budget
         self.rows: list[tuple[int, int]] = []
-        self.refused, self.in_chunks = False, in_chunks
+        self.refused, self.in_chunks, self.goes_on = False, in_chunks, in_chunks
 
-    def takes(self, length: int) -> bool:
-        """Whether a first chunk of a sequence of `length` tokens fits; nobody enters after one that
-        does not."""
-        free_rows = len(self.rows) < self._config.max_prefills_per_step
-        takes = free_rows and self._chunk(0, length, self.budget) > 0
+    def takes(self, length: int, pinned: int = 0) -> bool:
+        """Whether a first chunk of a sequence of `length` tokens fits, after `pinned` ones; nobody
+        enters after one that does not."""
+        free = len(self.rows) < self._config.max_prefills_per_step
+        free &= not (pinned and (self.in_chunks or self.goes_on))
+        takes = free and self._chunk(pinned, length - pinned, self.budget) > 0
         self.refused |= not takes
         return takes
 
@@ -44,11 +46,12 @@ class PrefillRoom:
         tiles_left = -(-(end - start - most) // can.prefill_tile)
         return max(0, end - tiles_left * can.prefill_tile - start)
 
-    def add(self, slot: int, left: int, forks: int = 0, start: int = 0) -> None:
+    def add(self, slot: int, left: int, forks: int = 0, start: int = 0, stop: int = 0) -> None:
         """Add a row with as many of the `left` tokens after `start` as fit, cut where the policy
-        allows it. The last token comes with `forks` rows of one token each: it waits for a later
-        step if these do not fit."""
-        count = self._chunk(start, left, self.budget)
+        allows it, and at `stop`. The last token comes with `forks` rows of one token each: it waits
+        for a later step if these do not fit."""
+        most = min(self.budget, stop - start) if start < stop else self.budget
+        count = self._chunk(start, left, most)
         if count == left and left + forks > self.budget:
             count = self._chunk(start, left, left - 1)
             if not count and left + forks > self._config.max_num_batched_tokens:
@@ -58,6 +61,7 @@ class PrefillRoom:
             return
         self.rows.append((slot, count))
         self.in_chunks = count < left or (self.in_chunks and not start)
+        self.goes_on |= start > 0
         self.budget -= count + (forks if count == left else 0)
 
 

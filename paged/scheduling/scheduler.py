@@ -179,7 +179,8 @@ class Scheduler:
         if self._can.fork != "no":
             whole = self._can.fork == "computed"
             share_prefixes(sequences, self.config.page_size, whole, self.slots.replays)
-        if not room.takes(len(sequences[0].prefill_tokens(self.slots.replays))):
+        length = len(sequences[0].prefill_tokens(self.slots.replays))
+        if not room.takes(length, self.policy.pinned(sequences[0])):
             return False
         # With nothing else running there is no growth to keep blocks for.
         if not self.policy.can_admit(sequences, keep_watermark=bool(self.running)):
@@ -217,7 +218,8 @@ class Scheduler:
             # Beams sample in the same step.
             if s.beam[slot] and len(s.sequence_in(slot).group.sequences) > 1 and not s.replays:
                 left -= 1
-            room.add(slot, left, self._children.forks_of([slot]), start)
+            stop = self._can.pinned_tokens(left + start) if s.sequence_in(slot).group.pin else 0
+            room.add(slot, left, self._children.forks_of([slot]), start, stop)
 
     def schedule(self, number: int, decodes: np.ndarray | None = None) -> ScheduledStep | None:
         """Step `number`, or None if there is nothing to compute now. decodes: what `decodes` has

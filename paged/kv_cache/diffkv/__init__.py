@@ -29,21 +29,25 @@ __all__ = ["DIFFKV", "DiffKVHost", "DiffKVPolicy", "Options", "device"]
 
 def capabilities(config: CacheConfig) -> Capabilities:
     """Chunks of prompts wait for the last one, as they are: which tokens are kept depends on all
-    queries of the prompt, and these attend to all keys unquantised. Prefixes are not shared: which
-    of their tokens are kept depends on the suffix. Prefill would judge output as prompt: it
-    recomputes exactly (`recompute_exact`) only if all tokens are kept as they are, and read."""
+    queries of the prompt, and these attend to all keys unquantised. Prefixes are not cached: which
+    of their tokens are kept depends on the suffix. Those that are pinned wait as they are, too.
+    Prefill would judge output as prompt: it recomputes exactly (`recompute_exact`) only if all
+    tokens are kept as they are, and read."""
     options: Options = config.policy_options
     as_they_are = options.levels[0].format == AUTO and config.kv_dtype == "auto"
     return Capabilities(
         fork="computed", swap=True, recompute=True,
         recompute_exact=options.keeps_all and as_they_are and not options.reads, slot_state=True,
-        chunked_prefill=True, staged_tile=options.prompt_tile,
+        chunked_prefill=True, staged_tile=options.prompt_tile, pins=options.pins,
     )  # fmt: skip
 
 
 def check(config: CacheConfig, model: ModelConfig | None) -> None:
     """Raises ValueError for options that cannot work, and for a cache too small or too large."""
-    check_options(config.policy_options, model)
+    options: Options = config.policy_options
+    check_options(options, model)
+    if options.pins and not config.chunked_prefill:
+        raise ValueError(f"pins ({options.pins}) need prompts in chunks: chunked_prefill")
     if model is None:
         return
     layout = layout_of(config, ShardedModel.split(model, config.tensor_parallel))

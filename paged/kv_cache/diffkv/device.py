@@ -18,7 +18,7 @@ from models.config import Attention
 from paged.kv_cache.diffkv import page_manager
 from paged.kv_cache.diffkv.compression import NOBODY, Found, Rules, least
 from paged.kv_cache.diffkv.keeps import Keeps
-from paged.kv_cache.diffkv.layout import Layout
+from paged.kv_cache.diffkv.layout import PREFIXES, Layout
 from paged.kv_cache.diffkv.page_selector import Read
 from paged.kv_cache.diffkv.significance import add_scores
 from paged.kv_cache.diffkv.snapshot import Snapshot, snapshot
@@ -351,8 +351,12 @@ class DiffKVPolicy:
         return replace(cache, **jax.tree.map(put, cache.by_page, content))
 
     def copy_units(self, cache: DiffKVCache, pool: str, sources, destinations) -> DiffKVCache:
-        """Pages have one owner each: slots are copied, never units."""
-        return cache
+        """Pages have one owner each: slots are copied, never pages."""
+        if pool != PREFIXES:
+            return cache
+        assert cache.stage is not None and cache.pinned is not None
+        stage, pinned = cache.stage.exchange(cache.pinned, sources[0], destinations[0])
+        return replace(cache, stage=stage, pinned=pinned)
 
     def release_slots(self, cache: DiffKVCache, slots) -> DiffKVCache:
         at, mean = cache.found

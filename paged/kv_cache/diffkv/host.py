@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paged.blocks.block_pool import BlockPool
-from paged.kv_cache.diffkv.layout import Layout, layout_of
+from paged.kv_cache.diffkv.layout import PREFIXES, Layout, layout_of
 from paged.kv_cache.host import HostPolicy, Sizes
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.owners import FREE
@@ -38,6 +38,13 @@ class Swapped(NamedTuple):
     needs: np.ndarray
 
 
+class Pinned(NamedTuple):
+    """A prefix that others go on from. root: the group's `cache_root`."""
+
+    tokens: np.ndarray
+    root: bytes
+
+
 class Row(NamedTuple):
     """A slot of a step in flight.
 
@@ -51,9 +58,9 @@ class Row(NamedTuple):
     num_tokens: int
 
 
-def pool_of(layout: Layout, model: ShardedModel) -> Pool:
+def pools_of(layout: Layout, model: ShardedModel) -> tuple[Pool, ...]:
     num_units = layout.num_slots * layout.max_pages
-    return Pool(
+    pages = Pool(
         name=PAGES,
         num_units=num_units + 1,
         num_host_units=num_units + 1,
@@ -62,6 +69,18 @@ def pool_of(layout: Layout, model: ShardedModel) -> Pool:
         max_copies=0,
         unit_bytes=layout.page_bytes * model.num_shards,
     )
+    if not layout.pins:
+        return (pages,)
+    prefixes = Pool(
+        name=PREFIXES,
+        num_units=layout.pins + 2,
+        num_host_units=1,
+        null_unit=layout.pins + 1,
+        units_per_call=1,
+        max_copies=1,
+        unit_bytes=layout.stage_bytes * model.num_shards,
+    )
+    return pages, prefixes
 
 
 def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
@@ -71,7 +90,7 @@ def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
     def fits(num_tokens: int, num_sequences: int) -> bool:
         return num_sequences * int(layout.worst(num_tokens)) <= layout.num_pages
 
-    return Sizes((pool_of(layout, model),), int(layout.staged > 0), fits)
+    return Sizes(pools_of(layout, model), int(layout.staged > 0), fits)
 
 
 class DiffKVHost(HostPolicy):
@@ -90,7 +109,8 @@ class DiffKVHost(HostPolicy):
         self.pools, self.capacity = self._sizes.pools, layout.num_pages
         self._all_heads = model.whole.num_layers * model.whole.num_kv_heads
         self._watermark = int(config.watermark * self.capacity)
-        self._replays = config.capabilities.replays
+        self._can = config.capabilities
+        self._pinned: list[Pinned] = []
         self._known = np.zeros((6, layout.num_slots), np.int64)
         self._held, self._settled, self._computed, *rest = self._known
         self._prompt, self._room, self.bound = rest
@@ -143,8 +163,8 @@ class DiffKVHost(HostPolicy):
         """Tokens that are prefilled. Output that is replayed after them grows as it did before; of
         several beams the last one is decoded."""
         group = sequence.group
-        beams = group.search is not None and len(group.sequences) > 1 and not self._replays
-        return len(sequence.prefill_tokens(self._replays)) - beams
+        beams = group.search is not None and len(group.sequences) > 1 and not self._can.replays
+        return len(sequence.prefill_tokens(self._can.replays)) - beams
 
     def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
         needed = sum(int(self.layout.worst(self._prefill(sequence))) for sequence in sequences)
@@ -153,7 +173,41 @@ class DiffKVHost(HostPolicy):
     def admit(self, slot: int, sequence: Sequence) -> int:
         num_tokens = self._prompt[slot] = self._prefill(sequence)
         self._room[slot], self.bound[slot] = num_tokens, self.layout.worst(num_tokens)
-        return sequence.shared if sequence.parent else 0
+        if sequence.parent:
+            return sequence.shared
+        pin, start = self._pin_of(sequence)
+        if not start or self._is_staged(slice(None)).any():
+            return 0
+        self.moves.copy(PREFIXES, [(1 + pin, 0)])
+        self._computed[slot] = start
+        return start
+
+    def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> None:
+        """Its whole tiles are in the stage."""
+        self.num_pinned += 1
+        self._pinned.append(Pinned(tokens[: self._can.pinned_tokens(len(tokens))], root))
+        self.moves.copy(PREFIXES, [(0, self.num_pinned)])
+
+    def pinned(self, sequence: Sequence) -> int:
+        return self._pin_of(sequence)[1]
+
+    def _pin_of(self, sequence: Sequence) -> tuple[int, int]:
+        """The number of the longest pin with which a sequence begins, and its tokens; 0 and 0 if
+        there is none, or log-probabilities of the prompt are asked for."""
+        group, best = sequence.group, (0, 0)
+        if not self._pinned or group.misses_prompt_logprobs:
+            return best
+        tokens = sequence.tokens[: self._prefill(sequence)]
+        for number, (prefix, root) in enumerate(self._pinned):
+            n = len(prefix)
+            # The last chunk has two tokens or more.
+            fits = best[1] < n <= len(tokens) - 2 and root == group.cache_root
+            if fits and np.array_equal(tokens[:n], prefix):
+                best = number, n
+        return best
+
+    def _is_staged(self, slots) -> np.ndarray:
+        return (self._computed[slots] > 0) & (self._computed[slots] < self._prompt[slots])
 
     def can_append(self, slots, num_tokens) -> bool:
         return self._has_room(int((self._bounds(slots, num_tokens) - self.bound[slots]).sum()))
@@ -192,8 +246,9 @@ class DiffKVHost(HostPolicy):
 
     def can_swap_out(self, slots: list[int]) -> bool:
         """A prompt whose chunks are staged is computed again."""
-        staged = (self._computed[slots] > 0) & (self._computed[slots] < self._prompt[slots])
-        return not staged.any() and self._host_pool.can_allocate(int(self._held[slots].sum()))
+        return not self._is_staged(slots).any() and self._host_pool.can_allocate(
+            int(self._held[slots].sum())
+        )
 
     def swap_out(self, slots: list[int]) -> list[Swapped]:
         assert not self._in_flight, "what a slot holds is known when its last step is taken in"
@@ -251,7 +306,10 @@ class DiffKVHost(HostPolicy):
             internal=places - states - reserved,
             external=0,
             free=max(0, self.capacity - used) * P // heads,
-            bytes={PAGES: used * self.pools[0].unit_bytes},
+            bytes={
+                pool.name: count * pool.unit_bytes
+                for pool, count in zip(self.pools, (used, self.num_pinned))
+            },
         )
 
     def owners(self) -> dict[str, np.ndarray]:
@@ -276,7 +334,8 @@ class DiffKVHost(HostPolicy):
     def used_units(self) -> dict[str, np.ndarray]:
         pages = np.arange(self.layout.max_pages) < self._held[:, None]
         on_host = np.flatnonzero(self._host_pool.refcounts)
-        return {PAGES: np.flatnonzero(pages), f"host {PAGES}": on_host}
+        used = {PAGES: np.flatnonzero(pages), f"host {PAGES}": on_host}
+        return used | {PREFIXES: 1 + np.arange(self.num_pinned)} if self._can.pins else used
 
     def check(self) -> None:
         assert (self._settled <= self._computed).all(), "reported before it was computed"

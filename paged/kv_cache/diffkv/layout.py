@@ -17,6 +17,8 @@ from pallas_kernels.prompt_attention import QUERY_TILE
 from pallas_kernels.quantized_attention import PageFormat
 from pallas_kernels.specs import Cost
 
+PREFIXES = "prefixes"  # the name of a pool: unit 0 is the stage, others are pinned prefixes
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -35,6 +37,7 @@ class Layout:
     staged: tokens of a prompt whose chunks wait for the last one; 0 where prompts come whole.
     staged_scores: G of their sums.
     prompt_tile: queries of a prompt whose scores are added at once.
+    pins: prefixes that can be pinned.
     """
 
     formats: tuple[PageFormat, ...]
@@ -53,6 +56,7 @@ class Layout:
     staged: int = 0
     staged_scores: int = 1
     prompt_tile: int = QUERY_TILE
+    pins: int = 0
 
     @property
     def all_heads(self) -> int:
@@ -89,13 +93,16 @@ class Layout:
     @property
     def state_bytes(self) -> int:
         """Of all that is no page: tables, counts of pages and tokens, places and significance of
-        what is found, pointers, thresholds, which heads stream, and the stage."""
+        what is found, pointers, thresholds, which heads stream, the stage and pinned prefixes."""
         of_head = self.table_width + 2 * self.levels + 2 * (self.levels + 1)
         which_stream = self.all_heads if self.streaming else 0
-        stage = 2 * self.attention.D * self.attention.itemsize + 4 * self.staged_scores
-        stage *= self.staged * self.all_heads
         state = 4 * (self.num_slots * self.all_heads * of_head + 2 + self.levels)
-        return which_stream + stage + state
+        return which_stream + (1 + self.pins) * self.stage_bytes + state
+
+    @property
+    def stage_bytes(self) -> int:
+        of_token = 2 * self.attention.D * self.attention.itemsize + 4 * self.staged_scores
+        return of_token * self.staged * self.all_heads
 
     @property
     def logical_pages(self) -> int:
@@ -270,6 +277,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         staged=config.max_model_len if config.chunked_prefill else 0,
         staged_scores=group if options.rules.prompt_scores["by_head"] else 1,
         prompt_tile=options.prompt_tile,
+        pins=options.pins,
     )
     # What exceeds the pages of a head counts as all of them.
     if options.reads and options.reads.count < layout.worst_of_head(layout.longest):

@@ -104,6 +104,11 @@ class Options(GatedOptions):
         QUERY_TILE,
         "queries of a prompt whose scores are added at once: its chunks end at multiples of it",
     )
+    pins: int = described(
+        0,
+        "prefixes that pin_prefix keeps as they are, each with room for max_model_len tokens; "
+        "prompts go on from their whole tiles",
+    )
     thresholds: Thresholds = field(
         default=(),
         metadata={
@@ -184,6 +189,7 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
         ),
         "logical_page": (1 <= options.logical_page < 2**31, "at least 1 and below 2^31"),
         "prompt_tile": (1 <= options.prompt_tile < 2**20, "at least 1 and below 2^20"),
+        "pins": (0 <= options.pins < 2**15, "at least 0 and below 2^15"),
         "streaming_share": (0 <= (options.streaming_share or 0) <= 1, "from 0 to 1"),
     })  # fmt: skip
     by_budget = options.prompt_rule in ("h2o", "snapkv"), options.generation_rule in ("h2o", "keep")

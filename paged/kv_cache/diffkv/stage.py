@@ -27,12 +27,25 @@ class Stage:
     sums: jax.Array
 
     @classmethod
-    def empty(cls, layout: Layout, dtype) -> "Stage | None":
-        if not layout.staged:
+    def empty(cls, layout: Layout, dtype, count: tuple[int, ...] = ()) -> "Stage | None":
+        """count: (U,) for arrays [L, U, n, …]. None if prompts come whole, or U is 0."""
+        if not layout.staged or 0 in count:
             return None
-        shape = layout.layers, layout.staged, layout.heads
+        shape = layout.layers, *count, layout.staged, layout.heads
         keys = jnp.zeros((*shape, layout.attention.D), dtype)
         return cls(keys, jnp.zeros_like(keys), jnp.zeros((*shape, layout.staged_scores)))
+
+    def exchange(self, pinned: "Stage", source, destination) -> tuple["Stage", "Stage"]:
+        """(stage, pinned prefixes [L, U, n, …]) after a copy from one unit to another: unit 0 is
+        the stage, unit 1 + u prefix u, and what names neither changes nothing."""
+        stage = jax.tree.map(
+            lambda x, all_: jnp.where(
+                (destination == 0) & (source > 0), all_.at[:, source - 1].get(mode="clip"), x
+            ),
+            self, pinned,
+        )  # fmt: skip
+        at = jnp.where((source == 0) & (destination > 0), destination - 1, pinned.keys.shape[1])
+        return stage, jax.tree.map(lambda x, all_: all_.at[:, at].set(x, mode="drop"), self, pinned)
 
 
 @flax.struct.dataclass

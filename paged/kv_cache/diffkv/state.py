@@ -32,6 +32,7 @@ class DiffKVCache:
     streams: [1, L * K] bool, the heads that stream; None if none does.
     extremes: [N, C * 2D] of the keys of pages; None if all pages are read.
     stage: None if prompts come whole.
+    pinned: prefixes as they are in the stage, arrays [L, U, n, …]; None without pins.
     """
 
     words: jax.Array
@@ -43,6 +44,7 @@ class DiffKVCache:
     streams: jax.Array | None = None
     extremes: jax.Array | None = None
     stage: Stage | None = None
+    pinned: Stage | None = None
 
     @classmethod
     def empty(
@@ -66,6 +68,7 @@ class DiffKVCache:
             if layout.reads
             else None,
             stage=Stage.empty(layout, stage_dtype),
+            pinned=Stage.empty(layout, stage_dtype, (layout.pins,)),
         )
 
     @property

@@ -1,0 +1,161 @@
+"""Prefixes that are pinned go on as prompts in chunks do, to the same bits."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.diff_events import first_difference
+from experiments.lib import random_adapters
+from experiments.lib.event_log import read_log, write_log
+from experiments.lib.presets import PRESETS, TINY, padded
+from experiments.replay import replay, simulated_engine
+from paged.engine import Engine, EngineConfig
+from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
+from paged.scheduling.admission import PrefillRoom
+from paged.simulator.executor import SimulatedExecutor
+from tests.paged.tiny import random_params
+from tests.sweeps import swept
+
+TILE = 8
+DIFFKV = [name for name, preset in PRESETS.items() if preset.policy == "diffkv"]
+GREEDY = SamplingParams(max_tokens=18, ignore_eos=True, logprobs=1)
+WAYS = [
+    GREEDY,
+    replace(GREEDY, temperature=1.0, seed=5, n=2),
+    replace(GREEDY, logprobs=None, beam_width=2, n=2),
+    replace(GREEDY, prompt_logprobs=0),
+]
+
+
+def config_of(name: str = "diffkv", pins: int = 2, **changes: Any) -> EngineConfig:
+    preset = PRESETS[name]
+    preset = replace(preset, options=preset.options | {"prompt_tile": TILE, "pins": pins})
+    given: dict[str, Any] = {
+        "max_num_seqs": 6, "max_num_batched_tokens": 24, "kv_cache_tokens": 640,
+        "chunked_prefill": True,
+    }  # fmt: skip
+    return preset.engine_config(TINY, **(given | changes))
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(3, TINY.vocab_size, length).tolist() for length in lengths]
+
+
+def asked() -> tuple[list[list[int]], list[SamplingParams]]:
+    long, short, *rest = prompts(37, 21, 3, 9, 1, 4, 30, 2, 5, 3)
+    begins = [long, long, long, short, short, short, long[:30], long]
+    return [a + b for a, b in zip(begins, rest, strict=True)], [
+        WAYS[i % len(WAYS)] for i in range(len(rest))
+    ]
+
+
+def contents(outputs: list[RequestOutput]) -> list[Any]:
+    return [[(s.tokens, s.logprobs) for s in output.sequences] for output in outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", swept(DIFFKV, 1))
+def test_who_goes_on_from_a_pin_has_the_tokens_and_log_probabilities_of_who_does_not(name):
+    """Beside each other, where steps are as they fall, and alone."""
+    requests, hows = asked()
+    engine = padded(Engine.from_model(random_params(), TINY, config_of(name)))
+    plain = [engine.generate([p], h)[0] for p, h in zip(requests, hows, strict=True)]
+    long, short = requests[0][:37], requests[3][:21]
+    assert engine.pin_prefix(long) == 37 and engine.pin_prefix(short) == 21
+    for way in ("alone", "together"):
+        if way == "alone":
+            found = [engine.generate([p], h)[0] for p, h in zip(requests, hows, strict=True)]
+            assert contents(found) == contents(plain)
+        else:
+            found = engine.generate(requests, hows)
+            assert [[s.tokens for s in o.sequences] for o in found] == [
+                [s.tokens for s in o.sequences] for o in plain
+            ]
+        # Whole tiles; not of prompts whose log-probabilities are asked for, nor of shorter ones.
+        cached = [output.cached_tokens > 0 for output in found]
+        assert cached == [True, True, True, False, True, True, False, False]
+    engine.host_policy.check()
+
+
+def test_only_the_like_share_a_pin(tmp_path: Path):
+    """Requests of its salt and adapter."""
+    config = config_of(adapter_slots=2, max_adapter_rank=16)
+    engine = Engine(TINY, config, SimulatedExecutor(vocab_size=61))
+    engine.add_adapter("a", random_adapters.write(tmp_path / "a", TINY, 0, rank=4))
+    (prefix,) = prompts(20)
+    engine.pin_prefix(prefix, cache_salt="mine")
+    engine.pin_prefix(prefix, adapter="a")
+    how = SamplingParams(max_tokens=2)
+    for salt, adapter, shared in (("", None, 0), ("mine", None, 16), ("", "a", 16), ("b", "a", 0)):
+        name = engine.add_request([*prefix, 5, 6], how, cache_salt=salt, adapter=adapter)
+        (output,) = [output for output in finish(engine) if output.request_id == name]
+        assert output.cached_tokens == shared, (salt, adapter)
+
+
+def finish(engine: Engine) -> list[RequestOutput]:
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    return outputs
+
+
+def test_a_log_with_pins_is_replayed(tmp_path: Path):
+    requests, hows = asked()
+    engine = Engine(TINY, config_of(), SimulatedExecutor(vocab_size=61))
+    engine.pin_prefix(requests[0][:37])
+    engine.generate(requests, hows)
+    write_log(tmp_path, "events.jsonl", engine.events)
+    log = read_log(tmp_path / "events.jsonl")
+    assert first_difference(log, replay(simulated_engine(log, TINY), log)) is None
+
+
+@pytest.mark.parametrize(
+    ("pins", "lengths", "message"),
+    [
+        (0, [20], "needs option pins of policy 'diffkv'"),
+        (1, [20, 20], "as many prefixes are pinned as option pins allows: 1"),
+        (1, [TILE + 1], "9 tokens is too short to be pinned: at least 10 are needed"),
+    ],
+)
+def test_what_cannot_be_pinned_is_refused(pins, lengths, message):
+    engine = Engine(TINY, config_of(pins=pins), SimulatedExecutor(vocab_size=61))
+    *good, bad = prompts(*lengths)
+    for prompt in good:
+        engine.pin_prefix(prompt)
+    with pytest.raises(ValueError, match=message):
+        engine.pin_prefix(bad)
+
+
+def test_pins_need_chunks_and_take_room():
+    with pytest.raises(ValueError, match=r"pins \(2\) need prompts in chunks"):
+        config_of(chunked_prefill=False, max_num_batched_tokens=64)
+    pages = [
+        Engine(TINY, config_of(pins=pins), SimulatedExecutor(vocab_size=61)).host_policy.capacity
+        for pins in (0, 1)
+    ]
+    assert pages[1] < pages[0]
+
+
+@pytest.mark.parametrize(("in_chunks", "row", "takes"), [
+    (False, None, True),
+    (True, None, False),  # the stage is another's
+    (False, (1, 10, 0, 16), False),  # another goes on from a pin, and ends
+    (False, (1, 10, 0, 0), True),  # another comes whole
+    (False, (1, 30, 0, 0), False),  # another begins, and stays
+])  # fmt: skip
+def test_one_prompt_a_step_goes_on(in_chunks, row, takes):
+    room = PrefillRoom(config_of(), 20, in_chunks)
+    if row:
+        room.add(*row)
+    assert room.takes(20, pinned=16) == takes
+
+
+def test_the_chunks_of_a_pin_end_where_others_go_on():
+    room = PrefillRoom(config_of(), 20)
+    room.add(0, 19, 0, 0, 16)
+    assert room.rows == [(0, 16)]
