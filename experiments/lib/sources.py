@@ -19,10 +19,25 @@ def sources_hash(file: str | Path) -> str:
 
 def code_hash(files: Iterable[Path]) -> str:
     """SHA-256, in hex, of the code of Python files: comments and docstrings do not count."""
-    return hashlib.sha256("\n".join(map(_code, sorted(files))).encode()).hexdigest()
+    return _hash(tuple((file, _state(file)) for file in sorted(files)))
 
 
-def _code(file: Path) -> str:
+# Each row of a study asks, and parsing takes seconds: once for each state of a file.
+
+
+def _state(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_mtime_ns, found.st_size
+
+
+@functools.lru_cache(maxsize=64)
+def _hash(files: tuple[tuple[Path, tuple[int, int]], ...]) -> str:
+    code = "\n".join(_code(file, state) for file, state in files)
+    return hashlib.sha256(code.encode()).hexdigest()
+
+
+@functools.cache
+def _code(file: Path, state: tuple[int, int]) -> str:
     tree = ast.parse(file.read_bytes())
     for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
@@ -36,12 +51,12 @@ def _closure(file: Path) -> set[Path]:
     while left:
         if (path := left.pop()) not in found:
             found.add(path)
-            left += _imports(path)
+            left += _imports(path, _state(path))
     return found
 
 
 @functools.cache
-def _imports(file: Path) -> list[Path]:
+def _imports(file: Path, state: tuple[int, int]) -> list[Path]:
     return [path for name in _names(file) for path in _files(name.split("."))]
 
 

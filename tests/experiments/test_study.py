@@ -241,7 +241,6 @@ def test_sources_are_a_file_and_what_it_imports_through_others(tmp_path, monkeyp
         (tmp_path / name).write_text(text)
 
     def hashed() -> str:
-        sources._imports.cache_clear()
         return sources.sources_hash(tmp_path / "a.py")
 
     before = hashed()
@@ -251,7 +250,6 @@ def test_sources_are_a_file_and_what_it_imports_through_others(tmp_path, monkeyp
         (tmp_path / name).write_text(f"{text}changed = 1\n")
         assert (hashed() == before) is (name == "e.py"), name
         (tmp_path / name).write_text(text)
-    sources._imports.cache_clear()
 
 
 def test_the_state_of_a_result(tmp_path, monkeypatch):
