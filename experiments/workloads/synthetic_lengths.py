@@ -8,7 +8,6 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from scipy import optimize
 
 # Mean tokens of prompt and of output.
 PUBLISHED_MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
@@ -118,5 +117,7 @@ def _calibrate(mean: float, sigma: float, quantiles: np.ndarray, caps: np.ndarra
     shortest, longest = math.log(1e-3), math.log(1e6)
     if above(shortest) > 0:  # where each length is 1
         return math.exp(shortest)
+    from scipy import optimize  # a second, for programs that need no lengths
+
     root = optimize.brentq(above, shortest, longest)
     return math.exp(root + 1e-11)  # more than its tolerance: where the mean is reached

@@ -30,8 +30,8 @@ def test_it_serves_and_its_log_replays_once_it_is_named(tiny_folder, tmp_path):
     model, options = f"--model={tiny_folder}", json.dumps({"budget": 8})
     served = run(
         "serve", POLICY, f"--policy_options={options}", model, f"--workload=prompts:{prompts}",
-        "--max_tokens=12", "--max_model_len=64", "--max_num_batched_tokens=64", "--max_num_seqs=2",
-        "--kv_cache_tokens=64",
+        "--max_tokens=12", "--max_model_len=64", "--max_num_batched_tokens=64", "--max_num_seqs=1",
+        "--max_prefills_per_step=1", "--kv_cache_tokens=64",
         f"--output_dir={tmp_path / 'served'}",
     )  # fmt: skip
     assert served.returncode == 0, served.stderr

@@ -52,15 +52,21 @@ def test_bad_settings_are_refused(change, message):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("change", "message"),
     [
-        ("--batches=64", "a batch of 64 exceeds max_num_seqs (32)"),
-        ("--output_tokens=2000 --max_num_batched_tokens=8192", "exceed the context of 100m"),
-        ("--page_size=0", "page_size must be at least 1 and below 2^31, not 0"),
+        ({"batches": (64,)}, r"a batch of 64 exceeds max_num_seqs \(4\)"),
+        ({"models": ("100m",), "output_tokens": 9000}, "exceed the context of 100m"),
     ],
 )
-def test_the_program_refuses_bad_flags_before_any_work(flags, message, tmp_path):
-    command = [sys.executable, "-m", "experiments.bench.vs_transformers", *flags.split()]
+def test_settings_that_do_not_fit_together_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        vs_transformers.check(replace(FLAGS, **change))
+
+
+def test_the_program_refuses_bad_flags_before_any_work(tmp_path):
+    flags = ["--page_size=0"]
+    message = "page_size must be at least 1 and below 2^31, not 0"
+    command = [sys.executable, "-m", "experiments.bench.vs_transformers", *flags]
     done = subprocess.run(
         [*command, f"--output_dir={tmp_path}"], cwd=ROOT, capture_output=True, text=True,
         timeout=120,

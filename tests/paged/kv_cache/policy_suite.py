@@ -47,13 +47,18 @@ class Case:
     the length of its prompt, that tells what the policy computes; None: it has only its twin, the
     request alone. config: what its EngineConfig has otherwise than CONFIG. slow: the quick tests
     leave it out, and it runs in multi-steps but in the sweeps: whether a step is one says the
-    engine alone, which the quick cases try both ways."""
+    engine alone, which the quick cases try both ways. swept: the sweeps alone have it."""
 
     name: str
     policy: Policy
     oracle: Callable[[Any], Any] | None = None
     config: dict[str, Any] = field(default_factory=dict)
     slow: bool = False
+    swept: bool = False
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.slow] * self.slow + [pytest.mark.sweep] * self.swept
 
     def engine_config(self, **changes) -> EngineConfig:
         own: dict[str, Any] = {"policy": self.name, "multi_step": 4 if self.slow else 1}
@@ -128,6 +133,7 @@ CASES = [
         "lserve_kv8", POLICIES["lserve"],
         functools.partial(masked_attend, TINY, LSERVE_KV8_OPTIONS, LSERVE_STREAMS, 4),
         {"policy_options": LSERVE_KV8_OPTIONS, "kv_cache_tokens": 72}, slow=True,
+        swept=True,  # test_lserve.py has quantised pages
     ),
     Case(
         "diffkv", POLICIES["diffkv"],
@@ -149,6 +155,7 @@ CASES = [
     Case(
         "qaq", POLICIES["diffkv"],
         config={"policy_options": QAQ_OPTIONS, "kv_cache_tokens": 218}, slow=True,
+        swept=True,  # test_compression.py has outliers
     ),
     Case(
         "tova", TOVA, functools.partial(tova_attend, TINY, 20),
@@ -162,14 +169,14 @@ CASES = [
 ]  # fmt: skip
 by_policy = pytest.mark.parametrize(
     "case",
-    [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * c.slow) for c in CASES],
+    [pytest.param(c, id=c.name, marks=c.marks) for c in CASES],
 )
 by_policy_and_steps = pytest.mark.parametrize(
     ("case", "multi_step"),
     [
         pytest.param(
             c, multi_step, id=f"{c.name}-{multi_step}",
-            marks=[pytest.mark.slow] * c.slow + [pytest.mark.sweep] * (c.slow and multi_step == 1),
+            marks=[*c.marks, *[pytest.mark.sweep] * (c.slow and multi_step == 1)],
         )
         for c in CASES
         for multi_step in (4, 1)

@@ -61,8 +61,8 @@ def test_an_hour_in_short_has_full_and_idle_gpus(monkeypatch):
 
 @pytest.mark.slow
 def test_fig_11_writes_its_report(tmp_path):
-    flags = TextFlags(requests=12, jobs=1)
+    flags = TextFlags(requests=12, jobs=1, knobs=False)
     assert fig11_text_generation.STUDY.write(flags, tmp_path) == 0
     summary = (tmp_path / "summary.json").read_text()
-    assert "13b_punica_distinct, host +20 %" in summary and "7b_host_share" in summary
+    assert "13b_punica_distinct" in summary and "7b_host_share" in summary
     assert (tmp_path / "figure.png").stat().st_size > 5_000
