@@ -273,6 +273,24 @@ def test_the_state_of_a_result(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "level, flags, verdict",
+    [
+        ("paper", ToyFlags(), "holds"),
+        ("paper", STUDY.at("quick"), "holds, other flags"),
+        ("reduced", ToyFlags(), "holds, reduced"),
+    ],
+)
+def test_a_committed_verdict_has_what_keeps_it_from_the_papers_setting(
+    tmp_path, monkeypatch, level, flags, verdict
+):
+    monkeypatch.setattr(reproduce, "ROOT", tmp_path)
+    study = replace(STUDY, setting=Setting("numbers", "", level))
+    assert reproduce.committed_verdict(study) == "–"
+    study.write(flags, tmp_path / reproduce.RESULTS / study.name)
+    assert reproduce.committed_verdict(study) == verdict
+
+
 @pytest.mark.parametrize("text", ["[]", "3", "null", "{}", '{"study": "toy"}', "{", "\xff"])
 def test_a_report_that_is_none_is_no_result(tmp_path, text):
     (tmp_path / "report.json").write_text(text, "latin-1")
