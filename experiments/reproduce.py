@@ -6,12 +6,12 @@
 
 Arguments name studies or papers by how their names begin. --list shows, of each, kind, minutes by
 scale, what it needs, the state of the result in --output_dir (none, partial, stale if flags, code
-or package versions changed since, or its verdict) and the verdict of the committed result at the
-paper's setting. A study whose result is whole and not stale is not run again, and one that was cut
-goes on: the same command resumes. --stale runs just those whose result is stale. Each writes to
---output_dir/SCALE/NAME; what systems answered is kept in --output_dir/SCALE/answered, for all
-studies that ask the same. --jobs run at once, one a core by default, each in a process of its own;
-studies that a clock may decide wait, and run alone.
+or package versions changed since, or its verdict) and the verdict of the committed result, with
+what keeps it from the paper's setting. A study whose result is whole and not stale is not run
+again, and one that was cut goes on: the same command resumes. --stale runs just those whose result
+is stale. Each writes to --output_dir/SCALE/NAME; what systems answered is kept in
+--output_dir/SCALE/answered, for all studies that ask the same. --jobs run at once, one a core by
+default, each in a process of its own; studies that a clock may decide wait, and run alone.
 
 summary.json there counts: rows, with_result, at_setting, claims_held, not_run, wrong_setting,
 failed. A row that ran below the paper's setting, as all do at --scale=quick, counts by its
@@ -133,6 +133,19 @@ def committed(study: Study) -> dict[str, Any] | None:
     return report if report and at_setting and not report["partial"] else None
 
 
+def committed_verdict(study: Study) -> str:
+    """The verdict of the committed report of a whole run, and what keeps it from the paper's
+    setting: the study's own, or flags that are not those of `full`."""
+    report = read(ROOT / RESULTS / study.name)
+    if not report or report["partial"]:
+        return "–"
+    if study.kind == "not run" and report["holds"] is None:
+        return study.kind
+    level = {"paper": "", "reduced": ", reduced", "wrong": ", wrong setting"}[study.setting.level]
+    other = "" if report["at_setting"] or level else ", other flags"
+    return f"{VERDICTS[report['holds']]}{level or other}"
+
+
 @functools.cache
 def _versions() -> dict[str, str]:
     return run_record.describe_environment()["versions"]
@@ -160,15 +173,14 @@ def counts(of: Iterable[tuple[Study, str, Mapping[str, Any] | None]]) -> dict[st
 def table(of: Iterable[tuple[Study, str]]) -> str:
     lines = [
         f"{'study':42}{'kind':11}{'quick':>6}{'full':>7} min  {'state':15}"
-        f"{'paper’s setting':17}title; needs"
+        f"{'committed':28}title; needs"
     ]
     for study, at in of:
         quick, full = study.minutes
         needs = f"; {study.needs}" if study.needs else ""
-        there = committed(study)
         lines.append(
             f"{study.name:42}{study.kind:11}{quick:6g}{full:7g}      {at:15}"
-            f"{VERDICTS[there['holds']] if there else '–':17}{study.title}{needs}"
+            f"{committed_verdict(study):28}{study.title}{needs}"
         )
     return "\n".join(lines)
 
@@ -198,7 +210,7 @@ def main(flags: ReproduceFlags, nowhere: None) -> int:
         if study.kind == "not run":
             print(f"{study.name}: not run; needs {study.needs}: {study.command}")
         elif at not in (NONE, PARTIAL, STALE):
-            print(f"{study.name}: {at}; the result stands")
+            print(f"{study.name}: {at}; the result stands, in {folders[study.name]}/")
         else:
             todo.append(study)
     for ended in run_all(todo, flags.scale, folders, flags.jobs or os.cpu_count() or 1):

@@ -40,6 +40,7 @@ from experiments.lib.sources import sources_hash
 from experiments.lib.typed_flags import Flags, Output, flag, flat
 
 KEPT = "kept"
+JOBS = "jobs"  # the field of `jobs_flag`: how fast, and no part of a setting
 FILES = ("rows.csv", "figure.png")
 Kind = Literal["counted", "simulated", "measured", "analogue", "not run"]
 KINDS = ("counted", "simulated", "measured", "analogue", "not run")
@@ -99,7 +100,7 @@ class Run:
 
 
 def jobs_flag() -> int:
-    """A field of `Flags`, for `Run.at_once` and `in_processes`."""
+    """The field `jobs` of `Flags`, for `Run.at_once` and `in_processes`."""
     return flag(0, "processes that work at once; 0: one a core", least=0)
 
 
@@ -164,9 +165,13 @@ class Study[F: Flags, R]:
         return path.stem if path.parent.name == "experiments" else f"{path.parent.name}/{path.stem}"
 
     def changed(self, flags: F) -> str:
-        """In words, the flags that are not those of the setting."""
+        """In words, the flags that are not those of the setting, and those of it."""
         now, full = flat(flags), flat(self.at("full"))
-        return " ".join(f"--{name}={value}" for name, value in now.items() if value != full[name])
+        return ", ".join(
+            f"--{name}={_as_given(value)} ({_as_given(full[name])})"
+            for name, value in now.items()
+            if value != full[name] and name != JOBS
+        )
 
     def at(self, scale: Literal["quick", "full"]) -> F:
         """The flags of a scale."""
@@ -250,7 +255,7 @@ class Study[F: Flags, R]:
 
     def is_at_setting(self, flags: F) -> bool:
         """Whether these flags give the paper's setting."""
-        return self.setting.level == "paper" and flags == self.at("full")
+        return self.setting.level == "paper" and not self.changed(flags)
 
     def _holds(self, measured: Mapping[str, float]) -> bool | None:
         try:
@@ -280,11 +285,15 @@ class Study[F: Flags, R]:
     def _told(self, flags: F, rows: Sequence[R], report: Mapping[str, Any]) -> str:
         """The report for people."""
         verdict = {True: "holds", False: "does not hold", None: "is not decided"}[report["holds"]]
+        # Those of experiments.lib.knobs, 'NAME, CHANGE', are many.
+        plain = [value for value in report["values"] if ", " not in value["name"]]
+        more = len(report["values"]) - len(plain)
         lines = [
             f"{self.title} [{self.name}]",
             self.table(flags, rows) if self.table and rows else table_of(rows),
             "",
-            *values_table(report["values"], self.tolerance),
+            *values_table(plain, self.tolerance),
+            *([f"summary.json has {more} more, at changed constants"] if more else []),
             f"claim    {self.claim}",
             f"         {verdict} ({self.rule})",
             f"kind     {report['kind']}; {run_record.hardware_line(report)}",
@@ -292,12 +301,17 @@ class Study[F: Flags, R]:
             f"differs  {self.setting.differs or 'in nothing'}",
         ]
         if changed := self.changed(flags):
-            lines.append(f"         and here: {changed}")
+            lines.append(f"         and here, with the setting's in brackets: {changed}")
         if self.command:
             lines.append(f"needs    {self.needs}: {self.command}")
         if report["partial"]:
             lines.append(f"PARTIAL  {report['partial']}: {len(rows)} rows")
         return "\n".join(lines)
+
+
+def _as_given(value: Any) -> str:
+    """A flag's value as the command line has it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def table_of(rows: Sequence[Any]) -> str:

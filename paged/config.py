@@ -42,7 +42,9 @@ class EngineConfig(CacheConfig):
         "if a step holds the longest one, and no prefill tile of the policy beside other tokens",
     )
     page_size: int = described(16, "tokens of a KV page")
-    kv_cache_tokens: int = described(32_768, "tokens that all KV pages hold")
+    kv_cache_tokens: int = described(
+        32_768, "memory of all KV pages: tokens of kv_dtype; in fewer bits as many bytes hold more"
+    )
     watermark: float = described(0.01, "share of KV blocks that admission leaves free")
     policy: str = described("vllm", f"KV-cache policy: {NAMES}, a Policy in a module of yours")
     run_ahead: bool = described(

@@ -171,7 +171,7 @@ def _json_options(text: str) -> dict[str, Any]:
     try:
         values = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--policy_options: {error}") from error
+        raise ValueError(f"--policy_options must be a JSON object: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"--policy_options must be a JSON object, not {text}")
     return values

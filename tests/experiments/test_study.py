@@ -17,7 +17,7 @@ from experiments import reproduce
 from experiments.lib import serving, sources
 from experiments.lib.program import Refused
 from experiments.lib.typed_flags import Flags, flag
-from experiments.study import Run, Setting, Study, Values
+from experiments.study import Run, Setting, Study, Values, jobs_flag
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,30 @@ def test_a_claim_is_undecided_where_a_value_was_not_measured():
 def test_only_the_flags_of_the_full_scale_are_the_papers_setting():
     assert STUDY.is_at_setting(STUDY.at("full")) and not STUDY.is_at_setting(STUDY.at("quick"))
     assert not replace(STUDY, setting=Setting("", "small", "reduced")).is_at_setting(ToyFlags())
+
+
+@dataclass(frozen=True)
+class ToyFlagsInJobs(ToyFlags):
+    jobs: int = jobs_flag()
+
+
+def test_how_many_work_at_once_is_no_part_of_the_setting():
+    study = replace(STUDY, flags=ToyFlagsInJobs)
+    assert study.is_at_setting(ToyFlagsInJobs(jobs=1))
+    assert not study.is_at_setting(ToyFlagsInJobs(scale=2.0, jobs=1))
+
+
+def test_changed_flags_are_told_as_they_are_given_beside_the_settings(tmp_path, capsys):
+    STUDY.write(STUDY.at("quick"), tmp_path)
+    assert "--sizes=1,2 (1,2,3)\n" in capsys.readouterr().out
+
+
+def test_values_at_changed_constants_are_in_the_files_alone(tmp_path, capsys):
+    study = replace(STUDY, values=lambda *_: {"largest": 9.0, "first": 1.0, "first, host +20 %": 2})
+    study.write(ToyFlags(), tmp_path)
+    told = capsys.readouterr().out
+    assert "host +20 %" not in told and "summary.json has 1 more" in told
+    assert "first, host +20 %" in json.loads((tmp_path / "summary.json").read_text())
 
 
 def cut_after(rows: int):
@@ -269,6 +293,24 @@ def test_the_state_of_a_result(tmp_path, monkeypatch):
         "rows": 2, "with_result": 1, "at_setting": 0, "claims_held": 1, "not_run": 0,
         "wrong_setting": 0, "failed": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "level, flags, verdict",
+    [
+        ("paper", ToyFlags(), "holds"),
+        ("paper", STUDY.at("quick"), "holds, other flags"),
+        ("reduced", ToyFlags(), "holds, reduced"),
+    ],
+)
+def test_a_committed_verdict_has_what_keeps_it_from_the_papers_setting(
+    tmp_path, monkeypatch, level, flags, verdict
+):
+    monkeypatch.setattr(reproduce, "ROOT", tmp_path)
+    study = replace(STUDY, setting=Setting("numbers", "", level))
+    assert reproduce.committed_verdict(study) == "–"
+    study.write(flags, tmp_path / reproduce.RESULTS / study.name)
+    assert reproduce.committed_verdict(study) == verdict
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", "{}", '{"study": "toy"}', "{", "\xff"])

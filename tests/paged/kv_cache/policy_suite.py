@@ -1,11 +1,14 @@
 """What the shared suite knows of a KV-cache policy, and engines to try it in.
 
-A policy joins the suite with a line in CASES.
+A policy joins the suite with a line in CASES, or from outside of the tree by SUITE_POLICY, as
+--policy names it, and SUITE_CONFIG, the JSON of what its EngineConfig has otherwise than CONFIG.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +24,7 @@ from paged.device.buckets import Buckets
 from paged.device.executor import DeviceExecutor
 from paged.device.step import StepProgram
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache import POLICIES, diffkv, lserve
+from paged.kv_cache import POLICIES, diffkv, lserve, policy_of
 from paged.kv_cache.lserve.gates import streaming_heads
 from paged.kv_cache.policy import Capabilities, Policy
 from paged.requests.sampling_params import SamplingParams
@@ -73,6 +76,14 @@ class Case:
         """Modes of preemption that leave tokens as they are, swapping last."""
         can = self.capabilities
         return ["auto"] + ["recompute"] * can.recompute + ["swap"] * can.swap
+
+
+def cases_outside(environment: Mapping[str, str]) -> list[Case]:
+    """The case `yours` of a policy outside of the tree, if the environment names one."""
+    if not (name := environment.get("SUITE_POLICY")):
+        return []
+    config = json.loads(environment.get("SUITE_CONFIG", "{}"))
+    return [Case("yours", policy_of(name), config=config)]
 
 
 # A head of each layer streams, not the same one; the others read three pages of up to sixteen.
@@ -167,6 +178,7 @@ CASES = [
         {"policy_options": WRITTEN_OPTIONS, "kv_cache_tokens": 104}, slow=True,
     ),
 ]  # fmt: skip
+CASES += cases_outside(os.environ)
 by_policy = pytest.mark.parametrize(
     "case",
     [pytest.param(c, id=c.name, marks=c.marks) for c in CASES],

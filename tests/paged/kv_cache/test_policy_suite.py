@@ -33,16 +33,19 @@ from tests.paged.kv_cache.policy_suite import (
     by_policy,
     by_policy_and_steps,
     cache_bytes,
+    cases_outside,
     check_empty,
     drain,
     registered,
     take_step,
 )
+from tests.paged.kv_cache.tova import TOVA
 from tests.paged.tiny import TINY
 from tests.sweeps import swept
 
 SINGLE = [request for request in CATALOGUE if request.how.num_sequences == 1]
 GREEDY = [r for r in SINGLE if r.how.temperature == 0 and not r.how.uses_history]
+TOO_MUCH_MEMORY = "too few were preempted: the case needs fewer kv_cache_tokens, or drops less"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,6 +76,13 @@ def check_tokens(bench: Bench, case: Case, asked: dict[str, Any], ended) -> None
 
 def preemptions(engine: Engine) -> int:
     return sum(step.preemptions for step in engine.metrics.steps)
+
+
+def test_a_policy_outside_of_the_tree_is_a_case():
+    named = {"SUITE_POLICY": "tests.paged.kv_cache.tova:TOVA", "SUITE_CONFIG": '{"page_size": 8}'}
+    (case,) = cases_outside(named)
+    assert (case.name, case.policy, case.config) == ("yours", TOVA, {"page_size": 8})
+    assert cases_outside({}) == []
 
 
 @by_policy
@@ -150,7 +160,7 @@ def test_a_crowd_gets_the_tokens_of_each_alone(bench, case, multi_step, otherwis
     ended = drain(engine)
     check_tokens(bench, case, asked, ended)
     if case.capabilities.swap:
-        assert preemptions(engine) > 0
+        assert preemptions(engine) > 0, TOO_MUCH_MEMORY
         swapped_in = sum(step.swapped_in for step in engine.metrics.steps)
         assert (swapped_in > 0) == (mode == "swap")
 
@@ -165,7 +175,7 @@ def test_a_crowd_that_is_recomputed_gets_the_tokens_of_each_alone(bench, case, m
     ended = drain(engine)
     check_tokens(bench, case, asked, ended)
     if case.capabilities.swap:
-        assert preemptions(engine) > 0
+        assert preemptions(engine) > 0, TOO_MUCH_MEMORY
     assert not any(step.swapped_out for step in engine.metrics.steps)
 
 
@@ -226,7 +236,7 @@ def test_beams_that_fork_and_are_swapped_out_in_one_round(bench, case):
             forked.add(event["request_id"])
         elif event["event"] == "preempt":
             both += event["request_id"] in forked
-    assert both > 0
+    assert both > 0, TOO_MUCH_MEMORY
 
 
 def test_where_there_is_no_room_to_swap_to_a_policy_recomputes(bench):
