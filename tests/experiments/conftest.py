@@ -18,17 +18,9 @@ TINY = ModelConfig(
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """A Hugging Face folder of the tiny model."""
-    return _folder(tmp_path_factory.mktemp("tiny_model"), TINY)
-
-
-@pytest.fixture(scope="session")
-def wide_folder(tmp_path_factory):
-    """With heads whose values of two bits fill whole words."""
-    return _folder(tmp_path_factory.mktemp("wide_model"), TINY.replace(head_dim=16))
-
-
-def _folder(folder, model):
-    checkpoint.save(folder, model, parameters.init(llama.declare(model), jax.random.key(0)))
+    folder = tmp_path_factory.mktemp("tiny_model")
+    params = parameters.init(llama.declare(TINY), jax.random.key(0))
+    checkpoint.save(folder, TINY, params)
     build_tokenizer.build(folder)
     return folder
 

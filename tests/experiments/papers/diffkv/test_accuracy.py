@@ -191,11 +191,11 @@ def test_memory_of_dense_and_streaming_heads(tiny_folder):
     assert held.read == pytest.approx(read / (K * 50 * 4 * D + queries))
 
 
-@pytest.mark.slow  # two policies compile
-def test_a_whole_study(wide_folder, tmp_path, capsys, monkeypatch):
+@pytest.mark.sweep  # two policies compile; the next test and LServe's have the same runner
+def test_a_whole_study(tmp_path, capsys, monkeypatch):
     few = {"alphas": ("1/0.02",), "three_levels": (), "budgets": ()}
     least = {"num_prompts": 1, "gates": "", "quest_budget": 0, "contexts": (256, 256)}
-    flags = accuracy_memory.MemoryFlags(**FLAGS | few | least, model=str(wide_folder))
+    flags = accuracy_memory.MemoryFlags(**FLAGS | few | least)
     assert accuracy_memory.STUDY.write(flags, tmp_path) == 0
     assert "DiffKV 1/0.02" in capsys.readouterr().out
     numbers = json.loads((tmp_path / "summary.json").read_text())
