@@ -29,7 +29,7 @@ from tests.paged.tiny import TINY
 ROOT = Path(__file__).parents[2]
 SIMULATED = [
     "--runners=simulated", "--model=configs/models/llama-2-7b", "--dtype=float16", "--num_gpus=4",
-    "--duration_s=30", "--peak_rate=16", "--length_divisor=4", "--rebalance_s=3",
+    "--duration_s=20", "--peak_rate=16", "--length_divisor=4", "--rebalance_s=3",
     "--max_num_seqs=8", "--max_prefills_per_step=1", "--kv_cache_tokens=1536",
     "--adapters=12", "--adapter_slots=4",
 ]  # fmt: skip

@@ -71,7 +71,7 @@ def test_a_figure_of_a_models_shape(packages, tmp_path):
     assert (written / "kv_memory" / "rows.csv").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep  # the demo and a figure say so of files, `make notebooks` of all five
 def test_a_notebook(packages, tmp_path):
     written = run(packages, tmp_path, "notebooks", "--only=3_sparse_attention")
     assert "![png]" in (written / "3_sparse_attention.md").read_text()

@@ -49,7 +49,7 @@ def test_training_begins_from_the_model_and_what_it_learns_can_be_merged(tiny_fo
     assert loss(merged) == pytest.approx(last, abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep  # it trains twice
 def test_the_program_writes_adapters_and_can_be_repeated(tiny_folder, tmp_path, capsys):
     def run(name: str, *adapters: str):
         folder = tmp_path / name

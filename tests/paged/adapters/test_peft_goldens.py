@@ -16,7 +16,7 @@ CASES = [adapter_golden(case) for case in ADAPTER_CASES]
 @pytest.mark.parametrize(
     "checkpoint",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name != "llama_gqa_tied"))
+        pytest.param(name, marks=[pytest.mark.sweep] * (name != "llama_gqa_tied"))
         for name in sorted({case.checkpoint for case in CASES})
     ],
 )

@@ -180,7 +180,7 @@ def test_with_the_whole_context_and_no_streaming_heads_it_is_vllm(tiny_params):
         (64, 4, 1, 16),
         (0, 4, 4, 16),
         pytest.param(64, 4, 1, 4, marks=pytest.mark.slow),
-        pytest.param(0, 4, 4, 8, marks=pytest.mark.slow),
+        pytest.param(0, 4, 4, 8, marks=pytest.mark.sweep),
     ],
 )
 def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step, kv_bits):

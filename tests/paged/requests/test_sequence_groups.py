@@ -57,7 +57,7 @@ def _run(engine: Engine) -> dict[str, RequestOutput]:
 
 # Each compiles its own programs.
 CHECKPOINTS = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name != "llama_gqa_tied"))
+    pytest.param(name, marks=[pytest.mark.sweep] * (name != "llama_gqa_tied"))
     for name in dict.fromkeys(case.checkpoint for case in beam_cases())
 ]
 

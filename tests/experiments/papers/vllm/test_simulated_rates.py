@@ -141,7 +141,7 @@ def test_fig_13_predicts_all_systems_but_the_oracle(tmp_path, capsys):
 @pytest.mark.slow
 def test_fig_12_has_the_papers_order(tmp_path):
     flags = LatencyFlags(
-        panels=("a",), latency_s=0.1, sigma=0.8, sharegpt_s=30.0, jobs=1, knobs=False
+        panels=("a",), latency_s=0.1, sigma=0.8, sharegpt_s=20.0, jobs=1, knobs=False
     )
     assert fig12_latency_over_rate.STUDY.write(flags, tmp_path) == 0
     numbers = json.loads((tmp_path / "summary.json").read_text())

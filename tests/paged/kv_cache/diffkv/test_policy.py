@@ -101,7 +101,7 @@ def test_pages_are_a_partition_through_forks_swaps_and_ends(tiny_params, case, m
 @pytest.mark.parametrize(
     ("options", "kv_cache_tokens", "requests"),
     [
-        (DIFFKV_EXACT_OPTIONS, 200, CATALOGUE),
+        (DIFFKV_EXACT_OPTIONS, 200, CATALOGUE[::2]),
         (DIFFKV_EXACT_THREE_OPTIONS, THREE.config["kv_cache_tokens"], CATALOGUE[::4]),
     ],
 )
