@@ -175,3 +175,17 @@ def test_the_chunks_of_a_pin_end_where_others_go_on():
     room = PrefillRoom(config_of(), 20)
     room.add(0, 19, 0, 0, 16)
     assert room.rows == [(0, 16)]
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_does_not_stay_in_the_stage():
+    """A prompt that ended with an error leaves nothing behind for the next one in chunks."""
+    params = random_params()
+    poisoned = params | {"embed": params["embed"].at[60].set(np.nan)}
+    engine = padded(Engine.from_model(poisoned, TINY, config_of()))
+    how = replace(GREEDY, max_tokens=3, logit_bias={60: -100.0})
+    good, bad = prompts(34, 50)
+    good, bad = [min(token, 59) for token in good], [*bad[:40], 60, *bad[40:]]
+    plain = engine.generate([good], how)
+    assert engine.generate([bad], how)[0].finish_reason == "error"
+    assert contents(engine.generate([good], how)) == contents(plain)
