@@ -189,3 +189,5 @@ def test_what_is_not_finite_does_not_stay_in_the_stage():
     plain = engine.generate([good], how)
     assert engine.generate([bad], how)[0].finish_reason == "error"
     assert contents(engine.generate([good], how)) == contents(plain)
+    beside = engine.generate([good[:10], [60] * 5], how)
+    assert [output.finish_reason for output in beside] == ["length", "error"]
