@@ -58,6 +58,8 @@ def prompt_chunks(
             new_top = jnp.maximum(top, scores.max(-1))
             probs = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
             chunk = jax.lax.dynamic_slice_in_dim(values, at, KEY_TILE)
+            # Those of the next prompt may not be finite: a weight of 0 would not hide them.
+            chunk = jnp.where((at + jnp.arange(KEY_TILE) < end)[:, None, None], chunk, 0)
             new = jnp.einsum(
                 "kgtc,ckd->kgtd", probs.astype(chunk.dtype), chunk,
                 preferred_element_type=jnp.float32,

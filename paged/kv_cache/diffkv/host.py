@@ -176,8 +176,9 @@ class DiffKVHost(HostPolicy):
         if sequence.parent:
             return sequence.shared
         pin, start = self._pin_of(sequence)
-        if not start or self._is_staged(slice(None)).any():
+        if not start:
             return 0
+        assert not self._is_staged(slice(None)).any(), "the stage is another's"
         self.moves.copy(PREFIXES, [(1 + pin, 0)])
         self._computed[slot] = start
         return start
@@ -193,9 +194,10 @@ class DiffKVHost(HostPolicy):
 
     def _pin_of(self, sequence: Sequence) -> tuple[int, int]:
         """The number of the longest pin with which a sequence begins, and its tokens; 0 and 0 if
-        there is none, or log-probabilities of the prompt are asked for."""
+        there is none, log-probabilities of the prompt are asked for, or others of its group enter
+        before it: these may take the stage in the same step."""
         group, best = sequence.group, (0, 0)
-        if not self._pinned or group.misses_prompt_logprobs:
+        if not self._pinned or group.misses_prompt_logprobs or sequence is not group.unfinished[0]:
             return best
         tokens = sequence.tokens[: self._prefill(sequence)]
         for number, (prefix, root) in enumerate(self._pinned):

@@ -121,10 +121,13 @@ class Staged:
         self._sums = sums
         before = (jnp.arange(n) < jnp.max(chunks.before))[:, None, None]
         self.sums = jnp.concatenate([jnp.where(before, sums, 0), jnp.zeros((T, *sums.shape[1:]))])
+        # What an earlier prompt left behind may not be finite: its weight of 0 would not hide it.
         self.keys, self.values = (
-            jnp.concatenate([staged.at[at].set(new, mode="drop", unique_indices=True), new])
+            jnp.concatenate([
+                jnp.where(before, staged, 0).at[at].set(new, mode="drop", unique_indices=True), new
+            ])
             for staged, new in zip((keys, values), self._own)
-        )
+        )  # fmt: skip
         self.starts = jnp.where(chunks.goes_on, 0, n + inputs.query_starts[:-1])
 
     def places(self) -> Places:

@@ -10,11 +10,11 @@ import pytest
 from experiments.diff_events import first_difference
 from experiments.lib import random_adapters
 from experiments.lib.event_log import read_log, write_log
-from experiments.lib.presets import PRESETS, TINY, padded
+from experiments.lib.presets import AS_THEY_ARE, PRESETS, TINY, Preset, padded
 from experiments.replay import replay, simulated_engine
 from paged.engine import Engine, EngineConfig
 from paged.requests.sampling_params import SamplingParams
-from paged.requests.sequence import RequestOutput
+from paged.requests.sequence import RequestOutput, SequenceOutput
 from paged.scheduling.admission import PrefillRoom
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.tiny import random_params
@@ -80,6 +80,22 @@ def test_who_goes_on_from_a_pin_has_the_tokens_and_log_probabilities_of_who_does
         cached = [output.cached_tokens > 0 for output in found]
         assert cached == [True, True, True, False, True, True, False, False]
     engine.host_policy.check()
+
+
+def test_others_of_a_group_leave_the_stage_to_the_first():
+    """Known output that is prefilled may begin with a pin where the first sequence's does not."""
+    preset = Preset("diffkv", AS_THEY_ARE | {"prompt_tile": TILE, "pins": 1})
+    config = preset.engine_config(TINY, chunked_prefill=True, max_num_batched_tokens=24)
+    engine = Engine(TINY, config, SimulatedExecutor(vocab_size=61))
+    prefix, other = prompts(30, 40)
+    engine.pin_prefix(prefix)
+    known = [SequenceOutput(tokens, "", None) for tokens in (other, [*prefix[4:], 5, 6])]
+    how = SamplingParams(max_tokens=44, temperature=1.0, n=2, seed=0, ignore_eos=True)
+    engine.add_request(prefix[:4], how, known_output=known)
+    (output,) = finish(engine)
+    assert output.cached_tokens == 0
+    prefills = [e for e in engine.events if e["event"] == "schedule"]
+    assert sum("copies" in event["moves"] for event in prefills) == 1, "the pin's own"
 
 
 def test_only_the_like_share_a_pin(tmp_path: Path):
@@ -159,3 +175,19 @@ def test_the_chunks_of_a_pin_end_where_others_go_on():
     room = PrefillRoom(config_of(), 20)
     room.add(0, 19, 0, 0, 16)
     assert room.rows == [(0, 16)]
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_does_not_stay_in_the_stage():
+    """A prompt that ended with an error leaves nothing behind for the next one in chunks."""
+    params = random_params()
+    poisoned = params | {"embed": params["embed"].at[60].set(np.nan)}
+    engine = padded(Engine.from_model(poisoned, TINY, config_of()))
+    how = replace(GREEDY, max_tokens=3, logit_bias={60: -100.0})
+    good, bad = prompts(34, 50)
+    good, bad = [min(token, 59) for token in good], [*bad[:40], 60, *bad[40:]]
+    plain = engine.generate([good], how)
+    assert engine.generate([bad], how)[0].finish_reason == "error"
+    assert contents(engine.generate([good], how)) == contents(plain)
+    beside = engine.generate([good[:10], [60] * 5], how)
+    assert [output.finish_reason for output in beside] == ["length", "error"]
