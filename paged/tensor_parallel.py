@@ -27,8 +27,8 @@ SPLIT = PartitionSpec(AXIS)  # each shard's own, one after the other along the f
 SPLIT_UNITS = PartitionSpec(None, AXIS)  # units or slots [C, x, ...] on their way
 REPLICATED = PartitionSpec()  # the same on every shard
 # Decorates what jits a function for hashable arguments: equal engines of a process share all that
-# JAX keeps of it.
-shared = functools.lru_cache(maxsize=128)
+# JAX keeps of it. Of few engines, as each compiled step takes some 16 MB.
+shared = functools.lru_cache(maxsize=8)
 RULES = {"heads": AXIS, "kv_heads": AXIS, "mlp": AXIS}  # of the parameters' axes
 
 

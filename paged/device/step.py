@@ -231,7 +231,37 @@ class StepProgram:
 
     def _jit(self, shape: tuple[int, int], params, adapters) -> jax.stages.Wrapped:
         specs, structure = jax.tree.flatten(self.shards.specs((params, adapters)))
-        return _jit(self, shape, structure, tuple(specs))
+        jits, key = _jits(self), (shape, structure, *specs)
+        if key not in jits:
+            jits[key] = self._jit_of(shape, *jax.tree.unflatten(structure, specs))
+        return jits[key]
+
+    def _jit_of(self, shape: tuple[int, int], of_params, of_adapters) -> jax.stages.Wrapped:
+        pool = self.adapters
+        shapes = step_shapes(*shape, self.prefill_rows, self.table_width, pool is not None)
+
+        def run(params, adapters, cache, state, packed):
+            inputs = unpack(packed, shapes)
+            hook = pool.hook(self.shards.model, adapters, inputs) if pool else None
+            cache, state, outputs = step(
+                params, cache, state, inputs, self.shards.model, self.policy, self.multi_step, hook,
+                self.shards.reduce,
+            )  # fmt: skip
+            report = jax.tree.map(lambda x: x[None], self.policy.report(cache))
+            return cache, state, replace(outputs, report=report)
+
+        whole: Any = REPLICATED
+        outputs = StepOutputs(whole, whole, whole, SPLIT)
+        return self.shards.jit(
+            run, (of_params, of_adapters, SPLIT, REPLICATED, REPLICATED),
+            (SPLIT, REPLICATED, outputs), donate_argnums=(2, 3),
+        )  # fmt: skip
+
+
+@shared
+def _jits(program: StepProgram) -> dict[Any, jax.stages.Wrapped]:
+    """Of a program, by shape and by how its arguments are split."""
+    return {}
 
 
 @shared
@@ -241,30 +271,6 @@ def _init(program: StepProgram, dtype: str) -> jax.stages.Wrapped:
         return cache, SamplingState.empty(program.num_slots, program.max_tokens)
 
     return program.shards.jit(empty, (), (SPLIT, REPLICATED))
-
-
-@shared
-def _jit(program: StepProgram, shape: tuple[int, int], structure, specs) -> jax.stages.Wrapped:
-    shards, policy, pool = program.shards, program.policy, program.adapters
-    shapes = step_shapes(*shape, program.prefill_rows, program.table_width, pool is not None)
-
-    def run(params, adapters, cache, state, packed):
-        inputs = unpack(packed, shapes)
-        hook = pool.hook(shards.model, adapters, inputs) if pool else None
-        cache, state, outputs = step(
-            params, cache, state, inputs, shards.model, policy, program.multi_step, hook,
-            shards.reduce,
-        )  # fmt: skip
-        report = jax.tree.map(lambda x: x[None], policy.report(cache))
-        return cache, state, replace(outputs, report=report)
-
-    of_params, of_adapters = jax.tree.unflatten(structure, specs)
-    whole: Any = REPLICATED
-    outputs = StepOutputs(whole, whole, whole, SPLIT)
-    return shards.jit(
-        run, (of_params, of_adapters, SPLIT, REPLICATED, REPLICATED),
-        (SPLIT, REPLICATED, outputs), donate_argnums=(2, 3),
-    )  # fmt: skip
 
 
 def stacks(platform: str, layer_bytes: int) -> bool:
