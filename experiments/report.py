@@ -214,8 +214,10 @@ def paper_table(of: Sequence[Row], paper: str, up: str) -> str:
     for row in of:
         if row.paper == paper:
             kind, claim = row.said("kind"), row.said("claim")
-            at = "; reduced setting" if row.said("setting")["level"] == "reduced" else ""
-            at = "; cannot show it" if row.said("setting")["level"] == "wrong" else at
+            level = row.said("setting")["level"]
+            at = {"reduced": "; reduced setting", "wrong": "; cannot show it"}.get(level, "")
+            if row.report and row.has_result and not (at or row.report["at_setting"]):
+                at = "; not the full setting's flags"
             within = "{} of {}".format(*row.within) if row.within[1] else "–"
             program = f"[`{row.stem}`]({up}{Path(row.study.file).relative_to(ROOT)})"
             name = (
