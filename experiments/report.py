@@ -101,6 +101,13 @@ class Row:
         return self.report[name]
 
     @property
+    def by_other_flags(self) -> bool:
+        """Whether its flags keep a result from a setting that is the paper's."""
+        if not self.report or not self.has_result or self.said("setting")["level"] != "paper":
+            return False
+        return not self.report["at_setting"]
+
+    @property
     def values(self) -> Sequence[Mapping[str, Any]]:
         return self.report["values"] if self.report and self.has_result else ()
 
@@ -202,10 +209,12 @@ def summary_table(of: Sequence[Row], up: str) -> str:
 
 
 def _linked(row: Row, up: str) -> str:
-    """The row's name, on its picture, its report or its program; its kind, shortened."""
+    """The row's name, on its picture, its report or its program; its kind, shortened, and a star if
+    the run's flags are not those of the full setting."""
     target = next(iter(row.pictures), row.folder / "report.json" if row.has_result else None)
     path = (target or Path(row.study.file)).relative_to(ROOT)
-    return f"[{row.label}]({up}{path})<sup>{row.said('kind')[0]}</sup>"
+    star = "*" if row.by_other_flags else ""
+    return f"[{row.label}]({up}{path})<sup>{row.said('kind')[0]}{star}</sup>"
 
 
 def paper_table(of: Sequence[Row], paper: str, up: str) -> str:
@@ -216,8 +225,7 @@ def paper_table(of: Sequence[Row], paper: str, up: str) -> str:
             kind, claim = row.said("kind"), row.said("claim")
             level = row.said("setting")["level"]
             at = {"reduced": "; reduced setting", "wrong": "; cannot show it"}.get(level, "")
-            if row.report and row.has_result and not (at or row.report["at_setting"]):
-                at = "; not the full setting's flags"
+            at = "; not the full setting's flags" if row.by_other_flags else at
             within = "{} of {}".format(*row.within) if row.within[1] else "–"
             program = f"[`{row.stem}`]({up}{Path(row.study.file).relative_to(ROOT)})"
             name = (
