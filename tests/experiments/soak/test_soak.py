@@ -337,7 +337,7 @@ def test_the_program_soaks_a_model_with_every_sampling_parameter(tiny_folder, tm
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["violation"] is None and report["flags"]["engine"]["max_model_len"] == 96
     assert report["versions"]["jax"]
-    assert (tmp_path / "samples.csv").read_text().count("\n") == 1 + 5
+    assert (tmp_path / "samples.csv").read_text().count("\n") == 1 + 4
     assert (tmp_path / "soak.png").stat().st_size > 10_000
 
 
