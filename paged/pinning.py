@@ -23,8 +23,9 @@ class Pinning:
         and for a prompt that the policy shares with nobody."""
         config, can = self._loop.config, self._loop.config.capabilities
         if not (config.prefix_caching or can.pins):
-            kept = f"option pins of policy {config.policy!r}" if can.staged_tile else ""
-            raise ValueError(f"pinning a prefix needs {kept or 'prefix_caching'}")
+            staged = f"option pins of policy {config.policy!r}"
+            needed = staged if can.staged_tile else "prefix_caching"
+            raise ValueError(f"pinning a prefix needs {needed}")
         if can.pins and self._loop.host_policy.num_pinned == can.pins:
             raise ValueError(f"as many prefixes are pinned as option pins allows: {can.pins}")
         if not can.pinned_tokens(len(prompt)):

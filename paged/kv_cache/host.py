@@ -48,12 +48,10 @@ class HostPolicy(Protocol):
 
     pools: as of `Sizes`.
     moves: of the next step.
-    num_pinned: pinned prefixes, for policies with the capability `pins`.
     """
 
     pools: tuple[Pool, ...]
     moves: Moves
-    num_pinned: int = 0
 
     @property
     def table_width(self) -> int:
@@ -74,6 +72,11 @@ class HostPolicy(Protocol):
     def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
         """Whether there is room for these sequences, all at once."""
         ...
+
+    @property
+    def num_pinned(self) -> int:
+        """Pinned prefixes, of a policy with the capability `pins`."""
+        return 0
 
     def pinned(self, sequence: Sequence) -> int:
         """Tokens of a pinned prefix from which a sequence goes on as a prompt in chunks does, for

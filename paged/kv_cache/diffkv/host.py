@@ -183,9 +183,12 @@ class DiffKVHost(HostPolicy):
         self._computed[slot] = start
         return start
 
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned)
+
     def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> None:
         """Its whole tiles are in the stage."""
-        self.num_pinned += 1
         self._pinned.append(Pinned(tokens[: self._can.pinned_tokens(len(tokens))], root))
         self.moves.copy(PREFIXES, [(0, self.num_pinned)])
 
