@@ -147,7 +147,7 @@ def config_of(
         max_model_len=longest, page_size=PAGE_SIZE, max_num_batched_tokens=max(longest, most),
         chunked_prefill=False, max_num_seqs=most, max_prefills_per_step=8,
         kv_cache_tokens=server.kv_tokens(gpu), tensor_parallel=server.gpus,
-        preemption_mode="recompute", **options_of(system, server),
+        **options_of(system, server),
     )  # fmt: skip
 
 
@@ -201,6 +201,6 @@ def ratio(found: Mapping[Any, float], above: Any, below: Any) -> float | None:
 
 SETTING = (
     "L40s by data sheet (experiments.fit_cost_model); attention and compression move bytes at "
-    "0.775 of the bandwidth, which nothing here has measured; the host time of vLLM of 2023; heads "
-    "keep what the bundled model's kept"
+    "0.775 of the bandwidth, which nothing here has measured; the host time of vLLM of 2023; "
+    "what is preempted is swapped; heads keep what the bundled model's kept"
 )
