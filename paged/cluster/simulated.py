@@ -27,9 +27,10 @@ class _Reported:
     reported: int = 0
 
     def by(self, now: float) -> int:
-        """How many have been reported; time only goes on."""
+        """Number of steps that ended before `now`, which never decreases. A step that ends at `now`
+        is reported behind the event at hand."""
         ends, reported = self.ends_s, self.reported
-        while reported < len(ends) and ends[reported] <= now:
+        while reported < len(ends) and ends[reported] < now:
             reported += 1
         self.reported = reported
         return reported

@@ -260,3 +260,16 @@ def test_runs_of_decode_steps_are_as_steps_one_by_one(fields, adapters):
         assert found[0] == found[1]
     assert logged[True] < 0.8 * logged[False]
     assert moved or "kv_cache_tokens" in fields or "policy" in fields
+
+
+@pytest.mark.parametrize("at_s", [k / 4 for k in range(12)])
+def test_who_comes_at_the_end_of_a_step_comes_before_its_report(at_s):
+    found = []
+    for skip in (False, True):
+        cluster = timed_cluster(skip, LinearCost(0.25, 0.0, 0.0), adapters=0)
+        asked = [
+            Arrival(time, [5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True))
+            for time in (0.0, at_s)
+        ]
+        found.append((cluster.serve(asked), cluster.cluster.records, cluster.now))
+    assert found[0] == found[1]
