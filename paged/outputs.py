@@ -98,7 +98,7 @@ def record_logprobs(
 
 
 def record_prompt_logprobs(step: ScheduledStep, slots: Slots, logprobs: Logprobs | None) -> None:
-    """Record the log-probabilities of prompt tokens; each comes from the logits of the token before.
+    """Record log-probabilities of prompt tokens; each comes from the logits of the token before.
 
     They are NaN, not None, if the device computes none: a prompt with a None takes nothing from the
     prefix cache, and caching must not depend on the device.
