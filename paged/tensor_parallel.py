@@ -1,8 +1,8 @@
 """Tensor parallelism (vLLM §4.6): the step on several devices, under one block manager.
 
-All shards run the same step on the same inputs and block tables. As in Megatron, each shard has some
-query heads, their KV heads with the pages, and a share of the MLP. Two all-reduces a layer, after
-'wo' and 'w_down', complete the hidden states. Other collectives are needed in two cases only:
+All shards run the same step on the same inputs and block tables. As in Megatron, each shard has
+some query heads, their KV heads with the pages, and a share of the MLP. Two all-reduces a layer,
+after 'wo' and 'w_down', complete the hidden states. Other collectives are needed in two cases only:
 shards share a KV head whose queries select pages or tokens (kv_cache/shared_heads.py), or a token's
 activations are quantized with one scale (models/w8a8.py). Embeddings, logits and sampling are not
 split: every shard computes them in full, and samples the same tokens.

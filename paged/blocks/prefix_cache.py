@@ -59,7 +59,7 @@ class PrefixCache:
         return blocks, last
 
     def find_tail(self, key: bytes, content: bytes) -> tuple[int, int] | None:
-        """The longest pinned tail after `key` that `content` begins with: (block, length in bytes)."""
+        """The longest pinned tail after `key` that begins `content`: (block, length in bytes)."""
         fits = [t for t in self._tails.get(key, ()) if content.startswith(t[0])]
         return max(((block, len(tail)) for tail, block in fits), key=lambda t: t[1], default=None)
 
