@@ -47,8 +47,8 @@ class Requests:
         self.unfinished[group.request_id] = group
 
     def open(self, stream: OutputStream, group: SequenceGroup) -> None:
-        """Register a stream before its request is queued: a request whose stream nobody receives
-        is aborted."""
+        """Register a stream before its request is queued, so that `drop_streams` aborts the request
+        if the stream never reaches the caller."""
         stream.group = group
         self.streams[group.request_id] = weakref.ref(stream), group
 
@@ -67,7 +67,7 @@ class Requests:
                 self.dropped.append(group)
 
     def forget(self, group: SequenceGroup) -> None:
-        """Delete the outputs of a request that has ended and for which nobody waits."""
+        """Delete the outputs of an ended request that nobody waits for."""
         if group.mailbox is not None:
             group.mailbox.clear()
         if group.request_id in self.streams and self.streams[group.request_id][1] is group:

@@ -146,7 +146,7 @@ def check_group(sampling: SamplingParams, model: ModelConfig, config: EngineConf
         )
     if sampling.is_beam_search and config.capabilities.fork == "no":
         raise ValueError(f"policy {config.policy!r} cannot fork a sequence: beam_width")
-    # The device gives MAX_LOGPROBS candidates for each beam.
+    # The device returns MAX_LOGPROBS candidates for each beam.
     most = min(MAX_LOGPROBS, model.vocab_size) - len(model.eos_token_ids)
     if sampling.is_beam_search and count > most:
         raise ValueError(

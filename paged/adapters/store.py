@@ -1,4 +1,4 @@
-"""Which adapters are on the device, and which come next: integers, no tensors (Punica §5.2)."""
+"""Which adapters are on the device, and which to load next: integers, no tensors (Punica §5.2)."""
 
 from collections import OrderedDict
 from collections.abc import Iterable

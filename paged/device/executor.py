@@ -144,8 +144,8 @@ class DeviceExecutor:
         self.reset()
 
     def reset(self) -> None:
-        # An interrupted call may have donated these arrays and lost its results. Whatever is left is
-        # freed first, to make room.
+        # An interrupted call may have donated these arrays and lost its results. Any left are freed
+        # first, to make room.
         self._cache: Any = None
         self._state: Any = None
         for mover in self._movers():

@@ -190,7 +190,7 @@ class StepProgram:
     def declare(
         cls, config: EngineConfig, shards: Shards, implementation: str | None = None
     ) -> "StepProgram":
-        """`implementation` goes to the attention ops, and to those of adapters."""
+        """`implementation` goes to the attention ops and the adapters' ops."""
         policy = policy_of(config.policy)
         sizes = policy.sizes_of(config, shards.sharded)
         return cls(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-REPLACEMENT = "\ufffd"  # Decoding gives it for bytes that form no character.
+REPLACEMENT = "\ufffd"  # What decoding returns for bytes that form no character.
 # How many pieces of text are decoded again with the next piece. A character has at most 4 bytes, so
 # the last 3 pieces may be unfinished, and 3 before them may begin in the middle of a character.
 WINDOW = 8

@@ -43,7 +43,7 @@ class Children:
         return sum(f.parent in parents and f.shared == len(f.tokens) for f in self.held)
 
     def release(self, rows: list[tuple[int, int]]) -> Released:
-        """Release children whose shared tokens a step of `rows` (slot, tokens) has computed."""
+        """Release children whose shared tokens a step of `rows` (slot, tokens) completes."""
         released, waiting = Released(), []
         row_of = {slot: row for row, (slot, _) in enumerate(rows)}
         for child in self.held:
