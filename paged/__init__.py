@@ -18,7 +18,7 @@ _MODULES = {
 
 
 def __getattr__(name: str):
-    """Load the engine when it is named: `paged.interrupts` and others need less."""
+    """Import the engine on first use: `paged.interrupts` and others need less."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""What users ask for, made into sequence groups."""
+"""Turns users' requests into sequence groups."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,8 +17,7 @@ from paged.validation import Prompt, token_limit, validated_prompt
 
 
 class Arrivals:
-    """Checks requests, numbers them in the order of their arrival, and gives them the ids and the
-    seeds that they do not bring."""
+    """Checks requests, numbers them in order of arrival, and assigns missing ids and seeds."""
 
     def __init__(self, loop: EngineLoop, requests: Requests, tokenizer):
         self._loop, self._requests, self._tokenizer = loop, requests, tokenizer
@@ -34,7 +33,7 @@ class Arrivals:
         )
 
     def check(self, request_id, arrival_time, stream) -> None:
-        """Raise ValueError for what `Engine.add_request` cannot take."""
+        """Raise ValueError for arguments that `Engine.add_request` refuses."""
         if request_id is not None and not is_text(request_id):
             raise refusal("request_id", "a text", request_id)
         if request_id is not None and self._requests.in_use(request_id):
@@ -50,7 +49,7 @@ class Arrivals:
     def check_known(
         self, known: Sequence[SequenceOutput], prompt: np.ndarray, sampling: SamplingParams
     ) -> None:
-        """Raise ValueError if a request of this prompt, validated, cannot go on from `known`."""
+        """Raise ValueError if a request with this validated prompt cannot continue `known`."""
         loop = self._loop
         check_known(known, prompt, sampling, self._tokenizer, loop.model, loop.config)
 
@@ -60,12 +59,14 @@ class Arrivals:
         mailbox: deque[RequestOutput] | None = None, adapter: Adapter | None = None,
         known_output: Sequence[SequenceOutput] | None = None,
     ) -> SequenceGroup:  # fmt: skip
-        """A request that is not queued yet. tokens: its prompt, validated; mailbox: where its
-        outputs go, if not to `step`; known_output: what it brings along, checked.
+        """A request's sequence group, not queued yet. Raises ValueError for a cache_salt that is no
+        text.
 
-        Raises ValueError for a cache_salt that is no text.
+        tokens: the validated prompt.
+        mailbox: receives the request's outputs; None: `step` returns them.
+        known_output: checked output that the request continues.
         """
-        if not is_text(cache_salt):  # admission, which hashes it, would end all that runs
+        if not is_text(cache_salt):  # hashing it at admission would fail, and end all requests
             raise refusal("cache_salt", "a text", cache_salt)
         order = self._num_requests
         self._num_requests += 1

@@ -1,4 +1,4 @@
-"""Beam searches, step by step: what a step has found for their beams, applied (vLLM §4.4)."""
+"""Applies a step's candidates to beam searches (vLLM §4.4)."""
 
 import numpy as np
 
@@ -11,14 +11,14 @@ from paged.scheduling.scheduler import Scheduler
 
 
 class Beams:
-    """Brings each beam's candidates to its search, and what the search decides to the scheduler."""
+    """Passes each beam's candidates to its search, and the new live beams to the scheduler."""
 
     def __init__(self, scheduler: Scheduler, requests: Requests, event_log: EventLog):
         self._scheduler, self._requests, self._event_log = scheduler, requests, event_log
 
     def advance(self, flight: InFlight, outputs: StepOutputs, now: float) -> None:
-        """Let the searches go on whose beams have their candidates. now: when the step had ended,
-        in seconds on the engine's clock."""
+        """Advance each search whose beams have candidates from this step. now: the step's end, in
+        seconds on the engine's clock."""
         s, step = self._scheduler.slots, flight.step
         at_end = step.samples & s.beam[step.slots] & (s.generation[step.slots] == step.generations)
         row_of = {int(step.slots[i]): int(flight.rows[i]) for i in np.flatnonzero(at_end)}

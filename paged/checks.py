@@ -1,4 +1,4 @@
-"""A frozen dataclass that a user makes: what its fields are, and checks where it is made."""
+"""For frozen dataclasses that users construct: help texts of fields, and checks of values."""
 
 import dataclasses
 import functools
@@ -9,17 +9,17 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 LARGEST = float(np.finfo(np.float32).max)
-SMALLEST = float(np.finfo(np.float32).tiny)  # above 0: a device may take less for 0
+SMALLEST = float(np.finfo(np.float32).tiny)  # above 0: a device may flush smaller values to 0
 LONGEST_SHOWN = 80  # characters of a refused value
 
 
 def described[T](default: T, help: str) -> T:
-    """A dataclass's field with this default, and a text that tells readers and users what it is."""
+    """A dataclass field with this default and a help text, for readers and users."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def help_of(dataclass) -> dict[str, str]:
-    """The texts of its fields by name, of those that have one."""
+    """Help texts by field name, for fields that have one."""
     fields = dataclasses.fields(dataclass)
     return {field.name: field.metadata["help"] for field in fields if "help" in field.metadata}
 
@@ -29,12 +29,12 @@ def is_bool(value) -> bool:
 
 
 def is_whole(value) -> bool:
-    """Whether it is an integer, Python's or numpy's, and no bool."""
+    """Whether `value` is a Python or numpy integer, and no bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
 
 
 def is_real(value) -> bool:
-    """Whether it is a number that float32 holds."""
+    """Whether `value` is a number within the range of float32."""
     if isinstance(value, float | np.floating):
         return abs(float(value)) <= LARGEST
     # An integer may be too large for a float, but can be compared with one.
@@ -42,7 +42,7 @@ def is_real(value) -> bool:
 
 
 def is_text(value) -> bool:
-    """Whether it is a text that can be written: half a surrogate pair cannot."""
+    """Whether `value` is a string that can be encoded: half a surrogate pair cannot."""
     if not isinstance(value, str):
         return False
     try:
@@ -52,7 +52,7 @@ def is_text(value) -> bool:
     return True
 
 
-# type: (what its values are called, whether a value is one, how to make it Python's own)
+# type: (names of its values in messages, test of a value, conversion to Python's type)
 _TYPES: dict[Any, tuple[tuple[str, ...], Callable[[Any], bool], Callable[[Any], Any]]] = {
     bool: (("True", "False"), is_bool, bool),
     int: (("a whole number",), is_whole, int),
@@ -63,10 +63,10 @@ _TYPES: dict[Any, tuple[tuple[str, ...], Callable[[Any], bool], Callable[[Any], 
 
 
 def make_plain(config, unbounded: Collection[str] = ()) -> None:
-    """Give each field of a frozen dataclass that is declared as a bool, int, float, str, None, a
-    literal or a union of these the plain Python value of what it holds: numpy's are taken too.
+    """Check a frozen dataclass, and convert numpy values of its fields to plain Python values.
 
-    unbounded: float fields that may be inf or nan. Raises ValueError for a value of another type.
+    Covers fields declared as a bool, int, float, str, None, a literal or a union of these. Raises
+    ValueError for a value of another type. unbounded: float fields that may be inf or nan.
     """
     cls: Any = type(config)
     for name, exact, kinds in _plain_fields(cls):
@@ -117,7 +117,7 @@ def require(config, conditions: Mapping[str, tuple[bool, str]]) -> None:
 
 
 def refusal(name: str, allowed: str, value) -> ValueError:
-    """The error for a field whose value is not what is allowed."""
+    """The error for a field whose value is not allowed."""
     return ValueError(f"{name} must be {allowed}, not {shown(value)}")
 
 

@@ -1,10 +1,10 @@
-"""Time as the engine sees it: the wall's, or a simulation's."""
+"""The engine's clock: wall time or simulated time."""
 
 import time
 
 
 class WallClock:
-    """Seconds since it was made."""
+    """Wall time in seconds since the clock was made."""
 
     def __init__(self):
         self._origin = time.perf_counter()
@@ -17,7 +17,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """Simulated seconds: moves only when told."""
+    """Simulated time in seconds: advances only in `wait_until`."""
 
     def __init__(self):
         self._now = 0.0

@@ -1,4 +1,4 @@
-"""What an engine is configured by."""
+"""The configuration of an engine."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,9 +23,10 @@ MAX_HOST_BYTES = 4 * 2**30  # 1,024 sequences of a million tokens
 
 @dataclass(frozen=True)
 class EngineConfig(CacheConfig):
-    """How an engine runs: its memory, its steps and who shares them. Each field says what it is.
+    """How an engine runs: its memory, its steps, its policy and its adapters.
 
-    Raises ValueError for values of the wrong type, and those that cannot work, alone or together.
+    Raises ValueError for values of the wrong type, and for values that cannot work, alone or in
+    combination.
     """
 
     max_num_seqs: int = described(32, "sequences that run at once")
@@ -126,7 +127,7 @@ class EngineConfig(CacheConfig):
 
     def _make_options(self) -> None:
         kind, options = policy_of(self.policy).options, self.policy_options
-        # Nobody gave any: the configuration was that of another policy.
+        # A copied configuration has them from its former policy.
         if isinstance(options, NoOptions):
             options = None
         names = {field.name for field in dataclasses.fields(kind)}
@@ -200,8 +201,8 @@ class EngineConfig(CacheConfig):
 
     @property
     def _host_bytes(self) -> int:
-        """Of the host's arrays that grow with the configuration: the tokens of each slot, block
-        tables of slots and of a step's rows, and four integers of each block."""
+        """Bytes of the host's arrays that grow with the configuration: tokens of each slot, block
+        tables of slots and of a step's rows, and four integers for each block."""
         blocks_each = -(-self.max_model_len // self.page_size)
         rows = 2 * self.max_num_seqs + self.max_prefills_per_step
         tables = rows * blocks_each + self.max_num_seqs * self.max_model_len

@@ -3,9 +3,9 @@
 A run equals the engine's loop step by step as long as the scheduler would decide the same in each
 step: the same rows decode, no row ends, and no waiting request is admitted. This module decides
 nothing: a run begins after a step in which the scheduler admitted nobody, and ends before the first
-step in which the scheduler might decide anything else. Memory grows as the policy says. After a
-step with prefills, or in which rows end, the run is one step long: the engine takes in such a step
-as any other, and its sequences may not be those of the steps that follow.
+step in which the scheduler might decide anything else. The policy still decides how memory grows.
+After a step with prefills, or in which rows end, the run is one step long: the engine takes in the
+earlier step as usual, and its rows may differ from those that follow.
 
 The steps of a run have records, but no events in the log.
 """
@@ -27,7 +27,7 @@ from paged.scheduling.scheduled_step import ScheduledStep, by_adapter
 from paged.scheduling.scheduler import Scheduler
 
 LONGEST = 512  # steps of a run: bounds its arrays [steps, rows]
-REPEATED = ("can_append", "append", "advance", "usage")  # what `decode_steps` does many times
+REPEATED = ("can_append", "append", "advance", "usage")  # what `decode_steps` repeats
 
 
 class RunningExecutor(Executor, Protocol):
@@ -55,12 +55,12 @@ class RunningExecutor(Executor, Protocol):
         ...
 
     def report(self) -> Any:
-        """What the policy's device half would report of the step that was computed last; None if
-        it reports nothing."""
+        """The report of the policy's simulated device half on the last computed step; None if it
+        reports nothing."""
         ...
 
     def grow(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
-        """A step computes a token of slots [n], which then have `num_tokens` [n]."""
+        """Count a step that computes one token of each of slots [n], up to `num_tokens` [n]."""
         ...
 
     def decoded(self, seeds: np.ndarray, contexts: np.ndarray) -> np.ndarray:
@@ -114,10 +114,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Steps that only decode, if nothing comes in between.
+    """The next k steps, which only decode, if no request arrives or is aborted in between.
 
-    ends_s: [k] the clock after each call of the engine that takes in one of them.
-    free: [k] free tokens of KV memory then.
+    ends_s: [k] the clock after the engine call that takes in each step.
+    free: [k] free tokens of KV memory at that time.
     """
 
     ends_s: np.ndarray
@@ -126,11 +126,11 @@ class Ahead:
 
 @dataclass(frozen=True)
 class _Certain:
-    """The steps after the one in flight that need no decision of the scheduler, as far as memory
-    allows them.
+    """The k steps after the one in flight that need no decision of the scheduler, if memory allows.
 
-    slots: [n]; lengths: [n] tokens after the first step.
-    ends_s: [k + 1] of the step in flight, and of each step.
+    slots: [n] slots of their rows.
+    lengths: [n] tokens after the first step.
+    ends_s: [k + 1 or more] end of the step in flight, and of each step.
     tokens: [k + 1, n] sampled by the step in flight, and by each step.
     """
 
@@ -147,7 +147,7 @@ class _Certain:
         return _Certain(self.slots, self.lengths + 1, self.ends_s[1:], self.tokens[1:])
 
     def until(self, until_s: float) -> "_Certain":
-        """Those of the steps that begin before `until_s`."""
+        """The steps that begin before `until_s`, at least one."""
         steps = 1 + int(self.ends_s[: self.steps - 1].searchsorted(until_s))
         return replace(self, tokens=self.tokens[: steps + 1])
 
@@ -161,7 +161,7 @@ class DecodeRuns:
     ):  # fmt: skip
         self._config, self._scheduler, self._executor = config, scheduler, executor
         self._eos = np.array(eos_token_ids, np.int64)
-        self._seen: tuple[InFlight, _Certain] | None = None  # by `ahead`, for `next`
+        self._seen: tuple[InFlight, _Certain] | None = None  # an earlier result for `next`
 
     @classmethod
     def possible(
@@ -206,8 +206,8 @@ class DecodeRuns:
         return replace(run, records=[])
 
     def ahead(self, flight: InFlight, previous_end_s: float) -> Ahead | None:
-        """The steps that `next` would take if nothing came in between, without taking them; None if
-        there are none, if a request waits, or if the policy cannot tell."""
+        """The steps that `next` would take if no request arrived in between, without taking them.
+        None if there are none, if a request waits, or if the host half is not a `SteadyHost`."""
         policy = self._scheduler.policy
         if self._scheduler.waiting or not _is_steady(type(policy)):
             return None
@@ -225,8 +225,8 @@ class DecodeRuns:
     def _certain(
         self, flight: InFlight, slots: np.ndarray, until_s: float, previous_end_s: float
     ) -> _Certain | None:
-        """Of the steps that begin before `until_s`, at least one; None if there are none. slots: of
-        their rows."""
+        """The certain steps that begin before `until_s`, at least one; None if there are none.
+        slots: slots of their rows."""
         seen, self._seen = self._seen, None
         if seen and seen[0] is flight and np.array_equal(seen[1].slots, slots):
             return seen[1].until(until_s)
@@ -234,8 +234,8 @@ class DecodeRuns:
         lengths = s.length[slots].copy()
         most = min(LONGEST, int((s.limit[slots] - lengths).min()))
         begins = executor.device_free_s
-        # Compute no more steps than `until_s` allows, if they take as long as the last one did. Too
-        # low an estimate costs nothing but another run.
+        # Compute no more steps than `until_s` allows if each takes as long as the last one. Too low
+        # an estimate only costs another run.
         a_step = begins - max(flight.dispatched_s, previous_end_s)
         if a_step > 0 and until_s - begins < LONGEST * a_step:
             most = min(most, 3 + max(0, int((until_s - begins) / a_step)))
@@ -251,8 +251,8 @@ class DecodeRuns:
         return _Certain(slots, lengths, ends, tokens[: most + 1]) if most else None
 
     def _rows(self, flight: InFlight) -> tuple[np.ndarray, bool] | None:
-        """Slots of the next step's rows, and whether they are those of the step in flight, none of
-        which ends in it; None if the scheduler must decide."""
+        """(slots of the next step's rows, whether the step in flight has the same rows and ends
+        none of them); None if the scheduler must decide."""
         scheduler, step, s = self._scheduler, flight.step, self._scheduler.slots
         if scheduler.waiting and not scheduler.nobody_enters:
             return None
@@ -275,16 +275,16 @@ class DecodeRuns:
         return slots, same
 
     def _takes_one(self) -> bool:
-        """Whether a step can follow one with other rows: under a steady host that runs ahead,
-        unless a request waits for the room in a step that these rows took."""
+        """Whether a run of one step can follow a step with other rows. It needs run_ahead, a
+        `SteadyHost`, and no request that waits for prefill room, which the other rows took."""
         scheduler = self._scheduler
         waits_for_room = scheduler.waiting and scheduler.lacked_room
         steady = _is_steady(type(scheduler.policy))
         return self._config.run_ahead and steady and not waits_for_room
 
     def _can_grow(self) -> bool:
-        """Whether there are runs now: under a host that is not steady only while no request
-        waits."""
+        """Whether a run is possible now. If the host half is no `SteadyHost`, it needs run_ahead
+        and an empty queue."""
         alone = self._config.run_ahead and not self._scheduler.waiting
         return alone or _is_steady(type(self._scheduler.policy))
 
@@ -315,7 +315,7 @@ class DecodeRuns:
         self, flight: InFlight, slots: np.ndarray, outputs: PendingOutputs, usages: list[Usage],
         ends: np.ndarray, previous_end_s: float,
     ) -> Run:  # fmt: skip
-        """ends: of the step in flight, and of each step of the run."""
+        """ends: end of the step in flight, and of each step of the run, in seconds."""
         scheduler, s, steps = self._scheduler, self._scheduler.slots, len(usages)
         facts_of_all = {
             "prefill_tokens": 0,
@@ -356,7 +356,7 @@ class DecodeRuns:
 
 @functools.cache
 def _is_steady(policy: type[HostPolicy]) -> bool:
-    """Whether it has `decode_steps`, and none of what these repeat is a later class's."""
+    """Whether `policy` has `decode_steps`, and no subclass overrides a method that it repeats."""
     classes = policy.__mro__
     first = next((i for i, of in enumerate(classes) if "decode_steps" in vars(of)), len(classes))
     later = {name for of in classes[:first] for name in vars(of)}

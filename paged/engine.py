@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out. Here is how to ask; `EngineLoop` serves."""
+"""The engine's interface: requests in, tokens out. `EngineLoop` runs the steps."""
 
 from collections import deque
 from collections.abc import Sequence as List
@@ -32,8 +32,11 @@ from paged.validation import Prompt, check_model, each_adapter, paired
 class Engine:
     """Serves one model through one executor, one call at a time (`exclusive`).
 
-    Its parts: `loop` schedules and runs steps, `requests` has ids, mailboxes and outputs,
-    `adapters` are those that requests may name, `event_log` writes, `metrics` tells what happened.
+    loop: schedules and runs steps.
+    requests: unfinished requests and their outputs.
+    adapters: the adapters that requests may name.
+    event_log: writes `events`.
+    metrics: records of steps and requests.
     """
 
     def __init__(
@@ -60,8 +63,8 @@ class Engine:
         """An engine on the default JAX device, or the first `tensor_parallel` devices;
         `implementation` goes to the attention ops.
 
-        Raises ValueError, before anything is allocated, if the model cannot be spread over them or
-        is not for sequences of max_model_len tokens.
+        Raises ValueError, before anything is allocated, if the model cannot be split over the
+        devices, or its sequences cannot have max_model_len tokens.
         """
         check_model(model, config)
         shards = Shards(
@@ -79,18 +82,18 @@ class Engine:
 
     @property
     def events(self) -> list[dict]:
-        """All that came in and all that was done, in order: enough to do it again. `EventLog` says
-        which events there are. After `metrics.clear()` the rest cannot be replayed."""
+        """The event log, in order: enough to replay the run. `EventLog` describes the events. After
+        `metrics.clear()` later events cannot be replayed."""
         return self.metrics.events
 
     @property
     def scheduler(self) -> Scheduler:
-        """Another one after a failure."""
+        """Replaced by a new one after a failure."""
         return self.loop.scheduler
 
     @property
     def host_policy(self) -> Any:
-        """A `HostPolicy`, with what else the policy has; another one after a failure."""
+        """The policy's `HostPolicy`, of its own type; replaced by a new one after a failure."""
         return self.loop.host_policy
 
     @exclusive
@@ -101,20 +104,23 @@ class Engine:
         self._half_done = False
 
     def add_adapter(self, name: str, folder: str | Path) -> None:
-        """Let requests name a LoRA adapter, a folder that PEFT wrote. It comes to the device when a
-        request needs it. A name that is known gets the new content for later requests.
-        The folder is read here, to check it. Where steps are not to wait for that, another thread
-        calls `adapters.read`, and the engine's `add_known_adapter` with what that gave.
+        """Register a LoRA adapter, a folder written by PEFT, under a name for requests.
 
-        Raises ValueError, naming file and field or tensor, for what cannot be served with this
-        model, and where no adapters are configured.
+        Its weights are loaded to the device when a request needs them. If the name is in use, later
+        requests get the new content. The folder is read here, to check it. If steps must not wait
+        for that, another thread can call `adapters.read`, and pass the result to
+        `add_known_adapter`.
+
+        Raises ValueError, naming file and field or tensor, if the adapter cannot be served with
+        this model, or no adapters are configured.
         """
         self.add_known_adapter(self.adapters.read(name, folder))
 
     @exclusive
     def add_known_adapter(self, adapter: Adapter) -> None:
-        """One that was read before, here or for another engine; its folder is read when it is
-        loaded. Raises ValueError if it has no room, or no adapters are configured."""
+        """Register an adapter that `adapters.read` of this or another engine has returned. Its
+        folder is read again to load it. Raises ValueError if its rank is too large, or no adapters
+        are configured."""
         self.adapters.check(adapter)
         self._half_done = True
         self.event_log.adapter(self.executor.clock.now(), self.loop.round, adapter)
@@ -131,19 +137,27 @@ class Engine:
     ) -> str:  # fmt: skip
         """Queue a request; returns its id.
 
-        prompt: text, or token ids. arrival_time: seconds on the engine's clock, now by default.
-        stream: have `step` return its output whenever it grows, not only at its end. cache_salt:
-        cached prefixes are shared only among requests of the same salt and adapter. adapter: by its
-        name, None for the model as it is; if it cannot be loaded the request ends with 'error'.
-        known_output: of each sequence, as another engine's stream gave it: the request goes on from
-        there (Punica §5.3). Generation ends at max_tokens or max_model_len, whichever comes first.
-        Interrupted, it has queued nothing.
+        prompt: text, or token ids.
+        arrival_time: seconds on the engine's clock, now by default.
+        stream: whether `step` returns the output whenever it grows, not only at its end.
+        cache_salt: cached prefixes are shared only among requests with equal salt and adapter.
+        adapter: its name; None for the base model. If it cannot be loaded, the request ends with
+            'error'.
+        known_output: each sequence's output from another engine's stream; the request continues
+            it (Punica §5.3).
 
-        Raises ValueError, and queues nothing, if the prompt is empty, holds a token outside the
-        vocabulary, is longer than the model or the cache allows, if the id is that of a request
-        that is unfinished or has outputs that nobody has fetched, if the arrival lies in the
-        future, if the adapter is unknown, or for known output that `known_output.check_known`
-        refuses. This and all other calls raise RuntimeError while another thread's call runs.
+        Generation ends at max_tokens or max_model_len, whichever comes first. An interrupted call
+        has queued nothing.
+
+        Raises ValueError, and queues nothing, for:
+            a prompt that is empty, has a token outside the vocabulary, or is too long for the
+            model or the cache;
+            the id of a request that is unfinished or has outputs not fetched yet;
+            an arrival time in the future;
+            an unknown adapter;
+            known output that `known_output.check_known` refuses.
+
+        This and all other calls raise RuntimeError while another call runs.
         """
         sampling = SamplingParams() if sampling is None else sampling
         tokens = self._arrivals.validated(prompt, sampling)
@@ -159,7 +173,7 @@ class Engine:
         return group.request_id
 
     def _accept(self, group: SequenceGroup) -> None:
-        """Queue a request: the last moment at which it could be left out."""
+        """Queue a checked request, and log its arrival."""
         sampling = changed_fields(group.sampling) | {"seed": group.sequences[0].seed}
         self._half_done = True
         self.event_log.arrival(self.loop.round, group, sampling)
@@ -169,8 +183,8 @@ class Engine:
 
     @exclusive
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request in whatever state it is; returns what it has. If that is interrupted,
-        `step` returns it.
+        """End a request in any state; returns its output so far. After an interruption `step`
+        returns that output.
 
         Raises ValueError for an id that is unknown or has finished.
         """
@@ -204,21 +218,23 @@ class Engine:
 
     @exclusive
     def step(self) -> list[RequestOutput]:
-        """Dispatch the next step, take in the previous one; outputs that ended, or grew if they
-        stream, but for those that a running `generate` or `stream` waits for.
+        """Dispatch the next step and take in the previous one. Returns outputs of requests that
+        ended, and of streamed requests that grew. The outputs of `generate` and `stream` go to
+        these calls instead.
 
-        If this or another call fails or is interrupted in the middle of its work, all requests end
-        with reason 'error', and the engine starts afresh: without cached and pinned prefixes. Their
-        outputs come as any others do, with the tokens so far; a text that the tokenizer cannot
-        decode is empty, and the last log-probabilities may be missing.
+        If this or another call fails or is interrupted halfway, all requests end with reason
+        'error', and the engine starts afresh, without cached and pinned prefixes. The outputs of
+        these requests are returned as usual, with the tokens so far. A text that the tokenizer
+        cannot decode is empty, and the last log-probabilities may be missing.
         """
         self._advance()
         return self.requests.take()
 
     @exclusive
     def run_until(self, until_s: float) -> list[RequestOutput]:
-        """As `step`. In simulated time one call may take a whole run of decode steps that begin
-        before `until_s` (`paged.decode_runs`); results are the same, but the log lacks them."""
+        """As `step`. In simulated time one call may execute a whole run of decode steps that begin
+        before `until_s` (`paged.decode_runs`). Results are the same, but the event log lacks these
+        steps."""
         self._advance(until_s)
         return self.requests.take()
 
@@ -236,10 +252,12 @@ class Engine:
     ) -> list[RequestOutput]:
         """Outputs of `prompts` in order; other requests run on beside them.
 
-        prompts: a list, tuple or other sequence; sampling: of all, or such a sequence with each
-        one's; adapters: each one's name or None.
-        Raises ValueError as `add_request` does. Nothing is queued if one of them is refused, and
-        nothing is left behind if the call is interrupted.
+        prompts: a list, tuple or other sequence.
+        sampling: for all prompts, or a sequence with one for each.
+        adapters: a sequence with a name or None for each prompt.
+
+        Raises ValueError as `add_request` does. If one prompt is refused, none is queued. If the
+        call is interrupted, its requests are aborted.
         """
         arrivals, mailbox = self._arrivals, deque[RequestOutput]()
         valid = [(arrivals.validated(p, how), how) for p, how in paired(prompts, sampling)]
@@ -248,7 +266,7 @@ class Engine:
             arrivals.new_group(tokens, how, mailbox=mailbox, adapter=adapter)
             for (tokens, how), adapter in zip(valid, known, strict=True)
         ]
-        # If this call is interrupted nobody waits for them.
+        # If this call is interrupted, `_settle` aborts them.
         self.requests.dropped.extend(groups)
         for group in groups:
             self._accept(group)
@@ -265,11 +283,11 @@ class Engine:
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str | None = None
     ) -> OutputStream:
-        """Queue a request; an iterator over its output each time it grows, a beam search's at its
-        end alone. Other requests run on beside it.
+        """Queue a request. Returns an iterator over its output, each time it grows; a beam search
+        has one output, at its end. Other requests run beside it.
 
-        The text may show the beginning of a stop string that the final text is cut before. Closing
-        the iterator, or dropping it, aborts the request.
+        The text may end in the beginning of a stop string, which the final text lacks. Closing or
+        dropping the iterator aborts the request.
         """
         how = SamplingParams() if sampling is None else sampling
         tokens = self._arrivals.validated(prompt, how)
@@ -299,15 +317,15 @@ class Engine:
 
     @exclusive
     def pin_prefix(self, prompt: Prompt, cache_salt: str = "", adapter: str | None = None) -> int:
-        """Compute a prompt that many requests will begin with, and keep its blocks for good (vLLM
-        §4.4, shared prefix); whoever goes on from its last one copies it. Returns its length.
+        """Compute a shared prefix, and keep its blocks for good (vLLM §4.4). A request that
+        continues in the last block copies that block. Returns the prefix's length in tokens.
 
-        Under a policy without a prefix cache, as DiffKV, others go on from its whole tiles, which
-        the policy's option `pins` must leave room for.
+        A policy without a prefix cache, such as DiffKV, shares the prefix's whole tiles; its option
+        `pins` limits the number of prefixes.
 
-        Raises ValueError without prefix caching or pins, for a bad prompt, one that the policy
-        shares with nobody or whose logits are not finite, and while requests are unfinished: these
-        were accepted for the memory that is there.
+        Raises ValueError without prefix caching or pins, if the prompt is invalid, is never shared
+        by the policy, or has logits that are not finite, if the adapter is unknown or cannot be
+        loaded, and while requests are unfinished: these were accepted for the memory without a pin.
         """
         tokens, mailbox = self._arrivals.validated(prompt, SAMPLING), deque[RequestOutput]()
         self._pinning.check(tokens)
@@ -317,7 +335,7 @@ class Engine:
         )
         group.pin = True
         self._accept(group)
-        # Until the caller knows of the pin it is not there: all of this is one change.
+        # One change: an interruption before the pin is complete drops it.
         self._half_done = True
         kept = self._pinning.run(group, tokens)
         self._half_done = False
@@ -329,10 +347,8 @@ class Engine:
     # After an interruption
 
     def _settle(self) -> None:
-        """Bring in order what was interrupted, and end the requests that nobody waits for.
-
-        It may be interrupted anywhere too: then it begins again when it is called next.
-        """
+        """Recover from an interrupted call, and abort the requests that nobody waits for. If this
+        is interrupted too, the next call repeats it."""
         if self._half_done:
             self._start_afresh()
         self.requests.drop_streams()
@@ -345,10 +361,10 @@ class Engine:
             del dropped[0]
 
     def _start_afresh(self) -> None:
-        """In the middle of a change host and device may disagree: end everything."""
+        """End all requests and reset the loop: amid a change host and device may disagree."""
         for group in list(self.requests.unfinished.values()):
             self.requests.fail(group, self.scheduler.slots)
-        # Only now: an interruption may have left a request in the log that is not among these.
+        # Last: it also ends a request that an interruption left in the log alone.
         self.event_log.failure(self.executor.clock.now(), self.loop.round)
         self.loop.reset()
         self._half_done = False

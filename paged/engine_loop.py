@@ -1,8 +1,8 @@
 """The engine's loop: each step is schedule → build → dispatch → take in.
 
 The host runs one step ahead: it dispatches a step before it has read the previous one's tokens,
-which feed the new step on the device. Ends are therefore seen one step late; the token that was
-computed in vain is dropped.
+which feed the new step on the device. The end of a sequence is therefore detected one step late;
+the extra token is dropped.
 """
 
 import time
@@ -31,11 +31,12 @@ from paged.scheduling.scheduler import Scheduler
 
 
 class EngineLoop:
-    """Serves what `scheduler` has, through one executor; nobody but the engine calls it.
+    """Runs the scheduler's steps on one executor; only `Engine` calls it.
 
-    round: calls of `run_step` so far, and rounds that were skipped, without those that only waited
-    for an adapter: how many of these there are is the clock's. After an exception from
-    `run_step` host and device may disagree, and only `reset` helps.
+    round: calls of `run_step` so far, and skipped rounds. Calls that only waited for an adapter do
+        not count: their number depends on the clock.
+
+    After an exception from `run_step` host and device may disagree, and only `reset` helps.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class EngineLoop:
         self.model, self.config, self.executor = model, config, executor
         self.metrics, self.event_log = metrics, event_log
         self.round = 0
-        self.loads = executor.adapters  # another one in a replay
+        self.loads = executor.adapters  # a replay puts `RecordedLoads` here
         self._requests = requests
         self._buckets = Buckets.declare(config)
         self._num_steps = 0
@@ -72,8 +73,8 @@ class EngineLoop:
         )
 
     def reset(self) -> None:
-        """Forget all that waits, runs and is cached, on the host and on the device. It may be
-        interrupted anywhere, and then be called again."""
+        """Drop all waiting and running requests and the cache, on host and device. An interrupted
+        reset may be called again."""
         self._start()
         self.executor.reset()
 
@@ -85,12 +86,12 @@ class EngineLoop:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a step was dispatched whose tokens have not been taken in."""
+        """Whether the tokens of a dispatched step have not been taken in."""
         return self._in_flight is not None
 
     def run_step(self, until_s: float | None = None) -> None:
         """Dispatch the next step, if there is anything to compute, and take in the previous one.
-        until_s: take a run of decode steps that begin before then instead, if there is one."""
+        until_s: if possible, run several decode steps that begin before then (`DecodeRuns`)."""
         if until_s is not None and self._skip(until_s):
             return
         began, self._waited_s = time.perf_counter(), 0.0
@@ -99,11 +100,11 @@ class EngineLoop:
             changed = self._take_in_adapters(self.adapter_store)
         self.round += 1
         previous, decodes = self._in_flight, None
-        # Beams cannot run ahead, and the others in their step wait for them: or beams would be left
-        # out of every other step.
+        # Beams cannot run ahead. Other rows of their step wait for them, or beams would miss every
+        # other step.
         if previous and self.config.run_ahead and not previous.step.has_beams:
             decodes = self.scheduler.decodes()
-        # What is in flight may end sequences that would otherwise be preempted for lack of blocks.
+        # The step in flight may end sequences, whose blocks can make a preemption needless.
         if previous and decodes is None:
             self._take_in(previous)
             previous, changed = None, True
@@ -120,13 +121,13 @@ class EngineLoop:
         if self._in_flight is None and (pages := self.host_policy.drain_operations()):
             self.event_log.pages(self.executor.clock.now(), pages)
             changed = True
-        if waits and not changed:  # it has only waited
+        if waits and not changed:  # the round has only waited
             self.round -= 1
         if self._in_flight:
             self._in_flight.host_s = time.perf_counter() - began - self._waited_s
 
     def _skip(self, until_s: float) -> bool:
-        """Take a run of decode steps. Returns whether there was one."""
+        """Execute a run of decode steps. Returns whether there was one."""
         run = None
         if self._runs and self._in_flight:
             run = self._runs.next(self._in_flight, until_s, self._previous_end_s)
@@ -154,8 +155,9 @@ class EngineLoop:
         return self.loads
 
     def _take_in_adapters(self, store: AdapterStore) -> bool:
-        """What has come to the device. Only here, so that a replay can do it in the same round.
-        Whether anything has."""
+        """Install adapters that have arrived on the device, and end the requests of those that
+        failed. Returns whether there were any. Only here, so that a replay does it in the same
+        round."""
         finished = self._loads.finished(self.round)
         for adapter, error in finished:
             now = self.executor.clock.now()
@@ -171,7 +173,7 @@ class EngineLoop:
         return bool(finished)
 
     def _begin_loads(self, store: AdapterStore) -> bool:
-        """Whether any had to begin."""
+        """Begin the loads that are due. Returns whether there were any."""
         queue = in_turn(self.scheduler.waiting, self.scheduler.returning)
         loads = store.plan(group.adapter for group in queue)
         for load in loads:

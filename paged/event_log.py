@@ -1,4 +1,4 @@
-"""What an engine writes down so that its run can be done again: each event and its fields."""
+"""The event log of an engine: every event and its fields, enough to replay the run."""
 
 from dataclasses import asdict
 from typing import Any
@@ -15,18 +15,26 @@ from paged.scheduling.scheduled_step import ScheduledStep
 
 
 class EventLog:
-    """Appends to `events`, a list of dicts, all that came in and all that was done, in order.
+    """Appends an event to `events`, a list of dicts, for each input, decision and result, in order.
 
-    Each event has its name under 'event' and seconds on the engine's clock under 'time_s'. round:
-    calls of `Engine.step` that had begun. step: the number of a dispatched step. pages: what
-    happened to the units of the policy's pools since this was last said, as (pool, verb, units) in
-    order.
+    event: the event's name.
+    time_s: seconds on the engine's clock.
+    round: `EngineLoop.round` at that time.
+    step: the number of a dispatched step.
+    pages: operations on units of the policy's pools since the last event with this field, in
+        order: (pool, verb, units).
 
-    'engine' is the first event. 'adapter', 'arrival', 'abort' and 'pin' are what came in. So is
-    'loaded': after a 'load', an adapter's weights came to the device, or failed to. 'preempt',
-    'admit' and 'schedule' are what was decided for a step, 'step' is what came of it, and 'pages'
-    is what happened to pages after the last step. 'finish' is the end of a request. 'failure' ends
-    all requests: a call failed, or was interrupted, in the middle of its work.
+    Events by name:
+        engine: the first event.
+        adapter, arrival, abort, pin: inputs.
+        load: a load of an adapter's weights to the device begins.
+        loaded: that load has finished or failed. A replay takes this as an input too.
+        preempt, admit, schedule: the scheduler's decisions for a step.
+        step: the result of a step.
+        beams: the result of a step for one beam search.
+        pages: operations after the last step, when nothing is in flight.
+        finish: a request ends.
+        failure: all requests end, because a call failed or was interrupted halfway.
     """
 
     def __init__(self, events: list[dict]):
@@ -36,12 +44,12 @@ class EventLog:
         self._events.append({"event": event, "time_s": time_s, **fields})
 
     def engine(self, config: EngineConfig, model: ModelConfig, dtype: str) -> None:
-        """dtype: what the model computes in."""
+        """dtype: the model's compute dtype."""
         self._add("engine", 0.0, config=asdict(config), model=asdict(model), dtype=dtype)
 
     def arrival(self, round_: int, group: SequenceGroup, sampling: dict) -> None:
-        """sampling: the parameters that are not the default ones, and the seed. known: what it
-        brings along of each sequence, without log-probabilities; empty if nothing."""
+        """sampling: the parameters that differ from their defaults, and the seed. The field known:
+        each sequence's known output without log-probabilities; empty if there is none."""
         start = group.num_prompt_tokens
         known: list[dict[str, Any]] = [
             {
@@ -69,7 +77,7 @@ class EventLog:
         self._add("adapter", time_s, round=round_, **vars(adapter))
 
     def load(self, time_s: float, load: Load) -> None:
-        """evicted: the adapters that made room, by name."""
+        """The field evicted: names of the evicted adapters."""
         self._add(
             "load",
             time_s,
@@ -110,12 +118,12 @@ class EventLog:
         self._add("preempt", time_s, request_id=group.request_id)
 
     def admit(self, time_s: float, group: SequenceGroup) -> None:
-        """slots: of the group's sequences, in their order."""
+        """The field slots: slots of the group's running sequences, in order."""
         slots = [sequence.slot for sequence in group.sequences if sequence.slot >= 0]
         self._add("admit", time_s, request_id=group.request_id, slots=slots)
 
     def schedule(self, time_s: float, number: int, step: ScheduledStep, pages: list) -> None:
-        """The fields are those of `ScheduledStep`."""
+        """Fields as in `ScheduledStep`."""
         self._add(
             "schedule",
             time_s,
@@ -131,8 +139,8 @@ class EventLog:
     def step(
         self, record: StepRecord, step: ScheduledStep, sampled: np.ndarray, report: Any = None
     ) -> None:
-        """sampled: [I, n] tokens by iteration and scheduled row. Where none was asked for the event
-        has NO_TOKEN. report: of the KV policy, if it makes any."""
+        """sampled: [I, n] tokens by iteration and scheduled row; the event has NO_TOKEN where a row
+        yields none. report: the KV policy's report, None if it makes none."""
         asked = np.arange(len(sampled))[:, None] < step.yields
         tokens = np.where(asked, sampled, NO_TOKEN)
         self._events.append({"event": "step", **vars(record), "tokens": tokens, "report": report})
@@ -142,9 +150,13 @@ class EventLog:
         candidates: np.ndarray, candidate_logprobs: np.ndarray, parents: list[int],
         slots: list[int],
     ) -> None:  # fmt: skip
-        """One step of a beam search. before: the slots of its beams; candidates,
-        candidate_logprobs: [B, A] the best next tokens of each. slots: of the beams that go on,
-        none at the end of the search; parents: the slots in `before` that these come from."""
+        """One step of a beam search.
+
+        before: slots of the B live beams before the step.
+        candidates, candidate_logprobs: [B, A] best next tokens of each beam.
+        slots: slots of the new live beams; empty at the end of the search.
+        parents: slots in `before`, the parent of each new beam.
+        """
         self._add(
             "beams",
             time_s,

@@ -1,9 +1,9 @@
-"""One call at a time, and none that leaves half a change behind.
+"""One call at a time, and no half-done change after an interruption.
 
-Ctrl-C raises KeyboardInterrupt wherever CPython looks for signals: where a function begins, after a
-call of C code returns, and where a loop goes round; threads change at the same points. In between,
-plain assignments, `+=` of lists and deques, and `del` stand together. So whoever hands something
-over does that as the last thing before its `return`, without a call in between.
+Ctrl-C raises KeyboardInterrupt wherever CPython checks for signals: at the start of a function,
+after a call of C code, and at the end of a loop's iteration. Threads switch at the same points.
+Between these points, plain assignments, `+=` of lists and deques, and `del` run as one unit. So a
+method hands its result over right before its `return`, without a call in between.
 """
 
 import functools
@@ -21,10 +21,10 @@ class _Settles(Protocol):
 def exclusive[S: _Settles, **P, R](
     method: Callable[Concatenate[S, P], R],
 ) -> Callable[Concatenate[S, P], R]:
-    """A method that is alone in its object: `_owner` names the thread that is inside.
+    """Make a method exclusive in its object: `_owner` names the thread that is inside.
 
-    `_settle` runs before it, and again if it raises: it brings in order what an interrupted call
-    has left half done, and must bear to be interrupted itself.
+    `_settle` runs before the method, and again if the method raises. It recovers from an
+    interrupted call, and may be interrupted itself.
 
     Raises RuntimeError when it is called while another call runs.
     """

@@ -17,5 +17,5 @@ class InFlight:
     rows: np.ndarray  # row of the step's inputs for each scheduled row
     outputs: PendingOutputs
     dispatched_s: float
-    facts: dict  # of its StepRecord
+    facts: dict  # fields of its StepRecord
     host_s: float = 0.0

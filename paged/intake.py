@@ -1,4 +1,4 @@
-"""What a step has sampled, applied: tokens, ends, and the growth of streams."""
+"""Applies a step's sampled tokens: records them, ends sequences, and feeds streams."""
 
 from typing import cast
 
@@ -18,7 +18,7 @@ from paged.scheduling.scheduler import Scheduler
 
 
 class Intake:
-    """Brings a step's tokens to the scheduler's sequences, and their outputs to those who wait."""
+    """Gives a step's tokens to the scheduler's sequences, and their outputs to `Requests`."""
 
     def __init__(
         self, model: ModelConfig, scheduler: Scheduler, requests: Requests, event_log: EventLog
@@ -30,7 +30,8 @@ class Intake:
     def apply(
         self, flight: InFlight, sampled: np.ndarray, outputs: StepOutputs, now: float
     ) -> None:
-        """sampled: [I, n] tokens by iteration and scheduled row. now: when the step had ended."""
+        """sampled: [I, n] tokens by iteration and scheduled row. now: the step's end in seconds on
+        the engine's clock."""
         for iteration in range(flight.step.iterations):
             self._tokens(flight, iteration, sampled[iteration], outputs, now)
         if flight.step.has_beams:
@@ -73,7 +74,7 @@ class Intake:
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         if sequence.group.pin and reason != "error":
-            # The last moment at which it has its blocks.
+            # Now, because `finish` frees the sequence's blocks.
             prompt = sequence.tokens[: sequence.num_prompt_tokens]
             policy = cast(PrefixCachingHost, self._scheduler.policy)
             policy.pin(sequence.slot, prompt, sequence.group.cache_root)

@@ -1,7 +1,7 @@
-"""Output that a request brings along: it goes on from what another engine generated (Punica §5.3).
+"""Known output: a request continues output that another engine has generated (Punica §5.3).
 
-Known output is output, not prompt: penalties, limits, stop strings and log-probabilities go on from
-it. Its keys and values are recomputed, as after a preemption.
+Known output is output, not prompt: penalties, limits, stop strings and log-probabilities count it.
+Its keys and values are recomputed, as after a preemption.
 """
 
 import math
@@ -16,7 +16,7 @@ from paged.requests.sequence import SequenceGroup, SequenceOutput, Status, Token
 from paged.requests.stopping import TextStream
 from paged.validation import check_sequence, token_ids, token_limit
 
-GOES_ON = (None, "abort")  # reasons of sequences that have not come to their end
+GOES_ON = (None, "abort")  # finish reasons of sequences that continue
 ENDED = ("eos", "length", "stop", "error")
 
 
@@ -28,10 +28,10 @@ def check_known(
     model: ModelConfig,
     config: EngineConfig,
 ) -> None:
-    """Raise ValueError unless a request with this prompt can go on from `known`.
+    """Raise ValueError unless a request with this prompt can continue `known`.
 
-    known: of each sequence of the request, in the order in which a stream of the other engine gives
-    them; those with finish_reason None or 'abort' go on.
+    known: one output for each sequence of the request, in the order of the other engine's stream.
+        Sequences with finish_reason None or 'abort' continue.
     """
     check_sequence("known", "SequenceOutput", known)
     if not all(isinstance(output, SequenceOutput) for output in known):
@@ -87,8 +87,8 @@ def _has_ended(tokens: np.ndarray, sampling: SamplingParams, tokenizer, model: M
 
 
 def go_on(group: SequenceGroup, known: Sequence[SequenceOutput]) -> None:
-    """Give a new group's sequences the output that is known of them, checked. Log-probabilities
-    that are asked for and do not come along are NaN."""
+    """Append checked known output to a new group's sequences. Requested log-probabilities that it
+    lacks are NaN."""
     for sequence, output in zip(group.sequences, known, strict=True):
         tokens = np.array(output.tokens, np.int32)
         sequence.tokens = np.concatenate([sequence.tokens, tokens])

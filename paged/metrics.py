@@ -10,20 +10,25 @@ from paged.requests.sequence import RequestOutput, SequenceGroup
 from paged.scheduling.scheduled_step import ScheduledStep
 from paged.scheduling.scheduler import Scheduler
 
-NO_TOKEN = -2  # in the log, what a row gives in an iteration in which it samples nothing
+NO_TOKEN = -2  # in the log: a row samples nothing in this iteration
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. Times in seconds; time_s is the step's end on the engine's clock.
+    """One step. Times in seconds.
 
-    host_s: wall time that the host worked in the round that dispatched this step (schedule, batch
-    building, dispatch, and taking in the step before), without waiting.
+    time_s: the step's end on the engine's clock.
+    host_s: wall time of the host's work in the round that dispatched this step (schedule, batch
+        building, dispatch, and taking in the previous step), without waiting.
     device_s: from the later of dispatch and the previous step's end to this step's end, as the host
-    sees it. decode_tokens: of rows that generate, those computed in vain too. num_*: groups, and
-    preemptions since the last step. swapped_*: units of the policy's pools that were swapped before
-    it; copied_blocks: those that were copied. kv_bytes: in use; other kv_*: tokens, as in
-    `paged.kv_cache.policy.Usage`.
+        sees it.
+    decode_tokens: tokens of decode rows, those computed in vain too.
+    num_running, num_waiting: groups.
+    preemptions: groups preempted since the last step.
+    swapped_out, swapped_in: units of the policy's pools that were swapped before the step.
+    copied_blocks: units that were copied before the step.
+    kv_bytes: in use, in all pools.
+    kv_*: otherwise tokens, as in `paged.kv_cache.usage.Usage`.
     """
 
     step: int
@@ -49,9 +54,12 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One finished request. Times in seconds on the engine's clock; first_token_s is None if it
-    ended before its first token. output_tokens: of all its sequences, with those that it brought
-    along. cached_tokens: taken from the prefix cache, also when recomputed after a preemption."""
+    """One finished request. Times in seconds on the engine's clock.
+
+    first_token_s: None if the request ended before its first token.
+    output_tokens: of all its sequences, known output included.
+    cached_tokens: taken from the prefix cache, also in recomputations after preemptions.
+    """
 
     request_id: str
     arrival_s: float
@@ -66,7 +74,7 @@ class RequestRecord:
 
 
 def step_facts(step: ScheduledStep, scheduler: Scheduler) -> dict[str, int]:
-    """What a StepRecord says of a step that has just been scheduled, its times apart."""
+    """The fields of a StepRecord that are known once its step is scheduled."""
     return {
         "prefill_tokens": step.num_prefill_tokens,
         "decode_tokens": step.num_decode_tokens,
@@ -94,10 +102,10 @@ def memory_facts(usage: Usage) -> dict[str, int]:
 
 
 def request_record(group: SequenceGroup, output: RequestOutput, finish_s: float) -> RequestRecord:
-    """The record of a request that ended at `finish_s`; output: its last."""
+    """The record of a request that ended at `finish_s`. output: its last output."""
     reason = group.sequences[0].finish_reason if group.search is None else output.finish_reason
     assert reason is not None
-    # Of the sequences that were sampled, whichever are returned.
+    # All sampled sequences count, even if fewer are returned.
     outputs = [s.tokens[group.num_prompt_tokens :] for s in group.sequences]
     if group.search is not None:
         outputs = [np.array(sequence.tokens) for sequence in output.sequences]
@@ -117,10 +125,11 @@ def request_record(group: SequenceGroup, output: RequestOutput, finish_s: float)
 
 @dataclass
 class Metrics:
-    """The records of an engine, which grow for as long as it lives, or until `clear`.
+    """The records of an engine, which grow until `clear`.
 
-    events: written by `EventLog`. compilations_*: programs compiled in this process before and
-    after the end of warm-up.
+    events: written by `EventLog`.
+    compilations_warmup, compilations_after_warmup: programs compiled in this process, before and
+        after the end of warm-up.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -130,6 +139,6 @@ class Metrics:
     compilations_after_warmup: int = 0
 
     def clear(self) -> None:
-        """Forget all records, of an engine that lives for long. What follows cannot be replayed."""
+        """Delete all records, for an engine that lives long. Later events cannot be replayed."""
         for records in (self.steps, self.requests, self.events):
             records.clear()

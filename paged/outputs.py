@@ -81,10 +81,11 @@ def _token_logprob(token: int, all_: Logprobs, at, alternatives: int) -> TokenLo
 def record_logprobs(
     sequences: list[Sequence], tokens: np.ndarray, logprobs: Logprobs, at: list[tuple[int, int]]
 ) -> None:
-    """Keep the log-probabilities of the tokens that sequences got.
+    """Record the log-probabilities of sampled tokens, except NaN.
 
-    at: the index of each sequence's token in the arrays [I, S] of `logprobs`. A simulated device
-        gives NaN, because it computes log-probabilities only for the candidates of beams.
+    at: the index of each sequence's token in the arrays [I, S] of `logprobs`.
+
+    A simulated device returns NaN: it computes log-probabilities only for the candidates of beams.
     """
     for sequence, token, where in zip(sequences, tokens.tolist(), at, strict=True):
         if math.isnan(logprobs.chosen[where]):
@@ -97,10 +98,10 @@ def record_logprobs(
 
 
 def record_prompt_logprobs(step: ScheduledStep, slots: Slots, logprobs: Logprobs | None) -> None:
-    """Keep the log-probabilities of prompt tokens, each of which the token before it gives.
+    """Record log-probabilities of prompt tokens; each comes from the logits of the token before.
 
-    They are NaN where a device computes none. A prompt takes from the prefix cache only what leaves
-    none of them missing, and that must not depend on the device.
+    They are NaN, not None, if the device computes none: a prompt with a None takes nothing from the
+    prefix cache, and caching must not depend on the device.
     """
     at = 0
     for row in range(step.num_prefills):

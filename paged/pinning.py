@@ -1,4 +1,4 @@
-"""Prefixes that are computed before they are asked for, and kept for good (vLLM §4.4)."""
+"""Pinned prefixes: computed before any request needs them, and kept for good (vLLM §4.4)."""
 
 import numpy as np
 
@@ -8,19 +8,19 @@ from paged.registry import Requests
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
 
-# The token that it generates is confirmed only with the whole prompt written.
+# Once its one token is sampled, all keys and values of the prompt are written.
 SAMPLING = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
 
 
 class Pinning:
-    """Runs the request of a prompt whose blocks are to be kept; `Intake` keeps them at its end."""
+    """Runs the request that computes a pinned prompt; `Intake` pins its blocks at its end."""
 
     def __init__(self, loop: EngineLoop, requests: Requests, event_log: EventLog):
         self._loop, self._requests, self._event_log = loop, requests, event_log
 
     def check(self, prompt: np.ndarray) -> None:
-        """Raise ValueError without prefix caching or room for a pin, while requests are unfinished,
-        and for a prompt that the policy shares with nobody."""
+        """Raise ValueError without prefix caching or a free pin, while requests are unfinished, and
+        for a prompt that is too short to pin or that the policy never shares."""
         config, can = self._loop.config, self._loop.config.capabilities
         if not (config.prefix_caching or can.pins):
             staged = f"option pins of policy {config.policy!r}"
@@ -43,8 +43,8 @@ class Pinning:
             )
 
     def run(self, group: SequenceGroup, prompt: np.ndarray) -> bool:
-        """Compute the prompt of a queued group with `pin`, and whether it is kept: it is not if its
-        logits are not finite, or its adapter cannot be had."""
+        """Compute the prompt of a queued group with `pin`. Returns whether it is pinned: not if its
+        logits are not finite, or its adapter cannot be loaded."""
         assert group.pin and group.mailbox is not None
         while not group.mailbox:
             self._loop.run_step()

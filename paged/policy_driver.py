@@ -20,8 +20,10 @@ Chunks = Sequence[tuple[int, int]]  # (slot, tokens) of a step
 class HostDriver:
     """A host half with a sequence in each slot, and the inputs of steps that compute their tokens.
 
-    prompts, limits: tokens of each sequence at admission, and at most.
-    number: of the last step.  computed: [slots] tokens.
+    prompts: tokens of each sequence at admission.
+    limits: most tokens of each sequence.
+    number: the last step's number.
+    computed: [slots] tokens computed.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class HostDriver:
             self.host.admit(slot, group.sequences[0])
 
     def advance(self, slots: np.ndarray, ends: np.ndarray) -> None:
-        """A step computes the tokens of `slots` up to `ends`."""
+        """Count a step that computes the tokens of `slots` up to `ends`."""
         self.number += 1
         self.host.append(slots, ends)
         self.host.advance(self.number, slots, self.computed[slots], ends)
@@ -44,14 +46,14 @@ class HostDriver:
         assert not self.host.take_moves().facts()
 
     def prefill(self, slot: int, end: int) -> None:
-        """Chunks of a prompt up to `end`, as large as a step allows."""
+        """Count prefill steps of a prompt up to `end`, with chunks as large as a step allows."""
         while (start := int(self.computed[slot])) < end:
             chunk = min(end - start, self.config.max_num_batched_tokens)
             self.advance(np.array([slot]), np.array([start + chunk]))
 
     def inputs(self, chunks: Chunks, Tp: int, Sd: int) -> StepInputs:
-        """The greedy step that computes these chunks, padded to Tp and Sd tokens. Chunks of one
-        token are decoded if there are any decode rows."""
+        """Inputs of a greedy step that computes these chunks, padded to Tp and Sd tokens. Chunks of
+        one token are decode rows if Sd > 0."""
         num_slots, prefill_rows = self.config.max_num_seqs, self.config.max_prefills_per_step
         inputs = empty_step_inputs(
             Tp, Sd, prefill_rows, num_slots, self.host.table_width, self.config.adapter_slots > 0
@@ -83,7 +85,7 @@ class HostDriver:
 
 
 def decode_inputs(config: EngineConfig, model: ShardedModel, contexts: Sequence[int]) -> StepInputs:
-    """A greedy decode step of every slot, after which its sequence has so many tokens."""
+    """A greedy decode step of every slot. contexts: tokens of each sequence after it."""
     driver = HostDriver(config, model, contexts, contexts)
     driver.advance(np.arange(len(contexts)), np.array(contexts) - 1)
     return driver.decode()

@@ -18,8 +18,8 @@ class Requests:
     """unfinished: requests without their last output, by id.
     outputs: what the next call of `step` returns.
     streams: requests of `stream` by id, until their last output is fetched, each with a weak
-        reference to its iterator; without a callback, in which an interrupt would be lost.
-    dropped: requests to abort at the next occasion, because nobody waits for their outputs.
+        reference to its iterator. The reference has no callback: an interrupt in it would be lost.
+    dropped: requests to abort before the next call, because nobody waits for their outputs.
 
     A request of `generate` or `stream` has a mailbox of its own, which its caller keeps.
     """
@@ -39,7 +39,7 @@ class Requests:
         return any(output.request_id == request_id for output in self.outputs)
 
     def new_id(self) -> str:
-        """One that no request has had from here, and none has now."""
+        """An id that was never returned here before, and that is not in use."""
         names = (f"request-{number}" for number in self._numbers)
         return next(name for name in names if not self.in_use(name))
 
@@ -47,8 +47,8 @@ class Requests:
         self.unfinished[group.request_id] = group
 
     def open(self, stream: OutputStream, group: SequenceGroup) -> None:
-        """Register a stream before its request is queued: a request whose stream nobody receives
-        is aborted."""
+        """Register a stream before its request is queued, so that `drop_streams` aborts the request
+        if the stream never reaches the caller."""
         stream.group = group
         self.streams[group.request_id] = weakref.ref(stream), group
 
@@ -67,7 +67,7 @@ class Requests:
                 self.dropped.append(group)
 
     def forget(self, group: SequenceGroup) -> None:
-        """Delete the outputs of a request that has ended and for which nobody waits."""
+        """Delete the outputs of an ended request that nobody waits for."""
         if group.mailbox is not None:
             group.mailbox.clear()
         if group.request_id in self.streams and self.streams[group.request_id][1] is group:
@@ -77,7 +77,7 @@ class Requests:
         return self.outputs if group.mailbox is None else group.mailbox
 
     def deliver(self, group: SequenceGroup) -> None:
-        """Hand over what an unfinished request has so far."""
+        """Hand over the output so far of an unfinished request."""
         self._box(group).append(request_output(group, self._tokenizer))
 
     def take(self) -> list[RequestOutput]:
@@ -91,7 +91,7 @@ class Requests:
 
     def retire(self, group: SequenceGroup, with_text: bool = True) -> None:
         """Hand over the last output of a request whose sequences have ended, record the end, and
-        forget the request. Whatever interrupts or fails, either all of this is done or nothing."""
+        forget the request. If this fails or is interrupted, either all of it is done or nothing."""
         output = request_output(group, self._tokenizer if with_text else None)
         record = request_record(group, output, self._clock.now())
         event, box, metrics = finish_event(record), self._box(group), self._metrics
@@ -112,7 +112,7 @@ class Requests:
                 sequence.finish_reason = "error"
         try:
             self.retire(group)
-        except Exception:  # the tokenizer's: it may be what has failed
+        except Exception:  # from the tokenizer, which may be the cause of the failure
             self.retire(group, with_text=False)
 
     def final_output(self, group: SequenceGroup) -> RequestOutput | None:

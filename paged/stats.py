@@ -1,4 +1,4 @@
-"""What an engine has done and does, in numbers, for people who watch it."""
+"""Counters and gauges of an engine, for monitoring."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field
@@ -42,11 +42,11 @@ def _gauges(label: str, help: str) -> Any:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """One engine at one moment.
+    """A snapshot of one engine.
 
-    kv_tokens: by the kinds of `paged.kv_cache.policy.Usage`.
-    policy: `policy_figures`.
-    adapters: names of those on the device.
+    kv_tokens: by category of `paged.kv_cache.usage.Usage`.
+    policy: the result of `policy_figures`.
+    adapters: names of the adapters on the device.
     """
 
     running: int = described(0, "requests that run")
@@ -64,15 +64,15 @@ class EngineStats:
 
 
 class Tally:
-    """Adds up what an engine records."""
+    """Adds up an engine's records in `totals`."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self.totals = Totals()
-        self._report: Mapping[str, Any] | None = None  # of the KV policy's device half, the last
+        self._report: Mapping[str, Any] | None = None  # the last of the KV policy's device half
 
     def count(self) -> None:
-        """Take in the engine's records, and have it forget them."""
+        """Add the engine's records to `totals`, and clear them."""
         engine, totals = self._engine, self.totals
         metrics, store = engine.metrics, engine.loop.adapter_store
         for step in metrics.steps:
@@ -96,7 +96,7 @@ class Tally:
         metrics.clear()
 
     def stats(self) -> EngineStats:
-        """Of this moment."""
+        """The engine's state at this moment."""
         engine = self._engine
         policy, store = engine.host_policy, engine.loop.adapter_store
         usage = policy.usage()
@@ -114,12 +114,12 @@ class Tally:
 
 
 def policy_figures(engine: Engine, report: Mapping[str, Any] | None) -> dict[str, float]:
-    """Of the running sequences, by name: the policy's own gauges, and
+    """Figures of the running sequences by name: the policy's own gauges, and these two.
 
     context_tokens: tokens computed so far.
-    dense_kv_bytes: bytes that the dense policy would hold for them.
+    dense_kv_bytes: bytes that the dense policy would hold for these tokens.
 
-    report: the last one of the policy's device half.
+    report: the last report of the policy's device half.
     """
     config, scheduler = engine.config, engine.scheduler
     slots = scheduler.running_slots()

@@ -1,4 +1,4 @@
-"""What one step hands to the device: padded arrays of declared sizes."""
+"""The device's inputs of one step: padded arrays of declared sizes."""
 
 import functools
 import math
@@ -8,27 +8,34 @@ import numpy as np
 
 from models.sampling import GREEDY_ROW, SAMPLING_ROW, Array
 
-FROM_DEVICE = -1  # a token that the host has not read yet: the device has it under the slot
+FROM_DEVICE = -1  # a token that the host has not read yet; the device has it in the slot's history
 
 
 @flax.struct.dataclass
 class StepInputs:
-    """One step of Tp prefill tokens of Sp sequences, then Sd sequences with one token each.
+    """One step: Tp prefill tokens of Sp sequences, then Sd sequences with one token each.
 
-    T = Tp + Sd tokens and S = Sp + Sd rows, all padded; all int32. On the host the arrays are views
-    of `packed` [n], which travels to the device as one piece: many small transfers cost more.
+    T = Tp + Sd tokens and S = Sp + Sd rows, all padded; all arrays are int32. On the host they are
+    views of `packed` [n], which is transferred as one piece: many small transfers cost more.
 
-    tokens: [T] ids, or FROM_DEVICE.  positions: [T].  token_rows: [T] row of each token, S for
-    padding.  query_starts: [Sp + 1] first token of each prefill row.  lengths: [S] tokens in the
-    cache after the step, 0 for padding.  last_tokens: [S] index in T of each row's last token: of
-    another row's for a fork, which samples from what that one has computed and has no token.
-    slots: [S], num_slots for padding.  samples: [S] not 0 where a token is sampled.  iterations:
-    [S] tokens that a decode row computes, one after the other (all 1 without `multi_step`).
-    prompt_targets: [Tp] the prompt token whose log-probability is asked for after this one, or -1.
-    tables: [S, M].  sampling: [S, n], bit for bit a `SAMPLING_ROW` each.
-    segment_slots, segment_starts, segment_ends: [S] adapter slot of each run of tokens that share
-    an adapter, and where in T it begins and ends; num_segments: [1] how many there are. All four
-    are of width 0 where no adapters are configured.
+    tokens: [T] ids, or FROM_DEVICE.
+    positions: [T].
+    token_rows: [T] row of each token, S for padding.
+    query_starts: [Sp + 1] first token of each prefill row.
+    lengths: [S] tokens in the cache after the step's first iteration, 0 for padding.
+    last_tokens: [S] index in T of each row's last token. A fork has no token: it samples from its
+        source row's last token.
+    slots: [S], num_slots for padding.
+    samples: [S] not 0 where a token is sampled.
+    iterations: [S] tokens that a decode row computes one after the other; 1 without `multi_step`.
+    prompt_targets: [Tp] the next prompt token, if its log-probability is requested, or -1.
+    tables: [S, M] as `HostPolicy.tables` writes them.
+    sampling: [S, n], bit for bit a `SAMPLING_ROW` each.
+    segment_slots: [S] adapter slot of each segment, a run of tokens with the same adapter.
+    segment_starts, segment_ends: [S] first token of each segment in T, and the token after it.
+    num_segments: [1].
+
+    The last four arrays have width 0 if no adapters are configured.
     """
 
     tokens: Array
@@ -87,7 +94,7 @@ def step_shapes(
 
 
 def unpack(packed, shapes: dict[str, tuple]) -> StepInputs:
-    """The arrays that lie in packed [n] one after the other: views on the host."""
+    """Split packed [n] into the arrays that it concatenates; on the host they are views."""
     arrays, at = {}, 0
     for name, shape in shapes.items():
         size = math.prod(shape)
@@ -113,6 +120,6 @@ def _padding(
 def empty_step_inputs(
     Tp: int, Sd: int, prefill_rows: int, num_slots: int, table_width: int, adapters: bool = False
 ) -> StepInputs:
-    """A step in which all is padding: what warm-up runs."""
+    """A step of padding alone."""
     padding = _padding(Tp, Sd, prefill_rows, num_slots, table_width, adapters)
     return unpack(padding.copy(), step_shapes(Tp, Sd, prefill_rows, table_width, adapters))

@@ -1,11 +1,11 @@
 """Tensor parallelism (vLLM §4.6): the step on several devices, under one block manager.
 
-All shards run the same step on the same inputs and block tables. Megatron's splits give each of
-them some query heads with their KV heads, the pages of these, and a share of the MLP. Two
-all-reduces a layer, after 'wo' and 'w_down', complete the hidden states. Other collectives are
-needed only where shards share a KV head whose queries decide what is read or kept
-(kv_cache/shared_heads.py), or must agree on the scale of a token (models/w8a8.py). Embeddings,
-logits and sampling are not split: every shard does them in full, and samples the same tokens.
+All shards run the same step on the same inputs and block tables. As in Megatron, each shard has
+some query heads, their KV heads with the pages, and a share of the MLP. Two all-reduces a layer,
+after 'wo' and 'w_down', complete the hidden states. Other collectives are needed in two cases only:
+shards share a KV head whose queries select pages or tokens (kv_cache/shared_heads.py), or a token's
+activations are quantized with one scale (models/w8a8.py). Embeddings, logits and sampling are not
+split: every shard computes them in full, and samples the same tokens.
 """
 
 import functools
@@ -23,21 +23,21 @@ from models.params import Param, is_param, partition_spec
 from paged.kv_cache.policy import ShardedModel
 from paged.kv_cache.shared_heads import AXIS
 
-SPLIT = PartitionSpec(AXIS)  # each shard's own, one after the other along the first axis
-SPLIT_UNITS = PartitionSpec(None, AXIS)  # units or slots [C, x, ...] on their way
+SPLIT = PartitionSpec(AXIS)  # the shards' parts, concatenated along axis 0
+SPLIT_UNITS = PartitionSpec(None, AXIS)  # exported units or slots [C, x, ...], split along x
 REPLICATED = PartitionSpec()  # the same on every shard
-# Decorates what jits a function for hashable arguments: equal engines of a process share all that
-# JAX keeps of it. Of few engines, as each compiled step takes some 16 MB.
+# Caches jitted functions by hashable arguments: equal engines of a process share compiled programs.
+# The cache is small, because each compiled step takes some 16 MB.
 shared = functools.lru_cache(maxsize=8)
-RULES = {"heads": AXIS, "kv_heads": AXIS, "mlp": AXIS}  # of the parameters' axes
+RULES = {"heads": AXIS, "kv_heads": AXIS, "mlp": AXIS}  # parameter axis -> mesh axis
 
 
 class Shards:
-    """The first `size` devices, among which `whole` is spread; of size 1, the default device.
+    """The first `size` devices, over which model `whole` is split; for size 1, the default device.
 
-    model: what one shard computes. With fewer KV heads than shards each is on several of them.
-    devices: JAX's by default; others to compile for. head_order: [L, K], the KV head that stands at
-    each place, with its query heads; None for the model's own order.
+    model: one shard's part. With fewer KV heads than shards, each KV head is on several shards.
+    devices: JAX's by default; others to compile for them.
+    head_order: [L, K] KV head at each place, with its query heads; None for the model's own order.
 
     Equal by value. Raises ValueError where there are too few devices or no even split.
     """
@@ -68,8 +68,8 @@ class Shards:
         return hash(self._key)
 
     def place(self, params):
-        """Parameters of the whole model, as declared, on the devices that need them. What
-        `place_one` has put there stays."""
+        """Place the parameters of the whole model, as declared, on the devices. A parameter that
+        `place_one` has placed stays where it is."""
         declaration = family(self._whole).declare(self._whole)
         placed = jax.tree.map(self.place_one, declaration, params, is_leaf=is_param)
         if self._head_order is not None:
@@ -81,23 +81,23 @@ class Shards:
         return placed
 
     def _ordered(self, param: Param, x: jax.Array, order: np.ndarray) -> jax.Array:
-        """With its heads in the policy's order, and split as before."""
+        """`x` with its heads in the policy's order, split as before."""
         x = _in_order(param.axes, x, order)
         return x if self.size == 1 else jax.device_put(x, self._sharding(param))
 
     def place_layers(self, param: Param, x: np.ndarray) -> jax.Array:
-        """A stack of all layers, [L, ...], placed as `place` does its base weights."""
+        """Place a stack of all layers, [L, ...], as `place` does the base weights."""
         if self._head_order is not None:
             layers = zip(x, self._head_order, strict=True)
             x = np.stack([_in_order(param.axes[1:], each, order) for each, order in layers])
         return self.place_one(param, x)
 
     def place_whole(self, x: np.ndarray) -> jax.Array:
-        """The same on every shard."""
+        """Place a copy of `x` on every shard."""
         return jnp.asarray(x) if self.size == 1 else jax.device_put(x, self._named(REPLICATED))
 
     def place_one(self, param: Param, x) -> jax.Array:
-        """One of them: what `checkpoint.load` can do with each as it reads it."""
+        """Place one parameter; `checkpoint.load` can do so as it reads each."""
         if self.size == 1:
             return jnp.asarray(x)
         K, shape = self._whole.num_kv_heads, x.shape
@@ -114,15 +114,15 @@ class Shards:
         return self._named(partition_spec(param, RULES))
 
     def declared_specs(self, declaration):
-        """How parameters are split that lie as they are declared."""
+        """Partition specs of parameters with the declared layout."""
         return jax.tree.map(lambda p: partition_spec(p, RULES), declaration, is_leaf=is_param)
 
     def abstract_params(self, dtype):
-        """What `place` gives for parameters in `dtype`, as `ShapeDtypeStruct`s."""
+        """What `place` returns for parameters in `dtype`, as `ShapeDtypeStruct`s."""
         return self.abstract_declared(family(self._whole).declare(self._whole), dtype)
 
     def abstract_declared(self, declaration, dtype):
-        """What placing gives for what is declared."""
+        """As `abstract_params`, for the parameters of `declaration`."""
         copies = max(1, self.size // self._whole.num_kv_heads)
 
         def abstract(param: Param):
@@ -133,33 +133,33 @@ class Shards:
         return jax.tree.map(abstract, declaration, is_leaf=is_param)
 
     def abstract(self, tree, spec: PartitionSpec):
-        """`ShapeDtypeStruct`s of arrays that lie on the shards as `spec` says."""
+        """`ShapeDtypeStruct`s of a tree of arrays that are split by `spec`."""
         sharding = self._named(spec)
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
     def specs(self, params):
-        """How placed parameters are split."""
+        """Partition specs of placed parameters."""
         return jax.tree.map(lambda x: getattr(x.sharding, "spec", REPLICATED), params)
 
     def number(self):
-        """Which shard runs this, in a function that `jit` made."""
+        """This shard's index, inside a function that `jit` made."""
         return jnp.int32(0) if self.size == 1 else jax.lax.axis_index(AXIS)
 
     @property
     def reduce(self) -> Reduce:
-        """Sum and maximum over all shards: the seam of models/common.py."""
+        """Sum and maximum over all shards, for the model's `reduce` argument."""
         if self.size == 1:
             return ALONE
         return Reduce(lambda y: jax.lax.psum(y, AXIS), lambda x: jax.lax.pmax(x, AXIS))
 
     def jit(self, function: Callable, in_specs, out_specs, donate_argnums=()) -> jax.stages.Wrapped:
-        """`function` as each shard runs it, compiled; the specs are of its arguments and results,
-        as `jax.shard_map` takes them."""
+        """Jit `function` to run on each shard. in_specs, out_specs: of its arguments and results,
+        as in `jax.shard_map`."""
         if self.size > 1:
-            # What the shards have in common they compute alike, which the check would have to see
-            # through their loops.
+            # Replicated values are equal because all shards compute them alike, which check_vma
+            # cannot see through loops.
             function = jax.shard_map(
                 function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
             )
@@ -167,7 +167,7 @@ class Shards:
 
 
 def _in_order(axes: tuple[str, ...], x, order: np.ndarray):
-    """An array of NumPy or JAX with the heads of each axis that has any in another order."""
+    """`x`, of NumPy or JAX, with heads reordered on its axes 'heads' and 'kv_heads'."""
     for axis, name in enumerate(axes):
         if name in ("heads", "kv_heads"):
             shape = x.shape

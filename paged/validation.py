@@ -13,7 +13,7 @@ from paged.kv_cache.host import HostPolicy, Sizes
 from paged.requests.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
-# Python counts these as sequences, but nobody means a prompt or tokens by them.
+# Python counts these as sequences, but they are neither prompts nor tokens.
 _BYTES = (bytes, bytearray, memoryview)
 
 
@@ -30,9 +30,9 @@ def check_sequence(name: str, items: str, value) -> None:
 def paired(
     prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Each of `prompts` with its own of `sampling`, or with the one of all.
+    """(prompt, sampling) for each prompt. A single SamplingParams goes to all prompts.
 
-    Raises ValueError if they are no sequences, or not equally many.
+    Raises ValueError for values that are no sequences, or of unequal lengths.
     """
     check_sequence("prompts", "prompts", prompts)
     sampling = SamplingParams() if sampling is None else sampling
@@ -45,7 +45,7 @@ def paired(
 
 
 def each_adapter(adapters: Sequence[str | None] | None, count: int) -> Sequence[str | None]:
-    """Each prompt's adapter. Raises ValueError if they are no sequence, or not `count`."""
+    """Each prompt's adapter. Raises ValueError unless `adapters` is a sequence of `count`."""
     if adapters is None:
         return [None] * count
     check_sequence("adapters", "names or None", adapters)
@@ -123,7 +123,7 @@ def validated_prompt(
 
 
 def token_ids(what: str, tokens, vocab_size: int) -> np.ndarray:
-    """The token ids of a list or array, [n] int32; ValueError if they are none. what: whose."""
+    """A list or array as token ids [n] int32; ValueError if impossible. what: named in errors."""
     # numpy would accept bytes as numbers, and masked tokens as tokens.
     unfit = isinstance(tokens, (*_BYTES, np.ma.MaskedArray))
     ids = np.asarray(tokens)
@@ -146,7 +146,7 @@ def check_group(sampling: SamplingParams, model: ModelConfig, config: EngineConf
         )
     if sampling.is_beam_search and config.capabilities.fork == "no":
         raise ValueError(f"policy {config.policy!r} cannot fork a sequence: beam_width")
-    # The device gives MAX_LOGPROBS candidates for each beam.
+    # The device returns MAX_LOGPROBS candidates for each beam.
     most = min(MAX_LOGPROBS, model.vocab_size) - len(model.eos_token_ids)
     if sampling.is_beam_search and count > most:
         raise ValueError(

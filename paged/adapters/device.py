@@ -1,6 +1,6 @@
-"""Adapters on their way to the device: from the disk, through the host's memory, into the pool.
+"""Loads adapters to the device: from the disk, through the host's memory, into the pool.
 
-A thread reads and starts the copy to the device; the engine's thread only installs what is there.
+A thread reads an adapter and copies it to the device; the engine's thread only installs its pages.
 """
 
 from collections import OrderedDict
@@ -22,10 +22,11 @@ HostPages = list[dict[str, dict[str, np.ndarray]]]
 
 
 class DeviceAdapters:
-    """The pool of a device, or of several shards, and what is on its way there.
+    """The adapter pool of a device, or of several shards, and the loads in progress.
 
-    resident: what a step reads, from `reset` on; steps never donate it. host_bytes: of the host
-    tier, which keeps the adapters that were used last ready to be copied; the disk has all of them.
+    resident: the arrays that a step reads, from `reset` on; steps never donate them.
+    host_bytes: bytes of the host tier, which keeps the adapters used last ready to be copied. The
+        disk has all adapters.
     """
 
     resident: ResidentAdapters
@@ -41,14 +42,14 @@ class DeviceAdapters:
         self._install = shards.jit(
             install, (specs, REPLICATED, page_specs), specs, donate_argnums=0
         )
-        # A page's part in projections that its adapter leaves alone.
+        # A page's content in projections that its adapter does not change.
         self._zeros: Pages = jax.tree.map(
             lambda param: shards.place_layers(param, np.zeros(param.shape, dtype)), self._page,
             is_leaf=is_param,
         )  # fmt: skip
         self._thread = ThreadPoolExecutor(1, "adapters")
-        self._device = jax.config.jax_default_device  # of the thread that makes it
-        # Of the thread alone: the host tier by content, the least recently used first.
+        self._device = jax.config.jax_default_device  # of the constructing thread
+        # For the loading thread alone: the host tier by content hash, least recently used first.
         self._host: OrderedDict[str, HostPages] = OrderedDict()
         self._coming: dict[Adapter, Future[list[Pages]]] = {}
 
@@ -70,7 +71,7 @@ class DeviceAdapters:
         return whole(self._rank_pages.copy()), whole(self._num_rank_pages.copy())
 
     def warm_up(self) -> None:
-        """Compile what installs a page."""
+        """Compile the program that installs a page."""
         self._set(self._pool.num_pages, self._zeros)  # beyond the last: any other may be in use
 
     def _set(self, number: int, content: Pages) -> None:
@@ -91,7 +92,7 @@ class DeviceAdapters:
                 self._announced.add(adapter)
             else:
                 why = str(error) or type(error).__name__
-                del self._coming[adapter]  # it holds what had been read
+                del self._coming[adapter]  # it holds the pages that were read
             done.append((adapter, why))
         return done
 
@@ -114,7 +115,7 @@ class DeviceAdapters:
         wait(coming, MOST_WAIT_S, FIRST_COMPLETED)
 
     def _bring(self, adapter: Adapter) -> list[Pages]:
-        """The adapter's pages on the device; in the thread."""
+        """Copy the adapter's pages to the device, in the loading thread."""
         key = adapter.content_hash
         if key not in self._host:
             self._host[key] = self._read(adapter)

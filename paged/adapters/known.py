@@ -12,10 +12,10 @@ MOST_SHOWN = 10  # adapters that an error message names
 
 
 class KnownAdapters:
-    """Adapters by name; `add` gives a name another content, which later requests get.
+    """Adapters by name. `add` can give a name new content, which later requests get.
 
     by_content: every adapter that was ever added, by name and content hash.
-    dtype: in which adapters are served; `add` refuses weights that are not finite in it.
+    dtype: in which adapters are served; `read` refuses weights that are not finite in it.
     """
 
     def __init__(self, model: ModelConfig, config: EngineConfig, dtype: str = "float32"):
@@ -24,7 +24,7 @@ class KnownAdapters:
         self.by_content: dict[tuple[str, str], Adapter] = {}
 
     def read(self, name: str, folder: str | Path) -> Adapter:
-        """The adapter of a PEFT folder, not known yet.
+        """Read the adapter of a PEFT folder, without adding it.
 
         Raises ValueError for what `peft.load` and `check` refuse, and a name that is empty or no
         text.
@@ -37,7 +37,7 @@ class KnownAdapters:
         return adapter
 
     def check(self, adapter: Adapter) -> None:
-        """Raise ValueError for an adapter that has no room."""
+        """Raise ValueError without adapter slots, or for a rank that does not fit."""
         if not self._config.adapter_slots:
             raise ValueError("adapters need adapter_slots, which is 0")
         if not 1 <= adapter.rank <= self._config.max_adapter_rank:
@@ -56,14 +56,14 @@ class KnownAdapters:
         self._by_name[adapter.name] = known
 
     def means(self, adapter: Adapter) -> bool:
-        """Whether who asks for its name gets this content, from this folder."""
+        """Whether the adapter's name now stands for this content in this folder."""
         known = self._by_name.get(adapter.name)
         return known is not None and (known.content_hash, known.folder) == (
             adapter.content_hash, adapter.folder
         )  # fmt: skip
 
     def named(self, name: str | None) -> Adapter | None:
-        """None for None. Raises ValueError for a name that is not known."""
+        """The adapter of this name; None for None. Raises ValueError for an unknown name."""
         if name is None:
             return None
         if not isinstance(name, str) or name not in self._by_name:

@@ -1,4 +1,4 @@
-"""How the weights of adapters come to a device, real or simulated, or came in a recorded run."""
+"""Loads of adapter weights: the interface, simulated loads, and loads of a recorded run."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -10,35 +10,35 @@ MOST_WAIT_S = 0.01
 
 
 class AdapterLoads(Protocol):
-    """Brings adapters to the device while steps run. Nothing here waits for a step, and no step
-    for anything here but `install` of what has not come yet."""
+    """Loads adapters to the device while steps run. No load waits for a step. A step waits only for
+    `install` of an adapter that has not arrived."""
 
     def begin(self, adapter: Adapter) -> None:
-        """Start to bring it near; an earlier start that has not been finished is forgotten."""
+        """Start to load an adapter; an unfinished earlier load of it is forgotten."""
         ...
 
     def finished(self, round_: int) -> list[tuple[Adapter, str | None]]:
-        """What has come since the last call, or failed, with the error; round_: the engine's."""
+        """(adapter, error or None) of loads ended since the last call. round_: the engine's."""
         ...
 
     def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
-        """Put it into a slot and pages, between steps.
+        """Put an adapter into a slot and pages, between steps.
 
-        Raises ValueError if it cannot be had.
+        Raises ValueError if it cannot be loaded.
         """
         ...
 
     def wait(self) -> None:
-        """Until one more has come or failed, but no longer than `MOST_WAIT_S` seconds: requests may
-        come that need not wait, and aborts of those that do."""
+        """Wait until a load ends, at most `MOST_WAIT_S` seconds. In between, other requests may
+        arrive, and waiting ones may be aborted."""
         ...
 
 
 class SimulatedLoads:
     """Loads that take simulated time: one after the other, `page_s` seconds for each rank page.
 
-    The default is that of a model of rank 16 over PCIe Gen4 (Punica §5.2: about 2 ms).
-    pages: rank pages of the adapter in each slot.
+    page_s: by default, a whole adapter of rank 16 over PCIe Gen4 (Punica §5.2: about 2 ms).
+    pages: number of rank pages of the adapter in each slot.
     """
 
     def __init__(self, clock: VirtualClock, page_s: float = 2e-3):
@@ -69,11 +69,13 @@ class SimulatedLoads:
 
 
 class RecordedLoads:
-    """Loads that come when, and fail as, they did in the run of `events`, whatever they take now.
+    """Loads that end or fail in the same rounds as in the run of `events`, however long they take.
 
-    The adapters are those of `known`, by name and content hash. What has not begun does not come:
-    the run then went another way. waited: whether the last round did, and nothing has come in
-    since; whoever brings in something else says so.
+    A load that has not begun does not end: the replay then differs from the run.
+
+    known: the adapters by name and content hash.
+    waited: whether the last round waited, and no input has come since; the caller clears it when it
+        replays another input.
     """
 
     def __init__(
@@ -107,6 +109,6 @@ class RecordedLoads:
         self._loads.install(adapter, slot, pages)
 
     def wait(self) -> None:
-        """The run had waited until something came, so `finished` raises ValueError if in the next
-        round, should there be one, nothing does."""
+        """Note the wait. The recorded run waited until a load ended, so the next `finished` raises
+        ValueError if its round has none."""
         self.waited = True

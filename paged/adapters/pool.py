@@ -21,9 +21,12 @@ Pages = dict[str, dict[str, jax.Array]]
 
 @flax.struct.dataclass
 class ResidentAdapters:
-    """pages: {projection: {'a': [L, N, 16, in], 'b': [L, N, 16, out]}}, a shard's own part of what
-    its base weights split. rank_pages: [A, Q] int32, the pages of the adapter in each slot.
-    num_rank_pages: [projections, A] int32, how many of them count for a projection."""
+    """The arrays of the adapters on the device.
+
+    pages: {projection: {'a': [L, N, 16, in], 'b': [L, N, 16, out]}}, split as the base weights.
+    rank_pages: [A, Q] int32, the pages of the adapter in each slot.
+    num_rank_pages: [projections, A] int32, how many of these pages a projection uses.
+    """
 
     pages: Pages
     rank_pages: jax.Array
@@ -32,9 +35,9 @@ class ResidentAdapters:
 
 @dataclass(frozen=True)
 class AdapterPool:
-    """Sizes of the pool: A slots, N pages, Q of them for an adapter at most.
+    """Sizes of the pool: A slots, N pages, at most Q pages for one adapter.
 
-    implementation: of the ops, as `StepProgram.declare` takes it.
+    implementation: of the ops, as in `StepProgram.declare`.
     """
 
     num_slots: int
@@ -44,21 +47,21 @@ class AdapterPool:
 
     @classmethod
     def declare(cls, config: EngineConfig, implementation: str | None) -> "AdapterPool | None":
-        """None where the engine has no adapters."""
+        """The pool of an engine; None without adapters."""
         if not config.adapter_slots:
             return None
         most = lora.num_pages(config.max_adapter_rank)
         return cls(config.adapter_slots, config.num_adapter_pages, most, implementation)
 
     def empty(self, model: ModelConfig, dtype) -> Pages:
-        """The pages of `model`, or of a shard's part of one: zeros."""
+        """Pages of zeros, for a whole model or a shard's part."""
         return {
             name: {key: jnp.zeros(param.shape, dtype) for key, param in matrices.items()}
             for name, matrices in lora.declare(model, self.num_pages).items()
         }
 
     def abstract(self, shards: Shards, dtype) -> ResidentAdapters:
-        """What a step reads, as `ShapeDtypeStruct`s, to compile without weights."""
+        """A step's adapter arrays as `ShapeDtypeStruct`s, to compile without weights."""
         model = shards.sharded.whole
         tables = (self.num_slots, self.max_pages), (len(family(model).PROJECTIONS), self.num_slots)
         rank_pages, num_rank_pages = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in tables)
@@ -69,7 +72,7 @@ class AdapterPool:
         )
 
     def hook(self, model: ModelConfig, adapters: ResidentAdapters, inputs: StepInputs) -> Adapters:
-        """The model's seam: each token's own adapter, added to every projection."""
+        """The model's hook, which adds each token's LoRA product to every projection."""
         names = family(model).PROJECTIONS
         segments = Segments(
             inputs.segment_slots, inputs.segment_starts, inputs.segment_ends, inputs.num_segments
@@ -95,7 +98,7 @@ class AdapterPool:
 
 
 def install(pages: Pages, number, content: Pages) -> Pages:
-    """The pool with page `number`, an int32 scalar, replaced in all projections; as it is, if there
+    """The pool with page `number`, an int32 scalar, replaced in all projections; unchanged if there
     is no such page."""
     return jax.tree.map(
         lambda pool, page: pool.at[:, number].set(page, mode="drop"), pages, content

@@ -1,4 +1,4 @@
-"""Which adapters are on the device, and which come next: integers, no tensors (Punica §5.2)."""
+"""Which adapters are on the device, and which to load next: integers, no tensors (Punica §5.2)."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -10,8 +10,12 @@ from paged.requests.sequence import SequenceGroup
 
 @dataclass
 class Resident:
-    """An adapter's place on the device. pages: its rank pages, in order. ready: whether its weights
-    are there; otherwise they are on their way. pins: running groups that use it."""
+    """An adapter's place on the device.
+
+    pages: its rank pages, in order.
+    ready: whether its weights have arrived.
+    pins: number of running groups that use it.
+    """
 
     slot: int
     pages: list[int]
@@ -21,7 +25,7 @@ class Resident:
 
 @dataclass(frozen=True)
 class Load:
-    """An adapter that is to be brought to a slot and pages. evicted: those that made room."""
+    """A load of an adapter to a slot and pages. evicted: the adapters that made room."""
 
     adapter: Adapter
     slot: int
@@ -32,10 +36,11 @@ class Load:
 class AdapterStore:
     """The slots and rank pages of the device, and the gate of requests whose adapter is absent.
 
-    Running groups pin their adapter. Wanted are the pinned adapters, and then those of waiting
-    requests, in their order, as many as fit. `plan` evicts what nobody wants, the least recently
-    used first. It begins from nothing in every round, so no reservation can leak. num_loads: so
-    many it has begun.
+    Running groups pin their adapter. `plan` keeps the pinned adapters, then the adapters of waiting
+    requests in queue order, as many as fit. It evicts others, the least recently used first. It
+    plans from scratch in every round, so no reservation can leak.
+
+    num_loads: loads begun so far.
     """
 
     def __init__(self, num_slots: int, num_pages: int):
@@ -49,7 +54,7 @@ class AdapterStore:
 
     @property
     def ready(self) -> list[str]:
-        """The names of the adapters that are there."""
+        """The names of the adapters whose weights have arrived."""
         return [adapter.name for adapter, resident in self.residents.items() if resident.ready]
 
     @property
@@ -82,7 +87,7 @@ class AdapterStore:
             self.residents.move_to_end(group.adapter)
 
     def plan(self, waiting: Iterable[Adapter | None]) -> list[Load]:
-        """Loads to begin now, for the adapters of requests in the order in which these may run."""
+        """Loads to begin now. waiting: adapters of waiting requests, in queue order."""
         wanted = dict(self._pinned)
         pages = sum(adapter.num_pages for adapter in wanted)
         for adapter in waiting:
@@ -103,8 +108,8 @@ class AdapterStore:
         return loads
 
     def _make_room(self, num_pages: int, wanted: dict[Adapter, None]) -> list[Adapter] | None:
-        """Evict for one slot and `num_pages`; None, and nothing evicted, where that is not enough:
-        what is being loaded stays."""
+        """Evict adapters until one slot and `num_pages` are free. Returns None, and evicts nothing,
+        if that is impossible: pinned and wanted adapters, and those being loaded, stay."""
         slots, pages = len(self._free_slots), len(self._free_pages)
         victims = []
         for adapter, resident in self.residents.items():
@@ -132,19 +137,19 @@ class AdapterStore:
         self._free_pages.extend(reversed(resident.pages))
 
     def arrive(self, adapter: Adapter) -> Resident:
-        """The weights of an adapter that was being loaded are there."""
+        """Record that an adapter's load has finished."""
         resident = self.residents[adapter]
         assert not resident.ready
         resident.ready = True
         return resident
 
     def fail(self, adapter: Adapter) -> None:
-        """They cannot be had."""
+        """Record that an adapter's load has failed."""
         assert not self.residents[adapter].ready
         self._remove(adapter)
 
     def check(self) -> None:
-        """Assert that each slot and each page is free or one adapter's."""
+        """Assert that each slot and each page is free or owned by one adapter."""
         slots = [resident.slot for resident in self.residents.values()]
         assert sorted([*self._free_slots, *slots]) == [*range(self.num_slots)], "a slot is lost"
         pages = [page for resident in self.residents.values() for page in resident.pages]

@@ -9,7 +9,7 @@ NULL_BLOCK = 0  # Never allocated. Unused entries of block tables name it.
 
 
 class BlockCache(Protocol):
-    """What keeps blocks that their last owner has released. idle: those without owners."""
+    """Keeps blocks that their last owner has released. idle: the kept blocks without owners."""
 
     idle: OrderedDict[int, None]
 

@@ -16,8 +16,8 @@ from paged.blocks.block_pool import NULL_BLOCK, BlockPool
 class SwappedTables:
     """Tables of sequences whose blocks are in the host's memory (§4.5, swapping).
 
-    blocks: the host blocks of each sequence, `NULL_BLOCK` for those that it has dropped. Sequences
-    share host blocks as they shared blocks.
+    blocks: the host blocks of each sequence, `NULL_BLOCK` for dropped ones. Sequences share host
+        blocks as they shared blocks.
     num_tokens: the tokens of each sequence.
     """
 
@@ -30,16 +30,17 @@ class SwappedTables:
 
 
 def _held(blocks: np.ndarray) -> np.ndarray:
-    """Without those that were dropped."""
+    """`blocks` without dropped ones."""
     return blocks[blocks != NULL_BLOCK]
 
 
 class BlockTables:
     """Tables of `num_slots` sequences of at most `max_tokens` tokens over one block pool.
 
-    blocks:     [num_slots, M] int32 physical blocks; `NULL_BLOCK` beyond num_blocks, and for those
-                that were dropped.
-    num_blocks: [num_slots] logical blocks in use, and of these num_dropped: [num_slots].
+    blocks: [num_slots, M] int32 physical blocks; `NULL_BLOCK` beyond num_blocks and for dropped
+        blocks.
+    num_blocks: [num_slots] logical blocks, dropped ones included.
+    num_dropped: [num_slots] dropped blocks.
     num_tokens: [num_slots] tokens for which there is room. All blocks but the last are full.
     """
 
@@ -139,21 +140,21 @@ class BlockTables:
         self.num_tokens[slot] = num_tokens
 
     def drop(self, slot: int, first: int, end: int) -> None:
-        """Give up logical blocks first .. end - 1 of `slot`, whose tokens nobody will read or write
-        any more: all are full. Those that were dropped before stay so."""
+        """Release logical blocks first .. end - 1 of `slot`, all full, whose tokens no later step
+        reads or writes. Blocks dropped before stay dropped."""
         dropped = _held(self.blocks[slot, first : max(first, end)])
         self.pool.release(dropped)
         self.blocks[slot, first : max(first, end)] = NULL_BLOCK
         self.num_dropped[slot] += len(dropped)
 
     def free(self, slot: int) -> None:
-        """Give up all blocks of `slot`."""
+        """Release all blocks of `slot`."""
         self.pool.release(_held(self.blocks[slot, : self.num_blocks[slot]]))
         self.blocks[slot] = NULL_BLOCK
         self.num_blocks[slot] = self.num_dropped[slot] = self.num_tokens[slot] = 0
 
     def shared_room(self) -> int:
-        """The room in last blocks that are shared, counted for all of their owners but one."""
+        """Token room in shared last blocks, counted for every owner but one."""
         slots = np.flatnonzero(self.num_blocks) if self._forked else ()
         if not len(slots):
             return 0
@@ -205,7 +206,7 @@ class BlockTables:
 
 
 def _renamed(table: np.ndarray, names: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """`table` with each of the ascending `names` replaced by its like among `others`."""
+    """`table` with each of the ascending `names` replaced by `others` at the same index."""
     renamed = table.copy()
     renamed[table != NULL_BLOCK] = others[np.searchsorted(names, _held(table))]
     return renamed

@@ -1,4 +1,4 @@
-"""Automatic prefix caching: sequences find full blocks again by the tokens that these hold.
+"""Automatic prefix caching: full blocks are found again by their tokens.
 
 The key of a block is a hash of its own tokens and of the key of the block before it. The block's
 own tokens are compared as well. A block is published once its tokens are confirmed. A published
@@ -59,7 +59,7 @@ class PrefixCache:
         return blocks, last
 
     def find_tail(self, key: bytes, content: bytes) -> tuple[int, int] | None:
-        """The longest pinned tail after `key` with which `content` begins, as (block, bytes)."""
+        """The longest pinned tail after `key` that begins `content`: (block, length in bytes)."""
         fits = [t for t in self._tails.get(key, ()) if content.startswith(t[0])]
         return max(((block, len(tail)) for tail, block in fits), key=lambda t: t[1], default=None)
 

@@ -1,4 +1,4 @@
-"""A scheduled step as the arrays that the device takes."""
+"""Builds the device's inputs of a scheduled step."""
 
 import numpy as np
 
@@ -17,8 +17,8 @@ def build_step_inputs(
     prefill_rows: int,
     adapters: bool = False,
 ) -> tuple[StepInputs, np.ndarray]:
-    """A scheduled step padded to its bucket, and the row of each of its sequences [n]. adapters:
-    whether any are configured.
+    """The inputs of a scheduled step, padded to its bucket, and [n] the input row of each scheduled
+    row. adapters: whether any are configured.
 
     Arrays are fresh: the device may read them after the next step is scheduled.
     """
@@ -41,7 +41,7 @@ def build_step_inputs(
         policy.tables(step.slots[of], out=tables[to])
     inputs.lengths[prefills] = step.starts[prefills] + step.counts[prefills]
     inputs.iterations[prefills] = 1
-    # Where a decode row stands after its first iteration; forks compute nothing.
+    # Length after the first iteration; forks compute nothing.
     inputs.lengths[decode_rows] = step.starts[decodes] + np.minimum(step.counts[decodes], 1)
     inputs.iterations[decode_rows] = np.maximum(step.counts[decodes], 1)
     inputs.last_tokens[decode_rows] = np.arange(Tp, Tp + num_decodes)
@@ -78,8 +78,9 @@ def build_step_inputs(
 
 
 def _write_segments(step: ScheduledStep, slots: Slots, Tp: int, inputs: StepInputs) -> None:
-    """Runs of tokens that share an adapter (Punica §6): rows lie in the order of adapters. The last
-    prefill row and the first decode row are of one run only where no padding lies between."""
+    """Write the segments, runs of tokens with the same adapter (Punica §6); rows are grouped by
+    adapter already. The last prefill row and the first decode row share a segment only if no
+    padding lies between them."""
     rows = slice(len(step.slots) - len(step.sources))  # forks compute nothing
     adapter, num_prefills = slots.adapter[step.slots[rows]], step.num_prefills
     counts = np.ones(len(adapter), np.int64)

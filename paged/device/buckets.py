@@ -6,7 +6,7 @@ from paged.config import EngineConfig
 
 
 def _steps(largest: int, smallest: int, linear_above: int) -> tuple[int, ...]:
-    """Powers of two from `smallest`, multiples of `linear_above` beyond it, up to `largest`."""
+    """`smallest` doubled up to `linear_above`, then in steps of `linear_above`, up to `largest`."""
     sizes, size = [], min(smallest, largest)
     while size < largest:
         sizes.append(size)
@@ -18,8 +18,9 @@ def _steps(largest: int, smallest: int, linear_above: int) -> tuple[int, ...]:
 class Buckets:
     """The declared sizes of steps, each of which is compiled once.
 
-    prefill: sizes of Tp.  decode: sizes of Sd in steps without prefill.  mixed: sizes of Sd in
-    steps with prefill; few, because they multiply with those of Tp.
+    prefill: sizes of Tp.
+    decode: sizes of Sd in steps without prefill.
+    mixed: sizes of Sd in steps with prefill; few, because each is compiled for every size of Tp.
     """
 
     prefill: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Counts every XLA compilation of this process, whoever asks for it."""
+"""Counts every XLA compilation of this process, in any code."""
 
 import jax
 

@@ -31,12 +31,12 @@ class PendingOutputs(Protocol):
     """The outputs of a dispatched step."""
 
     def wait(self) -> StepOutputs:
-        """Numpy arrays, once the step has run."""
+        """Wait for the step; returns its outputs as numpy arrays."""
         ...
 
 
 class Executor(Protocol):
-    """What the engine asks of a device, real or simulated."""
+    """The engine's interface to a device, real or simulated."""
 
     @property
     def clock(self) -> WallClock | VirtualClock: ...
@@ -50,48 +50,48 @@ class Executor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """What the model computes in."""
+        """The model's compute dtype."""
         ...
 
     @property
     def adapters(self) -> AdapterLoads | None:
-        """What brings adapters to the device, if any are configured."""
+        """Loads adapters to the device; None if none are configured."""
         ...
 
     def apply(self, moves: Moves) -> None:
-        """What is moved before the next step."""
+        """Start all moves but `after`, before the next step."""
         ...
 
     def execute(self, inputs: StepInputs) -> PendingOutputs: ...
 
     def apply_after(self, moves: Moves) -> None:
-        """What is moved after the step that was executed last."""
+        """Start the moves `after` the step executed last."""
         ...
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
-        """Bring what sampling must know of a sequence: its tokens so far, and its logit bias."""
+        """Load a sequence's inputs of sampling: its tokens so far and its logit bias."""
         ...
 
     def reset(self) -> None:
-        """Start afresh after a failure, with an empty cache, and compile nothing: whatever call was
-        interrupted, and this one too."""
+        """Start afresh after a failure, with an empty cache, and compile nothing. Any call may have
+        been interrupted before, this one too."""
         ...
 
 
 @runtime_checkable
 class ReportingExecutor(Protocol):
-    """An executor in simulated time: no device half reports to the policy's host half."""
+    """An executor in simulated time, without a device half to report to the host half."""
 
     def report_by(
         self, simulated: Callable[..., SimulatedDevice], config: CacheConfig, model: ShardedModel
     ) -> None:
-        """Report what this half of the policy of `config` says, from the next step on."""
+        """From the next step on, return the reports of this simulated half of `config`'s policy."""
         ...
 
 
 class _DeviceOutputs:
     def __init__(self, outputs: StepOutputs, inputs: StepInputs):
-        # Log-probabilities are of many times a token's bytes: they stay where they are if unasked.
+        # Log-probabilities take many times a token's bytes: they are copied only if requested.
         if not np.any(inputs.sampling.view(SAMPLING_ROW)["logprobs"]):
             outputs = replace(outputs, logprobs=None)
         if not np.any(inputs.prompt_targets >= 0):
@@ -107,10 +107,10 @@ class _DeviceOutputs:
 class DeviceExecutor:
     """Owns the parameters, the cache and the slots' sampling state; all stay on the devices.
 
-    params: as declared by the whole model, in the dtype to compute and cache in. shapes: the
-    (Tp, Sd) of `Buckets.shapes`, compiled by `warm_up`, or without it when first met.
-    adapter_host_bytes: of adapters that are kept in the host's memory. quantization: as in
-    `EngineConfig`.
+    params: as declared by the whole model, in the compute dtype.
+    shapes: the (Tp, Sd) of `Buckets.shapes`, compiled by `warm_up`, or at their first use.
+    adapter_host_bytes: bytes of adapters kept in the host's memory.
+    quantization: as in `EngineConfig`.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class DeviceExecutor:
         self.reset()
 
     def reset(self) -> None:
-        # An interrupted call may have donated them and lost what it got for them. What is left of
-        # them makes room first.
+        # An interrupted call may have donated these arrays and lost its results. Any left are freed
+        # first, to make room.
         self._cache: Any = None
         self._state: Any = None
         for mover in self._movers():
@@ -173,7 +173,7 @@ class DeviceExecutor:
             shapes = tqdm(self._shapes, "compiling steps", disable=not progress)
             self._programs = dict(zip(shapes, compiled, strict=True))
         finally:
-            # Whoever interrupts this waits for what compiles now, but not for what would come next.
+            # An interruption waits for compilations in progress, but not for queued ones.
             threads.shutdown(cancel_futures=True)
         for shape in self._shapes:
             self.execute(self._program.empty_inputs(shape)).wait()
@@ -191,7 +191,7 @@ class DeviceExecutor:
 
     @property
     def _lora(self) -> ResidentAdapters | None:
-        """What a step reads and never donates."""
+        """The adapters that a step reads and never donates."""
         return self.adapters.resident if self.adapters else None
 
     def execute(self, inputs: StepInputs) -> _DeviceOutputs:
@@ -214,8 +214,8 @@ class DeviceExecutor:
         self._state = self._load(self._state, np.int32(slot), history, bias_tokens, bias_values)
 
     def apply(self, moves: Moves) -> None:
-        """Copies on the device are one operation for many units (vLLM §5.1); so are swaps, a gather
-        or a scatter and a transfer, and no step waits for what is swapped out (§4.5)."""
+        """Each copy or swap is one device operation for many units (vLLM §5.1). A swap is a gather
+        or a scatter, and a transfer. No step waits for units that are swapped out (§4.5)."""
         for pool, pairs in moves.exports.items():
             self._pools[pool].export(self._cache, pairs)
         if self._slots:
@@ -233,8 +233,8 @@ class DeviceExecutor:
             self._cache = self._slots.copy(self._cache, moves.after)
 
     def snapshot(self) -> Any:
-        """What the policy's device half shows of its cache after all steps that were dispatched,
-        for pictures and tests. Raises ValueError for a policy that shows nothing."""
+        """The policy's `snapshot` of its cache after all dispatched steps, for pictures and tests.
+        Raises ValueError for a policy without one."""
         policy: Any = self._program.policy
         if not hasattr(policy, "snapshot"):
             raise ValueError(f"{type(policy).__name__} shows nothing of its cache: no snapshot")

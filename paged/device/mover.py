@@ -16,20 +16,20 @@ from paged.kv_cache.policy import KVPolicy, SlotStateKVPolicy
 from paged.tensor_parallel import REPLICATED, SPLIT, SPLIT_UNITS, Shards, shared
 
 SLOTS_PER_CALL = 8
-# Python 3.12 does not name Linux's.
+# Python 3.12 lacks the constant; this is Linux's value.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 def _reserved(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array whose memory is taken as it is written: what all slots together could swap out may
-    be more than the machine has."""
+    """An array whose memory is allocated as it is written: the swap space of all slots may exceed
+    the machine's memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
     memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize), flags=flags)
     return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
 
 
 class _Landing:
-    """What is on its way to the host's memory, whose arrays begin to exist as it arrives."""
+    """Transfers to arrays in the host's memory, which are created when the first one arrives."""
 
     def __init__(self, num_units: int):
         self._num_units = num_units
@@ -42,7 +42,7 @@ class _Landing:
         self._on_its_way.append((units, content))
 
     def land(self) -> None:
-        """Wait for all of it. Padding lands in unit 0."""
+        """Wait for all transfers. Padding is written to unit 0."""
         for units, content in self._on_its_way:
             if self._memory is None:
                 self._memory = jax.tree.map(
@@ -84,7 +84,7 @@ class UnitMover:
         return cache
 
     def copy(self, cache, pairs: list[tuple[int, int]]):
-        """(source, destination). A step that copies few units is not padded to the most."""
+        """Copy pairs (source, destination). A few pairs are padded to a small program's size."""
         sizes = self._pool.copy_sizes
         size = next((size for size in sizes if size >= len(pairs)), sizes[-1])
         null = self._pool.null_unit
@@ -93,13 +93,13 @@ class UnitMover:
         return cache
 
     def export(self, cache, pairs: list[tuple[int, int]]) -> None:
-        """(unit, host unit)"""
+        """Swap out pairs (unit, host unit)."""
         self._host.land()
         for part in _parts(pairs, self._pool.units_per_call, (self._pool.null_unit, 0)):
             self._host.send(part[:, 1], self.export_program(cache, part[:, 0].copy()))
 
     def bring(self, cache, pairs: list[tuple[int, int]]):
-        """(host unit, unit)"""
+        """Swap in pairs (host unit, unit)."""
         for part in _parts(pairs, self._pool.units_per_call, (0, self._pool.null_unit)):
             content = self._host.read(part[:, 0])
             cache = self.import_program(cache, part[:, 1].copy(), content)
@@ -107,8 +107,8 @@ class UnitMover:
 
 
 class SlotMover:
-    """The state of slots, for policies that have it. In the host's memory it lies under keys, which
-    are not negative."""
+    """Moves the state of slots, for policies with `slot_state`. In the host's memory a slot's state
+    has a key, which is not negative."""
 
     def __init__(self, shards: Shards, policy: KVPolicy, num_slots: int):
         self._nowhere = num_slots
@@ -131,7 +131,7 @@ class SlotMover:
     def before(self, cache, moves: Moves):
         """Exports, releases and imports, in this order."""
         if moves.slot_exports:
-            self._land()  # or what was exported before would stay on the device too
+            self._land()  # so that earlier exports leave the device
         for part in _parts(moves.slot_exports, SLOTS_PER_CALL, (self._nowhere, -1)):
             content = self._export(cache, part[:, 0].copy())
             for leaf in jax.tree.leaves(content):
@@ -150,7 +150,7 @@ class SlotMover:
         return cache
 
     def _land(self) -> None:
-        """Wait for all that is on its way."""
+        """Wait for all exports in progress."""
         for keys, content in self._on_its_way:
             arrived = jax.tree.map(np.asarray, content)
             for place, key in enumerate(keys):
@@ -159,12 +159,12 @@ class SlotMover:
         self._on_its_way.clear()
 
     def _content(self, keys: list[int]):
-        """The states under these keys, as one export of them would have given."""
+        """The states under these keys, stacked as one export returns them."""
         self._land()
         return jax.tree.map(lambda *leaves: np.stack(leaves), *(self._exported[k] for k in keys))
 
     def copy(self, cache, pairs: list[tuple[int, int]]):
-        """(parent, child)"""
+        """Copy the states of pairs (parent, child)."""
         for part in _parts(pairs, SLOTS_PER_CALL, (self._nowhere, self._nowhere)):
             cache = self._copy(cache, part[:, 0].copy(), part[:, 1].copy())
         return cache

@@ -28,18 +28,19 @@ from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_s
 from paged.tensor_parallel import REPLICATED, SPLIT, Shards, shared
 
 CACHED_LAYER_BYTES = 2**22  # weights of a layer that a CPU's caches hold
-# XLA takes each write into the pools for a copy of them, and to save memory that it does not need
+# XLA counts each write into the pools as a copy of them. To save that memory, rematerialization
 # would compute attention twice.
 GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 
 @flax.struct.dataclass
 class StepOutputs:
-    """What a step gives back.
+    """The outputs of a step.
 
-    tokens: [I, S] int32, by iteration and row.  logprobs: of these tokens, [I, S].
-    prompt_logprobs: of `StepInputs.prompt_targets`, [Tp].  On the host either is None if no row
-    asked for it.  report: what the KV policy reports, of each shard [num_shards, ...], or None.
+    tokens: [I, S] int32, by iteration and row.
+    logprobs: [I, S] of these tokens; None on the host if no row requests them.
+    prompt_logprobs: [Tp] of `StepInputs.prompt_targets`; None on the host if none are requested.
+    report: the KV policy's report, [num_shards, ...], or None.
     """
 
     tokens: Array
@@ -97,7 +98,7 @@ def _next_iteration(inputs: StepInputs, done) -> StepInputs:
 
 
 def _prompt_logprobs(params, hidden_TxE, targets_T, model: ModelConfig) -> Logprobs:
-    """Of prompt tokens targets [Tp], where they are not -1, by chunks: few logits at a time."""
+    """Of prompt tokens targets [Tp], -1 for none; in chunks, to hold few logits at a time."""
     Tp = targets_T.shape[0]
 
     def of_chunk(chunk):
@@ -124,10 +125,12 @@ def step(
 ):  # fmt: skip
     """One step of the model over a paged cache: (cache, state, StepOutputs).
 
-    `state` feeds tokens that the host has not read yet. A step of decodes alone runs up to
-    `multi_step` iterations, as many as its longest row asks for; each feeds the next. On a shard
-    `params`, `cache` and `model` are its own, and `reduce` is the model's seam to the others.
-    `adapters` is the model's seam to what adds to its projections.
+    `state` has the tokens that the host has not read yet. A step of decodes alone runs up to
+    `multi_step` iterations, as many as its longest row needs; each one's tokens feed the next.
+
+    params, cache, model: the shard's own.
+    adapters: adds the LoRA products to the model's projections; None without adapters.
+    reduce: sum and maximum over all shards.
     """
     Tp, S = inputs.num_prefill_tokens, inputs.lengths.shape[0]
     if Tp or multi_step == 1:
@@ -160,7 +163,7 @@ def step(
 @dataclass(frozen=True)
 class StepProgram:
     """The step as an engine's configuration declares it, to be compiled for each shape (Tp, Sd) of
-    `Buckets.shapes`; holds no arrays. adapters: None where none are configured.
+    `Buckets.shapes`; holds no arrays. adapters: None if none are configured.
 
     Equal programs of a process are traced and compiled once. Raises ValueError for a policy whose
     device half has no hash.
@@ -187,7 +190,7 @@ class StepProgram:
     def declare(
         cls, config: EngineConfig, shards: Shards, implementation: str | None = None
     ) -> "StepProgram":
-        """`implementation` goes to the attention ops, and to those of adapters."""
+        """`implementation` goes to the attention ops and the adapters' ops."""
         policy = policy_of(config.policy)
         sizes = policy.sizes_of(config, shards.sharded)
         return cls(
@@ -204,7 +207,7 @@ class StepProgram:
         )
 
     def init(self, dtype) -> jax.stages.Wrapped:
-        """Gives an empty cache in `dtype`, and the slots' sampling state."""
+        """A function that returns an empty cache in `dtype`, and the slots' sampling state."""
 
         return _init(self, str(jnp.dtype(dtype)))
 
@@ -217,7 +220,7 @@ class StepProgram:
         self, shape: tuple[int, int], params, adapters, cache, state, gpu_options=GPU_OPTIONS
     ) -> jax.stages.Compiled:
         """(params, adapters, cache, state, packed) -> (cache, state, StepOutputs), with cache and
-        state donated; the arguments may be `ShapeDtypeStruct`s that say where they lie."""
+        state donated; the arguments may be `ShapeDtypeStruct`s with shardings."""
         packed = self.empty_inputs(shape).packed
         lowered = self._jit(shape, params, adapters).lower(params, adapters, cache, state, packed)
         return lowered.compile(gpu_options if self.shards.platform == "gpu" else None)
@@ -260,7 +263,7 @@ class StepProgram:
 
 @shared
 def _jits(program: StepProgram) -> dict[Any, jax.stages.Wrapped]:
-    """Of a program, by shape and by how its arguments are split."""
+    """The jitted steps of a program, by shape and by partition specs of the arguments."""
     return {}
 
 
@@ -276,7 +279,7 @@ def _init(program: StepProgram, dtype: str) -> jax.stages.Wrapped:
 def stacks(platform: str, layer_bytes: int) -> bool:
     """Whether the step scans over stacked layers, each of `layer_bytes` of weights.
 
-    That compiles one layer instead of all, but copies each one's weights before it multiplies by
-    them: three times what a decode step's products read and write. Only a CPU's caches can hide it.
+    A scan compiles one layer instead of all, but copies each layer's weights before use: three
+    times the memory traffic of a decode step's products. Only a CPU's caches can hide that.
     """
     return platform == "cpu" and layer_bytes <= CACHED_LAYER_BYTES

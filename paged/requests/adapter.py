@@ -1,4 +1,4 @@
-"""An adapter as the host knows it."""
+"""A LoRA adapter on the host, without its weights."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,12 @@ from models.lora import num_pages
 
 @dataclass(eq=False)
 class Adapter:
-    """Its name, what it holds, and where it lies on the disk.
+    """A LoRA adapter: its name, folder and content.
 
-    content_hash: SHA-256 of the folder's content, in hex. An engine has one object for each name
-    and content, so that adapters are compared by identity; only its folder may change.
+    content_hash: SHA-256 of the folder's content, in hex.
+
+    An engine has one object for each name and content, so that adapters are compared by identity.
+    Only `folder` may change.
     """
 
     name: str
@@ -20,5 +22,5 @@ class Adapter:
 
     @property
     def num_pages(self) -> int:
-        """Rank pages that it takes on the device."""
+        """Rank pages that the adapter takes on the device."""
         return num_pages(self.rank)

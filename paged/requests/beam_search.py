@@ -1,10 +1,10 @@
 """Beam search: which beams live on, and which are finished (vLLM §4.4).
 
-The rules are those of transformers' `generate(num_beams=width)`. A step looks at the continuations
-of all beams by a next token. Those among the best `width` that end become finished hypotheses. The
-best `width` of those that do not end live on. Scores are added in float32 as in transformers, so
-that near ties have the same outcome. transformers does not define the order of exact ties; here the
-better beam comes first, and within a beam its better token.
+The rules equal transformers' `generate(num_beams=width)`. A step ranks the continuations of all
+beams by one token. A continuation that ends becomes a finished hypothesis if it is among the best
+`width`. The best `width` continuations that do not end live on. Scores are added in float32 as in
+transformers, so that near ties have the same outcome. transformers does not define the order of
+exact ties; here the better beam comes first, and within a beam its better token.
 """
 
 from collections.abc import Sequence
@@ -73,9 +73,9 @@ class BeamSearch:
         top_tokens: [B, A] int32, the best next tokens of each live beam, best first.
         top: [B, A] float32, their natural log-probabilities; -inf for a token that cannot follow.
 
-        A must be `num_candidates` at least, which is `width` plus the number of end-of-sequence
-        tokens. So many next tokens of a beam contain its best `width`, and its best `width` that do
-        not end. No other continuation can finish or live on.
+        A must be at least `num_candidates`, which is `width` plus the number of end-of-sequence
+        tokens. A beam's best A next tokens then contain its best `width`, and its best `width` that
+        do not end. No other continuation can finish or live on.
         """
         B, A = top.shape
         assert 0 < B == len(self.scores) == len(outputs), "one row for each live beam"

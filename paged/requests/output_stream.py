@@ -1,4 +1,4 @@
-"""The outputs of a request as they grow, for whoever asked for a stream."""
+"""The iterator that `Engine.stream` returns."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -7,12 +7,13 @@ from paged.requests.sequence import RequestOutput, SequenceGroup
 
 
 class OutputStream(Iterator[RequestOutput]):
-    """The outputs of a request of `Engine.stream`. Asking for the next one drives the engine.
+    """The growing outputs of one request. `next` runs the engine's steps until there is one.
 
-    After an interruption it goes on with what there is: an output with reason 'error', if the
-    request was ended.
+    After an interruption the iterator continues; if the request was ended, with an output of
+    reason 'error'.
 
-    next_output, close: the engine's calls that do this for a stream.
+    next_output: returns the next output; raises StopIteration after the last one.
+    close: aborts the request and deletes its outputs.
     """
 
     group: SequenceGroup | None = None
@@ -29,5 +30,5 @@ class OutputStream(Iterator[RequestOutput]):
         return self._next_output(self)
 
     def close(self) -> None:
-        """Abort the request, if it runs, and forget its outputs."""
+        """Abort the request if it is unfinished, and delete its outputs."""
         self._close(self)

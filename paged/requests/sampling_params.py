@@ -10,16 +10,17 @@ from models.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from paged import checks
 from paged.checks import described, is_real, is_text, is_whole, refusal, shown
 
-MAX_SEQUENCES = 2**16  # that run side by side, of one request or of many
+MAX_SEQUENCES = 2**16  # that run at once, of one request or of many
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request is decoded. Each field says what it is.
+    """How a request is decoded.
 
-    Reported log-probabilities are natural ones, of the model itself, before temperature, penalties
-    and bias; a simulated device has none to report. A beam search equals transformers' with
-    num_beams, length_penalty and early_stopping; its n best hypotheses are returned.
+    Reported log-probabilities are natural logarithms from the model's own logits, before
+    temperature, penalties and bias; a simulated device reports none. A beam search equals
+    transformers' `generate` with num_beams, length_penalty and early_stopping; its n best
+    hypotheses are returned.
 
     Raises ValueError for values of the wrong type or outside their range.
     """
@@ -128,7 +129,7 @@ class SamplingParams:
                 raise ValueError(f"beam search does not take {name} ({getattr(self, name)!r})")
 
     def _copy_collections(self) -> None:
-        """Check collections and keep copies: nobody may change them behind the engine's back."""
+        """Check collections and copy them, so that callers cannot change them later."""
         stop, bias = self.stop, self.logit_bias
         if not isinstance(stop, tuple | list) or not all(is_text(s) and s for s in stop):
             raise refusal("stop", "a tuple of non-empty strings", stop)
@@ -157,8 +158,7 @@ class SamplingParams:
 
     @property
     def uses_history(self) -> bool:
-        """Whether sampling must know the sequence's tokens: for penalties, or those that are
-        forced."""
+        """Whether sampling needs the sequence's tokens, for penalties or forced output."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         return penalties != (1, 0, 0) or bool(self.forced_output)
 
@@ -168,12 +168,12 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run side by side at most."""
+        """The most sequences of the request that run at once."""
         return self.beam_width if self.is_beam_search else self.best_of or self.n
 
     @property
     def ranks(self) -> bool:
-        """Whether sequences are sampled that are not returned."""
+        """Whether more sequences are sampled than returned."""
         return self.num_sequences > self.n and not self.is_beam_search
 
 

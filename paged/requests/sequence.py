@@ -17,7 +17,10 @@ from paged.requests.stopping import TextStream
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token's natural log-probability, and the best alternatives' by token, best first."""
+    """A token's natural log-probability.
+
+    top: natural log-probabilities of the best alternatives by token, best first.
+    """
 
     token: int
     logprob: float
@@ -32,10 +35,12 @@ class Status(enum.Enum):
 
 
 class Sequence:
-    """One line of tokens: a prompt and what is generated from it.
+    """A prompt and its generated output.
 
-    While the sequence runs its tokens are in `Slots` under `slot`; otherwise they are here. parent:
-    the sequence of its group whose first `shared` tokens it shares, until these are computed.
+    tokens: prompt and output, as far as the host has read them. While the sequence runs, they are
+        in `Slots` under `slot` instead.
+    parent: the sequence of the same group with which it shares its first `shared` tokens; None
+        once these are computed.
     """
 
     __slots__ = (
@@ -56,43 +61,45 @@ class Sequence:
 
     def __init__(self, group: "SequenceGroup", tokens: np.ndarray, seed: int):
         self.group, self.seed = group, seed
-        self.tokens = tokens  # prompt and output, as far as the host has seen them
+        self.tokens = tokens
         self.status = Status.WAITING
         self.slot = -1
         self.finish_reason: str | None = None
         self.parent: Sequence | None = None
         self.shared = 0
         self.computed = 0  # tokens whose keys and values were swapped out
-        # The prefix cache's chain over `tokens`, if it was needed since these changed.
+        # The prefix cache's `chain` over `tokens`, computed when needed.
         self.block_keys: list[tuple[bytes, bytes]] | None = None
-        self.logprobs: list[TokenLogprob] = []  # of the output, where they are asked for
-        self.text_stream: TextStream | None = None  # where its text is needed as it comes
-        self.cumulative_logprob = 0.0  # of the output, where sequences are ranked by it
+        self.logprobs: list[TokenLogprob] = []  # of the output, if requested
+        self.text_stream: TextStream | None = None  # for stop strings and streaming
+        self.cumulative_logprob = 0.0  # of the output, if sequences are ranked
 
     @property
     def num_prompt_tokens(self) -> int:
         return self.group.num_prompt_tokens
 
     def prefill_tokens(self, replays: bool) -> np.ndarray:
-        """Tokens that are prefilled. replays: whether known output is decoded again instead."""
+        """Tokens to prefill. replays: whether known output is replayed instead."""
         return self.tokens[: self.num_prompt_tokens] if replays else self.tokens
 
     @property
     def still_forced(self) -> tuple[int, ...]:
-        """What is left of the forced output."""
+        """The forced output that is not generated yet."""
         return self.group.sampling.forced_output[len(self.tokens) - self.num_prompt_tokens :]
 
 
 def _seed_of(seed: int, index: int) -> int:
-    """The first sequence of a group samples as it would alone, the others each otherwise."""
+    """The seed of a group's sequence `index`. The first one samples as it would alone."""
     return int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) if index else seed
 
 
 class SequenceGroup:
     """The sequences of one request: scheduled, preempted and resumed together (vLLM §4.5).
 
-    order: arrival order, which preemption does not change. limit: tokens (prompt and output) at
-    which generation ends. search: of a beam search, whose live beams `sequences` are, best first.
+    order: arrival order, which preemption does not change.
+    limit: tokens (prompt and output) at which generation ends.
+    search: the beam search, if the request is one. Then `sequences` are its live beams, best first.
+
     Times are seconds on the engine's clock.
     """
 
@@ -124,28 +131,28 @@ class SequenceGroup:
         self.first_token_s: float | None = None
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # taken from the prefix cache instead of computed
-        self.swapped: Any = None  # what the policy keeps of it in the host's memory
-        self.cache_salt = ""  # shares cached prefixes only with its like
+        self.swapped: Any = None  # what `HostPolicy.swap_out` returned, until `swap_in`
+        self.cache_salt = ""  # cached prefixes are shared only under equal salts
         self.adapter: Adapter | None = None
         self.adapter_slot = -1  # on the device, while it runs
-        self.overtaken = 0  # how often later ones started before it, as its adapter was absent
+        self.overtaken = 0  # later groups that started first, as its adapter was absent
         self.stream = False
-        self.pin = False  # its prompt's blocks are to be kept
-        self.mailbox: deque[RequestOutput] | None = None  # where outputs go that `step` leaves out
-        # Where they are asked for.
+        self.pin = False  # whether its prompt's blocks are pinned when it ends
+        self.mailbox: deque[RequestOutput] | None = None  # receives the outputs instead of `step`
+        # None until computed; empty if not requested.
         asked = 0 if sampling.prompt_logprobs is None else len(prompt)
         self.prompt_logprobs: list[TokenLogprob | None] = [None] * asked
 
     @property
     def cache_root(self) -> bytes:
-        """The key of the empty prefix, for those with which it may share cached prefixes."""
+        """The key of the empty prefix, equal for groups that may share cached prefixes."""
         if self.adapter is None:
             return root_key(self.cache_salt)
         return root_key(self.cache_salt, self.adapter.name, self.adapter.content_hash)
 
     @property
     def misses_prompt_logprobs(self) -> bool:
-        """Whether some are asked for and not computed yet; the first token has none."""
+        """Whether requested ones are not computed yet; the first token has none."""
         return None in self.prompt_logprobs[1:]
 
     @property
@@ -160,11 +167,11 @@ class SequenceGroup:
 def share_prefixes(
     sequences: list[Sequence], page_size: int, whole: bool = False, replays: bool = False
 ) -> None:
-    """Let each of a group's sequences share with one before it as many as it can of the tokens that
-    are prefilled.
+    """Set each sequence's parent: the earlier sequence of its group with which it can share most of
+    its prefilled tokens.
 
-    Sequences with equal tokens share all of them; others, unless only `whole` sequences can be
-    shared, full blocks, without their last token.
+    Sequences with equal tokens share all of them. Others share full blocks before their last token,
+    or nothing if only `whole` sequences can be shared.
     """
     prefills = [sequence.prefill_tokens(replays) for sequence in sequences]
     for i, (sequence, tokens) in enumerate(zip(sequences, prefills)):
@@ -186,12 +193,14 @@ def _shared_tokens(tokens: np.ndarray, theirs: np.ndarray, page_size: int) -> in
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """One sequence of a request: all its tokens so far.
+    """One sequence of a request.
 
+    tokens: the output so far.
     finish_reason: None while it runs; 'eos', 'length', 'stop' (a stop string or token), 'abort', or
-    'error' (the model's logits were not finite). logprobs: of each token, None if not asked for.
-    score: of a beam search, the sum of log-probabilities over length ** length_penalty; with
-    best_of above n, their sum; otherwise None.
+        'error' (logits that are not finite, an adapter that cannot be loaded, a failed engine).
+    logprobs: of each token, None if not requested.
+    score: in a beam search, the sum of log-probabilities divided by length ** length_penalty; with
+        best_of above n, the sum; otherwise None.
     """
 
     tokens: list[int]
@@ -203,12 +212,14 @@ class SequenceOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What the engine returns of a request.
+    """The output of a request, so far or at its end.
 
-    sequences: n of them at the end, best first where they are ranked; all while it runs. tokens,
-    text, finish_reason and logprobs are the first one's. prompt_logprobs: of each prompt token,
-    None for the first and those not computed yet; None if not asked for. cached_tokens: of the
-    prompt, taken from the prefix cache instead of computed.
+    sequences: all sequences while the request runs; n at its end, the best first if they are
+        ranked.
+    tokens, text, finish_reason, logprobs: of the first sequence.
+    prompt_logprobs: of each prompt token, with None for the first token and for tokens not computed
+        yet; None if not requested.
+    cached_tokens: prompt tokens taken from the prefix cache instead of computed.
     """
 
     request_id: str

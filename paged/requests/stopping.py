@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-REPLACEMENT = "\ufffd"  # Decoding gives it for bytes that form no character.
+REPLACEMENT = "\ufffd"  # What decoding returns for bytes that form no character.
 # How many pieces of text are decoded again with the next piece. A character has at most 4 bytes, so
 # the last 3 pieces may be unfinished, and 3 before them may begin in the middle of a character.
 WINDOW = 8
@@ -81,7 +81,7 @@ class TextStream:
 
     @property
     def settled(self) -> str:
-        """What of `text` no later token takes back."""
+        """The part of `text` that no later token takes back."""
         return self.text if self._row is None else self.text[: self._row.start]
 
     def push(self, token: int) -> bool:
@@ -142,7 +142,7 @@ class _ByteRow:
 
     start: int
     length: int = 0
-    is_utf8: bool = True  # As far as it is known.
+    is_utf8: bool = True  # So far.
     unfinished: list[int] = field(default_factory=list)  # The bytes after the last whole character.
     decoder: codecs.IncrementalDecoder = field(
         default_factory=codecs.getincrementaldecoder("utf-8")

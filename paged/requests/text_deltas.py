@@ -6,7 +6,7 @@ from paged.requests.stopping import TextStream
 
 
 class TextDeltas:
-    """Deltas whose concatenation begins the final text of a sequence, whatever tokens follow.
+    """Deltas that concatenate to a prefix of a sequence's final text, whatever tokens follow.
 
     Text that a later token could change, or that may begin a stop string, waits in the stream.
     """
@@ -16,8 +16,8 @@ class TextDeltas:
         self._num_taken = 0  # characters
 
     def push(self, tokens: Iterable[int]) -> list[int]:
-        """Add tokens. Returns the number of characters before each of them: all tokens of one
-        character begin where it does."""
+        """Add tokens. Returns each token's offset in the text, in characters; all tokens of one
+        character have the character's offset."""
         offsets = []
         for token in tokens:
             offsets.append(len(self._stream.text))

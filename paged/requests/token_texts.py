@@ -1,4 +1,4 @@
-"""The texts of single tokens, and where a prompt's tokens begin in its text."""
+"""The texts of single tokens, and the offsets of a prompt's tokens in its text."""
 
 import functools
 
@@ -13,10 +13,10 @@ _BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
 class TokenTexts:
-    """The text and the bytes of each token of a vocabulary by itself.
+    """The text and the bytes of single tokens of a vocabulary.
 
-    special: special tokens by their text.
-    bytes: of a token.
+    special: special token ids by their text.
+    bytes: token id -> bytes.
     """
 
     def __init__(self, tokenizer):
@@ -44,7 +44,7 @@ class TokenTexts:
         return offsets
 
     def text(self, token: int, mark: str = "") -> str:
-        """OpenAI's spelling: bytes that are no whole characters as `\\xf0\\x9f`, after `mark`."""
+        """A token in OpenAI's spelling: partial characters as `\\xf0\\x9f`, after `mark`."""
         spelt = self.bytes(token)
         try:
             return spelt.decode()

@@ -1,4 +1,4 @@
-"""What limits the requests that enter a step: room for their prompts, and a gate of its own."""
+"""Limits on admission: prefill room in a step, and a gate for adapters not on the device."""
 
 from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
@@ -8,11 +8,13 @@ from paged.requests.sequence import SequenceGroup
 
 
 class PrefillRoom:
-    """The prefill rows of one step, under the limits of tokens and of rows.
+    """The prefill rows of one step, limited in tokens and in rows.
 
-    refused: whether a sequence found no room: then nobody new may enter.
-    in_chunks: whether a prompt has begun and not ended, for policies with a `staged_tile`.
-    goes_on: whether one that has begun, or a pinned prefix, goes on in the step.
+    rows: (slot, tokens) of each prefill row.
+    budget: tokens left in the step.
+    refused: whether a sequence did not fit; then no new group is admitted.
+    in_chunks: whether a prompt is partly prefilled; for policies with a `staged_tile`.
+    goes_on: whether the step continues such a prompt, or a pinned prefix.
     """
 
     def __init__(self, config: EngineConfig, budget: int, in_chunks: bool = False):
@@ -21,8 +23,8 @@ class PrefillRoom:
         self.refused, self.in_chunks, self.goes_on = False, in_chunks, in_chunks
 
     def takes(self, length: int, pinned: int = 0) -> bool:
-        """Whether a first chunk of a sequence of `length` tokens fits, after `pinned` ones; nobody
-        enters after one that does not."""
+        """Whether the first chunk of a sequence of `length` tokens fits, after its `pinned` tokens;
+        if not, sets `refused`."""
         free = len(self.rows) < self._config.max_prefills_per_step
         free &= not (pinned and (self.in_chunks or self.goes_on))
         takes = free and self._chunk(pinned, length - pinned, self.budget) > 0
@@ -30,7 +32,8 @@ class PrefillRoom:
         return takes
 
     def _chunk(self, start: int, left: int, most: int) -> int:
-        """Tokens of the next chunk of a sequence that has `left` after `start`, at most `most`."""
+        """Tokens of the next chunk of a sequence with `left` tokens to prefill from `start`: at
+        most `most`, 0 if no chunk is allowed."""
         if left <= most:
             return left
         if not self._config.chunked_prefill:
@@ -47,15 +50,18 @@ class PrefillRoom:
         return max(0, end - tiles_left * can.prefill_tile - start)
 
     def add(self, slot: int, left: int, forks: int = 0, start: int = 0, stop: int = 0) -> None:
-        """Add a row with as many of the `left` tokens after `start` as fit, cut where the policy
-        allows it, and at `stop`. The last token comes with `forks` rows of one token each: it waits
-        for a later step if these do not fit."""
+        """Add a row with as many of the `left` tokens from `start` as fit.
+
+        A chunk ends where the policy allows a cut, and at `stop` if it lies beyond `start`. The
+        last token needs room for `forks` further rows of one token each; without that room it
+        waits for a later step.
+        """
         most = min(self.budget, stop - start) if start < stop else self.budget
         count = self._chunk(start, left, most)
         if count == left and left + forks > self.budget:
             count = self._chunk(start, left, left - 1)
             if not count and left + forks > self._config.max_num_batched_tokens:
-                count = left - 1  # Its forks fit in no step, whoever else runs.
+                count = left - 1  # Chunk and forks exceed even an empty step.
         if not count or len(self.rows) == self._config.max_prefills_per_step:
             self.refused = True
             return
@@ -70,17 +76,17 @@ class AdmissionGate(Protocol):
 
     @property
     def loading(self) -> bool:
-        """Whether something is on its way that will let requests in."""
+        """Whether a load is in progress that will let requests in."""
         ...
 
     def admits(self, group: SequenceGroup) -> bool: ...
 
     def slot_of(self, group: SequenceGroup) -> int:
-        """Of the adapter of a group that it admits, -1 for none."""
+        """Adapter slot of a group that the gate admits, -1 without an adapter."""
         ...
 
     def enter(self, group: SequenceGroup) -> None:
-        """The group runs from here on, and needs its adapter until it leaves."""
+        """The group starts to run; its adapter must stay on the device until `leave`."""
         ...
 
     def leave(self, group: SequenceGroup) -> None: ...
@@ -107,8 +113,8 @@ class OpenGate:
 def in_turn(
     waiting: Iterable[SequenceGroup], returning: Collection[SequenceGroup]
 ) -> Iterable[SequenceGroup]:
-    """The queue as it will enter: new groups after those that were preempted, while any that were
-    swapped out return (vLLM §4.5)."""
+    """The queue in admission order: while swapped groups return (vLLM §4.5), preempted groups come
+    before new ones."""
     if not returning:
         return waiting
     return sorted(waiting, key=lambda group: group.num_preemptions == 0)
@@ -118,11 +124,11 @@ def candidates(
     waiting: Iterable[SequenceGroup], gate: AdmissionGate, returning: Collection[SequenceGroup],
     max_overtakes: int,
 ) -> Iterator[SequenceGroup]:  # fmt: skip
-    """The groups that may enter, one after the other; who asks for another has admitted the last.
+    """Yield the groups to admit, in order. The caller admits each one before it takes the next.
 
-    Groups that wait for their adapter are passed over, and each is overtaken at most
-    `max_overtakes` times. While groups that were swapped out return, new ones have to wait; they
-    are passed over too, because those that return need not come before them.
+    Groups without their adapter are skipped, and each is overtaken at most `max_overtakes` times.
+    While swapped groups return, new groups are skipped too, because a returning group may be
+    behind them in the queue.
     """
     passed: list[SequenceGroup] = []
     for group in waiting:

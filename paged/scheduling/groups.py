@@ -1,4 +1,4 @@
-"""Sequences of a group that wait for another one of it to compute the tokens that they share."""
+"""Child sequences, which wait until their parent in the group has computed shared tokens."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,10 +9,11 @@ from paged.scheduling.slots import Slots
 
 @dataclass(frozen=True)
 class Released:
-    """Children whose parents have computed what they share once a step has run.
+    """Children whose shared tokens are computed once a step has run.
 
-    shares: (parent, child, tokens that they share) by slot. forks: slots of those that sample in
-    the step themselves, from what their parents compute in it; sources: the rows of these parents.
+    shares: (parent slot, child slot, number of shared tokens).
+    forks: slots of children that sample in this step, from their parents' logits.
+    sources: row in the step of each fork's parent.
     """
 
     shares: list[tuple[int, int, int]] = field(default_factory=list)
@@ -21,7 +22,7 @@ class Released:
 
 
 class Children:
-    """The running sequences that are held until their parents are computed."""
+    """The running sequences that are held until their parents have computed the shared tokens."""
 
     def __init__(self, slots: Slots):
         self._slots = slots
@@ -35,14 +36,14 @@ class Children:
             self.held = [sequence for sequence in self.held if sequence.group is not group]
 
     def forks_of(self, slots: Iterable[int]) -> int:
-        """How many children sample where the sequences of `slots` sample first."""
+        """Number of children that sample in the step in which parents in `slots` first sample."""
         if not self.held:
             return 0
         parents = [self._slots.owner[slot] for slot in slots]
         return sum(f.parent in parents and f.shared == len(f.tokens) for f in self.held)
 
     def release(self, rows: list[tuple[int, int]]) -> Released:
-        """Let those go on whose parents are computed after a step of `rows` (slot, tokens)."""
+        """Release children whose shared tokens a step of `rows` (slot, tokens) completes."""
         released, waiting = Released(), []
         row_of = {slot: row for row, (slot, _) in enumerate(rows)}
         for child in self.held:
@@ -66,5 +67,5 @@ class Children:
         return bool(self.held)
 
     def let_go(self, child: Sequence) -> None:
-        """What it shares with its parent is computed, or will be in the next step."""
+        """Release a child: its shared tokens are computed, or will be in the next step."""
         child.parent, self._slots.held[child.slot] = None, False

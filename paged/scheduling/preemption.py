@@ -4,11 +4,10 @@ from paged.config import EngineConfig
 
 
 def swaps(config: EngineConfig, num_sequences: int) -> bool:
-    """Whether a group of so many sequences is swapped out, not recomputed.
+    """Whether a preempted group of `num_sequences` is swapped out instead of recomputed.
 
-    'auto' recomputes a single sequence if all of it is prefilled: this is no worse than swapping
-    (§7.3).
-    Sequences of a group would share less once they are recomputed.
+    'auto' recomputes a single sequence if all its tokens are prefilled: this is no worse than
+    swapping (§7.3). It swaps groups of several sequences: recomputed, they would share less.
     """
     if config.preemption_mode != "auto":
         return config.preemption_mode == "swap"

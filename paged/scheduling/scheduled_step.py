@@ -1,4 +1,4 @@
-"""What the scheduler decides: one step in numbers."""
+"""The scheduler's decision for one step, as arrays."""
 
 import functools
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from paged.requests.sequence import SequenceGroup
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """One step in numbers: rows of prefill chunks first, then decode rows.
+    """One step of n rows: prefill chunks first, then decode rows.
 
-    slots, starts, counts: [n] int64: row i computes tokens starts[i] .. starts[i] + counts[i] of
-    the sequence in slots[i]; a decode row computes them in as many iterations. samples: [n] bool:
-    whether it ends at the sequence's last token, and so yields the next one; yields: [n] how many
-    tokens it yields (a beam none: its candidates are looked at). generations: [n] owners of the
-    slots. iterations: of the whole step.
-
-    sources: [num_forks] rows. The last decode rows, as many, are forks: they compute nothing, and
-    sample from what their source has computed, whose tokens are theirs too.
-
-    moves: what is moved around the step.
+    slots: [n] int64, the slot of each row's sequence.
+    starts, counts: [n] int64, row i computes counts[i] tokens from token starts[i] on; a decode
+        row computes one in each iteration.
+    samples: [n] bool, whether a row ends at its sequence's last token, and so samples the next.
+    yields: [n] tokens that a row yields; 0 for a beam, whose search chooses the next token.
+    generations: [n] `Slots.generation` of each row's slot.
+    sources: [num_forks] row of each fork's parent. The last num_forks rows are forks: they compute
+        no token, and sample from the logits of their source row.
+    moves: copies and swaps around the step.
+    iterations: the largest of `yields`.
     """
 
     slots: np.ndarray
@@ -58,9 +58,8 @@ class ScheduledStep:
 def by_adapter(
     prefills: list[tuple[int, int]], decodes: np.ndarray, adapter: np.ndarray, num_adapters: int
 ) -> np.ndarray:
-    """Bring rows of one adapter together, in place in `prefills`, and in the `decodes` that it
-    returns; these begin with the last prefill's adapter (Punica §6). adapter: of each slot,
-    -1 for none."""
+    """Group rows by adapter (Punica §6): sorts `prefills` in place and returns `decodes` sorted,
+    beginning with the last prefill's adapter. adapter: [num_slots] adapter slots, -1 for none."""
     prefills.sort(key=lambda row: adapter[row[0]])
     last = adapter[prefills[-1][0]] if prefills else -1
     after_last = (adapter[decodes] - last) % (num_adapters + 1)

@@ -1,10 +1,11 @@
 """Iteration-level scheduling: who runs next, and with how many tokens (vLLM §4.3, §4.5).
 
-First come, first served. Each step takes all running sequences that generate, then chunks of
-prompts under a token budget, then new requests while blocks and slots allow; those whose adapter
-is not on the device may be overtaken. When blocks run out the latest arrivals are preempted, with
-all sequences of their group; they keep their place, and are recomputed or swapped in again.
-Output that a policy would treat differently in a prompt is then replayed: decoded token by token.
+First come, first served. Each step takes all running sequences that decode, then chunks of running
+prompts under a token budget, then new requests while blocks and slots allow. A request whose
+adapter is not on the device may be overtaken. When blocks run out, the latest arrivals are
+preempted, with all sequences of their group. They keep their place in the queue, and are recomputed
+or swapped in. If a policy treats output differently in a prompt, recomputed output is replayed:
+decoded token by token.
 """
 
 import bisect
@@ -27,9 +28,10 @@ ARRIVAL = operator.attrgetter("order")
 
 
 class Scheduler:
-    """`schedule` decides a step and counts it as done; `update` brings its tokens, a step later.
+    """`schedule` decides a step and counts its tokens as computed; `update` records the sampled
+    tokens, a step later.
 
-    gate: holds back requests for other reasons than lack of room.
+    gate: holds back requests for reasons other than lack of room.
     """
 
     def __init__(self, config: EngineConfig, policy: HostPolicy, gate: AdmissionGate | None = None):
@@ -38,15 +40,15 @@ class Scheduler:
         self.slots = Slots(config.max_num_seqs, config.max_model_len, self._can.replays)
         self.waiting: deque[SequenceGroup] = deque()  # by arrival order
         self.running: list[SequenceGroup] = []  # by arrival order
-        # Whether no group that waits enters a next step that has the rows of the last one: until
-        # another group comes, or something is freed. In a step with fewer rows none enters either,
-        # unless the last one lacked room for a prompt.
+        # nobody_enters: no waiting group can enter a next step with the same rows, until a group is
+        # added or memory is freed. With fewer rows none can either, unless lacked_room: the last
+        # step had no room for a prompt.
         self.nobody_enters = self.lacked_room = False
         self._head_lacks_memory = False
         self._running_slots: np.ndarray | None = None
-        self._beams: list[SequenceGroup] = []  # searches that run
+        self._beams: list[SequenceGroup] = []  # running beam searches
         self._children = Children(self.slots)
-        # Swapped groups that have not completed, or not even come back: see `admit_after_swap`.
+        # Swapped groups until they complete, or until they are swapped in: see `admit_after_swap`.
         self.returning: set[SequenceGroup] = set()
 
     def has_unfinished(self) -> bool:
@@ -60,7 +62,7 @@ class Scheduler:
         return self._running_slots
 
     def add(self, group: SequenceGroup) -> None:
-        # It is behind the head, but its adapter may have to be loaded.
+        # It waits behind a head without memory, but its adapter may need a load.
         self.nobody_enters &= self._head_lacks_memory and not self.config.adapter_slots
         self.waiting.append(group)
 
@@ -73,8 +75,8 @@ class Scheduler:
             self.finish(sequence, reason)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End one sequence; its blocks are free at once. A step in flight may still write them,
-        but steps run in order, so it does so before their next owner."""
+        """End one sequence; its blocks are free at once. A step in flight may still write them, but
+        steps run in order: the next owner writes later."""
         if sequence.status is Status.RUNNING:
             self._free(sequence, Status.FINISHED)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
@@ -106,8 +108,8 @@ class Scheduler:
         self.nobody_enters = False
 
     def _ready(self, slots: np.ndarray) -> np.ndarray:
-        """Those of running `slots` that compute one token in the next step: their newest one, after
-        which they sample, or one of the output that they replay."""
+        """The running `slots` that decode in the next step: their newest token, or one of replayed
+        output. All beams of a group decode in the same step."""
         ready = slots[self.slots.generate(slots)]
         for group in self._beams:
             beams = [beam.slot for beam in group.sequences]
@@ -121,8 +123,11 @@ class Scheduler:
         return ready if self.policy.can_append(ready, self.slots.computed[ready] + 1) else None
 
     def _iterations(self, decodes: np.ndarray) -> np.ndarray:
-        """Tokens that each of `decodes` [n] computes in a step of decodes alone: `multi_step`, or
-        what its limit leaves, or its replay; one if there are no blocks for more."""
+        """Tokens [n] that each of `decodes` [n] computes in a step without prefills.
+
+        This is `multi_step`, capped by the tokens left to replay or, without any, by the length
+        limit. It is 1 for beams, and for all rows if blocks do not suffice.
+        """
         s = self.slots
         replayed = s.length[decodes] - s.computed[decodes] - 1
         left = np.where(replayed > 0, replayed, s.limit[decodes] - s.length[decodes])
@@ -132,7 +137,7 @@ class Scheduler:
         return counts if fits else np.ones_like(counts)
 
     def _preempt_latest(self) -> SequenceGroup:
-        """Take all sequences of the latest arrival off the device (vLLM §4.5)."""
+        """Preempt the latest arrival with all its sequences (vLLM §4.5)."""
         assert len(self.running) > 1, "one group alone must fit: checked when it was added"
         group = self.running[-1]
         sequences = [s for s in group.sequences if s.status is Status.RUNNING]
@@ -155,8 +160,8 @@ class Scheduler:
         return group
 
     def _admit(self, group: SequenceGroup, room: PrefillRoom) -> bool:
-        """Bring a group of the queue to the device; False if there is no room. Beams keep their
-        slots while few are live."""
+        """Admit a waiting group; False if there is no room. Running beam searches keep slots
+        reserved for beams that are not live yet."""
         reserved = sum(g.sampling.beam_width - len(g.sequences) for g in self._beams)
         wanted = max(len(group.unfinished), group.sampling.beam_width if group.search else 0)
         if wanted > self.slots.num_free - reserved or room.refused:
@@ -174,7 +179,7 @@ class Scheduler:
         return True
 
     def _compute(self, group: SequenceGroup, room: PrefillRoom) -> bool:
-        """Admit a group that is new, or was preempted and not swapped out; False without room."""
+        """Admit a group that is new or preempted for recomputation; False without room."""
         sequences = group.unfinished
         if self._can.fork != "no":
             whole = self._can.fork == "computed"
@@ -191,13 +196,13 @@ class Scheduler:
             if sequence.parent is None:
                 group.num_cached_tokens += computed
             elif self.slots.computed[sequence.parent.slot] >= sequence.shared:
-                # What they share is in the prefix cache.
+                # The shared tokens are in the prefix cache.
                 self.policy.computed(sequence.parent.slot, slot, sequence.shared)
                 self._children.let_go(sequence)
         return True
 
     def _swap_in(self, group: SequenceGroup, room: PrefillRoom) -> bool:
-        """Admit a group that was swapped out, as it was; False without room."""
+        """Admit a swapped group with the tokens it had computed; False without room."""
         if not self.policy.can_swap_in(group.swapped, keep_watermark=bool(self.running)):
             return False
         sequences = group.unfinished
@@ -215,15 +220,15 @@ class Scheduler:
         for slot in slots[(s.prefill_left(slots) > 0) & ~s.held[slots]].tolist():
             start = int(s.computed[slot])
             left = int(min(s.length[slot], s.prefill[slot])) - start
-            # Beams sample in the same step.
+            # The last token is left to a decode row: all beams sample in the same step.
             if s.beam[slot] and len(s.sequence_in(slot).group.sequences) > 1 and not s.replays:
                 left -= 1
             stop = self._can.pinned_tokens(left + start) if s.sequence_in(slot).group.pin else 0
             room.add(slot, left, self._children.forks_of([slot]), start, stop)
 
     def schedule(self, number: int, decodes: np.ndarray | None = None) -> ScheduledStep | None:
-        """Step `number`, or None if there is nothing to compute now. decodes: what `decodes` has
-        just said, if it was asked."""
+        """Step `number`, or None if there is nothing to compute now. decodes: the result of
+        `decodes`, if the caller has just computed it."""
         s = self.slots
         preempted = []
         while decodes is None and (decodes := self.decodes()) is None:
@@ -238,7 +243,7 @@ class Scheduler:
         self._add_prefills(running, room)
 
         admitted, refused = list[SequenceGroup](), None
-        # Requests wait in a step that preempts, or they would take what was just set free.
+        # A step that preempts admits no group: it would take the blocks just freed.
         closed = bool(preempted) or (self._can.static_batching and bool(self.running))
         most = self.config.max_overtakes
         for group in candidates(() if closed else self.waiting, self.gate, self.returning, most):
@@ -260,7 +265,7 @@ class Scheduler:
         return self._commit(number, room.rows, decodes, preempted, admitted)
 
     def _start(self, group: SequenceGroup, room: PrefillRoom) -> np.ndarray:
-        """Prefill rows of a group that has just been admitted; its slots that decode at once."""
+        """Add prefill rows of a group just admitted. Returns its slots that decode in this step."""
         s = self.slots
         slots = np.array([sequence.slot for sequence in group.unfinished], np.int64)
         self._add_prefills(slots, room)
@@ -319,8 +324,8 @@ class Scheduler:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Record the tokens that an iteration of a step sampled, `sampled` [n] by row.
 
-        Tokens of sequences that ended or were preempted since are dropped. Returns the rows that
-        took part and their tokens; a negative one (`INVALID_TOKEN`) was not recorded.
+        Tokens of sequences that have since ended or been preempted are dropped. Returns the other
+        rows and their tokens; a negative token (`INVALID_TOKEN`) is returned but not recorded.
         """
         s = self.slots
         took = (iteration < step.yields) & (s.generation[step.slots] == step.generations)
@@ -334,12 +339,13 @@ class Scheduler:
         s.known[good] = known + 1
         self._confirm(good)
         if step.num_prefills and self.config.prefix_caching:
-            self.nobody_enters = False  # A prompt that waits may share these.
+            self.nobody_enters = False  # A waiting prompt may share the new blocks.
         return rows, tokens
 
     def advance_beams(self, group: SequenceGroup, moves: list[tuple[int, int]]) -> None:
-        """Go on with beams (parent, token), parents by their place among the group's sequences, all
-        of whose tokens are known. Dropped beams' blocks are free at once (vLLM §4.4)."""
+        """Replace a group's beams by `moves`: (parent, token), where parent indexes the group's
+        sequences. All their tokens are known. Blocks of dropped beams are free at once (vLLM
+        §4.4)."""
         s, live = self.slots, group.sequences
         kept = {parent for parent, _ in moves}
         for i, sequence in enumerate(live):
@@ -363,7 +369,7 @@ class Scheduler:
         self._confirm(slots)
 
     def _confirm(self, slots: np.ndarray) -> None:
-        """Let others share what these sequences have computed of tokens that are known."""
+        """Let the prefix cache publish the known and computed tokens of `slots`."""
         if self.config.prefix_caching:
             s, policy = self.slots, cast(PrefixCachingHost, self.policy)
             policy.confirm(slots, np.minimum(s.known[slots], s.computed[slots]), s.tokens)

@@ -2,8 +2,8 @@
 
 A slot is a small integer that a sequence keeps from admission to its end or preemption; on the
 device the sequence's state lives under the same number. Arrays keep the per-step cost of hundreds
-of running sequences to a few vector operations. The `slot_mapping` of the attention ops is named
-as in the literature, where a slot is the room for one token in the KV cache.
+of running sequences to a few vector operations. The `slot_mapping` of the attention ops uses the
+literature's meaning instead: there, a slot is the room for one token in the KV cache.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from paged.requests.sequence import Sequence, Status
 
 
 def sampling_row(sequence: Sequence) -> np.ndarray:
-    """A sequence's sampling parameters as the device takes them: one `SAMPLING_ROW`."""
+    """A sequence's sampling parameters for the device: one `SAMPLING_ROW`."""
     how = sequence.group.sampling
     row = np.array(GREEDY_ROW)
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty",
@@ -53,19 +53,19 @@ class Slots:
         |--- keys and values written ---|
                                         computed
 
-    Whoever has tokens in flight has computed all but the newest, which the next step computes.
-    Others have computed fewer, with two exceptions. A beam has computed all (computed = length)
-    once its step is dispatched, since the host chooses its next token. A sequence that is held has
-    computed what it shares with its parent, which the parent computes for both.
+    With tokens in flight, computed = length - 1: the next step computes the newest token. Otherwise
+    computed < length, with two exceptions. A beam has computed = length once its step is
+    dispatched, since the host chooses its next token. For a held sequence the tokens shared with
+    its parent, which may be all, count as computed: the parent computes them for both.
 
-    generation: counts the slot's owners, so that results of an earlier owner can be told apart.
-    watched:  whether each new token must be looked at: the first one, stop strings, stop tokens,
-    streaming.
-    beam: whether it is a beam, whose next token its group's search decides.
-    held: whether it waits for its parent to be computed.
-    adapter: the slot of its adapter on the device, -1 for none.
-    sampling: how the next token is sampled, a `SAMPLING_ROW` each; sampling_bits: [num_slots, n]
-    int32, the same memory.
+    generation: number of the slot's earlier owners, to recognise results of an earlier owner.
+    watched: whether the host must inspect each new token: for the first token's time, stop
+        strings, stop tokens or streaming.
+    beam: whether the sequence is a beam; its group's search chooses the next token.
+    held: whether the sequence waits for its parent to compute the shared tokens.
+    adapter: adapter slot on the device, -1 for none.
+    sampling: [num_slots] `SAMPLING_ROW`, parameters of the next token's sampling.
+    sampling_bits: [num_slots, n] int32, the same memory.
     """
 
     def __init__(self, num_slots: int, max_tokens: int, replays: bool = False):
@@ -100,35 +100,34 @@ class Slots:
         return self.tokens[np.arange(self.num_slots), self.known - 1]
 
     def generate(self, slots: np.ndarray) -> np.ndarray:
-        """Whether `slots` [n] have one token to compute, their newest, and sample the next: bool
-        [n]."""
+        """bool [n]: whether each of `slots` [n] has only its newest token to compute, and then
+        samples the next."""
         length = self.length[slots]
         left = length - self.computed[slots]
         return (left == 1) & (length < self.limit[slots]) & ~self.held[slots]
 
     def prefill_left(self, slots: np.ndarray) -> np.ndarray:
-        """Tokens [n] that prefill rows have yet to compute of `slots` [n]; a last single one is
-        left to a decode row."""
+        """Tokens [n] of `slots` [n] left for prefill rows. 0 if one token is left: a decode row
+        computes it."""
         left = np.minimum(self.prefill[slots], self.length[slots]) - self.computed[slots]
         return np.where(left > 1, left, 0)
 
     def replay(self, slots: np.ndarray) -> np.ndarray:
-        """bool [n]: whether the next token that a slot computes is known output, or the prompt's
-        last token before known output, so that nothing is sampled."""
+        """bool [n]: whether each of `slots` [n] replays in its next decode row: known output
+        follows the token that it computes, so nothing is sampled."""
         behind = self.length[slots] - self.computed[slots] > 1
         return behind & (self.prefill_left(slots) == 0) & ~self.held[slots]
 
     def decoded(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """Note k steps, in each of which every one of `slots` [n] computed its newest token.
-        tokens: [k, n], read from the device since."""
+        """Record k steps, each of which computed the newest token of every one of `slots` [n].
+        tokens: [k, n], the next tokens read from the device."""
         steps = len(tokens)
         self.tokens[slots[:, None], self.known[slots][:, None] + np.arange(steps)] = tokens.T
         for count in (self.known, self.length, self.computed):
             count[slots] += steps
 
     def dispatched(self, slots: np.ndarray) -> None:
-        """Note a step that is in flight, in which every one of `slots` [n] computes its newest
-        token."""
+        """Record a dispatched step that computes the newest token of every one of `slots` [n]."""
         for count in (self.length, self.computed):
             count[slots] += 1
 
@@ -157,7 +156,7 @@ class Slots:
         return slot
 
     def release(self, sequence: Sequence, status: Status) -> None:
-        """Take the slot back; the sequence keeps its known tokens, those in flight are dropped."""
+        """Free the slot. The sequence keeps its known tokens; tokens in flight are dropped."""
         slot = sequence.slot
         assert self.owner[slot] is sequence, f"slot {slot} belongs to another sequence"
         sequence.tokens, sequence.block_keys = self.known_tokens(slot), None
@@ -176,8 +175,8 @@ class Slots:
         return self.tokens[slot, : self.known[slot]].copy()
 
     def check(self) -> None:
-        """Assert what is said above, and that each slot is free or one running sequence's. This
-        holds between any two calls of the engine."""
+        """Assert the invariants above, and that each slot is free or owned by one running sequence.
+        This holds between any two calls of the engine."""
         active = np.flatnonzero(self.active)
         owned = [slot for slot in range(self.num_slots) if self.owner[slot] is not None]
         assert owned == active.tolist(), f"slots {active.tolist()} are active, {owned} have owners"
