@@ -43,9 +43,9 @@ def forward(
 ):
     """Hidden states [T, W], and the cache that `attend` carried through.
 
-    W is the width of the token embeddings: `embedding_size`, or E where that is None. The arguments
-    are those of models/llama.py. The hidden state of a token at `max_position_embeddings` or beyond
-    is NaN: the table has no row for it, and another row would give a likely but wrong continuation.
+    W is the width of the token embeddings: `embedding_size`, or E if that is None. Arguments are as
+    in models/llama.py. The hidden state of a token at `max_position_embeddings` or beyond is NaN:
+    the table has no row for it, and another row would give a plausible but wrong continuation.
     """
     T = tokens_T.shape[0]
     H, K, D, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps
