@@ -69,7 +69,7 @@ def load(
     files = weight_files(folder)
     with ExitStack() as stack:
         tensors = _tensors({path: open_file(path, stack) for path in files})
-        if config.num_layers > len(tensors):  # Refused before so many are declared.
+        if config.num_layers > len(tensors):  # Refused before so many layers are declared.
             count = f"{config.num_layers} layers, but there are {len(tensors)} tensors in all"
             raise ValueError(f"{folder}: config.json asks for {count}")
         declaration = _as_named(family(config).declare(config), tensors)

@@ -14,10 +14,11 @@ def _check_size(name: str, size: int) -> None:
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
 
-    kind: 'linear' divides all frequencies by `factor`. 'llama3' divides only those of wavelengths
-        above `original_max_position_embeddings / low_freq_factor` positions, keeps those of
-        wavelengths below `original_max_position_embeddings / high_freq_factor`, and blends between.
-        'longrope' divides frequency i by `factors[i]` and multiplies cosines and sines by `factor`.
+    kind: 'linear' divides all frequencies by `factor`. 'llama3' divides frequencies with
+        wavelengths above `original_max_position_embeddings / low_freq_factor` positions, keeps
+        frequencies with wavelengths below `original_max_position_embeddings / high_freq_factor`,
+        and blends between. 'longrope' divides frequency i by `factors[i]`, and multiplies cosines
+        and sines by `factor`.
     """
 
     kind: str

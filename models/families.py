@@ -1,4 +1,4 @@
-"""The module of each model family."""
+"""The module of each model type."""
 
 from types import ModuleType
 

@@ -83,7 +83,7 @@ def from_hf(hf: HfConfig) -> ModelConfig:
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json beyond those that all families share.
+    """The fields of config.json, without the fields that all families share.
 
     Settings without a field are lost; the caller compares.
     """

@@ -18,7 +18,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": jax.nn.gelu,
     "silu": jax.nn.silu,
 }
-# Rows of the position table before that of position 0: fairseq, where OPT comes from, numbered
+# Rows of the position table before position 0's row: fairseq, where OPT comes from, numbered
 # positions from 1 after the padding token's id, which is 1.
 FIRST_POSITION = {"opt": 2, "gpt2": 0}
 

@@ -77,7 +77,7 @@ def forward(
     """Hidden states [T, E] after the final norm, and the cache that `attend` carried through.
 
     params: as declared, or with their layers stacked (`params.stack`).
-    tokens, positions: int32 [T], one flat, ragged batch. `attend` masks tokens from each other.
+    tokens, positions: int32 [T], one flat, ragged batch. `attend` applies the attention mask.
     attend, adapters, reduce: see models/common.py.
     cache: passed to `attend` in the first layer; the model does not read it.
     """

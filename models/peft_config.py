@@ -131,7 +131,7 @@ def adapted_modules(hf: HfConfig, modules: Collection[str], others: set[str]) ->
 def _targets(
     hf: HfConfig, modules: Collection[str], others: set[str], expressions: _Expressions
 ) -> list[str]:
-    """The modules of target_modules, without those of exclude_modules and of other layers than
+    """The modules of target_modules, without exclude_modules and without layers outside
     layers_to_transform."""
     field, target = "target_modules", hf.get("target_modules")
     allowed = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))

@@ -31,7 +31,7 @@ class SamplingArrays:
     num_bias: int32, the number of entries in the slot's logit bias.
     logprobs: int32; 0 if no log-probabilities are requested; `BEAM` for a beam, which uses only the
         log-probabilities and not the sampled token.
-    forced: int32; at lower positions the token is the slot's history's instead of the sampled one.
+    forced: int32; at lower positions the token in the slot's history replaces the sampled token.
     """
 
     temperature: Array
@@ -169,9 +169,9 @@ def _keep_min_p(scaled_SxV, min_p_S):
 
 
 def _keep_top_k_top_p(scaled_SxV, top_k_S, top_p_S):
-    """Logits outside the top k become -inf, then those outside the smallest set that holds mass p.
+    """Logits outside the top k become -inf, then logits outside the smallest set with mass p.
 
-    Logits that equal the smallest kept one are kept too.
+    Logits equal to the smallest kept logit are kept too.
     """
     V = scaled_SxV.shape[-1]
     ordered = jnp.sort(scaled_SxV, axis=-1, descending=True)

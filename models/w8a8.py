@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-LARGEST = 127  # of the codes; -128 would have no opposite
+LARGEST = 127  # the largest code; -128 would have no opposite
 
 
 @jax.tree_util.register_dataclass

@@ -74,7 +74,7 @@ class RayRunner:
             for reference in stream:
                 post(self._ray.get(reference))
             reason = "its stream has ended"
-        except Exception as error:  # one of Ray's many for a dead actor, or the actor's own
+        except Exception as error:  # Ray's errors for a dead actor have many types.
             reason = f"{type(error).__name__}: {error}"
         if not self._closed:
             post([Lost(reason)])
@@ -90,7 +90,7 @@ class RayRunner:
         self._num_sent += 1
 
     def close(self, wait_s: float = 60.0) -> None:
-        """Kill the actor at once; nothing is waited for."""
+        """Kill the actor at once; `wait_s` is ignored."""
         self._closed = True
         if self.actor is not None:
             self._ray.kill(self.actor)

@@ -37,7 +37,7 @@ class _Attempt:
 
     sent: output tokens reported so far, by sequence.
     ended: whether the end has been reported, by sequence.
-    plain: the sequence of a request that has only one and reports only tokens; otherwise None.
+    plain: the request's only sequence, if the request reports only tokens; otherwise None.
     grows: whether every token is reported, or only the first tokens and the end.
     """
 
@@ -244,7 +244,7 @@ class EngineRunner:
             yield Growth(i, start, output)
 
     def _figures(self) -> Iterator[Figures]:
-        """`Figures`, if tells_figures and FIGURES_S after the last ones."""
+        """Yields `Figures` if tells_figures, at most once every FIGURES_S seconds."""
         if self._tells_figures and (now := time.monotonic()) >= self._next_figures_s:
             self._next_figures_s = now + FIGURES_S
             yield Figures(self.tally.stats(), replace(self.tally.totals))

@@ -5,8 +5,8 @@ Choices that the paper leaves open:
 * The size of a working set is its number of sequences; a beam search counts its beam width.
 * A GPU has memory for a request if the prompt, the known output and one more token of each
   sequence fit, in whole pages, above a watermark.
-* Each period at most one GPU is emptied: a lightly loaded one, if all its requests fit on busy
-  GPUs.
+* Each period at most one GPU is emptied, with a load up to CONSOLIDATED, if all its requests fit
+  on other busy GPUs.
 """
 
 from collections.abc import Iterator
@@ -92,7 +92,7 @@ class Job:
         return sum(limits.needed(prompt + len(output.tokens)) for output in goes_on)
 
     def grow(self, growth: Growth) -> None:
-        """Append what a runner has generated."""
+        """Append a runner's new output."""
         known, new = self.known[growth.index], growth.output
         assert len(known.tokens) == growth.start, "a token is lost or repeated"
         known.tokens.extend(new.tokens)
@@ -201,8 +201,8 @@ def newest(gpu: Gpu) -> Job | None:
 
 
 def rebalance(state: ClusterState) -> list[Move]:
-    """Moves that empty one GPU: the smallest batch among lightly loaded GPUs, if all its requests
-    fit on other busy GPUs; otherwise the next smallest, and so on.
+    """Moves that empty one GPU: among GPUs with loads up to CONSOLIDATED the one with the smallest
+    batch, provided that all its requests fit on other busy GPUs.
 
     No moves while requests are queued, or if the policy cannot recompute output. GPUs that run beam
     searches are not emptied: a moved beam search starts over.

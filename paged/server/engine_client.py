@@ -87,8 +87,9 @@ class Reply:
 
 
 class Client(ABC):
-    """A thread that drives engines. Public methods are called from other threads and return at
-    once. All other methods run in the thread, between two steps.
+    """A thread that drives engines. Other threads call the public methods, which return at once,
+    except `close`. Private methods run in the thread, between two steps, except `_call` and
+    `_result`.
 
     _engine: None for a client of several engines.
     """

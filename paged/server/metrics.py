@@ -24,7 +24,7 @@ STATS_S = 30.0  # seconds without an answer of the engine's thread after which /
 
 
 class ServerMetrics:
-    """Times run from a request's submission to the client until the engine's thread delivers.
+    """Times run from a prompt's submission to the `Client` to the delivery by its thread.
 
     http: responses, by path and status.
     """
