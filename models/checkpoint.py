@@ -38,8 +38,8 @@ _CONSTANTS = re.compile(r".*rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(
 def load_config(model: str | Path) -> ModelConfig:
     """The configuration of `model`, which is named as in models/hub.py.
 
-    Ends of sequence are those of generation_config.json if it names any. Ends outside the
-    vocabulary, which some published models name, are left out: no model can generate them.
+    EOS token ids come from generation_config.json if it has any. Ids outside the vocabulary, which
+    some published models have, are dropped: no model can generate them.
 
     Raises ValueError, naming file and field, where a file is missing, broken or not supported.
     """
@@ -56,12 +56,12 @@ def load(
 ) -> tuple[ModelConfig, dict]:
     """The configuration and parameters of `model`, which is named as in models/hub.py.
 
-    dtype: of the parameters, one of `DTYPES`. Their shapes are what the model's family declares.
+    dtype: of the parameters, one of `DTYPES`. The model's family declares their shapes.
     place: brings a tensor to its device as soon as it is read, so that the host holds only one.
 
-    Every tensor's name, shape and dtype is checked before any is read. Raises ValueError, naming
-    file and field or tensor, for what is missing, misshapen, truncated, not finite or not part of
-    the model.
+    Every tensor's name, shape and dtype is checked before parameters are read. Raises ValueError,
+    naming file and field or tensor, for content that is missing, misshapen, truncated, not finite
+    or no part of the model.
     """
     dtype = checked_dtype(dtype)
     folder = find(model)
@@ -69,7 +69,7 @@ def load(
     files = weight_files(folder)
     with ExitStack() as stack:
         tensors = _tensors({path: open_file(path, stack) for path in files})
-        if config.num_layers > len(tensors):  # Refused before so many are declared.
+        if config.num_layers > len(tensors):  # Refused before so many layers are declared.
             count = f"{config.num_layers} layers, but there are {len(tensors)} tensors in all"
             raise ValueError(f"{folder}: config.json asks for {count}")
         declaration = _as_named(family(config).declare(config), tensors)
@@ -89,10 +89,10 @@ def load(
 def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
     """Write config.json and model.safetensors, which transformers can load.
 
-    dtype: of the file, one of `DTYPES`; by default that of the parameters.
+    dtype: of the file, one of `DTYPES`; by default the parameters' dtype.
 
-    Raises ValueError if no Hugging Face architecture is this model, if a parameter has another
-    shape than declared, or if `dtype` cannot hold a value.
+    Raises ValueError if no Hugging Face architecture computes this model, if a parameter's shape is
+    not the declared one, or if `dtype` cannot hold a value.
     """
     hf = to_hf(config)
     dtype = checked_dtype(params["embed"].dtype if dtype is None else dtype)
@@ -115,11 +115,11 @@ def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write a safetensors file, contiguous tensors by name, as transformers and PEFT read it.
+    """Write a safetensors file that transformers and PEFT can read. tensors: contiguous, by name.
 
-    The new file takes the old one's place only when it is complete. A process that has mapped the
-    old file keeps it, and an interruption leaves the old file whole. Raises OSError, as for a full
-    disk.
+    The new file replaces an old one only when it is complete. A process that has mapped the old
+    file keeps it, and an interruption leaves the old file whole. Raises OSError if the file cannot
+    be written, for example on a full disk.
     """
     unfinished = path.with_name(f"{path.name}.part")
     try:
@@ -147,7 +147,7 @@ def files_hash(paths: Iterable[Path]) -> str:
 
 
 def checked_dtype(dtype) -> np.dtype:
-    """One of `DTYPES`, by its name or as JAX takes it; ValueError if it is none of them."""
+    """The dtype, given by name or as a JAX dtype. Raises ValueError if it is not in `DTYPES`."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:
@@ -158,7 +158,7 @@ def checked_dtype(dtype) -> np.dtype:
 
 
 def open_file(path: Path, stack: ExitStack):
-    """A safetensors file, opened for as long as `stack`. Raises ValueError if it is none."""
+    """A safetensors file, which `stack` closes. Raises ValueError if it is no safetensors file."""
     try:
         return stack.enter_context(safe_open(path, framework="numpy"))
     except SafetensorError as error:
@@ -168,7 +168,7 @@ def open_file(path: Path, stack: ExitStack):
 
 def tensors_of(content: bytes, path: Path) -> dict[str, dict[str, Any]]:
     """The shape, dtype and data of each tensor in a safetensors file's content, by name. Raises
-    ValueError if it is none."""
+    ValueError if `content` is no safetensors file's."""
     try:
         return dict(deserialize(content))
     except SafetensorError as error:
@@ -181,7 +181,7 @@ def _what_it_is(content: bytes, error: SafetensorError) -> str:
 
 
 def _tensors(shards: dict[Path, Any]) -> dict[str, tuple[Path, Any]]:
-    """By tensor, its file and the opened file. Raises ValueError if two files hold the same one."""
+    """Each tensor's file, as path and opened. Raises ValueError if two files have a tensor."""
     tensors: dict[str, tuple[Path, Any]] = {}
     for path, shard in shards.items():
         for name in sorted(shard.keys()):
@@ -241,8 +241,8 @@ def _check(tensors, declaration, folder: Path) -> None:
 
 
 def _read(param: Param, path: Path, dtype: np.dtype) -> np.ndarray:
-    # The file is opened for each tensor: what has been read of a mapped file counts as memory of
-    # this process until the file is closed.
+    # The file is opened for each tensor: pages read from a mapped file count as this process's
+    # memory until the file is closed.
     with safe_open(path, framework="numpy") as shard:
         tensor = param.view(shard.get_tensor(param.hf_name))
     return cast(tensor, dtype, f"{path}: tensor {param.hf_name}")

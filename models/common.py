@@ -1,25 +1,25 @@
-"""What the model families share: the seams to whoever serves a model, and the loop over layers.
+"""Code that the model families share: the interface to a server, and the loop over layers.
 
 A family is a module with `declare`, `forward`, `logits` and `PROJECTIONS` (models/families.py).
-`forward` takes three functions, so that a model does not know how it is served:
+`forward` takes three functions, so that a model does not depend on how it is served:
 
 * `attend(layer, q, k, v, cache) -> (out, cache)` computes attention. q is [T, H, D], k and v are
-  [T, K, D], all after QK norm and rotary embedding; out is [T, H, D]. Behind it may be a paged
-  cache, sparse pages, quantised pages, or plain causal attention. The layer's scale, soft cap and
-  window are those of `ModelConfig.attention`.
+  [T, K, D], all after QK norm and rotary embedding; out is [T, H, D]. It may use a paged cache,
+  sparse pages, quantised pages, or plain causal attention. `ModelConfig.attention` has the layer's
+  scale, soft cap and window.
 * `adapters(name, layer, x, y) -> y` adds an adapter to a projection: from the input x [T, in] and
   the product with the base weights y [T, out] it returns y + xAB, in y's dtype (LoRA; Punica §2.2
   and §4). `name` is one of the family's `PROJECTIONS`. None serves the base model.
-* `reduce` goes over the shards of tensor parallelism (vLLM §4.6), where `params` and `config` are
-  one shard's share of the heads and of the MLP: `reduce.sum(y)` sums y [T, E], and `reduce.max(x)`
-  is the elementwise maximum of x [T], from which W8A8 computes the scale of each token.
+* `reduce` combines the shards of tensor parallelism (vLLM §4.6); `params` and `config` are then one
+  shard's share of the heads and of the MLP. `reduce.sum(y)` sums y [T, E], and `reduce.max(x)` is
+  the elementwise maximum of x [T], from which W8A8 computes the scale of each token.
 
-`layer` is a traced int32 scalar: both functions index stacks of all layers with it.
+`layer` is a traced int32 scalar, with which `attend` and `adapters` index stacks of all layers.
 
-`projection` says in which order these apply. On a shard, x and y are the shard's own. Where shards
-split the output ('wq', 'wk', 'wv', 'w_gate', 'w_up'), B is split as the weights' output is, and A
-is whole. Where they split the input ('wo', 'w_down'), A is split as the weights' input is, and B is
-whole: xAB is then a part of a sum as y is, and one `reduce.sum` completes both.
+`projection` applies `adapters`, then `reduce`. On a shard, x and y are the shard's own. Where
+shards split the output ('wq', 'wk', 'wv', 'w_gate', 'w_up'), B is split like the weights' output,
+and A is whole. Where shards split the input ('wo', 'w_down'), A is split like the weights' input,
+and B is whole: xAB and y are then both partial sums, and one `reduce.sum` completes both.
 """
 
 from collections.abc import Callable
@@ -40,9 +40,9 @@ class Reduce(NamedTuple):
     max: Callable[[jax.Array], jax.Array]
 
 
-ALONE = Reduce(lambda y: y, lambda x: x)  # of a model that is not split
+ALONE = Reduce(lambda y: y, lambda x: x)  # for a model that is not split
 
-INPUT_SPLIT = ("wo", "w_down")  # projections of which a shard has a part of the input
+INPUT_SPLIT = ("wo", "w_down")  # projections with an input that shards split
 
 
 def projection(p: dict, layer, adapters: Adapters | None, reduce: Reduce) -> Callable:

@@ -14,11 +14,11 @@ def _check_size(name: str, size: int) -> None:
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
 
-    kind: 'linear' divides all frequencies by `factor`. 'llama3' divides only those of wavelengths
-        above `original_max_position_embeddings / low_freq_factor` positions, keeps those of
-        wavelengths below `original_max_position_embeddings / high_freq_factor`, and blends between.
-        'longrope' divides each frequency by its own of `factors`, and multiplies cosines and sines
-        by `factor`.
+    kind: 'linear' divides all frequencies by `factor`. 'llama3' divides frequencies with
+        wavelengths above `original_max_position_embeddings / low_freq_factor` positions, keeps
+        frequencies with wavelengths below `original_max_position_embeddings / high_freq_factor`,
+        and blends between. 'longrope' divides frequency i by `factors[i]`, and multiplies cosines
+        and sines by `factor`.
     """
 
     kind: str
@@ -43,11 +43,12 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Attention:
-    """How a model's scores become attention, apart from which tokens a policy lets queries see.
+    """Parameters of a model's attention. A KV policy may further limit the tokens that queries see.
 
     scale: multiplies q·k.
-    soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
-    windows: by layer, how many of the last tokens a query sees, itself included; None: all.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap); None: no cap.
+    windows: for each layer the number of latest tokens that a query sees, itself included; None:
+        all.
     """
 
     scale: float
@@ -55,19 +56,19 @@ class Attention:
     windows: tuple[int | None, ...]
 
     def within(self, tokens: int) -> "Attention":
-        """The same for sequences of at most `tokens`, without windows that hold them whole."""
+        """The same for sequences of at most `tokens`, without windows that cover all of them."""
         windows = tuple(None if window and window >= tokens else window for window in self.windows)
         return dataclasses.replace(self, windows=windows)
 
     @property
     def kinds(self) -> tuple[int | None, ...]:
-        """The windows that layers have, each once."""
+        """The distinct windows of the layers."""
         return tuple(dict.fromkeys(self.windows))
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of a model: all in which members of a family differ.
+    """Sizes and switches of a model: everything in which members of a family differ.
 
     The Llama family (Llama 1/2/3, Mistral, Qwen2/2.5, Qwen3), Phi-3 and Gemma-2 have rotary
     positions, which `rope_theta` and `rope_scaling` describe.
@@ -75,17 +76,17 @@ class ModelConfig:
     sliding_window: tokens that a query sees, itself included; None: all.
     full_layers: layers without the window.
 
-    Gemma-2 alone has
+    Only Gemma-2 sets:
 
-    query_scale: what q·k is multiplied by, where it is not head_dim ** -0.5.
+    query_scale: factor of q·k; None: head_dim ** -0.5.
     attention_cap, logits_cap: soft caps of scores and of logits.
 
-    OPT and GPT-2 have learned positions, and only they change the last four fields:
+    OPT and GPT-2 have learned positions. Only they set the last four fields:
 
     activation: of the MLP.
     norm_first: whether norms come before attention and MLP; otherwise after their residual sums.
     final_norm: whether a norm comes after all layers.
-    embedding_size: width of the token embeddings; None where it is `hidden_size`.
+    embedding_size: width of the token embeddings; None: `hidden_size`.
 
     Raises ValueError for sizes that are not positive or do not fit together.
     """
@@ -140,7 +141,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> Attention:
-        """What `attend` computes in each layer; policies take it from here."""
+        """The attention that `attend` must compute in each layer."""
         layers = range(self.num_layers)
         windows = (None if i in self.full_layers else self.sliding_window for i in layers)
         scale = self.query_scale or self.head_dim**-0.5
@@ -148,7 +149,7 @@ class ModelConfig:
 
     @property
     def plain_attention(self) -> bool:
-        """Whether a policy is right that knows of no scale, soft cap and window."""
+        """Whether the scale is the default, and no layer has a soft cap or a window."""
         return self.attention == Attention(self.head_dim**-0.5, None, (None,) * self.num_layers)
 
     def replace(self, **changes) -> "ModelConfig":

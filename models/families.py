@@ -1,4 +1,4 @@
-"""Which module computes a model."""
+"""The module of each model type."""
 
 from types import ModuleType
 
@@ -14,7 +14,7 @@ FAMILIES = {
 def family(config: ModelConfig) -> ModuleType:
     """The module of the model's family: `declare`, `forward`, `logits` and `PROJECTIONS`.
 
-    Raises ValueError for a `model_type` that has none.
+    Raises ValueError for a `model_type` without a family.
     """
     if config.model_type not in FAMILIES:
         raise ValueError(f"model_type {config.model_type!r} is not among {', '.join(FAMILIES)}")

@@ -1,6 +1,6 @@
 """Gemma-2: norms before and after attention and MLP, GeGLU, soft caps, every other layer local.
 
-Which layers are local and the soft cap of scores are the policy's: `ModelConfig.attention`.
+`attend` applies the windows of local layers and the soft cap of scores (`ModelConfig.attention`).
 """
 
 import jax
@@ -48,7 +48,7 @@ def forward(
     reduce: Reduce = ALONE,
 ):
     """Hidden states [T, E] after the final norm, and the cache that `attend` carried through. The
-    arguments are those of models/llama.py."""
+    arguments are as in models/llama.py."""
     T = tokens_T.shape[0]
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     cos, sin = rope_tables(positions_T, config)

@@ -1,4 +1,4 @@
-"""GPT-2: its parameters. The forward pass is that of models/learned_positions.py.
+"""GPT-2: its parameters. The forward pass is in models/learned_positions.py.
 
 Its checkpoints hold matrices as [in, out], and queries, keys and values as one matrix.
 """

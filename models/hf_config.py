@@ -19,12 +19,12 @@ ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
 }
 
-# Sizes for which transformers assumes a default, but without which a config.json is broken.
+# Sizes that a config.json must have, although transformers has defaults for them.
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "ffn_dim", "n_embd", "n_layer", "n_head",
 )  # fmt: skip
-# Fields that transformers reads in every config.json, for what no family here computes.
+# Fields of any config.json that request a feature which no family here computes.
 _REFUSED = {
     "quantization_config": "quantised weights",
     "compression_config": "quantised weights",
@@ -38,14 +38,14 @@ _REFUSED = {
 ROPE_KINDS = ("default", "linear", "llama3", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_MOST_LAYERS = 4096  # of a model whose layers differ; a broken file may ask for any number
+_MOST_LAYERS = 4096  # of a model with different layers; a broken file may have any number
 
 
 def from_hf(hf: HfConfig) -> ModelConfig:
     """The model that a config.json of transformers 4 or 5 describes.
 
-    Raises ValueError, naming the field, where the file is incomplete or asks for something that
-    the family's module does not compute. No field that would change the result is ignored.
+    Raises ValueError, naming the field, if the file is incomplete or describes a model that the
+    family's module does not compute. No field that would change the result is ignored.
     """
     model_type = hf.get("model_type")
     if model_type not in list(ARCHITECTURES):  # A list: the value may be unhashable.
@@ -66,9 +66,10 @@ def from_hf(hf: HfConfig) -> ModelConfig:
 
 
 def _complete(hf: HfConfig) -> dict[str, Any]:
-    """The config.json with the field names and the defaults of transformers' class for it.
+    """The config.json with the field names and the defaults of its class in transformers.
 
-    Sizes get no defaults. Raises ValueError for a field that has two names and two values.
+    Sizes get no defaults. Raises ValueError for a field that is given under two names with
+    different values.
     """
     from transformers import CONFIG_MAPPING  # Imported here because it takes a second.
 
@@ -89,7 +90,8 @@ def _complete(hf: HfConfig) -> dict[str, Any]:
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """The fields of config.json, with the rotary fields of transformers 4, which 5 reads too.
 
-    Raises ValueError if no Hugging Face architecture is this model, such as a Llama with QK norm.
+    Raises ValueError if no Hugging Face architecture computes this model, such as a Llama with QK
+    norm.
     """
     if config.model_type not in ARCHITECTURES:
         raise ValueError(
@@ -130,7 +132,7 @@ def _from_llama(hf: HfConfig) -> ModelConfig:
     rope_theta, rope_scaling = _rope(hf, head_dim)
     longest = integer(hf, "max_position_embeddings")
     if rope_scaling is not None and rope_scaling.kind == "longrope":
-        # The frequencies of longer requests are others, for all of their tokens.
+        # Longer requests would need other frequencies for all their tokens.
         longest = min(longest, rope_scaling.original_max_position_embeddings)
     config = ModelConfig(
         model_type=model_type,
@@ -266,7 +268,7 @@ def _rope(hf: HfConfig, head_dim: int) -> tuple[float, RopeScaling | None]:
 
 
 def _longrope(rope: HfConfig, hf: HfConfig, original: int, head_dim: int) -> RopeScaling:
-    """LongRoPE of requests within the original length, which have the short factors."""
+    """LongRoPE with the short factors, for requests within the original length."""
     factors = rope.get("short_factor")
     if not isinstance(factors, list) or len(factors) != head_dim // 2:
         raise ValueError(f"short_factor must be a list of {head_dim // 2} numbers, not {factors!r}")
@@ -280,7 +282,7 @@ def _longrope(rope: HfConfig, hf: HfConfig, original: int, head_dim: int) -> Rop
 
 
 def _windows(hf: HfConfig, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """The sliding window, and the layers without it if others have it."""
+    """The sliding window, and the layers without it; (None, ()) if no layer has it."""
     kind = hf["model_type"]
     qwen, gemma = kind in ("qwen2", "qwen3"), kind == "gemma2"
     windowed = flag(hf, "use_sliding_window") if qwen else kind in ("mistral", "phi3", "gemma2")

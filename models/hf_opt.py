@@ -6,7 +6,7 @@ from models.config import ModelConfig
 from models.hf_fields import HfConfig, bos_token_id, eos_token_ids, flag, integer, number
 from models.learned_positions import ACTIVATIONS
 
-# The fields that the two families name differently.
+# Fields with different names in the two families: ours → theirs.
 NAMES = {
     "opt": {
         "hidden_size": "hidden_size",
@@ -23,8 +23,8 @@ NAMES = {
         "max_position_embeddings": "n_positions",
     },
 }
-# The only supported value of each switch, and what the other value would mean. GPT-2's
-# `reorder_and_upcast_attn` is not among them: scores are float32 here in any case.
+# The only supported value of each switch, and the meaning of the other value. GPT-2's
+# `reorder_and_upcast_attn` may have any value: scores are float32 here in any case.
 _ONLY = (
     ("enable_bias", True, "projections without biases"),
     ("layer_norm_elementwise_affine", True, "norms without gain and bias"),
@@ -36,9 +36,10 @@ _OPT_NORM_EPS = 1e-5  # torch's default, which no field of OPT's config.json cha
 
 
 def from_hf(hf: HfConfig) -> ModelConfig:
-    """The model of a config.json, in which missing fields have their defaults already.
+    """The model of a config.json that has been completed with defaults.
 
-    Raises ValueError, naming the field, for what models/learned_positions.py does not compute.
+    Raises ValueError, naming the field, for models that models/learned_positions.py does not
+    compute.
     """
     opt, name = hf["model_type"] == "opt", NAMES[hf["model_type"]]
     for field, only, what in _ONLY:
@@ -82,9 +83,9 @@ def from_hf(hf: HfConfig) -> ModelConfig:
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json that a Llama's does not have.
+    """The fields of config.json, without the fields that all families share.
 
-    What no field can say is lost; the caller compares.
+    Settings without a field are lost; the caller compares.
     """
     names = NAMES[config.model_type].items()
     hf = {theirs: getattr(config, ours) for ours, theirs in names}

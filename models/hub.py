@@ -1,4 +1,4 @@
-"""Where a model lies on disk.
+"""Models on disk.
 
 A model is named by 'bundled' (models/bundled, in this repository), by 'judge' (models/judge, which
 users train), by a folder (config.json, one or many safetensors files, a tokenizer), or by a Hugging
@@ -45,16 +45,17 @@ def find(model: str | Path) -> Path:
 
 
 def read_json(path: Path, parse):
-    """`parse` of the JSON object in the file. Raises ValueError as `parse_json` does."""
+    """`parse(object)` of the JSON object in a file. Raises ValueError as `parse_json` does, and if
+    the file is missing."""
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     return parse_json(path.read_bytes(), path, parse)
 
 
 def parse_json(content: bytes, path: Path, parse):
-    """`parse` of the JSON object that a file holds.
+    """`parse(object)` of the JSON object in `content`, the content of the file `path`.
 
-    Raises ValueError, with the file's name, if it holds no object or `parse` raises one.
+    Raises ValueError, with the file's name, if `content` is no JSON object or `parse` raises one.
     """
     try:
         value = json.loads(content.decode())
@@ -68,7 +69,8 @@ def parse_json(content: bytes, path: Path, parse):
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model's folder, sorted by name.
 
-    Raises ValueError if there are none, if one is missing, or if all weights are pickles.
+    Raises ValueError if there are none, if a file of the index is missing, or if all weights are
+    pickles.
     """
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]

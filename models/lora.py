@@ -1,7 +1,7 @@
-"""LoRA adapters as arrays (Punica §2.2): what an adapter is, its pages, and a model merged with it.
+"""LoRA adapters as arrays (Punica §2.2): adapters, their pages, and merged models.
 
-An adapter adds xAB to the product of a projection. On the device its ranks lie in pages of
-`PAGE_RANKS`, so that adapters of different ranks share one pool and cost what they need.
+An adapter adds xAB to the product of a projection. On the device its ranks are in pages of
+`PAGE_RANKS`, so that adapters of different ranks share one pool and use only the pages they need.
 """
 
 import math
@@ -21,8 +21,11 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Lora:
-    """weights: of each adapted projection, by layer, (a [R, in], b [R, out]) in float32, or None
-    where the layer is not adapted. The scale (alpha / R) is in b. R may differ everywhere."""
+    """An adapter.
+
+    weights: for each adapted projection and each layer (a [R, in], b [R, out]) in float32, or None
+        if the layer is not adapted. b includes the scale (alpha / R). Each pair may have its own R.
+    """
 
     weights: dict[str, list[Pair | None]]
 
@@ -36,15 +39,15 @@ class Lora:
 
 
 def num_pages(rank: int) -> int:
-    """The pages that hold so many ranks."""
+    """The number of pages that `rank` ranks need."""
     return math.ceil(rank / PAGE_RANKS)
 
 
 def declare(config: ModelConfig, pages: int | None = None) -> dict[str, dict[str, Param]]:
-    """{projection: {'a': [L, N, 16, in], 'b': [L, N, 16, out]}} of a pool of so many pages; of one
-    page, [L, 16, in] and [L, 16, out], without a number.
+    """{projection: {'a': [L, N, 16, in], 'b': [L, N, 16, out]}} of a pool of N = `pages` pages. If
+    `pages` is None: [L, 16, in] and [L, 16, out], a single page.
 
-    The axes are those of the base weights, so that shards split an adapter as they split these.
+    Axes have the base weights' names, so that shards split an adapter like the base weights.
     """
     layers = family(config).declare(config)["layers"]
     sizes = () if pages is None else (pages,)
@@ -61,9 +64,9 @@ def declare(config: ModelConfig, pages: int | None = None) -> dict[str, dict[str
 
 
 def page(lora: Lora, config: ModelConfig, number: int, dtype) -> dict[str, dict[str, np.ndarray]]:
-    """Page `number` of an adapter, as `declare(config)` says, in `dtype`: without the projections
-    that have no ranks there. What is left of a page is zero. Raises ValueError for values beyond
-    `dtype`."""
+    """Page `number` of an adapter in `dtype`, in the shapes of `declare(config)`. Projections that
+    have no ranks in this page are left out; unused ranks are zero. Raises ValueError for values
+    that `dtype` cannot hold."""
     ranks = slice(number * PAGE_RANKS, (number + 1) * PAGE_RANKS)
     content = {}
     for name, declared in declare(config).items():
@@ -78,7 +81,7 @@ def page(lora: Lora, config: ModelConfig, number: int, dtype) -> dict[str, dict[
 
 
 def merge(params, lora: Lora):
-    """Parameters, with layers as a list, whose projections have the adapter in their weights."""
+    """The parameters, with layers as a list, and the adapter added to the projections' weights."""
     layers = [dict(layer) for layer in params["layers"]]
     for name, pairs in lora.weights.items():
         for layer, pair in zip(layers, pairs, strict=True):

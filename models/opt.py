@@ -1,4 +1,4 @@
-"""OPT: its parameters. The forward pass is that of models/learned_positions.py."""
+"""OPT: its parameters. The forward pass is in models/learned_positions.py."""
 
 from models.common import logits
 from models.config import ModelConfig

@@ -16,9 +16,9 @@ class Param:
     axes:    a logical name for each dimension, mapped to mesh axes by `partition_spec`.
     init:    'normal' (standard deviation `fan_in ** -0.5`), 'embed' (0.02), 'ones' or 'zeros'.
     hf_name: the tensor's name in a Hugging Face checkpoint.
-    transpose: whether the checkpoint holds [in, out] where we hold [out, in].
-    part: (first, n) if the tensor has n rows, as we hold it, and this parameter is those from
-        `first` on, as in fused queries, keys and values.
+    transpose: whether the checkpoint holds [in, out]; parameters are [out, in].
+    part: (first, n) if the tensor fuses several parameters, such as queries, keys and values: it
+        has n rows, and this parameter begins at row `first`. Rows are counted after transposing.
     """
 
     shape: tuple[int, ...]

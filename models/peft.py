@@ -1,7 +1,7 @@
 """LoRA adapters from and to folders as PEFT writes them, without torch and without PEFT.
 
-A folder holds adapter_config.json and adapter_model.safetensors. Names, patterns and scales mean
-what PEFT makes of them (`LoraConfig`): see `models.peft_config`.
+A folder holds adapter_config.json and adapter_model.safetensors. Names, patterns and scales have
+PEFT's meaning (`LoraConfig`): see `models.peft_config`.
 """
 
 import hashlib
@@ -41,16 +41,16 @@ class _Module:
 
     @property
     def in_order(self) -> list[str]:
-        """The projections as their outputs lie side by side."""
+        """The projections in the order of their outputs in the module's output."""
         return sorted(self.projections, key=lambda name: self.projections[name].part or (0, 0))
 
 
 def load(folder: str | Path, model: ModelConfig, dtype="float32") -> tuple[Lora, str]:
     """The adapter of a folder for `model`, and the SHA-256, in hex, of the folder's content.
 
-    dtype: in which the adapter will be served; the returned weights are float32 all the same.
-    Raises ValueError, naming file and field or tensor, for what is missing, broken, unreadable,
-    misshapen, not finite in this dtype, not supported, or not for this model.
+    dtype: the dtype of serving; the returned weights are float32 in any case.
+    Raises ValueError, naming file and field or tensor, for content that is missing, broken,
+    unreadable, misshapen, not finite in `dtype`, not supported, or not for this model.
     """
     folder, dtype = _existing(folder), checked_dtype(dtype)
     modules, others = _modules(model)
@@ -95,8 +95,8 @@ def _existing(folder: str | Path) -> Path:
 
 
 def _content(path: Path, hint: str = "") -> bytes:
-    """All of a file at once: while it is served an adapter may be written anew, or be cut short,
-    which would end a process that has it mapped."""
+    """The content of a file, read at once instead of mapped: an adapter may be rewritten or cut
+    short while it is served, and a mapping of a file that is cut short would kill the process."""
     try:
         if path.is_file():
             return path.read_bytes()
@@ -110,11 +110,13 @@ def save(
 ) -> None:
     """Write an adapter of `model`, which `load` and PEFT can read.
 
-    Its scale stays in B, so alpha is the rank. dtype: of the file, one of `checkpoint.DTYPES`.
-    base: what the file calls the model.
+    The scale stays in B, so alpha is the rank.
 
-    Raises ValueError for pairs of different ranks, for different A of projections that one module
-    holds (GPT-2), and if `dtype` cannot hold a value.
+    dtype: of the file, one of `checkpoint.DTYPES`.
+    base: the model's name in the file.
+
+    Raises ValueError for pairs of different ranks, if the projections of one module (GPT-2, Phi-3)
+    do not all have the same A, and if `dtype` cannot hold a value.
     """
     folder, dtype, modules = Path(folder), checked_dtype(dtype), _modules(model)[0]
     tensors: dict[str, np.ndarray] = {}
@@ -173,7 +175,7 @@ def _check(
     stored: Mapping[str, Any], path: Path, modules: Mapping[str, _Module],
     adapted: Mapping[str, Adapted],
 ) -> None:  # fmt: skip
-    """Raises ValueError unless the file's tensors are those of the adapted modules."""
+    """Raises ValueError unless the file has exactly the tensors of the adapted modules."""
     expected: dict[str, tuple[int, ...]] = {}
     for name, how in adapted.items():
         width, fan_out = modules[name].widths

@@ -1,4 +1,4 @@
-"""Which modules an adapter adapts, by PEFT's rules for adapter_config.json (`LoraConfig`)."""
+"""The modules that an adapter adapts, by PEFT's rules for adapter_config.json (`LoraConfig`)."""
 
 import math
 import re
@@ -11,11 +11,11 @@ import regex
 
 from models.hf_fields import HfConfig, finite, flag, integer
 
-MATCHING_S = 5.0  # that all expressions of a configuration may take
+MATCHING_S = 5.0  # seconds that all matches of a configuration may take
 MOST_REPEATS = 100_000  # in an expression: `regex` expands repeats
 
-# Fields that change nothing once an adapter is trained. PEFT itself corrects fan_in_fan_out, which
-# only says how the base weights lie.
+# Fields without effect on a trained adapter. fan_in_fan_out is only the layout of the base weights,
+# and PEFT itself corrects it.
 _IGNORED = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out",
     "inference_mode", "loftq_config", "lora_dropout", "megatron_config", "megatron_core",
@@ -26,12 +26,12 @@ _READ = {
     "layers_to_transform", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules",
     "task_type", "use_rslora",
 }  # fmt: skip
-# The supported values of fields that have few.
+# Supported values of fields that support only a few.
 _ONLY: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none", None),
-    # Others change the base weights too.
+    # Other values change the base weights too.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
@@ -46,7 +46,8 @@ class Adapted:
 
     @property
     def scale(self) -> float:
-        """The factor of BA. Only for ranks that tensors have: the file may name any integer."""
+        """The factor of BA. Call it only after the rank has been checked against the tensors: the
+        file may have any integer."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
@@ -58,7 +59,7 @@ class _Expressions:
         self._end_s = time.monotonic() + MATCHING_S
 
     def compiled(self, field: str, given: str, pattern: str) -> regex.Pattern:
-        """The expression that a field's text stands for."""
+        """The compiled `pattern`, made from a field's text `given`."""
         try:
             re.compile(pattern)  # PEFT uses `re`, which has no timeout
             counts = (map(int, re.findall(r"\d+", each)) for each in re.findall(r"{[\d,]+}", given))
@@ -71,7 +72,7 @@ class _Expressions:
     def match(
         self, expression: regex.Pattern, name: str, whole: bool = False
     ) -> regex.Match | None:
-        """The match at the beginning of a module's name, or of the `whole` name."""
+        """The match at the beginning of a module's name; with `whole`, of the whole name."""
         match = expression.fullmatch if whole else expression.match
         try:
             return match(name, timeout=max(1e-3, self._end_s - time.monotonic()))
@@ -87,7 +88,7 @@ def adapted_modules(hf: HfConfig, modules: Collection[str], others: set[str]) ->
 
     modules: PEFT's names of all modules that can be adapted.
     others: PEFT's names of the model's other matrices.
-    Raises ValueError, naming the field, for what is not supported.
+    Raises ValueError, naming the field, for settings that are not supported.
     """
     for field, allowed in _ONLY.items():
         if not any(hf.get(field) is value or hf.get(field) == value for value in allowed):
@@ -98,8 +99,8 @@ def adapted_modules(hf: HfConfig, modules: Collection[str], others: set[str]) ->
     expressions = _Expressions()
 
     def of_modules[T](field: str, read: Callable[[HfConfig, str], T]) -> Callable[[str, T], T]:
-        """A function from a module's name and a default to the module's value in `field`, which
-        maps expressions for the ends of names to numbers: the first that matches counts."""
+        """A function (module's name, default) -> the module's value in `field`. The field maps
+        expressions for the ends of names to numbers; the first match counts."""
         given = hf.get(field) or {}
         if not isinstance(given, dict):
             raise ValueError(f"{field} must map names to numbers, not {given!r:.60}")
@@ -130,7 +131,8 @@ def adapted_modules(hf: HfConfig, modules: Collection[str], others: set[str]) ->
 def _targets(
     hf: HfConfig, modules: Collection[str], others: set[str], expressions: _Expressions
 ) -> list[str]:
-    """The modules that target_modules names and nothing else takes away."""
+    """The modules of target_modules, without exclude_modules and without layers outside
+    layers_to_transform."""
     field, target = "target_modules", hf.get("target_modules")
     allowed = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
     in_layers = _layers(hf, expressions)
@@ -146,7 +148,7 @@ def _targets(
         if wrong or not found:
             what = f"names {wrong[0]}, which is" if wrong else "is"
             raise ValueError(f"{field} {one!r} {what} no projection of a layer; allowed: {allowed}")
-        # A module's full name belongs to one layer already.
+        # A full name names one module of one layer: layers_to_transform does not apply.
         targeted += [name for name in found if name == one or in_layers(name)]
     excluded = hf.get("exclude_modules") or []
     for one in [excluded] if isinstance(excluded, str) else _names("exclude_modules", excluded):
@@ -158,8 +160,8 @@ def _targets(
 
 
 def _layers(hf: HfConfig, expressions: _Expressions) -> Callable[[str], bool]:
-    """A predicate: whether a module, given by the end of its name, is in one of
-    layers_to_transform. Its layer is the number after layers_pattern, or the first in its name."""
+    """A predicate on full module names: whether the module is in one of layers_to_transform. Its
+    layer is the number after layers_pattern; without a pattern, the first number in the name."""
     layers, patterns = hf.get("layers_to_transform"), hf.get("layers_pattern")
     if isinstance(hf.get("target_modules"), str) and not layers is patterns is None:
         raise ValueError(
@@ -196,7 +198,8 @@ def _names(field: str, value: Any) -> list[str]:
 def _meaning(
     field: str, given: Any, one: str, expressions: _Expressions
 ) -> Callable[[str], bool]:  # fmt: skip
-    """A predicate: whether `one` of a field's names, or its regular expression, names a module."""
+    """A predicate: whether `one` names a module. `one` is the end of a name if `given`, the field's
+    value, is a list, and a regular expression for whole names if `given` is a string."""
     if isinstance(given, str):
         whole = expressions.compiled(field, one, one)
         return lambda name: expressions.match(whole, name, whole=True) is not None

@@ -1,4 +1,4 @@
-"""Phi-3: a Llama whose checkpoints hold queries, keys and values as one matrix, and gate and up."""
+"""Phi-3: a Llama with fused matrices in its checkpoints: queries, keys and values; gate and up."""
 
 from dataclasses import replace
 

@@ -12,26 +12,26 @@ import numpy as np
 
 Array = jax.Array | np.ndarray  # The host fills numpy arrays, and the device reads JAX arrays.
 INVALID_TOKEN = -1  # The result of a row whose logits are not finite.
-MAX_LOGIT_BIAS = 300  # The most tokens of a request that can have a bias.
-MAX_LOGPROBS = 20  # The alternatives to a token of which log-probabilities are computed.
+MAX_LOGIT_BIAS = 300  # The most tokens that a request can bias.
+MAX_LOGPROBS = 20  # Log-probabilities are computed for so many alternatives to a token.
 BEAM = 2  # `SamplingArrays.logprobs` of a row that is a beam.
 
 
 @flax.struct.dataclass
 class SamplingArrays:
-    """How each of S rows is sampled. All fields are [S].
+    """Sampling parameters of S rows. All fields are [S].
 
     temperature: float32; 0 is greedy.
     top_k: int32; 0 is off.
     top_p, min_p: float32; 1 and 0 are off.
     repetition_penalty, presence_penalty, frequency_penalty: float32; 1, 0 and 0 are off.
-    seed: uint32. The row's random key is made of the seed and the position of the token to be
+    seed: uint32. The row's random key is computed from the seed and the position of the token to be
         sampled, so a request's tokens do not depend on the other requests in the batch.
     prompt_length: int32, the number of tokens that count as prompt.
     num_bias: int32, the number of entries in the slot's logit bias.
-    logprobs: int32; 0 where nobody asks for log-probabilities. It is `BEAM` for a beam, of which
-        only the log-probabilities are used, not the sampled token.
-    forced: int32; tokens of lower positions are those of the slot's history, whatever is sampled.
+    logprobs: int32; 0 if no log-probabilities are requested; `BEAM` for a beam, which uses only the
+        log-probabilities and not the sampled token.
+    forced: int32; at lower positions the token in the slot's history replaces the sampled token.
     """
 
     temperature: Array
@@ -71,13 +71,13 @@ GREEDY_ROW = np.array((0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0), SAMPLING_ROW)
 
 @flax.struct.dataclass
 class SamplingState:
-    """What sampling keeps for each slot on the device.
+    """Sampling's state of each slot on the device.
 
-    history: [num_slots, C] int32, tokens by position. It holds the sampled tokens, and those before
-        them where `load_slot` has written them, which penalties need, and behind them those that
-        are forced.
-    bias_tokens: [num_slots, MAX_LOGIT_BIAS] int32; bias_values: the same shape, float32. Of these,
-        the first `SamplingArrays.num_bias` count.
+    history: [num_slots, C] int32, tokens by position: the sampled tokens; before them the tokens
+        that `load_slot` has written, which penalties need; after them the forced tokens.
+    bias_tokens: [num_slots, MAX_LOGIT_BIAS] int32. The first `SamplingArrays.num_bias` entries of a
+        slot count.
+    bias_values: [num_slots, MAX_LOGIT_BIAS] float32.
     """
 
     history: jax.Array
@@ -104,9 +104,9 @@ class SamplingState:
 
 @flax.struct.dataclass
 class Logprobs:
-    """Natural log-probabilities of some tokens, with the most probable alternatives.
+    """Natural log-probabilities of tokens, with their most probable alternatives.
 
-    chosen: [...] float32, of the tokens themselves.
+    chosen: [...] float32, log-probabilities of the tokens.
     top_tokens: [..., A] int32, the alternatives in order, A = min(MAX_LOGPROBS, V).
     top: [..., A] float32, their log-probabilities.
     """
@@ -125,7 +125,7 @@ def logprobs_of(logits, tokens) -> Logprobs:
 
 
 def no_logprobs(shape: tuple[int, ...], vocab_size: int) -> Logprobs:
-    """Zeros in the shapes of `logprobs_of`, for steps in which nobody asks for them."""
+    """Zeros in the shapes of `logprobs_of`, for steps in which no row requests them."""
     alternatives = (*shape, min(MAX_LOGPROBS, vocab_size))
     return Logprobs(
         jnp.zeros(shape, jnp.float32),
@@ -143,8 +143,8 @@ def _biased(logits_SxV, num_bias_S, bias_tokens, bias_values):
 def _penalised(logits_SxV, how: SamplingArrays, history_SxC, position_S):
     """Logits after the penalties.
 
-    Repetition counts tokens of prompt and output, and scales; frequency and presence count tokens
-    of the output, and subtract.
+    The repetition penalty scales the logits of tokens in prompt and output. The frequency and
+    presence penalties are subtracted from the logits of tokens in the output.
     """
     S, C = history_SxC.shape
     rows, index = jnp.arange(S)[:, None], jnp.arange(C)
@@ -169,9 +169,9 @@ def _keep_min_p(scaled_SxV, min_p_S):
 
 
 def _keep_top_k_top_p(scaled_SxV, top_k_S, top_p_S):
-    """Logits outside the top k become -inf, then those outside the smallest set that holds mass p.
+    """Logits outside the top k become -inf, then logits outside the smallest set with mass p.
 
-    Logits that equal the smallest kept one are kept too.
+    Logits equal to the smallest kept logit are kept too.
     """
     V = scaled_SxV.shape[-1]
     ordered = jnp.sort(scaled_SxV, axis=-1, descending=True)
@@ -192,7 +192,7 @@ def _gumbel(seed, position, V):
 
 
 def _where_any(asks_S, change, x):
-    """`change(x)` if any row asks for it, else x, so that other steps do not spend the time."""
+    """`change(x)` if any row needs it, otherwise x at no cost."""
     return jax.lax.cond(jnp.any(asks_S), change, lambda x: x, x)
 
 
@@ -215,7 +215,7 @@ def sample(logits_SxV, how: SamplingArrays, position_S, state: SamplingState, sl
 
     Greedy rows take the argmax. Other rows take the argmax of logits / temperature plus Gumbel
     noise, which is a draw from the softmax. The noise of a token does not depend on which other
-    tokens top-k, top-p and min-p leave.
+    tokens top-k, top-p and min-p keep.
     """
     rows = jnp.minimum(slots_S, state.history.shape[0] - 1)
     adjusted = _where_any(

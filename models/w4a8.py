@@ -1,15 +1,14 @@
 """W4A8: products of 4-bit weights with 8-bit activations (LServe §4.2; QServe).
 
-Weights are quantised twice. Each output channel becomes integers from -119 to 119 with a scale in
-float32; these, in groups of 128 inputs, become codes of 4 bits with a zero point of 4 bits and a
-scale that is a small integer itself:
+Weights are quantised twice. First each output channel becomes integers from -119 to 119 with a
+float32 scale. Then each group of 128 of these integers, along the inputs, becomes 4-bit codes with
+a 4-bit zero point and a small integer as scale:
 
     w ~ scale * (group_scale * (code - zero))
 
-With 119, what a group gives stays within 8 bits, whichever way it is rounded (QServe's protective
-range). So products are those of W8A8 with the integers in brackets: exact, and activations are
-quantised as there. QServe's rotations and smoothing, which make weights easier to quantise, are not
-applied.
+With 119, group_scale * (code - zero) stays within 8 bits however it is rounded (QServe's protective
+range). So it is computed exactly, as the codes of a W8A8 product, and activations are quantised as
+in W8A8. QServe's rotations and smoothing, which make weights easier to quantise, are not applied.
 """
 
 from collections.abc import Collection
@@ -23,23 +22,27 @@ from models import w8a8
 from models.w8a8 import Int8Weights
 
 GROUP = 128  # inputs
-LARGEST = 119  # of the integers that groups are made of
+LARGEST = 119  # the largest integer after the first quantisation
 MOST = 15  # the largest code
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int4Weights:
-    """codes: [out, g, GROUP / 2] uint8, of each group the first half in the low four bits and the
-    second half in the others.  groups: [out, g, 2] int8, each group's scale and zero point.  scale:
-    [out] float32. Stacked, they have an axis of layers first."""
+    """Weights in g groups of inputs. Stacked weights have an axis of layers first.
+
+    codes: [out, g, GROUP / 2] uint8; the low four bits hold the first half of a group, the high
+        four bits the second half.
+    groups: [out, g, 2] int8, each group's scale and zero point.
+    scale: [out] float32.
+    """
 
     codes: jax.Array
     groups: jax.Array
     scale: jax.Array
 
     def in_8_bits(self) -> Int8Weights:
-        """The same weights, the integers of all groups side by side."""
+        """The same weights in 8 bits: codes are the integers of all groups, concatenated."""
         halves = self.codes & MOST, self.codes >> 4
         codes = jnp.concatenate(halves, axis=-1).astype(jnp.int8)
         scale, zero = jnp.split(self.groups, 2, axis=-1)
@@ -48,7 +51,7 @@ class Int4Weights:
 
 
 def rounded(w) -> Int4Weights:
-    """Of w [out, in], with whole groups of inputs."""
+    """w [out, in], quantised; `in` is a multiple of GROUP."""
     w = w.astype(jnp.float32)
     scale = jnp.abs(w).max(-1) / LARGEST
     whole = jnp.round(w / jnp.where(scale > 0, scale, 1)[:, None]).astype(jnp.int32)
@@ -64,13 +67,13 @@ def rounded(w) -> Int4Weights:
 
 
 def _quotient(x, by):
-    """x / by of integers, rounded, halves up."""
+    """x / by for integers, rounded to the nearest integer, halves up."""
     return (2 * x + by) // (2 * by)
 
 
 def quantize(params, projections: Collection[str]):
-    """As `w8a8.quantize`, with `Int4Weights`. Raises ValueError for a projection of which a shard
-    has no whole groups of inputs."""
+    """As `w8a8.quantize`, with `Int4Weights`. Raises ValueError if a shard's inputs of a projection
+    are no multiple of GROUP."""
     return w8a8.quantize(params, projections, _weights)
 
 

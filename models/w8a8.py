@@ -1,9 +1,9 @@
 """W8A8: products of 8-bit weights with 8-bit activations (LServe §3.1; QServe, SmoothQuant).
 
-A weight matrix has a scale for each output channel, found once. An activation has one for each
-token, found as it comes, so that a token's product does not depend on its company. Both are
-symmetric: x ~ scale * codes with codes from -127 to 127. Embeddings, the head, norms and biases
-stay as they are.
+A weight matrix has one scale for each output channel, computed once. An activation has one scale
+for each token, computed at run time, so that a token's product does not depend on the rest of the
+batch. Both are symmetric: x ~ scale * codes with codes from -127 to 127. Embeddings, the head,
+norms and biases are not quantised.
 """
 
 from collections.abc import Callable, Collection
@@ -13,23 +13,28 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-LARGEST = 127  # of the codes; -128 would have no opposite
+LARGEST = 127  # the largest code; -128 would have no opposite
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int8Weights:
-    """codes: [out, in] int8.  scale: [out] float32. Stacked, they have an axis of layers first."""
+    """Weights; stacked weights have an axis of layers first.
+
+    codes: [out, in] int8.
+    scale: [out] float32.
+    """
 
     codes: jax.Array
     scale: jax.Array
 
 
 def rounded(x, reduce_max=lambda largest: largest):
-    """x [..., n] as codes [..., n] int8 with a scale [...] float32 of the last axis each.
+    """x [..., n] as codes [..., n] int8, with one scale [...] float32 for each last axis.
 
-    reduce_max: the maximum over all shards of the largest absolute values [...], if each shard has
-    a part of the axis."""
+    reduce_max: takes largest absolute values [...] to their maximum over all shards, if shards
+        split the last axis.
+    """
     x = x.astype(jnp.float32)
     scale = reduce_max(jnp.abs(x).max(-1)) / LARGEST
     codes = jnp.round(x / jnp.where(scale > 0, scale, 1)[..., None])
@@ -38,7 +43,7 @@ def rounded(x, reduce_max=lambda largest: largest):
 
 def linear(x, w: Int8Weights, dtype, reduce_max=lambda largest: largest):
     """The product of x [T, in] and w [out, in]: [T, out] in `dtype`. Sums of codes are exact.
-    reduce_max: as in `rounded`, where x and w are a shard's part of the input."""
+    reduce_max: as in `rounded`, if x and w are a shard's part of the input."""
     codes, scale = rounded(x, reduce_max)
     sums = jax.lax.dot_general(
         codes, w.codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
@@ -47,8 +52,11 @@ def linear(x, w: Int8Weights, dtype, reduce_max=lambda largest: largest):
 
 
 def quantize(params, projections: Collection[str], of: Callable | None = None):
-    """The parameters, placed and with layers as a list, with `of` the projections' weights, by
-    default `Int8Weights`, on the same devices. Their scales equal those of a single device."""
+    """The parameters with each weight w of `projections` replaced by `of(w)`, by default
+    `Int8Weights`, on the same devices. Scales equal a single device's.
+
+    params: placed on devices, with layers as a list.
+    """
     of = of or _weights
     layers = [
         {name: of(x) if name in projections else x for name, x in layer.items()}

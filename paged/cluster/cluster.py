@@ -36,7 +36,7 @@ from paged.validation import Prompt, check_model, validated_prompt
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that is to come. arrival_s: seconds after the start."""
+    """A future request. arrival_s: seconds after the start of `serve`."""
 
     arrival_s: float
     prompt: Prompt
@@ -46,8 +46,11 @@ class Arrival:
 
 @dataclass(frozen=True)
 class ClusterRecord:
-    """One request that has ended. Times in seconds on the cluster's clock; first_token_s is None if
-    it ended before its first token, and for beam searches. placements: how often it was placed."""
+    """One request that has ended. Times are seconds on the cluster's clock.
+
+    first_token_s: None for a beam search, and if the request ended before its first token.
+    placements: how often the request was placed on a runner.
+    """
 
     request_id: str
     adapter: str | None
@@ -61,17 +64,20 @@ class ClusterRecord:
 
 
 class Cluster:
-    """Applies what runners report to the scheduler's state, and does what it decides.
+    """Applies the runners' events to the scheduler's state, and carries out its decisions.
 
-    It knows no threads: `LiveCluster` and `SimulatedCluster` bring events to it. All runners serve
-    one model under one configuration, which has the batch limit (`max_num_seqs`). now: gives the
-    time in seconds.
+    It has no threads: `LiveCluster` and `SimulatedCluster` pass events to `receive`. All runners
+    serve one model under one configuration, which has the batch limit (`max_num_seqs`).
 
-    jobs: unfinished requests by id. outputs: of those that have ended, until somebody takes them.
-    refused: what an engine said of requests that it did not take, which end with reason 'error'.
-    records: of all requests that have ended. figures: what each runner has told last, by UUID; of
-    the dead ones too. num_tokens: generated so far, of sampled sequences. num_evictions,
-    num_consolidations, num_recoveries: moves by their cause.
+    now: returns the time in seconds.
+    jobs: unfinished requests, by id.
+    outputs: outputs of ended requests, by id; the caller removes them.
+    refused: error messages of requests that an engine refused, by id; they end with reason 'error'.
+    records: one for each request that has ended.
+    figures: each runner's latest `Figures`, by UUID; dead runners keep theirs.
+    num_tokens: tokens generated so far, without beam searches.
+    num_evictions, num_consolidations, num_recoveries: moves of requests, by cause.
+    num_adapter_loads: loads of adapters to the runners' devices.
     """
 
     def __init__(
@@ -104,9 +110,9 @@ class Cluster:
         return bool(self.jobs)
 
     def add_adapter(self, name: str, folder: str | Path) -> None:
-        """Let requests name a LoRA adapter, a folder that PEFT wrote. Whichever runner serves one
-        reads the folder itself. A name that is known gets the new content for later requests; those
-        that came before keep the old one, wherever they move.
+        """Add a LoRA adapter, a folder that PEFT wrote, which requests may then name. Each runner
+        reads the folder itself when a request needs it. Adding an existing name replaces its
+        content for later requests; earlier requests keep the old content, wherever they move.
 
         Raises ValueError as `Engine.add_adapter` does.
         """
@@ -123,11 +129,11 @@ class Cluster:
         self, prompt: Prompt, sampling: SamplingParams | None = None, request_id: str | None = None,
         *, adapter: str | None = None, cache_salt: str = "",
     ) -> str:  # fmt: skip
-        """Accept a request, and place it if a GPU has room; its id. Until it ends `jobs` has what
-        is known of its output, then `outputs` has all of it.
+        """Accept a request, place it if a GPU has room, and return its id. `jobs` has the output so
+        far until the request ends; then `outputs` has the whole output.
 
-        Raises ValueError, and accepts nothing, for what no runner could serve, and for an id that
-        is unfinished or has an output that nobody has taken; RuntimeError if all runners have died.
+        Raises ValueError, and accepts nothing, for a request that no runner could serve, and for an
+        id that is in `jobs` or `outputs`. Raises RuntimeError if all runners have died.
         """
         if not self.state.gpus:
             raise RuntimeError("all runners have died")
@@ -156,7 +162,7 @@ class Cluster:
         return name
 
     def cancel(self, request_id: str) -> RequestOutput:
-        """End a request wherever it is; what it has.
+        """End a request, queued or placed, and return its output so far.
 
         Raises ValueError for an id that is unknown or has ended.
         """
@@ -169,15 +175,15 @@ class Cluster:
         return self.outputs.pop(request_id)
 
     def cancel_all(self) -> None:
-        """End every request wherever it is; what they have is in `outputs`."""
-        # Those in the queue first, or they would take the places of the others.
+        """End every request, queued or placed; `outputs` then has their outputs so far."""
+        # Queued requests first: they would otherwise be placed where others are cancelled.
         for request_id in sorted(self.jobs, key=lambda name: self.jobs[name].gpu is not None):
             self.outputs[request_id] = self.cancel(request_id)
 
     def receive(self, uuid: str, events: Sequence[Event]) -> None:
-        """Apply what a runner has told, and do what follows."""
+        """Apply a runner's events, then place queued requests."""
         for event in events:
-            if uuid not in self.state.gpus:  # it was given up before
+            if uuid not in self.state.gpus:  # The runner counts as dead already.
                 return
             if isinstance(event, Progress):
                 self._progress(uuid, event)
@@ -192,7 +198,7 @@ class Cluster:
         self._place_queued()
 
     def rebalance(self) -> None:
-        """Once a period: empty a lightly loaded GPU, if its requests fit on busy ones."""
+        """Empty a lightly loaded GPU if its requests fit on busy GPUs; called once a period."""
         for request_id, _, target in rebalance(self.state):
             job = self.jobs[request_id]
             self._take_away(job)
@@ -206,7 +212,7 @@ class Cluster:
         bisect.insort(self.state.queue, job, key=lambda job: job.request.order)
 
     def _place_queued(self) -> None:
-        """First come, first served: nobody is placed before the head of the queue."""
+        """First come, first served: no request is placed before the head of the queue."""
         queue = self.state.queue
         while queue and (uuid := place(self.state, queue[0])) is not None:
             self._start(queue.pop(0), uuid)
@@ -218,7 +224,7 @@ class Cluster:
         self._runners[uuid].add(job.as_it_is(), job.attempt)
 
     def _take_away(self, job: Job) -> None:
-        """From its GPU or from the queue."""
+        """Remove a job from its GPU, or from the queue."""
         if job.gpu is None:
             self.state.queue.remove(job)
             return
@@ -267,7 +273,7 @@ class Cluster:
             del gpu.promised[counted]
         if status.newest is None:
             return
-        # While it has not seen a cancellation, its memory will be freed without another one.
+        # No eviction while a cancellation has not reached the runner: it will free memory.
         ours = {(name, job.attempt) for name, job in gpu.working_set.items()}
         victim = newest(gpu)
         if victim is None or not status.working_set <= ours:
@@ -278,7 +284,7 @@ class Cluster:
             self.num_evictions += 1
 
     def _lose(self, gpu: Gpu) -> None:
-        """A runner has died, which is a move of all it had (§5.3)."""
+        """A runner has died: its requests are queued again (§5.3), or end if they cannot move."""
         del self.state.gpus[gpu.uuid]
         for job in gpu.working_set.values():
             job.gpu, job.attempt = None, 0
@@ -313,7 +319,7 @@ class Cluster:
 
 
 def _so_far(job: Job, reason: str) -> RequestOutput:
-    """The output of a request that is ended where it stands."""
+    """The output so far of a request that ends now for `reason`."""
     known = job.known or [SequenceOutput([], "", None)]
     return RequestOutput(
         request_id=job.request.request_id,

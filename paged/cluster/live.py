@@ -1,4 +1,4 @@
-"""The cluster in real time: runners in threads or on other machines, which tell what is new."""
+"""The cluster in real time: runners in threads or on other machines post their events."""
 
 import contextlib
 import queue
@@ -16,29 +16,33 @@ from paged.config import EngineConfig
 from paged.requests.sequence import RequestOutput
 
 Post = Callable[[list[Event]], None]
-NOBODY = ""  # the UUID of no runner, whose mail wakes up
+NOBODY = ""  # the UUID of no runner: its mail only ends the wait of `step`
 
 
 class LiveRunner(Runner, Protocol):
-    """A runner that works by itself. It posts events, `Lost` as the last one if it dies."""
+    """A runner that works by itself. It posts events; if it dies, `Lost` is its last event."""
 
     def start(self, post: Post, heartbeat_s: float) -> None:
-        """Make the engine, then serve; the first post says that it is ready. While there is nothing
-        to do a status comes every `heartbeat_s` seconds."""
+        """Build the engine, then serve. The first post means that the runner is ready. An idle
+        runner posts a status every `heartbeat_s` seconds."""
         ...
 
     def close(self, wait_s: float = 60.0) -> None:
-        """End the runner, and wait for that so long at most; it posts nothing more."""
+        """End the runner, and wait for its end at most `wait_s` seconds; it posts nothing more."""
         ...
 
 
 class LiveCluster:
-    """Drives a `Cluster` by what its runners, by UUID, post. Use it in a `with` statement, which
-    starts the runners and closes them; calls come from one thread.
+    """Drives a `Cluster` by the events that its runners post. Use it in a `with` statement, which
+    starts the runners and closes them. All calls but `wake` come from one thread.
 
-    rebalance_s: the period of consolidation. A runner that is silent for `silence_s` seconds counts
-    as dead, though not before it has posted first, for which it has `start_s` seconds. None of them
-    should step for so long: engines are made warm.
+    runners: by UUID.
+    rebalance_s: the period of consolidation, in seconds.
+    heartbeat_s: the period of an idle runner's status, in seconds.
+    silence_s: seconds without a post after which a runner counts as dead. No step may take so long:
+        `make_engine` returns warm engines.
+    start_s: further seconds that a runner has for its first post.
+    deaths: the reasons of dead runners, by UUID.
     """
 
     def __init__(
@@ -53,10 +57,10 @@ class LiveCluster:
         self._silence_s, self._start_s = silence_s, start_s
         self._origin = time.monotonic()
         self._next_rebalance_s = rebalance_s
-        self.deaths: dict[str, str] = {}  # why, by UUID
+        self.deaths: dict[str, str] = {}
 
     def __enter__(self) -> Self:
-        """Raises RuntimeError if no runner could be started. Interrupted, it leaves none behind."""
+        """Raises RuntimeError if no runner could be started. An interrupt closes all runners."""
         try:
             self._start()
         except BaseException:
@@ -92,16 +96,17 @@ class LiveCluster:
         self._mail.put((uuid, events))
 
     def wake(self) -> None:
-        """Let `step` wait no longer; other threads may call it."""
+        """End the wait of `step`. Any thread may call this."""
         self._mail.put((NOBODY, []))
 
     def step(self, timeout_s: float) -> list[str]:
-        """Take in what runners have posted, waiting for it at most so long, and do what is due. The
-        UUIDs of those that posted."""
+        """Apply the posted events, after waiting for the first at most `timeout_s` seconds. Then
+        bury silent runners, and rebalance if it is time. Returns the UUIDs of the posts, with
+        `NOBODY` for each `wake`."""
         heard = []
         with contextlib.suppress(queue.Empty):
             heard.append(self._take(timeout_s))
-        for _ in range(self._mail.qsize()):  # not until it is empty: they may post faster
+        for _ in range(self._mail.qsize()):  # not until it is empty: runners may post faster
             heard.append(self._take(0))
         now = self.now()
         for uuid in [*self.cluster.state.gpus]:
@@ -133,9 +138,13 @@ class LiveCluster:
         observe: Callable[[float], Any] = lambda now: None, period_s: float = 1.0,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> list[RequestOutput]:  # fmt: skip
-        """Serve all as they arrive, in seconds from now on; their outputs, in the same order.
-        observe: called about every `period_s` seconds. Once `stop_requested` those that run end
-        with reason 'abort', and those that had not arrived have no output."""
+        """Serve requests at their arrival times, in seconds from now on. Returns their outputs, in
+        the order of `arrivals`.
+
+        observe: called with the time about every `period_s` seconds.
+        stop_requested: once it returns True, unfinished requests end with reason 'abort'; requests
+            that have not arrived have no output.
+        """
         start, names = self.now(), dict[int, str]()
         coming = deque(sorted(range(len(arrivals)), key=lambda i: arrivals[i].arrival_s))
         next_observation_s = 0.0

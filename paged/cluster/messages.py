@@ -1,4 +1,4 @@
-"""What the cluster and its runners tell each other."""
+"""Messages between the cluster and its runners."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,13 +11,16 @@ from paged.stats import EngineStats, Totals
 
 @dataclass(frozen=True)
 class ClusterRequest:
-    """A request as it travels; any runner can go on with it.
+    """A request as it is sent to a runner; any runner can continue it.
 
-    order: of arrival, which moves do not change. arrival_s: on the cluster's clock. prompt: token
-    ids. sampling: with its seed, drawn before the request is placed, so that its tokens do not
-    depend on where it runs. adapter: the one that its name meant when it came; runners read its
-    folder themselves. known: the output so far, one entry for each sequence; empty if there is
-    none. A beam search has none: moved, it begins again.
+    order: order of arrival, which moves do not change.
+    arrival_s: arrival in seconds on the cluster's clock.
+    prompt: token ids.
+    sampling: parameters with a seed. The seed is drawn before the request is placed, so that its
+        tokens do not depend on the runner.
+    adapter: the content that the adapter's name had at arrival; runners read its folder themselves.
+    known: the output so far, one entry for each sequence; empty if there is none. Always empty for
+        a beam search: a moved one starts over.
     """
 
     request_id: str
@@ -32,8 +35,13 @@ class ClusterRequest:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What sequence `index` of a request got after its first `start` output tokens. output: the new
-    tokens and their log-probabilities alone; its score so far, and why it ended, if it did."""
+    """New output of one sequence of a request.
+
+    index: the sequence's index in the request.
+    start: output tokens before this growth.
+    output: only the new tokens and their log-probabilities; the sequence's score so far, and its
+        finish reason if it has ended.
+    """
 
     index: int
     start: int
@@ -41,8 +49,12 @@ class Growth:
 
 
 class Progress(NamedTuple):
-    """Of one attempt at a request. output: all of it, once it has ended. refused: why the engine
-    did not take it, if so."""
+    """Progress of one attempt at a request.
+
+    growth: new output of each sequence that has some.
+    output: the whole output once the request has ended.
+    refused: the engine's error message if it refused the request.
+    """
 
     request_id: str
     attempt: int
@@ -52,10 +64,10 @@ class Progress(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """What a step has given to requests of one sequence that go on and tell nothing but tokens, as
-    nearly all do.
+    """A step's new tokens of all requests that go on, have one sequence and report only tokens:
+    nearly all requests.
 
-    requests: (request id, attempt, number of output tokens before, tokens) of each.
+    requests: (request id, attempt, number of output tokens before the step, new tokens) of each.
     """
 
     requests: list[tuple[str, int, int, list[int]]]
@@ -65,9 +77,11 @@ class Grown(NamedTuple):
 class Status:
     """A runner after a step, and from time to time while it idles.
 
-    working_set: (request id, attempt) of all that it has taken and not ended. free_tokens: of its
-    KV memory, once all of these are admitted. newest: where KV memory has run out, its latest
-    request, which should move; otherwise None. resident_adapters: names of those on its device.
+    working_set: (request id, attempt) of every accepted request that has not ended.
+    free_tokens: KV memory, in tokens, that is free once the whole working set is admitted.
+    newest: the latest request, which should move, if KV memory has run out; otherwise None.
+    resident_adapters: names of the adapters on the device.
+    adapter_loads: loads of adapters to the device so far.
     """
 
     working_set: frozenset[tuple[str, int]]
@@ -79,7 +93,11 @@ class Status:
 
 @dataclass(frozen=True)
 class Figures:
-    """A runner for people who watch it, from time to time: its engine now, and since its start."""
+    """A runner's figures for monitoring, sent from time to time.
+
+    engine: the engine now.
+    totals: counters since the runner's start.
+    """
 
     engine: EngineStats
     totals: Totals
@@ -87,7 +105,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Lost:
-    """The last event of a runner that has died: nothing more will come. reason: for people."""
+    """The last event of a runner that has died. reason: a message for people."""
 
     reason: str
 

@@ -21,8 +21,8 @@ def import_ray() -> Any:
 
 
 class _Actor:
-    """What lives in the actor's process. `events` runs the engine in a thread of its own. Ray may
-    make the other calls in any order: their numbers tell the right one."""
+    """The actor. `events` runs the engine in a thread of its own. Ray may make the other calls in
+    any order: `deliver` restores the order from their numbers."""
 
     def __init__(self, make_engine: MakeEngine):
         self._runner = EngineRunner(make_engine())
@@ -34,7 +34,7 @@ class _Actor:
         yield from self._runner.run(heartbeat_s)
 
     def deliver(self, number: int, name: str, *arguments) -> None:
-        """Call the runner's `name` once all earlier numbers have been delivered."""
+        """Call the runner's method `name` once all calls with lower numbers have been made."""
         with self._lock:
             self._early[number] = name, arguments
             while self._next in self._early:
@@ -44,15 +44,19 @@ class _Actor:
 
 
 class RayRunner:
-    """make_engine: is pickled, and called in the actor's process. options: of the actor, as
-    `ray.remote` takes them, such as num_gpus=1; none of its own dies and is restarted silently.
+    """A runner in a Ray actor.
 
-    `ray.init` is the caller's. Raises ImportError, naming the extra, where Ray is not installed.
+    make_engine: is pickled, and called in the actor's process.
+    options: the actor's options, as for `ray.remote`, such as num_gpus=1. max_restarts is always 0:
+        a dead actor must not restart silently. max_concurrency is fixed too.
+
+    The caller calls `ray.init` before. Raises ImportError, naming the extra, where Ray is not
+    installed.
     """
 
     def __init__(self, make_engine: MakeEngine, options: Mapping[str, Any] | None = None):
         self._ray = import_ray()
-        # Three threads: one that runs the engine, and what comes in from outside.
+        # Three threads: one runs the engine, the others make the calls from outside.
         own = {"max_restarts": 0, "max_concurrency": 3}
         self._remote = self._ray.remote(**{"num_cpus": 1, **(options or {}), **own})(_Actor)
         self._make_engine = make_engine
@@ -70,9 +74,7 @@ class RayRunner:
             for reference in stream:
                 post(self._ray.get(reference))
             reason = "its stream has ended"
-        except (
-            Exception
-        ) as error:  # Ray's many ways to say that an actor has died, or its own error
+        except Exception as error:  # Ray's errors for a dead actor have many types.
             reason = f"{type(error).__name__}: {error}"
         if not self._closed:
             post([Lost(reason)])
@@ -88,7 +90,7 @@ class RayRunner:
         self._num_sent += 1
 
     def close(self, wait_s: float = 60.0) -> None:
-        """At once."""
+        """Kill the actor at once; `wait_s` is ignored."""
         self._closed = True
         if self.actor is not None:
             self._ray.kill(self.actor)

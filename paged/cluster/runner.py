@@ -13,29 +13,33 @@ from paged.engine import Engine
 from paged.requests.sequence import RequestOutput, Sequence, SequenceGroup, SequenceOutput
 from paged.stats import Tally
 
-MakeEngine = Callable[[], Engine]  # a warm one
-FIGURES_S = 0.25  # between two of them at least; the live page asks more rarely
+MakeEngine = Callable[[], Engine]  # The engine must be warm.
+FIGURES_S = 0.25  # least seconds between two `Figures`; the live page polls more rarely
 
 
 class Runner(Protocol):
-    """What the cluster asks of a runner, wherever that is; both calls return at once.
+    """The cluster's interface to a local or remote runner; both calls return at once.
 
-    A move is `cancel` there and `add` here with the next attempt.
+    A move is `cancel` on the source and `add` on the target, with a new attempt.
     """
 
     def add(self, request: ClusterRequest, attempt: int) -> None: ...
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """Give its memory back; what its last step sampled is dropped. Nothing happens if the
-        attempt has ended."""
+        """Free the attempt's memory; tokens of its last step are dropped. No effect if the attempt
+        has ended."""
         ...
 
 
 @dataclass
 class _Attempt:
-    """sent: output tokens that were told of each sequence. ended: which ends were. plain: the only
-    sequence of a request that has tokens to tell and nothing else. grows: whether each token is
-    told, or only the first ones and the end."""
+    """An attempt at a request.
+
+    sent: output tokens reported so far, by sequence.
+    ended: whether the end has been reported, by sequence.
+    plain: the request's only sequence, if the request reports only tokens; otherwise None.
+    grows: whether every token is reported, or only the first tokens and the end.
+    """
 
     request: ClusterRequest
     number: int
@@ -47,12 +51,15 @@ class _Attempt:
 
 
 class EngineRunner:
-    """Runs an engine; other threads may call `add`, `cancel` and `close`, which the engine sees
-    between two steps. keep_records: whether the engine keeps the records of all that it has done,
-    or they are added up in `tally`. tells_status: whether a status follows what is new, as a
-    cluster needs it; it takes time, as all who wait are counted. Such a runner tells most tokens in
-    a `Grown` a step, and others in a `Progress` a request. tells_figures: whether there are
-    `Figures` too.
+    """Runs an engine. Other threads may call `add`, `cancel`, `call` and `close`, which take effect
+    between two steps.
+
+    keep_records: whether the engine keeps its records; otherwise `tally` sums them up.
+    tells_status: whether each step's events end with a `Status`, which a cluster needs. It takes
+        time, because all waiting requests are counted. With it a step's tokens are mostly in one
+        `Grown`, without it in one `Progress` a request.
+    tells_figures: whether there are also `Figures`; only with tells_status and without
+        keep_records.
     """
 
     def __init__(
@@ -65,24 +72,24 @@ class EngineRunner:
         self.tally = Tally(engine)
         self._next_figures_s = 0.0
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._events: list[Event] = []  # that nobody has been told yet
+        self._events: list[Event] = []  # not returned by `step` yet
         self._attempts: dict[str, _Attempt] = {}
         self._working_set: frozenset[tuple[str, int]] | None = None  # None: attempts have changed
         self._closed = False
 
     def add(self, request: ClusterRequest, attempt: int, grows: bool = True) -> None:
-        """grows: whether each token is to be told, or only the first ones and the end."""
+        """grows: whether every token is reported, or only the first tokens and the end."""
         self._inbox.put(lambda: self._add(request, attempt, grows))
 
     def cancel(self, request_id: str, attempt: int) -> None:
         self._inbox.put(lambda: self._cancel(request_id, attempt))
 
     def call(self, what: Callable[[], None]) -> None:
-        """Have `run` do this between two steps."""
+        """Call `what` between two steps, in the thread of `run`."""
         self._inbox.put(what)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Say nothing more of requests that the engine has lost in a failure."""
+        """Report nothing more of requests that the engine has lost in a failure."""
         for request_id in request_ids:
             self._attempts.pop(request_id, None)
         self._working_set = None
@@ -92,8 +99,8 @@ class EngineRunner:
         self._inbox.put(None)
 
     def run(self, heartbeat_s: float) -> Iterator[list[Event]]:
-        """Serve until `close`; what is new after each step, and at least so often as long as there
-        is nothing to do."""
+        """Serve until `close`. Yields the new events after each step; an idle runner yields every
+        `heartbeat_s` seconds."""
         while not self._closed:
             if not self.has_work:
                 with contextlib.suppress(queue.Empty):
@@ -105,18 +112,19 @@ class EngineRunner:
         return self.engine.has_unfinished() or not self._inbox.empty()
 
     def step(self) -> list[Event]:
-        """Empty the inbox, run a step if there is any work; what is new, a status last."""
+        """Empty the inbox, and run a step if there is work. Returns the new events; the status, if
+        any, is the last."""
         while not self._inbox.empty():
             self._take(self._inbox.get())
         return self._told(self.engine.step() if self.engine.has_unfinished() else [])
 
     def ahead(self) -> Ahead | None:
-        """The steps that only decode if nothing comes into the inbox; None while something is in
-        it, and where the engine cannot tell."""
+        """The next steps that only decode, provided that the inbox stays empty. None if it is not
+        empty, or if the engine cannot predict them."""
         return self.engine.loop.decodes_ahead() if self._inbox.empty() else None
 
     def take(self, until_s: float) -> list[Event]:
-        """As `step`, of all steps of `ahead` that begin before `until_s`; the inbox stays."""
+        """As `step`, for all steps of `ahead` that begin before `until_s`, without the inbox."""
         clock = self.engine.executor.clock
         while clock.now() < until_s:
             ended = self.engine.run_until(until_s)
@@ -129,7 +137,7 @@ class EngineRunner:
         return not self._inbox.empty()
 
     def _told(self, outputs: Iterable[RequestOutput]) -> list[Event]:
-        """What is new after a step that ended with `outputs`."""
+        """The new events after a step that returned `outputs`."""
         ended = {output.request_id: output for output in outputs}
         slots = self.engine.scheduler.slots
         known, newest = slots.known.tolist(), slots.newest().tolist()
@@ -137,7 +145,7 @@ class EngineRunner:
         for request_id, attempt in list(self._attempts.items()):
             output, plain = ended.get(request_id), attempt.plain
             if plain is not None and output is None and plain.slot >= 0 and attempt.grows:
-                # Nearly all that is told: a request has one token more.
+                # The most frequent case by far, hence fast: one more token of a request.
                 first, start = plain.group.num_prompt_tokens, attempt.sent[0]
                 count = known[plain.slot] - first
                 if count > start:
@@ -173,7 +181,7 @@ class EngineRunner:
     def _add(self, request: ClusterRequest, attempt: int, grows: bool) -> None:
         engine, adapter = self.engine, request.adapter
         try:
-            # Another may have had its name since: also after this request was placed first.
+            # Another adapter may have taken the name since, even after this request's placement.
             if adapter is not None and not engine.adapters.means(adapter):
                 engine.add_known_adapter(adapter)
             engine.add_request(
@@ -210,7 +218,7 @@ class EngineRunner:
         return int(known) - sequence.num_prompt_tokens
 
     def _tokens(self, sequence: Sequence, start: int = 0) -> list[int]:
-        """Its output from token `start` on."""
+        """The sequence's output tokens from `start` on."""
         slots, first = self.engine.scheduler.slots, sequence.num_prompt_tokens + start
         if sequence.slot < 0:
             return sequence.tokens[first:].tolist()
@@ -218,7 +226,7 @@ class EngineRunner:
 
     def _growth(self, attempt: _Attempt) -> Iterator[Growth]:
         group = attempt.group
-        if group.search is not None:  # its beams may come from each other: its end tells
+        if group.search is not None:  # Beams replace each other: only the end is reported.
             return
         for i, sequence in enumerate(group.sequences):
             start, count = attempt.sent[i], self._known(sequence)
@@ -236,7 +244,7 @@ class EngineRunner:
             yield Growth(i, start, output)
 
     def _figures(self) -> Iterator[Figures]:
-        """None where nobody counts, or too soon."""
+        """Yields `Figures` if tells_figures, at most once every FIGURES_S seconds."""
         if self._tells_figures and (now := time.monotonic()) >= self._next_figures_s:
             self._next_figures_s = now + FIGURES_S
             yield Figures(self.tally.stats(), replace(self.tally.totals))
@@ -250,7 +258,7 @@ class EngineRunner:
             pages = sum(len(s.tokens) // page_size + 1 for s in group.unfinished)
             free -= width * pages * page_size
         newest, store = None, engine.loop.adapter_store
-        # Who waits for its adapter does not wait for memory.
+        # A request that waits for its adapter does not wait for memory.
         admits = engine.scheduler.gate.admits
         starved = any(group.num_preemptions and admits(group) for group in waiting)
         if starved and len(attempts) > 1:
@@ -268,5 +276,5 @@ class EngineRunner:
 
 
 def _progress(request_id: str, attempt: int, start: int, tokens: list[int]) -> Progress:
-    """Of a request in `Grown`."""
+    """The `Progress` that equals an entry of `Grown`."""
     return Progress(request_id, attempt, (Growth(0, start, SequenceOutput(tokens, "", None)),))

@@ -1,9 +1,12 @@
-"""Which GPU serves which request: functions that only read plain state (Punica §5.1, §5.3).
+"""Placement of requests on GPUs: functions that only read plain state (Punica §5.1, §5.3).
 
-Where the paper leaves a choice, ours are these. A working set counts sequences, beams at full
-width. Memory is enough for a request if its prompt, its known output and a token more of each
-sequence fit, in whole pages, above a watermark. GPUs are consolidated one a period, and only if a
-whole one that is lightly loaded fits on others that are busy.
+Choices that the paper leaves open:
+
+* The size of a working set is its number of sequences; a beam search counts its beam width.
+* A GPU has memory for a request if the prompt, the known output and one more token of each
+  sequence fit, in whole pages, above a watermark.
+* Each period at most one GPU is emptied, with a load up to CONSOLIDATED, if all its requests fit
+  on other busy GPUs.
 """
 
 from collections.abc import Iterator
@@ -15,16 +18,16 @@ from paged.config import EngineConfig
 from paged.known_output import GOES_ON
 from paged.requests.sequence import SequenceOutput
 
-CONSOLIDATED = 0.25  # the load up to which a GPU is emptied, if the others have room
-LIGHT = 0.5  # the load below which a GPU counts as lightly loaded: no more are needed
+CONSOLIDATED = 0.25  # load up to which a GPU is emptied, if other GPUs have room
+LIGHT = 0.5  # load below which a GPU counts as lightly loaded, so that no more GPUs are needed
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What each GPU has.
+    """The capacity of each GPU.
 
-    max_batch: sequences.
-    moves: whether a request with output may move; the other GPU recomputes its keys and values.
+    max_batch: sequences in a batch.
+    moves: whether a request with output may move; the target recomputes its keys and values.
     """
 
     max_batch: int
@@ -45,16 +48,19 @@ class Limits:
         )
 
     def needed(self, num_tokens: int) -> int:
-        """KV memory, in tokens, of a sequence that is to get one token more."""
+        """KV memory, in tokens, of a sequence of `num_tokens` tokens and one more."""
         return (num_tokens // self.page_size + 1) * self.page_size
 
 
 @dataclass
 class Job:
-    """A request that the cluster has accepted, with what is known of its output by now.
+    """A request that the cluster has accepted, with its output so far.
 
-    attempt: the number of its placement among all of the cluster's, 0 in the queue; whatever comes
-    from another one is dropped. gpu: where it is, None in the queue. placements: how many so far.
+    attempt: the number of its current placement, unique in the cluster; 0 in the queue. Events of
+        other attempts are dropped.
+    gpu: the UUID of its GPU; None in the queue.
+    placements: how often it has been placed.
+    known: the output so far, by sequence; empty for a beam search.
     """
 
     request: ClusterRequest
@@ -70,7 +76,7 @@ class Job:
 
     @property
     def width(self) -> int:
-        """Sequences side by side."""
+        """Sequences that the request runs in parallel."""
         return self.request.sampling.num_sequences
 
     @property
@@ -78,7 +84,7 @@ class Job:
         return any(output.tokens for output in self.known)
 
     def needed(self, limits: Limits) -> int:
-        """KV memory in tokens; sharing among its sequences is not counted on."""
+        """KV memory in tokens, as if its sequences shared no blocks."""
         prompt = len(self.request.prompt)
         if not self.known:
             return self.width * limits.needed(prompt)
@@ -86,7 +92,7 @@ class Job:
         return sum(limits.needed(prompt + len(output.tokens)) for output in goes_on)
 
     def grow(self, growth: Growth) -> None:
-        """Append what a runner has generated."""
+        """Append a runner's new output."""
         known, new = self.known[growth.index], growth.output
         assert len(known.tokens) == growth.start, "a token is lost or repeated"
         known.tokens.extend(new.tokens)
@@ -94,7 +100,7 @@ class Job:
         self.known[growth.index] = replace(new, tokens=known.tokens, logprobs=logprobs)
 
     def as_it_is(self) -> ClusterRequest:
-        """The request with the output so far, which later tokens leave unchanged."""
+        """The request with a copy of the output so far."""
         known = tuple(replace(output, tokens=list(output.tokens)) for output in self.known)
         return replace(self.request, known=known if self.has_output else ())
 
@@ -103,8 +109,11 @@ class Job:
 class Gpu:
     """One GPU as the scheduler sees it.
 
-    free_tokens: of its KV memory, and adapter_loads, as its runner said last. promised: tokens of
-    those requests, by (id, attempt), that it has been given and the runner did not count yet.
+    free_tokens: free KV memory, in tokens, by the runner's last status.
+    working_set: its unfinished requests, by id.
+    promised: KV tokens of requests that the runner's last status does not count yet, by (id,
+        attempt).
+    adapter_loads: loads so far, by the runner's last status.
     batch: sequences of the working set.
     """
 
@@ -122,13 +131,13 @@ class Gpu:
 
     @property
     def load(self) -> float:
-        """The share of its batch or of its memory that is taken, whichever is larger."""
+        """The larger of the shares of the batch and of the KV memory that are taken."""
         if not self.working_set:
             return 0.0
         return max(self.batch / self.limits.max_batch, 1 - self.room / self.limits.kv_tokens)
 
     def takes(self, job: Job) -> bool:
-        """Whether there is batch room and KV room."""
+        """Whether the job fits into the batch and into KV memory."""
         watermark = self.limits.watermark_tokens if self.working_set else 0
         fits = self.batch + job.width <= self.limits.max_batch
         return fits and self.room >= job.needed(self.limits) + watermark
@@ -139,7 +148,7 @@ class Gpu:
         self.promised[job.request.request_id, job.attempt] = job.needed(self.limits)
 
     def remove(self, job: Job) -> None:
-        """Its memory counts as free once the runner says so."""
+        """Remove a job. Its memory counts as free once a status of the runner says so."""
         del self.working_set[job.request.request_id]
         self.batch -= job.width
         self.promised.pop((job.request.request_id, job.attempt), None)
@@ -147,7 +156,11 @@ class Gpu:
 
 @dataclass
 class ClusterState:
-    """The GPUs by UUID, and the requests that found no room on any, by order of arrival."""
+    """The scheduler's state.
+
+    gpus: by UUID.
+    queue: requests for which no GPU has room, in order of arrival.
+    """
 
     limits: Limits
     gpus: dict[str, Gpu] = field(default_factory=dict)
@@ -161,34 +174,38 @@ class Move(NamedTuple):
 
 
 class Hints(NamedTuple):
-    """For whoever hires GPUs. scale_up: whether more are needed. release: UUIDs of those that can
-    be given back."""
+    """Hints for renting GPUs.
+
+    scale_up: whether more GPUs are needed.
+    release: UUIDs of GPUs that can be released.
+    """
 
     scale_up: bool
     release: list[str]
 
 
 def place(state: ClusterState, job: Job) -> str | None:
-    """The GPU for a request: of those that have room, that with the largest working set, of equal
-    ones the highest UUID; None if all are full (§5.1)."""
+    """The UUID of the GPU for a request: the largest working set among GPUs with room; on ties the
+    highest UUID (§5.1). None if no GPU has room."""
     fitting = (gpu for gpu in state.gpus.values() if gpu.takes(job))
     best = max(fitting, key=lambda gpu: (gpu.batch, gpu.uuid), default=None)
     return None if best is None else best.uuid
 
 
 def newest(gpu: Gpu) -> Job | None:
-    """Whom to evict from a GPU that is out of KV memory: its latest request, which preserves first
-    come, first served (§5.3). None if it has but one, which fits alone."""
+    """The request to evict from a GPU that is out of KV memory: the latest, which preserves first
+    come, first served (§5.3). None if the GPU has a single request: that fits alone."""
     if len(gpu.working_set) < 2:
         return None
     return max(gpu.working_set.values(), key=lambda job: job.request.order)
 
 
 def rebalance(state: ClusterState) -> list[Move]:
-    """Moves that empty one GPU: the most lightly loaded whose requests all fit on other busy ones.
+    """Moves that empty one GPU: among GPUs with loads up to CONSOLIDATED the one with the smallest
+    batch, provided that all its requests fit on other busy GPUs.
 
-    None while requests queue, if the policy cannot recompute output, and none of GPUs that run beam
-    searches, which would begin again.
+    No moves while requests are queued, or if the policy cannot recompute output. GPUs that run beam
+    searches are not emptied: a moved beam search starts over.
     """
     if state.queue or not state.limits.moves:
         return []
@@ -202,7 +219,7 @@ def rebalance(state: ClusterState) -> list[Move]:
 
 
 def _emptied(source: Gpu, others: list[Gpu], limits: Limits) -> Iterator[Move]:
-    """Where the requests of `source` would go, until one finds no room."""
+    """Moves of the requests of `source`, up to the first request that no other GPU can take."""
     trial = ClusterState(limits, {
         gpu.uuid: replace(gpu, working_set=dict(gpu.working_set), promised=dict(gpu.promised))
         for gpu in others
@@ -216,8 +233,8 @@ def _emptied(source: Gpu, others: list[Gpu], limits: Limits) -> Iterator[Move]:
 
 
 def hints(state: ClusterState) -> Hints:
-    """More GPUs are needed if none is lightly loaded, and idle ones can go (§5.1); of these one
-    stays where no other is lightly loaded, or it would be asked for again at once."""
+    """More GPUs are needed if none is lightly loaded; idle GPUs can be released (§5.1). If all
+    lightly loaded GPUs are idle, one of them stays: it would be requested again at once."""
     light = [gpu for gpu in state.gpus.values() if gpu.load < LIGHT]
     idle = sorted(gpu.uuid for gpu in light if not gpu.working_set)
     return Hints(not light, idle if len(idle) < len(light) else idle[:-1])

@@ -20,15 +20,15 @@ from paged.requests.sequence import RequestOutput
 
 @dataclass
 class _Reported:
-    """The steps of an `Ahead`, and how many of them have been reported."""
+    """The steps of an `Ahead`. reported: how many of the steps have been reported."""
 
     ends_s: list[float]
     free: list[int]
     reported: int = 0
 
     def by(self, now: float) -> int:
-        """Number of steps that ended before `now`, which never decreases. A step that ends at `now`
-        is reported behind the event at hand."""
+        """The number of steps that ended before `now`, which never decreases. A step that ends at
+        `now` is reported after the current event."""
         ends, reported = self.ends_s, self.reported
         while reported < len(ends) and ends[reported] < now:
             reported += 1
@@ -37,16 +37,18 @@ class _Reported:
 
 
 class SimulatedCluster:
-    """Runners by UUID whose engines have virtual clocks, each its own.
+    """A cluster of engines that each have a virtual clock of their own.
 
-    All runs in the order of time: a step's events reach the cluster when the step has ended, and
-    what the cluster answers reaches a runner between its steps. The same arrivals give the same
-    run. engines: by UUID. keep_records: whether the engines' own records are kept. keep_outputs:
-    whether `serve` returns the requests' outputs, which are large in a run of hours.
+    Events happen in the order of time: a step's events reach the cluster when the step ends, and
+    the cluster's calls reach a runner between its steps. Equal arrivals give equal runs.
 
-    skip: take runs of decode steps at once, of which the engines' logs then lack the steps. What
-    the cluster sees of a runner in such a run is its free memory, which is known beforehand; the
-    steps are taken when something comes for the runner, and before the cluster looks at tokens.
+    engines: by UUID.
+    keep_records: whether the engines keep their own records.
+    skip: whether runs of decode steps (`paged.decode_runs`) are executed in one call. The engines'
+        event logs then lack these steps. During a run the cluster sees only the runner's free
+        memory, which `Ahead` has computed. The steps are executed when a call for the runner
+        comes, before the cluster reads tokens, and at the end of the run.
+    keep_outputs: whether `serve` returns outputs, which are large for hours of simulated time.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class SimulatedCluster:
         }
         self.cluster = Cluster(self._runners, model, config, tokenizer, lambda: self.now)
         self._rebalance_s, self._skip, self._keep_outputs = rebalance_s, skip, keep_outputs
-        self._ahead: dict[str, _Reported] = {}  # of the runners in a run of decode steps
+        self._ahead: dict[str, _Reported] = {}  # by runner in a run of decode steps
         self.now = 0.0
 
     def serve(
@@ -69,7 +71,7 @@ class SimulatedCluster:
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> list[RequestOutput]:  # fmt: skip
         """As `LiveCluster.serve`; observe: called every `period_s` seconds."""
-        numbers = itertools.count()  # events of one time happen in the order of their making
+        numbers = itertools.count()  # Events of equal times happen in the order of creation.
         heap: list[tuple[float, int, Callable[[], None]]] = []
         names: dict[int, str] = {}
 
@@ -103,12 +105,12 @@ class SimulatedCluster:
             at(when, partial(report, uuid, events))
 
         def end(uuid: str, run: _Reported) -> None:
-            if self._ahead.get(uuid) is run:  # otherwise it was cut
+            if self._ahead.get(uuid) is run:  # Otherwise the run was cut.
                 del self._ahead[uuid]
                 report(uuid, self._runners[uuid].take(run.ends_s[-1]))
 
         def cut(*uuids: str) -> None:
-            """Take the steps of runs so far; the one that has begun is reported when it ends."""
+            """Execute the runs' steps so far; the current step is reported when it ends."""
             for uuid in uuids:
                 run, runner = self._ahead.pop(uuid), self._runners[uuid]
                 if reported := run.by(self.now):
@@ -136,14 +138,14 @@ class SimulatedCluster:
         return [self.cluster.outputs.pop(names[i]) for i in sorted(names)]
 
     def _look_at_runs(self) -> None:
-        """Bring the free memory of runners in a run to what they have said by now."""
+        """Set the free memory of runners in a run to its value after their latest ended step."""
         for uuid, run in self._ahead.items():
             if reported := run.by(self.now):
                 self.cluster.state.gpus[uuid].free_tokens = run.free[reported - 1]
 
     def _steps_ahead(self, uuid: str) -> Ahead | None:
-        """Of a runner that is between two steps; None if there are not several, or where steps are
-        not skipped."""
+        """The decode steps that a runner between two steps can execute in one call; None if there
+        are fewer than two, or without `skip`."""
         if not self._skip:
             return None
         runner = self._runners[uuid]
@@ -153,7 +155,7 @@ class SimulatedCluster:
         return ahead if several else None
 
     def _step(self, runner: EngineRunner) -> tuple[float, list[Event]]:
-        """The next step of a runner from now on: when it has ended, and what it tells."""
+        """Execute a runner's next step, from now on. Returns the time of its end and its events."""
         engine = runner.engine
         clock = engine.executor.clock
         assert isinstance(clock, VirtualClock), "the engine's time is not simulated"

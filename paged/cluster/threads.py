@@ -11,9 +11,12 @@ from paged.cluster.runner import EngineRunner, MakeEngine
 
 
 class ThreadRunner:
-    """make_engine: is called in the thread, with `device` as JAX's default. Parameters that it
-    hands to the engine should lie there already (`jax.device_put`), or what compiles in other
-    threads would be for the first device."""
+    """A runner in a thread.
+
+    make_engine: called in the thread, with `device` as JAX's default device. It should place the
+        parameters on `device` (`jax.device_put`): programs that other threads compile would
+        otherwise be for the first device.
+    """
 
     def __init__(self, make_engine: MakeEngine, device: jax.Device | None = None):
         self._make_engine, self._device = make_engine, device
@@ -49,7 +52,7 @@ class ThreadRunner:
         return self._runner
 
     def close(self, wait_s: float = 60.0) -> None:
-        """It ends after the step that runs."""
+        """End the thread after the current step; wait for it at most `wait_s` seconds."""
         self._closed = True
         if self._runner is not None:
             self._runner.close()

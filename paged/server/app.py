@@ -63,7 +63,7 @@ REF = "#/components/schemas/{model}"
 
 
 def create_app(service: Service, keys: Collection[str] = ()) -> FastAPI:
-    """keys: if there are any, requests need one of them."""
+    """keys: API keys; if there are any, each request needs one."""
     app = FastAPI(
         title="paged-jax", description="OpenAI's API over one paged engine, or many.",
         docs_url=None, redoc_url=None, responses=ERRORS,
@@ -101,7 +101,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _takes(body: type[Body]) -> dict[str, Any]:
-    """The body in the OpenAPI document, for a path that parses it itself."""
+    """The OpenAPI document's entry of a body that its path parses itself."""
     content = {"application/json": {"schema": {"$ref": REF.format(model=body.__name__)}}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -213,7 +213,7 @@ def _add_operation(app: FastAPI, service: Service) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise ValueError where no server can listen, before an engine is made."""
+    """Raise ValueError if no server can listen there: a check before an engine is built."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
@@ -222,8 +222,8 @@ def check_address(host: str, port: int) -> None:
 
 
 def connections_for(wanted: int) -> int:
-    """The number of connections that the process's limit of open files allows, of `wanted`. The
-    limit is raised first, as far as they need."""
+    """The number of connections, at most `wanted`, that the process's limit of open files allows.
+    The limit is first raised as far as needed and permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = len(os.listdir("/dev/fd")) + SPARE_FILES
     max_files = hard if hard != resource.RLIM_INFINITY else wanted + others
@@ -239,8 +239,8 @@ def connections_for(wanted: int) -> int:
 
 
 class Server(uvicorn.Server):
-    """The process. The first SIGTERM or SIGINT lets running requests end, within `drain_s`; new
-    ones are refused with status 503 meanwhile. The second signal ends the server at once.
+    """The server process. After the first SIGTERM or SIGINT running requests have `drain_s` seconds
+    to end, and new requests get status 503. The second signal ends the server at once.
 
     stopped_by: the first signal.
     """
@@ -272,7 +272,7 @@ class Server(uvicorn.Server):
         self.stop()
 
     def stop(self) -> None:
-        """Drain and end, as after the first signal. Any thread may call it."""
+        """Drain and end, as after the first signal. Any thread may call this."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._begin_drain)
 
@@ -286,5 +286,5 @@ class Server(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """The port that it listens on, once it has started."""
+        """The port that the started server listens on."""
         return self.servers[0].sockets[0].getsockname()[1]

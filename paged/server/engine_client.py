@@ -1,4 +1,4 @@
-"""Clients of engines: a thread drives one engine, or a cluster of them (Punica §5). asyncio's
+"""Clients of engines: a thread drives one engine, or a cluster of engines (Punica §5). asyncio's
 thread submits requests and receives their outputs as they grow."""
 
 import asyncio
@@ -31,8 +31,8 @@ ATTEMPT = 0  # A request that never moves has one attempt.
 class Stats:
     """Engines and counters at one moment.
 
-    runners: engines by name.
-    totals: counters of all of them since the start.
+    runners: each engine's figures, by name.
+    totals: counters since the start, summed over the engines.
     """
 
     runners: Mapping[str, EngineStats]
@@ -46,10 +46,10 @@ class Reply:
 
     streams: whether growth is buffered. False once more than `max_buffered` tokens have waited: a
         slow reader holds up nobody, and gets the rest with the end.
-    ready: set when growth or the end has come; replies may share one.
-    growth: not yet taken.
-    output: the final one.
-    failure: why there is none.
+    ready: set when growth or the end has come; replies may share one event.
+    growth: new tokens that no reader has taken yet.
+    output: the final output.
+    failure: why there is no output.
     """
 
     streams: bool
@@ -87,10 +87,11 @@ class Reply:
 
 
 class Client(ABC):
-    """A thread that drives engines. Public calls come from other threads and return at once; the
-    rest runs in the thread, between two steps.
+    """A thread that drives engines. Other threads call the public methods, which return at once,
+    except `close`. Private methods run in the thread, between two steps, except `_call` and
+    `_result`.
 
-    _engine: None where there are several.
+    _engine: None for a client of several engines.
     """
 
     _engine: Engine | None = None
@@ -108,13 +109,13 @@ class Client(ABC):
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Free a request's memory; its reply receives nothing more. No effect after its end."""
+        """Free a request's memory; its reply receives nothing more. No effect on ended requests."""
 
     def stats(self) -> Future[Stats]:
         return self._result(self._stats)
 
     def ask(self, question: Callable[[Engine], Any]) -> Future[Any]:
-        """The result of `question(engine)`; None where there are several."""
+        """The result of `question(engine)`; None for a client of several engines."""
         return self._result(lambda: None if self._engine is None else question(self._engine))
 
     @property
@@ -123,22 +124,22 @@ class Client(ABC):
         return self._thread.is_alive()
 
     def close(self, wait_s: float = 60.0) -> None:
-        """End after the current step, for which the caller waits `wait_s` seconds at most."""
+        """End the thread after the current step; wait for it at most `wait_s` seconds."""
         self._closed = True
         self._call(lambda: None)
         self._thread.join(wait_s)
 
     @abstractmethod
     def _call(self, function: Callable[[], None]) -> None:
-        """Have the thread call a function soon. Any thread may ask for that."""
+        """Call a function in the client's thread soon. Any thread may call this."""
 
     @abstractmethod
     def _serve(self) -> None:
-        """Step, and deliver what is new."""
+        """Run a step, and deliver its events."""
 
     @abstractmethod
     def _recover(self) -> None:
-        """End the requests that a failure has lost."""
+        """End the requests that a failed step has lost."""
 
     @abstractmethod
     def _stats(self) -> Stats: ...
@@ -189,7 +190,7 @@ def _receive(news: list[tuple[Reply, Progress]], now_s: float) -> None:
 
 
 class EngineClient(Client):
-    """One engine, which goes on after a failed step, without the requests of that step."""
+    """One engine. After a failed step it goes on without the requests of that step."""
 
     def __init__(self, engine: Engine):
         self.engine = self._engine = engine
@@ -214,8 +215,8 @@ class EngineClient(Client):
                 return
 
     def _recover(self) -> None:
-        """A failed step of the engine ends its requests with outputs, which the next step delivers;
-        a failure beside it may lose these."""
+        """A failed engine step ends its requests with outputs, which the next step delivers. A
+        failure outside the engine may lose these outputs: their requests are ended here."""
         self._call(partial(self._end_lost, list(self._replies)))
 
     def _end_lost(self, request_ids: list[str]) -> None:
@@ -230,8 +231,8 @@ class EngineClient(Client):
 
 
 class ClusterClient(Client):
-    """A cluster whose runners have been started, in this process or in Ray actors. Requests move
-    between runners; those of a dead runner go on elsewhere. Without a tokenizer in the runners'
+    """A cluster with started runners, in this process or in Ray actors. Requests move between
+    runners; the requests of a dead runner go on elsewhere. Without a tokenizer in the runners'
     engines, outputs have no text."""
 
     def __init__(self, live: LiveCluster):
@@ -288,7 +289,7 @@ class ClusterClient(Client):
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        """Leave nothing of a request, which may have ended before its end was delivered."""
+        """Remove all state of a request, even if it has ended and its end was not delivered."""
         self._num_sent.pop(request_id, None)
         if request_id in self._cluster.jobs:
             self._cluster.cancel(request_id)
@@ -321,8 +322,8 @@ class ClusterClient(Client):
                 yield Growth(i, start, new)
 
     def _stats(self) -> Stats:
-        """Of each runner the figures of its last heartbeat. Requests are counted here, where those
-        that have moved count once."""
+        """Each runner's latest `Figures`. Tokens of ended requests are counted here, because a
+        moved request would count on several runners."""
         cluster, figures = self._cluster, self._cluster.figures
         runners = {uuid: figures[uuid].engine for uuid in cluster.state.gpus if uuid in figures}
         runners["queue"] = EngineStats(running=0, waiting=len(cluster.state.queue))

@@ -19,11 +19,11 @@ class ClientLeft(Exception):
 
 @dataclass(frozen=True)
 class Delta:
-    """The new part of a choice; of a choice that is not streamed, all of it.
+    """The new part of a choice, or a whole choice that is not streamed.
 
-    index: of the choice.
+    index: the choice's index in the response.
     logprobs: of `tokens`; None where not requested.
-    offsets: characters of the choice's text before each token, with `logprobs`.
+    offsets: characters of the choice's text before each token; used with `logprobs` only.
     first: whether the part begins the choice.
     """
 
@@ -40,8 +40,8 @@ class Delta:
 class _Choice:
     """The state of a streamed choice.
 
-    num_sent: tokens in its deltas so far.
-    pending: tokens after them that have no text yet, and come with the next text.
+    num_sent: tokens in the choice's deltas so far.
+    pending: later tokens that have no text yet; the next delta has them.
     """
 
     index: int
@@ -78,23 +78,24 @@ class Generation:
             self.client.submit(request, self.replies[-1])
 
     def fail(self, error: ApiError | ClientLeft) -> None:
-        """Raise this where the response waits for the engine. The first call counts."""
+        """Make the response's wait for the engine raise `error`. Only the first call counts."""
         self._failure = self._failure or error
         self._ready.set()
 
     def close(self) -> None:
-        """Abort what has not ended."""
+        """Abort the requests that have not ended."""
         for request, reply in zip(self.requests, self.replies):
             if not reply.ended:
                 self.client.abort(request.request_id)
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """Of all prompts, once they have ended. Raises ApiError if one is missing or cut."""
+        """The outputs of all prompts, once all have ended. Raises ApiError if an output is missing
+        or was cut by a failure."""
         return [_whole_output(reply) for reply in self.replies]
 
     async def _news(self) -> None:
-        """Wait for growth or an end. Raises ApiError or ClientLeft where neither will come."""
+        """Wait for growth or an end. Raises ApiError or ClientLeft if neither will come."""
         try:
             async with asyncio.timeout_at(self.deadline_s):
                 await self._ready.wait()
@@ -108,7 +109,7 @@ class Generation:
             raise ApiError(503, "the engine has ended")
 
     async def finish(self) -> list[RequestOutput]:
-        """The outputs of all prompts. Raises ApiError if one has none."""
+        """The outputs of all prompts. Raises ApiError if a prompt has none."""
         while not all(reply.ended for reply in self.replies):
             await self._news()
         return self.outputs
@@ -130,8 +131,8 @@ class Generation:
                 yield new
 
     def rest(self, i: int) -> list[Delta]:
-        """The last deltas of prompt `i`, which has ended: all of each choice, where none has been
-        streamed. Raises ApiError without a whole output."""
+        """The last delta of each choice of prompt `i`, which has ended; the whole choice if nothing
+        was streamed. Raises ApiError if the prompt's output is missing or cut."""
         deltas = []
         for at, sequence in enumerate(_whole_output(self.replies[i]).sequences):
             choice, logprobs = self._choice(i, at), sequence.logprobs
@@ -150,8 +151,8 @@ class Generation:
         return deltas
 
     def _grown(self, i: int, growth: Growth) -> Delta | None:
-        """None while the new tokens have no text. The end alone says how much of the last tokens is
-        text."""
+        """The delta of new tokens; None if there is nothing to send yet. The last tokens wait for
+        `rest`: only the final output has their text."""
         if growth.output.finish_reason is not None:
             return None
         choice, logprobs = self._choice(i, growth.index), growth.output.logprobs

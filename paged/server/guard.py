@@ -1,5 +1,5 @@
-"""Guards of every connection and request: bounds in time, number and size, request smuggling, API
-keys, ids, and a line in the log."""
+"""Checks of every connection and request: limits of time, number and size, request smuggling, API
+keys; also request ids and the access log."""
 
 import asyncio
 import hashlib
@@ -22,9 +22,9 @@ from paged.server.settings import ServerConfig
 
 log = logging.getLogger("paged.server.access")
 KEYLESS = ("/health", "/")  # paths without a key
-# Statuses of requests whose body is not read to its end. A connection that is closed while data
-# still arrives is reset, and many clients then see no response: so the rest is read and dropped
-# first, for LINGER_S seconds at most.
+# Statuses of requests with bodies that are not read to their ends. A connection that is closed
+# while data still arrives is reset, and many clients then see no response. So the rest of the body
+# is first read and dropped, for LINGER_S seconds at most.
 UNREAD, LINGER_S = (408, 413), 2.0
 LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -89,8 +89,10 @@ class BoundedHttp(H11Protocol):
 
 
 class Guard:
-    """ASGI middleware around all routes. keys: if there are any, requests need one of them as a
-    bearer token."""
+    """ASGI middleware around all routes.
+
+    keys: API keys; if there are any, each request needs one as a bearer token.
+    """
 
     def __init__(self, app: ASGIApp, service: Service, keys: Collection[str] = ()):
         self._app, self._service = app, service
@@ -165,7 +167,7 @@ class Guard:
             return None
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         given = _digest(key) if kind.lower() == b"bearer" else b""
-        # All are compared, so that the time reveals nothing.
+        # The key is compared with all keys, so that the time reveals nothing.
         same = [hmac.compare_digest(given, key) for key in self._keys]
         if not any(same):
             message = "this server needs an API key: 'Authorization: Bearer KEY'"
@@ -183,7 +185,7 @@ class _Body:
         self._room, self._whole = settings.max_body_bytes, False
 
     async def receive(self) -> Message:
-        if self._whole:  # The next message is that the client has gone.
+        if self._whole:  # The next message is the client's disconnect.
             return await self._receive()
         try:
             async with asyncio.timeout_at(self._deadline_s):

@@ -14,8 +14,8 @@ from paged.server.openai_format import dumps
 from paged.server.service import Service
 
 PAGE = Path(__file__).with_suffix(".html")
-FRESH_S = 0.5  # age at which a state is made again
-MAX_CELLS = 4096  # of a pool; a cell of a larger one stands for several units
+FRESH_S = 0.5  # age in seconds at which the state is rebuilt
+MAX_CELLS = 4096  # of a pool; in a larger pool a cell stands for several units
 MAX_REQUESTS = 64  # shown one by one
 
 
@@ -24,7 +24,7 @@ class PoolMap:
     """The owners of a pool's units of KV memory.
 
     units_per_cell: units for which a cell stands.
-    cells: `HostPolicy.owners` of its first unit, int32 [MAX_CELLS at most].
+    cells: the owner (`HostPolicy.owners`) of each cell's first unit, int32 [MAX_CELLS at most].
     """
 
     name: str
@@ -36,7 +36,7 @@ class PoolMap:
 class View:
     """A copy of an engine's requests and memory between two steps.
 
-    requests: those that run, then those that wait, in their order; MAX_REQUESTS at most.
+    requests: running requests, then waiting ones, in the scheduler's order; MAX_REQUESTS at most.
     """
 
     requests: list[dict[str, Any]]
@@ -76,7 +76,7 @@ def _pool_map(name: str, owners: np.ndarray) -> PoolMap:
 
 
 class Live:
-    """The page's state, made again every FRESH_S at most, however many clients poll it."""
+    """The page's state, rebuilt at most every FRESH_S seconds, however many clients poll it."""
 
     def __init__(self, service: Service):
         self._service, self._lock = service, asyncio.Lock()

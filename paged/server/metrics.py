@@ -20,14 +20,13 @@ from paged.stats import EngineStats, Totals
 SECONDS = [0.005 * 2**i for i in range(18)]
 TOKEN_SECONDS = [0.001 * 2**i for i in range(11)]
 PREFIX = "paged_"
-STATS_S = 30.0  # after which /metrics fails: the engine's thread does not answer
+STATS_S = 30.0  # seconds without an answer of the engine's thread after which /metrics fails
 
 
 class ServerMetrics:
-    """Times are those that the server sees: from the request's arrival to what the engine's thread
-    has delivered.
+    """Times run from a prompt's submission to the `Client` to the delivery by its thread.
 
-    http: responses.
+    http: responses, by path and status.
     """
 
     def __init__(self, client: Client):
@@ -52,7 +51,7 @@ class ServerMetrics:
         return Histogram(PREFIX + name, help, buckets=buckets, registry=self._registry)
 
     def ended(self, reply: Reply) -> None:
-        """Count a prompt and its times, whether or not it has an output."""
+        """Count a prompt that has ended or was aborted; observe its times if it has an output."""
         if reply.end_s is None:
             self._prompts.labels("abort").inc()
             return
@@ -90,7 +89,7 @@ class _Engines:
             yield self._gauge(each)
 
     def _gauge(self, each: Field[Any]) -> Metric:
-        """By runner, and by the label of a field that has one."""
+        """A gauge by runner, and by the field's label if it has one."""
         label, name = each.metadata.get("label"), each.metadata.get("name", each.name)
         labels = ["runner"] if label is None else ["runner", label]
         gauge = GaugeMetricFamily(PREFIX + name, each.metadata["help"], labels=labels)

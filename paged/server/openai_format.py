@@ -13,7 +13,7 @@ from paged.checks import help_of
 from paged.requests.sampling_params import SamplingParams
 from paged.validation import PromptTooLong
 
-CLIENT_LEFT = 499  # a status that nobody reads
+CLIENT_LEFT = 499  # for logs and metrics only: the client has gone
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten conversations
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 MAX_FIELDS = 1000  # of any map
@@ -24,8 +24,10 @@ T = TypeVar("T")  # A `type` statement would become a schema of its own in the O
 
 
 class ApiError(fastapi.HTTPException):
-    """An error response: `{"error": {"message", "type", "param", "code"}}`. param: the wrong field
-    of the request."""
+    """An error response: `{"error": {"message", "type", "param", "code"}}`.
+
+    param: the wrong field of the request.
+    """
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None,
@@ -49,8 +51,8 @@ class ApiError(fastapi.HTTPException):
 def engine_error(error: ValueError, names: Mapping[str, str], default: str) -> ApiError:
     """The error of a request that the engine refuses.
 
-    names: the engine's fields → the request's.
-    default: the request's field, where the engine's message names none.
+    names: the engine's field names → the request's.
+    default: the request's field for an engine's message that names no field.
     """
     message = str(error)
     words = message.replace(":", " ").replace("(", " ").split()
@@ -60,7 +62,7 @@ def engine_error(error: ValueError, names: Mapping[str, str], default: str) -> A
 
 
 def body_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The error of a body that pydantic refuses: all of the first wrong field."""
+    """The error of a body that pydantic refuses: all reasons for the first wrong field."""
     if not errors or not errors[0]["loc"]:
         if errors and errors[0]["type"] == "json_invalid":
             return ApiError(400, f"the body is no JSON: {errors[0]['ctx']['error']}")
@@ -72,7 +74,7 @@ def body_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def dumps(content: Any) -> bytes:
-    """JSON in ASCII: half a surrogate pair, which a message may quote, is no UTF-8."""
+    """JSON in ASCII: a message may quote half a surrogate pair, which UTF-8 cannot encode."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -95,7 +97,8 @@ def option(name: str, more: str = "") -> Any:
 
 Stop = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 Items = Annotated[list[T], Field(fail_fast=True)]  # An error for each bad item takes minutes.
-# OpenAI's fields that clients send empty. Other values change a request's meaning: refused.
+# OpenAI's fields that clients send empty. Other values would change a request's meaning, and are
+# refused.
 Unsupported = Annotated[
     Any,
     AfterValidator(_require_empty),
@@ -107,7 +110,7 @@ Unsupported = Annotated[
 
 
 class Body(BaseModel):
-    """No other fields and no other types than declared; null is the default."""
+    """A request body: only declared fields, only of the declared types; null is the default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -131,7 +134,7 @@ class GenerationRequest(Body):
     seed: int | None = option("seed")
     stop: Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = option("stop")
     logit_bias: dict[str, float] | None = Field(None, description="token id → added to its logit")
-    # The engine's.
+    # Fields of the engine, which OpenAI's API lacks.
     top_k: int | None = option("top_k")
     min_p: float | None = option("min_p")
     repetition_penalty: float | None = option("repetition_penalty")

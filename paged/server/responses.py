@@ -13,7 +13,7 @@ MIN_LOGPROB = -9999.0  # JSON has no -inf.
 
 
 def usage(outputs: Sequence[RequestOutput], silent: bool) -> dict[str, Any]:
-    """Counts of tokens. silent: whether generated tokens were not requested, and do not count."""
+    """Counts of tokens. silent: whether max_tokens is 0 (with echo): no generated token counts."""
     prompt = sum(len(output.prompt_tokens) for output in outputs)
     sequences = [sequence for output in outputs for sequence in output.sequences]
     completion = 0 if silent else sum(len(sequence.tokens) for sequence in sequences)
@@ -43,7 +43,7 @@ class ResponseFormat:
         return self._frame(self.whole, choices) | {"usage": counts}
 
     def event(self, choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
-        """usage: counts in the last chunk, null before it, absent where not requested."""
+        """usage: counts in the last chunk, null in earlier chunks, absent if not requested."""
         return self._frame(self.chunk, choices) | usage
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -101,8 +101,8 @@ class CompletionFormat(ResponseFormat):
         return self._texts.text(token, "bytes:")
 
     def _top(self, logprob: TokenLogprob | None) -> dict[str, float] | None:
-        """The alternatives by their text, best first, and the token itself. A token with the text
-        of another is named by its id, in vLLM's notation."""
+        """Log-probabilities by text: of the alternatives, best first, and of the token itself. If
+        another token has the same text, the key is the id, in vLLM's notation."""
         if logprob is None:
             return None
         values = {**logprob.top, logprob.token: logprob.logprob}

@@ -33,11 +33,12 @@ RATE_WINDOW_S = 30.0
 MAX_RETRY_S = 600.0
 MAX_COMPOSED = 4  # characters that a tokenizer may normalise to one (NFC)
 MAX_THREADS = 2  # for long work
-LAST_READ_S = 1.0  # for clients to read that the server ends
+LAST_READ_S = 1.0  # in which clients may read the error that the server shuts down
 
 
 class Pace:
-    """The rate at which requests end, over the last RATE_WINDOW_S in which there were some.
+    """The rate at which prompts end: over the last RATE_WINDOW_S seconds, or since the server was
+    last idle if that is shorter.
 
     now: the time in seconds.
     """
@@ -48,7 +49,7 @@ class Pace:
         self._busy_since_s = now()
 
     def begin(self) -> None:
-        """Start again: requests come after there were none."""
+        """Restart the measurement: the server was idle until now."""
         self._busy_since_s = self._now()
         self._ends.clear()
 
@@ -56,7 +57,7 @@ class Pace:
         self._ends.append(self._now())
 
     def seconds_for(self, count: int) -> int:
-        """Seconds in which `count` requests end, from 1 to MAX_RETRY_S."""
+        """Seconds in which `count` prompts end, from 1 to MAX_RETRY_S; 1 if none has ended yet."""
         now = self._now()
         while self._ends and self._ends[0] < now - RATE_WINDOW_S:
             self._ends.popleft()
@@ -67,9 +68,9 @@ class Pace:
 
 
 class Service:
-    """One model under its name, and adapters under theirs. Calls come from asyncio's thread.
+    """One model and its adapters, served by name. Calls come from asyncio's thread.
 
-    chat_template: None for the tokenizer's own, if it has one.
+    chat_template: None for the tokenizer's own template, if it has one.
     logprobs: whether the engines compute log-probabilities; simulated ones do not.
     """
 
@@ -96,7 +97,7 @@ class Service:
         self._order = itertools.count()
 
     def adapter(self, name: str | None) -> Adapter | None:
-        """None for the model itself. Raises ApiError for a name that is not served."""
+        """The adapter of this name; None for the model itself. Raises ApiError for other names."""
         if name in (None, self.name):
             return None
         if name not in self.adapters.names:
@@ -105,13 +106,13 @@ class Service:
         return self.adapters.named(name)
 
     async def load_adapter(self, name: str, folder: str | Path) -> None:
-        """Serve an adapter that PEFT has written. Raises ApiError for a name or folder that cannot
-        be."""
+        """Serve an adapter that PEFT has written. Raises ApiError for the model's own name, and if
+        the folder cannot be read or served."""
         if name == self.name:
             raise ApiError(400, f"lora_name: {name!r} is the model itself", "lora_name")
         try:
             self.adapters.add(await asyncio.to_thread(self.adapters.read, name, folder))
-        except (ValueError, OSError) as error:  # OSError: the folder goes while it is read
+        except (ValueError, OSError) as error:  # OSError: the folder vanishes while it is read
             raise ApiError(400, f"lora_path: {error}", "lora_path") from None
 
     def validated(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
@@ -125,8 +126,8 @@ class Service:
         ).tolist()
 
     def check_length(self, text: str, field: str) -> None:
-        """Raise ApiError for a text that is too long whatever its tokens are: tokenizing it would
-        take seconds."""
+        """Raise ApiError for a text that exceeds max_model_len however it is tokenized: tokenizing
+        it would take seconds."""
         if len(text) > self._max_text:
             message = (
                 f"{field}: a text of {len(text):,} characters; those of max_model_len "
@@ -135,7 +136,8 @@ class Service:
             raise ApiError(400, message, field, TOO_LONG)
 
     async def in_thread[T](self, work: Callable[[], T]) -> T:
-        """The result of long work, in one of few threads: others remain for other requests."""
+        """The result of long work in a thread; at most MAX_THREADS threads, to leave CPU time for
+        other requests."""
         async with self._threads:
             return await asyncio.to_thread(work)
 
@@ -145,7 +147,7 @@ class Service:
         return sum(self._active.values())
 
     def admit(self, count: int) -> None:
-        """Raise ApiError if `count` more prompts are too many, or no more are accepted."""
+        """Raise ApiError if `count` more prompts are too many, or if the server accepts none."""
         if self.draining:
             message = "the server is shutting down"
             raise ApiError(503, message, code="shutting_down", headers={"Retry-After": "10"})
@@ -185,7 +187,7 @@ class Service:
         return generation
 
     def end(self, generation: Generation) -> None:
-        """Release a generation whose response has been sent, or that nobody waits for."""
+        """Release a generation once its response has been sent or its client has gone."""
         generation.close()
         if self._active.pop(generation, None) is not None:
             for reply in generation.replies:
@@ -193,8 +195,8 @@ class Service:
                 self.metrics.ended(reply)
 
     async def drain(self) -> None:
-        """Accept nothing more, and return when nothing is left. After `drain_s` the rest fails, and
-        clients that do not read their error are left behind."""
+        """Accept no more requests, and wait until all have ended. After `drain_s` seconds the rest
+        fail, and have LAST_READ_S seconds to deliver their errors."""
         self.draining = True
         log.info("draining: %d prompts are pending", self.pending)
         await self._idle(self.settings.drain_s)

@@ -1,4 +1,4 @@
-"""Configuration of a server, beside its engine's."""
+"""Configuration of a server, without its engine's configuration."""
 
 from dataclasses import dataclass
 

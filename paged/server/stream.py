@@ -41,8 +41,8 @@ DONE = b"data: [DONE]\n\n"
 class Plan:
     """A request that has passed all checks.
 
-    response_id: of its response, and of the engine's requests with a suffix.
-    echoes: for each prompt the text that its choices begin with.
+    response_id: the response's id; the engine's requests have it with a suffix.
+    echoes: for each prompt the text that its choices begin with; None without echo.
     offsets: for each prompt the characters before each token; None without log-probabilities.
     silent: whether the response leaves out generated tokens, because none was requested.
     """
@@ -102,7 +102,7 @@ def _plan_chat(service: Service, body: api.ChatRequest) -> Plan:
 
 async def _respond(service: Service, request: Request, plan: Plan) -> Response:
     key, salt = request.state.key, plan.body.cache_salt or ""
-    if key is not None:  # `cached_tokens` would show one key what another has sent.
+    if key is not None:  # Or `cached_tokens` would show one key the prompts of another.
         salt = f"key {key}: {salt}"
     generation = service.begin(
         plan.response_id, plan.prompts, plan.sampling, plan.adapter, salt,
@@ -131,9 +131,9 @@ def _whole(plan: Plan, generation: Generation) -> Json:
 
 
 def _with_prompt(plan: Plan, i: int, delta: Delta, output: RequestOutput | None = None) -> Delta:
-    """A delta, with the echo of prompt `i` before it where it begins a choice.
+    """The delta; if it begins a choice, with the echo of prompt `i` before it.
 
-    output: of the prompt, with its log-probabilities, which no stream has.
+    output: the prompt's, for the prompt's log-probabilities; streams have none.
     """
     if plan.silent:
         nothing = None if delta.logprobs is None else ()
@@ -155,7 +155,7 @@ def _event(content: dict[str, Any]) -> bytes:
 
 
 async def _events(plan: Plan, generation: Generation) -> AsyncIterator[bytes]:
-    """A chunk for each delta, and one with the usage if it was requested."""
+    """A chunk for each delta, and a last chunk with the usage if that was requested."""
     options = plan.body.stream_options
     counts = bool(options and options.include_usage)
     not_yet: dict[str, Any] = {"usage": None} if counts else {}
@@ -169,8 +169,8 @@ async def _events(plan: Plan, generation: Generation) -> AsyncIterator[bytes]:
 
 @asynccontextmanager
 async def _served(service: Service, generation: Generation, receive: Receive):
-    """Within it the generation fails with ClientLeft if its client goes; at its end it is
-    released."""
+    """A context in which the generation fails with ClientLeft if its client disconnects. Its end
+    releases the generation."""
     watch = asyncio.create_task(_watch(receive, generation))
     try:
         yield
@@ -186,9 +186,9 @@ async def _watch(receive: Receive, generation: Generation) -> None:
 
 
 class EventStream(Response):
-    """A response of server-sent events. Nothing is sent before the first of them: a request that
-    fails at once gets its status. A client that reads nothing until the generation's deadline is
-    cut off."""
+    """A response of server-sent events. Nothing is sent before the first event, so that a request
+    that fails at once gets an error status. A client that has not read its stream by the
+    generation's deadline is cut off."""
 
     def __init__(self, service: Service, generation: Generation, events: AsyncIterator[bytes]):
         super().__init__(media_type="text/event-stream")
@@ -218,7 +218,7 @@ class EventStream(Response):
             await write(_event(error.content))
         except (ClientLeft, TimeoutError):
             raise
-        except Exception:  # The status has been sent: only an event can say it.
+        except Exception:  # The status has been sent: only an event can report the failure.
             log.exception("a stream has failed")
             failure = ApiError(500, "the server has failed; its log says where")
             await write(_event(failure.content))

@@ -44,11 +44,11 @@ TEMPLATE_PARAMETERS = {"tools", "documents", "continue_final_message"}
 async def read[B: Body, T](
     service: Service, request: Request, kind: type[B], use: Callable[[Service, B], T]
 ) -> T:
-    """`use(service, body)` of a request's body, in a thread if the body is long. Raises ApiError
-    for a body that is no `kind`.
+    """Parse a request's body as `kind`, and return `use(service, body)`; both in a thread if the
+    body is long. Raises ApiError for a body that is no `kind`.
 
-    Parsing holds Python's global lock: a tenth of a second for the longest allowed body, seconds
-    for a list that must be refused.
+    Parsing holds Python's global lock: 0.1 s for the longest allowed body. An overlong list would
+    take seconds, so `check_lengths` refuses it before.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     content = b"".join([part async for part in request.stream()])
@@ -117,7 +117,7 @@ def _length_error(field: bytes | None, message: str, too_long: bool = True) -> A
 
 
 def completion_sampling(service: Service, body: api.CompletionRequest) -> SamplingParams:
-    """Raises ApiError, naming the field."""
+    """A completion's sampling parameters. Raises ApiError, naming the field."""
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and body.echo:
         max_tokens = 1  # the engine's minimum; the response leaves it out
@@ -128,7 +128,8 @@ def completion_sampling(service: Service, body: api.CompletionRequest) -> Sampli
 
 
 def chat_sampling(service: Service, body: api.ChatRequest, room: int) -> SamplingParams:
-    """room: tokens that the prompt leaves. Raises ApiError, naming the field."""
+    """A chat completion's sampling parameters. room: tokens of max_model_len beyond the prompt.
+    Raises ApiError, naming the field."""
     values: dict[str, Any] = {"max_tokens": max(1, room)}
     names = NAMES | {"logprobs": "top_logprobs"}
     for name in ("max_tokens", "max_completion_tokens"):
@@ -174,7 +175,7 @@ def _shared(service: Service, body: api.GenerationRequest) -> dict[str, Any]:
     if body.stop is not None:
         stop = [body.stop] if isinstance(body.stop, str) else body.stop
         special = service.texts.special
-        # No output has the text of a special token: as a stop string it means the token.
+        # Outputs never contain a special token's text: such a stop string means the token.
         values["stop"] = [text for text in stop if text not in special]
         ends = () if body.ignore_eos else service.model.eos_token_ids
         tokens = [special[text] for text in stop if text in special and special[text] not in ends]
@@ -191,10 +192,10 @@ def prompt_tokens(
     service: Service, prompt: str | list[int], sampling: SamplingParams, special: bool = True,
     field: str = "prompt",
 ) -> list[int]:  # fmt: skip
-    """The token ids of a prompt that an engine can serve. Raises ApiError for any other.
+    """The token ids of a prompt. Raises ApiError for a prompt that no engine can serve.
 
     special: whether the tokenizer adds special tokens to a text.
-    field: the request's, for messages.
+    field: the request's field that error messages name.
     """
     if isinstance(prompt, str):
         service.check_length(prompt, field)
@@ -208,8 +209,8 @@ def prompt_tokens(
 
 
 def chat_tokens(service: Service, body: api.ChatRequest | api.TokenizeRequest) -> list[int]:
-    """The token ids of a conversation in the chat template. Raises ApiError without a template, or
-    if it refuses the messages."""
+    """The token ids of a conversation in the chat template. Raises ApiError if there is no template
+    or if it refuses the messages."""
     if not service.chat_template:
         message = (
             "messages: the served model has no chat template, and the server was given none "
@@ -217,7 +218,7 @@ def chat_tokens(service: Service, body: api.ChatRequest | api.TokenizeRequest) -
         )
         raise ApiError(400, message, "messages", "no_chat_template")
     messages, max_messages = body.messages or (), service.config.max_model_len
-    if len(messages) > max_messages:  # Each has a token at least, and rendering takes seconds.
+    if len(messages) > max_messages:  # A message has a token or more, and rendering takes seconds.
         message = f"messages: {len(messages):,} messages; max_model_len is {max_messages}"
         raise ApiError(400, message, "messages", TOO_LONG)
     conversation = [
@@ -234,7 +235,7 @@ def chat_tokens(service: Service, body: api.ChatRequest | api.TokenizeRequest) -
         )  # fmt: skip
     except ApiError:
         raise
-    except Exception as error:  # A template is a program, and the request is its input.
+    except Exception as error:  # A template is a program: it may raise anything.
         reason = (str(error) or type(error).__name__)[:MAX_REASON]
         message = f"messages: the chat template refuses them: {reason}"
         raise ApiError(400, message, "messages") from None
@@ -245,8 +246,9 @@ def chat_tokens(service: Service, body: api.ChatRequest | api.TokenizeRequest) -
 def _template_variables(
     service: Service, body: api.ChatRequest | api.TokenizeRequest
 ) -> dict[str, Any]:
-    """The request's variables. Raises ApiError for reserved names: other parameters, and special
-    tokens, whose text a template may repeat for each message."""
+    """The request's template variables. Raises ApiError for reserved names: other parameters of
+    `apply_chat_template`, and special tokens, because a template may repeat their text for each
+    message."""
     variables = body.chat_template_kwargs or {}
     reserved = {*inspect.signature(service.tokenizer.apply_chat_template).parameters}
     reserved |= {*service.tokenizer.special_tokens_map}

@@ -1,8 +1,8 @@
-"""Seconds of an op on a `Machine`: data-sheet rates, and few constants that are fitted once.
+"""Seconds of an op on a `Machine`: data-sheet rates, and a few fitted constants.
 
-A product of [m, k] and [k, n] is cut into tiles, of which each multiprocessor computes one at a
-time; a last wave that is not full leaves multiprocessors idle. Arithmetic and memory traffic
-overlap, but not quite:
+A product of [m, k] and [k, n] is cut into tiles. Each multiprocessor computes one tile at a time,
+so a last wave that is not full leaves multiprocessors idle. Arithmetic and memory traffic overlap,
+but not entirely:
 
     start + (compute^p + memory^p)^(1/p),    compute = flops / (e · peak) · (waves / full waves)^w
 
@@ -19,7 +19,7 @@ from pallas_kernels.specs import Cost
 
 # Rows and columns of a product's tiles; the fastest shape counts.
 TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
-LEAST_ROWS = 16  # Tensor cores compute so many rows at least.
+LEAST_ROWS = 16  # Tensor cores compute at least 16 rows.
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,18 @@ class Fitted:
     """The constants that are fitted to measured layers.
 
     Of products:
-    compute, memory: shares of the peaks that they reach, with the largest tile.
+    compute, memory: reached shares of peak FLOPs and bandwidth, with the largest tile.
     start_s: seconds before a product starts.
-    waves: w; 1 if idle multiprocessors of a last wave cost all of their time.
+    waves: w; 1 if idle multiprocessors in the last wave cost as much as busy ones.
     overlap: p; infinite if arithmetic and traffic overlap entirely.
-    small_tiles: a tile with a share x of the largest one's area reaches x^small_tiles of its rate.
+    small_tiles: a tile with a share x of the largest tile's area reaches x^small_tiles of its rate.
 
     Of pointwise ops:
-    rows: share of the bandwidth, if a thread block has one row (norms, rotations, activations).
-    elements: share of the bandwidth of sums, which may exceed 1: operands lie in the cache in part.
-    pointwise_start_s: seconds before either starts.
+    rows: share of the bandwidth that ops with a thread block per row reach (norms, rotations,
+        activations).
+    elements: share of the bandwidth that sums reach; it may exceed 1, because operands are partly
+        in the cache.
+    pointwise_start_s: seconds before a pointwise op starts.
     """
 
     compute: float
@@ -60,13 +62,16 @@ FITTED = Fitted(
 
 @dataclass(frozen=True)
 class Assumed:
-    """Constants that nothing here has measured; a result that turns over within ±20 % of one must
-    say so.
+    """Constants that nothing here has measured. A result must say so if a change of one by ±20 %
+    reverses it.
 
     attention: share of the bandwidth at which attention, selection and compression read pages
-    (published decode kernels reach .75 to .8). attention_compute: share of the peak that prefill
-    attention reaches (published kernels: .45 to .55). attention_start_s: of each such kernel.
-    pcie: share of PCIe's bandwidth that copies reach. copy_start_s: of each copy.
+        (published decode kernels reach .75 to .8).
+    attention_compute: share of the peak that prefill attention reaches (published kernels: .45 to
+        .55).
+    attention_start_s: seconds before each such kernel starts.
+    pcie: share of PCIe's bandwidth that copies reach.
+    copy_start_s: seconds before each copy starts.
     """
 
     attention: float = 0.775
@@ -76,16 +81,20 @@ class Assumed:
     copy_start_s: float = 4e-6
 
 
-# All-reduces among the A100s of one box, NVLink at 300 GB/s one way, as fitted to Vidur's profiles:
-# number of GPUs → (seconds of the smallest one, share of the link's bandwidth).
+# All-reduces among the A100s of one box (NVLink, 300 GB/s one way), fitted to Vidur's profiles:
+# number of GPUs → (seconds of the smallest all-reduce, share of the link's bandwidth).
 ALL_REDUCE = {2: (46e-6, 172 / 300), 4: (68e-6, 190 / 300), 8: (106e-6, 199 / 300)}
 SHORTEST_ALL_REDUCE_S = 40e-6
 
 
 @dataclass(frozen=True)
 class Product:
-    """[m, k] times [k, n]; ints or arrays. bits: of the operands, 16 or 8; outputs have 16.
-    weight_bits: of [k, n] in memory, if fewer."""
+    """The product of [m, k] and [k, n].
+
+    m, k, n: ints or arrays.
+    bits: bits of the operands, 16 or 8; outputs have 16.
+    weight_bits: bits of [k, n] in memory, if fewer.
+    """
 
     m: Any
     k: Any
@@ -112,7 +121,10 @@ class Product:
 
 @dataclass(frozen=True)
 class Rows:
-    """An op with a thread block for each of `rows` rows, which reads and writes `bytes`."""
+    """An op with a thread block for each of `rows` rows.
+
+    bytes: bytes that each block reads and writes.
+    """
 
     rows: Any
     bytes: Any
@@ -124,7 +136,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Elements:
-    """An op that reads and writes `bytes`, element by element."""
+    """An elementwise op. bytes: all bytes that it reads and writes."""
 
     bytes: Any
 
@@ -137,10 +149,10 @@ Op = Product | Rows | Elements
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of everything that a step does on `machine`, or on several of one box.
+    """Seconds of all ops of a step on `machine`, or on several such GPUs of one box.
 
     attention_knob: factor on the time of attention, selection and compression; 0.8 and 1.2 show how
-    far a result rests on their assumed rate.
+        much a result depends on their assumed rate.
     """
 
     machine: Machine
@@ -152,7 +164,7 @@ class CostModel:
         return op.seconds(self.machine, self.fitted)
 
     def part_s(self, cost: Cost):
-        """Seconds of a part of a layer's attention (`Layout.work`); an array if the cost's are."""
+        """Seconds of a part of a layer's attention (`Layout.work`); an array if `cost` has some."""
         assumed, on = self.assumed, self.machine
         memory = cost.bytes / (on.bandwidth * assumed.attention)
         compute = cost.flops / (on.flops * assumed.attention_compute)
@@ -181,7 +193,7 @@ class CostModel:
         return self.fitted.start_s + 2 * bytes_ / rate
 
     def sgmv_s(self, pages_bytes: float, activation_bytes: float) -> float:
-        """Seconds of one SGMV launch over adapters' pages (Punica §4): bound by the bytes that it
-        reads, at the products' share of the bandwidth."""
+        """Seconds of one SGMV launch over adapters' pages (Punica §4): bound by memory traffic, at
+        the products' share of the bandwidth."""
         rate = self.fitted.memory * self.machine.bandwidth
         return self.fitted.start_s + (pages_bytes + activation_bytes) / rate

@@ -31,8 +31,8 @@ class LinearCost:
         return self.step_s + self.token_s * tokens + self.cached_token_s * int(inputs.lengths.sum())
 
     def decodes_s(self, contexts: np.ndarray, adapters: np.ndarray) -> np.ndarray:
-        """Seconds [k] of k steps that each compute one token of every row. contexts: [k, n] after
-        the step."""
+        """Seconds [k] of k steps that each compute one token of every row. contexts: [k, n] tokens
+        of each row after the step."""
         step_s = self.step_s + self.token_s * contexts.shape[1]
         return step_s + self.cached_token_s * contexts.sum(1)
 
@@ -49,21 +49,23 @@ class _SimulatedOutputs:
 class SimulatedExecutor:
     """The interface of `DeviceExecutor` over a cost model and a virtual clock.
 
-    Steps queue as they do on a device: one starts when the one before it has ended, so an engine
-    that runs ahead sees the same lag. Tokens are those of `recorded`, if given; waiting for a step
-    raises ValueError if it lacks one. Otherwise they are a function of the row's seed and position
-    alone, and never below `first_token`, so that with special tokens below it lengths follow the
-    request's `max_tokens`.
+    Steps queue as on a device: a step starts when the previous step has ended, so an engine that
+    dispatches ahead sees the same lag.
 
-    cost: StepInputs -> seconds of a step; `LinearCost` by default. Methods that it may have:
-        `decodes_s`, without which steps run one by one; `moves_s`, without which moves take no
-        time; `holding_s`, which takes what heads hold besides (`SimulatedDevice.kept`);
-        `with_adapters`, which takes the rank pages of each adapter slot.
-    ancestry: of beam searches; without it their beams have made-up candidates.
-    dtype: what the model would compute in.
-    adapter_page_s: as `SimulatedLoads` takes it.
-    compression: a file of what a policy's heads have kept in real runs, for policies that drop
-        tokens or keep them in fewer bits (DiffKV: `diffkv.recording`); empty for none.
+    cost: StepInputs -> seconds of a step; `LinearCost` by default. Optional methods:
+        `decodes_s`: seconds of many decode steps; without it steps run one by one.
+        `moves_s`: seconds of moves; without it moves take no time.
+        `holding_s`: seconds of a step, given `SimulatedDevice.kept` too.
+        `with_adapters`: the cost with the given rank pages of each adapter slot.
+    first_token: the smallest token id of made-up tokens. With all special tokens below it, output
+        lengths follow the request's `max_tokens`.
+    recorded: the tokens of a recorded run. Waiting for a step raises ValueError if it lacks one of
+        the step's tokens. None: a made-up token depends only on the row's seed and position.
+    ancestry: recorded ancestries of beam searches. None: beams have made-up candidates.
+    dtype: the dtype of the simulated model.
+    adapter_page_s: `page_s` of `SimulatedLoads`.
+    compression: a file that records which tokens a policy's heads kept in real runs, for policies
+        that drop tokens or store them in fewer bits (DiffKV: `diffkv.recording`); empty for none.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class SimulatedExecutor:
 
     @property
     def takes_runs(self) -> bool:
-        """See `paged.decode_runs.RunningExecutor`, as for the next four members."""
+        """See `paged.decode_runs.RunningExecutor`, also for the next six members."""
         return self._recorded is None and hasattr(self._cost, "decodes_s")
 
     @property
@@ -156,7 +158,7 @@ class SimulatedExecutor:
 
     @staticmethod
     def _replay(recorded: RecordedTokens, number: int, inputs: StepInputs, report) -> StepOutputs:
-        """report: for a log that holds none."""
+        """The recorded outputs. report: the policy's report if the log has none."""
         outputs = recorded.sample(number, inputs)
         return outputs if outputs.report is not None else replace(outputs, report=report)
 
@@ -175,8 +177,8 @@ class SimulatedExecutor:
         return StepOutputs(self._made_up(seed, position), logprobs, report=report)
 
     def _candidates(self, inputs: StepInputs, seed: np.ndarray, position: np.ndarray) -> Logprobs:
-        """They differ by slot, or all beams would come from one; with an ancestry, as many of each
-        beam as continue it are certain."""
+        """Made-up beam candidates. They differ by slot, because all beams would otherwise descend
+        from one. With an ancestry each beam has as many certain candidates as it has children."""
         places = np.arange(min(MAX_LOGPROBS, self._vocab_size - self._first_token))
         which = (position[..., None] * 1_000_003 + np.asarray(inputs.slots)[:, None]) % 2**20
         first = self._made_up(seed[:, None], which)
@@ -191,7 +193,8 @@ class SimulatedExecutor:
     def _recorded_candidates(
         ancestry: RecordedAncestry, inputs: StepInputs, position: np.ndarray, places: np.ndarray
     ) -> np.ndarray:
-        """Log-probabilities [I, S, A]: certain for as many candidates of a beam as continue it."""
+        """Log-probabilities [I, S, A]: 0 for as many candidates of a beam as it has children, and
+        -inf for the others."""
         how = np.asarray(inputs.sampling).view(SAMPLING_ROW)[:, 0]
         top = np.full((*position.shape, len(places)), -np.inf)
         beams = np.flatnonzero((how["logprobs"] == BEAM) & (np.asarray(inputs.samples) != 0))
@@ -226,12 +229,12 @@ class SimulatedExecutor:
 
 
 def _computed_rows(inputs: StepInputs) -> np.ndarray:
-    """Rows of which the step computes tokens."""
+    """Rows with tokens that the step computes."""
     rows = np.unique(inputs.token_rows[inputs.token_rows < inputs.lengths.shape[0]])
     return rows[np.asarray(inputs.lengths)[rows] > 0]
 
 
 def _lengths_by_iteration(inputs: StepInputs) -> np.ndarray:
-    """[I, S] tokens in the cache after each iteration, 0 for rows that it leaves out."""
+    """[I, S] tokens in the cache after each iteration; 0 for rows that the iteration skips."""
     done = np.arange(max(1, int(inputs.iterations.max())))[:, None]
     return np.where(inputs.iterations > done, inputs.lengths + done, 0)

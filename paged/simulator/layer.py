@@ -5,15 +5,18 @@ from paged.kv_cache.policy import ShardedModel
 from paged.simulator.cost_model import CostModel, Elements, Op, Product, Rows
 from pallas_kernels.lora import PAGE_RANKS
 
-ITEMSIZE = 2  # of activations and, unless they are W8A8, of weights
+ITEMSIZE = 2  # bytes of a number in activations, and in weights that are not quantised
 
 
 def layer_ops(model: ShardedModel, tokens, bits: int = 16, weight_bits: int = 16) -> dict[str, Op]:
     """All ops of a layer but attention and all-reduces, in the order in which they run.
 
-    tokens: T, an int or an array. bits: of the operands of products, 16, or 8 for W8A8, whose
-    activations are quantised by row before each product. weight_bits: of weights in memory, if
-    fewer. Norms read their rows twice; gated MLPs compute gate and up in one product.
+    tokens: T, an int or an array.
+    bits: bits of the operands of products: 16, or 8 for W8A8, which quantises activations by row
+        before each product.
+    weight_bits: bits of weights in memory, if fewer.
+
+    Norms read their rows twice; gated MLPs compute gate and up in one product.
     """
     T, shard = tokens, model.shard
     E, F, D = shard.hidden_size, shard.intermediate_size, shard.head_dim
@@ -37,8 +40,8 @@ def layer_ops(model: ShardedModel, tokens, bits: int = 16, weight_bits: int = 16
 
 
 def head_ops(model: ShardedModel, tokens: int, sampled: int) -> dict[str, Op]:
-    """Ops before and after the layers: embeddings of `tokens`, and the final norm and logits of the
-    `sampled` ones. They are not quantised. Shards split the vocabulary."""
+    """Ops before and after the layers: the embedding of `tokens` tokens, and the final norm and
+    logits of `sampled` tokens. None is quantised. Shards split the vocabulary."""
     E, V = model.shard.hidden_size, model.shard.vocab_size
     return {
         "embed": Rows(tokens, 2 * ITEMSIZE * E),
@@ -48,7 +51,7 @@ def head_ops(model: ShardedModel, tokens: int, sampled: int) -> dict[str, Op]:
 
 
 def projections(model: ShardedModel) -> list[tuple[int, int]]:
-    """(in, out) of each adapted projection of a shard: q, k, v, o, and the MLP's."""
+    """(in, out) of each adapted projection of a shard: q, k, v, o, then the MLP's projections."""
     shard: ModelConfig = model.shard
     E, F, D = shard.hidden_size, shard.intermediate_size, shard.head_dim
     H, K, gated = shard.num_heads, shard.num_kv_heads, not shard.learned_positions
@@ -62,11 +65,10 @@ def adapter_page_bytes(model: ShardedModel) -> int:
 
 
 def adapters_s(costs: CostModel, model: ShardedModel, pages: int, tokens: int) -> float:
-    """Seconds of SGMV for all projections of a layer: a shrink and an expand launch each (Punica
-    §4).
+    """Seconds of SGMV in one layer: a shrink and an expand launch for each projection (Punica §4).
 
-    pages: of all different adapters in the step; an adapter has as many as its rank needs.
-    tokens: those with an adapter.
+    pages: rank pages of all distinct adapters in the step.
+    tokens: tokens with an adapter.
     """
     of_ranks = PAGE_RANKS * ITEMSIZE
     seconds = 0.0

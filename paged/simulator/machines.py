@@ -1,4 +1,4 @@
-"""GPUs that are simulated, from their makers' data sheets."""
+"""Simulated GPUs, with the rates of their makers' data sheets."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,12 @@ GB, TERA, GIB = 10**9, 10**12, 2**30
 class Machine:
     """One GPU. Rates are peaks, of dense operands (without sparsity).
 
-    memory_bytes: of the device, without what its ECC takes. bandwidth: of its memory, bytes/s.
-    flops, int8_ops: of tensor cores, a second, with 16-bit and 8-bit operands. multiprocessors:
-    each runs one tile of a product at a time. link: bytes/s one way to the other GPUs of its box
-    (NVLink, or PCIe where there is none). pcie: bytes/s one way to the host.
+    memory_bytes: device memory without its ECC's share.
+    bandwidth: of device memory, bytes/s.
+    flops, int8_ops: operations of tensor cores a second, with 16-bit and 8-bit operands.
+    multiprocessors: each runs one tile of a product at a time.
+    link: bytes/s one way to the other GPUs of its box: NVLink, or PCIe without NVLink.
+    pcie: bytes/s one way to the host.
     """
 
     memory_bytes: int
@@ -24,8 +26,8 @@ class Machine:
     pcie: float
 
 
-# GDDR6 holds its ECC, a sixteenth of it: an L40S reports 45 GiB of its 48, of which programs see
-# 44.5. HBM has ECC beside its data.
+# GDDR6 stores its ECC in a sixteenth of the memory: of its 48 GiB an L40S reports 45, and programs
+# see 44.5. HBM stores ECC beside the data.
 GDDR6_48 = 45 * GIB
 PCIE_4, PCIE_5 = 32 * GB, 64 * GB  # x16, one way
 # NVIDIA's data sheets: A40 (2020), A100 (2021), L40 (2022), L40S (2023), H100 SXM (2023), H200 SXM

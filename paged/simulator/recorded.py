@@ -1,5 +1,5 @@
-"""Tokens of a run that was, and candidates of its beams: what a simulated device samples when the
-run is replayed. And ancestries of searches that were, for searches that have no model."""
+"""Recorded tokens and beam candidates, which a simulated device samples when it replays a run; and
+recorded ancestries of beams, for simulated beam searches without a model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from paged.step_inputs import StepInputs
 
 
 class RecordedTokens:
-    """The tokens that `events` (`Engine.events`, or their JSON) hold, by step and slot.
+    """The tokens in `events` (`Engine.events`, or their JSON), by step and slot.
 
-    Raises ValueError for a step that they do not schedule.
+    Raises ValueError for a step without a schedule in `events`.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]]):
         slots: dict[int, list[int]] = {}
-        self._beams: dict[int, dict[int, tuple[list, list]]] = {}  # of each step by slot
+        self._beams: dict[int, dict[int, tuple[list, list]]] = {}  # by step and slot
         self._steps: dict[int, dict[int, np.ndarray]] = {}
         self._reports: dict[int, Any] = {}
         for event in events:
@@ -40,10 +40,10 @@ class RecordedTokens:
                 self._steps[number] = dict(zip(map(int, slots[number]), tokens.T, strict=True))
 
     def sample(self, number: int, inputs: StepInputs) -> StepOutputs:
-        """What step `number` gave: tokens [I, S] int32, NO_TOKEN where a row samples nothing,
-        log-probabilities of beams' candidates alone, if there are beams, and the policy's report.
+        """The recorded outputs of step `number`: tokens [I, S] int32, NO_TOKEN where a row samples
+        nothing; log-probabilities only of beam candidates, if there are beams; the policy's report.
 
-        Raises ValueError if the step was not recorded, or not with all tokens to be sampled.
+        Raises ValueError if the log lacks the step, or a token that the step samples.
         """
         if number not in self._steps:
             raise ValueError(f"step {number}: the log does not hold its tokens")
@@ -68,8 +68,9 @@ class RecordedTokens:
     def _candidates(
         self, number: int, inputs: StepInputs, beams: np.ndarray, sampled: np.ndarray
     ) -> Logprobs:
-        """Also marks in `sampled` [I, S] the beams that have none in the log: their requests were
-        aborted before they were looked at, or their logits were not finite."""
+        """The candidates of `beams`. Also marks beams without candidates in the log as
+        INVALID_TOKEN in `sampled` [I, S]: the request was aborted before the host read them, or
+        logits were not finite."""
         recorded = self._beams.get(number, {})
         shape = *sampled.shape, MAX_LOGPROBS
         candidates, top = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
@@ -81,30 +82,30 @@ class RecordedTokens:
 
 
 class RecordedAncestry:
-    """In how many beams each beam of a search continues, step by step.
+    """The number of children of each beam, by step, in recorded beam searches.
 
-    searches: of each, the parents of the live beams after each step, by their places among the
-    beams before it; before the first step there is one. A search that goes on for longer continues
-    with its second step.
+    searches: for each search, step and live beam after the step, the index of its parent among the
+        beams before the step. Before the first step there is one beam. A request with more steps
+        than its search repeats the search from the second step on.
     """
 
     def __init__(self, searches: Sequence[Sequence[Sequence[int]]]):
-        """Raises ValueError without searches of two steps."""
+        """Raises ValueError if there is no search, or one with fewer than two steps."""
         if not searches or min(map(len, searches)) < 2:
             raise ValueError("an ancestry needs searches, each of two steps at least")
         self._children = [_children(search) for search in searches]
 
     def children(self, request: int, step: int) -> np.ndarray:
-        """In how many beams each of a request's beams continues after a step, the first being 0.
-        request: a number that it keeps, as its seed."""
+        """The number of children of each of a request's beams after `step`, counted from 0.
+        request: a number that stays the same for the whole request, such as its seed."""
         steps = self._children[request % len(self._children)]
         return steps[step if step < len(steps) else 1 + (step - 1) % (len(steps) - 1)]
 
 
 def _children(parents: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Of each step. Beams are renamed so that they stand in the order of their parents: all that a
-    search without a model has to tell them apart."""
-    steps, place = [], [0]  # where each recorded beam stands
+    """Numbers of children, by step. Beams are renumbered in the order of their parents, because a
+    search without a model has no other order of beams."""
+    steps, place = [], [0]  # new number of each recorded beam
     for of_step in parents:
         ours = np.array([place[parent] for parent in of_step])
         steps.append(np.bincount(ours, minlength=len(place)))

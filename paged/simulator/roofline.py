@@ -1,9 +1,9 @@
-"""The roofline: the time below which a machine cannot compute a step.
+"""The roofline: the least time in which a machine can compute a step.
 
-What a step must compute and move, its `Cost`, follows from the model and the lengths of the
-sequences. What a machine can do, its `Rates`, is measured here. (Both classes are those of the
-kernels' specs, which need JAX alone.) Arithmetic and memory traffic overlap at
-best, so the floor is the longer of the two, plus the time of dispatching programs that do nothing:
+A step's `Cost`, FLOPs and bytes, follows from the model and the lengths of the sequences. A
+machine's `Rates` are measured here. (`pallas_kernels.specs` defines both classes.) Arithmetic and
+memory traffic overlap at best, so the floor is the longer of their times, plus the time to dispatch
+empty programs:
 
     floor = max(flops / flops_per_s, bytes / bytes_per_s) + dispatches * dispatch_s
 """
@@ -35,17 +35,18 @@ def step_cost(
 ) -> Cost:  # fmt: skip
     """The cost of one step that samples one token of each sequence.
 
-    contexts: tokens of each sequence in the cache after the step. new_tokens: how many of them this
-    step computes; one each, a decode step, by default. dtype: of weights and KV cache. layout: the
-    KV policy's; by default the dense policy's.
+    contexts: tokens of each sequence in the cache after the step.
+    new_tokens: tokens of each sequence that the step computes; by default 1, a decode step.
+    dtype: of weights and KV cache.
+    layout: the KV policy's layout; by default the dense policy's.
 
-    FLOPs are those of matrix products and attention, without norms, activations, rotations and
-    softmax. Bytes are every weight that is used, read once, and what `layout.work` counts but for
-    activations, which are taken to stay in the processor's caches: keys and values of earlier
-    tokens are read once, and those of the new tokens written once.
+    FLOPs count matrix products and attention, but no norms, activations, rotations and softmax.
+    Bytes count each used weight once, and attention's traffic by `layout.work`: keys and values are
+    read once for earlier tokens, and written once for new tokens. Activations count no bytes: they
+    are assumed to stay in the processor's caches.
 
-    Raises ValueError if there is no sequence, or one whose new tokens are not within 1 and its
-    context.
+    Raises ValueError if there is no sequence, if contexts and new_tokens differ in length, or if a
+    sequence has fewer new tokens than 1 or more than its context.
     """
     context = np.asarray(contexts, np.int64)
     new = np.ones_like(context) if new_tokens is None else np.asarray(new_tokens, np.int64)
@@ -72,8 +73,8 @@ def _dense(model: ModelConfig, dtype) -> DenseLayout:
 def _attention(
     layout: Layout, model: ModelConfig, contexts: np.ndarray, new_tokens: np.ndarray, dtype
 ) -> Cost:
-    """Of a layer, on the mean. Queries and what they get are no traffic, and keys and values of new
-    tokens count once, where attention reads them."""
+    """Attention's cost of a layer, on average over the layers. Queries and outputs count no bytes.
+    Keys and values of new tokens count once, as attention's reads."""
     parts = [cost for name, cost in layout.work(contexts, new_tokens).items() if name != "writes"]
     of_token = 2 * model.num_heads * model.head_dim * jnp.dtype(dtype).itemsize
     queries = of_token * int(new_tokens.sum())
@@ -81,10 +82,11 @@ def _attention(
 
 
 def lora_cost(model: ModelConfig, rank: int, adapters: int, tokens: int, dtype="float32") -> Cost:
-    """What LoRA adapters of one rank, of all projections, add to a step (Punica §4).
+    """The cost that LoRA adapters of all projections add to a step (Punica §4).
 
-    tokens: of the step that have an adapter. adapters: how many different ones they have, each of
-    which is read once, in whole pages of ranks.
+    rank: of every adapter.
+    adapters: distinct adapters of the step; each is read once, in whole pages of ranks.
+    tokens: the step's tokens with an adapter.
     """
     declared = lora.declare(model).values()
     of_page = sum(math.prod(param.shape) for matrices in declared for param in matrices.values())
@@ -94,9 +96,13 @@ def lora_cost(model: ModelConfig, rank: int, adapters: int, tokens: int, dtype="
 
 @dataclass(frozen=True)
 class _Weights:
-    """What a model's parameters cost. numbers: that any step reads. looked_up: numbers that each
-    token looks up. token_flops, sequence_flops: of each token, and of each token that is sampled
-    from."""
+    """The cost of a model's parameters.
+
+    numbers: parameters that every step reads.
+    looked_up: numbers that each token looks up in embedding tables.
+    token_flops: FLOPs of each token.
+    sequence_flops: FLOPs of each token with logits.
+    """
 
     numbers: int
     looked_up: int
@@ -124,18 +130,18 @@ def _weights(model: ModelConfig) -> _Weights:
 def layer_bytes(
     model: ModelConfig, contexts: Sequence[int], new_tokens: Sequence[int], dtype
 ) -> dict[str, int]:
-    """Bytes that one layer cannot do without, by what they are, if its products and its attention
-    are kernels of their own, which hand arrays to each other through memory.
+    """Least bytes of one layer, by kind, if each product and attention are separate kernels that
+    exchange arrays through memory.
 
-    contexts, new_tokens, dtype: as of `step_cost`. Attention reads the new tokens' keys and values
-    too, and windows are left out.
+    contexts, new_tokens, dtype: as in `step_cost`. Attention also reads the new tokens' keys and
+    values. Windows are ignored.
     """
     E, F = model.hidden_size, model.intermediate_size
     HD, KD = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
     itemsize, context, new = jnp.dtype(dtype).itemsize, np.array(contexts), np.array(new_tokens)
     whole = replace(_dense(model, dtype), windows=(None,))
     layer = family(model).declare(model)["layers"][0].values()
-    # What goes into the products q/k/v, o, gate/up and down, and what comes out.
+    # Inputs and outputs of the products q/k/v, o, gate/up and down.
     activations = (E + HD + 2 * KD) + (HD + E) + (E + 2 * F) + (F + E)
     return {
         "weights": sum(math.prod(param.shape) for param in layer) * itemsize,
@@ -148,17 +154,18 @@ def layer_bytes(
 def measure(
     model: ModelConfig, batch: int, seconds: float = 0.5, streamed_bytes: int = 2**29
 ) -> dict[str, float]:
-    """What the default JAX device can do, each the best of repeated measurements, for `Rates.best`:
+    """Rates of the default JAX device for `Rates.best`, each the best of repeated measurements:
 
     step_flops_per_s: float32 products of a step's shape, [batch, E] × [E, F], with warm caches.
-    square_flops_per_s: the same of large square matrices.
+    square_flops_per_s: float32 products of large square matrices.
     read_bytes_per_s: reading an array far larger than the caches (in a matrix-vector product).
-    copy_bytes_per_s: copying one to another; bytes read and bytes written both count.
+    copy_bytes_per_s: copying such an array; bytes read and bytes written both count.
     dispatch_s: calling a jitted program that adds one number, and waiting for it.
 
-    seconds: about what each of them takes. streamed_bytes: of the arrays that are read and copied;
-    the caches must be far smaller. On a CPU numpy's matrix products compete with JAX's: the faster
-    one shows what the machine can do.
+    seconds: approximate time of each measurement.
+    streamed_bytes: size of the arrays that are read and copied; caches must be far smaller.
+
+    On a CPU both numpy and JAX compute the matrix products, and the faster counts.
     """
     E, F = model.hidden_size, model.intermediate_size
     one = jax.jit(lambda x: x + 1)
@@ -209,7 +216,8 @@ def _copy_rate(size: int, seconds: float) -> float:
 
 
 def _best_s(run: Callable[[], object], seconds: float) -> float:
-    """Seconds of the fastest of the calls that `seconds` allow, at least three, one to warm up."""
+    """Seconds of the fastest call. After a warm-up call, calls repeat for `seconds` seconds, at
+    least three times."""
     run()
     times: list[float] = []
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The clock of simulated devices: seconds of a step on GPUs of a data sheet."""
+"""The clock of simulated devices: seconds of a step on GPUs with the rates of data sheets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,8 +23,8 @@ class Host:
     """The host's part of a step.
 
     added_s: seconds of each step in which the device waits for the host.
-    each_sequence_s: seconds that each sequence of the step adds to that.
-    each_gpu: share of both that each GPU of a model adds, beyond the first.
+    each_sequence_s: seconds that each sequence of the step adds to `added_s`.
+    each_gpu: share of both times that each GPU of a model beyond the first adds.
     """
 
     added_s: float = 0.0
@@ -32,12 +32,12 @@ class Host:
     each_gpu: float = 0.0
 
     def step_s(self, device_s, sequences: int, gpus: int):
-        """Seconds of a step, or of several [k], that take `device_s` on the device."""
+        """Seconds of a step that takes `device_s` on the device, or of several steps [k]."""
         added_s = self.added_s + self.each_sequence_s * sequences
         return device_s + added_s * (1 + (gpus - 1) * self.each_gpu)
 
     def times(self, knob: float) -> "Host":
-        """`knob` times as long."""
+        """The same host with both times multiplied by `knob`."""
         each_s = knob * self.each_sequence_s
         return replace(self, added_s=knob * self.added_s, each_sequence_s=each_s)
 
@@ -46,29 +46,32 @@ HOSTS = {
     # The host's work is done while the device computes the step before; it takes 0.14 ms for 256
     # sequences (experiments/bench/host.py on two CPU cores), less than any step here.
     "none": Host(),
-    # A decode step takes about 30 ms (Punica §5.2), of which this cost model explains 14.7 ms (all
-    # rows of one adapter) to 16.2 ms (each of its own) of a 7B model in batches of 32 on an
-    # A100-80. Several GPUs: the parallel scheme is vLLM's (§7.2).
+    # A decode step of a 7B model in batches of 32 on an A100-80 takes about 30 ms (Punica §5.2).
+    # This cost model explains 14.7 ms (all rows with one adapter) to 16.2 ms (an adapter for each
+    # row). each_gpu is vLLM's, because Punica uses vLLM's parallel scheme (§7.2).
     "punica": Host(added_s=14.5e-3, each_gpu=0.157),
-    # vLLM of 2023, and the baselines that its paper built on it; no figure of that paper is in it.
-    # Punica's Figs. 11 and 12 time vLLM's backbone. In batches of 32 its 1,140, 789 and 457
-    # tokens/s are 28.1, 40.6 and 70.0 ms a step, of which this cost model explains 14.6, 26.5 and
-    # 41.3 ms (7B and 13B on an A100-80, 70B on eight A100-40; 210 cached tokens a row, a prompt of
-    # 161 in a third of the steps); 13.4, 14.0 and 28.7 ms are left. In batches of one the 70B's 21
-    # tokens/s leave 12.2 ms, so 0.57 of the 28.7 ms grow with the batch. One GPU: the same share.
+    # vLLM of 2023, and the baselines that the vLLM paper built on it. No figure of that paper is
+    # used: Punica's Figs. 11 and 12 time vLLM's backbone. Batches of 32, with 210 cached tokens a
+    # row and a prompt of 161 tokens in a third of the steps:
+    #   7B, A100-80:     1,140 tokens/s = 28.1 ms a step; cost model 14.6 ms, left 13.4 ms
+    #   13B, A100-80:      789 tokens/s = 40.6 ms a step; cost model 26.5 ms, left 14.0 ms
+    #   70B, 8 A100-40:    457 tokens/s = 70.0 ms a step; cost model 41.3 ms, left 28.7 ms
+    # In batches of one the 70B's 21 tokens/s leave 12.2 ms, so 0.57 of the 28.7 ms grow with the
+    # batch. The same share is taken for one GPU.
     "vllm": Host(added_s=5.7e-3, each_sequence_s=0.25e-3, each_gpu=0.157),
 }
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step of `model`, of which each GPU has one shard.
+    """Seconds of a step of `model`, with one shard on each GPU.
 
-    layout: the KV policy's.
-    pools: the policy's, by name.
-    bits: of the operands of products, 8 for W8A8 and W4A8.
-    weight_bits: of weights in memory, if fewer: 4 for W4A8.
-    adapter_pages: rank pages of the adapter in each adapter slot; 1 in slots that it lacks.
+    layout: the KV policy's layout.
+    pools: the KV policy's pools, by name.
+    bits: bits of the operands of products, 8 for W8A8 and W4A8.
+    weight_bits: bits of weights in memory, if fewer: 4 for W4A8.
+    adapter_pages: adapter slot → rank pages of its adapter; slots without an entry count 1.
+
     Sampling, and gathering logits from several GPUs, take no time.
     """
 
@@ -91,8 +94,8 @@ class StepCost:
         """The cost of serving `model` under `config`, with one GPU for each shard.
 
         attention_knob, host_knob: factors on the time of attention and of the host.
-        Raises ValueError for a GPU or a host's name that is unknown, for a policy without a layout,
-        for a dtype that has not 16 bits, and for a number of GPUs whose all-reduces are not known.
+        Raises ValueError for an unknown GPU or host, for a policy without a layout, for a dtype
+        without 16 bits, and for a number of GPUs that `cost_model.ALL_REDUCE` lacks.
         """
         if jnp.dtype(dtype).itemsize != ITEMSIZE:
             raise ValueError(f"simulated GPUs compute in 16 bits: dtype float16, not {dtype}")
@@ -116,8 +119,8 @@ class StepCost:
 
     @property
     def adapter_page_s(self) -> float:
-        """Seconds to copy a page of an adapter's ranks over PCIe: an array of A and one of B for
-        each projection (Punica §5.2)."""
+        """Seconds to copy a rank page of an adapter over PCIe (Punica §5.2): for each projection a
+        copy of A and one of B."""
         copies = 2 * (6 + (not self.model.shard.learned_positions))
         return self.costs.copies_s(copies, adapter_page_bytes(self.model))
 
@@ -125,7 +128,7 @@ class StepCost:
         return self.holding_s(inputs, None)
 
     def holding_s(self, inputs: StepInputs, held: np.ndarray | None) -> float:
-        """Seconds of a step whose rows hold so many tokens (`Layout.work`)."""
+        """Seconds of a step. held: [n, I] `kept` of `Layout.work`, for the n computed rows."""
         S = inputs.lengths.shape[0]
         new = np.bincount(np.minimum(inputs.token_rows, S), minlength=S)[:S]
         rows = ((new > 0) & (inputs.lengths > 0)).nonzero()[0]
@@ -145,7 +148,7 @@ class StepCost:
 
         contexts: [k, n] tokens of each row after the step.
         adapters: [n] adapter slots, -1 for none.
-        held: [k, n, I] tokens that rows hold (`Layout.work`).
+        held: [k, n, I] `kept` of `Layout.work`.
         """
         rows = contexts.shape[1]
         attention_s = self.attention_s(contexts, np.ones(contexts.shape, np.int64), held)
@@ -155,9 +158,9 @@ class StepCost:
         return self.host.step_s(seconds, rows, self.model.num_shards)
 
     def moves_s(self, moves: Moves) -> float:
-        """Seconds of the moves before a step. Each shard swaps its share over a PCIe link of its
-        own; block copies are one launch (vLLM §5.1), which reads and writes device memory. The
-        state of slots takes no time."""
+        """Seconds of the moves before a step. Each shard swaps its share over its own PCIe link.
+        All block copies are one launch (vLLM §5.1), which reads and writes device memory. Moves of
+        slots' state take no time."""
         swapped = [*moves.exports.items(), *moves.imports.items()]
         seconds = sum(self._swap_s(self.pools[pool], len(pairs)) for pool, pairs in swapped)
         if moves.copies:
@@ -167,8 +170,9 @@ class StepCost:
         return seconds
 
     def _swap_s(self, pool: Pool, units: int) -> float:
-        """Units that are not copied by themselves pass through an array for each call that moves
-        them, padded: a launch gathers or scatters it, and one copy brings it over PCIe."""
+        """Seconds to swap `units` units. Without `Layout.swap_copies` units move in calls of
+        `units_per_call` units, padded: a launch gathers or scatters a call's units in one array,
+        and one copy moves the array over PCIe."""
         unit_bytes = pool.unit_bytes / self.model.num_shards
         if of_unit := self.layout.swap_copies:
             return self.costs.copies_s(of_unit * units, units * unit_bytes)
@@ -176,14 +180,14 @@ class StepCost:
         return calls * (self.costs.block_copies_s(moved) + self.costs.copies_s(1, moved))
 
     def attention_s(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None):
-        """Seconds of attention in all layers. Arguments are those of `Layout.work`; the result has
-        their leading axes."""
+        """Seconds of attention in all layers. The arguments, and the result's leading axes, are as
+        in `Layout.work`."""
         parts = self.layout.work(contexts, new_tokens, held).values()
         layer = sum(self.costs.part_s(part) for part in parts if part is not NOTHING)
         return self.model.shard.num_layers * layer
 
     def dense_s(self, tokens: int, sampled: int) -> float:
-        """Seconds of what does not depend on the cache: products, pointwise ops, all-reduces."""
+        """Seconds of all work outside attention: products, pointwise ops, all-reduces."""
         if (tokens, sampled) not in self._dense:
             self._dense[tokens, sampled] = self._dense_s(tokens, sampled) if tokens else 0.0
         return self._dense[tokens, sampled]
@@ -198,8 +202,7 @@ class StepCost:
         return float(self.model.shard.num_layers * layer + head)
 
     def adapters_s(self, slots: np.ndarray, tokens: int) -> float:
-        """Seconds of SGMV in all layers: the adapters of these slots, each of which is read once,
-        on `tokens` tokens."""
+        """Seconds of SGMV in all layers on `tokens` tokens; an adapter in `slots` is read once."""
         pages = sum(self.adapter_pages.get(slot, 1) for slot in np.unique(slots).tolist())
         layer = adapters_s(self.costs, self.model, pages, tokens)
         return self.model.shard.num_layers * layer
