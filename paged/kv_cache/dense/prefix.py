@@ -43,7 +43,7 @@ class Prefixes:
     can_resume: `end_key` of a prefix -> whether all other state that a sequence needs to continue
         it is cached. A sequence can always start without a prefix.
     pins: [num_blocks] number of pins that reference each block.
-    num_pinned: blocks that had no owner but the slot that pinned them.
+    num_pinned: distinct blocks of all pins.
     num_references: references of all pins.
     """
 
