@@ -39,14 +39,14 @@ class Sizes:
 class HostPolicy(Protocol):
     """Who owns the memory. The scheduler calls it with slots of sequences; it has no tensors.
 
-    A round calls in this order:
+    The order of calls in a round:
 
-        a step's results arrive    `observe`
-        its tokens are applied     `free`, `fork`
-        the next step is decided   `can_append`, `swap_out` of preempted groups, `append`;
-                                   `can_admit` and `admit`, or `can_swap_in` and `swap_in`
-        the step is final          `advance`, `computed`
-        its inputs are built       `take_moves`, `tables`
+    - a step's results arrive: `observe`
+    - its tokens are applied: `free`, `fork`
+    - running groups grow: `can_append`, `swap_out` of preempted groups, `append`
+    - groups enter: `can_admit` and `admit`, or `can_swap_in` and `swap_in`
+    - the next step is decided: `advance`, `computed`
+    - its inputs are built: `take_moves`, `tables`
 
     If no step is in flight, a group that `fits` always has room: `can_append` is true when the
     group runs alone, `can_admit` and `can_swap_in` are true when nothing runs.
@@ -150,7 +150,8 @@ class HostPolicy(Protocol):
         return moves
 
     def tables(self, slots: np.ndarray, out: np.ndarray) -> None:
-        """Write the block tables of `slots` [S] into out [S, M] int32, for `begin_step`."""
+        """Write a row for each of `slots` [S] into out [S, M] int32, for the device half's
+        `begin_step`: block tables, or other integers that the policy needs."""
 
     def usage(self) -> Usage: ...
 

@@ -32,7 +32,7 @@ replaces a token of a lower precision, and so on, until a token is added or drop
 a precision only if another takes its place. So no precision's token count shrinks, at most one
 grows, by one, and a head needs at most one page.
 
-Two baselines keep a budget of tokens in each head, all in one precision:
+Two baselines keep a budget of tokens in each head, all in one precision, whatever the scores:
 
     h2o     (arXiv:2306.14048) A token's score is the sum over all queries, its own included. A
             prompt keeps the tokens with the largest sums. In generation, the token with the

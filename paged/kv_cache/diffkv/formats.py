@@ -11,7 +11,7 @@ AUTO = "auto"  # page format of keys and values in kv_dtype
 
 
 class Level(NamedTuple):
-    """A precision: its name, its page format, and the alpha above which tokens stay in it."""
+    """A precision: its name, its page format, and the alpha of its threshold."""
 
     name: str
     format: str

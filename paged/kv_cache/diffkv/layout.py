@@ -174,7 +174,7 @@ class Layout:
     def growth(self, num_tokens):
         """Most pages that `num_tokens` more tokens take, whatever the heads hold. A token takes at
         most one page in each head, as only one precision grows. One token of each precision may
-        begin a page; each further page takes as many tokens as a page of the highest precision."""
+        begin a page; each further page needs at least the tokens of a highest-precision page."""
         P, levels = self.formats[0].tokens, self.levels
         of_head = np.minimum(num_tokens, levels + np.maximum(num_tokens - levels, 0) // P)
         return self.all_heads * of_head
