@@ -78,8 +78,8 @@ class Moves:
         self.slot_copies.append((self.source_of(parent), child))
 
     def source_of(self, slot: int) -> int:
-        """The slot that has the state of `slot` before these moves. One lookup suffices: each parent
-        in `slot_copies` has its own state then, even if it is the child of a later pair."""
+        """The slot that has the state of `slot` before these moves. One lookup suffices: each
+        parent in `slot_copies` has its own state then, even if it is the child of a later pair."""
         return {child: parent for parent, child in self.slot_copies}.get(slot, slot)
 
     def release(self, slot: int) -> None:
