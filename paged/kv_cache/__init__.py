@@ -17,10 +17,10 @@ POLICIES: dict[str, Policy] = {
 
 
 def policy_of(name: str) -> Policy:
-    """The policy of this name: a key of POLICIES, or 'MODULE:ATTRIBUTE', a `Policy` in a module of
-    the user's, which is imported.
+    """The policy `name`: a key of POLICIES, or 'MODULE:ATTRIBUTE'.
 
-    Raises ValueError where there is none, with the reason.
+    MODULE is a user's Python module, which is imported; ATTRIBUTE is a `Policy` in it. Raises
+    ValueError, with the reason, if there is no such policy.
     """
     if name in POLICIES:
         return POLICIES[name]

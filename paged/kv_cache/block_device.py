@@ -1,4 +1,4 @@
-"""Device halves whose host half owns all blocks: a block is a page in each of several KV heads."""
+"""Device halves whose blocks the host half owns. A block is a page in each of several KV heads."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,21 +9,21 @@ from pallas_kernels.kv_write import copy_pages
 
 
 class BlockDevice:
-    """What of `KVPolicy` follows from where a block's pages lie. C blocks move at a time."""
+    """The methods of `KVPolicy` that need only the pages of a block. C: blocks of one call."""
 
     def pages_of(self, pool: str, blocks) -> jax.Array:
         """[C, heads] int32 pages of blocks [C]."""
         raise NotImplementedError
 
     def arrays(self, cache, pool: str) -> dict[str, Any]:
-        """Fields of `cache`, each an array [N, ...] or several, that hold a part of each page."""
+        """The fields of `cache` with page contents, by name: pytrees of arrays [N, ...]."""
         raise NotImplementedError
 
     def end_step(self, cache, plan, inputs) -> Any:
         return cache
 
     def report(self, cache) -> None:
-        """The host half knows all."""
+        """Reports nothing: the host half owns all blocks."""
 
     def export_units(self, cache, pool: str, units) -> dict[str, Any]:
         pages = self.pages_of(pool, units)

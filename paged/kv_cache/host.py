@@ -1,8 +1,11 @@
 """The host half of a KV-cache policy: who owns the memory, in integers.
 
-Managers by what they count: `dense.host` blocks with reference counts (vLLM),
-`lserve.streaming_heads` a sink and a window of them, `orca` contiguous reservations, `diffkv.host`
-pages that the device gives out and reports.
+Each manager counts its own unit:
+
+    dense.host              blocks with reference counts (vLLM)
+    lserve.streaming_heads  blocks of a sink and a window
+    orca                    contiguous reservations
+    diffkv.host             pages that the device allocates and reports
 """
 
 from collections.abc import Callable
@@ -20,12 +23,12 @@ from paged.requests.sequence import Sequence
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a cache holds, known before anything runs.
+    """The sizes of a cache, computed before anything runs.
 
-    pools: units of memory, of all shards alike.
+    pools: pools of memory units, the same on all shards.
     table_width: M of a host half's `tables`.
-    fits: (tokens, sequences) -> whether so many sequences of so many tokens each could ever run,
-        alone.
+    fits: (tokens, sequences) -> whether that many sequences of that many tokens each could run if
+        nothing else did.
     """
 
     pools: tuple[Pool, ...]
@@ -34,20 +37,24 @@ class Sizes:
 
 
 class HostPolicy(Protocol):
-    """Who owns the memory, asked by the scheduler. Sequences are named by slots; no tensors.
+    """Who owns the memory. The scheduler calls it with slots of sequences; it has no tensors.
 
-    A round asks in this order: `observe` as a step's results come in, `free` and `fork` as its
-    tokens are applied; `can_append`, then `swap_out` of the groups that must leave, `append`,
-    `can_admit` and `admit` or `can_swap_in` and `swap_in`; `advance` and `computed` once the step
-    is decided; `take_moves` and `tables` when it is built.
+    The order of calls in a round:
 
-    With nothing in flight a group that `fits` is never refused by `can_append` when it runs alone,
-    nor by `can_admit` or `can_swap_in` when nothing runs.
+    - a step's results arrive: `observe`
+    - its tokens are applied: `free`, `fork`
+    - running groups grow: `can_append`, `swap_out` of preempted groups, `append`
+    - groups enter: `can_admit` and `admit`, or `can_swap_in` and `swap_in`
+    - the next step is decided: `advance`, `computed`
+    - its inputs are built: `take_moves`, `tables`
 
-    Defaults are those of a policy without forks, swaps and reports.
+    If no step is in flight, a group that `fits` always has room: `can_append` is true when the
+    group runs alone, `can_admit` and `can_swap_in` are true when nothing runs.
 
-    pools: as of `Sizes`.
-    moves: of the next step.
+    The defaults are for a policy without forks, swaps and reports.
+
+    pools: see `Sizes`.
+    moves: moves of the next step.
     """
 
     pools: tuple[Pool, ...]
@@ -55,160 +62,162 @@ class HostPolicy(Protocol):
 
     @property
     def table_width(self) -> int:
-        """As of `Sizes`."""
+        """See `Sizes`."""
         ...
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        """As of `Sizes`."""
+        """See `Sizes`."""
         ...
 
     def observe(self, number: int, report: Any) -> None:
-        """Step `number` has run, and the device half reports this of its end.
+        """Step `number` has run; `report` is the device half's state at its end.
 
-        It holds for a slot from the first step that began with the slot's state in place.
+        For a slot, it is valid from the first step that began with the slot's state in place.
         """
         raise AssertionError("the device half reports nothing")
 
     def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
-        """Whether there is room for these sequences, all at once."""
+        """Whether there is room for all of these sequences together."""
         ...
 
     @property
     def num_pinned(self) -> int:
-        """Pinned prefixes, of a policy with the capability `pins`."""
+        """Number of pinned prefixes, for policies with the capability `pins`."""
         return 0
 
     def pinned(self, sequence: Sequence) -> int:
-        """Tokens of a pinned prefix from which a sequence goes on as a prompt in chunks does, for
-        policies with a `staged_tile`: one sequence a step, and none beside a prompt in chunks."""
+        """Tokens of the pinned prefix that a sequence continues, for policies with a `staged_tile`.
+        Only one sequence a step may continue one, and none beside a prompt in chunks."""
         return 0
 
     def admit(self, slot: int, sequence: Sequence) -> int:
-        """Make room for a sequence, which shares with its parent what it may. Returns how many of
-        its first tokens need no computing, as they are in the cache or its parent computes them."""
+        """Reserve room for a sequence, sharing its parent's tokens where allowed. Returns the
+        number of first tokens not to compute: they are cached, or the parent computes them."""
         ...
 
     def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
-        """Whether there is room for `slots` to hold `num_tokens` each."""
+        """Whether there is room for `num_tokens` [n] in total in each of `slots` [n]."""
         return True
 
     def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Make room for `slots` to hold `num_tokens` each."""
+        """Reserve room for `num_tokens` [n] in total in each of `slots` [n]."""
         return
 
     def fork(self, parent: int, child: int) -> None:
-        """`child` goes on from all that `parent` has computed. It may promise more memory than
-        there is: `can_append` counts that."""
+        """`child` continues from all computed tokens of `parent`. Forks may overcommit memory;
+        `can_append` then returns False."""
         raise AssertionError("no fork: see the policy's capabilities")
 
     def advance(self, number: int, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
-        """Step `number` will write tokens starts [n] .. ends [n] of `slots` [n]. What no later step
-        reads may be given back here. It never fails: `admit` and `append` have reserved."""
+        """Step `number` will write tokens starts [n] .. ends [n] of `slots` [n]. Memory that no
+        later step reads may be freed here. Never fails: `admit` and `append` reserved the room."""
         ...
 
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
-        """After the step that was advanced last, `parent` has computed the `num_tokens` that
-        `child`, which was admitted with it as its parent, shares."""
+        """The step of the last `advance` computes the `num_tokens` that `child` shares with
+        `parent`. `child` was admitted with `parent` as its parent."""
         return
 
     def free(self, slot: int) -> None:
-        """The sequence has left. Its memory counts as free at once."""
+        """The sequence has ended or been preempted. Its memory counts as free at once."""
         ...
 
     def can_swap_out(self, slots: list[int]) -> bool:
-        """Whether the host's memory has room for them."""
+        """Whether the host's memory has room for the sequences of `slots`."""
         return False
 
     def swap_out(self, slots: list[int]) -> Any:
-        """Move all that `slots` hold to the host's memory, and free them. Returns what `swap_in`
-        needs to bring it back."""
+        """Move the content of `slots` to the host's memory, and free the slots. Returns the
+        argument of `swap_in`."""
         raise AssertionError("no swap: see the policy's capabilities")
 
     def can_swap_in(self, swapped: Any, keep_watermark: bool) -> bool:
-        """Whether there is room for them, and for a token more of each unless nothing else runs."""
+        """Whether there is room to swap the sequences in. keep_watermark: other sequences run, so
+        there must also be room for the watermark and one more token of each."""
         raise AssertionError("nothing was swapped out")
 
     def swap_in(self, swapped: Any, sequences: list[Sequence]) -> None:
-        """Bring them back for `sequences`, which have slots."""
+        """Swap in `sequences`, which have slots."""
         raise AssertionError("nothing was swapped out")
 
     def drop_swapped(self, swapped: Any) -> None:
-        """They will not come back."""
+        """The swapped sequences will never be swapped in."""
         raise AssertionError("nothing was swapped out")
 
     def take_moves(self) -> Moves:
-        """What must be moved around the next step. Taken once for each step that is dispatched."""
+        """The moves around the next step. Called once for each dispatched step."""
         moves, self.moves = self.moves, Moves()
         return moves
 
     def tables(self, slots: np.ndarray, out: np.ndarray) -> None:
-        """Write into out [S, M] int32 what the device half's `begin_step` must know of `slots`."""
+        """Write a row for each of `slots` [S] into out [S, M] int32, for the device half's
+        `begin_step`: block tables, or other integers that the policy needs."""
 
     def usage(self) -> Usage: ...
 
     def used_units(self) -> dict[str, np.ndarray]:
-        """Units of each pool that have owners, in ascending order; under 'host NAME' those of the
+        """The used units of each pool, in ascending order. Key 'host NAME': the used units of the
         host's memory of pool NAME."""
         ...
 
     def owners(self) -> dict[str, np.ndarray]:
-        """int32, the owner of each unit of each pool: a slot, or one of `owners`' constants."""
+        """int32 owner of each unit, by pool: a slot, or a constant of `paged.kv_cache.owners`."""
         ...
 
     def gauges(self, report: Any, slots: np.ndarray, contexts: np.ndarray) -> dict[str, float]:
-        """Numbers of the policy's own, by name, of running `slots` [n] that have computed
-        `contexts` [n] tokens. report: the device half's last, None before the first."""
+        """Policy-specific metrics by name, over running `slots` [n] with `contexts` [n] computed
+        tokens. report: the device half's last report, None before the first."""
         return {}
 
     def check(self) -> None:
-        """Assert that every unit is either free or has the owners that are counted."""
+        """Assert that every unit is either free or has as many owners as its count says."""
         ...
 
     def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
-        """What happened to units since the last call: (pool, verb, units), in order."""
+        """Operations on units since the last call, in order: (pool, verb, units)."""
         return []
 
 
 class PrefixCachingHost(HostPolicy, Protocol):
-    """What a host half with the capability `prefix_cache` does besides."""
+    """The further methods of a host half with the capability `prefix_cache`."""
 
     def confirm(self, slots: np.ndarray, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
-        """The first `num_tokens` [S] of tokens [num_slots, max_tokens] at `slots` [S] are known and
-        written, or will be before any later step: others may share them."""
+        """Let other sequences share the first `num_tokens` [S] of tokens [num_slots, max_tokens] of
+        `slots` [S]. Their keys and values are written before any later step runs."""
         ...
 
     def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> Any:
-        """Keep in the cache for good the blocks of the prompt `tokens`, which `slot` holds. root:
-        the group's `cache_root`."""
+        """Keep the blocks of the prompt `tokens` of `slot` in the cache for good.
+        root: the group's `cache_root`."""
         ...
 
 
 class BlockHost(HostPolicy):
-    """The books of one pool of blocks with reference counts, and of its swap space.
+    """Bookkeeping of one pool of blocks with reference counts, and of its swap space.
 
     pool: blocks of the device.
     host_pool: blocks of the host's memory.
     """
 
     def __init__(self, pool: Pool, cache: Any = None):
-        """cache: of `BlockPool`."""
+        """cache: the argument of `BlockPool`."""
         self.pools, self._name = (pool,), pool.name
         self.pool = BlockPool(pool.num_units, cache)
         self.host_pool = BlockPool(pool.num_host_units)
         self.moves = Moves()
 
     def slot_tables(self) -> np.ndarray:
-        """[num_slots, M] int32 blocks of each slot, `NULL_BLOCK` where there is none."""
+        """[num_slots, M] int32 block table of each slot; unused entries are `NULL_BLOCK`."""
         raise NotImplementedError
 
     @property
     def pins(self) -> np.ndarray | int:
-        """[num_blocks] references of pins to each block."""
+        """[num_blocks] number of pins that reference each block."""
         return 0
 
     @property
     def cached_blocks(self) -> np.ndarray:
-        """Blocks without owners that are kept for later prompts."""
+        """Blocks that only the prefix cache keeps, for later prompts."""
         return np.zeros(0, np.int64)
 
     @property
@@ -216,7 +225,7 @@ class BlockHost(HostPolicy):
         return self.slot_tables().shape[1]
 
     def tables(self, slots: np.ndarray, out: np.ndarray) -> None:
-        # Other modes would go through a buffer.
+        # np.take buffers `out` in its default mode.
         np.take(self.slot_tables(), slots, axis=0, out=out, mode="clip")
 
     def used_units(self) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Files beside a model that hold what was found for its weights, and are of no use to others."""
+"""Files of values computed for one set of weights, and invalid for other weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,20 +8,21 @@ from paged.checks import shown
 
 
 def read[Content](path: str, parse: Callable[[str], Content]) -> Content:
-    """What `parse` makes of the file's text. Raises ValueError, naming the file, if it cannot be
-    read or parsed."""
+    """`parse` of the file's text. Raises ValueError, with the path, if the file cannot be read or
+    parsed."""
     try:
-        # Editors on Windows put a mark at the beginning.
+        # Windows editors write a byte order mark.
         return parse(Path(path).expanduser().read_text("utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:  # the last: brackets without end
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: deeply nested JSON
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def made_for(stored: Any, weights_hash: Callable[[], str], *names: str) -> list[Any]:
-    """What a JSON object, which `stored` may be, has under these names. weights_hash: gives the
-    SHA-256 of the weights that it is to serve.
+    """The values of `names` in the JSON object `stored`.
 
-    Raises ValueError if a name is missing, or it is for other weights."""
+    weights_hash: returns the SHA-256 of the served weights.
+
+    Raises ValueError if `stored` is no object, lacks a name, or is for other weights."""
     needed = "weights_sha256", *names
     if not isinstance(stored, dict) or not set(needed) <= stored.keys():
         raise ValueError("needs " + " and ".join(f'"{name}"' for name in needed))

@@ -1,4 +1,4 @@
-"""What is moved around a step: units of the policy's pools, and the state of slots."""
+"""Moves before and after a step: units of the policy's pools, and the state of slots."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,13 +8,13 @@ Pairs = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Pool:
-    """Memory of one kind, in `num_units` units that copies and swaps move whole.
+    """Memory of one kind, in `num_units` units. Copies and swaps move whole units.
 
-    num_host_units: units of the host's memory, of which unit 0 is for padding.
-    null_unit: names padding; no sequence owns it and nobody reads it.
+    num_host_units: units of the host's memory. Unit 0 is padding.
+    null_unit: unit of padding; no sequence owns or reads it.
     units_per_call: units that one compiled program moves.
-    max_copies: units that are copied before a step at most.
-    unit_bytes: of one unit, on all shards together.
+    max_copies: most units that are copied before a step.
+    unit_bytes: bytes of one unit, on all shards together.
     """
 
     name: str
@@ -27,24 +27,25 @@ class Pool:
 
     @property
     def copy_sizes(self) -> tuple[int, ...]:
-        """Sizes to which copies are padded, each a program of its own."""
+        """Sizes to which copies are padded. Each size compiles its own program."""
         few, most = self.units_per_call, self.max_copies
         return (few,) if most <= few else (few, most)
 
 
 @dataclass
 class Moves:
-    """The executor does them in the order of these fields, all but `after` before the step.
+    """The executor performs them in the order of these fields: `after` after the step, all others
+    before it.
 
-    exports: (unit, host unit) of each pool, to the host's memory.
-    slot_exports: (slot, key).
-    released: slots whose owners have left.
-    slot_imports: (key, slot).
-    imports: (host unit, unit) of each pool, from the host's memory.
-    copies: (source, destination) of each pool.
+    exports: (unit, host unit) by pool, swapped out to the host's memory.
+    slot_exports: (slot, key), slot states swapped out.
+    released: slots whose sequences have ended or been preempted.
+    slot_imports: (key, slot), slot states swapped in.
+    imports: (host unit, unit) by pool, swapped in from the host's memory.
+    copies: (source, destination) units by pool.
     slot_copies: (parent, child) slots.
-    after: (parent, child) slots copied after the step, which computes what the child shares.
-    dropped: keys of slot states that nobody will import.
+    after: (parent, child) slots, copied after the step: it computes the tokens that they share.
+    dropped: keys of slot states that will not be imported.
     """
 
     exports: dict[str, Pairs] = field(default_factory=dict)
@@ -61,38 +62,38 @@ class Moves:
         self.exports.setdefault(pool, []).extend(pairs)
 
     def bring(self, pool: str, pairs: Iterable[tuple[int, int]]) -> None:
-        """Import."""
+        """Import units from the host's memory."""
         self.imports.setdefault(pool, []).extend(pairs)
 
     def copy(self, pool: str, pairs: Iterable[tuple[int, int]]) -> None:
         self.copies.setdefault(pool, []).extend(pairs)
 
     def export_slot(self, slot: int, key: int) -> None:
-        """Export a slot's state. If its copy is still to be done, its parent has that state."""
+        """Export a slot's state. If the slot is still to be copied, its parent has the state."""
         assert slot not in dict(self.slot_imports).values(), f"slot {slot} is not back yet"
         self.slot_exports.append((self.source_of(slot), key))
 
     def copy_slot(self, parent: int, child: int) -> None:
-        """Copy a slot's state, from where it lies before these moves."""
+        """Copy a slot's state from its place before these moves."""
         self.slot_copies.append((self.source_of(parent), child))
 
     def source_of(self, slot: int) -> int:
-        """Where the slot's state lies before these moves. One look is enough: each pair's parent
-        has its own state there, even if it is the child of a later pair."""
+        """The slot that has the state of `slot` before these moves. One lookup suffices: each
+        parent in `slot_copies` has its own state then, even if it is the child of a later pair."""
         return {child: parent for parent, child in self.slot_copies}.get(slot, slot)
 
     def release(self, slot: int) -> None:
-        """The slot's owner has left: nothing needs to be copied into it. It is released once,
-        however many owners it had before the next step."""
+        """The slot's sequence has left: cancel copies into the slot. A slot is released once, even
+        if several sequences used it before the next step."""
         self.slot_copies = [pair for pair in self.slot_copies if pair[1] != slot]
         if slot not in self.released:
             self.released.append(slot)
 
     def facts(self) -> dict:
-        """What the event log says of them: the fields that are not empty."""
+        """The entries of the event log: the fields that are not empty."""
         return {name: value for name, value in vars(self).items() if value}
 
 
 def count_units(moved: dict[str, Pairs]) -> int:
-    """Units of all pools."""
+    """Number of moved units, over all pools."""
     return sum(map(len, moved.values()))

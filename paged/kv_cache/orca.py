@@ -1,22 +1,23 @@
 """Contiguous reservation at admission: the baselines of vLLM's evaluation (§3.1, §6.1).
 
-A sequence gets one run of blocks for its prompt and output when it is admitted, keeps it to its
-end, and never grows. The run comes from a buddy allocator, as the paper assumes of Orca, so it is a
-power of two of blocks. What the baselines differ in is the room that they ask it for:
+A sequence gets one run of blocks for its prompt and output when it is admitted, and keeps this run
+until it ends. The run comes from a buddy allocator, as the paper assumes for Orca, so its number of
+blocks is a power of two. The baselines differ in the tokens that they reserve:
 
     orca_max           max_model_len, whatever the request
     orca_pow2          the prompt and the next power of two of the true output length
     orca_oracle        the prompt and the true output length
     fastertransformer  as orca_max, and a new batch starts only when the last one has ended
 
-A request that ends gives its room back at once; under static batching nobody takes it yet, and a
-batch is at most what one step may begin to prefill.
+A request that ends frees its run at once. Static batching reuses the room only for the next batch.
+A batch has at most as many requests as one step may begin to prefill.
 
-The true output length is what the engine may generate at most, the group's limit. It is true of
-requests that ignore the end-of-sequence token and have no stops, as the paper's; of others it is an
-upper bound, and what they leave counts as reserved until they end.
+The true output length is the most tokens that the engine may generate: the group's limit. It is
+exact for requests that ignore the end-of-sequence token and have no stops, as in the paper.
+For other requests it is an upper bound; tokens that they never generate count as reserved until
+they end.
 
-On the device nothing changes: the row of a table is a run's first block and those after it.
+The device half is the dense policy's: a row of the block table lists the blocks of a run in order.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,7 @@ Reserve = Callable[[int, int, int], int]  # (prompt, limit, max_model_len) -> to
 class ReservingHost(HostPolicy):
     """Host half: one run of contiguous blocks for each sequence. Block 0 is the null block.
 
-    blocks: [num_slots, M] int32; `NULL_BLOCK` beyond what was asked for.
+    blocks: [num_slots, M] int32 block tables; `NULL_BLOCK` beyond the requested tokens.
     """
 
     def __init__(self, sizes: Sizes, config: CacheConfig, reserve: Reserve):
@@ -52,10 +53,10 @@ class ReservingHost(HostPolicy):
         num_slots = config.max_num_seqs
         self.blocks = np.full((num_slots, self.table_width), NULL_BLOCK, np.int32)
         self._run = np.zeros(num_slots, np.int64)  # blocks of each slot's run
-        self._asked = np.zeros(num_slots, np.int64)  # tokens it was asked for
-        self._limit = np.zeros(num_slots, np.int64)  # tokens at the sequence's end
+        self._asked = np.zeros(num_slots, np.int64)  # tokens requested for it
+        self._limit = np.zeros(num_slots, np.int64)  # most tokens of the sequence
         self._computed = np.zeros(num_slots, np.int64)  # tokens that are written
-        self._refused = 0  # blocks that the last request asked for in vain
+        self._refused = 0  # blocks of the last request that found no run; 0 after a success
         self._operations: list[tuple[str, str, np.ndarray]] = []
 
     @property
@@ -74,7 +75,7 @@ class ReservingHost(HostPolicy):
         return self._reserve(group.num_prompt_tokens, group.limit, self._max_model_len)
 
     def can_admit(self, sequences, keep_watermark: bool) -> bool:
-        """Nothing grows after admission, so there is no watermark."""
+        """No sequence grows after admission, so there is no watermark."""
         wanted = [self._blocks_for(self._room(sequence)) for sequence in sequences]
         starts = [self.buddies.allocate(n) for n in wanted]
         for start in starts:
@@ -88,7 +89,7 @@ class ReservingHost(HostPolicy):
         count = self._blocks_for(asked)
         start = self.buddies.allocate(count)
         assert start is not None, "admitted without room"
-        # The allocator counts from 0, which is the null block's number.
+        # The allocator's block 0 is block 1 of the pool, whose block 0 is the null block.
         self.blocks[slot, :count] = np.arange(start + 1, start + 1 + count)
         self._run[slot] = self.buddies.run_size(count)
         self._asked[slot], self._limit[slot] = asked, sequence.group.limit
@@ -138,11 +139,15 @@ class ReservingHost(HostPolicy):
         return operations
 
     def usage(self) -> Usage:
-        """Reserved: from a sequence's last token state to its limit, known and future tokens alike.
-        Internal: from there to the end of the room asked for, which shows to be waste only when the
-        sequence ends. External: from there to the end of the run (whole pages, and powers of two of
-        them), which is waste from the start; and free runs too small for the request that memory
-        was last refused to, until one is admitted."""
+        """The parts of a sequence's run, in order:
+
+        token states: computed tokens.
+        reserved: up to its limit, prompt and future tokens.
+        internal: up to the end of the requested room. Waste, but only known when it ends.
+        external: up to the end of the run (whole pages, a power of two of them). Waste at once.
+
+        External also counts free runs too small for the last request that found none, until a
+        request is admitted."""
         token_states, limit = int(self._computed.sum()), int(self._limit.sum())
         asked, runs = int(self._asked.sum()), int(self._run.sum())
         stranded = self.buddies.stranded(self._refused) * self._page_size
@@ -160,7 +165,7 @@ class ReservingHost(HostPolicy):
 
 
 def _check(config: CacheConfig, model: ModelConfig | None) -> None:
-    """Raises ValueError if no run holds max_model_len tokens, which any baseline may ask for."""
+    """Raises ValueError if no run holds max_model_len tokens: any baseline may request them."""
     buddies = BuddyAllocator(config.num_blocks - 1)
     longest = buddies.run_size(-(-config.max_model_len // config.page_size))
     if longest > buddies.largest_run:
@@ -177,15 +182,15 @@ def _sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
     width = -(-config.max_model_len // config.page_size)
 
     def fits(num_tokens: int, num_sequences: int) -> bool:
-        """Conservative: each sequence may need the longest run that there is."""
+        """Conservative: each sequence may need the run of max_model_len tokens."""
         return num_sequences <= runs.size // runs.run_size(width)
 
     return Sizes((block_pool(config, model, 1),), width, fits)
 
 
 def _policy(reserve: Reserve, can: Capabilities) -> Policy:
-    """reserve: tokens that a sequence of so many prompt tokens, limit and max_model_len asks for,
-    from limit to max_model_len."""
+    """reserve: (prompt tokens, limit, max_model_len) -> tokens to reserve, at least limit and at
+    most max_model_len."""
 
     def host(config: CacheConfig, model: ShardedModel) -> ReservingHost:
         return ReservingHost(_sizes(config, model), config, reserve)

@@ -1,8 +1,8 @@
-"""The seam of a KV-cache policy: a host half over integers and a device half over arrays.
+"""The interface of a KV-cache policy: a host half over integers and a device half over arrays.
 
-The two halves never see each other's world. The host half says which units of memory are copied or
-swapped before a step (`Moves`) and which pages a row may read (`tables`); the device half carries
-that out, and may tell the host in a report what it has done with pages that it manages itself.
+The host half decides which units of memory are copied or swapped around a step (`Moves`) and which
+pages a row may read (`tables`). The device half executes these decisions. A device half that
+manages pages itself returns a report of them to the host half.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from paged.step_inputs import StepInputs
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model and what each of `num_shards` devices computes of it, in `dtype`."""
+    """A model, and the part of it that each of `num_shards` devices computes, in `dtype`."""
 
     whole: ModelConfig
     shard: ModelConfig
@@ -32,8 +32,8 @@ class ShardedModel:
 
     @classmethod
     def split(cls, model: ModelConfig, num_shards: int = 1, dtype="float32") -> "ShardedModel":
-        """With fewer KV heads than shards each is on several of them. Raises ValueError where there
-        is no even split."""
+        """Split a model over shards. With fewer KV heads than shards, each KV head is on several
+        shards. Raises ValueError if there is no even split."""
         H, K, F = model.num_heads, model.num_kv_heads, model.intermediate_size
         for name, count in (("num_heads", H), ("intermediate_size", F)):
             if count % num_shards:
@@ -51,17 +51,17 @@ class ShardedModel:
         return cls(model, shard, num_shards, str(jnp.dtype(dtype)))
 
     def kv_token_bytes(self, kv_dtype: str = "auto") -> int:
-        """Bytes of a token's keys and values, as they are, in all layers and on all shards."""
+        """Bytes of a token's unquantised keys and values, in all layers and on all shards."""
         kept = kv_bytes_of_token(self.shard, self.kv_dtype(kv_dtype))
         return self.num_shards * self.shard.num_layers * kept
 
     def kv_dtype(self, name: str) -> str:
-        """The dtype of keys and values; 'auto' names the dtype that the model computes in."""
+        """The dtype of keys and values. 'auto' is the model's compute dtype."""
         return self.dtype if name == "auto" else name
 
 
 class CacheConfig:
-    """What policies read of an `EngineConfig`, which inherits it."""
+    """The fields of `EngineConfig`, its subclass, that policies read."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -80,7 +80,7 @@ class CacheConfig:
 
     @property
     def num_blocks(self) -> int:
-        """Physical blocks, the reserved null block included."""
+        """Physical blocks, including the null block."""
         return self.kv_cache_tokens // self.page_size + 1
 
     @property
@@ -91,122 +91,121 @@ class CacheConfig:
 class KVPolicy(Protocol):
     """How pages are written and read: pure functions over a pytree `cache`, run under jit.
 
-    Engines whose device halves are equal share programs, so it is a frozen dataclass.
+    It is a frozen dataclass, so that engines with equal device halves share compiled programs.
 
-    All leaves of `cache` have an axis 0 that shards split. Padding of units is the pool's
-    `null_unit`; padding of slots is max_num_seqs, which is no slot. A policy may have a method
-    `snapshot(cache)` besides: what the cache of all shards holds, for pictures and tests.
+    Shards split axis 0 of all leaves of `cache`. Units are padded with the pool's `null_unit`,
+    slots with max_num_seqs, which is no slot. A policy may have a further method
+    `snapshot(cache)`: the content of all shards' cache, for plots and tests.
     """
 
     def __hash__(self) -> int: ...
 
     def init(self, dtype, shard) -> Any:
-        """An empty cache for a model that computes in `dtype`. shard: int32, this device's
-        number."""
+        """An empty cache. dtype: the model's compute dtype. shard: int32, this device's number."""
         ...
 
     def begin_step(self, cache, inputs: StepInputs) -> tuple[Any, Any]:
-        """In each iteration of a step, before the layers: `(cache, plan)`."""
+        """Called in each iteration of a step, before the layers. Returns `(cache, plan)`."""
         ...
 
     def attend(
         self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache, plan, inputs: StepInputs
     ) -> tuple[jax.Array, Any]:
-        """In each layer: write the new tokens, attend: `(out [T, H, D], cache)`. The layer's scale,
-        soft cap and window are those of `ModelConfig.attention`; a policy that knows of none
-        refuses models without `plain_attention` in its `check`.
+        """Called in each layer: write the new tokens, attend. Returns `(out [T, H, D], cache)`.
 
-        A token of padding (`inputs.token_rows` is S) writes nothing: scatters promise distinct
-        indices, so each token of padding names a place of its own beyond the pool."""
+        `ModelConfig.attention` has the layer's scale, soft cap and window. A policy without
+        support for them rejects models without `plain_attention` in its `check`.
+
+        Padding tokens (`inputs.token_rows` is S) write nothing. Scatters promise XLA distinct
+        indices, so each padding token has its own index beyond the pool."""
         ...
 
     def end_step(self, cache, plan, inputs: StepInputs) -> Any:
-        """In each iteration of a step, after the layers: `cache`."""
+        """Called in each iteration of a step, after the layers. Returns `cache`."""
         ...
 
     def report(self, cache) -> Any:
-        """Once a step, small: what the host must learn, in a pytree of arrays, or None."""
+        """Called once a step: a small pytree of arrays for the host half's `observe`, or None."""
         ...
 
     def export_units(self, cache, pool: str, units) -> Any:
-        """What `units` [C] int32 hold, in a pytree of arrays [C, x, ...]; shards split x."""
+        """The content of `units` [C] int32, a pytree of arrays [C, x, ...]. Shards split x."""
         ...
 
     def import_units(self, cache, pool: str, units, content) -> Any:
-        """The cache with `units` [C] replaced by what `export_units` gave."""
+        """The cache after writing `content` of `export_units` into `units` [C]."""
         ...
 
     def copy_units(self, cache, pool: str, sources, destinations) -> Any:
-        """Copy units [C] with all that belongs to them: `cache`."""
+        """The cache after copying units [C] int32, with their statistics."""
         ...
 
 
 class SlotStateKVPolicy(KVPolicy, Protocol):
-    """What a device half with the capability `slot_state` does besides; slots are [C] int32."""
+    """The further methods of a device half with the capability `slot_state`. slots: [C] int32."""
 
     def release_slots(self, cache, slots) -> Any:
-        """The sequences of `slots` have left; only this ends an owner."""
+        """The sequences of `slots` have left. Only this call clears a slot's state."""
         ...
 
     def copy_slots(self, cache, parents, children) -> Any: ...
 
     def export_slots(self, cache, slots) -> Any:
-        """The state of `slots`, in a pytree of arrays [C, x, ...]; shards split x."""
+        """The state of `slots`, a pytree of arrays [C, x, ...]. Shards split x."""
         ...
 
     def import_slots(self, cache, slots, content) -> Any:
-        """The cache with what `export_slots` gave; a policy whose device half owns the pages
-        allocates them here."""
+        """The cache after writing `content` of `export_slots` into `slots`. A device half that
+        owns the pages allocates them here."""
         ...
 
 
 class SimulatedDevice(Protocol):
-    """What a device half would report, where there is no device: of policies whose host half needs
-    reports."""
+    """Replaces the device half in simulation, for policies whose host half needs its reports."""
 
     def move(self, moves: Moves) -> None:
-        """What `moves` do to the state of slots before the next step."""
+        """Apply `moves` to the state of slots before the next step."""
         ...
 
     def move_after(self, moves: Moves) -> None:
-        """What they do after it."""
+        """Apply `moves.after`, after the step."""
         ...
 
     def compute(self, slots: np.ndarray, ends: np.ndarray, are_prompts: np.ndarray) -> None:
-        """A step computes `slots` [n] up to `ends` [n]: tokens of prompts, or generated ones."""
+        """A step computes `slots` [n] up to `ends` [n] tokens. are_prompts: [n] bool, prompts."""
         ...
 
     def report(self) -> Any:
-        """Of the step that was computed last."""
+        """The report of the last computed step."""
         ...
 
     def kept(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """[..., n, I] tokens of each precision that a KV head of `slots` [n] keeps on average once
-        they have `ends` [..., n] tokens."""
+        """[..., n, I] tokens by precision that a KV head of `slots` [n] keeps, as a mean over
+        heads, when the slots have `ends` [..., n] tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of policies that have none."""
+    """The options of policies without options."""
 
 
 @dataclass(frozen=True)
 class Policy:
     """A KV-cache policy.
 
-    capabilities: what it can do under a configuration.
-    host: its host half.
-    device: its device half; `implementation` goes to the attention ops.
-    check: raises ValueError, with the reason, for what cannot work. The model is None where only
-        the configuration is given.
-    options: the dataclass of its own flags, whose value is `EngineConfig.policy_options`.
-    head_order: [L, K] int, the KV head of the model at each place, or None for the model's own
-        order; a shard has K / num_shards consecutive ones.
-    layout: sizes and work, for measurements and simulation, which need one.
-    simulated: (configuration, model, file of a recording, empty for none) -> what reports in place
-        of the device half; None if that reports nothing.
-    sizes: of its cache; None if a host half must be made to learn them.
+    capabilities: its capabilities under a configuration.
+    host: builds its host half.
+    device: builds its device half. The third argument, `implementation`, is for the attention ops.
+    check: raises ValueError, with the reason, for a configuration that cannot work. The model is
+        None if only the configuration is checked.
+    options: dataclass of its own flags. `EngineConfig.policy_options` is an instance.
+    head_order: [L, K] int, the model's KV head at each place, or None for the model's order. A
+        shard has K / num_shards consecutive heads.
+    layout: builds its `Layout`: sizes and work. Measurements and simulation need it.
+    simulated: (configuration, model, path of a recording or "") -> `SimulatedDevice`. None if the
+        device half reports nothing.
+    sizes: computes the sizes of its cache. None: `sizes_of` builds a host half to read them.
     """
 
     capabilities: Callable[[CacheConfig], Capabilities]

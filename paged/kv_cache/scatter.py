@@ -1,10 +1,10 @@
-"""Indices of scatters, which promise XLA that they are distinct."""
+"""Indices of scatters that promise XLA distinct indices."""
 
 import jax.numpy as jnp
 
 
 def distinct(places, live, size: int):
-    """int32 `places` [...] where `live`; what is dropped goes beyond an axis of `size`, each to a
-    place of its own."""
+    """int32 `places` [...] where `live`. Each other entry gets its own index beyond an axis of
+    `size`, so that the scatter drops it."""
     beyond = size + jnp.arange(places.size, dtype=jnp.int32).reshape(places.shape)
     return jnp.where(live, places, beyond)

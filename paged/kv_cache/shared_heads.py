@@ -1,9 +1,9 @@
 """Decisions for a KV head that lies on several shards (tensor parallelism, vLLM §4.6).
 
-With more shards than KV heads each KV head, with its pages, is on several shards, and its query
-heads are spread over these. A decision that depends on the scores of all query heads (which pages
-are selected, which tokens stay) must be the same on all of these shards. Otherwise their pages
-would differ, and tokens would not be those of one device.
+With more shards than KV heads, each KV head and its pages are on several shards. The shards split
+its query heads. A decision that depends on the scores of all query heads (which pages are selected,
+which tokens are kept) must be the same on all these shards. Otherwise their pages would differ, and
+generated tokens would differ from those of one device.
 """
 
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ import jax
 
 from paged.kv_cache.policy import ShardedModel
 
-AXIS = "tp"  # of the devices' mesh
+AXIS = "tp"  # axis of the device mesh
 
 
 @dataclass(frozen=True)
 class SharedHeads:
-    """The shards that have the same KV head.
+    """Groups of shards with the same KV head.
 
     num_shards: all shards, a multiple of `copies`.
-    copies: consecutive shards that share a KV head; with 1 each function is the identity, without
-        a collective.
+    copies: consecutive shards that share a KV head. If 1, each method is the identity and runs no
+        collective.
     """
 
     num_shards: int = 1
@@ -37,7 +37,7 @@ class SharedHeads:
         return [list(range(i, i + self.copies)) for i in first]
 
     def gather(self, q_xHxD):
-        """Queries [..., H, D] of all query heads of the KV head: [..., copies * H, D]."""
+        """All query heads [..., copies * H, D] of the KV head, from each shard's [..., H, D]."""
         if self.copies == 1:
             return q_xHxD
         return jax.lax.all_gather(
@@ -45,7 +45,7 @@ class SharedHeads:
         )
 
     def own(self, x_TxHxD):
-        """The shard's own heads [T, H, D] of [T, copies * H, D], in the order of `gather`."""
+        """This shard's heads [T, H, D] of [T, copies * H, D], in the order of `gather`."""
         if self.copies == 1:
             return x_TxHxD
         heads = x_TxHxD.shape[1] // self.copies
@@ -59,4 +59,4 @@ class SharedHeads:
         return jax.lax.pmax(x, AXIS, axis_index_groups=self._groups)
 
 
-ALONE = SharedHeads()  # where no shards share a KV head
+ALONE = SharedHeads()  # no shards share a KV head

@@ -1,4 +1,4 @@
-"""What sequences hold on a simulated device: it follows from the tokens of each slot."""
+"""Slot state of a simulated device: token counts of each slot."""
 
 import numpy as np
 
@@ -6,9 +6,10 @@ from paged.kv_cache.moves import Moves
 
 
 class SimulatedSlots:
-    """The part of `SimulatedDevice` that knows the tokens of slots.
+    """The part of `SimulatedDevice` that tracks the token counts of slots.
 
-    prompts: [num_slots] tokens of a slot's prompt. ends: [num_slots] its tokens so far.
+    prompts: [num_slots] computed prompt tokens of each slot.
+    ends: [num_slots] computed tokens of each slot.
     """
 
     def __init__(self, num_slots: int):
@@ -42,4 +43,4 @@ class SimulatedSlots:
             self._known[:, child] = self._known[:, parent]
 
     def _changed(self, slots: np.ndarray) -> None:
-        """The tokens of these slots have changed."""
+        """Hook for subclasses: the token counts of `slots` have changed."""

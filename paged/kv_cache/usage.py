@@ -10,13 +10,13 @@ class Usage:
     """KV memory by category, in tokens (vLLM §3.1, Fig. 2), and in bytes.
 
     token_states: tokens written, or being written in this step.
-    reserved: room for tokens to come: tokens that wait for their prefill and, under policies that
-        reserve for them, tokens to be generated.
-    internal: other allocated room: at the end of last blocks, or reserved in vain.
-    external: room that the allocator cannot use (none with fixed-size blocks).
+    reserved: allocated room for future tokens: tokens not yet prefilled and, if the policy reserves
+        for the output, tokens not yet generated.
+    internal: other allocated room: unused ends of last blocks, or reserved and never used.
+    external: room that the allocator cannot use; 0 with fixed-size blocks.
     free: the rest.
-    shared: room saved by sharing, which no other category counts.
-    bytes: in use, by pool.
+    shared: room saved by sharing; not part of the other categories.
+    bytes: bytes in use, by pool.
     """
 
     token_states: int
@@ -28,7 +28,7 @@ class Usage:
     bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __add__(self, other: "Usage") -> "Usage":
-        """Of another pool besides."""
+        """The usage of both pools."""
         tokens = {
             name: value + getattr(other, name)
             for name, value in vars(self).items()

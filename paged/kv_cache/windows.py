@@ -1,4 +1,4 @@
-"""Layers whose queries see different numbers of last tokens: one program for each kind of layer."""
+"""Layers with different sliding windows: one program for each window."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ import numpy as np
 
 from models.config import Attention
 
-EVERYTHING = np.iinfo(np.int32).max  # tokens of a layer without a window, as an array says it
+EVERYTHING = np.iinfo(np.int32).max  # window of a layer without one, in arrays
 
 
 def by_window(attention: Attention, layer, run: Callable[[int | None], Any]):
-    """`run(window)` of the traced `layer`, which a kernel gets as a number. Branches should write
-    no pool: it might be copied."""
+    """`run(window)` with the window of the traced `layer`, as a Python number for kernels.
+    Branches must not write a pool: XLA might copy it."""
     kinds = attention.kinds
     if len(kinds) == 1:
         return run(kinds[0])
@@ -23,8 +23,8 @@ def by_window(attention: Attention, layer, run: Callable[[int | None], Any]):
 
 
 def window_of(attention: Attention, layer):
-    """The window of the traced `layer`, int32, `EVERYTHING` if it has none; None if no layer has
-    one."""
+    """int32 window of the traced `layer`, `EVERYTHING` if it has none. None if no layer has a
+    window."""
     if attention.kinds == (None,):
         return None
     return jnp.array([window or EVERYTHING for window in attention.windows], jnp.int32)[layer]

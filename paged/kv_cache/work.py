@@ -1,16 +1,15 @@
-"""Work of attention over a KV cache in a step: bytes and operations, as each policy states them.
+"""Work of attention over a KV cache in a step: bytes and operations, by policy.
 
 `Layout.work` of a policy returns the `Cost` of each part of a layer's attention, on one shard:
 
     prefill       attention of rows that compute several tokens
-    decode        attention of rows that compute one
-    selection     choice of the pages that are read
-    statistics    reads and writes of key extremes and scores, which lie beside keys and values
+    decode        attention of rows that compute one token
+    selection     page selection
+    statistics    reads and writes of key extremes and scores, stored beside keys and values
     compression   moving tokens to fewer bits, or dropping them
-    writes        new tokens' keys and values
+    writes        writes of new tokens' keys and values
 
-A part that no row of a step has costs `NOTHING`, or zeros. Where layers differ, a cost is the mean
-over the layers.
+A part without rows in the step costs `NOTHING`, or zeros. A cost is the mean over layers.
 """
 
 from collections import Counter
@@ -26,44 +25,44 @@ from pallas_kernels.specs import Cost
 
 Work = dict[str, Cost]
 NOTHING = Cost(0)
-# Bytes [n] that sequences hold, and the shares of their tokens, over all heads, that are kept in
-# each precision [n, I], the highest first.
+# Bytes [n] of each sequence, and shares [n, I] of its tokens kept in each precision, the highest
+# first, over all heads.
 Stored = tuple[np.ndarray, np.ndarray]
-EVERYTHING = 2**40  # tokens that a query sees without a window
+EVERYTHING = 2**40  # window of a layer without one
 
 
 class Layout(Protocol):
-    """What a policy holds and reads, by numbers alone: frozen, and without a host half.
+    """Memory and reads of a policy, computed from sizes: frozen, and without a host half.
 
-    A policy that holds less than all of its tokens as they are has a method besides:
+    A policy that quantises or drops tokens has a further method:
 
         stored(report, slots, tokens) -> Stored
 
-    of sequences in `slots` [n] with `tokens` [n] each. report: the device half's.
+    slots: [n] slots of sequences. tokens: [n] tokens of each. report: the device half's report.
     """
 
     @property
     def swap_copies(self) -> int:
-        """Copies that swap one unit over PCIe, if each is swapped by itself (vLLM Fig. 19); 0 if
-        units are gathered first, as `paged.device.mover` does."""
+        """PCIe copies to swap one unit, if units are swapped one by one (vLLM Fig. 19); 0 if units
+        are gathered first, as `paged.device.mover` does."""
         ...
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, kept=None) -> Work:
-        """The parts of a layer's attention in one step, or in several at once.
+        """The parts of a layer's attention in one step, or in several steps at once.
 
         contexts: [..., S] tokens of each row after the step.
         new_tokens: [..., S] tokens of each row that the step computes, 1 or more.
-        kept: [..., S, I] tokens of each precision that a KV head keeps on average, for policies
-            that keep fewer than all (None: all, in the highest).
-        Returns costs with the leading axes, or numbers if there are none.
+        kept: [..., S, I] tokens by precision that a KV head keeps, as a mean over heads. None: all
+            tokens, in the highest precision.
+        Returns costs with the leading axes, or numbers without leading axes.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The attention of a shard. H query heads over K KV heads of width D; itemsize: bytes of a
-    number of queries and new keys."""
+    """The attention of a shard: H query heads over K KV heads of width D.
+    itemsize: bytes of an element of queries, new keys and new values."""
 
     H: int
     K: int
@@ -76,16 +75,16 @@ class Heads:
         return cls(shard.num_heads, shard.num_kv_heads, shard.head_dim, itemsize)
 
     def attention(self, kv_token_bytes: float, read, pairs, queries) -> Cost:
-        """kv_token_bytes: of a token's keys and values in one KV head.
-        read: tokens that are read, each once, summed over rows and KV heads.
+        """kv_token_bytes: bytes of a token's key and value in one KV head.
+        read: tokens read, each once, summed over rows and KV heads.
         pairs: (query, key) pairs, summed over query heads.
-        queries: tokens that attend; each has a query in all H heads.
+        queries: tokens that attend, each with a query in all H heads.
         """
         moved = kv_token_bytes * read + 2 * self.itemsize * self.D * self.H * queries
         return Cost(moved, 4 * self.D * pairs)
 
     def writes(self, kv_token_bytes: float, new_tokens) -> Cost:
-        """New keys and values are read, and written as `kv_token_bytes` a KV head."""
+        """Reads of new keys and values, and writes of `kv_token_bytes` for each KV head."""
         return Cost(self.K * (kv_token_bytes + 2 * self.D * self.itemsize) * new_tokens)
 
 
@@ -100,8 +99,8 @@ def triangle(tokens):
 
 
 def seen_up_to(tokens, window):
-    """(query, key) pairs among the first `tokens` of a sequence, if a query sees at most `window`
-    tokens, itself included."""
+    """(query, key) pairs among the first `tokens` of a sequence, if a query sees at most the last
+    `window` tokens, its own included."""
     tokens = np.asarray(tokens, np.int64)  # squares of long contexts exceed 32 bits
     growing = np.minimum(tokens, window)
     return triangle(growing) + (tokens - growing) * window
@@ -109,14 +108,14 @@ def seen_up_to(tokens, window):
 
 def visible(contexts, new_tokens, windows: Sequence[int | None]) -> tuple[Any, Any]:
     """([..., S] (query, key) pairs of a query head, [..., S] tokens that some query sees), of rows
-    of so many `contexts` and `new_tokens` [..., S]; the mean over layers with these windows."""
+    with `contexts` and `new_tokens` [..., S] tokens, as a mean over layers with `windows`."""
     contexts, new_tokens = (np.asarray(x, np.int64) for x in (contexts, new_tokens))
-    if not any(windows):  # as below, and faster
+    if not any(windows):  # equal to the loop below, and faster
         return new_tokens * (2 * contexts - new_tokens + 1) / 2, contexts * 1.0
     pairs = seen = np.zeros(contexts.shape)
     for window, layers in Counter(windows).items():
         share, most = layers / len(windows), EVERYTHING if window is None else window
-        # The first new token sees the oldest one that is seen.
+        # The first new token's window begins at the oldest visible token.
         seen = seen + share * np.minimum(contexts, most + new_tokens - 1)
         of_window = seen_up_to(contexts, most) - seen_up_to(contexts - new_tokens, most)
         pairs = pairs + share * of_window

@@ -19,8 +19,7 @@ CAPABILITIES = Capabilities(
 
 
 def check(config: CacheConfig, model: ModelConfig | None) -> None:
-    """Raises ValueError for a cache with more places for tokens on a device than an int32 can
-    name."""
+    """Raises ValueError if a shard's token places exceed an int32 index."""
     if model is None:
         return
     shard = ShardedModel.split(model, config.tensor_parallel).shard
@@ -29,8 +28,8 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
 
 
 def check_places(config: CacheConfig, shard: ModelConfig, places: int) -> None:
-    """Raises ValueError for more places for tokens in a shard's pools than an int32 can name."""
-    # Room above the pool is for padding tokens, each of which has a place of its own.
+    """Raises ValueError if `places`, tokens of a shard's pools, exceed an int32 index."""
+    # Each padding token has its own index above the pool.
     if places >= 2**31 - 2**24:
         raise ValueError(
             f"kv_cache_tokens ({config.kv_cache_tokens}) over {shard.num_layers} layers and "

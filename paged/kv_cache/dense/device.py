@@ -1,8 +1,8 @@
-"""Device half of the dense policy: pools of pages, one page table for all layers and heads.
+"""Device half of the dense policy: pools of pages, one block table for all layers and heads.
 
-A block of the host half stands for one page in each layer and KV head. Pages belong to one KV head,
-as every policy's do; the dense policy is the special case whose page table is one row of block ids
-plus an offset: page = (layer * K + head) * num_blocks + block.
+A block of the host half is one page in each layer and KV head. As in every policy, a page belongs
+to one KV head. Here the page table is a row of block ids plus an offset:
+page = (layer * K + head) * num_blocks + block.
 """
 
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ class DenseCache:
 
 @flax.struct.dataclass
 class DensePlan:
-    """Index arrays of layer 0, built once a step; other layers add an offset.
+    """Index arrays of layer 0, built once a step. Other layers add an offset.
 
-    slot_mapping: [T, K] where each token's keys and values go.
+    slot_mapping: [T, K] place of each token's key and value in the pools.
     written: [T] whether the token is real.
-    query_starts, lengths: as in `Reads`.
+    query_starts, lengths: see `Reads`.
     tables: [R, K, M] page ids.
-    decode, prefill: schedules of the attention ops, or None, for each of `Attention.kinds`.
+    decode, prefill: schedule of the attention op, or None, for each of `Attention.kinds`.
     """
 
     slot_mapping: jax.Array
@@ -56,9 +56,9 @@ class DensePlan:
 
 @dataclass(frozen=True)
 class DensePolicy(BlockDevice):
-    """attention: of the model.
-    kv_dtype: of the pages, where it is not the compute dtype.
-    implementation: of the attention ops.
+    """attention: the model's attention.
+    kv_dtype: dtype of the pages; None for the compute dtype.
+    implementation: implementation of the attention ops.
     """
 
     num_layers: int
@@ -77,7 +77,7 @@ class DensePolicy(BlockDevice):
         return DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def reads(self, inputs) -> Reads:
-        """Which blocks queries read. A policy in which they read fewer says so here."""
+        """The blocks that queries read. Policies whose queries read fewer override it."""
         return all_blocks(inputs)
 
     def begin_step(self, cache: DenseCache, inputs):
@@ -97,7 +97,7 @@ class DensePolicy(BlockDevice):
         return cache, plan
 
     def _schedules(self, inputs, reads: Reads, dtype) -> dict:
-        """Which thread block reads what, the same in each layer."""
+        """Schedules of the attention ops, the same in each layer."""
         T, K = inputs.tokens.shape[0], self.num_kv_heads
         Tp, Rp = inputs.num_prefill_tokens, len(reads.query_starts) - 1
         how: list[dict] = [

@@ -15,11 +15,11 @@ from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
 BLOCKS = "blocks"  # the name of the pool
-MOVED_TOKENS_PER_CALL = 1024  # copies and swaps are padded to this, so that each is one program
+MOVED_TOKENS_PER_CALL = 1024  # copies and swaps are padded to this: one program each
 
 
 def block_pool(config: CacheConfig, model: ShardedModel, num_host_units: int) -> Pool:
-    """The pool of an allocator of blocks, of which block 0 is the null block."""
+    """The pool of a block allocator. Block 0 is the null block."""
     return Pool(
         name=BLOCKS,
         num_units=config.num_blocks,
@@ -42,11 +42,12 @@ def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
 
 
 class DenseHost(BlockHost):
-    """The same block tables serve all layers and heads.
+    """All layers and heads use the same block tables.
 
-    A prompt is admitted when its blocks, and above them a watermark of free blocks that lets
-    running sequences grow, are there. With a prefix cache it starts from the blocks that are known.
-    can_resume: as `Prefixes` takes it.
+    A prompt is admitted if its blocks are free, plus a watermark of blocks so that running
+    sequences can grow. With a prefix cache, it starts after its cached prefix.
+
+    can_resume: see `Prefixes`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class DenseHost(BlockHost):
 
     @staticmethod
     def of(policy: HostPolicy) -> "DenseHost":
-        """The host half of an engine that is known to run the dense policy."""
+        """The host half of an engine, which must run the dense policy."""
         assert isinstance(policy, DenseHost), f"not the dense policy's: {type(policy).__name__}"
         return policy
 
@@ -100,7 +101,7 @@ class DenseHost(BlockHost):
             if sequence.parent:
                 needed -= self.block_tables.blocks_for(sequence.shared)
             elif self.prefixes:
-                # Blocks with owners cost nothing; idle ones count as free until they are taken.
+                # Cached blocks with owners cost nothing; idle ones count as free until allocated.
                 needed -= int((self.pool.refcounts[self.prefixes.find(sequence).blocks] > 0).sum())
         return self.pool.can_allocate(needed)
 
@@ -114,8 +115,8 @@ class DenseHost(BlockHost):
         elif self.prefixes:
             computed = self.prefixes.adopt(slot, sequence)
         self._computed[slot] = computed
-        # What is replayed grows as it did: a copy of a shared last block would come before its
-        # parent has computed it.
+        # Replayed tokens grow step by step again: allocating them now would copy the shared last
+        # block before the parent has computed it.
         num_tokens = len(sequence.prefill_tokens(self._replays))
         self.append(np.array([slot]), np.array([num_tokens]))
         return computed
@@ -181,7 +182,7 @@ class DenseHost(BlockHost):
         )
 
     def _grown(self, slots: np.ndarray, num_tokens: np.ndarray, most: int) -> np.ndarray:
-        """Blocks that slots have been given after each of the steps that have room for them."""
+        """Blocks allocated after each step, for as many steps as there is room."""
         tables = self.block_tables
         if tables.copies_tail(slots, num_tokens):
             return np.zeros(0, np.int64)

@@ -11,7 +11,7 @@ from paged.kv_cache.work import NOTHING, Heads, Work, total, visible
 
 @dataclass(frozen=True)
 class DenseLayout:
-    """kv_itemsize: bytes of a number in the cache. windows: of `Attention`."""
+    """kv_itemsize: bytes of an element in the cache. windows: `Attention.windows`."""
 
     heads: Heads
     kv_itemsize: int
@@ -19,11 +19,11 @@ class DenseLayout:
 
     @property
     def swap_copies(self) -> int:
-        """Of a block: its keys and its values in each layer, which lie apart."""
+        """A block's keys and values are separate in each layer."""
         return 2 * len(self.windows)
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, kept=None) -> Work:
-        """See `paged.kv_cache.work.Layout`. Of layers that differ, the mean."""
+        """See `paged.kv_cache.work.Layout`."""
         heads, token = self.heads, 2 * self.heads.D * self.kv_itemsize
         pairs, seen = visible(contexts, new_tokens, self.windows)
         parts = {}

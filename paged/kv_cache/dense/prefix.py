@@ -1,4 +1,4 @@
-"""The prefix cache of a host half of block tables: which blocks of a sequence others may find."""
+"""The prefix cache over block tables: which blocks of a sequence other sequences may share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from paged.requests.sequence import Sequence
 
 @dataclass(frozen=True)
 class Found:
-    """A cached prefix from which a sequence can go on.
+    """A cached prefix that a sequence can continue.
 
     blocks: [n] int32 full blocks.
-    key: of these.
-    tail: [0 or 1] int32, the pinned block that holds the tokens after them.
-    num_tokens: of the prefix.
-    end: the key of all its tokens, as `end_key` gives it.
-    num_cached: full blocks that are cached, also where no sequence can go on.
+    key: key of the last full block, or the group's root.
+    tail: [0 or 1] int32, the pinned block with the tokens after the full blocks.
+    num_tokens: tokens of the prefix.
+    end: `end_key` of the prefix.
+    num_cached: number of cached full blocks, including those after the prefix.
     """
 
     blocks: np.ndarray
@@ -33,17 +33,18 @@ class Found:
 
 
 def end_key(key: bytes, tail: bytes) -> bytes:
-    """Of a prefix: the key of its full blocks, which has a fixed length, and its other tokens."""
+    """Key of a prefix: the key of its full blocks, of fixed length, and its tail's token bytes."""
     return key + tail
 
 
 class Prefixes:
-    """Publishes and finds full blocks, and keeps pinned ones.
+    """Publishes and finds full blocks, and keeps pinned blocks.
 
-    can_resume: whether all else that a sequence needs to go on from a prefix is there, by its
-    `end_key`; it can always begin afresh.
-    num_pinned: blocks that only pins keep from being free.
-    num_references: of all pins.
+    can_resume: `end_key` of a prefix -> whether all other state that a sequence needs to continue
+        it is cached. A sequence can always start without a prefix.
+    pins: [num_blocks] number of pins that reference each block.
+    num_pinned: distinct blocks of all pins.
+    num_references: references of all pins.
     """
 
     def __init__(
@@ -54,14 +55,14 @@ class Prefixes:
         self._can, self._can_resume = can, can_resume
         num_slots = len(tables.blocks)
         self._published = np.zeros(num_slots, np.int64)  # blocks of each slot
-        self._keys = [b""] * num_slots  # of each slot's published prefix
+        self._keys = [b""] * num_slots  # key of each slot's published prefix
         self.pins = np.zeros(pool.num_blocks, np.int64)  # references of pins to each block
         self.num_pinned = 0
         self.num_references = 0
 
     def links(self, sequence: Sequence) -> list[tuple[bytes, bytes]]:
-        """The chain of the full blocks that are prefilled, without the last token: it must be
-        computed, for what comes after it."""
+        """The `chain` of the full blocks to prefill, without the last token. The last token must be
+        computed: its logits give the next token."""
         if sequence.block_keys is None:
             tokens = sequence.prefill_tokens(self._can.replays)[:-1]
             root = sequence.group.cache_root
@@ -69,10 +70,10 @@ class Prefixes:
         return sequence.block_keys
 
     def find(self, sequence: Sequence) -> Found:
-        """The longest cached prefix from which the sequence can go on."""
+        """The longest cached prefix that the sequence can continue."""
         root, nothing = sequence.group.cache_root, np.zeros(0, np.int32)
         afresh = Found(nothing, root, nothing, 0, root, 0)
-        # A prompt whose log-probabilities are asked for must be computed in full.
+        # Log-probabilities of a prompt need all of its tokens computed.
         if sequence.group.misses_prompt_logprobs or not self._can.shares(
             sequence.num_prompt_tokens
         ):
@@ -94,7 +95,7 @@ class Prefixes:
         return Found(nothing, root, nothing, 0, root, len(cached))
 
     def adopt(self, slot: int, sequence: Sequence) -> int:
-        """The empty `slot` becomes one more owner of what is known of a sequence: its tokens."""
+        """The empty `slot` shares the cached prefix of a sequence. Returns its number of tokens."""
         found = self.find(sequence)
         self._published[slot], self._keys[slot] = len(found.blocks), found.key
         self._tables.adopt(slot, np.append(found.blocks, found.tail), found.num_tokens)
@@ -102,7 +103,7 @@ class Prefixes:
         return found.num_tokens
 
     def restart(self, slot: int, sequence: Sequence) -> None:
-        """Nothing of it is published: what others have published already is found so."""
+        """Count no block of `slot` as published. `confirm` skips blocks that others published."""
         self._published[slot], self._keys[slot] = 0, sequence.group.cache_root
 
     def fork(self, parent: int, child: int) -> None:

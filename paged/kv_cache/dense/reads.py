@@ -1,4 +1,4 @@
-"""Which blocks the queries of a step read: what a policy on top of the dense one may change."""
+"""The blocks that the queries of a step read. Policies on top of the dense one may change them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from pallas_kernels.block_sparse_attention import lists_of, tiles_of
 
 
 class Reads(NamedTuple):
-    """Rows of prompts, Rp, and then one row for each query that decodes.
+    """Rp prompt rows, followed by one row for each decoding query.
 
-    query_starts: [Rp + 1] first query of each row of prompts.
-    tables: [R, M] blocks of each row in the order of their tokens.
-    lengths: [R] tokens of these blocks that the row's last query reads; each query before it reads
-        one fewer.
+    query_starts: [Rp + 1] first query of each prompt row.
+    tables: [R, M] blocks of each row, in token order.
+    lengths: [R] tokens of these blocks that the row's last query reads. Each earlier query reads
+        one token less than the next.
     """
 
     query_starts: jax.Array
@@ -32,11 +32,11 @@ BlocksOf = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def blocks_by_page(inputs, page_size: int, blocks_of: BlocksOf) -> Reads:
-    """The queries of a page of a sequence read the same blocks, whatever chunks a prompt comes in.
+    """All queries of one page of a sequence read the same blocks, however a prompt is chunked.
 
-    blocks_of: of pages [...] int32, which count from the beginning of a sequence, the pages that
-    their queries read, [..., B] int32 in ascending order with that page itself last, and how many
-    these are, [...]; entries beyond may be anything.
+    blocks_of: logical pages [...] int32 -> (blocks [..., B] int32, counts [...]): the logical pages
+        that queries of each page read, ascending, the page itself last. Entries beyond `counts`
+        may be anything.
     """
     Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
     last = inputs.lengths[Sp:] - 1
@@ -44,7 +44,7 @@ def blocks_by_page(inputs, page_size: int, blocks_of: BlocksOf) -> Reads:
     lengths = (counts - 1) * page_size + last % page_size + 1
     rows, starts = jnp.arange(Sp, len(inputs.lengths)), inputs.query_starts
     if Tp:
-        # A page of a prompt's queries is a row of its own.
+        # Each page of a prompt's queries becomes its own row.
         tiles = tiles_of(starts, inputs.lengths[:Sp], Tp, page_size)
         prompts = lists_of(tiles, *blocks_of(tiles.blocks), page_size)
         starts, rows = prompts.starts, jnp.concatenate([prompts.rows, rows])

@@ -1,16 +1,21 @@
-"""DiffKV's policy: precision by key, value, token and head, and a manager of pages on the device.
+"""DiffKV's policy: precision by key, value, token and head, and a page manager on the device.
 
-Uniform quantisation is a setting of it, with thresholds of 0; H2O and SnapKV are settings too, with
-rules of their own and a budget, KIVI, with keys quantised by channel, and QAQ (arXiv:2403.04643),
-with `outliers` and a lowest alpha of 0: it keeps all tokens, in fewer bits the less attention they
-get. [M: from memory of its paper, unchecked] QAQ has formulas for the bits of a key and of a value,
-by a window of attention, and a copy in the host's memory from which bits may rise again; here both
-have the same level, by DiffKV's rules, which only falls. With gates, as LServe and DuoAttention
-have them, KV heads stream.
+Other methods are settings of it:
 
-The policy is made of parts: what a page holds (`formats`), which tokens stay (`keeps`:
-`compression` by significance or budget, `streaming_heads` by head, `rest` by age), which pages are
-read (`page_selector`), and who owns the pages (`page_manager`, `host`).
+    uniform quantisation     thresholds of 0
+    H2O, SnapKV              rules of their own, and a budget
+    KIVI                     keys quantised by channel
+    QAQ (arXiv:2403.04643)   `outliers`, and a lowest alpha of 0: all tokens are kept; the less
+                             attention a token gets, the fewer its bits
+    LServe, DuoAttention     gates: KV heads with low gates stream
+
+[M: from memory of its paper, unchecked] QAQ computes the bits of a key and of a value by separate
+formulas, over a window of attention. It also keeps a copy in the host's memory, so that bits can
+increase again. Here key and value have one level, by DiffKV's rules, and it only falls.
+
+The policy's parts: page formats (`formats`), kept tokens (`keeps`: `compression` by significance or
+budget, `streaming_heads` by head, `rest` by age), page selection (`page_selector`), and page
+ownership (`page_manager`, `host`).
 """
 
 from models.config import ModelConfig
@@ -28,11 +33,14 @@ __all__ = ["DIFFKV", "DiffKVHost", "DiffKVPolicy", "Options", "device"]
 
 
 def capabilities(config: CacheConfig) -> Capabilities:
-    """Chunks of prompts wait for the last one, as they are: which tokens are kept depends on all
-    queries of the prompt, and these attend to all keys unquantised. Prefixes are not cached: which
-    of their tokens are kept depends on the suffix. Those that are pinned wait as they are, too.
-    Prefill would judge output as prompt: it recomputes exactly (`recompute_exact`) only if all
-    tokens are kept as they are, and read."""
+    """Chunks of a prompt are staged unquantised until its last chunk: which tokens are kept depends
+    on all queries of the prompt, and these attend to unquantised keys.
+
+    Prefixes are not cached: which of their tokens are kept depends on the suffix. Pinned prefixes
+    are stored unquantised.
+
+    Prefill would compress generated tokens by the rule for prompts. So `recompute_exact` is true
+    only if all tokens are kept unquantised, and all are read."""
     options: Options = config.policy_options
     as_they_are = options.levels[0].format == AUTO and config.kv_dtype == "auto"
     return Capabilities(
@@ -57,7 +65,7 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
             f"{' and the chunks of a prompt' if layout.staged else ''}: "
             f"{layout.num_pages} pages, of which a token of each head takes {layout.worst(1)}"
         )
-    # Room above the pool is for padding, each entry of which has a page of its own.
+    # Each padding entry has its own page index above the pool.
     pages = layout.num_pages * max(1, layout.logical_pages)
     if pages >= 2**31 - 2**27:
         raise ValueError(
@@ -65,7 +73,7 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
             f"{pages}, logical ones where pages are selected, and fewer than {2**31 - 2**27} are "
             "allowed"
         )
-    # What is swapped names pages by their slots.
+    # A swap unit is slot * max_pages + the number of the page in the slot.
     if layout.num_slots * layout.max_pages >= 2**31 - 1:
         raise ValueError(
             f"max_num_seqs ({config.max_num_seqs}) sequences of max_model_len "

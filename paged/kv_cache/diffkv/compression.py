@@ -1,46 +1,47 @@
 """Which precision a token is kept in: DiffKV's compression policy (§4), as functions of scores.
 
-A token's significance is the mean of the probabilities that later tokens give it, of which the
-largest of its KV head's query heads counts. It is compared with alpha over a number of tokens.
+A token's significance is the mean attention probability that later queries give it. In a KV head,
+the maximum over its query heads counts. The threshold is alpha divided by a number of tokens.
 
-Where the paper and the authors' repository differ, each has its rule. Of prompts of N tokens, with
-tokens counted from 1:
+The paper and the authors' repository differ; each is a rule. Prompts of N tokens, counted from 1:
 
-    paper       the mean over all later tokens; token i is compared with alpha / i
-    repository  the last 64 queries, a token's own among them, are summed before the largest query
-                head is taken; all tokens are compared with alpha / N
+    paper       The mean over all later queries. The threshold of token i is alpha / i
+    repository  The mean over the last 64 queries, the token's own included. Probabilities are
+                summed over queries before the maximum over query heads. The threshold is alpha / N
 
-Of generation, where N tokens are there with the newest:
+Generation, with N tokens including the newest:
 
-    paper       Algorithm 1: first the candidate, the token that leaves the window, is kept, moved
-                down or dropped; if it stays in its precision, the least significant token of this
-                precision may be moved down or dropped
-    repository  the least significant token of high precision beyond the window, the candidate among
-                them, may be moved down or dropped; what comes down takes the place of the least
-                significant token of low precision if that is to be dropped. A token's own
-                probability counts.
+    paper       Algorithm 1. First the candidate, the token that leaves the window, is kept, moved
+                down or dropped. If it stays in its precision, the victim, the least significant
+                token of this precision, may be moved down or dropped
+    repository  The least significant token of high precision outside the window, the candidate
+                included, may be moved down or dropped. A token that is moved down replaces the
+                least significant token of low precision if that token is below its threshold. A
+                token's own probability counts
 
-With three precisions (§4, discussion; §5.3) a token's significance says which of them it goes to,
-and the window and new tokens are in the highest. The candidate is kept there or moved down to any,
-and only where it goes to is there a victim, which goes down by its own significance, or is dropped
-(paper). Who comes down takes the place of the least significant token of that precision if that is
-below its threshold, and that one goes on down in the same way (repository).
+With three precisions (§4, discussion; §5.3), a token's significance decides its precision. The
+window and new tokens are in the highest.
 
-So a step is a chain: the new token takes the place of one of the highest precision, this one that
-of a lower one, and so on, until one is added or dropped. At most one token leaves each precision,
-none leaves whose place is not taken, so that no precision's tokens get fewer, and those of one get
-one more: a head needs one page at most.
+    paper       The candidate is kept or moved down to any precision. Only that precision has a
+                victim. It is moved down by its own significance, or dropped
+    repository  A token that is moved down replaces the least significant token of its new precision
+                if that token is below its threshold. The replaced token is moved down in turn
 
-Two baselines keep a budget of tokens in each head, all in one precision, whatever its scores are:
+So a step is a chain: the new token replaces a token of the highest precision, the replaced token
+replaces a token of a lower precision, and so on, until a token is added or dropped. A token leaves
+a precision only if another takes its place. So no precision's token count shrinks, at most one
+grows, by one, and a head needs at most one page.
 
-    h2o     (arXiv:2306.14048) the scores of all queries are summed up, a token's own among them. Of
-            a prompt the tokens of the largest sums stay, and in generation the one of the smallest
-            sum goes if there are more than the budget. Half of the budget is the window
-    snapkv  (arXiv:2404.14469) of a prompt those tokens stay for which the queries of the window
-            vote: a token's votes are the largest among it and its neighbours. Generated tokens stay
-            (generation rule `keep`)
+Two baselines keep a budget of tokens in each head, all in one precision, whatever the scores:
 
-A third, `kivi`, asks for no scores: rest.py.
+    h2o     (arXiv:2306.14048) A token's score is the sum over all queries, its own included. A
+            prompt keeps the tokens with the largest sums. In generation, the token with the
+            smallest sum is dropped if the budget is exceeded. The window is half of the budget
+    snapkv  (arXiv:2404.14469) A prompt keeps the tokens with the most votes of the window's
+            queries. A token's votes are the maximum over the token and its neighbours. Generated
+            tokens are kept (generation rule `keep`)
+
+A third baseline, `kivi`, needs no scores: see rest.py.
 """
 
 from dataclasses import dataclass
@@ -49,24 +50,26 @@ from typing import Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-NOBODY = 3e38  # significance where there is no token
+NOBODY = 3e38  # significance of a missing token
 REPOSITORY_ROWS = 64  # queries at the end of a prompt
-NEIGHBOURS = 3  # on each side of a token, whose votes count for it (SnapKV: a kernel of 7)
+NEIGHBOURS = 3  # on each side of a token, in the maximum of its votes (SnapKV: a kernel of 7)
 CANDIDATE, HIGHEST = range(2)  # places of `Found`
 
 
 def budget_tokens(budget, lengths):
-    """Tokens that a head keeps of so many: the budget, which up to 1 is a share of them."""
+    """Tokens that a head keeps of `lengths`. A budget up to 1 is a share of them."""
     tokens = jnp.ceil(jnp.where(budget <= 1, budget * lengths, budget))
     return tokens.astype(jnp.int32)
 
 
 class Found(NamedTuple):
-    """Tokens that may leave: at `CANDIDATE` the one that leaves the window with the next token, and
-    from `HIGHEST` on the least significant one of each of I precisions beyond the window.
+    """Tokens that may leave their precision.
 
-    at: [..., 1 + I] int32, its place among the tokens of its precision.
-    mean: [..., 1 + I] float32, its significance, `NOBODY` if there is none.
+    Index `CANDIDATE`: the token that leaves the window when the next token comes. From index
+    `HIGHEST` on: the least significant token outside the window, for each of I precisions.
+
+    at: [..., 1 + I] int32, place of the token in its precision.
+    mean: [..., 1 + I] float32, significance of the token, `NOBODY` if there is no token.
     """
 
     at: jax.Array
@@ -76,11 +79,11 @@ class Found(NamedTuple):
 class Decision(NamedTuple):
     """What a new token changes in each precision.
 
-    arrives: [..., I] whether a token comes there: to the highest the new one, and to another the
-        last one before it that was replaced.
-    replaces: [..., I] whether it takes the place of a token, which goes on down. It is added
-        otherwise.
-    at: [..., I] int32, that place.
+    arrives: [..., I] whether a token is written: the new token in the highest precision, the token
+        last replaced in a higher precision otherwise.
+    replaces: [..., I] whether it replaces a token, which is then moved down or dropped. Otherwise
+        it is added.
+    at: [..., I] int32, place of the replaced token.
     """
 
     arrives: jax.Array
@@ -89,39 +92,39 @@ class Decision(NamedTuple):
 
 
 class Keeper(Protocol):
-    """Which tokens of a KV head stay, and in which of I precisions, the highest first."""
+    """Which tokens a KV head keeps, and in which of I precisions, the highest first."""
 
     def of_prompts(
         self, sums_TxK, positions_T, lengths_T, alpha, budget
     ) -> tuple[list[jax.Array], jax.Array]:
-        """Tokens of prompts: (whether each precision keeps them, [T, K] bool each, scores [T, K]
-        float32).
+        """The tokens of prompts that are kept. Returns (for each precision, a mask [T, K] bool of
+        the tokens kept in it; scores [T, K] float32).
 
-        sums: [T, K] float32, what `prompt_attention` gives with `Rules.prompt_scores`.
-        positions: [T] int32 from 0; a prompt's tokens lie one after the other.
-        lengths: [T] int32, N of a token's prompt.
+        sums: [T, K] float32, sums of `prompt_attention` with `Rules.prompt_scores`.
+        positions: [T] int32 from 0. Tokens of a prompt are consecutive.
+        lengths: [T] int32, length N of each token's prompt.
         alpha: [I] thresholds by precision.
-        budget: of `budget_tokens`, where rules have one.
+        budget: see `budget_tokens`; for rules with a budget.
         """
         ...
 
     def places(self, positions_T, ranks_TxK) -> jax.Array:
-        """[T, K] int32, where tokens of prompts lie in the highest precision. ranks: [T, K] int32,
-        the number of kept ones before each."""
+        """[T, K] int32 places of prompt tokens in the highest precision. ranks: [T, K] int32, kept
+        tokens before each token."""
         ...
 
     def decide(self, found: Found, positions, alpha, kept, budget) -> Decision:
-        """What new tokens at `positions` [...] change. kept: [...] tokens in the highest
-        precision without them."""
+        """The `Decision` for new tokens at `positions` [...]. kept: [...] tokens in the highest
+        precision before them."""
         ...
 
 
 @dataclass(frozen=True)
 class Rules:
-    """window: tokens at the end of a sequence that stay in the highest precision, at least 2; H2O
-        has its own.
-    prompt, generation: see above.
-    budgeted: whether a budget, and not alpha, decides what stays of prompts.
+    """window: tokens at the end of a sequence that stay in the highest precision, at least 2. H2O's
+        window is half of its budget instead.
+    prompt, generation: rules, see the module.
+    budgeted: whether a budget, not alpha, decides which tokens of a prompt are kept.
     """
 
     window: int = 64
@@ -131,8 +134,8 @@ class Rules:
 
     @property
     def prompt_scores(self) -> dict:
-        """What `prompt_attention` sums up."""
-        # Of what is not asked for, as little as can be.
+        """Arguments of `prompt_attention`: which probabilities it sums."""
+        # KIVI needs no scores: one query is the cheapest.
         rows = {"repository": REPOSITORY_ROWS, "snapkv": self.window, "kivi": 1}
         last_rows = rows.get(self.prompt)
         of_paper = self.prompt == "paper"
@@ -140,18 +143,18 @@ class Rules:
 
     @property
     def counts_own(self) -> bool:
-        """Whether a generated token's score counts what it gives itself."""
+        """Whether a generated token's score includes the probability of its own query."""
         return self.generation in ("repository", "h2o")
 
     def recent(self, budget, lengths):
-        """Tokens at the end of sequences of `lengths` tokens that stay."""
+        """Window of sequences of `lengths` tokens: last tokens, all in the highest precision."""
         if self.generation != "h2o":
             return self.window
         return jnp.maximum(budget_tokens(budget, lengths) // 2, 2)
 
     def significance(self, scores, age):
-        """The mean of a token's probabilities, `age` tokens after it and before the next adds its
-        own; of H2O their sum."""
+        """The mean of a token's probabilities; for H2O their sum, `scores`. age: queries since the
+        token, its own included."""
         if self.generation == "h2o":
             return scores
         return scores / jnp.maximum(age if self.counts_own else age - 1, 1)
@@ -205,7 +208,7 @@ class Rules:
         else:
             travels = leaves = (candidate < NOBODY) & (leaving < thresholds[0])
         arrives, replaces = [jnp.ones_like(leaves)], [leaves]
-        # In the paper's words only the candidate meets a victim where it is moved down to.
+        # In the paper only the candidate's new precision has a victim.
         meets = of_candidate if self.generation == "paper" else jnp.ones_like(of_candidate)
         for least_here, threshold in zip(victims[1:], thresholds[1:], strict=True):
             arrives.append(travels & (leaving >= threshold))
@@ -219,8 +222,8 @@ class Rules:
 
 
 def _of_neighbours(votes_TxK, first_T):
-    """The most votes, none below 0, of a token and its neighbours in the same prompt. first: [T]
-    int32, the row of a prompt's first token."""
+    """[T, K] maximum votes of a token and its neighbours in the same prompt, at least 0. first: [T]
+    int32, index of the first token of each token's prompt."""
     T, reach = len(first_T), (NEIGHBOURS, NEIGHBOURS)
     votes, first = jnp.pad(votes_TxK, (reach, (0, 0))), jnp.pad(first_T, reach, constant_values=-1)
     parts = [
@@ -231,16 +234,16 @@ def _of_neighbours(votes_TxK, first_T):
 
 
 def _ranks(scores_TxK, first_T):
-    """How many tokens of the same prompt come before each by score, of equal ones the first one
-    first: [T, K] int32."""
+    """[T, K] int32 rank of each token in its prompt by descending score. Of equal scores the
+    earlier token is first."""
     first = jnp.broadcast_to(first_T[:, None], scores_TxK.shape)
     order = jnp.lexsort((-scores_TxK, first), axis=0)
     return jnp.argsort(order, axis=0).astype(jnp.int32) - first
 
 
 def least(means, places, rows, before: tuple[jax.Array, jax.Array]):
-    """The smallest of means [n, ...] by rows [n] and its place [R, ...] int32, of equal ones the
-    first: (mean, place), which go on from `before`."""
+    """The running minimum by row: (mean, place) [R, ...], continued from `before` with means
+    [n, ...] at `places` of rows [n]. Of equal means the smallest place wins."""
     mean, place = before
     new = mean.at[rows].min(means)
     place = jnp.where(new < mean, jnp.iinfo(jnp.int32).max, place)

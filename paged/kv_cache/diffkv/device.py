@@ -1,11 +1,11 @@
-"""Device half of DiffKV's policy: it compresses what is written, and owns the pages.
+"""Device half of DiffKV's policy: it compresses keys and values, and owns the pages.
 
-The attention of prompts is exact, over keys and values as they are, and compression follows it. Of
-a prompt that comes in chunks these wait in a stage (stage.py). Generated tokens attend to what is
-kept, and each changes what is kept of those before.
+Attention of prompts is exact, over unquantised keys and values; compression follows. A prompt in
+chunks keeps its unquantised keys and values in a stage (stage.py). A generated token attends to the
+kept tokens, and may move earlier tokens to a lower precision or drop them.
 
-A window of the model's is one more mask, by the positions that pages have of their tokens. Layers
-with one read all of their pages.
+A sliding window of the model is one more mask, by the positions stored in pages. Layers with a
+sliding window read all of their pages.
 """
 
 from dataclasses import dataclass, replace
@@ -39,17 +39,17 @@ from pallas_kernels.prompt_attention import prompt_attention, prompt_chunk_atten
 from pallas_kernels.quantized_attention import Tokens, mixed_precision_attention
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
 
-COPIED_PAGES = 64  # that an iteration of `copy_slots` copies
+COPIED_PAGES = 64  # per iteration of `copy_slots`
 
 
 @dataclass(frozen=True)
 class DiffKVPolicy:
     """query_heads: H of a shard.
-    attention: of the model.
-    alpha, budget: thresholds with which a cache begins; alpha by precision, the highest first.
-    implementation: of the attention ops.
-    shared: the shards that have the same KV head.
-    kv_dtype: of key extremes.
+    alpha, budget: initial values in the cache; alpha by precision, the highest first.
+    attention: the model's attention.
+    implementation: implementation of the attention ops.
+    shared: groups of shards with the same KV head.
+    kv_dtype: dtype of key extremes.
     """
 
     layout: Layout
@@ -64,7 +64,7 @@ class DiffKVPolicy:
 
     @property
     def rules(self) -> Rules:
-        """Of the heads that do not stream."""
+        """Rules of the heads that do not stream."""
         return self.keeps.rules
 
     def init(self, dtype, shard) -> DiffKVCache:
@@ -110,12 +110,13 @@ class DiffKVPolicy:
             outs.append(out)
         return jnp.concatenate(outs).astype(q_TxHxD.dtype), cache
 
-    # A KV head's score is the largest of its query heads', on all shards that share it: for each
-    # query, which needs all queries on each shard, or with `by_head` of the sums over queries.
+    # A KV head's score is the maximum over its query heads, on all shards that share the KV head.
+    # Without `by_head` the maximum is taken for each query: each shard needs all query heads. With
+    # `by_head` it is taken over the sums.
 
     def _whole_prompts(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, plan: PromptPlan, inputs, window,
                        cache: DiffKVCache):  # fmt: skip
-        """(attention [T, H, D], cache) of prompts that begin and end in this step."""
+        """(attention [T, H, D], cache), if all prompts of the step begin and end in it."""
         out, sums = prompt_attention(
             self._scoring(q_TxHxD), k_TxKxD, v_TxKxD, inputs.query_starts, **self._how(window),
             schedule=plan.schedule, implementation=self.implementation,
@@ -126,7 +127,7 @@ class DiffKVPolicy:
 
     def _chunks_of_prompts(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, plan: PromptPlan, inputs, window,
                            cache: DiffKVCache):  # fmt: skip
-        """(attention [T, H, D], cache) of prompts of which one began before, or ends later."""
+        """(attention [T, H, D], cache), if a prompt has tokens in the stage or ends later."""
         assert plan.chunks is not None and cache.stage is not None
         staged = Staged(cache.stage, layer, k_TxKxD, v_TxKxD, plan.chunks, inputs)
         kernels = self.implementation not in ("reference", "xla")
@@ -142,19 +143,19 @@ class DiffKVPolicy:
         )  # fmt: skip
 
     def _how(self, window) -> dict[str, Any]:
-        """What both ops of prompts take."""
+        """Common arguments of both prompt attention ops."""
         return {
             "scale": self.attention.scale, "soft_cap": self.attention.soft_cap,
             "sliding_window": window, "tile": self.layout.prompt_tile, **self.rules.prompt_scores,
         }  # fmt: skip
 
     def _scoring(self, q_TxHxD):
-        """The queries that a shard needs for its scores."""
+        """The queries that this shard's scores need."""
         by_head = self.rules.prompt_scores["by_head"]
         return q_TxHxD if by_head else self.shared.gather(q_TxHxD)
 
     def _own(self, out, sums):
-        """(attention of the shard's own query heads, sums of all that share its KV heads)"""
+        """(attention of this shard's query heads, scores over all shards with the same KV heads)"""
         by_head = self.rules.prompt_scores["by_head"]
         return (out, self.shared.largest(sums)) if by_head else (self.shared.own(out), sums)
 
@@ -165,7 +166,7 @@ class DiffKVPolicy:
         self, layer, k_TxKxD, v_TxKxD, sums_TxK, cache: DiffKVCache, plan: PromptPlan,
         places: Places,
     ) -> DiffKVCache:  # fmt: skip
-        """Write what is kept of prompts (§4, prompt phase), by position within each precision."""
+        """Write the kept tokens of prompts (§4, prompt phase), by position in each precision."""
         T, K, D = k_TxKxD.shape
         layout, N, R = self.layout, len(cache.words), len(plan.slots)
         row, positions = places.rows, places.positions
@@ -227,7 +228,7 @@ class DiffKVPolicy:
         )
 
     def _remember(self, cache: DiffKVCache, slots, heads, found: Found, counts=None):
-        """With what is found and, of prompts, counted [S, K, …] in a layer's heads."""
+        """The cache with `found` and, for prompts, `counts` [S, K, …] of a layer's heads."""
         at = slots[:, None], heads
         kept = Found(*(x.at[at].set(new, mode="drop") for x, new in zip(cache.found, found)))
         cache = replace(cache, found=kept)
@@ -238,13 +239,13 @@ class DiffKVPolicy:
     def _decode(
         self, layer, q_SxHxD, k_SxKxD, v_SxKxD, cache: DiffKVCache, plan: DecodePlan, window
     ):
-        """(attention [Sd, H, D], cache). The new token goes to the highest precision, the one whose
-        place it takes to a lower one, and so on (§4, generation phase)."""
+        """(attention [Sd, H, D], cache). The new token is written to the highest precision, the
+        token that it replaces to a lower one, and so on (§4, generation phase)."""
         S, K, D = k_SxKxD.shape
         layout, N, R = self.layout, len(cache.words), S * K
 
         def mine(x):
-            """Of this layer's heads, [Sd * K, …]."""
+            """The part [Sd * K, …] of this layer's heads."""
             part = jax.lax.dynamic_slice_in_dim(x, layer * K, K, 1)
             return part.reshape(R, *x.shape[2:])
 
@@ -269,7 +270,7 @@ class DiffKVPolicy:
         for level, format in enumerate(by_token):
             place = page[:, level], at[:, level]
             if level + 1 < len(by_token):
-                # XLA would move this read behind the writes, and copy the pool for that.
+                # Without the barrier XLA moves this read behind the writes, and copies the pool.
                 leaving, words = jax.lax.optimization_barrier(
                     (format.read_tokens(words, *place), words)
                 )
@@ -280,7 +281,7 @@ class DiffKVPolicy:
                     extremes, to, place[1], coming.keys, ~replaces[:, level]
                 )
             coming = leaving.where(replaces[:, level], coming)
-        # All query heads of a KV head read the same pages: gathered ones read no more.
+        # All query heads of a KV head read the same pages: gathering them adds no reads.
         q, read = self.shared.gather(q_SxHxD), Read(tables, counts, ())
         if layout.reads:
             selects = jnp.ones(R, bool) if streams is None else ~jnp.tile(streams, S)
@@ -297,12 +298,12 @@ class DiffKVPolicy:
             implementation=self.implementation,
             schedule=jax.tree.map(lambda x: x[layer], plan.schedules),
         )  # fmt: skip
-        if self.keeps.rest is not None:  # which asks for no scores
+        if self.keeps.rest is not None:  # KIVI needs no scores
             return self.shared.own(out), replace(cache, words=words)
         kept = [x.reshape(R, *x.shape[2:]) for x in kept]
         if layout.reads:
             kept = read.of_held(kept)
-        # Of streaming heads no score is ever asked for.
+        # Streaming heads need no scores.
         scored = counts if streams is None else jnp.where(jnp.tile(streams, S)[:, None], 0, counts)
         words, found = add_scores(
             self.rules, words, tables, cache.pages.runs, scored, layout.formats,
@@ -314,7 +315,7 @@ class DiffKVPolicy:
         return self.shared.own(out), cache
 
     def end_step(self, cache: DiffKVCache, plan: Plan, inputs) -> DiffKVCache:
-        """Prompts give back what compression has spared (§5.3)."""
+        """Free the allocated pages that prompts do not need after compression (§5.3)."""
         if plan.prompts is None:
             return cache
         slots = plan.prompts.slots
@@ -324,10 +325,10 @@ class DiffKVPolicy:
     def report(self, cache: DiffKVCache) -> dict[str, jax.Array]:
         return report(self.layout, cache)
 
-    # What moves: unit slot * most + k is the k-th page of a slot.
+    # Moves: unit slot * max_pages + k is the k-th page of a slot.
 
     def _unit_pages(self, cache: DiffKVCache, units):
-        """(pages [C], whether there is such a page [C])"""
+        """(pages [C], [C] bool whether the page exists)"""
         slots, k = units // self.layout.max_pages, units % self.layout.max_pages
         held = cache.pages.held.sum(-1).at[slots].get(mode="fill", fill_value=0)
         ends = jnp.cumsum(held, axis=1)
@@ -351,7 +352,7 @@ class DiffKVPolicy:
         return replace(cache, **jax.tree.map(put, cache.by_page, content))
 
     def copy_units(self, cache: DiffKVCache, pool: str, sources, destinations) -> DiffKVCache:
-        """Pages have one owner each: slots are copied, never pages."""
+        """Copies pinned prefixes. A page has one owner: `copy_slots` copies pages, not this."""
         if pool != PREFIXES:
             return cache
         assert cache.stage is not None and cache.pinned is not None
@@ -391,7 +392,7 @@ class DiffKVPolicy:
         return replace(cache, **jax.lax.fori_loop(0, trips, copy, cache.by_page))
 
     def export_slots(self, cache: DiffKVCache, slots):
-        """Counts, and what is found: [C, L * K, …]."""
+        """`counts` and `found` of slots: [C, L * K, …]."""
         state = cache.counts, cache.found
         return jax.tree.map(lambda x: x.at[slots].get(mode="clip"), state)
 

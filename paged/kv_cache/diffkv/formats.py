@@ -1,5 +1,5 @@
-"""What unified pages hold (DiffKV §5.1): pages of one size, with more tokens the lower their
-precision."""
+"""Formats of unified pages (DiffKV §5.1): all pages have one size; lower precisions hold more
+tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from pallas_kernels.quantized_attention import PageFormat, parse_format
 
-AUTO = "auto"  # a page format: keys and values in kv_dtype
+AUTO = "auto"  # page format of keys and values in kv_dtype
 
 
 class Level(NamedTuple):
-    """A precision: its name, its page format, and the alpha of the tokens that stay in it."""
+    """A precision: its name, its page format, and the alpha of its threshold."""
 
     name: str
     format: str
@@ -22,13 +22,13 @@ def page_formats(
     levels: Sequence[Level], page_size: int, head_dim: int, dtype: str, *, groups: int = 1,
     key_group: int = 0, outliers: int = 0, scored: bool = True,
 ) -> tuple[PageFormat, ...]:  # fmt: skip
-    """Of each precision; a page holds `page_size` tokens of the highest.
+    """The page format of each precision. A page holds `page_size` tokens of the highest.
 
-    dtype: of keys and values where they are kept as they are.
-    groups, key_group, outliers: of the options.
-    scored: whether pages have scores and positions.
+    dtype: dtype of unquantised keys and values.
+    groups, key_group, outliers: see `Options`.
+    scored: whether pages store scores and positions.
 
-    Raises ValueError for formats that cannot work with this head dim or together.
+    Raises ValueError for formats that cannot work with this head dim, or with each other.
     """
     floats = "float16" if dtype == "float32" else dtype
     as_they_are = "K32V32" if dtype == "float32" else "K16V16"

@@ -1,9 +1,9 @@
-"""Host half of DiffKV's policy: it sees no page, and lives on reports and bounds.
+"""Host half of DiffKV's policy: it has no page tables, only reports and bounds.
 
-The device tells after each step how many pages a slot holds, and what its next tokens can take. The
-bound of a slot is this for the last step that was taken in, and the worst case for what is in
-flight; the bounds of all never exceed what there is. What a slot turns out not to hold admits
-others: so admission follows the compression that is observed.
+After each step the device reports how many pages a slot holds, and how many its next tokens can
+take. The bound of a slot is its last report plus the worst case of later steps. The sum of all
+bounds never exceeds the number of pages. A report that lowers a bound makes room for admission, so
+admission follows the observed compression.
 """
 
 import itertools
@@ -20,16 +20,16 @@ from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
-PAGES = "pages"  # the name of the pool, whose unit slot * most + k is the k-th page of a slot
-MOVED_BYTES_PER_CALL = 2**19  # swaps are padded to this, so that each is one program
+PAGES = "pages"  # name of the pool. Unit slot * max_pages + k is the k-th page of a slot
+MOVED_BYTES_PER_CALL = 2**19  # swaps are padded to this: one program each
 
 
 class Swapped(NamedTuple):
     """A sequence in the host's memory.
 
-    key: of its slot's state.
-    units: its pages there.
-    known, needs: the numbers of its slot.
+    key: key of its slot state.
+    units: its pages in the host's memory.
+    known, needs: the entries of its slot in `DiffKVHost`.
     """
 
     key: int
@@ -39,7 +39,7 @@ class Swapped(NamedTuple):
 
 
 class Pinned(NamedTuple):
-    """A prefix that others go on from. root: the group's `cache_root`."""
+    """A pinned prefix that later prompts continue. root: the group's `cache_root`."""
 
     tokens: np.ndarray
     root: bytes
@@ -48,8 +48,9 @@ class Pinned(NamedTuple):
 class Row(NamedTuple):
     """A slot of a step in flight.
 
-    source: the slot that has its state in that step.
-    num_tokens: at the step's end.
+    owner: number of the slot's owner in that step; see `DiffKVHost._owners`.
+    source: the slot with the sequence's state in that step: a fork's parent.
+    num_tokens: tokens at the step's end.
     """
 
     slot: int
@@ -84,7 +85,7 @@ def pools_of(layout: Layout, model: ShardedModel) -> tuple[Pool, ...]:
 
 
 def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
-    """Tables have one entry, for the length of a prompt, if prompts come in chunks."""
+    """If prompts come in chunks, a row of `tables` has one entry: the prompt's length."""
     layout = layout_of(config, model)
 
     def fits(num_tokens: int, num_sequences: int) -> bool:
@@ -96,11 +97,12 @@ def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
 class DiffKVHost(HostPolicy):
     """Six numbers of each slot. The device half has the page tables.
 
-    held, settled: pages of the first so many tokens, by the last report; 0 before the first.
-    computed: tokens, once all dispatched steps have run.
-    prompt: tokens. A prompt holds no page before its last chunk.
-    room: tokens for which there must be pages.
-    bound: pages that these need at most.
+    held: pages by the last report; 0 before the first.
+    settled: tokens by the last report; 0 before the first.
+    computed: tokens after all dispatched steps.
+    prompt: tokens to prefill. A prompt holds no page before its last chunk.
+    room: tokens that pages are reserved for.
+    bound: most pages that `room` tokens need.
     """
 
     def __init__(self, config: CacheConfig, model: ShardedModel):
@@ -115,7 +117,7 @@ class DiffKVHost(HostPolicy):
         self._held, self._settled, self._computed, *rest = self._known
         self._prompt, self._room, self.bound = rest
         self._needs = np.zeros((layout.num_slots, layout.horizon), np.int64)
-        self._owners = np.zeros(layout.num_slots, np.int64)  # counted, so that they can be told
+        self._owners = np.zeros(layout.num_slots, np.int64)  # number of each slot's owner
         self._in_flight: dict[int, list[Row]] = {}
         self.moves = Moves()
         self._host_pool = BlockPool(self.pools[0].num_host_units)
@@ -130,8 +132,8 @@ class DiffKVHost(HostPolicy):
         return self._sizes.fits(num_tokens, num_sequences)
 
     def _bounds(self, slots, num_tokens):
-        """Pages that `num_tokens` of `slots` need at most: by the last report, by what is promised
-        already, and by the worst case."""
+        """Most pages that `num_tokens` of `slots` need: the smallest of three bounds, from the last
+        report, from the reserved pages, and of the worst case."""
         layout, more = self.layout, num_tokens - self._settled[slots]
         near = np.clip(more, 1, layout.horizon) - 1
         taken = np.where(more <= layout.horizon, self._needs[slots, near], layout.growth(more))
@@ -152,7 +154,7 @@ class DiffKVHost(HostPolicy):
         rows = [r for r in self._in_flight.pop(number) if self._owners[r.slot] == r.owner]
         if rows:
             slots, _, sources, num_tokens = np.array(rows).T
-            # Shards differ in what they hold: the one that holds most counts.
+            # Shards hold different numbers of pages: the maximum counts.
             most = held[:, sources].max(0)
             self._held[slots], self._settled[slots] = most, num_tokens
             taken = (held[:, sources, None] + needs[:, sources]).max(0)
@@ -160,8 +162,8 @@ class DiffKVHost(HostPolicy):
             self.bound[slots] = self._bounds(slots, self._room[slots])
 
     def _prefill(self, sequence: Sequence) -> int:
-        """Tokens that are prefilled. Output that is replayed after them grows as it did before; of
-        several beams the last one is decoded."""
+        """Tokens to prefill, without tokens that are decoded: replayed output and, with several
+        beams, the last token."""
         group = sequence.group
         beams = group.search is not None and len(group.sequences) > 1 and not self._can.replays
         return len(sequence.prefill_tokens(self._can.replays)) - beams
@@ -188,7 +190,7 @@ class DiffKVHost(HostPolicy):
         return len(self._pinned)
 
     def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> None:
-        """Its whole tiles are in the stage."""
+        """Copy the prompt's whole tiles from the stage to a new pin."""
         self._pinned.append(Pinned(tokens[: self._can.pinned_tokens(len(tokens))], root))
         self.moves.copy(PREFIXES, [(0, self.num_pinned)])
 
@@ -196,16 +198,16 @@ class DiffKVHost(HostPolicy):
         return self._pin_of(sequence)[1]
 
     def _pin_of(self, sequence: Sequence) -> tuple[int, int]:
-        """The number of the longest pin with which a sequence begins, and its tokens; 0 and 0 if
-        there is none, log-probabilities of the prompt are asked for, or others of its group enter
-        before it: these may take the stage in the same step."""
+        """(number, tokens) of the longest pinned prefix of a sequence. (0, 0) if it has none, if
+        log-probabilities of the prompt are requested, or if other sequences of its group enter
+        first: they may take the stage in the same step."""
         group, best = sequence.group, (0, 0)
         if not self._pinned or group.misses_prompt_logprobs or sequence is not group.unfinished[0]:
             return best
         tokens = sequence.tokens[: self._prefill(sequence)]
         for number, (prefix, root) in enumerate(self._pinned):
             n = len(prefix)
-            # The last chunk has two tokens or more.
+            # The last chunk must have at least two tokens.
             fits = best[1] < n <= len(tokens) - 2 and root == group.cache_root
             if fits and np.array_equal(tokens[:n], prefix):
                 best = number, n
@@ -230,7 +232,7 @@ class DiffKVHost(HostPolicy):
     def advance(self, number: int, slots, starts, ends) -> None:
         assert (ends <= self._room[slots]).all(), "rows compute more than they were promised"
         assert self._has_room(0), "the device may run out of pages"
-        rows = np.flatnonzero(ends > starts)  # the state of a fork is not in its slot yet
+        rows = np.flatnonzero(ends > starts)  # a fork's slot may have no state yet
         slots, ends = slots[rows], ends[rows]
         self._computed[slots] = ends
         held = ends >= self._prompt[slots]
@@ -250,7 +252,7 @@ class DiffKVHost(HostPolicy):
         self._known[:, slot], self._needs[slot] = 0, 0
 
     def can_swap_out(self, slots: list[int]) -> bool:
-        """A prompt whose chunks are staged is computed again."""
+        """False for a prompt with staged chunks: it is recomputed instead."""
         return not self._is_staged(slots).any() and self._host_pool.can_allocate(
             int(self._held[slots].sum())
         )
@@ -293,13 +295,13 @@ class DiffKVHost(HostPolicy):
             del self._swapped[one.key]
 
     def tables(self, slots, out: np.ndarray) -> None:
-        """The tokens of prompts."""
+        """The prompt lengths of `slots`, if prompts come in chunks."""
         if self.layout.staged:
             out[:, 0] = self._prompt[slots]
 
     def usage(self) -> Usage:
-        """Pages count as far as they may be in use, each as the tokens of the highest precision
-        that it holds. What is kept in a lower one, or not at all, takes less than its tokens."""
+        """Counts the bounds of all slots as used pages, and a page as the tokens of the highest
+        precision that it holds. Quantised or dropped tokens take fewer places."""
         P, heads = self.layout.formats[0].tokens, self.layout.all_heads
         used, computed, room = (int(x.sum()) for x in (self.bound, self._computed, self._room))
         places = used * P // heads
@@ -318,21 +320,21 @@ class DiffKVHost(HostPolicy):
         )
 
     def owners(self) -> dict[str, np.ndarray]:
-        """The device knows the pages of a slot; the host half knows their number."""
+        """Only the number of pages by slot: page ids are on the device."""
         owners = np.full(self.capacity, FREE, np.int32)
         owners[: self._held.sum()] = np.repeat(np.arange(len(self._held)), self._held)
         return {PAGES: owners}
 
     def gauges(self, report, slots, contexts) -> dict[str, float]:
-        """low_tokens, high_tokens, dropped_tokens, and top_tokens in a third precision: of a KV
-        head on average (§3.2)."""
+        """low_tokens, high_tokens, dropped_tokens, and top_tokens if there is a third precision:
+        means over KV heads (§3.2)."""
         if report is None:
             return {}
-        ended = contexts >= self._prompt[slots]  # of others nothing is kept or dropped yet
+        ended = contexts >= self._prompt[slots]  # staged prompts keep or drop nothing yet
         slots, contexts = slots[ended], contexts[ended]
-        # A slot without an owner has the numbers of its last one.
+        # Slots without an owner still have the numbers of their last owner.
         kept = np.asarray(report["kept"])[:, slots].sum((0, 1)) / self._all_heads
-        # The lowest first: of two precisions none is on top.
+        # The lowest precision first: with two there is no top.
         gauges = dict(zip(("low_tokens", "high_tokens", "top_tokens"), kept[::-1].tolist()))
         return gauges | {"dropped_tokens": max(0.0, float(contexts.sum() - kept.sum()))}
 

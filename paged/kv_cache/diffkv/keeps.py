@@ -1,5 +1,5 @@
-"""Which tokens stay, by KV head: `Rules` judge by scores, a `Rest` by age, and streaming heads keep
-a window."""
+"""Which tokens are kept, by KV head: `Rules` decide by scores, `Rest` by age; streaming heads keep
+the sink and the last tokens."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,12 @@ from paged.kv_cache.diffkv.streaming_heads import StreamingHeads
 
 @dataclass(frozen=True)
 class Keeps:
-    """rules: of the heads that do not stream.
-    streaming: of those that do; None if none does. Where functions take `streams` [...] bool, it
-        says which of their heads do, and is None as well.
-    rest: the newest tokens, which all heads keep in the highest precision, and all others in the
-        lower one; None if `rules` decide.
+    """rules: rules of heads that do not stream.
+    streaming: rules of streaming heads; None if no head streams.
+    rest: KIVI's rest, which decides instead of `rules`: the newest tokens in the highest precision,
+        all others in the lower one. None if `rules` decide.
+
+    `streams` [...] bool of the methods: whether each head streams; None if no head streams.
     """
 
     rules: Rules
@@ -25,11 +26,11 @@ class Keeps:
 
     @property
     def _dense(self) -> Keeper:
-        """Of the heads that do not stream."""
+        """The keeper of heads that do not stream."""
         return self.rest or self.rules
 
     def of_prompts(self, streams_K, *tokens):
-        """`Keeper.of_prompts` of all heads."""
+        """`Keeper.of_prompts` for all heads."""
         masks, scores = self._dense.of_prompts(*tokens)
         if self.streaming is not None:
             windows, _ = self.streaming.of_prompts(*tokens)
@@ -37,14 +38,14 @@ class Keeps:
         return masks, scores
 
     def places(self, streams_K, positions_T, ranks_TxK):
-        """`Keeper.places` of all heads."""
+        """`Keeper.places` for all heads."""
         places = self._dense.places(positions_T, ranks_TxK)
         if self.streaming is None:
             return places
         return jnp.where(streams_K, self.streaming.places(positions_T, ranks_TxK), places)
 
     def decide(self, streams_H, found: Found, positions_S, alpha, kept_SxH, budget) -> Decision:
-        """`Keeper.decide` of all heads."""
+        """`Keeper.decide` for all heads."""
         tokens = found, positions_S[:, None], alpha, kept_SxH, budget
         decision = self._dense.decide(*tokens)
         if self.streaming is None:

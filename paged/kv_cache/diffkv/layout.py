@@ -1,4 +1,4 @@
-"""What both halves of DiffKV's policy know of memory: sizes, and bounds of what sequences take."""
+"""Memory of DiffKV's policy, for both halves: sizes, and bounds of the pages of sequences."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -22,22 +22,22 @@ PREFIXES = "prefixes"  # the name of a pool: unit 0 is the stage, others are pin
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a shard.
+    """The memory of a shard.
 
-    formats: of each precision, the highest first, of which a page holds the fewest tokens.
+    formats: page format of each precision, the highest first; its pages hold the fewest tokens.
     layers, heads: L, and K of the shard.
-    longest: tokens of a sequence at most.
-    horizon: tokens ahead for which a report has what they can take.
+    longest: most tokens of a sequence.
+    horizon: J; a report has the pages that 1 … J more tokens can take.
     num_pages: N.
-    streaming: heads that stream; None if none does.
-    reads: pages that a token reads; None for all.
-    kv_itemsize: bytes of a number of key extremes.
-    rest: as `Keeps` has it.
-    windows: of `Attention`.
-    staged: tokens of a prompt whose chunks wait for the last one; 0 where prompts come whole.
-    staged_scores: G of their sums.
+    streaming: streaming heads; None if no head streams.
+    reads: page selection of generated tokens; None if they read all pages.
+    kv_itemsize: bytes of an element of key extremes.
+    rest: see `Keeps`.
+    windows: `Attention.windows`.
+    staged: tokens that the stage holds; 0 if prompts are not split into chunks.
+    staged_scores: G, score sums of a staged token in each KV head.
     prompt_tile: queries of a prompt whose scores are added at once.
-    pins: prefixes that can be pinned.
+    pins: number of prefixes that can be pinned.
     """
 
     formats: tuple[PageFormat, ...]
@@ -65,24 +65,24 @@ class Layout:
 
     @property
     def levels(self) -> int:
-        """I, precisions."""
+        """I, the number of precisions."""
         return len(self.formats)
 
     @property
     def single(self) -> int:
-        """Columns of the unidirectional table, which the highest of three precisions has (§5.3)."""
+        """Columns of the unidirectional table of the highest of three precisions (§5.3); else 0."""
         return -(-self.longest // self.formats[0].tokens) if self.levels == 3 else 0
 
     @property
     def table_width(self) -> int:
-        """M: after those columns, the bidirectional table of the last two precisions."""
+        """M: `single` columns, then the bidirectional table of the last two precisions."""
         if self.rest:
             return self.worst_of_head(self.longest)
         return self.single - (-self.longest // self.formats[-2].tokens) + 1
 
     @property
     def dense_heads(self) -> int:
-        """Heads that do not stream, of the shard that has most of them."""
+        """Heads that do not stream, on the shard with the most of them."""
         return self.all_heads - (self.streaming.fewest if self.streaming else 0)
 
     @property
@@ -92,8 +92,8 @@ class Layout:
 
     @property
     def state_bytes(self) -> int:
-        """Of all that is no page: tables, counts of pages and tokens, places and significance of
-        what is found, pointers, thresholds, which heads stream, the stage and pinned prefixes."""
+        """Bytes of all arrays without pages: tables, counts of pages and tokens, `Found`, pointers,
+        thresholds, streaming flags, the stage and pinned prefixes."""
         of_head = self.table_width + 2 * self.levels + 2 * (self.levels + 1)
         which_stream = self.all_heads if self.streaming else 0
         state = 4 * (self.num_slots * self.all_heads * of_head + 2 + self.levels)
@@ -106,17 +106,17 @@ class Layout:
 
     @property
     def logical_pages(self) -> int:
-        """C, of a page; 0 if all pages are read."""
+        """C, logical pages of a page; 0 if all pages are read."""
         return self.reads.logical_pages(self.formats) if self.reads else 0
 
     @property
     def extremes(self) -> int:
-        """Numbers of a page's key extremes."""
+        """Elements of a page's key extremes."""
         return self.logical_pages * 2 * self.attention.D
 
     @property
     def swap_copies(self) -> int:
-        """None of a unit alone: see `paged.kv_cache.work.Layout`."""
+        """Units are gathered first: see `paged.kv_cache.work.Layout`."""
         return 0
 
     @property
@@ -124,43 +124,43 @@ class Layout:
         return 4 * self.formats[0].words + self.extremes * self.kv_itemsize
 
     def worst(self, num_tokens):
-        """Pages of a sequence, an int or an array, whatever is kept: a page more for each dense
-        head and further precision than the paper says. Eight tokens of high and eight of low
-        precision need two pages where sixteen of high precision fill one."""
+        """Most pages of a sequence of `num_tokens`, an int or an array. For each dense head and
+        lower precision, this is one page more than in the paper: eight tokens of high and eight of
+        low precision need two pages, but sixteen tokens of high precision fill one."""
         pages = self.dense_heads * self.worst_of_head(num_tokens)
         pages = pages + (self.all_heads - self.dense_heads) * self.pages_in_window(num_tokens)
         return np.where(num_tokens > 0, pages, 0)
 
     def worst_of_head(self, num_tokens):
-        """Pages of a dense head for so many tokens, one at least. A rest's are no more and no
-        fewer."""
+        """Most pages of a dense head for `num_tokens`, at least 1 token. With a rest, the exact
+        number of pages."""
         if self.rest:
             return self._of_rest(num_tokens)[0]
         return -(-num_tokens // self.formats[0].tokens) + self.levels - 1
 
     def pages_of(self, counts):
-        """Pages that counts [..., I] of tokens fill."""
+        """Pages [..., I] for `counts` [..., I] of tokens."""
         sizes = np.array([format.tokens for format in self.formats], np.int32)
         return (counts + sizes - 1) // sizes
 
     def _of_rest(self, num_tokens) -> tuple:
-        """(pages, tokens by precision) of a head."""
+        """(pages, tokens by precision) of a head with a rest."""
         assert self.rest is not None
         tokens = self.rest.split(num_tokens)
         return sum(-(-n // format.tokens) for n, format in zip(tokens, self.formats)), tokens
 
     def in_window(self, num_tokens):
-        """Tokens that a streaming head keeps of so many."""
+        """Tokens that a streaming head keeps of `num_tokens`."""
         window = self.streaming.window if self.streaming else 0
-        # NumPy's and JAX's arrays have no minimum in common.
+        # No minimum function takes both NumPy's and JAX's arrays.
         return num_tokens - (num_tokens > window) * (num_tokens - window)
 
     def pages_in_window(self, num_tokens):
         return -(-self.in_window(num_tokens) // self.formats[0].tokens)
 
     def uncompressed(self, num_tokens):
-        """(pages [...], tokens by precision [..., I]) that all heads hold of so many [...] if no
-        score moves a token of the dense ones down or drops it."""
+        """(pages [...], tokens by precision [..., I]) of all heads for `num_tokens` [...], if dense
+        heads compress no token by its score."""
         kept = np.zeros((*num_tokens.shape, self.levels), np.int64)
         if self.rest:
             pages, tokens = self._of_rest(num_tokens)
@@ -172,16 +172,19 @@ class Layout:
         return pages, kept
 
     def growth(self, num_tokens):
-        """Pages that so many tokens more can take, whatever the heads hold: one each and step, as
-        only one precision of a head gets more tokens. In each precision a token may begin a page;
-        others fill one before."""
+        """Most pages that `num_tokens` more tokens take, whatever the heads hold. A token takes at
+        most one page in each head, as only one precision grows. One token of each precision may
+        begin a page; each further page needs at least the tokens of a highest-precision page."""
         P, levels = self.formats[0].tokens, self.levels
         of_head = np.minimum(num_tokens, levels + np.maximum(num_tokens - levels, 0) // P)
         return self.all_heads * of_head
 
     def needs(self, counts, held, streams=None):
-        """Pages [..., J] that 1 … J tokens more can take, of heads with counts [..., I] of tokens
-        and `held` [...] pages of the highest precision. streams: [...] heads that stream, or None.
+        """Most pages [..., J] that 1 … J more tokens take.
+
+        counts: [..., I] tokens of each head by precision.
+        held: [...] pages of each head in the highest precision.
+        streams: [...] bool, whether the head streams; None if no head streams.
         """
         xp: Any = jnp if isinstance(counts, jnp.ndarray) else np
         sizes = xp.array([format.tokens for format in self.formats])
@@ -191,8 +194,8 @@ class Layout:
         def of_highest(tokens):
             return (xp.maximum(tokens - highest, 0) + sizes[0] - 1) // sizes[0]
 
-        # Of each lower precision at most one page: another would take more tokens than one of the
-        # highest. The fullest pages are the first to need another.
+        # At most one page of each lower precision: a second one takes more tokens than a page of
+        # the highest. The worst case grows the fullest last pages first.
         needs, taken = of_highest(more), 0
         for number, of_lower in enumerate(xp.moveaxis(xp.sort(room[..., 1:]), -1, 0), 1):
             taken = taken + of_lower[..., None] + 1
@@ -204,17 +207,19 @@ class Layout:
         return xp.where(streams[..., None], in_window, needs)
 
     def stored(self, report, slots: np.ndarray, tokens: np.ndarray) -> Stored:
-        """See `paged.kv_cache.work.Layout`: as the device reports."""
+        """See `paged.kv_cache.work.Layout`. Read from the device's report."""
         pages, kept = (np.asarray(report[name]) for name in ("held", "kept"))
         heads = len(pages) * self.all_heads
         return pages.sum(0)[slots] * self.page_bytes, kept.sum(0)[slots] / (heads * tokens[:, None])
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, kept=None) -> Work:
-        """See `paged.kv_cache.work.Layout`. A prompt attends to its own unquantised keys and
-        values, and is compressed afterwards. A generated token reads the `kept` tokens, adds to
-        their scores, and moves at most one token of each head to a lower precision. Layers with a
-        window read all that is kept, as positions lie beside it; which of it the window holds is
-        not known, so arithmetic is on as much as it could hold."""
+        """See `paged.kv_cache.work.Layout`.
+
+        A prompt attends to its own unquantised keys and values, and is compressed afterwards. A
+        generated token reads the `kept` tokens, adds to their scores, and moves at most one token
+        of each head to a lower precision. Layers with a window read all kept tokens, as positions
+        are stored beside them. The number of kept tokens in the window is unknown, so operations
+        count as many as it can hold."""
         heads, decodes, prompts = self.attention, new_tokens == 1, new_tokens > 1
         if kept is None:
             kept = self.uncompressed(contexts)[1] / self.all_heads
@@ -233,7 +238,7 @@ class Layout:
         as_they_are = 2 * heads.D * heads.itemsize
         prompt_tokens, generated = total(new_tokens, prompts), total(new_tokens, decodes)
         written = total(kept @ bytes_of, prompts)
-        lowest = bytes_of[0] + bytes_of[-1]  # read in one precision and written in another
+        lowest = bytes_of[0] + bytes_of[-1]  # read in the highest precision, written in the lowest
         parts = {
             "prefill": heads.attention(
                 as_they_are, heads.K * total(seen, prompts), heads.H * total(pairs, prompts),
@@ -243,7 +248,7 @@ class Layout:
                 heads.K * total(read * (kept @ bytes_of), decodes) + of_queries,
                 4 * heads.D * heads.H * total(attended, decodes),
             ),
-            # Scores, read and written.
+            # Scores are read and written.
             "statistics": Cost(0 if self.rest else 8 * heads.K * total(num_kept, decodes)),
             "compression": Cost(
                 heads.K * (as_they_are * prompt_tokens + written + lowest * generated)
@@ -267,7 +272,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         layers=model.shard.num_layers,
         heads=model.shard.num_kv_heads,
         longest=config.max_model_len,
-        # A report may be that of the step before the last one, and the next is being scheduled.
+        # The newest report may be of the step before the last, when the next step is scheduled.
         horizon=3 * config.multi_step,
         attention=Heads.of(model.shard, model.dtype),
         streaming=StreamingHeads.of(options, model, options.sink, options.local),
@@ -279,10 +284,10 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         prompt_tile=options.prompt_tile,
         pins=options.pins,
     )
-    # What exceeds the pages of a head counts as all of them.
+    # Selecting as many pages as a head can have is reading all of them.
     if options.reads and options.reads.count < layout.worst_of_head(layout.longest):
         layout = replace(layout, reads=options.reads)
     room = config.kv_cache_tokens * model.kv_token_bytes(config.kv_dtype) // model.num_shards
-    # A page has an entry in the list of free ones.
+    # 4 bytes: the page's entry in the free page list.
     pages = (room - layout.state_bytes) // (layout.page_bytes + 4)
     return replace(layout, num_pages=max(0, pages))

@@ -1,4 +1,4 @@
-"""The options of DiffKV's policy, and what it refuses."""
+"""The options of DiffKV's policy, and their checks."""
 
 import json
 import math
@@ -23,9 +23,9 @@ Thresholds = tuple[float, ...]  # alpha_h and alpha_l
 
 
 def read_thresholds(path: str, weights_hash: Callable[[], str]) -> Thresholds:
-    """Those in a file. weights_hash: gives the SHA-256 of the weights that they are to serve.
+    """(alpha_h, alpha_l) of a file. weights_hash: returns the SHA-256 of the served weights.
 
-    Raises ValueError, naming the file, if it holds none, or those of other weights.
+    Raises ValueError, with the path, if the file has no thresholds, or is for other weights.
     """
 
     def parse(text: str) -> Thresholds:
@@ -41,7 +41,7 @@ def read_thresholds(path: str, weights_hash: Callable[[], str]) -> Thresholds:
 
 @dataclass(frozen=True)
 class Options(GatedOptions):
-    """Each field says what it is. The defaults are the paper's, alpha those of Llama3-8B."""
+    """Each field has its description. Defaults are the paper's; alpha is for Llama3-8B."""
 
     alpha_h: float = described(
         1.0,
@@ -120,7 +120,7 @@ class Options(GatedOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        # A log has a list.
+        # An event log restores a list.
         if not isinstance(self.thresholds, list | tuple) or len(self.thresholds) not in (0, 2):
             raise checks.refusal("thresholds", "alpha_h and alpha_l, or ()", self.thresholds)
         for name, value in zip(("alpha_h", "alpha_l"), self.thresholds):
@@ -133,13 +133,13 @@ class Options(GatedOptions):
 
     @property
     def rest(self) -> Rest | None:
-        """None if tokens are not kept by their age alone."""
+        """KIVI's rest. None if precision does not depend on age alone."""
         return Rest(self.window, self.key_group) if self.key_group else None
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Two or three, the highest precision first. KIVI's thresholds are those that all tokens
-        beyond the window fall between."""
+        """Two or three precisions, the highest first. KIVI's thresholds move every token outside
+        the window to low precision."""
         alpha = (math.inf, 0.0) if self.rest else (self.alpha_h, self.alpha_l)
         lower = Level("high", self.high, alpha[0]), Level("low", self.low, alpha[1])
         return (Level("top", self.top, self.alpha_top), *lower) if self.top else lower
@@ -153,12 +153,12 @@ class Options(GatedOptions):
 
     @property
     def reads(self) -> TopPages | None:
-        """None if all pages are read."""
+        """Page selection of generated tokens. None if they read all pages."""
         return TopPages(self.read_pages, self.logical_page) if self.read_pages else None
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing that is written is ever changed or dropped."""
+        """Whether every written token stays as it is."""
         by_scores = self.budget == 0 == max(level.alpha for level in self.levels)
         return by_scores and not self.streaming_share
 
@@ -218,7 +218,7 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
 
 
 def _check_kivi(options: Options) -> None:
-    """Raises ValueError if the parts that KIVI is made of are not all there, or others are."""
+    """Raises ValueError if an option of KIVI is missing, or is combined with another method's."""
     rules = options.prompt_rule, options.generation_rule
     if rules != ("kivi", "kivi") or not options.key_group:
         raise ValueError(

@@ -1,11 +1,11 @@
 """Who owns the unified pages: the circular free page list and the bidirectional page tables, on the
 device (DiffKV §5.2, §5.3).
 
-A head is a layer's KV head of one sequence slot; a slot has H = L * K of them. Heads hold different
-numbers of pages, of each of I precisions. Every function serves all heads of a step at once: the
-counts of pages that heads take or give back are summed up (a prefix sum), and each head then copies
-its own run of the list. No function moves keys and values, and none asks the host, which must know
-that there are enough pages: what the list lacks is not noticed here.
+A head is a KV head of one layer in one sequence slot; a slot has H = L * K heads. Heads hold
+different numbers of pages of each of I precisions. Every function serves all heads of a step at
+once: a prefix sum over the pages that heads take or free gives each head its own run of the list.
+No function moves keys and values. The host must ensure that there are enough free pages: no
+function checks it.
 """
 
 from dataclasses import replace
@@ -22,14 +22,14 @@ from pallas_kernels.quantized_attention.tables import Run, runs
 class Pages:
     """The circular free page list, and the bidirectional page tables.
 
-    free_list: [N] int32, all pages; those at start, start + 1, … start + free - 1, around its end,
-        are free.
-    start, free: [1] int32. (The paper has two pointers; those of a full list and of an empty one
-        are equal.)
-    tables: [num_slots, H, M] int32. A head's pages of two precisions lie from the left and from the
-        right end on, and what is between is anything.
-    held: [num_slots, H, I] int32, how many pages a head has of each precision, the highest first.
-    single: first columns, which the highest of three precisions has for itself; 0 with two.
+    free_list: [N] int32, all pages. Free pages are at start, start + 1, … start + free - 1, modulo
+        N.
+    start, free: [1] int32. (The paper has two pointers, equal for a full list and for an empty
+        one.)
+    tables: [num_slots, H, M] int32. The pages of the last two precisions start at the left and at
+        the right end of a row. Entries between them may be anything.
+    held: [num_slots, H, I] int32 pages of each head by precision, the highest first.
+    single: number of first columns, for the highest of three precisions alone; 0 with two.
     """
 
     free_list: jax.Array
@@ -47,8 +47,7 @@ class Pages:
 def init(
     num_pages: int, num_slots: int, num_heads: int, width: int, levels: int = 2, single: int = 0
 ) -> Pages:
-    """All pages are free. num_heads: H. width: M. levels: I. single: columns of the highest of
-    three precisions."""
+    """The state with all pages free. num_heads: H. width: M. levels: I. single: see `Pages`."""
     return Pages(
         free_list=jnp.arange(num_pages, dtype=jnp.int32),
         start=jnp.zeros(1, jnp.int32),
@@ -60,11 +59,13 @@ def init(
 
 
 def allocate_prompts(pages: Pages, slots_S, counts) -> Pages:
-    """Each head of an empty slot gets `counts` pages, which lie from the left end of its row on and
-    count as of the highest precision: the prompt workflow's first allocation, of as many as
-    compression can leave at worst. Where `allocated_column` says, prompts are written.
+    """The prompt workflow's first allocation: the most pages that can remain after compression.
 
-    slots: [S] int32, num_slots for a row that is none. counts: [S] int32, or [S, H] by head.
+    Each head of an empty slot gets `counts` pages, from the left end of its row. They count as the
+    highest precision. Prompts are written to the pages of `allocated_column`.
+
+    slots: [S] int32, num_slots for an unused row.
+    counts: [S] int32 pages of each head, or [S, H] by head.
     """
     counts = counts.reshape(len(slots_S), -1)
     counts = jnp.broadcast_to(counts, (len(slots_S), pages.held.shape[1]))
@@ -74,17 +75,17 @@ def allocate_prompts(pages: Pages, slots_S, counts) -> Pages:
 
 
 def allocated_column(level: int, levels: int, number, before, allocated):
-    """Where the page `number` of a precision lies among the `allocated` ones of a head: the last
-    ones are those of the lowest precision, the very last one first. before: pages of all higher
-    precisions, which come before those of the others."""
+    """The column of page `number` of a precision among the `allocated` pages of a head. Pages of
+    the lowest precision are counted from the end. before: pages of all higher precisions."""
     return before + number if level + 1 < levels else allocated - 1 - number
 
 
 def plan_prompts(pages: Pages, slots_S, kept_SxHxI) -> Pages:
-    """Heads keep as many pages of each precision of those that `allocate_prompts` gave them, and
-    the surplus goes back: the end of the prompt workflow.
+    """The end of the prompt workflow: of the pages of `allocate_prompts`, heads keep `kept` pages
+    of each precision, and free the others.
 
-    slots: [S] int32, as there. kept: [S, H, I] int32, together no more than was allocated.
+    slots: [S] int32, as in `allocate_prompts`.
+    kept: [S, H, I] int32. The sum over I is at most the allocated pages.
     """
     used, levels = _used(pages, slots_S), pages.held.shape[2]
     of_rows = pages.tables.at[slots_S].get(mode="clip")
@@ -104,9 +105,10 @@ def plan_prompts(pages: Pages, slots_S, kept_SxHxI) -> Pages:
 
 
 def grow(pages: Pages, slots_S, grows_SxHxI) -> Pages:
-    """A page more for heads, of one of the precisions: the generation workflow, in which a head
-    needs one at most. slots: [S] int32, as in `allocate_prompts`. grows: [S, H, I] bool, one of a
-    head's at most.
+    """The generation workflow: a head takes at most one page, of one precision.
+
+    slots: [S] int32, as in `allocate_prompts`.
+    grows: [S, H, I] bool, whether the head takes a page of the precision.
     """
     num_slots, H, M = pages.tables.shape
     grows = (grows_SxHxI & _used(pages, slots_S)[:, None, None]).astype(jnp.int32)
@@ -127,8 +129,8 @@ def grow(pages: Pages, slots_S, grows_SxHxI) -> Pages:
 
 
 def give(pages: Pages, slots_S, held_SxHxI) -> Pages:
-    """The heads of empty slots get pages of each precision, as sequences have that are copied or
-    brought back. slots: [S] int32, as in `allocate_prompts`. held: [S, H, I] int32."""
+    """Allocate `held` pages of each precision for heads of empty slots, whose sequences are copied
+    or swapped in. slots: [S] int32, as in `allocate_prompts`. held: [S, H, I] int32."""
     ids, pages, held = _taken(pages, slots_S, held_SxHxI)
     column = jnp.arange(pages.tables.shape[2])
     source, before = jnp.zeros_like(column), jnp.zeros_like(held[..., :1])
@@ -140,7 +142,7 @@ def give(pages: Pages, slots_S, held_SxHxI) -> Pages:
 
 
 def release(pages: Pages, slots_S) -> Pages:
-    """All pages of slots go back, a slot after the other. slots: [S] int32, each once, as in
+    """Free all pages of slots, one slot after the other. slots: [S] int32, distinct, as in
     `allocate_prompts`."""
     column, used = jnp.arange(pages.tables.shape[2]), _used(pages, slots_S)
     (order,) = jnp.nonzero(used, size=len(slots_S), fill_value=0)
@@ -158,8 +160,8 @@ def release(pages: Pages, slots_S) -> Pages:
 
 
 def page_of(pages: Pages, slots, head, number):
-    """The page `number` of heads: those of the highest precision come first, those of the lowest
-    last. All int32 [n]; of a number that a head does not have, any page."""
+    """[n] int32, page `number` of each head, counted from the highest precision to the lowest.
+    slots, head, number: [n] int32. Any page if the head has no page of that number."""
     held = pages.held.at[slots, head].get(mode="clip")
     column = jnp.zeros_like(number)
     for level, run in enumerate(pages.runs):
@@ -181,16 +183,16 @@ def _put(pages: Pages, slots_S, tables_SxHxM, held_SxHxI) -> Pages:
 
 
 def _taken(pages: Pages, slots_S, held_SxHxI):
-    """(ids [S, H, M] of new pages, of which a head's come first, pages, held); none for a row that
-    is none."""
+    """(ids [S, H, M], pages, held) with `held` new pages for each head; no pages for unused rows.
+    A head's new pages are the first of its M ids."""
     held = jnp.where(_used(pages, slots_S)[:, None, None], held_SxHxI, 0).astype(jnp.int32)
     ids, pages = _take(pages, held.sum(-1), pages.tables.shape[2])
     return ids, pages, held
 
 
 def _take(pages: Pages, counts, width: int):
-    """counts [...] pages for each of the heads, from the start of the list: [..., width] ids, of
-    which the first `counts` are a head's own."""
+    """(ids [..., width], pages) after each head took `counts` [...] pages from the start of the
+    list. The first `counts` ids are the head's."""
     ends = jnp.cumsum(counts.reshape(-1), dtype=jnp.int32)
     first = pages.start + (ends - counts.reshape(-1)).reshape(counts.shape)
     at = (first[..., None] + jnp.arange(width)) % len(pages.free_list)
@@ -200,7 +202,7 @@ def _take(pages: Pages, counts, width: int):
 
 
 def _recycle(pages: Pages, ids, given) -> Pages:
-    """The ids where `given` is true, in their order, at the end of the list."""
+    """Append the ids where `given` is true to the end of the free list, in order."""
     N, given = len(pages.free_list), given.reshape(-1)
     rank = jnp.cumsum(given, dtype=jnp.int32)
     place = (pages.start + pages.free + rank - 1) % N

@@ -1,9 +1,9 @@
-"""Which pages a generated token reads: all, or in each head those whose keys promise most (LServe
-§3.5, Quest), whatever their precision.
+"""Which pages a generated token reads: all, or in each head the pages with the largest score bounds
+(LServe §3.5, Quest), in any precision.
 
-A page's key extremes are of every `logical` of its tokens, so that pages of lower precision, which
-hold more tokens, have no larger bounds by that. A token that leaves its page does not narrow them,
-so they stay bounds. The page of the new token is always read. What is not read gets no score.
+Each `logical` tokens of a page share key extremes. So pages of lower precision, which hold more
+tokens, do not have looser bounds. Extremes are not narrowed when a token leaves its page; they
+remain valid bounds. The page of the new token is always read. Tokens of unread pages get no score.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from pallas_kernels.quantized_attention.tables import Run
 
 
 class Read(NamedTuple):
-    """What attention reads.
+    """The pages that attention reads.
 
-    tables: [R, M].
-    counts: [R, I] tokens.
-    ranks: of each precision [R, W], the place of each held page among those that are read; W where
-        it is not read.
+    tables: [R, M] page tables.
+    counts: [R, I] tokens read, by precision.
+    ranks: for each precision [R, W], index of each held page among the read pages; W if it is not
+        read.
     """
 
     tables: jax.Array
@@ -33,8 +33,8 @@ class Read(NamedTuple):
     ranks: tuple[jax.Array, ...]
 
     def of_held(self, kept: Sequence[jax.Array]) -> list[jax.Array]:
-        """Scores of each precision's pages [R, W, P, G] as they are held, of those that are read;
-        -inf of the others."""
+        """For each precision, scores [R, W, P, G] of all held pages, from `kept`, the scores of the
+        read pages. Unread pages have -inf."""
         rows = jnp.arange(len(self.tables))[:, None]
         return [
             scores.at[rows, ranks].get(mode="fill", fill_value=-jnp.inf)
@@ -44,7 +44,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class TopPages:
-    """count: pages that a head reads at most.
+    """count: most pages that a head reads.
     logical: tokens whose keys share extremes.
     """
 
@@ -52,13 +52,13 @@ class TopPages:
     logical: int
 
     def logical_pages(self, formats: tuple[PageFormat, ...]) -> int:
-        """C, of a page of the precision that holds the most tokens."""
+        """C, logical pages of a page in the precision whose pages hold the most tokens."""
         return max(-(-format.tokens // self.logical) for format in formats)
 
     def write(self, extremes_NxE, page, at, keys_nxD, added):
-        """Bring keys, at places `at` of pages `page` [n], into the extremes, C times [max | min].
-        What goes to pages beyond N is dropped. added: [n] whether the place was free. The first
-        token of a page sets those of all of its logical pages."""
+        """The extremes, C times [max | min] for each page, after adding keys at places `at` [n] of
+        pages `page` [n]. Keys of pages beyond N are dropped. The first token of a page sets the
+        extremes of all its logical pages. added: [n] bool, whether the place was free."""
         (N, E), D = extremes_NxE.shape, keys_nxD.shape[1]
         C, keys = E // (2 * D), keys_nxD.astype(extremes_NxE.dtype)
         begun = distinct(page, added & (at == 0) & (page < N), N * C)
@@ -77,9 +77,10 @@ class TopPages:
     ) -> Read:  # fmt: skip
         """The pages that rows read.
 
-        newest: [R] int32, the page of the new token. selects: [R] bool, which rows may leave pages
-        out. implementation: of attention. The kernel of selection cannot run all options, so it is
-        not named.
+        newest: [R] int32, the page of the new token.
+        selects: [R] bool, whether the row may skip pages.
+        implementation: implementation of attention. It is only passed on if it runs without
+            kernels: the selection kernel does not support all options.
         """
         (R, M), N, D = tables_RxM.shape, len(extremes_NxE), q_RxGxD.shape[-1]
         row, entry = jnp.arange(R)[:, None], jnp.arange(M)
@@ -87,8 +88,8 @@ class TopPages:
         held = (counts_RxI + sizes - 1) // sizes
         ends = jnp.cumsum(held, axis=1)
         before, total = ends - held, ends[:, -1]
-        # All pages of a row, one precision after the other. The newest one changes places with the
-        # last one, which `select_pages` leaves out.
+        # All pages of a row, one precision after the other. The newest page swaps places with the
+        # last one: `select_pages` never selects the last page.
         column = jnp.zeros((R, M), jnp.int32)
         for level, run in enumerate(runs):
             number = entry - before[:, level, None]
@@ -112,7 +113,7 @@ class TopPages:
             rank = jnp.cumsum(mine, axis=1) - 1
             ids = jnp.take_along_axis(tables_RxM, run.column(number), axis=1)
             tables = tables.at[row, jnp.where(mine, run.column(rank), M)].set(ids, mode="drop")
-            # Chosen pages are in order, so that the last one, which may not be full, stays last.
+            # Chosen pages are in order: the last page, which may not be full, stays last.
             with_last = (mine & (number == of_level - 1)).any(1)
             lacks = held[:, level] * P - counts_RxI[:, level]
             read = mine.sum(1) * P - jnp.where(with_last, lacks, 0)

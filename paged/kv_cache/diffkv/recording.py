@@ -1,10 +1,10 @@
-"""What KV heads kept as sequences grew in runs of a real model: simulated devices replay it.
+"""Recorded compression of a real model, for simulation: tokens kept by KV head and length.
 
-A file holds, for each pair of thresholds that was recorded, the tokens of each KV head in high and
-in low precision (means over several sequences)
+A file has the tokens of each KV head in high and in low precision, for each recorded pair of
+thresholds, as means over several sequences:
 
     prompt      right after prompts of `lengths` tokens
-    generated   of sequences of `lengths` tokens that were generated but for their beginnings
+    generated   in sequences of `lengths` tokens, of which all but the beginning was generated
 
 `python -m experiments.papers.diffkv.record_compression` writes it.
 """
@@ -17,16 +17,16 @@ import numpy as np
 
 from paged.kv_cache.diffkv.options import Options
 
-ROUNDING = 1e-6  # of a sum of tokens that were rounded
+ROUNDING = 1e-6  # tolerance for sums of rounded token counts
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Between recorded lengths tokens are interpolated; up to `window` tokens all are kept, in high
-    precision; above N, shares are those of N.
+    """Kept tokens for every length. Up to `window` tokens all are kept in high precision. Between
+    recorded lengths the counts are interpolated. Above N tokens, shares are as for N.
 
-    prompt, generated: [N + 1, L, K, 2] tokens that a head keeps in any precision, and in the low
-        one, of 0 … N tokens.
+    prompt, generated: [N + 1, L, K, 2] tokens that a head keeps of 0 … N tokens: in both
+        precisions together, and in low precision.
     """
 
     prompt: np.ndarray
@@ -34,8 +34,8 @@ class Recording:
 
     @classmethod
     def read(cls, path: str | Path, options: Options) -> "Recording":
-        """That of the options' thresholds. Raises ValueError if they were not recorded, if others
-        of the options differ from the recorded ones, and if the file is none of this kind."""
+        """The recording for the options' thresholds. Raises ValueError if these thresholds were not
+        recorded, if another option differs from the recorded one, or if the file is invalid."""
         try:
             stored = json.loads(Path(path).expanduser().read_text())
             found = {(each["alpha_h"], each["alpha_l"]): each for each in stored["recorded"]}
@@ -53,8 +53,9 @@ class Recording:
     @classmethod
     def of(cls, lengths, prompt, generated, options: Options) -> "Recording":
         """lengths: [n]. prompt, generated: [n, L, K, 2] tokens in high and in low precision.
-        Raises ValueError for what no sequence can keep: of tokens that come one by one, a head
-        keeps each at most, and no precision gets fewer."""
+
+        Raises ValueError for impossible counts. A head's total grows by at most one for each
+        generated token, and neither the total nor low precision shrinks."""
         W = options.window
         grid = np.array([0, W, *lengths], float)
         if (np.diff(grid) <= 0).any():
@@ -75,9 +76,11 @@ class Recording:
         return cls(*(x[before] + share * (x[after] - x[before]) for x in curves))
 
     def classes(self, layers: int, heads: int, streams: np.ndarray | None) -> np.ndarray:
-        """[L * K] how many heads of a model of `layers` layers of `heads` KV heads keep what each
-        recorded head keeps: a layer is the recorded one of the same depth, and its heads are the
-        recorded layer's in turn. streams: [layers * heads], heads that stream and so keep none."""
+        """[L * K] number of heads of a model that use each recorded head. A layer uses the recorded
+        layer of the same relative depth; its heads use that layer's heads in turn.
+
+        layers, heads: layers of the model, and KV heads of each.
+        streams: [layers * heads] bool, streaming heads, which use no recorded head; or None."""
         L, K = self.prompt.shape[1:3]
         number = np.arange(layers * heads)
         recorded = (number // heads * L // layers) * K + number % K
@@ -85,17 +88,17 @@ class Recording:
 
     def tokens(self, prompts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """[r, L * K, 2] tokens that heads keep in high and in low precision, of sequences with
-        `prompts` [r] tokens that have grown to `ends` [r]. A generated token adds what it did in
-        the recorded generation at this length."""
+        `prompts` [r] prompt tokens and `ends` [r] tokens in total. A generated token adds as much
+        as in the recorded generation at its length."""
         kept = self._at(self.prompt, prompts)
         kept = kept + self._at(self.generated, ends) - self._at(self.generated, prompts)
-        # Rounded so that a token more adds at most one, to one precision.
+        # Rounded so that one more token adds at most one, to one precision.
         total, low = np.moveaxis(np.floor(kept + 1e-6).astype(np.int64), -1, 0)
         low = np.minimum(low, total)
         return np.stack([total - low, low], -1)
 
     def _at(self, curve: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """[r, L * K, 2]."""
+        """[r, L * K, 2] values of `curve` at `tokens` [r]."""
         longest = len(curve) - 1
         found = curve.reshape(longest + 1, -1, 2)[np.minimum(tokens, longest)]
         return found * np.maximum(tokens / longest, 1)[:, None, None]

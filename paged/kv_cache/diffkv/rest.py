@@ -1,12 +1,14 @@
-"""KIVI (arXiv:2402.02750): the newest tokens, a rest, are in 16 bits and all others in few, where
-keys have a scale for each channel and group of tokens, and values one for each of theirs.
+"""KIVI (arXiv:2402.02750): the newest tokens, the rest, are in 16 bits, all others in few bits.
+Keys have a scale for each channel and group of tokens, values for each token and group of channels.
 
-The rest is a ring of whole groups in the highest precision. When a new token takes the place of the
-oldest one, and this is the first of its group, the whole group is quantised and written; its other
-tokens are read as they are until their places are taken as well. So a rest of R tokens is always
-the newest R, as the paper has it for values, where its keys have from none to R - 1; and what is
-held, and where, follows from the number of tokens alone. Nothing is dropped, and a prompt leaves
-what generation would have left.
+The rest is a ring of whole groups in the highest precision. A new token replaces the oldest one. If
+the oldest token is the first of its group, the whole group is quantised and written. Its other
+tokens are read unquantised until they are replaced.
+
+So a rest of R tokens is always the newest R, for keys and values. In the paper this holds for
+values; its rest of keys has 0 to R - 1 tokens. Which tokens are held, and where, depends only on
+the number of tokens. No token is dropped. The state after a prompt equals the state after
+generating the same tokens.
 """
 
 from dataclasses import dataclass
@@ -21,16 +23,16 @@ from pallas_kernels.quantized_attention import PageFormat, Tokens
 from pallas_kernels.quantized_attention.tables import Run
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
 
-LOWERED_GROUPS = 16  # that an iteration of `lower` moves
+LOWERED_GROUPS = 16  # per iteration of `lower`
 
 
 class Groups(NamedTuple):
-    """Groups of prompts.
+    """Groups of tokens of prompts.
 
-    row: [n] int32, the prompt of each.
-    place: [n, 1] int32, of its first token.
-    live: [n, 1] whether it is one.
-    tokens: [n * K, t, …].
+    row: [n] int32, the prompt of each group.
+    place: [n, 1] int32, position of the group's first token in its prompt.
+    live: [n, 1] bool; False for padding.
+    tokens: [n * K, t, …] tokens of each group and KV head.
     """
 
     row: jax.Array
@@ -49,7 +51,7 @@ class Rest:
     group: int
 
     def beyond(self, num_tokens):
-        """Tokens of a sequence that are not in the rest."""
+        """Number of tokens of a sequence outside the rest."""
         return (num_tokens > self.tokens) * (num_tokens - self.tokens)
 
     def split(self, num_tokens) -> tuple:
@@ -67,17 +69,17 @@ class Rest:
         return jnp.broadcast_to(self.place(positions_T)[:, None], ranks_TxK.shape)
 
     def place(self, positions):
-        """Where the rest has its tokens."""
+        """Places in the ring."""
         return positions % self.tokens
 
     def positions(self, num_tokens: int) -> tuple[list[int], list[int]]:
-        """Of a sequence's tokens, by precision and place."""
+        """Positions of a sequence's tokens in each precision, by place."""
         beyond = self.beyond(num_tokens)
         return sorted(range(beyond, num_tokens), key=self.place), list(range(beyond))
 
     def decide(self, found: Found, positions, alpha, kept, budget) -> Decision:
-        """See `Keeper`: a new token takes the place of one in a full rest, which is counted in the
-        lower precision from then on."""
+        """See `Keeper`. In a full rest, a new token replaces the oldest one. The oldest one then
+        counts as a token of the lower precision."""
         positions = jnp.broadcast_to(positions, kept.shape)
         full = positions >= self.tokens
         arrives = jnp.stack([jnp.ones_like(full), full], -1)
@@ -86,8 +88,8 @@ class Rest:
         return Decision(arrives, replaces, at)
 
     def groups(self, lengths_S, starts_S, k_TxKxD, v_TxKxD) -> Groups:
-        """Those of prompts of which a token is beyond the rest; all of their tokens are there.
-        starts: [S] int32, where prompts begin."""
+        """The groups of prompts with a token outside the rest. Prompts are whole, so each group has
+        all of its tokens. starts: [S] int32, index of each prompt's first token."""
         T, K, D = k_TxKxD.shape
         counts = (self.beyond(lengths_S) + self.group - 1) // self.group
         row, number, live = listed(counts, 0, max(1, T // self.group))
@@ -103,8 +105,9 @@ class Rest:
         self, words, tables_RxM, run: Run, formats: tuple[PageFormat, ...], positions_R, begins_R,
         page_R, at_R,
     ):  # fmt: skip
-        """Write the oldest group of each row that `begins` one, at `at` of `page` in the lower
-        precision, before new tokens at `positions` take its places. run: of the rest's pages."""
+        """Quantise the oldest group of each row where `begins` is true, and write it at `at` of
+        `page` in the lower precision. Must run before new tokens at `positions` replace the group.
+        run: columns of the rest's pages in the tables."""
         (highest, low), N, t = formats, len(words), self.group
 
         def body(trip, words):
@@ -113,7 +116,7 @@ class Rest:
             column = run.column(place // highest.tokens)
             source = tables_RxM[row[:, None], column].reshape(-1)
             tokens = highest.read_tokens(words, source, (place % highest.tokens).reshape(-1))
-            # XLA would move this read behind the write, and copy the pool for that.
+            # Without the barrier XLA moves this read behind the write, and copies the pool.
             tokens, words = jax.lax.optimization_barrier((tokens, words))
             groups = jax.tree.map(lambda x: x.reshape(-1, t, *x.shape[1:]), tokens)
             return low.write(words, distinct(page_R[row], live, N), at_R[row], groups)

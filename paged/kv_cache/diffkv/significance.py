@@ -1,4 +1,4 @@
-"""Scores of generated tokens: what attention has given, kept in the pages (DiffKV §4, §5.2)."""
+"""Scores in generation: attention probabilities, summed up in the pages (DiffKV §4, §5.2)."""
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +9,22 @@ from pallas_kernels.quantized_attention import PageFormat
 from pallas_kernels.quantized_attention.tables import Run
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
 
-TOKENS = 2048  # whose scores an iteration updates
+TOKENS = 2048  # per iteration
 
 
 def add_scores(
     rules: Rules, words, tables_RxM, runs, counts_RxI, formats, kept, lse_RxG, positions_R, budget
 ):  # fmt: skip
-    """Add each token's probability to its score, and find who may leave with the next token.
+    """Add each token's probability to its score, and find the tokens that may leave with the next
+    token. A row is a head of a sequence; R rows.
 
-    words: [N, W], the pool. tables: [R, M] of a row's pages, R heads of all sequences, of each
-    precision where `runs` say. counts: [R, I] int32 tokens. kept, lse: what attention gave, by
-    precision [R, M, P, G], or more of these, and [R, G]. positions: [R] int32 of the query. budget:
-    as `rules.recent` has it.
+    words: [N, W], the pool.
+    tables: [R, M] page tables. runs: columns of each precision.
+    counts: [R, I] int32 tokens by precision.
+    kept: logits of attention, for each precision [R, width of its run, P, G] or larger.
+    lse: [R, G] log-sum-exp of attention.
+    positions: [R] int32, position of the query.
+    budget: see `rules.recent`.
 
     Returns (words, Found [R, 1 + I]).
     """
@@ -40,9 +44,9 @@ def _section(
     rules: Rules, words, tables_RxM, run: Run, count_R, format: PageFormat, kept, lse_RxG,
     positions_R, window_R,
 ):  # fmt: skip
-    """(words, and of the highest precision the candidate and the victim, of another the victim,
-    each as (mean [R], place [R])). window: [R] int32 last tokens of the highest precision that
-    stay, None of another."""
+    """One precision of `add_scores`: (words, candidate, victim) in the highest precision, (words,
+    victim) in another one. Tokens are (mean [R], place [R]). window: [R] int32, see `rules.recent`;
+    None in a lower precision."""
     R, N, P = len(count_R), len(words), format.tokens
     pages_R = (count_R + P - 1) // P
     width = max(1, TOKENS // P)
@@ -52,7 +56,7 @@ def _section(
         row, number, live = listed(pages_R, trip, width)
         ids = jnp.where(live, tables_RxM[row, run.column(number)], 0)
         scores, positions = format.read_scores(words, ids)
-        # XLA would move these reads behind the write, and copy the pool for that.
+        # Without the barrier XLA moves these reads behind the write, and copies the pool.
         scores, positions, words = jax.lax.optimization_barrier((scores, positions, words))
         place = number[:, None] * P + jnp.arange(P)
         stored = live[:, None] & (place < count_R[row][:, None])

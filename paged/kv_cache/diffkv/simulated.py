@@ -1,7 +1,7 @@
-"""What a device half would hold and report, where there is no device: it follows from tokens alone.
+"""The simulated device half: pages and reports, computed from token counts alone.
 
-Streaming heads, rests (KIVI), budgets (H2O, SnapKV) and thresholds of 0 (uniform formats) by
-formula; thresholds by a `Recording`, and without one as if every token were significant.
+Streaming heads, the rest (KIVI), budgets (H2O, SnapKV) and thresholds of 0 (uniform formats) follow
+a formula. Other thresholds follow a `Recording`; without one, no token is compressed.
 """
 
 import numpy as np
@@ -14,10 +14,10 @@ from paged.kv_cache.simulated_slots import SimulatedSlots
 
 
 class SimulatedPages(SimulatedSlots):
-    """Counts heads by class: those that keep alike, and last those that stream."""
+    """Counts heads by class. Heads of a class keep alike; the last class is streaming heads."""
 
     def __init__(self, config: CacheConfig, model: ShardedModel, recorded: str = ""):
-        """recorded: a file of `Recording`; empty for none. Raises ValueError if it lacks the
+        """recorded: path of a `Recording`, or "". Raises ValueError if the file lacks the
         thresholds."""
         self._layout, self._options = layout_of(config, model), config.policy_options
         layout, options = self._layout, self._options
@@ -29,7 +29,7 @@ class SimulatedPages(SimulatedSlots):
             if layout.levels != 2:
                 raise ValueError("compression is recorded in two precisions, not with --diffkv_top")
             self._recording = Recording.read(recorded, options)
-        # Of the shard that has the fewest streaming heads.
+        # The shard with the fewest streaming heads.
         streams = np.array(min(layout.streaming.by_shard, key=sum)) if layout.streaming else None
         num_streaming = 0 if streams is None else int(streams.sum())
         of_class = np.array([layout.all_heads - num_streaming])
@@ -54,7 +54,7 @@ class SimulatedPages(SimulatedSlots):
         return kept.reshape(*ends.shape, -1) / self._layout.all_heads
 
     def _all(self, kept: np.ndarray) -> np.ndarray:
-        """[n, I] tokens of all heads together."""
+        """[n, I] tokens, summed over all heads."""
         return np.einsum("c,sci->si", self._heads, kept)
 
     def _changed(self, slots: np.ndarray) -> None:
@@ -62,7 +62,7 @@ class SimulatedPages(SimulatedSlots):
             self._kept[slots] = self._kept_of(self.prompts[slots], self.ends[slots])
 
     def _kept_of(self, prompts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """[n, C, I] tokens of a head of each class, of sequences of `ends` [n] tokens."""
+        """[n, C, I] tokens in a head of each class, for sequences of `ends` [n] tokens."""
         kept = np.zeros((len(ends), *self._kept.shape[1:]), np.int64)
         if self._recording:
             kept[:, :-1] = self._recording.tokens(prompts, ends)
@@ -75,8 +75,8 @@ class SimulatedPages(SimulatedSlots):
 
 
 def kept_by_budget(options: Options, prompts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Tokens [n] that a head keeps of sequences with `prompts` [n] tokens that have grown to `ends`
-    [n]; all of them without a budget. See `compression`."""
+    """[n] tokens that a head keeps of sequences with `prompts` [n] prompt tokens and `ends` [n]
+    tokens in total. Without a budget: all tokens. See `compression`."""
     if not options.budget:
         return ends
 

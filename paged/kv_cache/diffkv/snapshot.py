@@ -1,4 +1,4 @@
-"""Which pages hold what, read from the device: for the memory map and for tests."""
+"""The content of pages, read from the device: for the memory map and for tests."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from paged.kv_cache.diffkv.state import DiffKVCache
 
 @dataclass(frozen=True)
 class Section:
-    """What a head keeps in one precision.
+    """The tokens that a head keeps in one precision.
 
-    pages: their ids.
-    positions, scores: of its tokens; no scores where pages have none.
+    pages: page ids.
+    positions, scores: one entry for each token; no scores if pages store none.
     """
 
     pages: list[int]
@@ -24,10 +24,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Of a shard.
+    """The pages of a shard.
 
-    free: pages in the order of the list.
-    heads: by slot and head (layer * K + KV head), what is kept in each precision, the highest
+    free: free pages, in the order of the free page list.
+    heads: by slot and head (layer * K + KV head), a `Section` for each precision, the highest
         first.
     """
 
@@ -36,7 +36,7 @@ class Snapshot:
 
 
 def snapshot(layout: Layout, cache: DiffKVCache) -> list[Snapshot]:
-    """Of each shard; reads the whole cache."""
+    """The snapshot of each shard. Copies the whole cache to the host."""
     leaves, tree = jax.tree.flatten(cache)
     num_shards = len(cache.pages.start)
     parts = zip(*(np.split(np.asarray(leaf), num_shards) for leaf in leaves))

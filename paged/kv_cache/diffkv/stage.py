@@ -1,10 +1,12 @@
-"""Prompts that come in chunks (vLLM §4.3), though what is kept of them depends on all of their
-queries (DiffKV §4), which attend to all keys as they are.
+"""Chunked prefill (vLLM §4.3) with DiffKV's compression (§4).
 
-A stage holds the keys and values of one prompt's tokens as they are, and the scores that these have
-received so far, until its last chunk is there; only then is it compressed. Chunks end at multiples
-of a tile of queries, so that scores are added in the order of the whole prompt, to the same bits. A
-second prompt that does not end in a step waits until the first one has ended (`PrefillRoom`).
+Which tokens of a prompt are kept depends on all of its queries, and these attend to unquantised
+keys. So a stage holds one prompt's unquantised keys and values, and the scores of its tokens so
+far. The prompt is compressed after its last chunk.
+
+Chunks end at multiples of a tile of queries. So scores are added in the same order as for a whole
+prompt, with the same bits. While a prompt is in the stage, another prompt can only be prefilled if
+it ends in the same step (`PrefillRoom`).
 """
 
 import flax.struct
@@ -17,9 +19,9 @@ from paged.kv_cache.scatter import distinct
 
 @flax.struct.dataclass
 class Stage:
-    """keys, values: [L, n, K, D] of a prompt's tokens by position, n the longest.
-    sums: [L, n, K, G] float32, what queries so far gave to them; by query head where rules want
-        that, and G is 1 otherwise.
+    """keys, values: [L, n, K, D] of a prompt's tokens, by position. n: longest prompt.
+    sums: [L, n, K, G] float32, sums of the tokens' probabilities so far. G: query heads of a KV
+        head if rules sum by query head, else 1.
     """
 
     keys: jax.Array
@@ -28,7 +30,7 @@ class Stage:
 
     @classmethod
     def empty(cls, layout: Layout, dtype, count: tuple[int, ...] = ()) -> "Stage | None":
-        """count: (U,) for arrays [L, U, n, …]. None if prompts come whole, or U is 0."""
+        """count: (U,) for arrays [L, U, n, …]. None without chunked prefill, or if U is 0."""
         if not layout.staged or 0 in count:
             return None
         shape = layout.layers, *count, layout.staged, layout.heads
@@ -36,8 +38,8 @@ class Stage:
         return cls(keys, jnp.zeros_like(keys), jnp.zeros((*shape, layout.staged_scores)))
 
     def exchange(self, pinned: "Stage", source, destination) -> tuple["Stage", "Stage"]:
-        """(stage, pinned prefixes [L, U, n, …]) after a copy from one unit to another: unit 0 is
-        the stage, unit 1 + u prefix u, and what names neither changes nothing."""
+        """(stage, pinned prefixes [L, U, n, …]) after a copy of unit `source` to `destination`.
+        Unit 0 is the stage, unit 1 + u prefix u. Other units change nothing."""
         stage = jax.tree.map(
             lambda x, all_: jnp.where(
                 (destination == 0) & (source > 0), all_.at[:, source - 1].get(mode="clip"), x
@@ -52,10 +54,10 @@ class Stage:
 class Chunks:
     """The prompts of a step as chunks.
 
-    before: [Sp] tokens computed in former steps.
-    totals: [Sp] tokens of the prompts.
-    goes_on: [Sp] bool, whether the row begins in the stage, of one row at most.
-    stays: [Sp] bool, whether it does not end in this step, of one row at most.
+    before: [Sp] tokens of each prompt computed before this step.
+    totals: [Sp] tokens of each prompt.
+    goes_on: [Sp] bool, whether the prompt has tokens in the stage. At most one row.
+    stays: [Sp] bool, whether the prompt does not end in this step. At most one row.
     """
 
     before: jax.Array
@@ -65,7 +67,7 @@ class Chunks:
 
     @classmethod
     def of(cls, ends_S, query_starts, totals_S) -> "Chunks":
-        """ends: [Sp] tokens of each row after the step, 0 for none."""
+        """ends: [Sp] tokens of each row after the step, 0 for an unused row."""
         before = jnp.where(ends_S > 0, ends_S - (query_starts[1:] - query_starts[:-1]), 0)
         return cls(before, totals_S, before > 0, ends_S < totals_S)
 
@@ -77,12 +79,12 @@ class Chunks:
 
 @flax.struct.dataclass
 class Places:
-    """Where the tokens of prompts lie among those of a step.
+    """Places of prompt tokens in a step's token array.
 
-    rows: [T] int32 of tokens, clipped to those of prompts.
-    positions: [T], 0 of tokens that are not live.
-    live: [T] bool, whether a token's prompt ends in this step.
-    starts, ends: [Sp] of prompts.
+    rows: [T] int32, row of each token, clipped to the rows of prompts.
+    positions: [T] position of each token in its prompt; 0 if not live.
+    live: [T] bool, whether the token's prompt ends in this step.
+    starts, ends: [Sp] index of each prompt's first token, and of the end.
     """
 
     rows: jax.Array
@@ -93,7 +95,7 @@ class Places:
 
     @classmethod
     def of_step(cls, inputs) -> "Places":
-        """Of whole prompts."""
+        """The places of a step's own tokens. All of its prompts count as whole."""
         T, R = inputs.num_prefill_tokens, inputs.num_prefill_rows
         rows, starts = inputs.token_rows[:T], inputs.query_starts
         live = rows < R
@@ -103,9 +105,8 @@ class Places:
 
 
 class Staged:
-    """A layer's tokens of a step: those of the stage, [n], and then the step's own, [T]. The chunk
-    of the prompt that goes on is among those of the stage, where its tokens are one after the
-    other."""
+    """A layer's tokens in a step: the stage's tokens [n], then the step's own [T]. A chunk of the
+    staged prompt is written into the stage part, so that the prompt's tokens are consecutive."""
 
     def __init__(self, stage: Stage, layer, k_TxKxD, v_TxKxD, chunks: Chunks, inputs):
         self._layer, self._chunks, self._own = layer, chunks, (k_TxKxD, v_TxKxD)
@@ -114,14 +115,14 @@ class Staged:
         self._n = n
         self._in_stage = step.live & chunks.goes_on[step.rows]
         at = distinct(step.positions, self._in_stage, n)
-        # XLA would move these reads behind the writes, and copy the stage for that.
+        # Without the barrier XLA moves these reads behind the writes, and copies the stage.
         (keys, values, sums), self._stage = jax.lax.optimization_barrier(
             (jax.tree.map(lambda x: x[layer], (stage.keys, stage.values, stage.sums)), stage)
         )
         self._sums = sums
         before = (jnp.arange(n) < jnp.max(chunks.before))[:, None, None]
         self.sums = jnp.concatenate([jnp.where(before, sums, 0), jnp.zeros((T, *sums.shape[1:]))])
-        # What an earlier prompt left behind may not be finite: its weight of 0 would not hide it.
+        # Values of an earlier prompt may not be finite; a weight of 0 would not hide them.
         self.keys, self.values = (
             jnp.concatenate([
                 jnp.where(before, staged, 0).at[at].set(new, mode="drop", unique_indices=True), new
@@ -131,7 +132,7 @@ class Staged:
         self.starts = jnp.where(chunks.goes_on, 0, n + inputs.query_starts[:-1])
 
     def places(self) -> Places:
-        """Of the prompts that end."""
+        """The places of tokens whose prompts end in this step."""
         step, chunks = self._step, self._chunks
         ends_now = ~chunks.stays
         number = jnp.arange(self._n)
@@ -145,8 +146,8 @@ class Staged:
         return Places(rows, jnp.where(live, positions, 0), live, self.starts, self.starts + counts)
 
     def kept(self, sums_UxKxG) -> Stage:
-        """The stage with what the next step needs of the prompt that does not end. sums: with those
-        of this step."""
+        """The stage for the next step, with this step's tokens of the prompt that does not end.
+        sums: the sums after this step."""
         n, step, chunks = self._n, self._step, self._chunks
         stage, layer = self._stage, self._layer
         stays = step.live & chunks.stays[step.rows]

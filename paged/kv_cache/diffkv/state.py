@@ -1,4 +1,4 @@
-"""What DiffKV's device half keeps and plans: pytrees of arrays."""
+"""Cache and step plans of DiffKV's device half: pytrees of arrays."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,18 +21,18 @@ from pallas_kernels.quantized_attention import plan_mixed_decode
 
 @flax.struct.dataclass
 class DiffKVCache:
-    """alpha and budget are data, so that calibration compiles nothing.
+    """alpha and budget are arrays, so that calibration needs no recompilation.
 
     words: [N, W] uint32, the pool of unified pages.
-    pages: who owns them.
+    pages: page tables and the free page list.
     counts: [num_slots, L * K, I] int32 tokens of each head by precision, the highest first.
-    found: [num_slots, L * K, 1 + I], the tokens that may leave with the next one.
+    found: [num_slots, L * K, 1 + I], tokens that may leave with the next token.
     alpha: [1, I] float32, by precision.
     budget: [1] float32.
-    streams: [1, L * K] bool, the heads that stream; None if none does.
-    extremes: [N, C * 2D] of the keys of pages; None if all pages are read.
-    stage: None if prompts come whole.
-    pinned: prefixes as they are in the stage, arrays [L, U, n, …]; None without pins.
+    streams: [1, L * K] bool, whether each head streams; None if no head streams.
+    extremes: [N, C * 2D] key extremes of pages; None if all pages are read.
+    stage: stage of chunked prefill; None without it.
+    pinned: pinned prefixes, as stages with arrays [L, U, n, …]; None without pins.
     """
 
     words: jax.Array
@@ -73,22 +73,22 @@ class DiffKVCache:
 
     @property
     def by_page(self) -> dict[str, jax.Array]:
-        """The arrays that have a part of each page."""
+        """The arrays with page contents, by name."""
         arrays = {"words": self.words, "extremes": self.extremes}
         return {name: array for name, array in arrays.items() if array is not None}
 
     def streams_of(self, heads) -> jax.Array | None:
-        """[...] bool, which of these heads stream; None if none does."""
+        """[...] bool, whether each of `heads` [...] streams; None if no head streams."""
         return None if self.streams is None else self.streams[0, heads]
 
 
 @flax.struct.dataclass
 class PromptPlan:
-    """slots: [Sp], num_slots for a row whose prompt does not end in the step, or that is none.
-    lengths: [Sp] tokens of prompts that end.
-    allocated: [Sp, L * K] pages, until the prompt is compressed.
-    schedule: of kernels, or None.
-    chunks: None if prompts come whole.
+    """slots: [Sp], num_slots for an unused row, or if the row's prompt does not end in the step.
+    lengths: [Sp] tokens of each prompt that ends in the step, else 0.
+    allocated: [Sp, L * K] pages of each head until the prompt is compressed.
+    schedule: schedule of the attention kernel, or None.
+    chunks: None without chunked prefill.
     """
 
     slots: jax.Array
@@ -100,14 +100,13 @@ class PromptPlan:
 
 @flax.struct.dataclass
 class DecodePlan:
-    """slots: [Sd], num_slots where nothing is computed.
-    positions: [Sd].
-    arrives: [Sd, L * K, I] whether a token comes to each precision.
-    replaces: [Sd, L * K, I] whether it takes the place of a token, which goes on down.
-    page, at: [Sd, L * K, I] where it comes to.
-    tables: [Sd, L * K, M] with the new token.
-    counts: [Sd, L * K, I] tokens with the new one, none where nothing is computed.
-    schedules: of kernels, with an axis of layers, or None.
+    """slots: [Sd], num_slots for an unused row.
+    positions: [Sd] position of the new token.
+    arrives, replaces: [Sd, L * K, I], see `Decision`.
+    page, at: [Sd, L * K, I] page and place of the arriving token.
+    tables: [Sd, L * K, M] page tables, with pages for the new token.
+    counts: [Sd, L * K, I] tokens including the new one, 0 for an unused row.
+    schedules: schedules of the attention kernel, with an axis of layers, or None.
     """
 
     slots: jax.Array
@@ -130,9 +129,9 @@ class Plan:
 def plan_prompts(
     layout: Layout, keeps: Keeps, query_heads: int, cache: DiffKVCache, inputs, implementation
 ):
-    """Pages for prompts as if nothing could be compressed (§5.3): (cache, PromptPlan)."""
+    """Allocate the worst case of pages for prompts (§5.3). Returns (cache, PromptPlan)."""
     Sp, S = inputs.num_prefill_rows, len(inputs.lengths)
-    # Only tokens say which rows compute.
+    # `inputs.lengths` is also set in rows that compute nothing: only tokens show which compute.
     ends = jnp.zeros(S, jnp.int32).at[inputs.token_rows].max(inputs.positions + 1, mode="drop")
     lengths, chunks = ends[:Sp], None
     if layout.staged:
@@ -155,7 +154,7 @@ def plan_prompts(
 
 
 def plan_decodes(layout: Layout, keeps: Keeps, cache: DiffKVCache, inputs, implementation):
-    """What heads do with the new token, and pages where they need one: (cache, DecodePlan)."""
+    """Decide where new tokens go, and allocate pages for them. Returns (cache, DecodePlan)."""
     Tp, Sp, S = inputs.num_prefill_tokens, inputs.num_prefill_rows, len(inputs.lengths)
     positions, real = inputs.positions[Tp:], (inputs.token_rows[Tp:] < S)[:, None]
     slots = jnp.where(real[:, 0], inputs.slots[Sp:], layout.num_slots)
@@ -179,7 +178,7 @@ def plan_decodes(layout: Layout, keeps: Keeps, cache: DiffKVCache, inputs, imple
     read = jnp.where(real[..., None], before + grows, 0)
     by_layer = read.reshape(len(slots), layout.layers, layout.heads, layout.levels)
     schedules = None
-    if not layout.reads:  # which each layer chooses by itself
+    if not layout.reads:  # page selection: each layer reads its own pages
         schedules = jax.vmap(
             lambda counts: plan_mixed_decode(counts, layout.formats, implementation=implementation),
             in_axes=1,
@@ -192,8 +191,13 @@ def plan_decodes(layout: Layout, keeps: Keeps, cache: DiffKVCache, inputs, imple
 
 
 def report(layout: Layout, cache: DiffKVCache) -> dict[str, jax.Array]:
-    """free: [1] pages.  held: [num_slots] pages.  needs: [num_slots, J] pages that 1 … J tokens
-    more can take.  kept: [num_slots, I] tokens of all heads by precision."""
+    """The report to the host half:
+
+    free: [1] free pages.
+    held: [num_slots] pages of each slot.
+    needs: [num_slots, J] most pages that 1 … J more tokens take.
+    kept: [num_slots, I] tokens by precision, summed over all heads.
+    """
     pages = cache.pages
     streams = None if cache.streams is None else cache.streams[0]
     needs = layout.needs(cache.counts, pages.held[..., 0], streams)

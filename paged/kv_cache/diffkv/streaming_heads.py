@@ -1,10 +1,10 @@
-"""Streaming heads on device pages: a sink and the last tokens stay, whatever their significance
+"""Streaming heads on device pages: they keep a sink and the last tokens, whatever the scores
 (LServe §3.3, DuoAttention).
 
-All of their tokens are in the highest precision. The last ones lie in a ring behind the sink: a new
-token takes the place of the one that leaves the window. So what such a head holds, and where,
-follows from positions alone. A prompt's queries attend to the whole prompt, as in the other heads;
-the window begins with the first generated token.
+All of their tokens are in the highest precision. The last tokens are a ring behind the sink: a new
+token replaces the token that leaves the window. So the tokens of a streaming head, and their
+places, depend only on positions. Queries of a prompt attend to the whole prompt, as in other heads;
+the window applies from the first generated token on.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from paged.kv_cache.policy import ShardedModel
 @dataclass(frozen=True)
 class StreamingHeads:
     """by_shard: [shards][L * K] whether each head of a shard streams.
-    sink, local: the first and the last tokens that such a head keeps.
+    sink, local: number of first and of last tokens that a streaming head keeps.
     """
 
     by_shard: tuple[tuple[bool, ...], ...]
@@ -39,12 +39,12 @@ class StreamingHeads:
 
     @property
     def fewest(self) -> int:
-        """Streaming heads of the shard that has the fewest."""
+        """Streaming heads of the shard with the fewest of them."""
         return min(sum(heads) for heads in self.by_shard)
 
     @property
     def window(self) -> int:
-        """Tokens that a head keeps at most."""
+        """Most tokens that a streaming head keeps."""
         return self.sink + self.local
 
     def _place(self, positions):
@@ -52,7 +52,7 @@ class StreamingHeads:
         return jnp.where(positions < self.sink, positions, in_ring)
 
     def of_prompts(self, sums_TxK, positions_T, lengths_T, alpha, budget):
-        """See `Keeper`. Which tokens stay follows from their positions."""
+        """See `Keeper`. Decided by positions alone."""
         kept = (positions_T < self.sink) | (positions_T >= lengths_T - self.local)
         kept = jnp.broadcast_to(kept[:, None], sums_TxK.shape)
         return [kept] + [jnp.zeros_like(kept)] * (len(alpha) - 1), sums_TxK

@@ -1,4 +1,4 @@
-"""LServe's policy: streaming heads, pages that dense heads select, and a cache for each of the two.
+"""LServe's policy: streaming heads, page selection in dense heads, and a cache for each head kind.
 
 DuoAttention and Quest are settings of it: configs/duo_attention.flags, configs/quest.flags.
 """
@@ -24,10 +24,12 @@ __all__ = ["LSERVE", "LServeHost", "LServePolicy", "Options", "device"]
 
 
 def capabilities(config: CacheConfig) -> Capabilities:
-    """Output is prefilled again (`recompute_exact`) only without page selection and without sparse
-    prefill: a prefill reads all pages where a generated token had selected some, and with output in
-    it the tiles of a sparse prefill would end elsewhere. For the same reasons prompts that are
-    prefilled sparsely share no prefixes, nor does output from where pages are selected."""
+    """`recompute_exact` is true only without page selection and without sparse prefill. A prefill
+    reads all pages, but a generated token reads selected pages. The tiles of a sparse prefill end
+    elsewhere if generated tokens are prefilled with the prompt.
+
+    For the same reasons, sparsely prefilled prompts and output after the first page selection share
+    no prefixes."""
     options: Options = config.policy_options
     never_selects = max(options.budget, options.sparse_from) >= config.max_model_len
     sparse = minference_pages(config) > 0

@@ -1,9 +1,9 @@
 """Checkpoints: windows of streaming heads at the ends of prefixes, kept for later prompts.
 
-A prompt goes on from a cached prefix where its streaming heads find what its next query reads: the
-sink and the pages before the query's own. A checkpoint keeps these by reference. Its blocks are
-full, or pinned, so nobody writes them again; others go when windows need their memory, those of the
-least recently used checkpoint first.
+A prompt can continue a cached prefix only if streaming heads have the blocks that its next query
+reads: the sink and the local pages before the query's own. A checkpoint references these blocks.
+They are full or pinned, so no sequence writes them again. If windows need memory, unpinned
+checkpoints are evicted, the least recently used first.
 """
 
 from collections import OrderedDict
@@ -17,8 +17,8 @@ CONFIRMED = -1
 
 @dataclass
 class Checkpoint:
-    """blocks: distinct.
-    slot: whose tokens are still to be confirmed, or CONFIRMED.
+    """blocks: distinct blocks, in the order of their pages.
+    slot: the slot whose tokens are not confirmed yet, or CONFIRMED.
     """
 
     blocks: np.ndarray
@@ -27,10 +27,10 @@ class Checkpoint:
 
 @dataclass
 class Ends:
-    """Where a slot's prompt leaves checkpoints.
+    """The prefix ends where a slot's prompt makes checkpoints.
 
-    due: (pages, key) that it has still to reach.
-    kept: keys of checkpoints whose tokens are still to be confirmed.
+    due: (pages, key) of ends that the prompt has not reached.
+    kept: keys of its checkpoints whose tokens are not confirmed yet.
     """
 
     due: list[tuple[int, bytes]]
@@ -38,13 +38,13 @@ class Ends:
 
 
 class Checkpoints:
-    """The cache of a `BlockPool`: it keeps blocks of checkpoints. Keys are those of prefixes.
+    """The cache of a `BlockPool`: blocks of checkpoints. Keys are keys of prefixes.
 
     idle: blocks without owners.
-    pins: [num_blocks] references of pinned checkpoints to each block.
-    num_references: of all pinned checkpoints.
-    num_pinned: blocks that have some.
-    ends: of slots whose prompts are to leave checkpoints.
+    pins: [num_blocks] number of pinned checkpoints that reference each block.
+    num_references: references of all pinned checkpoints.
+    num_pinned: distinct blocks of pinned checkpoints.
+    ends: by slot, the prefix ends where its prompt makes checkpoints.
     """
 
     def __init__(self, num_blocks: int):
@@ -53,7 +53,7 @@ class Checkpoints:
         self.num_references = self.num_pinned = 0
         self._pinned: dict[bytes, np.ndarray] = {}
         self._cached: OrderedDict[bytes, Checkpoint] = OrderedDict()  # least recently used first
-        self._references = np.zeros(num_blocks, np.int64)  # of those
+        self._references = np.zeros(num_blocks, np.int64)  # of cached checkpoints to each block
         self._orphans: list[int] = []  # idle blocks of no checkpoint
         self.ends: dict[int, Ends] = {}
 
@@ -62,12 +62,12 @@ class Checkpoints:
 
     @property
     def cached_blocks(self) -> np.ndarray:
-        """Blocks that checkpoints keep and nobody owns."""
+        """Blocks that only checkpoints reference."""
         idle = np.fromiter(self.idle, np.int64)
         return idle[self._references[idle] > 0]
 
     def has(self, key: bytes) -> bool:
-        """Whether a sequence can go on from the prefix."""
+        """Whether a sequence can continue the prefix: its checkpoint is pinned or confirmed."""
         cached = self._cached.get(key)
         return key in self._pinned or (cached is not None and cached.slot == CONFIRMED)
 
@@ -79,14 +79,14 @@ class Checkpoints:
         return self._cached[key].blocks
 
     def begin(self, slot: int, ends: Iterable[tuple[int, bytes]]) -> None:
-        """A prompt begins that is to leave checkpoints at these (pages, key), where there are
-        none."""
+        """The prompt of `slot` begins. It will make checkpoints at `ends` (pages, key), unless they
+        exist."""
         due = [(pages, key) for pages, key in ends if not self.has(key)]
         if due:
             self.ends[slot] = Ends(due)
 
     def due(self, slot: int, num_pages: int) -> list[tuple[int, bytes]]:
-        """Where to leave a checkpoint once `num_pages` of a slot are full."""
+        """Ends (pages, key) newly reached by a slot with `num_pages` full pages."""
         ends = self.ends.get(slot)
         if ends is None:
             return []
@@ -95,27 +95,27 @@ class Checkpoints:
         return reached
 
     def keep(self, slot: int, key: bytes, blocks: np.ndarray) -> None:
-        """A checkpoint of blocks that `slot` owns, unless another slot has left one there."""
+        """Make a checkpoint of blocks that `slot` owns, unless the key has one."""
         if key not in self._cached:
             self._cached[key] = Checkpoint(blocks, slot)
             self._references[blocks] += 1
             self.ends[slot].kept.append(key)
 
     def confirm(self, slot: int) -> None:
-        """The prompt of `slot` is computed, so its checkpoints can be found."""
+        """The prompt of `slot` is computed: other sequences may use its checkpoints."""
         for checkpoint in self._of(slot):
             self._cached[checkpoint].slot = CONFIRMED
         self.ends.pop(slot, None)
 
     def leave(self, slot: int) -> None:
-        """The slot's owner leaves, and with it what was not confirmed."""
+        """The slot's sequence leaves: drop its unconfirmed checkpoints."""
         for key in self._of(slot):
             self._forget(key)
         self.ends.pop(slot, None)
 
     def _of(self, slot: int) -> list[bytes]:
-        """The unconfirmed checkpoints of a slot; others may have been evicted, and left again by
-        another slot."""
+        """Keys of the slot's unconfirmed checkpoints. A kept key may have been evicted, and made
+        again by another slot."""
         kept = self.ends[slot].kept if slot in self.ends else []
         return [key for key in kept if key in self._cached and self._cached[key].slot == slot]
 
@@ -133,7 +133,7 @@ class Checkpoints:
         return block
 
     def pin(self, key: bytes, blocks: np.ndarray) -> bool:
-        """Whether the checkpoint is a new one, of which the caller makes the pin an owner."""
+        """Pin a checkpoint. Returns whether it is new: the caller must then share its blocks."""
         if key in self._pinned:
             return False
         self._pinned[key] = blocks
@@ -143,8 +143,8 @@ class Checkpoints:
         return True
 
     def check(self) -> None:
-        """Assert that references are those that are counted, and that every idle block is
-        somebody's or is known to be nobody's."""
+        """Assert that reference counts are right, and that every idle block belongs to a checkpoint
+        or is listed as an orphan."""
         references = np.zeros_like(self._references)
         for checkpoint in self._cached.values():
             references[checkpoint.blocks] += 1

@@ -1,16 +1,16 @@
-"""Device half of LServe's policy: streaming heads read their window, dense heads what they select.
+"""Device half of LServe's policy: streaming heads read their window, dense heads selected pages.
 
-Heads are in the order of `head_order`, the dense ones of a layer first. Attention is that of the
-ops over pages, with shorter tables: a table for each page of queries in prefill, and in decode one
-for each row and head, so that short ones do not wait for long ones.
+Heads are in the order of `head_order`: in each layer the dense heads come first. The paged
+attention ops get shorter page tables: in prefill one for each page of queries, in decode one for
+each row and head, so that short tables do not wait for long ones.
 
-Where keys and values are quantised, every query reads what is stored, also one of a prompt: so its
-tokens do not depend on how the load cut the prompt into chunks. (QServe, on which the authors
-build, has no chunks, and a prompt attends to itself unquantised.) Statistics are of unquantised
-keys, as the authors' are.
+If keys and values are quantised, every query reads the quantised ones, in prompts too. So output
+does not depend on how the load splits a prompt into chunks. (QServe, the base of the authors' code,
+has no chunks: a prompt attends to itself unquantised.) Statistics are of unquantised keys, as in
+the authors' code.
 
-A window of the model's is one more mask: in a layer that has one, streaming heads read what of sink
-and window is within it, and dense heads all of it, without a selection.
+A sliding window of the model is one more mask. In layers with one, streaming heads read the part of
+sink and window inside it, and dense heads read all of it, without page selection.
 """
 
 from dataclasses import dataclass, field, replace
@@ -48,16 +48,16 @@ from pallas_kernels.quantization import QuantizedPages
 
 @flax.struct.dataclass
 class LServeCache:
-    """k_pages, v_pages: [N, P, D], pages of dense heads and then of streaming heads; quantised if
-        the layout has a format.
+    """k_pages, v_pages: [N, P, D], pages of dense heads, then of streaming heads; quantised if the
+        layout has a format.
     page_base: [L, K] int32, the page of block 0 of each head.
-    num_dense: [L] int32.
-    selected_at: [num_slots] int32, the position whose query selected.
-    statistics: [N_dense, C * 2D] of the keys of dense heads; None if no row can select.
-    selected: [num_slots, L, K', B - 1] int32 logical pages, the newest one aside, by heads or query
-        heads; None if no row can select.
-    numbers: [L, J] int32, each selecting head's number in the whole model, which seeds its random
-        pages, so that they do not depend on the number of shards; None if keys select.
+    num_dense: [L] int32 dense heads of each layer.
+    selected_at: [num_slots] int32 position of the query that selected last, or `NEVER`.
+    statistics: [N_dense, C * 2D] key extremes of dense heads' pages; None if no row can select.
+    selected: [num_slots, L, J, B - 1] int32 selected logical pages without the newest page, by KV
+        head or query head; None if no row can select.
+    numbers: [L, J] int32 number of each selecting head in the whole model. It seeds random
+        selection, so that pages do not depend on the number of shards. None if keys select.
     """
 
     k_pages: Any
@@ -73,12 +73,12 @@ class LServeCache:
 @dataclass(frozen=True)
 class LServePolicy(BlockDevice):
     """numbers: [shards][L][J], as in `LServeCache`; empty if keys select.
-    attention: of the model.
-    bases: [shards][L][K], page of block 0.
-    kv_dtype: of the pages, if it is not the compute dtype.
-    implementation: of the attention ops.
-    shared: the shards that have the same KV head.
-    select_together: the shards that select the same pages.
+    attention: the model's attention.
+    kv_dtype: dtype of the pages; None for the compute dtype.
+    implementation: implementation of the attention ops.
+    shared: groups of shards with the same KV head.
+    select_together: groups of shards that select the same pages.
+    bases: [shards][L][K], the page of block 0 of each head.
     """
 
     layout: Layout
@@ -134,28 +134,28 @@ class LServePolicy(BlockDevice):
 
     @property
     def _heads(self) -> jax.Array:
-        """[J], the KV head of each that selects by itself."""
+        """[J] KV head of each selecting head."""
         J = self.layout.selectors
         return jnp.arange(J) * self.layout.heads // J
 
     @property
     def _kinds(self) -> list[Kind]:
-        """Of each layer."""
+        """The `Kind` of each layer."""
         selects, first = self.layout.selects, self.layout.dense_layers
         windows = enumerate(self.attention.windows)
         return [(selects and layer >= first and not window, window) for layer, window in windows]
 
     @property
     def _prefill(self) -> str | None:
-        """The implementation of prefill. Its kernels read no quantised pages, and plans are made
-        for kernels."""
+        """The implementation of prefill. Its kernels cannot read quantised pages: the default is
+        then "xla". Plans must be made for the same implementation."""
         quantised = self.layout.format is not None and self.implementation is None
         return "xla" if quantised else self.implementation
 
     @property
     def _selection(self) -> str | None:
-        """The implementation of the selection of pages. Its kernel cannot run all options, so none
-        is named unless attention is to run without kernels."""
+        """The implementation of page selection. Its kernel does not support all options, so only
+        implementations without kernels are passed on."""
         return self.implementation if self.implementation in ("reference", "xla") else None
 
     def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: LServeCache, plan, inputs):
@@ -201,7 +201,7 @@ class LServePolicy(BlockDevice):
         return jnp.concatenate(outs).astype(compute_dtype), cache
 
     def _decode(self, window, layer, q_SxHxD, cache: LServeCache, plan: DecodePlan, tables_SxM):
-        """(attention [Sd, H, D], `cache.selected`), each row's heads as rows of one KV head."""
+        """(attention [Sd, H, D], `cache.selected`). A row's heads become rows of one KV head."""
         layout, P, J = self.layout, self.layout.page_size, self.layout.selectors
         S, H, D = q_SxHxD.shape
         M = layout.max_pages

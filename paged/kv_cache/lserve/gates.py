@@ -1,8 +1,8 @@
 """Which KV heads stream: gates of a model's heads, cut at a quantile (LServe §3.3, DuoAttention).
 
-A gate is in [0, 1]; values near 1 are of retrieval heads, which stay dense. DuoAttention publishes
-gates as `full_attention_heads.tsv`, a line a layer. Ours are JSON, beside the model that they were
-made for: {"weights_sha256": HASH, "gates": [[...], ...]}.
+A gate is in [0, 1]. Retrieval heads have gates near 1 and stay dense. DuoAttention publishes gates
+as `full_attention_heads.tsv`, a line a layer. Our gates are JSON files beside their model:
+{"weights_sha256": HASH, "gates": [[...], ...]}.
 """
 
 import io
@@ -18,13 +18,13 @@ from paged.checks import described, is_real, shown
 from paged.kv_cache.made_for import made_for, read
 
 Gates = tuple[tuple[float, ...], ...]  # [L][K]
-PAPERS_SHARE = 0.5  # of the KV heads that stream
-ROUNDING = 0.01  # most error of a gate near 1 that was stored in bfloat16
+PAPERS_SHARE = 0.5  # streaming heads / all KV heads
+ROUNDING = 0.01  # largest bfloat16 error of a gate near 1
 
 
 def checked_gates(gates) -> Gates:
     """The gates as tuples, which compare and hash by value. gates: rows of numbers, or an array.
-    Raises ValueError unless all rows have equally many numbers, from 0 to 1."""
+    Raises ValueError unless all rows have the same length and all numbers are from 0 to 1."""
     try:
         rows = [list(row) if not isinstance(row, str | dict) else [row] for row in gates]
     except TypeError:
@@ -42,9 +42,9 @@ def checked_gates(gates) -> Gates:
 
 
 def read_gates(path: str, weights_hash: Callable[[], str]) -> Gates:
-    """The gates in a file. weights_hash: gives the SHA-256 of the weights that they are to serve.
+    """The gates in a file. weights_hash: returns the SHA-256 of the served weights.
 
-    Raises ValueError, naming the file, if it holds no gates, or those of other weights.
+    Raises ValueError, with the path, if the file has no gates, or is JSON for other weights.
     """
     if not path.lower().endswith(".json"):
         return read(path, lambda text: checked_gates(_table(text)))
@@ -54,19 +54,18 @@ def read_gates(path: str, weights_hash: Callable[[], str]) -> Gates:
 
 
 def _table(text: str) -> list[list[float]]:
-    """The numbers [L, K] of a tab-separated file, without comments. Trained gates may lie beyond
-    [0, 1] by a rounding: these are clipped, as DuoAttention does when it loads them. Others stay,
-    and are refused later."""
+    """The numbers [L, K] of a tab-separated file, without comments. Trained gates outside [0, 1] by
+    a rounding error are clipped, as in DuoAttention's loader. `checked_gates` rejects others."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # loadtxt's, of an empty file
+        warnings.simplefilter("ignore", UserWarning)  # of loadtxt, for an empty file
         gates = np.loadtxt(io.StringIO(text), ndmin=2)
     clipped = np.clip(gates, 0, 1)
     return np.where(np.abs(gates - clipped) <= ROUNDING, clipped, gates).tolist()
 
 
 def streaming_heads(gates: Gates, share: float) -> np.ndarray:
-    """[L, K] bool: the `share` of all heads with the lowest gates, rounded; of equal gates those of
-    lower layers, and of lower heads, come first."""
+    """[L, K] bool: the `share` of all heads, rounded, with the lowest gates. Of equal gates, lower
+    layers and then lower heads come first."""
     flat = np.array(gates).reshape(-1)
     count = int(share * len(flat) + 0.5)
     streams = np.zeros(len(flat), bool)
@@ -78,7 +77,7 @@ def streaming_heads(gates: Gates, share: float) -> np.ndarray:
 class GatedOptions:
     """Options of a policy whose heads may stream.
 
-    Raises ValueError for gates that are none, and for a share of streaming heads without gates.
+    Raises ValueError for invalid gates, and for a share of streaming heads without gates.
     """
 
     streaming_share: float | None = described(
@@ -96,7 +95,7 @@ class GatedOptions:
     )
 
     def __post_init__(self):
-        # A log restores a list; an array has no truth value.
+        # An event log restores a list; an array has no truth value.
         given = not isinstance(self.gates, tuple | list) or len(self.gates) > 0
         object.__setattr__(self, "gates", checked_gates(self.gates) if given else ())
         if given and self.streaming_share is None:
@@ -108,13 +107,13 @@ class GatedOptions:
             )
 
     def streams(self, model: ModelConfig) -> np.ndarray:
-        """[L, K] bool: which KV heads of the whole model stream."""
+        """[L, K] bool: whether each KV head of the whole model streams."""
         if not self.gates:
             return np.zeros((model.num_layers, model.num_kv_heads), bool)
         return streaming_heads(self.gates, self.streaming_share or 0)
 
     def check_gates(self, model: ModelConfig) -> None:
-        """Raises ValueError for gates of another model's shape."""
+        """Raises ValueError if the gates are not [L, K] of the model."""
         shape = model.num_layers, model.num_kv_heads
         if self.gates and (len(self.gates), len(self.gates[0])) != shape:
             raise ValueError(
@@ -124,16 +123,16 @@ class GatedOptions:
 
 
 def by_shard(of_heads: np.ndarray, num_shards: int) -> list[np.ndarray]:
-    """What each shard has of [L, K] by KV head, or of [L, H]. With more shards than heads, several
-    have the same."""
+    """Each shard's part of [L, K] by KV head, or of [L, H]. With more shards than heads, several
+    shards have the same part."""
     groups = np.split(of_heads, min(num_shards, of_heads.shape[1]), axis=1)
     return [group for group in groups for _ in range(num_shards // len(groups))]
 
 
 def dense_first(streams: np.ndarray, num_groups: int) -> np.ndarray:
-    """[L, K], the head at each place: in each layer `num_groups` runs of K / num_groups heads, a
-    shard's each, with the dense heads of a run first. A layer's dense heads are dealt out evenly,
-    and the odd ones of all layers too."""
+    """[L, K], the head at each place. Each layer has `num_groups` runs of K / num_groups heads, one
+    for each shard, dense heads first. A layer's dense heads are spread evenly over the runs; the
+    remainders of all layers, too."""
     L, K = streams.shape
     size, order, next_odd = K // num_groups, np.empty((L, K), int), 0
     for layer in range(L):

@@ -1,7 +1,7 @@
 """Host half of LServe's policy: the two-way paged KV cache (§3.2), a pool for each kind of head.
 
-The dense pool is the dense policy's own, with another unit, and the streaming pool has windows.
-Besides, sequences have state on the device under their slots: the pages that they have selected.
+The dense policy's host half manages the dense pool; a block is a page in each dense head. The
+streaming pool holds windows. Sequences also have slot state on the device: their selected pages.
 """
 
 import itertools
@@ -22,16 +22,19 @@ from paged.requests.sequence import Sequence
 
 
 class Swapped(NamedTuple):
-    """Sequences in the host's memory: what each manager's `swap_out` returned, and the keys of
-    their slots' states."""
+    """Sequences in the host's memory.
+
+    parts: results of each manager's `swap_out`.
+    keys: keys of the sequences' slot states.
+    """
 
     parts: list[Any]
     keys: list[int]
 
 
 def pools_of(config: CacheConfig, layout: Layout) -> tuple[Pool, ...]:
-    """Recomputation replays output token by token, so sequences are swapped instead: the host's
-    memory has room for all slots at their longest."""
+    """The pools of both kinds of heads. Recompute replays output token by token, so sequences are
+    swapped instead: the host's memory has room for all slots at their longest."""
     sizes = layout.num_blocks, layout.unit_bytes
     longest = layout.max_pages, layout.sink + layout.local + 1
     return tuple(
@@ -62,10 +65,10 @@ def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
 
 
 class LServeHost(HostPolicy):
-    """Coordinates the managers of the two pools, and moves the state of slots with their sequences.
+    """Coordinates the managers of the two pools, and moves slot states with their sequences.
 
-    dense, streaming: managers; no streaming one if no head streams.
-    parts: of both.
+    dense, streaming: managers of the two pools; `streaming` is None if no head streams.
+    parts: the managers.
     """
 
     def __init__(self, config: CacheConfig, model: ShardedModel):
@@ -99,14 +102,14 @@ class LServeHost(HostPolicy):
         return self.dense.admit(slot, sequence)
 
     def _can_resume(self, end: bytes) -> bool:
-        """See `Prefixes`. Dense heads need nothing else."""
+        """See `Prefixes`. Dense heads need no other state."""
         return self.streaming is None or self.streaming.can_resume(end)
 
     def _resume(
         self, slot: int, sequence: Sequence, prefixes: Prefixes, streaming: StreamingHost
     ) -> None:
-        """Take the window at the end of a cached prefix. The prompt is to leave checkpoints at its
-        own end, and where it parts from another one that left none there."""
+        """Share the window at the end of the cached prefix. The prompt will make checkpoints at its
+        own end, and at the end of its cached blocks if there is none."""
         found = prefixes.find(sequence)
         if found.num_tokens:
             streaming.adopt(slot, found.num_tokens, found.end)
@@ -117,8 +120,8 @@ class LServeHost(HostPolicy):
             streaming.begin(slot, [(end, links[end - 1][0]) for end in full])
 
     def confirm(self, slots: np.ndarray, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
-        """Others may share what was prefilled, and what was decoded where nothing is selected; of
-        sparsely prefilled prompts nothing."""
+        """Other sequences may share prefilled tokens, and tokens decoded without page selection,
+        but no tokens of sparsely prefilled prompts."""
         prompts, layout = self._prompt_length[slots], self.layout
         if layout.selects:
             all_read = np.maximum(prompts, layout.all_below * layout.page_size)
@@ -152,8 +155,8 @@ class LServeHost(HostPolicy):
             part.advance(number, slots, starts, ends)
 
     def decode_steps(self, number: int, slots, num_tokens, most: int) -> list[Usage]:
-        """See `paged.decode_runs.SteadyHost`. Pages that a window frees admit no request: admission
-        reserves whole windows."""
+        """See `paged.decode_runs.SteadyHost`. A page freed by a window makes no room for requests:
+        admission reserves whole windows."""
         if self.streaming is None:
             return self.dense.decode_steps(number, slots, num_tokens, most)
         usages = []
@@ -204,7 +207,7 @@ class LServeHost(HostPolicy):
 
     def take_moves(self) -> Moves:
         moves = super().take_moves()
-        for part in self.parts:  # of pools of their own
+        for part in self.parts:  # each part has its own pools
             of_part = part.take_moves()
             moves.exports |= of_part.exports
             moves.imports |= of_part.imports
@@ -229,7 +232,7 @@ class LServeHost(HostPolicy):
         return {name: owners for part in self.parts for name, owners in part.owners().items()}
 
     def gauges(self, report, slots, contexts) -> dict[str, float]:
-        """selected_tokens: that a query of a dense head reads (§3.4)."""
+        """selected_tokens: tokens that a query of a dense head reads, summed over slots (§3.4)."""
         options = self._options
         sparse = contexts >= options.sparse_from
         selected = np.where(sparse, np.minimum(contexts, options.budget), contexts)

@@ -1,8 +1,8 @@
-"""What both halves of LServe's policy know of memory: units of its pools, and where pages lie.
+"""Memory of LServe's policy, for both halves: units of its pools, and places of pages.
 
-A block of the dense pool is a page in each dense head of each layer, and one of the streaming pool
-a page in each streaming head. All pages of a shard are one array: those of the dense pool, by layer
-and head, and then those of the streaming pool. page = base of (layer, head) + block.
+A block of the dense pool is a page in each dense head of each layer. A block of the streaming pool
+is a page in each streaming head. All pages of a shard are in one array: first the dense pool, by
+layer and head, then the streaming pool. page = base of (layer, head) + block.
 """
 
 import functools
@@ -24,28 +24,28 @@ DENSE, STREAMING = "dense", "streaming"
 
 @dataclass(frozen=True)
 class Layout:
-    """Counts are of pages or blocks; page_size, reuse, logical, minference_from and minference_tile
-    are counts of tokens.
+    """page_size, reuse, logical, minference_from and minference_tile count tokens. Other counts are
+    of pages or blocks.
 
-    num_dense: dense heads by shard and layer; they come first.
-    sink, local: as `streaming_blocks` takes them.
-    selected: pages that a query of a dense head reads.
-    all_below: rows of so many pages read all of them.
-    window: most blocks that a sequence's streaming heads hold between steps.
-    chunks: blocks that the chunks of a step need beyond the windows.
-    quota: blocks that are set aside for checkpoints of prefixes.
-    ring: places of a slot's table for the blocks after the sink.
-    format: of quantised keys and of quantised values.
-    num_blocks: of the two pools, with the null block; 0 if no head is of the kind.
+    num_dense: dense heads by shard and layer. They come first in their layer.
+    sink, local: see `streaming_blocks`.
+    selected: pages that a query of a dense head reads with page selection.
+    all_below: most pages of a row that reads all of its pages.
+    window: most blocks of a sequence's streaming heads between steps.
+    chunks: further blocks for the chunks of a step.
+    quota: blocks reserved for checkpoints of prefixes.
+    ring: columns of a slot's table for the blocks after the sink.
+    format: format of quantised keys and values; None if unquantised.
+    num_blocks: blocks of the two pools, with the null block; 0 if there is no head of the kind.
     attention: the shard's heads, for `work`.
-    kv_itemsize: bytes of a number of unquantised keys and of statistics.
-    selectors: heads that select by themselves.
-    dense_layers: number of first layers in which no head selects.
-    windows: of `Attention`, by layer.
+    kv_itemsize: bytes of an element of unquantised keys and of statistics.
+    selectors: J, heads of a shard with a page selection of their own.
+    dense_layers: number of first layers without page selection.
+    windows: `Attention.windows`, by layer.
     minference: pages of keys that a page of queries of a dense head reads in sparse prefill; 0 if
         it reads all.
-    minference_from: length from which a prompt is prefilled sparsely.
-    minference_tile: tokens of such a prompt that share an estimate.
+    minference_from: shortest prompt that is prefilled sparsely.
+    minference_tile: tokens of a sparsely prefilled prompt that share an estimate.
     """
 
     page_size: int
@@ -81,13 +81,13 @@ class Layout:
 
     @property
     def max_heads(self) -> tuple[int, int]:
-        """Dense and streaming heads of all layers together, of the shard that has most of them."""
+        """Most dense and most streaming heads of a shard, summed over layers."""
         dense = [sum(layers) for layers in self.num_dense]
         return max(dense), len(self.num_dense[0]) * self.heads - min(dense)
 
     @property
     def dense_counts(self) -> list[int]:
-        """The numbers of dense heads that layers have."""
+        """The distinct numbers of dense heads in a layer, ascending."""
         return sorted({count for layers in self.num_dense for count in layers})
 
     @property
@@ -96,21 +96,21 @@ class Layout:
 
     @property
     def dense_pages(self) -> int:
-        """Of a shard: the place of the first page of a streaming head."""
+        """Pages of a shard's dense pool: the first page of streaming heads."""
         return self.max_heads[0] * self.num_blocks[0]
 
     @property
     def num_pages(self) -> int:
-        """N, of a shard."""
+        """N, pages of a shard."""
         return self.dense_pages + self.max_heads[1] * self.num_blocks[1]
 
     @property
     def table_width(self) -> int:
-        """Blocks of dense heads, of the sink and of the ring, and the tokens at admission."""
+        """Columns of dense blocks, sink and ring, and one for the prompt length."""
         return self.max_pages + (self.sink + self.ring if self.streams else 0) + 1
 
     def column(self, page):
-        """Where a table has a page of streaming heads, an int or an array."""
+        """The column of logical page `page` in a table of streaming heads. page: int or array."""
         where: Any = jnp.where if isinstance(page, jnp.ndarray) else np.where
         return where(page < self.sink, page, self.sink + (page - self.sink) % self.ring)
 
@@ -126,24 +126,24 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's keys and values in one head."""
+        """Bytes of a token's key and value in one head."""
         return 2 * (self.format.token_bytes if self.format else self.attention.D * self.kv_itemsize)
 
     @property
     def page_bytes(self) -> tuple[int, int]:
-        """Of a page of a dense head, with statistics if rows select, and of a streaming head."""
+        """Bytes of a page of a dense head, with statistics, and of a streaming head."""
         P, of_extremes = self.page_size, 2 * self.attention.D * self.kv_itemsize
         statistics = P // self.logical * of_extremes if self.selects else 0
         return P * self.token_bytes + statistics, P * self.token_bytes
 
     @property
     def swap_copies(self) -> int:
-        """None of a unit alone: see `paged.kv_cache.work.Layout`."""
+        """Units are gathered first: see `paged.kv_cache.work.Layout`."""
         return 0
 
     @property
     def unit_bytes(self) -> tuple[int, int]:
-        """Of a block of each pool, on all shards."""
+        """Bytes of a block of each pool, on all shards."""
         shards = len(self.num_dense)
         dense, streaming = (
             shards * heads * page for heads, page in zip(self.max_heads, self.page_bytes)
@@ -162,13 +162,13 @@ class Layout:
         return pages * dense + window * streaming, np.stack([kept, np.zeros_like(kept)], -1)
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, kept=None) -> Work:
-        """See `paged.kv_cache.work.Layout`. Work of the shard with the most dense heads. A new
-        owner's first selection counts only if its position is one that selects anyway."""
+        """See `paged.kv_cache.work.Layout`. Work of the shard with the most dense heads. Selections
+        count only at multiples of `reuse`, so a sequence's first selection may be missing."""
         heads, P, C, L = self.attention, self.page_size, self.logical, len(self.windows)
         G, decodes, prefills = heads.H // heads.K, new_tokens == 1, new_tokens > 1
         before, position = contexts - new_tokens, contexts - 1
         by_layer = max(self.num_dense, key=sum)
-        # Dense and streaming heads of layers that are alike, and selecting ones: means over layers.
+        # (selects, window) -> dense and streaming heads of such layers, as means over all layers.
         alike: dict[tuple[bool, int | None], list[float]] = {}
         for layer, (count, window) in enumerate(zip(by_layer, self.windows, strict=True)):
             of_kind = alike.setdefault((layer >= self.dense_layers, window), [0.0, 0.0])
@@ -231,10 +231,10 @@ class Layout:
 def _streamed_up_to(
     P: int, sink: int, local: int, max_pages: int, window: int | None
 ) -> np.ndarray:
-    """[max_pages * P + 1] pairs as of `Layout._streamed`: a query sees the sink pages, the local
-    pages, and its own page up to itself, as far as they are within the window."""
+    """[max_pages * P + 1] pairs of `Layout._streamed`. A query sees the sink pages, the local
+    pages, and its own page up to itself; of these only tokens in the sliding window."""
     position = np.arange(max_pages * P)
-    near = np.minimum(position, local * P + position % P)  # tokens before it, of those pages
+    near = np.minimum(position, local * P + position % P)  # earlier ones
     sinks = np.minimum(sink * P, position - near)
     if window is not None:
         sinks = np.clip(sinks - (position + 1 - window).clip(0), 0, None)
@@ -243,19 +243,19 @@ def _streamed_up_to(
 
 
 def order_of(streams: np.ndarray, num_shards: int) -> np.ndarray:
-    """[L, K], the heads as shards have them. With more shards than heads, several have the same."""
+    """[L, K] heads in shard order. With more shards than heads, several share a head."""
     return dense_first(streams, min(num_shards, streams.shape[1]))
 
 
 def selectors(options: Options, model: ShardedModel) -> int:
-    """Heads of a shard that select by themselves."""
+    """J, heads of a shard with a page selection of their own."""
     shard = model.shard
     return shard.num_kv_heads if options.select_per == "kv_head" else shard.num_heads
 
 
 def selector_numbers(options: Options, model: ShardedModel) -> np.ndarray:
-    """[shards, L, J] int32: the number in the whole model of each selecting KV head of a shard, or
-    of each query head if these select."""
+    """[shards, L, J] int32 number in the whole model of each selecting head of a shard: KV heads,
+    or query heads if these select."""
     order = order_of(options.streams(model.whole), model.num_shards)
     if options.select_per == "query_head":
         G = model.whole.num_heads // model.whole.num_kv_heads
@@ -264,7 +264,7 @@ def selector_numbers(options: Options, model: ShardedModel) -> np.ndarray:
 
 
 def state_bytes(layout: Layout, options: Options) -> int:
-    """Of a shard: all that does not lie in pages."""
+    """Bytes of a shard's arrays without pages."""
     L, selectors = len(layout.windows), layout.selectors * layout.selects
     selections = L * selectors * (layout.selected - 1)
     numbers = L * selectors * (options.selection == "random")
@@ -278,19 +278,19 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     streams = np.take_along_axis(streams, order_of(streams, shards), axis=1)
     num_dense = [tuple(dense.sum(1).tolist()) for dense in by_shard(~streams, shards)]
 
-    # What exceeds the longest sequence counts as that: it fills no tables, and fits an int32.
+    # Clip counts to the longest sequence: tables need no more, and counts fit an int32.
     max_pages = _max_pages(config)
     sink = min(options.sink // P, max_pages)
     local = min(options.local // P, max_pages - sink)
-    # Tokens of several iterations may begin a page each.
+    # The iterations of a multi-step may begin several pages.
     window = min(max_pages, sink + local + 1 + -(-(config.multi_step - 1) // P))
     rows, tokens = config.max_prefills_per_step, config.max_num_batched_tokens
     longest = max(tokens, config.multi_step)
     selected = min(max_pages, max(MIN_SELECTED, options.budget // P))
-    # A context that the budget holds is read whole, also where it ends within a page.
+    # A context within the budget is read whole, even if it ends within a page.
     read_whole = -(-max(options.budget, options.sparse_from) // P)
     quantised = options.kv_bits != UNQUANTISED
-    # Layers with a window read it whole.
+    # Layers with a sliding window read all of it.
     windows = model.shard.attention.within(config.max_model_len).windows
     sparse = None in windows
     layout = Layout(
@@ -318,7 +318,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
 
 
 def _checkpoints(config: CacheConfig) -> int:
-    """Whole windows for which there is room beside those of running sequences."""
+    """Windows reserved for checkpoints, beside the windows of running sequences."""
     most = config.policy_options.checkpoints
     if not config.prefix_caching:
         return 0
@@ -333,7 +333,7 @@ def minference_pages(config: CacheConfig) -> int:
 
 
 def minference_tile(config: CacheConfig) -> int:
-    """Tokens that share an estimate, no more than any prompt has."""
+    """Tokens that share an estimate, at most the longest prompt in whole pages."""
     return min(config.policy_options.minference_tile, _max_pages(config) * config.page_size)
 
 
@@ -343,9 +343,9 @@ def _max_pages(config: CacheConfig) -> int:
 
 
 def _blocks(layout: Layout, config: CacheConfig, model: ShardedModel) -> tuple[int, int]:
-    """Blocks of the two pools: windows for all slots, and then for checkpoints, as far as half of
-    the memory holds them. They are short, and without one no sequence can run; all else is for
-    dense heads."""
+    """Blocks of the two pools. The streaming pool has windows for all slots, then for checkpoints,
+    in at most half of the memory, but at least one window and the chunks of a step: without them
+    no sequence can run. The dense pool has the rest."""
     dense, streaming = (size // model.num_shards for size in layout.unit_bytes)
     room = config.kv_cache_tokens * model.kv_token_bytes(config.kv_dtype) // model.num_shards
     room = max(0, room - state_bytes(layout, config.policy_options))

@@ -1,4 +1,4 @@
-"""The options of LServe's policy, and what it refuses."""
+"""The options of LServe's policy, and their checks."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,16 +10,16 @@ from paged.kv_cache.lserve.gates import GatedOptions
 from paged.kv_cache.policy import CacheConfig
 from pallas_kernels.quantization import KVFormat
 
-UNQUANTISED = 16  # kv_bits of pages that hold keys and values as they are
-MIN_SELECTED = 3  # pages: fewer would leave no choice beside the newest one
+UNQUANTISED = 16  # kv_bits of unquantised pages
+MIN_SELECTED = 3  # pages: the newest is always read, so fewer would leave too little choice
 
 
 @dataclass(frozen=True)
 class Options(GatedOptions):
-    """Each field says what it is; counts are of tokens. The defaults are the paper's, but that
-    without gates no head streams.
+    """Each field has its description. Counts are of tokens. Defaults are the paper's, except that
+    no head streams without gates.
 
-    Raises ValueError for gates that are none, and for a share of streaming heads without gates.
+    Raises ValueError for invalid gates, and for a share of streaming heads without gates.
     """
 
     budget: int = described(4096, "tokens that a query of a dense head reads, whole pages of them")

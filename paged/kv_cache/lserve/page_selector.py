@@ -1,5 +1,5 @@
-"""Which pages a dense head reads: those whose keys' extremes promise most, chosen once in `reuse`
-tokens (LServe §3.5, Quest).
+"""Which pages a dense head reads: the pages with the largest score bounds from key extremes,
+selected once in `reuse` tokens (LServe §3.5, Quest).
 """
 
 import jax
@@ -13,8 +13,8 @@ from pallas_kernels.page_selection import KeyRuns, select_pages, write_key_stati
 def write_statistics(
     layout: Layout, statistics, k_TxKxD, slots_TxK, runs: KeyRuns | None, Tp: int
 ) -> jax.Array:
-    """`statistics` of `LServeCache` with new keys; of pages of streaming heads there are none.
-    runs: of the Tp keys of prompts."""
+    """`statistics` of `LServeCache` with new keys. Pages of streaming heads have no statistics.
+    runs: runs of the first Tp keys, of prompts."""
     by_page, logical = _by_logical_page(layout, statistics), layout.logical
     if Tp:
         by_page = write_key_statistics(
@@ -26,7 +26,7 @@ def write_statistics(
 
 
 def _by_logical_page(layout: Layout, statistics) -> jax.Array:
-    """[N, C, 2D]. An axis of one logical page would make XLA copy the stored array."""
+    """[N, C, 2D] view. Stored as such, an axis of one logical page would make XLA copy it."""
     return statistics.reshape(len(statistics), -1, 2 * layout.attention.D)
 
 
@@ -34,13 +34,13 @@ def select(
     layout: Layout, layer, q_RxGxD, statistics, numbers, selected, plan: DecodePlan, pages_SxJxM,
     selects_J, schedule, implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """(`selected` of `LServeCache`, pages [S, J, B - 1] of each row, selected now or before:
-    reusable selection, §3.5.3).
+    """Reusable selection (§3.5.3). Returns (`selected` of `LServeCache`, logical pages
+    [S, J, B - 1] of each row, selected now or earlier).
 
     q: [S * J, G, D].
-    statistics, numbers, selected: of `LServeCache`.
-    pages: [S, J, M] int32 of sequences.
-    selects: [J] bool, heads that select.
+    statistics, numbers, selected: see `LServeCache`.
+    pages: [S, J, M] int32 page tables.
+    selects: [J] bool, whether the head selects.
     """
     S, J, M = pages_SxJxM.shape
     fresh = plan.fresh & (layer >= layout.dense_layers)
@@ -62,7 +62,7 @@ def select(
 
 
 def _random_pages(layer, numbers_J, positions_S, num_pages_SxJ, M: int, count: int):
-    """[S, J, count] random pages, the newest one aside: the baseline of selection by keys."""
+    """[S, J, count] random pages without the newest one: a baseline for selection by keys."""
     key = jax.random.fold_in(jax.random.key(0), layer)
 
     def of_head(at, number):

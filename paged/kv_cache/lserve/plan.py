@@ -1,4 +1,4 @@
-"""What a step of LServe's device half knows before its layers: tables, and who selects pages."""
+"""Step plans of LServe's device half, made before the layers: tables, and which rows select."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,24 +24,24 @@ from pallas_kernels.block_sparse_attention import (
 from pallas_kernels.page_selection import KeyRuns, key_runs, plan_selection
 from pallas_kernels.paged_attention import plan_decode, plan_prefill
 
-NEVER = -1  # where the owner of a slot has not selected
+NEVER = -1  # the owner of the slot has not selected yet
 
 
 @flax.struct.dataclass
 class PrefillPlan:
-    """lists: [I, B] of streaming heads.
-    blocks: [I, B] blocks of the pool.
-    schedules: of the dense heads' attention, for each window that layers have, and of the
-        streaming heads', by the number of dense heads.
-    runs: of the chunks' keys.
-    hybrid: schedule of both kinds of heads in one launch, for kernels, instead of `schedules`.
+    """lists: [I, B] block lists of streaming heads.
+    blocks: [I, B] blocks of these lists in the streaming pool.
+    schedules: number of dense heads -> (schedules of dense heads, one for each distinct window;
+        schedule of streaming heads).
+    runs: runs of the chunks' keys.
+    hybrid: kernel schedule of both kinds of heads in one launch, instead of `schedules`.
 
     Sparse prefill (MInference); all None without it:
     sparse: [Sp] bool, rows whose dense heads read only the pages of their best columns and
         diagonals.
     segments: queries that share an estimate.
-    tiles: of queries.
-    kept: lists of the pages that are read.
+    tiles: tiles of queries.
+    kept: lists of the pages that dense heads read.
     """
 
     lists: BlockLists | None
@@ -57,14 +57,14 @@ class PrefillPlan:
 
 @flax.struct.dataclass
 class DecodePlan:
-    """slots: [Sd], num_slots where nothing is computed.
-    positions: [Sd].
-    lengths: [Sd] tokens, 0 where nothing is computed.
+    """slots: [Sd], num_slots for an unused row.
+    positions: [Sd] position of the new token.
+    lengths: [Sd] tokens of the sequence, 0 for an unused row.
     sparse: [Sd] whether the row reads selected pages.
-    fresh: [Sd] whether it selects them now.
-    blocks: [Sd, W] of the window.
+    fresh: [Sd] whether the row selects them in this step.
+    blocks: [Sd, W] blocks of the streaming heads' window.
     lengths_in_window: [Sd] tokens of the window.
-    attention, selection: schedules of kernels for each of the `cases` of layers, or None.
+    attention, selection: kernel schedules for each case of `with_schedules`, or None.
     """
 
     slots: jax.Array
@@ -80,10 +80,9 @@ class DecodePlan:
 
 @flax.struct.dataclass
 class LServePlan:
-    """What does not depend on the layer.
+    """The part of a step's plan that all layers share.
 
-    dense_slots, streaming_slots: [T] where a token goes in pages of each kind of head, block * P +
-        offset.
+    dense_slots, streaming_slots: [T] slot mapping for each kind of head: block * P + offset.
     written: [T] whether the token is real.
     """
 
@@ -97,9 +96,11 @@ class LServePlan:
 def make_plan(
     layout: Layout, group: int, windows: tuple[int | None, ...], selected_at, inputs, implementation
 ) -> LServePlan:
-    """group: query heads of a KV head. windows: that layers have, each once. selected_at
-    [num_slots] int32: at which position each slot's owner has selected its pages, or `NEVER`.
-    implementation: of the attention ops."""
+    """group: query heads of a KV head.
+    windows: the distinct windows of layers.
+    selected_at: [num_slots] int32, see `LServeCache`.
+    implementation: implementation of the attention ops.
+    """
     P, Tp = layout.page_size, inputs.num_prefill_tokens
     T, S = len(inputs.tokens), len(inputs.lengths)
     written = inputs.token_rows < S
@@ -173,12 +174,12 @@ def _plan_prefill(
 
 
 def _plan_decode(layout: Layout, selected_at, inputs, computes) -> DecodePlan:
-    """Forks and padding have lengths too: only tokens tell which rows compute."""
+    """`inputs.lengths` is also set for forks and padding: only tokens show which rows compute."""
     P, Tp, Sp = layout.page_size, inputs.num_prefill_tokens, inputs.num_prefill_rows
     positions, tables = inputs.positions[Tp:], inputs.tables[Sp:]
     slots = jnp.where(computes, inputs.slots[Sp:], layout.num_slots)
-    # A prompt's last token may be computed here: it reads all pages, as it would in a chunk. No
-    # token of a sparsely prefilled prompt is: a tile has more than one.
+    # A prompt's last token may be computed here. It reads all pages, as in a chunk. Sparsely
+    # prefilled prompts have no tokens here: their tiles have more than one token.
     generated = positions >= tables[:, -1]
     sparse = computes & generated & (positions // P >= layout.all_below)
     before = selected_at.at[slots].get(mode="fill", fill_value=NEVER)
@@ -201,8 +202,8 @@ def _plan_decode(layout: Layout, selected_at, inputs, computes) -> DecodePlan:
 
 
 def lengths_read(layout: Layout, plan: DecodePlan, streams, selects):
-    """[Sd, J] tokens that each row and head reads. streams: [J] bool, which heads stream. selects:
-    whether the dense ones of the layer may read selected pages."""
+    """[Sd, J] tokens that each row and head reads. streams: [J] bool, whether the head streams.
+    selects: whether the layer's dense heads may select pages."""
     lengths, P = plan.lengths[:, None], layout.page_size
     if layout.selects:
         selected = (layout.selected - 1) * P + plan.positions % P + 1
@@ -217,7 +218,7 @@ Kind = tuple[bool, int | None]  # whether a layer's dense heads may select pages
 
 
 def case_of(layout: Layout, num_dense, kind):
-    """Which of the `cases` a layer is of so many dense heads and of the `kind`-th kind."""
+    """The index, in `with_schedules`, of a layer with `num_dense` dense heads and kind `kind`."""
     counts = jnp.array(layout.dense_counts)
     return jnp.searchsorted(counts, num_dense) + kind * len(counts)
 
@@ -226,11 +227,12 @@ def with_schedules(
     layout: Layout, plan: DecodePlan, heads, kinds: Sequence[Kind], head_dim: int, dtype,
     implementation: str | None, selection: str | None,
 ) -> DecodePlan:  # fmt: skip
-    """The plan with what kernels read, at once for all cases of layers: those of each kind and
+    """The plan with kernel schedules for all cases of layers. A case is a kind of layer and a
     number of dense heads.
 
-    heads: [J] int32, the KV head of each that selects by itself. head_dim, dtype: of the pages.
-    implementation, selection: of attention, and of the selection of pages.
+    heads: [J] int32 KV head of each selecting head.
+    head_dim, dtype: of the pages.
+    implementation, selection: implementations of attention and of page selection.
     """
     cases = [
         (count, selects, window or EVERYTHING)

@@ -1,6 +1,6 @@
-"""Prefill of LServe's policy, the heads of a kind at once: streaming heads read their window, dense
-heads all pages, or those that MInference keeps. In a layer with a window of the model's both read
-what is within it, and MInference keeps all.
+"""Prefill of LServe's policy. All heads of a kind run in one call: streaming heads read their
+window, dense heads all pages, or the pages that MInference keeps. In a layer with a sliding window
+both read only tokens inside it, and MInference is off.
 """
 
 import jax
@@ -24,12 +24,12 @@ def prefill(
     layout: Layout, shared: SharedHeads, attention: Attention, window: int | None, layer, q_TxHxD,
     k_pages, v_pages, page_base, num_dense, plan: PrefillPlan, inputs, implementation: str | None,
 ):  # fmt: skip
-    """Attention [Tp, H, D] of the chunks of a step, in one layer. How many dense heads the layer
-    has decides the program.
+    """Attention [Tp, H, D] of the chunks of a step, in one layer. Each number of dense heads in a
+    layer has its own branch.
 
-    shared: the shards that have the same KV head.
-    window: of the layer.
-    k_pages, v_pages, page_base, num_dense: of the cache.
+    shared: groups of shards with the same KV head.
+    window: the layer's sliding window.
+    k_pages, v_pages, page_base, num_dense: see `LServeCache`.
     """
     K, Sp = layout.heads, inputs.num_prefill_rows
     G = q_TxHxD.shape[1] // K
@@ -52,8 +52,8 @@ def prefill(
             schedule=schedule, implementation=implementation, **how,
         )  # fmt: skip
 
-    # Outside of the branches: shards may differ in their number of dense heads, and so in the
-    # branch that they take, and a collective needs all of them.
+    # Outside of the branches: a collective needs all shards, but shards with different numbers of
+    # dense heads take different branches.
     telling = None
     if sparse is not None and plan.segments is not None:
         telling = shared.gather(last_queries(q_TxHxD, plan.segments))
@@ -106,5 +106,5 @@ def prefill(
 
 
 def _by_head(tables, K: int):
-    """Tables [S, M] of all K heads alike."""
+    """Tables [S, K, M]: tables [S, M], the same for all K heads."""
     return jnp.broadcast_to(tables[:, None], (tables.shape[0], K, tables.shape[1]))

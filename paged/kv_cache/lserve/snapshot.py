@@ -1,4 +1,4 @@
-"""Which pages dense heads have selected, read from the device: for pictures and for tests."""
+"""The selected pages of dense heads, read from the device: for plots and tests."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,13 @@ from paged.kv_cache.lserve.layout import Layout
 
 @dataclass(frozen=True)
 class Selections:
-    """Of a shard, whose heads are in the order of `head_order`.
+    """The selected pages of a shard. Heads are in the order of `head_order`.
 
-    num_dense: [L] dense heads of each layer, which come first.
-    positions: [num_slots] of the query that selected last, -1 where the slot's owner has not
+    num_dense: [L] dense heads of each layer. They come first.
+    positions: [num_slots] position of the query that selected last; -1 if the slot's owner has not
         selected.
-    pages: [num_slots, L, J, B - 1] what it selected by head, or by query head, as numbers of pages
-        in the sequence; anything where heads stream. The page of the query itself is always read
-        and not among them.
+    pages: [num_slots, L, J, B - 1] logical pages selected by each KV head, or query head. Entries
+        of streaming heads may be anything. The query's own page is always read, and not listed.
     """
 
     num_dense: np.ndarray
@@ -25,7 +24,7 @@ class Selections:
 
 
 def snapshot(layout: Layout, cache) -> list[Selections]:
-    """Of each shard. Raises ValueError where no sequence can be long enough to select."""
+    """The selections of each shard. Raises ValueError if no sequence is long enough to select."""
     if cache.selected is None:
         raise ValueError(
             f"no sequence selects: the budget holds {layout.all_below} pages, and the longest "

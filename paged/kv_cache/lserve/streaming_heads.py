@@ -1,12 +1,12 @@
-"""The streaming pool of LServe's host half: sinks, and windows that move on.
+"""The streaming pool of LServe's host half: sinks, and sliding windows.
 
-A sequence holds its first pages and its last ones; the pages between are given back as soon as no
-later query reads them, `page < sink or page >= query's page - local`. Its table is the sink and a
-ring, so that a page stays where it is.
+A sequence holds its first pages and its last pages. A query reads page p if `p < sink` or
+`p >= query's page - local`; other pages are freed as soon as no later query reads them. A table has
+columns for the sink and a ring, so that a page keeps its column.
 
-The whole window of a sequence is promised when it is admitted, so it never asks for more. What the
-chunks of a step need beyond windows is set aside, and is given back before the next step takes any.
-So is a quota of checkpoints; more of them stay while windows leave room.
+Admission reserves the whole window of a sequence, so it never grows beyond. Further blocks are
+reserved for the chunks of one step; they are freed before the next step allocates. A quota is
+reserved for checkpoints; more checkpoints stay while windows leave room.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,8 @@ from paged.requests.sequence import Sequence
 class SwappedWindow:
     """A sequence in the host's memory.
 
-    blocks: of that memory, in the order of the sequence's pages.
-    first, end: the first page of the window, and the page after the last.
-    computed: tokens.
-    promised: blocks.
+    blocks: blocks of the host's memory, in the order of the sequence's pages.
+    first, end, computed, promised: the slot's entries in `StreamingHost`.
     """
 
     blocks: np.ndarray
@@ -42,12 +40,12 @@ class SwappedWindow:
 class StreamingHost(BlockHost):
     """Arrays are by slot.
 
-    blocks: [num_slots, sink + ring] int32.
-    first: the first page of the window, at least sink.
-    end: the page after the last one.
-    computed_tokens: tokens that are written once all dispatched steps have run.
-    promised: blocks that the sequence may hold between steps.
-    checkpoints: for later prompts, if there is a prefix cache.
+    blocks: [num_slots, sink + ring] int32 block tables.
+    first: first page of the window, at least sink.
+    end: the page after the last page.
+    computed_tokens: tokens written after all dispatched steps.
+    promised: blocks reserved for the sequence: the most that it holds between steps.
+    checkpoints: checkpoints for later prompts; None without a prefix cache.
     """
 
     def __init__(self, pool: Pool, layout: Layout, prefix_caching: bool = False):
@@ -75,7 +73,7 @@ class StreamingHost(BlockHost):
 
     @property
     def _usable(self) -> int:
-        """Blocks for windows. Pins that exceed the quota take from them."""
+        """Blocks for windows. Pinned blocks beyond the quota reduce them."""
         pinned = self.checkpoints.num_pinned if self.checkpoints else 0
         return self.pool.capacity - self._layout.chunks - max(self._layout.quota, pinned)
 
@@ -86,7 +84,7 @@ class StreamingHost(BlockHost):
         return num_sequences * self._needs(num_tokens) <= self._usable
 
     def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
-        """Nothing grows after admission, so there is no watermark."""
+        """Admission reserves the whole window, so there is no watermark."""
         return self._has_room(sum(self._needs(sequence.group.limit) for sequence in sequences))
 
     def admit(self, slot: int, sequence: Sequence) -> int:
@@ -94,7 +92,7 @@ class StreamingHost(BlockHost):
         return 0
 
     def can_append(self, slots, num_tokens) -> bool:
-        """Only forks promise more than there is."""
+        """Only forks can reserve more blocks than there are."""
         return self._has_room(0)
 
     def fork(self, parent: int, child: int) -> None:
@@ -106,14 +104,14 @@ class StreamingHost(BlockHost):
         self._share(parent, child)
 
     def _share(self, parent: int, child: int) -> None:
-        """The empty `child` becomes an owner of all that `parent` has."""
+        """The empty `child` shares all blocks of `parent`."""
         assert self.end[child] == 0, f"slot {child} is not empty"
         self.pool.share(self.blocks_of(parent))
         for array in (self.blocks, self.first, self.end, self.computed_tokens):
             array[child] = array[parent]
 
     def _pages(self, first: int, end: int) -> np.ndarray:
-        """Logical pages of the sink and of a window, in order, of `end` pages."""
+        """Logical pages of a sequence of `end` pages: the sink, and the window from `first` on."""
         sinks = np.arange(min(self._layout.sink, end))
         return np.concatenate([sinks, np.arange(first, max(end, first))])
 
@@ -123,12 +121,12 @@ class StreamingHost(BlockHost):
         return self.blocks[slot, self._layout.column(pages)]
 
     def _window(self, num_tokens: int) -> np.ndarray:
-        """Logical pages with tokens that the query after `num_tokens` reads, in order."""
+        """Logical pages, with tokens, that the query after `num_tokens` reads."""
         layout, P = self._layout, self._layout.page_size
         return self._pages(max(num_tokens // P - layout.local, layout.sink), -(-num_tokens // P))
 
     def can_resume(self, key: bytes) -> bool:
-        """Whether there is a checkpoint at the end of the prefix."""
+        """Whether the prefix with this `end_key` has a checkpoint."""
         return self.checkpoints is not None and self.checkpoints.has(key)
 
     def begin(self, slot: int, ends: list[tuple[int, bytes]]) -> None:
@@ -143,7 +141,7 @@ class StreamingHost(BlockHost):
                 self.checkpoints.confirm(slot)
 
     def adopt(self, slot: int, num_tokens: int, key: bytes) -> None:
-        """The empty `slot` becomes an owner of the checkpoint of a prefix of `num_tokens`."""
+        """The empty `slot` shares the checkpoint of a prefix of `num_tokens`."""
         assert self.checkpoints is not None and self.end[slot] == 0, f"slot {slot} is not empty"
         blocks, pages = self.checkpoints.use(key), self._window(num_tokens)
         self.pool.share(blocks)
@@ -153,14 +151,14 @@ class StreamingHost(BlockHost):
         self.end[slot], self.computed_tokens[slot] = -(-num_tokens // P), num_tokens
 
     def pin(self, slot: int, num_tokens: int, key: bytes) -> None:
-        """Keep for good the window after the first `num_tokens`, all that `slot` has computed."""
+        """Keep the window after the `num_tokens` computed tokens of `slot` for good."""
         assert self.checkpoints is not None, "pinned without a prefix cache"
         blocks = self.blocks[slot, self._layout.column(self._window(num_tokens))]
         if self.checkpoints.pin(key, blocks):
             self.pool.share(blocks)
 
     def _leave_checkpoints(self, checkpoints: Checkpoints) -> None:
-        """Of pages that the last step has filled: their windows stay until the next one."""
+        """Make checkpoints at the ends that this step reaches, before `_trim` frees windows."""
         P = self._layout.page_size
         for slot in list(checkpoints.ends):
             for pages, key in checkpoints.due(slot, int(self.computed_tokens[slot]) // P):
@@ -168,8 +166,8 @@ class StreamingHost(BlockHost):
                 checkpoints.keep(slot, key, self.blocks[slot, window])
 
     def _trim(self) -> None:
-        """Give back what no later query reads. A step in flight may still read it, but it runs
-        before the next owner writes."""
+        """Free blocks that no later query reads. A step in flight may still read them, but it runs
+        before their next owner writes."""
         layout = self._layout
         first = np.maximum(self.computed_tokens // layout.page_size - layout.local, layout.sink)
         for slot in np.flatnonzero(first > self.first).tolist():
@@ -181,7 +179,7 @@ class StreamingHost(BlockHost):
     def advance(self, number: int, slots, starts, ends) -> None:
         P = self._layout.page_size
         self._trim()
-        computes = ends > starts  # the blocks of a fork may be still to come
+        computes = ends > starts  # a fork may have no blocks yet
         slots, starts, ends = slots[computes], starts[computes], ends[computes]
         assert (starts == self.computed_tokens[slots]).all(), "tokens are missing"
         begun = np.flatnonzero(starts % P)
@@ -198,7 +196,7 @@ class StreamingHost(BlockHost):
             self._leave_checkpoints(self.checkpoints)
 
     def _unshare(self, slot: int, column: int) -> None:
-        """Copy-on-write; the last owner of a block writes without a copy."""
+        """Copy-on-write. The last owner of a block writes without a copy."""
         source = self.blocks[slot, column : column + 1].copy()
         if self.pool.refcounts[source[0]] > 1:
             self.blocks[slot, column] = self.pool.allocate(1)[0]
@@ -218,7 +216,7 @@ class StreamingHost(BlockHost):
         return self.host_pool.can_allocate(len(distinct))
 
     def swap_out(self, slots: list[int]) -> list[SwappedWindow]:
-        """A block that they share is moved once."""
+        """Blocks shared among `slots` are moved once."""
         self._trim()
         tables = [self.blocks_of(slot) for slot in slots]
         blocks = np.unique(np.concatenate(tables))
