@@ -3,8 +3,8 @@
     python -m experiments.papers.vllm.fig02_memory_waste
 
 OPT-13B serves ShareGPT's lengths at the rate of Fig. 13, as in the paper's §6.2: under vLLM's
-policy and under each policy of paged/kv_cache/orca.py. Shares are means
-over the steps, weighted by step duration.
+policy and under each policy of paged/kv_cache/orca.py. Shares are means over the steps, weighted by
+step duration.
 """
 
 from collections.abc import Iterator, Sequence

@@ -85,7 +85,8 @@ class Row:
     most_owners: of one block.
     shared_blocks, idle_blocks: with several owners, and kept by the prefix cache alone.
     host_blocks: in the host's memory.
-    preemptions, swapped_out, swapped_in, copied_blocks: of requests, and blocks, in this step.
+    preemptions: in this step.
+    swapped_out, swapped_in, copied_blocks: blocks moved in this step.
     """
 
     step: int
