@@ -45,8 +45,8 @@ def compare(_: FormatFlags, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def values(_: FormatFlags, rows: Sequence[Row]) -> Values:
-    """kept: percent of 16 bits' right answers. difference_low: of K8V4 to 16 bits. over: of pairs,
-    points and log-probability with the lower bounds of their intervals."""
+    """kept_FORMAT: percent of 16 bits' right answers. difference_low_K8V4: to 16 bits. *_A_over_B:
+    points and log-probability of format A over B, with the lower bounds of their intervals."""
     found = accuracy.pooled(rows)
     whole = found[REFERENCE].score
     numbers: dict[str, float | None] = {

@@ -57,7 +57,7 @@ DEFAULTS = EngineConfig(
     max_num_batched_tokens=64,
     max_model_len=256,
     prefix_caching=True,
-    # Run-ahead would apply the previous step's results before the tables are read.
+    # Run-ahead would apply the previous step's results before a snapshot.
     run_ahead=False,
 )
 TEMPLATE = Path(__file__).with_suffix(".html")
