@@ -27,7 +27,7 @@ from paged.kv_cache.diffkv import page_manager
 from paged.kv_cache.diffkv.page_manager import Pages
 from pallas_kernels.specs import HEADS
 
-TOKENS, MORE = 1024, 256  # of each prompt; and room for what is generated
+TOKENS, MORE = 1024, 256  # tokens of each prompt; room for generated tokens
 HEADS_8B = 32 * HEADS["llama-3-8b"].K
 CHECKED_STEPS = 20
 

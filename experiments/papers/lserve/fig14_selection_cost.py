@@ -58,9 +58,13 @@ def _found(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def values(_: SelectionFlags, rows: Sequence[Row]) -> Values:
-    """At the lengths of SHOWN: selection_ms_SYSTEM_LENGTH, attention_ms_SYSTEM_LENGTH; over
-    attention, a selection (selection_over_attention_*) and a token's share of it
-    (reused_over_attention_*). 'split': with heads split over multiprocessors."""
+    """Numbers by system and length, at the lengths of SHOWN. SYSTEM 'lserve_split': with heads
+    split over multiprocessors.
+
+    selection_ms_*, attention_ms_*: of a selection, and of a token's attention.
+    selection_over_attention_*: a selection over a token's attention.
+    reused_over_attention_*: a token's share of a selection over its attention.
+    """
     headlines = [f"{kind}_over_attention_lserve_128k" for kind in ("selection", "reused")]
     return gpu.by_knob(_found, rows, headlines)
 

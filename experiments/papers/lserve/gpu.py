@@ -82,7 +82,7 @@ SYSTEMS = {
 
 @dataclass(frozen=True)
 class SimulatedFlags(Flags):
-    """A study gives `contexts` defaults of its own."""
+    """Each study sets its own default of `contexts`."""
 
     contexts: tuple[int, ...] = flag((2**16,), "tokens", least=64, most=LONGEST)
     gpu: str = flag("a100-80", "that is simulated", choices=tuple(MACHINES))

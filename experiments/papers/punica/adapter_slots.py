@@ -1,4 +1,4 @@
-"""Many adapters over few slots: loading on demand, and what overtaking is worth (Punica §5.2).
+"""Many adapters over few slots: loading on demand, and the gain of overtaking (Punica §5.2).
 
 python -m experiments.papers.punica.adapter_slots
 

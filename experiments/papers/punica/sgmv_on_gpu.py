@@ -38,7 +38,7 @@ DIFFERS = "the paper times an A100, for which SGMV has no kernel here"
 
 @dataclass(frozen=True)
 class OperatorFlags(Flags):
-    """A study gives `ranks` and `implementations` defaults of its own."""
+    """Each study sets its own defaults of `ranks` and `implementations`."""
 
     batches: tuple[int, ...] = flag(BATCHES, "tokens of a call", least=1)
     ranks: tuple[int, ...] = flag((16,), "of all adapters of a call", least=1)

@@ -66,7 +66,7 @@ class Row:
     """Requests of a tenant, or of all tenants, under a policy.
 
     right: requests with an exact answer.
-    as_alone: requests with the same tokens as alone.
+    as_alone: requests with the tokens that they have when served alone.
     output_tokens_per_s: median over the rounds; of all tenants only.
     kv_memory_fraction: `kv_held.Held.fraction`, 1 without compression; of all tenants only.
     """

@@ -1,5 +1,4 @@
-"""Where an A100's memory goes, and what batches it allows (vLLM Fig. 1): counted, and in simulated
-time.
+"""Memory of an A100, and the batches that it allows (vLLM Fig. 1): counted, and in simulated time.
 
     python -m experiments.papers.vllm.fig01_memory_and_throughput
 

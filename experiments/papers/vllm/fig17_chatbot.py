@@ -1,4 +1,4 @@
-"""A chatbot, whose prompts are long (vLLM Fig. 17), in simulated time.
+"""A chatbot with long prompts (vLLM Fig. 17), in simulated time.
 
     python -m experiments.papers.vllm.fig17_chatbot
 

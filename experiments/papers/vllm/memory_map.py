@@ -83,7 +83,8 @@ class Row:
 
     token_states to shared: tokens, as in `paged.kv_cache.policy.Usage`.
     most_owners: of one block.
-    shared_blocks, idle_blocks: with several owners, and kept by the prefix cache alone.
+    shared_blocks: with several owners.
+    idle_blocks: kept by the prefix cache alone.
     host_blocks: in the host's memory.
     preemptions: in this step.
     swapped_out, swapped_in, copied_blocks: blocks moved in this step.
