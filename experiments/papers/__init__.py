@@ -1,4 +1,4 @@
-"""The papers: a folder each, with a study a figure."""
+"""The papers: a folder for each paper, a study for each figure or table."""
 
 # Folder: short name, title, number on arXiv.
 PAPERS = {

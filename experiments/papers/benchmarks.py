@@ -1,10 +1,9 @@
-"""Tables of a paper's accuracy on public benchmarks, of which a user brings model and problems.
+"""A paper's accuracy tables on public benchmarks. The user supplies the model and the problems.
 
-A study is of several systems on the problems of --problems, files as `experiments.tasks.files`
-reads them: LongBench's and RULER's records, whose "task" names them. Scores are in percent, by
-task; the paper's average is the mean over its tasks. --match says how answers are scored: RULER's
-as `contains`, LongBench's as `f1`, in whose place the paper has ROUGE, edit distance or right
-answers for some tasks.
+A study scores several systems on the files of --problems (`experiments.tasks.files`): records of
+LongBench or RULER, with the task's name in "task". Scores are in percent, by task; the average is
+the mean over the tasks. --match selects the score: `contains` for RULER, `f1` for LongBench. For
+some of LongBench's tasks the paper uses ROUGE, edit distance or accuracy instead.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +25,8 @@ def key(system: str, task: str) -> str:
 
 
 def scores(rows: Sequence[Row]) -> Values:
-    """SYSTEM_TASK, and of files with several contexts SYSTEM_TASK_CONTEXT; SYSTEM_average over the
-    tasks, and SYSTEM_memory."""
+    """SYSTEM_TASK; SYSTEM_average over the tasks; SYSTEM_memory. For files with several contexts
+    also SYSTEM_TASK_CONTEXT and SYSTEM_average_CONTEXT."""
     numbers: dict[str, float | None] = {}
     first = rows[0].system if rows else ""
     for system in dict.fromkeys(row.system for row in rows):
@@ -65,7 +64,7 @@ def draw(_: AccuracyFlags, figure: Figure, rows: Sequence[Row]) -> None:
 
 
 def of_paper(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The paper's scores, by system and then by task, as `scores` names them; with averages."""
+    """The paper's scores and averages, under the names of `scores`. table: by system, then task."""
     numbers: dict[str, float] = {}
     for system, by_task in table.items():
         numbers |= {key(system, task): score for task, score in by_task.items()}
@@ -75,7 +74,7 @@ def of_paper(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def check(make: Callable[..., accuracy.Systems]) -> Callable[[AccuracyFlags], None]:
-    """A study's `check`, of one that has problems from files alone."""
+    """The `check` of a study that takes its problems from files only."""
 
     def checked(flags: AccuracyFlags) -> None:
         if not flags.problems:
@@ -90,8 +89,9 @@ def study[F: AccuracyFlags](
     ours: str, most_points: float, paper: Mapping[str, Mapping[str, float]], here: str,
     command: str, minutes: tuple[float, float] = (1, 1),
 ) -> Study[F, Row]:  # fmt: skip
-    """A study that is not run here. ours: the system whose average over the tasks is at most
-    `most_points` below the first one's, which the rule says. paper: scores by system and task."""
+    """A study that is not run here. Its rule: the average over the tasks of the system `ours` is at
+    most `most_points` below that of the first system in `paper`. paper: scores by system, then
+    task."""
     first = next(iter(paper))
 
     def holds(found: Mapping[str, float]) -> bool:

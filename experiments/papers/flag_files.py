@@ -14,7 +14,7 @@ from paged.config import EngineConfig
 from paged.kv_cache import policy_of
 
 VLLM = "vllm"
-# Flag files and flags of each system. Files of gates are those beside the model that answers.
+# Flag files and flags of each system. Gate files are read from the folder of --model.
 SYSTEMS: dict[str, tuple[str, ...]] = {
     VLLM: ("--kv_dtype=float16", "--page_size=16"),
     "lserve": ("lserve", "--lserve_gates=duo_gates.json", "--kv_dtype=float16"),
@@ -30,10 +30,10 @@ SYSTEMS |= {name: ("diffkv", name) for name in ("kivi", "qaq")}
 
 
 def config_of(flags: AccuracyFlags, name: str, **changes: Any) -> EngineConfig:
-    """The policy, its options, and the page size of a system of SYSTEMS. Prompts come whole.
+    """A system of SYSTEMS: its policy, policy options and page size. Prompts are prefilled whole.
 
-    changes: fields of EngineConfig, and options under their flags' names, as lserve_budget.
-    Raises ValueError for an unknown name, and gates that the model lacks.
+    changes: fields of EngineConfig, and policy options by flag name, such as lserve_budget.
+    Raises ValueError for an unknown name, and for gates that the model lacks.
     """
     if name not in SYSTEMS:
         raise ValueError(f"systems are of {', '.join(SYSTEMS)}, not {name!r}")

@@ -1,9 +1,8 @@
-"""Kernels whose times only a GPU can tell: what their compiled code predicts, and what a GPU
-measures where there is one.
+"""Times of GPU kernels: predicted from the compiled code, and measured if there is a GPU.
 
-Predicted are seconds of a call on an H200 or A100, from the least to the most: its bytes at the
-share of the bandwidth that the compiled loop reaches, and a start for each launch. Both stand in
-the committed tables of `pallas_kernels.tools.compile`, beside their assumptions.
+A prediction is the least and the most time of a call on an H200 or A100: its bytes at the share of
+the bandwidth that the compiled loop reaches, and a start for each launch. Shares and launches are
+in the committed tables of `pallas_kernels.tools.compile`, beside their assumptions.
 """
 
 from dataclasses import dataclass
@@ -20,13 +19,17 @@ from pallas_kernels.tools.targets import TARGETS
 
 FOLDER = ROOT / "experiments/results/compile"
 NEEDS = "an H100 or H200"
-SETS = 8  # of a call's inputs, so that few find their own in the L2 cache
+SETS = 8  # copies of a call's inputs, taken in turn: few are still in the L2 cache
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled call. reaches: least and most share of what `of` names, of the loop over tiles.
-    us: of the whole call, least and most; None where none is predicted."""
+    """A compiled call.
+
+    reaches: share of a limit that the loop over tiles reaches, least and most.
+    of: the limit, such as "bandwidth".
+    us: microseconds of the whole call, least and most; None if not predicted.
+    """
 
     target: str
     op: str
@@ -37,7 +40,7 @@ class Compiled:
     us: tuple[float, float] | None
 
     def call_us(self, cost: Cost) -> tuple[float, float]:
-        """Of a call of the same kernel with other bytes."""
+        """Least and most microseconds of a call of the same kernel that moves other bytes."""
         assert self.reaches and self.of == "bandwidth"
         rate, starts = TARGETS[self.target].memory_bandwidth, self.launches * LAUNCH_S
         least, most = (1e6 * (cost.bytes / (s * rate) + starts) for s in reversed(self.reaches))
@@ -50,7 +53,7 @@ def newest(target: str) -> Path:
 
 
 def _tables(target: str) -> list[list[dict[str, str]]]:
-    """Rows of each table by the names of its columns, which two spaces divide."""
+    """The rows of each table, by column name. Two spaces or more separate the columns."""
     found: list[list[dict[str, str]]] = []
     header: list[str] = []
     for line in newest(target).read_text().splitlines():
@@ -69,8 +72,8 @@ def _range(text: str, scale: float = 1.0) -> tuple[float, float] | None:
 
 
 def compiled(target: str, op: str, spec: str, kernel: str = "") -> Compiled:
-    """What the committed tables say of this call. kernel: whose loop counts; empty for a call whose
-    launches alone do. Raises KeyError for a call that they lack."""
+    """A call's entry in the committed tables. kernel: the one with the loop to read; empty to read
+    the launches only. Raises KeyError for a call that the tables lack."""
     calls, loops = _tables(target)[:2]
     call = [row for row in calls if (row["op"], row["spec"]) == (op, spec)]
     loop = [row for row in loops if kernel and (row["spec"], row["kernel"]) == (spec, kernel)]
@@ -89,8 +92,8 @@ def has_gpu() -> bool:
 
 
 def measured_us(op: str, name: str, spec: Spec) -> float | None:
-    """Median of a call of the kernel on this machine's GPU; None without one, or without a kernel
-    for it."""
+    """Median microseconds of a call of the kernel on this machine's GPU; None without a GPU, or
+    without a kernel for it."""
     kernel = check.kernel_of(op) if has_gpu() else None
     if kernel is None:
         return None
@@ -98,10 +101,10 @@ def measured_us(op: str, name: str, spec: Spec) -> float | None:
 
 
 def cost_of(spec: Spec) -> Cost:
-    """Without drawing its pools."""
+    """The cost of a spec, without drawing its KV pools."""
     return spec.cost(spec.drawn_indices())
 
 
 def peer_us(function, *arguments: jax.Array) -> float | None:
-    """Median of another program on this machine's GPU; None without one."""
+    """Median microseconds of `function` on this machine's GPU; None without a GPU."""
     return 1e6 * check.device_seconds(function, *arguments) if has_gpu() else None

@@ -1,8 +1,8 @@
 """Figures of how a system works, each drawn from a run of the system.
 
-A mechanism runs something small, says what it counted beside what the paper's figure shows, and
-draws it. A paper's mechanisms are one study: it writes a picture of each, figNN.png, and all of
-them as figure.png.
+A mechanism runs a small example, reports its counts beside those in the paper's figure, and draws
+the example. The mechanisms of a paper are one study, which writes a picture of each (figNN.png) and
+one of all (figure.png).
 """
 
 import functools
@@ -23,7 +23,8 @@ GREY, FREE = "#9a9a9a", "#e6e6e6"
 
 @dataclass(frozen=True)
 class Mechanism:
-    """facts: by name what was counted, and what the figure shows or the mechanism must give."""
+    """facts: by name, the count of the run, and the count that the figure shows or the rule
+    demands."""
 
     facts: Mapping[str, tuple[float, float]]
     draw: Callable[[FigureBase], None]
@@ -38,7 +39,7 @@ class Row:
 
 
 def box(axes: Axes, x: float, y: float, text: str, shade: str, width: float) -> None:
-    """A part of a system, by what it is called."""
+    """Draws a part of a system as a box with its name."""
     axes.add_patch(FancyBboxPatch((x, y), width, 1.0, "round,pad=0.1", facecolor=shade, alpha=0.25,
                                   edgecolor=shade))  # fmt: skip
     axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize="small")
@@ -49,8 +50,8 @@ def study(
     titles: Mapping[str, str], *, claim: str, here: str, size: tuple[float, float],
     columns: int = 2, minutes: tuple[float, float] = (0.5, 0.5),
 ) -> Study[Flags, Row]:  # fmt: skip
-    """mechanisms: by the figure's name, fig05. titles: what each shows; of figures that a notebook
-    shows at length, its name too."""
+    """mechanisms: by figure, such as fig05. titles: by figure, with the name of a notebook that
+    explains the figure, if there is one."""
     made = functools.cache(lambda name: mechanisms[name]())
 
     def measure(_: Flags, run: Run) -> Iterator[Row]:

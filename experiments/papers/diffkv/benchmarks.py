@@ -1,5 +1,5 @@
-"""DiffKV's tables on public benchmarks: DiffKV and its baselines on a model and problems that a
-user brings (§7.2)."""
+"""DiffKV's tables on public benchmarks: DiffKV and its baselines on the user's model and problems
+(§7.2)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from models import checkpoint
 from paged.config import EngineConfig
 
 FP16, DIFFKV, INT4, KIVI, QUEST, SNAPKV = "FP16", "DiffKV", "INT4", "KIVI", "Quest", "SnapKV"
-KIVI_GROUP = 32  # channels of a value that share a scale, and tokens of a key's channel
+KIVI_GROUP = 32  # that share a scale: channels of a value; tokens of a key's channel
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def kivi(flags: AccuracyFlags) -> EngineConfig:
 
 
 def long_context(flags: DiffKVFlags) -> accuracy.Systems:
-    """Of Table 2."""
+    """The systems of Table 2."""
     return {
         FP16: systems.reference(flags),
         DIFFKV: systems.policy(flags, alpha_h=flags.alpha_h, alpha_l=flags.alpha_l),
@@ -46,7 +46,7 @@ def long_context(flags: DiffKVFlags) -> accuracy.Systems:
 
 
 def thinking(flags: DiffKVFlags) -> accuracy.Systems:
-    """Of Table 3."""
+    """The systems of Table 3."""
     found = dict(long_context(flags))
     return {
         FP16: found.pop(FP16), DIFFKV: found.pop(DIFFKV), INT4: systems.uniform(flags, "K4V4"),

@@ -1,4 +1,4 @@
-"""How systems of a study compare at equal memory."""
+"""Comparison of a study's systems at equal memory."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,15 +24,15 @@ def _sizes(whole: Mapping[str, Row], names: Sequence[str]) -> dict[str, float]:
 
 
 def at_no_less_memory(whole: Mapping[str, Row], names: Sequence[str], memory: float) -> str | None:
-    """Of the systems of these names the one with the least memory that is no less than that; None
-    if there is none."""
+    """The system of `names` with the least memory that is at least `memory`; None if there is
+    none."""
     enough = {name: size for name, size in _sizes(whole, names).items() if size >= memory}
     return min(enough, key=enough.__getitem__) if enough else None
 
 
 def at_no_more_memory(whole: Mapping[str, Row], names: Sequence[str], memory: float) -> str | None:
-    """Of the systems of these names the one with the most memory that is no more than that; None if
-    there is none."""
+    """The system of `names` with the most memory that is at most `memory`; None if there is
+    none."""
     fitting = {name: size for name, size in _sizes(whole, names).items() if size <= memory}
     return max(fitting, key=fitting.__getitem__) if fitting else None
 
@@ -53,8 +53,8 @@ def draw_families(
     points: Axes, divergence: Axes, found: Mapping[str, Row],
     families: Mapping[str, Sequence[str]], apart: Sequence[str] = ("uniform",),
 ) -> None:  # fmt: skip
-    """Right answers and divergence over memory, a line a family of systems; no line of those that
-    stand `apart`."""
+    """Draws right answers and divergence over memory, a line for each family of systems. apart:
+    families without a line."""
     for family, names in families.items():
         here = sorted(
             (found[name] for name in names if name in found),

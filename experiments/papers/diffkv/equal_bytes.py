@@ -1,11 +1,11 @@
-"""Accuracy over bytes held and bytes read: policies and compositions of them on the same prompts.
+"""Accuracy over bytes held and bytes read: policies and their compositions on the same prompts.
 
     python -m experiments.papers.diffkv.equal_bytes --model=judge
 
-Systems are those of the flag files in configs/ (`flag_files.SYSTEMS`). Bytes are of 16-bit dense
-pages: what sequences hold while they run, and what attention and selection of a generated token
-read, as each policy's layout states it. Selection over mixed precision is compared with DiffKV and
-LServe, its parents.
+Systems are the flag files in configs/ (`flag_files.SYSTEMS`). Bytes are shares of 16-bit dense
+pages: bytes that running sequences hold, and bytes that attention and selection of a generated
+token read, by each policy's layout. Selection over mixed precision is compared with its parents,
+DiffKV and LServe.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,14 +43,13 @@ def compare(flags: BytesFlags, rows: Sequence[Row]) -> Iterator[tuple[str, str]]
 
 
 def bytes_of(row: Row) -> tuple[float, float]:
-    """Held and read; a policy without numbers keeps and reads all in 16 bits."""
+    """Shares of 16-bit pages, held and read; 1.0 for a policy without such numbers."""
     held, read = row.kv_memory_fraction, row.kv_read_fraction
     return 1.0 if held is None else held, 1.0 if read is None else read
 
 
 def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """The names of (bytes, score) for which no other has no more bytes and a better score, or as
-    good a score with fewer bytes; by bytes."""
+    """The names on the Pareto front, by bytes. points: (bytes, score) by name."""
     best, names = float("-inf"), list[str]()
     for name, (_, score) in sorted(points.items(), key=lambda item: (item[1][0], -item[1][1])):
         if score > best:
@@ -60,8 +59,12 @@ def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 
 def values(_: BytesFlags, rows: Sequence[Row]) -> Values:
-    """right, held, read: of each system, in percent and of 16-bit pages. behind_*: points to the
-    best system that holds no more bytes. points_*: of selection to one of its parents."""
+    """Numbers by system.
+
+    right_*: percent. held_*, read_*: of 16-bit pages.
+    behind_*: points to the best system that holds no more bytes.
+    points_to_*, points_low_to_*: of selection, to one of its parents.
+    """
     found = accuracy.pooled(rows)
     numbers: dict[str, float | None] = {}
     for name, row in found.items():

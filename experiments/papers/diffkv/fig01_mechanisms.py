@@ -2,8 +2,8 @@
 
     python -m experiments.papers.diffkv.fig01_mechanisms
 
-Classification, decisions and page management are the policy's own, on tokens whose significance is
-given. Notebook 4_kv_compression watches a model's cache.
+Classification, decisions and page management are the policy's own, on tokens with given
+significance. Notebook 4_kv_compression shows a model's cache.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ from pallas_kernels.quantization import KVFormat
 DROPPED, LOW, HIGH = range(3)
 SHADES = (FREE, "#e0a030", "#2f6b9a")
 TOKENS, WINDOW = 5, 1
-# Means of attention, of two requests and two heads: one head looks at little, the other at all.
+# Mean attention [request, head, token]: the first head looks at few tokens, the second at all.
 MEANS = np.array([
     [[0.9, 0.02, 0.3, 0.004, 0.3], [0.5, 0.4, 0.3, 0.3, 0.3]],
     [[0.9, 0.002, 0.004, 0.003, 0.3], [0.6, 0.5, 0.02, 0.4, 0.3]],
 ])  # fmt: skip
 ALPHA = 1.0, 0.02
-CASES = 4096  # of Algorithm 1
+CASES = 4096  # random ones of Algorithm 1
 D = 128
 
 
@@ -57,7 +57,8 @@ def levels_of(means: np.ndarray) -> np.ndarray:
 
 
 def by_hand(means: np.ndarray) -> np.ndarray:
-    """The paper's words (§4): token i against alpha / i; the newest ones are of high precision."""
+    """The rule as the paper states it (§4): token i is compared with alpha / i; the newest tokens
+    keep high precision."""
     found = []
     for i, mean in enumerate(means, start=1):
         recent = i > len(means) - WINDOW
@@ -67,8 +68,8 @@ def by_hand(means: np.ndarray) -> np.ndarray:
 
 
 def fig01() -> Mechanism:
-    """Two requests of five tokens in two heads: pruned to equal budgets, quantised alike, and by
-    DiffKV."""
+    """Two requests of five tokens in two heads: pruned to equal budgets, quantised uniformly, and
+    compressed by DiffKV."""
     ours = np.array([[levels_of(head) for head in request] for request in MEANS])
     expected = np.array([[by_hand(head) for head in request] for request in MEANS])
     top = np.argsort(-MEANS, -1)[..., :3]
@@ -114,8 +115,8 @@ def fig01() -> Mechanism:
 
 
 def fig06() -> Mechanism:
-    """A prompt's pages: each head gets as many as it may need at worst, plans what it keeps, and
-    gives the surplus back to the end of the circular list."""
+    """A prompt's pages: each head gets pages for the worst case, plans the pages that it keeps, and
+    returns the surplus to the end of the circular free list."""
     heads, worst, pages_in_all = 4, 5, 24
     kept = np.array([[3, 1], [1, 3], [2, 0], [1, 1]], np.int32)
     slots = jnp.zeros(1, jnp.int32)
@@ -176,7 +177,7 @@ def fig06() -> Mechanism:
 
 
 def fig07() -> Mechanism:
-    """Each worker has a memory manager for its own heads; the scheduler knows numbers alone."""
+    """Each worker has a memory manager for its own heads; the scheduler sees page counts only."""
     workers, model = 2, checkpoint.load_config("configs/models/llama-3-8b")
     config = EngineConfig(
         policy="diffkv", tensor_parallel=workers, page_size=PAGE_SIZE, chunked_prefill=False,
@@ -208,8 +209,9 @@ def fig07() -> Mechanism:
 
 
 def algorithm_1(candidate: float, high: float, low: float, N: int) -> tuple[int, ...]:
-    """The paper's lines: where the candidate goes, where the least significant token of high
-    precision goes (HIGH: it stays), and whether that of low precision is dropped."""
+    """Algorithm 1 as printed: the level of the candidate, the level of the least significant token
+    of high precision (HIGH: it stays), and whether the least significant token of low precision is
+    dropped."""
     thresholds = [alpha / N for alpha in ALPHA]
     if candidate >= thresholds[0]:
         if thresholds[1] <= high < thresholds[0]:
@@ -221,7 +223,7 @@ def algorithm_1(candidate: float, high: float, low: float, N: int) -> tuple[int,
 
 
 def decided(candidate: np.ndarray, high: np.ndarray, low: np.ndarray, N: int) -> np.ndarray:
-    """[cases, 3] the same, of the policy."""
+    """[cases, 3] the decisions of `algorithm_1`, by the policy."""
     means = jnp.asarray(np.stack([candidate, high, low], -1), jnp.float32)
     found = Found(jnp.zeros(means.shape, jnp.int32).at[:, 0].set(7), means)
     decision = Rules().decide(found, jnp.float32(N - 1), jnp.asarray(ALPHA, jnp.float32))
@@ -234,7 +236,7 @@ def decided(candidate: np.ndarray, high: np.ndarray, low: np.ndarray, N: int) ->
 
 
 def algorithm() -> Mechanism:
-    """What each new token changes: the policy's decision beside the paper's lines, over cases."""
+    """Algorithm 1: the policy's decisions beside the printed ones, over random cases."""
     rng, N = np.random.default_rng(0), 100
     candidate, high, low = 10 ** rng.uniform(-5.5, -0.5, (3, CASES))
     low[::7], high[::11] = NOBODY, NOBODY  # no such token

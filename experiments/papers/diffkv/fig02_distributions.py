@@ -3,12 +3,12 @@ Figs. 2 to 5).
 
 python -m experiments.papers.diffkv.fig02_distributions
 
-Over whole prompts of each task, by layer and KV head: the significance of each token, which is the
-mean of the probabilities that later tokens give it, the largest of its KV head's query heads; the
-norm of its value; and how many tokens hold 95 % of a prompt's significance.
+Measured over whole prompts of each task, by layer and KV head: the significance of each token,
+which is the mean probability that later tokens give it, the largest of the KV head's query heads;
+the norm of its value; and the number of tokens that hold 95 % of a prompt's significance.
 
-Claims: scores span far more orders of magnitude than norms (paper: seven against two); tokens that
-matter differ in number between layers, heads and prompts.
+Claims: scores span far more orders of magnitude than norms (paper: seven against two); the number
+of tokens that matter differs between layers, heads and prompts.
 """
 
 import functools
@@ -48,9 +48,12 @@ class PromptFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """A KV head on a task. tokens: of a prompt. critical: tokens that hold 95 % of significance,
-    mean and deviation over prompts. score, norm: percentiles of significance and of values'
-    norms."""
+    """A KV head on a task.
+
+    tokens: of a prompt.
+    critical_mean, critical_std: tokens that hold 95 % of the significance, over prompts.
+    score_*, norm_*: 0.1th, 50th and 99.9th percentiles of significance and of values' norms.
+    """
 
     task: str
     layer: int
@@ -67,8 +70,11 @@ class Row:
 
 
 class Prompt(NamedTuple):
-    """scores: [L, T, K] significance of tokens. norms: [L, T, K] of their values. The last token,
-    which no later one sees, is left out."""
+    """A prompt without its last token, which no later token sees.
+
+    scores: [L, T, K] significance of tokens.
+    norms: [L, T, K] of their values.
+    """
 
     scores: np.ndarray
     norms: np.ndarray
@@ -120,7 +126,7 @@ def rows_of(task: str, found: Sequence[Prompt]) -> Iterator[Row]:
 
 
 def prompts_of(flags: PromptFlags) -> dict[str, list]:
-    """By task. Raises ValueError for what cannot be asked."""
+    """Prompts by task. Raises ValueError for an unknown task, and for too long a context."""
     longest = checkpoint.load_config(flags.model).max_position_embeddings
     if flags.context_length > longest:
         raise ValueError(f"--context_length must be at most the model's longest, {longest}")
@@ -133,7 +139,7 @@ def prompts_of(flags: PromptFlags) -> dict[str, list]:
 
 @functools.lru_cache(maxsize=1)
 def found_of(flags: PromptFlags) -> dict[str, list[Prompt]]:
-    """By task; rows and the figure are of the same."""
+    """Measured prompts by task, cached: rows and the figure use the same."""
     config, params = checkpoint.load(flags.model, "float32")
     tokenizer, prompts = load_tokenizer(flags.model), prompts_of(flags)
     return {task: over_prompts(params, config, tokenizer, asked) for task, asked in prompts.items()}
@@ -149,7 +155,7 @@ def check(flags: PromptFlags) -> None:
 
 
 def orders(values: np.ndarray) -> float:
-    """Orders of magnitude between the least and the most, of those above 0."""
+    """Orders of magnitude between the least and the largest positive value."""
     positive = values[values > 0]
     return float(np.log10(positive.max() / positive.min()))
 
@@ -224,7 +230,7 @@ def _draw_distributions(axes: Axes, prompts: Sequence[Prompt], index: int, title
 
 
 def table(flags: PromptFlags, rows: Sequence[Row]) -> str:
-    """Tokens with 95 %: a line a task, the mean over heads, and its least and most head."""
+    """Tokens with 95 % of significance by task: mean, least and most of the heads."""
     lines = [f"{'tokens with 95 %':18}{'mean':>8}{'least':>8}{'most':>8}"]
     for task in flags.tasks:
         means = [row.critical_mean for row in rows if row.task == task]

@@ -45,8 +45,13 @@ def compare(_: FormatFlags, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def values(_: FormatFlags, rows: Sequence[Row]) -> Values:
-    """kept: percent of 16 bits' right answers. difference_low: of K8V4 to 16 bits. over: of pairs,
-    points and log-probability with the lower bounds of their intervals."""
+    """Numbers by format, and by pairs of KEYS_FIRST.
+
+    kept_FORMAT: percent of 16 bits' right answers.
+    difference_low_K8V4: to 16 bits.
+    points_A_over_B, logprob_A_over_B: of format A over B.
+    points_low_A_over_B, logprob_low_A_over_B: lower bounds of their intervals.
+    """
     found = accuracy.pooled(rows)
     whole = found[REFERENCE].score
     numbers: dict[str, float | None] = {

@@ -2,12 +2,12 @@
 
 python -m experiments.papers.diffkv.fig09_dynamic_sparsity
 
-Tokens are kept in 16 bits or dropped. Dynamic: those of a significance below alpha over their
-number are dropped, for each of --alphas. Static: each head keeps the same share of a prompt, for
-each of --budgets, by SnapKV's votes or by the same significance as the dynamic one. What is dropped
-is counted while they run.
+Tokens are kept in 16 bits or dropped. Dynamic: a head drops tokens whose significance is below
+alpha over the number of tokens, for each of --alphas. Static: each head keeps the same share of a
+prompt, for each of --budgets, by SnapKV's votes or by the significance of the dynamic rule. Dropped
+tokens are counted while sequences run.
 
-Claim: at as many dropped tokens dynamic budgets lose less (paper: none at 50 % on GSM8K with
+Claim: with equally many dropped tokens dynamic budgets lose less (paper: none at 50 % on GSM8K with
 Llama3-8B).
 """
 
@@ -45,7 +45,7 @@ def label(family: str, value: float) -> str:
 
 
 def families(flags: SparsityFlags) -> dict[str, dict[str, dict]]:
-    """Options of the policy by name, of systems that are drawn as one."""
+    """Policy options by system, for each family of systems that is drawn as one line."""
     significance = {"prompt_rule": "paper", "generation_rule": "keep"}
     votes = systems.BUDGETED["SnapKV"]
     return {
@@ -64,12 +64,13 @@ def make_systems(flags: SparsityFlags) -> accuracy.Systems:
 
 
 def dropped(row: Row) -> float:
-    """Percent of tokens."""
+    """Percent of dropped tokens."""
     return 100 * (1 - (row.high or 0.0) - (row.low or 0.0))
 
 
 def compare(flags: SparsityFlags, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Each dynamic budget with the static ones of no less memory."""
+    """Each dynamic system with the static system of each family that has the least memory but no
+    less."""
     whole, names = accuracy.pooled(rows), families(flags)
     for name in names[DYNAMIC]:
         for family in (STATIC, VOTES):
@@ -92,7 +93,7 @@ def _key(name: str) -> str:
 
 
 def draw(flags: SparsityFlags, figure: Figure, all_rows: Sequence[Row]) -> None:
-    """All measures over what is dropped, a line for each family."""
+    """All measures over the percent of dropped tokens, a line for each family."""
     whole = accuracy.pooled(all_rows)
     for axes, (measure, bounds) in zip(figure.subplots(1, 3), accuracy.MEASURES.items()):
         low, high, title = bounds

@@ -1,15 +1,15 @@
-"""Thresholds of DiffKV's compression for a model, by what it answers with them (§7.2, Fig. 10).
+"""Thresholds of DiffKV's compression for a model, chosen by its answers (§7.2, Fig. 10).
 
 python -m experiments.papers.diffkv.fig10_thresholds
 
 The bundled model answers the same prompts with all keys and values in 16 bits, and with DiffKV at
-each of --alphas_h and --alphas_l. The prompts are of a seed that no study uses, and of tasks in
-which a single lost token makes an answer wrong, for which the paper takes MATH's training split.
+each of --alphas_h and --alphas_l. The prompts have a seed that no study uses, and tasks in which a
+single lost token makes an answer wrong. The paper uses MATH's training split.
 
-As in the paper alpha_h is the one with the most right answers while nothing is dropped, and then
-alpha_l the one with the most right answers beside it; of equal ones the one of the least memory.
-(The paper has found alpha_h = 1 or 3, and alpha_l = 0, 0.02 or 0.04.) Also written:
-thresholds.json, for --diffkv_thresholds, of these weights alone.
+As in the paper, alpha_h is chosen first: the value with the most right answers at the least
+alpha_l, 0, where nothing is dropped. Then alpha_l is the value with the most right answers beside
+this alpha_h. Ties go to the least memory. (The paper's values are alpha_h = 1 or 3, and alpha_l =
+0, 0.02 or 0.04.) Also written: thresholds.json, for --diffkv_thresholds with these weights only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,7 +60,7 @@ def label(cell: Cell) -> str:
 
 
 def make_systems(flags: ThresholdFlags) -> accuracy.Systems:
-    """What drops nothing comes first."""
+    """The systems; those that drop nothing come first."""
     found = {systems.REFERENCE: systems.reference(flags)}
     for column in zip(*flags.grid):
         for cell in column:
@@ -69,7 +69,7 @@ def make_systems(flags: ThresholdFlags) -> accuracy.Systems:
 
 
 def choose(whole: Mapping[str, Row], rows: Sequence[Sequence[Cell]]) -> Cell:
-    """The cell that the paper's procedure finds."""
+    """The cell that the paper's procedure chooses. rows: the grid, a row for each alpha_h."""
 
     def merit(cell: Cell) -> tuple[float, float]:
         row = whole[label(cell)]
@@ -80,7 +80,7 @@ def choose(whole: Mapping[str, Row], rows: Sequence[Sequence[Cell]]) -> Cell:
 
 
 def measure(flags: ThresholdFlags, run: Run) -> Iterator[Row]:
-    # Of an earlier run: what will lie beside it is not what it was found by.
+    # An earlier run's file would not belong to the new rows beside it.
     (run.folder / THRESHOLDS).unlink(missing_ok=True)
     rows = []
     for row in accuracy.measured(make_systems)(flags, run):

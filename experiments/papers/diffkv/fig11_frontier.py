@@ -2,9 +2,10 @@
 
     python -m experiments.papers.diffkv.fig11_frontier --model=judge
 
-alpha_h from 0 to 5 at each of --alpha_l, uniform formats, and SnapKV and H2O at several budgets;
-all over the memory that they take while they run. Then (Fig. 12) which tokens of each task are
-pruned and kept in low and in high precision, at --alpha_h's first and --alpha_l's first.
+DiffKV with --alpha_h and --alpha_l varied one at a time from the first of each, uniform formats,
+and SnapKV and H2O at several budgets, over the memory that they take while they run. Then (Fig. 12)
+the shares of each task's tokens that are pruned, in low and in high precision, at the first of
+--alpha_h and of --alpha_l.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,8 +62,8 @@ def make_systems(flags: FrontierFlags) -> accuracy.Systems:
 
 
 def values(flags: FrontierFlags, rows: Sequence[Row]) -> Values:
-    """over_*: points of DiffKV's best point that takes no more memory over this baseline. pruned_*:
-    share of a task's tokens, at the first thresholds."""
+    """over_BASELINE: points of DiffKV's best system with no more memory, over this baseline.
+    pruned_TASK: share of pruned tokens at the first thresholds."""
     found, first = accuracy.pooled(rows), of_alpha(*flags.points[0])
     ours = [found[name] for name in families(flags)["DiffKV"] if name in found]
     numbers: dict[str, float | None] = {

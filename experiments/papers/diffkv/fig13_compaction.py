@@ -2,10 +2,10 @@
 
     python -m experiments.papers.diffkv.fig13_compaction
 
-Llama-3-8B's 256 heads of each sequence of 1,024 tokens. Counted are the kernels that XLA makes of
-the page manager (for this machine: a GPU's differ by few) and the bytes that they move; they
-predict the time on an L40. On a GPU it is measured, beside threaded host code, and so is the claim.
-Exactness against both is checked here (`host_managers`).
+Each sequence has Llama-3-8B's 256 heads and 1,024 tokens. The kernels that XLA compiles the page
+manager to are counted, with the bytes that they move (for this machine: a GPU's kernels differ by
+few); they predict the time on an L40. On a GPU the time is measured beside threaded host code, and
+decides the claim. `host_managers` checks that the pages are exact.
 """
 
 import os
@@ -42,8 +42,13 @@ class CompactionFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """A phase. kernels, bytes: of its program. predicted_ms: on an L40. device_ms, host_ms:
-    measured; None without a GPU."""
+    """A phase.
+
+    kernels, bytes: of its program.
+    predicted_ms: on an L40.
+    device_ms, host_ms: measured; None without a GPU.
+    exact: whether the device's pages, and the host code's, equal the reference.
+    """
 
     phase: str
     sequences: int
@@ -65,7 +70,7 @@ def counted(function: Any, *arguments) -> tuple[int, int]:
 
 
 def times(case: Case, flags: CompactionFlags) -> dict[str, float]:
-    """Of device and host in each phase, on a GPU."""
+    """Milliseconds of device and host in each phase; empty without a GPU."""
     if not kernels.has_gpu():
         return {}
     threads, sizes = os.cpu_count() or 1, case.sizes
@@ -119,7 +124,7 @@ def measure(flags: CompactionFlags, _) -> Iterator[Row]:
 
 
 def values(_: CompactionFlags, rows: Sequence[Row]) -> Values:
-    """Of the most sequences. exact_heads: the most heads, if all that were tried were exact."""
+    """Numbers at the most sequences. exact_heads: the most heads if all rows are exact, else 0."""
     numbers: dict[str, float | None] = {}
     for phase in (PROMPTS, GENERATION):
         last = [row for row in rows if row.phase == phase][-1]

@@ -2,13 +2,13 @@
 
 python -m experiments.papers.diffkv.fig14_memory_management
 
-The page manager's own programs are traced for the heads of all layers of --tokens tokens each. Of
-what they trace to, gathers, scatters, scans and reductions count as a launch each, which reads and
-writes its operands once; elementwise work is fused with these. Parts of a step:
+The page manager's own programs are traced for the heads of all layers, with sequences of --tokens
+tokens. Each gather, scatter, scan, sort and reduction of the trace counts as a launch that reads
+and writes its operands once; elementwise work is fused with these. Parts of a step:
 
     model        products, norms, activations, and attention with its scores
-    compression  of prompts, and of the token that leaves; writes of new tokens
-    management   pages that heads take and give back
+    compression  of prompts, and of the token that leaves the window; writes of new tokens
+    management   allocation and release of heads' pages
     host         the host time of --host
 """
 
@@ -47,8 +47,12 @@ class ManagementFlags(SimulatedFlags):
 
 @dataclass(frozen=True)
 class Row:
-    """knob: the constant that is changed, of `knobs.FACTORS`. launches, management_bytes: of page
-    management in all layers. Shares are of the step."""
+    """A step.
+
+    knob: the changed constant, of `knobs.FACTORS`.
+    launches, management_bytes, management_us: of page management in all layers.
+    model_share to host_share: of the step.
+    """
 
     model: str
     phase: str
@@ -70,7 +74,7 @@ def _size(value: Any) -> int:
 
 def moved(equation: Any) -> int | None:
     """Bytes that a launch of this equation of a jaxpr reads and writes; None if it is fused with
-    others. Indexed arrays are read and written only where indices say."""
+    others. Indexed arrays are read and written only at the indices."""
     name, (first, *others), (out, *_) = equation.primitive.name, equation.invars, equation.outvars
     if name == "gather":
         return _size(others[0]) + 2 * _size(out)
@@ -83,7 +87,7 @@ def moved(equation: Any) -> int | None:
 
 
 def traffic(program: Callable[..., Any], *arguments: Any) -> list[int]:
-    """Bytes of each launch of a program with such arguments."""
+    """Bytes of each launch of a program with these arguments."""
 
     def of(jaxpr: Any) -> Iterator[int]:
         for equation in jaxpr.eqns:
@@ -97,7 +101,7 @@ def traffic(program: Callable[..., Any], *arguments: Any) -> list[int]:
 
 
 def management(layout: Layout, phase: str, batch: int) -> list[int]:
-    """Bytes of the launches that manage pages, in a step of so many sequences."""
+    """Bytes of each launch of page management, in a step of `batch` sequences."""
     H, levels = layout.all_heads, layout.levels
     pages = jax.eval_shape(
         partial(
@@ -153,8 +157,8 @@ def measure(flags: ManagementFlags, _) -> Iterator[Row]:
 
 
 def values(flags: ManagementFlags, rows: Sequence[Row]) -> Values:
-    """PART_PHASE_BATCH_MODEL, shares of management and of the model; management's largest share of
-    each phase, most_PHASE, and with each of the knobs."""
+    """management_PHASE_BATCH_MODEL, model_PHASE_BATCH_MODEL: shares of the step. most_PHASE,
+    most_PHASE_KNOB: management's largest share."""
     numbers: dict[str, float | None] = {}
     for row in rows:
         if not row.knob:

@@ -3,9 +3,9 @@
 python -m experiments.papers.diffkv.fig15a_kernel_speed
 
 A layer of Llama3-8B on an L40, --batch sequences, all tokens in one format, beside pages of 16
-bits: `Layout.work` says what attention reads, scales and zero points included, and the scores that
-it reads and writes. Dequantisation takes no time: only bytes count. All that is compared is
-attention, so its assumed rate (--attention_knob) changes no speedup.
+bits. `Layout.work` counts the bytes that attention reads, scales and zero points included, and the
+scores that it reads and writes. Dequantisation takes no time: only bytes count. Only attention is
+compared, so its assumed rate (--attention_knob) changes no speedup.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from experiments.study import Setting, Study, Values
 
 MODEL = "llama-3-8b"
 FORMATS = ("K8V8", "K8V4", "K4V4", "K4V2")
-BITS = {"K8V8": 16, "K8V4": 12, "K4V4": 8, "K4V2": 6}  # of a key's and a value's number
+BITS = {"K8V8": 16, "K8V4": 12, "K4V4": 8, "K4V2": 6}  # of a key's number plus a value's
 TOKENS = (512, 1024, 2048, 4096)
 
 
@@ -59,7 +59,8 @@ def measure(flags: KernelFlags, _) -> Iterator[Row]:
 
 
 def values(_: KernelFlags, rows: Sequence[Row]) -> Values:
-    """speedup_FORMAT_TOKENS over 16 bits, and the share of the bits' ratio that it reaches."""
+    """speedup_FORMAT_TOKENS: over 16 bits. of_ideal_FORMAT_TOKENS: the speedup over the ratio of
+    bits."""
     numbers: dict[str, float | None] = {}
     for row in rows:
         if row.format != VLLM:

@@ -1,16 +1,16 @@
-"""How long a batch of eight takes from its prompts to its last tokens (DiffKV Fig. 15b), in
-simulated time.
+"""The time of a batch of eight from its prompts to its last tokens (DiffKV Fig. 15b), in simulated
+time.
 
 python -m experiments.papers.diffkv.fig15b_batch_latency
 
-Eight problems as long as MATH's come at once and generate until each has as many tokens as --tokens
-say; `vllm` has pages of 16 bits. The paper does not say how long its prompts are: a longer one
-leaves fewer steps, in which alone DiffKV reads less.
+Eight problems as long as MATH's arrive at once and generate until each sequence has --tokens
+tokens; `vllm` has pages of 16 bits. The paper does not give the length of its prompts: longer
+prompts leave fewer decode steps, and only these read less under DiffKV.
 
-Weights and the host's time, which both have alike, are most of a step of eight: attention that took
-no time at all would gain `bound`. So the paper's factor asks for attention of vLLM's that reads
-more than each key once. Its kernel of that time has a thread block for each query head, which reads
-its KV head by itself: `by query head` is vLLM if no cache helps these blocks.
+Weights and the host take most of a step of eight, and the same time in both systems: even attention
+in no time would gain only `bound`. The paper's factor is possible only if vLLM's attention reads
+keys more than once. vLLM's kernel of that time has a thread block for each query head, which reads
+its KV head by itself: `vllm by query head` is vLLM if no cache serves these repeated reads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,8 +44,13 @@ class BatchFlags(SimulatedFlags):
 
 @dataclass(frozen=True)
 class Row:
-    """tokens: of each sequence as it ends. seconds: of the batch. step_ms: of its last step, and
-    attention_ms of its attention. knob: the constant that is changed, of `knobs.FACTORS`."""
+    """A batch.
+
+    tokens: of each sequence at its end.
+    knob: the changed constant, of `knobs.FACTORS`.
+    seconds: of the batch.
+    step_ms, attention_ms: of its last step, and of that step's attention.
+    """
 
     model: str
     system: str
@@ -78,7 +83,7 @@ def simulate(flags: BatchFlags, model: str, system: str, tokens: int, knob: str)
         more_s = cost.costs.part_s(again) - cost.costs.part_s(read)
         more_s = more_s * server.config.num_layers
         of_steps, attention_s = of_steps + more_s, attention_s + more_s
-    # The prompts' step samples the first token, and the last one is never computed.
+    # The prefill samples the first token, and the last token is never an input.
     return Row(
         model, system, tokens, knob, first_s + float(of_steps[:-1].sum()), 1e3 * of_steps[-2],
         1e3 * attention_s[-2],
@@ -94,9 +99,12 @@ def measure(flags: BatchFlags, _) -> Iterator[Row]:
 
 
 def values(flags: BatchFlags, rows: Sequence[Row]) -> Values:
-    """batch_speedup_MODEL_TOKENS of DiffKV over 16 bits, and of the last step, step_speedup; bound,
-    that of a step without attention; by_query_head, of the batch. At the greatest length with each
-    of the knobs."""
+    """Ratios NAME_MODEL_TOKENS; at the greatest length also NAME_MODEL_TOKENS_KNOB.
+
+    batch_speedup, step_speedup: DiffKV over 16 bits, of the batch and of its last step.
+    bound: 16 bits over 16 bits without attention, of the last step.
+    by_query_head: DiffKV over vLLM by query head, of the batch.
+    """
     by = {(row.model, row.tokens, row.knob, row.system): row for row in rows}
     numbers: dict[str, float | None] = {}
     for model, tokens, knob, system in by:

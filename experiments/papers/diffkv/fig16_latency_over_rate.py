@@ -3,8 +3,8 @@
 python -m experiments.papers.diffkv.fig16_latency_over_rate --models=llama-3-8b
 
 Problems as long as MATH's arrive as a Poisson process and generate up to the limit, on L40s with
-pages of 16 bits and with DiffKV in the same memory. Latency is that of a request over its output
-tokens, waiting included, the mean over requests (vLLM §6.1).
+pages of 16 bits and with DiffKV in the same memory. Latency is normalised: a request's time,
+waiting included, over its output tokens, mean over requests (vLLM §6.1).
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class RateFlags(SimulatedFlags):
 
 @dataclass(frozen=True)
 class Case:
-    """load: the rate over `capacity`. knob: the constant that is changed, of `knobs.FACTORS`."""
+    """load: the rate over `capacity`. knob: the changed constant, of `knobs.FACTORS`."""
 
     model: str
     system: str
@@ -82,7 +82,7 @@ def simulate(case: Case) -> Row:
         gpu=case.gpu, host=case.host, attention_knob=case.attention_knob, host_knob=case.host_knob,
         recorded=case.recorded, seed=case.seed,
     )  # fmt: skip
-    rate = case.load * capacity(server, flags)  # of the constants that are not changed
+    rate = case.load * capacity(server, flags)  # with unchanged constants
     most = server.most if case.system == DIFFKV else 256
     config = gpu.config_of(case.system, server, case.gpu, most)
     engine = gpu.engine_of(flags.changed(*FACTORS[case.knob]), server, config)
@@ -97,7 +97,7 @@ def simulate(case: Case) -> Row:
 
 
 def cases(flags: RateFlags) -> Iterator[Case]:
-    """The knobs are changed at the middle load alone."""
+    """The cases. Knobs change at the middle load only."""
     middle = sorted(set(flags.loads))[len(set(flags.loads)) // 2]
     for model in flags.models:
         for load in sorted(set(flags.loads)):
@@ -115,8 +115,8 @@ def measure(flags: RateFlags, run: Run) -> Iterator[Row]:
 
 
 def values(_: RateFlags, rows: Sequence[Row]) -> Values:
-    """ms_per_token_SYSTEM_MODEL_LOAD, and DiffKV's latency over vLLM's, latency_over_vllm, at the
-    middle load with each of the knobs."""
+    """ms_per_token_SYSTEM_MODEL_LOAD. latency_over_vllm_MODEL_LOAD: DiffKV's over vLLM's; at the
+    middle load also with each knob."""
     ms = {(row.model, row.load, row.knob, row.system): row.ms_per_token for row in rows}
     numbers: dict[str, float | None] = {}
     for (model, load, knob, system), latency in ms.items():

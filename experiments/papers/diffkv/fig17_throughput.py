@@ -2,16 +2,17 @@
 
 python -m experiments.papers.diffkv.fig17_throughput --models=qwq-32b
 
-Problems that all come at once and are answered up to the limit: 16K tokens of QwQ-32B on two L40s,
-8K of Qwen2.5-32B, 4K of Llama3-8B. The batch is the mean number of running sequences while others
-wait; throughput is that of the whole run. DiffKV's batch is limited as in the authors' command (16
-of QwQ-32B), vLLM's by memory alone. With 26.8 % of the memory (Table 3) DiffKV's batch is at most
-3.7 times vLLM's in the same bytes, and the paper's 15.9 is 5.9 times its 2.7: the two had different
-memory, or sequences of different lengths, and no setting here gives both.
+All problems arrive at once and are answered up to the limit: 16K tokens for QwQ-32B on two L40s, 8K
+for Qwen2.5-32B, 4K for Llama3-8B. The batch is the mean number of running sequences while others
+wait; throughput is over the whole run. DiffKV's batch is limited as in the authors' command (16 for
+QwQ-32B), vLLM's by memory alone. With 26.8 % of the memory (Table 3) DiffKV's batch is at most 3.7
+times vLLM's in the same bytes, but the paper's 15.9 is 5.9 times its 2.7: its systems had different
+memory, or sequences of different lengths, and no setting here gives both numbers.
 
     atom unfused, kivi unfused
-        with keys and values written in 16 bits and read again in each step, as where no kernel
-        fuses dequantisation with attention (§7.3). Their framework's host time is not simulated.
+        each step also writes keys and values in 16 bits and reads them again, as without a kernel
+        that fuses dequantisation with attention (§7.3). Their framework's host time is not
+        simulated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,9 +57,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Row(Case):
-    """batch: mean running sequences while others wait. step_s: mean duration of a step then.
+    """The results of a case.
+
+    batch: mean running sequences while others wait.
     tokens_per_s: of output, over the whole run.
-    unfused_s: what a step would take more if dequantised keys and values were written and read."""
+    step_s: mean duration of a step while others wait.
+    unfused_s: extra time of a step that writes and reads dequantised keys and values.
+    steps: with waiting sequences.
+    """
 
     batch: float = 0.0
     tokens_per_s: float = 0.0
@@ -75,7 +81,7 @@ def simulate(case: Case) -> Row:
         gpu=case.gpu, host=case.host, attention_knob=case.attention_knob, host_knob=case.host_knob,
         recorded=case.recorded, seed=case.seed,
     )  # fmt: skip
-    # As many sequences of half the limit as fit at a twelfth of 16 bits.
+    # `most`: sequences of half the limit that fit at a twelfth of 16 bits.
     fit = server.kv_tokens(case.gpu) / (server.limit / 2 + gpu.PROMPTS[1])
     most = server.most if case.system == DIFFKV else min(256, max(8, int(12 * fit)))
     config = gpu.config_of(case.system, server, case.gpu, most)
@@ -96,7 +102,8 @@ def simulate(case: Case) -> Row:
 
 
 def _unfused_s(case: Case, server: gpu.Server, config, batch: float) -> float:
-    """Keys and values of 16 bits of sequences of mean length, written once and read once."""
+    """Seconds to write once and read once the 16-bit keys and values of `batch` sequences of mean
+    length; 0 for systems not in UNFUSED."""
     if case.system not in UNFUSED:
         return 0.0
     costs = gpu.clock_of(SimulatedFlags(gpu=case.gpu), server, config).costs
@@ -122,8 +129,8 @@ def measure(flags: ThroughputFlags, run: Run) -> Iterator[Row]:
 
 
 def values(flags: ThroughputFlags, rows: Sequence[Row]) -> Values:
-    """batch_SYSTEM_MODEL; gain_SYSTEM_MODEL, throughput over vLLM's, of the first model
-    with each of the knobs."""
+    """batch_SYSTEM_MODEL. gain_SYSTEM_MODEL: throughput over vLLM's; of the first model also with
+    each knob."""
     numbers: dict[str, float | None] = {}
     for model in flags.models:
         for knob, factors in FACTORS.items():

@@ -1,20 +1,20 @@
-"""DiffKV and its baselines on simulated GPUs (§7.3): what each keeps, memory for it, and a clock.
+"""DiffKV and its baselines on simulated GPUs (§7.3): formats, KV memory, and a clock.
 
     vllm    pages of 16 bits
-    diffkv  K8V4 and K4V2 by the thresholds that the paper found for the model; what each head keeps
-            is that of a recorded head of the bundled model (`record_compression`), at the same
-            depth and in turn
-    quest   pages of 16 bits, all of which are kept; a query reads half of a sequence of mean length
+    diffkv  K8V4 and K4V2 by the paper's thresholds for the model. A head keeps as much as one
+            recorded from the bundled model (`record_compression`): layers are matched by depth,
+            and their heads taken in turn
+    quest   all pages, in 16 bits; a query reads half of a sequence of mean length
     snapkv  half of the tokens, in 16 bits (Table 1 has SnapKV at 50 % of the memory)
     atom    all tokens in K4V4
     kivi    all tokens in K2V2
 
-Memory for keys and values is what vLLM takes: 0.9 of the device, less weights and the activations
-of as many tokens as a step may have, which are the model's whole context: the commands that the
-authors publish (DiffKV's benchmarks/benchmark_throughput.sh) limit outputs, and neither a sequence
-nor a step. They limit DiffKV's batch: to 16 sequences of QwQ-32B, of which the paper's 15.9 is all
-but everything, 32 of Qwen2.5-32B, 64 of Llama3-70B and 128 of the small models. Prompts are as long
-as MATH's, and all outputs reach the limit (those commands ignore ends).
+KV memory is computed as in vLLM: 0.9 of the device, less weights and the activations of the most
+tokens in a step. These are the model's whole context, because the commands that the authors publish
+(DiffKV's benchmarks/benchmark_throughput.sh) limit outputs only, not sequences or steps. The
+commands limit DiffKV's batch to 16 sequences for QwQ-32B (the paper reports 15.9), 32 for
+Qwen2.5-32B, 64 for Llama3-70B and 128 for the small models. Prompts are as long as MATH's, and all
+outputs reach the limit (the commands ignore end tokens).
 """
 
 import functools
@@ -52,8 +52,13 @@ PROMPTS = (64, 256)  # least and most tokens of a problem of MATH, with its inst
 
 @dataclass(frozen=True)
 class Server:
-    """gpus: L40s. alphas: alpha_h and alpha_l (Fig. 10). limit: tokens of an output. most:
-    sequences of DiffKV at once."""
+    """A model and its GPUs.
+
+    gpus: number of GPUs.
+    alphas: alpha_h and alpha_l (Fig. 10).
+    limit: tokens of an output.
+    most: sequences of DiffKV at once.
+    """
 
     model: str
     gpus: int
@@ -70,13 +75,13 @@ class Server:
         return self.limit + PROMPTS[1]
 
     def kv_tokens(self, gpu: str) -> int:
-        """Of 16 bits, that fit beside weights and activations."""
+        """Tokens of 16-bit keys and values that fit beside weights and activations."""
         model = self.config
         of_device = UTILISATION * machine(gpu).memory_bytes
         parameters = sum(
             math.prod(each.shape) for each in flatten(family(model).declare(model)).values()
         )
-        # The MLP's, beside the residual stream and its norms.
+        # Activations of the MLP, the residual stream and its norms.
         widths = 3 * model.intermediate_size / self.gpus + 4 * model.hidden_size
         activations = 2 * model.max_position_embeddings * widths
         room = self.gpus * (of_device - activations) - 2 * parameters
@@ -105,7 +110,7 @@ class SimulatedFlags(Flags):
     seed: int = flag(0, "of all that is drawn", least=0)
 
     def changed(self, attention: float, host: float) -> "SimulatedFlags":
-        """With factors on the time of attention and of the host."""
+        """These flags with further factors on the time of attention and of the host."""
         return SimulatedFlags(
             gpu=self.gpu, host=self.host, attention_knob=attention * self.attention_knob,
             host_knob=host * self.host_knob, recorded=self.recorded, seed=self.seed,
@@ -118,7 +123,7 @@ def model_of(name: str) -> ModelConfig:
 
 
 def options_of(system: str, server: Server) -> dict[str, Any]:
-    """Fields of an EngineConfig."""
+    """EngineConfig fields of a system."""
     if system == VLLM:
         return {"policy": "vllm"}
     if system == "quest":
@@ -141,7 +146,7 @@ def options_of(system: str, server: Server) -> dict[str, Any]:
 def config_of(
     system: str, server: Server, gpu: str = "l40", most: int = 256, longest: int = 0
 ) -> EngineConfig:
-    """most: sequences at once. longest: tokens of one, if not the server's."""
+    """most: sequences at once. longest: tokens of a sequence; 0 for the server's."""
     longest = longest or server.longest
     return EngineConfig(
         max_model_len=longest, page_size=PAGE_SIZE, max_num_batched_tokens=max(longest, most),
@@ -181,8 +186,8 @@ def held(
     flags: SimulatedFlags, config: EngineConfig, model: ShardedModel, prompts: np.ndarray,
     contexts: np.ndarray,
 ) -> np.ndarray | None:  # fmt: skip
-    """What `Layout.work` takes of sequences with `prompts` [n] tokens that have grown to `contexts`
-    [..., n]; None for a policy that keeps all."""
+    """The kept tokens, as `Layout.work` takes them, of sequences whose prompts of `prompts` [n]
+    tokens have grown to `contexts` [..., n]; None for a policy that keeps all."""
     simulated = policy_of(config.policy).simulated
     if simulated is None:
         return None

@@ -1,13 +1,14 @@
-"""Page management on the device, and on the host beside which it is judged (DiffKV §5.3, Fig. 13).
+"""Page management on the device and, for comparison, on the host (DiffKV §5.3, Fig. 13).
 
-A `Case` is Llama-3-8B's heads of some sequences in the state that compression leaves. Prompts: all
-get pages for the worst case, plan, and give the surplus back. Generation: a step in which each head
-adds a token, to either precision. The device's page manager is that of the policy.
+A `Case` holds Llama-3-8B's heads of some sequences in the state after compression. Prompts: all
+heads get pages for the worst case, plan the pages that they keep, and return the surplus.
+Generation: a step in which each head adds a token in either precision. The device's page manager is
+the policy's.
 
-`Twin` goes page by page through lists, and is what the others must equal. `ThreadedManager` is fast
-host code: sequences are spread over threads, each of which works on whole arrays, and only the
-prefix sums over sequences are done by one. It begins with the counts on the device, as compression
-leaves them there, and ends with what the device must know of pages back on it.
+`Twin` is the reference: it moves page by page through lists, and the others must equal it.
+`ThreadedManager` is fast host code: threads divide the sequences and work on whole arrays; only the
+prefix sums over sequences run in one thread. Its work begins with the counts on the device, where
+compression leaves them, and ends with the new pages copied back to the device.
 """
 
 from collections import deque
@@ -26,13 +27,13 @@ from paged.kv_cache.diffkv import page_manager
 from paged.kv_cache.diffkv.page_manager import Pages
 from pallas_kernels.specs import HEADS
 
-TOKENS, MORE = 1024, 256  # of each prompt; and room for what is generated
+TOKENS, MORE = 1024, 256  # tokens of each prompt; room for generated tokens
 HEADS_8B = 32 * HEADS["llama-3-8b"].K
 CHECKED_STEPS = 20
 
 
 class Twin:
-    """All in lists. Slots are the sequences 0, 1, …"""
+    """Page management in lists. Slot i is sequence i."""
 
     def __init__(self, num_pages: int, num_slots: int, num_heads: int):
         self.free = deque(range(num_pages))
@@ -56,7 +57,7 @@ class Twin:
             kind[slot][head].append(self.free.popleft())
 
     def equals(self, free_list, start, free, tables, high, low) -> bool:
-        """Whether a manager's arrays say the same."""
+        """Whether a manager's arrays hold the same pages."""
         listed = free_list[(start + np.arange(free)) % len(free_list)]
         return listed.tolist() == list(self.free) and all(
             tables[slot, head, : high[slot, head]].tolist() == self.high[slot][head]
@@ -67,7 +68,8 @@ class Twin:
 
 
 class ThreadedManager:
-    """Arrays as `page_manager.Pages` has them, with counts of pages by precision apart."""
+    """Page management in the arrays of `page_manager.Pages`, but with separate counts of pages of
+    high and of low precision."""
 
     def __init__(self, num_pages: int, num_slots: int, num_heads: int, width: int, threads: int):
         self.free_list = np.arange(num_pages, dtype=np.int32)
@@ -80,7 +82,8 @@ class ThreadedManager:
         return list(self._threads.map(work, range(len(self.tables))))
 
     def _take(self, counts) -> np.ndarray:
-        """Where in the list each sequence's run of so many pages begins."""
+        """Takes `counts` pages for each sequence; returns where each sequence's run begins in the
+        list."""
         ends = np.cumsum(counts)
         first = self.start + ends - counts
         self.start = int(self.start + ends[-1]) % len(self.free_list)
@@ -91,7 +94,7 @@ class ThreadedManager:
         return self.free_list[(first + np.arange(count)) % len(self.free_list)]
 
     def prompts(self, allocated: int, high_SxH, low_SxH) -> np.ndarray:
-        """The tables of all sequences."""
+        """Allocates, plans and recycles the pages of all prompts; returns the tables."""
         S, H, M = self.tables.shape
         first, column = self._take(np.full(S, H * allocated)), np.arange(allocated)
 
@@ -100,7 +103,7 @@ class ThreadedManager:
             high, low = high_SxH[slot, :, None], low_SxH[slot, :, None]
             table = self.tables[slot]
             table[:, :allocated] = pages
-            # The last page is the first of low precision, at the right end of the table.
+            # Low precision starts from the last page, at the right end of the table.
             mirrored = M - allocated + column
             table[:, mirrored] = np.where(column >= allocated - low, pages, table[:, mirrored])
             self.high[slot], self.low[slot] = high_SxH[slot], low_SxH[slot]
@@ -119,7 +122,7 @@ class ThreadedManager:
         return self.tables
 
     def grow(self, high_SxH, low_SxH) -> np.ndarray:
-        """The new pages of all heads [S, H]; of those that get none anything."""
+        """The new pages of all heads [S, H]; heads without a new page hold any value."""
         either, M = high_SxH | low_SxH, self.tables.shape[2]
         counts = either.sum(1)
         first, pages = self._take(counts), np.zeros(either.shape, np.int32)
@@ -139,7 +142,7 @@ class ThreadedManager:
 
 
 class Case:
-    """Numbers of sequences in the state that compression leaves: tokens by precision [S, H, 2]."""
+    """Sequences in the state after compression. tokens: by precision, [S, H, 2]."""
 
     def __init__(self, sequences: int, seed: int):
         self.sequences, rng = sequences, np.random.default_rng(seed)
@@ -151,7 +154,7 @@ class Case:
         shape = sequences, HEADS_8B
         high = rng.integers(64, TOKENS // 2, shape)
         self.tokens = np.stack([high, rng.integers(0, TOKENS - high)], -1).astype(np.int32)
-        # A token more for each head, of high precision in a quarter of them.
+        # The next token of each head; of high precision in a quarter of the heads.
         self.to_high = rng.random(shape) < 0.25
 
     def device(self) -> Pages:
@@ -162,12 +165,12 @@ class Case:
 
 
 def _planned(tokens, sizes):
-    """Pages [S, H, 2] of high and of low precision for as many tokens."""
+    """Pages of high and of low precision for `tokens` tokens, both [S, H, 2]."""
     return -(-tokens // np.array(sizes, np.int32))
 
 
 def _growing(tokens, to_high, sizes):
-    """Which heads need a page of high or of low precision for a token more: [S, H, 2]."""
+    """[S, H, 2] whether a head needs a page of high or of low precision for one more token."""
     full = tokens % np.array(sizes, np.int32) == 0
     return full & (to_high[..., None] == np.array([True, False]))
 
@@ -196,7 +199,8 @@ def step_on_host(manager: ThreadedManager, tokens, to_high, sizes):
 
 
 def is_exact(case: Case, threads: int, steps: int = CHECKED_STEPS) -> bool:
-    """Whether all three managers hold the same after prompts and these steps."""
+    """Whether all three managers hold the same pages after prompts and `steps` steps of
+    generation."""
     sizes, tokens = case.sizes, case.tokens
     twin = Twin(case.num_pages, case.sequences, HEADS_8B)
     host, pages = case.host(threads), case.device()
@@ -207,7 +211,7 @@ def is_exact(case: Case, threads: int, steps: int = CHECKED_STEPS) -> bool:
         twin.grow(*np.moveaxis(_growing(tokens, case.to_high, sizes), -1, 0))
         step_on_host(host, tokens, case.to_high, sizes)
         pages = step_on_device(pages, jnp.asarray(tokens), jnp.asarray(case.to_high), sizes)
-        # A new array: the step may still read the former one, in place.
+        # A new array, because the step may still read the old one.
         tokens = tokens + np.stack([case.to_high, ~case.to_high], -1)
     free_list, start, free, tables, held = map(
         np.asarray, (pages.free_list, pages.start, pages.free, pages.tables, pages.held)

@@ -2,10 +2,10 @@
 
 python -m experiments.papers.diffkv.kernels_on_cpu
 
-A layer of Llama-3-8B's heads (32 query and 8 KV heads of 128), --batch sequences, all
-tokens in one format, and half of them in each of K8V4 and K4V2. All formats read the same pool,
-whose words each parses in its way; the dense op reads pages of float32. The cases take turns, and
-medians count. Floors are of the bytes alone, at the machine's measured rate.
+A layer of Llama-3-8B's heads (32 query and 8 KV heads of 128), --batch sequences, with all tokens
+in one format, or half of them in K8V4 and half in K4V2. All formats read the same pool and parse
+its words in their own way; the dense op reads pages of float32. The cases take turns, and times are
+medians. Floors are the time of the bytes alone, at the machine's measured rate.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from pallas_kernels.specs import HEADS, Cost, Heads, Rates
 
 DENSE, MIXED = "dense", "K8V4+K4V2"
 FORMATS = ("K8V8", "K8V4", "K4V4", "K4V2", MIXED)
-# In float16 of these bits no scale and no zero point is infinite.
+# With these bits no float16 scale or zero point is infinite.
 FINITE = 0x3BFF3BFF
 
 
@@ -45,8 +45,13 @@ class KernelFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """bytes: of keys and values, their scales among them, that cannot be left unread.
-    times_fewer_bytes: than the dense op's; the speedup that they allow."""
+    """A format at a length.
+
+    floor_ms: time of the bytes alone.
+    over_dense: time over the dense op's.
+    bytes: of keys and values, their scales included, that must be read.
+    times_fewer_bytes: the dense op's bytes over these, the speedup that bytes allow.
+    """
 
     format: str
     tokens: int
@@ -58,7 +63,8 @@ class Row:
 
 
 def formats_of(name: str, head_dim: int) -> tuple[PageFormat, PageFormat]:
-    """Of high and of low precision, in pages that hold PAGE_SIZE tokens of 8 bits."""
+    """Page formats of high and of low precision; a page has the words of PAGE_SIZE tokens of
+    K8V8."""
     words = PageFormat.holding(PAGE_SIZE, *parse_format("K8V8", head_dim, "float16")).words
     names = name.split("+") if "+" in name else [name, name]
     first, second = (PageFormat(*parse_format(n, head_dim, "float16"), words) for n in names)
@@ -66,7 +72,8 @@ def formats_of(name: str, head_dim: int) -> tuple[PageFormat, PageFormat]:
 
 
 class Pool:
-    """Random pages for sequences of up to so many tokens in any of FORMATS, and queries."""
+    """Random queries, and random pages for `batch` sequences of up to `longest` tokens in any of
+    FORMATS."""
 
     def __init__(self, heads: Heads, batch: int, longest: int, seed: int):
         self.heads, self.batch, self.longest = heads, batch, longest
@@ -88,18 +95,18 @@ class Pool:
         return batch * heads.K * cls.width(longest), formats_of("K8V8", heads.D)[0].words
 
     def counts(self, name: str, tokens: int):
-        """[S, K, 2], of high and of low precision, all heads alike."""
+        """[S, K, 2] tokens of high and of low precision, the same for all heads."""
         high = tokens // 2 if name == MIXED else tokens
         of_head = jnp.array([high, tokens - high], jnp.int32)
         return jnp.broadcast_to(of_head, (self.batch, self.heads.K, 2))
 
     def tables_of(self, name: str):
-        """As wide as an engine's for such formats: what attention returns is as wide."""
+        """Tables as wide as an engine's for this format, because attention's scores are as wide."""
         tokens = formats_of(name, self.heads.D)[0].tokens
         return self.tables[..., : -(-self.longest // tokens) + 1]
 
     def bytes(self, name: str, tokens: int) -> int:
-        """Of the keys and values of so many tokens."""
+        """Bytes of the keys and values of `tokens` tokens in each sequence."""
         counts = (tokens // 2, tokens - tokens // 2) if name == MIXED else (tokens, 0)
         of_formats = [
             format.keys.token_bytes + format.values.token_bytes
@@ -121,7 +128,7 @@ def attend_dense(q, k_pages, v_pages, tables, lengths):
 
 def check(flags: KernelFlags, heads: Heads = HEADS["llama-3-8b"]) -> None:
     pages, words = Pool.shape(heads, flags.batch, max(flags.tokens))
-    # The words, and while they are drawn twice them; then the dense op's keys and values.
+    # The words, with twice as many while they are drawn; later the dense op's keys and values.
     size = 4 * pages * max(3 * words, words + 2 * PAGE_SIZE * heads.D)
     run_record.check_memory("--tokens and --batch", size)
 

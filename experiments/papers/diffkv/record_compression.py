@@ -1,12 +1,12 @@
-"""Record what each KV head keeps as sequences grow under DiffKV, for simulated devices to replay.
+"""Record how many tokens KV heads keep as sequences grow under DiffKV, for simulated devices.
 
     python -m experiments.papers.diffkv.record_compression \\
         --model=bundled --file=models/bundled/diffkv_compression.json
 
-At each of the paper's pairs of thresholds (Fig. 10) stories of --lengths tokens are prefilled, and
-others are generated from their first tokens on, sampled; the tokens that each KV head keeps in high
-and in low precision are read from the device's cache. Means over --sequences go to --file
-(`paged.kv_cache.diffkv.recording` reads it).
+At each of the paper's pairs of thresholds (Fig. 10), stories of --lengths tokens are prefilled, and
+their first tokens are continued by sampling. The tokens that each KV head keeps in high and in low
+precision are counted in the device's cache. Means over --sequences are written to --file, which
+`paged.kv_cache.diffkv.recording` reads.
 """
 
 import json
@@ -37,7 +37,7 @@ from paged.requests.sampling_params import SamplingParams
 ALPHAS = ((1.0, 0.02), (0.04, 0.04), (1.0, 0.0), (3.0, 0.0))
 PROMPT, GENERATED = "prompt", "generated"
 OPTIONS = {name: getattr(Options(), name) for name in ("window", "prompt_rule", "generation_rule")}
-FIRST = 16  # tokens of a sequence that is generated
+FIRST = 16  # prompt tokens of a generated sequence
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,12 @@ class RecordFlags(ModelFlags):
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens of a head, by precision; means over sequences. phase: how its tokens came."""
+    """A head at one length.
+
+    phase: PROMPT for prefilled tokens, GENERATED for generated ones.
+    tokens: of the sequence.
+    high, low: tokens that the head keeps in each precision, means over sequences.
+    """
 
     alpha_h: float
     alpha_l: float
@@ -80,8 +85,8 @@ def engine_of(flags: RecordFlags, alpha: tuple[float, float]) -> Engine:
 def kept(
     engine: Engine, prompts: Sequence[list[int]], max_tokens: int, lengths: Sequence[int], seed: int
 ) -> dict[int, np.ndarray]:
-    """[L * K, 2] tokens of each head by precision when sequences have come to each of the lengths,
-    means over the sequences."""
+    """By length: [L * K, 2] tokens that each head keeps in each precision when a sequence reaches
+    that length, mean over the sequences."""
     for i, prompt in enumerate(prompts):
         how = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=1.0, seed=seed + i)
         engine.add_request(prompt, how)
@@ -146,8 +151,8 @@ def stored(flags: RecordFlags, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def values(flags: RecordFlags, rows: Sequence[Row]) -> Values:
-    """PHASE_memory_ALPHA_H_ALPHA_L: bytes of tokens at the greatest length, over those of 16 bits;
-    PHASE_pruned: the share that is dropped."""
+    """PHASE_memory_ALPHA_H_ALPHA_L: bytes of tokens at the greatest length over those of 16 bits.
+    PHASE_pruned_ALPHA_H_ALPHA_L: share of dropped tokens."""
     longest = flags.ascending[-1]
     head_dim = checkpoint.load_config(flags.model).head_dim
     formats = Options().formats(PAGE_SIZE, head_dim, "float16")
@@ -168,7 +173,7 @@ def values(flags: RecordFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: RecordFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Shares of the tokens that heads keep as they grow, a line for each head."""
+    """Shares of tokens that heads keep as sequences grow, a line for each head."""
     for axes, alpha in zip(figure.subplots(1, len(ALPHAS), sharey=True), ALPHAS):
         of_alpha = [r for r in rows if (r.alpha_h, r.alpha_l) == alpha and r.phase == GENERATED]
         for layer, head in dict.fromkeys((row.layer, row.head) for row in of_alpha):

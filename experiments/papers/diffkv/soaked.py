@@ -1,4 +1,4 @@
-"""What a soak asks of engines of this policy."""
+"""Mechanisms of DiffKV's policy that a soak must see."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def named(engine: Any) -> list[Mechanism]:
 
 
 def seen(engine: Any) -> dict[str, int]:
-    """In tokens of all heads: demoted (in a lower precision than new ones), dropped."""
+    """Tokens, summed over all heads. demoted: in a lower precision than new tokens. dropped."""
     demoted = dropped = 0
     heads = [head for shard in engine.executor.snapshot() for slot in shard.heads for head in slot]
     for levels in heads:

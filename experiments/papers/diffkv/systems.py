@@ -27,25 +27,26 @@ def reference(flags: AccuracyFlags) -> EngineConfig:
 
 
 def policy(flags: AccuracyFlags, **chosen: Any) -> EngineConfig:
-    """Of these options of `--policy=diffkv`. Raises ValueError for what cannot work."""
+    """DiffKV with these policy options. Raises ValueError for invalid ones."""
     return _config(flags, policy="diffkv", policy_options=chosen)
 
 
 def three_levels(flags: AccuracyFlags, alpha: Sequence[float]) -> EngineConfig:
-    """16 bits, K8V4 and K4V2 (§7.2), with an alpha each. Pages take about the memory of DiffKV's:
-    half as many tokens of a precision of which each takes twice as much."""
+    """16 bits, K8V4 and K4V2 (§7.2), with an alpha for each. Pages take about the memory of
+    DiffKV's: they have half as many tokens of the highest precision, and each token takes twice as
+    much."""
     chosen: dict[str, Any] = {"top": "K16V16"}
     chosen |= dict(zip(("alpha_top", "alpha_h", "alpha_l"), alpha, strict=True))
     return _config(flags, policy="diffkv", policy_options=chosen, page_size=PAGE_SIZE // 2)
 
 
 def uniform_options(name: str) -> dict[str, Any]:
-    """All tokens in one format, as K8V4."""
+    """Options that keep all tokens in one format, such as K8V4."""
     return {"high": name, "low": name, "alpha_h": 0.0, "alpha_l": 0.0}
 
 
 def pruning_options(method: str, budget: float) -> dict[str, Any]:
-    """Of `BUDGETED`: pruning to a share of the tokens, kept in 16 bits."""
+    """Options that prune to a share of the tokens, kept in 16 bits. method: of `BUDGETED`."""
     return uniform_options("K16V16") | BUDGETED[method] | {"budget": budget}
 
 
@@ -58,14 +59,15 @@ def budgeted(flags: AccuracyFlags, method: str, budget: float) -> EngineConfig:
 
 
 def duo_attention(flags: AccuracyFlags, gates: str, share: float) -> EngineConfig:
-    """A share of the KV heads streams, by the gates of this file, all tokens in 16 bits."""
+    """DuoAttention: `share` of the KV heads stream, by the gates of this file; all tokens in 16
+    bits."""
     all_pages = flags.longest + PAGE_SIZE
     chosen = {"gates": gates_of(flags, gates), "streaming_share": share}
     return _lserve(flags, **chosen, budget=all_pages)
 
 
 def quest(flags: AccuracyFlags, budget: int) -> EngineConfig:
-    """All tokens are kept, in 16 bits, and `budget` of them read by each query."""
+    """Quest: all tokens are kept in 16 bits, and each query reads `budget` of them."""
     return _lserve(flags, budget=budget, logical_page=PAGE_SIZE, reuse=1)
 
 

@@ -1,15 +1,15 @@
-"""Accuracy against KV memory: DiffKV and what it is compared with (DiffKV §7.2, Table 1 in small).
+"""Accuracy against KV memory: DiffKV and its baselines (DiffKV §7.2, Table 1 in small).
 
 python -m experiments.papers.diffkv.table1_accuracy_memory
 
-The bundled model answers the same prompts with all keys and values in 16 bits, with DiffKV at each
-of --alphas, with its three levels of 16 bits, K8V4 and K4V2 at each of --three_levels, with uniform
-INT4, with H2O and SnapKV at each of --budgets, with DuoAttention (--duo_share of the heads stream,
-by --gates; none without) and with Quest (--quest_budget tokens are read; all are kept, and
-statistics beside them). Memory is measured while they run (`kv_memory_fraction`: pages with all
-that lies in them, over 16-bit pages). H2O and SnapKV are compared at the least of their budgets
-that takes no less memory, and INT4 with that of --alphas which takes the most memory but no more
-than it.
+The bundled model answers the same prompts with all keys and values in 16 bits, and with: DiffKV at
+each of --alphas; three levels, 16 bits, K8V4 and K4V2, at each of --three_levels; uniform INT4; H2O
+and SnapKV at each of --budgets; DuoAttention (--duo_share of the heads stream, by --gates; left out
+without them); and Quest (--quest_budget tokens are read; all are kept, with statistics beside
+them). Memory is measured while they run (`kv_memory_fraction`: pages with all their contents, over
+16-bit pages). The first of --alphas is compared with H2O and SnapKV at their least budget that
+takes no less memory. INT4 is compared with the system of --alphas that takes the most memory up to
+INT4's.
 
 Claim: the first of --alphas takes at most 0.40 of the memory, and the lower bound of its paired
 difference over all prompts is above −2 points (paper: 0.3 points less at 0.19 to 0.37).
@@ -76,7 +76,7 @@ class MemoryFlags(AccuracyFlags):
 
 
 def _separated(text: str) -> tuple[float, ...]:
-    """Numbers between slashes; nothing if any is none."""
+    """The numbers between slashes; empty if any is not a number."""
     try:
         return tuple(float(each) for each in text.split("/"))
     except ValueError:
@@ -92,7 +92,7 @@ def make_systems(flags: MemoryFlags) -> accuracy.Systems:
         {of_alpha(*pair): systems.policy(flags, alpha_h=pair[0], alpha_l=pair[1])}
         for pair in flags.pairs
     )
-    # What the claims are about comes first.
+    # The systems of the claims come first.
     found = {REFERENCE: systems.reference(flags)} | ours
     for budget in flags.budgets:
         found |= {of_budget(m, budget): systems.budgeted(flags, m, budget) for m in BUDGETED}
@@ -108,7 +108,7 @@ def make_systems(flags: MemoryFlags) -> accuracy.Systems:
 
 
 def families(flags: MemoryFlags) -> dict[str, list[str]]:
-    """Names of systems that are drawn as one."""
+    """Names of systems, for each family that is drawn as one."""
     found = {"DiffKV": [of_alpha(*pair) for pair in flags.pairs]}
     found["three levels"] = [of_three(alpha) for alpha in flags.triples]
     found |= {name: [name] for name in (INT4, DUO, QUEST)}
@@ -116,7 +116,7 @@ def families(flags: MemoryFlags) -> dict[str, list[str]]:
 
 
 def compare(flags: MemoryFlags, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Systems of about the same memory."""
+    """Pairs of systems with about the same memory."""
     whole, of_families = accuracy.pooled(rows), families(flags)
     ours, pairs = of_alpha(*flags.pairs[0]), []
     for method in BUDGETED:

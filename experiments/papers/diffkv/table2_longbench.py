@@ -9,7 +9,7 @@ from experiments.papers.diffkv.benchmarks import DIFFKV, DiffKVFlags, long_conte
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 TASKS = ("qasper", "hotpotqa", "gov_report", "trec", "passage_count", "lcc")
-# Of Llama3.1-8B.
+# Scores of Llama3.1-8B.
 SCORES = {
     "FP16": (40.9, 61.3, 34.0, 73.0, 6.9, 62.2),
     "DiffKV": (42.8, 61.3, 32.9, 73.0, 7.2, 61.9),

@@ -4,9 +4,9 @@
     python -m experiments.papers.diffkv.table3_thinking --model=FOLDER --problems=math.jsonl \\
         --match=contains --contexts=32768
 
-Errors of what was compressed are propagated by what is generated from it: every answer is a chain
-of 24 to 40 statements, each computed from those before. --problems asks MATH, GPQA or AIME of a
-model that reasons.
+Generated tokens propagate the errors of compressed ones: every answer is a chain of 24 to 40
+statements, each computed from earlier statements. --problems takes MATH, GPQA or AIME, for a model
+that reasons.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from experiments.study import Values
 TASKS = ("cot_long", "cot_32", "cot_40")
 MODEL = "Qwen/QwQ-32B"
 GOAL = -2.0  # points
-# Of QwQ-32B.
+# Scores of QwQ-32B.
 BENCHMARKS = ("math", "gpqa", "aime24")
 PAPER = {
     "FP16": (90.6, 62.1, 75.5), "DiffKV": (90.6, 63.2, 75.3), "INT4": (87.3, 57.8, 64.3),

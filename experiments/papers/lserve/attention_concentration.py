@@ -1,10 +1,10 @@
-"""How concentrated a model's attention is, and so what selecting pages can gain and lose.
+"""How concentrated a model's attention is: it limits the gain and the loss of page selection.
 
 python -m experiments.papers.lserve.attention_concentration --model=bundled
 
-For each layer and query head it measures, over the rows that produce the answers of a task, how
-many keys hold 90 % of the attention mass, and the mass on the first 4 and on the last 64 tokens. A
-model that needs only its strongest key cannot show whether a page selector is good.
+Measured for each layer and query head, over the query rows that produce a task's answers: how many
+keys hold 90 % of the attention mass, and the mass on the first 4 and on the last 64 tokens. A model
+that needs only its strongest key cannot show whether a page selector is good.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,8 +43,11 @@ class AttentionFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """A layer's query head. keys: that hold 90 % of the mass. mass: on the first 4 and the last 64
-    tokens, the mean."""
+    """A layer's query head on a task.
+
+    keys_median, keys_p95: number of keys that hold 90 % of the mass.
+    mass_first, mass_last: on the first 4 and the last 64 tokens, mean over the query rows.
+    """
 
     task: str
     layer: int
@@ -58,7 +61,8 @@ class Row:
 def measuring_attend(config: ModelConfig, num_rows: int, share: float = SHARE):
     """Plain causal attention that writes MEASURES of its last `num_rows` rows to the cache.
 
-    The cache is float32 [L, H, 3, num_rows]. share: of the mass that the first measure's keys hold.
+    The cache is float32 [L, H, 3, num_rows]. share: of the mass that the first
+    measure's keys must hold.
     """
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
 
@@ -114,7 +118,7 @@ def rows_of(task: str, found: Sequence[np.ndarray]) -> Iterator[Row]:
 
 
 def prompts_of(flags: AttentionFlags, tokenizer) -> dict[str, list[tasks.TaskPrompt]]:
-    """By task. Raises ValueError for a task that there is not, or does not fit."""
+    """Prompts by task. Raises ValueError for an unknown task, and for one that does not fit."""
     lengths = flags.context_length, flags.num_prompts, flags.seed
     return {task: tasks.make_prompts(task, *lengths, tokenizer) for task in flags.tasks}
 
@@ -131,7 +135,8 @@ def measure(flags: AttentionFlags, _) -> Iterator[Row]:
 
 
 def values(_: AttentionFlags, rows: Sequence[Row]) -> Values:
-    """For each task, how layers and heads differ, and how many heads need many keys."""
+    """By task: min, median and max over the heads of keys_median, the share of heads with more than
+    4 keys, and the means of mass_first and mass_last."""
     numbers: dict[str, float] = {}
     for task in dict.fromkeys(row.task for row in rows):
         mine = [row for row in rows if row.task == task]

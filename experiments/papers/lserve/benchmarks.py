@@ -1,5 +1,5 @@
-"""LServe's tables on public benchmarks: dense attention and LServe on a model and problems that a
-user brings (§4.2)."""
+"""LServe's tables on public benchmarks: dense attention and LServe on the user's model and problems
+(§4.2)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ class LServeFlags(AccuracyFlags):
 
 
 def systems(flags: LServeFlags) -> accuracy.Systems:
-    """Dense, and LServe at each budget, by it if there are several."""
+    """Dense, and LServe at each budget; its name has the budget if there are several."""
     found, gates = {DENSE: accuracy.config_of(flags)}, gates_of(flags, flags.gates)
     for budget in flags.budgets:
         name = f"LServe-{budget}" if len(flags.budgets) > 1 else "LServe"
@@ -37,7 +37,7 @@ def systems(flags: LServeFlags) -> accuracy.Systems:
 
 
 def command(module: str, model: str, problems: str, contexts: str, match: str) -> str:
-    """Gates first, by the paper's recipe, then the study."""
+    """A command line that trains gates by the paper's recipe, and then runs the study."""
     return (
         f"python -m experiments.papers.lserve.duo_gates --model={model} --mix=passkeys=1 "
         "--steps=2000 --output_dir=results/gates && "

@@ -1,4 +1,4 @@
-"""How this policy's step is compiled for GPUs (`experiments.gpu.compile_step`)."""
+"""How the LServe policy's step is compiled for GPUs (`experiments.gpu.compile_step`)."""
 
 from dataclasses import replace
 
@@ -16,14 +16,14 @@ from pallas_kernels.paged_attention.specs import DECODE, PREFILL, QUANTISED
 
 
 def options(model: ModelConfig, share: float, kv_bits: int) -> dict:
-    """Gates are trained of few models: heads are drawn at random."""
+    """Options with random gates: trained gates exist for few models only."""
     gates = np.random.default_rng(0).random((model.num_layers, model.num_kv_heads))
     return {"gates": gates.tolist(), "streaming_share": share, "kv_bits": kv_bits}
 
 
 def step_of(step: Step, config: EngineConfig, shards: Shards, dtype) -> Step:
-    """The step, with what LServe reads: tokens on the mean of all layers' heads, and statistics
-    once in `reuse` tokens of a sequence."""
+    """The step with LServe's reads. Tokens are the mean over the heads of all layers; key
+    statistics are read once in `reuse` tokens of a sequence."""
     layout = layout_of(config, shards.sharded)
     P, heads, dense = layout.page_size, layout.heads, np.mean(layout.num_dense)
     selected = layout.selected * P if layout.selects else step.context

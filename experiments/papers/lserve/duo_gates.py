@@ -1,19 +1,18 @@
 """Which heads of a model must see everything: DuoAttention's gates (LServe §3.3).
 
 Each KV head's output is mixed, alpha * full + (1 - alpha) * streaming, where a streaming head sees
-the sink and the last pages only. The model's weights stay as they are; the gates alone are trained,
-to change the final hidden states of answers little and to be small: loss = mean squared distance +
+the sink and the last pages only. The model's weights are frozen. Only the gates are trained: they
+must be small and change the final hidden states of answers little. loss = mean squared distance +
 0.05 * mean |alpha| (DuoAttention, §2.3). Heads whose gates stay high are the retrieval heads.
 
     python -m experiments.papers.lserve.duo_gates --output_dir=results/duo_gates
     python -m experiments.papers.lserve.duo_gates --flagfile=configs/judge_gates.flags
 
-Without flags it trains the bundled model's gates on the tasks of evaluation. With the flag file it
-trains those of the model 'judge' by the paper's recipe: 2,000 steps on passkeys, which no
-evaluation has.
-Contexts are long, because short ones fit the window and teach nothing. It also writes gates.json,
-for `--policy=lserve`, and gates.png. The seed gives the run, and the same command resumes one that
-was stopped.
+Without flags this trains the bundled model's gates on the tasks of evaluation. With the flag file
+it trains the gates of the model 'judge' by the paper's recipe: 2,000 steps on passkeys, a task of
+no evaluation. Contexts are long, because short ones fit the window and teach nothing. Also written:
+gates.json, for `--policy=lserve`, and gates.png. The seed determines the run, and the same command
+resumes a stopped run.
 """
 
 import time
@@ -75,7 +74,7 @@ class GateFlags(Flags):
             raise ValueError(
                 f"--lengths must be longer than the window ({most} tokens), not {self.lengths}"
             )
-        assert self.shares  # which refuses what is none
+        assert self.shares  # raises ValueError for a malformed --mix
 
     @property
     def window(self) -> Window:
@@ -94,7 +93,7 @@ class GateFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """25 steps. loss, moved: their means. seconds: since the start."""
+    """25 steps. loss, moved: means over the steps. seconds: since the start."""
 
     step: int
     mean_gate: float
@@ -105,8 +104,8 @@ class Row:
 
 
 def mixed_attend(config: ModelConfig, length: int, window: Window, gates):
-    """An `attend` (models/common.py) that mixes what full and streaming heads see by gates [L, K],
-    from 0 (streaming) to 1."""
+    """An `attend` (models/common.py) that mixes the outputs of full and streaming heads by gates
+    [L, K], from 0 (streaming) to 1 (full)."""
     full = batched_attend(config, length)
     streaming = batched_attend(config, length, window=window)
     group = config.num_heads // config.num_kv_heads
@@ -124,8 +123,8 @@ def _hidden(params, config: ModelConfig, tokens, positions, attend):
 
 
 def loss_fn(gates, params, config: ModelConfig, window: Window, tokens, weights, positions):
-    """The loss of gates [L, K], and its first part: how far answers are moved. tokens, weights,
-    positions: [B, T + 1], of a `Batch`."""
+    """The loss of gates [L, K], and its first term: the distance by which answers move. tokens,
+    weights, positions: [B, T + 1], of a `Batch`."""
     length = tokens.shape[1] - 1
     inputs = tokens[:, :-1], positions[:, :-1]
     wanted = _hidden(params, config, *inputs, batched_attend(config, length))
@@ -137,7 +136,8 @@ def loss_fn(gates, params, config: ModelConfig, window: Window, tokens, weights,
 
 
 def rate_at(steps: int, peak: float):
-    """A fifth of the steps to rise, and a fifth to fall, as DuoAttention's 400 of 2,000."""
+    """The learning rate: it rises for a fifth of the steps and falls for the last fifth, as in
+    DuoAttention (400 of 2,000)."""
     part = max(1, steps // 5)
     return optax.join_schedules(
         [
@@ -157,7 +157,7 @@ def train(
 ) -> tuple[np.ndarray, list[Row]]:  # fmt: skip
     """Gates [L, K], all 1 at first, and a row for each 25 steps. One sequence a step.
 
-    kept: a checkpoint, from which a stopped run resumes if it was `asked` the same.
+    kept: a checkpoint. A stopped run resumes from it if both runs have the same `asked`.
     """
     optimizer = optax.adamw(rate_at(steps, rate), weight_decay=0.0)
     gates = jnp.ones((config.num_layers, config.num_kv_heads))

@@ -3,15 +3,15 @@
 
 python -m experiments.papers.lserve.engine_on_cpu
 
-One request at a time on a small random model of Llama-3-8B's head shapes. Prompts are prefilled as
-any are, in chunks; then all engines decode in turns from the same context.
+One request at a time on a small random model of Llama-3-8B's head shapes. Prompts are prefilled in
+chunks as usual; then all engines decode in turns from the same context.
 
     dense    the dense policy
     static   DuoAttention: half of the KV heads stream, the others read all
     dynamic  selected pages, no head streams
     lserve   both
-    quest    flat pages of 16 tokens, selected by each query head at each token; its first two
-             layers, which Quest leaves dense, are not spared here: the model has no more
+    quest    flat pages of 16 tokens, selected by each query head at each token; Quest leaves
+             two layers dense, but here both select: the model has no more
 """
 
 import time
@@ -38,7 +38,7 @@ from paged.simulator import roofline
 from pallas_kernels.specs import Cost, Rates
 
 SYSTEMS = ("dense", "static", "dynamic", "lserve", "quest")
-UNTIMED = 2  # steps of a turn: another engine's last step may still run beside the first ones
+UNTIMED = 2  # first steps of a turn: another engine's last step may still be running
 STEPS = 8  # timed steps of a turn: two selections with the paper's reuse of 4
 
 
@@ -69,9 +69,13 @@ class EngineFlags(Flags):
 
 @dataclass(frozen=True)
 class Run:
-    """prefill_s: from a request to its first token, once. token_ms: of a decode step, host work
-    included; the median over turns. floor_ms: of what the token cannot do without, weights and what
-    heads read. kv_bytes: in use while it decodes."""
+    """An engine at a context.
+
+    prefill_s: from a request to its first token, once.
+    token_ms: of a decode step, host work included; the median over turns.
+    floor_ms: least time of a decode step, from the weights and the keys and values that heads read.
+    kv_bytes: in use while it decodes.
+    """
 
     system: str
     context: int
@@ -82,7 +86,7 @@ class Run:
 
 
 def answer_tokens(turns: int) -> int:
-    """What a request is asked for."""
+    """Output tokens of a request."""
     return turns * (UNTIMED + STEPS) + 8
 
 
@@ -104,8 +108,8 @@ def run(
     names: Sequence[str], contexts: Sequence[int], chunk: int, turns: int, seed: int, rates: Rates,
     model: ModelConfig = MODEL,
 ) -> Iterator[Run]:  # fmt: skip
-    """All systems at all contexts, whole chunks each, shortest first. Programs are compiled by a
-    short request before."""
+    """Runs of all systems at all contexts. contexts: whole chunks, ascending. A short request
+    compiles the programs before."""
     tokens = answer_tokens(turns)
     found = engines(names, model, max(contexts) + tokens, chunk, seed)
     rng = np.random.default_rng(seed)
@@ -139,8 +143,8 @@ def run(
 
 
 def _token_cost(engine: Engine, context: int) -> Cost:
-    """The mean over a turn's tokens. Heads of a group that select different pages may agree, but
-    count by themselves."""
+    """The cost of a token, mean over a turn. Pages that query heads of a group select count once
+    for each head, even where the heads agree."""
     config, make_layout = engine.config, policy_of(engine.config.policy).layout
     assert make_layout is not None
     layout = make_layout(config, ShardedModel.split(engine.model))
@@ -163,7 +167,7 @@ def measure(flags: EngineFlags, _) -> Iterator[Run]:
 
 
 def values(_: EngineFlags, rows: Sequence[Run]) -> Values:
-    """Speedups over the dense policy, and LServe's over Quest's presets, by context."""
+    """Speedups over the dense policy, and LServe's over Quest, by context."""
     by = {(row.system, row.context): row for row in rows}
     numbers: dict[str, float | None] = {}
     for (system, context), row in by.items():

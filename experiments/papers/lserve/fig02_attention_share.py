@@ -2,8 +2,8 @@
 
 python -m experiments.papers.lserve.fig02_attention_share
 
-One sequence of Llama-3-8B on an A100: the prefill of its prompt, and the next token after it, with
-weights of 16, 8 and 4 bits and keys and values of 16. A share is of the device's time.
+One sequence of Llama-3-8B on an A100: the prefill of its prompt, and one decode step after it.
+Weights have 16, 8 and 4 bits, keys and values 16. A share is of the device's time.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,8 +2,8 @@
 
     python -m experiments.papers.lserve.fig03_mechanisms
 
-Lists of pages and selections are those of the ops; Figs. 5 and 8 watch an engine with a small
-random model: pages of 4 tokens, of which dense heads read three, selected every two tokens.
+Page lists and selections come from the ops. Figs. 5 and 8 observe an engine with a small random
+model: its pages have 4 tokens, and dense heads read three pages, selected every two tokens.
 Notebook 3_sparse_attention shows the same on a model that answers.
 """
 
@@ -34,7 +34,7 @@ PROMPT, GENERATED = 24, 16
 
 
 def streams() -> np.ndarray:
-    """[pages of queries, pages of keys] what a streaming head reads."""
+    """[query pages, key pages] whether a streaming head reads the page."""
     found = np.zeros((PAGES, PAGES), bool)
     lists, counts = streaming_blocks(jnp.arange(PAGES), SINK, LOCAL)
     for page, (blocks, count) in enumerate(zip(np.asarray(lists), np.asarray(counts))):
@@ -44,8 +44,8 @@ def streams() -> np.ndarray:
 
 @functools.cache
 def selection() -> tuple[np.ndarray, np.ndarray, int]:
-    """(scores [pages, logical pages], pages selected, statistics that are not those of the keys) of
-    a query over pages of random keys."""
+    """A query over pages of random keys: its scores [pages, logical pages], the selected pages, and
+    the number of statistics that differ from the keys."""
     rng, C = np.random.default_rng(3), PHYSICAL // LOGICAL
     keys = rng.standard_normal((PAGES * PHYSICAL, 1, CHANNELS), np.float32)
     slots = jnp.arange(PAGES * PHYSICAL, dtype=jnp.int32)[:, None]
@@ -67,8 +67,8 @@ def selection() -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def fig03() -> Mechanism:
-    """A page of queries visits its pages of keys one after the other: what is skipped is not
-    visited."""
+    """A page of queries visits its pages of keys one after the other. Skipped pages take no
+    iteration."""
     rows = {"dense head": np.arange(PAGES), "streaming head": np.flatnonzero(streams()[-1])}
     rows["selected pages"] = np.sort([*selection()[1], PAGES - 1])
 
@@ -98,7 +98,7 @@ def fig03() -> Mechanism:
 
 
 def fig04() -> Mechanism:
-    """The same kernel runs lists of whole pages: causal, streaming, and those of a selection."""
+    """One kernel runs lists of whole pages: causal, streaming and selected ones."""
     query, key = np.mgrid[:PAGES, :PAGES]
     causal, chosen = key <= query, np.zeros((1, PAGES), bool)
     chosen[0, [*selection()[1], PAGES - 1]] = True
@@ -130,8 +130,13 @@ def fig04() -> Mechanism:
 
 @dataclass(frozen=True)
 class Step:
-    """After a step: tokens computed, pages that a dense and a streaming head hold, and of the first
-    dense head the query that selected last and what it selected."""
+    """The state after a step.
+
+    tokens: computed.
+    dense, streaming: pages of a dense and of a streaming head.
+    selected_at: position of the query that made the first dense head's last selection.
+    pages: of that selection.
+    """
 
     tokens: int
     dense: int
@@ -142,7 +147,8 @@ class Step:
 
 @functools.cache
 def steps() -> tuple[list[Step], int]:
-    """Of an engine over a small random model, and the pages of a window."""
+    """The steps of an engine with a small random model, and the pages of a streaming head's
+    window."""
     config = PRESETS["lserve"].engine_config(TINY, run_ahead=False)
     params = parameters.init(family(TINY).declare(TINY), jax.random.key(0))
     engine = Engine.from_model(params, TINY, config)
@@ -165,8 +171,8 @@ def steps() -> tuple[list[Step], int]:
 
 
 def fig05() -> Mechanism:
-    """Two paged caches: pages of dense heads grow with the text, those of streaming heads do not.
-    A prompt's chunk needs pages beyond the window, which the first token gives back."""
+    """Two paged caches: a dense head's pages grow with the text, a streaming head's do not. A
+    prompt's chunk needs pages beyond the window; the first generated token frees them."""
     found, window = steps()
     page = PRESETS["lserve"].engine_config(TINY).page_size
 
@@ -192,7 +198,8 @@ def fig05() -> Mechanism:
 
 
 def fig07() -> Mechanism:
-    """Pages of 8 tokens with two logical pages of 4: a page is as important as its best one."""
+    """Pages of 8 tokens with two logical pages of 4: a page is as important as its best logical
+    page."""
     scores, chosen, wrong = selection()
     best = scores.max(1)
     order = np.argsort(-best[:-1], kind="stable")[: SELECTED - 1]
@@ -224,7 +231,7 @@ def fig07() -> Mechanism:
 
 
 def fig08() -> Mechanism:
-    """A selection serves two tokens: of the steps that decode every second one selects."""
+    """A selection serves two tokens: every second decode step selects."""
     found, _ = steps()
     decodes = [step for step in found if step.tokens > PROMPT]
     selects = [i for i, step in enumerate(decodes) if step.selected_at == step.tokens - 1]

@@ -2,12 +2,13 @@
 
 python -m experiments.papers.lserve.fig06_page_size
 
-All heads are dense, and read a budget of whole pages. Flat selection judges a page by the extremes
-of all its keys (Quest); hierarchical selection by those of its logical pages of 16 tokens.
+All heads are dense, and read a budget of whole pages. Flat selection scores a page by the extremes
+of all its keys (Quest); hierarchical selection, by the extremes of each of its logical pages of 16
+tokens.
 
-Claims (§3.5.1): flat selection fails as pages grow, as the extremes of many keys tell little;
-hierarchical selection with pages of 64 is as good as flat selection with pages of 16 and the
-same budget.
+Claims (§3.5.1): flat selection fails as pages grow, because the extremes of many keys carry little
+information; hierarchical selection with pages of 64 is as good as flat selection with pages of 16
+and the same budget.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
 python -m experiments.papers.lserve.fig09_needle
 
-One record lies somewhere in stories, and the question asks for its five digits. The dense model
-answers, and LServe with half of the KV heads streaming, at each of --budgets.
+One record lies somewhere in stories, and the question asks for its five digits. The systems are the
+dense model, and LServe with half of the KV heads streaming at each of --budgets.
 
 Claim (Fig. 9): LServe finds the needle at all lengths and depths where the dense model does, at a
 budget far below the longest context.
@@ -46,8 +46,11 @@ class NeedleFlags(AccuracyFlags):
 
 @dataclass(frozen=True)
 class Row:
-    """right: percent of the prompts of a context whose record begins in this part of the prompt;
-    None where no prompt is."""
+    """A system at one context and depth.
+
+    depth: the part of the prompt in which the record begins, from 0 to DEPTHS - 1.
+    right: percent of the prompts with a right answer; None without a prompt.
+    """
 
     system: str
     context: int
@@ -67,7 +70,7 @@ def systems(flags: NeedleFlags) -> accuracy.Systems:
 
 
 def depths(flags: NeedleFlags, length: int) -> np.ndarray:
-    """[n] where each prompt's record begins, from 0 to below 1."""
+    """[n] where each prompt's record begins, as a share of the prompt."""
     prompts = make_prompts(
         "needle", length, flags.num_prompts, flags.seed, load_tokenizer(flags.model)
     )
@@ -97,7 +100,8 @@ def rows_of(system: str, context: int, depths: np.ndarray, scores: np.ndarray) -
 
 
 def values(_: NeedleFlags, rows: Sequence[Row]) -> Values:
-    """right_*: percent of all prompts. cells_asked: of length and depth."""
+    """right_SYSTEM: percent of all prompts. cells_asked: cells of context and depth with a
+    prompt."""
     numbers: dict[str, float] = {}
     for name in dict.fromkeys(row.system for row in rows):
         mine = [row for row in rows if row.system == name]

@@ -1,14 +1,15 @@
-"""Decode steps over the length, by system and by what is sparse (LServe Figs. 10 and 16, Table 7),
-in simulated time.
+"""Decode steps over the length, by system and kind of sparsity (LServe Figs. 10, 16, Table 7), in
+simulated time.
 
 python -m experiments.papers.lserve.fig10_decode_speed
 
-One sequence each on an A100. Table 7 times vLLM and LServe on Llama-3-8B; Fig. 16 takes LServe
-apart over its own dense kernels (`qserve`). Their decode attention is parallel over heads alone
-(§2.2), which one sequence of 8 KV heads feels; 'split' is what they would take without that. With
-heads split over multiprocessors the dense kernels would lose only 1.5 times and LServe's step would
-hardly grow with the length, and Table 7's does; by heads static sparsity has nothing to gain at one
-sequence, and Fig. 16's gains up to 1.7 times.
+One sequence for each system on an A100. Table 7 times vLLM and LServe on Llama-3-8B; Fig. 16
+ablates LServe over its own dense kernels (`qserve`). The decode attention of LServe and QServe is
+parallel over heads only (§2.2), which is slow for one sequence with 8 KV heads; 'split' rows assume
+that heads are split over multiprocessors. Neither assumption gives all of the paper's numbers. With
+split heads the dense kernels would be only 1.5 times slower than LServe, and LServe's step would
+hardly grow with the length, but Table 7's grows. Parallel over heads only, static sparsity gains
+nothing for one sequence, but in Fig. 16 it gains up to 1.7 times.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +30,7 @@ TABLE_7 = {
     "vllm": (12.51, 14.49, 16.34, 18.20, 21.73, 21.96, 23.72, 27.45),
     "lserve": (11.49, 12.05, 12.74, 12.88, 13.30, 13.73, 14.20, 15.10),
 }
-# What KV memory an A100-80 holds beside the weights ends Llama-2-7B here, of which a token takes
-# four times that of Llama-3-8B.
+# An A100-80's memory limits Llama-2-7B: its tokens take four times the KV memory of Llama-3-8B's.
 LONGEST = {"llama-3-8b": gpu.LONGEST, "llama-2-7b": 131072}
 
 
@@ -73,8 +73,8 @@ def _found(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def values(_: DecodeFlags, rows: Sequence[Row]) -> Values:
-    """SYSTEM_ms_LENGTH of Table 7; over_SYSTEM_MODEL, LServe's speedup, the mean over lengths;
-    SYSTEM_over_dense_256k of Fig. 16, and split."""
+    """SYSTEM_ms_LENGTH: Table 7. over_SYSTEM_MODEL: LServe's speedup, mean over the lengths.
+    SYSTEM_over_dense_256k, SYSTEM_over_dense_split_256k: Fig. 16."""
     return gpu.by_knob(_found, rows, HEADLINES)
 
 

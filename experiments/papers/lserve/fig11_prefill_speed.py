@@ -3,9 +3,10 @@ both stages (§4.4, Table 5), in simulated time.
 
 python -m experiments.papers.lserve.fig11_prefill_speed
 
-One prompt in one step on an A100. From 128k on LServe's dense heads attend as MInference does, of
-which the choice of pages costs nothing here: at 256k they read 4,096 tokens, and LServe is ten
-times as fast as vLLM, where the paper has at most 2.9. `static` is LServe without that.
+One prompt in one step on an A100. From 128k on LServe's dense heads attend as in MInference, and
+the choice of their pages takes no time here: at 256k they read 4,096 tokens, and LServe is ten
+times as fast as vLLM, where the paper has at most 2.9. `static` is LServe without sparse prefill in
+dense heads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ SYSTEMS = ("vllm", "qserve", "minference", "duo", "static", "lserve")
 CONTEXTS = tuple(1024 * n for n in (4, 8, 16, 32, 64, 128, 256))
 SPARSE_FROM = 131072  # tokens of a prompt (§4.3)
 QUEST_CONTEXTS = CONTEXTS[:5]
-# Seconds and milliseconds. Of 64k Quest is out of memory.
+# Prefill in seconds, decode in milliseconds. At 64k Quest is out of memory.
 TABLE_5 = {
     (PREFILL, "quest"): (0.51, 0.82, 1.62, 3.61), (DECODE, "quest"): (13.13, 13.58, 14.08, 14.86),
     (PREFILL, "lserve"): (0.24, 0.49, 1.08, 2.32, 5.27),
@@ -82,9 +83,13 @@ def _found(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def values(_: PrefillFlags, rows: Sequence[Row]) -> Values:
-    """prefill_over_SYSTEM_MODEL, LServe's speedup, the mean over the lengths, and most_over, the
-    largest; static_over_vllm and static_most_over_vllm, of LServe without sparse prompts; of
-    Table 5 STAGE_UNIT_SYSTEM_LENGTH and STAGE_over_quest_LENGTH."""
+    """Numbers by model, system and length.
+
+    prefill_over_SYSTEM_MODEL, most_over_SYSTEM_MODEL: LServe's speedup, mean and largest over the
+        lengths.
+    static_over_vllm_MODEL, static_most_over_vllm_MODEL: the same of `static`.
+    STAGE_UNIT_SYSTEM_LENGTH, STAGE_over_quest_LENGTH: Table 5.
+    """
     headlines = [name for name in PAPER if "over_quest" in name or "over_vllm" in name]
     return gpu.by_knob(_found, rows, headlines)
 

@@ -2,10 +2,10 @@
 
     python -m experiments.papers.lserve.fig12_prefill_kernel
 
-One prompt's attention in a layer of Llama-3-8B's heads, of which a growing number streams. Tiles
-are counted from the kernel's own schedule: r is the sparsity of the pages that heads need, and what
-tiles of keys read beyond them is the kernel's loss. Times are predicted for an H200 from the share
-of its tensor cores that the compiled loop reaches, and measured where there is such a GPU.
+One prompt's attention in a layer with Llama-3-8B's heads; a growing number of KV heads stream.
+Tiles are counted from the kernel's own schedule. r is the sparsity in pages that heads need; keys
+that tiles read beyond these pages are the kernel's loss. Times are predicted for an H200 from the
+share of its tensor cores that the compiled loop reaches, and measured on a GPU with this kernel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,8 +44,15 @@ class KernelFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt's attention. oracle: 1/(1 - r). tiles: of keys, of all heads. ratio: of the tiles of
-    a dense layer to these. least_us, most_us: predicted. us: measured; None without a GPU."""
+    """A prompt's attention.
+
+    streaming: KV heads that stream.
+    oracle: 1/(1 - r).
+    tiles: of keys, over all heads.
+    ratio: tiles of a dense layer over `tiles`.
+    least_us, most_us: predicted.
+    us: measured; None without a GPU.
+    """
 
     context: int
     streaming: int
@@ -65,14 +72,15 @@ def tiles_of(starts, lengths, tokens: int) -> int:
 
 
 def heads_tiles(context: int) -> tuple[int, int]:
-    """Of a dense head, and of one that streams."""
+    """`tiles_of` a dense head and of a streaming head."""
     starts, lengths = jnp.array([0, context], jnp.int32), jnp.array([context], jnp.int32)
     lists = streaming_lists(starts, lengths, context, PAGE, SINK // PAGE, LOCAL // PAGE)
     return tiles_of(starts, lengths, context), tiles_of(lists.starts, lists.lengths, context)
 
 
 def pages_read(context: int) -> tuple[int, int]:
-    """Pairs of a page of queries and one of keys that a dense head, and one that streams, needs."""
+    """Pairs of a query page and a key page that a dense head needs, and that a streaming head
+    needs."""
     pages = np.arange(context // PAGE)
     return int((pages + 1).sum()), int(np.minimum(pages + 1, (SINK + LOCAL) // PAGE + 1).sum())
 
@@ -102,7 +110,7 @@ def measure(flags: KernelFlags, _) -> Iterator[Row]:
 
 
 def values(_: KernelFlags, rows: Sequence[Row]) -> Values:
-    """Of 1/(1 - r), least of the contexts: tiles', predicted and measured speedups."""
+    """Speedups over 1/(1 - r), the least of the contexts: in tiles, predicted, and measured."""
     numbers: dict[str, float | None] = {}
     dense = {row.context: row for row in rows if not row.streaming}
     for streaming in sorted({row.streaming for row in rows} - {0}):

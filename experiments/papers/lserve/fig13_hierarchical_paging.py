@@ -2,9 +2,9 @@
 
     python -m experiments.papers.lserve.fig13_hierarchical_paging --model=judge
 
-All heads are dense and read pages of a budget. Maps of needles, by length and depth, with all
-pages, with flat pages of 16, with flat pages of 64, and with pages of 64 that are judged by their
-logical pages of 16 tokens.
+All heads are dense and read a budget of pages. Maps of needles, by length and depth, compare all
+pages, flat pages of 16, flat pages of 64, and pages of 64 scored by their logical pages of 16
+tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,14 +32,15 @@ class PagingFlags(NeedleFlags):
 
 
 def right(rows: Sequence[Row], system: str) -> float | None:
-    """Percent of all prompts."""
+    """Percent right, of all prompts."""
     mine = [row for row in rows if row.system == system]
     prompts = sum(row.prompts for row in mine)
     return sum(row.prompts * (row.right or 0) for row in mine) / prompts if prompts else None
 
 
 def values(flags: PagingFlags, rows: Sequence[Row]) -> Values:
-    """Percent right; of each budget, points of hierarchical pages over both flat ones."""
+    """Percent right of each system; at each budget, points of hierarchical pages over both flat
+    ones."""
     numbers: dict[str, float | None] = {"right_dense": right(rows, DENSE)}
     for budget in flags.budgets:
         found = {name: right(rows, pages.label(name, budget)) for name in pages.PAGES}

@@ -1,10 +1,10 @@
-"""One selection of pages beside the attention over what it gives (LServe §5.3, Fig. 14), in
+"""One selection of pages beside attention over the selected pages (LServe §5.3, Fig. 14), in
 simulated time.
 
 python -m experiments.papers.lserve.fig14_selection_cost
 
-Of one layer of Llama-3-8B with keys and values of 4 bits, 4,096 of which are read: a selection for
-one token, its share where --reuse tokens have it, and a token's attention.
+One layer of Llama-3-8B with keys and values of 4 bits; 4,096 tokens are read. Times are of one
+selection, of its share for each of the 4 tokens that use it, and of a token's attention.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,8 @@ class SelectionFlags(SimulatedFlags):
 
 
 def measure(flags: SelectionFlags, _) -> Iterator[Row]:
-    """Of one layer. attention_ms: without the selection; ms: with a token's share of it."""
+    """Rows of one layer. attention_ms: without the selection. ms: with a token's share of the
+    selection. selection_ms: of a whole selection."""
     layers = gpu.model_of(MODEL).num_layers
     for split in (False, True):
         for row in gpu.rows(flags, MODEL, DECODE, SYSTEMS, flags.ascending, split):
@@ -57,8 +58,13 @@ def _found(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def values(_: SelectionFlags, rows: Sequence[Row]) -> Values:
-    """selection_ms, attention_ms, and the ratio of a selection and of a token's share of it to
-    attention, by SYSTEM and LENGTH; 'split': with heads split over multiprocessors."""
+    """Numbers by system and length, at the lengths of SHOWN. SYSTEM 'lserve_split': with heads
+    split over multiprocessors.
+
+    selection_ms_*, attention_ms_*: of a selection, and of a token's attention.
+    selection_over_attention_*: a selection over a token's attention.
+    reused_over_attention_*: a token's share of a selection over its attention.
+    """
     headlines = [f"{kind}_over_attention_lserve_128k" for kind in ("selection", "reused")]
     return gpu.by_knob(_found, rows, headlines)
 

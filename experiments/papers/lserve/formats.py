@@ -2,10 +2,10 @@
 
 python -m experiments.papers.lserve.formats
 
-The bundled model answers the same prompts with keys and values of 16, 8 and 4 bits, where all heads
-are dense and read all pages; with products of 8-bit weights and activations (W8A8); and with all of
-it at once: 8-bit products, keys and values of --with_bits, half of the KV heads streaming, and a
-budget of pages.
+The bundled model answers the same prompts with dense heads that read all pages, with keys and
+values of 16, 8 and 4 bits, and with products of 8-bit weights and activations (W8A8). Then with
+sparsity alone: --share of the KV heads streaming, and a --budget of tokens; with quantisation
+alone: W8A8, and keys and values of --with_bits; and with both.
 
 Claim (§3.1): quantisation of keys and values is orthogonal to sparsity, so the losses of both add
 up and do not multiply.
@@ -58,7 +58,8 @@ def systems(flags: FormatFlags) -> accuracy.Systems:
 
 
 def values(_: FormatFlags, rows: Sequence[Row]) -> Values:
-    """Points to dense; difference_sum: of sparsity and quantisation apart."""
+    """difference_SYSTEM: points to dense. difference_sum: of sparsity alone plus quantisation
+    alone."""
     whole = accuracy.pooled(rows)
     numbers = {
         f"difference_{name.replace(' ', '_')}": row.difference for name, row in whole.items()

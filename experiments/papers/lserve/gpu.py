@@ -1,10 +1,10 @@
-"""The systems of LServe's evaluation on simulated GPUs (§4.1): what each keeps, reads and computes
-with, and the seconds of its steps.
+"""The systems of LServe's evaluation on simulated GPUs (§4.1): their KV formats, reads, products
+and the seconds of their steps.
 
     dense       16 bits
     w8a8, w4a8  8-bit products, with weights of 8 and of 4 bits; keys and values of 16
-    vllm        vLLM 0.6.3: W8A8, keys and values of 8 bits. Table 7 grows by 57 ns a token, which
-                is more than the A100's bandwidth if these had 16 bits
+    vllm        vLLM 0.6.3: W8A8, keys and values of 8 bits. Table 7 grows by 57 ns a token; 16
+                bits would need more than the A100's bandwidth for that
     qserve      W4A8KV4 in pages of 64 tokens: LServe without sparsity
     minference  16 bits; sparse prefill, dense decode
     duo         DuoAttention: 16 bits, half of the heads stream
@@ -12,9 +12,9 @@ with, and the seconds of its steps.
                 qserve with half of the heads streaming, with 4,096 tokens read by selected pages,
                 and with both
     lserve_minference
-                lserve's prompts from 128k on, of which dense heads attend as MInference does (§4.3)
-    quest       16 bits; flat pages of 16 tokens, selected by each query head at each token, but in
-                the first two layers
+                lserve for prompts from 128k on: dense heads attend as in MInference (§4.3)
+    quest       16 bits; flat pages of 16 tokens, selected by each query head at each token; the
+                first two layers are dense
 """
 
 import dataclasses
@@ -44,8 +44,14 @@ A_STEP_OF_QSERVE = 10.5e-3, 32, 512  # Table 1: seconds, sequences, tokens of ea
 
 @dataclass(frozen=True)
 class System:
-    """options: of the policy lserve. streams: whether half of the KV heads do. bits: of products'
-    operands; weight_bits: of weights in memory. by_heads: see `Clock`."""
+    """A system.
+
+    options: of the policy lserve.
+    streams: whether half of the KV heads stream.
+    by_heads: see `Clock`.
+    bits: of the products' operands.
+    weight_bits: of weights in memory.
+    """
 
     options: Mapping[str, Any]
     streams: bool = False
@@ -68,7 +74,7 @@ SYSTEMS = {
     "static": System({"budget": EVERYTHING, "kv_bits": 4}, streams=True, **_QSERVE),
     "dynamic": System({"kv_bits": 4}, **_QSERVE),
     "lserve": System({"kv_bits": 4}, streams=True, **_QSERVE),
-    # Prompts attend to keys as they are, whatever is kept of them.
+    # Prompts attend to unquantised keys, whatever format the cache has.
     "lserve_minference": System({"minference_from": 1}, streams=True, **_QSERVE),
     "quest": System({"select_per": "query_head", "reuse": 1, "dense_layers": 2}, page_size=16),
 }
@@ -76,7 +82,7 @@ SYSTEMS = {
 
 @dataclass(frozen=True)
 class SimulatedFlags(Flags):
-    """A study gives `contexts` defaults of its own."""
+    """Each study sets its own default of `contexts`."""
 
     contexts: tuple[int, ...] = flag((2**16,), "tokens", least=64, most=LONGEST)
     gpu: str = flag("a100-80", "that is simulated", choices=tuple(MACHINES))
@@ -93,9 +99,9 @@ class Clock:
     """Seconds of the steps of one system on one GPU.
 
     by_heads: whether decode attention and selection are parallel over heads and sequences alone
-    ('the computation along the KV token dimension remains sequential', §2.2, §3.1): then the
-    longest head takes what one multiprocessor's share of the bandwidth needs, however few heads
-    there are. Otherwise a head's tokens are split over as many multiprocessors as there are.
+    ('the computation along the KV token dimension remains sequential', §2.2, §3.1). Then one
+    multiprocessor's share of the bandwidth reads the longest head, however few heads there are.
+    Otherwise a head's tokens are split over all multiprocessors.
     """
 
     cost: StepCost
@@ -106,14 +112,15 @@ class Clock:
         cls, system: str, model: ModelConfig, gpu: str = "a100-80", attention_knob: float = 1.0,
         host_s: float = 0.0, split: bool = False,
     ) -> "Clock":  # fmt: skip
-        """host_s: that the host adds to each step. split: heads, in a system that does not."""
+        """host_s: host time added to each step. split: whether to split heads over multiprocessors
+        even if the system's `by_heads` is set."""
         cost = _declared(system, model, gpu)
         costs = dataclasses.replace(cost.costs, attention_knob=attention_knob)
         cost = dataclasses.replace(cost, costs=costs, host=Host(added_s=host_s))
         return cls(cost, SYSTEMS[system].by_heads and not split)
 
     def parts_s(self, context: int, new_tokens: int = 1, sequences: int = 1) -> dict[str, float]:
-        """Of attention in a layer, by part, the mean over tokens that share a selection."""
+        """Seconds of attention in a layer by part, mean over the tokens that share a selection."""
         layout: Layout = self.cost.layout  # type: ignore[assignment]
         ends = np.repeat(context + np.arange(layout.reuse)[:, None], sequences, axis=1)
         new = np.full_like(ends, new_tokens)
@@ -124,21 +131,22 @@ class Clock:
             all_dense = ((K,) * len(layout.num_dense[0]),)
             longest = dataclasses.replace(layout, num_dense=all_dense).work(ends, new)
             for name in {"decode", "selection"} & set(seconds):
-                # One multiprocessor reads a head as fast as all of them read so many.
+                # One multiprocessor reads a head in the time in which all of them read `on` heads.
                 as_many = Cost(longest[name].bytes * on // (K * sequences))
                 of_longest = np.where(as_many.bytes, part_s(as_many), 0.0)
                 seconds[name] = np.maximum(seconds[name], of_longest)
         return {name: float(np.mean(each)) for name, each in seconds.items()}
 
     def step_s(self, context: int, new_tokens: int = 1, sequences: int = 1) -> float:
-        """Of one step that computes the last `new_tokens` of each of `sequences` of `context`."""
+        """Seconds of a step that computes the last `new_tokens` tokens of each of `sequences`
+        sequences. context: tokens of a sequence."""
         layers = self.cost.model.shard.num_layers
         device_s = self.cost.dense_s(sequences * new_tokens, sequences)
         device_s += layers * sum(self.parts_s(context, new_tokens, sequences).values())
         return float(self.cost.host.step_s(device_s, sequences, 1))
 
     def prefill_s(self, tokens: int) -> float:
-        """Of a whole prompt in one step."""
+        """Seconds of a whole prompt in one step."""
         return self.step_s(tokens, tokens)
 
 
@@ -164,9 +172,9 @@ def model_of(name: str) -> ModelConfig:
 
 @functools.cache
 def host_s() -> float:
-    """What the host adds to a step of LServe, QServe and the baselines, all of which are driven
-    from PyTorch: what the cost model leaves of a step of QServe in Table 1. It is in none of the
-    figures that are predicted."""
+    """Host seconds added to each step of LServe, QServe and the baselines, all driven from PyTorch:
+    Table 1's step of QServe less the cost model's time for it. None of the predicted figures
+    contains this step."""
     measured_s, sequences, tokens = A_STEP_OF_QSERVE
     clock = Clock.of("qserve", model_of("llama-3-8b"))
     return measured_s - clock.step_s(tokens, sequences=sequences)
@@ -200,7 +208,7 @@ def rows(
     flags: SimulatedFlags, model: str, stage: str, systems: Iterable[str],
     contexts: Iterable[int], split: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
-    """With each of FACTORS. split: as of `Clock.of`; the system is then called 'NAME split'."""
+    """Rows for each of FACTORS. split: as in `Clock.of`; the system is then called 'NAME split'."""
     for knob, (attention, host) in FACTORS.items():
         for system, context in itertools.product(systems, contexts):
             clock = Clock.of(
@@ -220,7 +228,8 @@ def by_knob(
     found: Callable[[Sequence[Row]], Mapping[str, float | None]], rows: Sequence[Row],
     beside: Iterable[str],
 ) -> dict[str, float | None]:  # fmt: skip
-    """The values `found` of the rows, and those named `beside` with each of `knobs.FACTORS`."""
+    """`found` of the rows without a knob, and its values named in `beside` for each other knob of
+    FACTORS."""
     values = dict(found([row for row in rows if not row.knob]))
     for knob in filter(None, FACTORS):
         changed = found([row for row in rows if row.knob == knob])

@@ -4,8 +4,8 @@
 
 For each format: bytes of a token in a KV head, keys and values together, with scales, zero points
 and statistics of keys; bytes that a sequence of --context tokens holds in all layers while it
-decodes; and the same as a share of a cache of 16-bit pages without any of this. Nothing is run: the
-numbers are those by which the policy makes its pools.
+decodes; and these bytes over a dense cache of 16-bit pages. Nothing is run: the policy sizes its
+pools by the same numbers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,8 +36,15 @@ class KVFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """bits: of an element. share: of KV heads that stream. The bytes of a token are those of one
-    KV head, averaged over a page; 0 where no head is of the kind."""
+    """A format and a share of streaming heads.
+
+    bits: of an element.
+    share: of the KV heads that stream.
+    dense_token_bytes, streaming_token_bytes: of a token in one KV head, mean over a page; 0 without
+        such heads.
+    sequence_bytes: of a whole sequence.
+    over_16_bits: sequence_bytes over a dense cache of 16 bits.
+    """
 
     bits: int
     share: float
@@ -48,7 +55,7 @@ class Row:
 
 
 def some_gates(model: ModelConfig) -> Gates:
-    """Gates by which any share of the heads is spread over layers and heads."""
+    """Gates that spread the streaming heads over layers and heads, at any share."""
     L, K = model.num_layers, model.num_kv_heads
     return tuple(tuple((layer + head) % K / K for head in range(K)) for layer in range(L))
 

@@ -1,4 +1,4 @@
-"""LServe and what it is taken apart into: engine configurations in Llama-3-8B's shapes."""
+"""Engine configurations of LServe and its ablations, in Llama-3-8B's shapes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,20 +12,21 @@ EVERYTHING = 2**30  # a budget that no context exceeds
 
 
 def streaming(model: ModelConfig, share: float) -> dict[str, Any]:
-    """Options by which this share of each layer's KV heads stream, the last ones."""
+    """Options by which the last `share` of each layer's KV heads stream."""
     dense = round(model.num_kv_heads * (1 - share))
     row = tuple(float(head < dense) for head in range(model.num_kv_heads))
     return {"gates": (row,) * model.num_layers, "streaming_share": share}
 
 
 def lserve(**options: Any) -> dict[str, Any]:
-    """Fields of an EngineConfig: the policy with the options of `LSERVE`, changed by these."""
+    """Fields of an EngineConfig: the policy with the options of `LSERVE`, overridden by
+    `options`."""
     return {"policy": "lserve", "policy_options": LSERVE | options}
 
 
 def systems(model: ModelConfig) -> dict[str, dict[str, Any]]:
-    """What the paper takes apart (Figs. 15, 16): streaming heads alone, selected pages alone, and
-    both; dense: the dense policy."""
+    """The paper's ablation (Figs. 15, 16): streaming heads alone, selected pages alone, and both.
+    dense: the dense policy."""
     half = streaming(model, 0.5)
     return {
         "dense": {"policy": "vllm"},
@@ -39,8 +40,8 @@ def config_of(
     system: Mapping[str, Any], longest: int, *, batch: int = 1, chunk: int = 1024,
     page_size: int = PAGE_SIZE,
 ) -> EngineConfig:  # fmt: skip
-    """For `batch` sequences of `longest` tokens. The cache has a tenth more than the dense policy
-    needs, for statistics where all heads have them."""
+    """A configuration for `batch` sequences of `longest` tokens. The cache has a tenth more memory
+    than the dense policy needs, for the statistics of dense heads."""
     pages = -(-longest // page_size) + 2
     return EngineConfig(
         max_num_seqs=batch, max_num_batched_tokens=max(chunk, batch), max_prefills_per_step=1,

@@ -1,4 +1,4 @@
-"""What a soak asks of engines of this policy."""
+"""Mechanisms of LServe's policy that a soak must see."""
 
 from typing import Any
 
@@ -30,8 +30,12 @@ def named(engine: Any) -> list[Mechanism]:
 
 
 def seen(engine: Any) -> dict[str, int]:
-    """In running sequences: selecting (a query has selected pages), streaming (windows have left
-    pages behind), sparse_prompts (longer than minference_budget)."""
+    """Counts in running sequences.
+
+    selecting: queries with selected pages.
+    streaming: windows that have left pages behind.
+    sparse_prompts: prompts that are prefilled sparsely.
+    """
     policy, found = engine.host_policy, {}
     layout = policy.layout
     if layout.selects:

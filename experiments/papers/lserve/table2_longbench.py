@@ -7,7 +7,7 @@
 from experiments.papers import benchmarks
 from experiments.papers.lserve.benchmarks import LLAMA_3, LServeFlags, command, systems
 
-# Of Llama-3-8B. Llama-2-7B's averages are 39.5 and 39.4.
+# Scores of Llama-3-8B. Llama-2-7B's averages are 39.5 and 39.4.
 PAPER = {
     "Dense": {
         "2wikimqa": 30.3, "dureader": 30.3, "hotpotqa": 41.7, "multi_news": 27.7, "qasper": 31.7,

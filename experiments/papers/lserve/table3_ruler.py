@@ -3,8 +3,8 @@
     python -m experiments.papers.lserve.table3_ruler --model=FOLDER --gates=FILE \\
         --problems=ruler.jsonl --contexts=262144 --match=contains
 
-Problems are grouped by their length, rounded up to a power of two. What stands for this table on
-small models is table3_streaming_and_selection.
+Problems are grouped by their length, rounded up to a power of two. On small models
+table3_streaming_and_selection stands for this table.
 """
 
 from dataclasses import dataclass

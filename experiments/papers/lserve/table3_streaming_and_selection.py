@@ -4,8 +4,8 @@ python -m experiments.papers.lserve.table3_streaming_and_selection
 
 The bundled model answers the same prompts with all heads dense and all pages read, and then with
 each --shares of its KV heads streaming and each --budgets of tokens that dense heads read ('all':
-every page). Prompts ask for answers of several tokens, for an answer's first token comes from the
-prompt's own row, which never selects pages.
+every page). Answers have several tokens, because the first one comes from the prefill, which never
+selects pages.
 
 Claims: the paper loses little at 50 % streaming heads and a budget of 4,096 of up to 256k tokens;
 here, at 50 % and a budget of a quarter of the longest context, the lower bound of the difference
@@ -52,7 +52,7 @@ class FrontierFlags(AccuracyFlags):
 
     @property
     def goal(self) -> tuple[float, str]:
-        """The point that the claim is about."""
+        """Share and budget of the claim."""
         return 0.5, str(max(max(self.contexts) // 4, MIN_SELECTED * PAGE_SIZE))
 
 
@@ -67,7 +67,7 @@ def points(flags: FrontierFlags) -> dict[str, tuple[float, str]]:
 
 
 def controls(flags: FrontierFlags, gates) -> dict[str, dict[str, Any]]:
-    """Options of the policy by name: what must fail at the goal's point."""
+    """Policy options of the controls, by name. At the goal's point they must lose more."""
     trained, rng = np.array(gates), np.random.default_rng(flags.seed)
     found: dict[str, dict[str, Any]] = {
         "gates turned around": {"gates": (1 - trained).tolist()},
@@ -95,8 +95,8 @@ def systems(flags: FrontierFlags) -> accuracy.Systems:
 
 
 def values(flags: FrontierFlags, rows: Sequence[Row]) -> Values:
-    """At the goal's point, and of the controls there. holding_points: of the grid, at which the
-    lower bound is above GOAL."""
+    """Differences at the goal's point, and of the controls there. holding_points: points of the
+    grid with a lower bound above GOAL. random_splits_beaten: share of random heads."""
     whole, grid = accuracy.pooled(rows), points(flags)
     at = whole.get(label(*flags.goal))
     numbers: dict[str, float | None] = {
@@ -116,7 +116,7 @@ def values(flags: FrontierFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(flags: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Over the budget, a line for each share; crosses are controls."""
+    """Measures over the budget, a line for each share; crosses are controls."""
     whole = accuracy.pooled(rows)
     lines: dict[str, dict[int, Row]] = {}
     for name, (share, budget) in points(flags).items():

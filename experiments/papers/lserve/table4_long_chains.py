@@ -4,9 +4,9 @@
     python -m experiments.papers.lserve.table4_long_chains --model=FOLDER --gates=FILE \\
         --problems=math500.jsonl --match=contains --contexts=32768 --budget=4096
 
-The model computes statement after statement, each from what it wrote before, and every answer has
-up to 400 tokens: selection and streaming heads act on what was generated. --problems asks AIME or
-MATH500 of a model that reasons.
+The model computes statement after statement, each from its earlier output. Answers have up to 400
+tokens, so that selection and streaming heads act on generated tokens. --problems takes AIME or
+MATH500, for a model that reasons.
 """
 
 from collections.abc import Mapping, Sequence

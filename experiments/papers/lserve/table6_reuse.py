@@ -2,7 +2,8 @@
 
 python -m experiments.papers.lserve.table6_reuse
 
-All heads are dense and read a budget of tokens, which they select anew every so many tokens.
+All heads are dense and read a budget of tokens. Each of --intervals is a system: a selection serves
+that many tokens.
 
 Claim (Table 6): a selection may serve 8 tokens with almost no loss, and then accuracy begins to
 fall. RULER at 64k with a budget of 4,096: 86.8 dense, and 86.2, 85.6, 85.6, 84.8, 83.2 with a

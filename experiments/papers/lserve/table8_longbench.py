@@ -1,4 +1,4 @@
-"""LongBench with dense attention and with LServe, as the artifact asks it (LServe A.6, Table 8).
+"""LongBench with dense attention and with LServe, as in the artifact (LServe A.6, Table 8).
 
     python -m experiments.papers.lserve.table8_longbench --model=FOLDER --gates=FILE \\
         --problems=longbench.jsonl --match=f1

@@ -1,16 +1,16 @@
-"""Many adapters over few slots: loading on demand, and what overtaking is worth (Punica §5.2).
+"""Many adapters over few slots: loading on demand, and the gain of overtaking (Punica §5.2).
 
 python -m experiments.papers.punica.adapter_slots
 
-Requests for --adapters LoRA adapters, by a Zipf law, come faster than they can be served, and the
-device holds --adapter_slots of them. A request waits for its adapter; later ones may overtake it,
-`max_overtakes` times at most. In simulated time, where loads take --load_ms one after the other,
-with each of several bounds.
+Requests for --adapters LoRA adapters, with popularities by a Zipf law, arrive faster than they can
+be served. The device holds --adapter_slots adapters. A request waits until its adapter is loaded;
+later requests may overtake it at most `max_overtakes` times. The run is repeated for several of
+these bounds, in simulated time; loads take --load_ms each, one after the other.
 
-Each run is checked by its log: no request is overtaken more often than the bound says, and a replay
-of the log gives the same schedule. Claims (ours; the paper has none): the mean time to first token
-falls with the bound, by half at 64 at the latest, and hardly any further without one; most of the
-load time passes while steps run.
+Each run is checked by its log: no request is overtaken more often than the bound allows, and a
+replay of the log gives the same schedule. Claims (ours; the paper has none): the mean time to first
+token falls as the bound rises, to at most half at a bound of 64, and hardly further without a
+bound; most of the load time overlaps with steps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,7 @@ class SlotFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """Numbers of a run; those from `loads` on are of `adapters.measure`."""
+    """A run. loads to most_overtaken: as in `adapters.measure`."""
 
     engine: str
     max_overtakes: int
@@ -71,7 +71,8 @@ class Row:
 
 
 def zipf(count: int, adapters: int, exponent: float, rng: np.random.Generator) -> np.ndarray:
-    """The adapter of each of `count` requests, [count]: i with a share of (i + 1)^-exponent."""
+    """The adapter of each request, [count]. Adapter i has a share proportional to (i +
+    1)^-exponent."""
     shares = (1.0 + np.arange(adapters)) ** -exponent
     return rng.choice(adapters, count, p=shares / shares.sum())
 
@@ -115,7 +116,7 @@ def row_of(name: str, engine: Engine) -> Row:
 
 
 def check_replay(engine: Engine) -> None:
-    """Raises AssertionError unless a second engine does all as `engine` has."""
+    """Raises AssertionError if a replay of the log of `engine` gives other events."""
     log = EventLog("events.jsonl", run_record.plain(engine.events))
     events = replay.replay(replay.simulated_engine(log, engine.model), log)
     difference = first_difference(log, events)
@@ -126,7 +127,7 @@ def simulate(
     model: ModelConfig, config: EngineConfig, requests: Sequence[Request], names: Sequence[str],
     load_s: float,
 ) -> Engine:  # fmt: skip
-    """Serve all in simulated time, with a load of `load_s` seconds; the engine."""
+    """Serve all requests in simulated time and return the engine. load_s: of one adapter."""
     executor = SimulatedExecutor(
         LinearCost(), vocab_size=model.vocab_size, first_token=3, adapter_page_s=load_s
     )
@@ -138,7 +139,7 @@ def simulate(
 
 
 def with_bound(flags: SlotFlags, model: ModelConfig, config: EngineConfig, bound: int) -> Row:
-    """The run is replayed, too."""
+    """Serve with this bound, and check the run by a replay."""
     names = [f"lora-{i:03}" for i in range(flags.adapters)]
     requests = make_requests(
         flags.requests, flags.rate, names, flags.zipf, model.vocab_size, flags.seed

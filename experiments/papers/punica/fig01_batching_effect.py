@@ -3,9 +3,9 @@ in simulated time.
 
 python -m experiments.papers.punica.fig01_batching_effect
 
-Steps of Llama-2-7B on an A100-80, all sequences of a batch of one length. Prefill computes all of
-their tokens, so its latency is proportional to the batch; a decode step reads the weights whatever
-the batch, and the keys and values of each sequence.
+Steps of Llama-2-7B on an A100-80; all sequences of a batch have the same length. Prefill computes
+all tokens of the sequences, so its latency is proportional to the batch. A decode step reads the
+weights once, whatever the batch, and the keys and values of each sequence.
 """
 
 import itertools
@@ -37,7 +37,7 @@ class BatchFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """change: of `knobs.CHANGES`; empty for none. attention_ms: of the step's `ms`."""
+    """change: a name of `knobs.CHANGES`; empty for none. attention_ms: attention's part of `ms`."""
 
     stage: str
     length: int
@@ -81,7 +81,8 @@ def holds(v) -> bool:
 
 
 def values(_: BatchFlags, rows: Sequence[Row]) -> Values:
-    """STAGE_ms_LENGTH_bBATCH of the smallest and the largest batch, and STAGE_growth_LENGTH."""
+    """STAGE_ms_LENGTH_bBATCH: of the smallest and the largest batch. STAGE_growth_LENGTH: their
+    ratio."""
     return knobs.values(rows, _found, holds)
 
 

@@ -2,8 +2,8 @@
 
     python -m experiments.papers.punica.fig02_mechanisms
 
-Clusters and engines run in simulated time, with made-up tokens; SGMV computes. Notebook
-2_lora_tenants shows tenants of one batch at length.
+Clusters and engines run in simulated time and make up tokens; SGMV is computed. Notebook
+2_lora_tenants shows the tenants of one batch at length.
 """
 
 import functools
@@ -33,7 +33,7 @@ from paged.simulator.executor import SimulatedExecutor
 from pallas_kernels.lora import PAGE_RANKS, Segments, sgmv
 from pallas_kernels.lora.work_items import ROWS, padded, work_items
 
-STEP_S = 1.0  # of a simulated step
+STEP_S = 1.0  # duration of a simulated step
 GPUS = ("GPU 1", "GPU 2")
 LENGTHS = (4, 3, 1)  # tokens of the segments of Fig. 3
 RANK_WIDTH = 32
@@ -63,7 +63,7 @@ class Cluster:
 
 
 def serve(arrivals: list[Arrival], **fields: Any) -> Cluster:
-    """Two GPUs whose steps take a second."""
+    """Serve on two simulated GPUs with steps of a second."""
     config = EngineConfig(**{
         "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, "page_size": 4,
         "kv_cache_tokens": 64, "adapter_slots": 4, "max_adapter_rank": PAGE_RANKS,
@@ -99,7 +99,7 @@ def request(at: float, prompt: int, tokens: int, adapter: str, seed: int = 0) ->
 
 
 def draw_cluster(figure: FigureBase, found: Cluster) -> None:
-    """Requests of each GPU over time, a line each; a number is the request's tokens so far."""
+    """Draws the requests of each GPU over time, a line for each request."""
     names = list(dict.fromkeys(
         name for sample in found.samples for of in sample.working_sets.values() for name in of
     ))  # fmt: skip
@@ -116,8 +116,8 @@ def draw_cluster(figure: FigureBase, found: Cluster) -> None:
 
 
 def fig02() -> Mechanism:
-    """Requests go to the GPU that has the largest working set and room; adapters are loaded when
-    their first request comes."""
+    """Requests go to the GPU with the largest working set among those with room. An adapter is
+    loaded when its first request arrives."""
     arrivals = [request(0.2 + 4 * i, 4, 12, f"lora {i % 3}", i) for i in range(6)]
     found = serve(arrivals, kv_cache_tokens=192)
     busiest = max(found.samples, key=lambda sample: sum(map(len, sample.working_sets.values())))
@@ -159,7 +159,7 @@ def segments_of(lengths: tuple[int, ...]) -> Segments:
 
 
 def fig03() -> Mechanism:
-    """y[s_i : s_(i+1)] += x[s_i : s_(i+1)] A_i B_i: rows of an array, each with its own weights."""
+    """y[s_i : s_(i+1)] += x[s_i : s_(i+1)] A_i B_i: each segment of rows has its own weights."""
     rng, n, T = np.random.default_rng(0), len(LENGTHS), sum(LENGTHS)
     a, b = rng.standard_normal((2, n, PAGE_RANKS, RANK_WIDTH), np.float32)
     x = rng.standard_normal((T, RANK_WIDTH), np.float32)
@@ -191,7 +191,7 @@ def fig03() -> Mechanism:
 
 
 def fig04() -> Mechanism:
-    """Tiles of the kernels: each has rows of one segment alone, and every row of one is covered."""
+    """Tiles of SGMV's kernels: a tile has rows of one segment only, and each row is in one tile."""
     lengths = (70, 3, 40, 1)
     T = padded(sum(lengths))
     items = np.asarray(work_items(segments_of(lengths), T))
@@ -225,8 +225,8 @@ def fig04() -> Mechanism:
 
 
 def fig05() -> Mechanism:
-    """A GPU runs out of KV memory: its newest request is cancelled there, and goes on elsewhere
-    from the tokens that it has."""
+    """A GPU runs out of KV memory: its newest request is cancelled there, and resumes on the other
+    GPU from the tokens generated so far."""
     arrivals = [request(0.1 * i, 8, 20, f"lora {i}", i) for i in range(3)]
     found, alone = serve(arrivals), serve(arrivals[2:])
     names = list(dict.fromkeys(name for s in found.samples for name in s.tokens))
@@ -251,8 +251,9 @@ def fig05() -> Mechanism:
 
 
 def fig06() -> Mechanism:
-    """Four requests that end at different steps. With one KV cache for the batch all of them decode
-    until the last one ends, and a new one waits; with a cache for each, who ends makes room."""
+    """Four requests that end at different steps. With one KV cache for the batch, all four decode
+    until the last one ends, and a new request waits until then. With a KV cache for each request, a
+    request that ends makes room for the new one."""
     lengths, late = (3, 5, 9, 6), 4
     config = EngineConfig(
         max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, page_size=4,

@@ -38,8 +38,8 @@ def intensity(row: Row) -> float:
 
 
 def values(_: RooflineFlags, rows: Sequence[Row]) -> Values:
-    """intensity_growth: from the smallest batch to the largest, counted. FLOP/s growth: predicted
-    and measured."""
+    """Growth from the smallest batch to the largest: intensity_growth_*, counted;
+    predicted_flops_growth_*; flops_growth_*, measured."""
     numbers: dict[str, float | None] = {}
     for popularity in POPULARITIES:
         mine = sgmv.of(rows, EXPAND, popularity, RANK)
@@ -87,7 +87,7 @@ STUDY = Study(
     flags=RooflineFlags,
     measure=sgmv.measure,
     values=values,
-    # An SGMV of 64 distinct adapters has the intensity of one; by the paper's formulas.
+    # By the paper's formulas, an SGMV of 64 distinct adapters has the intensity of one adapter.
     paper={"intensity_growth_distinct": 1.0},
     draw=draw,
     needs=kernels.NEEDS,

@@ -29,7 +29,8 @@ class ImplementationFlags(sgmv.OperatorFlags):
 
 
 def values(flags: ImplementationFlags, rows: Sequence[Row]) -> Values:
-    """growth: of SGMV's time from the smallest batch to the largest. over_sgmv: times, there."""
+    """growth_*: of SGMV's time from the smallest batch to the largest. NAME_over_sgmv_*: times at
+    the largest batch. predicted_*: the same, predicted."""
     numbers: dict[str, float | None] = {}
     for popularity in POPULARITIES:
         mine = sgmv.of(rows, SGMV, popularity, RANK)

@@ -2,8 +2,8 @@
 
     python -m experiments.papers.punica.fig09_lora_ranks
 
-SGMV at ranks 8 to 64, a panel each. Predicted and, where there is a GPU, measured (`sgmv_on_gpu`).
-Pages of adapters have 16 ranks, so that ranks 8 and 16 take the same.
+SGMV at ranks 8 to 64, a panel for each. Predicted and, where there is a GPU, measured
+(`sgmv_on_gpu`). Adapter pages have 16 ranks, so ranks 8 and 16 take the same time.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from experiments.papers.punica import sgmv_on_gpu as sgmv
 from experiments.papers.punica.sgmv_on_gpu import COLOURS, POPULARITIES, SGMV, Row
 from experiments.study import Setting, Study, Values
 
-# Of 64 distinct adapters, §7.1.
+# 64 distinct adapters, by rank (§7.1).
 PAPER_US = {8: 72, 16: 75, 32: 89, 64: 118}
 RANKS = tuple(PAPER_US)
 
@@ -28,7 +28,8 @@ class RankFlags(sgmv.OperatorFlags):
 
 
 def values(_: RankFlags, rows: Sequence[Row]) -> Values:
-    """us: of distinct adapters at the largest batch. growth: from the least rank to the most."""
+    """us_rank_*: of distinct adapters at the largest batch. us_growth: from the smallest rank to
+    the largest. predicted_*: the same, predicted."""
     numbers: dict[str, float | None] = {}
     for rank in dict.fromkeys(row.rank for row in rows):
         last = {p: sgmv.of(rows, SGMV, p, rank)[-1] for p in POPULARITIES}

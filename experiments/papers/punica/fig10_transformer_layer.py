@@ -3,9 +3,9 @@ simulated time.
 
 python -m experiments.papers.punica.fig10_transformer_layer
 
-A decode step of one layer of Llama-2, its products, attention and SGMV launches; each sequence has
---lengths tokens. SGMV reads each adapter of the batch once, whatever the number of its rows.
-'base' is the layer without adapters.
+A decode step of one layer of Llama-2: its products, attention and SGMV launches. Each sequence has
+--lengths tokens. SGMV reads each adapter of the batch once, however many rows use it. 'base' is the
+layer without adapters.
 """
 
 import itertools
@@ -41,8 +41,13 @@ class LayerFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """One case. adapters: different ones; 0 without LoRA. change: of `knobs.CHANGES`; empty for
-    none. attention_us, lora_us: of the layer's `us`."""
+    """One case.
+
+    adapters: distinct adapters of the batch; 0 without LoRA.
+    change: a name of `knobs.CHANGES`; empty for none.
+    us: of the layer.
+    attention_us, lora_us: their parts of `us`.
+    """
 
     model: str
     length: int
@@ -79,7 +84,7 @@ def measure(flags: LayerFlags, _) -> Iterator[Row]:
 
 
 def of(rows: Sequence[Row], model: str, length: int, popularity: str) -> list[Row]:
-    """By batch size."""
+    """The rows of a case, by batch size."""
     wanted = model, length, popularity
     mine = [row for row in rows if (row.model, row.length, row.popularity) == wanted]
     return sorted(mine, key=lambda row: row.batch)
@@ -104,8 +109,9 @@ def holds(v) -> bool:
 
 
 def values(_: LayerFlags, rows: Sequence[Row]) -> Values:
-    """By model and length: how latency grows from the smallest batch to the largest, by popularity;
-    there, distinct over the layer without adapters, and the slowest popularity over the fastest."""
+    """growth_POPULARITY_MODEL_LENGTH: of latency from the smallest batch to the largest. At the
+    largest batch: distinct_over_base_MODEL_LENGTH, and slowest_over_fastest_MODEL_LENGTH of the
+    popularities."""
     return knobs.values(rows, _found, holds)
 
 

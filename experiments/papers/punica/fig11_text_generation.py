@@ -2,9 +2,9 @@
 
     python -m experiments.papers.punica.fig11_text_generation
 
-`text_generation` says who is compared and how. A step takes the cost model's time, with the bytes
-and launches of its adapters, and the host's, which §5.2 gives: how much of the time that is, and
-how fast Punica would be without it, stands beside the rates.
+`text_generation` describes the systems and the workload. A step takes the cost model's time,
+including the bytes and launches of its adapters, and the host time of §5.2. The host's share of the
+time, and Punica's rate without host time, are reported beside the rates.
 """
 
 from collections.abc import Mapping

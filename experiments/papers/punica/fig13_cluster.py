@@ -2,13 +2,13 @@
 
     python -m experiments.papers.punica.fig13_cluster
 
-Poisson arrivals whose rate rises from 0 to --peak_rate and falls again; adapters by the paper's
-Zipf-1.5. The paper does not say which lengths it serves. ShareGPT's would fill half of a GPU's KV
-memory with 32 sequences, and nothing would ever migrate for lack of it: here requests are the ends
-of conversations, as in vLLM's chatbot (§6.5), of which 32 fill it nearly. --lengths=sharegpt shows
-the difference.
+The rate of the Poisson arrivals rises from 0 to --peak_rate and falls again; adapters follow the
+paper's Zipf-1.5. The paper does not give its lengths. With ShareGPT's, 32 sequences would fill half
+of a GPU's KV memory, and no request would ever migrate for lack of memory. Here requests are the
+ends of conversations, as in vLLM's chatbot (§6.5): 32 of them nearly fill the memory.
+--lengths=sharegpt shows the difference.
 
-A row is the cluster at one time, every --period_s seconds; all count.
+A row is one sample of the cluster. Samples are --period_s seconds apart, and all of them count.
 """
 
 import itertools
@@ -39,7 +39,7 @@ CONFIG = EngineConfig(
     max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=2048, max_prefills_per_step=1,
     kv_cache_tokens=40_464, adapter_slots=16, max_adapter_rank=RANK,
 )  # fmt: skip
-STAYS_S = 60.0  # an idle GPU stays idle if it is idle after so long
+STAYS_S = 60.0  # an idle GPU stays idle if it is idle this much later
 FULL = 0.9  # the share of the largest batch from which a GPU counts as full
 USUALLY, LIKELY, OCCASIONALLY = 0.75, 0.9, 0.05
 
@@ -58,9 +58,14 @@ class ClusterFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """The cluster at one time. rate: requests/s that are offered. tokens, ended, evictions,
-    consolidations, adapter_loads: since the start. batches: sequences of each GPU; kv_used: share
-    of its memory. change: of the clock's constants (`knobs.CHANGES`)."""
+    """The cluster at one time.
+
+    rate: offered requests/s.
+    tokens, ended, evictions, consolidations, adapter_loads: since the start.
+    batches: sequences of each GPU.
+    kv_used: used share of each GPU's KV memory.
+    change: the changed constant of the clock (`knobs.CHANGES`), or empty.
+    """
 
     time_s: float
     rate: float
@@ -112,7 +117,8 @@ def cluster_of(
 
 
 def serve(flags: ClusterFlags, change: str, stopped: Callable[[], bool]) -> list[Row]:
-    """An hour, with the clock's constants changed so."""
+    """The samples of a whole run. change: the changed constant of the clock (`knobs.CHANGES`), or
+    empty."""
     serving = cluster_of(flags, **knobs.CHANGES.get(change, {}))
     cluster, rows = serving.cluster, list[Row]()
 
@@ -146,10 +152,15 @@ def measure(flags: ClusterFlags, run: Run) -> Iterator[Row]:
 
 
 def hour_values(flags: ClusterFlags, rows: Sequence[Row]) -> Values:
-    """busy_full: share of the samples of busy GPUs in which they are full; idle_stays_idle: how
-    often an idle GPU is idle STAYS_S later; gpus_over_needed: time of busy GPUs over what the same
-    sequences would take in full batches; evictions: migrations for lack of memory, moved: their
-    share of the requests."""
+    """Numbers of a whole run.
+
+    busy_full: share of the samples of busy GPUs with a full batch.
+    idle_stays_idle: how often an idle GPU is idle STAYS_S later.
+    gpus_over_needed: time of busy GPUs over the time that full batches would take for the same
+        sequences.
+    evictions: migrations for lack of memory.
+    moved: evictions over requests.
+    """
     batches, most = np.array([row.batches for row in rows]), CONFIG.max_num_seqs
     busy, times = batches > 0, np.array([row.time_s for row in rows])
     later = np.searchsorted(times, times + STAYS_S)
@@ -175,7 +186,7 @@ def hour_values(flags: ClusterFlags, rows: Sequence[Row]) -> Values:
 
 
 def tokens_per_s(rows: Sequence[Row]) -> list[float]:
-    """Between each sample and the one before it; 0 at the first."""
+    """Tokens a second between each sample and the previous one; 0 for the first."""
     pairs = itertools.pairwise(rows)
     return [0.0, *((b.tokens - a.tokens) / (b.time_s - a.time_s) for a, b in pairs)]
 
@@ -190,7 +201,7 @@ def holds(found: Mapping[str, float]) -> bool:
 
 
 def table(flags: ClusterFlags, rows: Sequence[Row]) -> str:
-    """The cluster at ten times."""
+    """The cluster at ten moments."""
     lines = [f"{'time, s':>8}{'req/s':>8}{'tokens/s':>10}{'queued':>8}{'evicted':>9}  batches"]
     mine = [(row, rate) for row, rate in zip(rows, tokens_per_s(rows)) if not row.change]
     for row, rate in mine[:: max(1, len(mine) // 10)]:

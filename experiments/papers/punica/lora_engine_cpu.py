@@ -1,20 +1,21 @@
-"""Whole engines that serve LoRA adapters, and what they are compared with, on this machine.
+"""Whole engines that serve LoRA adapters, beside baselines, on this machine.
 
 python -m experiments.papers.punica.lora_engine_cpu
 
-The idea of Punica's §7.2, with a random adapter of all projections for each request. In one
-process, with the same weights, prompts and lengths, take turns:
+The idea of Punica's §7.2, with a random adapter of all projections for each request. These systems
+take turns in one process, with the same weights, prompts and lengths:
 
     base           an engine without adapters
-    idle           an engine with adapters configured, of which the batch uses none
+    idle           an engine with adapters on the device; the batch uses none
     identical      the same engine; all requests of the batch use one adapter
     distinct       each request has an adapter of its own
-    one_at_a_time  the same requests, each alone: what the paper lets systems do that cannot batch
-                   different adapters; all of them are on the device, so switching costs nothing
-    peft           transformers and PEFT with `adapter_names`: the same mixed batch, of the bundled
-                   model, where PEFT and torch are installed (the extra `parity`)
+    one_at_a_time  the same requests, each served alone, as the paper assumes for systems that
+                   cannot batch different adapters; all adapters are on the device, so switching
+                   costs nothing
+    peft           transformers and PEFT with `adapter_names`: the same mixed batch, with the
+                   bundled model only, if PEFT and torch are installed (the extra `parity`)
 
-A step's floor is what it cannot do without, of the base model and of its adapters.
+A step's floor is the least time for the bytes and operations of the base model and its adapters.
 """
 
 import importlib.util
@@ -46,7 +47,7 @@ from paged.validation import check_model
 from pallas_kernels.specs import Cost, Rates
 
 PEFT = "peft"
-# What the values are to be: at least, but for the last one.
+# The least that each value must be; for the last one, the most.
 GOALS = {
     "distinct_over_identical_100m": 0.85,
     "distinct_over_base_100m": 0.75,
@@ -72,11 +73,11 @@ class LoraFlags(RaceFlags):
                 f"--output_tokens ({self.output_tokens}) must be at least 2 more than two steps of "
                 f"--multi_step ({self.multi_step}): the time between steps is what counts"
             )
-        assert self.lora_config  # which refuses what cannot work
+        assert self.lora_config  # raises ValueError for flags that do not fit
 
     @property
     def config(self) -> EngineConfig:
-        """Of the engine without adapters."""
+        """Configuration of the engine without adapters."""
         return EngineConfig(
             max_num_seqs=self.batch, max_prefills_per_step=self.batch, max_model_len=self.longest,
             max_num_batched_tokens=max(512, self.batch), multi_step=self.multi_step,
@@ -86,7 +87,7 @@ class LoraFlags(RaceFlags):
 
     @property
     def lora_config(self) -> EngineConfig:
-        """Of the engine with adapters, all of which it holds."""
+        """Configuration of the engine with adapters, with a slot for each adapter."""
         return replace(self.config, adapter_slots=self.batch, max_adapter_rank=self.rank)
 
 
@@ -98,7 +99,7 @@ def check(flags: LoraFlags) -> None:
 def contestants(
     params, model: ModelConfig, flags: LoraFlags, scratch: Path, prompts: Tokens, rates: Rates
 ) -> tuple[dict[str, Contestant], dict[str, Path]]:
-    """The systems that are engines, and the folders of their adapters by name, in scratch."""
+    """The engines by name, and the adapters' folders in `scratch` by adapter name."""
     base = Engine.from_model(params, model, flags.config)
     lora = Engine.from_model(params, model, flags.lora_config)
     folders = {
@@ -134,7 +135,7 @@ def contestants(
 def race_model(
     name: str, folder: Path, flags: LoraFlags, scratch: Path, peft: bool
 ) -> Iterator[Row]:
-    """peft: whether it takes part."""
+    """peft: whether PEFT takes part."""
     model, params = checkpoint.load(folder)
     prompts = race.make_prompts(model.vocab_size, flags.batch, flags.prompt_tokens, flags.seed)
     rates = Rates.best(roofline.measure(model, flags.batch))
@@ -156,9 +157,12 @@ def measure(flags: LoraFlags, _) -> Iterator[Row]:
 
 
 def values(_: LoraFlags, rows: Sequence[Row]) -> Values:
-    """The ratios of `GOALS`: of decode tokens a second, distinct over identical, base and
-    one_at_a_time; of all tokens over all seconds, prompts included, distinct over PEFT; of CPU
-    time, idle over base, of the model where it is larger. And every system's decode rate."""
+    """The ratios of `GOALS`, and the decode rate of every system.
+
+    distinct_over_*, speedup_over_one_at_a_time_*: ratios of decode tokens a second.
+    speedup_over_peft_bundled: ratio of all seconds, prompts included.
+    idle_lora_overhead: ratio of CPU time, idle over base, of the model with the larger one.
+    """
 
     def ratio(model: str, above: str, below: str, field: str = "decode_tokens_per_s"):
         batch = rows[0].batch

@@ -1,9 +1,9 @@
-"""The LoRA operator x·A·B as Punica §7.1 times it: what the compiled SGMV predicts for an H200, and
-what this machine's GPU measures, beside a loop over adapters and Gather-BMM.
+"""Times of the LoRA operator x·A·B (Punica §7.1): predicted for an H200 from the compiled SGMV, and
+measured on this machine's GPU, beside a loop over adapters and Gather-BMM.
 
-SGMV's launches and the bandwidth that it reaches are those of the compiled kernel (`kernels`). Of
-the other two the launches are counted: a product of A and one of B for each adapter, and two
-gathers and two batched products; their bytes, by the paper's formulas, come at the same bandwidth.
+SGMV's launches and its share of the bandwidth are those of the compiled kernel (`kernels`). The
+loop launches one product with A and one with B for each adapter; Gather-BMM launches two gathers
+and two batched products. Their bytes follow the paper's formulas and move at SGMV's bandwidth.
 """
 
 import functools
@@ -25,7 +25,7 @@ from pallas_kernels.specs import Cost
 
 TARGET, SPEC, KERNEL = "h200", "llama-2-7b-distinct", "sgmv_shrink"
 SGMV, LOOP, GATHER_BMM = "sgmv", "loop", "gather_bmm"
-EXPAND = "expand"  # an SGMV alone, of the paper's roofline
+EXPAND = "expand"  # a single SGMV, as in the paper's roofline
 COLOURS = dict(zip(POPULARITIES, ("#c8553d", "#e0a030", "#7d4f9e", "#2f6b9a")))
 BATCHES, WIDTH = (1, 2, 4, 8, 16, 32, 48, 64), 4096
 COMMAND = "python -m experiments.papers.punica."
@@ -38,7 +38,7 @@ DIFFERS = "the paper times an A100, for which SGMV has no kernel here"
 
 @dataclass(frozen=True)
 class OperatorFlags(Flags):
-    """A study gives `ranks` and `implementations` defaults of its own."""
+    """Each study sets its own defaults of `ranks` and `implementations`."""
 
     batches: tuple[int, ...] = flag(BATCHES, "tokens of a call", least=1)
     ranks: tuple[int, ...] = flag((16,), "of all adapters of a call", least=1)
@@ -49,8 +49,12 @@ class OperatorFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """A call. flops, io_bytes: by the paper's formulas. least_us, most_us: predicted. us: measured;
-    None without a GPU."""
+    """A call.
+
+    flops, io_bytes: by the paper's formulas.
+    least_us, most_us: predicted.
+    us: measured; None without a GPU.
+    """
 
     implementation: str
     popularity: str
@@ -67,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """One call. rank: of all adapters. Widths are those of the projection."""
+    """One call. rank: of all adapters. inputs, outputs: widths of the projection."""
 
     popularity: str
     batch: int
@@ -81,7 +85,8 @@ class Case:
         return segment_lengths(self.popularity, self.batch)
 
     def sgmv_cost(self, inputs: int, outputs: int) -> Cost:
-        """Of one SGMV, by the paper's formulas (§7.1); 16 bits there, this case's dtype here."""
+        """The cost of one SGMV, by the paper's formulas (§7.1) with this case's dtype instead of 16
+        bits."""
         moved = self.batch * (inputs + outputs) + len(self.lengths) * inputs * outputs
         return Cost(
             bytes=moved * jnp.dtype(self.dtype).itemsize,
@@ -94,15 +99,15 @@ class Case:
 
     @property
     def cost(self) -> Cost:
-        """Of the operator, which is two SGMVs."""
+        """The cost of the operator: two SGMVs."""
         shrink, expand = self.sgmv_cost(self.inputs, self.rank), self.expand_cost
         return Cost(shrink.bytes + expand.bytes, shrink.flops + expand.flops)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Of `batch` adapters of one rank, and x. Pages are as `sgmv` has them; the peers' weights are
-    a [batch, I, rank] and b [batch, rank, O]."""
+    """The input x and `batch` adapters of one rank. The weights are in pages as `sgmv` takes them,
+    and for the other implementations a [batch, I, rank] and b [batch, rank, O]."""
 
     x: jax.Array
     a_pages: jax.Array
@@ -136,7 +141,8 @@ class Weights:
 
 
 def segments_of(case: Case) -> Segments:
-    """The adapters' tokens lie side by side; one program serves all popularities."""
+    """Segments of adjacent tokens, padded to the batch so that one program serves all
+    popularities."""
     lengths = np.array(case.lengths)
     ends = np.cumsum(lengths)
 
@@ -174,9 +180,10 @@ def _gather_bmm(x, a, b, adapter_of_token):
 
 
 def programs(case: Case, weights: Weights) -> dict[str, Callable[[], jax.Array]]:
-    """What gives x·A·B, by name, and EXPAND, one SGMV alone.
+    """Implementations of x·A·B by name, and EXPAND, a single SGMV.
 
-    sgmv: as this machine has it. loop: a program for each adapter, one dispatched after the other.
+    sgmv: this machine's kernel.
+    loop: a program for each adapter, dispatched one after the other.
     gather_bmm: the weights of each token are gathered and multiplied in one batch.
     """
     w, segments = vars(weights), segments_of(case)
@@ -184,7 +191,7 @@ def programs(case: Case, weights: Weights) -> dict[str, Callable[[], jax.Array]]
     lengths = case.lengths
     adapter_of_token = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths), jnp.int32)
     starts = np.cumsum(lengths) - lengths
-    # Views of the stacks, which other frameworks have for nothing.
+    # Sliced outside the timed loop: in other frameworks such views of the stacks are free.
     parts = [
         (jnp.int32(start), length, a[i], b[i])
         for i, (start, length) in enumerate(zip(starts, lengths))
@@ -205,15 +212,14 @@ def programs(case: Case, weights: Weights) -> dict[str, Callable[[], jax.Array]]
 
 
 def predicted(case: Case, implementation: str, compiled: Compiled) -> tuple[int, Cost]:
-    """Launches, and what they move."""
+    """Launches of a call, and its cost."""
     cost, n = case.cost, len(case.lengths)
     if implementation == EXPAND:
         return compiled.launches // 2, case.expand_cost
     if implementation == LOOP:
         return 2 * n, cost
     if implementation == GATHER_BMM:
-        # The weights of each token are written by Gather, and read by BMM in those of adapters'
-        # place (§7.1).
+        # Gather writes the weights of each token, and BMM reads these copies (§7.1).
         weights = case.rank * (case.inputs + case.outputs) * np.dtype(np.float16).itemsize
         return 4, Cost(cost.bytes + 2 * case.batch * weights, cost.flops)
     # Pages of adapters are read whole.
@@ -248,7 +254,7 @@ def measure(flags: OperatorFlags, _) -> Iterator[Row]:
 
 
 def of(rows: Sequence[Row], implementation: str, popularity: str, rank: int) -> list[Row]:
-    """By batch size."""
+    """The rows of a case, by batch size."""
     key = implementation, popularity, rank
     return [r for r in rows if (r.implementation, r.popularity, r.rank) == key]
 
@@ -258,13 +264,13 @@ def middle_us(row: Row) -> float:
 
 
 def growth(mine: Sequence[Row]) -> tuple[float, float | None]:
-    """Of the time from the smallest batch to the largest: predicted, and measured."""
+    """The growth of time from the smallest batch to the largest: predicted, and measured."""
     first, last = mine[0], mine[-1]
     return middle_us(last) / middle_us(first), last.us / first.us if last.us and first.us else None
 
 
 def plot(axes: Axes, mine: Sequence[Row], colour: str, label: str) -> None:
-    """Over the batch size: a dotted line in its band is predicted, points are measured."""
+    """Draws times over the batch size: predicted, a dotted line in a band; measured, points."""
     x = [row.batch for row in mine]
     low, high = [row.least_us for row in mine], [row.most_us for row in mine]
     axes.fill_between(x, low, high, alpha=0.35, color=colour, linewidth=0)

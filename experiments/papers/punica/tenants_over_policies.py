@@ -2,11 +2,11 @@
 
     python -m experiments.papers.punica.tenants_over_policies
 
-The nine adapters of the bundled model, and the model without one, get the same questions, each
-expecting the answer in its own format, in batches that mix them over --adapter_slots. Then each
-request is served alone, by the same engine: its tokens must be the same. Then the policies take
-turns with the whole batch, timed. Memory is what a sequence's pages take on average while it runs,
-over 16-bit pages.
+The tenants are the nine adapters of the bundled model, and the model without one. All get the same
+questions, and each expects the answer in its own format. Batches mix the tenants over
+--adapter_slots. Then the same engine serves each request alone: the tokens must be the same. At
+last the policies take turns with the whole batch, timed. Memory is the mean size of a sequence's
+pages while it runs, over that of 16-bit pages.
 """
 
 import random
@@ -41,8 +41,8 @@ FOLDERS = popularity.folders(BUNDLED / "adapters")
 BASE, VLLM = "no adapter", "vllm"
 POLICIES = (VLLM, "lserve", "diffkv", "diffkv_streaming")
 TENANTS = (BASE, *FOLDERS)
-LOSS, MEMORY = 0.05, 0.5  # the most: right answers below vLLM's, and DiffKV's memory over its own
-Asked = tuple[str, tasks.TaskPrompt]  # by a tenant
+LOSS, MEMORY = 0.05, 0.5  # at most: right answers below vLLM's; DiffKV's memory over vLLM's
+Asked = tuple[str, tasks.TaskPrompt]  # tenant, prompt
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,13 @@ class TenantFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """Requests of a tenant, or of all, over a policy. right: answered exactly. as_alone: with the
-    tokens that they have alone. Of all: output tokens a second, the median over rounds, and
-    `kv_held.Held.fraction`, 1 where all is kept as it is."""
+    """Requests of a tenant, or of all tenants, under a policy.
+
+    right: requests with an exact answer.
+    as_alone: requests with the tokens that they have when served alone.
+    output_tokens_per_s: median over the rounds; of all tenants only.
+    kv_memory_fraction: `kv_held.Held.fraction`, 1 without compression; of all tenants only.
+    """
 
     policy: str
     tenant: str
@@ -77,7 +81,8 @@ class Row:
 
 
 def configs(flags: TenantFlags) -> dict[str, EngineConfig]:
-    """The presets of configs/, but for LServe's budget. Raises ValueError for what cannot work."""
+    """The presets of configs/, with LServe's budget from --budget. Raises ValueError for flags that
+    do not fit."""
     streaming = {"gates": read_gates(BUNDLED_GATES, lambda: checkpoint.weights_hash("bundled"))}
     presets: dict[str, tuple[str, int, dict[str, Any]]] = {
         VLLM: (VLLM, 16, {}),
@@ -105,7 +110,7 @@ def check(flags: TenantFlags) -> None:
 
 
 def questions(flags: TenantFlags) -> list[Asked]:
-    """All tenants ask the same, in no order."""
+    """The same questions for all tenants, shuffled."""
     asked = [
         (tenant, prompt if tenant == BASE else answer_formats.asked(tenant, prompt))
         for task in answer_formats.TASKS
@@ -149,8 +154,13 @@ def measure(flags: TenantFlags, run: Run) -> Iterator[Row]:
 
 
 def values(_: TenantFlags, rows: Sequence[Row]) -> Values:
-    """Shares of the requests: right_*, and least_right_* of a tenant; as_alone. memory_*: of
-    sequences. throughput_*: over vLLM's."""
+    """Numbers by policy.
+
+    right_*: share of right answers; least_right_*: of the worst tenant.
+    as_alone: share of requests with the same tokens as alone, the least of all rows.
+    memory_*: of sequences, over 16-bit pages.
+    throughput_*: over vLLM's.
+    """
     whole = {row.policy: row for row in rows if row.tenant == ALL}
     numbers: dict[str, float | None] = {"as_alone": min(r.as_alone / r.requests for r in rows)}
     for name, row in whole.items():

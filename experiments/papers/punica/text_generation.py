@@ -1,16 +1,16 @@
-"""Text generation for many LoRA tenants, beside systems that batch one at a time (Punica §7.2), in
-simulated time: what Figs. 11 and 12 share.
+"""Text generation for many LoRA tenants, beside systems that batch one adapter at a time (Punica
+§7.2), in simulated time. Figs. 11 and 12 share this module.
 
-All requests are there from the start and are served first come, first served, in batches of up to
-32, with one prefill a step:
+All requests arrive at the start and are served first come, first served, in batches of up to 32,
+with one prefill a step:
 
     punica             LoRA; a batch has requests of any adapters
     vllm               the backbone without LoRA; a batch has requests of one adapter only
     fastertransformer  as vllm, and a batch goes on until its longest request has ended
 
-A batch of one adapter holds only requests that follow each other in the queue, and switching costs
-such systems nothing, as in the paper. Punica loads each adapter when a request needs it. Prompts
-have ShareGPT's mean length; 1,000 requests generate 101k tokens, as the paper counts.
+A batch of one adapter holds only requests that follow each other in the queue, and these systems
+switch adapters at no cost, as in the paper. Punica loads each adapter when a request needs it.
+Prompts have ShareGPT's mean length; 1,000 requests generate 101k tokens, as the paper counts.
 """
 
 import itertools
@@ -42,7 +42,8 @@ NO_HOST = "no host time"
 
 @dataclass(frozen=True)
 class Server:
-    """A Llama-2 model and its GPUs. kv_tokens: room in 90 % of their memory, less the weights."""
+    """A Llama-2 model and its GPUs. kv_tokens: that fit in 90 % of the GPUs' memory less the
+    weights."""
 
     model: str
     gpu: str
@@ -71,9 +72,12 @@ class TextFlags(Flags):
 
 @dataclass(frozen=True)
 class Case:
-    """A system under a popularity. host: whose host time a step includes. attention_knob,
-    host_knob: factors on the time of attention and of the host. change: what it is for, if it is
-    not the figure's: NO_HOST, or one of `knobs.CHANGES`."""
+    """A system under a popularity.
+
+    host: the system whose host time a step includes.
+    attention_knob, host_knob: factors on the time of attention and of the host.
+    change: empty for the figure's own cases; otherwise NO_HOST, or a name of `knobs.CHANGES`.
+    """
 
     server: str
     system: str
@@ -89,8 +93,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Row(Case):
-    """tokens_per_s: of the output. full_tokens_per_s: while all places are taken. host_share: of
-    the time. batch: requests that run, mean over the steps. loads: of adapters."""
+    """The results of a case.
+
+    tokens_per_s: of the output.
+    full_tokens_per_s: of the output, over steps with a full batch; None without such a step.
+    host_share: of the time.
+    batch: running requests, mean over the steps.
+    loads: of adapters.
+    """
 
     tokens_per_s: float = 0.0
     full_tokens_per_s: float | None = None
@@ -103,7 +113,7 @@ class Row(Case):
 
 
 def requests_of(case: Case, names: Sequence[str]) -> list[Request]:
-    """All there from the start; they choose among the names by the case's popularity."""
+    """Requests that all arrive at the start, with adapters of `names` by the case's popularity."""
     lengths, _ = synthetic_lengths.draw(case.requests, "punica", case.sigma, CONTEXT, case.seed)
     chosen = popularity.assign(names, case.popularity, case.requests, case.seed)
     return [
@@ -113,7 +123,8 @@ def requests_of(case: Case, names: Sequence[str]) -> list[Request]:
 
 
 def batches_of(system: str, requests: Sequence[Request]) -> list[list[Request]]:
-    """What a system serves one after the other, each as it likes."""
+    """Groups of requests that are served one after the other: all requests for Punica; for other
+    systems, neighbours in the queue with the same adapter."""
     if system == "punica":
         return [list(requests)]
     runs = itertools.groupby(requests, lambda each: each.adapter)
@@ -161,8 +172,8 @@ def run(case: Case) -> Row:
 
 
 def _full_rate(steps: Sequence[StepRecord]) -> float | None:
-    """Tokens a second of steps in which all places are taken; None without any. Each request that
-    runs gets a token a step."""
+    """Output tokens a second over steps with a full batch; None without such a step. Each running
+    request gets one token a step."""
     full = [step for step in steps if step.num_running == BATCH]
     return BATCH * len(full) / sum(step.device_s for step in full) if full else None
 
@@ -170,8 +181,8 @@ def _full_rate(steps: Sequence[StepRecord]) -> float | None:
 def measure(
     flags: TextFlags, run_: Run, servers: Sequence[str], systems: Sequence[str]
 ) -> Iterator[Row]:
-    """The figure's cases; and Punica's, for the popularities that are farthest apart, without host
-    time and at other constants."""
+    """The figure's cases; also Punica's with distinct and with identical adapters, without host
+    time and with changed constants."""
     sigma = flags.sigma or calibrated("sharegpt")
     cases = []
     for server, system, asked in itertools.product(servers, systems, POPULARITIES):
@@ -185,7 +196,7 @@ def measure(
 
 
 def rates(rows: Sequence[Row]) -> Values:
-    """Tokens a second, SERVER_SYSTEM_POPULARITY; SERVER_slowest_over_fastest of Punica's
+    """SERVER_SYSTEM_POPULARITY: output tokens a second. SERVER_slowest_over_fastest: of Punica's
     popularities."""
     numbers: dict[str, float | None] = {
         f"{row.server}_{row.system}_{row.popularity}": row.tokens_per_s for row in rows
@@ -197,8 +208,9 @@ def rates(rows: Sequence[Row]) -> Values:
 
 
 def values(rows: Sequence[Row], holds) -> Values:
-    """`rates`, also at other constants; of Punica's identical requests what full batches give, the
-    host's share, and the rate without it."""
+    """`rates`, also with changed constants. Of Punica with identical adapters also
+    SERVER_full_batches, the rate of full batches, SERVER_host_share, and the rate without host
+    time."""
     numbers = dict(knobs.values(rows, rates, holds))
     for row in rows:
         if (row.system, row.popularity) == ("punica", "identical"):

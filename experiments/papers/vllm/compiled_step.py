@@ -1,4 +1,4 @@
-"""How this policy's step is compiled for GPUs (`experiments.gpu.compile_step`)."""
+"""How the vLLM policy's step is compiled for GPUs (`experiments.gpu.compile_step`)."""
 
 from dataclasses import replace
 

@@ -1,11 +1,10 @@
-"""Where an A100's memory goes, and what batches it allows (vLLM Fig. 1): counted, and in simulated
-time.
+"""Memory of an A100, and the batches that it allows (vLLM Fig. 1): counted, and in simulated time.
 
     python -m experiments.papers.vllm.fig01_memory_and_throughput
 
-Left: OPT-13B's weights and the memory for keys and values, of 40 GB. Right: memory in use and
-throughput over the requests that run, as the rate rises: an existing system, Orca (Max), reserves
-the longest sequence for each request, and vLLM what it needs.
+Left: the shares of OPT-13B's weights and of the KV cache in 40 GB. Right: KV memory in use and
+throughput over the batch, as the request rate rises. The existing system is Orca (Max), which
+reserves the longest sequence for each request; vLLM allocates blocks as sequences grow.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,8 +44,8 @@ def measure(flags: MemoryFlags, run: Run) -> Iterator[Changed]:
 
 
 def run_values(points: Sequence[Changed]) -> Values:
-    """most_batch, most_tokens_per_s and kv_used by system, at the highest rate; and vLLM's over the
-    existing system's."""
+    """At the highest rate: most_batch_SYSTEM, most_tokens_per_s_SYSTEM, kv_used_SYSTEM, and the
+    ratios batch_vllm_over_existing and tokens_per_s_vllm_over_existing."""
     numbers: dict[str, float | None] = {}
     for policy in (EXISTING, "vllm"):
         last = max((p for p in points if p.policy == policy), key=lambda p: p.rate)
@@ -63,8 +62,8 @@ def run_values(points: Sequence[Changed]) -> Values:
 
 
 def values(flags: MemoryFlags, points: Sequence[Changed]) -> Values:
-    """Also weights_share and kv_share of the memory, and kv_used_at_batch: vLLM's, at the existing
-    system's largest batch."""
+    """Also weights_share and kv_share of the GPU's memory; and kv_used_at_batch: the share of KV
+    memory that vLLM uses at the existing system's largest batch."""
     found = knobs.values(points, run_values, holds)
     counted = table1_kv_slots.row_of("13b", SERVERS["13b"])
     paged = sorted((p.batch, p.kv_used) for p in points if p.policy == "vllm" and not p.change)

@@ -3,7 +3,8 @@
     python -m experiments.papers.vllm.fig02_memory_waste
 
 OPT-13B serves ShareGPT's lengths at the rate of Fig. 13, as in the paper's §6.2: under vLLM's
-policy and under each policy of paged/kv_cache/orca.py. A step weighs as long as it took.
+policy and under each policy of paged/kv_cache/orca.py. Shares are means over the steps, weighted by
+step duration.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,8 +47,12 @@ class WasteFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """A system. token_states, reserved, internal, external: shares of the memory in use, which is
-    `used` of all. batch: requests that run, mean over the time."""
+    """A system's KV memory and batch, means over time.
+
+    token_states, reserved, internal, external: shares of the KV memory in use.
+    used: share of all KV memory that is in use.
+    batch: running requests.
+    """
 
     policy: str
     token_states: float
@@ -85,7 +90,7 @@ def values(_: WasteFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: WasteFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Shares, beside the paper's, which are hatched."""
+    """Shares beside the paper's (hatched)."""
     axes, places = figure.subplots(), np.arange(len(rows))
     ours = [[getattr(row, name) for name in report.MEMORY] for row in rows]
     paper = [np.divide(PAPER[row.policy], 100) for row in rows]

@@ -2,10 +2,10 @@
 
     python -m experiments.papers.vllm.fig03_mechanisms
 
-The paper's own examples: its prompts, word by word, in blocks of 4 tokens. The scheduler, the block
-manager and the reserving allocators of Orca are the engine's; tokens are made up, but in Fig. 5,
-where attention through a block table is computed. memory_map shows a longer run, step by step, and
-notebook 1_paged_attention tells it.
+The examples are the paper's: its prompts, a token for each word, in blocks of 4 tokens. The
+engine's scheduler, its block manager and Orca's reserving allocators run. Output tokens are made
+up; Fig. 5 alone computes attention, through a block table. memory_map shows a longer run step by
+step, and notebook 1_paged_attention explains it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ def ids(words: Sequence[str]) -> list[int]:
 
 
 def engine_of(**fields: Any) -> Engine:
-    """An engine that makes tokens up."""
+    """An engine whose executor makes up tokens instead of running the model."""
     model = checkpoint.load_config("bundled")
     config = EngineConfig(**{
         "page_size": BLOCK, "kv_cache_tokens": 12 * BLOCK, "max_num_seqs": 8, "max_model_len": 32,
@@ -68,7 +68,7 @@ def shots_of(
 
 
 def table(shot: Snapshot, request: str, sequence: int = 0) -> list[tuple[int, int]]:
-    """(physical block, filled) of a sequence's logical blocks."""
+    """(physical block, filled slots) of each logical block of a sequence, in order."""
     mine = [
         (owner.logical, block, owner.filled)
         for block, owners in shot.device.items()
@@ -83,8 +83,9 @@ def sequences(shot: Snapshot) -> list[tuple[str, int]]:
 
 
 def draw_tables(axes: Axes, shot: Snapshot, title: str, colour: Mapping[tuple, str]) -> None:
-    """Logical blocks of each sequence above, physical blocks below, and lines of the block tables.
-    The filled part of a block is coloured; a number is a reference count above one."""
+    """Draws the logical blocks of each sequence above, the physical blocks below, and a line for
+    each block table entry. The filled part of a block is coloured; a number is a reference count
+    above one."""
     rows = sequences(shot)
     blocks = min(len(shot.refcounts) - 1, max(shot.device) + 2)
     for block in range(1, blocks + 1):
@@ -115,7 +116,7 @@ def draw_tables(axes: Axes, shot: Snapshot, title: str, colour: Mapping[tuple, s
 
 
 def tables_of(figure: FigureBase, shots: Mapping[str, Snapshot]) -> None:
-    """A panel for each snapshot, by its title."""
+    """Draws a panel for each snapshot. shots: by the panel's title."""
     owners = [key for shot in shots.values() for key in sequences(shot)]
     colour = {key: COLOURS[i % len(COLOURS)] for i, key in enumerate(dict.fromkeys(owners))}
     panels = figure.subplots(1, len(shots), squeeze=False)[0]
@@ -124,12 +125,12 @@ def tables_of(figure: FigureBase, shots: Mapping[str, Snapshot]) -> None:
 
 
 def fig03() -> Mechanism:
-    """Orca (Max) reserves 2,048 slots: A has 7 tokens of its prompt and a first one of three."""
+    """Orca (Max) reserves 2,048 slots for A: 7 prompt tokens and the first of 3 outputs use 8."""
     fields = {"policy": "orca_max", "max_model_len": 2048, "kv_cache_tokens": 8192, "page_size": 1}
     alone, both = engine_of(**fields), engine_of(**fields)
     alone.generate([ids(A)], [sampling(3)])
     both.generate([ids(A), ids(B[:3])], [sampling(3), sampling(2)])
-    step = alone.metrics.steps[1]  # the step after the prompts'
+    step = alone.metrics.steps[1]  # the step after the prefill
 
     def draw(figure: FigureBase) -> None:
         axes = figure.subplots()
@@ -164,7 +165,7 @@ def fig03() -> Mechanism:
 
 
 def fig04() -> Mechanism:
-    """One scheduler and one set of block tables over several workers, each with its heads."""
+    """One scheduler and one set of block tables for several workers, each with its KV heads."""
     workers = 2
     engine = engine_of(tensor_parallel=workers)
     engine.add_request(ids(A), sampling(), "A")
@@ -199,8 +200,8 @@ def fig04() -> Mechanism:
 
 
 def fig05() -> Mechanism:
-    """One query over three blocks that lie apart, through a block table; and over the same tokens
-    side by side."""
+    """Attention of one query over three scattered blocks through a block table, compared with
+    attention over the same tokens stored contiguously."""
     words, D, where = [*A, *A_GOES_ON[:2]], 16, [7, 1, 3]
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((n, D), np.float32) for n in (1, len(words), len(words)))
@@ -250,7 +251,7 @@ def fig06() -> Mechanism:
 
 
 def fig07() -> Mechanism:
-    """Two requests at once: blocks of both are anywhere, and none is shared."""
+    """Two running requests: their blocks are scattered in one memory, and none is shared."""
     shots = shots_of({"A": (A, sampling()), "B": (B, sampling())})
     together = next(s for s in shots if len(sequences(s)) == 2 and len(table(s, "A")) > 2)
     blocks = [block for name in "AB" for block, _ in table(together, name)]
@@ -267,7 +268,7 @@ def fig07() -> Mechanism:
 
 
 def fig08() -> Mechanism:
-    """Two samples of A's prompt: they share its blocks until one writes to the last of them."""
+    """Two samples of A's prompt share its blocks until one writes to the last block."""
     shots = shots_of({"A": (A, sampling(n=2, temperature=1.0))})
     prompt, written, later = shots[:3]
     first, second = (table(written, "A", i) for i in (0, 1))
@@ -285,8 +286,8 @@ def fig08() -> Mechanism:
 
 
 def fig09() -> Mechanism:
-    """A beam search of width four: what candidates have in common is kept once, and blocks of
-    candidates that fall out are free again."""
+    """A beam search of width four: blocks that candidates share are stored once, and blocks of
+    dropped candidates are freed."""
     how = sampling(8, n=4, beam_width=4)
     shots = shots_of({"A": (A, how)}, kv_cache_tokens=20 * BLOCK)
     last = shots[-1]
@@ -308,7 +309,7 @@ def fig09() -> Mechanism:
 
 
 def fig10() -> Mechanism:
-    """Two prompts that begin with the same examples: B computes none of their blocks again."""
+    """Two prompts that begin with the same examples: B does not recompute the prefix's blocks."""
     requests = {name: (PREFIX + words, sampling()) for name, words in TASKS.items()}
     shots = shots_of(requests, interval=2, prefix_caching=True)
     both = next(shot for shot in shots if len(sequences(shot)) == 2)

@@ -2,9 +2,9 @@
 
     python -m experiments.papers.vllm.fig11_lengths
 
-The paper prints means and draws the distributions. Requests here are drawn from log-normals of
-these means, clipped to the model's context; their one free number, sigma, is that of
-fig13_batched_requests' committed result, calibrated on the batch of Orca (Oracle) alone.
+The paper prints the means and plots the distributions. Lengths here are drawn from log-normals with
+these means, clipped to the model's context. Their one free parameter, sigma, comes from the
+committed result of fig13_batched_requests, which calibrates it on the batch of Orca (Oracle) alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,11 @@ class LengthFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens of a dataset's prompts, or outputs. quartiles and percentiles of requests."""
+    """Lengths of a dataset's prompts or outputs, in tokens.
+
+    side: input or output.
+    p25, median, p75, p99: percentiles over the requests.
+    """
 
     dataset: str
     side: str
@@ -54,7 +58,7 @@ def sigma_of(flags: LengthFlags, dataset: str) -> float:
 
 
 def lengths_of(flags: LengthFlags, dataset: str) -> np.ndarray:
-    """[requests, 2] tokens of prompt and of output."""
+    """[requests, 2] tokens of the prompt and of the output."""
     pairs, _ = synthetic_lengths.draw(
         flags.requests, dataset, sigma_of(flags, dataset), opt.CONTEXT, flags.seed
     )

@@ -2,13 +2,13 @@
 
     python -m experiments.papers.vllm.fig13_batched_requests --datasets=sharegpt --causes
 
-Of the lengths of ShareGPT and Alpaca only means are published. Without --sigma the one free number
+Only the mean lengths of ShareGPT and Alpaca are published. Without --sigma, the one free parameter
 of their log-normal is calibrated so that Orca (Oracle) has the paper's batch; the other systems'
 batches are predictions.
 
---causes also runs vLLM with one thing changed at a time, at the same sigma: without host time, with
-the host's and attention's time at ±20 %, with a trace of a sixth, and at a rate at which requests
-always wait. Whether a request waits for memory decides its batch, and so does the time of a step.
+--causes also runs vLLM at the same sigma with one change at a time: no host time, the time of the
+host or of attention at ±20 %, a sixth of the trace, and a rate at which requests always wait. Both
+the wait for memory and the time of a step decide the batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,20 +50,20 @@ class BatchFlags(Flags):
 
 @dataclass(frozen=True)
 class Batch(Row):
-    """A run. change: what it is for, if it is none of the figure's: CALIBRATION, or one of
+    """A run. change: empty for the figure's own runs; otherwise CALIBRATION or a name of
     `causes`."""
 
     change: str = ""
 
 
 def calibrate(rows: Sequence[Row], dataset: str) -> float:
-    """The sigma at which Orca (Oracle) has the paper's batch. rows: its runs, sigma ascending."""
+    """The sigma at which Orca (Oracle) has the paper's batch. rows: Oracle's, sigma ascending."""
     wanted = PAPER[dataset][ORACLE]
     return opt.crossing([row.sigma for row in rows], [row.batch for row in rows], wanted)
 
 
 def causes(case: Case) -> dict[str, Case]:
-    """`case` with one thing changed, by what it is."""
+    """`case` with one change each, by the change's name."""
     return {
         "no host time": replace(case, host="none"),
         **knobs.varied(case),
@@ -124,13 +124,13 @@ PREDICTED = [name for name in PAPER_VALUES if ORACLE not in name]
 
 
 def most_off(found: Mapping[str, float]) -> float:
-    """The largest relative difference of a predicted batch. Raises KeyError if one is missing."""
+    """The largest relative error of a predicted batch. Raises KeyError if a batch is missing."""
     return max(abs(found[name] / PAPER_VALUES[name] - 1) for name in PREDICTED)
 
 
 def table(_: BatchFlags, rows: Sequence[Batch]) -> str:
-    """Batches beside the paper's; then vLLM's with one thing changed, and the mean step of rows
-    that only decode."""
+    """Each run's batch beside the paper's, its mean decode step and its preemptions; then vLLM's
+    runs with one change each."""
     lines = [f"{'requests that run':32}{'here':>8}{'paper':>8}{'step, ms':>10}{'preempted':>11}"]
     for row in rows:
         if row.change == CALIBRATION:

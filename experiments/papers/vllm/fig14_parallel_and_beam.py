@@ -2,10 +2,10 @@
 
     python -m experiments.papers.vllm.fig14_parallel_and_beam --panels=parallel6,beam6
 
-OPT-13B under Alpaca's lengths, with 2, 4 and 6 sequences a request. Which beam comes from which was
-recorded from searches of the bundled model (`fig15_sharing_savings`), and is replayed. Orca forks
-nothing: it reserves room for each sequence, its beams run as so many samples, and the copies
-between beams that it would need take no time here.
+OPT-13B under Alpaca's lengths, with 2, 4 and 6 sequences a request. The parents of beams are
+replayed from beam searches of the bundled model, recorded by `fig15_sharing_savings`. Orca shares
+no blocks: it reserves memory for each sequence, and its beams run as parallel samples. The KV
+copies between beams that Orca would need take no time here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ SYSTEMS = ("orca_max", "orca_pow2", "orca_oracle", "vllm")
 SIZES = (2, 4, 6)
 PANELS = {f"{method}{size}": (method, size) for method in ("parallel", "beam") for size in SIZES}
 VARIED = ("beam6",)
-FIRST_RATE = 8.0  # requests/s of sequences, about what Orca (Max) sustains
+FIRST_RATE = 8.0  # sequences/s, about the rate that Orca (Max) sustains
 # Blocks saved by sharing (Fig. 15), and the gain over Oracle (§6.3).
 PAPER = {
     "parallel2_saving": 0.0609, "parallel4_saving": 0.0853, "parallel6_saving": 0.0979,
@@ -39,7 +39,7 @@ class SharingFlags(RateFlags):
 
 
 def cases_of(name: str, flags: SharingFlags) -> list[Case]:
-    """Of a panel, by system."""
+    """The cases of a panel, one for each system."""
     method, size = PANELS[name]
     best_of, beam_width = (size, 1) if method == "parallel" else (1, size)
     return [
@@ -57,7 +57,7 @@ def measure(flags: SharingFlags, run: Run) -> Iterator[Point]:
 
 
 def values(flags: SharingFlags, points: Sequence[Point]) -> Values:
-    """Those of `rates.values`, and PANEL_saving: vLLM's, of the run nearest to its rate."""
+    """`rates.values`, and PANEL_saving: vLLM's, in the run nearest to its sustained rate."""
     found = rates.values(flags, points, holds)
     savings: dict[str, float | None] = {}
     for name in rates.names(points):

@@ -135,9 +135,9 @@ def how_to_sample(method: str, sequences: int) -> SamplingParams:
 
 
 def mean_saving(steps: Iterable[StepRecord], capacity: int) -> float:
-    """Over the steps that hold anything.
+    """Mean saving over the steps with blocks in use.
 
-    capacity: in tokens. A block counts with all tokens that it has room for, as `Usage` does.
+    capacity: in tokens. A block counts with all its slots, as in `Usage`.
     """
     pairs = [(step.kv_shared, capacity - step.kv_free) for step in steps]
     shared, used = np.array([pair for pair in pairs if pair[1]], np.float64).T
@@ -176,7 +176,7 @@ def config_of(flags: SharingFlags) -> EngineConfig:
 
 
 def requests_of(flags: SharingFlags) -> dict[str, list[Request]]:
-    """By dataset. Raises ValueError for memory that holds too short sequences."""
+    """Requests by dataset. Raises ValueError if the KV memory is too small for a sequence."""
     config, tokenizer = config_of(flags), load_tokenizer(flags.model)
     room = config.kv_cache_tokens // max(flags.sequences) // config.page_size * config.page_size
     counts = {"alpaca": flags.num_requests, "sharegpt": flags.num_sharegpt_requests}
@@ -208,7 +208,8 @@ def measure(flags: SharingFlags, run: Run) -> Iterator[Row]:
 
 
 def values(_: SharingFlags, rows: Sequence[Row]) -> Values:
-    """Numbers by name. Those of ShareGPT have a suffix."""
+    """METHODn_saving: of n sequences with Alpaca's lengths. METHODn_saving_sharegpt: with
+    ShareGPT's."""
     numbers = {}
     for row in rows:
         suffix = "" if row.dataset == "alpaca" else f"_{row.dataset}"
@@ -245,7 +246,7 @@ def draw(_: SharingFlags, figure: Figure, rows: Sequence[Row]) -> None:
 
 
 def paper() -> dict[str, float | tuple[float, float]]:
-    """By the names of `values`."""
+    """The paper's savings, under the names of `values`."""
     found: dict[str, float | tuple[float, float]] = {
         f"{method}{size}_saving": saving
         for (_, method), of_size in PAPER.items()

@@ -27,7 +27,7 @@ class PrefixFlags(RateFlags):
 
 
 def cases_of(name: str, flags: PrefixFlags) -> list[Case]:
-    """Of a panel, by system."""
+    """The cases of a panel, one for each system."""
     return [
         Case(
             "llama-13b", "translation", policy, 10.0, flags.sigma_of("alpaca"), flags.duration_s,

@@ -1,11 +1,12 @@
-"""A chatbot, whose prompts are long (vLLM Fig. 17), in simulated time.
+"""A chatbot with long prompts (vLLM Fig. 17), in simulated time.
 
     python -m experiments.papers.vllm.fig17_chatbot
 
 OPT-13B answers the ends of conversations with ShareGPT's lengths: a prompt is the last 1,024 tokens
-of history and query, and an answer has at most 1,024. The buddy allocator then gives nearly all of
-Orca's requests the same run, however it predicts lengths. How many rounds a conversation has is our
-choice (`synthetic_lengths`); the paper says that most prompts reach 1,024 tokens.
+of history and query, and an answer has at most 1,024. Orca's buddy allocator then reserves chunks
+of one size for nearly all requests, however Orca predicts lengths. The number of rounds in a
+conversation is our choice (`synthetic_lengths`); the paper says that most prompts reach 1,024
+tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ class ChatFlags(RateFlags):
 
 
 def cases_of(flags: ChatFlags) -> list[Case]:
-    """By system."""
+    """One for each system."""
     return [
         Case(
             "13b", "chatbot", policy, 0.25, flags.sigma_of("sharegpt"), flags.duration_s,
@@ -46,7 +47,7 @@ def measure(flags: ChatFlags, run: Run) -> Iterator[Point]:
 
 
 def values(flags: ChatFlags, points: Sequence[Point]) -> Values:
-    """Those of `rates.values`, and full_prompts: the share of prompts of 1,024 tokens."""
+    """`rates.values`, and full_prompts: the share of prompts of 1,024 tokens."""
     case = cases_of(flags)[0]
     prompts = [
         len(request.prompt)

@@ -2,11 +2,11 @@
 
     python -m experiments.papers.vllm.fig18a_kernel_latency
 
-OPT-13B's heads, batches of 8 and 32 sequences of 64 to 256 tokens in blocks of 16. On a GPU it
-times the kernel, and XLA's attention over contiguous keys and values in FasterTransformer's place.
-Without one it prints what the kernel compiled for an A100 predicts (`kernels`): launches and bytes,
-block tables among them. What the two differ in is read from the same tables: predicted times of
-blocks of 16 and of 128 tokens.
+OPT-13B's heads, batches of 8 and 32 sequences of 64 to 256 tokens in blocks of 16. On a GPU this
+times the kernel, and XLA's attention over contiguous keys and values in place of FasterTransformer.
+Without a GPU it prints times predicted from the kernel compiled for an A100 (`kernels`): from its
+launches and bytes, block tables included. The cost of paging is read from the same compile tables:
+the predicted times with blocks of 16 and of 128 tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from pallas_kernels.specs import HEADS, Attention
 
 MODEL, TARGET = "opt-13b", "a100"
 OP, KERNEL = "paged_attention", "paged_decode"
-BLOCKS = {16: "llama-3-8b", 128: "llama-3-8b-page128"}  # compiled, and alike but for the block
+BLOCKS = {16: "llama-3-8b", 128: "llama-3-8b-page128"}  # differ only in the block size
 PAPER_PERCENT = 20.0, 26.0
 
 
@@ -37,8 +37,12 @@ class KernelFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """A call. least_us, most_us: predicted. table_bytes: of block tables. paged_us, contiguous_us:
-    measured; None without a GPU."""
+    """A call.
+
+    bytes, table_bytes: moved in all, and of the block tables.
+    least_us, most_us: predicted.
+    paged_us, contiguous_us: measured; None without a GPU.
+    """
 
     batch: int
     context: int
@@ -80,7 +84,8 @@ def measure(flags: KernelFlags, _) -> Iterator[Row]:
 
 
 def values(_: KernelFlags, rows: Sequence[Row]) -> Values:
-    """Percent above contiguous attention; of bytes, the tables'."""
+    """predicted_*: percent of bytes that are block tables; percent of time that small blocks add;
+    times of a call. percent_*: measured time above contiguous attention."""
     small, large = (kernels.compiled(TARGET, OP, name, KERNEL).us for name in BLOCKS.values())
     assert small and large
     numbers: dict[str, float | None] = {

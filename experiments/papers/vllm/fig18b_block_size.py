@@ -2,11 +2,11 @@
 
     python -m experiments.papers.vllm.fig18b_block_size
 
-OPT-13B at the rates of Fig. 13, with blocks of 1 to 256 tokens. Two causes are at work: large
-blocks are filled in part, in memory and in what attention reads, and small ones leave the kernel
-waiting. A warp of vLLM's kernel reads one block after the other, 32 tokens at a time, of which each
-costs the latency of two accesses that depend on each other, the block's number and its content
-(`Warps`). That latency is assumed, and --latency_knob multiplies it. What the host does for each
+OPT-13B at the rates of Fig. 13, with blocks of 1 to 256 tokens. Two effects oppose each other.
+Large blocks are partly empty, which wastes memory and the bytes that attention reads. Small blocks
+leave the kernel waiting: a warp of vLLM's kernel reads its blocks one after the other, 32 tokens at
+a time, and each read costs the latency of two dependent accesses, to the block's number and to its
+content (`Warps`). That latency is assumed; --latency_knob multiplies it. The host's work for each
 block is not counted.
 """
 
@@ -36,12 +36,14 @@ NEAR = 1.1  # times the lowest latency: among the best
 
 @dataclass(frozen=True)
 class Warps:
-    """What bounds vLLM's decode kernel beside memory: a thread block of so many warps for each head
-    of a sequence, which share its blocks.
+    """The latency bound of vLLM's decode kernel, beside its bandwidth: each head of a sequence has
+    a thread block, and the warps of the thread block divide the sequence's KV blocks.
 
-    resident: thread blocks on a multiprocessor, of 2,048 threads. access_s: of the GPU's memory,
-    under load. reads: accesses that wait for each other, a block's number and content, for keys and
-    for values.
+    access_s: latency of the GPU's memory under load.
+    warps: of a thread block.
+    resident: thread blocks on a multiprocessor of 2,048 threads.
+    tokens_at_once: read by a warp.
+    reads: dependent accesses: a block's number and content, for keys and for values.
     """
 
     access_s: float = 0.5e-6
@@ -51,7 +53,7 @@ class Warps:
     reads: int = 4
 
     def head_s(self, contexts: np.ndarray, block_size: int) -> np.ndarray:
-        """Seconds of each sequence's head, 0 for sequences without tokens."""
+        """Seconds of one head of each sequence, 0 for sequences without tokens."""
         blocks = -(-contexts // block_size)
         rounds = -(-blocks // self.warps) * -(-block_size // self.tokens_at_once)
         return self.reads * self.access_s * rounds
@@ -59,13 +61,13 @@ class Warps:
 
 @dataclass(frozen=True)
 class BlockCost(StepCost):
-    """A clock that knows blocks."""
+    """A clock whose decode attention depends on the block size."""
 
     block_size: int = opt.BLOCK_SIZE
     warps: Warps = Warps()
 
     def attention_s(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None):
-        """Generated tokens read whole blocks, and never faster than their warps."""
+        """Decode tokens read whole blocks, and take at least the latency of their warps."""
         decodes = new_tokens == 1
         whole = -(-contexts // self.block_size) * self.block_size
         seconds = super().attention_s(np.where(decodes, whole, contexts), new_tokens, held)
@@ -113,7 +115,7 @@ def measure(flags: BlockFlags, run: Run) -> Iterator[Changed]:
 
 
 def over_best(points: Sequence[Changed]) -> Values:
-    """Latencies, DATASET_SIZE, over the lowest of the dataset."""
+    """DATASET_SIZE_over_best: each latency over the dataset's lowest."""
     lowest: dict[str, float] = {}
     for point in points:
         lowest[point.dataset] = min(point.latency_s, lowest.get(point.dataset, point.latency_s))

@@ -2,10 +2,10 @@
 
     python -m experiments.papers.vllm.fig19a_swap_or_recompute
 
-A sequence of --tokens tokens of OPT-13B is swapped out and in over PCIe, each block with a copy of
-its keys and one of its values in each layer, or is recomputed as one prompt. No part of swaps' time
-comes from the paper's figure: a copy's start and PCIe's share are `cost_model.Assumed`, and
---copy_knob varies the first.
+A sequence of --tokens tokens of OPT-13B is swapped out and in over PCIe, or recomputed as one
+prompt. A swap takes one copy of keys and one of values for each block and layer. Its time is not
+fitted to the paper's figure: the start of a copy and the usable share of PCIe's bandwidth are
+`cost_model.Assumed`; --copy_knob multiplies the start.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class SwapFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds of bringing one sequence back. swap_ms: out and in."""
+    """Milliseconds to bring one sequence back. swap_ms: swap out plus swap in."""
 
     block_size: int
     swap_out_ms: float
@@ -67,7 +67,7 @@ def measure(flags: SwapFlags, _) -> Iterator[Row]:
 
 
 def values(_: SwapFlags, rows: Sequence[Row]) -> Values:
-    """swap_from: the smallest block size from which on swapping is faster, 0 if none."""
+    """swap_from: the smallest block size at which swapping is faster, 0 if none."""
     first, last = rows[0], rows[-1]
     faster = [row.block_size for row in rows if row.swap_ms < row.recompute_ms]
     return {

@@ -2,16 +2,16 @@
 
     python -m experiments.papers.vllm.fig19b_recovery
 
-OPT-13B serves ShareGPT's lengths at one rate, near the one that it sustains, so that requests are
-preempted; they come back by recomputation or from the host's memory. A swap takes what
-fig19a_swap_or_recompute counts: a start for each copy, and PCIe's bandwidth. Whether recomputation
-or swapping is better is the copies' doing; that small and large blocks are slow has
-fig18b_block_size's causes, of which only memory is counted here.
+OPT-13B serves ShareGPT's lengths at one rate, near its sustained rate, so that requests are
+preempted. They resume by recomputation or by swapping in from the host's memory. A swap takes the
+time of fig19a_swap_or_recompute: a start for each copy, and the bytes over PCIe. The copies decide
+whether recomputation or swapping is better. fig18b_block_size shows why small and large blocks are
+slow; of its two causes only partly empty memory is counted here.
 
-While requests are swapped out no new ones are admitted: until all of them run again, as in the code
-that vLLM's authors published, or until all of them have ended, as §4.5 says. The claim is decided
-by the code. The words leave so much memory idle that swapping is slower with every block; their
-runs are printed as 'completed'.
+While requests are swapped out no new ones are admitted. In the code that vLLM's authors published
+this lasts until all swapped requests run again; in §4.5, until all of them have ended. The claim is
+decided by runs that follow the code. §4.5 leaves so much memory idle that swapping is slower with
+every block size; runs that follow it are printed as 'completed'.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,7 +70,7 @@ def measure(flags: RecoveryFlags, run: Run) -> Iterator[Row]:
 
 
 def by_mode(rows: Sequence[Row]) -> dict[str, dict[int, Row]]:
-    """By size; also COMPLETED."""
+    """Rows by mode, or COMPLETED, and by block size."""
     found: dict[str, dict[int, Row]] = {mode: {} for mode in (*MODES, COMPLETED)}
     for row in rows:
         words = row.admit_after_swap == COMPLETED
@@ -79,8 +79,8 @@ def by_mode(rows: Sequence[Row]) -> dict[str, dict[int, Row]]:
 
 
 def values(_: RecoveryFlags, rows: Sequence[Row]) -> Values:
-    """swap_over_recompute_SIZE: latencies, and completed_over_recompute_SIZE. preemptions_least: of
-    a run."""
+    """MODE_SIZE_s: latencies. MODE_over_recompute_SIZE: their ratios, of swap and completed.
+    preemptions_least: the fewest of a run."""
     found, numbers = by_mode(rows), dict[str, float | None]()
     for mode, runs in found.items():
         numbers |= {f"{mode}_{size}_s": row.latency_s for size, row in runs.items()}

@@ -1,4 +1,4 @@
-"""Which sequences of a request descend from which."""
+"""The parents of beams: from an event log, and in the notation of genealogies.jsonl."""
 
 import string
 from collections.abc import Iterable, Mapping, Sequence

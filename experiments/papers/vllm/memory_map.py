@@ -5,7 +5,7 @@
 Serves a few requests, one more every --interval steps, in a cache too small for all of them, and
 draws the physical blocks over the steps. Each request has a colour, and each of its sequences a
 shade. Shared blocks are hatched, and darker with more owners. Blocks that the prefix cache keeps
-without an owner are grey. Below are the host's blocks, which hold what is swapped out.
+without an owner are grey. Below are the host's blocks, which hold swapped-out sequences.
 
 --requests are
 
@@ -15,8 +15,8 @@ without an owner are grey. Below are the host's blocks, which hold what is swapp
     beamN      a beam search of width N (Fig. 9)
 
 Besides a study's files it writes memory_map.html, which shows each block of the step under a slider
-(owners, logical block, filled slots, references) and each block table. rows.csv has what the
-cache's room for tokens holds in each step.
+(owners, logical block, filled slots, references) and each block table. rows.csv has the use of the
+cache's token slots in each step.
 """
 
 import colorsys
@@ -49,7 +49,7 @@ from paged.metrics import StepRecord
 from paged.requests.sampling_params import SamplingParams
 from paged.validation import validated_prompt
 
-# A cache of 48 small blocks shows all there is to see; the map of a large one would be a carpet.
+# 48 small blocks show every mechanism; the map of a larger cache would be unreadable.
 DEFAULTS = EngineConfig(
     page_size=8,
     kv_cache_tokens=384,
@@ -57,7 +57,7 @@ DEFAULTS = EngineConfig(
     max_num_batched_tokens=64,
     max_model_len=256,
     prefix_caching=True,
-    # Otherwise the tables would be shown with the step before taken in, not as the step finds them.
+    # Run-ahead would apply the previous step's results before a snapshot.
     run_ahead=False,
 )
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -79,9 +79,16 @@ class MapFlags(ModelFlags):
 
 @dataclass(frozen=True)
 class Row:
-    """A step: tokens, as in `paged.kv_cache.policy.Usage`; of the blocks most_owners of one, and
-    how many have several, have none but the prefix cache, or lie in the host's memory; and what
-    happened."""
+    """A step.
+
+    token_states to shared: tokens, as in `paged.kv_cache.policy.Usage`.
+    most_owners: of one block.
+    shared_blocks: with several owners.
+    idle_blocks: kept by the prefix cache alone.
+    host_blocks: in the host's memory.
+    preemptions: in this step.
+    swapped_out, swapped_in, copied_blocks: blocks moved in this step.
+    """
 
     step: int
     token_states: int
@@ -104,9 +111,9 @@ def make_requests(
     kinds: Sequence[str], prompt_tokens: int, prefix_tokens: int, output_tokens: int, seed: int,
     tokenizer,
 ) -> dict[str, tuple[list[int], SamplingParams]]:  # fmt: skip
-    """Prompts and sampling parameters by request id, which names the kind.
+    """Prompts and sampling parameters by request id, KIND-INDEX.
 
-    Raises ValueError for an unknown kind, and for a prefix that leaves no token of a prompt.
+    Raises ValueError for an unknown kind, and unless 0 < prefix_tokens < prompt_tokens.
     """
     if not 0 < prefix_tokens < prompt_tokens:
         raise ValueError(
@@ -294,7 +301,7 @@ def measure(flags: MapFlags, run_: Run) -> Iterator[Row]:
 
 
 def values(_: MapFlags, rows: Sequence[Row]) -> Values:
-    """Most of a step, and sums over the steps."""
+    """Maxima over the steps of owners and blocks; sums over the steps of preemptions and moves."""
     numbers: dict[str, float] = {"steps": len(rows)}
     for name in ("most_owners", "shared_blocks", "idle_blocks", "host_blocks"):
         numbers[f"max_{name.removeprefix('most_')}"] = max(getattr(row, name) for row in rows)

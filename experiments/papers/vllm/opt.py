@@ -35,8 +35,11 @@ POLICIES = ("fastertransformer", "orca_max", "orca_pow2", "orca_oracle", "vllm")
 
 @dataclass(frozen=True)
 class Server:
-    """A column of Table 1. kv_gib: memory for the KV cache, on all GPUs together. paper_slots: the
-    table's number of KV slots."""
+    """A column of Table 1.
+
+    kv_gib: memory for the KV cache, on all GPUs together.
+    paper_slots: the table's number of KV slots.
+    """
 
     model: str
     gpu: str
@@ -70,12 +73,12 @@ class Case:
     rate: requests/s.
     sigma: of the log-normal lengths.
     duration_s: of the arrivals.
-    host: whose host time a step includes (`step_cost.HOSTS`).
+    host: the system whose host time a step includes (`step_cost.HOSTS`).
     attention_knob, host_knob: factors on the time of attention and of the host.
     best_of, beam_width: sequences of each request, 1 for basic sampling.
-    prefix_tokens: that all prompts begin with; vLLM computes and keeps them once.
+    prefix_tokens: of the prefix that all prompts share; vLLM computes and stores it once.
     block_size: tokens of a block.
-    preemption_mode, admit_after_swap: of `EngineConfig`.
+    preemption_mode, admit_after_swap: as in `EngineConfig`.
     """
 
     server: str
@@ -98,13 +101,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Row(Case):
-    """What came of a case.
+    """The results of a case.
 
     batch: running requests, mean over the steps.
-    latency_s: a request's latency divided by its output tokens (the paper's normalised latency),
-        mean over the requests.
+    latency_s: a request's latency divided by the output tokens of one of its sequences (the paper's
+        normalised latency), mean over the requests.
     step_s: mean duration of a step that only decodes.
-    tokens_per_s: output tokens of all requests, over the whole run.
+    tokens_per_s: output tokens of one sequence of each request, over the whole run.
     kv_used: share of the KV memory that is in use, mean over the steps.
     saving: share of blocks that sharing saves, mean over the steps (§6.3).
     """
@@ -123,7 +126,7 @@ class Row(Case):
 
 def calibrated(dataset: str) -> float:
     """The sigma of the committed result of fig13_batched_requests. Raises KeyError for a dataset
-    that it has not calibrated."""
+    without a calibrated sigma."""
     return float(json.loads(SIGMAS.read_text())[f"sigma_{dataset}"])
 
 
@@ -140,8 +143,8 @@ def setting(server: str, host: str) -> str:
 def requests_of(
     dataset: str, rate: float, duration_s: float, sigma: float, seed: int, prefix_tokens: int = 0
 ) -> list[Request]:
-    """Poisson arrivals over `duration_s`; the same seed gives the same lengths at all rates. After
-    a prefix that all share prompts differ from their first token on."""
+    """Poisson arrivals over `duration_s`; the same seed gives the same lengths at all rates.
+    Prompts share their first `prefix_tokens` tokens and differ from the next token on."""
     count = max(1, round(rate * duration_s))
     if dataset == "chatbot":
         lengths, _ = synthetic_lengths.draw_chats(count, sigma, CONTEXT, CONTEXT // 2, seed, 1)
@@ -159,8 +162,8 @@ def requests_of(
 
 @functools.cache
 def ancestry(width: int) -> RecordedAncestry:
-    """Of the searches of this width that `fig15_sharing_savings` has recorded with Alpaca's
-    lengths."""
+    """The parents of beams in the searches of this width that `fig15_sharing_savings` recorded with
+    Alpaca's lengths."""
     trees = map(json.loads, GENEALOGIES.read_text().splitlines())
     mine = [tree for tree in trees if (tree["dataset"], tree["width"]) == ("alpaca", width)]
     searches = [parents_of(tree["parents"]) for tree in mine]
@@ -168,7 +171,7 @@ def ancestry(width: int) -> RecordedAncestry:
 
 
 def sampling_of(case: Case) -> SamplingParams:
-    """Orca, which forks nothing, keeps each beam as a sample of its own (§4.4)."""
+    """The sampling of a case. Orca forks no sequence: its beams run as parallel samples (§4.4)."""
     if case.beam_width > 1 and case.policy == "vllm":
         return SamplingParams(beam_width=case.beam_width, n=1)
     if (count := max(case.beam_width, case.best_of)) > 1:
@@ -177,7 +180,7 @@ def sampling_of(case: Case) -> SamplingParams:
 
 
 def engine_of(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -> Engine:
-    """declare: of the clock, with the arguments of `StepCost.declare`."""
+    """declare: makes the clock, from the arguments of `StepCost.declare`."""
     server = SERVERS[case.server]
     model, beams = server.config, case.beam_width if case.policy == "vllm" else 1
     config = EngineConfig(
@@ -202,7 +205,7 @@ def engine_of(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -
 
 
 def run(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -> Row:
-    """Serve a trace to its end. declare: as `engine_of` takes it."""
+    """Serve a trace to its end. declare: as in `engine_of`."""
     engine = engine_of(case, declare)
     requests = requests_of(
         case.dataset, case.rate, case.duration_s, case.sigma, case.seed, case.prefix_tokens
@@ -233,7 +236,7 @@ def run(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -> Row:
 
 
 def hour_s() -> float:
-    """Processor seconds that it takes to simulate vLLM's hour of Fig. 12a at 2 requests/s."""
+    """Processor seconds to simulate vLLM's hour of Fig. 12a at 2 requests/s."""
     case = Case("13b", "sharegpt", "vllm", 2.0, calibrated("sharegpt"), 3600.0)
     began = time.process_time()
     run(case)
@@ -241,8 +244,8 @@ def hour_s() -> float:
 
 
 def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
-    """Where the line through the points, xs ascending, first comes to `level` from either side;
-    the last x if it never does."""
+    """The x at which the line through the points first reaches `level`, from below or above; the
+    last x if it never does. xs: ascending."""
     for (x0, y0), (x1, y1) in zip(zip(xs, ys), zip(xs[1:], ys[1:])):
         if min(y0, y1) <= level <= max(y0, y1) and y0 != y1:
             return x0 + (level - y0) / (y1 - y0) * (x1 - x0)

@@ -1,9 +1,8 @@
-"""The rate that each system sustains at a normalised latency: what vLLM's Figs. 12, 14, 16 and 17
-draw.
+"""The rate that each system sustains at a normalised latency, for vLLM's Figs. 12, 14, 16 and 17.
 
-For each system of a panel the rate rises until the latency is above a level, and bisection finds
-the rate between. Of an overloaded system the latency grows with the trace, so that a short trace
-sustains more.
+For each system of a panel the request rate rises until the latency exceeds a level, or falls until
+it does not; bisection then narrows down the rate in between. The latency of an overloaded system
+grows with the length of the trace, so that a shorter trace gives a higher sustained rate.
 """
 
 import functools
@@ -23,8 +22,8 @@ from paged.simulator.step_cost import HOSTS
 LEAST = 1e-3
 STEP = 1.6  # factor between rates until the latency is reached
 BISECTIONS = 2
-COMPARED = ("orca_oracle", "vllm")  # at other constants too
-NEAR = 1.25  # the factor there, from the rate that is sustained without a change
+COMPARED = ("orca_oracle", "vllm")  # also swept with changed constants
+NEAR = 1.25  # STEP of those sweeps, which start at the unchanged sustained rate
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,14 @@ class RateFlags(Flags):
     jobs: int = jobs_flag()
 
     def sigma_of(self, dataset: str) -> float:
-        """Raises KeyError for a dataset that is not calibrated."""
+        """Raises KeyError for a dataset without a calibrated sigma."""
         return self.sigma or opt.calibrated(dataset)
 
 
 @dataclass(frozen=True)
 class Changed(Row):
-    """A run. change: of the clock's constants (`knobs.CHANGES`), or what else it is for; empty for
-    the figure's own."""
+    """A run. change: the changed constant of the clock (`knobs.CHANGES`), or another name; empty
+    for the figure's own runs."""
 
     change: str = ""
 
@@ -54,7 +53,7 @@ class Changed(Row):
 def changed(
     run: Run, make: Callable[..., Row], cases: Sequence[tuple[str, Case]], jobs: int, *first: Any
 ) -> Iterator[Changed]:
-    """`Run.at_once` of cases with their changes."""
+    """`Run.at_once` over pairs of a change and its case."""
     rows = run.at_once(make, [case for _, case in cases], jobs, *first)
     for (change, _), row in zip(cases, rows, strict=True):
         yield Changed(**vars(row), change=change)
@@ -62,7 +61,7 @@ def changed(
 
 @dataclass(frozen=True)
 class Point(Row):
-    """A run of a panel. change: of the clock's constants (`knobs.CHANGES`)."""
+    """A run of a panel. change: the changed constant of the clock (`knobs.CHANGES`), or empty."""
 
     panel: str = ""
     change: str = ""
@@ -75,9 +74,9 @@ def sweep(
     run: Callable[[Case], Row], case: Case, latency_s: float, step: float = STEP,
     bisections: int = BISECTIONS,
 ) -> list[Row]:  # fmt: skip
-    """Runs of a system by rate, ascending: the last two that are below and above the latency lie
-    within a factor of step^(1/2^bisections). case: its rate is the first that is tried. Raises
-    ValueError if the latency is above `latency_s` at any rate."""
+    """Runs of a system, by ascending rate. The two rates around the sustained one lie within a
+    factor of step^(1/2^bisections). case: its rate is the first. Raises ValueError if the latency
+    is above `latency_s` even at LEAST requests/s."""
     rows = [run(case)]
     upwards = rows[0].latency_s < latency_s
     while (rows[-1].latency_s < latency_s) == upwards:
@@ -96,8 +95,9 @@ def sweep(
 def panel(
     run: Callable[[Case], Row], cases: Sequence[Case], latency_s: float, vary: bool = False
 ) -> list[Point]:
-    """The sweeps of all systems, weakest first: each begins at the rate that the one before it
-    sustains, the first at its own. vary: those of COMPARED at other constants too."""
+    """The sweeps of all systems, weakest first. The first starts at its case's rate, each other one
+    at the rate that the previous system sustains. vary: also sweep COMPARED with changed
+    constants."""
     points: list[Point] = []
     rate = cases[0].rate
     for case in cases:
@@ -128,7 +128,7 @@ def _panel(
 def measure(
     flags: RateFlags, run: Run, panels: Panels, varied: Sequence[str] | None = None
 ) -> Iterator[Point]:
-    """varied: the panels of which --knobs changes the constants; None for all."""
+    """varied: the panels in which --knobs changes the constants; None for all."""
     names = list(panels) if varied is None else varied
     work = functools.partial(
         _panel, panels=panels, latency_s=flags.latency_s, varied=names if flags.knobs else (),
@@ -165,7 +165,7 @@ def plain_values(points: Sequence[Point], latency_s: float) -> Values:
 def values(
     flags: RateFlags, points: Sequence[Point], holds: Callable[[Mapping[str, float]], bool]
 ) -> Values:
-    """`plain_values`, and the same at other constants."""
+    """`plain_values`, and the same with changed constants."""
     return knobs.values(points, lambda rows: plain_values(rows, flags.latency_s), holds)
 
 

@@ -16,8 +16,12 @@ from paged.requests.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Owner:
-    """One reference to a block: of a request's sequence, as its logical block; filled: tokens that
-    it holds, or will hold once the prompt is computed."""
+    """One reference to a block.
+
+    request, sequence: the owner: request id, index of the sequence.
+    logical: the block's place in the sequence.
+    filled: tokens in the block, now or once the prompt is computed.
+    """
 
     request: str
     sequence: int
@@ -27,11 +31,12 @@ class Owner:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The cache once a step was scheduled.
+    """The cache after a step was scheduled.
 
-    happened: since the snapshot before, in words. refcounts: of each physical block, the null block
-    too. device, host: owners of each block that has some. idle: blocks that only the prefix cache
-    keeps.
+    happened: events of the engine's round, in words.
+    refcounts: of each physical block, including the null block.
+    device, host: owners of each owned block.
+    idle: blocks that only the prefix cache keeps.
     """
 
     step: int
@@ -81,7 +86,7 @@ def take(engine: Engine, step: int, happened: list[str]) -> Snapshot:
 
 
 def in_words(events: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What a round did, in words."""
+    """The events of a round of the engine, in words."""
     words = []
     for event in events:
         if event["event"] in ("arrival", "admit", "preempt", "finish"):
@@ -106,7 +111,7 @@ def run(
     progress: bool = True,
 ) -> list[Snapshot]:
     """Serve the requests (prompt and sampling by id), one more every `interval` steps, or all at
-    once if it is 0.
+    once if `interval` is 0.
 
     Returns a snapshot of each step.
     """

@@ -26,7 +26,7 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Row:
-    """A column of the table. slots: of the KV memory in GiB; slots_of_gb: in GB."""
+    """A column of the table. slots: if the KV memory is in GiB. slots_of_gb: if it is in GB."""
 
     model: str
     gpus: str
