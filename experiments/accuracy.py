@@ -1,6 +1,6 @@
 """Accuracy of several systems on the same prompts, each paired with the first one.
 
-A system is an engine configuration. Its answers are scored like those of `experiments.evaluate`:
+A system is an engine configuration. Its answers are scored as in `experiments.evaluate`:
 right answers, the log-probability of the reference answers, and the divergence of the
 next-token distributions along the reference answers from the first system's.
 

@@ -35,7 +35,7 @@ from paged.simulator.cost_model import FITTED, Fitted, Op, Product
 from paged.simulator.machines import MACHINES, Machine, machine
 
 LAYER = "layer"
-RESTARTS, STEPS = 5, 3000  # of the simplex search, which needs no derivatives: waves have none
+RESTARTS, STEPS = 5, 3000  # of the simplex search; waves have no derivatives for another method
 ROOFLINE = (0.61, 0.70)
 BATCHES = (1, 16, 128, 1024, 2**31)  # bounds of the groups that errors are reported for
 

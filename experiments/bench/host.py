@@ -11,9 +11,9 @@ generates in every step. Pools range from the smallest that holds the load to 10
     full_cache      prefix cache on, in a pool full of old prefixes: each new block evicts one
     churn           no prefix cache; a new request follows each request that ends
 
-Claim (measured where the report says): at most 200 µs a step at 256 running sequences, whatever the
-size of the pool. The floor is the time of one copy of the bytes that a step sends to the device: a
-step must at least write these.
+Claim, on the hardware that the report names: at most 200 µs a step at 256 running sequences, for
+every size of the pool. The floor is the time to copy the bytes that a step sends to the device: a
+step must at least write them.
 """
 
 import gc

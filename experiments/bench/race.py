@@ -54,7 +54,7 @@ def ours(engine: Engine, adapters: Sequence[str] | None = None) -> System:
 
 
 def load_torch(folder: Path):
-    """transformers' model in float32 with SDPA attention, on all cores, never ending a sequence."""
+    """transformers' model in float32 with SDPA attention, on all cores, without an EOS token."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 

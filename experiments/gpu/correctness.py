@@ -57,6 +57,6 @@ def check(op: str, name: str, spec: Spec, implementation: str) -> Check:
 
 
 def specs_to_check(small: bool) -> list[tuple[str, str, Spec]]:
-    """Every op and spec, shortened to sizes that `reference` can compute, and further specs for the
-    cases that short ones do not cover."""
+    """Every op and spec, shortened to sizes that `reference` can compute, and further specs for
+    cases that the shortened specs do not cover."""
     return [(op, name, spec) for op in OPS for name, spec in OPS[op].checked(small).items()]

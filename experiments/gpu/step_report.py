@@ -23,7 +23,7 @@ from pallas_kernels.tools.targets import Target
 
 MOST_TEMPORARY = 0.05  # of the pools
 MOST_MOVED = 0.02  # of a layer's floor, by a kernel that computes nothing
-LAYER = r"params\['layers'\]\[(\d+)\]"  # begins the name of an argument
+LAYER = r"params\['layers'\]\[(\d+)\]"  # the beginning of the name of a layer's argument
 MOSAIC = "mosaic_gpu_v2"  # the custom call of a Pallas kernel
 
 
@@ -148,14 +148,14 @@ def report_of(
         traffic = program.traffic(op, pool)
         read = traffic.read
         if traffic.pools:
-            # A kernel that reads pools, and whose shape is not that of decodes, is the prompt's.
+            # The shape shows whether the kernel computes decode tokens; else it computes the prompt.
             decodes = f"[{step.decodes * model.num_kv_heads}," in op.shape
             tokens = step.decodes * step.decode_tokens if decodes else step.prefill_tokens
             # One pool may be several operands.
             read += tokens * kv_bytes * min(traffic.pools, step.pools) // step.pools
         statistics = memory.get("statistics", 0)
         if statistics and any(program.entry[name].bytes == statistics for name in op.operands):
-            # A custom call reads the statistics by index: only those of the context.
+            # A custom call reads the statistics by index: only the context's part.
             read += step.statistics_read - statistics if op.opcode == "custom-call" else 0
         for name in program.arguments(op):
             if name in stacks:  # the operand holds all layers and slots; few pages of it are read

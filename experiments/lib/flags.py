@@ -32,7 +32,7 @@ _LOADING = ("model", "dtype", "attention_implementation", "compilation_cache", "
 
 @contextmanager
 def group(title: str) -> Iterator[None]:
-    """Flags defined in this context form one group of --help, except those of inner groups."""
+    """Flags defined in this context form one group of --help, without flags of inner groups."""
     before = set(flags.FLAGS)
     yield
     # absl's help lists key flags by module: a group is registered as if it were a module.

@@ -29,7 +29,7 @@ TURNS = "knobs_that_turn_the_claim"
 
 
 def knobs_flag() -> bool:
-    """A field of `Flags`."""
+    """A field of `Flags`: whether results include CHANGES."""
     return flag(True, "also at ±20 % of attention's and of the host's time")
 
 

@@ -13,7 +13,7 @@ from paged.kv_cache.dense.layout import DenseLayout
 from paged.kv_cache.policy import ShardedModel
 from paged.kv_cache.work import Heads, Layout
 
-DENSE_ITEMSIZE = 2  # bytes of a number of 16 bits
+DENSE_ITEMSIZE = 2  # bytes of a 16-bit number
 READS = ("decode", "selection")  # parts of `Layout.work`
 
 

@@ -98,7 +98,7 @@ def other_flags(output_dir: str | Path, flags: Any) -> str:
 
 
 def flat(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """All flags by name, with those of nested parts on the same level."""
+    """All flags by name; the flags of nested parts are on the same level."""
     parts = [value for value in flags.values() if isinstance(value, Mapping)]
     return {name: x for each in (*parts, flags) for name, x in each.items() if x not in parts}
 

@@ -172,8 +172,8 @@ def check_memory(engine: Engine) -> None:
 
 
 def check_slots(engine: Engine) -> None:
-    """Raise Violation unless the slots are consistent and the taken ones are those of running
-    sequences, and the same for adapter slots and their pins."""
+    """Raise Violation unless slots are consistent, and the taken slots equal the slots of running
+    sequences; and likewise for adapter slots and their pins."""
     scheduler, slots, store = engine.scheduler, engine.scheduler.slots, engine.loop.adapter_store
     try:
         slots.check()

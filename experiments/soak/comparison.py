@@ -1,4 +1,4 @@
-"""Comparison of an output with that of its request served alone, up to near ties.
+"""Comparison of an output with the output of its request served alone, up to near ties.
 
 Used by experiments/soak/__main__.py.
 """

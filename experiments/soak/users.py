@@ -338,7 +338,7 @@ class Users:
             raise Violation("stuck", f"{name} is the oldest for {self._oldest_for} steps")
 
     def check_at_rest(self) -> None:
-        """Without unfinished requests, check that the engine holds its initial state and the pins."""
+        """Check that an engine without unfinished requests holds its initial state and the pins."""
         check_memory(self.engine)
         check_slots(self.engine)
         for name, units in self.engine.host_policy.used_units().items():

@@ -70,8 +70,7 @@ class BundledFlags(Flags):
 
 
 def export(folder: Path, config: ModelConfig, p) -> None:
-    """Write the Hugging Face folder. Weights are float16, which keeps 3 bits more of them than
-    bfloat16."""
+    """Write the Hugging Face folder. Weights are float16: 3 more mantissa bits than bfloat16."""
     checkpoint.save(folder, config, p, dtype="float16")
     generation = dict(
         bos_token_id=config.bos_token_id,

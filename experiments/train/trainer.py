@@ -258,7 +258,7 @@ class Trainer:
         evaluate_every: float = 1e6,
         evaluation_prompts: int = 16,
     ) -> None:
-        """Train until the budget of tokens, or of minutes (0: no limit), is used up."""
+        """Train until the token budget, or the limit of minutes (0: none), is used up."""
         self.record(dict(step=self.step, tokens=self.tokens, options=asdict(self.options)))
         began = last_row = last_save = time.monotonic()
         before, next_evaluation = self.seconds, self.tokens + evaluate_every
