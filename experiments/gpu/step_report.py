@@ -148,7 +148,7 @@ def report_of(
         traffic = program.traffic(op, pool)
         read = traffic.read
         if traffic.pools:
-            # The shape shows whether the kernel computes decode tokens; else it computes the prompt.
+            # The kernel's shape marks decode tokens; other shapes are the prompt's.
             decodes = f"[{step.decodes * model.num_kv_heads}," in op.shape
             tokens = step.decodes * step.decode_tokens if decodes else step.prefill_tokens
             # One pool may be several operands.
